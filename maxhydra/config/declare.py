@@ -1,0 +1,76 @@
+"""How a schema class is declared: a dataclass that is set once, with bounds and a docstring line per field.
+
+OmegaConf makes a frozen dataclass read-only, which would forbid overrides, so ours are ordinary dataclasses whose
+attributes can be set once: composed freely by Hydra, immutable as soon as they are instantiated.
+"""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, TypeVar, dataclass_transform
+
+from omegaconf import MISSING
+
+from maxhydra.config.errors import Problem
+
+T = TypeVar("T")
+
+
+def option(
+    default: Any = MISSING,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    one_of: str | None = None,
+) -> Any:
+    """A field with a default and what it accepts: numeric bounds, or the modules of a package as `one_of`."""
+    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt, "one_of": one_of}
+    metadata = {name: bound for name, bound in bounds.items() if bound is not None}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def section(cls: type[T]) -> T:
+    """A nested schema class, built with its own defaults."""
+    return dataclasses.field(default_factory=cls)  # type: ignore[return-value]
+
+
+class Schema:
+    """Base of every schema class: attributes can be set once, and `check` lists cross-field problems."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            raise dataclasses.FrozenInstanceError(f"cannot assign to {type(self).__name__}.{name}: the config is final")
+        object.__setattr__(self, name, value)
+
+    def check(self) -> Iterator[Problem]:
+        """Problems between the fields of this class; paths are relative to it."""
+        return iter(())
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(option, section, dataclasses.field))
+def schema(cls: type[T]) -> type[T]:
+    """Declare a schema class (which derives from `Schema`)."""
+    return dataclasses.dataclass(kw_only=True)(cls)
+
+
+@cache
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring under each field of a schema class, inherited ones included."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, after in zip(body.body, body.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                    docs[statement.target.id] = inspect.cleandoc(str(after.value.value))
+    return docs

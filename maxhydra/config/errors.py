@@ -1,0 +1,53 @@
+"""What a user sees when a config is wrong: every problem at once, each with its path, value, what is accepted and the way out."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+UNSET = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One mistake in the config.
+
+    `path` is the dotted key, `value` what was given (UNSET where there is none), `accepted` what would be right, `hint`
+    the way out, `source` where the value was written (a YAML file with its line, or the command line).
+    """
+
+    path: str
+    reason: str
+    value: Any = UNSET
+    accepted: str = ""
+    hint: str = ""
+    source: str = ""
+
+    def under(self, prefix: str) -> "Problem":
+        """The same problem seen from a parent section."""
+        return dataclasses.replace(self, path=f"{prefix}.{self.path}" if prefix else self.path)
+
+    def __str__(self) -> str:
+        head = self.path if self.value is UNSET else f"{self.path}={self.value}"
+        lines = [f"{head}: {self.reason}"]
+        lines += [f"accepted: {self.accepted}"] if self.accepted else []
+        lines += [self.hint] if self.hint else []
+        lines += [f"set in {self.source}"] if self.source else []
+        return "\n    ".join(lines)
+
+
+class ConfigError(Exception):
+    """The config cannot be run as asked. Exit code 2, no traceback."""
+
+    def __init__(self, problems: Problem | Iterable[Problem]):
+        self.problems = [problems] if isinstance(problems, Problem) else list(problems)
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        return "\n".join(f"  {problem}" for problem in self.problems)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean 'x'?`, or nothing when no known name is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,222 @@
+"""The model as data: sizes at the top, then a pattern of layer kinds and the mechanisms of each kind."""
+
+from collections.abc import Iterator
+from enum import Enum
+
+from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.errors import Problem, did_you_mean
+
+
+class Dtype(Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class RopeKind(Enum):
+    none = "none"
+    default = "default"
+    llama3 = "llama3"
+
+
+class Activation(Enum):
+    silu = "silu"
+    gelu = "gelu"
+    gelu_tanh = "gelu_tanh"
+
+
+class Head(Enum):
+    tied = "tied"
+    separate = "separate"
+
+
+class RematPolicy(Enum):
+    none = "none"
+    full = "full"
+    minimal = "minimal"
+    custom = "custom"
+
+
+class AttentionBackend(Enum):
+    auto = "auto"
+    reference = "reference"
+    xla = "xla"
+    cudnn = "cudnn"
+
+
+@schema
+class Rope(Schema):
+    """Rotary position embedding (Su et al., 2021)."""
+
+    kind: RopeKind = RopeKind.default
+    """Frequencies: default, llama3 (Llama 3.1's frequency-dependent scaling), or none for no positions."""
+    theta: float = option(10000.0, gt=0)
+    """Base of the geometric series of wavelengths."""
+    factor: float | None = option(None, gt=0)
+    """llama3: how much the longest wavelengths are stretched."""
+    low_freq_factor: float | None = option(None, gt=0)
+    """llama3: wavelengths over original_context / low_freq_factor are stretched by the whole factor."""
+    high_freq_factor: float | None = option(None, gt=0)
+    """llama3: wavelengths under original_context / high_freq_factor are left as they are."""
+    original_context: int | None = option(None, ge=1)
+    """llama3: context length before stretching."""
+
+    def check(self) -> Iterator[Problem]:
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_context"):
+            value = getattr(self, name)
+            if self.kind is RopeKind.llama3 and value is None:
+                yield Problem(name, "is needed by kind=llama3", value=None, accepted="a positive number")
+            if self.kind is not RopeKind.llama3 and value is not None:
+                yield Problem(name, f"is not used by kind={self.kind.value}", value=value, hint="set kind=llama3 or leave it null")
+
+
+@schema
+class Attention(Schema):
+    """Grouped-query attention (Ainslie et al., 2023); multi-head and multi-query are its two ends."""
+
+    num_heads: int | None = option(None, ge=1)
+    """Query heads of this kind, where they differ from the model's."""
+    num_kv_heads: int | None = option(None, ge=1)
+    """Key and value heads of this kind, where they differ from the model's."""
+    head_dim: int | None = option(None, ge=1)
+    """Size of a head of this kind, where it differs from the model's."""
+    window: int | None = option(None, ge=1)
+    """Sliding window: a token sees itself and the window - 1 tokens before it. null: all before it."""
+    softcap: float | None = option(None, gt=0)
+    """Attention logits become softcap * tanh(logits / softcap)."""
+    scale: float | None = option(None, gt=0)
+    """Factor on the attention logits. null: 1 / sqrt(head_dim)."""
+    rope: Rope = section(Rope)
+
+
+@schema
+class Mlp(Schema):
+    """Gated feed-forward (Shazeer, 2020): SwiGLU with silu, GeGLU with gelu or gelu_tanh."""
+
+    dim: int | None = option(None, ge=1)
+    """Hidden size of this kind, where it differs from the model's mlp_dim."""
+    activation: Activation = Activation.silu
+    """Function on the gate; gelu is the exact form, gelu_tanh its approximation."""
+
+
+@schema
+class Kind(Schema):
+    """One kind of layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    attention: Attention = section(Attention)
+    mlp: Mlp = section(Mlp)
+
+
+@schema
+class Dtypes(Schema):
+    """Number formats by role."""
+
+    weights: Dtype = Dtype.float32
+    """Parameters, gradients and, unless optimizer.mu_dtype says otherwise, moments."""
+    compute: Dtype = Dtype.bfloat16
+    """Activations and matrix products."""
+    softmax: Dtype = Dtype.float32
+    """Attention logits and their softmax."""
+    logits: Dtype = Dtype.float32
+    """Output logits and the loss."""
+
+
+@schema
+class Remat(Schema):
+    """Which activations of a layer are kept for the backward pass, and which are computed again."""
+
+    policy: RematPolicy = RematPolicy.none
+    """none keeps all, full keeps only layer inputs, minimal keeps matrix products, custom keeps what save and offload name."""
+    save: list[str] = option([])
+    """custom: activations kept on the device: query, key, value, context, attention_out, mlp_gate, mlp_up, mlp_out."""
+    offload: list[str] = option([])
+    """custom: activations kept in host memory."""
+
+    def check(self) -> Iterator[Problem]:
+        for field in ("save", "offload"):
+            names: list[str] = getattr(self, field)
+            for name in names:
+                if name not in ACTIVATIONS:
+                    yield Problem(field, f"no activation is called {name!r}", value=names, accepted=", ".join(ACTIVATIONS), hint=did_you_mean(name, ACTIVATIONS))
+            if names and self.policy is not RematPolicy.custom:
+                yield Problem(field, f"is not used by policy={self.policy.value}", value=names, hint="set policy=custom or leave it empty")
+        if self.policy is RematPolicy.custom and not self.save and not self.offload:
+            yield Problem("policy", "needs names in save or offload", value="custom", accepted="names from " + ", ".join(ACTIVATIONS), hint="to keep nothing, set policy=full")
+
+
+ACTIVATIONS = ("query", "key", "value", "context", "attention_out", "mlp_gate", "mlp_up", "mlp_out")
+
+
+@schema
+class ModelKernels(Schema):
+    """Which implementation serves each operation; a backend named here that cannot serve is an error."""
+
+    attention: AttentionBackend = AttentionBackend.auto
+    """auto takes the fastest that supports the request."""
+
+
+@schema
+class Model(Schema):
+    """A decoder: embedding, layers of a repeating pattern of kinds, final norm, head."""
+
+    num_layers: int = option(ge=1)
+    """Layers in all, prefix included."""
+    emb_dim: int = option(ge=1)
+    """Width of the residual stream."""
+    mlp_dim: int = option(ge=1)
+    """Hidden size of the feed-forward."""
+    num_heads: int = option(ge=1)
+    """Query heads."""
+    num_kv_heads: int = option(ge=1)
+    """Key and value heads; divides num_heads."""
+    head_dim: int = option(ge=2)
+    """Size of a head."""
+    vocab_size: int = option(ge=2)
+    """Rows of the embedding."""
+    context_length: int = option(ge=1)
+    """Longest sequence the model is meant for; train.seq_len stays within it."""
+    prefix: list[str] = option([])
+    """Kinds of the leading layers that stand outside the pattern."""
+    pattern: list[str] = option(["layer"])
+    """Kinds that repeat to fill the rest; a last repetition may be partial."""
+    kinds: dict[str, Kind] = option({})
+    """The layer kinds by name."""
+    head: Head = Head.separate
+    """Output projection: its own weights, or the embedding's (tied)."""
+    norm_eps: float = option(1e-5, gt=0)
+    """Added to the mean square in RMSNorm (Zhang and Sennrich, 2019)."""
+    logit_softcap: float | None = option(None, gt=0)
+    """Output logits become softcap * tanh(logits / softcap)."""
+    dropout: float = option(0.0, ge=0, lt=1)
+    """Dropped share of each residual branch's output, in training."""
+    init_scale: float = option(1.0, gt=0)
+    """Factor on the initial weights, which are normal with variance 1 / fan-in."""
+    dtypes: Dtypes = section(Dtypes)
+    remat: Remat = section(Remat)
+    scan_unroll: int = option(1, ge=1)
+    """Pattern repetitions written out per step of the scan over layers; num_layers unrolls all."""
+    kernels: ModelKernels = section(ModelKernels)
+
+    def check(self) -> Iterator[Problem]:
+        yield from self._check_heads()
+        for field in ("prefix", "pattern"):
+            for name in getattr(self, field):
+                if name not in self.kinds:
+                    yield Problem(field, f"no layer kind is called {name!r}", value=getattr(self, field), accepted=", ".join(self.kinds) or "a kind defined in model.kinds", hint=did_you_mean(name, self.kinds))
+        if not self.pattern and len(self.prefix) != self.num_layers:
+            yield Problem("pattern", "is empty, and prefix alone does not make num_layers", value=[], accepted=f"kinds for {self.num_layers - len(self.prefix)} layers")
+        if len(self.prefix) > self.num_layers:
+            yield Problem("prefix", f"has {len(self.prefix)} layers, num_layers is {self.num_layers}", value=self.prefix, accepted=f"at most {self.num_layers} kinds")
+
+    def _check_heads(self) -> Iterator[Problem]:
+        for where, kind in {"": None, **{f"kinds.{name}.attention.": kind for name, kind in self.kinds.items()}}.items():
+            own = kind.attention if kind else None
+            heads = own.num_heads if own and own.num_heads else self.num_heads
+            kv_heads = own.num_kv_heads if own and own.num_kv_heads else self.num_kv_heads
+            head_dim = own.head_dim if own and own.head_dim else self.head_dim
+            is_repeat = own is not None and (own.num_heads, own.num_kv_heads) == (None, None)
+            if heads % kv_heads and not is_repeat:
+                divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+                yield Problem(f"{where}num_kv_heads", f"does not divide {where}num_heads={heads}", value=kv_heads, accepted=", ".join(divisors))
+            if head_dim % 2 and not (own is not None and own.head_dim is None):
+                yield Problem(f"{where}head_dim", "is odd; rotary positions turn pairs", value=head_dim, accepted="an even number")

@@ -1,0 +1,173 @@
+"""The run itself: its name, its length, when it logs, evaluates, saves and stops."""
+
+from collections.abc import Iterator
+from enum import Enum
+
+from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.errors import Problem
+
+
+class Nonfinite(Enum):
+    stop = "stop"
+    skip = "skip"
+
+
+class Progress(Enum):
+    auto = "auto"
+    bar = "bar"
+    lines = "lines"
+    none = "none"
+
+
+class SaveMode(Enum):
+    asynchronous = "asynchronous"
+    synchronous = "synchronous"
+    off = "off"
+
+
+class TrackerMode(Enum):
+    online = "online"
+    offline = "offline"
+
+
+@schema
+class Task(Schema):
+    """What the command does. A task with fields of its own has a subclass in maxhydra/config/tasks."""
+
+    name: str = option("pretrain", one_of="maxhydra.tasks")
+    """Module of maxhydra.tasks that runs."""
+
+
+@schema
+class Run(Schema):
+    """Identity of the run."""
+
+    name: str | None = None
+    """Folder under outputs; the same name again resumes. null: task, model and time."""
+    outputs: str = "outputs"
+    """Folder that holds the runs."""
+    seed: int = option(0, ge=0)
+    """Seed of the weights, the data order and dropout."""
+    tags: list[str] = option([])
+    """Words to find the run by."""
+    notes: str = ""
+    """Why this run, in a sentence."""
+
+    def check(self) -> Iterator[Problem]:
+        if self.name is not None and (not self.name.strip() or self.name.startswith(("/", ".")) or ".." in self.name.split("/")):
+            yield Problem("name", "is not a folder name under run.outputs", value=self.name, accepted="letters, digits, - _ . and /")
+
+
+@schema
+class Sample(Schema):
+    """A little text from the model at the end of the run."""
+
+    tokens: int = option(0, ge=0)
+    """Tokens to write; 0 writes none."""
+    prompt: str = "\n"
+    """Text to go on from."""
+    temperature: float = option(0.8, ge=0)
+    """0 takes the likeliest token."""
+
+
+@schema
+class Spike(Schema):
+    """Skips an update whose loss or gradient norm stands far over the recent past."""
+
+    sigmas: float | None = option(None, gt=0)
+    """Standard deviations over the running mean that count as a spike. null: never skip."""
+    decay: float = option(0.98, gt=0, lt=1)
+    """Decay of the running mean and variance."""
+    warmup_steps: int = option(20, ge=1)
+    """Steps seen before any is skipped."""
+
+
+@schema
+class EarlyStop(Schema):
+    """Ends the run when evaluation stops improving."""
+
+    patience: int | None = option(None, ge=1)
+    """Evaluations without improvement before the run ends. null: never."""
+    min_delta: float = option(0.0, ge=0)
+    """What counts as an improvement of the eval loss."""
+
+
+@schema
+class Train(Schema):
+    """The loop that every training task shares."""
+
+    steps: int = option(1000, ge=1)
+    """Optimizer steps."""
+    seq_len: int = option(1024, ge=1)
+    """Tokens in a sequence."""
+    per_device_batch_size: float = option(8, gt=0)
+    """Sequences per device in one forward pass; a fraction where several devices share a sequence."""
+    grad_accum: int = option(1, ge=1)
+    """Forward and backward passes per optimizer step."""
+    log_every: int = option(10, ge=1)
+    """Steps between two lines in metrics.jsonl."""
+    eval_every: int = option(100, ge=0)
+    """Steps between two evaluations; 0 evaluates only at the end."""
+    eval_batches: int = option(20, ge=0)
+    """Batches per evaluation; 0 never evaluates."""
+    target_eval_loss: float | None = None
+    """The run ends, finished, when the eval loss reaches this."""
+    early_stop: EarlyStop = section(EarlyStop)
+    z_loss: float = option(0.0, ge=0)
+    """Weight of log(sum(exp(logits)))^2, which keeps the logits from drifting (Chowdhery et al., 2022)."""
+    loss_chunk: int = option(0, ge=0)
+    """Positions of each sequence whose logits exist at a time; 0 makes all at once."""
+    spike: Spike = section(Spike)
+    on_nonfinite: Nonfinite = Nonfinite.stop
+    """A NaN or Inf in the loss or the gradients: stop the run, or skip the update. Neither applies it."""
+    progress: Progress = Progress.auto
+    """bar, lines, none; auto shows a bar on a terminal and lines elsewhere."""
+    sample: Sample = section(Sample)
+
+
+@schema
+class Checkpoint(Schema):
+    """Saving and loading of the whole state: weights, optimizer, step, data position and random key."""
+
+    mode: SaveMode = SaveMode.asynchronous
+    """asynchronous writes while training goes on, synchronous waits, off never saves."""
+    every: int = option(1000, ge=1)
+    """Steps between two saves; the end of the run and SIGTERM save too."""
+    keep: int = option(3, ge=1)
+    """Newest checkpoints kept."""
+    keep_best: int = option(0, ge=0)
+    """Checkpoints with the best best_metric kept besides."""
+    best_metric: str = "eval/loss"
+    """Metric, smaller is better, by which keep_best ranks."""
+    load_full_state: str | None = None
+    """Run or checkpoint folder whose whole state a new run starts from."""
+    load_parameters: str | None = None
+    """Run or checkpoint folder whose weights a new run starts from."""
+
+    def check(self) -> Iterator[Problem]:
+        if self.load_full_state is not None and self.load_parameters is not None:
+            yield Problem("load_parameters", "is given beside load_full_state", value=self.load_parameters, hint="keep one of the two")
+
+
+@schema
+class Tracker(Schema):
+    """Where metrics go besides metrics.jsonl."""
+
+    backends: list[str] = option([], one_of="maxhydra.train.trackers")
+    """tensorboard, wandb, both or none."""
+    project: str = "maxhydra"
+    """wandb: project."""
+    entity: str | None = None
+    """wandb: team or user."""
+    mode: TrackerMode = TrackerMode.online
+    """wandb: online sends as it goes, offline writes for `wandb sync`."""
+
+
+@schema
+class Quantization(Schema):
+    """Number formats of matrix products below bfloat16; `none` is the only option so far."""
+
+
+@schema
+class Adapter(Schema):
+    """Small trainable additions to frozen weights; `none` is the only option so far."""

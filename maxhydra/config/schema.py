@@ -1,0 +1,40 @@
+"""The root of the config: every key that exists, its type and its default."""
+
+from collections.abc import Iterator
+
+from maxhydra.config.data import Data
+from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.errors import Problem
+from maxhydra.config.hardware import Hardware
+from maxhydra.config.mesh import Mesh
+from maxhydra.config.model import Model
+from maxhydra.config.optimizer import Optimizer
+from maxhydra.config.run import Adapter, Checkpoint, Quantization, Run, Task, Tracker, Train
+
+
+@schema
+class Config(Schema):
+    """One run."""
+
+    task: Task = section(Task)
+    model: Model = section(Model)
+    mesh: Mesh = section(Mesh)
+    data: Data = section(Data)
+    optimizer: Optimizer = section(Optimizer)
+    quantization: Quantization = section(Quantization)
+    hardware: Hardware = section(Hardware)
+    checkpoint: Checkpoint = section(Checkpoint)
+    tracker: Tracker = section(Tracker)
+    adapter: Adapter = section(Adapter)
+    run: Run = section(Run)
+    train: Train = section(Train)
+    objective: str = option("eval/loss")
+    """Metric that the command returns, and a sweeper minimises."""
+
+    def check(self) -> Iterator[Problem]:
+        if self.train.seq_len > self.model.context_length:
+            yield Problem("train.seq_len", f"is over model.context_length={self.model.context_length}", value=self.train.seq_len, accepted=f"1 to {self.model.context_length}", hint="set both to train on longer sequences")
+        schedule = self.optimizer.schedule
+        busy = schedule.warmup_steps + (schedule.decay_steps or 0)
+        if busy > self.train.steps:
+            yield Problem("train.steps", f"is under optimizer.schedule's warm-up and decay, {busy} steps", value=self.train.steps, accepted=f"{busy} or more", hint="or set optimizer.schedule.warmup_steps and decay_steps lower")
