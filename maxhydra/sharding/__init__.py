@@ -1,0 +1,16 @@
+"""Mesh axes to a device mesh, and logical axis names to shardings over it."""
+
+from maxhydra.sharding.axes import AxisSizes, axis_sizes
+from maxhydra.sharding.mesh import abstract_mesh, build_mesh
+from maxhydra.sharding.sharder import LogicalAxes, Sharder, bytes_per_device, is_axes
+
+__all__ = [
+    "AxisSizes",
+    "LogicalAxes",
+    "Sharder",
+    "abstract_mesh",
+    "axis_sizes",
+    "build_mesh",
+    "bytes_per_device",
+    "is_axes",
+]

@@ -1,0 +1,103 @@
+"""The arithmetic of mesh axes: fills in -1, and refuses sizes whose product is not the number of devices."""
+
+import dataclasses
+import math
+
+from maxhydra.config import ConfigError, Problem
+from maxhydra.config.mesh import AXES, Axes, Mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisSizes:
+    """Devices along each axis of AXES, within a slice and across slices."""
+
+    within: tuple[int, ...]
+    across: tuple[int, ...]
+
+    @property
+    def total(self) -> tuple[int, ...]:
+        """Size of each mesh axis, which spans both networks."""
+        return tuple(inner * outer for inner, outer in zip(self.within, self.across, strict=True))
+
+
+def axis_sizes(mesh: Mesh, *, devices: int, slices: int) -> AxisSizes:
+    """Fill the -1 of each network; a product that does not match the devices is a ConfigError that shows it."""
+    if devices % slices:
+        fits = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
+        reason = f"{devices} devices do not form {slices} equal slices"
+        raise ConfigError(Problem("mesh.slices", reason, value=slices, accepted=fits))
+    per_slice = devices // slices
+    have = f"{per_slice} device{'s' * (per_slice > 1)}{' in a slice' * (slices > 1)}"
+    problems: list[Problem] = []
+    within = _fill(mesh, _Network("mesh", per_slice, have, "mesh.fsdp=-1"), problems)
+    apart = "mesh.dcn.data=-1, or mesh.slices=1 to see them as one"
+    across = _fill(mesh.dcn, _Network("mesh.dcn", slices, f"{slices} slice{'s' * (slices > 1)}", apart), problems)
+    if problems:
+        raise ConfigError(problems)
+    return AxisSizes(within=within, across=across)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Network:
+    """What the sizes of one set of axes must multiply to, and how a message speaks of it."""
+
+    prefix: str
+    count: int
+    have: str
+    remedy: str
+
+
+def _fill(axes: Axes, network: _Network, problems: list[Problem]) -> tuple[int, ...]:
+    """Sizes of one network with the -1 filled; a product that does not fit is added to `problems`."""
+    sizes = {axis: getattr(axes, axis) for axis in AXES}
+    automatic = next((axis for axis, size in sizes.items() if size == -1), None)
+    explicit = {axis: size for axis, size in sizes.items() if size != -1}
+    product = math.prod(explicit.values())
+    if automatic is None and product != network.count:
+        problems.append(_wrong_product(explicit, network))
+    if automatic is not None and network.count % product:
+        problems.append(_no_share_left(explicit, automatic, network))
+    filled = {automatic: network.count // product} if automatic is not None else {}
+    return tuple({**sizes, **filled}.values())
+
+
+def _wrong_product(sizes: dict[str, int], network: _Network) -> Problem:
+    """No axis is -1 and the product is another number."""
+    prefix, count = network.prefix, network.count
+    if math.prod(sizes.values()) == 1:
+        path = network.remedy.partition("=")[0]
+        reason = f"every axis of {prefix} is 1, but there are {network.have}"
+        return Problem(path, reason, value=1, accepted=f"{count}, or -1", hint=f"set {network.remedy}")
+    axis, room = _to_change(sizes, count)
+    accepted = f"{room}, or -1 for what is left" if room else f"sizes with product {count}, or one of them -1"
+    reason = f"{_shown(sizes, prefix)}, but there {'is' if count == 1 else 'are'} {network.have}"
+    return Problem(f"{prefix}.{axis}", reason, value=sizes[axis], accepted=accepted)
+
+
+def _no_share_left(sizes: dict[str, int], automatic: str, network: _Network) -> Problem:
+    """The explicit sizes leave no whole number for the axis that is -1."""
+    prefix, count = network.prefix, network.count
+    axis, room = _to_change(sizes, count)
+    fits = ", ".join(str(n) for n in range(1, room + 1) if room % n == 0)
+    reason = f"{_shown(sizes, prefix)} does not divide {network.have}, and {prefix}.{automatic}=-1 takes what is left"
+    return Problem(
+        f"{prefix}.{axis}", reason, value=sizes[axis], accepted=fits or f"sizes whose product divides {count}"
+    )
+
+
+def _to_change(sizes: dict[str, int], count: int) -> tuple[str, int]:
+    """The axis that alone would put the product right and the room it has; 0 where no single axis does."""
+    product = math.prod(sizes.values())
+    large = [axis for axis, size in reversed(sizes.items()) if size > 1]
+    for axis in large:
+        room, rest = divmod(count, product // sizes[axis])
+        if rest == 0:
+            return axis, room
+    return large[0], 0
+
+
+def _shown(sizes: dict[str, int], prefix: str) -> str:
+    """`mesh.fsdp x mesh.tensor = 4 x 3 = 12`."""
+    large = {f"{prefix}.{axis}": size for axis, size in sizes.items() if size > 1}
+    factors = f" = {' x '.join(map(str, large.values()))}" if len(large) > 1 else ""
+    return f"{' x '.join(large)}{factors} = {math.prod(large.values())}"

@@ -1,0 +1,120 @@
+"""Logical axis names to shardings: the one place where a rule of `mesh.rules` becomes a PartitionSpec."""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from maxhydra.config import ConfigError, Problem
+from maxhydra.config.mesh import AXES, RULES
+from maxhydra.sharding.mesh import AXIS_TYPES
+
+# One logical axis name, or None for a dimension that is never split, per dimension of an array.
+LogicalAxes: TypeAlias = tuple[str | None, ...]
+
+
+def is_axes(node: Any) -> bool:
+    """Whether a node of a tree is the axes of one array. A named tuple or a tuple of trees (optax) is not."""
+    return type(node) is tuple and all(name is None or isinstance(name, str) for name in node)
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Sharder:
+    """Shardings over one mesh by one set of rules; hashable, so it can be a static field or argument of a jit."""
+
+    mesh: jax.sharding.Mesh | AbstractMesh
+    rules: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def __init__(self, mesh: jax.sharding.Mesh | AbstractMesh, rules: Mapping[str, Sequence[str]]):
+        object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "rules", tuple((name, tuple(axes)) for name, axes in sorted(rules.items())))
+
+    @classmethod
+    def single(cls) -> "Sharder":
+        """The sharder of one device, which needs none: every spec is empty and `constrain` returns its input."""
+        return cls(AbstractMesh((1,) * len(AXES), AXES, axis_types=AXIS_TYPES), RULES)
+
+    def mesh_axes(self, name: str) -> tuple[str, ...]:
+        """Mesh axes of more than one device over which a logical axis is split."""
+        return tuple(axis for axis in dict(self.rules)[name] if self.mesh.shape[axis] > 1)
+
+    def ways(self, name: str) -> int:
+        """Into how many parts a logical axis is split; `ways("act_batch")` must divide the batch."""
+        return math.prod(self.mesh.shape[axis] for axis in self.mesh_axes(name))
+
+    def spec(self, axes: LogicalAxes) -> PartitionSpec:
+        """The partition of an array. A mesh axis can split one dimension only: the first that asks for it has it."""
+        used: set[str] = set()
+        entries: list[str | tuple[str, ...] | None] = []
+        for name in axes:
+            free = () if name is None else tuple(axis for axis in self.mesh_axes(name) if axis not in used)
+            used.update(free)
+            entries.append(free if len(free) > 1 else free[0] if free else None)
+        return PartitionSpec(*entries)
+
+    def sharding(self, axes: LogicalAxes) -> NamedSharding:
+        return NamedSharding(self.mesh, self.spec(axes))
+
+    def tree(self, axes_tree: Any) -> Any:
+        """A tree of axes to the same tree of shardings."""
+        return jax.tree.map(self.sharding, axes_tree, is_leaf=is_axes)
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Have the compiler split a value this way."""
+        if len(axes) != x.ndim:
+            raise ValueError(f"{len(axes)} axes {axes} for a value of shape {x.shape}")
+        if self.mesh.size == 1:
+            return x
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes))
+
+    def check(self, axes_tree: Any, shapes_tree: Any) -> None:
+        """Raise one ConfigError that lists every dimension of every array that its mesh axes do not divide."""
+        misfits: dict[tuple[tuple[str, ...], str, int], list[str]] = defaultdict(list)
+
+        def visit(path: jax.tree_util.KeyPath, axes: LogicalAxes, array: Any) -> None:
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            if len(axes) != len(array.shape):
+                raise ValueError(f"{where} has axes {axes} and shape {array.shape}")
+            for name, size, entry in zip(axes, array.shape, self.spec(axes), strict=True):
+                split = _names(entry)
+                if size % math.prod(self.mesh.shape[axis] for axis in split):
+                    misfits[split, str(name), size].append(where)
+
+        jax.tree_util.tree_map_with_path(visit, axes_tree, shapes_tree, is_leaf=is_axes)
+        if misfits:
+            raise ConfigError([self._misfit(*key, arrays) for key, arrays in misfits.items()])
+
+    def _misfit(self, split: tuple[str, ...], name: str, size: int, arrays: list[str]) -> Problem:
+        ways = math.prod(self.mesh.shape[axis] for axis in split)
+        shown = " x ".join(f"{axis}={self.mesh.shape[axis]}" for axis in split)
+        axis = max(split, key=lambda axis: size % self.mesh.shape[axis])
+        room = math.gcd(size, math.prod(self.mesh.axis_sizes))
+        fits = ", ".join(str(n) for n in range(1, room + 1) if room % n == 0)
+        product = f" ({shown}, {ways} ways)" if len(split) > 1 else ""
+        return Problem(
+            f"mesh.{axis}",
+            f"does not divide {name}={size} of {', '.join(arrays)}{product}",
+            value=self.mesh.shape[axis],
+            accepted=f"{fits}{' in all' if len(split) > 1 else ''}",
+            hint=f"or keep {name} whole with mesh.rules.{name}=[]",
+        )
+
+
+def bytes_per_device(
+    shape: Sequence[int], dtype: DTypeLike, spec: PartitionSpec, mesh: jax.sharding.Mesh | AbstractMesh
+) -> int:
+    """Bytes of an array on the device that holds the largest part of it."""
+    ways = [math.prod(mesh.shape[axis] for axis in _names(entry)) for entry in spec]
+    ways += [1] * (len(shape) - len(ways))
+    return math.prod(-(-size // n) for size, n in zip(shape, ways, strict=True)) * np.dtype(dtype).itemsize
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """Mesh axes of one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
