@@ -1,0 +1,109 @@
+"""What a model would need: every parameter's axes, sharding and bytes per device. Allocates nothing."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from maxhydra import model, optim
+from maxhydra.config.tasks.inspect import Format, InspectTask
+from maxhydra.sharding import Sharder, abstract_mesh, bytes_per_device, is_axes
+from maxhydra.tasks.job import Job, Outcome
+
+KEEPS_RUN = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One array."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str | None, ...]
+    spec: str
+    bytes_per_device: int
+
+
+def run(job: Job) -> Outcome:
+    config, task = job.config, job.config.task
+    assert isinstance(task, InspectTask)
+    devices = task.devices or jax.device_count()
+    sharder = Sharder(abstract_mesh(config.mesh, devices=devices, slices=task.slices), config.mesh.rules)
+    decoder = model.build(config.model)
+    sharder.check(decoder.axes, decoder.shapes)
+    optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=decoder.shapes)
+    state_shapes = jax.eval_shape(optimizer.transform.init, decoder.shapes)
+    state_axes = optim.state_axes(optimizer, decoder.shapes, decoder.axes)
+    parameters = _rows(decoder.shapes, decoder.axes, sharder)
+    moments = _rows(state_shapes, state_axes, sharder)
+    facts = {
+        "parameters": model.parameter_count(decoder.shapes),
+        "flops_per_token": model.flops_per_token(config.model, config.train.seq_len),
+        "mesh": {axis: size for axis, size in sharder.mesh.shape.items() if size > 1},
+        "devices": devices,
+        "bytes_per_device": {
+            "parameters": sum(row.bytes_per_device for row in parameters),
+            "optimizer": sum(row.bytes_per_device for row in moments),
+        },
+    }
+    if task.format is Format.json:
+        print(json.dumps({**facts, "arrays": [dataclasses.asdict(row) for row in parameters]}, indent=1))
+    else:
+        _print(parameters, facts, job.machine.hardware.memory_gib)
+    return Outcome("finished", "printed")
+
+
+def _rows(shapes: object, axes: object, sharder: Sharder) -> list[Row]:
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    names = jax.tree.leaves(axes, is_leaf=is_axes)
+    rows = []
+    for (path, leaf), leaf_axes in zip(leaves, names, strict=True):
+        spec = sharder.spec(leaf_axes)
+        rows.append(
+            Row(
+                name=jax.tree_util.keystr(path, simple=True, separator="/"),
+                shape=leaf.shape,
+                dtype=np.dtype(leaf.dtype).name,
+                axes=leaf_axes,
+                spec=", ".join(_entry(entry) for entry in spec),
+                bytes_per_device=bytes_per_device(leaf.shape, leaf.dtype, spec, sharder.mesh),
+            )
+        )
+    return rows
+
+
+def _entry(entry: object) -> str:
+    return "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
+
+
+def _print(rows: list[Row], facts: dict, memory_gib: float | None) -> None:
+    console = Console(soft_wrap=True)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column, justify in {"parameter": "left", "shape": "left", "axes": "left", "sharding": "left"}.items():
+        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("per device", justify="right", no_wrap=True)
+    for row in rows:
+        axes = ", ".join(axis or "-" for axis in row.axes)
+        shape = f"{row.dtype}[{', '.join(map(str, row.shape))}]"
+        table.add_row(row.name, shape, axes, row.spec, readable_bytes(row.bytes_per_device))
+    console.print(table)
+    size = facts["bytes_per_device"]
+    mesh = " x ".join(f"{axis}={n}" for axis, n in facts["mesh"].items()) or "one device"
+    fits = f" of {memory_gib:g} GiB" if memory_gib else ""
+    console.print(
+        f"\n{facts['parameters']:,} parameters on {facts['devices']:,} devices ({mesh})\n"
+        f"per device: weights {readable_bytes(size['parameters'])}, optimizer {readable_bytes(size['optimizer'])}, "
+        f"together {readable_bytes(size['parameters'] + size['optimizer'])}{fits}, before activations\n"
+        f"training takes {facts['flops_per_token'] / 1e9:,.1f} GFLOP per token"
+    )
+
+
+def readable_bytes(count: int) -> str:
+    """1536 -> 1.5 KiB."""
+    power = min(4, max(0, int(math.log2(max(count, 1)) // 10)))
+    return f"{count / 1024**power:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -1,0 +1,223 @@
+"""Checkpoints on Orbax: asynchronous, atomic, found again after a crash, refused when they hold another model.
+
+A checkpoint of step k is the folder checkpoints/k with three items: `params`, `rest` (step, optimizer, key, guard) and
+`data` (the loader's position, JSON). It appears by a rename once complete, so a killed save leaves nothing behind that
+could be mistaken for one.
+"""
+
+import dataclasses
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
+
+from maxhydra.config import ConfigError, Problem
+from maxhydra.config.run import Checkpoint, SaveMode
+from maxhydra.train.state import TrainState
+
+Tree = Any
+log = logging.getLogger("maxhydra")
+
+
+class SaveFailed(Exception):
+    """A checkpoint could not be written; the message says which one is still good."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A state from disk, the loader position that belongs to it, and the folder it came from."""
+
+    state: TrainState
+    data: dict[str, Any]
+    source: Path
+
+
+class Checkpointer(Protocol):
+    """Saves states of one run."""
+
+    def save(self, step: int, state: TrainState, data: dict[str, Any], metrics: Mapping[str, float]) -> None: ...
+
+    def settle(self) -> None:
+        """Wait for the save under way; SaveFailed if it did not succeed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class NoCheckpointer:
+    """checkpoint.mode=off."""
+
+    def save(self, step: int, state: TrainState, data: dict[str, Any], metrics: Mapping[str, float]) -> None:
+        return
+
+    def settle(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class OrbaxCheckpointer:
+    """Writes to a folder through an Orbax manager, which also forgets old checkpoints."""
+
+    def __init__(self, folder: Path, config: Checkpoint):
+        keep: list[policies.PreservationPolicy] = [policies.LatestN(config.keep)]
+        if config.keep_best:
+            keep.append(
+                policies.BestN(
+                    get_metric_fn=lambda metrics: metrics[config.best_metric],
+                    reverse=True,
+                    n=config.keep_best,
+                    keep_checkpoints_without_metrics=False,
+                )
+            )
+        self._best_metric = config.best_metric
+        self._folder = folder
+        self._manager = ocp.CheckpointManager(
+            folder,
+            options=ocp.CheckpointManagerOptions(
+                enable_async_checkpointing=config.mode is SaveMode.asynchronous,
+                preservation_policy=policies.AnyPreservationPolicy(keep),
+                cleanup_tmp_directories=True,
+                save_root_metadata=False,
+            ),
+        )
+
+    def save(self, step: int, state: TrainState, data: dict[str, Any], metrics: Mapping[str, float]) -> None:
+        self.settle()
+        best = {self._best_metric: metrics[self._best_metric]} if self._best_metric in metrics else None
+        items = ocp.args.Composite(
+            params=ocp.args.StandardSave(state.params),
+            rest=ocp.args.StandardSave(_rest(state)),
+            data=ocp.args.JsonSave(data),
+        )
+        try:
+            self._manager.save(step, args=items, metrics=best, force=True)
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def settle(self) -> None:
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def close(self) -> None:
+        self.settle()
+        self._manager.close()
+
+    def _failure(self, error: Exception) -> SaveFailed:
+        good = _steps(self._folder)
+        last = f"the checkpoint of step {good[-1]} is intact" if good else "there is no earlier checkpoint"
+        return SaveFailed(f"a checkpoint could not be written to {self._folder}: {_first_line(error)}; {last}")
+
+
+def open_checkpointer(folder: Path, config: Checkpoint) -> Checkpointer:
+    return NoCheckpointer() if config.mode is SaveMode.off else OrbaxCheckpointer(folder, config)
+
+
+def restore(folder: Path, config: Checkpoint, abstract: TrainState) -> Restored | None:
+    """Where the run starts from: its own newest checkpoint, then checkpoint.load_full_state; None for neither.
+
+    A checkpoint of the run that cannot be read is set aside by name, and the one before it is taken.
+    """
+    steps = _steps(folder)
+    for step in reversed(steps):
+        path = folder / str(step)
+        try:
+            return read_state(path, abstract)
+        except ConfigError:
+            raise
+        except Exception as error:
+            aside = path.with_name(f"{step}.unreadable")
+            log.warning("checkpoint %s cannot be read (%s); it is set aside as %s", path, _first_line(error), aside.name)
+            if jax.process_index() == 0:
+                path.rename(aside)
+    if steps:
+        reason = f"none of the run's {len(steps)} checkpoints can be read"
+        raise ConfigError(Problem("run.name", reason, hint=f"look at {folder}, or choose another run.name"))
+    if config.load_full_state is not None:
+        return read_state(_find("checkpoint.load_full_state", config.load_full_state), abstract)
+    return None
+
+
+def read_state(path: Path, abstract: TrainState) -> Restored:
+    """Read a checkpoint onto the shapes and shardings of `abstract`, whatever mesh wrote it."""
+    _require_same(path, "params", abstract.params)
+    _require_same(path, "rest", _rest(abstract))
+    items = ocp.args.Composite(
+        params=ocp.args.StandardRestore(abstract.params),
+        rest=ocp.args.StandardRestore(_rest(abstract)),
+        data=ocp.args.JsonRestore(),
+    )
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        items = reader.restore(path, args=items)
+    return Restored(state=TrainState(params=items.params, **items.rest), data=items.data, source=path)
+
+
+def read_parameters(key: str, location: str, abstract_params: Tree) -> Tree:
+    """The weights of another run (`key` is the config field that names it)."""
+    path = _find(key, location)
+    _require_same(path, "params", abstract_params)
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        items = reader.restore(path, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params)))
+    return items.params
+
+
+def _rest(state: TrainState) -> dict[str, Tree]:
+    return {"step": state.step, "opt_state": state.opt_state, "key": state.key, "guard": state.guard}
+
+
+def _steps(folder: Path) -> list[int]:
+    if not folder.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit() and entry.is_dir())
+
+
+def _find(key: str, location: str) -> Path:
+    """A run folder, its checkpoints folder, or one checkpoint -> one checkpoint."""
+    root = Path(location).expanduser().resolve()
+    if (root / "params").is_dir():
+        return root
+    for folder in (root / "checkpoints", root):
+        if steps := _steps(folder):
+            return folder / str(steps[-1])
+    reason = "holds no checkpoint" if root.is_dir() else "is not a folder"
+    accepted = "a run folder, its checkpoints folder, or one checkpoint in it"
+    raise ConfigError(Problem(key, reason, value=location, accepted=accepted))
+
+
+def _require_same(path: Path, item: str, wanted: Tree) -> None:
+    """Refuse a checkpoint whose arrays differ in name or shape, naming the first that does."""
+    with ocp.StandardCheckpointer() as reader:
+        stored = reader.metadata(path / item).item_metadata.tree
+    have = {name: tuple(leaf.shape) for name, leaf in _named(stored).items()}
+    want = {name: tuple(leaf.shape) for name, leaf in _named(ocp.tree.serialize_tree(wanted)).items()}
+    for name in sorted({*have, *want}):
+        if have.get(name) == want.get(name):
+            continue
+        told = f"{item}/{name} is {have.get(name, 'not there')}, this run has {want.get(name, 'no such array')}"
+        reason = f"holds another {'model' if item == 'params' else 'optimizer or state'}: {told}"
+        hint = "choose another run.name, or the model that it was trained with"
+        if item == "rest":
+            hint = "choose another run.name; checkpoint.load_parameters takes the weights alone"
+        raise ConfigError(Problem("checkpoint", reason, value=path, hint=hint))
+
+
+def _named(tree: Tree) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in leaves
+        if leaf is not None and leaf != {} and leaf != []
+    }
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return re.sub(r"\s+", " ", text)[:200]

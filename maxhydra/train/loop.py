@@ -1,0 +1,151 @@
+"""The one loop of every training task.
+
+Order of a step: take a batch, dispatch the step, log, evaluate, save, decide whether to end. The host reads metrics of
+a step only after a later one is under way, so the device always has work.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from maxhydra.config.run import Checkpoint, Train
+from maxhydra.data import Loader
+from maxhydra.train.checkpoint import Checkpointer, SaveFailed
+from maxhydra.train.interrupt import Interrupt
+from maxhydra.train.meter import Meter
+from maxhydra.train.state import TrainState
+from maxhydra.train.step import StepFn
+
+log = logging.getLogger("maxhydra")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How the loop ended: `status` is a run status, `step` the last one done, `state` its result."""
+
+    status: str
+    reason: str
+    step: int
+    state: TrainState
+    metrics: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a task hands to the loop.
+
+    `evaluate` is None where nothing is held out; `past_eval_losses` are those before a resume, for early stopping.
+    """
+
+    train: Train
+    saving: Checkpoint
+    step: StepFn
+    loader: Loader
+    evaluate: Callable[[TrainState], dict[str, float]] | None
+    checkpointer: Checkpointer
+    meter: Meter
+    past_eval_losses: Sequence[float]
+
+
+def fit(parts: Parts, state: TrainState, *, start: int) -> Ending:
+    """Train from step `start` to train.steps, or to the first reason to end before."""
+    loop = _Loop(parts, start)
+    with Interrupt() as interrupt:
+        for step in range(start + 1, parts.train.steps + 1):
+            waiting = time.perf_counter()
+            batch = next(parts.loader)
+            parts.meter.waited(time.perf_counter() - waiting)
+            state, metrics = parts.step(state, batch)
+            if step % parts.train.log_every == 0 or step in (start + 1, parts.train.steps):
+                parts.meter.log(step, metrics)
+            if loop.evaluation_due(step):
+                loop.evaluate(step, state)
+            if ending := loop.ending(step, interrupt):
+                return loop.close(*ending, step, state)
+            if step % parts.saving.every == 0 and step != parts.train.steps:
+                loop.save(step, state)
+    return loop.close("finished", f"all {parts.train.steps} steps done", parts.train.steps, state)
+
+
+class _Loop:
+    """The decisions of the loop and what they remember: evaluations so far, the last save."""
+
+    def __init__(self, parts: Parts, start: int):
+        self._parts = parts
+        self._evaluated: dict[str, float] = {}
+        self._evaluated_step = -1
+        self._saved_step = start
+        self._best = float("inf")
+        self._without_improvement = 0
+        for loss in parts.past_eval_losses:
+            self._judge(loss)
+
+    def evaluation_due(self, step: int) -> bool:
+        train = self._parts.train
+        return step == train.steps or (train.eval_every > 0 and step % train.eval_every == 0)
+
+    def evaluate(self, step: int, state: TrainState) -> None:
+        if self._parts.evaluate is None or self._parts.train.eval_batches == 0:
+            return
+        self._parts.meter.flush()
+        if self._parts.meter.halted:
+            return
+        self._evaluated = self._parts.evaluate(state)
+        self._evaluated_step = step
+        self._parts.meter.evaluated(step, self._evaluated)
+        self._judge(self._evaluated["eval/loss"])
+
+    def _judge(self, loss: float) -> None:
+        """Count evaluations since the last improvement."""
+        improved = loss < self._best - self._parts.train.early_stop.min_delta
+        self._without_improvement = 0 if improved else self._without_improvement + 1
+        self._best = min(self._best, loss)
+
+    def ending(self, step: int, interrupt: Interrupt) -> tuple[str, str] | None:
+        """(status, reason) when the run should end after this step."""
+        train = self._parts.train
+        if self._parts.meter.halted:
+            return "failed", ""
+        if name := interrupt.requested(step):
+            return "preempted", f"{name} at step {step}"
+        if self._evaluated_step != step:
+            return None
+        if train.target_eval_loss is not None and self._evaluated["eval/loss"] <= train.target_eval_loss:
+            return "finished", f"eval loss {self._evaluated['eval/loss']:.4f} reached train.target_eval_loss"
+        if train.early_stop.patience is not None and self._without_improvement >= train.early_stop.patience:
+            return "finished", f"no better eval loss in {self._without_improvement} evaluations"
+        return None
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Save, metrics first: whatever step a checkpoint restores, the lines up to it are on disk."""
+        self._parts.meter.flush()
+        if self._parts.meter.halted:
+            return
+        for attempt in (self._parts.checkpointer.settle, lambda: self._write(step, state)):
+            try:
+                attempt()
+            except SaveFailed as failure:
+                log.error("%s; training goes on", failure)
+
+    def close(self, status: str, reason: str, step: int, state: TrainState) -> Ending:
+        """Write what is pending and save the end; a last save that fails makes the run fail."""
+        parts = self._parts
+        parts.meter.flush()
+        if parts.meter.halted:
+            step = int(state.step)
+            seen = f"loss {parts.meter.last['loss']}, gradient norm {parts.meter.last['grad_norm']}"
+            status, reason = "failed", f"step {step + 1} is not finite ({seen}); its update was not applied"
+        metrics = {**parts.meter.last, **self._evaluated}
+        try:
+            if status != "failed" and self._saved_step != step:
+                self._write(step, state)
+            parts.checkpointer.settle()
+        except SaveFailed as failure:
+            status, reason = "failed", str(failure)
+        return Ending(status, reason, step, state, metrics)
+
+    def _write(self, step: int, state: TrainState) -> None:
+        metrics: Mapping[str, float] = self._evaluated if self._evaluated_step == step else {}
+        self._parts.checkpointer.save(step, state, self._parts.loader.state(), metrics)
+        self._saved_step = step

@@ -1,0 +1,61 @@
+"""Losses over the model, as sums: what pretraining and evaluation minimise and measure."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+import jax
+import jax.numpy as jnp
+
+from maxhydra.config.run import Train
+from maxhydra.layers import Context
+from maxhydra.model import ModelDef
+from maxhydra.sharding import Sharder
+from maxhydra.train.loss import Sums, cross_entropy
+from maxhydra.train.state import Tree, TrainState
+from maxhydra.train.step import Batch, LossFn
+
+
+def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
+    """Cross-entropy of each next token; without a key, dropout is off."""
+
+    def loss(params: Tree, batch: Batch, key: jax.Array | None) -> Sums:
+        context = Context(
+            positions=batch["positions"],
+            segments=batch["segments"],
+            sharder=sharder,
+            cache=None,
+            dropout_key=key,
+        )
+        hidden, _ = model.hidden(params, batch["tokens"], context)
+        return cross_entropy(
+            lambda hidden: model.logits(params, hidden, sharder),
+            hidden,
+            batch["targets"],
+            batch["weights"],
+            z_loss=train.z_loss,
+            chunk=train.loss_chunk,
+        )
+
+    return loss
+
+
+def make_evaluate(
+    loss_fn: LossFn, batches: Callable[[], Iterator[Batch]], *, limit: int
+) -> Callable[[TrainState], dict[str, float]]:
+    """Mean negative log-likelihood per token over the first `limit` held-out batches, exact to the token."""
+    sums_of = jax.jit(lambda params, batch: loss_fn(params, batch, None))
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        total = _sum(sums_of(state.params, batch) for batch in islice(batches(), limit))
+        loss = float(total["nll"] / total["weight"])
+        return {"eval/loss": loss, "eval/perplexity": float(jnp.exp(loss)), "eval/tokens": float(total["weight"])}
+
+    return evaluate
+
+
+def _sum(parts: Iterable[Sums]) -> Sums:
+    parts = iter(parts)
+    total = next(parts)
+    for part in parts:
+        total = jax.tree.map(jnp.add, total, part)
+    return total

@@ -1,0 +1,45 @@
+"""A little text from the model at the end of a run, through the same forward with a cache."""
+
+import jax
+import jax.numpy as jnp
+
+from maxhydra.config.run import Sample
+from maxhydra.data import Tokenizer
+from maxhydra.layers import Context
+from maxhydra.model import ModelDef
+from maxhydra.sharding import Sharder
+from maxhydra.train.state import Tree
+
+
+def write_sample(
+    model: ModelDef, params: Tree, tokenizer: Tokenizer, sample: Sample, *, sharder: Sharder, seed: int
+) -> str:
+    """Prompt and continuation, at most as long as the model's context; ends at the end-of-text token."""
+    prompt = [tokenizer.bos, *tokenizer.encode(sample.prompt)] if sample.prompt == "" else tokenizer.encode(sample.prompt)
+    length = min(len(prompt) + sample.tokens, model.config.context_length)
+    rows = sharder.ways("act_batch")
+    replicated = sharder.sharding((None, None))
+
+    def forward(params: Tree, cache: Tree, tokens: jax.Array, start: jax.Array, key: jax.Array) -> tuple[jax.Array, Tree]:
+        positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
+        context = Context(positions=positions, segments=None, sharder=sharder, cache=cache, dropout_key=None)
+        hidden, cache = model.hidden(params, tokens, context)
+        logits = model.logits(params, hidden[:, -1:], sharder)[:, 0]
+        if sample.temperature == 0:
+            chosen = jnp.argmax(logits, axis=-1)
+        else:
+            chosen = jax.random.categorical(jax.random.fold_in(key, start), logits / sample.temperature)
+        return jnp.broadcast_to(chosen[:1, None], (rows, 1)), cache
+
+    advance = jax.jit(forward, donate_argnums=1, out_shardings=(replicated, None))
+    cache = model.empty_cache(rows, length)
+    tokens, key, written = jnp.tile(jnp.array([prompt], jnp.int32), (rows, 1)), jax.random.key(seed), []
+    position = 0
+    while len(prompt) + len(written) < length:
+        chosen, cache = advance(params, cache, tokens, jnp.int32(position), key)
+        position += tokens.shape[1]
+        tokens = chosen.astype(jnp.int32)
+        written.append(int(tokens[0, 0]))
+        if written[-1] == tokenizer.eos:
+            break
+    return tokenizer.decode([*prompt, *written])

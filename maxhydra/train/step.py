@@ -1,0 +1,106 @@
+"""The one step builder: gradients over micro-batches, the guard against bad updates, the update."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxhydra.config.run import Nonfinite, Spike, Train
+from maxhydra.optim import Optimizer
+from maxhydra.train.loss import Sums
+from maxhydra.train.state import Guard, TrainState
+
+Tree = Any
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+# Sums over the batch, `loss` and `weight` among them: the step minimises loss / weight. No key: no dropout.
+LossFn = Callable[[Tree, Batch, jax.Array | None], Sums]
+StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+
+
+def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train) -> StepFn:
+    """A pure function (state, batch) -> (state, metrics), to be jitted with the state donated."""
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        grads, sums = _gradients(loss_fn, state.params, batch, key, micro_batches=train.grad_accum)
+        means = {name: total / sums["weight"] for name, total in sums.items() if name not in ("weight", "nll")}
+        grad_norm = optax.tree.norm(grads)
+
+        finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
+        halted = state.guard.halted | (~finite & (train.on_nonfinite is Nonfinite.stop))
+        observed = jnp.stack([means["loss"], grad_norm]).astype(jnp.float32)
+        apply = finite & ~halted & ~_is_spike(state.guard, observed, train.spike)
+
+        updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        keep = _select(apply)
+        new_state = TrainState(
+            step=state.step + jnp.where(halted, 0, 1),
+            params=keep(params, state.params),
+            opt_state=keep(opt_state, state.opt_state),
+            key=state.key,
+            guard=_observe(state.guard, observed, train.spike, apply=apply, halted=halted),
+        )
+        learning_rate = optimizer.schedule(state.step - state.guard.skipped)
+        metrics = {**means, "grad_norm": grad_norm, "learning_rate": learning_rate, "tokens": sums["weight"]}
+        return new_state, {**metrics, "skipped": new_state.guard.skipped, "halted": new_state.guard.halted}
+
+    return step
+
+
+def _gradients(
+    loss_fn: LossFn, params: Tree, batch: Batch, key: jax.Array, *, micro_batches: int
+) -> tuple[Tree, Sums]:
+    """Gradient of sum(loss) / sum(weight) over the whole batch, and the sums.
+
+    Micro-batches add up gradients of sums, divided once by the total weight, so that they equal the big batch even
+    where their token counts differ.
+    """
+
+    def total_loss(params: Tree, batch: Batch, key: jax.Array) -> tuple[jax.Array, Sums]:
+        sums = loss_fn(params, batch, key)
+        return sums["loss"], sums
+
+    gradient = jax.grad(total_loss, has_aux=True)
+    if micro_batches == 1:
+        grads, sums = gradient(params, batch, key)
+    else:
+        # Row b * n + i goes to micro-batch i: each device cuts its own rows, nothing moves between devices.
+        cut = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, micro_batches, *x.shape[1:]), 0, 1), batch)
+        keys = jax.random.split(key, micro_batches)
+
+        def add(total: tuple[Tree, Sums], part: tuple[Batch, jax.Array]) -> tuple[tuple[Tree, Sums], None]:
+            return jax.tree.map(jnp.add, total, gradient(params, *part)), None
+
+        shapes = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], cut), keys[0])
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        (grads, sums), _ = jax.lax.scan(add, zeros, (cut, keys))
+    return jax.tree.map(lambda g: g / sums["weight"].astype(g.dtype), grads), sums
+
+
+def _select(condition: jax.Array) -> Callable[[Tree, Tree], Tree]:
+    return lambda new, old: jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
+
+
+def _is_spike(guard: Guard, observed: jax.Array, spike: Spike) -> jax.Array:
+    """Loss or gradient norm over mean + sigmas * standard deviation, once enough steps were seen."""
+    if spike.sigmas is None:
+        return jnp.zeros((), jnp.bool_)
+    far = observed > guard.mean + spike.sigmas * jnp.sqrt(guard.variance)
+    return jnp.any(far) & (guard.seen >= spike.warmup_steps)
+
+
+def _observe(guard: Guard, observed: jax.Array, spike: Spike, *, apply: jax.Array, halted: jax.Array) -> Guard:
+    """Exponential mean and variance over the applied steps; while few were seen, their plain average."""
+    keep = jnp.minimum(spike.decay, guard.seen / (guard.seen + 1.0))
+    delta = observed - guard.mean
+    return Guard(
+        mean=jnp.where(apply, guard.mean + (1 - keep) * delta, guard.mean),
+        variance=jnp.where(apply, keep * (guard.variance + (1 - keep) * jnp.square(delta)), guard.variance),
+        seen=guard.seen + apply,
+        skipped=guard.skipped + (~apply & ~halted),
+        halted=halted,
+    )

@@ -1,0 +1,62 @@
+"""Imports go down the rows of docs/architecture.md, never up, across or around."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "maxhydra"
+
+
+def rows() -> dict[str, int]:
+    """Package -> row, from the table in docs/architecture.md."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    found = re.findall(r"^\| (\d+) \| ([\w, ]+) \|", text, re.MULTILINE)
+    return {package.strip(): int(row) for row, packages in found for package in packages.split(",")}
+
+
+def modules() -> list[Path]:
+    kernels = [PACKAGE / "kernels" / path.relative_to(ROOT / "kernels") for path in (ROOT / "kernels").rglob("*.py")]
+    return [path for path in PACKAGE.rglob("*.py") if "conf" not in path.parts] + kernels
+
+
+def imported(path: Path) -> set[str]:
+    """Sub-packages of maxhydra that a module imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.split(".")[1] for name in found if name.startswith("maxhydra.") and not name.startswith("maxhydra.__")}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down(path: Path) -> None:
+    where = rows()
+    parts = path.relative_to(PACKAGE).parts
+    if len(parts) == 1:
+        return
+    own = parts[0]
+    assert own in where, f"{own} has no row in docs/architecture.md"
+    for other in imported(path) - {own}:
+        assert where[other] < where[own], f"{own} (row {where[own]}) imports {other} (row {where[other]})"
+
+
+def test_every_package_has_a_row() -> None:
+    packages = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name not in ("conf", "__pycache__")}
+    assert packages <= set(rows())
+
+
+def test_no_family_names_in_shared_code() -> None:
+    """A family is data: its name stands in conf/model and convert/, nowhere else (llama3 is a rope scaling's name)."""
+    family = re.compile(r"\b(mistral|mixtral|gemma|qwen|deepseek|kimi|gpt|olmo|llama(?!3\b))", re.IGNORECASE)
+    for path in modules():
+        if "convert" in path.parts:
+            continue
+        code = ast.unparse(ast.parse(path.read_text()))
+        without_docstrings = re.sub(r'("""|\'\'\').*?\1', "", code, flags=re.DOTALL)
+        assert not family.search(without_docstrings), path
