@@ -1,0 +1,100 @@
+"""What the optimizer knows about parameters: their paths, and which of their dimensions make a matrix.
+
+Layers are stacked on a leading axis for the scan; to an optimizer that looks at matrices each layer is a matrix of its
+own, and a projection to heads is one matrix with heads x head_dim columns. Logical axis names say so; shapes do not.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from maxhydra.config import ConfigError, Problem
+from maxhydra.sharding import LogicalAxes, is_axes
+
+Tree = Any
+
+# Axes along which independent parameters are stacked.
+STACKED = ("layers",)
+# Axes that continue the side of the axis before them: heads x head_dim is one side.
+CONTINUED = ("head_dim",)
+# Axes whose entries are looked up or scored one by one: the parameter is a table of vectors, not a linear map.
+TABLES = ("vocab",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """Dimensions of a parameter that is a linear map: those of its rows (inputs) and of its columns (outputs)."""
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
+def own_dimensions(axes: LogicalAxes) -> tuple[int, ...]:
+    """Dimensions within one layer."""
+    return tuple(dimension for dimension, name in enumerate(axes) if name not in STACKED)
+
+
+def sides(axes: LogicalAxes) -> Sides | None:
+    """Rows and columns of each layer's matrix; None for a vector, or where there are more than two sides."""
+    groups: list[tuple[int, ...]] = []
+    for dimension in own_dimensions(axes):
+        if axes[dimension] in CONTINUED and groups:
+            groups[-1] = (*groups[-1], dimension)
+        else:
+            groups.append((dimension,))
+    return Sides(*groups) if len(groups) == 2 else None
+
+
+def is_table(axes: LogicalAxes) -> bool:
+    return any(name in TABLES for name in axes)
+
+
+def path_of(keys: jax.tree_util.KeyPath) -> str:
+    """`layers/0/attention/query`."""
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def paths(tree: Tree) -> Tree:
+    """The same tree with each leaf's path in its place."""
+    return jax.tree_util.tree_map_with_path(lambda keys, _: path_of(keys), tree)
+
+
+def axes_by_path(axes: Tree) -> dict[str, LogicalAxes]:
+    return {path_of(keys): names for keys, names in jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)}
+
+
+def matches(patterns: list[str], path: str) -> bool:
+    return any(re.search(pattern, path) for pattern in patterns)
+
+
+def check_patterns(trainable: list[str], no_decay: list[str], known: list[str]) -> None:
+    """A pattern that cannot be read, or a trainable one that names no parameter, is a ConfigError."""
+    problems = [*_unreadable("optimizer.trainable", trainable), *_unreadable("optimizer.no_decay", no_decay)]
+    if not problems:
+        problems = list(_unmatched(trainable, known))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _unreadable(field: str, patterns: list[str]) -> Iterator[Problem]:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield Problem(field, f"{pattern!r} is not a regular expression: {error}", value=patterns)
+
+
+def _unmatched(patterns: list[str], known: list[str]) -> Iterator[Problem]:
+    accepted = "regular expressions on parameter paths"
+    if not patterns:
+        yield Problem("optimizer.trainable", "is empty, so nothing would be trained", value=[], accepted=accepted)
+    for pattern in patterns:
+        if not any(re.search(pattern, path) for path in known):
+            near = difflib.get_close_matches(pattern, known, n=5, cutoff=0.0)
+            reason = f"no parameter's path matches {pattern!r}"
+            hint = f"nearest paths: {', '.join(near)}"
+            yield Problem("optimizer.trainable", reason, value=patterns, accepted=accepted, hint=hint)

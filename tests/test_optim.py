@@ -1,0 +1,282 @@
+"""Each optimizer against a reference that sees one layer's matrix at a time and is written without the package."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+from maxhydra.config import ConfigError
+from maxhydra.config.model import Dtype
+from maxhydra.config.optimizer import Optimizer as Config
+from maxhydra.config.optimizer import OptimizerKind, Schedule, ScheduleKind
+from maxhydra.optim import build, state_axes
+from maxhydra.sharding import is_axes
+
+LAYERS, EMBED, HEADS, HEAD_DIM, MLP, VOCAB = 3, 8, 2, 4, 12, 16
+# Sides of equal length (embed = heads x head_dim) and a layer axis that is neither the longest nor the shortest.
+AXES = {
+    "embed": {"table": ("vocab", "embed")},
+    "layers": {
+        "0": {
+            "attention": {
+                "query": ("layers", "embed", "heads", "head_dim"),
+                "output": ("layers", "heads", "head_dim", "embed"),
+                "bias": ("layers", "heads", "head_dim"),
+            },
+            "mlp": {"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed")},
+            "norm": {"scale": ("layers", "norm")},
+        }
+    },
+    "norm": {"scale": ("norm",)},
+    "head": {"kernel": ("embed", "vocab")},
+}
+SIZES = {
+    "layers": LAYERS,
+    "embed": EMBED,
+    "heads": HEADS,
+    "head_dim": HEAD_DIM,
+    "mlp": MLP,
+    "vocab": VOCAB,
+    "norm": EMBED,
+}
+SHAPES = jax.tree.map(
+    lambda axes: jax.ShapeDtypeStruct(tuple(SIZES[a] for a in axes), jnp.float32), AXES, is_leaf=is_axes
+)
+STEPS = 5
+FIELDS = {
+    OptimizerKind.adamw: {"b1": 0.9, "b2": 0.95, "eps": 1e-8},
+    OptimizerKind.adafactor: {"b2_decay": 0.8, "eps": 1e-30, "min_dim_factored": 4},
+    OptimizerKind.sgd: {"momentum": 0.9},
+    OptimizerKind.muon: {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "momentum": 0.95, "newton_schulz_steps": 5},
+    OptimizerKind.lion: {"b1": 0.9, "b2": 0.99},
+}
+KINDS = pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kind: kind.value)
+
+
+def config(kind=OptimizerKind.adamw, **fields):
+    schedule = Schedule(kind=ScheduleKind.linear, warmup_steps=2, final_fraction=0.1)
+    return Config(kind=kind, **{"learning_rate": 0.01, "schedule": schedule, **FIELDS[kind], **fields})
+
+
+def learning_rate(step):
+    """The schedule above by hand: 1/3, 2/3, 1, then a straight line to 0.1 at the last of STEPS steps."""
+    return 0.01 * [1 / 3, 2 / 3, 1, 0.55, 0.1][step]
+
+
+def random_tree(seed, scale=1.0):
+    random = np.random.default_rng(seed)
+    return jax.tree.map(lambda s: jnp.asarray(scale * random.standard_normal(s.shape), jnp.float32), SHAPES)
+
+
+def flat(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
+
+
+def run(optimizer, params, steps=STEPS):
+    """Parameters after `steps` jitted updates on fixed random gradients."""
+    update = jax.jit(optimizer.transform.update)
+    state = optimizer.transform.init(params)
+    for step in range(steps):
+        updates, state = update(random_tree(100 + step, scale=0.1 * (step + 1)), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def as_layers(path, array):
+    """The matrices (or vectors) of a parameter, one per layer."""
+    axes = AXES
+    for key in path.split("/"):
+        axes = axes[key]
+    layers = list(array) if axes[0] == "layers" else [array]
+    own = [a for a in axes if a != "layers"]
+    if own == ["embed", "heads", "head_dim"]:
+        return [layer.reshape(EMBED, -1) for layer in layers]
+    if own == ["heads", "head_dim", "embed"]:
+        return [layer.reshape(-1, EMBED) for layer in layers]
+    if own == ["heads", "head_dim"]:
+        return [layer.reshape(-1) for layer in layers]
+    return layers
+
+
+def reference(kind, params, *, decay, clip, frozen=(), steps=STEPS):
+    """Plain loops over parameters and layers: NumPy, or optax on single matrices."""
+    params = {path: [np.asarray(p, np.float32) for p in as_layers(path, p)] for path, p in flat(params).items()}
+    memory = {}
+    for step in range(steps):
+        grads = flat(random_tree(100 + step, scale=0.1 * (step + 1)))
+        grads = {path: g for path, g in grads.items() if path not in frozen}
+        norm = np.sqrt(sum(np.sum(np.square(g.astype(np.float64))) for g in grads.values()))
+        for path, grad in grads.items():
+            for layer, g in enumerate(as_layers(path, grad * min(1, clip / norm))):
+                p = params[path][layer]
+                u, memory[path, layer] = RULES[kind](path, g, p, memory.get((path, layer)), step)
+                wd = 0 if re.search("norm|bias", path) else decay
+                params[path][layer] = p - learning_rate(step) * (u + wd * p)
+    return params
+
+
+def adam(path, g, p, memory, step):
+    m, v = memory or (0, 0)
+    m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
+    return m / (1 - 0.9 ** (step + 1)) / (np.sqrt(v / (1 - 0.95 ** (step + 1))) + 1e-8), (m, v)
+
+
+def lion(path, g, p, memory, step):
+    m = 0 if memory is None else memory
+    return np.sign(0.9 * m + 0.1 * g), 0.99 * m + 0.01 * g
+
+
+def sgd(path, g, p, memory, step):
+    m = g + 0.9 * (0 if memory is None else memory)
+    return m, m
+
+
+def by_optax(transform):
+    update = jax.jit(transform.update)
+
+    def rule(path, g, p, memory, step):
+        descent, memory = update(jnp.asarray(g), memory or transform.init(jnp.asarray(p)), jnp.asarray(p))
+        return -np.asarray(descent), memory
+
+    return rule
+
+
+adafactor = by_optax(optax.adafactor(learning_rate=None, min_dim_size_to_factor=4, decay_rate=0.8, eps=1e-30))
+muon_of_matrix = by_optax(optax.contrib.muon(learning_rate=1.0, consistent_rms=0.2))
+
+
+def muon(path, g, p, memory, step):
+    if path.startswith(("embed", "head")) or "norm" in path or "bias" in path:
+        return adam(path, g, p, memory, step)
+    return muon_of_matrix(path, g, p, memory, step)
+
+
+RULES = {
+    OptimizerKind.adamw: adam,
+    OptimizerKind.adafactor: adafactor,
+    OptimizerKind.sgd: sgd,
+    OptimizerKind.muon: muon,
+    OptimizerKind.lion: lion,
+}
+
+
+def assert_equal_layers(params, expected):
+    for path, array in flat(params).items():
+        for layer, (ours, theirs) in enumerate(zip(as_layers(path, array), expected[path], strict=True)):
+            np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6, err_msg=f"{path} of layer {layer}")
+
+
+@KINDS
+def test_five_updates_equal_the_reference(kind):
+    params = random_tree(0)
+    ours, _ = run(build(config(kind, weight_decay=0.1), steps=STEPS, shapes=SHAPES, axes=AXES), params)
+    assert_equal_layers(ours, reference(kind, params, decay=0.1, clip=1.0))
+
+
+@KINDS
+def test_no_clipping_and_no_decay(kind):
+    params = random_tree(1)
+    optimizer = build(config(kind, weight_decay=0.0, clip_norm=None), steps=STEPS, shapes=SHAPES, axes=AXES)
+    assert_equal_layers(run(optimizer, params)[0], reference(kind, params, decay=0.0, clip=np.inf))
+
+
+@KINDS
+def test_frozen_parameters_stay_and_have_no_state(kind):
+    params = random_tree(2)
+    trainable = ["attention/(query|output)", "^head"]
+    optimizer = build(config(kind, trainable=trainable), steps=STEPS, shapes=SHAPES, axes=AXES)
+    frozen = [path for path in flat(params) if not any(re.search(p, path) for p in trainable)]
+    ours, state = run(optimizer, params)
+    assert_equal_layers(ours, reference(kind, params, decay=0.1, clip=1.0, frozen=frozen))
+    for path in frozen:
+        np.testing.assert_array_equal(flat(ours)[path], flat(params)[path])
+        assert not [leaf for leaf in flat(state) if leaf.endswith(path)]
+
+
+@KINDS
+def test_state_axes_have_the_structure_and_rank_of_the_state(kind):
+    optimizer = build(config(kind, trainable=["layers", "embed"]), steps=STEPS, shapes=SHAPES, axes=AXES)
+    state = jax.eval_shape(optimizer.transform.init, SHAPES)
+    axes = state_axes(optimizer, SHAPES, AXES)
+    assert jax.tree.structure(state) == jax.tree.structure(axes, is_leaf=is_axes)
+    seen = 0
+    for leaf, names in zip(jax.tree.leaves(state), jax.tree.leaves(axes, is_leaf=is_axes), strict=True):
+        assert len(names) == leaf.ndim
+        assert tuple(SIZES[name] if name else size for name, size in zip(names, leaf.shape, strict=True)) == leaf.shape
+        seen += any(names)
+    assert seen >= 7
+
+
+def test_state_axes_by_name():
+    optimizer = build(config(OptimizerKind.adafactor), steps=STEPS, shapes=SHAPES, axes=AXES)
+    second = state_axes(optimizer, SHAPES, AXES).inner.inner_states["trained"].inner_state["scale"].second
+    query = second["layers"]["0"]["attention"]["query"]
+    assert query.rows == ("layers", "embed") and query.columns == ("layers", "heads", "head_dim")
+    assert second["layers"]["0"]["mlp"]["down"] == (("layers", "mlp"), ("layers", "embed"))
+    assert second["layers"]["0"]["norm"]["scale"] == ("layers", "norm")
+
+    adamw = build(config(), steps=STEPS, shapes=SHAPES, axes=AXES)
+    moments = state_axes(adamw, SHAPES, AXES).inner.inner_states["trained"].inner_state["scale"]
+    assert moments.mu == AXES and moments.nu == AXES and moments.count == ()
+
+
+@KINDS
+def test_state_keeps_its_formats_in_bfloat16(kind):
+    mu = {} if kind is OptimizerKind.adafactor else {"mu_dtype": Dtype.float32}
+    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), SHAPES)
+    optimizer = build(config(kind, **mu), steps=STEPS, shapes=shapes, axes=AXES)
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), random_tree(3))
+    before = jax.eval_shape(optimizer.transform.init, params)
+    updates, after = jax.eval_shape(optimizer.transform.update, params, before, params)
+    assert jax.tree.map(lambda x: x.dtype, before) == jax.tree.map(lambda x: x.dtype, after)
+    assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
+    kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(before) if leaf.ndim > 1}
+    assert ("float32" in kinds) == bool(mu)
+
+
+def test_clipping_is_float32_for_bfloat16_gradients():
+    """A sum of 2^16 squares of 1 stalls at 256 in bfloat16; the norm is 256 and each update 1/256."""
+    shapes = {"w": jax.ShapeDtypeStruct((1 << 16,), jnp.bfloat16)}
+    constant = config(
+        OptimizerKind.sgd, weight_decay=0.0, learning_rate=1.0, schedule=Schedule(kind=ScheduleKind.constant)
+    )
+    optimizer = build(constant, steps=STEPS, shapes=shapes, axes={"w": ("embed",)})
+    ones = {"w": jnp.ones(1 << 16, jnp.bfloat16)}
+    updates, _ = optimizer.transform.update(ones, optimizer.transform.init(ones), ones)
+    np.testing.assert_allclose(updates["w"], -1 / 256, rtol=1e-6)
+
+
+def test_discarded_update_leaves_the_schedule_where_it_was():
+    optimizer = build(config(), steps=STEPS, shapes=SHAPES, axes=AXES)
+    params = random_tree(4)
+    _, one = run(optimizer, params, steps=1)
+    update = jax.jit(optimizer.transform.update)
+    update(random_tree(5), one, params)  # A step that is thrown away.
+    _, two = update(random_tree(6), one, params)
+    assert [float(optimizer.schedule(s.applied)) for s in (one, two)] == pytest.approx(
+        [learning_rate(1), learning_rate(2)]
+    )
+
+
+def test_trainable_pattern_that_matches_nothing_lists_near_paths():
+    with pytest.raises(ConfigError) as caught:
+        build(config(trainable=["atention/query", "head"]), steps=STEPS, shapes=SHAPES, axes=AXES)
+    (problem,) = caught.value.problems
+    assert problem.path == "optimizer.trainable" and "'atention/query'" in problem.reason
+    assert "layers/0/attention/query" in problem.hint
+
+
+@pytest.mark.parametrize("fields", [{"trainable": ["("]}, {"no_decay": ["*"]}, {"trainable": []}], ids=str)
+def test_bad_patterns_are_refused(fields):
+    with pytest.raises(ConfigError) as caught:
+        build(config(**fields), steps=STEPS, shapes=SHAPES, axes=AXES)
+    assert caught.value.problems[0].path == f"optimizer.{next(iter(fields))}"
+
+
+def test_no_decay_pattern_may_match_nothing():
+    build(config(no_decay=["nothing_of_this_name"]), steps=STEPS, shapes=SHAPES, axes=AXES)
