@@ -1,0 +1,59 @@
+"""Compiler flags and the platform, in the environment: they are read once, when the backend starts."""
+
+from collections.abc import Mapping
+
+from maxhydra.config import ConfigError, Problem
+from maxhydra.config.hardware import Hardware, Platform
+from maxhydra.runtime.detect import JAX_NAMES
+
+# The CPU backend stays available beside the accelerator for host-side arrays; the first name is the default.
+JAX_PLATFORMS = {Platform.cpu: "cpu", Platform.gpu: "cuda,cpu", Platform.tpu: "tpu,cpu"}
+
+
+def merge_flags(ours: list[str], existing: str) -> str:
+    """Our flags and those that the environment sets already, which win."""
+    kept = {_name(flag) for flag in existing.split()}
+    return " ".join([*(flag for flag in ours if _name(flag) not in kept), *existing.split()])
+
+
+def backend_environment(hardware: Hardware, env: Mapping[str, str]) -> dict[str, str]:
+    """Variables to set before the backend starts."""
+    wrong = [flag for flag in hardware.xla_flags if not flag.startswith("--xla_") or " " in flag]
+    if wrong:
+        reason = f"{wrong[0]!r} is not a flag"
+        raise ConfigError(
+            Problem("hardware.xla_flags", reason, value=hardware.xla_flags, accepted="--xla_name=value, ...")
+        )
+    variables = {"JAX_PLATFORMS": _platforms(hardware.platform, env.get("JAX_PLATFORMS", ""))}
+    name = "LIBTPU_INIT_ARGS" if hardware.platform is Platform.tpu else "XLA_FLAGS"
+    flags = list(hardware.xla_flags)
+    if hardware.simulated_devices is not None:
+        flags.append(f"--xla_force_host_platform_device_count={hardware.simulated_devices}")
+    if merged := merge_flags(flags, env.get(name, "")):
+        variables[name] = merged
+    return variables
+
+
+def flags_in_effect(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Every compiler flag that the backend reads."""
+    return tuple(f"{env.get('XLA_FLAGS', '')} {env.get('LIBTPU_INIT_ARGS', '')}".split())
+
+
+def _platforms(platform: Platform, existing: str) -> str:
+    """JAX_PLATFORMS for a platform; one that names another platform first is a mistake."""
+    if not existing:
+        return JAX_PLATFORMS[platform]
+    if JAX_NAMES.get(existing.split(",")[0]) is not platform:
+        raise ConfigError(
+            Problem(
+                "hardware.platform",
+                f"the environment sets JAX_PLATFORMS={existing}",
+                value=platform.value,
+                hint="unset JAX_PLATFORMS, or choose hardware=auto to follow it",
+            )
+        )
+    return existing
+
+
+def _name(flag: str) -> str:
+    return flag.split("=")[0]
