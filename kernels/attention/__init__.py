@@ -1,0 +1,162 @@
+"""Attention: softmax(scale * q k^T) v over the keys that each query may see.
+
+`attention` is the one way in. BACKENDS says what serves what, fastest first: `auto` takes the first that serves the
+call whole, and a backend that was asked for by name and cannot is an error. No request is weakened to fit a backend.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+
+import jax
+
+from maxhydra.kernels.attention import cudnn, reference, xla
+from maxhydra.kernels.attention.request import Request, Tokens
+
+__all__ = ["BACKENDS", "Backend", "Call", "Request", "UnsupportedError", "attention", "choose"]
+
+logger = logging.getLogger("maxhydra")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a backend must cope with, known before anything runs."""
+
+    request: Request
+    platform: str
+    dtype: str
+    head_dim: int
+    length: int
+    has_segments: bool
+    has_positions: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One row of the capability table."""
+
+    run: Callable[[jax.Array, jax.Array, jax.Array, Request, Tokens], jax.Array]
+    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    max_head_dim: int | None = None
+    """None: any."""
+    head_dim_multiple: int = 1
+    segment_length_multiple: int = 1
+    """With segments, the sequence length must be a multiple of this."""
+    softcap: bool = True
+    positions: bool = True
+    split_length: bool = True
+
+    def refusals(self, call: Call) -> tuple[str, ...]:
+        """Why this backend cannot serve the call; empty if it can."""
+        length_fits = not call.has_segments or call.length % self.segment_length_multiple == 0
+        needs = (
+            (call.platform in self.platforms, f"runs on {_either(self.platforms)}, not {call.platform}"),
+            (call.dtype in self.dtypes, f"takes {_either(self.dtypes)}, not {call.dtype}"),
+            (
+                call.head_dim <= (self.max_head_dim or call.head_dim) and call.head_dim % self.head_dim_multiple == 0,
+                f"takes heads in multiples of {self.head_dim_multiple} up to {self.max_head_dim}, not {call.head_dim}",
+            ),
+            (length_fits, f"takes segments in multiples of {self.segment_length_multiple} tokens, not {call.length}"),
+            (self.softcap or call.request.softcap is None, "has no soft-cap"),
+            (self.positions or not call.has_positions, "has no positions, which a cache needs"),
+            (self.split_length or not call.request.is_length_split, "needs whole sequences on each device"),
+        )
+        return tuple(reason for is_met, reason in needs if not is_met)
+
+
+# Fastest first. cuDNN: heads up to 256 exist on Hopper only; 128 holds on every GPU from Ampere on. Its masks, which
+# carry the segments, need even lengths in training.
+BACKENDS: dict[str, Backend] = {
+    "cudnn": Backend(
+        run=cudnn.attention,
+        platforms=("gpu",),
+        dtypes=("bfloat16", "float16"),
+        max_head_dim=128,
+        head_dim_multiple=8,
+        segment_length_multiple=2,
+        softcap=False,
+        positions=False,
+        split_length=False,
+    ),
+    "xla": Backend(run=xla.attention),
+    "reference": Backend(run=reference.attention),
+}
+
+
+class UnsupportedError(Exception):
+    """The backend that was asked for cannot serve the call."""
+
+    def __init__(self, backend: str, reasons: tuple[str, ...], able: tuple[str, ...]):
+        self.backend, self.reasons, self.able = backend, reasons, able
+        super().__init__(f"attention on {backend}: {'; '.join(reasons)} (able: {', '.join(able)})")
+
+
+def choose(backend: str, call: Call) -> str:
+    """The backend that serves the call: the one asked for, or under `auto` the fastest that can."""
+    refusals = {name: row.refusals(call) for name, row in BACKENDS.items()}
+    able = tuple(name for name, reasons in refusals.items() if not reasons)
+    if backend != "auto":
+        if refusals[backend]:
+            raise UnsupportedError(backend, refusals[backend], able)
+        return backend
+    faster = list(refusals.items())[: list(refusals).index(able[0])]
+    _announce(able[0], tuple(f"{name} {', '.join(reasons)}" for name, reasons in faster))
+    return able[0]
+
+
+def attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    request: Request,
+    *,
+    backend: str,
+    q_segments_BT: jax.Array | None = None,
+    kv_segments_BS: jax.Array | None = None,
+    q_positions_BT: jax.Array | None = None,
+    kv_positions_BS: jax.Array | None = None,
+) -> jax.Array:
+    """Values [B, T, N, H] that the queries gather; `Tokens` says what segments and positions mean."""
+    tokens = Tokens(q_segments_BT, kv_segments_BS, q_positions_BT, kv_positions_BS)
+    _check_shapes(q_BTNH, k_BSKH, v_BSKH, request, tokens)
+    call = Call(
+        request=request,
+        platform=jax.default_backend(),
+        dtype=q_BTNH.dtype.name,
+        head_dim=q_BTNH.shape[3],
+        length=q_BTNH.shape[1],
+        has_segments=q_segments_BT is not None,
+        has_positions=q_positions_BT is not None,
+    )
+    return BACKENDS[choose(backend, call)].run(q_BTNH, k_BSKH, v_BSKH, request, tokens)
+
+
+def _check_shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: Request, tokens: Tokens) -> None:
+    """Refuse calls that have no meaning on any backend; these are mistakes in code, not in a config."""
+    (B, T, N, H), (_, S, K, _) = q_BTNH.shape, k_BSKH.shape
+    if k_BSKH.shape != (B, S, K, H) or v_BSKH.shape != (B, S, K, H) or N % K:
+        raise ValueError(f"queries {q_BTNH.shape}, keys {k_BSKH.shape} and values {v_BSKH.shape} do not fit together")
+    if not q_BTNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
+        raise ValueError(f"queries {q_BTNH.dtype}, keys {k_BSKH.dtype}, values {v_BSKH.dtype}: not one type")
+    for of_queries, of_keys in (
+        (tokens.q_segments_BT, tokens.kv_segments_BS),
+        (tokens.q_positions_BT, tokens.kv_positions_BS),
+    ):
+        if (of_queries is None) != (of_keys is None):
+            raise ValueError("segments and positions are given for both queries and keys, or for neither")
+        if of_queries is not None and of_keys is not None and (of_queries.shape, of_keys.shape) != ((B, T), (B, S)):
+            raise ValueError(f"segments or positions {of_queries.shape}, {of_keys.shape} for {(B, T)}, {(B, S)}")
+    if request.causal and tokens.q_positions_BT is None and T != S:
+        raise ValueError(f"{T} queries and {S} keys: which is later than which needs positions")
+
+
+@functools.cache
+def _announce(backend: str, passed_over: tuple[str, ...]) -> None:
+    """Say once what `auto` took, and why nothing faster."""
+    logger.info("attention runs on %s%s", backend, f" ({'; '.join(passed_over)})" if passed_over else "")
+
+
+def _either(names: tuple[str, ...]) -> str:
+    return " or ".join(names)

@@ -1,0 +1,29 @@
+"""Flash attention of cuDNN (Dao, 2023) on NVIDIA GPUs, through `jax.nn.dot_product_attention`."""
+
+import jax
+import jax.numpy as jnp
+
+from maxhydra.kernels.attention.request import Request, Tokens, same_segment
+
+
+def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: Request, tokens: Tokens) -> jax.Array:
+    """Causality and the window are the kernel's own, which skips what they hide; segments go in as a mask [B, 1, T, S].
+
+    The mask becomes a bias of -2^41 rather than -inf, so a padding query, which sees no key, would get an average of
+    the values. It is set to zero here, and with it its gradient.
+    """
+    has_segments = tokens.q_segments_BT is not None
+    queries, keys = range(q_BTNH.shape[1]), range(k_BSKH.shape[1])
+    out_BTNH = jax.nn.dot_product_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        mask=same_segment(tokens, queries=queries, keys=keys)[:, None] if has_segments else None,
+        scale=request.scale,
+        is_causal=request.causal,
+        local_window_size=None if request.window is None else (request.window - 1, 0),
+        implementation="cudnn",
+    )
+    if tokens.q_segments_BT is None:
+        return out_BTNH
+    return jnp.where(tokens.q_segments_BT[:, :, None, None] != 0, out_BTNH, 0)

@@ -1,0 +1,249 @@
+"""Attention: the reference against a NumPy transcription in float64, every backend against the reference."""
+
+import itertools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxhydra.kernels import attention as kernels
+from maxhydra.kernels.attention import BACKENDS, Call, Request, UnsupportedError, attention, choose, xla
+
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
+MASKS = {
+    "full": {"causal": False},
+    "causal": {},
+    "window": {"window": 5},
+    "window_of_one": {"window": 1},
+    "softcap": {"softcap": 1.5},
+    "segments": {"segments": True},
+    "everything": {"window": 4, "softcap": 2.0, "segments": True},
+}
+BATCH, LENGTH, HEAD_DIM = 2, 18, 8
+
+
+def make_request(**changes) -> Request:
+    fields = {"scale": 0.3, "causal": True, "window": None, "softcap": None}
+    return Request(**{**fields, "softmax_dtype": "float32", "is_length_split": False, **changes})
+
+
+def make_inputs(heads: tuple[int, int], dtype=jnp.float32, length: int = LENGTH, head_dim: int = HEAD_DIM):
+    shapes = [(BATCH, length, n, head_dim) for n in (heads[0], heads[1], heads[1])]
+    return [
+        jax.random.normal(key, shape).astype(dtype)
+        for key, shape in zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
+    ]
+
+
+def make_segments(length: int = LENGTH) -> np.ndarray:
+    """One row of two packed sequences with padding behind, one row with padding in front."""
+    a, b = length // 3, length - 2
+    return np.stack([[1] * a + [2] * (b - a) + [0] * (length - b), [0] * 3 + [1] * (length - 3)]).astype(np.int32)
+
+
+def transcription(q, k, v, request: Request, *, q_segments=None, kv_segments=None, q_positions=None, kv_positions=None):
+    """Attention one query at a time, by loops, in float64."""
+    q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v))
+    (batch, length, heads, _), kv_heads = q.shape, k.shape[2]
+    out = np.zeros_like(q)
+    for b in range(batch):
+        for t in range(length):
+            here = t if q_positions is None else q_positions[b, t]
+            seen = []
+            for s in range(k.shape[1]):
+                there = s if kv_positions is None else kv_positions[b, s]
+                sees = min(here, there) >= 0 and (there <= here or not request.causal)
+                sees &= request.window is None or here - there < request.window
+                sees &= q_segments is None or q_segments[b, t] == kv_segments[b, s] != 0
+                seen += [s] if sees else []
+            for n in range(heads if seen else 0):
+                logits = k[b, seen, n * kv_heads // heads] @ q[b, t, n] * request.scale
+                if request.softcap:
+                    logits = request.softcap * np.tanh(logits / request.softcap)
+                weights = np.exp(logits - logits.max())
+                out[b, t, n] = weights / weights.sum() @ v[b, seen, n * kv_heads // heads]
+    return out
+
+
+def tags(segments: bool) -> dict[str, jax.Array]:
+    return (
+        {"q_segments_BT": jnp.asarray(make_segments()), "kv_segments_BS": jnp.asarray(make_segments())}
+        if segments
+        else {}
+    )
+
+
+def value_and_grads(backend: str, inputs, request: Request, **arrays):
+    """Output, and the gradient of a fixed random projection of it."""
+    probe = jax.random.normal(jax.random.key(1), inputs[0].shape)
+
+    def project(q, k, v):
+        out = attention(q, k, v, request, backend=backend, **arrays)
+        return jnp.sum(out.astype(jnp.float32) * probe), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(project, argnums=(0, 1, 2), has_aux=True))(*inputs)
+    return [np.asarray(x.astype(jnp.float32)) for x in (out, *grads)]
+
+
+CASES = [
+    pytest.param(HEADS[heads], dict(MASKS[mask]), id=f"{heads}-{mask}")
+    for heads, mask in itertools.product(HEADS, MASKS)
+]
+
+
+@pytest.mark.parametrize(("heads", "mask"), CASES)
+def test_reference_equals_the_transcription(heads, mask):
+    arrays = tags(mask.pop("segments", False))
+    q, k, v = make_inputs(heads)
+    request = make_request(**mask)
+    segments = make_segments() if arrays else None
+    expected = transcription(q, k, v, request, q_segments=segments, kv_segments=segments)
+    np.testing.assert_allclose(attention(q, k, v, request, backend="reference", **arrays), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize(("heads", "mask"), CASES)
+def test_xla_equals_the_reference_with_gradients(heads, mask):
+    arrays = tags(mask.pop("segments", False))
+    inputs, request = make_inputs(heads), make_request(**mask)
+    expected = value_and_grads("reference", inputs, request, **arrays)
+    for got, want in zip(value_and_grads("xla", inputs, request, **arrays), expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("softmax_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_xla_in_bfloat16_is_near_the_reference(mask, softmax_dtype):
+    mask = dict(MASKS[mask])
+    arrays = tags(mask.pop("segments", False))
+    inputs, request = make_inputs((4, 2), jnp.bfloat16), make_request(softmax_dtype=softmax_dtype, **mask)
+    expected = value_and_grads("reference", inputs, request, **arrays)
+    for got, want in zip(value_and_grads("xla", inputs, request, **arrays), expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=0.06)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_blocks_of_queries_change_nothing(mask, monkeypatch):
+    mask = dict(MASKS[mask])
+    arrays = tags(mask.pop("segments", False))
+    inputs, request = make_inputs((4, 2)), make_request(**mask)
+    whole = value_and_grads("xla", inputs, request, **arrays)
+    monkeypatch.setattr(xla, "MIN_BLOCK", 4)
+    monkeypatch.setattr(xla, "LANES", 2)
+    assert len(list(xla._blocks(LENGTH, LENGTH, request, by_position=False))) == 5
+    for got, want in zip(value_and_grads("xla", inputs, request, **arrays), whole, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_blocks_cover_all_visible_keys_and_skip_hidden_ones():
+    blocks = list(xla._blocks(512, 512, make_request(window=200), by_position=False))
+    assert [(q.start, q.stop) for q, _ in blocks] == [(0, 128), (128, 256), (256, 384), (384, 512)]
+    assert [(k.start, k.stop) for _, k in blocks] == [(0, 128), (0, 256), (0, 384), (128, 512)]
+    causal = make_request()
+    assert [len(list(xla._blocks(n, n, causal, by_position=False))) for n in (1, 128, 1024, 8192, 32768)] == [
+        1,
+        1,
+        8,
+        8,
+        32,
+    ]
+    assert len(list(xla._blocks(2048, 2048, make_request(is_length_split=True), by_position=False))) == 1
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("mask", [{}, {"window": 4}, {"window": 4, "softcap": 2.0}])
+def test_positions_decide_where_keys_come_from_a_cache(backend, mask):
+    """Two new tokens in row 0, one and an absent one in row 1; slots beyond what was written hold garbage."""
+    q, k, v = make_inputs((4, 2))
+    q, request = q[:, :2], make_request(**mask)
+    q_positions = np.array([[9, 10], [4, -1]], np.int32)
+    slots = np.arange(LENGTH)
+    kv_positions = np.where(slots[None] <= np.array([[10], [4]]), slots[None], -1).astype(np.int32)
+    out = attention(q, k, v, request, backend=backend, q_positions_BT=q_positions, kv_positions_BS=kv_positions)
+    expected = transcription(q, k, v, request, q_positions=q_positions, kv_positions=kv_positions)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+    assert not np.any(out[1, 1])
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_a_query_without_keys_gives_zero_with_zero_gradient(backend):
+    inputs = make_inputs((4, 2))
+    segments = jnp.zeros((BATCH, LENGTH), jnp.int32)
+    for x in value_and_grads(backend, inputs, make_request(), q_segments_BT=segments, kv_segments_BS=segments):
+        assert not np.any(x)
+
+
+def make_call(**changes) -> Call:
+    fields = {"request": make_request(), "platform": "gpu", "dtype": "bfloat16", "head_dim": 128, "length": 64}
+    return Call(**{**fields, "has_segments": False, "has_positions": False, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"platform": "cpu"}, "runs on gpu, not cpu"),
+        ({"platform": "tpu"}, "runs on gpu, not tpu"),
+        ({"dtype": "float32"}, "takes bfloat16 or float16, not float32"),
+        ({"head_dim": 256}, "up to 128, not 256"),
+        ({"head_dim": 60}, "multiples of 8"),
+        ({"request": make_request(softcap=30.0)}, "no soft-cap"),
+        ({"request": make_request(is_length_split=True)}, "whole sequences"),
+        ({"has_positions": True}, "cache"),
+        ({"has_segments": True, "length": 63}, "multiples of 2 tokens, not 63"),
+    ],
+)
+def test_cudnn_refuses_what_it_cannot_serve_and_auto_goes_on(changes, reason):
+    with pytest.raises(UnsupportedError, match=reason) as error:
+        choose("cudnn", make_call(**changes))
+    assert error.value.able == ("xla", "reference")
+    assert choose("auto", make_call(**changes)) == "xla"
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"head_dim": 64}, {"has_segments": True}, {"request": make_request(window=16)}]
+)
+def test_auto_takes_cudnn_where_it_serves(changes):
+    assert choose("auto", make_call(**changes)) == "cudnn"
+
+
+def test_the_pick_is_logged_once_with_its_reason(caplog):
+    kernels._announce.cache_clear()
+    with caplog.at_level(logging.INFO, logger="maxhydra"):
+        choose("auto", make_call(platform="cpu"))
+        choose("auto", make_call(platform="cpu"))
+    assert [record.getMessage() for record in caplog.records] == ["attention runs on xla (cudnn runs on gpu, not cpu)"]
+
+
+def test_calls_without_meaning_are_refused():
+    q, k, v = make_inputs((4, 2))
+    with pytest.raises(ValueError, match="needs positions"):
+        attention(q[:, :3], k, v, make_request(), backend="xla")
+    with pytest.raises(ValueError, match="do not fit"):
+        attention(q[:, :, :3], k, v, make_request(), backend="xla")
+    with pytest.raises(ValueError, match="both queries and keys"):
+        attention(q, k, v, make_request(), backend="xla", q_segments_BT=jnp.ones((BATCH, LENGTH), jnp.int32))
+    with pytest.raises(ValueError, match="causal"):
+        make_request(causal=False, window=3)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_cudnn_equals_the_reference_with_gradients(mask, heads, head_dim):
+    mask = dict(MASKS[mask])
+    segments = make_segments(64) if mask.pop("segments", False) else None
+    arrays = (
+        {} if segments is None else {"q_segments_BT": jnp.asarray(segments), "kv_segments_BS": jnp.asarray(segments)}
+    )
+    inputs = make_inputs(HEADS[heads], jnp.bfloat16, length=64, head_dim=head_dim)
+    request = make_request(**mask)
+    call = make_call(request=request, head_dim=head_dim, has_segments=segments is not None)
+    if BACKENDS["cudnn"].refusals(call):
+        with pytest.raises(UnsupportedError):
+            attention(*inputs, request, backend="cudnn", **arrays)
+        return
+    expected = value_and_grads("reference", inputs, request, **arrays)
+    for got, want in zip(value_and_grads("cudnn", inputs, request, **arrays), expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=0.06)
