@@ -36,9 +36,19 @@ class Data(Schema):
     def check(self) -> Iterator[Problem]:
         needs_path = self.source == "text"
         if needs_path and self.path is None:
-            yield Problem("path", "is needed by source=text", value=None, accepted="a file, a folder of .txt files or a glob pattern")
+            yield Problem(
+                "path",
+                "is needed by source=text",
+                value=None,
+                accepted="a file, a folder of .txt files or a glob pattern",
+            )
         if not needs_path and self.path is not None:
-            yield Problem("path", f"is not used by source={self.source}", value=self.path, hint="set data=text to read your own files")
+            yield Problem(
+                "path",
+                f"is not used by source={self.source}",
+                value=self.path,
+                hint="set data=text to read your own files",
+            )
         if needs_path and self.path is not None and not any(_matches(self.path)):
             yield _no_such_path(self.path)
 
@@ -52,7 +62,9 @@ def _matches(path: str) -> Iterator[Path]:
         yield from sorted(root.rglob("*.txt"))
     elif any(mark in path for mark in "*?["):
         anchor = Path(root.anchor or ".")
-        yield from sorted(p for p in anchor.glob(str(root.relative_to(root.anchor)) if root.anchor else path) if p.is_file())
+        yield from sorted(
+            p for p in anchor.glob(str(root.relative_to(root.anchor)) if root.anchor else path) if p.is_file()
+        )
 
 
 def text_files(path: str) -> list[Path]:
@@ -65,4 +77,10 @@ def _no_such_path(path: str) -> Problem:
     root = Path(path).expanduser()
     parent = next((p for p in root.parents if p.is_dir()), Path("."))
     beside = sorted(p.name for p in parent.iterdir())[:8]
-    return Problem("path", "no file is there", value=path, accepted="a file, a folder of .txt files or a glob pattern", hint=f"{parent.resolve()} holds {', '.join(beside) or 'nothing'}")
+    return Problem(
+        "path",
+        "no file is there",
+        value=path,
+        accepted="a file, a folder of .txt files or a glob pattern",
+        hint=f"{parent.resolve()} holds {', '.join(beside) or 'nothing'}",
+    )

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, TypeVar, dataclass_transform
 
-from omegaconf import MISSING
-
 from maxhydra.config.errors import Problem
 
 T = TypeVar("T")
+
+# OmegaConf's mark for a value that must be given; written out, so that the schema imports in milliseconds.
+MISSING: Any = "???"
 
 
 def option(
@@ -70,7 +71,7 @@ def field_docs(cls: type) -> dict[str, str]:
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(body, ast.ClassDef)
         for statement, after in zip(body.body, body.body[1:], strict=False):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                    docs[statement.target.id] = inspect.cleandoc(str(after.value.value))
+            match statement, after:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                    docs[name] = inspect.cleandoc(doc)
     return docs

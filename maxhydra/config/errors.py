@@ -1,8 +1,9 @@
-"""What a user sees when a config is wrong: every problem at once, each with its path, value, what is accepted and the way out."""
+"""What a user sees when a config is wrong: every problem at once, with its path, value, what is accepted, the way out."""
 
 import dataclasses
 import difflib
 from collections.abc import Iterable
+from enum import Enum
 from typing import Any
 
 UNSET = object()
@@ -28,7 +29,7 @@ class Problem:
         return dataclasses.replace(self, path=f"{prefix}.{self.path}" if prefix else self.path)
 
     def __str__(self) -> str:
-        head = self.path if self.value is UNSET else f"{self.path}={self.value}"
+        head = self.path if self.value is UNSET else f"{self.path}={show(self.value)}"
         lines = [f"{head}: {self.reason}"]
         lines += [f"accepted: {self.accepted}"] if self.accepted else []
         lines += [self.hint] if self.hint else []
@@ -45,6 +46,19 @@ class ConfigError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(f"  {problem}" for problem in self.problems)
+
+
+def show(value: Any) -> str:
+    """A value as one would write it on the command line."""
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(show, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{show(item)}' for key, item in value.items())}}}"
+    return str(value)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

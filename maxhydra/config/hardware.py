@@ -34,7 +34,8 @@ class Distributed(Schema):
     """How the processes of one run meet."""
 
     cluster: Cluster = Cluster.auto
-    """auto looks for SLURM, a GKE JobSet or TPU pod, then JAX_COORDINATOR_ADDRESS; none stays alone; gpu_multiprocess is one process per GPU of this host."""
+    """auto looks for SLURM, a GKE JobSet or TPU pod, then JAX_COORDINATOR_ADDRESS; none stays alone;
+    gpu_multiprocess is one process per GPU of this host."""
     timeout_seconds: int = option(300, ge=1)
     """How long to wait for the other processes."""
 
@@ -54,7 +55,7 @@ class Hardware(Schema):
     bandwidth_gb_s: float | None = option(None, gt=0)
     """Device memory bandwidth, 10^9 bytes a second."""
     xla_flags: list[str] = option([])
-    """Added to XLA_FLAGS (LIBTPU_INIT_ARGS on a TPU) before the backend starts; what the environment already sets wins."""
+    """Added to XLA_FLAGS (LIBTPU_INIT_ARGS on a TPU) before the backend starts; what the environment sets wins."""
     compilation_cache: str | None = "~/.cache/maxhydra/xla"
     """Folder of compiled programs, so that a resumed run starts at once. null: none."""
     matmul_precision: Precision = Precision.default
@@ -67,4 +68,9 @@ class Hardware(Schema):
 
     def check(self) -> Iterator[Problem]:
         if self.simulated_devices is not None and self.platform is not Platform.cpu:
-            yield Problem("simulated_devices", f"is not used by platform={self.platform.value}", value=self.simulated_devices, hint="choose hardware=cpu")
+            yield Problem(
+                "simulated_devices",
+                f"is not used by platform={self.platform.value}",
+                value=self.simulated_devices,
+                hint="choose hardware=cpu",
+            )

@@ -1,4 +1,4 @@
-"""The device mesh: how many devices along each axis, within a slice and across slices, and what is sharded over which."""
+"""The device mesh: devices along each axis, within a slice and across slices, and what is sharded over which."""
 
 from collections.abc import Iterator
 
@@ -50,7 +50,12 @@ class Axes(Schema):
                 yield Problem(axis, "is not a size", value=0, accepted="a positive number, or -1 for what is left")
         automatic = [axis for axis, size in sizes.items() if size == -1]
         if len(automatic) > 1:
-            yield Problem(automatic[-1], f"only one axis can be -1, and {automatic[0]} is too", value=-1, accepted="a positive number")
+            yield Problem(
+                automatic[-1],
+                f"only one axis can be -1, and {automatic[0]} is too",
+                value=-1,
+                accepted="a positive number",
+            )
 
 
 @schema
@@ -67,7 +72,19 @@ class Mesh(Axes):
         yield from super().check()
         for name, axes in self.rules.items():
             if name not in RULES:
-                yield Problem(f"rules.{name}", "is not a logical axis", value=axes, accepted=", ".join(RULES), hint=did_you_mean(name, RULES))
+                yield Problem(
+                    f"rules.{name}",
+                    "is not a logical axis",
+                    value=axes,
+                    accepted=", ".join(RULES),
+                    hint=did_you_mean(name, RULES),
+                )
             for axis in axes:
                 if axis not in AXES:
-                    yield Problem(f"rules.{name}", f"no mesh axis is called {axis!r}", value=axes, accepted=", ".join(AXES), hint=did_you_mean(axis, AXES))
+                    yield Problem(
+                        f"rules.{name}",
+                        f"no mesh axis is called {axis!r}",
+                        value=axes,
+                        accepted=", ".join(AXES),
+                        hint=did_you_mean(axis, AXES),
+                    )

@@ -67,7 +67,9 @@ class Rope(Schema):
             if self.kind is RopeKind.llama3 and value is None:
                 yield Problem(name, "is needed by kind=llama3", value=None, accepted="a positive number")
             if self.kind is not RopeKind.llama3 and value is not None:
-                yield Problem(name, f"is not used by kind={self.kind.value}", value=value, hint="set kind=llama3 or leave it null")
+                yield Problem(
+                    name, f"is not used by kind={self.kind.value}", value=value, hint="set kind=llama3 or leave it null"
+                )
 
 
 @schema
@@ -126,7 +128,7 @@ class Remat(Schema):
     """Which activations of a layer are kept for the backward pass, and which are computed again."""
 
     policy: RematPolicy = RematPolicy.none
-    """none keeps all, full keeps only layer inputs, minimal keeps matrix products, custom keeps what save and offload name."""
+    """none keeps all, full only layer inputs, minimal matrix products, custom what save and offload name."""
     save: list[str] = option([])
     """custom: activations kept on the device: query, key, value, context, attention_out, mlp_gate, mlp_up, mlp_out."""
     offload: list[str] = option([])
@@ -137,11 +139,28 @@ class Remat(Schema):
             names: list[str] = getattr(self, field)
             for name in names:
                 if name not in ACTIVATIONS:
-                    yield Problem(field, f"no activation is called {name!r}", value=names, accepted=", ".join(ACTIVATIONS), hint=did_you_mean(name, ACTIVATIONS))
+                    yield Problem(
+                        field,
+                        f"no activation is called {name!r}",
+                        value=names,
+                        accepted=", ".join(ACTIVATIONS),
+                        hint=did_you_mean(name, ACTIVATIONS),
+                    )
             if names and self.policy is not RematPolicy.custom:
-                yield Problem(field, f"is not used by policy={self.policy.value}", value=names, hint="set policy=custom or leave it empty")
+                yield Problem(
+                    field,
+                    f"is not used by policy={self.policy.value}",
+                    value=names,
+                    hint="set policy=custom or leave it empty",
+                )
         if self.policy is RematPolicy.custom and not self.save and not self.offload:
-            yield Problem("policy", "needs names in save or offload", value="custom", accepted="names from " + ", ".join(ACTIVATIONS), hint="to keep nothing, set policy=full")
+            yield Problem(
+                "policy",
+                "needs names in save or offload",
+                value="custom",
+                accepted="names from " + ", ".join(ACTIVATIONS),
+                hint="to keep nothing, set policy=full",
+            )
 
 
 ACTIVATIONS = ("query", "key", "value", "context", "attention_out", "mlp_gate", "mlp_up", "mlp_out")
@@ -202,14 +221,33 @@ class Model(Schema):
         for field in ("prefix", "pattern"):
             for name in getattr(self, field):
                 if name not in self.kinds:
-                    yield Problem(field, f"no layer kind is called {name!r}", value=getattr(self, field), accepted=", ".join(self.kinds) or "a kind defined in model.kinds", hint=did_you_mean(name, self.kinds))
+                    yield Problem(
+                        field,
+                        f"no layer kind is called {name!r}",
+                        value=getattr(self, field),
+                        accepted=", ".join(self.kinds) or "a kind defined in model.kinds",
+                        hint=did_you_mean(name, self.kinds),
+                    )
         if not self.pattern and len(self.prefix) != self.num_layers:
-            yield Problem("pattern", "is empty, and prefix alone does not make num_layers", value=[], accepted=f"kinds for {self.num_layers - len(self.prefix)} layers")
+            yield Problem(
+                "pattern",
+                "is empty, and prefix alone does not make num_layers",
+                value=[],
+                accepted=f"kinds for {self.num_layers - len(self.prefix)} layers",
+            )
         if len(self.prefix) > self.num_layers:
-            yield Problem("prefix", f"has {len(self.prefix)} layers, num_layers is {self.num_layers}", value=self.prefix, accepted=f"at most {self.num_layers} kinds")
+            yield Problem(
+                "prefix",
+                f"has {len(self.prefix)} layers, num_layers is {self.num_layers}",
+                value=self.prefix,
+                accepted=f"at most {self.num_layers} kinds",
+            )
 
     def _check_heads(self) -> Iterator[Problem]:
-        for where, kind in {"": None, **{f"kinds.{name}.attention.": kind for name, kind in self.kinds.items()}}.items():
+        for where, kind in {
+            "": None,
+            **{f"kinds.{name}.attention.": kind for name, kind in self.kinds.items()},
+        }.items():
             own = kind.attention if kind else None
             heads = own.num_heads if own and own.num_heads else self.num_heads
             kv_heads = own.num_kv_heads if own and own.num_kv_heads else self.num_kv_heads
@@ -217,6 +255,13 @@ class Model(Schema):
             is_repeat = own is not None and (own.num_heads, own.num_kv_heads) == (None, None)
             if heads % kv_heads and not is_repeat:
                 divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
-                yield Problem(f"{where}num_kv_heads", f"does not divide {where}num_heads={heads}", value=kv_heads, accepted=", ".join(divisors))
+                yield Problem(
+                    f"{where}num_kv_heads",
+                    f"does not divide {where}num_heads={heads}",
+                    value=kv_heads,
+                    accepted=", ".join(divisors),
+                )
             if head_dim % 2 and not (own is not None and own.head_dim is None):
-                yield Problem(f"{where}head_dim", "is odd; rotary positions turn pairs", value=head_dim, accepted="an even number")
+                yield Problem(
+                    f"{where}head_dim", "is odd; rotary positions turn pairs", value=head_dim, accepted="an even number"
+                )

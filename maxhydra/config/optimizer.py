@@ -75,7 +75,8 @@ class Optimizer(Schema):
     no_decay: list[str] = option(["norm", "bias"])
     """Parameters whose path matches one of these regular expressions are not decayed."""
     trainable: list[str] = option([".*"])
-    """Parameters whose path matches one of these regular expressions are trained; the rest keep their values and have no optimizer state."""
+    """Parameters whose path matches one of these regular expressions are trained; the rest keep their values and have
+    no optimizer state."""
     clip_norm: float | None = option(1.0, gt=0)
     """Gradients are scaled down to this global norm. null: never."""
     b1: float | None = option(None, ge=0, lt=1)
@@ -106,7 +107,18 @@ def _used(section: Schedule | Optimizer, group: str, used: dict[str, bool]) -> I
     for field, is_used in used.items():
         value = getattr(section, field)
         if is_used and value is None and field not in OPTIONAL:
-            yield Problem(field, f"is needed by kind={kind}", value=None, hint=f"set it, or choose the whole option with {group}={kind}")
+            yield Problem(
+                field,
+                f"is needed by kind={kind}",
+                value=None,
+                hint=f"set it, or choose the whole option with {group}={kind}",
+            )
         if not is_used and value is not None:
             mine = [name for name, yes in used.items() if yes]
-            yield Problem(field, f"is not used by kind={kind}", value=value, accepted=f"null; {kind} uses {', '.join(mine) or 'none of these'}", hint=f"{group}={kind} chooses the whole option")
+            yield Problem(
+                field,
+                f"is not used by kind={kind}",
+                value=value,
+                accepted=f"null; {kind} uses {', '.join(mine) or 'none of these'}",
+                hint=f"{group}={kind} chooses the whole option",
+            )

@@ -54,8 +54,15 @@ class Run(Schema):
     """Why this run, in a sentence."""
 
     def check(self) -> Iterator[Problem]:
-        if self.name is not None and (not self.name.strip() or self.name.startswith(("/", ".")) or ".." in self.name.split("/")):
-            yield Problem("name", "is not a folder name under run.outputs", value=self.name, accepted="letters, digits, - _ . and /")
+        if self.name is not None and (
+            not self.name.strip() or self.name.startswith(("/", ".")) or ".." in self.name.split("/")
+        ):
+            yield Problem(
+                "name",
+                "is not a folder name under run.outputs",
+                value=self.name,
+                accepted="letters, digits, - _ . and /",
+            )
 
 
 @schema
@@ -146,7 +153,12 @@ class Checkpoint(Schema):
 
     def check(self) -> Iterator[Problem]:
         if self.load_full_state is not None and self.load_parameters is not None:
-            yield Problem("load_parameters", "is given beside load_full_state", value=self.load_parameters, hint="keep one of the two")
+            yield Problem(
+                "load_parameters",
+                "is given beside load_full_state",
+                value=self.load_parameters,
+                hint="keep one of the two",
+            )
 
 
 @schema

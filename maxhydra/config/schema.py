@@ -33,8 +33,20 @@ class Config(Schema):
 
     def check(self) -> Iterator[Problem]:
         if self.train.seq_len > self.model.context_length:
-            yield Problem("train.seq_len", f"is over model.context_length={self.model.context_length}", value=self.train.seq_len, accepted=f"1 to {self.model.context_length}", hint="set both to train on longer sequences")
+            yield Problem(
+                "train.seq_len",
+                f"is over model.context_length={self.model.context_length}",
+                value=self.train.seq_len,
+                accepted=f"1 to {self.model.context_length}",
+                hint="set both to train on longer sequences",
+            )
         schedule = self.optimizer.schedule
         busy = schedule.warmup_steps + (schedule.decay_steps or 0)
         if busy > self.train.steps:
-            yield Problem("train.steps", f"is under optimizer.schedule's warm-up and decay, {busy} steps", value=self.train.steps, accepted=f"{busy} or more", hint="or set optimizer.schedule.warmup_steps and decay_steps lower")
+            yield Problem(
+                "train.steps",
+                f"is under optimizer.schedule's warm-up and decay, {busy} steps",
+                value=self.train.steps,
+                accepted=f"{busy} or more",
+                hint="or set optimizer.schedule.warmup_steps and decay_steps lower",
+            )

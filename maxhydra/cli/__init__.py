@@ -1,0 +1,1 @@
+"""The command line. Nothing here imports jax, and help answers before Hydra is imported."""

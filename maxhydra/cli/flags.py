@@ -1,0 +1,53 @@
+"""The flags of the command line: Hydra's, less those that our own commands replace."""
+
+import argparse
+from typing import NoReturn
+
+from maxhydra.config.errors import ConfigError, Problem, did_you_mean
+
+INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+REPLACED = {
+    "--config-path": "--config-dir adds a folder of options",
+    "-cp": "--config-dir adds a folder of options",
+    "--experimental-rerun": "a run of the same run.name resumes",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a flag in the form of every other mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(Problem("maxhydra", message, hint="maxhydra --help lists the flags"))
+
+
+def parser() -> Parser:
+    flags = Parser(prog="maxhydra", add_help=False, allow_abbrev=False)
+    flags.add_argument("overrides", nargs="*", help="key=value, group=option, ~key; see --help")
+    flags.add_argument("--cfg", "-c", choices=["job", "hydra", "all"], help="Show the config instead of running")
+    flags.add_argument("--resolve", action="store_true", help="With --cfg: fill in interpolations")
+    flags.add_argument("--package", "-p", help="With --cfg: the part to show")
+    flags.add_argument("--run", "-r", action="store_true", help="Run one job (the default)")
+    flags.add_argument("--multirun", "-m", action="store_true", help="Run the jobs of a sweep")
+    flags.add_argument("--shell-completion", "-sc", action="store_true", help="install=SHELL, uninstall=SHELL")
+    flags.add_argument("--config-name", "-cn", default="config", help="Primary config instead of config.yaml")
+    flags.add_argument("--config-dir", "-cd", help="A further folder of options")
+    flags.add_argument("--info", "-i", const="all", nargs="?", choices=INFO, help="Show how the config is composed")
+    flags.add_argument("--hydra-help", action="store_true", help="Hydra's help")
+    return flags
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Flags and overrides in any order."""
+    known = parser()
+    flags, rest = known.parse_known_intermixed_args(arguments)
+    if rest:
+        name = rest[0].partition("=")[0]
+        names = [option for action in known._actions for option in action.option_strings] + ["--help", "--version"]
+        hint = REPLACED.get(name) or did_you_mean(name, names)
+        raise ConfigError(Problem(name, "no such flag", accepted=", ".join(names), hint=hint))
+    modes = [flags.run, flags.multirun, flags.cfg is not None, flags.info is not None, flags.shell_completion]
+    if sum(modes) > 1:
+        raise ConfigError(Problem("maxhydra", "takes one of --run, --multirun, --cfg, --info and --shell-completion"))
+    if flags.resolve and flags.cfg is None:
+        raise ConfigError(Problem("--resolve", "goes with --cfg"))
+    return flags

@@ -1,0 +1,104 @@
+"""`maxhydra --help`: groups with their options, overlays, subcommands, flags and examples, read off the folders."""
+
+import ast
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from maxhydra.config.discover import CONF, defaults, description, groups, is_overlay
+from maxhydra.config.schema import Config
+
+COMMANDS = Path(__file__).parent / "commands"
+
+FLAGS = {
+    "-m, --multirun": "run one job for each combination of values: train.steps=100,200",
+    "-c, --cfg job|hydra|all": "show the config instead of running; --resolve fills in ${...}, -p PATH shows a part",
+    "-i, --info [WHAT]": "show how the config is composed: all, config, defaults, defaults-tree, plugins, searchpath",
+    "-cd, --config-dir DIR": "a folder with options of your own, laid out as conf/ is",
+    "-cn, --config-name NAME": "start from another file than config.yaml",
+    "-sc, --shell-completion": 'completion of groups, options and keys: eval "$(maxhydra -sc install=bash)"',
+    "--hydra-help": "what Hydra itself can be told",
+    "-h, --help; --version": "",
+}
+
+EXAMPLES = {
+    "maxhydra": "train a tiny model on Shakespeare, in two minutes on a laptop",
+    "maxhydra train.steps=1000 optimizer=muon run.name=muon": "longer, another optimizer; the same name again resumes",
+    "maxhydra data=text data.path=my.txt": "on your own text",
+    "maxhydra task=inspect model=llama3.1-405b task.devices=256": "what a model needs, without having the devices",
+    "maxhydra -m optimizer.learning_rate=1e-3,3e-3 run.name=lr": "a sweep, in outputs/lr",
+    "maxhydra explain optimizer.learning_rate": "what a key means, and where its value comes from",
+}
+
+
+@cache
+def commands() -> dict[str, str]:
+    """Subcommand -> what it does, from the first line of its file's docstring."""
+    paths = (path for path in sorted(COMMANDS.glob("*.py")) if not path.name.startswith("_"))
+    return {path.stem: (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0] for path in paths}
+
+
+def help_text(arguments: list[str]) -> str:
+    """The whole help; with `--config-dir`, the options of that folder too."""
+    found = groups((CONF, *_config_dirs(arguments)))
+    overlays = {group: paths for group, paths in found.items() if is_overlay(paths[0])}
+    sections = {group: paths for group, paths in found.items() if group not in overlays}
+    lines = [
+        "maxhydra: train and run language models in JAX, as Hydra experiments",
+        "",
+        "usage: maxhydra [group=option ...] [key=value ...] [flags]",
+        "       maxhydra COMMAND ...",
+        "",
+        "Groups, each a part of the config (* is chosen unless you say otherwise):",
+        *_groups(sections),
+        "",
+        "Overlays, which may set any key:",
+        *_table({f"{group}={path.stem}": description(path) for group, paths in overlays.items() for path in paths}),
+        "",
+        "Commands:",
+        *_table(commands()),
+        "",
+        "Flags:",
+        *_table(FLAGS),
+        "",
+        "Examples:",
+        *(line for command, what in EXAMPLES.items() for line in (f"  {command}", f"      {what}")),
+        "",
+        "Every key: maxhydra --cfg job, and docs/config.md.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _config_dirs(arguments: list[str]) -> Iterator[Path]:
+    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, _, inline = flag.partition("=")
+        if name in ("--config-dir", "-cd"):
+            yield Path(inline or value).expanduser()
+
+
+def _groups(found: dict[str, list[Path]]) -> Iterator[str]:
+    chosen = dict(defaults())
+    width = max(len(group) for group in found) + 2
+    for group, paths in found.items():
+        doc = Config.__annotations__[group].__doc__ if group in Config.__annotations__ else ""
+        what = re.split(r"[.;:]\s", f"{doc} ")[0].strip()
+        names = ", ".join(f"*{path.stem}" if chosen.get(group) == path.stem else path.stem for path in paths)
+        yield from _entry(group, f"{names}  ({what})" if what else names, width)
+
+
+def _table(rows: dict[str, str]) -> Iterator[str]:
+    width = min(max((len(name) for name in rows), default=0), 34) + 2
+    for name, what in rows.items():
+        yield from _entry(name, what, width)
+
+
+def _entry(name: str, what: str, width: int) -> list[str]:
+    columns = max(60, min(shutil.get_terminal_size((110, 24)).columns, 120))
+    head, indent = f"  {name:<{width}}", " " * (width + 2)
+    if len(name) >= width:
+        return [f"  {name}", *textwrap.wrap(what, columns, initial_indent=indent, subsequent_indent=indent)]
+    wrapped = textwrap.wrap(what, columns, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
+    return [line.rstrip() for line in wrapped] or [head.rstrip()]

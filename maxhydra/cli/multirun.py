@@ -1,0 +1,55 @@
+"""Sweeps: every job is checked before the first starts, and the controller fixes the folder that they share."""
+
+from hydra._internal.hydra import Hydra
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from maxhydra.cli import job
+from maxhydra.config.compose import Composer, distinct
+from maxhydra.config.errors import ConfigError
+from maxhydra.config.overrides import expand, parse
+
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+
+
+def run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
+    """Check, fix the folders, and hand over to Hydra's sweeper and launcher."""
+    parsed = _parsed(composer, overrides)
+    _check(composer, expand(parsed, product=False))
+    controller = composer.loader.load_configuration(composer.config_name, overrides, RunMode.MULTIRUN)
+    if controller.hydra.sweeper.get("_target_") == BASIC_SWEEPER:
+        params = [f"{key}={value}" for key, value in (controller.hydra.sweeper.params or {}).items()]
+        _check(composer, expand([*_parsed(composer, params), *parsed], product=True))
+    fixed = ["hydra.mode=MULTIRUN", *_folders(controller, parsed)]
+    app.multirun(config_name=composer.config_name, task_function=job.run, overrides=[*overrides, *fixed])
+    print(f"sweep: {controller.hydra.sweep.dir}")
+    return 0
+
+
+def is_asked(overrides: list[str]) -> bool:
+    """Whether hydra.mode asks for a sweep in place of the flag."""
+    return "hydra.mode=MULTIRUN" in overrides
+
+
+def _parsed(composer: Composer, overrides: list[str]) -> list[Override]:
+    parsed = parse(overrides, composer.loader)
+    if parsed.problems:
+        raise ConfigError(parsed.problems)
+    return parsed.overrides
+
+
+def _check(composer: Composer, jobs: list[list[str]]) -> None:
+    problems = [problem for each in jobs for problem in composer.examine(each, with_hydra=False).problems]
+    if problems:
+        raise ConfigError(distinct(problems))
+
+
+def _folders(controller: DictConfig, parsed: list[Override]) -> list[str]:
+    """The time in the sweep's name is read once, here; a job's name leaves out what all jobs share."""
+    constant = [override.key_or_group for override in parsed if not override.is_sweep_override()]
+    listed = OmegaConf.to_container(controller.hydra.job.config.override_dirname.exclude_keys)
+    assert isinstance(listed, list)
+    excluded = ",".join(dict.fromkeys([*map(str, listed), *constant]))
+    quoted = str(controller.hydra.sweep.dir).replace("'", r"\'")
+    return [f"hydra.sweep.dir='{quoted}'", f"hydra.job.config.override_dirname.exclude_keys=[{excluded}]"]

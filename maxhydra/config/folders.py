@@ -1,0 +1,34 @@
+"""Names of the folders of a sweep, as resolvers for conf/config.yaml."""
+
+import hashlib
+import re
+import time
+
+from omegaconf import ListConfig, OmegaConf
+
+LONGEST = 100
+
+
+def sweep_folder(outputs: str, name: str | None) -> str:
+    """Where the jobs of a sweep live: under the run's name, or the time."""
+    return f"{outputs}/{name or time.strftime('sweep-%Y%m%d-%H%M%S')}"
+
+
+def job_folder(number: int, overrides: ListConfig | list[str], constant: ListConfig | list[str]) -> str:
+    """A job's number and what sets it apart, `3_learning_rate=0.01,num_layers=2`, short enough for any file system."""
+    pairs = [line.lstrip("+").partition("=")[::2] for line in overrides]
+    swept = [(key, value) for key, value in pairs if key.partition("@")[0] not in constant]
+    short = [re.split(r"[./]", key)[-1] for key, _ in swept]
+    names = [name if short.count(name) == 1 else key for name, (key, _) in zip(short, swept, strict=True)]
+    words = ",".join(f"{name}={value}" for name, (_, value) in zip(names, swept, strict=True))
+    safe = re.sub(r"[^-\w.=,+]", "_", words)
+    folder = f"{number}_{safe}" if safe else str(number)
+    if len(folder) <= LONGEST:
+        return folder
+    return f"{folder[: LONGEST - 9]}_{hashlib.sha256(words.encode()).hexdigest()[:8]}"
+
+
+def register() -> None:
+    """Make the names known to OmegaConf. The sweep's is resolved once, so that its jobs agree on the time."""
+    OmegaConf.register_new_resolver("sweep_folder", sweep_folder, replace=True, use_cache=True)
+    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)

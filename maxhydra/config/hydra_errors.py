@@ -1,0 +1,59 @@
+"""What Hydra, OmegaConf and the YAML parser raise, said as a problem of the config."""
+
+import re
+from pathlib import Path
+
+import yaml
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf.errors import OmegaConfBaseException
+
+from maxhydra.config.errors import Problem, did_you_mean
+from maxhydra.config.located import shown
+
+# Raised while composing. Hydra uses ValueError for groups that are given something else than a name.
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
+
+
+def problem_of(error: Exception) -> Problem:
+    """One clear line, with the file and line or the key where the error knows them."""
+    if isinstance(error, MissingConfigException):
+        return _missing_option(error)
+    if isinstance(error, yaml.MarkedYAMLError):
+        return _malformed_yaml(error)
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, OmegaConfBaseException):
+        path = cause.full_key or _path(str(error))
+        return Problem(path or "the config", str(cause.msg or cause).splitlines()[0])
+    return _composition(str(error))
+
+
+def _missing_option(error: MissingConfigException) -> Problem:
+    """`In 'experiment/x': Could not find 'model/y'`, raised for an option that a defaults list names."""
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    options = [name for name in error.options or [] if isinstance(name, str)]
+    if not group:
+        return Problem(option, "no such config file", hint=f"{option}.yaml is looked for in the config folders")
+    return Problem(group, "no such option", option, ", ".join(options), did_you_mean(option, options))
+
+
+def _malformed_yaml(error: yaml.MarkedYAMLError) -> Problem:
+    mark = error.problem_mark or error.context_mark
+    where = f"{shown(Path(mark.name))}:{mark.line + 1}" if mark is not None else "a YAML file"
+    return Problem(where, f"is not YAML: {error.problem or error.context}")
+
+
+def _composition(text: str) -> Problem:
+    if found := re.search(r"Could not override '([^']+)'", text):
+        key = found[1]
+        advice = re.search(r"use (\+\S+)", text)
+        hint = f"to add it, write {advice[1]}" if advice else ""
+        return Problem(key, "is not in the defaults list, so there is nothing to replace", hint=hint)
+    if found := re.search(r"Multiple values for ([\w/@.]+?)\. ", text):
+        return Problem(found[1], "is chosen twice", hint=f"drop the plus sign: {found[1]}=OPTION replaces the choice")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return Problem(_path(text) or "the config", lines[0] if lines else "cannot be composed")
+
+
+def _path(text: str) -> str:
+    found = re.search(r"override \+*([\w./@]+)", text)
+    return found[1] if found else ""

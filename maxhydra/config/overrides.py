@@ -1,0 +1,168 @@
+"""The command line's overrides: parsed, held against the groups, and expanded into the jobs of a sweep."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException
+
+from maxhydra.config.assemble import Assembly
+from maxhydra.config.errors import Problem, did_you_mean, show
+from maxhydra.config.located import COMMAND_LINE, locate
+
+
+@dataclasses.dataclass
+class Parsed:
+    """Overrides in the order given, and what could not be read."""
+
+    overrides: list[Override]
+    problems: list[Problem]
+
+
+def parse(texts: list[str], loader: ConfigLoader) -> Parsed:
+    """Each text on its own, so that one that cannot be read does not hide the others."""
+    parser = OverridesParser.create(config_loader=loader)
+    parsed = Parsed([], [])
+    for text in texts:
+        try:
+            parsed.overrides.append(parser.parse_override(text))
+        except HydraException as error:
+            parsed.problems.append(_unreadable(text, error))
+    return parsed
+
+
+def _unreadable(text: str, error: HydraException) -> Problem:
+    key, equals, value = text.partition("=")
+    if not equals:
+        return Problem(text, "is not an override", accepted="key=value, group=option or ~key", source=COMMAND_LINE)
+    reason = f"cannot be read: {str(error).splitlines()[0]}"
+    hint = f"put a value with special characters in two pairs of quotes: '{key}=\"{value}\"'"
+    return Problem(key, reason, value=value, hint=hint, source=COMMAND_LINE)
+
+
+class Groups:
+    """The config groups that Hydra sees, and their options."""
+
+    def __init__(self, loader: ConfigLoader):
+        self._loader = loader
+        self._options: dict[str, list[str]] = {}
+
+    def options(self, group: str) -> list[str]:
+        if group not in self._options:
+            self._options[group] = self._loader.get_group_options(group, results_filter=ObjectType.CONFIG)
+        return self._options[group]
+
+    def is_choice(self, override: Override) -> bool:
+        """Whether an override picks an option of a group, and is not a value."""
+        return bool(self.options(override.key_or_group)) and not isinstance(override.value(), dict)
+
+    def all(self, parent: str = "") -> Iterator[str]:
+        for name in self._loader.list_groups(parent):
+            group = f"{parent}/{name}" if parent else name
+            if self.options(group):
+                yield group
+            yield from self.all(group)
+
+    def choice_problem(self, override: Override) -> Problem | None:
+        """A choice of an option that does not exist."""
+        group, value, options = override.key_or_group, override.value(), self.options(override.key_or_group)
+        if override.is_delete():
+            return None
+        if value is None:
+            return Problem(
+                group, "is no option", None, ", ".join(options), f"~{group} takes the group out", COMMAND_LINE
+            )
+        for option in value if isinstance(value, list) else [value]:
+            if option not in options:
+                hint = did_you_mean(str(option), options)
+                return Problem(group, "no such option", option, ", ".join(options), hint, COMMAND_LINE)
+        return None
+
+    def unknown(self, group: str, value: Any) -> Problem:
+        """A group that does not exist."""
+        known = [name for name in self.all() if not name.startswith(("hydra", "schema"))]
+        return Problem(group, "no such group", value, ", ".join(known), did_you_mean(group, known), COMMAND_LINE)
+
+
+def place_override(assembly: Assembly, override: Override) -> None:
+    """Apply an override that sets a value, or list why it cannot be."""
+    path, located = override.key_or_group, locate(override.value(), COMMAND_LINE)
+    spec, before = assembly.spec(path), len(assembly.problems)
+    entry = _new_entry(assembly, path)
+    if override.is_delete():
+        parent = assembly.spec(path.rpartition(".")[0])
+        if spec is None or entry:
+            assembly.place(path, located) if spec is None else assembly.problems.append(
+                _no_entry(assembly, path, entry)
+            )
+        elif parent is None or parent.type is not dict:
+            reason = "is part of the schema and cannot be deleted"
+            assembly.problems.append(
+                Problem(path, reason, hint=f"set {path}=null or another value", source=COMMAND_LINE)
+            )
+        else:
+            assembly.remove(path)
+        return
+    if spec is not None and entry and not (override.is_add() or override.is_force_add()):
+        assembly.problems.append(_no_entry(assembly, path, entry))
+        return
+    if spec is not None and not entry and override.is_add() and not isinstance(override.value(), (dict, list)):
+        hint = f"drop the plus sign: {path}={show(override.value())}"
+        assembly.problems.append(Problem(path, "exists already", override.value(), hint=hint, source=COMMAND_LINE))
+        return
+    assembly.place(path, located)
+    if len(assembly.problems) > before and spec is None and (override.is_add() or override.is_force_add()):
+        problem = assembly.problems[-1]
+        assembly.problems[-1] = dataclasses.replace(problem, reason="no such key, and + cannot add one to the schema")
+
+
+def _new_entry(assembly: Assembly, path: str) -> str:
+    """The first part of a path that is a name not yet in its dict, or nothing."""
+    names = path.split(".")
+    for depth in range(1, len(names)):
+        parent = ".".join(names[:depth])
+        spec = assembly.spec(parent)
+        if spec is not None and spec.type is dict and names[depth] not in assembly.names(parent):
+            return f"{parent}.{names[depth]}"
+    return ""
+
+
+def _no_entry(assembly: Assembly, path: str, entry: str) -> Problem:
+    parent, _, name = entry.rpartition(".")
+    known = assembly.names(parent)
+    hint = did_you_mean(name, known) or f"+{path}=... adds it"
+    return Problem(path, f"{parent} has no {name!r}", accepted=", ".join(known), hint=hint, source=COMMAND_LINE)
+
+
+def values(override: Override) -> list[str]:
+    """The values of a sweep as one would write them; of an interval, its ends."""
+    if isinstance(override.value(), IntervalSweep):
+        interval = override.value()
+        assert isinstance(interval, IntervalSweep)
+        return [str(interval.start), str(interval.end)]
+    return list(override.sweep_string_iterator())
+
+
+def expand(overrides: list[Override], *, product: bool) -> list[list[str]]:
+    """The overrides of each job: all combinations, or each swept value once with the others at their first."""
+    choices: dict[str, list[str]] = {}
+    for override in overrides:
+        key, line = override.get_key_element(), override.input_line or ""
+        choices[key] = [f"{key}={value}" for value in values(override)] if override.is_sweep_override() else [line]
+    if product:
+        return [list(job) for job in itertools.product(*choices.values())]
+    first = {key: lines[0] for key, lines in choices.items()}
+    swept = [list({**first, key: line}.values()) for key, lines in choices.items() for line in lines[1:]]
+    return [list(first.values()), *swept]
+
+
+def sweep_problem(override: Override) -> Problem:
+    """Several values where one run is asked for."""
+    value = override.get_value_string()
+    hint = f"add -m to sweep over them, or write a list: {override.key_or_group}=[{value}]"
+    return Problem(override.key_or_group, "several values for one run", value, hint=hint, source=COMMAND_LINE)
