@@ -47,6 +47,16 @@ def detect(platform: Platform, env: Mapping[str, str], root: Path) -> Found:
     return _gpu(env, root) or _tpu(env, root) or Found(Platform.cpu, "cpu", 1, "neither GPU nor TPU is here")
 
 
+def cpu_refuses_cache(root: Path) -> bool:
+    """Whether XLA rejects, with pages of errors, the very programs that it compiled on this CPU (openxla/xla#44565).
+
+    It records a tuning preference of LLVM as if it were an instruction set. LLVM has that preference for the CPUs whose
+    gather instructions were slowed down by a security fix, which Linux lists under the bug `gds`.
+    """
+    cpuinfo = root / "proc/cpuinfo"
+    return cpuinfo.is_file() and bool(re.search(r"^bugs\s*:.*\bgds\b", cpuinfo.read_text(), re.MULTILINE))
+
+
 def _gpu(env: Mapping[str, str], root: Path) -> Found | None:
     """NVIDIA GPUs that CUDA_VISIBLE_DEVICES lets this process see."""
     kinds = list(_driver_models(root)) or list(_nvidia_smi_models(env))

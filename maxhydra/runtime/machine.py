@@ -11,7 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.hardware import Hardware, Platform, Precision
-from maxhydra.runtime.detect import JAX_NAMES, Found, detect
+from maxhydra.runtime.detect import JAX_NAMES, Found, cpu_refuses_cache, detect
 from maxhydra.runtime.distributed import connect, find_meeting
 from maxhydra.runtime.flags import backend_environment, flags_in_effect
 from maxhydra.runtime.options import hardware_from, matches, resolve
@@ -121,6 +121,8 @@ def _cache_folder(hardware: Hardware, env: Mapping[str, str]) -> tuple[str | Non
         folder = env.get("JAX_COMPILATION_CACHE_DIR", folder)
     if folder is None:
         return None, "compiled programs are not kept"
+    if hardware.platform is Platform.cpu and cpu_refuses_cache(Path("/")):
+        return None, "compiled programs are not kept: XLA refuses them on this CPU"
     path = Path(folder).expanduser()
     return str(path), f"compiled programs are kept in {path}"
 
