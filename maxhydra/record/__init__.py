@@ -1,0 +1,20 @@
+"""The run directory on disk: what a run was, what it measured, and what it said. No jax here."""
+
+from maxhydra.record.directory import RunDirectory, RunInUseError
+from maxhydra.record.log import logging_to
+from maxhydra.record.metrics import MetricsWriter, NullMetricsWriter, read_metrics, series
+from maxhydra.record.scrub import scrub_argv, scrub_text
+from maxhydra.record.surroundings import environment
+
+__all__ = [
+    "MetricsWriter",
+    "NullMetricsWriter",
+    "RunDirectory",
+    "RunInUseError",
+    "environment",
+    "logging_to",
+    "read_metrics",
+    "scrub_argv",
+    "scrub_text",
+    "series",
+]

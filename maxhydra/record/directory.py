@@ -1,0 +1,224 @@
+"""outputs/<run>/: where everything about a run lies, and run.json, which tells what became of it."""
+
+import contextlib
+import copy
+import datetime
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from maxhydra.record.files import plain, replace_file, to_json
+from maxhydra.record.process import is_alive, process_start
+from maxhydra.record.scrub import scrub_text
+from maxhydra.record.surroundings import environment
+
+Facts = dict[str, Any]
+
+# Facts that belong to a session as well as to the run as a whole, which shows the latest.
+SESSION_FACTS = ("devices", "start_step", "end_step")
+STATUSES = ("running", "finished", "failed", "preempted")
+# `heartbeat` writes no more often than this.
+HEARTBEAT_SECONDS = 15
+# A run on another host whose run.json is older than this, and still says running, is lost. Longer than any compilation.
+LOST_SECONDS = 3600
+
+
+class RunInUseError(RuntimeError):
+    """Another process is writing this run."""
+
+
+class RunDirectory:
+    """One run on disk. With `writes=False` (every process but the first) it names the files and changes none."""
+
+    def __init__(self, path: Path | str, *, writes: bool = True):
+        self.path = Path(path)
+        self._writes = writes
+        self._facts: Facts = {}
+        self._lock: int | None = None
+        self._last_write = self._session_start = 0.0
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def log_path(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def facts_path(self) -> Path:
+        return self.path / "run.json"
+
+    def exists(self) -> bool:
+        return self.facts_path.exists()
+
+    @contextlib.contextmanager
+    def session(self, config_yaml: str, facts: Mapping[str, Any]) -> Iterator["RunDirectory"]:
+        """`start`, and a promise that run.json says how it ended: what is raised inside makes the run failed."""
+        self.start(config_yaml, facts)
+        try:
+            yield self
+        except BaseException as error:
+            self.finish("failed", f"{type(error).__name__}: {error}".rstrip(": "))
+            raise
+
+    def start(self, config_yaml: str, facts: Mapping[str, Any]) -> None:
+        """Open a session: create the run, or add to the one that is there. Raises RunInUseError if it is being written.
+
+        `environment()` is recorded here; `facts` adds what only the caller knows (name, task, choices, devices, ...).
+        """
+        if not self._writes:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        previous = self.read() if self.exists() else {}
+        earlier = [_closed(session, previous) for session in previous.get("sessions", [])]
+        known = {**environment(), **plain(facts)}
+        git = self._keep_diff(known.pop("git"), known.pop("diff"), number=len(earlier) + 1)
+        self._replace_config(config_yaml, number=len(earlier) + 1)
+        now = _now()
+        session = {
+            "started": now,
+            "ended": None,
+            "status": "running",
+            "reason": None,
+            "command": known["command"],
+            "host": known["host"],
+            "pid": known.pop("pid"),
+            "pid_started": process_start(os.getpid()),
+            "git": git,
+            **dict.fromkeys(SESSION_FACTS),
+        }
+        state = {"status": "running", "reason": None, "created": previous.get("created", now), "finished": None}
+        leading = {"name": self.path.name, "task": None, **state}
+        self._facts = {**leading, **previous, **known, "git": git, **state, "sessions": [*earlier, session]}
+        self._session_start = time.monotonic()
+        self.update(**{name: known[name] for name in SESSION_FACTS if name in known})
+
+    def update(self, **facts: Any) -> None:
+        """Add facts and rewrite run.json; a fact that is a mapping adds its keys to those already there."""
+        if self._writes:
+            self._merge(facts)
+            self._save()
+
+    def heartbeat(self, **facts: Any) -> None:
+        """The same, but written only now and then: cheap enough for every logged step."""
+        if self._writes:
+            self._merge(facts)
+            if time.monotonic() - self._last_write >= HEARTBEAT_SECONDS:
+                self._save()
+
+    def finish(self, status: str, reason: str | None = None, **facts: Any) -> None:
+        """Close the session: finished, failed or preempted, and why."""
+        if status not in STATUSES:
+            raise ValueError(f"status={status!r}, accepted: {', '.join(STATUSES)}")
+        if not self._writes:
+            return
+        now, why = _now(), None if reason is None else scrub_text(reason)
+        seconds = round(time.monotonic() - self._session_start, 3)
+        sessions: list[Facts] = self._facts["sessions"]
+        sessions[-1].update(ended=now, status=status, reason=why, seconds=seconds)
+        self._facts.update(status=status, reason=why, finished=now)
+        total = round(sum(session["seconds"] for session in sessions), 3)
+        self._merge({**facts, "timings": {**facts.get("timings", {}), "total": total}})
+        self._save()
+        self._release_lock()
+
+    def read(self) -> Facts:
+        """What run.json says, with status `lost` for a run that says running and whose process is gone."""
+        facts: Facts = json.loads(self.facts_path.read_text(encoding="utf-8"))
+        if facts["status"] == "running" and _is_lost(facts):
+            facts.update(status="lost", reason="its process ended without a word")
+        return facts
+
+    def _merge(self, facts: Mapping[str, Any]) -> None:
+        for name, value in plain(facts).items():
+            if name in SESSION_FACTS:
+                self._facts["sessions"][-1][name] = value
+            known = self._facts.get(name)
+            self._facts[name] = {**known, **value} if isinstance(value, dict) and isinstance(known, dict) else value
+
+    def _save(self) -> None:
+        self._facts["updated"] = _now()
+        replace_file(self.facts_path, to_json(self._facts, indent=2) + "\n")
+        self._last_write = time.monotonic()
+
+    def _keep_diff(self, git: Facts | None, diff: str, number: int) -> Facts | None:
+        """Uncommitted changes go to a file of their own, one per session."""
+        if git is None or not diff:
+            return git
+        name = "diff.patch" if number == 1 else f"diff.{number}.patch"
+        replace_file(self.path / name, diff + "\n")
+        return {**git, "diff": name}
+
+    def _replace_config(self, config_yaml: str, number: int) -> None:
+        """config.yaml is this session's; one that differed is kept under the number of the session that it served."""
+        if self.config_path.exists():
+            before = self.config_path.read_text(encoding="utf-8")
+            if before == config_yaml:
+                return
+            replace_file(self.path / f"config.{number - 1}.yaml", before)
+        replace_file(self.config_path, config_yaml)
+
+    def _take_lock(self) -> None:
+        """A lock of the process, not of the handle: it ends with the process, and forked workers do not hold it."""
+        handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            holder = self.read()["sessions"][-1] if self.exists() else {}
+            where = f" (process {holder['pid']} on {holder['host']})" if holder else ""
+            raise RunInUseError(f"{self.path} is being written by another process{where}") from None
+        except OSError:
+            # A file system without locks: go on unprotected, as any program there does.
+            os.close(handle)
+            return
+        self._lock = handle
+
+    def _release_lock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _closed(session: Facts, run: Facts) -> Facts:
+    """An earlier session as history: one that never said how it ended was lost, last heard of at `updated`."""
+    if session["status"] != "running":
+        return session
+    closed = copy.deepcopy(session)
+    closed.update(status="lost", ended=run["updated"], reason="its process ended without a word")
+    closed["seconds"] = (_parse(run["updated"]) - _parse(session["started"])).total_seconds()
+    return closed
+
+
+def _is_lost(facts: Facts) -> bool:
+    session = facts["sessions"][-1]
+    alive = is_alive(session["host"], session["pid"], session["pid_started"])
+    if alive is not None:
+        return not alive
+    return (_parse(_now()) - _parse(facts["updated"])).total_seconds() > LOST_SECONDS
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _parse(moment: str) -> datetime.datetime:
+    return datetime.datetime.fromisoformat(moment)

@@ -1,0 +1,102 @@
+"""metrics.jsonl: one strict JSON object a line, `step` first. Training and evaluation of one step are separate lines.
+
+NaN and infinities, for which JSON has no number, are the strings "NaN", "Infinity" and "-Infinity"; the reader gives
+them back as floats.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from maxhydra.record.files import from_number, replace_file, to_json
+
+Row = dict[str, Any]
+
+
+class MetricsWriter:
+    """Appends lines; each is handed to the system whole, so that a killed process loses none that was written."""
+
+    def __init__(self, path: Path | str):
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._open()
+
+    def _open(self) -> int:
+        """Open at the end of the last whole line, and cut off what a kill left after it."""
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        os.ftruncate(file, _whole_length(self._path.read_bytes()))
+        return file
+
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Add one line."""
+        if "step" in metrics:
+            raise ValueError("a metric cannot be called 'step'")
+        line = (to_json({"step": int(step), **metrics}) + "\n").encode()
+        before = os.fstat(self._file).st_size
+        try:
+            written = os.write(self._file, line)
+            if written != len(line):
+                raise OSError(f"only {written} of {len(line)} bytes fit on the disk of {self._path}")
+        except OSError:
+            os.ftruncate(self._file, before)
+            raise
+
+    def flush(self) -> None:
+        """Have the disk hold all that was written, so that it outlives the machine too."""
+        os.fsync(self._file)
+
+    def truncate(self, after_step: int) -> None:
+        """Keep the lines up to and including `after_step`: a resumed run writes the later ones again."""
+        kept = [line for line in _lines(self._path) if json.loads(line)["step"] <= after_step]
+        replace_file(self._path, "".join(f"{line}\n" for line in kept))
+        os.close(self._file)
+        self._file = self._open()
+
+    def close(self) -> None:
+        self.flush()
+        os.close(self._file)
+
+
+class NullMetricsWriter(MetricsWriter):
+    """Writes nothing: for every process but the first."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def truncate(self, after_step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def read_metrics(path: Path | str) -> list[Row]:
+    """All whole lines in order; none where there is no file."""
+    return [{name: from_number(value) for name, value in json.loads(line).items()} for line in _lines(Path(path))]
+
+
+def series(source: Path | str | Sequence[Row], name: str) -> tuple[list[int], list[float]]:
+    """The steps and values of one metric."""
+    rows = read_metrics(source) if isinstance(source, (str, Path)) else source
+    points = [(row["step"], row[name]) for row in rows if name in row]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    return content[: _whole_length(content)].decode().splitlines()
+
+
+def _whole_length(content: bytes) -> int:
+    """Bytes up to the end of the last whole line."""
+    return content.rfind(b"\n") + 1

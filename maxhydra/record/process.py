@@ -1,0 +1,32 @@
+"""Whether the process that wrote a run is still there."""
+
+import os
+import socket
+from pathlib import Path
+
+
+def process_start(pid: int) -> str | None:
+    """When a process started, in the kernel's own words: tells it from a later one that was given the same number.
+
+    None where the system does not say (no /proc).
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+    # The name, in brackets, may hold spaces; the start time is field 22 of the line, 20 after it.
+    return f"{boot}/{stat.rpartition(')')[2].split()[19]}"
+
+
+def is_alive(host: str, pid: int, started: str | None) -> bool | None:
+    """Whether that process runs; None where it cannot be known from here, on another host."""
+    if host != socket.gethostname():
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return started is None or process_start(pid) == started

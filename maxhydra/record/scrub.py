@@ -1,0 +1,97 @@
+"""Takes secrets out of commands, diffs and URLs before they are written down.
+
+Two marks of a secret: the name it is given (`api_key=`, `--token`), and the shape of well-known tokens. Names are read
+word by word, so that `train.sample.tokens`, `data.tokenizer.kind` and `pad_token_id` are left alone.
+"""
+
+import itertools
+import re
+
+HIDDEN = "***"
+
+# Any of these words in a key, or of these pairs of words in a row, makes its value a secret.
+_SECRET_WORDS = frozenset(("secret", "password", "passwd", "passphrase", "credential", "credentials", "apikey"))
+_SECRET_PAIRS = frozenset((("api", "key"), ("access", "key"), ("private", "key"), ("auth", "key")))
+# So does `token`, but for words beside it that make it a piece of text: special tokens and counts.
+_TEXT_TOKENS = frozenset(("bos", "eos", "pad", "unk", "sep", "cls", "mask", "id", "ids", "per", "next", "special"))
+# Values that say nothing: absent, or a type in source code.
+_HARMLESS = frozenset(("", "none", "null", "true", "false", "???", HIDDEN, "str", "int", "float", "bool", "bytes"))
+
+_TOKENS = re.compile(
+    r"""
+    \bhf_[A-Za-z0-9]{16,}                                   # Hugging Face
+    | \bsk-[A-Za-z0-9_-]{16,}                               # OpenAI, Anthropic
+    | \b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,})   # GitHub
+    | \bglpat-[A-Za-z0-9_-]{16,}                            # GitLab
+    | \b(?:AKIA|ASIA)[0-9A-Z]{16}\b                         # AWS
+    | \bAIza[0-9A-Za-z_-]{30,}                              # Google
+    | \bya29\.[0-9A-Za-z_-]{20,}                            # Google OAuth
+    | \bxox[abeoprs]-[A-Za-z0-9-]{10,}                      # Slack
+    | \bpypi-[A-Za-z0-9_-]{40,}                             # PyPI
+    | \bwandb_v1_[A-Za-z0-9_]{20,}                          # W&B
+    | \beyJ[A-Za-z0-9_-]{10,2000}\.[A-Za-z0-9_-]{10,2000}\.[A-Za-z0-9_-]+  # JSON web token
+    """,
+    re.VERBOSE,
+)
+_PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)(.*?)(-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
+_URL_CREDENTIALS = re.compile(r"""(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.]{0,15}://)[^/\s:@'"]*(?::[^/\s@'"]*)?@""")
+_AUTHORIZATION = re.compile(r"""(?i)(\bbearer\s+|\bauthorization["']?\s*[:=]\s*["']?basic\s+)[A-Za-z0-9+/=._~-]{8,}""")
+# key=value, key: "value", "key": 'value', key: str = "value", ("key", "value").
+# Possessive and bounded repeats keep the search linear: a diff may be one long line.
+_NAME = re.compile(
+    r"""
+    (?<![\w./])(?P<key>[A-Za-z_][\w./]*+(?:-[\w./]++){0,6}+)
+    (?:["']?\]?[ \t]*+(?::[ \t]*+(?:str|bytes)[ \t]*+(?:\|[ \t]*+None)?[ \t]*+=|=|:(?!:))[ \t]*+
+       |["'][ \t]*+,[ \t]*+(?=["']))
+    """,
+    re.VERBOSE,
+)
+# A bare value that is called or indexed is code and no secret.
+_VALUE = re.compile(
+    r"""
+    "(?P<double>(?:\\.|[^"\\\n])*+)" | '(?P<single>(?:\\.|[^'\\\n])*+)' | ["']?(?P<bare>[^\s"',;()\[\]{}]++)(?![(\[])
+    """,
+    re.VERBOSE,
+)
+
+
+def is_secret_name(key: str) -> bool:
+    """Whether a key (dotted, dashed, snake or camel case) names a secret."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", key)
+    parts = [word.lower() for word in re.split(r"[^A-Za-z0-9]+", words) if word]
+    if _SECRET_WORDS.intersection(parts) or _SECRET_PAIRS.intersection(itertools.pairwise(parts)):
+        return True
+    return "token" in parts and not _TEXT_TOKENS.intersection(parts)
+
+
+def scrub_text(text: str) -> str:
+    """Hide secrets anywhere in a text: a diff, a URL, a YAML file."""
+    text = _PRIVATE_KEY.sub(rf"\1{HIDDEN}\3", text)
+    text = _URL_CREDENTIALS.sub(rf"\g<scheme>{HIDDEN}@", text)
+    text = _AUTHORIZATION.sub(rf"\1{HIDDEN}", text)
+    return _TOKENS.sub(HIDDEN, _hide_named(text))
+
+
+def _hide_named(text: str) -> str:
+    pieces, done = [], 0
+    for name in _NAME.finditer(text):
+        value = _VALUE.match(text, name.end()) if name.start() >= done and is_secret_name(name["key"]) else None
+        if value is not None and value[value.lastgroup or 0].lower() not in _HARMLESS:
+            start, end = value.span(value.lastgroup or 0)
+            pieces += [text[done:start], HIDDEN]
+            done = end
+    return "".join([*pieces, text[done:]])
+
+
+def scrub_argv(argv: list[str]) -> list[str]:
+    """Hide secrets of a command line: `key=value`, `--key=value`, `--key value`, and known tokens anywhere."""
+    clean: list[str] = []
+    for before, word in zip(["", *argv], argv, strict=False):
+        key, equals, value = word.partition("=")
+        if before.startswith("--") and "=" not in before and is_secret_name(before) and not word.startswith("--"):
+            clean.append(HIDDEN)
+        elif equals and is_secret_name(key) and value.lower() not in _HARMLESS:
+            clean.append(f"{key}={HIDDEN}")
+        else:
+            clean.append(scrub_text(word))
+    return clean
