@@ -1,0 +1,43 @@
+"""Tokens that are made, not read: to measure speed, and to see a loss fall without any text.
+
+A row counts upwards from a random token by a random step of 1 to STEPS, modulo the vocabulary; one token in NOISE, on
+average, is replaced by a random one. A model that has read the step from a row can predict the rest, but for the noise.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from maxhydra.config.data import Data
+from maxhydra.data.batch import BatchSpec
+from maxhydra.data.rows import Row, Source, make_row
+
+ROWS = 2**20
+STEPS = 8
+NOISE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting:
+    """Rows `first` to `first + count - 1`; each is a function of seed and index alone."""
+
+    first: int
+    count: int
+    spec: BatchSpec
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Row:
+        seq_len, vocab_size = self.spec.seq_len, self.spec.vocab_size
+        random = np.random.default_rng((self.spec.seed, self.first + index))
+        start, step = random.integers(vocab_size), random.integers(1, STEPS + 1)
+        tokens = (start + step * np.arange(seq_len + 1)) % vocab_size
+        noisy = random.random(seq_len + 1) < 1 / NOISE
+        return make_row(np.where(noisy, random.integers(vocab_size, size=seq_len + 1), tokens), seq_len)
+
+
+def open_source(data: Data, spec: BatchSpec) -> Source:
+    held_out = max(1, round(ROWS * data.eval_fraction))
+    boundary = ROWS - held_out
+    return Source(train=Counting(0, boundary, spec), evaluation=Counting(boundary, held_out, spec))
