@@ -85,6 +85,30 @@ def test_what_is_raised_in_a_session_makes_the_run_failed(tmp_path):
     assert run.read()["reason"] == "ValueError: no such thing: password=***"
 
 
+def test_withdrawing_takes_a_new_run_away_and_fails_an_old_one(tmp_path):
+    new = RunDirectory(tmp_path / "new")
+    with pytest.raises(ValueError), new.session("x: 1", {}), logging_to(new.log_path, console=False) as log:
+        log.info("begin")
+        new.withdraw("a mistake")
+        raise ValueError("a mistake")
+    assert not new.path.exists()
+
+    old = RunDirectory(tmp_path / "old")
+    old.start("x: 1", {})
+    old.finish("preempted")
+    with pytest.raises(ValueError), old.session("x: 1", {}):
+        old.withdraw("a mistake")
+        raise ValueError("something else")
+    assert (old.read()["status"], old.read()["reason"]) == ("failed", "a mistake")
+
+    shared = RunDirectory(tmp_path / "shared")
+    shared.path.mkdir()
+    (shared.path / "mine.txt").write_text("keep")
+    shared.start("", {})
+    shared.withdraw("a mistake")
+    assert [path.name for path in shared.path.iterdir()] == ["mine.txt"]
+
+
 def test_only_one_process_writes_a_run(tmp_path):
     code = """
 import sys, time

@@ -1,12 +1,13 @@
 """The run directory on disk: what a run was, what it measured, and what it said. No jax here."""
 
 from maxhydra.record.directory import RunDirectory, RunInUseError
-from maxhydra.record.log import logging_to
+from maxhydra.record.log import FILE_ONLY, logging_to
 from maxhydra.record.metrics import MetricsWriter, NullMetricsWriter, read_metrics, series
 from maxhydra.record.scrub import scrub_argv, scrub_text
 from maxhydra.record.surroundings import environment
 
 __all__ = [
+    "FILE_ONLY",
     "MetricsWriter",
     "NullMetricsWriter",
     "RunDirectory",

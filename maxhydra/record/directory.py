@@ -21,6 +21,7 @@ Facts = dict[str, Any]
 # Facts that belong to a session as well as to the run as a whole, which shows the latest.
 SESSION_FACTS = ("devices", "start_step", "end_step")
 STATUSES = ("running", "finished", "failed", "preempted")
+LOCK = ".lock"
 # `heartbeat` writes no more often than this.
 HEARTBEAT_SECONDS = 15
 # A run on another host whose run.json is older than this, and still says running, is lost. Longer than any compilation.
@@ -36,9 +37,10 @@ class RunDirectory:
 
     def __init__(self, path: Path | str, *, writes: bool = True):
         self.path = Path(path)
-        self._writes = writes
+        self.writes = writes
         self._facts: Facts = {}
         self._lock: int | None = None
+        self._is_open = False
         self._last_write = self._session_start = 0.0
 
     @property
@@ -75,7 +77,8 @@ class RunDirectory:
         try:
             yield self
         except BaseException as error:
-            self.finish("failed", f"{type(error).__name__}: {error}".rstrip(": "))
+            if self._is_open:
+                self.finish("failed", f"{type(error).__name__}: {error}".rstrip(": "))
             raise
 
     def start(self, config_yaml: str, facts: Mapping[str, Any]) -> None:
@@ -83,7 +86,7 @@ class RunDirectory:
 
         `environment()` is recorded here; `facts` adds what only the caller knows (name, task, choices, devices, ...).
         """
-        if not self._writes:
+        if not self.writes:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         self._take_lock()
@@ -109,17 +112,18 @@ class RunDirectory:
         leading = {"name": self.path.name, "task": None, **state}
         self._facts = {**leading, **previous, **known, "git": git, **state, "sessions": [*earlier, session]}
         self._session_start = time.monotonic()
+        self._is_open = True
         self.update(**{name: known[name] for name in SESSION_FACTS if name in known})
 
     def update(self, **facts: Any) -> None:
         """Add facts and rewrite run.json; a fact that is a mapping adds its keys to those already there."""
-        if self._writes:
+        if self.writes:
             self._merge(facts)
             self._save()
 
     def heartbeat(self, **facts: Any) -> None:
         """The same, but written only now and then: cheap enough for every logged step."""
-        if self._writes:
+        if self.writes:
             self._merge(facts)
             if time.monotonic() - self._last_write >= HEARTBEAT_SECONDS:
                 self._save()
@@ -128,7 +132,7 @@ class RunDirectory:
         """Close the session: finished, failed or preempted, and why."""
         if status not in STATUSES:
             raise ValueError(f"status={status!r}, accepted: {', '.join(STATUSES)}")
-        if not self._writes:
+        if not self.writes:
             return
         now, why = _now(), None if reason is None else scrub_text(reason)
         seconds = round(time.monotonic() - self._session_start, 3)
@@ -138,7 +142,22 @@ class RunDirectory:
         total = round(sum(session["seconds"] for session in sessions), 3)
         self._merge({**facts, "timings": {**facts.get("timings", {}), "total": total}})
         self._save()
+        self._is_open = False
         self._release_lock()
+
+    def withdraw(self, reason: str) -> None:
+        """The session could not begin: take a new run's folder away, or close the session of an older one as failed."""
+        if not self.writes:
+            return
+        if len(self._facts["sessions"]) > 1:
+            self.finish("failed", reason)
+            return
+        self._is_open = False
+        self._release_lock()
+        for name in ("run.json", "config.yaml", "log.txt", "diff.patch", "metrics.jsonl", LOCK):
+            (self.path / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
 
     def read(self) -> Facts:
         """What run.json says, with status `lost` for a run that says running and whose process is gone."""
@@ -178,7 +197,7 @@ class RunDirectory:
 
     def _take_lock(self) -> None:
         """A lock of the process, not of the handle: it ends with the process, and forked workers do not hold it."""
-        handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

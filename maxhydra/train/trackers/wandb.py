@@ -1,0 +1,80 @@
+"""Weights & Biases: one W&B run per run directory, whatever the number of sessions."""
+
+import contextlib
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from maxhydra.config import ConfigError, Problem
+from maxhydra.config.run import Tracker as TrackerConfig
+from maxhydra.record import scrub_argv
+from maxhydra.train.trackers import TrackedSession, Tracker
+
+
+class _Wandb:
+    def __init__(self, run: Any):
+        self._run = run
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        # W&B ignores steps that it has seen. After a resume those have the same values, so nothing is lost.
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_tracker(tracker: TrackerConfig, session: TrackedSession) -> Tracker:
+    """Start W&B, under the id that the run's first session noted in run.json."""
+    try:
+        import wandb  # noqa: PLC0415
+    except ImportError as missing:
+        reason, hint = f"wandb is not installed ({missing})", "pip install 'maxhydra[wandb]'"
+        raise ConfigError(Problem("tracker.backends", reason, value=tracker.backends, hint=hint)) from None
+
+    facts = session.run.read()
+    identity = facts.get("trackers", {}).get("wandb", {}).get("id") or uuid.uuid4().hex[:12]
+    session.run.update(trackers={"wandb": {"id": identity}})
+    git = facts.get("git") or {}
+    settings = wandb.Settings(
+        # W&B would upload uncommitted changes as they stand; ours are kept, without secrets, beside run.json.
+        disable_git=True,
+        disable_code=True,
+        git_commit=git.get("sha"),
+        git_remote_url=git.get("remote"),
+        console="off",
+        silent=True,
+    )
+    try:
+        with _scrubbed_command():
+            run = wandb.init(
+                project=tracker.project,
+                entity=tracker.entity,
+                id=identity,
+                name=session.run.path.name,
+                tags=session.config.run.tags,
+                notes=session.config.run.notes,
+                config=session.config_dict,
+                dir=str(session.run.path),
+                mode=tracker.mode.value,
+                resume="allow",
+                settings=settings,
+            )
+    except wandb.errors.Error as error:
+        hint = "log in with `wandb login`, or set tracker.mode=offline and send the run later with `wandb sync`"
+        raise ConfigError(
+            Problem("tracker.mode", f"W&B did not start: {error}", value=tracker.mode.value, hint=hint)
+        ) from None
+    session.run.update(trackers={"wandb": {"id": identity, "project": tracker.project, "url": run.url}})
+    return _Wandb(run)
+
+
+@contextlib.contextmanager
+def _scrubbed_command() -> Iterator[None]:
+    """W&B copies the command line as it finds it."""
+    command = sys.argv
+    sys.argv = [command[0], *scrub_argv(command[1:])]
+    try:
+        yield
+    finally:
+        sys.argv = command
