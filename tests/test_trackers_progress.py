@@ -22,11 +22,11 @@ def logged(path):
 
 
 def test_lines(tmp_path, capsys):
-    with logging_to(tmp_path / "log.txt", console=True):
-        with open_progress(Mode.lines, total=300, start=0, shown=True) as progress:
-            progress.update(10, {**METRICS, "step_time": 0.1})
-            progress.message("saved")
-            progress.update(20, {"eval/loss": 2.5})
+    log = logging_to(tmp_path / "log.txt", console=True)
+    with log, open_progress(Mode.lines, total=300, start=0, shown=True) as progress:
+        progress.update(10, {**METRICS, "step_time": 0.1})
+        progress.message("saved")
+        progress.update(20, {"eval/loss": 2.5})
     first, saved, second = capsys.readouterr().err.splitlines()
     assert first == "step    10/300  loss 3.214  lr 1.0e-03  grad 1.23  15.2k tok/s  mfu 41.2%"
     assert saved == "saved"
@@ -36,9 +36,9 @@ def test_lines(tmp_path, capsys):
 
 @pytest.mark.parametrize(("mode", "shown"), [(Mode.none, True), (Mode.lines, False), (Mode.bar, False)])
 def test_silence_still_reaches_the_log(tmp_path, capsys, mode, shown):
-    with logging_to(tmp_path / "log.txt", console=True):
-        with open_progress(mode, total=300, start=0, shown=shown) as progress:
-            progress.update(1, METRICS)
+    log = logging_to(tmp_path / "log.txt", console=True)
+    with log, open_progress(mode, total=300, start=0, shown=shown) as progress:
+        progress.update(1, METRICS)
     assert capsys.readouterr().err == ""
     assert len(logged(tmp_path / "log.txt")) == 1
 
