@@ -11,7 +11,7 @@ import numpy as np
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.data import Data
 from maxhydra.data.batch import Batch, BatchSpec, make_batch
-from maxhydra.data.rows import Row, Rows
+from maxhydra.data.rows import Row, Rows, make_row
 from maxhydra.data.sources import open_source
 
 
@@ -86,7 +86,7 @@ def eval_batches(data: Data, spec: BatchSpec) -> Iterator[Batch]:
     else:
         rows = open_source(data, spec).evaluation
         count = len(rows)
-    empty = {name: np.zeros_like(column) for name, column in rows[0].items()}
+    empty = make_row(np.zeros(1, np.int32), spec.seq_len)
 
     def row(index: int) -> Row:
         return rows[index] if index < count else empty

@@ -50,7 +50,7 @@ class Windows:
     keep_partial: bool
 
     def __len__(self) -> int:
-        targets = len(self.tokens) - 1
+        targets = max(len(self.tokens) - 1, 0)
         return -(-targets // self.seq_len) if self.keep_partial else targets // self.seq_len
 
     def __getitem__(self, index: int) -> Row:
@@ -60,7 +60,7 @@ class Windows:
 
 def split_stream(tokens: np.ndarray, seq_len: int, eval_fraction: float) -> Source:
     """Hold out the end of a stream. The first held-out token is predicted too, from the last one of training."""
-    held_out = max(1, round(len(tokens) * eval_fraction))
+    held_out = min(max(1, round(len(tokens) * eval_fraction)), len(tokens))
     boundary = len(tokens) - held_out
     return Source(
         train=Windows(tokens[:boundary], seq_len, keep_partial=False),

@@ -1,0 +1,384 @@
+"""Tokenizer, windows and sources against the text itself; the loader's order, position and place on the mesh."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from maxhydra.config import ConfigError
+from maxhydra.config.data import Data
+from maxhydra.config.mesh import RULES, Mesh
+from maxhydra.data import Batch, BatchSpec, Loader, eval_batches, tokenizer, train_loader
+from maxhydra.data.rows import Windows
+from maxhydra.data.sources import open_source
+from maxhydra.data.sources.demo import TEXT
+from maxhydra.data.sources.synthetic import NOISE, STEPS
+from maxhydra.sharding import Sharder, build_mesh
+
+SOURCES = sorted(path.stem for path in (TEXT.parents[1] / "sources").glob("[a-z]*.py"))
+
+
+def make_spec(batch: int = 4, seq_len: int = 8, devices: int = 1, **mesh: int) -> BatchSpec:
+    made = build_mesh(Mesh(**(mesh or {"data": devices})), jax.devices()[:devices])
+    sharding = Sharder(made, RULES).sharding(("act_batch", "act_length"))
+    return BatchSpec(batch=batch, seq_len=seq_len, vocab_size=259, seed=3, sharding=sharding)
+
+
+def text_data(folder: Path, size: int, **values: object) -> Data:
+    """A file in which no two windows are alike."""
+    path = folder / "text.txt"
+    path.write_bytes(np.random.default_rng(0).integers(256, size=size, dtype=np.uint8).tobytes())
+    return Data(source="text", path=str(path), **values)  # type: ignore[arg-type]
+
+
+def host(batch: Batch) -> dict[str, np.ndarray]:
+    return {name: np.asarray(array) for name, array in batch.items()}
+
+
+def take(loader: Loader, count: int) -> list[dict[str, np.ndarray]]:
+    return [host(next(loader)) for _ in range(count)]
+
+
+def assert_same(one: list[dict[str, np.ndarray]], other: list[dict[str, np.ndarray]]) -> None:
+    assert len(one) == len(other)
+    for left, right in zip(one, other, strict=True):
+        assert left.keys() == right.keys()
+        for name in left:
+            np.testing.assert_array_equal(left[name], right[name])
+
+
+class TestTokenizer:
+    @pytest.mark.parametrize("text", ["", "To be, or not to be", "naïve — 日本語 🎭", "\x00\n\t"])
+    def test_round_trip(self, text: str) -> None:
+        words = tokenizer(Data())
+        ids = words.encode(text)
+        assert ids == list(text.encode("utf-8"))
+        assert words.decode(ids) == text
+        np.testing.assert_array_equal(words.encode_bytes(text.encode()), ids)
+
+    def test_specials_have_no_text_and_bad_bytes_show(self) -> None:
+        words = tokenizer(Data())
+        assert words.decode([words.bos, 72, 105, words.eos, words.pad]) == "Hi"
+        assert words.decode([72, 0xE6, 0x97]) == "H\ufffd"
+        assert sorted([words.bos, words.eos, words.pad]) == [256, 257, 258]
+        assert words.vocab_size == 259
+
+
+class TestText:
+    def test_the_file_is_the_one_its_provenance_tells_of(self) -> None:
+        assert hashlib.sha256(TEXT.read_bytes()).hexdigest() in (TEXT.parent / "PROVENANCE.md").read_text()
+
+    def test_held_out_text_is_from_one_play(self) -> None:
+        text = TEXT.read_text(encoding="utf-8")
+        assert 1_000_000 < len(text) < 2_500_000
+        assert "gutenberg" not in text.lower()
+        held_out = text[-round(len(text) * Data().eval_fraction) :]
+        assert "by William Shakespeare" not in held_out
+        assert "MACBETH" in held_out
+
+
+class TestWindows:
+    @pytest.mark.parametrize("length", [9, 16, 17, 18, 24, 25, 40])
+    @pytest.mark.parametrize("seq_len", [1, 4, 8])
+    def test_each_token_but_the_first_is_a_target_once(self, length: int, seq_len: int) -> None:
+        tokens = np.arange(length, dtype=np.uint16)
+        rows = Windows(tokens, seq_len, keep_partial=True)
+        targets = np.concatenate([rows[i]["targets"][rows[i]["weights"] > 0] for i in range(len(rows))])
+        inputs = np.concatenate([rows[i]["tokens"][rows[i]["weights"] > 0] for i in range(len(rows))])
+        np.testing.assert_array_equal(targets, tokens[1:])
+        np.testing.assert_array_equal(inputs, tokens[:-1])
+        whole = Windows(tokens, seq_len, keep_partial=False)
+        assert len(whole) == (length - 1) // seq_len
+        assert all(whole[i]["weights"].all() for i in range(len(whole)))
+
+    def test_a_row(self) -> None:
+        row = Windows(np.array([5, 6, 7, 8, 9], np.uint16), 3, keep_partial=True)[1]
+        assert {name: column.tolist() for name, column in row.items()} == {
+            "tokens": [8, 0, 0],
+            "targets": [9, 0, 0],
+            "segments": [1, 0, 0],
+            "positions": [0, 1, 2],
+            "weights": [1.0, 0.0, 0.0],
+        }
+
+
+class TestSources:
+    @pytest.mark.parametrize("source", SOURCES)
+    def test_rows(self, source: str, tmp_path: Path) -> None:
+        data = text_data(tmp_path, 1000) if source == "text" else Data(source=source)
+        spec = make_spec()
+        opened = open_source(data, spec)
+        for rows in (opened.train, opened.evaluation):
+            for index in (0, len(rows) // 2, len(rows) - 1):
+                row, again = rows[index], open_source(data, spec).train[index] if rows is opened.train else rows[index]
+                assert row.keys() == {"tokens", "targets", "positions", "segments", "weights"}
+                for name, column in row.items():
+                    assert column.shape == (spec.seq_len,)
+                    assert column.dtype == (np.float32 if name == "weights" else np.int32)
+                    np.testing.assert_array_equal(column, again[name])
+                assert row["tokens"].min() >= 0 and row["tokens"].max() < spec.vocab_size
+
+    def test_demo_trains_on_the_beginning(self) -> None:
+        row = open_source(Data(), make_spec(seq_len=64)).train[1]
+        text = TEXT.read_text(encoding="utf-8")
+        assert tokenizer(Data()).decode(row["tokens"].tolist()) == text[64:128]
+        assert tokenizer(Data()).decode(row["targets"].tolist()) == text[65:129]
+
+    def test_an_end_token_stands_between_files(self, tmp_path: Path) -> None:
+        for name, text in {"b.txt": b"\xff\xfe", "a.txt": b"abc", "c.md": b"no"}.items():
+            (tmp_path / name).write_bytes(text)
+        data = Data(source="text", path=str(tmp_path), eval_fraction=0.2)
+        opened = open_source(data, make_spec(seq_len=2))
+        assert opened.train[0]["tokens"].tolist() == [97, 98]
+        assert opened.train[1]["tokens"].tolist() == [99, 257]
+        assert opened.evaluation[0]["targets"].tolist() == [0xFE, 0]
+
+    def test_changed_files_are_read_again(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.txt"
+        data = Data(source="text", path=str(path))
+        for stamp, letter in ((1, "a"), (2, "b")):
+            path.write_text(letter * 100)
+            os.utime(path, (stamp, stamp))
+            assert open_source(data, make_spec()).train[0]["tokens"][0] == ord(letter)
+
+    def test_synthetic_counts_with_noise(self) -> None:
+        spec = make_spec(seq_len=4096)
+        rows = open_source(Data(source="synthetic"), spec).train
+        steps = set()
+        for index in range(16):
+            tokens = rows[index]["tokens"]
+            [(step, often)] = Counter((np.diff(tokens) % spec.vocab_size).tolist()).most_common(1)
+            steps.add(step)
+            # A step holds where neither of its two tokens is noise.
+            assert often / (spec.seq_len - 1) == pytest.approx((1 - 1 / NOISE) ** 2, abs=0.03)
+        assert steps <= set(range(1, STEPS + 1)) and len(steps) > 2
+        other = open_source(Data(source="synthetic"), dataclasses.replace(spec, seed=4)).train[0]["tokens"]
+        assert (other != rows[0]["tokens"]).any()
+
+
+class TestOrder:
+    def epochs(self, data: Data, spec: BatchSpec, count: int, epoch: int) -> list[list[bytes]]:
+        loader = train_loader(data, spec)
+        rows = [row.tobytes() for batch in take(loader, count * epoch // spec.batch) for row in batch["tokens"]]
+        loader.close()
+        return [rows[i : i + epoch] for i in range(0, len(rows), epoch)]
+
+    def test_an_epoch_holds_each_window_once_in_a_new_order(self, tmp_path: Path) -> None:
+        spec = make_spec(batch=4, seq_len=8)
+        data = text_data(tmp_path, 200)
+        rows = open_source(data, spec).train
+        windows = sorted(rows[i]["tokens"].tobytes() for i in range(len(rows)))
+        assert len(rows) % spec.batch, "a batch should cross the edge of the epoch"
+        first, second, *_ = self.epochs(data, spec, 4, len(rows))
+        assert sorted(first) == sorted(second) == windows
+        assert first != second
+
+    def test_without_shuffle_the_order_is_the_text(self, tmp_path: Path) -> None:
+        spec = make_spec(batch=3, seq_len=8)
+        data = text_data(tmp_path, 200, shuffle=False)
+        rows = open_source(data, spec).train
+        for epoch in self.epochs(data, spec, 3, len(rows)):
+            assert epoch == [rows[i]["tokens"].tobytes() for i in range(len(rows))]
+
+    def test_the_order_follows_the_seed_and_not_the_batch(self, tmp_path: Path) -> None:
+        data = text_data(tmp_path, 400)
+        spec = make_spec(batch=4)
+
+        def first_rows(spec: BatchSpec) -> np.ndarray:
+            loader = train_loader(data, spec)
+            batches = take(loader, 24 // spec.batch)
+            loader.close()
+            return np.concatenate([batch["tokens"] for batch in batches])
+
+        np.testing.assert_array_equal(first_rows(spec), first_rows(dataclasses.replace(spec, batch=6)))
+        assert (first_rows(spec) != first_rows(dataclasses.replace(spec, seed=2**40))).any()
+
+    def test_overfitting_repeats_the_first_batches_and_evaluates_them(self, tmp_path: Path) -> None:
+        data = text_data(tmp_path, 400, overfit_batches=2)
+        spec = make_spec(batch=4)
+        rows = open_source(data, spec).train
+        expected = sorted(rows[i]["tokens"].tobytes() for i in range(8))
+        for epoch in self.epochs(data, spec, 3, 8):
+            assert sorted(epoch) == expected
+        evaluated = [row.tobytes() for batch in eval_batches(data, spec) for row in np.asarray(batch["tokens"])]
+        assert sorted(evaluated) == expected
+
+    def test_too_little_text(self, tmp_path: Path) -> None:
+        spec = make_spec(batch=4, seq_len=8)
+        with pytest.raises(
+            ConfigError, match=r"holds 3 sequences of train\.seq_len=8 to train on, and a batch takes 4"
+        ):
+            train_loader(text_data(tmp_path, 30), spec)
+        with pytest.raises(ConfigError) as error:
+            train_loader(text_data(tmp_path, 200, overfit_batches=9), spec)
+        assert error.value.problems[0].path == "data.overfit_batches"
+        assert error.value.problems[0].accepted == "1 to 5"
+        for size in (0, 1):
+            with pytest.raises(ConfigError, match="holds 0 sequences"):
+                train_loader(text_data(tmp_path, size), spec)
+            assert list(eval_batches(text_data(tmp_path, size), spec)) == []
+
+    def test_a_vocabulary_over_the_model(self) -> None:
+        with pytest.raises(ConfigError) as error:
+            train_loader(Data(), dataclasses.replace(make_spec(), vocab_size=256))
+        assert error.value.problems[0].path == "model.vocab_size"
+        assert error.value.problems[0].accepted == "259 or more"
+
+
+@pytest.mark.parametrize("size", [200, 1000, 1003])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_evaluation_predicts_each_held_out_byte_once(tmp_path: Path, size: int, prefetch: int) -> None:
+    data = text_data(tmp_path, size, eval_fraction=0.1, prefetch=prefetch)
+    batches = [host(batch) for batch in eval_batches(data, make_spec(batch=3, seq_len=8))]
+    assert data.path is not None
+    content = Path(data.path).read_bytes()
+    targets = np.concatenate([batch["targets"][batch["weights"] > 0] for batch in batches])
+    inputs = np.concatenate([batch["tokens"][batch["weights"] > 0] for batch in batches])
+    held_out = round(size * 0.1)
+    assert bytes(targets.astype(np.uint8)) == content[-held_out:]
+    assert bytes(inputs.astype(np.uint8)) == content[-held_out - 1 : -1]
+    assert all(batch["tokens"].shape == (3, 8) for batch in batches)
+    np.testing.assert_array_equal(batches[-1]["segments"], batches[-1]["weights"])
+
+
+class TestPosition:
+    @pytest.mark.parametrize("prefetch", [0, 1, 3])
+    def test_a_state_saved_anywhere_goes_on_in_a_fresh_loader(self, tmp_path: Path, prefetch: int) -> None:
+        spec = make_spec(batch=4)
+        data = text_data(tmp_path, 200, prefetch=prefetch)
+        reference = train_loader(data, spec)
+        states, batches = [reference.state()], []
+        for _ in range(24):
+            batches.append(host(next(reference)))
+            states.append(reference.state())
+        reference.close()
+        assert len(open_source(data, spec).train) < 24, "several epochs should pass"
+        for position in random.Random(0).sample(range(24), 8):
+            fresh = train_loader(data, spec)
+            take(fresh, position % 3)
+            fresh.restore(json.loads(json.dumps(states[position])))
+            assert fresh.state() == states[position]
+            assert_same(take(fresh, 24 - position), batches[position:])
+            fresh.close()
+
+    def test_what_was_made_ahead_does_not_count(self) -> None:
+        made = []
+        loader = Loader(lambda start: made.append(start) or {}, batch=2, prefetch=3)  # type: ignore[func-returns-value]
+        assert loader.state() == {"sequences": 0}
+        next(loader)
+        assert loader.state() == {"sequences": 2}
+        loader.close()
+        assert 0 in made and set(made) <= {0, 2, 4, 6}
+
+    def test_a_failure_in_the_thread_comes_out_of_next(self) -> None:
+        def make(start: int) -> Batch:
+            if start == 4 and not healed:
+                raise OSError("disk gone")
+            return {"start": start}  # type: ignore[dict-item]
+
+        healed: list[bool] = []
+        loader = Loader(make, batch=2, prefetch=2)
+        assert [next(loader)["start"], next(loader)["start"]] == [0, 2]
+        with pytest.raises(OSError, match="disk gone"):
+            next(loader)
+        assert loader.state() == {"sequences": 4}
+        healed.append(True)
+        assert next(loader)["start"] == 4
+        loader.close()
+
+    def test_close_ends_the_thread(self) -> None:
+        before = set(threading.enumerate())
+        loader = train_loader(Data(), make_spec())
+        next(loader)
+        assert set(threading.enumerate()) - before
+        loader.close()
+        assert not set(threading.enumerate()) - before
+
+    def test_leaving_an_evaluation_early_ends_its_thread(self) -> None:
+        before = set(threading.enumerate())
+        batches = eval_batches(Data(), make_spec())
+        next(batches)
+        batches.close()  # type: ignore[attr-defined]
+        assert not set(threading.enumerate()) - before
+
+
+class TestMesh:
+    @pytest.mark.parametrize(
+        "mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "sequence": 4}, {"tensor": 8}]
+    )
+    def test_the_batch_is_the_same_on_every_mesh(self, mesh: dict[str, int]) -> None:
+        data = Data()
+        alone, spread = train_loader(data, make_spec(batch=8)), train_loader(data, make_spec(8, devices=8, **mesh))
+        batch = next(spread)
+        sharding = make_spec(8, devices=8, **mesh).sharding
+        assert all(array.sharding.is_equivalent_to(sharding, 2) for array in batch.values())
+        assert_same([host(batch)], take(alone, 1))
+        alone.close()
+        spread.close()
+
+
+PART = """
+import json, sys
+import numpy as np
+from maxhydra.config.data import Data
+from maxhydra.config.hardware import Hardware, Platform
+from maxhydra.config.mesh import Mesh, RULES
+from maxhydra.runtime import start
+start(Hardware(platform=Platform.cpu, simulated_devices=2, compilation_cache=None))
+from maxhydra.data import BatchSpec, train_loader
+from maxhydra.sharding import Sharder, build_mesh
+sharder = Sharder(build_mesh(Mesh(**eval(sys.argv[1]))), RULES)
+spec = BatchSpec(batch=8, seq_len=8, vocab_size=259, seed=3, sharding=sharder.sharding(("act_batch", "act_length")))
+loader = train_loader(Data(), spec)
+next(loader)
+tokens = next(loader)["tokens"]
+parts = [[[i.indices(8)[:2] for i in shard.index], shard.data.tolist()] for shard in tokens.addressable_shards]
+print(json.dumps([spec.own_rows.tolist(), parts, loader.state()]))
+loader.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "own"),
+    [({"data": 4}, [[0, 1, 2, 3], [4, 5, 6, 7]]), ({"data": 2, "sequence": 2}, [[0, 1, 2, 3], [4, 5, 6, 7]])],
+)
+def test_two_processes_read_their_own_rows_of_the_same_batch(mesh: dict[str, int], own: list[list[int]]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    clean |= {"PYTHONPATH": str(TEXT.parents[3]), "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PART, str(mesh)],
+            env=clean | {"JAX_PROCESS_ID": str(i)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    together, states = np.full((8, 8), -1), []
+    for i, process in enumerate(processes):
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        rows, parts, state = json.loads(out)
+        assert rows == own[i]
+        states.append(state)
+        for ((top, bottom), (left, right)), values in parts:
+            together[top:bottom, left:right] = values
+    alone = train_loader(Data(), make_spec(batch=8))
+    np.testing.assert_array_equal(together, take(alone, 2)[1]["tokens"])
+    assert states == [alone.state()] * 2
+    alone.close()
