@@ -1,0 +1,26 @@
+"""The mechanisms that layers are made of, each in a file of its own, and the context that travels between them."""
+
+from maxhydra.layers.attention import Attention, AttentionSpec
+from maxhydra.layers.cache import DenseCache
+from maxhydra.layers.context import Context
+from maxhydra.layers.dropout import dropout
+from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
+from maxhydra.layers.mlp import Mlp, MlpSpec
+from maxhydra.layers.norm import RMSNorm
+from maxhydra.layers.weights import Dtypes, WeightMaker
+
+__all__ = [
+    "Attention",
+    "AttentionSpec",
+    "Context",
+    "DenseCache",
+    "Dtypes",
+    "Embedding",
+    "Head",
+    "Mlp",
+    "MlpSpec",
+    "RMSNorm",
+    "VocabularySpec",
+    "WeightMaker",
+    "dropout",
+]

@@ -1,0 +1,137 @@
+"""Grouped-query attention (Ainslie et al., 2023) with rotary positions.
+
+Shapes: B batch, T tokens, S keys (the T tokens, or the slots of the cache), D residual stream, N query heads, K key and
+value heads, H head size.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxhydra.config import ConfigError, Problem
+from maxhydra.config import model as config
+from maxhydra.kernels.attention import Request, UnsupportedError, attention
+from maxhydra.layers.cache import DenseCache
+from maxhydra.layers.context import Context
+from maxhydra.layers.rope import frequencies, rotate
+from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """Sizes and mechanisms of one kind of layer, resolved."""
+
+    emb_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    frequencies: tuple[float, ...] | None
+    backend: str
+    init_scale: float
+    out_scale: float
+    dtypes: Dtypes
+
+    @classmethod
+    def of(cls, model: config.Model, kind: config.Kind) -> "AttentionSpec":
+        own = kind.attention
+        head_dim = own.head_dim or model.head_dim
+        return cls(
+            emb_dim=model.emb_dim,
+            num_heads=own.num_heads or model.num_heads,
+            num_kv_heads=own.num_kv_heads or model.num_kv_heads,
+            head_dim=head_dim,
+            scale=own.scale or head_dim**-0.5,
+            window=own.window,
+            softcap=own.softcap,
+            frequencies=frequencies(own.rope, head_dim),
+            backend=model.kernels.attention.value,
+            init_scale=model.init_scale,
+            out_scale=residual_scale(model),
+            dtypes=Dtypes.of(model.dtypes),
+        )
+
+
+class Attention(nnx.Module):
+    """out(attention(rope(query(x)), rope(key(x)), value(x)))."""
+
+    def __init__(self, spec: AttentionSpec, make: WeightMaker):
+        self.spec = spec
+        D, N, K, H = spec.emb_dim, spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.query = make.projection((D,), (N, H), ("embed", "heads", "head_dim"), scale=spec.init_scale)
+        self.key = make.projection((D,), (K, H), ("embed", "kv_heads", "head_dim"), scale=spec.init_scale)
+        self.value = make.projection((D,), (K, H), ("embed", "kv_heads", "head_dim"), scale=spec.init_scale)
+        self.out = make.projection((N, H), (D,), ("heads", "head_dim", "embed"), scale=spec.out_scale)
+
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, DenseCache | None]:
+        q_BTNH = self._project(x_BTD, "query", ctx)
+        k_BTKH = self._project(x_BTD, "key", ctx)
+        v_BTKH = self._project(x_BTD, "value", ctx)
+        mixed_BTNH, cache = self._mix(q_BTNH, k_BTKH, v_BTKH, ctx)
+        mixed_BTNH = ctx.constrain(mixed_BTNH, "act_batch", "act_length", "act_heads", None)
+        mixed_BTNH = checkpoint_name(mixed_BTNH, "context")
+        out_BTD = jnp.einsum("BTNH,NHD->BTD", mixed_BTNH, self.out[...].astype(self.spec.dtypes.compute))
+        out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
+        return checkpoint_name(out_BTD, "attention_out"), cache
+
+    def empty_cache(self, batch: int, length: int) -> DenseCache:
+        spec = self.spec
+        return DenseCache.empty(
+            batch, length, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=spec.dtypes.compute
+        )
+
+    def _project(self, x_BTD: jax.Array, name: str, ctx: Context) -> jax.Array:
+        """Heads of the query, key or value, with positions where they belong."""
+        weight: nnx.Param = getattr(self, name)
+        heads = jnp.einsum("BTD,DNH->BTNH", x_BTD, weight[...].astype(self.spec.dtypes.compute))
+        if name != "value" and self.spec.frequencies is not None:
+            heads = rotate(heads, ctx.positions, self.spec.frequencies)
+        axis = "act_heads" if name == "query" else "act_kv_heads"
+        return checkpoint_name(ctx.constrain(heads, "act_batch", "act_length", axis, None), name)
+
+    def _mix(
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, ctx: Context
+    ) -> tuple[jax.Array, DenseCache | None]:
+        """Gather values over the tokens at hand, or over those in the cache and the ones at hand."""
+        if ctx.cache is None:
+            k_BSKH, v_BSKH = self._whole(k_BTKH, ctx), self._whole(v_BTKH, ctx)
+            return self._attend(
+                q_BTNH, k_BSKH, v_BSKH, ctx, q_segments_BT=ctx.segments, kv_segments_BS=ctx.segments
+            ), None
+        positions_BT = ctx.positions if ctx.segments is None else jnp.where(ctx.segments == 0, -1, ctx.positions)
+        cache: DenseCache = ctx.cache.insert(k_BTKH, v_BTKH, positions_BT)
+        k_BSKH, v_BSKH = self._whole(cache.key_BSKH, ctx), self._whole(cache.value_BSKH, ctx)
+        cache = dataclasses.replace(cache, key_BSKH=k_BSKH, value_BSKH=v_BSKH)
+        mixed_BTNH = self._attend(
+            q_BTNH, k_BSKH, v_BSKH, ctx, q_positions_BT=positions_BT, kv_positions_BS=cache.positions_BS
+        )
+        return mixed_BTNH, cache
+
+    def _whole(self, kv_BSKH: jax.Array, ctx: Context) -> jax.Array:
+        """Keys or values of whole sequences on each device: queries may be split along the sequence, these are not."""
+        return ctx.constrain(kv_BSKH, "act_batch", None, "act_kv_heads", None)
+
+    def _attend(
+        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ctx: Context, **tokens: jax.Array | None
+    ) -> jax.Array:
+        spec = self.spec
+        request = Request(
+            scale=spec.scale,
+            causal=True,
+            window=spec.window,
+            softcap=spec.softcap,
+            softmax_dtype=spec.dtypes.softmax.name,
+            is_length_split=ctx.is_length_split,
+        )
+        try:
+            return attention(q_BTNH, k_BSKH, v_BSKH, request, backend=spec.backend, **tokens)
+        except UnsupportedError as error:
+            accepted = ", ".join(("auto", *error.able))
+            raise ConfigError(
+                Problem("model.kernels.attention", "; ".join(error.reasons), value=spec.backend, accepted=accepted)
+            ) from None

@@ -1,0 +1,49 @@
+"""What travels beside the activations: where each token stands, the cache, the sharding, the source of randomness."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+
+from maxhydra.sharding import Sharder
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["positions", "segments", "cache", "dropout_key"],
+    meta_fields=["sharder"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Context:
+    """The same forward pass serves training, prefill and decoding; this says which it is. A pytree, sharder static."""
+
+    positions: jax.Array
+    """[B, T] place of each token in its own sequence."""
+    segments: jax.Array | None
+    """[B, T] sequence of its row to which a token belongs; 0 is padding. None: one sequence a row, no padding.
+    With a cache a row is one sequence, and only 0 or not 0 counts."""
+    sharder: Sharder
+    """Where activations live."""
+    cache: Any
+    """What earlier tokens left behind: the whole model's at the top, one layer's inside it. None: nothing is kept."""
+    dropout_key: jax.Array | None
+    """Randomness for dropout. None: no dropout."""
+
+    @property
+    def is_length_split(self) -> bool:
+        """Whether the tokens of a sequence lie on several devices. Those that meet a cache come a few at a time."""
+        return self.cache is None and self.sharder.ways("act_length") > 1
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Have the compiler split an activation by these logical axes."""
+        split = [None if axis == "act_length" and not self.is_length_split else axis for axis in axes]
+        return self.sharder.constrain(x, *split)
+
+    def at_layer(self, index: jax.Array | int, cache: Any) -> "Context":
+        """What the layer of this index sees: its own cache and its own key."""
+        return dataclasses.replace(self, cache=cache, dropout_key=self.key(index))
+
+    def key(self, index: jax.Array | int) -> jax.Array | None:
+        """The index-th key below this one; None where there is no dropout."""
+        return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, index)

@@ -1,0 +1,65 @@
+"""The two ends of the model: token ids to vectors, and vectors to logits over the vocabulary."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxhydra.config import model as config
+from maxhydra.kernels.einsum import widening_einsum
+from maxhydra.layers.weights import Dtypes, WeightMaker
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularySpec:
+    """Sizes of both ends."""
+
+    vocab_size: int
+    emb_dim: int
+    softcap: float | None
+    init_scale: float
+    dtypes: Dtypes
+
+    @classmethod
+    def of(cls, model: config.Model) -> "VocabularySpec":
+        return cls(model.vocab_size, model.emb_dim, model.logit_softcap, model.init_scale, Dtypes.of(model.dtypes))
+
+
+class Embedding(nnx.Module):
+    """A row of the table per token; as a tied head (Press and Wolf, 2017), a logit per row."""
+
+    def __init__(self, spec: VocabularySpec, make: WeightMaker):
+        self.spec = spec
+        # emb_dim^-1/2, so that a tied head turns normalised activations into logits of variance init_scale^2. As an
+        # input the size of a row is free: every branch normalises the stream before reading it.
+        std = spec.init_scale * spec.emb_dim**-0.5
+        self.table = make.matrix((spec.vocab_size,), (spec.emb_dim,), ("vocab", "embed"), std=std)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Rows of the tokens; an id outside the vocabulary gives NaN, which the loss then shows."""
+        rows = jnp.take(self.table[...], tokens_BT, axis=0, mode="fill", fill_value=jnp.nan)
+        return rows.astype(self.spec.dtypes.compute)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] to [..., V]."""
+        table = self.table[...].astype(self.spec.dtypes.compute)
+        return _capped(widening_einsum("...D,VD->...V", hidden, table, dtype=self.spec.dtypes.logits), self.spec)
+
+
+class Head(nnx.Module):
+    """An output projection of its own."""
+
+    def __init__(self, spec: VocabularySpec, make: WeightMaker):
+        self.spec = spec
+        self.kernel = make.projection((spec.emb_dim,), (spec.vocab_size,), ("embed", "vocab"), scale=spec.init_scale)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] to [..., V]."""
+        kernel = self.kernel[...].astype(self.spec.dtypes.compute)
+        return _capped(widening_einsum("...D,DV->...V", hidden, kernel, dtype=self.spec.dtypes.logits), self.spec)
+
+
+def _capped(logits: jax.Array, spec: VocabularySpec) -> jax.Array:
+    """softcap * tanh(logits / softcap): logits within -softcap and softcap (Gemma 2, 2024)."""
+    return logits if spec.softcap is None else spec.softcap * jnp.tanh(logits / spec.softcap)

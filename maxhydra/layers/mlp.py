@@ -1,0 +1,67 @@
+"""Gated feed-forward (Shazeer, 2020): SwiGLU, GeGLU. B batch, T tokens, D residual stream, F hidden."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxhydra.config import model as config
+from maxhydra.layers.context import Context
+from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
+
+ACTIVATIONS: dict[config.Activation, Callable[[jax.Array], jax.Array]] = {
+    config.Activation.silu: jax.nn.silu,
+    config.Activation.gelu: partial(jax.nn.gelu, approximate=False),
+    config.Activation.gelu_tanh: partial(jax.nn.gelu, approximate=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpSpec:
+    """Sizes and gate of one kind of layer, resolved."""
+
+    emb_dim: int
+    dim: int
+    activation: config.Activation
+    init_scale: float
+    out_scale: float
+    dtypes: Dtypes
+
+    @classmethod
+    def of(cls, model: config.Model, kind: config.Kind) -> "MlpSpec":
+        return cls(
+            emb_dim=model.emb_dim,
+            dim=kind.mlp.dim or model.mlp_dim,
+            activation=kind.mlp.activation,
+            init_scale=model.init_scale,
+            out_scale=residual_scale(model),
+            dtypes=Dtypes.of(model.dtypes),
+        )
+
+
+class Mlp(nnx.Module):
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, spec: MlpSpec, make: WeightMaker):
+        self.spec = spec
+        D, F = spec.emb_dim, spec.dim
+        self.gate = make.projection((D,), (F,), ("embed", "mlp"), scale=spec.init_scale)
+        self.up = make.projection((D,), (F,), ("embed", "mlp"), scale=spec.init_scale)
+        self.down = make.projection((F,), (D,), ("mlp", "embed"), scale=spec.out_scale)
+
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+        compute = self.spec.dtypes.compute
+        gate_BTF = checkpoint_name(self._hidden(x_BTD, self.gate, ctx), "mlp_gate")
+        up_BTF = checkpoint_name(self._hidden(x_BTD, self.up, ctx), "mlp_up")
+        hidden_BTF = ACTIVATIONS[self.spec.activation](gate_BTF) * up_BTF
+        out_BTD = jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...].astype(compute))
+        out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
+        return checkpoint_name(out_BTD, "mlp_out")
+
+    def _hidden(self, x_BTD: jax.Array, weight: nnx.Param, ctx: Context) -> jax.Array:
+        hidden_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, weight[...].astype(self.spec.dtypes.compute))
+        return ctx.constrain(hidden_BTF, "act_batch", "act_length", "act_mlp")

@@ -1,0 +1,6 @@
+"""The decoder as data: built from a config, seen from outside as plain functions over a plain tree of weights."""
+
+from maxhydra.model.definition import ModelDef, build
+from maxhydra.model.flops import flops_per_token, parameter_count
+
+__all__ = ["ModelDef", "build", "flops_per_token", "parameter_count"]

@@ -1,0 +1,156 @@
+"""The decoder: embedding, prefix, repetitions of the pattern under one scan, remainder, final norm, head.
+
+Every position of the pattern is one block whose weights are stacked over the repetitions, so that compile time does not
+grow with depth. The decoder knows neither what its blocks do nor what their caches hold. B batch, T tokens, D residual
+stream.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxhydra.config import model as config
+from maxhydra.layers import Context, Dtypes, Embedding, Head, RMSNorm, VocabularySpec, WeightMaker
+from maxhydra.model.block import Block, BlockSpec
+from maxhydra.model.remat import Remat
+from maxhydra.sharding import Sharder
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderSpec:
+    """The model config, resolved: which block stands where."""
+
+    prefix: tuple[BlockSpec, ...]
+    pattern: tuple[BlockSpec, ...]
+    repetitions: int
+    remainder: tuple[BlockSpec, ...]
+    vocabulary: VocabularySpec
+    is_tied: bool
+    norm_eps: float
+    unroll: int
+    remat: Remat
+    dtypes: Dtypes
+
+    @classmethod
+    def of(cls, model: config.Model) -> "DecoderSpec":
+        repeated = model.num_layers - len(model.prefix)
+        repetitions, rest = divmod(repeated, len(model.pattern)) if repeated else (0, 0)
+        pattern = tuple(BlockSpec.of(model, model.kinds[name]) for name in model.pattern)
+        return cls(
+            prefix=tuple(BlockSpec.of(model, model.kinds[name]) for name in model.prefix),
+            pattern=pattern if repetitions else (),
+            repetitions=repetitions,
+            remainder=pattern[:rest],
+            vocabulary=VocabularySpec.of(model),
+            is_tied=model.head is config.Head.tied,
+            norm_eps=model.norm_eps,
+            unroll=max(1, min(model.scan_unroll, repetitions)),
+            remat=Remat.of(model.remat),
+            dtypes=Dtypes.of(model.dtypes),
+        )
+
+    @property
+    def layers(self) -> tuple[BlockSpec, ...]:
+        """Every layer from first to last."""
+        return self.prefix + self.pattern * self.repetitions + self.remainder
+
+
+class Decoder(nnx.Module):
+    """Tokens to hidden states, and hidden states to logits."""
+
+    def __init__(self, spec: DecoderSpec, key: jax.Array):
+        self.spec = spec
+        make = WeightMaker(key, dtype=spec.dtypes.weights, layers=None)
+        self.embedding = Embedding(spec.vocabulary, make)
+        self.prefix = _numbered([Block(block, make) for block in spec.prefix])
+        self.pattern = _numbered([Block(block, make.stacked(spec.repetitions)) for block in spec.pattern])
+        self.remainder = _numbered([Block(block, make) for block in spec.remainder])
+        self.final_norm = RMSNorm(spec.vocabulary.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        self.head = None if spec.is_tied else Head(spec.vocabulary, make)
+
+    def __call__(self, tokens_BT: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
+        """Hidden states [B, T, D] after the final norm, and the new cache (None without one)."""
+        caches = ctx.cache or self._map_blocks(lambda block: None)
+        x_BTD = ctx.constrain(self.embedding(tokens_BT), "act_batch", "act_length", "act_embed")
+        x_BTD, prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first=0)
+        x_BTD, pattern = self._run_pattern(x_BTD, ctx, caches["pattern"])
+        first = len(self.spec.layers) - len(self.remainder)
+        x_BTD, remainder = self._run_blocks(self.remainder, x_BTD, ctx, caches["remainder"], first=first)
+        hidden_BTD = ctx.constrain(self.final_norm(x_BTD), "act_batch", "act_length", "act_embed")
+        new_caches = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
+        return hidden_BTD, None if ctx.cache is None else new_caches
+
+    def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
+        """[B, T, D] to [B, T, V], soft-capped; T may be any part of the sequence, and is split if it can be."""
+        length = "act_length" if hidden.shape[1] % sharder.ways("act_length") == 0 else None
+        return sharder.constrain((self.head or self.embedding).logits(hidden), "act_batch", length, "act_vocab")
+
+    def empty_cache(self, batch: int, length: int) -> dict[str, list[Any]]:
+        """The caches of all blocks, stacked as the blocks are."""
+        caches = self._map_blocks(lambda block: block.empty_cache(batch, length))
+        stack = (self.spec.repetitions,)
+        caches["pattern"] = jax.tree.map(lambda array: jnp.tile(array, stack + (1,) * array.ndim), caches["pattern"])
+        return caches
+
+    def _map_blocks(self, function: Callable[[Block], Any]) -> dict[str, list[Any]]:
+        groups = {"prefix": self.prefix, "pattern": self.pattern, "remainder": self.remainder}
+        return {name: [function(block) for block in _in_order(blocks)] for name, blocks in groups.items()}
+
+    def _run_blocks(
+        self, blocks: nnx.Dict, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, first: int
+    ) -> tuple[jax.Array, list[Any]]:
+        """Blocks one after the other, the first of them layer number `first`."""
+        new_caches = []
+        for index, (block, cache) in enumerate(zip(_in_order(blocks), caches, strict=True), start=first):
+            graphdef, weights = nnx.split(block)
+            run = self.spec.remat.wrap(_runner(graphdef), in_loop=False)
+            x_BTD, cache = run(weights, x_BTD, ctx.at_layer(index, cache))
+            new_caches.append(cache)
+        return x_BTD, new_caches
+
+    def _run_pattern(self, x_BTD: jax.Array, ctx: Context, caches: list[Any]) -> tuple[jax.Array, list[Any]]:
+        """All repetitions of the pattern under one scan.
+
+        The caches are carried and updated in place rather than scanned over, which would hold them twice.
+        """
+        spec = self.spec
+        if not spec.repetitions:
+            return x_BTD, caches
+        splits = [nnx.split(block) for block in _in_order(self.pattern)]
+        in_loop = spec.repetitions > spec.unroll
+        runs = [spec.remat.wrap(_runner(graphdef), in_loop=in_loop) for graphdef, _ in splits]
+
+        def repetition(carry: tuple[jax.Array, list[Any]], xs: tuple[jax.Array, list[Any]]) -> tuple[Any, None]:
+            (x_BTD, caches), (index, weights) = carry, xs
+            here = jax.tree.map(lambda all_: jax.lax.dynamic_index_in_dim(all_, index, keepdims=False), caches)
+            for place, run in enumerate(runs):
+                layer = len(self.prefix) + index * len(runs) + place
+                x_BTD, here[place] = run(weights[place], x_BTD, ctx.at_layer(layer, here[place]))
+            update = jax.lax.dynamic_update_index_in_dim
+            caches = jax.tree.map(lambda all_, new: update(all_, new, index, axis=0), caches, here)
+            return (x_BTD, caches), None
+
+        xs = (jnp.arange(spec.repetitions), [weights for _, weights in splits])
+        return jax.lax.scan(repetition, (x_BTD, caches), xs, unroll=spec.unroll)[0]
+
+
+def _runner(graphdef: Any) -> Callable[..., tuple[jax.Array, Any]]:
+    """A block as a function of its weights."""
+
+    def run(weights: Any, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
+        return nnx.merge(graphdef, weights)(x_BTD, ctx)
+
+    return run
+
+
+def _numbered(blocks: Sequence[Block]) -> nnx.Dict:
+    """Blocks under the keys "0", "1", ...: a tree of weights with text for keys is the same in every file format."""
+    return nnx.Dict({str(index): block for index, block in enumerate(blocks)})
+
+
+def _in_order(blocks: nnx.Dict) -> list[Block]:
+    return [blocks[str(index)] for index in range(len(blocks))]
