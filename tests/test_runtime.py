@@ -183,9 +183,11 @@ SLURM = {
     "SLURM_NTASKS": "4",
     "SLURM_PROCID": "3",
     "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
     "SLURM_STEP_NODELIST": "node[007-008]",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
 }
+BATCH_SCRIPT = {name: value for name, value in SLURM.items() if "STEP" not in name}
 JOBSET = {"JOBSET_NAME": "run", "REPLICATED_JOB_NAME": "w", "JOB_COMPLETION_INDEX": "1", "JAX_NUM_PROCESSES": "2"}
 PLAIN = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
 
@@ -206,7 +208,15 @@ class TestMeeting:
         assert meeting.coordinator.split(":")[0] == first
 
     @pytest.mark.parametrize(
-        ("tasks", "gpus", "mine"), [("1(x4)", 8, None), ("2(x2)", 1, None), ("2(x2)", 2, (1,)), ("2(x2)", 0, None)]
+        ("tasks", "gpus", "mine"),
+        [
+            ("1(x4)", 8, None),
+            ("2(x2)", 1, None),
+            ("2(x2)", 2, (1,)),
+            ("2(x2)", 0, None),
+            ("1,2(x3)", 8, (4, 5, 6, 7)),
+            ("2,1", 8, None),
+        ],
     )
     def test_slurm_tasks_share_the_gpus_of_a_node(self, tasks: str, gpus: int, mine: tuple[int, ...] | None) -> None:
         env = SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks}
@@ -237,7 +247,9 @@ class TestMeeting:
             meeting = find_meeting(Cluster.auto, env, CPU)
             assert meeting is not None and (meeting.coordinator, meeting.count, meeting.index) == expected
 
-    @pytest.mark.parametrize("env", [{}, SLURM | {"SLURM_NTASKS": "1"}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}])
+    @pytest.mark.parametrize(
+        "env", [{}, SLURM | {"SLURM_NTASKS": "1"}, BATCH_SCRIPT, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}]
+    )
     def test_alone(self, env: dict[str, str]) -> None:
         assert find_meeting(Cluster.auto, env, CPU) is None
 
@@ -253,7 +265,7 @@ class TestMeeting:
             (Cluster.auto, PLAIN | {"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 is not one of JAX_NUM_PROCESSES=2"),
             (Cluster.auto, PLAIN | {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES=two is not a number"),
             (Cluster.auto, PLAIN | {"JAX_COORDINATOR_ADDRESS": "host"}, "has no port"),
-            (Cluster.slurm, {}, "SLURM_JOB_ID is not set"),
+            (Cluster.slurm, BATCH_SCRIPT, "SLURM_STEP_NODELIST is not set"),
             (Cluster.gke, {"JOBSET_NAME": "run"}, "REPLICATED_JOB_NAME is not set"),
             (Cluster.gpu_multiprocess, {}, "LOCAL_RANK is not set"),
         ],

@@ -60,7 +60,8 @@ def find_meeting(cluster: Cluster, env: Mapping[str, str], found: Found) -> Meet
 
 def _auto(env: Mapping[str, str], found: Found) -> Meeting | None:
     """SLURM, then a JobSet or TPU pod, then plain variables; a job of one process is alone."""
-    if "SLURM_JOB_ID" in env and "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+    # A batch script has the job's variables too, but only srun starts several processes, as a step.
+    if "SLURM_STEP_NODELIST" in env and _number(env, "SLURM_NTASKS", 1) > 1:
         return _slurm(env, found)
     if found.platform is Platform.tpu:
         hosts = env.get("TPU_PROCESS_ADDRESSES", env.get("TPU_WORKER_HOSTNAMES"))
@@ -73,21 +74,26 @@ def _auto(env: Mapping[str, str], found: Found) -> Meeting | None:
 
 
 def _slurm(env: Mapping[str, str], found: Found) -> Meeting:
-    """One process per task, coordinator on the first node of the step; each task takes its share of the node's GPUs."""
-    nodes = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in env else "SLURM_JOB_NODELIST"
+    """One process per task of srun, coordinator on the first node; each task takes its share of the node's GPUs."""
+    [nodes] = _needed(env, "SLURM_STEP_NODELIST")
     job, count, index = (_number(env, name) for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID"))
-    [first_node] = _needed(env, nodes)
     # node[001-004,007],other -> node001
-    host = re.sub(r"^([^,\[]*)(?:\[(\d+)[^\]]*\])?.*", r"\1\2", first_node)
+    host = re.sub(r"^([^,\[]*)(?:\[(\d+)[^\]]*\])?.*", r"\1\2", nodes)
     port = 61440 + (job + _number(env, "SLURM_STEP_ID", 0)) % 4096
-    here = int(re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))[0])  # type: ignore[index]
     return Meeting(
         seen=f"SLURM job {job}",
         coordinator=env.get("JAX_COORDINATOR_ADDRESS", f"{host}:{port}"),
         count=count,
         index=index,
-        local_devices=_share(_number(env, "SLURM_LOCALID", 0), here, found.count),
+        local_devices=_share(_number(env, "SLURM_LOCALID", 0), _slurm_tasks_here(env), found.count),
     )
+
+
+def _slurm_tasks_here(env: Mapping[str, str]) -> int:
+    """Tasks on this node, by a list such as 4(x2),1: two nodes with four tasks, then one with one."""
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    tasks = [int(count) for count, nodes in runs for _ in range(int(nodes or 1))]
+    return tasks[_number(env, "SLURM_NODEID", 0)]
 
 
 def _share(rank: int, processes: int, devices: int) -> tuple[int, ...] | None:
