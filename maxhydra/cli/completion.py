@@ -1,6 +1,7 @@
 """Shell completion by Hydra's plugins, which know overrides but not our subcommands."""
 
 import os
+import sys
 
 from hydra._internal.hydra import Hydra
 
@@ -15,8 +16,12 @@ def answer(app: Hydra, config_name: str, request: list[str]) -> int:
     if action not in ("install", "uninstall", "query") or shell not in shells:
         accepted = f"install=SHELL or uninstall=SHELL, where SHELL is {', '.join(shells)}"
         raise ConfigError(Problem("--shell-completion", "needs to know what to do", " ".join(request), accepted))
+    sys.argv[0] = "maxhydra"  # whose completion is installed, also from `python -m maxhydra`
     if action == "query":
-        os.environ["COMP_LINE"] = without_command(os.environ.get("COMP_LINE", ""))
+        line = os.environ.get("COMP_LINE", "")
+        words = line.split(" ")
+        print("\n".join(name for name in commands() if len(words) == 2 and name.startswith(words[1])))
+        os.environ["COMP_LINE"] = without_command(line)
     app.shell_completion(config_name=config_name, overrides=request)
     return 0
 

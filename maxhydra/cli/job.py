@@ -7,21 +7,21 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from maxhydra.cli.errors import RunFailed
+from maxhydra.config.compose import job_choices
 from maxhydra.config.validate import instantiate
 
 
 def run(node: DictConfig) -> float | None:
     """Run the task; returns the objective, which sweepers minimise. jax is imported here and not before."""
-    from maxhydra import tasks  # noqa: PLC0415
-
     config = instantiate(node)
     hydra = HydraConfig.get()
-    choices = {group: option for group, option in hydra.runtime.choices.items() if not group.startswith("hydra/")}
     in_sweep = hydra.mode is RunMode.MULTIRUN
     if in_sweep:
         print(f"job {hydra.job.num}: {' '.join(hydra.overrides.task)}", flush=True)
     path = Path(hydra.runtime.output_dir) if in_sweep else None
-    result = tasks.run(config, choices=choices, path=path)
+    from maxhydra import tasks  # noqa: PLC0415
+
+    result = tasks.run(config, choices=job_choices(hydra.runtime), path=path)
     if result.status == "failed":
         raise RunFailed(result.reason)
     return result.objective

@@ -16,12 +16,13 @@ from maxhydra.cli.errors import RunFailed
 from maxhydra.config.compose import Composer
 from maxhydra.config.errors import ConfigError
 from maxhydra.config.hydra_errors import problem_of
+from maxhydra.config.overrides import searchpath
 
 
 def start(arguments: list[str]) -> int:
     """Exit code of a command that is not answered without Hydra."""
     asked = flags.parse(arguments)
-    composer = Composer(asked.config_dir, asked.config_name)
+    composer = Composer(asked.config_dir, asked.config_name, searchpath(asked.overrides))
     with _hydra(composer) as app:
         if asked.hydra_help:
             app.hydra_help(config_name=asked.config_name, args_parser=flags.parser(), args=asked)

@@ -61,8 +61,15 @@ class Assembly:
             self._refuse(path, located, f"{what} and takes no single value", spec)
             return
         self._node(path)  # a name without values is an entry too
+        if spec.type is dict:
+            self._origins[path] = located.source
         for key, item in located.value.items():
-            self.place(f"{path}.{key}" if path else key, item)
+            here = f"{path}.{key}" if path else key
+            if "." in key:
+                hint = "in YAML every part of a path is a key of its own, one under the other"
+                self.problems.append(Problem(here, "a key with a dot", item.plain, hint=hint, source=item.source))
+            else:
+                self.place(here, item)
 
     def _refuse(self, path: str, located: Located, reason: str, spec: Spec) -> None:
         self.unsure.add(path)
@@ -149,10 +156,12 @@ class Assembly:
         return list(dict.fromkeys([*default, *self._node(path)]))
 
     def origin(self, path: str) -> str:
-        """Where the value at a path was set; a part of a list was set with the list."""
-        names = path.split(".")
-        candidates = (".".join(names[:length]) for length in range(len(names), 0, -1))
-        return next((self._origins[prefix] for prefix in candidates if prefix in self._origins), DEFAULT)
+        """Where the value at a path was set; an item of a list was set with the list."""
+        parent = path.rpartition(".")[0]
+        spec = self.spec(parent)
+        if path not in self._origins and spec is not None and spec.type is list:
+            return self.origin(parent)
+        return self._origins.get(path, DEFAULT)
 
     def unknown(self, path: str, located: Located) -> Problem:
         """A key that the schema does not have, with the nearest that it has."""
@@ -165,8 +174,6 @@ class Assembly:
         return Problem(path, "no such key", located.plain, accepted, hint, located.source)
 
     def _pitfall(self, parent: str, name: str, located: Located) -> str:
-        if "." in name:
-            return "in YAML every part of a path is a key of its own, one under the other"
         if not parent and name in groups() and located.source != COMMAND_LINE:
             return f"to set keys outside {name}, begin the file with the line `# {GLOBAL}`"
         tasks = [task for task, cls in task_schemas().items() if parent == "task" and name in fields(cls)]

@@ -1,14 +1,17 @@
 """Overrides and YAML options to a checked `Config`, and a config to YAML and back."""
 
 import dataclasses
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.defaults_list import DefaultsList
 from hydra._internal.utils import create_config_search_path
+from hydra.conf import RuntimeConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import Override
@@ -16,14 +19,15 @@ from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from maxhydra.config import folders
+from maxhydra.config import resolvers
 from maxhydra.config.assemble import DEFAULT, Assembly
 from maxhydra.config.discover import task_schemas
-from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.config.errors import UNSET, ConfigError, Problem
 from maxhydra.config.hydra_errors import COMPOSE_ERRORS, problem_of
-from maxhydra.config.located import Located, parse_yaml, read_yaml
+from maxhydra.config.located import Located, parse_yaml, read_yaml, shown
 from maxhydra.config.overrides import Groups, parse, place_override, sweep_problem
 from maxhydra.config.schema import Config
+from maxhydra.config.spec import walk
 from maxhydra.config.validate import UNSURE, Builder
 
 CONFIG_NAME = "config"
@@ -73,7 +77,7 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Composed:
 class Composer:
     """Hydra's config loader over our options and, where given, a folder of the user's."""
 
-    def __init__(self, config_dir: str | None = None, config_name: str = CONFIG_NAME):
+    def __init__(self, config_dir: str | None = None, config_name: str = CONFIG_NAME, searchpath: Iterable[str] = ()):
         register()
         self.config_name = config_name
         search_path = create_config_search_path(f"pkg://{MODULE}")
@@ -83,6 +87,8 @@ class Composer:
             if not folder.is_dir():
                 raise ConfigError(Problem("--config-dir", "no such folder", config_dir, hint=f"looked for {folder}"))
             search_path.append("command-line", f"file://{folder}")
+        for place in searchpath:
+            search_path.append("hydra.searchpath in command-line", place)
         search_path.get_path().append(schema)
         self.loader = ConfigLoaderImpl(config_search_path=search_path)
         self.groups = Groups(self.loader)
@@ -140,9 +146,21 @@ class Composer:
             try:
                 self._defaults[key] = self.loader.compute_defaults_list(self.config_name, list(key), RunMode.RUN)
             except COMPOSE_ERRORS as error:
-                assembly.problems.append(problem_of(error))
+                assembly.problems.append(self._blamed(problem_of(error), chosen))
                 return None
         return self._defaults[key]
+
+    def _blamed(self, problem: Problem, chosen: Iterable[Override]) -> Problem:
+        """Name the file and line where a defaults list makes a wrong choice; Hydra does not tell."""
+        names = [f"{override.key_or_group}/{override.value()}" for override in chosen]
+        entry = re.compile(
+            rf"-.*\b{re.escape(problem.path)}\b" + ("" if problem.value is UNSET else f".*{problem.value}")
+        )
+        for path in filter(None, map(self.file, [*names, self.config_name])):
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+                if not problem.source and entry.search(line):
+                    return dataclasses.replace(problem, source=f"{shown(path)}:{number}")
+        return problem
 
     def _place_default(self, default: ResultDefault, assembly: Assembly) -> None:
         name, package = default.config_path or "", default.package or ""
@@ -156,6 +174,7 @@ class Composer:
             return
         content = read_yaml(path)
         if not isinstance(content.value, dict):
+            assembly.problems.append(Problem(shown(path), "holds no keys", accepted="key: value lines"))
             return
         own = {key: item for key, item in content.value.items() if key != "defaults"}
         if not package:
@@ -167,8 +186,7 @@ class Composer:
         """The YAML file of a config, in the first folder of the search path that has it."""
         for source in self.loader.get_sources():
             if source.scheme() in ("pkg", "file") and source.is_config(name):
-                folder = resources.files(source.path) if source.scheme() == "pkg" else Path(source.path)
-                return Path(str(folder / f"{name.removesuffix('.yaml')}.yaml"))
+                return _folder(source.scheme(), source.path) / f"{name.removesuffix('.yaml')}.yaml"
         return None
 
     def _node(self, overrides: list[str], assembly: Assembly, *, with_hydra: bool) -> DictConfig | None:
@@ -186,6 +204,10 @@ class Composer:
         return node
 
 
+def _folder(scheme: str, path: str) -> Path:
+    return Path(str(resources.files(path))) if scheme == "pkg" else Path(path)
+
+
 def distinct(problems: Iterable[Problem]) -> list[Problem]:
     """Each problem once; the jobs of a sweep share most of theirs."""
     return list({str(problem): problem for problem in problems}.values())
@@ -199,8 +221,22 @@ def _choices(defaults: DefaultsList | None) -> dict[str, str]:
     """The option chosen in each group, Hydra's own groups left out."""
     known = defaults.overrides.known_choices if defaults else {}
     used = {default.config_path for default in defaults.defaults} if defaults else set()
-    ours = {group: option for group, option in sorted(known.items()) if option and not group.startswith("hydra/")}
-    return {group: option for group, option in ours.items() if f"{group.partition('@')[0]}/{option}" in used}
+    return {group: option for group, option in _own(known) if f"{group.partition('@')[0]}/{option}" in used}
+
+
+def job_choices(runtime: RuntimeConf) -> dict[str, str]:
+    """The same within a job, from `hydra.runtime`, which lists options that are optional and absent too."""
+    folders = [
+        _folder(source.schema, source.path) for source in runtime.config_sources if source.schema != "structured"
+    ]
+    files = {group: f"{group.partition('@')[0]}/{option}.yaml" for group, option in _own(runtime.choices)}
+    existing = {group for group, file in files.items() if any((folder / file).is_file() for folder in folders)}
+    return {group: option for group, option in _own(runtime.choices) if group in existing}
+
+
+def _own(choices: Mapping[Any, Any]) -> list[tuple[str, str]]:
+    """Sorted choices without Hydra's own and those of nothing."""
+    return sorted((group, option) for group, option in choices.items() if option and not group.startswith("hydra/"))
 
 
 SCHEMAS: dict[str, type] = {"schema/config": Config} | {f"schema/task/{n}": cls for n, cls in task_schemas().items()}
@@ -210,7 +246,7 @@ def register() -> None:
     """Tell Hydra our schemas and resolvers."""
     hydra.version.setbase("1.3")
     setup_globals()
-    folders.register()
+    resolvers.register()
     for name, cls in SCHEMAS.items():
         group, _, option = name.rpartition("/")
         ConfigStore.instance().store(group=group, name=option, node=cls, provider="maxhydra")
@@ -231,6 +267,12 @@ def from_yaml(text: str, source: str = "config.yaml") -> Config:
         assembly.set_type("task", task_schemas()[name.value])
     assembly.place("", content)
     assembly.demand()
+    for path, field in walk(Config):
+        if field.spec.type is dict and "*" not in path:
+            # A dict is written whole: a name that is not there was deleted.
+            written = content.at(path)
+            for key in set(field.default) - set(written.value if written else {}):
+                assembly.remove(f"{path}.{key}")
     builder = Builder(origin=lambda path: _written(assembly.origin(path)), unsure=assembly.unsure)
     config = builder.section(assembly.config())
     if problems := [*assembly.problems, *builder.problems]:

@@ -1,4 +1,4 @@
-"""What a user sees when a config is wrong: every problem at once, with its path, value, what is accepted, the way out."""
+"""What a user sees when a config is wrong: every problem at once, with path, value, what is accepted, the way out."""
 
 import dataclasses
 import difflib

@@ -7,6 +7,7 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
+from maxhydra.config.discover import groups
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.located import shown
 
@@ -46,10 +47,12 @@ def _composition(text: str) -> Problem:
     if found := re.search(r"Could not override '([^']+)'", text):
         key = found[1]
         advice = re.search(r"use (\+\S+)", text)
-        hint = f"to add it, write {advice[1]}" if advice else ""
+        hint = f"to add it, write {advice[1]}" if advice else did_you_mean(key, groups())
         return Problem(key, "is not in the defaults list, so there is nothing to replace", hint=hint)
-    if found := re.search(r"Multiple values for ([\w/@.]+?)\. ", text):
-        return Problem(found[1], "is chosen twice", hint=f"drop the plus sign: {found[1]}=OPTION replaces the choice")
+    if found := re.search(r"Multiple values for ([\w/@.]+?)\. |([\w/@.]+) appears more than once", text):
+        key = found[1] or found[2]
+        hint = f"{key}=OPTION on the command line, or `override /{key}: OPTION` in a file, replaces the choice"
+        return Problem(key, "is chosen twice", hint=hint)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return Problem(_path(text) or "the config", lines[0] if lines else "cannot be composed")
 

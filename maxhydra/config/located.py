@@ -25,6 +25,13 @@ class Located:
             return {key: item.plain for key, item in self.value.items()}
         return self.value
 
+    def at(self, path: str) -> "Located | None":
+        """What stands under a dotted path."""
+        here: Located | None = self
+        for name in path.split("."):
+            here = here.value.get(name) if here is not None and isinstance(here.value, dict) else None
+        return here
+
 
 def locate(value: Any, source: str) -> Located:
     """A plain value, all of it from one place."""

@@ -45,6 +45,13 @@ def _unreadable(text: str, error: HydraException) -> Problem:
     return Problem(key, reason, value=value, hint=hint, source=COMMAND_LINE)
 
 
+def searchpath(texts: list[str]) -> list[str]:
+    """Folders that `hydra.searchpath=[...]` adds."""
+    given = [text for text in texts if text.startswith("hydra.searchpath=")]
+    values = (OverridesParser.create().parse_override(text).value() for text in given)
+    return [place for value in values if isinstance(value, list) for place in value]
+
+
 class Groups:
     """The config groups that Hydra sees, and their options."""
 
@@ -91,34 +98,50 @@ class Groups:
 
 def place_override(assembly: Assembly, override: Override) -> None:
     """Apply an override that sets a value, or list why it cannot be."""
-    path, located = override.key_or_group, locate(override.value(), COMMAND_LINE)
-    spec, before = assembly.spec(path), len(assembly.problems)
-    entry = _new_entry(assembly, path)
-    if override.is_delete():
-        parent = assembly.spec(path.rpartition(".")[0])
-        if spec is None or entry:
-            assembly.place(path, located) if spec is None else assembly.problems.append(
-                _no_entry(assembly, path, entry)
-            )
-        elif parent is None or parent.type is not dict:
-            reason = "is part of the schema and cannot be deleted"
-            assembly.problems.append(
-                Problem(path, reason, hint=f"set {path}=null or another value", source=COMMAND_LINE)
-            )
-        else:
-            assembly.remove(path)
-        return
-    if spec is not None and entry and not (override.is_add() or override.is_force_add()):
-        assembly.problems.append(_no_entry(assembly, path, entry))
-        return
-    if spec is not None and not entry and override.is_add() and not isinstance(override.value(), (dict, list)):
-        hint = f"drop the plus sign: {path}={show(override.value())}"
-        assembly.problems.append(Problem(path, "exists already", override.value(), hint=hint, source=COMMAND_LINE))
-        return
-    assembly.place(path, located)
-    if len(assembly.problems) > before and spec is None and (override.is_add() or override.is_force_add()):
-        problem = assembly.problems[-1]
-        assembly.problems[-1] = dataclasses.replace(problem, reason="no such key, and + cannot add one to the schema")
+    problem = _undeletable(assembly, override) if override.is_delete() else _misplaced(assembly, override)
+    if problem is not None:
+        assembly.problems.append(problem)
+    elif override.is_delete() and assembly.spec(override.key_or_group) is not None:
+        assembly.remove(override.key_or_group)
+    else:
+        assembly.place(override.key_or_group, locate(override.value(), COMMAND_LINE))
+
+
+def _undeletable(assembly: Assembly, override: Override) -> Problem | None:
+    """Only the names of a dict can be deleted."""
+    path = override.key_or_group
+    parent = assembly.spec(path.rpartition(".")[0])
+    if assembly.spec(path) is None or parent is None:
+        return None
+    if parent.type is not dict:
+        hint = f"set {path}=null or another value"
+        return Problem(path, "is part of the schema and cannot be deleted", hint=hint, source=COMMAND_LINE)
+    return _absent(assembly, path, _new_entry(assembly, path))
+
+
+def _misplaced(assembly: Assembly, override: Override) -> Problem | None:
+    """A name that its dict does not have is added with a plus sign; what exists is set without."""
+    path, value, adds = override.key_or_group, override.value(), override.is_add() or override.is_force_add()
+    entries = [entry for leaf in _leaves(path, value) if (entry := _new_entry(assembly, leaf))]
+    if assembly.spec(path) is None:
+        return None
+    if entries and not adds:
+        return _absent(assembly, path, entries[0])
+    spec = assembly.spec(entries[0]) if entries else None
+    if spec is not None and spec.is_section and f"{path}.".startswith(f"{entries[0]}."):
+        return _deep_entry(path, value, entries[0])
+    if not entries and override.is_add() and not isinstance(value, (dict, list)):
+        hint = f"drop the plus sign: {path}={show(value)}"
+        return Problem(path, "exists already", value, hint=hint, source=COMMAND_LINE)
+    return None
+
+
+def _leaves(path: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _leaves(f"{path}.{key}", item)
+    else:
+        yield path
 
 
 def _new_entry(assembly: Assembly, path: str) -> str:
@@ -132,11 +155,22 @@ def _new_entry(assembly: Assembly, path: str) -> str:
     return ""
 
 
-def _no_entry(assembly: Assembly, path: str, entry: str) -> Problem:
+def _absent(assembly: Assembly, path: str, entry: str) -> Problem | None:
+    if not entry:
+        return None
     parent, _, name = entry.rpartition(".")
     known = assembly.names(parent)
-    hint = did_you_mean(name, known) or f"+{path}=... adds it"
+    hint = did_you_mean(name, known) or f"a plus sign adds one: +{path}=..."
     return Problem(path, f"{parent} has no {name!r}", accepted=", ".join(known), hint=hint, source=COMMAND_LINE)
+
+
+def _deep_entry(path: str, value: Any, entry: str) -> Problem:
+    """OmegaConf makes a new section only where it merges into the dict around it."""
+    parent = entry.rpartition(".")[0]
+    for name in reversed(path.removeprefix(f"{parent}.").split(".")):
+        value = {name: value}
+    hint = f"add the whole entry: '+{parent}={show(value)}'"
+    return Problem(path, f"{entry} does not exist yet", hint=hint, source=COMMAND_LINE)
 
 
 def values(override: Override) -> list[str]:

@@ -63,7 +63,7 @@ class Spec:
         if self.type is dict:
             assert self.item is not None
             return f"names, each with {self.item.accepted}"
-        null = " or null" if self.optional else ""
+        null = ", or null" if self.optional else ""
         if self.names or "one_of" in self.bounds:
             return ", ".join(self.names) + null
         limits = [COMPARISONS[name][0].format(f"{bound:g}") for name, bound in self.bounds.items()]

@@ -6,9 +6,8 @@ maxhydra explain model
 """
 
 import shutil
-import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -16,56 +15,62 @@ from omegaconf.errors import OmegaConfBaseException
 
 from maxhydra.cli import flags
 from maxhydra.config.compose import Composer, Examination
+from maxhydra.config.declare import MISSING
 from maxhydra.config.discover import description
 from maxhydra.config.errors import UNSET, ConfigError, show
 from maxhydra.config.located import Located
-from maxhydra.config.spec import Field, fields
+from maxhydra.config.overrides import searchpath
+from maxhydra.config.spec import Field, Spec, fields
+
+WIDEST = 30
 
 
 def main(arguments: list[str]) -> int:
+    """Explain, and then list what is wrong with the config: a key is looked up most when it does not work."""
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
     asked = flags.parse(arguments)
-    # Shell completion ends a key with `=`.
+    # Shell completion ends a key with `=` and a section with a dot.
     path = asked.overrides[0].rstrip("=.") if asked.overrides else ""
-    composer = Composer(asked.config_dir, asked.config_name)
+    composer = Composer(asked.config_dir, asked.config_name, searchpath(asked.overrides))
     examination = composer.examine(asked.overrides[1:], with_hydra=False)
     lines = list(_explain(path, composer, examination))
     if not lines:
         raise ConfigError(examination.assembly.unknown(path, Located(UNSET, "")))
-    print("\n".join(lines))
-    sys.stdout.flush()
+    print("\n".join(lines), flush=True)
     examination.composed()
     return 0
 
 
 def _explain(path: str, composer: Composer, examination: Examination) -> Iterator[str]:
+    """A path may be a key, a section, a group, or the latter two at once."""
     options = composer.groups.options(path) if path else []
     key = path.replace("/", ".") if options else path
-    field = _field(key, examination)
-    if field is not None:
-        yield f"{key}: {field.doc}"
+    spec, field = examination.assembly.spec(key), _field(key, examination)
+    if spec is not None and path:
+        yield f"{key}: {field.doc if field else 'an entry of ' + key.rpartition('.')[0]}"
     if options:
-        yield from _options(path, options, composer, examination)
-    spec = examination.assembly.spec(key)
+        yield f"options of the group {path} ({examination.choices.get(path, 'none')} is chosen):"
+        files = {option: composer.file(f"{path}/{option}") for option in options}
+        yield from _columns((option, description(file) if file else "") for option, file in files.items())
     if spec is not None and spec.is_section:
-        yield from _table(
-            {name: f"{_value(_join(key, name), examination)}\t{item.doc}" for name, item in fields(spec.type).items()}
+        yield "keys:"
+        names = {name: f"{key}.{name}" if key else name for name in fields(spec.type)}
+        yield from _columns(
+            (name, _value(names[name], examination), item.doc) for name, item in fields(spec.type).items()
         )
-    elif field is not None:
-        origin = examination.assembly.origin(key)
-        yield f"  type      {field.spec}"
-        yield f"  accepted  {field.spec.accepted}"
-        yield f"  default   {'none, a value is needed' if field.default == '???' else show(field.default)}"
-        yield f"  value     {_value(key, examination)}"
-        yield f"  set in    {origin}"
     elif spec is not None:
-        yield f"{key}: an entry of {key.rpartition('.')[0]}"
-        yield f"  type      {spec}"
-        yield f"  accepted  {spec.accepted}"
-        yield f"  value     {_value(key, examination)}"
-        yield f"  set in    {examination.assembly.origin(key)}"
+        yield from _columns(_facts(key, spec, field, examination))
+
+
+def _facts(key: str, spec: Spec, field: Field | None, examination: Examination) -> Iterator[tuple[str, str]]:
+    yield "type", str(spec)
+    yield "accepted", spec.accepted
+    if field is not None:
+        yield "default", "none: a value is needed" if field.default == MISSING else _shown(field.default)
+    yield "value", _value(key, examination)
+    yield "set in", examination.assembly.origin(key)
 
 
 def _field(path: str, examination: Examination) -> Field | None:
@@ -74,40 +79,29 @@ def _field(path: str, examination: Examination) -> Field | None:
     return fields(spec.type).get(name) if spec is not None and spec.is_section else None
 
 
-def _options(group: str, options: list[str], composer: Composer, examination: Examination) -> Iterator[str]:
-    chosen = examination.choices.get(group, "none")
-    yield f"options of the group {group} ({chosen} is chosen):"
-    files = {option: composer.file(f"{group}/{option}") for option in options}
-    yield from _table({option: description(path) if path else "" for option, path in files.items()})
-    yield ""
-
-
-def _table(rows: dict[str, str]) -> Iterator[str]:
-    """Name, value and doc in columns; a row without a value has none."""
-    cells = {name: row.split("\t") for name, row in rows.items()}
-    widths = [max(map(len, rows), default=0), max((len(row[0]) for row in cells.values() if len(row) > 1), default=0)]
-    widths[1] = min(widths[1], 30)
-    columns = shutil.get_terminal_size((110, 24)).columns
-    for name, row in cells.items():
-        value = f"{row[0]:<{widths[1]}}  " if len(row) > 1 else ""
-        head = f"  {name:<{widths[0]}}  {value}"
-        indent = " " * (widths[0] + widths[1] + 6 if len(row) > 1 else widths[0] + 4)
-        lines = textwrap.wrap(head + row[-1], max(columns, 80), subsequent_indent=indent, drop_whitespace=True)
-        yield from lines or [head.rstrip()]
+def _columns(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """Cells under one another, the last one wrapped to the terminal."""
+    table = list(rows)
+    columns = max(shutil.get_terminal_size((110, 24)).columns, 80)
+    widths = [min(WIDEST, max(map(len, cells))) for cells in zip(*table, strict=True)][:-1]
+    indent = " " * (2 + sum(widths) + 2 * len(widths))
+    for row in table:
+        head = "  " + "".join(f"{cell:<{width}}  " for cell, width in zip(row, widths, strict=False))
+        yield from textwrap.wrap(head + row[-1], columns, subsequent_indent=indent) or [head.rstrip()]
 
 
 def _value(path: str, examination: Examination) -> str:
     """The value that a run would have."""
     node = examination.node
     try:
-        value: Any = OmegaConf.select(node, path, throw_on_missing=False) if node is not None else None
+        value: Any = OmegaConf.select(node, path) if node is not None else examination.assembly.value(path)
     except OmegaConfBaseException:
         value = examination.assembly.value(path)
-    if OmegaConf.is_config(value):
-        spec = examination.assembly.spec(path)
-        value = "..." if spec is not None and spec.is_section else OmegaConf.to_container(value, enum_to_str=True)
+    if OmegaConf.is_dict(value) and (spec := examination.assembly.spec(path)) is not None and spec.is_section:
+        return "..."
+    return _shown(OmegaConf.to_container(value, enum_to_str=True) if OmegaConf.is_config(value) else value)
+
+
+def _shown(value: Any) -> str:
+    """As on the command line; text that one would not see in quotes."""
     return repr(value) if isinstance(value, str) and not value.strip() else show(value)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

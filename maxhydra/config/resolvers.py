@@ -1,4 +1,4 @@
-"""Names of the folders of a sweep, as resolvers for conf/config.yaml."""
+"""Functions that a value in YAML can call: `${min:20,${train.steps}}`."""
 
 import hashlib
 import re
@@ -29,6 +29,7 @@ def job_folder(number: int, overrides: ListConfig | list[str], constant: ListCon
 
 
 def register() -> None:
-    """Make the names known to OmegaConf. The sweep's is resolved once, so that its jobs agree on the time."""
+    """Make them known to OmegaConf. A sweep's folder is resolved once, so that its jobs agree on the time."""
+    OmegaConf.register_new_resolver("min", min, replace=True)
     OmegaConf.register_new_resolver("sweep_folder", sweep_folder, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)

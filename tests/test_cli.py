@@ -1,0 +1,205 @@
+"""The command as a user meets it: in its own process, with exit codes, output and what it leaves behind."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxhydra import __version__
+from maxhydra.cli.entry import run
+from maxhydra.config.discover import groups
+
+ROOT = Path(__file__).parent.parent
+
+
+def maxhydra(
+    *arguments: str, cwd: Path, python: tuple[str, ...] = (), **extra: str
+) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "110", **extra}
+    command = [sys.executable, *python, "-m", "maxhydra", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
+    """Top-level packages that a process under `-X importtime` imported."""
+    return {name.partition(".")[0] for name in re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.MULTILINE)}
+
+
+def test_help_lists_everything_and_imports_little(tmp_path: Path) -> None:
+    done = maxhydra("--help", cwd=tmp_path, python=("-X", "importtime"))
+    assert done.returncode == 0
+    for group, paths in groups().items():
+        assert group in done.stdout
+        for path in paths:
+            assert path.stem in done.stdout
+    assert "explain" in done.stdout and "Examples:" in done.stdout and "--multirun" in done.stdout
+    assert not {"hydra", "omegaconf", "jax", "yaml"} & imported(done)
+
+
+def test_cfg_shows_the_config_without_jax(tmp_path: Path) -> None:
+    done = maxhydra("--cfg", "job", "train.steps=77", cwd=tmp_path, python=("-X", "importtime"))
+    assert done.returncode == 0
+    assert "\n  steps: 77\n" in done.stdout and "optimizer:" in done.stdout and "hydra:" not in done.stdout
+    assert "hydra" in imported(done) and "jax" not in imported(done)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistakes_end_with_exit_code_2(tmp_path: Path) -> None:
+    done = maxhydra(
+        "model.num_layer=3", "train.steps=-5", "data=text", "data.path=/nope", cwd=tmp_path, python=("-X", "importtime")
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    said = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("import time:"))
+    assert "3 problems" in said and "Traceback" not in said and len(said) < 1500
+    for words in ("model.num_layer=3", "'model.num_layers'", "train.steps=-5", "data.path=/nope"):
+        assert words in said
+    assert "jax" not in imported(done) and list(tmp_path.iterdir()) == []
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"maxhydra {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--multrun"], ["--multrun: no such flag", "did you mean '--multirun'?"]),
+        (["--config-path", "x"], ["--config-path: no such flag", "--config-dir"]),
+        (["explian"], ["explian: no such command", "did you mean 'explain'?"]),
+        (["explain", "optimizer.lerning_rate"], ["no such key", "did you mean 'optimizer.learning_rate'?"]),
+        (["--cfg", "jobs"], ["--cfg", "job"]),
+        (["--cfg", "job", "-m"], ["takes one of"]),
+        (["--resolve"], ["goes with --cfg"]),
+        (["-sc", "install=tcsh"], ["bash"]),
+        (["-m", "train.steps=10,-1,x"], ["train.steps=-1: is out of range", "train.steps=x: is not an integer"]),
+        (["-m", "model.num_heads=4,6", "model.num_kv_heads=4,2"], ["model.num_kv_heads=4: does not divide"]),
+        (["-m", "model=tiny,tny"], ["model=tny: no such option"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_refusals(arguments: list[str], said: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    for words in said:
+        assert words in captured.err
+
+
+def test_look_at_a_config_that_a_check_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--cfg", "job", "-p", "data", "data=text"]) == 2
+    captured = capsys.readouterr()
+    assert "source: text" in captured.out and "data.path=null: is needed" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cfg", "job", "-p", "optimizer.schedule"], "kind: cosine"),
+        (["-c", "job", "-p", "run.notes", "--resolve", "run.notes=${objective}"], "eval/loss"),
+        (["--cfg", "all", "-p", "hydra.run"], "dir: ."),
+        (["--info", "defaults"], "model/tiny"),
+        (["train.steps=5", "-i", "searchpath"], "pkg://maxhydra.conf"),
+        (["--hydra-help"], "Hydra (1."),
+        (["-sc", "install=bash"], "complete"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_looks(arguments: list[str], said: str, tmp_path: Path) -> None:
+    done = maxhydra(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("mod", {"model=", "model."}),
+        ("optimizer=m", {"optimizer=muon"}),
+        ("-m optimizer/schedule=c", {"optimizer/schedule=constant", "optimizer/schedule=cosine"}),
+        ("optimizer=sgd optimizer.lea", {"optimizer.learning_rate="}),
+        ("explain train.st", {"train.steps="}),
+        ("expl", {"explain"}),
+    ],
+)
+def test_shell_completion(line: str, expected: set[str], tmp_path: Path) -> None:
+    done = maxhydra("-sc", "query=bash", cwd=tmp_path, COMP_LINE=f"maxhydra {line}")
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == expected
+
+
+def test_explain_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", "optimizer.learning_rate", "optimizer.learning_rate=0.5"]) == 0
+    out = capsys.readouterr().out
+    facts = dict(line.split(maxsplit=1) for line in out.replace("set in", "set_in").splitlines()[1:])
+    assert out.startswith("optimizer.learning_rate: Peak learning rate.")
+    assert facts == {
+        "type": "float",
+        "accepted": "a number, over 0",
+        "default": "0.0003",
+        "value": "0.5",
+        "set_in": "the command line",
+    }
+
+
+def test_explain_says_which_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", "train.steps", "experiment=shakespeare"]) == 0
+    place = re.search(r"set in +(\S+):(\d+)", capsys.readouterr().out)
+    assert place is not None and place[1].endswith("conf/experiment/shakespeare.yaml")
+    assert Path(place[1]).read_text().splitlines()[int(place[2]) - 1].strip().startswith("steps:")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (
+            "optimizer",
+            ["options of the group optimizer (adamw is chosen)", "muon", "weight_decay", "Peak learning rate"],
+        ),
+        ("optimizer/schedule", ["wsd", "warmup_steps"]),
+        ("experiment", ["shakespeare", "none is chosen"]),
+        ("train", ["log_every", "early_stop"]),
+        ("mesh.rules.embed", ["list[str]", "[fsdp,expert,sequence]", "the schema's default"]),
+        ("", ["model", "objective"]),
+    ],
+)
+def test_explain_sections_and_groups(path: str, said: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", *([path] if path else [])]) == 0
+    out = capsys.readouterr().out
+    for words in said:
+        assert words in out
+
+
+def test_inspect_leaves_nothing_behind(tmp_path: Path) -> None:
+    done = maxhydra("task=inspect", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "parameters" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistake_that_the_task_finds(tmp_path: Path) -> None:
+    done = maxhydra("task=inspect", "task.devices=8", "mesh.tensor=3", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "mesh.tensor=3" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_sweep_folders(tmp_path: Path) -> None:
+    """Readable job folders in one sweep folder, beside Hydra's multirun.yaml and nothing else."""
+    done = maxhydra("-m", "task=inspect", "run.name=sizes", "model.num_layers=2,3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["sizes"]
+    left = {path.name for path in (tmp_path / "outputs" / "sizes").iterdir()}
+    assert left == {"multirun.yaml", "0_num_layers=2", "1_num_layers=3"}
+    assert "job 0: task=inspect run.name=sizes model.num_layers=2" in done.stdout
+
+
+def test_failing_job_of_a_sweep(tmp_path: Path) -> None:
+    """The other jobs still run; the message is the one that the job alone would give."""
+    done = maxhydra("-m", "task=inspect", "task.devices=8", "mesh.tensor=3,2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "job 1:" in done.stdout
+    assert "mesh.tensor=3" in done.stderr and "Traceback" not in done.stderr
