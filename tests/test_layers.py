@@ -1,0 +1,190 @@
+"""Each mechanism against its formula, written out in NumPy."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxhydra.config import ConfigError
+from maxhydra.config import model as config
+from maxhydra.layers import (
+    Attention,
+    AttentionSpec,
+    Context,
+    DenseCache,
+    Dtypes,
+    Mlp,
+    MlpSpec,
+    RMSNorm,
+    WeightMaker,
+    dropout,
+)
+from maxhydra.layers.rope import frequencies, rotate
+from maxhydra.sharding import Sharder
+
+FLOAT32 = {"compute": config.Dtype.float32}
+
+
+def make_model(kind: config.Kind | None = None, dtypes: dict | None = None, **changes) -> config.Model:
+    sizes = {"num_layers": 3, "emb_dim": 24, "mlp_dim": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
+    sizes |= {"vocab_size": 50, "context_length": 64, "kinds": {"layer": kind or config.Kind()}}
+    return config.Model(**{**sizes, "dtypes": config.Dtypes(**(FLOAT32 if dtypes is None else dtypes)), **changes})
+
+
+def maker(dtype: str = "float32", layers: int | None = None) -> WeightMaker:
+    return WeightMaker(jax.random.key(0), dtype=jnp.dtype(dtype), layers=layers)
+
+
+def make_context(batch: int, length: int, **changes) -> Context:
+    positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
+    fields = {"positions": positions, "segments": None, "sharder": Sharder.single(), "cache": None, "dropout_key": None}
+    return Context(**{**fields, **changes})
+
+
+def test_rms_norm_divides_by_the_root_mean_square():
+    x = np.random.default_rng(0).normal(size=(2, 3, 24)).astype(np.float32)
+    norm = RMSNorm(24, eps=1e-2, dtypes=Dtypes.of(config.Dtypes(**FLOAT32)), make=maker())
+    norm.scale[...] = jnp.arange(24.0)
+    expected = x / np.sqrt(np.mean(x.astype(np.float64) ** 2, axis=-1, keepdims=True) + 1e-2) * np.arange(24)
+    np.testing.assert_allclose(norm(jnp.asarray(x)), expected, rtol=1e-5)
+
+
+def test_rms_norm_in_half_precision_does_not_overflow():
+    dtypes = Dtypes.of(config.Dtypes(compute=config.Dtype.float16))
+    out = RMSNorm(8, eps=1e-5, dtypes=dtypes, make=maker())(jnp.full((1, 8), 1000, jnp.float16))
+    assert out.dtype == jnp.float16
+    np.testing.assert_allclose(out, 1, rtol=1e-3)
+
+
+def test_rope_turns_pairs_of_the_two_halves_as_complex_numbers():
+    x = np.random.default_rng(0).normal(size=(2, 5, 3, 8))
+    positions = np.array([[0, 1, 2, 3, 4], [7, 100, 3000, 0, 1]])
+    rates = frequencies(config.Rope(theta=100.0), 8)
+    np.testing.assert_allclose(rates, 100.0 ** (-np.arange(4) / 4))
+    turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * positions[..., None, None] * np.array(rates))
+    out = rotate(jnp.asarray(x, jnp.float32), jnp.asarray(positions), rates)
+    np.testing.assert_allclose(out, np.concatenate([turned.real, turned.imag], axis=-1), atol=2e-3)
+    np.testing.assert_allclose(out[0], np.concatenate([turned.real, turned.imag], axis=-1)[0], atol=1e-5)
+
+
+def test_rope_none_has_no_frequencies():
+    assert frequencies(config.Rope(kind=config.RopeKind.none), 8) is None
+
+
+def test_llama3_rope_keeps_short_stretches_long_and_blends_between():
+    rope = {"theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_context": 8192}
+    plain = np.array(frequencies(config.Rope(theta=500000.0), 128))
+    scaled = np.array(frequencies(config.Rope(kind=config.RopeKind.llama3, **rope), 128))
+    wavelength = 2 * np.pi / plain
+    short, long = wavelength < 8192 / 4, wavelength > 8192 / 1
+    smooth = (8192 / wavelength - 1) / (4 - 1)
+    expected = np.where(short, plain, np.where(long, plain / 8, (1 - smooth) * plain / 8 + smooth * plain))
+    assert short.any() and long.any() and (~short & ~long).any()
+    np.testing.assert_allclose(scaled, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("activation", config.Activation)
+def test_mlp_gates(activation):
+    model = make_model(config.Kind(mlp=config.Mlp(dim=16, activation=activation)))
+    mlp = Mlp(MlpSpec.of(model, model.kinds["layer"]), maker())
+    x = np.random.default_rng(0).normal(size=(2, 3, 24))
+    erf = np.vectorize(math.erf)
+    functions = {
+        "silu": lambda a: a / (1 + np.exp(-a)),
+        "gelu": lambda a: a * (1 + erf(a / np.sqrt(2))) / 2,
+        "gelu_tanh": lambda a: a * (1 + np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3))) / 2,
+    }
+    gate, up, down = (np.asarray(weight[...], np.float64) for weight in (mlp.gate, mlp.up, mlp.down))
+    assert gate.shape == (24, 16)
+    expected = functions[activation.value](x @ gate) * (x @ up) @ down
+    np.testing.assert_allclose(mlp(jnp.asarray(x, jnp.float32), make_context(2, 3)), expected, atol=1e-5)
+
+
+def test_attention_resolves_what_a_kind_overrides():
+    own = config.Attention(num_heads=6, num_kv_heads=3, head_dim=8, window=5, softcap=9.0, scale=0.5)
+    spec = AttentionSpec.of(make_model(), config.Kind(attention=own))
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (6, 3, 8)
+    assert (spec.window, spec.softcap, spec.scale) == (5, 9.0, 0.5)
+    plain = AttentionSpec.of(make_model(), config.Kind())
+    assert (plain.num_heads, plain.num_kv_heads, plain.head_dim) == (4, 2, 6)
+    assert (plain.window, plain.softcap, plain.scale) == (None, None, 6**-0.5)
+
+
+def test_a_backend_that_cannot_serve_is_a_config_error():
+    model = make_model(kernels=config.ModelKernels(attention=config.AttentionBackend.cudnn))
+    layer = Attention(AttentionSpec.of(model, model.kinds["layer"]), maker())
+    with pytest.raises(ConfigError) as error:
+        layer(jnp.zeros((1, 4, 24)), make_context(1, 4))
+    problem = error.value.problems[0]
+    assert (problem.path, problem.value, problem.accepted) == (
+        "model.kernels.attention",
+        "cudnn",
+        "auto, xla, reference",
+    )
+    assert "float32" in problem.reason
+
+
+def test_weights_have_the_variance_that_keeps_activations_at_unit_scale():
+    make = maker()
+    wide = make.projection((20, 30), (400,), ("heads", "head_dim", "embed"), scale=0.5)
+    assert wide.shape == (20, 30, 400)
+    np.testing.assert_allclose(np.std(wide[...]), 0.5 / np.sqrt(600), rtol=0.01)
+    again = make.projection((20, 30), (400,), ("heads", "head_dim", "embed"), scale=0.5)
+    assert not np.any(np.asarray(wide[...]) == np.asarray(again[...]))
+
+
+def test_stacked_weights_differ_from_layer_to_layer():
+    weight = maker(layers=3).projection((8,), (4, 4), ("embed", "heads", "head_dim"), scale=1.0)
+    assert weight.shape == (3, 8, 4, 4)
+    assert weight.get_metadata("axes") == ("layers", "embed", "heads", "head_dim")
+    assert len(np.unique(weight[...])) == weight[...].size
+
+
+def test_cache_writes_at_positions_and_leaves_padding_out():
+    rng = np.random.default_rng(0)
+    key, value = (jnp.asarray(rng.normal(size=(2, 3, 2, 4)), jnp.float32) for _ in range(2))
+    cache = DenseCache.empty(2, 6, kv_heads=2, head_dim=4, dtype=jnp.dtype("float32"))
+    cache = cache.insert(key, value, jnp.array([[0, 1, 2], [0, -1, -1]]))
+    cache = cache.insert(key[:, :1], value[:, :1], jnp.array([[3], [1]]))
+    np.testing.assert_array_equal(cache.length_B, [4, 2])
+    np.testing.assert_array_equal(cache.positions_BS, [[0, 1, 2, 3, -1, -1], [0, 1, -1, -1, -1, -1]])
+    np.testing.assert_array_equal(cache.key_BSKH[0, :4], key[0, [0, 1, 2, 0]])
+    np.testing.assert_array_equal(cache.value_BSKH[1, :2], value[1, [0, 0]])
+    assert not np.any(cache.key_BSKH[1, 2:])
+
+
+def test_dropout_is_unbiased_and_drops_the_asked_share():
+    x = jnp.ones((200, 500))
+    out = np.asarray(dropout(x, jax.random.key(0), rate=0.3))
+    np.testing.assert_allclose((out == 0).mean(), 0.3, atol=0.01)
+    np.testing.assert_allclose(out.mean(), 1.0, atol=0.01)
+    np.testing.assert_allclose(out[out != 0], 1 / 0.7, rtol=1e-6)
+
+
+def test_dropout_without_key_or_rate_is_the_identity():
+    x = jnp.arange(6.0)
+    assert dropout(x, None, rate=0.5) is x
+    assert dropout(x, jax.random.key(0), rate=0.0) is x
+
+
+def test_context_is_a_tree_with_a_static_sharder():
+    ctx = make_context(1, 3, dropout_key=jax.random.key(0))
+    leaves, structure = jax.tree.flatten(ctx)
+    assert len(leaves) == 2
+    assert jax.tree.unflatten(structure, leaves).sharder == Sharder.single()
+    one, other = ctx.at_layer(1, None), ctx.at_layer(2, None)
+    assert not np.array_equal(jax.random.key_data(one.key(0)), jax.random.key_data(other.key(0)))
+    assert not np.array_equal(jax.random.key_data(one.key(0)), jax.random.key_data(one.key(1)))
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_weights_keep_their_format_and_compute_has_its_own(weights):
+    model = make_model(dtypes={"weights": config.Dtype(weights), "compute": config.Dtype.float16})
+    layer = Attention(AttentionSpec.of(model, model.kinds["layer"]), maker(weights))
+    out, _ = layer(jnp.zeros((1, 4, 24), jnp.float16), make_context(1, 4))
+    assert out.dtype == jnp.float16
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(layer))} == {weights}
+    assert layer.empty_cache(1, 4).key_BSKH.dtype == jnp.float16
