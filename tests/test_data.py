@@ -359,7 +359,8 @@ def test_two_processes_read_their_own_rows_of_the_same_batch() -> None:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    clean |= {"PYTHONPATH": str(TEXT.parents[3]), "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    clean |= {"PYTHONPATH": os.pathsep.join([str(TEXT.parents[3]), *sys.path])}
+    clean |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PART, json.dumps([mesh for mesh, _ in meshes])],

@@ -301,7 +301,7 @@ print(json.dumps([float(total), machine.process_index, machine.process_count, ma
 def run(code: str, arguments: str, env: dict[str, str]) -> subprocess.Popen:
     clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     command = [sys.executable, "-c", code, arguments]
-    env = clean | {"PYTHONPATH": str(ROOT)} | env
+    env = clean | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])} | env
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
