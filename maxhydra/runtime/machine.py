@@ -86,9 +86,10 @@ _started_with: dict[str, str] = {}
 
 def _set_environment(hardware: Hardware) -> None:
     variables = backend_environment(hardware, _environment_before())
-    for name, value in _started_with.items():
-        if variables.get(name) != value:
-            reason = f"this process has started jax with {name}={value}, and now needs {variables.get(name)}"
+    for name in sorted(variables.keys() | _started_with.keys()) if _started_with else ():
+        before, now = _started_with.get(name, ""), variables.get(name, "")
+        if before != now:
+            reason = f"this process has started jax with {name}={before}, and now needs {name}={now}"
             raise ConfigError(Problem("hardware", reason, hint="run each kind of hardware in a process of its own"))
     _started_with.update(variables)
     os.environ.update(variables)
@@ -97,14 +98,14 @@ def _set_environment(hardware: Hardware) -> None:
 def _configure(hardware: Hardware, env: Mapping[str, str]) -> list[str]:
     """jax's own settings. jax may have been imported already, so its platform is set here and not only in `env`."""
     precision = hardware.matmul_precision
-    cache, note = _cache_folder(hardware, env)
+    folder, note = _cache_folder(hardware, env)
     settings = {
         "jax_platforms": env["JAX_PLATFORMS"],
         "jax_default_matmul_precision": None if precision is Precision.default else precision.value,
         "jax_debug_nans": hardware.debug_nans,
         # The same random numbers whatever the mesh.
         "jax_threefry_partitionable": True,
-        "jax_compilation_cache_dir": cache,
+        "jax_compilation_cache_dir": folder,
         # A program that compiles faster than this is cheaper to compile again than to find.
         "jax_persistent_cache_min_compile_time_secs": 1.0,
     }
