@@ -1,6 +1,6 @@
 """Tasks by name: `task.name` is a module here with a function `run(job)`.
 
-A module whose `KEEPS_RUN` is False only prints; for the others `run` opens the run's folder, keeps run.json true
+A module whose `KEEPS_RUN` is False only prints. For the others `run` opens the run's folder, keeps run.json true
 whatever happens, and says how it ended.
 """
 
@@ -8,12 +8,16 @@ import dataclasses
 import importlib
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+from jax.experimental import multihost_utils
+
 from maxhydra import runtime
-from maxhydra.config import Config, ConfigError
+from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.compose import to_yaml
-from maxhydra.record import RunDirectory, environment
+from maxhydra.record import RunDirectory, RunInUseError, logging_to
 from maxhydra.tasks.job import Job, Outcome
 
 log = logging.getLogger("maxhydra")
@@ -27,33 +31,70 @@ class Result:
     status: str
     reason: str
     objective: float | None
+    metrics: dict[str, float]
+    writes: bool
+    """Whether this is the process that writes the folder."""
 
 
 def run(config: Config, *, choices: dict[str, str], path: Path | None) -> Result:
     """Start the machine and run the task. `path` is the run's folder where a launcher has fixed it already."""
     machine = runtime.start(config.hardware)
     task = importlib.import_module(f"maxhydra.tasks.{config.task.name}")
-    if not task.KEEPS_RUN:
-        outcome = task.run(Job(config, choices, machine, run=None))
-        return Result(None, outcome.status, outcome.reason, outcome.metrics.get(config.objective))
-
     path = path or Path(config.run.outputs) / (config.run.name or _default_name(config, choices))
-    folder = RunDirectory(path.absolute(), writes=machine.process_index == 0)
-    with folder.session(to_yaml(config), facts={**environment(), "choices": choices, **machine.facts()}):
-        outcome = _guarded(task.run, Job(config, choices, machine, folder))
-        objective = outcome.metrics.get(config.objective)
-        folder.finish(
-            outcome.status,
-            outcome.reason,
-            metrics=outcome.metrics,
-            objective={"name": config.objective, "value": objective},
-            **outcome.facts,
-        )
-    return Result(folder.path, outcome.status, outcome.reason, objective)
+    is_main = machine.process_index == 0
+    job = Job(config, choices, machine, RunDirectory(path.absolute(), writes=is_main and task.KEEPS_RUN))
+    if not task.KEEPS_RUN:
+        with logging_to(None, console=False):
+            return _result(job, task.run(job), path=None)
+    with logging_to(job.run.log_path if is_main else None, console=is_main):
+        try:
+            return _recorded(job, task.run)
+        except RunInUseError as error:
+            hint = "wait for it, or choose another run.name"
+            raise ConfigError(Problem("run.name", str(error), value=config.run.name, hint=hint)) from None
+
+
+def _recorded(job: Job, task: Callable[[Job], Outcome]) -> Result:
+    """Run the task within a session of its run, and write down how it ended."""
+    machine = job.machine
+    facts = {
+        "task": job.config.task.name,
+        "choices": job.choices,
+        "tags": job.config.run.tags,
+        "notes": job.config.run.notes,
+        "hardware": machine.name,
+        "devices": f"{machine.devices} x {machine.device_kind}",
+        "processes": machine.process_count,
+        "xla_flags": machine.xla_flags,
+        "seen": machine.notes,
+    }
+    with job.run.session(to_yaml(job.config), facts):
+        log.info("run %s", job.run.path)
+        try:
+            outcome = task(job)
+        except ConfigError as error:
+            # A mistake that only the devices or the data could show: a new run leaves no folder behind.
+            job.run.withdraw("; ".join(str(problem) for problem in error.problems))
+            raise
+        result = _result(job, outcome, path=job.run.path)
+        objective = {"name": job.config.objective, "value": result.objective}
+        job.run.finish(outcome.status, outcome.reason, objective=objective, metrics=outcome.metrics, **outcome.facts)
+    return result
+
+
+def _result(job: Job, outcome: Outcome, *, path: Path | None) -> Result:
+    return Result(
+        path=path,
+        status=outcome.status,
+        reason=outcome.reason,
+        objective=outcome.metrics.get(job.config.objective),
+        metrics=outcome.metrics,
+        writes=job.machine.process_index == 0,
+    )
 
 
 def _default_name(config: Config, choices: dict[str, str]) -> str:
-    """Task, model and time; the first process's time, so that all of them agree."""
-    seconds = runtime.broadcast(int(time.time()))
+    """Task, model and time; the first process's time, so that all processes agree on the folder."""
+    seconds = int(multihost_utils.broadcast_one_to_all(np.int64(time.time())))
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
-    return f"{config.task.name}-{choices.get('model', 'model')}-{stamp}"
+    return f"{config.task.name}-{choices['model']}-{stamp}"

@@ -9,17 +9,12 @@ from maxhydra.runtime import Machine
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A valid config on a started machine, with a folder to write to. `run` is None for tasks that only print."""
+    """A valid config on a started machine, and the run's folder; a task that only prints leaves it untouched."""
 
     config: Config
     choices: dict[str, str]
     machine: Machine
     run: RunDirectory
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes: one of each run does."""
-        return self.machine.process_index == 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 import math
 
+import jax
+import jax.numpy as jnp
+
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.data import BatchSpec
 from maxhydra.sharding import Sharder
@@ -40,3 +43,16 @@ def plan_batches(config: Config, sharder: Sharder) -> BatchSpec:
         seed=config.run.seed,
         sharding=sharder.sharding(("act_batch", "act_length")),
     )
+
+
+def abstract_batch(spec: BatchSpec) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch, to compile the step while the first one is still being read."""
+    shape = (spec.batch, spec.seq_len)
+    kinds = {
+        "tokens": jnp.int32,
+        "targets": jnp.int32,
+        "positions": jnp.int32,
+        "segments": jnp.int32,
+        "weights": jnp.float32,
+    }
+    return {name: jax.ShapeDtypeStruct(shape, kind, sharding=spec.sharding) for name, kind in kinds.items()}

@@ -135,7 +135,9 @@ def restore(folder: Path, config: Checkpoint, abstract: TrainState) -> Restored 
             raise
         except Exception as error:
             aside = path.with_name(f"{step}.unreadable")
-            log.warning("checkpoint %s cannot be read (%s); it is set aside as %s", path, _first_line(error), aside.name)
+            log.warning(
+                "checkpoint %s cannot be read (%s); it is set aside as %s", path, _first_line(error), aside.name
+            )
             if jax.process_index() == 0:
                 path.rename(aside)
     if steps:

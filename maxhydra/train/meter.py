@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import jax
 
-from maxhydra.record import MetricsWriter
+from maxhydra.record import MetricsWriter, RunDirectory
 from maxhydra.train.progress import Progress
 from maxhydra.train.trackers import Tracker
 
@@ -24,8 +24,10 @@ class Work:
 class Meter:
     """Collects metrics of logged steps and writes them to the jsonl, the trackers and the progress display."""
 
-    def __init__(self, work: Work, *, writer: MetricsWriter, tracker: Tracker, progress: Progress, step: int):
-        self._work, self._writer, self._tracker, self._progress = work, writer, tracker, progress
+    def __init__(
+        self, work: Work, *, run: RunDirectory, writer: MetricsWriter, tracker: Tracker, progress: Progress, step: int
+    ):
+        self._work, self._run, self._writer, self._tracker, self._progress = work, run, writer, tracker, progress
         self._pending: tuple[int, Mapping[str, jax.Array], float] | None = None
         self._since, self._last_step, self._waited = time.perf_counter(), step, 0.0
         self.last: dict[str, float] = {}
@@ -74,3 +76,4 @@ class Meter:
         self._writer.write(step, values)
         self._tracker.log(step, values)
         self._progress.update(step, values)
+        self._run.heartbeat(end_step=step, last=values)

@@ -11,7 +11,7 @@ from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 from maxhydra.train.loss import Sums, cross_entropy
-from maxhydra.train.state import Tree, TrainState
+from maxhydra.train.state import TrainState, Tree
 from maxhydra.train.step import Batch, LossFn
 
 
@@ -21,7 +21,7 @@ def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
     def loss(params: Tree, batch: Batch, key: jax.Array | None) -> Sums:
         context = Context(
             positions=batch["positions"],
-            segments=batch["segments"],
+            segments=batch.get("segments"),
             sharder=sharder,
             cache=None,
             dropout_key=key,

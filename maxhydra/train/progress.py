@@ -115,7 +115,7 @@ def _short(value: float) -> str:
     """15210 -> 15.2k."""
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
-            return f"{value / size:.3g}{suffix}"
+            return f"{float(f'{value / size:.3g}'):g}{suffix}"
     return f"{value:.3g}"
 
 

@@ -15,12 +15,16 @@ def write_sample(
     model: ModelDef, params: Tree, tokenizer: Tokenizer, sample: Sample, *, sharder: Sharder, seed: int
 ) -> str:
     """Prompt and continuation, at most as long as the model's context; ends at the end-of-text token."""
-    prompt = [tokenizer.bos, *tokenizer.encode(sample.prompt)] if sample.prompt == "" else tokenizer.encode(sample.prompt)
+    prompt = (
+        [tokenizer.bos, *tokenizer.encode(sample.prompt)] if sample.prompt == "" else tokenizer.encode(sample.prompt)
+    )
     length = min(len(prompt) + sample.tokens, model.config.context_length)
     rows = sharder.ways("act_batch")
     replicated = sharder.sharding((None, None))
 
-    def forward(params: Tree, cache: Tree, tokens: jax.Array, start: jax.Array, key: jax.Array) -> tuple[jax.Array, Tree]:
+    def forward(
+        params: Tree, cache: Tree, tokens: jax.Array, start: jax.Array, key: jax.Array
+    ) -> tuple[jax.Array, Tree]:
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
         context = Context(positions=positions, segments=None, sharder=sharder, cache=cache, dropout_key=None)
         hidden, cache = model.hidden(params, tokens, context)

@@ -1,34 +1,31 @@
 """One session of training in a run's folder: begin or go on, train, leave everything closed and on disk.
 
-Every training task calls `train` with its own loss, batches and state; a run that is interrupted and started again is
+Every training task calls `train` with its own states, loss and batches; a run that is interrupted and started again is
 two sessions of one run.
 """
 
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import jax
 
 from maxhydra.config import Config
-from maxhydra.config.compose import to_dict
-from maxhydra.data import Loader
+from maxhydra.data import BatchSpec, Loader
 from maxhydra.model import flops_per_token, parameter_count
-from maxhydra.record import MetricsWriter, RunDirectory, read_metrics
+from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory, series
 from maxhydra.runtime import Machine
+from maxhydra.train.batching import abstract_batch
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.loop import Ending, Parts, fit
 from maxhydra.train.meter import Meter, Work
 from maxhydra.train.objective import make_evaluate
 from maxhydra.train.progress import open_progress
 from maxhydra.train.start import Start, begin
-from maxhydra.train.state import StateDef, TrainState
+from maxhydra.train.state import StateDef
 from maxhydra.train.step import Batch, LossFn, StepFn, make_step
 from maxhydra.train.trackers import open_trackers
-
-log = logging.getLogger("maxhydra")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,25 +34,74 @@ class Training:
 
     states: StateDef
     loss: LossFn
+    batches: BatchSpec
     loader: Loader
     held_out: Callable[[], Iterator[Batch]]
 
 
 def train(training: Training, config: Config, *, run: RunDirectory, machine: Machine) -> Ending:
-    """Train until config.train.steps; the run's folder tells the rest."""
+    """Train until train.steps, and save the end."""
     began = time.perf_counter()
     start = begin(training.states, run.checkpoints, config.checkpoint, training.loader, seed=config.run.seed)
-    run.update(
-        parameters=parameter_count(training.states.model.shapes),
-        started_from=start.source,
-        start_step=start.step,
+    parameters = parameter_count(training.states.model.shapes)
+    run.update(parameters=parameters, started_from=start.source, start_step=start.step)
+    with closing(training.loader):
+        if start.step >= config.train.steps:
+            reason = f"step {start.step} was reached before; raise train.steps to go on"
+            return Ending("finished", reason, start.step, start.state, {})
+        step, seconds = compile_step(training, config)
+        run.update(timings={"compile": seconds, "before_first_step": time.perf_counter() - began})
+        with ExitStack() as stack:
+            parts = _assemble(training, config, step, start, run=run, machine=machine, stack=stack)
+            return fit(parts, start.state, start=start.step)
+
+
+def compile_step(training: Training, config: Config) -> tuple[StepFn, float]:
+    """The compiled step, and how long that took. The state is given up to its successor, so it exists once."""
+    began = time.perf_counter()
+    step = jax.jit(
+        make_step(training.loss, training.states.optimizer, config.train),
+        donate_argnums=0,
+        out_shardings=(training.states.shardings(), None),
     )
-    if start.step >= config.train.steps:
-        reason = f"step {start.step} of {config.train.steps} was reached before; raise train.steps to go on"
-        return Ending("finished", reason, start.step, start.state, {})
-    with ExitStack() as stack:
-        parts = _assemble(training, config, start, run=run, machine=machine, stack=stack)
-        step, seconds = compile_step(parts.step, training, start.state)
-        run.update(timings={"compile": seconds, "until_first_step": time.perf_counter() - began})
-        ending = fit(dataclasses.replace(parts, step=step), start.state, start=start.step)
-    return ending
+    compiled = step.lower(training.states.abstract(), abstract_batch(training.batches)).compile()
+    return compiled, time.perf_counter() - began
+
+
+def _assemble(
+    training: Training,
+    config: Config,
+    step: StepFn,
+    start: Start,
+    *,
+    run: RunDirectory,
+    machine: Machine,
+    stack: ExitStack,
+) -> Parts:
+    """Open the files and displays of the session, which the stack closes in reverse order."""
+    is_main = machine.process_index == 0
+    writer = stack.enter_context(closing(MetricsWriter(run.metrics_path) if is_main else NullMetricsWriter()))
+    writer.truncate(start.step)
+    tracker = stack.enter_context(
+        closing(open_trackers(config.tracker, run=run, config=config, resumed_from=start.step))
+    )
+    progress = stack.enter_context(
+        closing(open_progress(config.train.progress, total=config.train.steps, start=start.step, shown=is_main))
+    )
+    tokens = training.batches.batch * training.batches.seq_len
+    work = Work(
+        tokens=tokens,
+        flops=tokens * flops_per_token(config.model, training.batches.seq_len),
+        devices=machine.devices,
+        peak_tflops=machine.peak_tflops(config.model.dtypes.compute.value),
+    )
+    return Parts(
+        train=config.train,
+        saving=config.checkpoint,
+        step=step,
+        loader=training.loader,
+        evaluate=make_evaluate(training.loss, training.held_out, limit=config.train.eval_batches),
+        checkpointer=stack.enter_context(closing(open_checkpointer(run.checkpoints, config.checkpoint))),
+        meter=Meter(work, run=run, writer=writer, tracker=tracker, progress=progress, step=start.step),
+        past_eval_losses=series(run.metrics_path, "eval/loss")[1],
+    )

@@ -51,9 +51,7 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train) -> StepFn:
     return step
 
 
-def _gradients(
-    loss_fn: LossFn, params: Tree, batch: Batch, key: jax.Array, *, micro_batches: int
-) -> tuple[Tree, Sums]:
+def _gradients(loss_fn: LossFn, params: Tree, batch: Batch, key: jax.Array, *, micro_batches: int) -> tuple[Tree, Sums]:
     """Gradient of sum(loss) / sum(weight) over the whole batch, and the sums.
 
     Micro-batches add up gradients of sums, divided once by the total weight, so that they equal the big batch even

@@ -1,0 +1,78 @@
+"""What asynchronous saving costs a step: the default run with and without it, alternating. One JSON line.
+
+python bench/checkpoint_cost.py [--steps 200] [--every 100] [--rounds 3]
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+
+from maxhydra import data, model, optim
+from maxhydra.config.compose import compose
+from maxhydra.config.run import Checkpoint, SaveMode
+from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.train.batching import plan_batches
+from maxhydra.train.checkpoint import open_checkpointer
+from maxhydra.train.objective import next_token_loss
+from maxhydra.train.state import StateDef
+from maxhydra.train.step import make_step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+
+    config = compose([]).config
+    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    decoder = model.build(config.model)
+    optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=decoder.shapes)
+    states = StateDef(decoder, optimizer, sharder)
+    step = jax.jit(
+        make_step(next_token_loss(decoder, sharder, config.train), optimizer, config.train), donate_argnums=0
+    )
+    loader = data.train_loader(config.data, plan_batches(config, sharder))
+
+    def round_time(mode: SaveMode) -> float:
+        state = states.create(0)
+        with tempfile.TemporaryDirectory() as folder:
+            saving = open_checkpointer(Path(folder), Checkpoint(mode=mode, every=options.every, keep=2))
+            state, metrics = step(state, next(loader))
+            float(metrics["loss"])
+            began = time.perf_counter()
+            for i in range(1, options.steps + 1):
+                state, metrics = step(state, next(loader))
+                if i % options.every == 0:
+                    saving.save(i, state, loader.state(), {})
+            saving.settle()
+            float(metrics["loss"])
+            took = time.perf_counter() - began
+            saving.close()
+        return took / options.steps
+
+    round_time(SaveMode.asynchronous)
+    times: dict[SaveMode, list[float]] = {SaveMode.off: [], SaveMode.asynchronous: [], SaveMode.synchronous: []}
+    for _ in range(options.rounds):
+        for mode, seen in times.items():
+            seen.append(round_time(mode))
+    off, asynchronous, synchronous = (statistics.median(seen) for seen in times.values())
+    line = {
+        "bench": "checkpoint_cost",
+        "step_ms": off * 1e3,
+        "asynchronous_percent": (asynchronous / off - 1) * 100,
+        "synchronous_percent": (synchronous / off - 1) * 100,
+        "spread_percent": (max(times[SaveMode.off]) / min(times[SaveMode.off]) - 1) * 100,
+        "every": options.every,
+    }
+    print(json.dumps({name: round(value, 2) if isinstance(value, float) else value for name, value in line.items()}))
+
+
+if __name__ == "__main__":
+    main()

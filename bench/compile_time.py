@@ -1,0 +1,44 @@
+"""Compile time of the training step with 4 and with 64 layers: the scan must make it flat. One JSON line.
+
+python bench/compile_time.py
+"""
+
+import json
+import time
+
+import jax
+
+from maxhydra import model, optim
+from maxhydra.config.compose import compose
+from maxhydra.sharding import Sharder
+from maxhydra.train.batching import abstract_batch, plan_batches
+from maxhydra.train.objective import next_token_loss
+from maxhydra.train.state import StateDef
+from maxhydra.train.step import make_step
+
+
+def seconds(layers: int) -> float:
+    """Trace, lower and compile, each time anew."""
+    jax.clear_caches()
+    config = compose([f"model.num_layers={layers}", "model.remat.policy=minimal"]).config
+    sharder = Sharder.single()
+    began = time.perf_counter()
+    decoder = model.build(config.model)
+    optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=decoder.shapes)
+    states = StateDef(decoder, optimizer, sharder)
+    shapes = jax.eval_shape(states.init, jax.ShapeDtypeStruct((), "uint32"))
+    step = make_step(next_token_loss(decoder, sharder, config.train), optimizer, config.train)
+    batch = abstract_batch(plan_batches(config, sharder))
+    jax.jit(step, donate_argnums=0).lower(shapes, batch).compile()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    seconds(2)
+    shallow, deep = (min(seconds(layers) for _ in range(3)) for layers in (4, 64))
+    line = {"bench": "compile_time", "unit": "s", "layers_4": shallow, "layers_64": deep, "ratio": deep / shallow}
+    print(json.dumps({name: round(value, 3) if isinstance(value, float) else value for name, value in line.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Runs the command as a user would, in its own process, and reads what it left."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+ROOT = Path(__file__).parent.parent
+
+# A model that compiles and trains in moments; everything else is the default run.
+SMALL = [
+    "model.num_layers=2",
+    "model.emb_dim=32",
+    "model.mlp_dim=64",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.head_dim=16",
+    "train.seq_len=32",
+    "train.per_device_batch_size=8",
+    "train.log_every=1",
+    "train.eval_every=0",
+    "train.eval_batches=2",
+    "train.sample.tokens=0",
+    "optimizer.schedule.warmup_steps=0",
+]
+
+
+def environment(devices: int = 1, **extra: str) -> dict[str, str]:
+    """A clean environment with so many simulated devices."""
+    keep = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_", "SLURM_"))}
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return {**keep, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **extra}
+
+
+def command(*overrides: str) -> list[str]:
+    return [sys.executable, "-m", "maxhydra", *overrides]
+
+
+def run(
+    *overrides: str, cwd: Path, devices: int = 1, timeout: float = 240, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*overrides), cwd=cwd, env=environment(devices, **extra), capture_output=True, text=True, timeout=timeout
+    )
+
+
+def finished(*overrides: str, cwd: Path, devices: int = 1, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run to a good end, or show what went wrong."""
+    done = run(*overrides, cwd=cwd, devices=devices, **extra)
+    assert done.returncode == 0, f"{overrides}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Training loss by step; a step that was logged twice is an error."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    train = [row for row in rows if "loss" in row]
+    by_step = {row["step"]: row["loss"] for row in train}
+    assert len(by_step) == len(train), "a step was logged twice"
+    return by_step
+
+
+def parameter_hash(folder: Path, step: int) -> str:
+    """Digest of the weights in a checkpoint, bit for bit."""
+    with ocp.StandardCheckpointer() as reader:
+        params = reader.restore(folder / "checkpoints" / str(step) / "params")
+    digest = hashlib.sha256()
+    for path, leaf in sorted(ocp.tree.to_flat_dict(params).items()):
+        digest.update("/".join(path).encode() + np.asarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+def facts(folder: Path) -> dict:
+    return json.loads((folder / "run.json").read_text())

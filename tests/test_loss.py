@@ -1,0 +1,76 @@
+"""Cross-entropy against a float64 NumPy transcription, whole and in chunks, values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxhydra.train.loss import cross_entropy
+
+B, S, D, V = 3, 12, 8, 17
+
+
+@pytest.fixture
+def case() -> dict:
+    rng = np.random.default_rng(0)
+    return {
+        "hidden": rng.normal(size=(B, S, D)).astype(np.float32),
+        "head": rng.normal(size=(D, V)).astype(np.float32),
+        "targets": rng.integers(0, V, (B, S)).astype(np.int32),
+        "weights": rng.integers(0, 2, (B, S)).astype(np.float32),
+    }
+
+
+def sums(case: dict, head: jax.Array, z_loss: float, chunk: int) -> dict:
+    return cross_entropy(
+        lambda hidden: hidden @ head,
+        jnp.asarray(case["hidden"]),
+        jnp.asarray(case["targets"]),
+        jnp.asarray(case["weights"]),
+        z_loss=z_loss,
+        chunk=chunk,
+    )
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 4, 12, 100])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_matches_the_formula(case: dict, chunk: int, z_loss: float) -> None:
+    logits = case["hidden"].astype(np.float64) @ case["head"].astype(np.float64)
+    normaliser = np.log(np.exp(logits).sum(-1))
+    nll = normaliser - np.take_along_axis(logits, case["targets"][..., None], -1)[..., 0]
+    got = sums(case, case["head"], z_loss, chunk)
+    np.testing.assert_allclose(got["nll"], (nll * case["weights"]).sum(), rtol=1e-5)
+    np.testing.assert_allclose(got["loss"], ((nll + z_loss * normaliser**2) * case["weights"]).sum(), rtol=1e-5)
+    assert got["weight"] == case["weights"].sum()
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 6])
+def test_chunks_change_no_gradient(case: dict, chunk: int) -> None:
+    def gradient(chunk: int) -> jax.Array:
+        return jax.grad(lambda head: sums(case, head, 0.1, chunk)["loss"])(jnp.asarray(case["head"]))
+
+    np.testing.assert_allclose(gradient(chunk), gradient(0), rtol=1e-4, atol=1e-4)
+
+
+def test_chunks_never_hold_all_logits(case: dict) -> None:
+    """No value of the size of the whole logits appears in the chunked program, forward or backward."""
+
+    def largest(chunk: int) -> int:
+        jaxpr = jax.make_jaxpr(jax.grad(lambda head: sums(case, head, 0.0, chunk)["loss"]))(case["head"])
+        sizes = []
+
+        def visit(jaxpr: jax.extend.core.Jaxpr) -> None:
+            for equation in jaxpr.eqns:
+                sizes.extend(v.aval.size for v in equation.outvars)
+                for value in equation.params.values():
+                    for inner in value if isinstance(value, (tuple, list)) else [value]:
+                        if isinstance(inner, jax.extend.core.ClosedJaxpr):
+                            visit(inner.jaxpr)
+                        elif isinstance(inner, jax.extend.core.Jaxpr):
+                            visit(inner)
+
+        visit(jaxpr.jaxpr)
+        return max(sizes)
+
+    assert largest(0) >= B * S * V
+    assert largest(2) < B * S * V

@@ -1,0 +1,142 @@
+"""A run that is killed, preempted, robbed of disk space or of a checkpoint goes on as if nothing had happened."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from running import SMALL, command, environment, facts, finished, losses, parameter_hash, run
+
+STEPS = 60
+RUN = [*SMALL, f"train.steps={STEPS}", "checkpoint.every=4", "checkpoint.keep=2", "model.dropout=0.1"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cwd = tmp_path_factory.mktemp("whole")
+    finished(*RUN, "run.name=whole", cwd=cwd)
+    return cwd / "outputs" / "whole"
+
+
+def kill_when(folder: Path, cwd: Path, moment: str, rng: random.Random) -> None:
+    """Start the run and kill -9 it: some time after start-up, or while a checkpoint is being written."""
+    process = subprocess.Popen(
+        command(*RUN, "run.name=killed"),
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().count("\n") if metrics.exists() else 0
+    deadline = time.time() + 120
+    if moment == "start":
+        time.sleep(rng.uniform(0.5, 5))
+    while moment != "start" and process.poll() is None and time.time() < deadline:
+        if moment == "step" and metrics.exists() and metrics.read_text().count("\n") > lines:
+            time.sleep(rng.uniform(0, 0.2))
+            break
+        if moment == "save" and any("tmp" in name for name in list_names(folder / "checkpoints")):
+            break
+        time.sleep(0.0005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def list_names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+@pytest.mark.slow
+def test_ten_kills_change_no_bit(uninterrupted: Path, tmp_path: Path) -> None:
+    folder, rng = tmp_path / "outputs" / "killed", random.Random(0)
+    interrupted_saves = 0
+    for moment in ["step", "save", "start", "step", "save", "step", "start", "step", "save", "step"]:
+        kill_when(folder, tmp_path, moment, rng)
+        interrupted_saves += any("tmp" in name for name in list_names(folder / "checkpoints"))
+    finished(*RUN, "run.name=killed", cwd=tmp_path)
+    assert interrupted_saves >= 1, "no kill fell into a save"
+    assert losses(folder) == losses(uninterrupted)
+    assert parameter_hash(folder, STEPS) == parameter_hash(uninterrupted, STEPS)
+    assert facts(folder)["status"] == "finished"
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(uninterrupted: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / "asked"
+    arguments = [*RUN, "run.name=asked", "checkpoint.every=1000"]
+    process = subprocess.Popen(command(*arguments), cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not (folder / "metrics.jsonl").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143, process.stderr.read()
+    assert facts(folder)["status"] == "preempted"
+    assert len(list_names(folder / "checkpoints")) == 1
+    finished(*arguments, cwd=tmp_path)
+    assert losses(folder) == losses(uninterrupted)
+    assert parameter_hash(folder, STEPS) == parameter_hash(uninterrupted, STEPS)
+
+
+def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(uninterrupted: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / "cut"
+    finished(*RUN, "train.steps=12", "run.name=cut", cwd=tmp_path)
+    newest = folder / "checkpoints" / "12"
+    for part in newest.rglob("*"):
+        if part.is_file() and part.parent.name == "d":
+            os.truncate(part, part.stat().st_size // 2)
+    done = finished(*RUN, "run.name=cut", cwd=tmp_path)
+    assert "checkpoints/12 cannot be read" in done.stderr
+    assert "going on from step 8" in done.stderr
+    assert losses(folder) == losses(uninterrupted)
+    assert (folder / "checkpoints" / "12.unreadable").is_dir()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    finished(*RUN, "train.steps=4", "run.name=first", cwd=tmp_path)
+    done = run(*RUN, "train.steps=4", "run.name=first", "model.mlp_dim=96", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "holds another model" in done.stderr and "(2, 32, 64)" in done.stderr and "(2, 32, 96)" in done.stderr
+    done = run(*RUN, "run.name=second", "checkpoint.load_parameters=nowhere", cwd=tmp_path)
+    assert done.returncode == 2 and "checkpoint.load_parameters=nowhere: is not a folder" in done.stderr
+
+
+def test_loading_another_run(tmp_path: Path) -> None:
+    """load_full_state goes on at the other run's step; load_parameters takes the weights and starts at zero."""
+    finished(*RUN, "train.steps=8", "run.name=first", cwd=tmp_path)
+    source = tmp_path / "outputs" / "first"
+    finished(*RUN, "train.steps=12", "run.name=full", f"checkpoint.load_full_state={source}", cwd=tmp_path)
+    finished(*RUN, "train.steps=12", "run.name=first", cwd=tmp_path)
+    assert losses(tmp_path / "outputs" / "full") == {step: loss for step, loss in losses(source).items() if step > 8}
+    finished(*RUN, "train.steps=4", "run.name=weights", f"checkpoint.load_parameters={source}", cwd=tmp_path)
+    taken = losses(tmp_path / "outputs" / "weights")
+    assert list(taken) == [1, 2, 3, 4]
+    assert taken[1] < losses(source)[1] - 0.1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small tmpfs")
+def test_a_full_disk_leaves_the_last_checkpoint_intact(tmp_path: Path) -> None:
+    """The disk fills up between two saves; the run says so, keeps what it has, and goes on once there is room."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
+    try:
+        arguments = [*RUN, f"run.outputs={disk}", "run.name=full", "checkpoint.keep=1"]
+        finished(*arguments, "train.steps=4", cwd=tmp_path)
+        free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+        (disk / "ballast").write_bytes(os.urandom(free - 60_000))
+        done = run(*arguments, "train.steps=8", cwd=tmp_path)
+        assert done.returncode == 1, done.stderr
+        assert "could not be written" in done.stderr
+        assert "the checkpoint of step 4 is intact" in done.stderr
+        assert "Traceback" not in done.stderr
+        (disk / "ballast").unlink()
+        finished(*arguments, "train.steps=8", cwd=tmp_path)
+        assert list(losses(disk / "full")) == list(range(1, 9))
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)

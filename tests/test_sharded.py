@@ -1,0 +1,158 @@
+"""The same numbers on any mesh: devices are simulated, processes are real."""
+
+import math
+import socket
+import subprocess
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from running import SMALL, command, environment, finished, losses
+
+from maxhydra import data, model, optim
+from maxhydra.config import Config
+from maxhydra.config.compose import compose
+from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.train.batching import plan_batches
+from maxhydra.train.checkpoint import open_checkpointer, restore
+from maxhydra.train.objective import next_token_loss
+from maxhydra.train.state import StateDef, TrainState
+from maxhydra.train.step import make_step
+
+GLOBAL_BATCH = 8
+# float32 differences between reductions in another order; the loss is around 5.
+TOLERANCE = 1e-5
+
+
+class Run:
+    """A training run put together by hand, on as many of the simulated devices as its mesh has."""
+
+    def __init__(self, *overrides: str, **axes: int):
+        devices = math.prod(axes.values())
+        mesh = [f"mesh.{axis}={size}" for axis, size in {"fsdp": 1, **axes}.items()]
+        batch = f"train.per_device_batch_size={GLOBAL_BATCH / devices}"
+        sizes = [*SMALL, "model.num_heads=4", "model.num_kv_heads=4"]
+        self.config: Config = compose([*sizes, batch, *mesh, "mesh.dcn.data=1", *overrides]).config
+        self.sharder = Sharder(build_mesh(self.config.mesh, jax.devices()[:devices]), self.config.mesh.rules)
+        decoder = model.build(self.config.model)
+        self.sharder.check(decoder.axes, decoder.shapes)
+        optimizer = optim.build(self.config.optimizer, steps=40, shapes=decoder.shapes)
+        self.states = StateDef(decoder, optimizer, self.sharder)
+        self.loader = data.train_loader(self.config.data, plan_batches(self.config, self.sharder))
+        loss = next_token_loss(decoder, self.sharder, self.config.train)
+        self.step = jax.jit(make_step(loss, optimizer, self.config.train), donate_argnums=0)
+
+    def train(self, state: TrainState, steps: int) -> tuple[TrainState, np.ndarray]:
+        seen = []
+        for _ in range(steps):
+            state, metrics = self.step(state, next(self.loader))
+            seen.append(float(metrics["loss"]))
+        return state, np.array(seen)
+
+
+@pytest.fixture(scope="module")
+def one_device() -> np.ndarray:
+    run = Run()
+    return run.train(run.states.create(0), 20)[1]
+
+
+MESHES = [
+    {"fsdp": 8},
+    {"fsdp": 4, "tensor": 2},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"data": 8},
+    {"tensor": 4},
+    {"fsdp": 2, "sequence": 4},
+    {"fsdp": 2, "expert": 2, "tensor": 2},
+    {"data": 2, "sequence": 2, "tensor": 2},
+]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "-".join(f"{axis}{size}" for axis, size in axes.items()))
+def test_a_mesh_changes_no_loss(axes: dict[str, int], one_device: np.ndarray) -> None:
+    run = Run(**axes)
+    state, seen = run.train(run.states.create(0), 20)
+    assert seen[-1] < seen[0] - 0.3
+    np.testing.assert_allclose(seen, one_device, rtol=TOLERANCE)
+    if "fsdp" in axes:
+        parts = {leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(state.params) if leaf.ndim > 2}
+        whole = {leaf.size for leaf in jax.tree.leaves(state.params) if leaf.ndim > 2}
+        assert max(parts) <= max(whole) / axes["fsdp"]
+
+
+def test_two_slices_change_no_loss(one_device: np.ndarray) -> None:
+    run = Run("mesh.dcn.data=2", "mesh.slices=2", "train.per_device_batch_size=1", data=1, fsdp=8)
+    assert run.sharder.mesh.shape["data"] == 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon", "lion", "sgd"])
+def test_a_mesh_changes_no_loss_of_any_optimizer(optimizer: str) -> None:
+    alone, spread = Run(f"optimizer={optimizer}"), Run(f"optimizer={optimizer}", data=2, fsdp=2, tensor=2)
+    expected = alone.train(alone.states.create(0), 8)[1]
+    seen = spread.train(spread.states.create(0), 8)[1]
+    np.testing.assert_allclose(seen, expected, rtol=3e-5)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {}], ids=["fsdp4", "fsdp2-tensor2", "one"])
+def test_a_checkpoint_of_eight_devices_goes_on_on_fewer(
+    axes: dict[str, int], one_device: np.ndarray, tmp_path: Path
+) -> None:
+    eight = Run(fsdp=8)
+    state, before = eight.train(eight.states.create(0), 10)
+    saving = open_checkpointer(tmp_path, eight.config.checkpoint)
+    saving.save(10, state, eight.loader.state(), {})
+    saving.close()
+
+    fewer = Run(**axes)
+    restored = restore(tmp_path, fewer.config.checkpoint, fewer.states.abstract())
+    assert restored is not None
+    fewer.loader.restore(restored.data)
+    _, after = fewer.train(restored.state, 10)
+    np.testing.assert_allclose([*before, *after], one_device, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("change", ["model.scan_unroll=2", "model.remat.policy=full", "model.remat.policy=minimal"])
+def test_layer_stacking_and_remat_are_not_in_the_checkpoint(
+    change: str, one_device: np.ndarray, tmp_path: Path
+) -> None:
+    first = Run()
+    state, before = first.train(first.states.create(0), 10)
+    saving = open_checkpointer(tmp_path, first.config.checkpoint)
+    saving.save(10, state, first.loader.state(), {})
+    saving.close()
+    other = Run(change)
+    restored = restore(tmp_path, other.config.checkpoint, other.states.abstract())
+    assert restored is not None
+    other.loader.restore(restored.data)
+    _, after = other.train(restored.state, 10)
+    np.testing.assert_allclose([*before, *after], one_device, rtol=TOLERANCE)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    """Two processes of two devices each, meeting over plain environment variables, against one process of four."""
+    arguments = [*SMALL, "train.steps=20", "checkpoint.every=10", "mesh.fsdp=4", "train.per_device_batch_size=2"]
+    finished(*arguments, "run.name=one", cwd=tmp_path, devices=4)
+    address = f"127.0.0.1:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            command(*arguments, "run.name=two"),
+            cwd=tmp_path,
+            env=environment(2, JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(index)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    one, two = losses(tmp_path / "outputs" / "one"), losses(tmp_path / "outputs" / "two")
+    assert list(one) == list(two) == list(range(1, 21))
+    np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=TOLERANCE)

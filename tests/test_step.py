@@ -1,0 +1,114 @@
+"""The step on a small linear model: micro-batches, the guard, and what is never applied."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from maxhydra.config.run import Nonfinite, Spike, Train
+from maxhydra.optim import Optimizer
+from maxhydra.train.state import Guard, TrainState
+from maxhydra.train.step import make_step
+
+OPTIMIZER = Optimizer(transform=optax.adam(0.1), schedule=lambda step: 0.1 / (step + 1))
+
+
+def loss(params: dict, batch: dict, key: jax.Array | None) -> dict:
+    error = jnp.square(batch["x"] @ params["w"] - batch["y"]) * batch["weights"]
+    return {"loss": error.sum(), "weight": batch["weights"].sum(), "nll": error.sum()}
+
+
+def fresh(seed: int = 0) -> TrainState:
+    params = {"w": jax.random.normal(jax.random.key(seed), (4,))}
+    key = jax.random.key_data(jax.random.key(1))
+    return TrainState(jnp.zeros((), jnp.int32), params, OPTIMIZER.transform.init(params), key, Guard.fresh())
+
+
+def batch(seed: int, scale: float = 1.0) -> dict:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(12, 4)).astype(np.float32)
+    weights = rng.integers(0, 2, 12).astype(np.float32)
+    return {"x": x, "y": (scale * x.sum(-1)).astype(np.float32), "weights": weights}
+
+
+def test_one_step_is_optax() -> None:
+    state, data = fresh(), batch(0)
+    grads = jax.grad(lambda p: loss(p, data, None)["loss"] / data["weights"].sum())(state.params)
+    updates, _ = OPTIMIZER.transform.update(grads, state.opt_state, state.params)
+    new, metrics = jax.jit(make_step(loss, OPTIMIZER, Train()))(state, data)
+    np.testing.assert_allclose(new.params["w"], optax.apply_updates(state.params, updates)["w"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(grads["w"]), rtol=1e-6)
+    np.testing.assert_allclose(metrics["learning_rate"], 0.1)
+    assert new.step == 1
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3, 6])
+def test_micro_batches_equal_the_big_batch(micro_batches: int) -> None:
+    """Also where the micro-batches hold different numbers of tokens."""
+    whole, split = fresh(), fresh()
+    for i in range(5):
+        whole, of_whole = jax.jit(make_step(loss, OPTIMIZER, Train()))(whole, batch(i))
+        split, of_split = jax.jit(make_step(loss, OPTIMIZER, Train(grad_accum=micro_batches)))(split, batch(i))
+        np.testing.assert_allclose(of_split["loss"], of_whole["loss"], rtol=1e-5)
+    np.testing.assert_allclose(split.params["w"], whole.params["w"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_stop_on_nonfinite_is_sticky(poison: float) -> None:
+    step = jax.jit(make_step(loss, OPTIMIZER, Train(on_nonfinite=Nonfinite.stop)))
+    before, _ = step(fresh(), batch(0))
+    state, metrics = step(
+        before, {**batch(1), "weights": np.ones(12, np.float32), "y": np.full(12, poison, np.float32)}
+    )
+    assert metrics["halted"]
+    state, metrics = step(state, batch(2))
+    assert metrics["halted"]
+    assert all(
+        jax.tree.map(np.array_equal, [state.params, state.opt_state], [before.params, before.opt_state])[0].values()
+    )
+    assert state.step == before.step == 1
+
+
+def test_skip_on_nonfinite_goes_on() -> None:
+    step = jax.jit(make_step(loss, OPTIMIZER, Train(on_nonfinite=Nonfinite.skip)))
+    before, _ = step(fresh(), batch(0))
+    bad, metrics = step(before, {**batch(1), "weights": np.ones(12, np.float32), "y": np.full(12, np.nan, np.float32)})
+    assert not metrics["halted"] and metrics["skipped"] == 1
+    np.testing.assert_array_equal(bad.params["w"], before.params["w"])
+    after, _ = step(bad, batch(2))
+    expected, _ = step(before, batch(2))
+    np.testing.assert_array_equal(after.params["w"], expected.params["w"])
+    assert after.step == 3
+
+
+def test_a_spike_is_skipped_after_warmup() -> None:
+    train = Train(spike=Spike(sigmas=6.0, warmup_steps=5, decay=0.9))
+    step = jax.jit(make_step(loss, OPTIMIZER, train))
+    state = fresh()
+    for i in range(10):
+        state, metrics = step(state, batch(i))
+    assert metrics["skipped"] == 0
+    after, metrics = step(state, batch(10, scale=1000.0))
+    assert metrics["skipped"] == 1
+    np.testing.assert_array_equal(after.params["w"], state.params["w"])
+    early, metrics = step(fresh(), batch(10, scale=1000.0))
+    assert metrics["skipped"] == 0
+
+
+def test_guard_follows_mean_and_variance() -> None:
+    """Over the first steps the guard's statistics are the plain mean and variance of loss and gradient norm."""
+    step = jax.jit(make_step(loss, OPTIMIZER, Train(spike=Spike(sigmas=100.0, decay=0.999))))
+    state, seen = fresh(), []
+    for i in range(8):
+        state, metrics = step(state, batch(i))
+        seen.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    np.testing.assert_allclose(state.guard.mean, np.mean(seen, 0), rtol=1e-4)
+    np.testing.assert_allclose(state.guard.variance, np.var(seen, 0), rtol=1e-3)
+
+
+def test_state_is_immutable() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        fresh().step = 3  # type: ignore[misc]
