@@ -33,7 +33,7 @@ def main() -> None:
     config = compose([]).config
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
     decoder = model.build(config.model)
-    optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=decoder.shapes)
+    optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=decoder.shapes, axes=decoder.axes)
     states = StateDef(decoder, optimizer, sharder)
     step = jax.jit(
         make_step(next_token_loss(decoder, sharder, config.train), optimizer, config.train), donate_argnums=0

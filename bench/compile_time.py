@@ -8,10 +8,10 @@ import time
 
 import jax
 
-from maxhydra import model, optim
+from maxhydra import data, model, optim
 from maxhydra.config.compose import compose
-from maxhydra.sharding import Sharder
-from maxhydra.train.batching import abstract_batch, plan_batches
+from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.train.batching import plan_batches
 from maxhydra.train.objective import next_token_loss
 from maxhydra.train.state import StateDef
 from maxhydra.train.step import make_step
@@ -21,16 +21,18 @@ def seconds(layers: int) -> float:
     """Trace, lower and compile, each time anew."""
     jax.clear_caches()
     config = compose([f"model.num_layers={layers}", "model.remat.policy=minimal"]).config
-    sharder = Sharder.single()
+    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    loader = data.train_loader(config.data, plan_batches(config, sharder))
+    batch = loader.peek()
     began = time.perf_counter()
     decoder = model.build(config.model)
-    optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=decoder.shapes)
+    optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=decoder.shapes, axes=decoder.axes)
     states = StateDef(decoder, optimizer, sharder)
-    shapes = jax.eval_shape(states.init, jax.ShapeDtypeStruct((), "uint32"))
     step = make_step(next_token_loss(decoder, sharder, config.train), optimizer, config.train)
-    batch = abstract_batch(plan_batches(config, sharder))
-    jax.jit(step, donate_argnums=0).lower(shapes, batch).compile()
-    return time.perf_counter() - began
+    jax.jit(step, donate_argnums=0).lower(states.abstract(), batch).compile()
+    took = time.perf_counter() - began
+    loader.close()
+    return took
 
 
 def main() -> None:

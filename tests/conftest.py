@@ -1,6 +1,15 @@
-"""Eight simulated CPU devices for every test, set before jax is imported; meshes are built over `jax.devices()[:n]`."""
+"""Eight simulated CPU devices for every test, set before jax is imported; meshes are built over `jax.devices()[:n]`.
+
+The other flag is that of conf/hardware/cpu.yaml.
+"""
 
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        "--xla_cpu_experimental_ynn_fusion_type=",
+    ]
+)

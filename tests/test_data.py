@@ -107,7 +107,6 @@ class TestWindows:
         assert {name: column.tolist() for name, column in row.items()} == {
             "tokens": [8, 0, 0],
             "targets": [9, 0, 0],
-            "segments": [1, 0, 0],
             "positions": [0, 1, 2],
             "weights": [1.0, 0.0, 0.0],
         }
@@ -122,7 +121,7 @@ class TestSources:
         for rows in (opened.train, opened.evaluation):
             for index in (0, len(rows) // 2, len(rows) - 1):
                 row, again = rows[index], open_source(data, spec).train[index] if rows is opened.train else rows[index]
-                assert row.keys() == {"tokens", "targets", "positions", "segments", "weights"}
+                assert row.keys() == {"tokens", "targets", "positions", "weights"}
                 for name, column in row.items():
                     assert column.shape == (spec.seq_len,)
                     assert column.dtype == (np.float32 if name == "weights" else np.int32)
@@ -249,7 +248,6 @@ def test_evaluation_predicts_each_held_out_byte_once(tmp_path: Path, size: int, 
     assert bytes(targets.astype(np.uint8)) == content[-held_out:]
     assert bytes(inputs.astype(np.uint8)) == content[-held_out - 1 : -1]
     assert all(batch["tokens"].shape == (3, 8) for batch in batches)
-    np.testing.assert_array_equal(batches[-1]["segments"], batches[-1]["weights"])
 
 
 class TestPosition:

@@ -37,7 +37,7 @@ class Run:
         self.sharder = Sharder(build_mesh(self.config.mesh, jax.devices()[:devices]), self.config.mesh.rules)
         decoder = model.build(self.config.model)
         self.sharder.check(decoder.axes, decoder.shapes)
-        optimizer = optim.build(self.config.optimizer, steps=40, shapes=decoder.shapes)
+        optimizer = optim.build(self.config.optimizer, steps=40, shapes=decoder.shapes, axes=decoder.axes)
         self.states = StateDef(decoder, optimizer, self.sharder)
         self.loader = data.train_loader(self.config.data, plan_batches(self.config, self.sharder))
         loss = next_token_loss(decoder, self.sharder, self.config.train)

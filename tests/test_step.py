@@ -94,7 +94,7 @@ def test_a_spike_is_skipped_after_warmup() -> None:
     after, metrics = step(state, batch(10, scale=1000.0))
     assert metrics["skipped"] == 1
     np.testing.assert_array_equal(after.params["w"], state.params["w"])
-    early, metrics = step(fresh(), batch(10, scale=1000.0))
+    _, metrics = step(fresh(), batch(10, scale=1000.0))
     assert metrics["skipped"] == 0
 
 

@@ -36,11 +36,19 @@ class Loader:
         self._position += self._batch
         return batch
 
-    def _take(self) -> Batch:
-        """The batch at the position, with `prefetch` more under way when it is handed out."""
+    def peek(self) -> Batch:
+        """The next batch, which stays the next."""
+        self._read_ahead()
+        return self._ahead[0].result()
+
+    def _read_ahead(self) -> None:
         while len(self._ahead) <= self._prefetch:
             start = self._position + len(self._ahead) * self._batch
             self._ahead.append(self._worker.submit(self._make, start))
+
+    def _take(self) -> Batch:
+        """The batch at the position, with `prefetch` more under way when it is handed out."""
+        self._read_ahead()
         try:
             return self._ahead.popleft().result()
         except BaseException:

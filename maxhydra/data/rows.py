@@ -5,7 +5,9 @@ from typing import Protocol
 
 import numpy as np
 
-# tokens, targets, positions, segments (0 is padding) int32 and weights float32 (0 where no loss), each [seq_len].
+# tokens, targets, positions int32 and weights float32 (0 where no loss), each [seq_len]. A source that packs several
+# sequences into a row adds segments int32 (0 is padding). Without, a row is one sequence with padding at its end only,
+# which no token before it can see, so attention needs no mask.
 Row = dict[str, np.ndarray]
 
 
@@ -28,12 +30,11 @@ class Source:
 def make_row(tokens: np.ndarray, seq_len: int) -> Row:
     """Up to seq_len + 1 tokens as inputs and the tokens that follow them, padded to seq_len."""
     count = len(tokens) - 1
-    row = {name: np.zeros(seq_len, np.int32) for name in ("tokens", "targets", "segments")}
+    row = {name: np.zeros(seq_len, np.int32) for name in ("tokens", "targets")}
     row["tokens"][:count] = tokens[:-1]
     row["targets"][:count] = tokens[1:]
-    row["segments"][:count] = 1
     row["positions"] = np.arange(seq_len, dtype=np.int32)
-    row["weights"] = row["segments"].astype(np.float32)
+    row["weights"] = (row["positions"] < count).astype(np.float32)
     return row
 
 

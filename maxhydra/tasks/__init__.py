@@ -1,12 +1,12 @@
 """Tasks by name: `task.name` is a module here with a function `run(job)`.
 
-A module whose `KEEPS_RUN` is False only prints. For the others `run` opens the run's folder, keeps run.json true
-whatever happens, and says how it ended.
+Each module says whether it needs the devices of the hardware option (`NEEDS_DEVICES`; one that only plans for them runs
+anywhere) and whether it keeps a run (`KEEPS_RUN`; one that does not only prints). For a run that is kept, `run` opens its
+folder, keeps run.json true whatever happens, and says how it ended.
 """
 
 import dataclasses
 import importlib
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +17,9 @@ from jax.experimental import multihost_utils
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.compose import to_yaml
+from maxhydra.config.hardware import Hardware, Platform
 from maxhydra.record import RunDirectory, RunInUseError, logging_to
 from maxhydra.tasks.job import Job, Outcome
-
-log = logging.getLogger("maxhydra")
-
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -38,8 +36,8 @@ class Result:
 
 def run(config: Config, *, choices: dict[str, str], path: Path | None) -> Result:
     """Start the machine and run the task. `path` is the run's folder where a launcher has fixed it already."""
-    machine = runtime.start(config.hardware)
     task = importlib.import_module(f"maxhydra.tasks.{config.task.name}")
+    machine = runtime.start(config.hardware if task.NEEDS_DEVICES else Hardware(platform=Platform.cpu))
     path = path or Path(config.run.outputs) / (config.run.name or _default_name(config, choices))
     is_main = machine.process_index == 0
     job = Job(config, choices, machine, RunDirectory(path.absolute(), writes=is_main and task.KEEPS_RUN))
@@ -69,7 +67,6 @@ def _recorded(job: Job, task: Callable[[Job], Outcome]) -> Result:
         "seen": machine.notes,
     }
     with job.run.session(to_yaml(job.config), facts):
-        log.info("run %s", job.run.path)
         try:
             outcome = task(job)
         except ConfigError as error:

@@ -14,7 +14,7 @@ from maxhydra.config.tasks.inspect import Format, InspectTask
 from maxhydra.sharding import Sharder, abstract_mesh, bytes_per_device, is_axes
 from maxhydra.tasks.job import Job, Outcome
 
-KEEPS_RUN = False
+NEEDS_DEVICES = KEEPS_RUN = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +32,10 @@ class Row:
 def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, InspectTask)
-    devices = task.devices or jax.device_count()
-    sharder = Sharder(abstract_mesh(config.mesh, devices=devices, slices=task.slices), config.mesh.rules)
+    sharder = Sharder(abstract_mesh(config.mesh, devices=task.devices, slices=task.slices), config.mesh.rules)
     decoder = model.build(config.model)
     sharder.check(decoder.axes, decoder.shapes)
-    optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=decoder.shapes)
+    optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=decoder.shapes, axes=decoder.axes)
     state_shapes = jax.eval_shape(optimizer.transform.init, decoder.shapes)
     state_axes = optim.state_axes(optimizer, decoder.shapes, decoder.axes)
     parameters = _rows(decoder.shapes, decoder.axes, sharder)
@@ -45,7 +44,7 @@ def run(job: Job) -> Outcome:
         "parameters": model.parameter_count(decoder.shapes),
         "flops_per_token": model.flops_per_token(config.model, config.train.seq_len),
         "mesh": {axis: size for axis, size in sharder.mesh.shape.items() if size > 1},
-        "devices": devices,
+        "devices": task.devices,
         "bytes_per_device": {
             "parameters": sum(row.bytes_per_device for row in parameters),
             "optimizer": sum(row.bytes_per_device for row in moments),
@@ -54,7 +53,7 @@ def run(job: Job) -> Outcome:
     if task.format is Format.json:
         print(json.dumps({**facts, "arrays": [dataclasses.asdict(row) for row in parameters]}, indent=1))
     else:
-        _print(parameters, facts, job.machine.hardware.memory_gib)
+        _print(parameters, facts, config.hardware.memory_gib)
     return Outcome("finished", "printed")
 
 

@@ -5,7 +5,7 @@ from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks.job import Job, Outcome
 from maxhydra.train import StateDef, Training, next_token_loss, plan_batches, train, write_sample
 
-KEEPS_RUN = True
+NEEDS_DEVICES = KEEPS_RUN = True
 
 
 def run(job: Job) -> Outcome:

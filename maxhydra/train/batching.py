@@ -2,9 +2,6 @@
 
 import math
 
-import jax
-import jax.numpy as jnp
-
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.data import BatchSpec
 from maxhydra.sharding import Sharder
@@ -44,15 +41,3 @@ def plan_batches(config: Config, sharder: Sharder) -> BatchSpec:
         sharding=sharder.sharding(("act_batch", "act_length")),
     )
 
-
-def abstract_batch(spec: BatchSpec) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch, to compile the step while the first one is still being read."""
-    shape = (spec.batch, spec.seq_len)
-    kinds = {
-        "tokens": jnp.int32,
-        "targets": jnp.int32,
-        "positions": jnp.int32,
-        "segments": jnp.int32,
-        "weights": jnp.float32,
-    }
-    return {name: jax.ShapeDtypeStruct(shape, kind, sharding=spec.sharding) for name, kind in kinds.items()}

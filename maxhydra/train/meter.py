@@ -1,4 +1,4 @@
-"""Turns device metrics into lines of metrics.jsonl, one logged step late so that the device never waits for the host."""
+"""Turns device metrics into lines of metrics.jsonl, one logged step late, so that no device waits for the host."""
 
 import dataclasses
 import time

@@ -5,6 +5,7 @@ two sessions of one run.
 """
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -16,7 +17,6 @@ from maxhydra.data import BatchSpec, Loader
 from maxhydra.model import flops_per_token, parameter_count
 from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory, series
 from maxhydra.runtime import Machine
-from maxhydra.train.batching import abstract_batch
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.loop import Ending, Parts, fit
 from maxhydra.train.meter import Meter, Work
@@ -26,6 +26,8 @@ from maxhydra.train.start import Start, begin
 from maxhydra.train.state import StateDef
 from maxhydra.train.step import Batch, LossFn, StepFn, make_step
 from maxhydra.train.trackers import open_trackers
+
+log = logging.getLogger("maxhydra")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,7 @@ def train(training: Training, config: Config, *, run: RunDirectory, machine: Mac
     began = time.perf_counter()
     start = begin(training.states, run.checkpoints, config.checkpoint, training.loader, seed=config.run.seed)
     parameters = parameter_count(training.states.model.shapes)
+    log.info("%s parameters, %s; run %s", f"{parameters:,}", start.source, run.path)
     run.update(parameters=parameters, started_from=start.source, start_step=start.step)
     with closing(training.loader):
         if start.step >= config.train.steps:
@@ -64,7 +67,7 @@ def compile_step(training: Training, config: Config) -> tuple[StepFn, float]:
         donate_argnums=0,
         out_shardings=(training.states.shardings(), None),
     )
-    compiled = step.lower(training.states.abstract(), abstract_batch(training.batches)).compile()
+    compiled = step.lower(training.states.abstract(), training.loader.peek()).compile()
     return compiled, time.perf_counter() - began
 
 

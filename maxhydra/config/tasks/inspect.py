@@ -15,9 +15,9 @@ class Format(Enum):
 class InspectTask(Task):
     """Shows what a model would need on devices that need not be here."""
 
-    devices: int | None = option(None, ge=1)
-    """Devices to pretend. null: those that are here."""
+    devices: int = option(1, ge=1)
+    """Devices to plan for."""
     slices: int = option(1, ge=1)
-    """Slices that the pretended devices form."""
+    """Slices that these devices form."""
     format: Format = Format.table
     """table for people, json for programs."""
