@@ -147,13 +147,14 @@ def by_optax(transform):
 
 
 adafactor = by_optax(optax.adafactor(learning_rate=None, min_dim_size_to_factor=4, decay_rate=0.8, eps=1e-30))
-muon_of_matrix = by_optax(optax.contrib.muon(learning_rate=1.0, consistent_rms=0.2))
+orthogonalise = by_optax(optax.chain(optax.contrib.scale_by_muon(beta=0.95, ns_steps=5, eps=1e-8), optax.scale(-1)))
 
 
 def muon(path, g, p, memory, step):
     if path.startswith(("embed", "head")) or "norm" in path or "bias" in path:
         return adam(path, g, p, memory, step)
-    return muon_of_matrix(path, g, p, memory, step)
+    u, memory = orthogonalise(path, g, p, memory, step)
+    return 0.2 * np.sqrt(max(p.shape)) * u, memory
 
 
 RULES = {

@@ -1,0 +1,103 @@
+"""The curves of a report: which metrics share a chart, and points few enough to send yet true to the extremes."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from maxhydra.record.metrics import Row, series
+
+POINTS = 2000
+DIGITS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One metric over the steps; NaN where it was not finite."""
+
+    name: str
+    metric: str
+    steps: list[int]
+    values: list[float]
+
+    @property
+    def finite(self) -> list[tuple[int, float]]:
+        return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """Lines that share their axes."""
+
+    title: str
+    lines: tuple[Line, ...]
+
+    @property
+    def style(self) -> dict[str, bool]:
+        """Speeds are drawn from zero, where noise looks as small as it is; shares as percentages."""
+        metrics = [line.metric for line in self.lines]
+        return {"zero": any(m in _FROM_ZERO for m in metrics), "percent": any(m in _SHARES for m in metrics)}
+
+
+# Title of a chart -> metric -> name of its line.
+_CHARTS: dict[str, dict[str, str]] = {
+    "Loss": {"loss": "train", "eval/loss": "eval"},
+    "Learning rate": {"learning_rate": "learning rate"},
+    "Gradient norm": {"grad_norm": "gradient norm"},
+    "Tokens per second": {"tokens_per_second": "tokens/s"},
+    "Model FLOPs utilization": {"mfu": "MFU"},
+    "TFLOP/s per device": {"tflops_per_device": "TFLOP/s"},
+}
+_FROM_ZERO = ("tokens_per_second", "mfu", "tflops_per_device")
+_SHARES = ("mfu",)
+# Metrics without noise, which smoothing would only falsify.
+_EXACT = ("learning_rate", "eval/")
+# Metrics that say the same as one above, or that nobody plots.
+_NOT_DRAWN = ("step", "tokens", "skipped", "step_time", "input_wait", "eval/tokens", "eval/perplexity")
+
+
+def charts(rows: Sequence[Row]) -> list[Chart]:
+    """The charts that have data: those above in order, then one for each other metric that a task wrote."""
+    seen = dict.fromkeys(name for row in rows for name in row if name not in _NOT_DRAWN)
+    if "mfu" in seen:
+        seen.pop("tflops_per_device", None)  # The same curve in another unit.
+    known = {metric for lines in _CHARTS.values() for metric in lines}
+    others = {name: {name: name} for name in seen if name not in known}
+    return [
+        Chart(title, tuple(_line(rows, metric, name) for metric, name in lines.items() if metric in seen))
+        for title, lines in {**_CHARTS, **others}.items()
+        if any(metric in seen for metric in lines)
+    ]
+
+
+def _line(rows: Sequence[Row], metric: str, name: str) -> Line:
+    steps, values = series(rows, metric)
+    return Line(name, metric, steps, [float(value) for value in values])
+
+
+def decimate(steps: Sequence[int], values: Sequence[float], limit: int) -> tuple[list[int], list[float]]:
+    """At most about `limit` points: both ends, and of each stretch its lowest, its highest and its first NaN."""
+    if len(values) <= limit:
+        return list(steps), list(values)
+    stretches = max(1, limit // 2)
+    keep = {0, len(values) - 1}
+    for stretch in range(stretches):
+        inside = range(stretch * len(values) // stretches, (stretch + 1) * len(values) // stretches)
+        finite = [i for i in inside if math.isfinite(values[i])]
+        if finite:
+            keep |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+        if len(finite) < len(inside):
+            keep.add(next(i for i in inside if not math.isfinite(values[i])))
+    chosen = sorted(keep)
+    return [steps[i] for i in chosen], [values[i] for i in chosen]
+
+
+def encode(line: Line) -> dict[str, Any]:
+    """For the page: steps as differences, which are short to write; null where a value is not finite."""
+    steps, values = decimate(line.steps, line.values, POINTS)
+    return {
+        "name": line.name,
+        "exact": line.metric.startswith(_EXACT),
+        "steps": [after - before for before, after in zip([0, *steps], steps, strict=False)],
+        "values": [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in values],
+    }

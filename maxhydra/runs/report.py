@@ -1,0 +1,217 @@
+"""report.html: a run on one page that needs nothing but itself, neither a network nor the rest of the folder."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from maxhydra import __version__
+from maxhydra.record import RunDirectory, read_metrics
+from maxhydra.record.files import replace_file
+from maxhydra.runs.curves import Chart, Line, charts, encode
+from maxhydra.runs.markup import Html, element, together
+from maxhydra.runs.settings import lookup, settings
+from maxhydra.runs.summary import Facts, Figure, duration, figures, moment, number, session_seconds
+
+# Beside the report, and worth a link.
+_FILES = ("config.yaml", "metrics.jsonl", "log.txt", "run.json", "diff.patch")
+# Packages that decide what is computed; the others are under a fold.
+_MAIN_PACKAGES = ("maxhydra", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def write_report(run: RunDirectory) -> Path:
+    """Write <run>/report.html from run.json, metrics.jsonl and config.yaml, whatever state the run is in."""
+    facts, rows = run.read(), read_metrics(run.metrics_path)
+    config = run.config_path.read_text(encoding="utf-8") if run.config_path.exists() else ""
+    drawn = charts(rows)
+    encoded = [{**chart.style, "lines": [encode(line) for line in chart.lines]} for chart in drawn]
+    data = {"charts": encoded, "resumes": _resumes(facts)}
+    style, script = _part("report.css"), _part("report.js")
+    page = Template(_part("report.html")).substitute(
+        # Hashes instead of 'unsafe-inline': no other script or style runs, even if one slipped into the page.
+        policy=f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'",
+        style=style,
+        script=script,
+        title=together(str(facts["name"])),
+        header=_header(facts),
+        figures=together(*map(_figure, figures(facts, rows, total_steps=lookup(config, "train.steps")))),
+        charts=_charts(drawn),
+        sample=_sample(facts.get("sample")),
+        config=_config(config),
+        environment=_environment(facts),
+        sessions=_sessions(facts),
+        files=_files(run.path),
+        version=together(__version__),
+        # `<` as an escape: nothing in the data can end the element that holds it.
+        data=Html(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")),
+    )
+    replace_file(run.report_path, page)
+    return run.report_path
+
+
+def _part(name: str) -> str:
+    return resources.files("maxhydra.runs").joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _resumes(facts: Facts) -> list[int]:
+    return [session["start_step"] for session in facts["sessions"][1:] if session.get("start_step")]
+
+
+def _header(facts: Facts) -> Html:
+    status = str(facts["status"])
+    about = [
+        facts.get("task"),
+        (facts.get("choices") or {}).get("model"),
+        facts.get("devices"),
+        moment(facts["created"]),
+    ]
+    why = element("span", str(facts["reason"]), class_="reason") if facts.get("reason") else None
+    return together(
+        element("p", element("span", status, class_=f"status {status}"), why, class_="eyebrow"),
+        element("h1", str(facts["name"])),
+        element("p", *_between([str(word) for word in about if word]), class_="about"),
+        element("p", str(facts["notes"]), class_="notes") if facts.get("notes") else None,
+        element("ul", *(element("li", str(tag)) for tag in facts["tags"]), class_="tags")
+        if facts.get("tags")
+        else None,
+    )
+
+
+def _between(words: Sequence[str]) -> list[Html]:
+    return [element("span", word) for word in words]
+
+
+def _figure(figure: Figure) -> Html:
+    note = element("dd", figure.note, class_="note") if figure.note else None
+    return element("div", element("dt", figure.label), element("dd", figure.value, class_="value"), note)
+
+
+def _charts(drawn: Sequence[Chart]) -> Html:
+    if not drawn:
+        return element("p", "No metrics were written.", class_="empty")
+    return together(*(_chart(index, chart) for index, chart in enumerate(drawn)))
+
+
+def _chart(index: int, chart: Chart) -> Html:
+    """An empty frame, which the script fills, with a caption that says in words what the curves show."""
+    told = ". ".join(_told(line) for line in chart.lines)
+    return element(
+        "figure",
+        element("figcaption", element("h3", chart.title), element("output", class_="readout", aria_live="off")),
+        element("div", class_="plot", tabindex="0", role="img", aria_label=f"{chart.title}. {told}"),
+        element("noscript", element("p", told)),
+        class_="chart wide" if index == 0 else "chart",
+        data_chart=str(index),
+    )
+
+
+def _told(line: Line) -> str:
+    finite = line.finite
+    if not finite:
+        return f"{line.name}: never finite"
+    low = min(finite, key=lambda point: point[1])
+    return f"{line.name}: {number(finite[0][1])} to {number(finite[-1][1])}, lowest {number(low[1])} at step {low[0]}"
+
+
+def _sample(sample: str | None) -> Html | None:
+    return _section("Sample", element("pre", sample, class_="sample")) if sample else Html()
+
+
+def _section(title: str, *content: Html | None, aside: Html | None = None) -> Html:
+    return element("section", element("div", element("h2", title), aside, class_="head"), *content)
+
+
+def _config(config: str) -> Html:
+    """Every value, with those that are not the schema's default marked."""
+    rows = [
+        element(
+            "tr",
+            element("th", setting.path, scope="row"),
+            element("td", setting.value),
+            class_="changed" if setting.changed else None,
+        )
+        for setting in settings(config)
+    ]
+    if not rows:
+        return Html()
+    controls = element(
+        "div",
+        element("label", element("input", type="checkbox", id="changed-only"), "Changed only", class_="check"),
+        element("input", type="search", id="search", placeholder="Search config", aria_label="Search config"),
+        class_="controls",
+    )
+    table = element("div", element("table", element("tbody", *rows), id="config"), class_="scroll", tabindex="0")
+    nothing = element("p", "Nothing matches.", class_="empty", id="nothing", hidden=True)
+    return _section("Config", table, nothing, aside=controls)
+
+
+def _environment(facts: Facts) -> Html:
+    git, timings, packages = facts.get("git") or {}, facts.get("timings") or {}, facts.get("packages") or {}
+    versions = {name: packages[name] for name in _MAIN_PACKAGES if name in packages}
+    entries: dict[str, Any] = {
+        "Commit": " ".join(
+            filter(None, [git.get("sha"), git.get("branch"), "with uncommitted changes" if git.get("dirty") else ""])
+        ),
+        "Host": facts.get("host"),
+        "Devices": facts.get("devices"),
+        "Processors": facts.get("cpu_count"),
+        "System": facts.get("platform"),
+        "Python": facts.get("python"),
+        "Packages": "  ".join(f"{name} {version}" for name, version in versions.items()),
+        "Compiler flags": facts.get("xla_flags"),
+        "Variables": "  ".join(f"{name}={value}" for name, value in (facts.get("variables") or {}).items()),
+        "Timings": "  ".join(f"{name.replace('_', ' ')} {duration(value)}" for name, value in timings.items()),
+    }
+    pairs = [together(element("dt", label), element("dd", _shown(value))) for label, value in entries.items() if value]
+    command = element(
+        "div",
+        element("code", " ".join(facts.get("command") or []), id="command"),
+        element("button", "Copy", type="button", id="copy"),
+        class_="command",
+    )
+    everything = element("p", "  ".join(f"{name} {version}" for name, version in packages.items()))
+    fold = element("details", element("summary", f"All {len(packages)} packages"), everything) if packages else None
+    return _section("Environment", command, element("dl", *pairs, class_="pairs"), fold)
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _sessions(facts: Facts) -> Html:
+    names = ("", "Started", "Took", "Steps", "Ended", "Host", "Commit")
+    head = element("thead", element("tr", *(element("th", name, scope="col") for name in names)))
+    rows = [_session(number, session, facts) for number, session in enumerate(facts["sessions"], start=1)]
+    table = element("table", head, element("tbody", *rows), class_="sessions")
+    return _section("Sessions", element("div", table, class_="scroll", tabindex="0"))
+
+
+def _session(number: int, session: Facts, facts: Facts) -> Html:
+    # The run knows better than its last session whether that one is still alive.
+    status = str(facts["status"] if session is facts["sessions"][-1] else session["status"])
+    steps = [session.get("start_step"), session.get("end_step")]
+    git = session.get("git") or {}
+    commit = (git.get("sha") or "")[:8] + ("*" if git.get("dirty") else "")
+    return element(
+        "tr",
+        element("td", str(number)),
+        element("td", moment(session["started"])),
+        element("td", duration(session_seconds(session, facts))),
+        element("td", " – ".join(f"{step:,}" for step in steps if step is not None)),
+        element("td", element("span", status, class_=f"status {status}"), " ", session.get("reason") or None),
+        element("td", str(session["host"])),
+        element("td", element("code", commit)),
+    )
+
+
+def _files(folder: Path) -> Html:
+    found = [name for name in _FILES if (folder / name).exists()]
+    return together(*(element("a", name, href=name) for name in found))

@@ -1,0 +1,117 @@
+"""The key numbers of a run, as a person would say them."""
+
+import dataclasses
+import datetime
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from maxhydra.record.files import from_number
+from maxhydra.record.metrics import Row, series
+
+Facts = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """One number of the header, and a remark under it."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+def figures(facts: Facts, rows: Sequence[Row], *, total_steps: int | None) -> list[Figure]:
+    """Those that the run has, most important first."""
+    found = [
+        _loss("Eval loss", rows, "eval/loss"),
+        _loss("Train loss", rows, "loss"),
+        _objective(facts),
+        _typical("Tokens / s", rows, "tokens_per_second", compact),
+        _typical("MFU", rows, "mfu", "{:.1%}".format),
+        _duration(facts),
+        _steps(rows, total_steps),
+        Figure("Parameters", compact(facts["parameters"])) if facts.get("parameters") else None,
+    ]
+    return [figure for figure in found if figure is not None]
+
+
+def _loss(label: str, rows: Sequence[Row], metric: str) -> Figure | None:
+    steps, values = series(rows, metric)
+    finite = [(value, step) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
+    if not values:
+        return None
+    note = f"best {number(min(finite)[0])} at step {min(finite)[1]:,}" if finite else "never finite"
+    return Figure(label, number(values[-1]), note if len(values) > 1 else "")
+
+
+def _objective(facts: Facts) -> Figure | None:
+    objective = facts.get("objective") or {}
+    if objective.get("value") is None or objective["name"] in ("eval/loss", "loss"):
+        return None
+    return Figure(objective["name"], number(from_number(objective["value"])), "objective")
+
+
+def _typical(label: str, rows: Sequence[Row], metric: str, write: Any) -> Figure | None:
+    """The median, which start-up and pauses do not move."""
+    values = [value for value in series(rows, metric)[1] if math.isfinite(value)]
+    return Figure(label, write(statistics.median(values)), "median" if len(values) > 1 else "") if values else None
+
+
+def _duration(facts: Facts) -> Figure:
+    timings = facts.get("timings") or {}
+    compiling = f"compiling {duration(timings['compile'])}" if timings.get("compile") else ""
+    return Figure("Wall time", duration(wall_seconds(facts)), compiling)
+
+
+def wall_seconds(facts: Facts) -> float:
+    """Sum over the sessions; one that is under way or lost counts until it was last heard of."""
+    return sum(session_seconds(session, facts) for session in facts["sessions"])
+
+
+def session_seconds(session: Facts, facts: Facts) -> float:
+    if session.get("seconds") is not None:
+        return float(session["seconds"])
+    ended = datetime.datetime.fromisoformat(session["ended"] or facts["updated"])
+    return (ended - datetime.datetime.fromisoformat(session["started"])).total_seconds()
+
+
+def _steps(rows: Sequence[Row], total: int | None) -> Figure | None:
+    if not rows:
+        return None
+    return Figure("Steps", f"{rows[-1]['step']:,}", f"of {total:,}" if total else "")
+
+
+def number(value: float) -> str:
+    """Four significant digits: 2.070, 0.001234, 1.25e-07, 12,345."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    if value and not 1e-3 <= abs(value) < 1e9:
+        return f"{value:.3g}"
+    return f"{value:#.4g}" if 0 < abs(value) < 1e3 else f"{value:,.0f}"
+
+
+def compact(value: float) -> str:
+    """15210 -> 15.2K, 8030261248 -> 8.03B."""
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= size:
+            return f"{float(f'{value / size:.3g}'):g}{suffix}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """0.4 s, 12 s, 3 m 20 s, 2 h 5 m, 3 d 4 h."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for size, unit, small, small_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // small} {small_unit}"
+    return f"{whole} s"
+
+
+def moment(text: str) -> str:
+    """2026-03-04T12:00:00Z -> 4 Mar 2026, 12:00 UTC."""
+    at = datetime.datetime.fromisoformat(text)
+    return f"{at.day} {at:%b %Y, %H:%M} UTC"
