@@ -164,6 +164,18 @@ def test_other_processes_write_nothing(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_a_heartbeat_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("maxhydra.record.directory.HEARTBEAT_SECONDS", 0)
+    run = RunDirectory(tmp_path / "a")
+    run.start("", {})
+    run.path.rename(tmp_path / "gone")
+    with logging_to(None, console=True):
+        run.heartbeat(x=1)
+    assert "run.json is out of date" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError):
+        run.update(x=1)
+
+
 def test_heartbeats_are_rarely_written(tmp_path):
     run = RunDirectory(tmp_path)
     run.start("", {})

@@ -26,12 +26,14 @@ def test_lines(tmp_path, capsys):
     with log, open_progress(Mode.lines, total=300, start=0, shown=True) as progress:
         progress.update(10, {**METRICS, "step_time": 0.1})
         progress.message("saved")
-        progress.update(20, {"eval/loss": 2.5})
-    first, saved, second = capsys.readouterr().err.splitlines()
+        progress.update(20, {"eval/loss": 2.5, "eval/tokens": 4096})
+        progress.update(300, {"loss": 2.0})
+    first, saved, second, last = capsys.readouterr().err.splitlines()
     assert first == "step    10/300  loss 3.214  lr 1.0e-03  grad 1.23  15.2k tok/s  mfu 41.2%"
     assert saved == "saved"
     assert re.fullmatch(r"step    20/300  eval/loss 2\.500  eta \d:\d\d:\d\d", second)
-    assert logged(tmp_path / "log.txt") == [first, saved, second]
+    assert last == "step   300/300  loss 2.000"
+    assert logged(tmp_path / "log.txt") == [first, saved, second, last]
 
 
 @pytest.mark.parametrize(("mode", "shown"), [(Mode.none, True), (Mode.lines, False), (Mode.bar, False)])

@@ -5,6 +5,7 @@ import copy
 import datetime
 import fcntl
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,8 @@ from maxhydra.record.files import plain, replace_file, to_json
 from maxhydra.record.process import is_alive, process_start
 from maxhydra.record.scrub import scrub_text
 from maxhydra.record.surroundings import environment
+
+log = logging.getLogger("maxhydra")
 
 Facts = dict[str, Any]
 
@@ -78,7 +81,9 @@ class RunDirectory:
             yield self
         except BaseException as error:
             if self._is_open:
-                self.finish("failed", f"{type(error).__name__}: {error}".rstrip(": "))
+                # A full disk may be what was raised; it must not hide behind a second error.
+                with contextlib.suppress(OSError):
+                    self.finish("failed", f"{type(error).__name__}: {error}".rstrip(": "))
             raise
 
     def start(self, config_yaml: str, facts: Mapping[str, Any]) -> None:
@@ -122,11 +127,16 @@ class RunDirectory:
             self._save()
 
     def heartbeat(self, **facts: Any) -> None:
-        """The same, but written only now and then: cheap enough for every logged step."""
-        if self.writes:
-            self._merge(facts)
-            if time.monotonic() - self._last_write >= HEARTBEAT_SECONDS:
+        """The same, written only now and then; where it cannot be written the run is warned and goes on."""
+        if not self.writes:
+            return
+        self._merge(facts)
+        if time.monotonic() - self._last_write >= HEARTBEAT_SECONDS:
+            try:
                 self._save()
+            except OSError as error:
+                log.warning("%s is out of date: %s", self.facts_path, error)
+                self._last_write = time.monotonic()
 
     def finish(self, status: str, reason: str | None = None, **facts: Any) -> None:
         """Close the session: finished, failed or preempted, and why."""

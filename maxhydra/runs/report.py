@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import shlex
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -173,7 +174,7 @@ def _environment(facts: Facts) -> Html:
     pairs = [together(element("dt", label), element("dd", _shown(value))) for label, value in entries.items() if value]
     command = element(
         "div",
-        element("code", " ".join(facts.get("command") or []), id="command"),
+        element("code", shlex.join(facts.get("command") or []), id="command"),
         element("button", "Copy", type="button", id="copy"),
         class_="command",
     )

@@ -103,12 +103,15 @@ _SHOWN: dict[str, Callable[[float], str]] = {
     "tokens_per_second": lambda value: f"{_short(value)} tok/s",
     "mfu": lambda value: f"mfu {value:.1%}",
 }
+# Of an evaluation all are shown but these, which say nothing new.
+_DERIVED = ("eval/perplexity", "eval/tokens")
 
 
 def describe(metrics: Mapping[str, float]) -> list[str]:
-    """The metrics that are shown, as text; all of an evaluation's."""
+    """The metrics that are shown, as text."""
     shown = [write(metrics[name]) for name, write in _SHOWN.items() if name in metrics]
-    return shown + [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    evaluated = [name for name in metrics if name.startswith("eval/") and name not in _DERIVED]
+    return shown + [f"{name} {metrics[name]:.3f}" for name in evaluated]
 
 
 def _short(value: float) -> str:
@@ -134,4 +137,4 @@ class _Clock:
         first_step, began = self._first
         if step > first_step:
             seconds = (now - began) / (step - first_step) * (self._total - step)
-            self.left = str(datetime.timedelta(seconds=round(seconds)))
+            self.left = str(datetime.timedelta(seconds=round(seconds))) if step < self._total else ""
