@@ -28,12 +28,13 @@ TOLERANCE = 1e-5
 class Run:
     """A training run put together by hand, on as many of the simulated devices as its mesh has."""
 
-    def __init__(self, *overrides: str, **axes: int):
-        devices = math.prod(axes.values())
+    def __init__(self, *overrides: str, slices: int = 1, **axes: int):
+        devices = slices * math.prod(axes.values())
         mesh = [f"mesh.{axis}={size}" for axis, size in {"fsdp": 1, **axes}.items()]
+        mesh += [f"mesh.slices={slices}", f"mesh.dcn.data={slices}"]
         batch = f"train.per_device_batch_size={GLOBAL_BATCH / devices}"
         sizes = [*SMALL, "model.num_heads=4", "model.num_kv_heads=4"]
-        self.config: Config = compose([*sizes, batch, *mesh, "mesh.dcn.data=1", *overrides]).config
+        self.config: Config = compose([*sizes, batch, *mesh, *overrides]).config
         self.sharder = Sharder(build_mesh(self.config.mesh, jax.devices()[:devices]), self.config.mesh.rules)
         decoder = model.build(self.config.model)
         self.sharder.check(decoder.axes, decoder.shapes)
@@ -51,10 +52,38 @@ class Run:
         return state, np.array(seen)
 
 
+def ten_and_ten(run: Run, folder: Path) -> np.ndarray:
+    """Losses of 20 steps, with a checkpoint after 10."""
+    state, before = run.train(run.states.create(0), 10)
+    saving = open_checkpointer(folder, run.config.checkpoint)
+    saving.save(10, state, run.loader.state(), {})
+    saving.close()
+    return np.concatenate([before, run.train(state, 10)[1]])
+
+
+def last_ten(run: Run, folder: Path) -> np.ndarray:
+    """Losses of the 10 steps after a checkpoint."""
+    restored = restore(folder, run.config.checkpoint, run.states.abstract())
+    assert restored is not None and int(restored.state.step) == 10
+    run.loader.restore(restored.data)
+    return run.train(restored.state, 10)[1]
+
+
 @pytest.fixture(scope="module")
-def one_device() -> np.ndarray:
-    run = Run()
-    return run.train(run.states.create(0), 20)[1]
+def one_device_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("one_device")
+
+
+@pytest.fixture(scope="module")
+def one_device(one_device_folder: Path) -> np.ndarray:
+    return ten_and_ten(Run(), one_device_folder)
+
+
+@pytest.fixture(scope="module")
+def eight_devices_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("eight_devices")
+    ten_and_ten(Run(fsdp=8), folder)
+    return folder
 
 
 MESHES = [
@@ -82,8 +111,10 @@ def test_a_mesh_changes_no_loss(axes: dict[str, int], one_device: np.ndarray) ->
 
 
 def test_two_slices_change_no_loss(one_device: np.ndarray) -> None:
-    run = Run("mesh.dcn.data=2", "mesh.slices=2", "train.per_device_batch_size=1", data=1, fsdp=8)
+    run = Run(slices=2, fsdp=4)
     assert run.sharder.mesh.shape["data"] == 2
+    _, seen = run.train(run.states.create(0), 20)
+    np.testing.assert_allclose(seen, one_device, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon", "lion", "sgd"])
@@ -96,37 +127,16 @@ def test_a_mesh_changes_no_loss_of_any_optimizer(optimizer: str) -> None:
 
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {}], ids=["fsdp4", "fsdp2-tensor2", "one"])
 def test_a_checkpoint_of_eight_devices_goes_on_on_fewer(
-    axes: dict[str, int], one_device: np.ndarray, tmp_path: Path
+    axes: dict[str, int], one_device: np.ndarray, eight_devices_folder: Path
 ) -> None:
-    eight = Run(fsdp=8)
-    state, before = eight.train(eight.states.create(0), 10)
-    saving = open_checkpointer(tmp_path, eight.config.checkpoint)
-    saving.save(10, state, eight.loader.state(), {})
-    saving.close()
-
-    fewer = Run(**axes)
-    restored = restore(tmp_path, fewer.config.checkpoint, fewer.states.abstract())
-    assert restored is not None
-    fewer.loader.restore(restored.data)
-    _, after = fewer.train(restored.state, 10)
-    np.testing.assert_allclose([*before, *after], one_device, rtol=TOLERANCE)
+    np.testing.assert_allclose(last_ten(Run(**axes), eight_devices_folder), one_device[10:], rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("change", ["model.scan_unroll=2", "model.remat.policy=full", "model.remat.policy=minimal"])
 def test_layer_stacking_and_remat_are_not_in_the_checkpoint(
-    change: str, one_device: np.ndarray, tmp_path: Path
+    change: str, one_device: np.ndarray, one_device_folder: Path
 ) -> None:
-    first = Run()
-    state, before = first.train(first.states.create(0), 10)
-    saving = open_checkpointer(tmp_path, first.config.checkpoint)
-    saving.save(10, state, first.loader.state(), {})
-    saving.close()
-    other = Run(change)
-    restored = restore(tmp_path, other.config.checkpoint, other.states.abstract())
-    assert restored is not None
-    other.loader.restore(restored.data)
-    _, after = other.train(restored.state, 10)
-    np.testing.assert_allclose([*before, *after], one_device, rtol=TOLERANCE)
+    np.testing.assert_allclose(last_ten(Run(change), one_device_folder), one_device[10:], rtol=TOLERANCE)
 
 
 def free_port() -> int:
