@@ -81,18 +81,18 @@ WANDB = """
 import sys
 sys.path.insert(0, "tests")
 from test_trackers import session
-run, tracker = session(sys.argv[1], ["wandb"], resumed_from=int(sys.argv[2]))
-tracker.log(int(sys.argv[2]) + 1, {"loss": 1.5, "eval/loss": float("nan")})
-tracker.close()
-run.finish("preempted")
+for step in (0, 1):
+    run, tracker = session(sys.argv[1], ["wandb"], resumed_from=step)
+    tracker.log(step + 1, {"loss": 1.5, "eval/loss": float("nan")})
+    tracker.close()
+    run.finish("preempted")
 """
 
 
 def test_wandb_offline_keeps_its_id_and_no_secret(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_API_KEY": "0123hunter" * 4}
-    for resumed_from in ("0", "1"):
-        command = [sys.executable, "-c", WANDB, str(tmp_path), resumed_from, "--token=hunter2"]
-        subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+    command = [sys.executable, "-c", WANDB, str(tmp_path), "--token=hunter2"]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
     facts = json.loads((tmp_path / "run.json").read_text())
     identity = facts["trackers"]["wandb"]["id"]
     offline = sorted((tmp_path / "wandb").glob("offline-run-*"))
