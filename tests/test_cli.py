@@ -71,6 +71,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["--config-path", "x"], ["--config-path: no such flag", "--config-dir"]),
         (["explian"], ["explian: no such command", "did you mean 'explain'?"]),
         (["explain", "optimizer.lerning_rate"], ["no such key", "did you mean 'optimizer.learning_rate'?"]),
+        (["explain", "model.kinds.layr.mlp.dim"], ["model.kinds has no 'layr'", "did you mean 'layer'?"]),
         (["--cfg", "jobs"], ["--cfg", "job"]),
         (["--cfg", "job", "-m"], ["takes one of"]),
         (["--resolve"], ["goes with --cfg"]),

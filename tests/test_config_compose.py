@@ -69,6 +69,7 @@ def test_every_option_says_what_it_is(group: str, option: str) -> None:
         ["train.steps=77", "optimizer.b1=null", "optimizer=sgd"],
         ["model.pattern.0=other", "+model.kinds={other:{attention:{window:8}}}"],
         ["~mesh.rules.embed", "mesh.rules={vocab:[fsdp,tensor]}"],
+        ["~mesh.rules.embed", "+mesh.rules.embed=[fsdp]"],
         ["run.notes=steps ${train.steps}", "train.seq_len=${train.steps}", "train.steps=64"],
         [
             "++optimizer.weight_decay=0",

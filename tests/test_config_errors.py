@@ -58,7 +58,7 @@ def write(folder: Path, name: str, text: str) -> Path:
         ("run.name=a(b", "run.name", ["=a(b", "cannot be read", "quotes"]),
         ("hello", "hello", ["is not an override", "key=value"]),
         ("run.notes=${run.nam}", "run.notes", ["${run.nam}", "'run.nam' not found"]),
-        ("train.steps=${run.outputs}", "train.steps", ["an integer, 1 or more"]),
+        ("train.log_every=${run.outputs}", "train.log_every", ["an integer, 1 or more"]),
         ("hydra.nonsense=1", "hydra.nonsense", ["nonsense"]),
         ("hydra/launcher=nonsense", "hydra/launcher", ["no such option", "basic"]),
     ],

@@ -102,6 +102,7 @@ class Assembly:
             ]
         else:
             self._node(parent)[name] = located.plain
+            self._removed.discard(path)
         self._origins[path] = located.source
 
     def _node(self, path: str) -> dict[str, Any]:
@@ -113,10 +114,17 @@ class Assembly:
             node = node[name]
         return node
 
+    def _written(self, path: str) -> dict[str, Any]:
+        """The same for reading: what stands there, or nothing."""
+        node: Any = self._tree
+        for name in path.split(".") if path else []:
+            node = node.get(name) if isinstance(node, dict) else None
+        return node if isinstance(node, dict) else {}
+
     def value(self, path: str) -> Any:
         """The value at a path as it was written, or the schema's default."""
         parent, _, name = path.rpartition(".")
-        node, spec = self._node(parent), self.spec(parent)
+        node, spec = self._written(parent), self.spec(parent)
         if name in node or spec is None or not spec.is_section:
             return node.get(name)
         return fields(spec.type)[name].default
@@ -153,7 +161,19 @@ class Assembly:
         parent, _, name = path.rpartition(".")
         outer = self.spec(parent)
         default = fields(outer.type)[name].default if outer is not None and outer.is_section else {}
-        return list(dict.fromkeys([*default, *self._node(path)]))
+        return [
+            name for name in dict.fromkeys([*default, *self._written(path)]) if f"{path}.{name}" not in self._removed
+        ]
+
+    def new_entry(self, path: str) -> str:
+        """The first part of a path that is a name not yet in its dict, or nothing."""
+        names = path.split(".")
+        for depth in range(1, len(names)):
+            parent = ".".join(names[:depth])
+            spec = self.spec(parent)
+            if spec is not None and spec.type is dict and names[depth] not in self.names(parent):
+                return f"{parent}.{names[depth]}"
+        return ""
 
     def origin(self, path: str) -> str:
         """Where the value at a path was set; an item of a list was set with the list."""

@@ -24,7 +24,7 @@ class Parsed:
     problems: list[Problem]
 
 
-def parse(texts: list[str], loader: ConfigLoader) -> Parsed:
+def parse(texts: list[str], loader: ConfigLoader | None) -> Parsed:
     """Each text on its own, so that one that cannot be read does not hide the others."""
     parser = OverridesParser.create(config_loader=loader)
     parsed = Parsed([], [])
@@ -47,9 +47,9 @@ def _unreadable(text: str, error: HydraException) -> Problem:
 
 def searchpath(texts: list[str]) -> list[str]:
     """Folders that `hydra.searchpath=[...]` adds."""
-    given = [text for text in texts if text.startswith("hydra.searchpath=")]
-    values = (OverridesParser.create().parse_override(text).value() for text in given)
-    return [place for value in values if isinstance(value, list) for place in value]
+    given = parse([text for text in texts if text.startswith("hydra.searchpath=")], loader=None)
+    values = (override.value() for override in given.overrides)
+    return [str(place) for value in values if isinstance(value, list) for place in value]
 
 
 class Groups:
@@ -116,17 +116,17 @@ def _undeletable(assembly: Assembly, override: Override) -> Problem | None:
     if parent.type is not dict:
         hint = f"set {path}=null or another value"
         return Problem(path, "is part of the schema and cannot be deleted", hint=hint, source=COMMAND_LINE)
-    return _absent(assembly, path, _new_entry(assembly, path))
+    return absent(assembly, path, assembly.new_entry(path))
 
 
 def _misplaced(assembly: Assembly, override: Override) -> Problem | None:
     """A name that its dict does not have is added with a plus sign; what exists is set without."""
     path, value, adds = override.key_or_group, override.value(), override.is_add() or override.is_force_add()
-    entries = [entry for leaf in _leaves(path, value) if (entry := _new_entry(assembly, leaf))]
+    entries = [entry for leaf in _leaves(path, value) if (entry := assembly.new_entry(leaf))]
     if assembly.spec(path) is None:
         return None
     if entries and not adds:
-        return _absent(assembly, path, entries[0])
+        return absent(assembly, path, entries[0])
     spec = assembly.spec(entries[0]) if entries else None
     if spec is not None and spec.is_section and f"{path}.".startswith(f"{entries[0]}."):
         return _deep_entry(path, value, entries[0])
@@ -144,18 +144,8 @@ def _leaves(path: str, value: Any) -> Iterator[str]:
         yield path
 
 
-def _new_entry(assembly: Assembly, path: str) -> str:
-    """The first part of a path that is a name not yet in its dict, or nothing."""
-    names = path.split(".")
-    for depth in range(1, len(names)):
-        parent = ".".join(names[:depth])
-        spec = assembly.spec(parent)
-        if spec is not None and spec.type is dict and names[depth] not in assembly.names(parent):
-            return f"{parent}.{names[depth]}"
-    return ""
-
-
-def _absent(assembly: Assembly, path: str, entry: str) -> Problem | None:
+def absent(assembly: Assembly, path: str, entry: str) -> Problem | None:
+    """A path through a name that its dict does not have."""
     if not entry:
         return None
     parent, _, name = entry.rpartition(".")

@@ -19,7 +19,7 @@ from maxhydra.config.declare import MISSING
 from maxhydra.config.discover import description
 from maxhydra.config.errors import UNSET, ConfigError, show
 from maxhydra.config.located import Located
-from maxhydra.config.overrides import searchpath
+from maxhydra.config.overrides import absent, searchpath
 from maxhydra.config.spec import Field, Spec, fields
 
 WIDEST = 30
@@ -35,6 +35,8 @@ def main(arguments: list[str]) -> int:
     path = asked.overrides[0].rstrip("=.") if asked.overrides else ""
     composer = Composer(asked.config_dir, asked.config_name, searchpath(asked.overrides))
     examination = composer.examine(asked.overrides[1:], with_hydra=False)
+    if problem := absent(examination.assembly, path, examination.assembly.new_entry(path)):
+        raise ConfigError(problem)
     lines = list(_explain(path, composer, examination))
     if not lines:
         raise ConfigError(examination.assembly.unknown(path, Located(UNSET, "")))
