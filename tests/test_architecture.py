@@ -57,6 +57,13 @@ def test_no_family_names_in_shared_code() -> None:
     for path in modules():
         if "convert" in path.parts:
             continue
-        code = ast.unparse(ast.parse(path.read_text()))
-        without_docstrings = re.sub(r'("""|\'\'\').*?\1', "", code, flags=re.DOTALL)
-        assert not family.search(without_docstrings), path
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                node.body = [line for line in node.body if not _is_text(line)] or [ast.Pass()]
+        assert not family.search(ast.unparse(tree)), path
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    """A docstring, of a module, class, function or field: prose may name what code may not."""
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)

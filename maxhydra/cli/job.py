@@ -1,7 +1,9 @@
 """One job: the composed config becomes a run, and the command says what came of it."""
 
+import errno
 import shlex
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,10 +37,12 @@ def run(node: DictConfig) -> float | None:
     from maxhydra import tasks  # noqa: PLC0415
 
     path = Path(hydra.runtime.output_dir) if in_sweep else None
-    result = tasks.run(config, choices=job_choices(hydra.runtime), path=path)
+    with _disk_errors_explained():
+        result = tasks.run(config, choices=job_choices(hydra.runtime), path=path)
     if result.path is not None and result.writes:
         folder = RunDirectory(result.path, writes=False)
-        write_report(folder)
+        with _disk_errors_explained():
+            write_report(folder)
         lines = [*_ending(result, folder, config)]
         lines += [] if in_sweep else _next(result, folder, config, list(hydra.overrides.task))
         print("\n".join(lines), flush=True)
@@ -48,6 +52,18 @@ def run(node: DictConfig) -> float | None:
         # Not an Exception: a sweep that was asked to end must not go on with its next job.
         raise SystemExit(INTERRUPTED[result.reason.split()[0]])
     return result.objective
+
+
+@contextmanager
+def _disk_errors_explained() -> Iterator[None]:
+    """A full disk is not a bug: say so in a line. Whatever was written before is whole."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        raise RunFailed(f"{error.strerror}{where}; make room, and the same command goes on") from error
 
 
 def _ending(result: "Result", folder: RunDirectory, config: Config) -> Iterator[str]:

@@ -6,8 +6,10 @@ could be mistaken for one.
 """
 
 import dataclasses
+import errno
 import logging
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +24,9 @@ from maxhydra.train.state import TrainState
 
 Tree = Any
 log = logging.getLogger("maxhydra")
+# Orbax tells its own story at every turn, tracebacks of its threads included; what a user needs, this module says.
+for noisy in ("absl", "asyncio"):
+    logging.getLogger(noisy).setLevel(logging.CRITICAL)
 
 
 class SaveFailed(Exception):
@@ -97,9 +102,17 @@ class OrbaxCheckpointer:
             data=ocp.args.JsonSave(data),
         )
         try:
+            self._require_room(state)
             self._manager.save(step, args=items, metrics=best, force=True)
         except Exception as error:
             raise self._failure(error) from error
+
+    def _require_room(self, state: TrainState) -> None:
+        """Refuse a save that the disk cannot hold, rather than fill it to the last byte and fail half-way."""
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) // jax.process_count()
+        free = shutil.disk_usage(self._folder).free
+        if free < needed:
+            raise OSError(errno.ENOSPC, f"{needed / 2**20:.1f} MiB are needed, {free / 2**20:.1f} MiB are free")
 
     def settle(self) -> None:
         try:
@@ -112,6 +125,9 @@ class OrbaxCheckpointer:
         self._manager.close()
 
     def _failure(self, error: Exception) -> SaveFailed:
+        """Clear away what the save left, which on a full disk makes room to go on, and say what is still there."""
+        for leftover in self._folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         good = _steps(self._folder)
         last = f"the checkpoint of step {good[-1]} is intact" if good else "there is no earlier checkpoint"
         return SaveFailed(f"a checkpoint could not be written to {self._folder}: {_first_line(error)}; {last}")

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C ask the loop to save and end; a second Ctrl-C ends at once."""
+"""SIGTERM and Ctrl-C ask the run to save and end after the step under way; a second Ctrl-C ends it at once."""
 
 import signal
 from types import FrameType, TracebackType

@@ -48,23 +48,22 @@ class Parts:
     past_eval_losses: Sequence[float]
 
 
-def fit(parts: Parts, state: TrainState, *, start: int) -> Ending:
+def fit(parts: Parts, state: TrainState, *, start: int, interrupt: Interrupt) -> Ending:
     """Train from step `start` to train.steps, or to the first reason to end before."""
     loop = _Loop(parts, start)
-    with Interrupt() as interrupt:
-        for step in range(start + 1, parts.train.steps + 1):
-            waiting = time.perf_counter()
-            batch = next(parts.loader)
-            parts.meter.waited(time.perf_counter() - waiting)
-            state, metrics = parts.step(state, batch)
-            if step % parts.train.log_every == 0 or step in (start + 1, parts.train.steps):
-                parts.meter.log(step, metrics)
-            if loop.evaluation_due(step):
-                loop.evaluate(step, state)
-            if ending := loop.ending(step, interrupt):
-                return loop.close(*ending, step, state)
-            if step % parts.saving.every == 0 and step != parts.train.steps:
-                loop.save(step, state)
+    for step in range(start + 1, parts.train.steps + 1):
+        waiting = time.perf_counter()
+        batch = next(parts.loader)
+        parts.meter.waited(time.perf_counter() - waiting)
+        state, metrics = parts.step(state, batch)
+        if step % parts.train.log_every == 0 or step in (start + 1, parts.train.steps):
+            parts.meter.log(step, metrics)
+        if loop.evaluation_due(step):
+            loop.evaluate(step, state)
+        if ending := loop.ending(step, interrupt):
+            return loop.close(*ending, step, state)
+        if step % parts.saving.every == 0 and step != parts.train.steps:
+            loop.save(step, state)
     return loop.close("finished", f"all {parts.train.steps} steps done", parts.train.steps, state)
 
 

@@ -18,6 +18,7 @@ from maxhydra.model import flops_per_token, parameter_count
 from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory, series
 from maxhydra.runtime import Machine
 from maxhydra.train.checkpoint import open_checkpointer
+from maxhydra.train.interrupt import Interrupt
 from maxhydra.train.loop import Ending, Parts, fit
 from maxhydra.train.meter import Meter, Work
 from maxhydra.train.objective import make_evaluate
@@ -48,7 +49,7 @@ def train(training: Training, config: Config, *, run: RunDirectory, machine: Mac
     parameters = parameter_count(training.states.model.shapes)
     log.info("%s parameters, %s; run %s", f"{parameters:,}", start.source, run.path)
     run.update(parameters=parameters, started_from=start.source, start_step=start.step)
-    with closing(training.loader):
+    with Interrupt() as interrupt, closing(training.loader):
         if start.step >= config.train.steps:
             reason = f"step {start.step} was reached before; raise train.steps to go on"
             return Ending("finished", reason, start.step, start.state, {})
@@ -56,7 +57,7 @@ def train(training: Training, config: Config, *, run: RunDirectory, machine: Mac
         run.update(timings={"compile": seconds, "before_first_step": time.perf_counter() - began})
         with ExitStack() as stack:
             parts = _assemble(training, config, step, start, run=run, machine=machine, stack=stack)
-            return fit(parts, start.state, start=start.step)
+            return fit(parts, start.state, start=start.step, interrupt=interrupt)
 
 
 def compile_step(training: Training, config: Config) -> tuple[StepFn, float]:
