@@ -2,6 +2,7 @@
 
 import errno
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,8 +42,10 @@ def run(node: DictConfig) -> float | None:
         result = tasks.run(config, choices=job_choices(hydra.runtime), path=path)
     if result.path is not None and result.writes:
         folder = RunDirectory(result.path, writes=False)
-        with _disk_errors_explained():
+        try:
             write_report(folder)
+        except OSError as error:
+            print(f"maxhydra: report.html could not be written: {error.strerror}", file=sys.stderr)
         lines = [*_ending(result, folder, config)]
         lines += [] if in_sweep else _next(result, folder, config, list(hydra.overrides.task))
         print("\n".join(lines), flush=True)
