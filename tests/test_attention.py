@@ -10,6 +10,7 @@ import pytest
 
 from maxhydra.kernels import attention as kernels
 from maxhydra.kernels.attention import BACKENDS, Call, Request, UnsupportedError, attention, choose, xla
+from maxhydra.kernels.attention.request import Tokens
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 MASKS = {
@@ -225,6 +226,19 @@ def test_calls_without_meaning_are_refused():
         attention(q, k, v, make_request(), backend="xla", q_segments_BT=jnp.ones((BATCH, LENGTH), jnp.int32))
     with pytest.raises(ValueError, match="causal"):
         make_request(causal=False, window=3)
+
+
+@pytest.mark.parametrize("mask", [name for name in MASKS if "softcap" not in MASKS[name]])
+def test_cudnn_is_asked_for_what_the_request_says(mask, monkeypatch):
+    """The same call of jax.nn, served by its own XLA implementation where there is no cuDNN."""
+    ask = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, implementation, **k: ask(*a, **k))
+    mask = dict(MASKS[mask])
+    arrays = tags(mask.pop("segments", False))
+    (q, k, v), request = make_inputs((4, 2)), make_request(**mask)
+    tokens = Tokens(arrays.get("q_segments_BT"), arrays.get("kv_segments_BS"), None, None)
+    expected = attention(q, k, v, request, backend="reference", **arrays)
+    np.testing.assert_allclose(BACKENDS["cudnn"].run(q, k, v, request, tokens), expected, atol=2e-6)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

@@ -46,7 +46,7 @@ class ModelDef:
     @cached_property
     def axes(self) -> Tree:
         """Logical axis names of every weight."""
-        weights = nnx.state(self._abstract).flat_state()
+        weights = nnx.to_flat_state(nnx.state(self._abstract))
         axes = {path: weight.get_metadata("axes") for path, weight in weights}
         return nnx.traversals.unflatten_mapping(axes)
 

@@ -1,0 +1,93 @@
+"""Published sizes: weights of every option, and arithmetic per token."""
+
+from importlib import resources
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxhydra.config import model as config
+from maxhydra.config.compose import compose
+from maxhydra.layers import Context
+from maxhydra.model import build, flops_per_token, parameter_count
+from maxhydra.sharding import Sharder
+
+PUBLISHED = {
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "llama3.3-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096,
+}
+FILES = {file.name.removesuffix(".yaml"): file for file in resources.files("maxhydra.conf").joinpath("model").iterdir()}
+
+
+def load(name: str) -> config.Model:
+    return compose([f"model={name}", "train.seq_len=128"]).config.model
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_every_option_is_a_model_of_its_published_size(name):
+    count = parameter_count(build(load(name)).shapes)
+    if name in PUBLISHED:
+        assert count == PUBLISHED[name]
+    else:
+        assert "tiny" in name and count < 1_000_000
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_every_option_says_what_it_is(name):
+    assert FILES[name].read_text().startswith("# ")
+
+
+def test_the_default_model_holds_the_bytes_in_float32():
+    tiny = load("tiny")
+    assert tiny.vocab_size >= 259
+    assert tiny.dtypes.compute is config.Dtype.float32
+
+
+def test_flops_of_llama3_8b_by_hand():
+    """6 per weight of a matrix (the embedding is a lookup), and 12 x heads x head_dim x keys seen (4096.5)."""
+    matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256
+    assert matrices == 7_504_658_432
+    attention = 12 * 32 * 32 * 128 * 4096.5
+    assert flops_per_token(load("llama3.1-8b"), 8192) == 6 * matrices + attention
+
+
+def test_flops_of_a_window_count_the_keys_that_are_seen():
+    """Of 16384 tokens the first 4096 see 2048.5 on average, the others 4096 each."""
+    matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 32000
+    keys = (4096 * 2048.5 + 12288 * 4096) / 16384
+    assert flops_per_token(load("mistral-7b"), 16384) == 6 * matrices + 12 * 32 * 4096 * keys
+
+
+def test_flops_match_what_the_compiler_counts():
+    """A forward pass with all layers written out; the compiler counts masked logits too, so they are added here."""
+    length, sizes = 64, {"num_layers": 2, "emb_dim": 256, "mlp_dim": 512, "num_heads": 4, "num_kv_heads": 2}
+    model = config.Model(
+        **sizes,
+        head_dim=64,
+        vocab_size=512,
+        context_length=64,
+        kinds={"layer": config.Kind()},
+        scan_unroll=2,
+        dtypes=config.Dtypes(compute=config.Dtype.float32),
+    )
+    definition, single = build(model), Sharder.single()
+
+    def forward(params, tokens):
+        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+        ctx = Context(positions=positions, segments=None, sharder=single, cache=None, dropout_key=None)
+        return definition.logits(params, definition.hidden(params, tokens, ctx)[0], single)
+
+    tokens = jax.ShapeDtypeStruct((2, length), jnp.int32)
+    counted = jax.jit(forward).lower(definition.shapes, tokens).compile().cost_analysis()["flops"] / (2 * length)
+    masked = 2 * 4 * 4 * 64 * (length - (length + 1) / 2)
+    assert flops_per_token(model, length) / 3 + masked == pytest.approx(counted, rel=0.03)
