@@ -1,0 +1,67 @@
+"""Speed of the training step on this machine, with any overrides of the command line. One JSON line.
+
+    python bench/pretrain.py model=llama3.2-1b train.seq_len=4096 train.per_device_batch_size=8 model.remat.policy=minimal
+"""
+
+import json
+import sys
+import time
+
+import jax
+
+from maxhydra import data, model, optim, runtime
+from maxhydra.config.compose import compose
+from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.train import StateDef, Training, next_token_loss, plan_batches
+from maxhydra.train.session import compile_step
+
+WARM_UP, TIMED = 3, 20
+
+
+def main(overrides: list[str]) -> None:
+    config = compose(["data=synthetic", *overrides]).config
+    machine = runtime.start(config.hardware)
+    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    decoder = model.build(config.model)
+    optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=decoder.shapes, axes=decoder.axes)
+    batches = plan_batches(config, sharder)
+    loader = data.train_loader(config.data, batches)
+    loss = next_token_loss(decoder, sharder, config.train)
+    training = Training(StateDef(decoder, optimizer, sharder), loss, batches, loader, held_out=lambda: iter(()))
+    step, compile_seconds = compile_step(training, config)
+
+    state = training.states.create(0)
+    losses = []
+    for i in range(WARM_UP + TIMED):
+        if i == WARM_UP:
+            jax.block_until_ready(state)
+            began = time.perf_counter()
+        state, metrics = step(state, next(loader))
+        losses.append(metrics["loss"])
+    jax.block_until_ready(state)
+    step_time = (time.perf_counter() - began) / TIMED
+    loader.close()
+
+    tokens = batches.batch * batches.seq_len
+    tflops = tokens * model.flops_per_token(config.model, batches.seq_len) / step_time / machine.devices / 1e12
+    peak = machine.peak_tflops(config.model.dtypes.compute.value)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    line = {
+        "bench": "pretrain",
+        "overrides": overrides,
+        "device": machine.device_kind,
+        "devices": machine.devices,
+        "jax": jax.__version__,
+        "tokens_per_second": round(tokens / step_time),
+        "step_ms": round(step_time * 1e3, 2),
+        "tflops_per_device": round(tflops, 1),
+        "mfu": round(tflops / peak, 4) if peak else None,
+        "peak_memory_gib": round(stats.get("peak_bytes_in_use", 0) / 2**30, 2),
+        "compile_s": round(compile_seconds, 1),
+        "loss": [round(float(losses[0]), 4), round(float(losses[-1]), 4)],
+    }
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
