@@ -1,12 +1,15 @@
 """The command as a user meets it: in its own process, with exit codes, output and what it leaves behind."""
 
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from running import SMALL
 
 from maxhydra import __version__
 from maxhydra.cli.entry import run
@@ -204,3 +207,19 @@ def test_failing_job_of_a_sweep(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "job 1:" in done.stdout
     assert "mesh.tensor=3" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_command_that_a_run_ends_with_goes_on_with_it(tmp_path: Path) -> None:
+    small = [*SMALL, "train.steps=2", "run.notes=two words"]
+    first = maxhydra(*small, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    folder = re.search(r"^run: +(\S+)$", first.stdout, re.MULTILINE)
+    advice = re.search(r"^next: +maxhydra (.*?) +#", first.stdout, re.MULTILINE)
+    assert folder is not None and advice is not None
+    assert (tmp_path / folder[1] / "report.html").is_file()
+    second = maxhydra(*shlex.split(advice[1]), cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    steps = [json.loads(line)["step"] for line in (tmp_path / folder[1] / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(set(steps)) == [1, 2, 3, 4]
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == [Path(folder[1]).name]

@@ -105,7 +105,7 @@ def test_config_is_final() -> None:
 def test_recipe_stays_with_its_model(tmp_path: Path) -> None:
     """The values of the tiny default must not follow to another model, nor overrule an option's own."""
     tiny = compose([]).config
-    assert (tiny.train.steps, tiny.train.seq_len, tiny.optimizer.learning_rate) == (300, 256, 1e-3)
+    assert (tiny.train.steps, tiny.train.seq_len, tiny.optimizer.learning_rate) == (300, 128, 3e-3)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "other.yaml").write_text("defaults: [tiny]\ncontext_length: 4096\n")
     other = compose(["model=other"], config_dir=str(tmp_path))
@@ -173,3 +173,10 @@ def test_job_folder() -> None:
     assert job_folder(1, ["a.x=1", "b.x=2"], []) == "1_a.x=1,b.x=2"
     long = [job_folder(7, [f"run.notes={'x' * 300}{end}"], []) for end in "ab"]
     assert all(len(name) <= LONGEST for name in long) and long[0] != long[1]
+
+
+def test_local_overlay_is_found_where_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "default.yaml").write_text("# @package _global_\nrun:\n  outputs: /scratch\n")
+    composed = compose(["run.name=x"], config_dir=str(tmp_path))
+    assert composed.config.run.outputs == "/scratch" and composed.choices["local"] == "default"

@@ -2,7 +2,9 @@
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -242,11 +244,15 @@ def _own(choices: Mapping[Any, Any]) -> list[tuple[str, str]]:
 SCHEMAS: dict[str, type] = {"schema/config": Config} | {f"schema/task/{n}": cls for n, cls in task_schemas().items()}
 
 
+@cache
 def register() -> None:
     """Tell Hydra our schemas and resolvers."""
-    hydra.version.setbase("1.3")
-    setup_globals()
-    resolvers.register()
+    with warnings.catch_warnings():
+        # Hydra 1.4 and OmegaConf 2.4 warn of names that will go, and 1.3 has no others.
+        warnings.simplefilter("ignore")
+        hydra.version.setbase("1.3")
+        setup_globals()
+        resolvers.register()
     for name, cls in SCHEMAS.items():
         group, _, option = name.rpartition("/")
         ConfigStore.instance().store(group=group, name=option, node=cls, provider="maxhydra")

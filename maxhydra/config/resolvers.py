@@ -30,6 +30,6 @@ def job_folder(number: int, overrides: ListConfig | list[str], constant: ListCon
 
 def register() -> None:
     """Make them known to OmegaConf. A sweep's folder is resolved once, so that its jobs agree on the time."""
-    OmegaConf.register_new_resolver("min", min, replace=True)
+    OmegaConf.register_new_resolver("min", lambda *values: min(values), replace=True)
     OmegaConf.register_new_resolver("sweep_folder", sweep_folder, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
