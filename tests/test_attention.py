@@ -212,7 +212,7 @@ def test_the_pick_is_logged_once_with_its_reason(caplog):
     kernels._announce.cache_clear()
     with caplog.at_level(logging.INFO, logger="maxhydra"):
         choose("auto", make_call(platform="cpu"))
-        choose("auto", make_call(platform="cpu"))
+        choose("auto", make_call(platform="cpu", has_positions=True))
     assert [record.getMessage() for record in caplog.records] == ["attention runs on xla (cudnn runs on gpu, not cpu)"]
 
 

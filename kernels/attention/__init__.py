@@ -102,7 +102,7 @@ def choose(backend: str, call: Call) -> str:
             raise UnsupportedError(backend, refusals[backend], able)
         return backend
     faster = list(refusals.items())[: list(refusals).index(able[0])]
-    _announce(able[0], tuple(f"{name} {', '.join(reasons)}" for name, reasons in faster))
+    _announce(able[0], tuple(f"{name} {reasons[0]}" for name, reasons in faster))
     return able[0]
 
 
@@ -154,7 +154,7 @@ def _check_shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, reque
 
 @functools.cache
 def _announce(backend: str, passed_over: tuple[str, ...]) -> None:
-    """Say once what `auto` took, and why nothing faster."""
+    """Say once what `auto` took, and the first reason against anything faster."""
     logger.info("attention runs on %s%s", backend, f" ({'; '.join(passed_over)})" if passed_over else "")
 
 
