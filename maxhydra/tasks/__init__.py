@@ -17,8 +17,8 @@ from jax.experimental import multihost_utils
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.compose import to_yaml
-from maxhydra.config.hardware import Hardware, Platform
 from maxhydra.record import RunDirectory, RunInUseError, logging_to
+from maxhydra.runtime.options import hardware_from
 from maxhydra.tasks.job import Job, Outcome
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Result:
 def run(config: Config, *, choices: dict[str, str], path: Path | None) -> Result:
     """Start the machine and run the task. `path` is the run's folder where a launcher has fixed it already."""
     task = importlib.import_module(f"maxhydra.tasks.{config.task.name}")
-    machine = runtime.start(config.hardware if task.NEEDS_DEVICES else Hardware(platform=Platform.cpu))
+    machine = runtime.start(config.hardware if task.NEEDS_DEVICES else hardware_from({"platform": "cpu"}))
     path = path or Path(config.run.outputs) / (config.run.name or _default_name(config, choices))
     is_main = machine.process_index == 0
     job = Job(config, choices, machine, RunDirectory(path.absolute(), writes=is_main and task.KEEPS_RUN))

@@ -29,7 +29,7 @@ def run(job: Job) -> Outcome:
     )
     ending = train(training, config, run=job.run, machine=job.machine)
 
-    facts = {"end_step": ending.step}
+    facts: dict[str, object] = {"end_step": ending.step}
     if config.train.sample.tokens and ending.status == "finished":
         tokenizer = data.tokenizer(config.data)
         facts["sample"] = write_sample(

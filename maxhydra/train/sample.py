@@ -37,7 +37,8 @@ def write_sample(
 
     advance = jax.jit(forward, donate_argnums=1, out_shardings=(replicated, None))
     cache = model.empty_cache(rows, length)
-    tokens, key, written = jnp.tile(jnp.array([prompt], jnp.int32), (rows, 1)), jax.random.key(seed), []
+    tokens, key = jnp.tile(jnp.array([prompt], jnp.int32), (rows, 1)), jax.random.key(seed)
+    written: list[int] = []
     position = 0
     while len(prompt) + len(written) < length:
         chosen, cache = advance(params, cache, tokens, jnp.int32(position), key)
