@@ -1,6 +1,6 @@
 """Speed of the training step on this machine, with any overrides of the command line. One JSON line.
 
-    python bench/pretrain.py model=llama3.2-1b train.seq_len=4096 train.per_device_batch_size=8 model.remat.policy=minimal
+python bench/pretrain.py model=llama3.2-1b train.seq_len=4096 train.per_device_batch_size=8 model.remat.policy=minimal
 """
 
 import json

@@ -1,8 +1,8 @@
 """Tasks by name: `task.name` is a module here with a function `run(job)`.
 
 Each module says whether it needs the devices of the hardware option (`NEEDS_DEVICES`; one that only plans for them runs
-anywhere) and whether it keeps a run (`KEEPS_RUN`; one that does not only prints). For a run that is kept, `run` opens its
-folder, keeps run.json true whatever happens, and says how it ended.
+anywhere) and whether it keeps a run (`KEEPS_RUN`; one that does not only prints). For a run that is kept, `run` opens
+its folder, keeps run.json true whatever happens, and says how it ended.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from maxhydra.config.compose import to_yaml
 from maxhydra.record import RunDirectory, RunInUseError, logging_to
 from maxhydra.runtime.options import hardware_from
 from maxhydra.tasks.job import Job, Outcome
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:

@@ -40,4 +40,3 @@ def plan_batches(config: Config, sharder: Sharder) -> BatchSpec:
         seed=config.run.seed,
         sharding=sharder.sharding(("act_batch", "act_length")),
     )
-

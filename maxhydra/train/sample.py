@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxhydra.config.run import Sample
 from maxhydra.data import Tokenizer
@@ -15,9 +16,7 @@ def write_sample(
     model: ModelDef, params: Tree, tokenizer: Tokenizer, sample: Sample, *, sharder: Sharder, seed: int
 ) -> str:
     """Prompt and continuation, at most as long as the model's context; ends at the end-of-text token."""
-    prompt = (
-        [tokenizer.bos, *tokenizer.encode(sample.prompt)] if sample.prompt == "" else tokenizer.encode(sample.prompt)
-    )
+    prompt = tokenizer.encode(sample.prompt) or [tokenizer.bos]
     length = min(len(prompt) + sample.tokens, model.config.context_length)
     rows = sharder.ways("act_batch")
     replicated = sharder.sharding((None, None))
@@ -32,19 +31,24 @@ def write_sample(
         if sample.temperature == 0:
             chosen = jnp.argmax(logits, axis=-1)
         else:
-            chosen = jax.random.categorical(jax.random.fold_in(key, start), logits / sample.temperature)
-        return jnp.broadcast_to(chosen[:1, None], (rows, 1)), cache
+            chosen = jax.random.categorical(
+                jax.random.fold_in(jax.random.wrap_key_data(key), start), logits / sample.temperature
+            )
+        return jnp.broadcast_to(chosen[:1, None], (rows, 1)).astype(jnp.int32), cache
 
-    advance = jax.jit(forward, donate_argnums=1, out_shardings=(replicated, None))
-    cache = model.empty_cache(rows, length)
-    tokens, key = jnp.tile(jnp.array([prompt], jnp.int32), (rows, 1)), jax.random.key(seed)
+    def begin(params: Tree, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, Tree]:
+        return forward(params, model.empty_cache(rows, length), tokens, jnp.int32(0), key)
+
+    key = np.asarray(jax.random.key_data(jax.random.key(seed)))
     written: list[int] = []
-    position = 0
-    while len(prompt) + len(written) < length:
-        chosen, cache = advance(params, cache, tokens, jnp.int32(position), key)
-        position += tokens.shape[1]
-        tokens = chosen.astype(jnp.int32)
-        written.append(int(tokens[0, 0]))
+    for position in range(len(prompt), length):
+        if not written:
+            first = np.tile(np.array([prompt], np.int32), (rows, 1))
+            chosen, cache = jax.jit(begin, out_shardings=(replicated, None))(params, first, key)
+            advance = jax.jit(forward, donate_argnums=1, out_shardings=(replicated, None))
+        else:
+            chosen, cache = advance(params, cache, chosen, np.int32(position - 1), key)
+        written.append(int(chosen[0, 0]))
         if written[-1] == tokenizer.eos:
             break
     return tokenizer.decode([*prompt, *written])
