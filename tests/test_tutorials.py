@@ -1,0 +1,37 @@
+"""Every command in docs/tutorials is run, page by page and in order, in a folder of its own."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import ROOT, environment
+
+PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+BLOCK = re.compile(r"^```console(?: exit=(\d+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
+    commands = [
+        (line.removeprefix("$ "), int(code or 0))
+        for code, block in BLOCK.findall(page.read_text())
+        for line in block.splitlines()
+        if line.startswith("$ ")
+    ]
+    assert commands
+    binaries = tmp_path / ".bin"
+    binaries.mkdir()
+    for name, target in {"maxhydra": f'exec "{sys.executable}" -m maxhydra "$@"'}.items():
+        (binaries / name).write_text(f"#!/bin/sh\n{target}\n")
+        (binaries / name).chmod(0o755)
+    env = environment()
+    env["PATH"] = f"{binaries}:{Path(sys.executable).parent}:{env['PATH']}"
+    # The commands say for themselves on how many devices they run.
+    env["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    for command, code in commands:
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == code, f"$ {command}\n{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr
