@@ -1,94 +1,24 @@
-"""One job: the composed config becomes a run, and the command says what came of it."""
+"""One job as Hydra, its sweepers and its launchers call it: a composed config in, the objective out."""
 
-import errno
-import shlex
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from maxhydra.cli.errors import RunFailed
 from maxhydra.config.compose import job_choices
-from maxhydra.config.located import shown
-from maxhydra.config.schema import Config
 from maxhydra.config.validate import instantiate
-from maxhydra.record import RunDirectory
-from maxhydra.runs import write_report
-
-if TYPE_CHECKING:
-    from maxhydra.tasks import Result
-
-# 128 and the signal's number, as a shell reports a process that a signal ended.
-INTERRUPTED = {"SIGINT": 130, "SIGTERM": 143}
 
 
 def run(node: DictConfig) -> float | None:
     """Run the task; returns the objective, which sweepers minimise."""
     config = instantiate(node)
     hydra = HydraConfig.get()
-    in_sweep = hydra.mode is RunMode.MULTIRUN
-    if in_sweep:
-        print(f"job {hydra.job.num}: {' '.join(hydra.overrides.task)}", flush=True)
+    overrides, choices = list(hydra.overrides.task), job_choices(hydra.runtime)
     # jax comes in here, and not before the config is valid.
-    from maxhydra import tasks  # noqa: PLC0415
+    from maxhydra.cli.execute import execute  # noqa: PLC0415
 
-    path = Path(hydra.runtime.output_dir) if in_sweep else None
-    with _disk_errors_explained():
-        result = tasks.run(config, choices=job_choices(hydra.runtime), path=path)
-    if result.path is not None and result.writes:
-        folder = RunDirectory(result.path, writes=False)
-        try:
-            write_report(folder)
-        except OSError as error:
-            print(f"maxhydra: report.html could not be written: {error.strerror}", file=sys.stderr)
-        lines = [*_ending(result, folder, config)]
-        lines += [] if in_sweep else _next(result, folder, config, list(hydra.overrides.task))
-        print("\n".join(lines), flush=True)
-    if result.status == "failed":
-        raise RunFailed(result.reason)
-    if result.status == "preempted":
-        # Not an Exception: a sweep that was asked to end must not go on with its next job.
-        raise SystemExit(INTERRUPTED[result.reason.split()[0]])
-    return result.objective
-
-
-@contextmanager
-def _disk_errors_explained() -> Iterator[None]:
-    """A full disk is not a bug: say so in a line. Whatever was written before is whole."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        where = f" ({error.filename})" if error.filename else ""
-        raise RunFailed(f"{error.strerror}{where}; make room, and the same command goes on") from error
-
-
-def _ending(result: "Result", folder: RunDirectory, config: Config) -> Iterator[str]:
-    """The sample, how the run ended, and where it lies."""
-    if sample := folder.read().get("sample"):
-        yield f"\n{sample.strip()}\n"
-    value = "" if result.objective is None else f", {config.objective} {result.objective:.4g}"
-    yield f"{result.status}: {result.reason}{value}"
-    yield f"run:    {shown(folder.path)}"
-    yield f"report: {shown(folder.report_path)}"
-
-
-def _next(result: "Result", folder: RunDirectory, config: Config, overrides: list[str]) -> Iterator[str]:
-    """The command that goes on with this run."""
-    name = folder.path.relative_to(Path(config.run.outputs).absolute())
-    command = shlex.join(["maxhydra", *_without(overrides, "run.name", "train.steps"), f"run.name={name}"])
-    if result.status == "finished":
-        yield f"next:   {command} train.steps={2 * config.train.steps}    # goes on, twice as long"
-        yield "        maxhydra --help, maxhydra explain train    # what else can be set"
-    else:
-        yield f"next:   {command} train.steps={config.train.steps}    # goes on from the last checkpoint"
-
-
-def _without(overrides: list[str], *keys: str) -> list[str]:
-    return [override for override in overrides if override.lstrip("+").partition("=")[0] not in keys]
+    if hydra.mode is RunMode.MULTIRUN:
+        print(f"job {hydra.job.num}: {' '.join(overrides)}", flush=True)
+        return execute(config, choices, path=Path(hydra.runtime.output_dir), advise=None)
+    return execute(config, choices, path=None, advise=overrides)

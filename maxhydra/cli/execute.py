@@ -1,0 +1,58 @@
+"""Runs a task, and says how it ended, where the run lies and what to try next."""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from maxhydra import tasks
+from maxhydra.cli.errors import RunFailed
+from maxhydra.config import Config
+from maxhydra.config.located import shown
+from maxhydra.record import RunDirectory
+from maxhydra.runs import write_report
+from maxhydra.tasks import Result
+
+# 128 and the signal's number, as a shell reports a process that a signal ended.
+INTERRUPTED = {"SIGINT": 130, "SIGTERM": 143}
+
+
+def execute(config: Config, choices: dict[str, str], *, path: Path | None, advise: list[str] | None) -> float | None:
+    """The objective of the run. `advise` are the overrides of a run that stands alone, for the command that goes on."""
+    result = tasks.run(config, choices=choices, path=path)
+    if result.path is not None and result.writes:
+        folder = RunDirectory(result.path, writes=False)
+        write_report(folder)
+        lines = [*_ending(result, folder, config)]
+        lines += [] if advise is None else _next(result, folder, config, advise)
+        print("\n".join(lines), flush=True)
+    if result.status == "failed":
+        raise RunFailed(result.reason)
+    if result.status == "preempted":
+        # Not an Exception: a sweep that was asked to end must not go on with its next job.
+        raise SystemExit(INTERRUPTED[result.reason.split()[0]])
+    return result.objective
+
+
+def _ending(result: Result, folder: RunDirectory, config: Config) -> Iterator[str]:
+    """The sample, how the run ended, and where it lies."""
+    if sample := folder.read().get("sample"):
+        yield f"\n{sample.strip()}\n"
+    value = "" if result.objective is None else f", {config.objective} {result.objective:.4g}"
+    yield f"{result.status}: {result.reason}{value}"
+    yield f"run:    {shown(folder.path)}"
+    yield f"report: {shown(folder.report_path)}"
+
+
+def _next(result: Result, folder: RunDirectory, config: Config, overrides: list[str]) -> Iterator[str]:
+    """The command that goes on with this run."""
+    name = folder.path.relative_to(Path(config.run.outputs).absolute())
+    command = shlex.join(["maxhydra", *_without(overrides, "run.name", "train.steps"), f"run.name={name}"])
+    if result.status == "finished":
+        yield f"next:   {command} train.steps={2 * config.train.steps}    # goes on, twice as long"
+        yield "        maxhydra --help, maxhydra explain train    # what else can be set"
+    else:
+        yield f"next:   {command} train.steps={config.train.steps}    # goes on from the last checkpoint"
+
+
+def _without(overrides: list[str], *keys: str) -> list[str]:
+    return [override for override in overrides if override.lstrip("+").partition("=")[0] not in keys]
