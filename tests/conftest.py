@@ -6,6 +6,8 @@ conf/hardware/cpu.yaml.
 
 import os
 
+import pytest
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -15,3 +17,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_experimental_ynn_fusion_type=",
     ]
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -145,6 +145,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     """Two processes of two devices each, meeting over plain environment variables, against one process of four."""
     arguments = [*SMALL, "train.steps=20", "checkpoint.every=10", "mesh.fsdp=4", "train.per_device_batch_size=2"]

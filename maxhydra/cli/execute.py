@@ -1,7 +1,10 @@
 """Runs a task, and says how it ended, where the run lies and what to try next."""
 
+import errno
 import shlex
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from maxhydra import tasks
@@ -18,10 +21,14 @@ INTERRUPTED = {"SIGINT": 130, "SIGTERM": 143}
 
 def execute(config: Config, choices: dict[str, str], *, path: Path | None, advise: list[str] | None) -> float | None:
     """The objective of the run. `advise` are the overrides of a run that stands alone, for the command that goes on."""
-    result = tasks.run(config, choices=choices, path=path)
+    with _disk_errors_explained():
+        result = tasks.run(config, choices=choices, path=path)
     if result.path is not None and result.writes:
         folder = RunDirectory(result.path, writes=False)
-        write_report(folder)
+        try:
+            write_report(folder)
+        except OSError as error:
+            print(f"maxhydra: report.html could not be written: {error.strerror}", file=sys.stderr)
         lines = [*_ending(result, folder, config)]
         lines += [] if advise is None else _next(result, folder, config, advise)
         print("\n".join(lines), flush=True)
@@ -31,6 +38,18 @@ def execute(config: Config, choices: dict[str, str], *, path: Path | None, advis
         # Not an Exception: a sweep that was asked to end must not go on with its next job.
         raise SystemExit(INTERRUPTED[result.reason.split()[0]])
     return result.objective
+
+
+@contextmanager
+def _disk_errors_explained() -> Iterator[None]:
+    """A full disk is not a bug: say so in a line. Whatever was written before is whole."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        raise RunFailed(f"{error.strerror}{where}; make room, and the same command goes on") from error
 
 
 def _ending(result: Result, folder: RunDirectory, config: Config) -> Iterator[str]:

@@ -18,8 +18,28 @@ from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.compose import to_yaml
 from maxhydra.record import RunDirectory, RunInUseError, logging_to
+from maxhydra.runtime import Machine
 from maxhydra.runtime.options import hardware_from
-from maxhydra.tasks.job import Job, Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A valid config on a started machine, and the run's folder; a task that only prints leaves it untouched."""
+
+    config: Config
+    choices: dict[str, str]
+    machine: Machine
+    run: RunDirectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a task ended: a run status, why, its metrics, and facts worth keeping in run.json."""
+
+    status: str
+    reason: str
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    facts: dict[str, object] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

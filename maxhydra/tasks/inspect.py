@@ -3,16 +3,16 @@
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from maxhydra import model, optim
+from maxhydra.config.hardware import Hardware
 from maxhydra.config.tasks.inspect import Format, InspectTask
 from maxhydra.sharding import Sharder, abstract_mesh, bytes_per_device, is_axes
-from maxhydra.tasks.job import Job, Outcome
+from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = KEEPS_RUN = False
 
@@ -53,7 +53,7 @@ def run(job: Job) -> Outcome:
     if task.format is Format.json:
         print(json.dumps({**facts, "arrays": [dataclasses.asdict(row) for row in parameters]}, indent=1))
     else:
-        _print(parameters, facts, config.hardware.memory_gib)
+        _print(parameters, facts, config.hardware, config.model.dtypes.compute.value)
     return Outcome("finished", "printed")
 
 
@@ -80,26 +80,38 @@ def _entry(entry: object) -> str:
     return "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
 
 
-def _print(rows: list[Row], facts: dict, memory_gib: float | None) -> None:
-    console = Console(soft_wrap=True)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column, justify in {"parameter": "left", "shape": "left", "axes": "left", "sharding": "left"}.items():
-        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("per device", justify="right", no_wrap=True)
+def _print(rows: list[Row], facts: dict, hardware: Hardware, dtype: str) -> None:
+    cells = [("parameter", "shape", "axes", "sharding", "per device")]
     for row in rows:
-        axes = ", ".join(axis or "-" for axis in row.axes)
         shape = f"{row.dtype}[{', '.join(map(str, row.shape))}]"
-        table.add_row(row.name, shape, axes, row.spec, readable_bytes(row.bytes_per_device))
-    console.print(table)
+        axes = ", ".join(axis or "-" for axis in row.axes)
+        cells.append((row.name, shape, axes, row.spec, readable_bytes(row.bytes_per_device)))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for *left, last in cells:
+        print(
+            "  ".join([*(cell.ljust(width) for cell, width in zip(left, widths, strict=False)), last.rjust(widths[-1])])
+        )
     size = facts["bytes_per_device"]
     mesh = " x ".join(f"{axis}={n}" for axis, n in facts["mesh"].items()) or "one device"
-    fits = f" of {memory_gib:g} GiB" if memory_gib else ""
-    console.print(
+    fits = f" of {hardware.memory_gib:g} GiB" if hardware.memory_gib else ""
+    print(
         f"\n{facts['parameters']:,} parameters on {facts['devices']:,} devices ({mesh})\n"
         f"per device: weights {readable_bytes(size['parameters'])}, optimizer {readable_bytes(size['optimizer'])}, "
         f"together {readable_bytes(size['parameters'] + size['optimizer'])}{fits}, before activations\n"
         f"training takes {facts['flops_per_token'] / 1e9:,.1f} GFLOP per token"
     )
+    for ceiling in _ceilings(facts, hardware, dtype):
+        print(ceiling)
+
+
+def _ceilings(facts: dict, hardware: Hardware, dtype: str) -> Iterator[str]:
+    """What the hardware option's figures allow at most; nothing is said where it has none."""
+    if peak := hardware.peak_tflops.get(dtype):
+        tokens = facts["devices"] * peak * 1e12 / facts["flops_per_token"]
+        yield f"at {peak:g} TFLOP/s a device in {dtype}: at most {tokens:,.0f} tokens a second, reached at 100 % MFU"
+    if hardware.bandwidth_gb_s:
+        seconds = facts["bytes_per_device"]["parameters"] / (hardware.bandwidth_gb_s * 1e9)
+        yield f"at {hardware.bandwidth_gb_s:g} GB/s: reading a device's weights once takes {seconds * 1e3:.3g} ms"
 
 
 def readable_bytes(count: int) -> str:

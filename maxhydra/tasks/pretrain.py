@@ -2,7 +2,7 @@
 
 from maxhydra import data, model, optim
 from maxhydra.sharding import Sharder, build_mesh
-from maxhydra.tasks.job import Job, Outcome
+from maxhydra.tasks import Job, Outcome
 from maxhydra.train import StateDef, Training, next_token_loss, plan_batches, train, write_sample
 
 NEEDS_DEVICES = KEEPS_RUN = True
