@@ -20,7 +20,7 @@ from maxhydra.train.step import make_step
 def seconds(layers: int) -> float:
     """Trace, lower and compile, each time anew."""
     jax.clear_caches()
-    config = compose([f"model.num_layers={layers}", "model.remat.policy=minimal"]).config
+    config = compose([f"model.num_layers={layers}", "model.scan_unroll=1", "model.remat.policy=minimal"]).config
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
     loader = data.train_loader(config.data, plan_batches(config, sharder))
     batch = loader.peek()

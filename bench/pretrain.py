@@ -28,7 +28,7 @@ def main(overrides: list[str]) -> None:
     loader = data.train_loader(config.data, batches)
     loss = next_token_loss(decoder, sharder, config.train)
     training = Training(StateDef(decoder, optimizer, sharder), loss, batches, loader, held_out=lambda: iter(()))
-    step, compile_seconds = compile_step(training, config)
+    step, compile_seconds = compile_step(training, config, loader.peek())
 
     state = training.states.create(0)
     losses = []

@@ -91,13 +91,13 @@ def _print(rows: list[Row], facts: dict, hardware: Hardware, dtype: str) -> None
         print(
             "  ".join([*(cell.ljust(width) for cell, width in zip(left, widths, strict=False)), last.rjust(widths[-1])])
         )
-    size = facts["bytes_per_device"]
+    held = facts["bytes_per_device"]
     mesh = " x ".join(f"{axis}={n}" for axis, n in facts["mesh"].items()) or "one device"
     fits = f" of {hardware.memory_gib:g} GiB" if hardware.memory_gib else ""
     print(
         f"\n{facts['parameters']:,} parameters on {facts['devices']:,} devices ({mesh})\n"
-        f"per device: weights {readable_bytes(size['parameters'])}, optimizer {readable_bytes(size['optimizer'])}, "
-        f"together {readable_bytes(size['parameters'] + size['optimizer'])}{fits}, before activations\n"
+        f"per device: weights {readable_bytes(held['parameters'])}, optimizer {readable_bytes(held['optimizer'])}, "
+        f"together {readable_bytes(held['parameters'] + held['optimizer'])}{fits}, before activations\n"
         f"training takes {facts['flops_per_token'] / 1e9:,.1f} GFLOP per token"
     )
     for ceiling in _ceilings(facts, hardware, dtype):

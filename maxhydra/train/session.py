@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
 import jax
@@ -45,30 +46,33 @@ class Training:
 def train(training: Training, config: Config, *, run: RunDirectory, machine: Machine) -> Ending:
     """Train until train.steps, and save the end."""
     began = time.perf_counter()
-    start = begin(training.states, run.checkpoints, config.checkpoint, training.loader, seed=config.run.seed)
-    parameters = parameter_count(training.states.model.shapes)
-    log.info("%s parameters, %s; run %s", f"{parameters:,}", start.source, run.path)
-    run.update(parameters=parameters, started_from=start.source, start_step=start.step)
-    with Interrupt() as interrupt, closing(training.loader):
+    with Interrupt() as interrupt, closing(training.loader), ExitStack() as stack:
+        # The step compiles while the weights are made or read: on a small model either takes as long as the other.
+        compiling = stack.enter_context(ThreadPoolExecutor(1)).submit(
+            compile_step, training, config, training.loader.peek()
+        )
+        start = begin(training.states, run.checkpoints, config.checkpoint, training.loader, seed=config.run.seed)
+        parameters = parameter_count(training.states.model.shapes)
+        log.info("%s parameters, %s; run %s", f"{parameters:,}", start.source, run.path)
+        run.update(parameters=parameters, started_from=start.source, start_step=start.step)
         if start.step >= config.train.steps:
             reason = f"step {start.step} was reached before; raise train.steps to go on"
             return Ending("finished", reason, start.step, start.state, {})
-        step, seconds = compile_step(training, config)
+        step, seconds = compiling.result()
         run.update(timings={"compile": seconds, "before_first_step": time.perf_counter() - began})
-        with ExitStack() as stack:
-            parts = _assemble(training, config, step, start, run=run, machine=machine, stack=stack)
-            return fit(parts, start.state, start=start.step, interrupt=interrupt)
+        parts = _assemble(training, config, step, start, run=run, machine=machine, stack=stack)
+        return fit(parts, start.state, start=start.step, interrupt=interrupt)
 
 
-def compile_step(training: Training, config: Config) -> tuple[StepFn, float]:
-    """The compiled step, and how long that took. The state is given up to its successor, so it exists once."""
+def compile_step(training: Training, config: Config, example: Batch) -> tuple[StepFn, float]:
+    """The step compiled for batches like the example, and how long that took. A state is given up to its successor."""
     began = time.perf_counter()
     step = jax.jit(
         make_step(training.loss, training.states.optimizer, config.train),
         donate_argnums=0,
         out_shardings=(training.states.shardings(), None),
     )
-    compiled = step.lower(training.states.abstract(), training.loader.peek()).compile()
+    compiled = step.lower(training.states.abstract(), example).compile()
     return compiled, time.perf_counter() - began
 
 
