@@ -76,6 +76,15 @@ def tags(segments: bool) -> dict[str, jax.Array]:
     )
 
 
+def assert_near_in_bfloat16(got, want):
+    """By the norm: single elements that nearly cancel carry the rounding of terms a hundred times their size.
+
+    The second term is for gradients that are zero, as with a window of one.
+    """
+    error, size = np.linalg.norm(np.float32(got - want)), np.linalg.norm(np.float32(want))
+    assert error < 0.01 * (size + want.size**0.5)
+
+
 def value_and_grads(backend: str, inputs, request: Request, **arrays):
     """Output, and the gradient of a fixed random projection of it."""
     probe = jax.random.normal(jax.random.key(1), inputs[0].shape)
@@ -121,7 +130,7 @@ def test_xla_in_bfloat16_is_near_the_reference(mask, softmax_dtype):
     inputs, request = make_inputs((4, 2), jnp.bfloat16), make_request(softmax_dtype=softmax_dtype, **mask)
     expected = value_and_grads("reference", inputs, request, **arrays)
     for got, want in zip(value_and_grads("xla", inputs, request, **arrays), expected, strict=True):
-        np.testing.assert_allclose(got, want, atol=0.06, rtol=0.01)
+        assert_near_in_bfloat16(got, want)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -260,4 +269,4 @@ def test_cudnn_equals_the_reference_with_gradients(mask, heads, head_dim):
         return
     expected = value_and_grads("reference", inputs, request, **arrays)
     for got, want in zip(value_and_grads("cudnn", inputs, request, **arrays), expected, strict=True):
-        np.testing.assert_allclose(got, want, atol=0.06, rtol=0.01)
+        assert_near_in_bfloat16(got, want)
