@@ -280,4 +280,5 @@ def test_bad_patterns_are_refused(fields):
 
 
 def test_no_decay_pattern_may_match_nothing():
-    build(config(no_decay=["nothing_of_this_name"]), steps=STEPS, shapes=SHAPES, axes=AXES)
+    optimizer = build(config(no_decay=["nothing_of_this_name"]), steps=STEPS, shapes=SHAPES, axes=AXES)
+    assert jax.tree.leaves(jax.eval_shape(optimizer.transform.init, SHAPES))

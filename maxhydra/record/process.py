@@ -1,5 +1,6 @@
 """Whether the process that wrote a run is still there."""
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -23,10 +24,10 @@ def is_alive(host: str, pid: int, started: str | None) -> bool | None:
     """Whether that process runs; None where it cannot be known from here, on another host."""
     if host != socket.gethostname():
         return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
+    # A process of another user is there too, and may not be signalled.
+    with contextlib.suppress(PermissionError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
     return started is None or process_start(pid) == started
