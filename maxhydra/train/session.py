@@ -53,6 +53,7 @@ def train(training: Training, config: Config, *, run: RunDirectory, machine: Mac
         )
         start = begin(training.states, run.checkpoints, config.checkpoint, training.loader, seed=config.run.seed)
         parameters = parameter_count(training.states.model.shapes)
+        log.info("%s", "; ".join(machine.notes))
         log.info("%s parameters, %s; run %s", f"{parameters:,}", start.source, run.path)
         run.update(parameters=parameters, started_from=start.source, start_step=start.step)
         if start.step >= config.train.steps:
