@@ -41,6 +41,7 @@ def write(folder: Path, name: str, text: str) -> Path:
         ("data.shuffle=maybe", "data.shuffle", ["true or false"]),
         ("optimizer.learning_rate=???", "optimizer.learning_rate", ["=???", "a value is needed", "a number, over 0"]),
         ("optimizer.kind=adam", "optimizer.kind", ["adamw, adafactor, sgd, muon, lion", "did you mean 'adamw'?"]),
+        ("train.loss_chunk=48", "train.loss_chunk", ["does not divide seq_len=128", "1, 2, 4, 8, 16, 32, 64"]),
         ("data.source=dmo", "data.source", ["demo", "did you mean 'demo'?"]),
         ("tracker.backends=[wandb,tensorbord]", "tracker.backends", ["the item tensorbord", "tensorboard"]),
         ("optimizer.no_decay=norm", "optimizer.no_decay", ["is not a list"]),

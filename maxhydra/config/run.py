@@ -131,6 +131,16 @@ class Train(Schema):
     """bar, lines, none; auto shows a bar on a terminal and lines elsewhere."""
     sample: Sample = section(Sample)
 
+    def check(self) -> Iterator[Problem]:
+        if 0 < self.loss_chunk < self.seq_len and self.seq_len % self.loss_chunk:
+            divisors = [str(n) for n in range(1, self.seq_len) if self.seq_len % n == 0]
+            yield Problem(
+                "loss_chunk",
+                f"does not divide seq_len={self.seq_len}",
+                value=self.loss_chunk,
+                accepted=f"0 for all at once, or {', '.join(divisors)}",
+            )
+
 
 @schema
 class Checkpoint(Schema):
