@@ -1,5 +1,6 @@
 """What the loop decides: when to evaluate, save and end. The model is a line through points; all else is real."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,3 +125,17 @@ def test_a_nan_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
     assert "step 23 is not finite" in ending.reason
     assert np.isfinite(float(ending.state.params["w"]))
     assert saved(tmp_path) == [10, 20]
+
+
+def test_a_failed_save_does_not_keep_the_next_from_being_tried(tmp_path: Path, monkeypatch: Any) -> None:
+    """There is no room for the save of step 10, and there is again at the end."""
+    real, calls = shutil.disk_usage, []
+
+    def no_room_at_first(path: Path) -> Any:
+        calls.append(path)
+        return real(path)._replace(free=0) if len(calls) == 1 else real(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", no_room_at_first)
+    ending = go(tmp_path, Train(steps=15, eval_every=0), Checkpoint(every=10), evals=[1.0])
+    assert ending.status == "finished"
+    assert len(calls) == 2 and saved(tmp_path) == [15]

@@ -94,7 +94,6 @@ class OrbaxCheckpointer:
         )
 
     def save(self, step: int, state: TrainState, data: dict[str, Any], metrics: Mapping[str, float]) -> None:
-        self.settle()
         best = {self._best_metric: metrics[self._best_metric]} if self._best_metric in metrics else None
         items = ocp.args.Composite(
             params=ocp.args.StandardSave(state.params),

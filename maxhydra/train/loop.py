@@ -1,6 +1,6 @@
 """The one loop of every training task.
 
-Order of a step: take a batch, dispatch the step, log, evaluate, save, decide whether to end. The host reads metrics of
+Order of a step: take a batch, dispatch the step, log, evaluate, decide whether to end, save. The host reads metrics of
 a step only after a later one is under way, so the device always has work.
 """
 
@@ -85,7 +85,7 @@ class _Loop:
         return step == train.steps or (train.eval_every > 0 and step % train.eval_every == 0)
 
     def evaluate(self, step: int, state: TrainState) -> None:
-        if self._parts.evaluate is None or self._parts.train.eval_batches == 0:
+        if self._parts.evaluate is None:
             return
         self._parts.meter.flush()
         if self._parts.meter.halted:
@@ -121,11 +121,11 @@ class _Loop:
         self._parts.meter.flush()
         if self._parts.meter.halted:
             return
-        for attempt in (self._parts.checkpointer.settle, lambda: self._write(step, state)):
-            try:
-                attempt()
-            except SaveFailed as failure:
-                log.error("%s; training goes on", failure)
+        self._settle_earlier()
+        try:
+            self._write(step, state)
+        except SaveFailed as failure:
+            log.error("%s; training goes on", failure)
 
     def close(self, status: str, reason: str, step: int, state: TrainState) -> Ending:
         """Write what is pending and save the end; a last save that fails makes the run fail."""
@@ -138,11 +138,19 @@ class _Loop:
         metrics = {**parts.meter.last, **self._evaluated}
         try:
             if status != "failed" and self._saved_step != step:
+                self._settle_earlier()
                 self._write(step, state)
             parts.checkpointer.settle()
         except SaveFailed as failure:
             status, reason = "failed", str(failure)
         return Ending(status, reason, step, state, metrics)
+
+    def _settle_earlier(self) -> None:
+        """Wait for the save before; that it failed is no reason not to try the next."""
+        try:
+            self._parts.checkpointer.settle()
+        except SaveFailed as failure:
+            log.error("%s; training goes on", failure)
 
     def _write(self, step: int, state: TrainState) -> None:
         metrics: Mapping[str, float] = self._evaluated if self._evaluated_step == step else {}

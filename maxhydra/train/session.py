@@ -97,6 +97,7 @@ def _assemble(
     progress = stack.enter_context(
         closing(open_progress(config.train.progress, total=config.train.steps, start=start.step, shown=is_main))
     )
+    limit = config.train.eval_batches
     tokens = training.batches.batch * training.batches.seq_len
     work = Work(
         tokens=tokens,
@@ -109,7 +110,7 @@ def _assemble(
         saving=config.checkpoint,
         step=step,
         loader=training.loader,
-        evaluate=make_evaluate(training.loss, training.held_out, limit=config.train.eval_batches),
+        evaluate=make_evaluate(training.loss, training.held_out, limit=limit) if limit else None,
         checkpointer=stack.enter_context(closing(open_checkpointer(run.checkpoints, config.checkpoint))),
         meter=Meter(work, run=run, writer=writer, tracker=tracker, progress=progress, step=start.step),
         past_eval_losses=series(run.metrics_path, "eval/loss")[1],
