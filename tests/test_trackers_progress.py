@@ -1,5 +1,6 @@
 """The progress display: lines that read well, a bar on a terminal, and both in log.txt."""
 
+import contextlib
 import os
 import pty
 import re
@@ -72,11 +73,9 @@ def test_bar_on_a_terminal_keeps_text_above_it(tmp_path):
     subprocess.run(command, env=environment, stderr=end, check=True)
     os.close(end)
     shown = b""
-    try:
+    with contextlib.suppress(OSError):  # The end of what was written to a closed terminal.
         while piece := os.read(terminal, 65536):
             shown += piece
-    except OSError:  # The end of what was written to a closed terminal.
-        pass
     os.close(terminal)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     assert "something happened\r\n" in text

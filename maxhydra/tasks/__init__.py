@@ -50,7 +50,6 @@ class Result:
     status: str
     reason: str
     objective: float | None
-    metrics: dict[str, float]
     writes: bool
     """Whether this is the process that writes the folder."""
 
@@ -106,7 +105,6 @@ def _result(job: Job, outcome: Outcome, *, path: Path | None) -> Result:
         status=outcome.status,
         reason=outcome.reason,
         objective=outcome.metrics.get(job.config.objective),
-        metrics=outcome.metrics,
         writes=job.machine.process_index == 0,
     )
 
