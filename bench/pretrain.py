@@ -42,8 +42,8 @@ def main(overrides: list[str]) -> None:
     step_time = (time.perf_counter() - began) / TIMED
     loader.close()
 
-    tokens = batches.batch * batches.seq_len
-    tflops = tokens * model.flops_per_token(config.model, batches.seq_len) / step_time / machine.devices / 1e12
+    tokens = batches.batch * batches.rows.seq_len
+    tflops = tokens * model.flops_per_token(config.model, batches.rows.seq_len) / step_time / machine.devices / 1e12
     peak = machine.peak_tflops(config.model.dtypes.compute.value)
     stats = jax.local_devices()[0].memory_stats() or {}
     line = {

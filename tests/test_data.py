@@ -19,20 +19,23 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config.data import Data
 from maxhydra.config.mesh import RULES, Mesh
-from maxhydra.data import Batch, BatchSpec, Loader, eval_batches, tokenizer, train_loader
-from maxhydra.data.rows import Windows
-from maxhydra.data.sources import open_source
+from maxhydra.data import Batch, BatchSpec, Loader, RowSpec, eval_batches, tokenizer, train_loader
+from maxhydra.data.feed import Feed
+from maxhydra.data.order import Order
+from maxhydra.data.rows import Row, Windows
+from maxhydra.data.sources import RowSource, open_source
 from maxhydra.data.sources.demo import TEXT
 from maxhydra.data.sources.synthetic import NOISE, STEPS
+from maxhydra.data.stream import RowStream
 from maxhydra.sharding import Sharder, build_mesh
 
-SOURCES = sorted(path.stem for path in (TEXT.parents[1] / "sources").glob("[a-z]*.py"))
+SOURCES = ["demo", "synthetic", "text"]
 
 
 def make_spec(batch: int = 4, seq_len: int = 8, devices: int = 1, **mesh: int) -> BatchSpec:
     made = build_mesh(Mesh(**(mesh or {"data": devices})), jax.devices()[:devices])
     sharding = Sharder(made, RULES).sharding(("act_batch", "act_length"))
-    return BatchSpec(batch=batch, seq_len=seq_len, vocab_size=259, seed=3, sharding=sharding)
+    return BatchSpec(rows=RowSpec(seq_len=seq_len, vocab_size=259, seed=3), batch=batch, sharding=sharding)
 
 
 def text_data(folder: Path, size: int, **values: object) -> Data:
@@ -40,6 +43,16 @@ def text_data(folder: Path, size: int, **values: object) -> Data:
     path = folder / "text.txt"
     path.write_bytes(np.random.default_rng(0).integers(256, size=size, dtype=np.uint8).tobytes())
     return Data(source="text", path=str(path), **values)  # type: ignore[arg-type]
+
+
+def open_rows(data: Data, spec: BatchSpec) -> RowSource:
+    source = open_source(data, data, spec.rows)
+    assert isinstance(source, RowSource)
+    return source
+
+
+def with_rows(spec: BatchSpec, **values: int) -> BatchSpec:
+    return dataclasses.replace(spec, rows=dataclasses.replace(spec.rows, **values))
 
 
 def host(batch: Batch) -> dict[str, np.ndarray]:
@@ -117,19 +130,19 @@ class TestSources:
     def test_rows(self, source: str, tmp_path: Path) -> None:
         data = text_data(tmp_path, 1000) if source == "text" else Data(source=source)
         spec = make_spec()
-        opened = open_source(data, spec)
+        opened = open_rows(data, spec)
         for rows in (opened.train, opened.evaluation):
             for index in (0, len(rows) // 2, len(rows) - 1):
-                row, again = rows[index], open_source(data, spec).train[index] if rows is opened.train else rows[index]
+                row, again = rows[index], open_rows(data, spec).train[index] if rows is opened.train else rows[index]
                 assert row.keys() == {"tokens", "targets", "positions", "weights"}
                 for name, column in row.items():
-                    assert column.shape == (spec.seq_len,)
+                    assert column.shape == (spec.rows.seq_len,)
                     assert column.dtype == (np.float32 if name == "weights" else np.int32)
                     np.testing.assert_array_equal(column, again[name])
-                assert row["tokens"].min() >= 0 and row["tokens"].max() < spec.vocab_size
+                assert row["tokens"].min() >= 0 and row["tokens"].max() < spec.rows.vocab_size
 
     def test_demo_trains_on_the_beginning(self) -> None:
-        row = open_source(Data(), make_spec(seq_len=64)).train[1]
+        row = open_rows(Data(), make_spec(seq_len=64)).train[1]
         text = TEXT.read_text(encoding="utf-8")
         assert tokenizer(Data()).decode(row["tokens"].tolist()) == text[64:128]
         assert tokenizer(Data()).decode(row["targets"].tolist()) == text[65:129]
@@ -138,7 +151,7 @@ class TestSources:
         for name, text in {"b.txt": b"\xff\xfe", "a.txt": b"abc", "c.md": b"no"}.items():
             (tmp_path / name).write_bytes(text)
         data = Data(source="text", path=str(tmp_path), eval_fraction=0.2)
-        opened = open_source(data, make_spec(seq_len=2))
+        opened = open_rows(data, make_spec(seq_len=2))
         assert opened.train[0]["tokens"].tolist() == [97, 98]
         assert opened.train[1]["tokens"].tolist() == [99, 257]
         assert opened.evaluation[0]["targets"].tolist() == [0xFE, 0]
@@ -149,20 +162,20 @@ class TestSources:
         for stamp, letter in ((1, "a"), (2, "b")):
             path.write_text(letter * 100)
             os.utime(path, (stamp, stamp))
-            assert open_source(data, make_spec()).train[0]["tokens"][0] == ord(letter)
+            assert open_rows(data, make_spec()).train[0]["tokens"][0] == ord(letter)
 
     def test_synthetic_counts_with_noise(self) -> None:
         spec = make_spec(seq_len=4096)
-        rows = open_source(Data(source="synthetic"), spec).train
+        rows = open_rows(Data(source="synthetic"), spec).train
         steps = set()
         for index in range(16):
             tokens = rows[index]["tokens"]
-            [(step, often)] = Counter((np.diff(tokens) % spec.vocab_size).tolist()).most_common(1)
+            [(step, often)] = Counter((np.diff(tokens) % spec.rows.vocab_size).tolist()).most_common(1)
             steps.add(step)
             # A step holds where neither of its two tokens is noise.
-            assert often / (spec.seq_len - 1) == pytest.approx((1 - 1 / NOISE) ** 2, abs=0.03)
+            assert often / (spec.rows.seq_len - 1) == pytest.approx((1 - 1 / NOISE) ** 2, abs=0.03)
         assert steps <= set(range(1, STEPS + 1)) and len(steps) > 2
-        other = open_source(Data(source="synthetic"), dataclasses.replace(spec, seed=4)).train[0]["tokens"]
+        other = open_rows(Data(source="synthetic"), with_rows(spec, seed=4)).train[0]["tokens"]
         assert (other != rows[0]["tokens"]).any()
 
 
@@ -176,7 +189,7 @@ class TestOrder:
     def test_an_epoch_holds_each_window_once_in_a_new_order(self, tmp_path: Path) -> None:
         spec = make_spec(batch=4, seq_len=8)
         data = text_data(tmp_path, 200)
-        rows = open_source(data, spec).train
+        rows = open_rows(data, spec).train
         windows = sorted(rows[i]["tokens"].tobytes() for i in range(len(rows)))
         assert len(rows) % spec.batch, "a batch should cross the edge of the epoch"
         first, second, *_ = self.epochs(data, spec, 4, len(rows))
@@ -186,7 +199,7 @@ class TestOrder:
     def test_without_shuffle_the_order_is_the_text(self, tmp_path: Path) -> None:
         spec = make_spec(batch=3, seq_len=8)
         data = text_data(tmp_path, 200, shuffle=False)
-        rows = open_source(data, spec).train
+        rows = open_rows(data, spec).train
         for epoch in self.epochs(data, spec, 3, len(rows)):
             assert epoch == [rows[i]["tokens"].tobytes() for i in range(len(rows))]
 
@@ -201,12 +214,12 @@ class TestOrder:
             return np.concatenate([batch["tokens"] for batch in batches])
 
         np.testing.assert_array_equal(first_rows(spec), first_rows(dataclasses.replace(spec, batch=6)))
-        assert (first_rows(spec) != first_rows(dataclasses.replace(spec, seed=2**40))).any()
+        assert (first_rows(spec) != first_rows(with_rows(spec, seed=2**40))).any()
 
     def test_overfitting_repeats_the_first_batches_and_evaluates_them(self, tmp_path: Path) -> None:
         data = text_data(tmp_path, 400, overfit_batches=2)
         spec = make_spec(batch=4)
-        rows = open_source(data, spec).train
+        rows = open_rows(data, spec).train
         expected = sorted(rows[i]["tokens"].tobytes() for i in range(8))
         for epoch in self.epochs(data, spec, 3, 8):
             assert sorted(epoch) == expected
@@ -230,7 +243,7 @@ class TestOrder:
 
     def test_a_vocabulary_over_the_model(self) -> None:
         with pytest.raises(ConfigError) as error:
-            train_loader(Data(), dataclasses.replace(make_spec(), vocab_size=256))
+            train_loader(Data(), with_rows(make_spec(), vocab_size=256))
         assert error.value.problems[0].path == "model.vocab_size"
         assert error.value.problems[0].accepted == "259 or more"
 
@@ -250,6 +263,37 @@ def test_evaluation_predicts_each_held_out_byte_once(tmp_path: Path, size: int, 
     assert all(batch["tokens"].shape == (3, 8) for batch in batches)
 
 
+class Numbers:
+    """Rows that are their own index, one of which cannot be read."""
+
+    def __init__(self, fails_at: int = -1):
+        self.fails_at, self.read = fails_at, 0
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Row:
+        if index == self.fails_at:
+            raise OSError("disk gone")
+        self.read += 1
+        return {"tokens": np.array([index]), "weights": np.ones(1)}
+
+    def loader(self, batch: int, prefetch: int) -> Loader[list[int]]:
+        order = Order(len(self), seed=0, shuffle=False)
+        return Loader(
+            lambda streams: Feed(
+                lambda share: RowStream(self, order, share=share, shares=streams, epochs=None),
+                streams=streams,
+                own=np.arange,
+            ),
+            lambda rows, size: [int(row["tokens"][0]) for row in rows],
+            size=lambda sequences: batch,
+            streams=1,
+            prefetch=prefetch,
+            close=lambda: None,
+        )
+
+
 class TestPosition:
     @pytest.mark.parametrize("prefetch", [0, 1, 3])
     def test_a_state_saved_anywhere_goes_on_in_a_fresh_loader(self, tmp_path: Path, prefetch: int) -> None:
@@ -261,7 +305,7 @@ class TestPosition:
             batches.append(host(next(reference)))
             states.append(reference.state())
         reference.close()
-        assert len(open_source(data, spec).train) < 24, "several epochs should pass"
+        assert len(open_rows(data, spec).train) < 24, "several epochs should pass"
         for position in random.Random(0).sample(range(24), 8):
             fresh = train_loader(data, spec)
             take(fresh, position % 3)
@@ -271,28 +315,23 @@ class TestPosition:
             fresh.close()
 
     def test_what_was_made_ahead_does_not_count(self) -> None:
-        made = []
-        loader = Loader(lambda start: made.append(start) or {}, batch=2, prefetch=3)  # type: ignore[func-returns-value]
-        assert loader.state() == {"sequences": 0}
+        numbers = Numbers()
+        loader = numbers.loader(batch=2, prefetch=3)
+        assert loader.state() == {"sequences": 0, "streams": [None]}
         next(loader)
-        assert loader.state() == {"sequences": 2}
+        assert loader.state() == {"sequences": 2, "streams": [{"given": 2}]}
         loader.close()
-        assert 0 in made and set(made) <= {0, 2, 4, 6}
+        assert numbers.read >= 2
 
     def test_a_failure_in_the_thread_comes_out_of_next(self) -> None:
-        def make(start: int) -> Batch:
-            if start == 4 and not healed:
-                raise OSError("disk gone")
-            return {"start": start}  # type: ignore[dict-item]
-
-        healed: list[bool] = []
-        loader = Loader(make, batch=2, prefetch=2)
-        assert [next(loader)["start"], next(loader)["start"]] == [0, 2]
+        numbers = Numbers(fails_at=5)
+        loader = numbers.loader(batch=2, prefetch=2)
+        assert [next(loader), next(loader)] == [[0, 1], [2, 3]]
         with pytest.raises(OSError, match="disk gone"):
             next(loader)
-        assert loader.state() == {"sequences": 4}
-        healed.append(True)
-        assert next(loader)["start"] == 4
+        assert loader.state()["sequences"] == 4
+        numbers.fails_at = -1
+        assert next(loader) == [4, 5]
         loader.close()
 
     def test_close_ends_the_thread(self) -> None:
@@ -333,18 +372,18 @@ from maxhydra.config.hardware import Hardware, Platform
 from maxhydra.config.mesh import Mesh, RULES
 from maxhydra.runtime import start
 start(Hardware(platform=Platform.cpu, simulated_devices=2, compilation_cache=None))
-from maxhydra.data import BatchSpec, train_loader
+from maxhydra.data import BatchSpec, RowSpec, train_loader
 from maxhydra.sharding import Sharder, build_mesh
 seen = []
 for mesh in json.loads(sys.argv[1]):
     sharder = Sharder(build_mesh(Mesh(**mesh)), RULES)
     sharding = sharder.sharding(("act_batch", "act_length"))
-    spec = BatchSpec(batch=8, seq_len=8, vocab_size=259, seed=3, sharding=sharding)
+    spec = BatchSpec(rows=RowSpec(seq_len=8, vocab_size=259, seed=3), batch=8, sharding=sharding)
     loader = train_loader(Data(), spec)
     next(loader)
     tokens = next(loader)["tokens"]
     parts = [[[i.indices(8)[:2] for i in shard.index], shard.data.tolist()] for shard in tokens.addressable_shards]
-    seen.append([spec.own_rows.tolist(), parts, loader.state()])
+    seen.append([spec.own_rows(8).tolist(), parts, loader.state()])
     loader.close()
 print(json.dumps(seen))
 """

@@ -1,86 +1,102 @@
-"""Where the tokens come from."""
+"""Where the tokens come from, and how they become batches."""
 
 from collections.abc import Iterator
-from pathlib import Path
+from enum import Enum
 
+from maxhydra.config.corpus import READY_ROWS, Corpus
 from maxhydra.config.declare import Schema, option, schema, section
-from maxhydra.config.errors import Problem
+from maxhydra.config.errors import Problem, did_you_mean
+from maxhydra.config.tokenizer import Tokenizer
+
+OnError = Enum("OnError", ["raise", "skip"])
+
+
+class PackingMethod(Enum):
+    auto = "auto"
+    none = "none"
+    first_fit = "first_fit"
+    best_fit = "best_fit"
+    concat_then_split = "concat_then_split"
+
+
+class Overlong(Enum):
+    split = "split"
+    truncate = "truncate"
+    drop = "drop"
 
 
 @schema
-class Tokenizer(Schema):
-    """Text to token ids and back."""
+class Packing(Schema):
+    """How documents of any length become sequences of train.seq_len tokens."""
 
-    kind: str = option("byte", one_of="maxhydra.data.tokenizers")
-    """byte: UTF-8 bytes plus begin, end and padding."""
+    method: PackingMethod = PackingMethod.auto
+    """best_fit and first_fit keep documents whole; concat_then_split cuts them at the sequence's end; none gives each
+    its own sequence; auto is best_fit where the shape can be packed."""
+    window: int = option(128, ge=1)
+    """Sequences' worth of tokens that are packed together; more fills better, and costs more to resume."""
+    max_segments: int | None = option(None, ge=1)
+    """Documents in a sequence at most."""
+    overlong: Overlong = Overlong.split
+    """A document over the sequence: split into pieces, truncate its end, or drop it (concat_then_split always
+    splits)."""
 
 
 @schema
-class Data(Schema):
-    """A source of text, cut into sequences of train.seq_len tokens."""
+class Data(Corpus):
+    """A source, or a mixture of them, as batches of sequences of train.seq_len tokens."""
 
-    source: str = option("demo", one_of="maxhydra.data.sources")
-    """demo: plays of Shakespeare that ship with the package; text: your own UTF-8 files; synthetic: random tokens."""
-    path: str | None = None
-    """text: a file, a folder of .txt files or a glob pattern."""
+    sources: dict[str, Corpus] = option({})
+    """mixture: the sources by a name of your choice."""
+    weights: dict[str, float] = option({})
+    """mixture: share of the sequences by source; they need not sum to 1. Empty: by temperature."""
+    temperature: float = option(1.0, gt=0)
+    """mixture without weights: a source's share goes with its number of records to the power 1 / temperature."""
     tokenizer: Tokenizer = section(Tokenizer)
-    eval_fraction: float = option(0.05, gt=0, lt=1)
-    """Share of the text, at its end, that is held out for evaluation."""
+    packing: Packing = section(Packing)
     shuffle: bool = True
-    """Visit the sequences in a new random order each epoch, drawn from run.seed; false keeps the text's order."""
+    """Visit the records in a new random order each epoch, drawn from run.seed; false keeps their order."""
+    streams: int | None = option(None, ge=1)
+    """Shares into which records are split for reading, kept when a run resumes on other hosts. null: one per process
+    at the run's start."""
+    workers: int = option(0, ge=0)
+    """Processes that read and tokenize; 0 does it in threads of the training process."""
+    on_error: OnError = OnError["raise"]
+    """A record that cannot be used: raise stops the run and says which, skip counts and logs it."""
+    max_characters: int = option(5_000_000, ge=1)
+    """Longest document; one over it is an error, since tokenizing it can take all memory."""
+    cache: str = "~/.cache/maxhydra/data"
+    """Folder for copies of remote files."""
     overfit_batches: int | None = option(None, ge=1)
     """Train and evaluate on the first so many batches again and again. null: on all of them."""
     prefetch: int = option(2, ge=0)
     """Batches prepared ahead of the step."""
 
     def check(self) -> Iterator[Problem]:
-        needs_path = self.source == "text"
-        if needs_path and self.path is None:
-            yield Problem(
-                "path",
-                "is needed by source=text",
-                value=None,
-                accepted="a file, a folder of .txt files or a glob pattern",
-            )
-        if not needs_path and self.path is not None:
-            yield Problem(
-                "path",
-                f"is not used by source={self.source}",
-                value=self.path,
-                hint="set data=text to read your own files",
-            )
-        if needs_path and self.path is not None and not any(_matches(self.path)):
-            yield _no_such_path(self.path)
+        yield from super().check()
+        is_mixture = self.source == "mixture"
+        if is_mixture != bool(self.sources):
+            reason = "is needed by source=mixture" if is_mixture else f"is not used by source={self.source}"
+            yield Problem("sources", reason, value=self.sources or None, accepted="a source or more, by name")
+        yield from self._check_weights()
+        for name, corpus in self.sources.items():
+            if corpus.source == "mixture":
+                yield Problem(f"sources.{name}.source", "is within a mixture already", value="mixture")
+        if self.source in READY_ROWS and self.packing.method is not PackingMethod.auto:
+            reason = f"has no use: source={self.source} gives whole sequences"
+            yield Problem("packing.method", reason, value=self.packing.method, accepted="auto")
 
-
-def _matches(path: str) -> Iterator[Path]:
-    """Files that a path, folder or pattern names, in order."""
-    root = Path(path).expanduser()
-    if root.is_file():
-        yield root
-    elif root.is_dir():
-        yield from sorted(root.rglob("*.txt"))
-    elif any(mark in path for mark in "*?["):
-        anchor = Path(root.anchor or ".")
-        yield from sorted(
-            p for p in anchor.glob(str(root.relative_to(root.anchor)) if root.anchor else path) if p.is_file()
-        )
-
-
-def text_files(path: str) -> list[Path]:
-    """Files that `data.path` names, in order."""
-    return list(_matches(path))
-
-
-def _no_such_path(path: str) -> Problem:
-    """Say how far the path exists and what lies there."""
-    root = Path(path).expanduser()
-    parent = next((p for p in root.parents if p.is_dir()), Path("."))
-    beside = sorted(p.name for p in parent.iterdir())[:8]
-    return Problem(
-        "path",
-        "no file is there",
-        value=path,
-        accepted="a file, a folder of .txt files or a glob pattern",
-        hint=f"{parent.resolve()} holds {', '.join(beside) or 'nothing'}",
-    )
+    def _check_weights(self) -> Iterator[Problem]:
+        for name in self.weights:
+            if name not in self.sources:
+                yield Problem(
+                    f"weights.{name}",
+                    "names no source of data.sources",
+                    value=self.weights[name],
+                    accepted=", ".join(self.sources) or "none: there are no sources",
+                    hint=did_you_mean(name, self.sources),
+                )
+            elif self.weights[name] <= 0:
+                yield Problem(f"weights.{name}", "is not above 0", value=self.weights[name], accepted="above 0")
+        if left_out := [name for name in self.sources if self.weights and name not in self.weights]:
+            hint = "give every source a weight, or none"
+            yield Problem("weights", f"leaves out {', '.join(left_out)}", value=self.weights, hint=hint)

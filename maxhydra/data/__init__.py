@@ -1,7 +1,20 @@
-"""Batches: a source gives rows by index, the loader puts them in order and onto the mesh."""
+"""Batches: sources give records or rows, shapes make documents, packing makes rows, the loader makes batches."""
 
 from maxhydra.data.batch import Batch, BatchSpec
-from maxhydra.data.loader import Loader, eval_batches, train_loader
+from maxhydra.data.evaluation import eval_batches
+from maxhydra.data.loader import Loader, host_loader, train_loader
+from maxhydra.data.rows import Row, RowSpec
 from maxhydra.data.tokenizers import Tokenizer, tokenizer
 
-__all__ = ["Batch", "BatchSpec", "Loader", "Tokenizer", "eval_batches", "tokenizer", "train_loader"]
+__all__ = [
+    "Batch",
+    "BatchSpec",
+    "Loader",
+    "Row",
+    "RowSpec",
+    "Tokenizer",
+    "eval_batches",
+    "host_loader",
+    "tokenizer",
+    "train_loader",
+]

@@ -1,14 +1,13 @@
 """A batch as global arrays: each process reads the rows that its own devices hold, and no others."""
 
 import dataclasses
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from maxhydra.data.rows import Row
+from maxhydra.data.rows import Row, RowSpec
 
 # Global arrays [batch, seq_len], by the names of a row.
 Batch = dict[str, jax.Array]
@@ -18,28 +17,31 @@ Batch = dict[str, jax.Array]
 class BatchSpec:
     """What every batch looks like."""
 
+    rows: RowSpec
     batch: int
     """Sequences in a global batch."""
-    seq_len: int
-    vocab_size: int
-    """Of the model; a source must stay within it."""
-    seed: int
     sharding: jax.sharding.Sharding
     """How [batch, seq_len] lies on the devices of all processes."""
 
-    @cached_property
-    def own_rows(self) -> np.ndarray:
-        """Rows of the batch of which this process's devices hold any part, in order."""
-        places = self.sharding.addressable_devices_indices_map((self.batch, self.seq_len))
-        held = [np.arange(self.batch)[index[0]] for index in places.values() if index is not None]
+    ramp: tuple[tuple[int, int], ...] = ()
+    """Smaller batches at the start: (sequences before which it holds, size), in order."""
+
+    def batch_at(self, sequences: int) -> int:
+        """Size of the batch that begins after so many sequences."""
+        return next((size for until, size in self.ramp if sequences < until), self.batch)
+
+    def own_rows(self, batch: int) -> np.ndarray:
+        """Rows of a batch of some size of which this process's devices hold any part, in order."""
+        places = self.sharding.addressable_devices_indices_map((batch, self.rows.seq_len))
+        held = [np.arange(batch)[index[0]] for index in places.values() if index is not None]
         return np.unique(np.concatenate(held))
 
 
-def make_batch(read: Callable[[int], Row], spec: BatchSpec) -> Batch:
-    """The batch whose row i is read(i)."""
-    rows = [read(int(i)) for i in spec.own_rows]
-    place = np.full(spec.batch, -1)
-    place[spec.own_rows] = np.arange(len(rows))
+def make_batch(rows: Sequence[Row], spec: BatchSpec, batch: int) -> Batch:
+    """The global batch of which `rows` are those that this process owns."""
+    own = spec.own_rows(batch)
+    place = np.full(batch, -1)
+    place[own] = np.arange(len(own))
 
     def make_array(name: str) -> jax.Array:
         host = np.stack([row[name] for row in rows])
@@ -47,6 +49,6 @@ def make_batch(read: Callable[[int], Row], spec: BatchSpec) -> Batch:
         def part(index: Any) -> np.ndarray:
             return host[place[index[0]]][:, index[1]]
 
-        return jax.make_array_from_callback((spec.batch, spec.seq_len), spec.sharding, part)
+        return jax.make_array_from_callback((batch, *host.shape[1:]), spec.sharding, part)
 
-    return {name: make_array(name) for name in rows[0]}
+    return {name: make_array(name) for name, column in rows[0].items() if column.dtype != object}

@@ -1,122 +1,161 @@
-"""The order of training, and batches made ahead of the step in a thread of their own."""
+"""Batches made ahead of the step in a thread of their own, and the position to go on from."""
 
-import itertools
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache, partial
+from typing import Any, Generic, TypeVar
 
-import grain
-import numpy as np
+import jax
 
-from maxhydra.config import ConfigError, Problem
 from maxhydra.config.data import Data
 from maxhydra.data.batch import Batch, BatchSpec, make_batch
-from maxhydra.data.rows import Row, Rows, make_row
-from maxhydra.data.sources import open_source
+from maxhydra.data.feed import Feed, gather
+from maxhydra.data.order import Order
+from maxhydra.data.pipeline import Pipeline
+from maxhydra.data.rows import Row
+from maxhydra.data.stream import Counts, RowStream, State, Stream
+
+B = TypeVar("B")
 
 
-class Loader:
+@dataclasses.dataclass(frozen=True)
+class _Made(Generic[B]):
+    """A batch, and where the data stands after it."""
+
+    batch: B
+    sequences: int
+    states: list[State | None]
+    counts: Counts
+
+
+class Loader(Generic[B]):
     """Batches without end. Its position counts the sequences handed out, whatever the number of processes."""
 
-    def __init__(self, make: Callable[[int], Batch], *, batch: int, prefetch: int):
-        """`make` gives the batch that starts at a position."""
-        self._make = make
-        self._batch = batch
-        self._prefetch = prefetch
-        self._position = 0
-        self._ahead: deque[Future[Batch]] = deque()
+    def __init__(
+        self,
+        make_feed: Callable[[int], Feed],
+        assemble: Callable[[list[Row], int], B],
+        *,
+        size: Callable[[int], int],
+        streams: int,
+        prefetch: int,
+        close: Callable[[], None],
+    ):
+        """`make_feed` opens so many streams; `assemble` makes a batch of own rows; `size` is that of the next batch."""
+        self._make_feed, self._assemble, self._size = make_feed, assemble, size
+        self._feed = make_feed(streams)
+        self._prefetch, self._close = prefetch, close
+        self._given: _Made[B] | None = None
+        self._sequences, self._states = 0, [None] * streams  # type: tuple[int, list[State | None]]
+        self._ahead: deque[Future[_Made[B]]] = deque()
+        self._planned = 0
         # One worker, so that batches are made in order and reading does not crowd out the step.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="data")
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[B]:
         return self
 
-    def __next__(self) -> Batch:
-        batch = self._take()
-        self._position += self._batch
-        return batch
+    def __next__(self) -> B:
+        self._read_ahead()
+        try:
+            made = self._ahead.popleft().result()
+        except BaseException:
+            self._go_to(self._sequences, self._states)
+            raise
+        self._given = made
+        self._sequences, self._states = made.sequences, made.states
+        return made.batch
 
-    def peek(self) -> Batch:
+    def peek(self) -> B:
         """The next batch, which stays the next."""
         self._read_ahead()
-        return self._ahead[0].result()
+        return self._ahead[0].result().batch
 
     def _read_ahead(self) -> None:
         while len(self._ahead) <= self._prefetch:
-            start = self._position + len(self._ahead) * self._batch
-            self._ahead.append(self._worker.submit(self._make, start))
+            size = self._size(self._planned)
+            self._planned += size
+            self._ahead.append(self._worker.submit(self._make, size, self._planned))
 
-    def _take(self) -> Batch:
-        """The batch at the position, with `prefetch` more under way when it is handed out."""
-        self._read_ahead()
-        try:
-            return self._ahead.popleft().result()
-        except BaseException:
-            self._forget()
-            raise
+    def _make(self, size: int, sequences: int) -> _Made[B]:
+        batch = self._assemble(self._feed.rows(size), size)
+        return _Made(batch, sequences, self._feed.states(), self._feed.counts)
 
-    def _forget(self) -> None:
-        """Drop the batches made ahead."""
+    def state(self) -> dict[str, Any]:
+        """The position after the last batch handed out; those made ahead do not count. All processes ask at once."""
+        shared = len(self._states) > 1 and jax.process_count() > 1
+        return {"sequences": self._sequences, "streams": gather(self._states) if shared else self._states}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a state, of this loader or of another over the same data."""
+        self._go_to(int(state["sequences"]), list(state["streams"]))
+
+    def _go_to(self, sequences: int, states: list[State | None]) -> None:
+        """Drop the batches made ahead, and stand where some states say."""
         while self._ahead:
             self._ahead.pop().cancel()
 
-    def state(self) -> dict[str, int]:
-        """The position after the last batch handed out; those made ahead do not count."""
-        return {"sequences": self._position}
+        def move() -> None:
+            if len(states) != self._feed.count:
+                self._feed.close()
+                self._feed = self._make_feed(len(states))
+            self._feed.restore(states)
 
-    def restore(self, state: dict[str, int]) -> None:
-        """Go on from a state, of this loader or of another over the same data."""
-        self._forget()
-        self._position = int(state["sequences"])
+        self._worker.submit(move).result()
+        self._sequences, self._states, self._planned = sequences, states, sequences
+
+    def metrics(self) -> dict[str, float]:
+        """How the batches handed out so far were filled, in this process and session."""
+        counts = self._given.counts if self._given else Counts()
+        padding = 1 - counts.filled / counts.places if counts.places else 0.0
+        return {"data/padding": padding, "data/epoch": counts.epoch, "data/skipped": float(counts.skipped)}
 
     def close(self) -> None:
-        """End the thread; the loader cannot be used after."""
-        self._forget()
+        """End the threads; the loader cannot be used after."""
+        while self._ahead:
+            self._ahead.pop().cancel()
+        self._worker.submit(self._feed.close).result()
         self._worker.shutdown(wait=True, cancel_futures=True)
+        self._close()
 
 
-def train_loader(data: Data, spec: BatchSpec) -> Loader:
-    """Rows in a new order each epoch; sequence n of the run is the same whatever the mesh, processes and batch size."""
-    rows = _training_rows(data, spec)
-    order = grain.MapDataset.source(rows).seed(spec.seed % 2**32)
-    order = order[: data.overfit_batches * spec.batch] if data.overfit_batches is not None else order
-    order = (order.shuffle() if data.shuffle else order).repeat()
-    return Loader(lambda start: make_batch(lambda i: order[start + i], spec), batch=spec.batch, prefetch=data.prefetch)
+def train_loader(data: Data, spec: BatchSpec) -> Loader[Batch]:
+    """Batches to train on, in a new order each epoch, as global arrays."""
+    return _loader(data, spec, partial(_assemble, spec))
 
 
-def eval_batches(data: Data, spec: BatchSpec) -> Iterator[Batch]:
-    """The held-out rows once, in order; the last batch is filled up with rows of weight 0.
-
-    With data.overfit_batches, the batches trained on: a model that cannot fit those has a bug.
-    """
-    if data.overfit_batches is not None:
-        rows, count = _training_rows(data, spec), data.overfit_batches * spec.batch
-    else:
-        rows = open_source(data, spec).evaluation
-        count = len(rows)
-    empty = make_row(np.zeros(1, np.int32), spec.seq_len)
-
-    def row(index: int) -> Row:
-        return rows[index] if index < count else empty
-
-    loader = Loader(lambda start: make_batch(lambda i: row(start + i), spec), batch=spec.batch, prefetch=data.prefetch)
-    try:
-        yield from itertools.islice(loader, -(-count // spec.batch))
-    finally:
-        loader.close()
+def host_loader(data: Data, spec: BatchSpec) -> Loader[list[Row]]:
+    """The own rows of each training batch, on the host: for prompts, whose answers are no arrays."""
+    return _loader(data, spec, lambda rows, size: rows)
 
 
-def _training_rows(data: Data, spec: BatchSpec) -> Rows:
-    """The rows of a source to train on; fewer than are asked for is an error."""
-    rows = open_source(data, spec).train
-    there_are = f"data.source={data.source} holds {len(rows)} sequences of train.seq_len={spec.seq_len} to train on"
-    if len(rows) < spec.batch:
-        reason = f"{there_are}, and a batch takes {spec.batch}"
-        hint = "give it more text, or set train.seq_len, train.per_device_batch_size or data.eval_fraction lower"
-        raise ConfigError(Problem("data", reason, hint=hint))
-    most = len(rows) // spec.batch
-    if data.overfit_batches is not None and data.overfit_batches > most:
-        raise ConfigError(
-            Problem("data.overfit_batches", there_are, value=data.overfit_batches, accepted=f"1 to {most}")
-        )
-    return rows
+def _loader(data: Data, spec: BatchSpec, assemble: Callable[[list[Row], int], B]) -> Loader[B]:
+    pipeline = Pipeline(data, spec.rows)
+    pipeline.check_enough(spec.batch)
+    own = lru_cache(spec.own_rows)
+    overfit = pipeline.first_rows(data.overfit_batches * spec.batch) if data.overfit_batches else None
+
+    def make_feed(streams: int) -> Feed:
+        def open_stream(share: int) -> Stream:
+            if overfit is not None:
+                order = Order(len(overfit), spec.rows.seed, data.shuffle)
+                return RowStream(overfit, order, share=share, shares=streams, epochs=None)
+            return pipeline.stream(share=share, shares_in_all=streams)
+
+        return Feed(open_stream, streams=streams, own=own)
+
+    by_index = pipeline.has_rows or overfit is not None
+    return Loader(
+        make_feed,
+        assemble,
+        size=spec.batch_at,
+        streams=data.streams or (1 if by_index else jax.process_count()),
+        prefetch=data.prefetch,
+        close=pipeline.close,
+    )
+
+
+def _assemble(spec: BatchSpec, rows: list[Row], size: int) -> Batch:
+    return make_batch(rows, spec, size)

@@ -3,7 +3,7 @@
 import math
 
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.data import BatchSpec
+from maxhydra.data import BatchSpec, RowSpec
 from maxhydra.sharding import Sharder
 
 
@@ -34,9 +34,7 @@ def plan_batches(config: Config, sharder: Sharder) -> BatchSpec:
             )
         )
     return BatchSpec(
+        rows=RowSpec(seq_len=train.seq_len, vocab_size=config.model.vocab_size, seed=config.run.seed),
         batch=int(micro_batch) * train.grad_accum,
-        seq_len=train.seq_len,
-        vocab_size=config.model.vocab_size,
-        seed=config.run.seed,
         sharding=sharder.sharding(("act_batch", "act_length")),
     )

@@ -16,7 +16,7 @@ def write_sample(
     model: ModelDef, params: Tree, tokenizer: Tokenizer, sample: Sample, *, sharder: Sharder, seed: int
 ) -> str:
     """Prompt and continuation, at most as long as the model's context; ends at the end-of-text token."""
-    prompt = tokenizer.encode(sample.prompt) or [tokenizer.bos]
+    prompt = tokenizer.encode(sample.prompt) or [tokenizer.pad if tokenizer.bos is None else tokenizer.bos]
     length = min(len(prompt) + sample.tokens, model.config.context_length)
     rows = sharder.ways("act_batch")
     replicated = sharder.sharding((None, None))

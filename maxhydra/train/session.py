@@ -98,10 +98,10 @@ def _assemble(
         closing(open_progress(config.train.progress, total=config.train.steps, start=start.step, shown=is_main))
     )
     limit = config.train.eval_batches
-    tokens = training.batches.batch * training.batches.seq_len
+    tokens = training.batches.batch * training.batches.rows.seq_len
     work = Work(
         tokens=tokens,
-        flops=tokens * flops_per_token(config.model, training.batches.seq_len),
+        flops=tokens * flops_per_token(config.model, training.batches.rows.seq_len),
         devices=machine.devices,
         peak_tflops=machine.peak_tflops(config.model.dtypes.compute.value),
     )

@@ -1,16 +1,81 @@
-"""Where rows come from. A module of this package is one kind of source, chosen by data.source.
+"""Where records or rows come from. A module of this package is one kind of source, chosen by `source`.
 
-Each has `open_source(data, spec) -> Source`.
+Each has `open_source(corpus, data, spec) -> Source`; `data` is the whole section, for the tokenizer and the cache.
 """
 
+import dataclasses
 import importlib
+from collections.abc import Sequence
 
+from maxhydra.config.corpus import Corpus
 from maxhydra.config.data import Data
-from maxhydra.data.batch import BatchSpec
-from maxhydra.data.rows import Source
+from maxhydra.data.records import Fault, Record, Records, RecordStream
+from maxhydra.data.rows import Rows, RowSpec
 
 
-def open_source(data: Data, spec: BatchSpec) -> Source:
-    """The source that the config names."""
-    opened: Source = importlib.import_module(f"{__name__}.{data.source}").open_source(data, spec)
+@dataclasses.dataclass(frozen=True)
+class RowSource:
+    """Rows to train on and rows held out, ready to be batched."""
+
+    train: Rows
+    evaluation: Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordSource:
+    """Records to train on and records held out."""
+
+    train: Records
+    evaluation: Records
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamSource:
+    """Streams of records to train on and to evaluate on."""
+
+    train: RecordStream
+    evaluation: RecordStream
+
+
+Source = RowSource | RecordSource | StreamSource
+
+
+def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> Source:
+    """The source that a corpus names."""
+    opened: Source = importlib.import_module(f"{__name__}.{corpus.source}").open_source(corpus, data, spec)
     return opened
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some consecutive records of others."""
+
+    records: Records
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
+        return self.records.read([self.first + int(index) for index in indices])
+
+    def place(self, index: int) -> str:
+        return self.records.place(self.first + index)
+
+    @property
+    def groups(self) -> list[int] | None:
+        if self.records.groups is None:
+            return None
+        sizes, start = [], 0
+        for size in self.records.groups:
+            held = min(start + size, self.last) - max(start, self.first)
+            sizes += [held] if held > 0 else []
+            start += size
+        return sizes
+
+
+def hold_out(records: Records, fraction: float) -> RecordSource:
+    """Keep a share of the records, at their end, from training; one at least."""
+    boundary = len(records) - min(max(1, round(len(records) * fraction)), len(records))
+    return RecordSource(train=Part(records, 0, boundary), evaluation=Part(records, boundary, len(records)))

@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+from maxhydra.config.corpus import Corpus
 from maxhydra.config.data import Data
-from maxhydra.data.batch import BatchSpec
-from maxhydra.data.rows import Source
+from maxhydra.data.rows import RowSpec
+from maxhydra.data.sources import RowSource
 from maxhydra.data.sources.text import read_files
 
 TEXT = Path(__file__).parents[1] / "text" / "shakespeare.txt"
 
 
-def open_source(data: Data, spec: BatchSpec) -> Source:
-    return read_files([TEXT], data, spec)
+def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RowSource:
+    return read_files([TEXT], corpus, data, spec)

@@ -8,9 +8,10 @@ import dataclasses
 
 import numpy as np
 
+from maxhydra.config.corpus import Corpus
 from maxhydra.config.data import Data
-from maxhydra.data.batch import BatchSpec
-from maxhydra.data.rows import Row, Source, make_row
+from maxhydra.data.rows import Row, RowSpec, make_row
+from maxhydra.data.sources import RowSource
 
 ROWS = 2**20
 STEPS = 8
@@ -23,7 +24,7 @@ class Counting:
 
     first: int
     count: int
-    spec: BatchSpec
+    spec: RowSpec
 
     def __len__(self) -> int:
         return self.count
@@ -37,7 +38,7 @@ class Counting:
         return make_row(np.where(noisy, random.integers(vocab_size, size=seq_len + 1), tokens), seq_len)
 
 
-def open_source(data: Data, spec: BatchSpec) -> Source:
-    held_out = max(1, round(ROWS * data.eval_fraction))
+def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RowSource:
+    held_out = max(1, round(ROWS * corpus.eval_fraction))
     boundary = ROWS - held_out
-    return Source(train=Counting(0, boundary, spec), evaluation=Counting(boundary, held_out, spec))
+    return RowSource(train=Counting(0, boundary, spec), evaluation=Counting(boundary, held_out, spec))

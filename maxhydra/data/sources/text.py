@@ -6,38 +6,66 @@ from pathlib import Path
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.data import Data, text_files
-from maxhydra.data.batch import BatchSpec
-from maxhydra.data.rows import Source, split_stream
-from maxhydra.data.tokenizers import Tokenizer, tokenizer
+from maxhydra.config.corpus import Corpus
+from maxhydra.config.data import Data
+from maxhydra.data.files import find_files
+from maxhydra.data.rows import RowSpec, Windows
+from maxhydra.data.sources import RowSource
+from maxhydra.data.tokenizers import Tokenizer, check_vocabulary, tokenizer
 
 
-def open_source(data: Data, spec: BatchSpec) -> Source:
-    assert data.path is not None
-    return read_files(text_files(data.path), data, spec)
+def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RowSource:
+    assert corpus.path is not None
+    paths = find_files(corpus.path, data.cache, endings=(".txt",))
+    if corpus.eval_path is None:
+        return read_files(paths, corpus, data, spec)
+    held_out = find_files(corpus.eval_path, data.cache, endings=(".txt",))
+    train = _stream(paths, data, spec)
+    evaluation = _stream(held_out, data, spec)
+    return RowSource(
+        train=Windows(train, spec.seq_len, keep_partial=False),
+        evaluation=Windows(evaluation, spec.seq_len, keep_partial=True),
+    )
 
 
-def read_files(paths: list[Path], data: Data, spec: BatchSpec) -> Source:
+def read_files(paths: list[Path], corpus: Corpus, data: Data, spec: RowSpec) -> RowSource:
     """The stream of some files, in order."""
+    return split_stream(_stream(paths, data, spec), spec.seq_len, corpus.eval_fraction)
+
+
+def split_stream(tokens: np.ndarray, seq_len: int, eval_fraction: float) -> RowSource:
+    """Hold out the end of a stream. The first held-out token is predicted too, from the last one of training."""
+    held_out = min(max(1, round(len(tokens) * eval_fraction)), len(tokens))
+    boundary = len(tokens) - held_out
+    return RowSource(
+        train=Windows(tokens[:boundary], seq_len, keep_partial=False),
+        evaluation=Windows(tokens[max(boundary - 1, 0) :], seq_len, keep_partial=True),
+    )
+
+
+def _stream(paths: list[Path], data: Data, spec: RowSpec) -> np.ndarray:
     words = tokenizer(data)
-    if words.vocab_size > spec.vocab_size:
-        reason = f"is under the {words.vocab_size} tokens of data.tokenizer.kind={data.tokenizer.kind}"
-        accepted = f"{words.vocab_size} or more"
-        raise ConfigError(Problem("model.vocab_size", reason, value=spec.vocab_size, accepted=accepted))
+    check_vocabulary(words, data, spec)
     key = (*((path, path.stat().st_mtime_ns) for path in paths), dataclasses.astuple(data.tokenizer))
     if key not in _newest:
-        _newest.clear()
+        while len(_newest) > 3:
+            _newest.pop(next(iter(_newest)))
         _newest[key] = _read(paths, words)
-    return split_stream(_newest[key], spec.seq_len, data.eval_fraction)
+    return _newest[key]
 
 
-# The stream read last: every evaluation opens its source again.
+# The streams read last: every evaluation opens its source again.
 _newest: dict[tuple, np.ndarray] = {}
 
 
 def _read(paths: list[Path], words: Tokenizer) -> np.ndarray:
     pieces: list[np.ndarray] = []
     for path in paths:
-        ids = words.encode_bytes(path.read_bytes())
-        pieces += [np.array([words.eos], ids.dtype), ids] if pieces else [ids]
+        try:
+            ids = words.encode_bytes(path.read_bytes())
+        except UnicodeDecodeError as error:
+            reason = f"is not UTF-8: {error}"
+            raise ConfigError(Problem("data.path", reason, value=path, hint="convert the file to UTF-8")) from None
+        between = [] if words.eos is None or not pieces else [np.array([words.eos], ids.dtype)]
+        pieces += [*between, ids]
     return np.concatenate(pieces)

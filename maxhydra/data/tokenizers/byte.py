@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxhydra.config.data import Tokenizer as Config
+from maxhydra.config.tokenizer import Tokenizer as Config
 
 
 class ByteTokenizer:
@@ -14,12 +14,23 @@ class ByteTokenizer:
     eos = 257
     pad = 258
     vocab_size = 259
+    chat_template: str | None = None
+    special = frozenset({bos, eos, pad})
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
     def encode_bytes(self, data: bytes) -> np.ndarray:
         return np.frombuffer(data, np.uint8).astype(np.uint16)
+
+    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """No special token has a name, so a template's marks are plain bytes."""
+        widths = [len(letter.encode()) for letter in text]
+        character = np.repeat(np.arange(len(text)), widths)
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32), np.stack([character, character + 1], 1)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens have no text; bytes that are not UTF-8 show as the replacement character."""

@@ -1,0 +1,96 @@
+"""One source of records: where it lies and what its records mean."""
+
+from collections.abc import Iterator
+from enum import Enum
+
+from maxhydra.config.declare import Schema, option, schema
+from maxhydra.config.errors import Problem, did_you_mean
+
+# Sources that give rows of tokens, which need no shape and no packing.
+READY_ROWS = ("demo", "text", "synthetic", "olmo")
+
+# Columns that a shape reads, by the role that each plays.
+ROLES = {
+    "text": ("text",),
+    "tokens": ("tokens",),
+    "chat": ("messages",),
+    "preference": ("prompt", "chosen", "rejected"),
+    "prompts": ("prompt", "answer"),
+    "teacher": ("tokens", "teacher_ids", "teacher_logits"),
+}
+
+
+class FileFormat(Enum):
+    auto = "auto"
+    arrayrecord = "arrayrecord"
+    parquet = "parquet"
+    tfrecord = "tfrecord"
+    jsonl = "jsonl"
+
+
+@schema
+class Corpus(Schema):
+    """A source of records."""
+
+    source: str = option("demo", one_of="maxhydra.data.sources")
+    """demo: plays of Shakespeare that ship with the package; text: your own UTF-8 files; grain: files of records; hf:
+    Hugging Face datasets; tfds: TensorFlow Datasets builds; c4_mlperf: C4 as MLPerf uses it; olmo: token shards
+    with an index; synthetic: made tokens; mixture: several of these."""
+    path: str | None = None
+    """Files of text, grain, hf and olmo (its index): a file, a folder or a glob pattern, several separated by `;`,
+    local or any fsspec URL such as gs://bucket/x-*.array_record."""
+    eval_path: str | None = None
+    """Files to evaluate on. null: eval_fraction of those in path."""
+    format: FileFormat = FileFormat.auto
+    """grain: what the files hold; auto goes by the name's ending."""
+    name: str | None = None
+    """hf: dataset on the hub or folder of a saved one; tfds: builder, such as c4/en:3.0.1."""
+    config: str | None = None
+    """hf: configuration of the dataset."""
+    split: str = "train"
+    """hf, tfds: split to train on."""
+    eval_split: str | None = None
+    """hf, tfds: split to evaluate on. null: eval_fraction of the other."""
+    data_dir: str | None = None
+    """hf: sub-folder of the dataset; tfds: folder that holds the builds."""
+    streaming: bool = False
+    """hf: read over the network as training goes, instead of downloading first."""
+    eval_fraction: float = option(0.05, gt=0, lt=1)
+    """Share at the end that is held out for evaluation, where no files or split are."""
+    shape: str = option("text", one_of="maxhydra.data.shapes")
+    """What a record is: text; tokens; chat (messages, loss on the assistant's turns); preference (chosen, rejected);
+    prompts (prompt, answer); teacher (tokens with a teacher's top logits)."""
+    columns: dict[str, str] = option({})
+    """Columns that go by another name than their role, such as text: content."""
+    formatting: str | None = None
+    """Function `package.module:function` that turns a record, a dict, into one that the shape reads."""
+
+    def check(self) -> Iterator[Problem]:
+        yield from self._check_shape()
+        needs_path = self.source in ("text", "grain", "olmo")
+        if needs_path and self.path is None:
+            accepted = "a file, a folder or a glob pattern"
+            yield Problem("path", f"is needed by source={self.source}", value=None, accepted=accepted)
+        if not needs_path and self.source != "hf" and self.path is not None:
+            hint = "set data=text or data=grain to read your own files"
+            yield Problem("path", f"is not used by source={self.source}", value=self.path, hint=hint)
+        if self.source == "hf" and self.path is None and self.name is None:
+            yield Problem("name", "or path is needed by source=hf", value=None, accepted="a dataset's name or folder")
+        if self.source == "tfds" and self.name is None:
+            yield Problem("name", "is needed by source=tfds", value=None, accepted="a builder, such as c4/en:3.0.1")
+        if self.formatting is not None and self.formatting.count(":") != 1:
+            yield Problem("formatting", "names no function", value=self.formatting, accepted="package.module:function")
+
+    def _check_shape(self) -> Iterator[Problem]:
+        if self.source in READY_ROWS and self.shape != "text":
+            reason = f"is not what source={self.source} holds"
+            yield Problem("shape", reason, value=self.shape, accepted="text")
+        for role in self.columns:
+            if role not in ROLES[self.shape]:
+                yield Problem(
+                    f"columns.{role}",
+                    f"is no role of shape={self.shape}",
+                    value=self.columns[role],
+                    accepted=", ".join(ROLES[self.shape]),
+                    hint=did_you_mean(role, ROLES[self.shape]),
+                )

@@ -1,0 +1,53 @@
+"""From records to examples: formatting, shape and tokenizer, in the training process's threads or in workers."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from maxhydra.data.records import Fault, Record
+from maxhydra.data.shapes import Refused, Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """What came of a chunk: examples, the places they fill in rows, and the records that could not be used."""
+
+    examples: list[Any]
+    places: int
+    faults: list[Fault]
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """Reads a chunk and makes examples of it. A pure function of the payload."""
+
+    read: Callable[[Any], Sequence[Record | Fault]]
+    place: Callable[[Any, int], str]
+    """Where the k-th record of a payload lies."""
+    formatting: Callable[[Record], Record] | None
+    shape: Shape
+    longest: int
+    """Places that a row has; an example without packing fills one row whatever its length."""
+
+    def __call__(self, payload: Any) -> Encoded:
+        faults: list[Fault] = []
+        records: list[Record] = []
+        numbers: list[int] = []
+        for number, found in enumerate(self.read(payload)):
+            if isinstance(found, Fault):
+                faults.append(found)
+                continue
+            try:
+                records.append(self.formatting(found) if self.formatting else found)
+                numbers.append(number)
+            except Exception as error:  # a user's function may raise anything, and the record should be named
+                reason = f"data.formatting raised {type(error).__name__}: {error}"
+                faults.append(Fault(self.place(payload, number), reason))
+        examples = []
+        for number, example in zip(numbers, self.shape.encode(records), strict=True):
+            if isinstance(example, Refused):
+                faults.append(Fault(self.place(payload, number), example.reason))
+            else:
+                examples.append(example)
+        places = sum(example.places for example in examples) if self.shape.packs else len(examples) * self.longest
+        return Encoded(examples, places, faults)

@@ -1,0 +1,83 @@
+"""The rows of each batch, from streams that any number of processes can share.
+
+Stream s of S fills rows s * B / S to (s + 1) * B / S of a batch of B, so batch k is the same whatever the number of
+processes, and a process runs only the streams whose rows its devices hold. The state of all streams is the data's
+position: on another number of hosts, streams find new homes, and no record is lost or read twice.
+"""
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+from jax.experimental import multihost_utils
+
+from maxhydra.data.rows import Row
+from maxhydra.data.stream import Counts, State, Stream
+
+
+class Feed:
+    """The streams that this process runs."""
+
+    def __init__(self, open_stream: Callable[[int], Stream], *, streams: int, own: Callable[[int], np.ndarray]):
+        """`own` gives the rows of a batch of some size that this process needs."""
+        self._open, self._count, self._own = open_stream, streams, own
+        self._streams: dict[int, Stream] = {}
+        self._states: list[State | None] = [None] * streams
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def rows(self, size: int) -> list[Row]:
+        """The own rows of the next batch."""
+        own = self._own(size)
+        wanted = set(own.tolist())
+        owner = np.arange(size) * self._count // size
+        taken: dict[int, Row] = {}
+        for index in np.unique(owner[own]).tolist():
+            stream = self._stream(index)
+            for row in np.flatnonzero(owner == index).tolist():
+                if row in wanted:
+                    taken[row] = stream.take()
+                else:
+                    stream.skip()
+        return [taken[row] for row in sorted(taken)]
+
+    def _stream(self, index: int) -> Stream:
+        if index not in self._streams:
+            stream = self._streams[index] = self._open(index)
+            if (state := self._states[index]) is not None:
+                stream.restore(state)
+        return self._streams[index]
+
+    def states(self) -> list[State | None]:
+        """The states of this process's streams, by number; None for those that other processes run."""
+        return [self._streams[index].state() if index in self._streams else None for index in range(self._count)]
+
+    def restore(self, states: list[State | None]) -> None:
+        """Begin anew from some states; None is the start."""
+        self.close()
+        self._streams = {}
+        self._states = list(states)
+
+    @property
+    def counts(self) -> Counts:
+        return sum((stream.counts for stream in self._streams.values()), Counts())
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+
+
+def gather(states: list[State | None]) -> list[State | None]:
+    """Every stream's state, from whichever process runs it. All processes call it at the same time."""
+    mine = np.frombuffer(json.dumps(states).encode(), np.uint8)
+    sizes = np.ravel(multihost_utils.process_allgather(np.array([len(mine)])))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(mine)] = mine
+    gathered = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+    merged: list[State | None] = [None] * len(states)
+    for size, text in zip(sizes, gathered, strict=True):
+        for index, state in enumerate(json.loads(text[:size].tobytes())):
+            merged[index] = merged[index] or state
+    return merged

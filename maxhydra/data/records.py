@@ -1,0 +1,53 @@
+"""Records: what lies in a source, before any tokenizer has seen it."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+# A record as its file has it: columns by name.
+Record = dict[str, Any]
+
+# Where a reader stands: JSON, and enough to go on from in another process.
+Cursor = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A record that cannot be used: where it lies (file and index), and why not."""
+
+    place: str
+    reason: str
+
+
+class Records(Protocol):
+    """Records by index."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
+        """The records at some indices; safe to call from several threads."""
+        ...
+
+    def place(self, index: int) -> str:
+        """File and index of a record, for a message."""
+        ...
+
+    @property
+    def groups(self) -> list[int] | None:
+        """Sizes of the runs of records that can only be read together, or None where each can be read alone."""
+        ...
+
+
+class RecordStream(Protocol):
+    """Records that can only be read in order, from a cursor on."""
+
+    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | Fault, Cursor]]:
+        """One epoch of a share: each record with the cursor after it, None being the epoch's start.
+
+        A cursor's `number` counts the records of the share that lie before it.
+        """
+        ...
+
+    def place(self, number: int) -> str:
+        """Name and number of a record (its cursor's), for a message."""
+        ...

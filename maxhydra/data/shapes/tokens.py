@@ -1,0 +1,38 @@
+"""Documents that were tokenized before, as task=tokenize writes them: every token is learned."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maxhydra.config.corpus import Corpus
+from maxhydra.config.data import Data
+from maxhydra.data.document import Document
+from maxhydra.data.records import Record
+from maxhydra.data.rows import Row
+from maxhydra.data.shapes import Refused, column_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    corpus: Corpus
+    packs = True
+
+    def encode(self, records: Sequence[Record]) -> list[Any]:
+        return [self._example(column_of(record, self.corpus, "tokens")) for record in records]
+
+    def _example(self, value: Any) -> Document | Refused:
+        if isinstance(value, Refused):
+            return value
+        tokens = np.asarray(value)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            return Refused(f"not a list of token ids but {tokens.dtype} of shape {tokens.shape}")
+        return Document(tokens)
+
+    def row(self, example: Any, seq_len: int) -> Row:
+        raise TypeError("tokens are packed")
+
+
+def build(corpus: Corpus, data: Data) -> Tokens:
+    return Tokens(corpus)
