@@ -1,0 +1,18 @@
+"""Packages that only some sources and tokenizers need."""
+
+import importlib
+from types import ModuleType
+
+from maxhydra.config import ConfigError, Problem
+
+
+def need(package: str, setting: str) -> ModuleType:
+    """A package, or how to install it. `setting` is the `key=value` that asks for it."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package.split(".")[0]:
+            raise
+        path, value = setting.split("=")
+        reason = f"needs the package {package.split('.')[0]}, which is not installed"
+        raise ConfigError(Problem(path, reason, value=value, hint="pip install 'maxhydra[data]'")) from None
