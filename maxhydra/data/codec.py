@@ -1,6 +1,6 @@
 """Arrays as the bytes of one record: what task=tokenize writes into ArrayRecord files, at a microsecond to read.
 
-MAGIC, number of arrays u8, then per array: length of the name u8, name, dtype u8, dimensions u8, sizes u32 each, values
+    MAGIC, number of arrays u8, then per array: length of name u8, name, dtype u8, dimensions u8, sizes u32 each, values
 """
 
 import struct

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from maxhydra.config import ConfigError, Problem
 from maxhydra.data.chunks import Chunk, Chunks
 from maxhydra.data.encode import Encoded
 from maxhydra.data.order import Order, share_of
@@ -26,6 +27,8 @@ class Counts:
     """Records left out."""
     epoch: float = 0.0
     """Of the last row given out."""
+    dropped: int = 0
+    """Documents that data.packing.overlong cut short or left out."""
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(
@@ -34,6 +37,7 @@ class Counts:
             self.filled + other.filled,
             self.skipped + other.skipped,
             max(self.epoch, other.epoch),
+            self.dropped + other.dropped,
         )
 
 
@@ -124,8 +128,7 @@ class PackedStream:
     def take(self) -> Row:
         rows = self._ensure()
         row = rows[self._given]
-        filled = int(rows.filled[self._given])
-        self.counts += Counts(1, len(row["tokens"]), filled, 0, self._epoch)
+        self.counts += Counts(1, len(row["tokens"]), rows.filled_of(self._given), 0, self._epoch)
         self._given += 1
         return row
 
@@ -141,9 +144,10 @@ class PackedStream:
                 self._cursor, self._given = self._after, 0
             examples, first, ends_epoch = self._read()
             self._rows = self._pack(examples, (first.epoch, *_key(first.cursor)))
+            self.counts += Counts(dropped=self._rows.cut)
             without = without + ends_epoch if not len(self._rows) else 0
             if without > 1:
-                raise NoRecordsError
+                raise ConfigError(Problem("data", "no record of a whole epoch could be used"))
         return self._rows
 
     def _read(self) -> tuple[list[Any], Chunk, bool]:
@@ -174,10 +178,6 @@ class PackedStream:
 
     def close(self) -> None:
         self._encoded.close()  # type: ignore[attr-defined]
-
-
-class NoRecordsError(Exception):
-    """A whole epoch gave no row."""
 
 
 def _key(cursor: Cursor) -> tuple[int, ...]:

@@ -1,0 +1,332 @@
+"""Streams, feeds and mixtures over records in memory: nothing lost, nothing repeated, any state resumes."""
+
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxhydra.config import ConfigError
+from maxhydra.config.corpus import Corpus
+from maxhydra.config.data import Data, OnError, Packing, PackingMethod
+from maxhydra.data import pipeline as pipelines
+from maxhydra.data.feed import Feed
+from maxhydra.data.mixture import shares
+from maxhydra.data.order import Order, share_of
+from maxhydra.data.pipeline import Pipeline
+from maxhydra.data.records import Cursor, Fault, Record
+from maxhydra.data.rows import Row, RowSpec
+from maxhydra.data.sources import RecordSource, Source, StreamSource
+
+SPEC = RowSpec(seq_len=16, vocab_size=100_000, seed=5)
+RECORDS = 700
+LENGTHS = np.random.default_rng(0).integers(2, 31, size=1000)
+
+
+class Numbered:
+    """Record i is a document of 2 to 30 tokens that begins with i; some cannot be read."""
+
+    def __init__(self, count: int, *, first: int = 0, bad: Sequence[int] = (), groups: list[int] | None = None):
+        self.count, self.first, self.bad, self.groups = count, first, set(bad), groups
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
+        return [self._record(int(index)) for index in indices]
+
+    def _record(self, index: int) -> Record | Fault:
+        if index in self.bad:
+            return Fault(self.place(index), "is bad")
+        tokens = np.full(LENGTHS[index], 90_000 + self.first // 10_000, np.int32)
+        tokens[0] = self.first + index
+        return {"tokens": tokens}
+
+    def place(self, index: int) -> str:
+        return f"memory:{index}"
+
+
+class Streamed:
+    """The same records, readable only in order; a share takes every so-manieth."""
+
+    def __init__(self, count: int):
+        self._records = Numbered(count)
+
+    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | Fault, Cursor]]:
+        number = int(cursor["number"]) if cursor else 0
+        while (index := number * shares + share) < len(self._records):
+            number += 1
+            yield self._records.read([index])[0], {"number": number, "note": f"after {index}"}
+
+    def place(self, number: int) -> str:
+        return f"stream:{number}"
+
+
+Opened = Callable[[Corpus], Source]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[[Opened], None]:
+    """Has the pipeline open sources of the test's own."""
+
+    def use(open_source: Opened) -> None:
+        monkeypatch.setattr(pipelines, "open_source", lambda corpus, data, spec: open_source(corpus))
+
+    return use
+
+
+def make_data(**values: Any) -> Data:
+    packing = values.pop("packing", Packing(window=4))
+    return Data(source="grain", path="x", shape="tokens", packing=packing, **values)
+
+
+def make_feed(pipeline: Pipeline, streams: int, own: Callable[[int], np.ndarray] = np.arange) -> Feed:
+    return Feed(lambda share: pipeline.stream(share=share, shares_in_all=streams), streams=streams, own=own)
+
+
+def documents(rows: list[Row]) -> Counter[int]:
+    """How often each record's first token begins a document in some rows."""
+    return Counter(int(token) for row in rows for token in row["tokens"][row["tokens"] < 90_000] if token)
+
+
+def all_documents(count: int, first: int = 0) -> set[int]:
+    return set(range(max(first, 1), first + count))
+
+
+def whole(row: Row) -> bytes:
+    return b"".join(row[name].tobytes() for name in sorted(row))
+
+
+class TestOrder:
+    @pytest.mark.parametrize("groups", [None, (3, 1, 40, 7, 9, 60, *[2] * 40)])
+    def test_an_epoch_is_a_permutation_however_it_is_asked_for(self, groups: tuple[int, ...] | None) -> None:
+        order = Order(200, 7, True, groups)
+        whole = order.indices(0, 0, 200)
+        assert sorted(whole) == list(range(200)) and list(whole) != list(range(200))
+        cuts = [0, 1, 50, 51, 130, 200]
+        np.testing.assert_array_equal(
+            np.concatenate([order.indices(0, a, b) for a, b in itertools.pairwise(cuts)]), whole
+        )
+        assert (order.indices(1, 0, 200) != whole).any()
+        assert (Order(200, 8, True, groups).indices(0, 0, 200) != whole).any()
+        assert list(Order(200, 7, False, groups).indices(3, 5, 9)) == [5, 6, 7, 8]
+
+    def test_grouped_records_stay_near_their_group(self) -> None:
+        groups = (10,) * 100
+        seen = Order(1000, 1, True, groups).indices(0, 0, 160) // 10
+        assert len(set(seen)) == 16, "the first 160 records come from 16 groups"
+
+    @pytest.mark.parametrize("shares", [1, 2, 3, 7])
+    def test_shares_cover_all(self, shares: int) -> None:
+        bounds = [share_of(100, share, shares) for share in range(shares)]
+        assert [i for first, last in bounds for i in range(first, last)] == list(range(100))
+
+
+class TestCoverage:
+    @pytest.mark.parametrize("readers", [1, 2, 3, 4])
+    @pytest.mark.parametrize("method", ["best_fit", "first_fit", "concat_then_split", "none"])
+    def test_readers_cover_an_epoch_exactly_once(
+        self, opened: Callable[[Opened], None], readers: int, method: str
+    ) -> None:
+        opened(lambda corpus: RecordSource(Numbered(RECORDS), Numbered(5)))
+        data = make_data(packing=Packing(method=PackingMethod[method], window=4))
+        pipeline = Pipeline(data, SPEC)
+        rows: list[Row] = []
+        for share in range(readers):
+            stream = pipeline._stream("", "train", share=(share, readers), epochs=1, shuffle=True)
+            with pytest.raises(StopIteration):
+                while True:
+                    rows.append(stream.take())
+        pipeline.close()
+        seen = documents(rows)
+        assert set(seen) == all_documents(RECORDS) and set(seen.values()) == {1}
+        lengths = sum(len(record["tokens"]) - 1 for record in Numbered(RECORDS).read(range(RECORDS)))  # type: ignore[arg-type]
+        assert sum(int(row["weights"].sum()) for row in rows) == lengths
+
+    @pytest.mark.parametrize("kind", ["records", "stream", "grouped"])
+    def test_from_four_readers_to_two_within_an_epoch(self, opened: Callable[[Opened], None], kind: str) -> None:
+        sources: dict[str, Source] = {
+            "records": RecordSource(Numbered(RECORDS), Numbered(5)),
+            "grouped": RecordSource(Numbered(RECORDS, groups=[20] * 35), Numbered(5)),
+            "stream": StreamSource(Streamed(RECORDS), Streamed(5)),
+        }
+        opened(lambda corpus: sources[kind])
+        batch = 8
+
+        def run(states: list[Any], readers: int, batches: int) -> tuple[list[list[Row]], list[Any]]:
+            """Batches by process of a run on some number of processes, and the merged states after."""
+            feeds = []
+            for reader in range(readers):
+                rows = np.arange(batch).reshape(readers, -1)[reader]
+                feeds.append(make_feed(Pipeline(make_data(), SPEC), 4, lambda size, rows=rows: rows))
+                feeds[-1].restore(states)
+            taken = [[row for feed in feeds for row in feed.rows(batch)] for _ in range(batches)]
+            by_stream = zip(*(feed.states() for feed in feeds), strict=True)
+            merged = [next((state for state in found if state is not None), None) for found in by_stream]
+            for feed in feeds:
+                feed.close()
+            return taken, json.loads(json.dumps(merged))
+
+        alone, _ = run([None] * 4, 1, 100)
+        before, states = run([None] * 4, 4, 17)
+        middle, states = run(states, 2, 9)
+        after, _ = run(states, 1, 74)
+        together = before + middle + after
+        assert [list(map(whole, rows)) for rows in together] == [list(map(whole, rows)) for rows in alone]
+        first_epoch = documents([row for rows in alone for row in rows])
+        assert set(first_epoch) == all_documents(RECORDS), "every record came at least once"
+
+    def test_three_processes_share_four_streams(self, opened: Callable[[Opened], None]) -> None:
+        """A process border within a stream: both run it, and each takes its own rows."""
+        opened(lambda corpus: RecordSource(Numbered(RECORDS), Numbered(5)))
+        alone = make_feed(Pipeline(make_data(), SPEC), 4)
+        own = np.arange(12).reshape(3, 4)
+        thirds = [make_feed(Pipeline(make_data(), SPEC), 4, lambda size, rows=rows: rows) for rows in own]
+        for _ in range(20):
+            expected = [whole(row) for row in alone.rows(12)]
+            assert [whole(row) for feed in thirds for row in feed.rows(12)] == expected
+
+
+class TestState:
+    @pytest.mark.parametrize("kind", ["records", "stream", "grouped"])
+    @pytest.mark.parametrize("method", ["best_fit", "concat_then_split", "none"])
+    def test_a_state_saved_anywhere_goes_on(self, opened: Callable[[Opened], None], kind: str, method: str) -> None:
+        sources: dict[str, Source] = {
+            "records": RecordSource(Numbered(150), Numbered(5)),
+            "grouped": RecordSource(Numbered(150, groups=[10] * 15), Numbered(5)),
+            "stream": StreamSource(Streamed(150), Streamed(5)),
+        }
+        opened(lambda corpus: sources[kind])
+        pipeline = Pipeline(make_data(packing=Packing(method=PackingMethod[method], window=3)), SPEC)
+        reference = pipeline.stream(share=0, shares_in_all=1)
+        states, rows = [], []
+        for _ in range(700):
+            states.append(json.loads(json.dumps(reference.state())))
+            rows.append(whole(reference.take()))
+        assert states[-1]["cursor"]["epoch"] >= 2, "several epochs should pass"
+        for position in [0, 1, *random.Random(0).sample(range(600), 40)]:
+            fresh = pipeline.stream(share=0, shares_in_all=1)
+            fresh.restore(states[position])
+            assert fresh.state() == states[position]
+            assert [whole(fresh.take()) for _ in range(50)] == rows[position : position + 50]
+            fresh.close()
+        pipeline.close()
+
+    def test_epochs_differ_and_are_counted(self, opened: Callable[[Opened], None]) -> None:
+        opened(lambda corpus: RecordSource(Numbered(50), Numbered(5)))
+        stream = Pipeline(make_data(packing=Packing(method=PackingMethod.none)), SPEC).stream(share=0, shares_in_all=1)
+        first, second = ([whole(stream.take()) for _ in range(62)] for _ in range(2))
+        assert stream.counts.epoch >= 1
+        assert first != second
+
+
+class TestMixture:
+    def data(self, **values: Any) -> Data:
+        sources = {name: Corpus(source="grain", path="x", shape="tokens") for name in ("big", "small")}
+        return Data(source="mixture", sources=sources, packing=Packing(window=2), **values)
+
+    def use(self, opened: Callable[[Opened], None], data: Data) -> None:
+        sizes = {id(data.sources["big"]): (900, 0), id(data.sources["small"]): (100, 10_000)}
+        opened(
+            lambda corpus: RecordSource(
+                Numbered(sizes[id(corpus)][0], first=sizes[id(corpus)][1]), Numbered(3, first=sizes[id(corpus)][1])
+            )
+        )
+
+    def test_rows_come_in_their_shares_at_every_moment(self, opened: Callable[[Opened], None]) -> None:
+        data = self.data(weights={"big": 3, "small": 1})
+        self.use(opened, data)
+        stream = Pipeline(data, SPEC).stream(share=0, shares_in_all=1)
+        small = 0
+        for given in range(1, 401):
+            small += bool((stream.take()["tokens"] > 90_000).any())
+            assert abs(small - given / 4) <= 1
+
+    def test_temperature(self) -> None:
+        sizes: dict[str, int | None] = {"big": 900, "small": 100}
+        assert shares(self.data(), sizes) == {"big": 0.9, "small": 0.1}
+        flat = shares(self.data(temperature=2.0), sizes)
+        assert flat == pytest.approx({"big": 0.75, "small": 0.25})
+        with pytest.raises(ConfigError, match=r"length of data\.sources\.small is not known"):
+            shares(self.data(), {"big": 900, "small": None})
+
+    def test_state(self, opened: Callable[[Opened], None]) -> None:
+        data = self.data(weights={"big": 0.4, "small": 0.6})
+        self.use(opened, data)
+        pipeline = Pipeline(data, SPEC)
+        reference = pipeline.stream(share=1, shares_in_all=2)
+        states, rows = [], []
+        for _ in range(300):
+            states.append(json.loads(json.dumps(reference.state())))
+            rows.append(whole(reference.take()))
+        for position in random.Random(1).sample(range(250), 20):
+            fresh = pipeline.stream(share=1, shares_in_all=2)
+            fresh.restore(states[position])
+            assert [whole(fresh.take()) for _ in range(50)] == rows[position : position + 50]
+        pipeline.close()
+
+    def test_evaluation_takes_every_source_once(self, opened: Callable[[Opened], None]) -> None:
+        data = self.data(weights={"big": 1, "small": 9})
+        self.use(opened, data)
+        rows = []
+        for stream in Pipeline(data, SPEC).held_out():
+            with pytest.raises(StopIteration):
+                while True:
+                    rows.append(stream.take())
+        assert documents(rows) == Counter({1: 1, 2: 1, 10_000: 1, 10_001: 1, 10_002: 1})
+
+
+class TestFaults:
+    def test_raise_names_the_record(self, opened: Callable[[Opened], None]) -> None:
+        opened(lambda corpus: RecordSource(Numbered(50, bad=[17]), Numbered(5)))
+        stream = Pipeline(make_data(), SPEC).stream(share=0, shares_in_all=1)
+        with pytest.raises(ConfigError, match=r"memory:17.*is bad") as error:
+            for _ in range(50):
+                stream.take()
+        assert "data.on_error=skip" in str(error.value)
+
+    def test_skip_counts_and_logs(self, opened: Callable[[Opened], None], caplog: pytest.LogCaptureFixture) -> None:
+        opened(lambda corpus: RecordSource(Numbered(50, bad=[17, 33]), Numbered(5)))
+        data = make_data(on_error=OnError.skip)
+        stream = Pipeline(data, SPEC)._stream("", "train", share=(0, 1), epochs=1, shuffle=True)
+        rows = []
+        with caplog.at_level("WARNING", "maxhydra"), pytest.raises(StopIteration):
+            while True:
+                rows.append(stream.take())
+        assert set(documents(rows)) == all_documents(50) - {17, 33}
+        assert stream.counts.skipped == 2
+        assert sorted(record.message for record in caplog.records) == [
+            "skipped memory:17: is bad",
+            "skipped memory:33: is bad",
+        ]
+
+    def test_nothing_usable_is_an_error_and_no_endless_loop(self, opened: Callable[[Opened], None]) -> None:
+        opened(lambda corpus: RecordSource(Numbered(20, bad=range(20)), Numbered(5)))
+        with pytest.raises(ConfigError, match="no record of a whole epoch could be used"):
+            Pipeline(make_data(on_error=OnError.skip), SPEC).stream(share=0, shares_in_all=1).take()
+
+    def test_a_token_over_the_vocabulary(self, opened: Callable[[Opened], None]) -> None:
+        opened(lambda corpus: RecordSource(Numbered(20), Numbered(5)))
+        spec = RowSpec(seq_len=16, vocab_size=90_000, seed=0)
+        with pytest.raises(ConfigError, match=r"model\.vocab_size=90000: is under a token of the data, 90000"):
+            Pipeline(make_data(), spec).stream(share=0, shares_in_all=1).take()
+
+    def test_too_few_records_to_share(self, opened: Callable[[Opened], None]) -> None:
+        opened(lambda corpus: RecordSource(Numbered(3), Numbered(5)))
+        with pytest.raises(ConfigError, match="holds 3 records, which 4 readers cannot share"):
+            Pipeline(make_data(), SPEC).stream(share=0, shares_in_all=4)
+
+
+def test_weights_that_name_no_source_are_refused(tmp_path: Path) -> None:
+    sources = {"wiki": Corpus(source="synthetic"), "books": Corpus(source="demo")}
+    data = Data(source="mixture", sources=sources, weights={"wikki": 1.0, "books": -1.0})
+    problems = {problem.path: problem for problem in data.check()}
+    assert problems["weights.wikki"].accepted == "wiki, books"
+    assert problems["weights.wikki"].hint == "did you mean 'wiki'?"
+    assert "above 0" in problems["weights.books"].reason
+    assert "leaves out wiki" in problems["weights"].reason
