@@ -17,7 +17,7 @@ from maxhydra.config.data import Data, OnError, Packing, PackingMethod
 from maxhydra.data import pipeline as pipelines
 from maxhydra.data.feed import Feed
 from maxhydra.data.mixture import shares
-from maxhydra.data.order import Order, share_of
+from maxhydra.data.order import IN_MEMORY, Order, share_of
 from maxhydra.data.pipeline import Pipeline
 from maxhydra.data.records import Cursor, Fault, Record
 from maxhydra.data.rows import Row, RowSpec
@@ -115,6 +115,13 @@ class TestOrder:
         assert (order.indices(1, 0, 200) != whole).any()
         assert (Order(200, 8, True, groups).indices(0, 0, 200) != whole).any()
         assert list(Order(200, 7, False, groups).indices(3, 5, 9)) == [5, 6, 7, 8]
+
+    def test_more_records_than_a_list_should_hold(self) -> None:
+        order = Order(IN_MEMORY + 1, 7, True)
+        some = order.indices(0, 1000, 1500)
+        assert len(set(some)) == 500 and 0 <= some.min() and some.max() <= IN_MEMORY
+        np.testing.assert_array_equal(order.indices(0, 1100, 1200), some[100:200])
+        assert some.std() > IN_MEMORY / 5, "they come from everywhere"
 
     def test_grouped_records_stay_near_their_group(self) -> None:
         groups = (10,) * 100

@@ -1,4 +1,4 @@
-"""In what order the records of an epoch are read: a pure function of seed and epoch, never a list in memory."""
+"""In what order the records of an epoch are read: a pure function of seed and epoch."""
 
 import dataclasses
 from functools import cached_property, lru_cache
@@ -8,6 +8,11 @@ import numpy as np
 
 # Groups of records that are shuffled together, where records can only be read by the group.
 GROUPS_TOGETHER = 16
+
+
+# Up to so many records, an epoch's order is a list, 16 MB; over it each place is computed by itself, at 4 microseconds
+# (and 280 on a hundred records, where it searches long).
+IN_MEMORY = 2**21
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +30,8 @@ class Order:
             return np.arange(start, stop)
         if self.groups is not None:
             return self._grouped(epoch, start, stop)
+        if self.length <= IN_MEMORY:
+            return _permutation(self.length, self.seed, epoch)[start:stop]
         seed = int(_random(self.seed, epoch).integers(2**32))
         last = self.length - 1
         shuffled = grain.experimental.index_shuffle
@@ -44,6 +51,11 @@ class Order:
     def first_of_group(self) -> np.ndarray:
         assert self.groups is not None
         return np.cumsum((0, *self.groups))
+
+
+@lru_cache(maxsize=4)
+def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
+    return _random(seed, epoch).permutation(length)
 
 
 @lru_cache(maxsize=8)
