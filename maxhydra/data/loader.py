@@ -110,7 +110,12 @@ class Loader(Generic[B]):
         """How the batches handed out so far were filled, in this process and session."""
         counts = self._given.counts if self._given else Counts()
         padding = 1 - counts.filled / counts.places if counts.places else 0.0
-        return {"data/padding": padding, "data/epoch": counts.epoch, "data/skipped": float(counts.skipped)}
+        return {
+            "data/padding": padding,
+            "data/epoch": counts.epoch,
+            "data/skipped": float(counts.skipped),
+            "data/dropped": float(counts.dropped),
+        }
 
     def close(self) -> None:
         """End the threads; the loader cannot be used after."""

@@ -27,6 +27,8 @@ class Plan:
     """First place in the row."""
     segment: np.ndarray
     """1 for the first piece of a row, and so on."""
+    cut: int = 0
+    """Documents of which a part, or all, is in no row, since they are too long."""
 
 
 def plan(lengths: np.ndarray, capacity: int, packing: Packing) -> Plan:
@@ -37,7 +39,8 @@ def plan(lengths: np.ndarray, capacity: int, packing: Packing) -> Plan:
         return _concat_then_split(lengths, capacity, limit)
     document, start, count = _pieces(lengths, capacity, packing.overlong)
     row = _PLACERS[method](count, capacity, limit)
-    return _in_rows(document, start, count, row)
+    cut = 0 if packing.overlong is Overlong.split else int(np.count_nonzero(lengths > capacity))
+    return dataclasses.replace(_in_rows(document, start, count, row), cut=cut)
 
 
 def _pieces(lengths: np.ndarray, capacity: int, overlong: Overlong) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -64,17 +67,25 @@ def _one_each(count: np.ndarray, capacity: int, limit: int) -> np.ndarray:
 def _first_fit(count: np.ndarray, capacity: int, limit: int) -> np.ndarray:
     """In order, each into the first row with room."""
     row = np.empty(len(count), np.int64)
-    space = np.full(len(count), capacity)
-    room = np.full(len(count), limit)
-    first, rows = 0, 0
+    # A tree over as many rows as there could be, in which a node holds the most room of any row under it.
+    leaves = 1 << max(0, len(count) - 1).bit_length()
+    most = [capacity] * (2 * leaves)
+    held = [0] * leaves
     for piece, length in enumerate(count.tolist()):
-        found = first + int(np.argmax(space[first : rows + 1] >= length))
-        row[piece] = found
-        rows = max(rows, found + 1)
-        room[found] -= 1
-        space[found] = space[found] - length if room[found] else 0
-        while first < rows and space[first] == 0:
-            first += 1
+        node = 1
+        while node < leaves:
+            node *= 2
+            node += most[node] < length
+        target = node - leaves
+        row[piece] = target
+        held[target] += 1
+        room = most[node] - length if held[target] < limit else 0
+        while most[node] != room:
+            most[node] = room
+            if node == 1:
+                break
+            room = max(room, most[node ^ 1])
+            node //= 2
     return row
 
 

@@ -1,7 +1,7 @@
 """Rows: sequences of a fixed length, which are all that a batch is made of."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -46,70 +46,91 @@ def make_row(tokens: np.ndarray, seq_len: int) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """The rows of a plan, as arrays [rows, seq_len]; `filled` is how many places of each hold a document."""
+    """The rows of a plan, as arrays [rows, seq_len]."""
 
     arrays: dict[str, np.ndarray]
+    order: np.ndarray
+    """Row of the arrays that stands at each place: another order moves no tokens."""
     filled: np.ndarray
+    """How many places of each row of the arrays hold a document."""
+    cut: int = 0
+    """Documents of which a part, or all, was left out for being too long."""
 
     def __len__(self) -> int:
-        return len(self.filled)
+        return len(self.order)
 
     def __getitem__(self, index: int) -> Row:
-        return {name: array[index] for name, array in self.arrays.items()}
+        at = self.order[index]
+        return {name: array[at] for name, array in self.arrays.items()}
+
+    def filled_of(self, index: int) -> int:
+        """Places of a row that hold a document."""
+        return int(self.filled[self.order[index]])
 
     def taken(self, order: np.ndarray) -> "PackedRows":
         """The same rows in another order."""
-        return PackedRows({name: array[order] for name, array in self.arrays.items()}, self.filled[order])
+        return dataclasses.replace(self, order=self.order[order])
 
 
 def stack_rows(rows: Sequence[Row]) -> PackedRows:
     """Rows that were made one by one."""
     if not rows:
-        return PackedRows({}, np.empty(0, np.int64))
+        return PackedRows({}, np.arange(0), np.arange(0))
     arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     filled = np.count_nonzero(arrays["weights"], axis=1) if "weights" in arrays else np.full(len(rows), 0)
-    return PackedRows(arrays, filled)
+    return PackedRows(arrays, np.arange(len(rows)), filled)
 
 
 def pack_rows(documents: Sequence[Document], plan: Plan, seq_len: int, *, with_segments: bool) -> PackedRows:
-    """Lay the pieces of a plan into rows, all at once."""
-    if not documents:
-        return PackedRows({}, np.empty(0, np.int64))
-    flat = np.concatenate([document.tokens for document in documents])
-    sizes = np.array([len(document.tokens) for document in documents])
-    first = np.cumsum(sizes) - sizes
-    local = np.arange(int(plan.count.sum())) - np.repeat(np.cumsum(plan.count) - plan.count, plan.count)
-    source = np.repeat(first[plan.document] + plan.start, plan.count) + local
-    target = np.repeat(plan.row * seq_len + plan.offset, plan.count) + local
+    """Lay the pieces of a plan into rows.
 
-    def lay(values: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
-        array = np.zeros((plan.rows * seq_len, *values.shape[1:]), dtype)
-        array[target] = values
-        return array.reshape(plan.rows, seq_len, *values.shape[1:])
+    The pieces of a row follow each other, so a column is one concatenation of slices and of what pads each row: four
+    times as fast as one index per token.
+    """
+    if not plan.rows:
+        return PackedRows({}, np.arange(0), np.arange(0), plan.cut)
+    pieces = list(zip(plan.document.tolist(), plan.start.tolist(), plan.count.tolist(), strict=True))
+    filled = np.bincount(plan.row, plan.count, plan.rows).astype(np.int64)
+    ends_row = np.append(np.diff(plan.row) > 0, True)
+    padding = np.where(ends_row, seq_len - filled[plan.row], 0).tolist()
 
+    def lay(parts: Iterable[np.ndarray], dtype: np.dtype | type, shape: tuple[int, ...] = ()) -> np.ndarray:
+        nothing = np.zeros((seq_len, *shape), dtype)
+        laid: list[np.ndarray] = []
+        for part, pad in zip(parts, padding, strict=True):
+            laid.append(part)
+            if pad:
+                laid.append(nothing[:pad])
+        array = np.empty((plan.rows * seq_len, *shape), dtype)
+        np.concatenate(laid, out=array)
+        return array.reshape(plan.rows, seq_len, *shape)
+
+    tokens = [document.tokens for document in documents]
+    place = np.arange(seq_len, dtype=np.int32)
     arrays = {
-        "tokens": lay(flat[source], np.int32),
-        "targets": lay(flat[source + 1], np.int32),
-        "positions": lay(local, np.int32),
-        "weights": lay(_weights(documents)[source + 1], np.float32),
+        "tokens": lay((tokens[i][start : start + count] for i, start, count in pieces), np.int32),
+        "targets": lay((tokens[i][start + 1 : start + 1 + count] for i, start, count in pieces), np.int32),
+        "positions": lay((place[:count] for _, _, count in pieces), np.int32),
     }
+    weights = [document.weights for document in documents]
+    if all(weight is None for weight in weights):
+        arrays["weights"] = (place < filled[:, None]).astype(np.float32)
+    else:
+        one = np.ones(seq_len, np.float32)
+        parts = (
+            one[:count] if (weight := weights[i]) is None else weight[start + 1 : start + 1 + count]
+            for i, start, count in pieces
+        )
+        arrays["weights"] = lay(parts, np.float32)
     if with_segments:
-        arrays["segments"] = lay(np.repeat(plan.segment, plan.count), np.int32)
-    # A column has one entry less per document than there are tokens.
-    beside = np.repeat(first[plan.document] - plan.document + plan.start, plan.count) + local
-    for name in documents[0].columns:
-        column = np.concatenate([document.columns[name] for document in documents])
-        arrays[name] = lay(column[beside], column.dtype)
-    return PackedRows(arrays, np.bincount(plan.row, plan.count, plan.rows).astype(np.int64))
-
-
-def _weights(documents: Sequence[Document]) -> np.ndarray:
-    if all(document.weights is None for document in documents):
-        return np.ones(sum(len(document.tokens) for document in documents), np.float32)
-    ones = (np.ones(len(document.tokens), np.float32) for document in documents)
-    return np.concatenate(
-        [one if document.weights is None else document.weights for one, document in zip(ones, documents, strict=True)]
-    )
+        segment = np.stack([plan.segment.astype(np.int32), np.zeros(len(pieces), np.int32)], 1)
+        arrays["segments"] = np.repeat(segment.ravel(), np.stack([plan.count, padding], 1).ravel())
+        arrays["segments"] = arrays["segments"].reshape(plan.rows, seq_len)
+    for name, first in documents[0].columns.items():
+        columns = [document.columns[name] for document in documents]
+        parts = (columns[i][start : start + count] for i, start, count in pieces)
+        arrays[name] = lay(parts, first.dtype, first.shape[1:])
+    return PackedRows(arrays, np.arange(plan.rows), filled, plan.cut)
 
 
 @dataclasses.dataclass(frozen=True)
