@@ -4,8 +4,8 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import cached_property, partial
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from maxhydra.data.rows import PackedRows, Row, RowSpec, pack_rows, stack_rows
 from maxhydra.data.shapes import Shape, build_shape
 from maxhydra.data.sources import RecordSource, RowSource, Source, StreamSource, open_source
 from maxhydra.data.stream import PackedStream, RowStream, Stream
+from maxhydra.data.workers import worker_processes
 
 log = logging.getLogger("maxhydra")
 
@@ -147,7 +148,7 @@ class Pipeline:
     @cached_property
     def _shapes(self) -> dict[str, Shape]:
         return {
-            name: build_shape(corpus, self.data)
+            name: build_shape(corpus, self.data, self.spec.seq_len)
             for name, corpus in self._corpora.items()
             if not isinstance(self.sources[name], RowSource)
         }
@@ -156,18 +157,18 @@ class Pipeline:
         """Chunks with their examples, a few ahead."""
         workers = self.data.workers
         work: Callable[[Any], Encoded] = partial(_work, name, part) if workers else self.encoder(name, part)
-        return ahead(chunks, work, self._pool, depth=2 * workers if workers else THREADS)
+        try:
+            yield from ahead(chunks, work, self._pool, depth=2 * workers if workers else THREADS)
+        except BrokenProcessPool:
+            reason = "a worker process ended in the middle of its work, perhaps for want of memory"
+            hint = "set data.workers lower, or 0 to do the work in the training process"
+            raise ConfigError(Problem("data.workers", reason, value=workers, hint=hint)) from None
 
     @cached_property
     def _pool(self) -> Executor:
         if not self.data.workers:
             return ThreadPoolExecutor(THREADS, thread_name_prefix="read")
-        return ProcessPoolExecutor(
-            self.data.workers,
-            mp_context=get_context("spawn"),
-            initializer=_start_worker,
-            initargs=(self.data, self.spec),
-        )
+        return worker_processes(self.data.workers, partial(_begin, self.data, self.spec))
 
     def _pack(self, shape: Shape, share: int | None, examples: list[Any], key: tuple[int, ...]) -> PackedRows:
         """The rows of a window. Packing sorts by length, so they are shuffled, unless the share is None."""
@@ -179,7 +180,8 @@ class Pipeline:
             rows = pack_rows(documents, plan(lengths, seq_len, packing), seq_len, with_segments=with_segments)
         else:
             rows = stack_rows([shape.row(example, seq_len) for example in examples])
-        if len(rows) and (highest := int(rows.arrays["tokens"].max())) >= self.spec.vocab_size:
+        highest = max((int(a.max()) for name, a in rows.arrays.items() if name.endswith("tokens")), default=0)
+        if highest >= self.spec.vocab_size:
             reason = f"is under a token of the data, {highest}"
             raise ConfigError(Problem("model.vocab_size", reason, value=self.spec.vocab_size))
         if share is None:
@@ -218,15 +220,18 @@ def _function(path: str | None) -> Callable[[Record], Record] | None:
     return function
 
 
-# The pipeline of a worker process.
+# What a worker process holds: its config, then its pipeline, then the encoders of its sources.
 _mine: dict[str, Any] = {}
 
 
-def _start_worker(data: Data, spec: RowSpec) -> None:
-    _mine["pipeline"] = Pipeline(data, spec)
+def _begin(data: Data, spec: RowSpec) -> None:
+    """Sources are opened with the first chunk: what goes wrong there is raised where the chunk is waited for."""
+    _mine["open"] = partial(Pipeline, data, spec)
 
 
 def _work(name: str, part: str, payload: Any) -> Encoded:
+    if "pipeline" not in _mine:
+        _mine["pipeline"] = _mine["open"]()
     key = f"{name}/{part}"
     if key not in _mine:
         _mine[key] = _mine["pipeline"].encoder(name, part)

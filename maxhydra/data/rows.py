@@ -61,7 +61,7 @@ class PackedRows:
 
     def __getitem__(self, index: int) -> Row:
         at = self.order[index]
-        return {name: array[at] for name, array in self.arrays.items()}
+        return {name: array[at, ...] for name, array in self.arrays.items()}
 
     def filled_of(self, index: int) -> int:
         """Places of a row that hold a document."""
@@ -73,11 +73,14 @@ class PackedRows:
 
 
 def stack_rows(rows: Sequence[Row]) -> PackedRows:
-    """Rows that were made one by one."""
+    """Rows that were made one by one, whose positions are 0 in padding, or which have a `length` instead."""
     if not rows:
         return PackedRows({}, np.arange(0), np.arange(0))
     arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    filled = np.count_nonzero(arrays["weights"], axis=1) if "weights" in arrays else np.full(len(rows), 0)
+    filled = np.zeros(len(rows), np.int64) + arrays.get("length", 0)
+    for name, array in arrays.items():
+        if name.endswith("positions"):
+            filled += 1 + np.count_nonzero(array, axis=1)
     return PackedRows(arrays, np.arange(len(rows)), filled)
 
 

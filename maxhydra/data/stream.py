@@ -128,7 +128,8 @@ class PackedStream:
     def take(self) -> Row:
         rows = self._ensure()
         row = rows[self._given]
-        self.counts += Counts(1, len(row["tokens"]), rows.filled_of(self._given), 0, self._epoch)
+        places = sum(len(column) for name, column in row.items() if name.endswith("tokens"))
+        self.counts += Counts(1, places, rows.filled_of(self._given), 0, self._epoch)
         self._given += 1
         return row
 

@@ -1,6 +1,6 @@
 """What a record means. A module of this package is one shape, chosen by data.shape.
 
-Each has `build(corpus, data) -> Shape`. The columns that a shape reads are in `maxhydra.config.corpus.ROLES`.
+Each has `build(corpus, data, seq_len) -> Shape`. The columns that a shape reads are in `maxhydra.config.corpus.ROLES`.
 """
 
 import dataclasses
@@ -36,9 +36,9 @@ class Shape(Protocol):
         ...
 
 
-def build_shape(corpus: Corpus, data: Data) -> Shape:
-    """The shape that a corpus names."""
-    built: Shape = importlib.import_module(f"{__name__}.{corpus.shape}").build(corpus, data)
+def build_shape(corpus: Corpus, data: Data, seq_len: int) -> Shape:
+    """The shape that a corpus names, for rows of a length."""
+    built: Shape = importlib.import_module(f"{__name__}.{corpus.shape}").build(corpus, data, seq_len)
     return built
 
 

@@ -41,5 +41,5 @@ class Text:
         raise TypeError("text is packed")
 
 
-def build(corpus: Corpus, data: Data) -> Text:
+def build(corpus: Corpus, data: Data, seq_len: int) -> Text:
     return Text(corpus, data, tokenizer(data))

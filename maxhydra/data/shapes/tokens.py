@@ -34,5 +34,5 @@ class Tokens:
         raise TypeError("tokens are packed")
 
 
-def build(corpus: Corpus, data: Data) -> Tokens:
+def build(corpus: Corpus, data: Data, seq_len: int) -> Tokens:
     return Tokens(corpus)

@@ -5,7 +5,7 @@ Each has `build(config) -> Tokenizer`.
 
 import dataclasses
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -28,6 +28,8 @@ class Tokenizer(Protocol):
     """Jinja source of the tokenizer's own chat template."""
     special: frozenset[int]
     """Ids that are marks and not text, such as the end of a turn."""
+    marks: Mapping[str, int]
+    """The special tokens that have a name, by which encode_marked knows them."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text in which the names of special tokens stand for themselves as plain text would."""

@@ -1,6 +1,7 @@
 """One token per byte of UTF-8, then begin, end and padding: no file to load, and any text or binary round-trips."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -16,6 +17,7 @@ class ByteTokenizer:
     vocab_size = 259
     chat_template: str | None = None
     special = frozenset({bos, eos, pad})
+    marks: Mapping[str, int] = MappingProxyType({})
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
