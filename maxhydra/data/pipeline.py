@@ -3,7 +3,7 @@
 import importlib
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cached_property, partial
 from typing import Any
@@ -180,7 +180,9 @@ class Pipeline:
             rows = pack_rows(documents, plan(lengths, seq_len, packing), seq_len, with_segments=with_segments)
         else:
             rows = stack_rows([shape.row(example, seq_len) for example in examples])
-        highest = max((int(a.max()) for name, a in rows.arrays.items() if name.endswith("tokens")), default=0)
+        highest = max(
+            (int(a.max()) for name, a in rows.arrays.items() if name.endswith(("tokens", "targets"))), default=0
+        )
         if highest >= self.spec.vocab_size:
             reason = f"is under a token of the data, {highest}"
             raise ConfigError(Problem("model.vocab_size", reason, value=self.spec.vocab_size))
