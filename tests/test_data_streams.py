@@ -119,7 +119,7 @@ class TestOrder:
     def test_more_records_than_a_list_should_hold(self) -> None:
         order = Order(IN_MEMORY + 1, 7, True)
         some = order.indices(0, 1000, 1500)
-        assert len(set(some)) == 500 and 0 <= some.min() and some.max() <= IN_MEMORY
+        assert len(set(some)) == 500 and some.min() >= 0 and some.max() <= IN_MEMORY
         np.testing.assert_array_equal(order.indices(0, 1100, 1200), some[100:200])
         assert some.std() > IN_MEMORY / 5, "they come from everywhere"
 
@@ -172,7 +172,7 @@ class TestCoverage:
                 rows = np.arange(batch).reshape(readers, -1)[reader]
                 feeds.append(make_feed(Pipeline(make_data(), SPEC), 4, lambda size, rows=rows: rows))
                 feeds[-1].restore(states)
-            taken = [[row for feed in feeds for row in feed.rows(batch)] for _ in range(batches)]
+            taken = [[row for feed in feeds for row in feed.rows(batch, 0)] for _ in range(batches)]
             by_stream = zip(*(feed.states() for feed in feeds), strict=True)
             merged = [next((state for state in found if state is not None), None) for found in by_stream]
             for feed in feeds:
@@ -195,8 +195,27 @@ class TestCoverage:
         own = np.arange(12).reshape(3, 4)
         thirds = [make_feed(Pipeline(make_data(), SPEC), 4, lambda size, rows=rows: rows) for rows in own]
         for _ in range(20):
-            expected = [whole(row) for row in alone.rows(12)]
-            assert [whole(row) for feed in thirds for row in feed.rows(12)] == expected
+            expected = [whole(row) for row in alone.rows(12, 0)]
+            assert [whole(row) for feed in thirds for row in feed.rows(12, 0)] == expected
+
+    def test_a_batch_smaller_than_the_streams_leaves_none_out(self, opened: Callable[[Opened], None]) -> None:
+        opened(lambda corpus: RecordSource(Numbered(RECORDS), Numbered(5)))
+        processes = [
+            make_feed(Pipeline(make_data(), SPEC), 4, lambda size, half=half: np.arange(size).reshape(2, -1)[half])
+            for half in range(2)
+        ]
+        rows = [row for at in range(0, 900, 2) for feed in processes for row in feed.rows(2, at)]
+        assert set(documents(rows)) == all_documents(RECORDS)
+        # The batch grows: each process keeps two streams, which stand where both have brought them.
+        alone = make_feed(Pipeline(make_data(), SPEC), 4)
+        for at in range(0, 900, 2):
+            alone.rows(2, at)
+        expected = [whole(row) for row in alone.rows(8, 900)]
+        assert [whole(row) for feed in processes for row in feed.rows(8, 900)] == expected
+        assert [[state is None for state in feed.states()] for feed in processes] == [
+            [False, False, True, True],
+            [True, True, False, False],
+        ]
 
 
 class TestState:

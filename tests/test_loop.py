@@ -36,6 +36,9 @@ class Batches:
         x = np.random.default_rng(self._count).normal(size=(4,)).astype(np.float32)
         return {"x": x * (np.nan if self._count == self._poison else 1.0)}
 
+    def metrics(self) -> dict[str, float]:
+        return {"data/epoch": self._count / 10}
+
     def state(self) -> dict[str, int]:
         return {"count": self._count}
 
@@ -56,7 +59,7 @@ def go(
     state = TrainState(jnp.zeros((), jnp.int32), params, OPTIMIZER.transform.init(params), key, Guard.fresh())
     writer = MetricsWriter(run.metrics_path)
     progress = open_progress(Progress.none, total=train.steps, start=0, shown=False)
-    work = Work(tokens=4, flops=8.0, devices=1, peak_tflops=1.0)
+    work = Work(tokens=1, flops=2.0, devices=1, peak_tflops=1.0)
     checkpointer = open_checkpointer(run.checkpoints, saving)
     parts = Parts(
         train=train,
@@ -89,6 +92,7 @@ def test_logs_evaluates_and_saves_when_due(tmp_path: Path) -> None:
     speed = {"step_time", "tokens_per_second", "tflops_per_device", "mfu", "input_wait"}
     assert {"step", "loss", "grad_norm", "learning_rate", "tokens", "skipped"} | speed <= set(row)
     np.testing.assert_allclose(row["tokens_per_second"], 4 / row["step_time"])
+    assert row["data/epoch"] == 1.0
     np.testing.assert_allclose(row["mfu"], 8.0 / row["step_time"] / 1e12)
 
 

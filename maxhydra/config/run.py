@@ -100,6 +100,18 @@ class EarlyStop(Schema):
 
 
 @schema
+class Ramp(Schema):
+    """A batch that starts small and grows in even steps to train.per_device_batch_size."""
+
+    start: float | None = option(None, gt=0)
+    """Sequences per device at the start. null: no ramp."""
+    increment: float = option(1, gt=0)
+    """Sequences per device that each growth adds."""
+    sequences: int = option(1000, ge=1)
+    """Sequences, over all devices, after which the batch has its full size."""
+
+
+@schema
 class Train(Schema):
     """The loop that every training task shares."""
 
@@ -111,6 +123,7 @@ class Train(Schema):
     """Sequences per device in one forward pass; a fraction where several devices share a sequence."""
     grad_accum: int = option(1, ge=1)
     """Forward and backward passes per optimizer step."""
+    ramp: Ramp = section(Ramp)
     log_every: int = option(10, ge=1)
     """Steps between two lines in metrics.jsonl."""
     eval_every: int = option(100, ge=0)
@@ -132,6 +145,13 @@ class Train(Schema):
     sample: Sample = section(Sample)
 
     def check(self) -> Iterator[Problem]:
+        if self.ramp.start is not None and self.ramp.start >= self.per_device_batch_size:
+            yield Problem(
+                "ramp.start",
+                f"is not under per_device_batch_size={self.per_device_batch_size:g}",
+                value=self.ramp.start,
+                accepted=f"over 0 and under {self.per_device_batch_size:g}, or null",
+            )
         if 0 < self.loss_chunk < self.seq_len and self.seq_len % self.loss_chunk:
             divisors = [str(n) for n in range(1, self.seq_len) if self.seq_len % n == 0]
             yield Problem(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from jax.experimental import multihost_utils
 
+from maxhydra.config import ConfigError, Problem
 from maxhydra.data.rows import Row
 from maxhydra.data.stream import Counts, State, Stream
 
@@ -23,32 +24,47 @@ class Feed:
         self._open, self._count, self._own = open_stream, streams, own
         self._streams: dict[int, Stream] = {}
         self._states: list[State | None] = [None] * streams
+        self._begun = False
 
     @property
     def count(self) -> int:
         return self._count
 
-    def rows(self, size: int) -> list[Row]:
-        """The own rows of the next batch."""
+    def rows(self, size: int, sequences: int) -> list[Row]:
+        """The own rows of the batch that begins after so many sequences."""
         own = self._own(size)
+        if size >= self._count:
+            source = np.arange(size) * self._count // size
+            needed = np.unique(source[own])
+        else:
+            # Fewer rows than streams: they take turns, and every process follows them all.
+            source = (sequences + np.arange(size)) % self._count
+            needed = np.arange(self._count)
+        self._run(needed.tolist())
         wanted = set(own.tolist())
-        owner = np.arange(size) * self._count // size
         taken: dict[int, Row] = {}
-        for index in np.unique(owner[own]).tolist():
-            stream = self._stream(index)
-            for row in np.flatnonzero(owner == index).tolist():
-                if row in wanted:
-                    taken[row] = stream.take()
-                else:
-                    stream.skip()
+        for row, index in enumerate(source.tolist()):
+            if row in wanted:
+                taken[row] = self._streams[index].take()
+            elif index in self._streams:
+                self._streams[index].skip()
         return [taken[row] for row in sorted(taken)]
 
-    def _stream(self, index: int) -> Stream:
-        if index not in self._streams:
+    def _run(self, needed: list[int]) -> None:
+        """Open the streams that are needed from here on, and close those that are not."""
+        for index in set(self._streams) - set(needed):
+            self._streams.pop(index).close()
+        for index in needed:
+            if index in self._streams:
+                continue
+            if self._begun:
+                reason = f"streams do not stay with their processes as the batch grows to {len(needed)} of them here"
+                hint = "set data.streams to a multiple of the number of processes"
+                raise ConfigError(Problem("data.streams", reason, value=self._count, hint=hint))
             stream = self._streams[index] = self._open(index)
             if (state := self._states[index]) is not None:
                 stream.restore(state)
-        return self._streams[index]
+        self._begun = True
 
     def states(self) -> list[State | None]:
         """The states of this process's streams, by number; None for those that other processes run."""
@@ -57,7 +73,7 @@ class Feed:
     def restore(self, states: list[State | None]) -> None:
         """Begin anew from some states; None is the start."""
         self.close()
-        self._streams = {}
+        self._streams, self._begun = {}, False
         self._states = list(states)
 
     @property

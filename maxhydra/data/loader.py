@@ -77,11 +77,11 @@ class Loader(Generic[B]):
         while len(self._ahead) <= self._prefetch:
             size = self._size(self._planned)
             self._planned += size
-            self._ahead.append(self._worker.submit(self._make, size, self._planned))
+            self._ahead.append(self._worker.submit(self._make, size, self._planned - size))
 
     def _make(self, size: int, sequences: int) -> _Made[B]:
-        batch = self._assemble(self._feed.rows(size), size)
-        return _Made(batch, sequences, self._feed.states(), self._feed.counts)
+        batch = self._assemble(self._feed.rows(size, sequences), size)
+        return _Made(batch, sequences + size, self._feed.states(), self._feed.counts)
 
     def state(self) -> dict[str, Any]:
         """The position after the last batch handed out; those made ahead do not count. All processes ask at once."""

@@ -156,10 +156,11 @@ class RunDirectory:
         self._release_lock()
 
     def withdraw(self, reason: str) -> None:
-        """The session could not begin: take a new run's folder away, or close the session of an older one as failed."""
+        """The session could not begin: take a new run's folder away; one that has got anywhere is closed as failed."""
         if not self.writes:
             return
-        if len(self._facts["sessions"]) > 1:
+        has_steps = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
+        if len(self._facts["sessions"]) > 1 or has_steps:
             self.finish("failed", reason)
             return
         self._is_open = False

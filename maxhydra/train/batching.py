@@ -1,27 +1,17 @@
 """How many sequences a step takes, and how they lie on the mesh."""
 
 import math
+from collections.abc import Iterator
 
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.run import Train
 from maxhydra.data import BatchSpec, RowSpec
 from maxhydra.sharding import Sharder
 
 
 def plan_batches(config: Config, sharder: Sharder) -> BatchSpec:
     """The global batch: per_device_batch_size x devices x grad_accum, checked against how the mesh splits it."""
-    train, devices = config.train, sharder.mesh.size
-    micro_batch = train.per_device_batch_size * devices
-    ways = sharder.ways("act_batch")
-    if micro_batch != int(micro_batch) or int(micro_batch) % ways:
-        fits = f"a multiple of {ways}/{devices}" if ways != devices else "a whole number"
-        raise ConfigError(
-            Problem(
-                "train.per_device_batch_size",
-                f"makes {micro_batch:g} sequences on {devices} devices, which the mesh splits {ways} ways",
-                value=train.per_device_batch_size,
-                accepted=fits,
-            )
-        )
+    train = config.train
     length_ways = sharder.ways("act_length")
     if train.seq_len % length_ways:
         raise ConfigError(
@@ -35,6 +25,30 @@ def plan_batches(config: Config, sharder: Sharder) -> BatchSpec:
         )
     return BatchSpec(
         rows=RowSpec(seq_len=train.seq_len, vocab_size=config.model.vocab_size, seed=config.run.seed),
-        batch=int(micro_batch) * train.grad_accum,
+        batch=_micro_batch(train.per_device_batch_size, "train.per_device_batch_size", sharder) * train.grad_accum,
         sharding=sharder.sharding(("act_batch", "act_length")),
+        ramp=tuple(_ramp(train, sharder)),
     )
+
+
+def _micro_batch(per_device: float, path: str, sharder: Sharder) -> int:
+    """Sequences of one forward pass over all devices."""
+    devices, ways = sharder.mesh.size, sharder.ways("act_batch")
+    batch = per_device * devices
+    if batch != int(batch) or int(batch) % ways:
+        reason = f"makes {batch:g} sequences on {devices} devices, which the mesh splits {ways} ways"
+        accepted = f"a multiple of {ways}/{devices}" if ways != devices else "a whole number"
+        raise ConfigError(Problem(path, reason, value=per_device, accepted=accepted))
+    return int(batch)
+
+
+def _ramp(train: Train, sharder: Sharder) -> Iterator[tuple[int, int]]:
+    """Sizes before the full one, each with the sequences before which it holds: all sizes last equally long."""
+    ramp = train.ramp
+    if ramp.start is None:
+        return
+    growths = math.ceil((train.per_device_batch_size - ramp.start) / ramp.increment)
+    for number in range(growths):
+        path = "train.ramp.increment" if number else "train.ramp.start"
+        size = _micro_batch(ramp.start + number * ramp.increment, path, sharder)
+        yield math.ceil(ramp.sequences * (number + 1) / growths), size * train.grad_accum

@@ -15,7 +15,7 @@ from maxhydra.train.checkpoint import Checkpointer, SaveFailed
 from maxhydra.train.interrupt import Interrupt
 from maxhydra.train.meter import Meter
 from maxhydra.train.state import TrainState
-from maxhydra.train.step import StepFn
+from maxhydra.train.step import StepFn, sequences_in
 
 log = logging.getLogger("maxhydra")
 
@@ -54,10 +54,10 @@ def fit(parts: Parts, state: TrainState, *, start: int, interrupt: Interrupt) ->
     for step in range(start + 1, parts.train.steps + 1):
         waiting = time.perf_counter()
         batch = next(parts.loader)
-        parts.meter.waited(time.perf_counter() - waiting)
+        parts.meter.took(sequences_in(batch), waited=time.perf_counter() - waiting)
         state, metrics = parts.step(state, batch)
         if step % parts.train.log_every == 0 or step in (start + 1, parts.train.steps):
-            parts.meter.log(step, metrics)
+            parts.meter.log(step, metrics, parts.loader.metrics())
         if loop.evaluation_due(step):
             loop.evaluate(step, state)
         if ending := loop.ending(step, interrupt):

@@ -13,12 +13,23 @@ from maxhydra.train.trackers import Tracker
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one optimizer step amounts to."""
+    """What one sequence amounts to, and what there is to do it with."""
 
     tokens: int
     flops: float
     devices: int
     peak_tflops: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Logged:
+    """A step whose metrics are still on the device; waiting and sequences since the one logged before."""
+
+    step: int
+    metrics: Mapping[str, jax.Array]
+    data: Mapping[str, float]
+    waited: float
+    sequences: int
 
 
 class Meter:
@@ -28,48 +39,49 @@ class Meter:
         self, work: Work, *, run: RunDirectory, writer: MetricsWriter, tracker: Tracker, progress: Progress, step: int
     ):
         self._work, self._run, self._writer, self._tracker, self._progress = work, run, writer, tracker, progress
-        self._pending: tuple[int, Mapping[str, jax.Array], float] | None = None
-        self._since, self._last_step, self._waited = time.perf_counter(), step, 0.0
+        self._pending: _Logged | None = None
+        self._since, self._last_step = time.perf_counter(), step
+        self._waited, self._sequences = 0.0, 0
         self.last: dict[str, float] = {}
         self.halted = False
 
-    def waited(self, seconds: float) -> None:
-        """The loop waited so long for input."""
-        self._waited += seconds
+    def took(self, sequences: int, *, waited: float) -> None:
+        """The loop took a batch, and waited so many seconds for it."""
+        self._sequences += sequences
+        self._waited += waited
 
-    def log(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
-        """Take the metrics of a step that was just dispatched; write those of the logged step before it."""
-        waited, self._waited = self._waited, 0.0
+    def log(self, step: int, metrics: Mapping[str, jax.Array], data: Mapping[str, float]) -> None:
+        """Take the metrics of a step that was just dispatched and of its data; write those of the one logged before."""
+        logged = _Logged(step, metrics, data, self._waited, self._sequences)
+        self._waited, self._sequences = 0.0, 0
         self.flush()
-        self._pending = (step, metrics, waited)
+        self._pending = logged
 
     def flush(self) -> None:
         """Write what is pending; waits for the device to finish that step."""
         if self._pending is None:
             return
-        (step, on_device, waited), self._pending = self._pending, None
-        values = {name: value.item() for name, value in jax.device_get(on_device).items()}
+        logged, self._pending = self._pending, None
+        values = {name: value.item() for name, value in jax.device_get(logged.metrics).items()}
         now = time.perf_counter()
-        seconds = now - self._since
-        step_time = seconds / max(1, step - self._last_step)
-        self._since, self._last_step = now, step
+        seconds = max(now - self._since, 1e-9)
+        steps = max(1, logged.step - self._last_step)
+        self._since, self._last_step = now, logged.step
         self.halted = bool(values.pop("halted"))
-        values |= self._speed(step_time) | {"input_wait": min(1.0, waited / max(seconds, 1e-9))}
+        values |= {"step_time": seconds / steps} | self._speed(logged.sequences / seconds)
+        values |= {"input_wait": min(1.0, logged.waited / seconds), **logged.data}
         self.last = values
-        self._publish(step, values)
+        self._publish(logged.step, values)
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of an evaluation, whose time does not count as step time."""
         self._publish(step, values)
         self._since = time.perf_counter()
 
-    def _speed(self, step_time: float) -> dict[str, float]:
-        tflops = self._work.flops / step_time / self._work.devices / 1e12
-        speed = {
-            "step_time": step_time,
-            "tokens_per_second": self._work.tokens / step_time,
-            "tflops_per_device": tflops,
-        }
+    def _speed(self, sequences: float) -> dict[str, float]:
+        """What so many sequences a second come to."""
+        tflops = self._work.flops * sequences / self._work.devices / 1e12
+        speed = {"tokens_per_second": self._work.tokens * sequences, "tflops_per_device": tflops}
         return speed if self._work.peak_tflops is None else {**speed, "mfu": tflops / self._work.peak_tflops}
 
     def _publish(self, step: int, values: Mapping[str, float]) -> None:

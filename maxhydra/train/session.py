@@ -7,9 +7,10 @@ two sessions of one run.
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from typing import Any
 
 import jax
 
@@ -19,6 +20,7 @@ from maxhydra.model import flops_per_token, parameter_count
 from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory, series
 from maxhydra.runtime import Machine
 from maxhydra.train.checkpoint import open_checkpointer
+from maxhydra.train.growing import GrowingStep
 from maxhydra.train.interrupt import Interrupt
 from maxhydra.train.loop import Ending, Parts, fit
 from maxhydra.train.meter import Meter, Work
@@ -26,7 +28,7 @@ from maxhydra.train.objective import make_evaluate
 from maxhydra.train.progress import open_progress
 from maxhydra.train.start import Start, begin
 from maxhydra.train.state import StateDef
-from maxhydra.train.step import Batch, LossFn, StepFn, make_step
+from maxhydra.train.step import Batch, LossFn, StepFn, make_step, sequences_in
 from maxhydra.train.trackers import open_trackers
 
 log = logging.getLogger("maxhydra")
@@ -47,10 +49,9 @@ def train(training: Training, config: Config, *, run: RunDirectory, machine: Mac
     """Train until train.steps, and save the end."""
     began = time.perf_counter()
     with Interrupt() as interrupt, closing(training.loader), ExitStack() as stack:
+        example = training.loader.peek()
         # The step compiles while the weights are made or read: on a small model either takes as long as the other.
-        compiling = stack.enter_context(ThreadPoolExecutor(1)).submit(
-            compile_step, training, config, training.loader.peek()
-        )
+        compiling = stack.enter_context(ThreadPoolExecutor(1)).submit(compile_step, training, config, example)
         start = begin(training.states, run.checkpoints, config.checkpoint, training.loader, seed=config.run.seed)
         parameters = parameter_count(training.states.model.shapes)
         log.info("%s", "; ".join(machine.notes))
@@ -59,13 +60,18 @@ def train(training: Training, config: Config, *, run: RunDirectory, machine: Mac
         if start.step >= config.train.steps:
             reason = f"step {start.step} was reached before; raise train.steps to go on"
             return Ending("finished", reason, start.step, start.state, {})
-        step, seconds = compiling.result()
+        first, seconds = compiling.result()
+        step = first
+        if training.batches.ramp:
+            sizes = [*(size for _, size in training.batches.ramp), training.batches.batch]
+            compiled = {sequences_in(example): first}
+            step = GrowingStep(lambda batch: compile_step(training, config, batch)[0], sizes, compiled)
         run.update(timings={"compile": seconds, "before_first_step": time.perf_counter() - began})
         parts = _assemble(training, config, step, start, run=run, machine=machine, stack=stack)
         return fit(parts, start.state, start=start.step, interrupt=interrupt)
 
 
-def compile_step(training: Training, config: Config, example: Batch) -> tuple[StepFn, float]:
+def compile_step(training: Training, config: Config, example: Mapping[str, Any]) -> tuple[StepFn, float]:
     """The step compiled for batches like the example, and how long that took. A state is given up to its successor."""
     began = time.perf_counter()
     step = jax.jit(
@@ -98,10 +104,10 @@ def _assemble(
         closing(open_progress(config.train.progress, total=config.train.steps, start=start.step, shown=is_main))
     )
     limit = config.train.eval_batches
-    tokens = training.batches.batch * training.batches.rows.seq_len
+    seq_len = training.batches.rows.seq_len
     work = Work(
-        tokens=tokens,
-        flops=tokens * flops_per_token(config.model, training.batches.rows.seq_len),
+        tokens=seq_len,
+        flops=seq_len * flops_per_token(config.model, seq_len),
         devices=machine.devices,
         peak_tflops=machine.peak_tflops(config.model.dtypes.compute.value),
     )

@@ -20,13 +20,18 @@ LossFn = Callable[[Tree, Batch, jax.Array | None], Sums]
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
+def sequences_in(batch: Batch) -> int:
+    """How many sequences a batch has."""
+    return int(next(iter(batch.values())).shape[0])
+
+
 def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train) -> StepFn:
     """A pure function (state, batch) -> (state, metrics), to be jitted with the state donated."""
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         grads, sums = _gradients(loss_fn, state.params, batch, key, micro_batches=train.grad_accum)
-        means = {name: total / sums["weight"] for name, total in sums.items() if name not in ("weight", "nll")}
+        means = {name: total / _weight(sums) for name, total in sums.items() if name not in ("weight", "nll")}
         grad_norm = optax.tree.norm(grads)
 
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
@@ -76,7 +81,12 @@ def _gradients(loss_fn: LossFn, params: Tree, batch: Batch, key: jax.Array, *, m
         shapes = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], cut), keys[0])
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         (grads, sums), _ = jax.lax.scan(add, zeros, (cut, keys))
-    return jax.tree.map(lambda g: g / sums["weight"].astype(g.dtype), grads), sums
+    return jax.tree.map(lambda g: g / _weight(sums).astype(g.dtype), grads), sums
+
+
+def _weight(sums: Sums) -> jax.Array:
+    """What to divide by; a batch in which nothing is learned has loss 0 and no gradient."""
+    return jnp.where(sums["weight"] == 0, 1, sums["weight"])
 
 
 def _select(condition: jax.Array) -> Callable[[Tree, Tree], Tree]:
