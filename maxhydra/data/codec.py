@@ -3,6 +3,7 @@
     MAGIC, number of arrays u8, then per array: length of name u8, name, dtype u8, dimensions u8, sizes u32 each, values
 """
 
+import math
 import struct
 from collections.abc import Mapping
 
@@ -37,7 +38,7 @@ def decode_arrays(record: bytes) -> dict[str, np.ndarray]:
             kind, dimensions = record[at], record[at + 1]
             shape = struct.unpack_from(f"<{dimensions}I", record, at + 2)
             at += 2 + 4 * dimensions
-            size = int(np.prod(shape, dtype=np.int64)) if dimensions else 1
+            size = math.prod(shape)
             arrays[name] = np.frombuffer(record, DTYPES[kind], size, at).reshape(shape)
             at += size * DTYPES[kind].itemsize
     except (IndexError, struct.error, UnicodeDecodeError) as error:

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import re
 from pathlib import Path
 
 import fsspec
@@ -23,12 +24,17 @@ def find_files(names: str, cache: str, *, endings: tuple[str, ...]) -> list[Path
     return found
 
 
+def without_shard(name: str) -> str:
+    """A name without the count that some writers put behind its ending: x.tfrecord-00001-of-00008."""
+    return re.sub(r"-\d+-of-\d+$", "", name)
+
+
 def _local(name: str, endings: tuple[str, ...]) -> list[Path]:
     root = Path(name).expanduser()
     if root.is_file():
         return [root]
     if root.is_dir():
-        return sorted(path for path in root.rglob("*") if path.is_file() and path.name.endswith(endings))
+        return sorted(path for path in root.rglob("*") if path.is_file() and without_shard(path.name).endswith(endings))
     if any(mark in name for mark in "*?["):
         anchor = Path(root.anchor or ".")
         pattern = str(root.relative_to(root.anchor)) if root.anchor else str(root)
@@ -46,7 +52,7 @@ def _remote(name: str, cache: str, endings: tuple[str, ...]) -> list[Path]:
         hint = f"install what fsspec needs for {protocol}://"
         raise ConfigError(Problem("data.path", str(error), value=name, hint=hint)) from None
     if not (len(names) == 1 and names[0] == root):
-        names = [found for found in names if found.endswith(endings)]
+        names = [found for found in names if without_shard(found).endswith(endings)]
     return [_copy(system, found, Path(cache).expanduser() / protocol) for found in sorted(names)]
 
 

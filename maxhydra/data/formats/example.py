@@ -1,0 +1,128 @@
+"""tf.train.Example without TensorFlow: the wire format of its four messages.
+
+Example { Features features = 1 }    Features { map<string, Feature> feature = 1 }
+Feature { BytesList = 1 | FloatList = 2 | Int64List = 3 }, each a list of `value = 1`, packed or not
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from maxhydra.data.records import Record
+
+VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
+BYTES_LIST, FLOAT_LIST, INT64_LIST = 1, 2, 3
+
+
+def parse_example(payload: bytes) -> Record:
+    """Features by name; ValueError where the bytes are no Example.
+
+    One value of a bytes list stands alone, since that is how text is written; numbers are arrays however few they are.
+    """
+    try:
+        record: Record = {}
+        for field, features in _fields(payload):
+            if field == 1:
+                for inner, entry in _fields(_message(features)):
+                    if inner == 1:
+                        name, feature = _entry(_message(entry))
+                        record[name] = feature
+    except (IndexError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a tf.train.Example: {error}") from None
+    if not record:
+        raise ValueError("not a tf.train.Example: it has no features")
+    return record
+
+
+def _entry(payload: bytes) -> tuple[str, object]:
+    """One feature and its name. A key or a value that is not written is empty."""
+    name, feature = "", b""
+    for field, value in _fields(payload):
+        if field == 1:
+            name = _message(value).decode()
+        elif field == 2:
+            feature = _message(value)
+    parsed: object = []
+    for field, values in _fields(feature):
+        if field == BYTES_LIST:
+            items = [_message(value) for number, value in _fields(_message(values)) if number == 1]
+            parsed = items[0] if len(items) == 1 else items
+        elif field == FLOAT_LIST:
+            parsed = _floats(_message(values))
+        elif field == INT64_LIST:
+            parsed = _integers(_message(values))
+    return name, parsed
+
+
+def _floats(payload: bytes) -> np.ndarray:
+    """Float values: packed bytes, and single ones, which are four bytes each too."""
+    parts = [value for field, value in _fields(payload) if field == 1 and isinstance(value, bytes)]
+    joined = b"".join(parts)
+    if len(joined) % 4:
+        raise ValueError("not a tf.train.Example: a list of floats that is cut short")
+    return np.frombuffer(joined, "<f4")
+
+
+def _integers(payload: bytes) -> np.ndarray:
+    parts = [value for field, value in _fields(payload) if field == 1]
+    packed = [_varints(part) if isinstance(part, bytes) else np.array([part], np.uint64) for part in parts]
+    return (np.concatenate(packed) if packed else np.empty(0, np.uint64)).astype(np.int64)
+
+
+def _varints(payload: bytes) -> np.ndarray:
+    """Varints that stand one after another, all at once: 7 bits a byte, the lowest first, the last under 128."""
+    letters = np.frombuffer(payload, np.uint8)
+    last = np.flatnonzero(letters < 0x80)
+    if len(letters) and (not len(last) or last[-1] != len(letters) - 1):
+        raise ValueError("not a tf.train.Example: a list of integers that is cut short")
+    sizes = np.diff(last, prepend=-1)
+    if len(sizes) and sizes.max() > 10:
+        raise ValueError("not a tf.train.Example: an integer of over 64 bits")
+    first = last - sizes + 1
+    values = np.zeros(len(last), np.uint64)
+    for place in range(int(sizes.max()) if len(sizes) else 0):
+        here = sizes > place
+        bits = (letters[first[here] + place] & 0x7F).astype(np.uint64)
+        values[here] |= bits << np.uint64(7 * place)
+    return values
+
+
+def _message(value: bytes | int) -> bytes:
+    if isinstance(value, int):
+        raise ValueError("not a tf.train.Example: a number stands where a message should")
+    return value
+
+
+def _fields(payload: bytes) -> Iterator[tuple[int, bytes | int]]:
+    """Numbers and values of a message's fields: an int for a varint, else the bytes."""
+    at, end = 0, len(payload)
+    while at < end:
+        tag, at = _varint(payload, at)
+        kind = tag & 7
+        if kind == VARINT:
+            value, at = _varint(payload, at)
+            yield tag >> 3, value
+            continue
+        if kind == LENGTH:
+            size, at = _varint(payload, at)
+        elif kind in (FIXED32, FIXED64):
+            size = 4 if kind == FIXED32 else 8
+        else:
+            raise ValueError(f"not a tf.train.Example: wire type {kind}")
+        if at + size > end:
+            raise ValueError("not a tf.train.Example: it is cut short")
+        yield tag >> 3, payload[at : at + size]
+        at += size
+
+
+def _varint(payload: bytes, at: int) -> tuple[int, int]:
+    value, shift = 0, 0
+    while True:
+        letter = payload[at]
+        at += 1
+        value |= (letter & 0x7F) << shift
+        if letter < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("not a tf.train.Example: an integer of over 64 bits")

@@ -1,0 +1,105 @@
+"""JSON Lines: an object a line, plain or as .gz. Blank lines are no records.
+
+The places of the lines are found once, and kept: [blank lines, which they are, where each other line begins].
+"""
+
+import gzip
+import mmap
+import os
+import shutil
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from maxhydra.data.formats.payload import decode_json
+from maxhydra.data.formats.shelf import Shelf, Unreadable, version
+from maxhydra.data.records import Fault, Record, Records
+
+# Bytes that are searched for line ends at a time.
+BLOCK = 2**24
+NEWLINE = ord("\n")
+MARK = b"\xef\xbb\xbf"
+
+
+def open_file(path: Path, shelf: Shelf) -> Records:
+    try:
+        plain = _unpacked(path, shelf.cache) if path.name.endswith(".gz") else path
+    except (OSError, EOFError, zlib.error) as error:
+        return Unreadable(path, f"cannot be unpacked: {error}")
+    if not plain.stat().st_size:
+        return JsonLines(path, plain, shelf, np.zeros(1, np.int64))
+    return JsonLines(path, plain, shelf, shelf.kept(plain, "lines", lambda: find_lines(plain)))
+
+
+def _unpacked(path: Path, cache: Path) -> Path:
+    """A plain copy of a .gz file, made once for each version of it."""
+    target = cache / "unpacked" / version(path).removesuffix(".gz")
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f"{target.name}.{os.getpid()}")
+        try:
+            with gzip.open(path) as packed, partial.open("wb") as plain:
+                shutil.copyfileobj(packed, plain, BLOCK)
+            partial.rename(target)
+        finally:
+            partial.unlink(missing_ok=True)
+    return target
+
+
+def find_lines(path: Path) -> np.ndarray:
+    """Number of blank lines, their numbers from 0 on, and the first byte of each other line."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        letters = np.frombuffer(view, np.uint8)
+        ends = [np.flatnonzero(letters[at : at + BLOCK] == NEWLINE) + at for at in range(0, len(letters), BLOCK)]
+        starts = np.concatenate([[0], *(found + 1 for found in ends)])
+        if starts[-1] == len(letters):
+            starts = starts[:-1]
+        stops = np.append(starts[1:], len(letters))
+        # Blank lines begin with white space, and few others do.
+        suspects = np.flatnonzero(np.isin(letters[starts], np.frombuffer(b" \t\r\n", np.uint8)))
+        blank = [line for line in suspects.tolist() if not view[starts[line] : stops[line]].strip()]
+        del letters
+    return np.concatenate([[len(blank)], np.array(blank, np.int64), np.delete(starts, blank)]).astype(np.int64)
+
+
+class JsonLines:
+    groups = None
+
+    def __init__(self, path: Path, plain: Path, shelf: Shelf, lines: np.ndarray):
+        """`plain` is the file that is read, `path` the one that was named."""
+        self._path, self._plain, self._shelf = path, plain, shelf
+        blank = lines[1 : 1 + int(lines[0])]
+        self._blank_after = blank - np.arange(len(blank))
+        self._starts = lines[1 + int(lines[0]) :]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def place(self, index: int) -> str:
+        """The line as an editor counts it, blank ones included."""
+        blank_before = int(np.searchsorted(self._blank_after, index, "right"))
+        return f"{self._path}, line {index + blank_before + 1}"
+
+    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
+        view = self._shelf.handles.get(self._plain, lambda: _mapped(self._plain))
+        wanted = np.asarray(indices, np.int64)
+        starts = self._starts[wanted].tolist()
+        # Blank lines in between are white space behind a record, which JSON allows.
+        following = np.minimum(wanted + 1, len(self) - 1)
+        stops = np.where(wanted + 1 < len(self), self._starts[following], len(view)).tolist()
+        return [
+            self._record(index, view[start:stop]) for index, start, stop in zip(indices, starts, stops, strict=True)
+        ]
+
+    def _record(self, index: int, line: bytes) -> Record | Fault:
+        try:
+            return decode_json(line.removeprefix(MARK) if index == 0 else line)
+        except ValueError as error:
+            return Fault(self.place(index), str(error))
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

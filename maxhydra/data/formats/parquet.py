@@ -1,0 +1,83 @@
+"""Parquet through pyarrow: a row group is decoded as a whole and kept for as long as its records are shuffled."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxhydra.data.formats.shelf import Group, Shelf, Unreadable
+from maxhydra.data.optional import need
+from maxhydra.data.records import Fault, Record, Records
+
+SETTING = "data.format=parquet"
+
+
+def open_file(path: Path, shelf: Shelf) -> Records:
+    arrow = need("pyarrow", SETTING)
+    try:
+        with need("pyarrow.parquet", SETTING).ParquetFile(path) as file:
+            return ParquetFile(path, shelf, file.metadata, file.schema_arrow.names)
+    except (arrow.ArrowException, OSError) as error:
+        return Unreadable(path, f"not a whole Parquet file: {error}")
+
+
+class ParquetFile:
+    def __init__(self, path: Path, shelf: Shelf, metadata: Any, names: Sequence[str]):
+        self._path, self._shelf, self._metadata = path, shelf, metadata
+        # With one of them missing, a record should show which columns it does have.
+        known = shelf.columns is not None and set(shelf.columns) <= set(names)
+        self._columns = list(shelf.columns or ()) if known else None
+        self._sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        self._ends = np.cumsum(self._sizes)
+        self._starts = self._ends - self._sizes
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
+    def groups(self) -> list[int] | None:
+        return [size for size in self._sizes if size]
+
+    def place(self, index: int) -> str:
+        return f"{self._path}, row {index}"
+
+    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
+        wanted = np.asarray(indices, np.int64)
+        owner = np.searchsorted(self._ends, wanted, "right")
+        found: dict[int, Record | Fault] = {}
+        for number in np.unique(owner).tolist():
+            places = np.flatnonzero(owner == number)
+            held = self._shelf.groups.get((self._path, number), lambda number=number: self._group(number)).value
+            if isinstance(held, str):
+                found.update((at, Fault(self.place(int(wanted[at])), held)) for at in places.tolist())
+                continue
+            rows = wanted[places] - self._starts[number]
+            columns = {name: _values(column, rows) for name, column in held.items()}
+            for at, row in zip(places.tolist(), zip(*columns.values(), strict=True), strict=True):
+                found[at] = dict(zip(columns, row, strict=True))
+        return [found[at] for at in range(len(wanted))]
+
+    def _group(self, number: int) -> Group:
+        """The columns of a row group, or why they cannot be read."""
+        arrow = need("pyarrow", SETTING)
+        try:
+            # A file is for one thread at a time; with its metadata at hand, another costs next to nothing.
+            with need("pyarrow.parquet", SETTING).ParquetFile(self._path, metadata=self._metadata) as file:
+                table = file.read_row_group(number, columns=self._columns, use_threads=False)
+        except (arrow.ArrowException, OSError) as error:
+            return Group(f"its row group {number} cannot be read: {error}", 0)
+        return Group({name: table.column(name).combine_chunks() for name in table.column_names}, table.nbytes)
+
+
+def _values(column: Any, rows: np.ndarray) -> list[Any]:
+    """The values of some rows. Lists of numbers become arrays, without a Python object for each number."""
+    arrow = need("pyarrow", SETTING)
+    kind = column.type
+    is_list = arrow.types.is_list(kind) or arrow.types.is_large_list(kind)
+    if is_list and (arrow.types.is_integer(kind.value_type) or arrow.types.is_floating(kind.value_type)):
+        if not column.null_count and not column.values.null_count:
+            offsets, numbers = np.from_dlpack(column.offsets), np.from_dlpack(column.values)
+            return [numbers[offsets[row] : offsets[row + 1]] for row in rows.tolist()]
+    values: list[Any] = column.take(arrow.array(rows)).to_pylist()
+    return values

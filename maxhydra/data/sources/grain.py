@@ -1,0 +1,50 @@
+"""Files of records: ArrayRecord, Parquet, TFRecord and JSON Lines, alone or side by side, by index."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxhydra.config import ConfigError, Problem
+from maxhydra.config.corpus import ROLES, Corpus
+from maxhydra.config.data import Data, OnError
+from maxhydra.data.files import find_files
+from maxhydra.data.formats import ENDINGS, Joined, open_files
+from maxhydra.data.formats.shelf import Shelf
+from maxhydra.data.records import Records
+from maxhydra.data.rows import RowSpec
+from maxhydra.data.sources import RecordSource, hold_out
+
+log = logging.getLogger("maxhydra")
+
+
+def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource:
+    assert corpus.path is not None
+    train = open_records(corpus.path, corpus, data)
+    if corpus.eval_path is None:
+        return hold_out(train, corpus.eval_fraction)
+    return RecordSource(train=train, evaluation=open_records(corpus.eval_path, corpus, data))
+
+
+def open_records(names: str, corpus: Corpus, data: Data) -> Records:
+    """The records of the files that some names give."""
+    endings = tuple(ending for of_format in ENDINGS.values() for ending in of_format)
+    paths = find_files(names, data.cache, endings=endings)
+    shelf = Shelf(Path(data.cache).expanduser(), _columns(corpus))
+    files = open_files(paths, corpus.format, shelf)
+    _check_empty([path for path, file in zip(paths, files, strict=True) if not len(file)], data)
+    return Joined(files)
+
+
+def _columns(corpus: Corpus) -> tuple[str, ...] | None:
+    """The columns that the shape reads; not known where a function comes before it."""
+    if corpus.formatting is not None:
+        return None
+    return tuple(corpus.columns.get(role, role) for role in ROLES[corpus.shape])
+
+
+def _check_empty(paths: Sequence[Path], data: Data) -> None:
+    for path in paths:
+        if data.on_error is OnError["raise"]:
+            hint = "remove it, or pass over such files with data.on_error=skip"
+            raise ConfigError(Problem("data.path", "the file holds no records", value=path, hint=hint))
+        log.warning("skipped %s: the file holds no records", path)
