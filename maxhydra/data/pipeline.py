@@ -22,7 +22,7 @@ from maxhydra.data.rows import PackedRows, Row, RowSpec, pack_rows, stack_rows
 from maxhydra.data.shapes import Shape, build_shape
 from maxhydra.data.sources import RecordSource, RowSource, Source, StreamSource, open_source
 from maxhydra.data.stream import PackedStream, RowStream, Stream
-from maxhydra.data.workers import worker_processes
+from maxhydra.data.workers import Workers
 
 log = logging.getLogger("maxhydra")
 
@@ -160,6 +160,7 @@ class Pipeline:
         try:
             yield from ahead(chunks, work, self._pool, depth=2 * workers if workers else THREADS)
         except BrokenProcessPool:
+            self.close()
             reason = "a worker process ended in the middle of its work, perhaps for want of memory"
             hint = "set data.workers lower, or 0 to do the work in the training process"
             raise ConfigError(Problem("data.workers", reason, value=workers, hint=hint)) from None
@@ -168,7 +169,7 @@ class Pipeline:
     def _pool(self) -> Executor:
         if not self.data.workers:
             return ThreadPoolExecutor(THREADS, thread_name_prefix="read")
-        return worker_processes(self.data.workers, partial(_begin, self.data, self.spec))
+        return Workers(self.data.workers, partial(_begin, self.data, self.spec))
 
     def _pack(self, shape: Shape, share: int | None, examples: list[Any], key: tuple[int, ...]) -> PackedRows:
         """The rows of a window. Packing sorts by length, so they are shuffled, unless the share is None."""
