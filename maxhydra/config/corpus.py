@@ -51,10 +51,18 @@ class Corpus(Schema):
     """hf, tfds: split to train on."""
     eval_split: str | None = None
     """hf, tfds: split to evaluate on. null: eval_fraction of the other."""
+    eval_name: str | None = None
+    """hf, tfds: dataset or builder of eval_split, where it is another than name."""
     data_dir: str | None = None
     """hf: sub-folder of the dataset; tfds: folder that holds the builds."""
     streaming: bool = False
     """hf: read over the network as training goes, instead of downloading first."""
+    remap_from: str | None = None
+    """olmo: beginning of the paths in the index that lies elsewhere here, such as gs://bucket/."""
+    remap_to: str | None = None
+    """olmo: what to read instead of remap_from, such as /mnt/bucket/."""
+    repetition_filter: bool = True
+    """olmo: sequences in which 1 to 13 tokens repeat 32 times or more, one after another, count for nothing."""
     eval_fraction: float = option(0.05, gt=0, lt=1)
     """Share at the end that is held out for evaluation, where no files or split are."""
     shape: str = option("text", one_of="maxhydra.data.shapes")
@@ -76,8 +84,13 @@ class Corpus(Schema):
             yield Problem("path", f"is not used by source={self.source}", value=self.path, hint=hint)
         if self.source == "hf" and self.path is None and self.name is None:
             yield Problem("name", "or path is needed by source=hf", value=None, accepted="a dataset's name or folder")
-        if self.source == "tfds" and self.name is None:
-            yield Problem("name", "is needed by source=tfds", value=None, accepted="a builder, such as c4/en:3.0.1")
+        if self.source in ("tfds", "c4_mlperf") and self.name is None:
+            yield Problem(
+                "name", f"is needed by source={self.source}", value=None, accepted="a builder, such as c4/en:3.0.1"
+            )
+        if (self.remap_from is None) != (self.remap_to is None):
+            missing = "remap_from" if self.remap_from is None else "remap_to"
+            yield Problem(missing, "is needed, since the other of the two is set", value=None)
         if self.formatting is not None and self.formatting.count(":") != 1:
             yield Problem("formatting", "names no function", value=self.formatting, accepted="package.module:function")
 

@@ -103,7 +103,7 @@ class Pipeline:
             read=_numbered if is_stream else opened.read,
             place=partial(_place_by_number if is_stream else _place_by_index, opened),
             formatting=_function(corpus.formatting),
-            shape=self._shapes[name],
+            shape=self._shape(name, part),
             longest=self.spec.seq_len,
         )
 
@@ -133,7 +133,7 @@ class Pipeline:
         return PackedStream(
             chunks,
             partial(self._ahead, name, part),
-            partial(self._pack, self._shapes[name], share[0] if shuffle else None),
+            partial(self._pack, self._shape(name, part), share[0] if shuffle else None),
             window=self.data.packing.window * self.spec.seq_len,
             on_fault=self._on_fault,
             epochs=epochs,
@@ -144,6 +144,12 @@ class Pipeline:
             where = f"data.sources.{name}" if name else "data"
             reason = f"holds {length} records, which {readers} readers cannot share"
             raise ConfigError(Problem(where, reason, hint="give it more records, or set data.streams lower"))
+
+    def _shape(self, name: str, part: str) -> Shape:
+        source = self.sources[name]
+        if part == EVALUATION and isinstance(source, RecordSource) and source.evaluation_shape is not None:
+            return source.evaluation_shape
+        return self._shapes[name]
 
     @cached_property
     def _shapes(self) -> dict[str, Shape]:

@@ -13,7 +13,6 @@ from typing import Any
 from array_record.python.array_record_module import ArrayRecordReader
 
 from maxhydra.data.formats import runs
-from maxhydra.data.formats.payload import decode
 from maxhydra.data.formats.shelf import Group, Shelf, Unreadable
 from maxhydra.data.records import Fault, Record, Records
 
@@ -63,7 +62,7 @@ class ArrayRecordFile:
 
     def _decoded(self, index: int, payload: bytes) -> Record | Fault:
         try:
-            return decode(payload)
+            return self._shelf.decode(payload)
         except ValueError as error:
             return Fault(self.place(index), str(error))
 

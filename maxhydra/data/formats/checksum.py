@@ -1,9 +1,9 @@
 """CRC-32C, masked as TFRecord files have it, of many payloads at once in NumPy.
 
-A checksum is linear over XOR, so payloads are cut into blocks of WIDTH bytes that are worked on side by side, byte after
+A checksum is linear over XOR, so payloads are cut into blocks of WIDTH bytes that are worked on side by side, byte by
 byte; then the blocks of each payload are joined, a checksum being moved on by WIDTH zero bytes with four table lookups.
-A loop over bytes would take a hundred times as long. Zeros before a payload change nothing while the register is 0, and
-starting from all ones is the same as inverting the first four bytes.
+Zeros before a payload change nothing while the register is 0, and starting from all ones is the same as inverting the
+first four bytes.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def crc32c(payloads: Sequence[bytes]) -> np.ndarray:
     """The checksum of each payload: uint32 [n]."""
     if not payloads:
         return np.empty(0, np.uint32)
-    # At least four bytes, so that there is room for the inverted start; shorter payloads are done one by one.
+    # Payloads under four bytes have no room for the inverted start, and are done one by one.
     sizes = np.array([len(payload) for payload in payloads])
     blocks = np.maximum(-(-sizes // WIDTH), 1)
     last = np.cumsum(blocks)

@@ -1,11 +1,13 @@
 """Parquet through pyarrow: a row group is decoded as a whole and kept for as long as its records are shuffled."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from maxhydra.data.formats.columns import rows_of
 from maxhydra.data.formats.shelf import Group, Shelf, Unreadable
 from maxhydra.data.optional import need
 from maxhydra.data.records import Fault, Record, Records
@@ -48,14 +50,12 @@ class ParquetFile:
         found: dict[int, Record | Fault] = {}
         for number in np.unique(owner).tolist():
             places = np.flatnonzero(owner == number)
-            held = self._shelf.groups.get((self._path, number), lambda number=number: self._group(number)).value
+            held = self._shelf.groups.get((self._path, number), partial(self._group, number)).value
             if isinstance(held, str):
                 found.update((at, Fault(self.place(int(wanted[at])), held)) for at in places.tolist())
                 continue
             rows = wanted[places] - self._starts[number]
-            columns = {name: _values(column, rows) for name, column in held.items()}
-            for at, row in zip(places.tolist(), zip(*columns.values(), strict=True), strict=True):
-                found[at] = dict(zip(columns, row, strict=True))
+            found.update(zip(places.tolist(), rows_of(held, rows), strict=True))
         return [found[at] for at in range(len(wanted))]
 
     def _group(self, number: int) -> Group:
@@ -68,16 +68,3 @@ class ParquetFile:
         except (arrow.ArrowException, OSError) as error:
             return Group(f"its row group {number} cannot be read: {error}", 0)
         return Group({name: table.column(name).combine_chunks() for name in table.column_names}, table.nbytes)
-
-
-def _values(column: Any, rows: np.ndarray) -> list[Any]:
-    """The values of some rows. Lists of numbers become arrays, without a Python object for each number."""
-    arrow = need("pyarrow", SETTING)
-    kind = column.type
-    is_list = arrow.types.is_list(kind) or arrow.types.is_large_list(kind)
-    if is_list and (arrow.types.is_integer(kind.value_type) or arrow.types.is_floating(kind.value_type)):
-        if not column.null_count and not column.values.null_count:
-            offsets, numbers = np.from_dlpack(column.offsets), np.from_dlpack(column.values)
-            return [numbers[offsets[row] : offsets[row + 1]] for row in rows.tolist()]
-    values: list[Any] = column.take(arrow.array(rows)).to_pylist()
-    return values

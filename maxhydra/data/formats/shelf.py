@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from maxhydra.data.formats.payload import decode
 from maxhydra.data.order import GROUPS_TOGETHER
 from maxhydra.data.records import Fault, Record
 
@@ -75,7 +76,9 @@ class Shelf:
 
     cache: Path
     columns: tuple[str, ...] | None
-    """Columns that will be read; None where that is not known."""
+    """The only columns that will be asked for; None where that is not known."""
+    decode: Callable[[bytes], Record] = decode
+    """What makes a record of the bytes that ArrayRecord and TFRecord files hold."""
     handles: Recent[Any] = dataclasses.field(default_factory=lambda: Recent(HANDLES))
     groups: Recent["Group"] = dataclasses.field(
         default_factory=lambda: Recent(GROUPS, GROUP_BYTES, lambda group: group.size)

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from maxhydra.data.formats.checksum import masked
-from maxhydra.data.formats.payload import decode
 from maxhydra.data.formats.shelf import Shelf
 from maxhydra.data.records import Fault, Record, Records
 
@@ -91,7 +90,7 @@ class TfRecordFile:
         if not is_sound:
             return Fault(self.place(index), "its checksum is wrong: the file is damaged here")
         try:
-            return decode(payload)
+            return self._shelf.decode(payload)
         except ValueError as error:
             return Fault(self.place(index), str(error))
 

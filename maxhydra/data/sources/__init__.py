@@ -7,10 +7,11 @@ import dataclasses
 import importlib
 from collections.abc import Sequence
 
-from maxhydra.config.corpus import Corpus
+from maxhydra.config.corpus import ROLES, Corpus
 from maxhydra.config.data import Data
 from maxhydra.data.records import Fault, Record, Records, RecordStream
 from maxhydra.data.rows import Rows, RowSpec
+from maxhydra.data.shapes import Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,8 @@ class RecordSource:
 
     train: Records
     evaluation: Records
+    evaluation_shape: Shape | None = None
+    """What the held-out records mean, where it is something else than data.shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +47,13 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> Source:
     """The source that a corpus names."""
     opened: Source = importlib.import_module(f"{__name__}.{corpus.source}").open_source(corpus, data, spec)
     return opened
+
+
+def columns_of(corpus: Corpus) -> tuple[str, ...] | None:
+    """The columns that the shape must have; not known where a function comes before it."""
+    if corpus.formatting is not None:
+        return None
+    return tuple(corpus.columns.get(role, role) for role in ROLES[corpus.shape])
 
 
 @dataclasses.dataclass(frozen=True)

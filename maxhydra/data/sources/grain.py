@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.corpus import ROLES, Corpus
+from maxhydra.config.corpus import Corpus
 from maxhydra.config.data import Data, OnError
 from maxhydra.data.files import find_files
 from maxhydra.data.formats import ENDINGS, Joined, open_files
 from maxhydra.data.formats.shelf import Shelf
 from maxhydra.data.records import Records
 from maxhydra.data.rows import RowSpec
-from maxhydra.data.sources import RecordSource, hold_out
+from maxhydra.data.sources import RecordSource, columns_of, hold_out
 
 log = logging.getLogger("maxhydra")
 
@@ -29,17 +29,12 @@ def open_records(names: str, corpus: Corpus, data: Data) -> Records:
     """The records of the files that some names give."""
     endings = tuple(ending for of_format in ENDINGS.values() for ending in of_format)
     paths = find_files(names, data.cache, endings=endings)
-    shelf = Shelf(Path(data.cache).expanduser(), _columns(corpus))
+    # Other shapes look for columns that need not be there, such as weights beside tokens.
+    columns = columns_of(corpus) if corpus.shape == "text" else None
+    shelf = Shelf(Path(data.cache).expanduser(), columns)
     files = open_files(paths, corpus.format, shelf)
     _check_empty([path for path, file in zip(paths, files, strict=True) if not len(file)], data)
     return Joined(files)
-
-
-def _columns(corpus: Corpus) -> tuple[str, ...] | None:
-    """The columns that the shape reads; not known where a function comes before it."""
-    if corpus.formatting is not None:
-        return None
-    return tuple(corpus.columns.get(role, role) for role in ROLES[corpus.shape])
 
 
 def _check_empty(paths: Sequence[Path], data: Data) -> None:

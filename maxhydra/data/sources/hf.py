@@ -1,0 +1,189 @@
+"""Hugging Face datasets: local files, folders that save_to_disk wrote, datasets by name, all at once or as a stream.
+
+A stream is read in the order of its files, each share taking files of its own where they divide evenly, else every n-th
+record. A shuffle buffer would lose its records when a run resumes, so only the rows of a packing window are shuffled.
+"""
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxhydra.config import ConfigError, Problem
+from maxhydra.config.corpus import Corpus
+from maxhydra.config.data import Data
+from maxhydra.data.files import find_files
+from maxhydra.data.formats.columns import rows_of
+from maxhydra.data.optional import need
+from maxhydra.data.records import Cursor, Fault, Record, Records, RecordStream
+from maxhydra.data.rows import RowSpec
+from maxhydra.data.sources import RecordSource, StreamSource, hold_out
+
+SETTING = "data.source=hf"
+
+# What datasets calls the reader of files with an ending.
+BUILDERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".json.gz": "json",
+    ".jsonl.gz": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".txt": "text",
+    ".arrow": "arrow",
+}
+
+# What save_to_disk leaves in a folder of one split, and of several.
+SAVED = ("state.json", "dataset_dict.json")
+
+
+def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource | StreamSource:
+    need("datasets", SETTING).disable_progress_bars()
+    # Its warnings repeat what the error says, and retries are no news.
+    logging.getLogger("datasets").setLevel(logging.ERROR)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    train = _load(corpus, data, path=corpus.path, split=corpus.split)
+    held_out = corpus.eval_path is not None or corpus.eval_split is not None or corpus.eval_name is not None
+    evaluation = None
+    if held_out:
+        named = dataclasses.replace(corpus, name=corpus.eval_name or corpus.name)
+        path = corpus.eval_path or (None if corpus.eval_name else corpus.path)
+        evaluation = _load(named, data, path=path, split=corpus.eval_split or corpus.split)
+    title = corpus.name or corpus.path or ""
+    if corpus.streaming:
+        evaluated: RecordStream = HfStream(title, evaluation) if evaluation is not None else NothingHeldOut()
+        return StreamSource(train=HfStream(title, train), evaluation=evaluated)
+    records: Records = HfRecords(title, train)
+    if evaluation is None:
+        return hold_out(records, corpus.eval_fraction)
+    return RecordSource(train=records, evaluation=HfRecords(title, evaluation))
+
+
+def _load(corpus: Corpus, data: Data, *, path: str | None, split: str) -> Any:
+    """The dataset that a corpus names, or one message about why it cannot be had."""
+    library = need("datasets", SETTING)
+    folder = Path(corpus.name or path or "").expanduser()
+    if any((folder / name).is_file() for name in SAVED):
+        return _saved(library.load_from_disk(str(folder)), corpus, split)
+    options: dict[str, Any] = {"split": split, "streaming": corpus.streaming}
+    if corpus.name is None:
+        assert path is not None
+        options |= _files(path, data, streaming=corpus.streaming)
+    else:
+        options |= {"path": corpus.name, "name": corpus.config, "data_dir": corpus.data_dir}
+        options["data_files"] = None if path is None else [part.strip() for part in path.split(";")]
+    try:
+        return library.load_dataset(**options)
+    except Exception as error:  # datasets lets through whatever its readers and its network raise
+        raise _refused(corpus, error) from None
+
+
+def _files(path: str, data: Data, *, streaming: bool) -> dict[str, Any]:
+    """Files of one kind: which reader, and where they lie. A stream reads remote ones where they are."""
+    names = [part.strip() for part in path.split(";")]
+    if not (streaming and all("://" in name for name in names)):
+        names = [str(found) for found in find_files(path, data.cache, endings=tuple(BUILDERS))]
+    kinds = {_builder(name) for name in names}
+    if len(kinds) > 1:
+        reason = f"holds files of several kinds: {', '.join(sorted(kinds))}"
+        raise ConfigError(Problem("data.path", reason, value=path, hint="make a source of each, and a mixture of them"))
+    # A plain name takes all files as one split, whatever they are called.
+    return {"path": kinds.pop(), "data_files": names, "split": "train", "cache_dir": str(_cache(data))}
+
+
+def _cache(data: Data) -> Path:
+    return Path(data.cache).expanduser() / "hf"
+
+
+def _builder(name: str) -> str:
+    for ending, builder in BUILDERS.items():
+        if name.endswith(ending):
+            return builder
+    accepted = ", ".join(BUILDERS)
+    raise ConfigError(Problem("data.path", "has an ending that data=hf cannot read", value=name, accepted=accepted))
+
+
+def _saved(dataset: Any, corpus: Corpus, split: str) -> Any:
+    """A split of a saved dataset; one that has no splits is what was saved."""
+    if isinstance(dataset, dict):
+        if split not in dataset:
+            reason = "is no split of the saved dataset"
+            raise ConfigError(Problem("data.split", reason, value=split, accepted=", ".join(dataset)))
+        dataset = dataset[split]
+    return dataset.to_iterable_dataset() if corpus.streaming else dataset
+
+
+def _refused(corpus: Corpus, error: BaseException) -> ConfigError:
+    """One line: of errors that wrap another, the innermost knows most."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    reason = f"cannot be loaded: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
+    path, value = ("data.path", corpus.path) if corpus.name is None else ("data.name", corpus.name)
+    return ConfigError(Problem(path, reason, value=value))
+
+
+class HfRecords:
+    """A dataset on this machine's disk, mapped into memory."""
+
+    groups = None
+
+    def __init__(self, title: str, dataset: Any):
+        self._title, self._dataset = title, dataset.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def place(self, index: int) -> str:
+        return f"{self._title}, record {index}"
+
+    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
+        table = self._dataset[[int(index) for index in indices]]
+        columns = {name: table.column(name).combine_chunks() for name in table.column_names}
+        return [*rows_of(columns, np.arange(len(indices)))]
+
+
+class HfStream:
+    """A dataset that is read as it comes. A cursor is the dataset's own state and how many records lie before it."""
+
+    def __init__(self, title: str, dataset: Any):
+        self._title, self._dataset = title, dataset
+
+    def place(self, number: int) -> str:
+        return f"{self._title}, record {number} of its share"
+
+    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | Fault, Cursor]]:
+        distributed = need("datasets.distributed", SETTING)
+        # Datasets that come from one another share what they count in.
+        mine = distributed.split_dataset_by_node(copy.deepcopy(self._dataset), rank=share, world_size=shares)
+        number = 0
+        if cursor is not None:
+            mine.load_state_dict(copy.deepcopy(cursor["state"]))
+            number = int(cursor["number"])
+        records = iter(mine)
+        while True:
+            try:
+                record = next(records)
+            except StopIteration:
+                return
+            except Exception as error:  # what reads the files may raise anything, and reads nothing after
+                reason = f"cannot be read on after record {number} of a share: {error}"
+                raise ConfigError(Problem("data", reason, value=self._title)) from None
+            number += 1
+            yield record, {"number": number, "state": mine.state_dict()}
+
+
+class NothingHeldOut:
+    """A stream has no known end of which a part could be held out."""
+
+    def place(self, number: int) -> str:
+        return f"record {number}"
+
+    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | Fault, Cursor]]:
+        reason = "is needed to evaluate with data.streaming=true, since a stream has no end to hold out"
+        accepted = "a split, or files in data.eval_path"
+        raise ConfigError(Problem("data.eval_split", reason, value=None, accepted=accepted))
+        yield

@@ -1,0 +1,113 @@
+"""TensorFlow Datasets that are built already, without TensorFlow.
+
+tfds says which files a split lies in and what its features are; the files, ArrayRecord or TFRecord, are read as any
+others are, ten times as fast as tfds.data_source. Features that are more than text and lists of numbers are decoded by
+tfds.
+"""
+
+import contextlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxhydra.config import ConfigError, Problem
+from maxhydra.config.corpus import Corpus, FileFormat
+from maxhydra.config.data import Data
+from maxhydra.data.files import find_files
+from maxhydra.data.formats import Joined, open_files
+from maxhydra.data.formats.payload import decode
+from maxhydra.data.formats.shelf import Shelf, Unreadable
+from maxhydra.data.optional import need
+from maxhydra.data.records import Record, Records
+from maxhydra.data.rows import RowSpec
+from maxhydra.data.sources import Part, RecordSource, columns_of, hold_out
+
+SETTING = "data.source=tfds"
+
+
+def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource:
+    assert corpus.name is not None
+    columns = columns_of(corpus)
+    build = find_build(corpus.name, corpus.data_dir)
+    train = open_split(build, corpus.split, columns, data.cache)
+    if corpus.eval_split is None and corpus.eval_name is None:
+        return hold_out(train, corpus.eval_fraction)
+    held_out = build if corpus.eval_name is None else find_build(corpus.eval_name, corpus.data_dir)
+    evaluation = open_split(held_out, corpus.eval_split or corpus.split, columns, data.cache)
+    return RecordSource(train=train, evaluation=evaluation)
+
+
+def open_split(build: Any, split: str, columns: tuple[str, ...] | None, cache: str) -> Records:
+    """The records of a split, or of a part of one such as train[:10%]."""
+    try:
+        instructions = build.splits[split].file_instructions
+    except Exception as error:  # a split's name is parsed, and may be wrong in many ways
+        accepted = ", ".join(build.splits)
+        raise ConfigError(Problem("data.split", str(error).splitlines()[0], value=split, accepted=accepted)) from None
+    shelf = Shelf(Path(cache).expanduser(), None, _decoder(build.features, columns))
+    paths = [find_files(str(part.filename), cache, endings=("",))[0] for part in instructions]
+    files = open_files(paths, FileFormat.auto, shelf)
+    return Joined([_part(file, part) for file, part in zip(files, instructions, strict=True)])
+
+
+def _part(file: Records, instruction: Any) -> Records:
+    """The records of a file that a split holds; all of one that is but a single bad record."""
+    if isinstance(file, Unreadable):
+        return file
+    stop = len(file) if instruction.take < 0 else min(instruction.skip + instruction.take, len(file))
+    return Part(file, min(instruction.skip, stop), stop)
+
+
+def find_build(name: str, data_dir: str | None) -> Any:
+    """What tfds knows of a build: its splits and features."""
+    library = need("tensorflow_datasets", SETTING)
+    try:
+        # It prints while it looks around.
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            build = library.builder(name, data_dir=data_dir, try_gcs=False).info
+    except Exception as error:  # a builder is code, and may raise anything
+        reason = f"is not to be had: {str(error).strip().splitlines()[0]}"
+        raise _not_there(name, data_dir, reason) from None
+    if not build.splits:
+        raise _not_there(name, data_dir, "is not built here")
+    return build
+
+
+def _not_there(name: str, data_dir: str | None, reason: str) -> ConfigError:
+    folder = Path(data_dir or "~/tensorflow_datasets").expanduser()
+    held = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    hint = f"data.data_dir={folder} holds {', '.join(held[:8]) or 'no builds'}"
+    return ConfigError(Problem("data.name", reason, value=name, hint=hint))
+
+
+def _decoder(features: Any, columns: tuple[str, ...] | None) -> Callable[[bytes], Record]:
+    """Ours, where every column that is asked for is one that an Example holds as it is; else that of tfds."""
+    if columns is not None and all(name in features and _is_plain(features[name]) for name in columns):
+        return decode
+
+    def by_features(payload: bytes) -> Record:
+        try:
+            record: Record = features.deserialize_example_np(payload)
+        except Exception as error:  # its parser raises what its parts raise
+            raise ValueError(f"not a record of this build: {error}") from None
+        return record
+
+    return by_features
+
+
+def _is_plain(feature: Any) -> bool:
+    """Text, or one list of numbers."""
+    library = need("tensorflow_datasets", SETTING)
+    if isinstance(feature, library.features.Text):
+        return True
+    if isinstance(feature, library.features.Sequence):
+        return _is_number(feature.feature, 0)
+    return _is_number(feature, 1)
+
+
+def _is_number(feature: Any, dimensions: int) -> bool:
+    plain = type(feature) is need("tensorflow_datasets", SETTING).features.Tensor
+    return plain and len(feature.shape) == dimensions and np.dtype(feature.np_dtype).kind in "iuf"
