@@ -1,4 +1,7 @@
-"""Documents that were tokenized before, as task=tokenize writes them: every token is learned."""
+"""Documents that were tokenized before, as task=tokenize writes them.
+
+Every token is learned, unless a record has weights too, as those made of conversations do.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,15 +23,19 @@ class Tokens:
     packs = True
 
     def encode(self, records: Sequence[Record]) -> list[Any]:
-        return [self._example(column_of(record, self.corpus, "tokens")) for record in records]
+        return [self._example(column_of(record, self.corpus, "tokens"), record.get("weights")) for record in records]
 
-    def _example(self, value: Any) -> Document | Refused:
+    def _example(self, value: Any, weights: Any) -> Document | Refused:
         if isinstance(value, Refused):
             return value
         tokens = np.asarray(value)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             return Refused(f"not a list of token ids but {tokens.dtype} of shape {tokens.shape}")
-        return Document(tokens)
+        if weights is None:
+            return Document(tokens)
+        if np.shape(weights) != tokens.shape:
+            return Refused(f"weights of shape {np.shape(weights)} for {len(tokens)} tokens")
+        return Document(tokens, np.asarray(weights, np.float32))
 
     def row(self, example: Any, seq_len: int) -> Row:
         raise TypeError("tokens are packed")
