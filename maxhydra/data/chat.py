@@ -142,11 +142,15 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         known = {"messages": [dict(message) for message in messages], "tools": None, "documents": None}
         try:
-            return self._template.render(**known, **self._tokens, add_generation_prompt=add_generation_prompt)
+            text = self._template.render(**known, **self._tokens, add_generation_prompt=add_generation_prompt)
+            text.encode()
         except TemplateError as error:
             raise UnclearError(f"the chat template says: {error.message}") from None
+        except UnicodeEncodeError as error:
+            raise UnclearError(f"not Unicode text: {error}") from None
         except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             raise UnclearError(f"the chat template fails: {type(error).__name__}: {error}") from None
+        return text
 
     def _refuse_forged(self, value: Any) -> None:
         """A special token's text within a message would become that token, and could begin or end a turn."""
