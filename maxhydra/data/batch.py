@@ -1,6 +1,7 @@
 """A batch as global arrays: each process reads the rows that its own devices hold, and no others."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,9 @@ import jax
 import numpy as np
 
 from maxhydra.data.rows import Row, RowSpec
+
+# A CPU takes memory that begins at such a multiple as it is, and copies any other.
+ALIGNMENT = 64
 
 # Global arrays [batch, seq_len], by the names of a row.
 Batch = dict[str, jax.Array]
@@ -44,11 +48,25 @@ def make_batch(rows: Sequence[Row], spec: BatchSpec, batch: int) -> Batch:
     place[own] = np.arange(len(own))
 
     def make_array(name: str) -> jax.Array:
-        host = np.stack([row[name] for row in rows])
+        host = _stack([row[name] for row in rows])
 
         def part(index: Any) -> np.ndarray:
-            return host[place[index[0]]][:, index[1]]
+            # All rows between the first and the last of a device are owned, so they lie together: no copy.
+            first, last, _ = index[0].indices(batch)
+            start = int(place[first])
+            return host[(slice(start, start + last - first), *index[1:])]
 
         return jax.make_array_from_callback((batch, *host.shape[1:]), spec.sharding, part)
 
     return {name: make_array(name) for name, column in rows[0].items() if column.dtype != object}
+
+
+def _stack(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """Columns as one array that begins at a multiple of ALIGNMENT bytes."""
+    shape, dtype = (len(columns), *columns[0].shape), columns[0].dtype
+    size = math.prod(shape) * dtype.itemsize
+    room = np.empty(size + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    stacked = room[start : start + size].view(dtype).reshape(shape)
+    np.stack(columns, out=stacked)
+    return stacked

@@ -1,11 +1,12 @@
 """Arrays as the bytes of one record: what task=tokenize writes into ArrayRecord files, at a microsecond to read.
 
-    MAGIC, number of arrays u8, then per array: length of name u8, name, dtype u8, dimensions u8, sizes u32 each, values
+MAGIC, number of arrays u8, then per array: length of name u8, name, dtype u8, dimensions u8, sizes u32 each, values
 """
 
 import math
 import struct
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 
@@ -32,15 +33,21 @@ def decode_arrays(record: bytes) -> dict[str, np.ndarray]:
     try:
         count, at = record[4], 5
         for _ in range(count):
-            length = record[at]
-            name = record[at + 1 : at + 1 + length].decode()
-            at += 1 + length
-            kind, dimensions = record[at], record[at + 1]
-            shape = struct.unpack_from(f"<{dimensions}I", record, at + 2)
-            at += 2 + 4 * dimensions
-            size = math.prod(shape)
-            arrays[name] = np.frombuffer(record, DTYPES[kind], size, at).reshape(shape)
-            at += size * DTYPES[kind].itemsize
+            head = record[at : at + 3 + record[at]]
+            at += len(head)
+            name, dtype, sizes = _head(head)
+            shape = sizes.unpack_from(record, at)
+            at += sizes.size
+            size = shape[0] if len(shape) == 1 else math.prod(shape)
+            array = np.frombuffer(record, dtype, size, at)
+            arrays[name] = array if len(shape) == 1 else array.reshape(shape)
+            at += size * dtype.itemsize
     except (IndexError, struct.error, UnicodeDecodeError) as error:
         raise ValueError(f"a record of arrays that cannot be read: {error}") from None
     return arrays
+
+
+@lru_cache(maxsize=256)
+def _head(head: bytes) -> tuple[str, np.dtype, struct.Struct]:
+    """Name, type and how the sizes are written: the same few in every record of a file."""
+    return head[1:-2].decode(), DTYPES[head[-2]], struct.Struct(f"<{head[-1]}I")
