@@ -47,7 +47,7 @@ def _remote(name: str, cache: str, endings: tuple[str, ...]) -> list[Path]:
     protocol = name.split("://", 1)[0]
     try:
         system, root = fsspec.core.url_to_fs(name)
-        names = system.glob(root) if system.has_magic(root) else system.find(root)
+        names = system.glob(root) if fsspec.core.has_magic(root) else system.find(root)
     except (ImportError, ValueError) as error:
         hint = f"install what fsspec needs for {protocol}://"
         raise ConfigError(Problem("data.path", str(error), value=name, hint=hint)) from None

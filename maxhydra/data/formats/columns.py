@@ -20,7 +20,9 @@ def _values(column: Any, rows: np.ndarray) -> list[Any]:
     if _has_numbers(column):
         offsets, numbers = np.from_dlpack(column.offsets), np.from_dlpack(column.values)
         return [numbers[offsets[row] : offsets[row + 1]] for row in rows.tolist()]
-    values: list[Any] = column.take(need("pyarrow", "data.format=parquet").array(rows)).to_pylist()
+    # As a list, since pyarrow takes a NumPy array only after importing pandas, which takes a second.
+    chosen = column.take(need("pyarrow", "data.format=parquet").array(rows.tolist()))
+    values: list[Any] = chosen.to_pylist()
     return values
 
 
