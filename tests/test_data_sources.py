@@ -1,7 +1,6 @@
 """Sources against the libraries they stand on: datasets, tfds, NumPy; files by path, pattern and URL."""
 
 import json
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import tensorflow_datasets as tfds
 from array_record.python.array_record_module import ArrayRecordWriter
-from tensorboardX.record_writer import RecordWriter
+from builds import build_c4, build_letters, build_olmo
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose import compose
@@ -202,35 +201,10 @@ class TestHf:
             assert len(str(error.value).splitlines()) <= 3
 
 
-class Letters(tfds.core.GeneratorBasedBuilder):
-    """A build with text, token ids and features that need their own decoding."""
-
-    VERSION = tfds.core.Version("1.0.0")
-
-    def _info(self) -> Any:
-        turn = {"role": tfds.features.Text(), "content": tfds.features.Text()}
-        features = {
-            "text": tfds.features.Text(),
-            "ids": tfds.features.Sequence(np.int64),
-            "n": np.int64,
-            "messages": tfds.features.Sequence(turn),
-        }
-        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
-
-    def _split_generators(self, manager: Any) -> dict[str, Iterator[tuple[int, Any]]]:
-        return {"train": self._generate_examples(0, 60), "validation": self._generate_examples(60, 70)}
-
-    def _generate_examples(self, first: int, last: int) -> Iterator[tuple[int, Any]]:
-        for i in range(first, last):
-            messages = [{"role": "user", "content": f"m{i}"}] * (i % 3)
-            yield i, {"text": f"é{i}", "ids": list(range(i % 7)), "n": i, "messages": messages}
-
-
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tfds")
-    builder = Letters(data_dir=folder, file_format="array_record")
-    builder.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=3))
+    build_letters(folder, 60)
     return folder
 
 
@@ -264,27 +238,12 @@ class TestTfds:
 class TestC4:
     SEQUENCES = ([5, 6, 1, 7, 8, 9, 0, 0], [9, 8, 7, 6, 5, 4, 3, 2])
 
-    def build(self, folder: Path, version: str, split: str, payloads: list[dict[str, Any]], features: Any) -> None:
-        """A build as tfds lays it out, of TFRecord files, which tfds itself reads only with TensorFlow."""
-        root = folder / "c4" / "en" / version
-        root.mkdir(parents=True)
-        connector = tfds.features.FeaturesDict(features)
-        writer = RecordWriter(str(root / f"c4-{split}.tfrecord-00000-of-00001"))
-        for payload in payloads:
-            writer.write(connector.serialize_example(payload))
-        writer.close()
-        connector.save_config(str(root))
-        shards = {"name": split, "shardLengths": [str(len(payloads))], "numBytes": "1"}
-        shards["filepathTemplate"] = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
-        info = {"name": "c4", "configName": "en", "version": version, "fileFormat": "tfrecord", "splits": [shards]}
-        (root / "dataset_info.json").write_text(json.dumps(info))
-
     def test_as_mlperf(self, tmp_path: Path) -> None:
         text = [{"text": f"document {i} of several"} for i in range(30)]
-        self.build(tmp_path, "3.0.4", "train2", text, {"text": tfds.features.Text()})
+        build_c4(tmp_path, "3.0.4", "train2", text, {"text": tfds.features.Text()})
         ids = [{"ids": np.array(sequence)} for sequence in self.SEQUENCES]
         sequence = tfds.features.Sequence(np.int64)
-        self.build(tmp_path, "3.0.5", "validation_tokenized_5662seqs", ids, {"ids": sequence})
+        build_c4(tmp_path, "3.0.5", "validation_tokenized_5662seqs", ids, {"ids": sequence})
         overrides = ["data=c4_mlperf", f"data.data_dir={tmp_path}", f"data.cache={tmp_path}/cache"]
         data = compose([*overrides, "data.shuffle=false"], None).config.data
         source = open_source(data, data, SPEC)
@@ -316,22 +275,12 @@ def naive_repeats(tokens: list[int]) -> bool:
 
 
 class TestOlmo:
-    def index(self, folder: Path, seq_len: int, **shards: np.ndarray) -> str:
-        """Files as they are published: no header, and names under another root."""
-        entries = []
-        for name, tokens in shards.items():
-            tokens.tofile(folder / f"{name}.npy")
-            entries.append({"path": f"gs://bucket/{name}.npy", "label": "x", "n_tokens": len(tokens)})
-        index = {"format_version": "1", "sequence_length": seq_len, "dtype": "uint32", "files": entries}
-        (folder / "index.json").write_text(json.dumps(index))
-        return str(folder / "index.json")
-
     def test_rows_are_windows_of_the_files(self, tmp_path: Path) -> None:
         random = np.random.default_rng(0)
         shards = {
             name: random.integers(0, 90_000, size, np.uint32) for name, size in (("a", 100), ("b", 15), ("c", 48))
         }
-        path = self.index(tmp_path, 16, **shards)
+        path = build_olmo(tmp_path, 16, **shards)
         remap = {"remap_from": "gs://bucket/", "remap_to": f"{tmp_path}/"}
         source = opened(tmp_path, source="olmo", path=path, eval_fraction=0.2, **remap)
         assert isinstance(source, RowSource)
@@ -357,7 +306,7 @@ class TestOlmo:
         tokens[1, 40 : 40 + 13 * 32] = np.tile(random.integers(0, 90, 13), 32)
         tokens[3, 100:131] = 7
         tokens[5, 480:512] = 7
-        path = self.index(tmp_path, 512, a=tokens.ravel())
+        path = build_olmo(tmp_path, 512, a=tokens.ravel())
         remap = {"remap_from": "gs://bucket/", "remap_to": f"{tmp_path}/"}
         spec = RowSpec(seq_len=512, vocab_size=90, seed=0)
         for filtered, expected in ((True, [1, 0, 1, 1, 1, 0]), (False, [1] * 6)):
@@ -380,7 +329,7 @@ class TestOlmo:
         assert 20 < sum(found) < 280
 
     def test_what_does_not_fit(self, tmp_path: Path) -> None:
-        path = self.index(tmp_path, 16, a=np.arange(64, dtype=np.uint32))
+        path = build_olmo(tmp_path, 16, a=np.arange(64, dtype=np.uint32))
         remap = {"remap_from": "gs://bucket/", "remap_to": f"{tmp_path}/"}
         for spec, values, message in (
             (RowSpec(32, 100, 0), remap, r"train\.seq_len=32: is not the sequence length(?s:.)*accepted: 16"),

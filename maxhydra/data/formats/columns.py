@@ -9,10 +9,16 @@ from maxhydra.data.optional import need
 from maxhydra.data.records import Record
 
 
-def rows_of(columns: Mapping[str, Any], rows: np.ndarray) -> list[Record]:
-    """Some rows of the columns of a table, each an array of its own."""
-    values = [_values(column, rows) for column in columns.values()]
-    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+def rows_of(columns: Mapping[str, Any], rows: np.ndarray) -> list[Record | str]:
+    """Some rows of the columns of a table, each an array of its own: a record, or why there is none."""
+    try:
+        values = [_values(column, rows) for column in columns.values()]
+        return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+    except ValueError as error:
+        # Arrow does not look into text before it is asked for, and one row that is no UTF-8 spoils all.
+        if len(rows) == 1:
+            return [f"not UTF-8: {error}"]
+    return [rows_of(columns, rows[at : at + 1])[0] for at in range(len(rows))]
 
 
 def _values(column: Any, rows: np.ndarray) -> list[Any]:

@@ -90,7 +90,8 @@ class JsonLines:
         following = np.minimum(wanted + 1, len(self) - 1)
         stops = np.where(wanted + 1 < len(self), self._starts[following], len(view)).tolist()
         return [
-            self._record(index, view[start:stop]) for index, start, stop in zip(indices, starts, stops, strict=True)
+            self._record(index, view[start:stop].rstrip())
+            for index, start, stop in zip(indices, starts, stops, strict=True)
         ]
 
     def _record(self, index: int, line: bytes) -> Record | Fault:

@@ -51,11 +51,10 @@ class ParquetFile:
         for number in np.unique(owner).tolist():
             places = np.flatnonzero(owner == number)
             held = self._shelf.groups.get((self._path, number), partial(self._group, number)).value
-            if isinstance(held, str):
-                found.update((at, Fault(self.place(int(wanted[at])), held)) for at in places.tolist())
-                continue
             rows = wanted[places] - self._starts[number]
-            found.update(zip(places.tolist(), rows_of(held, rows), strict=True))
+            records = [held] * len(rows) if isinstance(held, str) else rows_of(held, rows)
+            for at, record in zip(places.tolist(), records, strict=True):
+                found[at] = Fault(self.place(int(wanted[at])), record) if isinstance(record, str) else record
         return [found[at] for at in range(len(wanted))]
 
     def _group(self, number: int) -> Group:
@@ -63,7 +62,8 @@ class ParquetFile:
         arrow = need("pyarrow", SETTING)
         try:
             # A file is for one thread at a time; with its metadata at hand, another costs next to nothing.
-            with need("pyarrow.parquet", SETTING).ParquetFile(self._path, metadata=self._metadata) as file:
+            options = {"metadata": self._metadata, "page_checksum_verification": True}
+            with need("pyarrow.parquet", SETTING).ParquetFile(self._path, **options) as file:
                 table = file.read_row_group(number, columns=self._columns, use_threads=False)
         except (arrow.ArrowException, OSError) as error:
             return Group(f"its row group {number} cannot be read: {error}", 0)

@@ -27,7 +27,7 @@ def decode_json(payload: bytes) -> Record:
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"bad JSON: {error.msg} at column {error.pos + 1}") from None
+        raise ValueError(f"bad JSON: {error.msg.removesuffix(' at')} at column {error.pos + 1}") from None
     except RecursionError:
         raise ValueError("bad JSON: nested too deeply") from None
     if not isinstance(value, dict):

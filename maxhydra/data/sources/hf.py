@@ -143,7 +143,8 @@ class HfRecords:
     def read(self, indices: Sequence[int]) -> list[Record | Fault]:
         table = self._dataset[[int(index) for index in indices]]
         columns = {name: table.column(name).combine_chunks() for name in table.column_names}
-        return [*rows_of(columns, np.arange(len(indices)))]
+        rows = zip(indices, rows_of(columns, np.arange(len(indices))), strict=True)
+        return [Fault(self.place(int(index)), row) if isinstance(row, str) else row for index, row in rows]
 
 
 class HfStream:
