@@ -12,7 +12,8 @@ class Tokenizer(Schema):
 
     kind: str = option("byte", one_of="maxhydra.data.tokenizers")
     """byte: UTF-8 bytes plus begin, end and padding; hf: a folder or tokenizer.json of Hugging Face; sentencepiece: a
-    .model file; tiktoken: a .tiktoken file or an encoding's name."""
+    .model file; tiktoken: a .tiktoken file, with its pattern and special tokens in FILE.json beside it, or an
+    encoding's name."""
     path: str | None = None
     """Folder, file or name that the kind needs; byte needs none."""
     add_bos: bool = True

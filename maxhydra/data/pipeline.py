@@ -135,7 +135,7 @@ class Pipeline:
             partial(self._ahead, name, part),
             partial(self._pack, self._shape(name, part), share[0] if shuffle else None),
             window=self.data.packing.window * self.spec.seq_len,
-            on_fault=self._on_fault,
+            on_fault=self.on_fault,
             epochs=epochs,
         )
 
@@ -197,7 +197,8 @@ class Pipeline:
             return rows
         return rows.taken(np.random.default_rng((self.spec.seed, share, *key)).permutation(len(rows)))
 
-    def _on_fault(self, fault: Fault) -> None:
+    def on_fault(self, fault: Fault) -> None:
+        """A record that cannot be used: what data.on_error says."""
         if self.data.on_error is OnError["raise"]:
             hint = "mend it, or leave such records out with data.on_error=skip"
             raise ConfigError(Problem("data", fault.reason, value=fault.place, hint=hint))

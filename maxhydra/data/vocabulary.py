@@ -61,11 +61,11 @@ def beside(path: Path) -> str:
     return f"{parent.resolve()} holds {', '.join(names[:8]) or 'nothing'}{more}"
 
 
-def blocks(text: str) -> Iterator[str]:
-    """A long text in parts that begin a line, so that one token in a million may differ from the whole's."""
-    start = 0
+def blocks(text: str, size: int | None = None) -> Iterator[str]:
+    """A long text in parts of BLOCK characters or a size that each begin a line: few tokens differ from the whole's."""
+    start, size = 0, size or BLOCK
     for line in re.finditer(r"\n(?=\S)", text):
-        if line.end() - start >= BLOCK:
+        if line.end() - start >= size:
             yield text[start : line.end()]
             start = line.end()
     if start < len(text):

@@ -11,5 +11,9 @@ from maxhydra.data.sources.text import read_files
 TEXT = Path(__file__).parents[1] / "text" / "shakespeare.txt"
 
 
+def files(corpus: Corpus, data: Data) -> list[Path]:
+    return [TEXT]
+
+
 def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RowSource:
-    return read_files([TEXT], corpus, data, spec)
+    return read_files(files(corpus, data), corpus, data, spec)

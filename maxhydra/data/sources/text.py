@@ -14,9 +14,14 @@ from maxhydra.data.sources import RowSource
 from maxhydra.data.tokenizers import Tokenizer, check_vocabulary, tokenizer
 
 
-def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RowSource:
+def files(corpus: Corpus, data: Data) -> list[Path]:
+    """The files to train on, of which a part is held out where there are none to evaluate on."""
     assert corpus.path is not None
-    paths = find_files(corpus.path, data.cache, endings=(".txt",))
+    return find_files(corpus.path, data.cache, endings=(".txt",))
+
+
+def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RowSource:
+    paths = files(corpus, data)
     if corpus.eval_path is None:
         return read_files(paths, corpus, data, spec)
     held_out = find_files(corpus.eval_path, data.cache, endings=(".txt",))

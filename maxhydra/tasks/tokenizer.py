@@ -1,0 +1,203 @@
+"""Train a tokenizer on the texts of a source, and write the folder that data.tokenizer reads."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from maxhydra import data
+from maxhydra.config import ConfigError, Problem
+from maxhydra.config.tasks.tokenizer import TokenizerModel, TokenizerTask
+from maxhydra.config.tokenizer import Tokenizer as Words
+from maxhydra.data.optional import need
+from maxhydra.data.texts import texts
+from maxhydra.tasks import Job, Outcome
+
+NEEDS_DEVICES, KEEPS_RUN = False, True
+
+log = logging.getLogger("maxhydra")
+
+# Words with the space before them, numbers by up to three digits, punctuation, blank runs.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Characters, of the first that are read, on which the result is measured.
+MEASURED = 1_000_000
+
+
+def run(job: Job) -> Outcome:
+    task = job.config.task
+    assert isinstance(task, TokenizerTask)
+    if job.machine.process_index:
+        return Outcome("finished", "left to the first process")
+    folder = Path(task.output).expanduser().absolute() if task.output else job.run.path / "tokenizer"
+    if folder.exists():
+        problem = Problem("task.output", "is there already", value=folder, hint="name another folder, or move it away")
+        raise ConfigError(problem)
+
+    reader = _Reader(task, texts(job.config.data, seed=job.config.run.seed))
+    with reader.shown(), _whole(folder) as unfinished:
+        _TRAINERS[task.model](task, reader, unfinished)
+
+    words = _settings(job.config.data.tokenizer, task.model, folder)
+    made = data.tokenizer(dataclasses.replace(job.config.data, tokenizer=words))
+    if made.vocab_size < task.vocab_size:
+        log.warning("the text gives %s tokens, not task.vocab_size=%s", f"{made.vocab_size:,}", f"{task.vocab_size:,}")
+    tokens = sum(len(ids) for ids in made.encode_batch(reader.sample))
+    metrics = {
+        "vocab_size": float(made.vocab_size),
+        "characters": float(reader.characters),
+        "characters_per_token": sum(map(len, reader.sample)) / max(tokens, 1),
+    }
+    log.info(
+        "%s tokens from %s characters, %.2f characters a token: %s",
+        f"{made.vocab_size:,}",
+        f"{reader.characters:,}",
+        metrics["characters_per_token"],
+        folder,
+    )
+    log.info("use it with data.tokenizer.kind=%s data.tokenizer.path=%s", words.kind, words.path)
+    return Outcome("finished", "tokenizer written", metrics, {"tokenizer": str(folder)})
+
+
+def _settings(given: Words, model: TokenizerModel, folder: Path) -> Words:
+    """data.tokenizer as it must be set to use the result."""
+    if model is TokenizerModel.sentencepiece:
+        kind, path = "sentencepiece", folder / "tokenizer.model"
+    else:
+        kind, path = "hf", folder
+    return dataclasses.replace(given, kind=kind, path=str(path), bos=None, eos=None, pad=None)
+
+
+class _Reader:
+    """Texts up to the limit, counted as they go by. What goes wrong with them is kept for after the trainer's end.
+
+    Trainers turn what an iterator raises into errors of their own, which no longer say which record it was.
+    """
+
+    def __init__(self, task: TokenizerTask, source: Iterator[str]):
+        self._limit, self._source = task.max_characters, source
+        self.characters = 0
+        self.sample: list[str] = []
+        self._error: Exception | None = None
+        console = Console(stderr=True)
+        self._bar = Progress(
+            BarColumn(bar_width=24), TextColumn("{task.fields[done]}"), console=console, disable=not console.is_terminal
+        )
+        # Where a source ends is not known beforehand, so the bar moves without saying how far it is.
+        self._shown = self._bar.add_task("", total=None, done="")
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        with self._bar:
+            yield
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            for text in self._source:
+                if self.characters < MEASURED:
+                    self.sample.append(text)
+                taken = text[: self._limit - self.characters]
+                self.characters += len(taken)
+                self._bar.update(self._shown, done=f"{self.characters / 1e6:,.1f} M characters read")
+                yield taken
+                if self.characters >= self._limit:
+                    break
+        except Exception as error:
+            self._error = error
+        self._bar.update(self._shown, done=f"{self.characters / 1e6:,.1f} M characters read, learning tokens")
+
+    def check(self) -> None:
+        """Raise what went wrong, or that there was nothing."""
+        if self._error is not None:
+            raise self._error
+        if not self.characters:
+            raise ConfigError(Problem("data", "holds no text to learn from"))
+
+
+@contextlib.contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """A folder that appears under its name when all of it is written."""
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _train_hugging_face(task: TokenizerTask, reader: _Reader, folder: Path) -> None:
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    known: dict[str, Any] = {"vocab_size": task.vocab_size, "special_tokens": task.marks(), "show_progress": False}
+    if task.model is TokenizerModel.bpe:
+        made = Tokenizer(models.BPE())
+        trainer: Any = trainers.BpeTrainer(min_frequency=task.min_frequency, initial_alphabet=alphabet, **known)
+    else:
+        made = Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(initial_alphabet=alphabet, **known)
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    made.decoder = decoders.ByteLevel()
+    made.train_from_iterator(iter(reader), trainer)
+    reader.check()
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    names = {"bos_token": task.bos, "eos_token": task.eos, "pad_token": task.pad}
+    named = {role: name for role, name in names.items() if name is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | named, indent=1), encoding="utf-8")
+
+
+def _train_sentencepiece(task: TokenizerTask, reader: _Reader, folder: Path) -> None:
+    trainer = need("sentencepiece", "task.model=sentencepiece").SentencePieceTrainer
+    names = {"bos": task.bos, "eos": task.eos, "pad": task.pad}
+    given = [role for role, name in names.items() if name is not None]
+    ids = {f"{role}_id": given.index(role) + 1 if role in given else -1 for role in names}
+    content = io.BytesIO()
+    try:
+        trainer.train(
+            sentence_iterator=iter(line for text in reader for line in text.splitlines() if line),
+            model_writer=content,
+            model_type="bpe",
+            vocab_size=task.vocab_size,
+            control_symbols=task.special,
+            unk_id=0,
+            **ids,
+            **{f"{role}_piece": name for role, name in names.items() if name is not None},
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            split_digits=True,
+            user_defined_symbols=["\n"],
+            hard_vocab_limit=False,
+            max_sentence_length=2**24,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reader.check()
+        reason = f"cannot be reached: {error}"
+        raise ConfigError(Problem("task.vocab_size", reason, value=task.vocab_size)) from None
+    reader.check()
+    (folder / "tokenizer.model").write_bytes(content.getvalue())
+
+
+_TRAINERS = {
+    TokenizerModel.bpe: _train_hugging_face,
+    TokenizerModel.unigram: _train_hugging_face,
+    TokenizerModel.sentencepiece: _train_sentencepiece,
+}
