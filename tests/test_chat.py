@@ -244,6 +244,13 @@ class TestRefused:
         answered = ChatTemplate(self.PLAIN, ByteTokenizer()).encode([*named, {"role": "assistant", "content": "b"}])
         assert isinstance(answered, Document)
 
+    def test_a_key_without_a_value_is_none(self) -> None:
+        source = self.PLAIN.replace("{{ m.role }}", "{{ 'tools' if 'tool_calls' in m else m.role }}")
+        made = ChatTemplate(source, ByteTokenizer())
+        plain, filled = conversation("a", "b"), [dict(m, tool_calls=None) for m in conversation("a", "b")]
+        np.testing.assert_array_equal(encode(made, filled).tokens, encode(made, plain).tokens)
+        assert "no text as content" in self.reason(source, [dict(m, content=None) for m in filled])
+
     def test_too_long(self) -> None:
         made = ChatTemplate(self.PLAIN, ByteTokenizer()).encode(conversation("a", "b" * 100), longest=50)
         assert isinstance(made, Refused)

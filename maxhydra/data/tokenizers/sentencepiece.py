@@ -88,11 +88,8 @@ def build(config: Config) -> SentencePieceTokenizer:
     path = Path(config.path).expanduser()
     if not path.is_file():
         raise wrong(config, "path", "no file is there", config.path, accepted="a .model file", hint=beside(path))
+    message = need("google.protobuf.message", "data.tokenizer.kind=sentencepiece")
     try:
         return SentencePieceTokenizer(config, path.read_bytes())
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise wrong(config, "path", f"is no SentencePiece model: {error}", config.path) from None
-    except Exception as error:
-        if type(error).__name__ != "DecodeError":  # protobuf's, which is there only with the package
-            raise
+    except (RuntimeError, ValueError, TypeError, IndexError, message.DecodeError) as error:
         raise wrong(config, "path", f"is no SentencePiece model: {error}", config.path) from None
