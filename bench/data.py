@@ -34,6 +34,7 @@ from maxhydra.data.sources.demo import TEXT
 SEQ_LEN, BATCH, VOCABULARY = 4096, 8, 8192
 MEAN, SIGMA = 600, 1.0
 ROUNDS = 3
+DOCUMENTS = int(os.environ.get("DOCUMENTS", "12000"))
 
 
 def lengths(count: int, mean: float = MEAN) -> np.ndarray:
@@ -63,10 +64,11 @@ def make_tokenizer(folder: Path) -> Tokenizer:
 def write_texts(path: Path, count: int, words: Tokenizer) -> list[str]:
     """Documents cut from the plays at random, an average of MEAN tokens long."""
     plays = TEXT.read_text(encoding="utf-8")
-    letters = len(plays) / len(words.encode(plays).ids)
+    letters = len(plays) / sum(len(found.ids) for found in words.encode_batch(plays.splitlines(keepends=True)))
     sizes = lengths(count, MEAN * letters)
     starts = np.random.default_rng(1).integers(0, len(plays) - 1, count)
-    texts = [(plays[start:] + plays)[:size] for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
+    twice = plays * 2
+    texts = [twice[start : start + size] for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return texts
 
@@ -99,7 +101,7 @@ def speed_of(make_loader: Callable[[Data, BatchSpec], Any], data: Data, tokens: 
 
 def jsonl(folder: Path) -> dict[str, Any]:
     words = make_tokenizer(folder / "tokenizer")
-    texts = write_texts(folder / "texts.jsonl", 16_000, words)
+    texts = write_texts(folder / "texts.jsonl", DOCUMENTS, words)
     total = sum(len(encoding.ids) for encoding in words.encode_batch_fast(texts))
 
     def alone(encode: Callable[..., Any]) -> float:
