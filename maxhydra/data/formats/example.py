@@ -66,22 +66,27 @@ def _floats(payload: bytes) -> np.ndarray:
 def _integers(payload: bytes) -> np.ndarray:
     parts = [value for field, value in _fields(payload) if field == 1]
     packed = [_varints(part) if isinstance(part, bytes) else np.array([part], np.uint64) for part in parts]
-    return (np.concatenate(packed) if packed else np.empty(0, np.uint64)).astype(np.int64)
+    joined = packed[0] if len(packed) == 1 else np.concatenate([np.empty(0, np.uint64), *packed])
+    return joined.view(np.int64)
 
 
 def _varints(payload: bytes) -> np.ndarray:
     """Varints that stand one after another, all at once: 7 bits a byte, the lowest first, the last under 128."""
     letters = np.frombuffer(payload, np.uint8)
     last = np.flatnonzero(letters < 0x80)
-    if len(letters) and (not len(last) or last[-1] != len(letters) - 1):
+    if len(last) == len(letters):
+        return letters.astype(np.uint64)
+    if not len(last) or last[-1] != len(letters) - 1:
         raise ValueError("not a tf.train.Example: a list of integers that is cut short")
-    sizes = np.diff(last, prepend=-1)
-    if len(sizes) and sizes.max() > 10:
+    first = np.empty_like(last)
+    first[0], first[1:] = 0, last[:-1] + 1
+    sizes = last - first + 1
+    longest = int(sizes.max())
+    if longest > 10:
         raise ValueError("not a tf.train.Example: an integer of over 64 bits")
-    first = last - sizes + 1
-    values = np.zeros(len(last), np.uint64)
-    for place in range(int(sizes.max()) if len(sizes) else 0):
-        here = sizes > place
+    values = (letters[first] & 0x7F).astype(np.uint64)
+    for place in range(1, longest):
+        here = np.flatnonzero(sizes > place)
         bits = (letters[first[here] + place] & 0x7F).astype(np.uint64)
         values[here] |= bits << np.uint64(7 * place)
     return values

@@ -7,6 +7,7 @@ record. A shuffle buffer would lose its records when a run resumes, so only the 
 import copy
 import dataclasses
 import logging
+import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -151,15 +152,16 @@ class HfStream:
     """A dataset that is read as it comes. A cursor is the dataset's own state and how many records lie before it."""
 
     def __init__(self, title: str, dataset: Any):
-        self._title, self._dataset = title, dataset
+        # Datasets that come from one another share what they count in. They are made to be sent to workers, so that is
+        # how each share gets one of its own; copy.deepcopy fails in threads, over a cache of file systems.
+        self._title, self._packed = title, pickle.dumps(dataset)
 
     def place(self, number: int) -> str:
         return f"{self._title}, record {number} of its share"
 
     def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | Fault, Cursor]]:
         distributed = need("datasets.distributed", SETTING)
-        # Datasets that come from one another share what they count in.
-        mine = distributed.split_dataset_by_node(copy.deepcopy(self._dataset), rank=share, world_size=shares)
+        mine = distributed.split_dataset_by_node(pickle.loads(self._packed), rank=share, world_size=shares)
         number = 0
         if cursor is not None:
             mine.load_state_dict(copy.deepcopy(cursor["state"]))
