@@ -47,6 +47,14 @@ class Order:
             parts.append(_window(self, epoch, window)[max(start - low, 0) : min(stop, high) - low])
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: a hundred thousand groups would take half a millisecond each time."""
+        return hash((self.length, self.seed, self.shuffle, self.groups))
+
     @cached_property
     def first_of_group(self) -> np.ndarray:
         assert self.groups is not None
