@@ -98,16 +98,10 @@ def write_mixture(folder: Path) -> list[str]:
     for name, write in {"lines": write_jsonl, "table": write_parquet}.items():
         (folder / name).mkdir()
         write(folder / name)
-    sources = {
-        "lines": f"{{source: grain, path: '{folder}/lines'}}",
-        "table": f"{{source: grain, path: '{folder}/table', columns: {{text: body}}}}",
-        "made": "{source: synthetic}",
-    }
-    return [
-        "data=mixture",
-        *(f"+data.sources.{name}={corpus}" for name, corpus in sources.items()),
-        "+data.weights={lines: 0.5, table: 0.3, made: 0.2}",
-    ]
+    lines = f"lines:{{source:grain,path:{folder}/lines}}"
+    table = f"table:{{source:grain,path:{folder}/table,columns:{{text:body}}}}"
+    sources = f"+data.sources={{{lines},{table},made:{{source:synthetic}}}}"
+    return ["data=mixture", sources, "+data.weights={lines:0.5,table:0.3,made:0.2}"]
 
 
 WRITERS: dict[str, Callable[[Path], list[str]]] = {

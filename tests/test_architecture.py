@@ -52,7 +52,10 @@ def test_every_package_has_a_row() -> None:
 
 
 def test_no_family_names_in_shared_code() -> None:
-    """A family is data: its name stands in conf/model and convert/, nowhere else (llama3 is a rope scaling's name)."""
+    """A family is data: its name stands in conf/model and convert/, nowhere else.
+
+    llama3 is a rope scaling's name too, and olmo that of a format of token shards.
+    """
     family = re.compile(r"\b(mistral|mixtral|gemma|qwen|deepseek|kimi|gpt|olmo|llama(?!3\b))", re.IGNORECASE)
     for path in modules():
         if "convert" in path.parts:
@@ -61,7 +64,8 @@ def test_no_family_names_in_shared_code() -> None:
         for node in ast.walk(tree):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 node.body = [line for line in node.body if not _is_text(line)] or [ast.Pass()]
-        assert not family.search(ast.unparse(tree)), path
+        found = {name.lower() for name in family.findall(ast.unparse(tree))}
+        assert found <= ({"olmo"} if "data" in path.parts or path.name == "corpus.py" else set()), path
 
 
 def _is_text(statement: ast.stmt) -> bool:

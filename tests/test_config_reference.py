@@ -43,7 +43,16 @@ def attributes_read() -> set[str]:
     constants = {constant for constant, target in loops if target in calls}
     assigned = [node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)]
     tuples = [node.value for node in assigned if {ast.unparse(target) for target in node.targets} & constants]
-    return plain | {str(ast.literal_eval(item)) for names in tuples for item in names.elts}
+    return plain | {str(name) for names in tuples for name in _flat(names)}
+
+
+def _flat(names: ast.Tuple) -> list[object]:
+    """The items of a tuple, those of starred ones within it too."""
+    return [
+        one
+        for item in names.elts
+        for one in (ast.literal_eval(item.value) if isinstance(item, ast.Starred) else [ast.literal_eval(item)])
+    ]
 
 
 def _over_constant(node: ast.AST) -> bool:
