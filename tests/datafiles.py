@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,14 @@ def write_mixture(folder: Path) -> list[str]:
     return ["data=mixture", sources, "+data.weights={lines:0.5,table:0.3,made:0.2}"]
 
 
+def write_build(name: str, folder: Path) -> list[str]:
+    """A build of tests/builds.py, whose libraries take seconds to import."""
+    import builds
+
+    overrides: list[str] = getattr(builds, f"write_{name}")(folder)
+    return overrides
+
+
 WRITERS: dict[str, Callable[[Path], list[str]]] = {
     "demo": lambda folder: ["data=demo", "train.seq_len=1024", "model.context_length=1024"],
     "synthetic": lambda folder: ["data=synthetic"],
@@ -115,5 +124,8 @@ WRITERS: dict[str, Callable[[Path], list[str]]] = {
     "tfrecord": write_tfrecord,
     "hf": write_hf,
     "hf_streaming": write_hf_streaming,
+    "tfds": partial(write_build, "tfds"),
+    "c4_mlperf": partial(write_build, "c4"),
+    "olmo": partial(write_build, "olmo"),
     "mixture": write_mixture,
 }
