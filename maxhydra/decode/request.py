@@ -2,7 +2,8 @@
 
 import dataclasses
 import queue
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 
@@ -56,17 +57,39 @@ class Completion:
     finish: str
     error: str = ""
 
+    @classmethod
+    def of(cls, deltas: Sequence[Delta]) -> "Completion":
+        """All the deltas of a sequence as one."""
+        return cls(
+            text="".join(delta.text for delta in deltas),
+            tokens=tuple(token for delta in deltas for token in delta.tokens),
+            logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+            finish=deltas[-1].finish or "",
+            error=deltas[-1].error,
+        )
+
 
 class Handle:
     """A sequence under way. Iterate for deltas as they come, or take the whole result; any thread may cancel."""
 
     def __init__(self) -> None:
         self._deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        self._listener: Callable[[Delta], None] | None = None
+        self._lock = threading.Lock()
         self.is_cancelled = False
 
     def put(self, delta: Delta) -> None:
         """The engine's side."""
-        self._deltas.put(delta)
+        with self._lock:
+            (self._listener or self._deltas.put)(delta)
+
+    def listen(self, listener: Callable[[Delta], None]) -> None:
+        """Have every delta given to a function instead, those that are here already at once: one thread can then wait
+        for many sequences. It is called in the engine's thread, so it must return at once and not raise."""
+        with self._lock:
+            while not self._deltas.empty():
+                listener(self._deltas.get())
+            self._listener = listener
 
     def cancel(self) -> None:
         """Give the sequence up; its place is free at the engine's next step."""
@@ -81,14 +104,7 @@ class Handle:
 
     def result(self) -> Completion:
         """Wait for the end."""
-        deltas = list(self)
-        return Completion(
-            text="".join(delta.text for delta in deltas),
-            tokens=tuple(token for delta in deltas for token in delta.tokens),
-            logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
-            finish=deltas[-1].finish or "",
-            error=deltas[-1].error,
-        )
+        return Completion.of(list(self))
 
 
 class RefusedError(ValueError):
