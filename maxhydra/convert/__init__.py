@@ -1,1 +1,5 @@
-"""Weights of other formats, by name tables: Hugging Face folders and GGUF files, to and from the plain tree."""
+"""Weights of other formats as ours, and ours from disk."""
+
+from maxhydra.convert.load import load_weights
+
+__all__ = ["load_weights"]
