@@ -10,6 +10,8 @@ from omegaconf import OmegaConf
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.compose import compose, from_yaml
 from maxhydra.config.errors import show
+from maxhydra.config.tasks.decode import DecodeTask
+from maxhydra.decode.batch_file import fingerprint
 
 # Keys that change how a model is trained or laid out, and not what it computes.
 FREE = ("model.remat", "model.dropout", "model.init_scale", "model.scan_unroll", "model.kernels", "model.dtypes")
@@ -37,6 +39,22 @@ def check_origin(config: Config, source: str) -> None:
     reason = f"was trained as another model: {'; '.join(lines)}{more}"
     hint = f"give what it was trained with: {' '.join(_overrides(run, wanted, config))}"
     raise ConfigError(Problem("checkpoint.load_parameters", reason, value=source, hint=hint))
+
+
+def settings_name(config: Config) -> str:
+    """A short name for all that an answer of task=decode depends on besides its prompt."""
+    task = config.task
+    assert isinstance(task, DecodeTask)
+    chosen = {
+        **_binding(config),
+        "weights": config.checkpoint.load_parameters,
+        "template": config.data.tokenizer.chat_template,
+        "compute": config.model.dtypes.compute,
+        "cache": task.engine.cache_dtype,
+        "sampling": OmegaConf.to_container(OmegaConf.structured(task.sampling)),
+        "chat": [task.chat, task.system, task.samples, task.logprobs, config.run.seed],
+    }
+    return fingerprint(chosen)
 
 
 def _run_folder(source: str) -> Path | None:

@@ -1,5 +1,7 @@
 """Answers at the terminal: one prompt, or a conversation in which Ctrl-C stops the answer and not the chat."""
 
+import contextlib
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 
@@ -63,6 +65,13 @@ def write_now(text: str) -> None:
     """Write to stdout, and let it be seen."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def read_line() -> Callable[[str], str]:
+    """Reads a line with editing and history, where Python was built with readline."""
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("readline")
+    return input
 
 
 class _Conversation:

@@ -6,6 +6,7 @@ from types import MappingProxyType
 import numpy as np
 
 from maxhydra.config.tokenizer import Tokenizer as Config
+from maxhydra.data.vocabulary import chat_template
 
 
 class ByteTokenizer:
@@ -15,9 +16,11 @@ class ByteTokenizer:
     eos = 257
     pad = 258
     vocab_size = 259
-    chat_template: str | None = None
     special = frozenset({bos, eos, pad})
     marks: Mapping[str, int] = MappingProxyType({})
+
+    def __init__(self, chat_template: str | None = None):
+        self.chat_template = chat_template
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -40,4 +43,4 @@ class ByteTokenizer:
 
 
 def build(config: Config) -> ByteTokenizer:
-    return ByteTokenizer()
+    return ByteTokenizer(chat_template(config, None))
