@@ -12,6 +12,8 @@ from maxhydra.layers import AttentionSpec, MlpSpec
 SIZES = ("num_layers", "emb_dim", "vocab_size", "norm_eps")
 # Rounded through float32 in some files.
 TOLERANCE = 1e-5
+# Base of rotary wavelengths where files do not state one (Su et al., 2021).
+THETA = 10000.0
 
 
 def derived(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def _differences(facts: Mapping[str, Any], model: config.Model, location: str) -
 
 
 def _of_kind(model: config.Model, kind: config.Kind, where: str) -> dict[str, tuple[str, Any]]:
-    """Path in the config -> name of the fact and our value; sizes stand at the model's top unless the kind has its own."""
+    """Config path -> name of the fact, our value; a size stands at the model's top unless the kind has one."""
     attention, mlp = AttentionSpec.of(model, kind), MlpSpec.of(model, kind)
     found: dict[str, tuple[str, Any]] = {}
     for name in ("num_heads", "num_kv_heads", "head_dim"):

@@ -5,7 +5,7 @@ from typing import Any
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
-from maxhydra.convert.facts import derived
+from maxhydra.convert.facts import THETA, derived
 from maxhydra.convert.source import Source, no_table
 from maxhydra.convert.table import Table, all_tables
 from maxhydra.layers.rope import frequencies
@@ -46,8 +46,8 @@ def _facts(key: str, location: str, file: GgufFile, table: Table) -> dict[str, A
     if kind != "none":
         reason = f"stretches its context by {prefix}rope.scaling.type={kind}"
         raise ConfigError(Problem(key, reason, value=location, accepted="a file without rope scaling, or with factors"))
-    rope = config.Rope(theta=file.values.get(f"{prefix}rope.freq_base", config.Rope().theta))
-    plain = frequencies(rope, facts["head_dim"])
+    base: dict[str, Any] = {"theta": file.values.get(f"{prefix}rope.freq_base", THETA)}
+    plain = frequencies(config.Rope(**base), facts["head_dim"])
     assert plain is not None
     factors = file.read(FACTORS).tolist() if FACTORS in file.shapes else [1.0] * len(plain)
     facts["frequencies"] = tuple(speed / factor for speed, factor in zip(plain, factors, strict=True))

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
-from maxhydra.convert.facts import derived
+from maxhydra.convert.facts import THETA, derived
 from maxhydra.convert.source import Source, no_table
 from maxhydra.convert.table import Table, all_tables
 from maxhydra.layers.rope import frequencies
@@ -82,12 +82,12 @@ def _facts(key: str, location: str, settings: dict[str, Any], table: Table, *, h
 def _rope(key: str, location: str, settings: dict[str, Any]) -> config.Rope:
     """Rotary positions as config.json tells them: rope_parameters, or in older files rope_theta and rope_scaling."""
     told = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    theta = float(told.get("rope_theta") or settings.get("rope_theta") or config.Rope().theta)
+    found: dict[str, Any] = {"theta": float(told.get("rope_theta") or settings.get("rope_theta") or THETA)}
     kind = told.get("rope_type") or told.get("type") or config.RopeKind.default.value
     if kind == config.RopeKind.default.value:
-        return config.Rope(theta=theta)
+        return config.Rope(**found)
     if kind != config.RopeKind.llama3.value:
         reason = f"stretches its context by rope_type={kind}"
         raise ConfigError(Problem(key, reason, value=location, accepted="rope_type default or llama3"))
-    stretch = {ours: told[theirs] for ours, theirs in STRETCHED.items()}
-    return config.Rope(kind=config.RopeKind.llama3, theta=theta, **stretch)
+    found |= {ours: told[theirs] for ours, theirs in STRETCHED.items()}
+    return config.Rope(kind=config.RopeKind.llama3, **found)

@@ -31,8 +31,8 @@ class Source:
 
     def require_exactly(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse files that lack a tensor, hold one of another shape, or one that would be left out."""
-        head = next((self.name(row, None) for row in self.table.ends if row.path == "head/kernel"), None)
-        spare = [head] if self.facts.get("head") == "tied" else []
+        is_tied = self.facts.get("head") == "tied"
+        spare = [self.name(row, None) for row in self.table.ends if is_tied and row.path == "head/kernel"]
         ignored = (*self.table.ignored, *spare)
         extra = [n for n in self.shapes if n not in wanted and not any(fnmatch(n, pattern) for pattern in ignored)]
         if missing := [name for name in wanted if name not in self.shapes]:

@@ -1,5 +1,6 @@
 """Weights in checkpoints of our own, which Orbax wrote: where they lie, and whether they belong to the model."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import orbax.checkpoint as ocp
 from maxhydra.config import ConfigError, Problem
 
 Tree = Any
+# Orbax tells its own story at every turn, tracebacks of its threads included; what a user needs, our messages say.
+for noisy in ("absl", "asyncio"):
+    logging.getLogger(noisy).setLevel(logging.CRITICAL)
 
 
 def steps_in(folder: Path) -> list[int]:
