@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.convert.facts import require_same
@@ -55,6 +55,12 @@ def fill(source: Source, model: ModelDef, *, shardings: Tree, dtype: DTypeLike) 
             inner = inner.setdefault(key, {})
         inner[place.keys[-1]] = _array(source, place, sharding, np.dtype(dtype))
     return params
+
+
+def on_first_device(model: ModelDef) -> Tree:
+    """Shardings that split nothing."""
+    alone = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("one",)), PartitionSpec())
+    return jax.tree.map(lambda _: alone, model.shapes)
 
 
 def _places(source: Source, model: ModelDef) -> Iterator[Place]:

@@ -5,12 +5,10 @@ import time
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.convert.fill import fill
+from maxhydra.convert.fill import fill, on_first_device
 from maxhydra.convert.gguf import gguf_source
 from maxhydra.convert.hf import hf_source, is_hf_folder
 from maxhydra.convert.stored import find_checkpoint, read_parameters
@@ -35,9 +33,7 @@ def load_weights(
     Anything that is not this model's is refused before memory is taken; `key` is the config field that names `source`.
     """
     began = time.monotonic()
-    if shardings is None:
-        alone = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("one",)), PartitionSpec())
-        shardings = jax.tree.map(lambda _: alone, model.shapes)
+    shardings = on_first_device(model) if shardings is None else shardings
     path = locate(key, source)
     if not path.exists():
         raise ConfigError(Problem(key, "nothing is there", value=source, accepted=ACCEPTED))
