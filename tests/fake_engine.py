@@ -62,6 +62,14 @@ class FakeEngine:
                 "prompt_tokens_read": self._read,
             }
 
+    def fail(self, reason: str) -> None:
+        """End every sequence with an error, as an engine does whose device gave up."""
+        with self._lock:
+            left = [handle for _, handle, *_ in [*self._running, *self._waiting]]
+            self._running, self._waiting = [], deque()
+        for handle in left:
+            handle.put(Delta("", (), finish="error", error=reason))
+
     def close(self) -> None:
         self._closed.set()
         self._thread.join()
@@ -77,7 +85,8 @@ class FakeEngine:
             time.sleep(self.seconds if running and self.seconds else 0.0005)
             after = [self._step(*sequence) for sequence in running]
             with self._lock:
-                self._running = [sequence for sequence in after if sequence is not None]
+                if self._running is running:
+                    self._running = [sequence for sequence in after if sequence is not None]
         for _, handle, *_ in [*self._running, *self._waiting]:
             handle.put(Delta("", (), finish="cancelled"))
 

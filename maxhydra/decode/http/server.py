@@ -16,6 +16,7 @@ log = logging.getLogger("maxhydra")
 BACKLOG = 512
 # Left to connections after they were told to end.
 LAST_SECONDS = 5.0
+SETTLE_SECONDS = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +67,12 @@ class _Server:
 
     async def run(self, listener: socket.socket, stop: asyncio.Event) -> None:
         self._stop = stop
-        server = await asyncio.get_running_loop().create_server(self._protocol, sock=listener)
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(self._protocol, sock=listener)
         await stop.wait()
+        # Closed while it takes in a connection, asyncio's server would forget that one's socket.
+        loop.remove_reader(listener)
+        await asyncio.sleep(SETTLE_SECONDS)
         server.close()
         for task in self._connections - self._busy:
             task.cancel()

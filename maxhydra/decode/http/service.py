@@ -28,6 +28,7 @@ class Service:
         self._engine, self._prompts, self._offer = engine, prompts, offer
         self._access, self._places, self._seed = access, places, seed
         self._taken = self._numbers = 0
+        self._failure: str | None = None
         self._statuses: dict[int, int] = {}
         self._pool = ThreadPoolExecutor(THREADS, "tokenize")
         self._created = int(time.time())
@@ -60,6 +61,7 @@ class Service:
         self._pool.shutdown(cancel_futures=True)
 
     async def _health(self, head: Head, body: bytes, link: Link) -> None:
+        self._require_engine()
         await link.send_json(200, {"status": "ok"}, headers={})
 
     async def _models(self, head: Head, body: bytes, link: Link) -> None:
@@ -78,6 +80,7 @@ class Service:
         await link.send(200, text, headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def _complete(self, head: Head, body: bytes, link: Link) -> None:
+        self._require_engine()
         is_chat = head.path.endswith("/chat/completions")
         asked = await self._aside(lambda: parse(body, self._offer, is_chat=is_chat))
         count = asked.sequences
@@ -85,7 +88,7 @@ class Service:
             reason = f"{self._taken} sequences are under way or wait, and task.queue allows no more; try again later"
             raise HttpError(429, reason, code="queue_full", headers=RETRY)
         self._taken += count
-        news = _News(self._release)
+        news = _News(self._ended)
         try:
             prompts = await self._aside(lambda: self._encode(asked))
             self._submit(asked, prompts, news)
@@ -137,8 +140,15 @@ class Service:
                     news.cancel()
                     raise wrong("messages" if asked.is_chat else "prompt", f"cannot be used: {error}") from None
 
-    def _release(self) -> None:
+    def _ended(self, delta: Delta) -> None:
+        """A sequence has ended; an engine that failed answers nothing any more."""
         self._taken -= 1
+        if delta.finish == "error":
+            self._failure = delta.error
+
+    def _require_engine(self) -> None:
+        if self._failure is not None:
+            raise HttpError(503, f"the engine failed: {self._failure}", code="engine_failed")
 
     async def _whole(self, link: Link, news: "_News", reply: Reply) -> None:
         deltas: list[list[Delta]] = [[] for _ in news.handles]
@@ -168,8 +178,7 @@ class Service:
                     events.append(reply.chunk(index, delta, sent[index]))
                 sent[index] += len(delta.text)
                 written += len(delta.tokens)
-            if events:
-                await link.send_events(events)
+            await link.send_events(events)
         await link.send_events(reply.closing(written))
         await link.end_events()
 
@@ -177,11 +186,11 @@ class Service:
 class _News:
     """The deltas of all sequences of one request, brought from the engine's thread into the event loop."""
 
-    def __init__(self, release: Callable[[], None]):
+    def __init__(self, ended: Callable[[Delta], None]):
         self.handles: list[Handle] = []
         self.left = 0
         """Sequences whose end was not taken yet."""
-        self._release = release
+        self._ended = ended
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
 
@@ -200,7 +209,7 @@ class _News:
     def _note(self, index: int, delta: Delta) -> None:
         self._queue.put_nowait((index, delta))
         if delta.finish is not None:
-            self._release()
+            self._ended(delta)
 
     async def take(self) -> list[tuple[int, Delta]]:
         """All that has come, at least one."""

@@ -171,7 +171,9 @@ class Link:
         await self._drain()
 
     async def send_events(self, values: list[Any]) -> None:
-        """Some events at once, each a JSON value, or text as it is."""
+        """Some events at once, each a JSON value, or text as it is. None at all would be the end of the stream."""
+        if not values:
+            return
         texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values)
         data = "".join(f"data: {text}\n\n" for text in texts).encode(errors="replace")
         self._writer.write(b"%x\r\n%s\r\n" % (len(data), data) if self._is_chunked else data)
