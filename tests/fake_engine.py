@@ -39,10 +39,13 @@ class FakeEngine:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._written = self._read = 0
+        self._failure = ""
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()
 
     def submit(self, request: Request) -> Handle:
+        if self._failure:
+            raise RefusedError(self._failure)
         if not request.prompt:
             raise RefusedError("the prompt is empty")
         if len(request.prompt) >= self.max_context:
@@ -64,6 +67,7 @@ class FakeEngine:
 
     def fail(self, reason: str) -> None:
         """End every sequence with an error, as an engine does whose device gave up."""
+        self._failure = reason
         with self._lock:
             left = [handle for _, handle, *_ in [*self._running, *self._waiting]]
             self._running, self._waiting = [], deque()

@@ -94,7 +94,9 @@ def _overrides(run: Path, wanted: dict[str, Any], config: Config) -> list[str]:
     except ConfigError:
         # An option of a folder of the user's (--config-dir), or one that is gone: name every key instead.
         base, start = _binding(config), []
-    return start + [f"{key}={_quoted(value)}" for key, value in wanted.items() if base.get(key) != value]
+    # The tokenizer is no part of the model's option, which would bring its keys along.
+    given = {**base, **{key: value for key, value in _binding(config).items() if key.startswith("data.")}}
+    return start + [f"{key}={_quoted(value)}" for key, value in wanted.items() if value != given.get(key)]
 
 
 def _quoted(value: Any) -> str:

@@ -80,7 +80,6 @@ class Service:
         await link.send(200, text, headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def _complete(self, head: Head, body: bytes, link: Link) -> None:
-        self._require_engine()
         is_chat = head.path.endswith("/chat/completions")
         asked = await self._aside(lambda: parse(body, self._offer, is_chat=is_chat))
         count = asked.sequences
@@ -138,13 +137,14 @@ class Service:
                     news.add(self._engine.submit(request))
                 except RefusedError as error:
                     news.cancel()
+                    self._require_engine()
                     raise wrong("messages" if asked.is_chat else "prompt", f"cannot be used: {error}") from None
 
     def _ended(self, delta: Delta) -> None:
-        """A sequence has ended; an engine that failed answers nothing any more."""
+        """A sequence has ended: the last that ended by itself says whether the engine is well."""
         self._taken -= 1
-        if delta.finish == "error":
-            self._failure = delta.error
+        if delta.finish != "cancelled":
+            self._failure = delta.error if delta.finish == "error" else None
 
     def _require_engine(self) -> None:
         if self._failure is not None:
