@@ -10,6 +10,7 @@ from flax import nnx
 
 from maxhydra.config import ConfigError
 from maxhydra.config import model as config
+from maxhydra.kernels.einsum import projected
 from maxhydra.layers import (
     Attention,
     AttentionSpec,
@@ -192,3 +193,17 @@ def test_weights_keep_their_format_and_compute_has_its_own(weights):
     assert out.dtype == jnp.float16
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(layer))} == {weights}
     assert layer.empty_cache(DenseRoom(1, 4), 1).key_LBSKH.dtype == jnp.float16
+
+
+@pytest.mark.parametrize(
+    "equation", ["BTD,DF->BTF", "BTD,DNH->BTNH", "BTNH,NHD->BTD", "...D,VD->...V", "...D,DV->...V"]
+)
+def test_a_product_with_outputs_first_is_the_same_product(equation):
+    sizes = {"B": 2, "T": 3, "D": 8, "F": 5, "N": 4, "H": 6, "V": 7}
+    of_x, of_weight = equation.split("->")[0].split(",")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=[sizes[name] for name in of_x.replace("...", "BT")]).astype(np.float32)
+    weight = rng.normal(size=[sizes[name] for name in of_weight]).astype(np.float32)
+    for dtype in (None, jnp.float32):
+        found = projected(equation, jnp.asarray(x), jnp.asarray(weight), outputs_first=True, dtype=dtype)
+        np.testing.assert_allclose(found, np.einsum(equation, x, weight), atol=1e-5)

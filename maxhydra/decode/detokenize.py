@@ -13,23 +13,25 @@ BROKEN = "�"
 # Tokens of the prompt that are decoded with the first of the answer: some tokenizers write a space before a word only
 # where something stands before it.
 BEFORE = 6
-# Bytes of a character; tokens that may hold the beginning of one.
+# Bytes of a character at most, and so tokens that one is split over.
 CHARACTER = 4
+# Tokens of a window at most.
+LONGEST = 16
 
 
 class Detokenizer:
     """The text of one answer, token by token.
 
     It decodes a window of the last tokens: those whose text is out already, and the new. Text is out up to `_out`
-    characters of the window; at most its last character, a broken one, is not.
+    characters of the window. Broken characters at the end are not out: they may become whole, and some decoders show
+    one for every byte of a character that is not complete, even of those before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._tokenizer = tokenizer
         self._window = list(prompt[-BEFORE:])
-        text = tokenizer.decode(self._window)
-        self._out = len(text) - text.endswith(BROKEN)
-        self._start_of_new = len(self._window)
+        self._out = len(tokenizer.decode(self._window).rstrip(BROKEN))
+        self._new = len(self._window)
 
     def add(self, token: int) -> str:
         """The text that this token makes final."""
@@ -37,26 +39,25 @@ class Detokenizer:
             return ""
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
-        is_broken = text.endswith(BROKEN)
-        # Only the last of several broken characters can still become a whole one.
-        final = text[self._out : len(text) - is_broken]
-        self._out = max(self._out, len(text) - is_broken)
-        if not is_broken:
-            self._window = self._window[self._start_of_new :]
-            self._settle(0)
-        elif len(self._window) > 4 * CHARACTER:
-            self._window = self._window[-CHARACTER:]
-            self._settle(1)
+        if not text.endswith(BROKEN):
+            return self._give(text, len(text), keeping=self._window[self._new :], pending=0)
+        if len(self._window) > LONGEST:
+            # Too many for one character: all but the last are broken for good.
+            return self._give(text, len(text) - 1, keeping=self._window[-CHARACTER:], pending=1)
+        whole = len(text.rstrip(BROKEN))
+        final, self._out = text[self._out : whole], max(self._out, whole)
         return final
 
     def rest(self) -> str:
         """What was held back, once no token follows."""
         return self._tokenizer.decode(self._window)[self._out :]
 
-    def _settle(self, pending: int) -> None:
-        """Begin a window whose text is out, all but the last `pending` characters."""
-        self._out = len(self._tokenizer.decode(self._window)) - pending
-        self._start_of_new = len(self._window)
+    def _give(self, text: str, end: int, *, keeping: list[int], pending: int) -> str:
+        """The window's text up to `end`; the next window begins with tokens whose text is out, but for the end."""
+        final = text[self._out : end]
+        self._window, self._new = keeping, len(keeping)
+        self._out = len(self._tokenizer.decode(keeping)) - pending
+        return final
 
 
 class Stopper:

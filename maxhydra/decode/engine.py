@@ -18,12 +18,13 @@ import numpy as np
 from maxhydra.config.decode import CacheDtype
 from maxhydra.config.decode import Engine as Config
 from maxhydra.data import Tokenizer
+from maxhydra.decode.arrange import arrange
 from maxhydra.decode.programs import Programs
 from maxhydra.decode.request import Handle, RefusedError, Request, TokenLogprob
 from maxhydra.decode.sampler import ALTERNATIVES, Choice
 from maxhydra.decode.scheduler import Scheduler
 from maxhydra.decode.sequence import Sequence, problem
-from maxhydra.decode.work import Buckets, advancing, drawing, reading, steps_of
+from maxhydra.decode.work import Buckets, Shape, advancing, drawing, reading, steps_of
 from maxhydra.layers import PagedRoom
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
@@ -62,14 +63,15 @@ class Engine:
     ):
         """`eos`: tokens that end an answer."""
         self._tokenizer, self._ends = tokenizer, frozenset(eos)
-        self._vocab_size = model.config.vocab_size
+        self._vocab_size, self._max_batch = model.config.vocab_size, config.max_batch
         self._max_context = config.max_context or model.config.context_length
         pages = -(-config.cache_tokens // config.page_size)
         self._scheduler = Scheduler(config, pages)
         room = PagedRoom(pages, config.page_size, slots=config.max_batch, storage=STORAGE[config.cache_dtype])
         self._buckets = Buckets(sharder.ways("act_batch"), config.page_size, -(-self._max_context // config.page_size))
-        self._programs = Programs(model, params, room, sharder=sharder)
-        self._params = params
+        self._arrangement = arrange(model, sharder)
+        self._params = self._arrangement.keep(params)
+        self._programs = Programs(self._arrangement, self._params, room, sharder=sharder)
         self._cache, self._board = self._programs.empty()
         self._under_way: deque[Drawn] = deque()
         self._tokens_read = self._tokens_drawn = 0
@@ -124,9 +126,10 @@ class Engine:
 
         Kept beginnings of prompts are forgotten; sequences under way go on over what they have in the cache.
         """
+        kept = self._arrangement.keep(params)
         with self._news:
             self._require(self._ended)
-            self._new_params = params
+            self._new_params = kept
             self._news.notify_all()
             self._news.wait_for(lambda: self._new_params is None or self._ended is not None)
             self._require(self._ended)
@@ -196,14 +199,15 @@ class Engine:
         parts = self._scheduler.next_parts()
         if not parts:
             return
-        shape = self._programs.shape_for(self._buckets.of_parts(parts))
+        needed = self._buckets.of_parts(parts)
+        shape = self._programs.shape_for(needed, eventual=needed)
         self._scheduler.read(parts)
         whole = [part.sequence if part.sequence.is_prompt_read else None for part in parts]
         for sequence in whole:
             if sequence is not None and sequence.penalises:
                 self._board = self._programs.note_prompt(self._board, sequence.slot, sequence.request.prompt)
         if rows := self._scheduler.next_rows():
-            self._programs.ahead(self._buckets.of_rows(rows, 0), steps_of(rows))
+            self._programs.ahead(self._next_shape(rows), steps_of(rows))
         work = reading(parts, shape, self._programs.nobody)
         self._tokens_read += sum(part.stop - part.start for part in parts)
         logits_BV, self._cache = self._programs.forward(shape, self._params, self._cache, self._board, work)
@@ -215,18 +219,24 @@ class Engine:
         rows = self._scheduler.next_rows()
         if not rows:
             return
-        shape = self._programs.shape_for(self._buckets.of_rows(rows, 0))
-        self._foresee(rows)
+        shape = self._next_shape(rows)
+        self._foresee(rows, shape)
         work = advancing(rows, shape, self._programs.nobody)
         for sequence in rows:
             sequence.computed += 1
         logits_BV, self._cache = self._programs.forward(shape, self._params, self._cache, self._board, work)
         self._draw(list(rows), logits_BV)
 
-    def _foresee(self, rows: list[Sequence]) -> None:
+    def _next_shape(self, rows: list[Sequence]) -> Shape:
+        """The shape in which these rows are advanced: while others come in, rather that of all together."""
+        coming = min(len(self._scheduler.waiting) + len(self._scheduler.reading), self._max_batch - len(rows))
+        needed = self._buckets.of_rows(rows, later=0, more=0)
+        return self._programs.shape_for(needed, eventual=self._buckets.of_rows(rows, later=0, more=coming))
+
+    def _foresee(self, rows: list[Sequence], shape: Shape) -> None:
         """Compile the next width of context before it is needed."""
-        soon = self._buckets.of_rows(rows, FORESIGHT * self._buckets.page_size)
-        if soon.pages != self._buckets.of_rows(rows, 0).pages:
+        soon = self._buckets.of_rows(rows, later=FORESIGHT * self._buckets.page_size, more=0)
+        if soon.pages > shape.pages:
             self._programs.ahead(soon, steps_of(rows))
 
     def _draw(self, sequences: list[Sequence | None], logits_BV: jax.Array) -> None:

@@ -15,16 +15,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxhydra.decode.arrange import Arrangement
 from maxhydra.decode.compiled import Compiled, Program
 from maxhydra.decode.sampler import Choice, Settings, Steps, choose
 from maxhydra.decode.work import Draw, Shape, Work
 from maxhydra.layers import Context, PagedRoom, Rows
-from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 
 Tree = Any
-# Uses of a program that is larger than needed before one that fits is compiled.
-PATIENCE = 16
+
+
+class DrawName(NamedTuple):
+    """A program that draws: for how many rows, and how."""
+
+    rows: int
+    steps: Steps
+
+    def holds(self, other: "DrawName") -> bool:
+        return self.rows == other.rows and self.steps.holds(other.steps)
+
+    @property
+    def size(self) -> int:
+        """About the times that the logits are looked at."""
+        steps = self.steps
+        return self.rows * (1 + 4 * steps.draws + 64 * steps.filters + steps.penalises + 8 * steps.reports)
 
 
 class Board(NamedTuple):
@@ -39,9 +53,10 @@ class Board(NamedTuple):
 class Programs:
     """Forward and draw in every shape that comes up."""
 
-    def __init__(self, model: ModelDef, params: Tree, room: PagedRoom, *, sharder: Sharder):
-        """`params` only for their shapes and shardings."""
-        self._model, self._room, self._sharder = model, room, sharder
+    def __init__(self, arrangement: Arrangement, params: Tree, room: PagedRoom, *, sharder: Sharder):
+        """`params` as they are kept, and only for their shapes and shardings."""
+        model = arrangement.model
+        self._arrangement, self._model, self._room, self._sharder = arrangement, model, room, sharder
         self._params = jax.tree.map(lambda leaf: _placed(leaf, leaf.sharding), params)
         self._whole = sharder.sharding(())
         self._logits = sharder.sharding(("act_batch", "act_vocab"))
@@ -51,8 +66,7 @@ class Programs:
         )
         self._caches = jax.tree.map(_placed, caches, self._cache_shardings)
         self._forwards: Compiled[Shape] = Compiled(self._compile_forward)
-        self._draws: Compiled[tuple[int, Steps]] = Compiled(self._compile_draw)
-        self._uses: dict[Shape, int] = {}
+        self._draws: Compiled[DrawName] = Compiled(self._compile_draw)
 
     @property
     def nobody(self) -> int:
@@ -65,23 +79,15 @@ class Programs:
         zeros = [jax.device_put(np.zeros(leaf.shape, leaf.dtype), self._whole) for leaf in self._board()]
         return cache, Board(*zeros)
 
-    def shape_for(self, shape: Shape) -> Shape:
-        """The shape itself, or for a while one in hand that holds it: compiling takes longer than some idle rows."""
-        if shape in self._forwards:
-            return shape
-        self._uses[shape] = self._uses.get(shape, 0) + 1
-        in_hand = [other for other in self._forwards.ready() if other.holds(shape)]
-        if not in_hand:
-            return shape
-        if self._uses[shape] == PATIENCE:
-            self._forwards.begin(shape)
-        return min(in_hand, key=lambda other: other.size)
+    def shape_for(self, shape: Shape, *, eventual: Shape) -> Shape:
+        """The shape itself, or that of a program in hand; `eventual` is what it will soon grow to."""
+        return self._forwards.choose(shape, eventual=eventual)
 
     def ahead(self, shape: Shape, steps: Steps) -> None:
         """Begin to compile what a coming step will need."""
-        if not any(other.holds(shape) for other in self._forwards.ready()):
-            self._forwards.begin(shape)
-        self._draws.begin((shape.rows, steps))
+        name = DrawName(shape.rows, steps)
+        self._forwards.begin(self._forwards.choose(shape, eventual=shape))
+        self._draws.begin(self._draws.choose(name, eventual=name))
 
     def forward(self, shape: Shape, params: Tree, cache: Tree, board: Board, work: Work) -> tuple[jax.Array, Tree]:
         """Logits [B, V] after the last token of each row, and the cache with the tokens in it."""
@@ -93,7 +99,8 @@ class Programs:
 
     def draw(self, board: Board, logits_BV: jax.Array, draw: Draw, steps: Steps) -> tuple[Board, Choice]:
         """A token for every row, and the board with them on it."""
-        board, choice = self._draws.get((logits_BV.shape[0], steps))(board, logits_BV, *draw)
+        name = DrawName(logits_BV.shape[0], steps)
+        board, choice = self._draws.get(self._draws.choose(name, eventual=name))(board, logits_BV, *draw)
         return board, choice
 
     def note_prompt(self, board: Board, slot: int, prompt: tuple[int, ...]) -> Board:
@@ -110,11 +117,11 @@ class Programs:
         B, T, W = shape.rows, shape.tokens, shape.pages
         sizes = [(B, T) if shape.is_prompt else (self.nobody + 1,), (B,), (B, T), (B, W)]
         arrays = [jax.ShapeDtypeStruct(size, jnp.int32, sharding=self._whole) for size in sizes]
-        forward = _forward(self._model, self._sharder, is_prompt=shape.is_prompt)
+        forward = _forward(self._arrangement, self._sharder, is_prompt=shape.is_prompt)
         jitted = jax.jit(forward, donate_argnums=1, out_shardings=(self._logits, self._cache_shardings))
         return jitted.lower(self._params, self._caches, *arrays).compile()
 
-    def _compile_draw(self, name: tuple[int, Steps]) -> Program:
+    def _compile_draw(self, name: DrawName) -> Program:
         rows, steps = name
         config = self._model.config
         logits = jax.ShapeDtypeStruct(
@@ -132,10 +139,13 @@ class Programs:
         return jax.tree.map(lambda leaf: _placed(leaf, self._whole), board)
 
 
-def _forward(model: ModelDef, sharder: Sharder, *, is_prompt: bool) -> Callable[..., tuple[jax.Array, Tree]]:
+def _forward(arrangement: Arrangement, sharder: Sharder, *, is_prompt: bool) -> Callable[..., tuple[jax.Array, Tree]]:
+    model = arrangement.model
+
     def forward(
         params: Tree, cache: Tree, tokens: jax.Array, slots_B: jax.Array, positions_BT: jax.Array, table_BW: jax.Array
     ) -> tuple[jax.Array, Tree]:
+        params = arrangement.use(params)
         is_token_BT = positions_BT >= 0
         context = Context(
             positions=positions_BT,

@@ -43,6 +43,13 @@ class Steps:
     reports: bool
     """A row asks for log-probabilities."""
 
+    def holds(self, other: "Steps") -> bool:
+        """Whether a program with these steps gives rows that need the other's the same tokens."""
+        return all(
+            mine or not theirs
+            for mine, theirs in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        )
+
 
 class Choice(NamedTuple):
     """The tokens, and under the model's own distribution their log-probabilities and the likeliest tokens' (None where

@@ -30,9 +30,9 @@ class Shape:
     is_prompt: bool
 
     def holds(self, other: "Shape") -> bool:
-        """Whether the other's work can be done in this shape, at a bearable price."""
+        """Whether the other's work can be done in this shape."""
         fits = self.rows >= other.rows and self.tokens >= other.tokens and self.pages >= other.pages
-        return self.is_prompt == other.is_prompt and fits and self.size <= 4 * other.size
+        return self.is_prompt == other.is_prompt and fits
 
     @property
     def size(self) -> int:
@@ -83,10 +83,10 @@ class Buckets:
         tokens = power_of_two(max(longest, SHORTEST))
         return Shape(self.rows(len(parts)), tokens, self.pages(max(part.stop for part in parts)), is_prompt=True)
 
-    def of_rows(self, sequences: List[Sequence], ahead: int) -> Shape:
-        """The shape of a token more of each, or of one so many tokens later."""
-        longest = max(sequence.computed for sequence in sequences) + 1 + ahead
-        return Shape(self.rows(len(sequences)), 1, self.pages(longest), is_prompt=False)
+    def of_rows(self, sequences: List[Sequence], *, later: int, more: int) -> Shape:
+        """The shape of a token more of each: now, so many tokens later, or with so many more rows."""
+        longest = max(sequence.computed for sequence in sequences) + 1 + later
+        return Shape(self.rows(len(sequences) + more), 1, self.pages(longest), is_prompt=False)
 
 
 def reading(parts: List[Part], shape: Shape, nobody: int) -> Work:

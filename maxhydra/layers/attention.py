@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
 from maxhydra.kernels.attention import Request, UnsupportedError, attention
+from maxhydra.kernels.einsum import projected
 from maxhydra.layers.cache import Cache, KeysValues, Room
 from maxhydra.layers.context import Context
 from maxhydra.layers.rope import frequencies, rotate
@@ -34,6 +35,7 @@ class AttentionSpec:
     softcap: float | None
     frequencies: tuple[float, ...] | None
     backend: str
+    outputs_first: bool
     init_scale: float
     out_scale: float
     dtypes: Dtypes
@@ -52,6 +54,7 @@ class AttentionSpec:
             softcap=own.softcap,
             frequencies=frequencies(own.rope, head_dim),
             backend=model.kernels.attention.value,
+            outputs_first=model.kernels.projection is config.Projection.outputs_first,
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
@@ -76,7 +79,7 @@ class Attention(nnx.Module):
         mixed_BTNH, cache = self._mix(q_BTNH, k_BTKH, v_BTKH, ctx)
         mixed_BTNH = ctx.constrain(mixed_BTNH, "act_batch", "act_length", "act_heads", None)
         mixed_BTNH = checkpoint_name(mixed_BTNH, "context")
-        out_BTD = jnp.einsum("BTNH,NHD->BTD", mixed_BTNH, self.out[...].astype(self.spec.dtypes.compute))
+        out_BTD = self._product("BTNH,NHD->BTD", mixed_BTNH, self.out)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
         return checkpoint_name(out_BTD, "attention_out"), cache
 
@@ -86,10 +89,14 @@ class Attention(nnx.Module):
             layers=layers, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=spec.dtypes.compute
         )
 
+    def _product(self, equation: str, x: jax.Array, weight: nnx.Param) -> jax.Array:
+        spec = self.spec
+        return projected(equation, x, weight[...].astype(spec.dtypes.compute), outputs_first=spec.outputs_first)
+
     def _project(self, x_BTD: jax.Array, name: str, ctx: Context) -> jax.Array:
         """Heads of the query, key or value, with positions where they belong."""
         weight: nnx.Param = getattr(self, name)
-        heads = jnp.einsum("BTD,DNH->BTNH", x_BTD, weight[...].astype(self.spec.dtypes.compute))
+        heads = self._product("BTD,DNH->BTNH", x_BTD, weight)
         if name != "value" and self.spec.frequencies is not None:
             heads = rotate(heads, ctx.positions, self.spec.frequencies)
         axis = "act_heads" if name == "query" else "act_kv_heads"
