@@ -1,4 +1,4 @@
-"""Matrix products whose result is wider than their inputs, such as logits in float32 from bfloat16 activations."""
+"""Matrix products: with weights, and those whose result is wider than their inputs, such as logits in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -15,3 +15,24 @@ def widening_einsum(equation: str, a: jax.Array, b: jax.Array, *, dtype: DTypeLi
     is_bfloat16 = a.dtype == b.dtype == jnp.bfloat16 and jnp.dtype(dtype) == jnp.float32
     precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if is_bfloat16 else None
     return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.dtype(dtype))
+
+
+def projected(
+    equation: str, x: jax.Array, weight: jax.Array, *, outputs_first: bool, dtype: DTypeLike | None = None
+) -> jax.Array:
+    """einsum of activations and a weight, widened to dtype if there is one; inputs are the last dimensions of x.
+
+    With `outputs_first` the weight is the left operand and the result is turned round afterwards. XLA's products on a
+    CPU are then twice as fast for 2 to 32 rows, if the weight lies in memory with its outputs first (SmolLM2's layers
+    at 8 rows: 105 ms of processor time instead of 215). The barrier keeps the compiler from turning it back.
+    """
+    if not outputs_first:
+        return jnp.einsum(equation, x, weight) if dtype is None else widening_einsum(equation, x, weight, dtype=dtype)
+    of_x, of_weight = equation.split("->")[0].split(",")
+    inputs = [place for place, name in enumerate(of_weight) if name in of_x]
+    outputs = weight.ndim - len(inputs)
+    # Spelled out: einsum takes several inputs in an order of its own, and would turn the weight round for it.
+    last = list(range(x.ndim - len(inputs), x.ndim))
+    turned = jax.lax.dot_general(weight, x, ((inputs, last), ((), ())), preferred_element_type=dtype)
+    turned = jax.lax.optimization_barrier(turned)
+    return jnp.moveaxis(turned, range(outputs), range(-outputs, 0))

@@ -10,11 +10,12 @@ from flax import nnx
 
 from maxhydra.config import ConfigError
 from maxhydra.config import model as config
+from maxhydra.kernels.einsum import projected
 from maxhydra.layers import (
     Attention,
     AttentionSpec,
     Context,
-    DenseCache,
+    DenseRoom,
     Dtypes,
     Mlp,
     MlpSpec,
@@ -146,11 +147,15 @@ def test_stacked_weights_differ_from_layer_to_layer():
 def test_cache_writes_at_positions_and_leaves_padding_out():
     rng = np.random.default_rng(0)
     key, value = (jnp.asarray(rng.normal(size=(2, 3, 2, 4)), jnp.float32) for _ in range(2))
-    cache = DenseCache.empty(2, 6, kv_heads=2, head_dim=4, dtype=jnp.dtype("float32"))
-    cache = cache.insert(key, value, jnp.array([[0, 1, 2], [0, -1, -1]]))
-    cache = cache.insert(key[:, :1], value[:, :1], jnp.array([[3], [1]]))
+    whole = DenseRoom(2, 6).keys_and_values(layers=3, kv_heads=2, head_dim=4, dtype=jnp.dtype("float32"))
+    cache = whole.at(1).insert(key, value, jnp.array([[0, 1, 2], [0, -1, -1]]), None)
+    cache = cache.insert(key[:, :1], value[:, :1], jnp.array([[3], [1]]), None)
+    whole = whole.merged(cache)
+    assert [bool(np.any(whole.at(layer).key_BSKH)) for layer in range(3)] == [False, True, False]
+    cache = whole.at(1)
     np.testing.assert_array_equal(cache.length_B, [4, 2])
-    np.testing.assert_array_equal(cache.positions_BS, [[0, 1, 2, 3, -1, -1], [0, 1, -1, -1, -1, -1]])
+    positions_BS = cache.read(None, jnp.dtype("float32")).positions_BS
+    np.testing.assert_array_equal(positions_BS, [[0, 1, 2, 3, -1, -1], [0, 1, -1, -1, -1, -1]])
     np.testing.assert_array_equal(cache.key_BSKH[0, :4], key[0, [0, 1, 2, 0]])
     np.testing.assert_array_equal(cache.value_BSKH[1, :2], value[1, [0, 0]])
     assert not np.any(cache.key_BSKH[1, 2:])
@@ -187,4 +192,18 @@ def test_weights_keep_their_format_and_compute_has_its_own(weights):
     out, _ = layer(jnp.zeros((1, 4, 24), jnp.float16), make_context(1, 4))
     assert out.dtype == jnp.float16
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(layer))} == {weights}
-    assert layer.empty_cache(1, 4).key_BSKH.dtype == jnp.float16
+    assert layer.empty_cache(DenseRoom(1, 4), 1).key_LBSKH.dtype == jnp.float16
+
+
+@pytest.mark.parametrize(
+    "equation", ["BTD,DF->BTF", "BTD,DNH->BTNH", "BTNH,NHD->BTD", "...D,VD->...V", "...D,DV->...V"]
+)
+def test_a_product_with_outputs_first_is_the_same_product(equation):
+    sizes = {"B": 2, "T": 3, "D": 8, "F": 5, "N": 4, "H": 6, "V": 7}
+    of_x, of_weight = equation.split("->")[0].split(",")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=[sizes[name] for name in of_x.replace("...", "BT")]).astype(np.float32)
+    weight = rng.normal(size=[sizes[name] for name in of_weight]).astype(np.float32)
+    for dtype in (None, jnp.float32):
+        found = projected(equation, jnp.asarray(x), jnp.asarray(weight), outputs_first=True, dtype=dtype)
+        np.testing.assert_allclose(found, np.einsum(equation, x, weight), atol=1e-5)

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from maxhydra.config import model as config
+from maxhydra.convert.fill import fill, on_first_device
+from maxhydra.convert.source import Source
+from maxhydra.convert.tables.llama import TABLE
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder
@@ -17,19 +20,6 @@ pytestmark = pytest.mark.parity
 
 LAYERS, EMB, MLP, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LENGTH, PADDING = 3, 48, 80, 6, 2, 8, 97, 300, 70
 STRETCH = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-# Their name (layers numbered) -> our path, and the shape of ours after their matrix is transposed.
-LAYER_TABLE = {
-    "input_layernorm": (("attention_norm", "scale"), (EMB,)),
-    "self_attn.q_proj": (("attention", "query"), (EMB, HEADS, HEAD_DIM)),
-    "self_attn.k_proj": (("attention", "key"), (EMB, KV_HEADS, HEAD_DIM)),
-    "self_attn.v_proj": (("attention", "value"), (EMB, KV_HEADS, HEAD_DIM)),
-    "self_attn.o_proj": (("attention", "out"), (HEADS, HEAD_DIM, EMB)),
-    "post_attention_layernorm": (("mlp_norm", "scale"), (EMB,)),
-    "mlp.gate_proj": (("mlp", "gate"), (EMB, MLP)),
-    "mlp.up_proj": (("mlp", "up"), (EMB, MLP)),
-    "mlp.down_proj": (("mlp", "down"), (MLP, EMB)),
-}
 
 
 def their_model(kind: str, *, tied: bool = False, window: int | None = None):
@@ -77,18 +67,11 @@ def our_model(kind: str, *, tied: bool = False, window: int | None = None) -> Mo
     )
 
 
-def to_ours(theirs: dict[str, np.ndarray], *, tied: bool) -> dict:
+def to_ours(theirs: dict[str, np.ndarray], model: ModelDef) -> dict:
     """Their weights, or gradients of them, as our tree."""
-    layer: dict = {}
-    for name, ((part, leaf), shape) in LAYER_TABLE.items():
-        stack = [theirs[f"model.layers.{index}.{name}.weight"].T.reshape(shape) for index in range(LAYERS)]
-        layer.setdefault(part, {})[leaf] = jnp.asarray(np.stack(stack))
-    ends = {
-        "embedding": {"table": jnp.asarray(theirs["model.embed_tokens.weight"])},
-        "final_norm": {"scale": jnp.asarray(theirs["model.norm.weight"])},
-    }
-    head = {} if tied else {"head": {"kernel": jnp.asarray(theirs["lm_head.weight"].T)}}
-    return {**ends, **head, "pattern": {"0": layer}}
+    shapes = {name: array.shape for name, array in theirs.items()}
+    source = Source("", "theirs", TABLE, facts={}, shapes=shapes, read=theirs.__getitem__, is_gguf=False)
+    return fill(source, model, shardings=on_first_device(model), dtype="float32")
 
 
 CASES = {
@@ -118,8 +101,7 @@ def test_logits_and_gradients_equal_those_of_transformers(case):
     their_loss.backward()
 
     model = our_model(**options)
-    is_tied = options.get("tied", False)
-    params = to_ours({name: p.detach().numpy() for name, p in theirs.named_parameters()}, tied=is_tied)
+    params = to_ours({name: p.detach().numpy() for name, p in theirs.named_parameters()}, model)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda x: x.shape, model.shapes)
 
     @jax.jit
@@ -140,7 +122,7 @@ def test_logits_and_gradients_equal_those_of_transformers(case):
     difference = np.abs(np.asarray(logits) - out.detach().numpy())[is_real == 1]
     assert difference.max() < 2e-4
     np.testing.assert_allclose(our_loss, their_loss.item(), rtol=1e-5)
-    expected = to_ours({name: p.grad.numpy() for name, p in theirs.named_parameters()}, tied=is_tied)
+    expected = to_ours({name: p.grad.numpy() for name, p in theirs.named_parameters()}, model)
     for path, want in jax.tree_util.tree_leaves_with_path(expected):
         got = gradients
         for key in path:

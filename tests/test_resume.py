@@ -106,7 +106,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     assert "holds another model" in done.stderr and "(2, 64, 32)" in done.stderr and "(2, 96, 32)" in done.stderr
     done = run(*RUN, "run.name=second", "checkpoint.load_parameters=nowhere", cwd=tmp_path)
-    assert done.returncode == 2 and "checkpoint.load_parameters=nowhere: is not a folder" in done.stderr
+    assert done.returncode == 2 and "checkpoint.load_parameters=nowhere: nothing is there" in done.stderr
 
 
 def test_loading_another_run(tmp_path: Path) -> None:

@@ -44,6 +44,11 @@ class AttentionBackend(Enum):
     cudnn = "cudnn"
 
 
+class Projection(Enum):
+    plain = "plain"
+    outputs_first = "outputs_first"
+
+
 @schema
 class Rope(Schema):
     """Rotary position embedding (Su et al., 2021)."""
@@ -172,6 +177,8 @@ class ModelKernels(Schema):
 
     attention: AttentionBackend = AttentionBackend.auto
     """auto takes the fastest that supports the request."""
+    projection: Projection = Projection.plain
+    """Products with weights. outputs_first: for few rows on a CPU, weights laid out for it; decoding sets it there."""
 
 
 @schema

@@ -13,9 +13,9 @@ class Tokenizer(Schema):
     kind: str = option("byte", one_of="maxhydra.data.tokenizers")
     """byte: UTF-8 bytes plus begin, end and padding; hf: a folder or tokenizer.json of Hugging Face; sentencepiece: a
     .model file; tiktoken: a .tiktoken file, with its pattern and special tokens in FILE.json beside it, or an
-    encoding's name."""
+    encoding's name; gguf: the one inside a .gguf file."""
     path: str | None = None
-    """Folder, file or name that the kind needs; byte needs none."""
+    """Folder, file or name that the kind needs, for gguf also package:NAME of an installed package; byte needs none."""
     add_bos: bool = True
     """Begin each document with the begin token, where the tokenizer has one."""
     add_eos: bool = True

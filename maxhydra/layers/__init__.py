@@ -1,7 +1,7 @@
 """The mechanisms that layers are made of, each in a file of its own, and the context that travels between them."""
 
 from maxhydra.layers.attention import Attention, AttentionSpec
-from maxhydra.layers.cache import DenseCache
+from maxhydra.layers.cache import Cache, DenseRoom, PagedRoom, Room, Rows
 from maxhydra.layers.context import Context
 from maxhydra.layers.dropout import dropout
 from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
@@ -12,14 +12,18 @@ from maxhydra.layers.weights import Dtypes, WeightMaker
 __all__ = [
     "Attention",
     "AttentionSpec",
+    "Cache",
     "Context",
-    "DenseCache",
+    "DenseRoom",
     "Dtypes",
     "Embedding",
     "Head",
     "Mlp",
     "MlpSpec",
+    "PagedRoom",
     "RMSNorm",
+    "Room",
+    "Rows",
     "VocabularySpec",
     "WeightMaker",
     "dropout",

@@ -5,6 +5,7 @@ value heads, H head size.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
 from maxhydra.kernels.attention import Request, UnsupportedError, attention
-from maxhydra.layers.cache import DenseCache
+from maxhydra.kernels.einsum import projected
+from maxhydra.layers.cache import Cache, KeysValues, Room
 from maxhydra.layers.context import Context
 from maxhydra.layers.rope import frequencies, rotate
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
@@ -33,6 +35,7 @@ class AttentionSpec:
     softcap: float | None
     frequencies: tuple[float, ...] | None
     backend: str
+    outputs_first: bool
     init_scale: float
     out_scale: float
     dtypes: Dtypes
@@ -51,6 +54,7 @@ class AttentionSpec:
             softcap=own.softcap,
             frequencies=frequencies(own.rope, head_dim),
             backend=model.kernels.attention.value,
+            outputs_first=model.kernels.projection is config.Projection.outputs_first,
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
@@ -68,35 +72,37 @@ class Attention(nnx.Module):
         self.value = make.projection((D,), (K, H), ("embed", "kv_heads", "head_dim"), scale=spec.init_scale)
         self.out = make.projection((N, H), (D,), ("heads", "head_dim", "embed"), scale=spec.out_scale)
 
-    def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, DenseCache | None]:
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
         q_BTNH = self._project(x_BTD, "query", ctx)
         k_BTKH = self._project(x_BTD, "key", ctx)
         v_BTKH = self._project(x_BTD, "value", ctx)
         mixed_BTNH, cache = self._mix(q_BTNH, k_BTKH, v_BTKH, ctx)
         mixed_BTNH = ctx.constrain(mixed_BTNH, "act_batch", "act_length", "act_heads", None)
         mixed_BTNH = checkpoint_name(mixed_BTNH, "context")
-        out_BTD = jnp.einsum("BTNH,NHD->BTD", mixed_BTNH, self.out[...].astype(self.spec.dtypes.compute))
+        out_BTD = self._product("BTNH,NHD->BTD", mixed_BTNH, self.out)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
         return checkpoint_name(out_BTD, "attention_out"), cache
 
-    def empty_cache(self, batch: int, length: int) -> DenseCache:
+    def empty_cache(self, room: Room, layers: int) -> Cache:
         spec = self.spec
-        return DenseCache.empty(
-            batch, length, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=spec.dtypes.compute
+        return room.keys_and_values(
+            layers=layers, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=spec.dtypes.compute
         )
+
+    def _product(self, equation: str, x: jax.Array, weight: nnx.Param) -> jax.Array:
+        spec = self.spec
+        return projected(equation, x, weight[...].astype(spec.dtypes.compute), outputs_first=spec.outputs_first)
 
     def _project(self, x_BTD: jax.Array, name: str, ctx: Context) -> jax.Array:
         """Heads of the query, key or value, with positions where they belong."""
         weight: nnx.Param = getattr(self, name)
-        heads = jnp.einsum("BTD,DNH->BTNH", x_BTD, weight[...].astype(self.spec.dtypes.compute))
+        heads = self._product("BTD,DNH->BTNH", x_BTD, weight)
         if name != "value" and self.spec.frequencies is not None:
             heads = rotate(heads, ctx.positions, self.spec.frequencies)
         axis = "act_heads" if name == "query" else "act_kv_heads"
         return checkpoint_name(ctx.constrain(heads, "act_batch", "act_length", axis, None), name)
 
-    def _mix(
-        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, ctx: Context
-    ) -> tuple[jax.Array, DenseCache | None]:
+    def _mix(self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
         """Gather values over the tokens at hand, or over those in the cache and the ones at hand."""
         if ctx.cache is None:
             k_BSKH, v_BSKH = self._whole(k_BTKH, ctx), self._whole(v_BTKH, ctx)
@@ -104,11 +110,11 @@ class Attention(nnx.Module):
                 q_BTNH, k_BSKH, v_BSKH, ctx, q_segments_BT=ctx.segments, kv_segments_BS=ctx.segments
             ), None
         positions_BT = ctx.positions if ctx.segments is None else jnp.where(ctx.segments == 0, -1, ctx.positions)
-        cache: DenseCache = ctx.cache.insert(k_BTKH, v_BTKH, positions_BT)
-        k_BSKH, v_BSKH = self._whole(cache.key_BSKH, ctx), self._whole(cache.value_BSKH, ctx)
-        cache = dataclasses.replace(cache, key_BSKH=k_BSKH, value_BSKH=v_BSKH)
+        cache = ctx.cache.insert(k_BTKH, v_BTKH, positions_BT, ctx.rows)
+        kept: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
+        k_BSKH, v_BSKH = self._whole(kept.key_BSKH, ctx), self._whole(kept.value_BSKH, ctx)
         mixed_BTNH = self._attend(
-            q_BTNH, k_BSKH, v_BSKH, ctx, q_positions_BT=positions_BT, kv_positions_BS=cache.positions_BS
+            q_BTNH, k_BSKH, v_BSKH, ctx, q_positions_BT=positions_BT, kv_positions_BS=kept.positions_BS
         )
         return mixed_BTNH, cache
 

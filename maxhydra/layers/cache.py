@@ -1,52 +1,243 @@
 """What a layer keeps of earlier tokens.
 
-A cache is any pytree of arrays. The mixer that needs it makes it (`empty_cache`), finds it in `ctx.cache` and returns
-its successor; the decoder only stacks, slices and hands on, so that a latent, recurrent, ring or paged cache is a new
-class here and no change there.
+A cache is any pytree of arrays with the methods of `Cache`; it holds the layers of one place of the pattern on a
+leading axis. The mixer that needs it makes it (`empty_cache`), finds its own layer in `ctx.cache` and returns the
+successor of that; the decoder only hands on, and the engine only allocates, shards and donates, so that a latent,
+recurrent or ring cache is a new class here and no change there.
+
+L layers, B rows of a batch, T tokens of a row, S slots, P pages, W pages of a row, Z tokens of a page, K key and value
+heads, H head size.
 """
 
 import dataclasses
+from functools import partial
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 
+class Rows(NamedTuple):
+    """Where the rows of a call lie in caches that outlive the call."""
+
+    table_BW: jax.Array
+    """Pages of each row, in the order of its tokens; the rest is any page. Tokens beyond them are not seen."""
+    slots_B: jax.Array
+    """Place of each row among those that are decoded at a time, for caches of a fixed size per sequence."""
+
+
+class Cache(Protocol):
+    """What the decoder and the engine ask of a cache."""
+
+    def at(self, layer: jax.Array | int) -> Any:
+        """The layer of this index as its mixer sees it."""
+        ...
+
+    def merged(self, view: Any) -> Self:
+        """The whole with what the mixer made of a layer."""
+        ...
+
+    def axes(self) -> Self:
+        """Logical axes in place of each array."""
+        ...
+
+
+class Room(Protocol):
+    """What there is to be kept, before any mixer says what of: every kind of cache is made from it."""
+
+    def keys_and_values(self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype) -> Cache: ...
+
+
+class KeysValues(NamedTuple):
+    """Tokens that queries can look at, with a position of -1 where there is none."""
+
+    key_BSKH: jax.Array
+    value_BSKH: jax.Array
+    positions_BS: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseRoom:
+    """A place for every token of a few sequences of about the same length."""
+
+    batch: int
+    length: int
+
+    def keys_and_values(self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype) -> "DenseCache":
+        shape = (layers, self.batch, self.length, kv_heads, head_dim)
+        return DenseCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape[:2], jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedRoom:
+    """Pages that sequences take as they need them (Kwon et al., 2023), and slots for what has a fixed size."""
+
+    pages: int
+    page_size: int
+    slots: int
+    storage: np.dtype | None
+    """Number format of what is kept; None: that of the computation."""
+
+    def keys_and_values(self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype) -> "PagedCache":
+        storage = dtype if self.storage is None else self.storage
+        shape = (layers, self.pages, self.page_size, kv_heads, head_dim)
+        scale = jnp.zeros(shape[:4], jnp.float32) if storage in SCALED else None
+        zeros = jnp.zeros(shape, storage)
+        return PagedCache(zeros, zeros, scale, scale)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseCache:
-    """Keys and values of every token so far; the token at position p lies in slot p of its row.
+    """Keys and values of every token so far; the token at position p lies in slot p of its row."""
 
-    B batch, S slots, K key and value heads, H head size.
-    """
+    key_LBSKH: jax.Array
+    value_LBSKH: jax.Array
+    length_LB: jax.Array
+
+    def at(self, layer: jax.Array | int) -> "DenseLayer":
+        take = partial(jax.lax.dynamic_index_in_dim, index=layer, keepdims=False)
+        return DenseLayer(take(self.key_LBSKH), take(self.value_LBSKH), take(self.length_LB), jnp.asarray(layer))
+
+    def merged(self, view: "DenseLayer") -> "DenseCache":
+        put = partial(jax.lax.dynamic_update_index_in_dim, index=view.layer, axis=0)
+        return DenseCache(
+            put(self.key_LBSKH, view.key_BSKH),
+            put(self.value_LBSKH, view.value_BSKH),
+            put(self.length_LB, view.length_B),
+        )
+
+    def axes(self) -> "DenseCache":
+        of_tokens: Any = ("layers", "act_batch", None, "act_kv_heads", None)
+        of_rows: Any = ("layers", "act_batch")
+        return DenseCache(of_tokens, of_tokens, of_rows)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseLayer:
+    """A layer of a dense cache."""
 
     key_BSKH: jax.Array
     value_BSKH: jax.Array
     length_B: jax.Array
     """Slots written in each row."""
+    layer: jax.Array
 
-    @classmethod
-    def empty(cls, batch: int, length: int, *, kv_heads: int, head_dim: int, dtype: np.dtype) -> "DenseCache":
-        shape = (batch, length, kv_heads, head_dim)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
-
-    def insert(self, key_BTKH: jax.Array, value_BTKH: jax.Array, positions_BT: jax.Array) -> "DenseCache":
+    def insert(
+        self, key_BTKH: jax.Array, value_BTKH: jax.Array, positions_BT: jax.Array, rows: Rows | None
+    ) -> "DenseLayer":
         """Write tokens into the slots of their positions; those with a negative position (padding) are left out.
 
         Nothing is written beyond the last slot: the caller sizes the cache for the longest sequence.
         """
         slots_BT = jnp.where(positions_BT < 0, self.key_BSKH.shape[1], positions_BT)
-        return DenseCache(
+        return dataclasses.replace(
+            self,
             key_BSKH=_write(self.key_BSKH, slots_BT, key_BTKH),
             value_BSKH=_write(self.value_BSKH, slots_BT, value_BTKH),
             length_B=jnp.maximum(self.length_B, jnp.max(positions_BT, axis=1) + 1),
         )
 
-    @property
-    def positions_BS(self) -> jax.Array:
-        """Position of the token in each slot; -1 where none has been written."""
+    def read(self, rows: Rows | None, dtype: np.dtype) -> KeysValues:
         slots_1S = jnp.arange(self.key_BSKH.shape[1], dtype=jnp.int32)[None]
-        return jnp.where(slots_1S < self.length_B[:, None], slots_1S, -1)
+        positions_BS = jnp.where(slots_1S < self.length_B[:, None], slots_1S, -1)
+        return KeysValues(self.key_BSKH, self.value_BSKH, positions_BS)
+
+
+# Formats that need a scale, and their largest number.
+SCALED = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """Keys and values in pages of all sequences together; a call writes its tokens and reads its own rows' pages.
+
+    Nothing but those is touched, so that a step costs the same however many pages there are. In 8 bits every token has
+    a scale per head.
+    """
+
+    key_LPZKH: jax.Array
+    value_LPZKH: jax.Array
+    key_scale_LPZK: jax.Array | None
+    value_scale_LPZK: jax.Array | None
+
+    def at(self, layer: jax.Array | int) -> "PagedLayer":
+        return PagedLayer(self, jnp.asarray(layer), None)
+
+    def merged(self, view: "PagedLayer") -> "PagedCache":
+        return view.cache
+
+    def axes(self) -> "PagedCache":
+        of_tokens: Any = ("layers", None, None, "act_kv_heads", None)
+        of_scales: Any = None if self.key_scale_LPZK is None else of_tokens[:4]
+        return PagedCache(of_tokens, of_tokens, of_scales, of_scales)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedLayer:
+    """A layer of a paged cache: the whole, and which part of it is meant."""
+
+    cache: PagedCache
+    layer: jax.Array
+    length_B: jax.Array | None
+    """Tokens of each row, once this call's are written."""
+
+    def insert(
+        self, key_BTKH: jax.Array, value_BTKH: jax.Array, positions_BT: jax.Array, rows: Rows | None
+    ) -> "PagedLayer":
+        """Write tokens into the pages of their rows; those with a negative position (padding) are left out."""
+        assert rows is not None
+        P, Z = self.cache.key_LPZKH.shape[1:3]
+        page_BT = jnp.take_along_axis(rows.table_BW, jnp.maximum(positions_BT, 0) // Z, axis=1)
+        place = (self.layer, jnp.where(positions_BT < 0, P, page_BT), positions_BT % Z)
+        key, key_scale = _stored(key_BTKH, self.cache.key_LPZKH.dtype)
+        value, value_scale = _stored(value_BTKH, self.cache.value_LPZKH.dtype)
+        cache = PagedCache(
+            self.cache.key_LPZKH.at[place].set(key, mode="drop"),
+            self.cache.value_LPZKH.at[place].set(value, mode="drop"),
+            _set(self.cache.key_scale_LPZK, place, key_scale),
+            _set(self.cache.value_scale_LPZK, place, value_scale),
+        )
+        return PagedLayer(cache, self.layer, jnp.max(positions_BT, axis=1) + 1)
+
+    def read(self, rows: Rows | None, dtype: np.dtype) -> KeysValues:
+        """The rows' pages one after the other.
+
+        What other sequences left behind in a page is hidden by its position, and zeroed among the values: a number that
+        is not finite would get through a weight of zero.
+        """
+        assert rows is not None and self.length_B is not None
+        key_BSKH = self._gather(self.cache.key_LPZKH, self.cache.key_scale_LPZK, rows, dtype)
+        value_BSKH = self._gather(self.cache.value_LPZKH, self.cache.value_scale_LPZK, rows, dtype)
+        slots_1S = jnp.arange(key_BSKH.shape[1], dtype=jnp.int32)[None]
+        is_written_BS = slots_1S < self.length_B[:, None]
+        value_BSKH = jnp.where(is_written_BS[:, :, None, None], value_BSKH, 0)
+        return KeysValues(key_BSKH, value_BSKH, jnp.where(is_written_BS, slots_1S, -1))
+
+    def _gather(self, all_LPZKH: jax.Array, scale_LPZK: jax.Array | None, rows: Rows, dtype: np.dtype) -> jax.Array:
+        B, W = rows.table_BW.shape
+        found_BWZKH = all_LPZKH[self.layer, rows.table_BW].astype(dtype)
+        if scale_LPZK is not None:
+            found_BWZKH = found_BWZKH * scale_LPZK[self.layer, rows.table_BW][..., None].astype(dtype)
+        return found_BWZKH.reshape(B, W * found_BWZKH.shape[2], *found_BWZKH.shape[3:])
+
+
+def _stored(x_BTKH: jax.Array, storage: np.dtype) -> tuple[jax.Array, jax.Array | None]:
+    """Numbers as they are kept, and the scale [B, T, K] that makes them what they were."""
+    if storage not in SCALED:
+        return x_BTKH.astype(storage), None
+    wide = x_BTKH.astype(jnp.float32)
+    scale_BTK = jnp.max(jnp.abs(wide), axis=-1) / SCALED[storage]
+    scaled = wide / jnp.where(scale_BTK == 0, 1, scale_BTK)[..., None]
+    return (jnp.round(scaled) if storage == jnp.int8 else scaled).astype(storage), scale_BTK
+
+
+def _set(scales: jax.Array | None, place: tuple[jax.Array, ...], new: jax.Array | None) -> jax.Array | None:
+    return None if scales is None else scales.at[place].set(new, mode="drop")
 
 
 @jax.vmap

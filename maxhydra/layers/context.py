@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 
+from maxhydra.layers.cache import Rows
 from maxhydra.sharding import Sharder
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["positions", "segments", "cache", "dropout_key"],
+    data_fields=["positions", "segments", "cache", "dropout_key", "rows"],
     meta_fields=["sharder"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class Context:
     """What earlier tokens left behind: the whole model's at the top, one layer's inside it. None: nothing is kept."""
     dropout_key: jax.Array | None
     """Randomness for dropout. None: no dropout."""
+    rows: Rows | None = None
+    """Where the rows lie in a cache that outlives the call. None: the cache has the rows of the call."""
 
     @property
     def is_length_split(self) -> bool:

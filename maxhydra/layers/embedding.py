@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config import model as config
-from maxhydra.kernels.einsum import widening_einsum
+from maxhydra.kernels.einsum import projected
 from maxhydra.layers.weights import Dtypes, WeightMaker
 
 
@@ -18,12 +18,20 @@ class VocabularySpec:
     vocab_size: int
     emb_dim: int
     softcap: float | None
+    outputs_first: bool
     init_scale: float
     dtypes: Dtypes
 
     @classmethod
     def of(cls, model: config.Model) -> "VocabularySpec":
-        return cls(model.vocab_size, model.emb_dim, model.logit_softcap, model.init_scale, Dtypes.of(model.dtypes))
+        return cls(
+            vocab_size=model.vocab_size,
+            emb_dim=model.emb_dim,
+            softcap=model.logit_softcap,
+            outputs_first=model.kernels.projection is config.Projection.outputs_first,
+            init_scale=model.init_scale,
+            dtypes=Dtypes.of(model.dtypes),
+        )
 
 
 class Embedding(nnx.Module):
@@ -43,8 +51,7 @@ class Embedding(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] to [..., V]."""
-        table = self.table[...].astype(self.spec.dtypes.compute)
-        return _capped(widening_einsum("...D,VD->...V", hidden, table, dtype=self.spec.dtypes.logits), self.spec)
+        return _logits("...D,VD->...V", hidden, self.table, self.spec)
 
 
 class Head(nnx.Module):
@@ -56,10 +63,11 @@ class Head(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] to [..., V]."""
-        kernel = self.kernel[...].astype(self.spec.dtypes.compute)
-        return _capped(widening_einsum("...D,DV->...V", hidden, kernel, dtype=self.spec.dtypes.logits), self.spec)
+        return _logits("...D,DV->...V", hidden, self.kernel, self.spec)
 
 
-def _capped(logits: jax.Array, spec: VocabularySpec) -> jax.Array:
-    """softcap * tanh(logits / softcap): logits within -softcap and softcap (Gemma 2, 2024)."""
+def _logits(equation: str, hidden: jax.Array, weight: nnx.Param, spec: VocabularySpec) -> jax.Array:
+    """The product, then softcap * tanh(logits / softcap): logits within -softcap and softcap (Gemma 2, 2024)."""
+    weights = weight[...].astype(spec.dtypes.compute)
+    logits = projected(equation, hidden, weights, outputs_first=spec.outputs_first, dtype=spec.dtypes.logits)
     return logits if spec.softcap is None else spec.softcap * jnp.tanh(logits / spec.softcap)

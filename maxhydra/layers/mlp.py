@@ -5,11 +5,11 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config import model as config
+from maxhydra.kernels.einsum import projected
 from maxhydra.layers.context import Context
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
@@ -27,6 +27,7 @@ class MlpSpec:
     emb_dim: int
     dim: int
     activation: config.Activation
+    outputs_first: bool
     init_scale: float
     out_scale: float
     dtypes: Dtypes
@@ -37,6 +38,7 @@ class MlpSpec:
             emb_dim=model.emb_dim,
             dim=kind.mlp.dim or model.mlp_dim,
             activation=kind.mlp.activation,
+            outputs_first=model.kernels.projection is config.Projection.outputs_first,
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
@@ -54,14 +56,17 @@ class Mlp(nnx.Module):
         self.down = make.projection((F,), (D,), ("mlp", "embed"), scale=spec.out_scale)
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-        compute = self.spec.dtypes.compute
         gate_BTF = checkpoint_name(self._hidden(x_BTD, self.gate, ctx), "mlp_gate")
         up_BTF = checkpoint_name(self._hidden(x_BTD, self.up, ctx), "mlp_up")
         hidden_BTF = ACTIVATIONS[self.spec.activation](gate_BTF) * up_BTF
-        out_BTD = jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...].astype(compute))
+        out_BTD = self._product("BTF,FD->BTD", hidden_BTF, self.down)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
         return checkpoint_name(out_BTD, "mlp_out")
 
     def _hidden(self, x_BTD: jax.Array, weight: nnx.Param, ctx: Context) -> jax.Array:
-        hidden_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, weight[...].astype(self.spec.dtypes.compute))
+        hidden_BTF = self._product("BTD,DF->BTF", x_BTD, weight)
         return ctx.constrain(hidden_BTF, "act_batch", "act_length", "act_mlp")
+
+    def _product(self, equation: str, x: jax.Array, weight: nnx.Param) -> jax.Array:
+        spec = self.spec
+        return projected(equation, x, weight[...].astype(spec.dtypes.compute), outputs_first=spec.outputs_first)

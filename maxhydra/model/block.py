@@ -7,7 +7,19 @@ import jax
 from flax import nnx
 
 from maxhydra.config import model as config
-from maxhydra.layers import Attention, AttentionSpec, Context, Dtypes, Mlp, MlpSpec, RMSNorm, WeightMaker, dropout
+from maxhydra.layers import (
+    Attention,
+    AttentionSpec,
+    Cache,
+    Context,
+    Dtypes,
+    Mlp,
+    MlpSpec,
+    RMSNorm,
+    Room,
+    WeightMaker,
+    dropout,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,5 +62,5 @@ class Block(nnx.Module):
         fed_BTD = self.mlp(self.mlp_norm(x_BTD), ctx)
         return x_BTD + dropout(fed_BTD, ctx.key(1), rate=self.spec.dropout), cache
 
-    def empty_cache(self, batch: int, length: int) -> Any:
-        return self.attention.empty_cache(batch, length)
+    def empty_cache(self, room: Room, layers: int) -> Cache:
+        return self.attention.empty_cache(room, layers)

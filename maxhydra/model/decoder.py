@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config import model as config
-from maxhydra.layers import Context, Dtypes, Embedding, Head, RMSNorm, VocabularySpec, WeightMaker
+from maxhydra.layers import Cache, Context, Dtypes, Embedding, Head, RMSNorm, Room, VocabularySpec, WeightMaker
 from maxhydra.model.block import Block, BlockSpec
 from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder
@@ -74,7 +74,7 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
         """Hidden states [B, T, D] after the final norm, and the new cache (None without one)."""
-        caches = ctx.cache or self._map_blocks(lambda block: None)
+        caches = ctx.cache or self._map_blocks(lambda block, layers: None)
         x_BTD = ctx.constrain(self.embedding(tokens_BT), "act_batch", "act_length", "act_embed")
         x_BTD, prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first=0)
         x_BTD, pattern = self._run_pattern(x_BTD, ctx, caches["pattern"])
@@ -89,16 +89,17 @@ class Decoder(nnx.Module):
         length = "act_length" if hidden.shape[1] % sharder.ways("act_length") == 0 else None
         return sharder.constrain((self.head or self.embedding).logits(hidden), "act_batch", length, "act_vocab")
 
-    def empty_cache(self, batch: int, length: int) -> dict[str, list[Any]]:
-        """The caches of all blocks, stacked as the blocks are."""
-        caches = self._map_blocks(lambda block: block.empty_cache(batch, length))
-        stack = (self.spec.repetitions,)
-        caches["pattern"] = jax.tree.map(lambda array: jnp.tile(array, stack + (1,) * array.ndim), caches["pattern"])
-        return caches
+    def empty_cache(self, room: Room) -> dict[str, list[Cache]]:
+        """The caches of all blocks; those of the pattern hold every repetition, the others one layer."""
+        return self._map_blocks(lambda block, layers: block.empty_cache(room, layers))
 
-    def _map_blocks(self, function: Callable[[Block], Any]) -> dict[str, list[Any]]:
-        groups = {"prefix": self.prefix, "pattern": self.pattern, "remainder": self.remainder}
-        return {name: [function(block) for block in _in_order(blocks)] for name, blocks in groups.items()}
+    def _map_blocks(self, function: Callable[[Block, int], Any]) -> dict[str, list[Any]]:
+        """A function of every block and the layers that it stands for."""
+        groups = {"prefix": (self.prefix, 1), "pattern": (self.pattern, self.spec.repetitions)}
+        groups["remainder"] = (self.remainder, 1)
+        return {
+            name: [function(block, layers) for block in _in_order(blocks)] for name, (blocks, layers) in groups.items()
+        }
 
     def _run_blocks(
         self, blocks: nnx.Dict, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, first: int
@@ -108,8 +109,8 @@ class Decoder(nnx.Module):
         for index, (block, cache) in enumerate(zip(_in_order(blocks), caches, strict=True), start=first):
             graphdef, weights = nnx.split(block)
             run = self.spec.remat.wrap(_runner(graphdef), in_loop=False)
-            x_BTD, cache = run(weights, x_BTD, ctx.at_layer(index, cache))
-            new_caches.append(cache)
+            x_BTD, view = run(weights, x_BTD, ctx.at_layer(index, _seen(cache, 0)))
+            new_caches.append(_merged(cache, view))
         return x_BTD, new_caches
 
     def _run_pattern(self, x_BTD: jax.Array, ctx: Context, caches: list[Any]) -> tuple[jax.Array, list[Any]]:
@@ -126,16 +127,23 @@ class Decoder(nnx.Module):
 
         def repetition(carry: tuple[jax.Array, list[Any]], xs: tuple[jax.Array, list[Any]]) -> tuple[Any, None]:
             (x_BTD, caches), (index, weights) = carry, xs
-            here = jax.tree.map(lambda all_: jax.lax.dynamic_index_in_dim(all_, index, keepdims=False), caches)
-            for place, run in enumerate(runs):
+            new_caches = []
+            for place, (run, cache) in enumerate(zip(runs, caches, strict=True)):
                 layer = len(self.prefix) + index * len(runs) + place
-                x_BTD, here[place] = run(weights[place], x_BTD, ctx.at_layer(layer, here[place]))
-            update = jax.lax.dynamic_update_index_in_dim
-            caches = jax.tree.map(lambda all_, new: update(all_, new, index, axis=0), caches, here)
-            return (x_BTD, caches), None
+                x_BTD, view = run(weights[place], x_BTD, ctx.at_layer(layer, _seen(cache, index)))
+                new_caches.append(_merged(cache, view))
+            return (x_BTD, new_caches), None
 
         xs = (jnp.arange(spec.repetitions), [weights for _, weights in splits])
         return jax.lax.scan(repetition, (x_BTD, caches), xs, unroll=spec.unroll)[0]
+
+
+def _seen(cache: Cache | None, index: jax.Array | int) -> Any:
+    return None if cache is None else cache.at(index)
+
+
+def _merged(cache: Cache | None, view: Any) -> Cache | None:
+    return None if cache is None else cache.merged(view)
 
 
 def _runner(graphdef: Any) -> Callable[..., tuple[jax.Array, Any]]:

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from maxhydra.config import model as config
-from maxhydra.layers import Context
+from maxhydra.layers import Context, Room
 from maxhydra.model.decoder import Decoder, DecoderSpec
 from maxhydra.sharding import Sharder
 
@@ -62,9 +62,9 @@ class ModelDef:
         """Logits [B, T, V] of hidden states, in dtypes.logits, soft-capped."""
         return self._bind(params).logits(hidden, sharder)
 
-    def empty_cache(self, batch: int, length: int) -> Tree:
-        """A cache for sequences of up to `length` tokens."""
-        return self._abstract.empty_cache(batch, length)
+    def empty_cache(self, room: Room) -> Tree:
+        """The cache of every layer, each of the kind that its mixer needs."""
+        return self._abstract.empty_cache(room)
 
     def _bind(self, params: Tree) -> Decoder:
         return nnx.merge(self._graphdef, params)

@@ -20,13 +20,11 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.run import Checkpoint, SaveMode
+from maxhydra.convert.stored import find_checkpoint, require_same, steps_in
 from maxhydra.train.state import TrainState
 
 Tree = Any
 log = logging.getLogger("maxhydra")
-# Orbax tells its own story at every turn, tracebacks of its threads included; what a user needs, this module says.
-for noisy in ("absl", "asyncio"):
-    logging.getLogger(noisy).setLevel(logging.CRITICAL)
 
 
 class SaveFailed(Exception):
@@ -127,7 +125,7 @@ class OrbaxCheckpointer:
         """Clear away what the save left, which on a full disk makes room to go on, and say what is still there."""
         for leftover in self._folder.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        good = _steps(self._folder)
+        good = steps_in(self._folder)
         last = f"the checkpoint of step {good[-1]} is intact" if good else "there is no earlier checkpoint"
         return SaveFailed(f"a checkpoint could not be written to {self._folder}: {_first_line(error)}; {last}")
 
@@ -141,7 +139,7 @@ def restore(folder: Path, config: Checkpoint, abstract: TrainState) -> Restored 
 
     A checkpoint of the run that cannot be read is set aside by name, and the one before it is taken.
     """
-    steps = _steps(folder)
+    steps = steps_in(folder)
     for step in reversed(steps):
         path = folder / str(step)
         try:
@@ -159,14 +157,14 @@ def restore(folder: Path, config: Checkpoint, abstract: TrainState) -> Restored 
         reason = f"none of the run's {len(steps)} checkpoints can be read"
         raise ConfigError(Problem("run.name", reason, hint=f"look at {folder}, or choose another run.name"))
     if config.load_full_state is not None:
-        return read_state(_find("checkpoint.load_full_state", config.load_full_state), abstract)
+        return read_state(find_checkpoint("checkpoint.load_full_state", config.load_full_state), abstract)
     return None
 
 
 def read_state(path: Path, abstract: TrainState) -> Restored:
     """Read a checkpoint onto the shapes and shardings of `abstract`, whatever mesh wrote it."""
-    _require_same(path, "params", abstract.params)
-    _require_same(path, "rest", _rest(abstract))
+    require_same(path, "params", abstract.params)
+    require_same(path, "rest", _rest(abstract))
     items = ocp.args.Composite(
         params=ocp.args.StandardRestore(abstract.params),
         rest=ocp.args.StandardRestore(_rest(abstract)),
@@ -177,62 +175,8 @@ def read_state(path: Path, abstract: TrainState) -> Restored:
     return Restored(state=TrainState(params=items.params, **items.rest), data=items.data, source=path)
 
 
-def read_parameters(key: str, location: str, abstract_params: Tree) -> Tree:
-    """The weights of another run (`key` is the config field that names it)."""
-    path = _find(key, location)
-    _require_same(path, "params", abstract_params)
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        items = reader.restore(path, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params)))
-    return items.params
-
-
 def _rest(state: TrainState) -> dict[str, Tree]:
     return {"step": state.step, "opt_state": state.opt_state, "key": state.key, "guard": state.guard}
-
-
-def _steps(folder: Path) -> list[int]:
-    if not folder.is_dir():
-        return []
-    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit() and entry.is_dir())
-
-
-def _find(key: str, location: str) -> Path:
-    """A run folder, its checkpoints folder, or one checkpoint -> one checkpoint."""
-    root = Path(location).expanduser().resolve()
-    if (root / "params").is_dir():
-        return root
-    for folder in (root / "checkpoints", root):
-        if steps := _steps(folder):
-            return folder / str(steps[-1])
-    reason = "holds no checkpoint" if root.is_dir() else "is not a folder"
-    accepted = "a run folder, its checkpoints folder, or one checkpoint in it"
-    raise ConfigError(Problem(key, reason, value=location, accepted=accepted))
-
-
-def _require_same(path: Path, item: str, wanted: Tree) -> None:
-    """Refuse a checkpoint whose arrays differ in name or shape, naming the first that does."""
-    with ocp.StandardCheckpointer() as reader:
-        stored = reader.metadata(path / item).item_metadata.tree
-    have = {name: tuple(leaf.shape) for name, leaf in _named(stored).items()}
-    want = {name: tuple(leaf.shape) for name, leaf in _named(ocp.tree.serialize_tree(wanted)).items()}
-    for name in sorted({*have, *want}):
-        if have.get(name) == want.get(name):
-            continue
-        told = f"{item}/{name} is {have.get(name, 'not there')}, this run has {want.get(name, 'no such array')}"
-        reason = f"holds another {'model' if item == 'params' else 'optimizer or state'}: {told}"
-        hint = "choose another run.name, or the model that it was trained with"
-        if item == "rest":
-            hint = "choose another run.name; checkpoint.load_parameters takes the weights alone"
-        raise ConfigError(Problem("checkpoint", reason, value=path, hint=hint))
-
-
-def _named(tree: Tree) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in leaves
-        if leaf is not None and leaf != {} and leaf != []
-    }
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 
 from maxhydra.config.run import Sample
 from maxhydra.data import Tokenizer
-from maxhydra.layers import Context
+from maxhydra.layers import Context, DenseRoom
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 from maxhydra.train.state import Tree
@@ -37,7 +37,7 @@ def write_sample(
         return jnp.broadcast_to(chosen[:1, None], (rows, 1)).astype(jnp.int32), cache
 
     def begin(params: Tree, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, Tree]:
-        return forward(params, model.empty_cache(rows, length), tokens, jnp.int32(0), key)
+        return forward(params, model.empty_cache(DenseRoom(rows, length)), tokens, jnp.int32(0), key)
 
     key = np.asarray(jax.random.key_data(jax.random.key(seed)))
     written: list[int] = []

@@ -1,11 +1,12 @@
-"""Where a run begins: its own checkpoint, another run's state, another run's weights, or fresh weights."""
+"""Where a run begins: its own checkpoint, another run's state, weights from elsewhere, or fresh weights."""
 
 import dataclasses
 from pathlib import Path
 
 from maxhydra.config.run import Checkpoint
+from maxhydra.convert import load_weights
 from maxhydra.data import Loader
-from maxhydra.train.checkpoint import read_parameters, restore
+from maxhydra.train.checkpoint import restore
 from maxhydra.train.state import StateDef, TrainState
 
 
@@ -27,5 +28,6 @@ def begin(states: StateDef, checkpoints: Path, saving: Checkpoint, loader: Loade
         return Start(found.state, step, f"going on from step {step} of {found.source}")
     if saving.load_parameters is None:
         return Start(states.create(seed), 0, f"fresh weights from seed {seed}")
-    params = read_parameters("checkpoint.load_parameters", saving.load_parameters, abstract.params)
+    shardings, dtype = states.shardings().params, states.model.config.dtypes.weights.value
+    params = load_weights(saving.load_parameters, states.model, shardings=shardings, dtype=dtype)
     return Start(states.create_around(params, seed), 0, f"the weights of {saving.load_parameters}")

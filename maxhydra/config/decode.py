@@ -1,0 +1,58 @@
+"""How tokens are drawn, and how many sequences are decoded at once: for decode, serve and reinforcement learning."""
+
+from enum import Enum
+
+from maxhydra.config.declare import Schema, option, schema
+
+
+class CacheDtype(Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    int8 = "int8"
+    float8 = "float8"
+
+
+@schema
+class Sampling(Schema):
+    """How the next token is drawn from the model's distribution."""
+
+    max_tokens: int = option(256, ge=1)
+    """Tokens to write at most."""
+    temperature: float = option(0.0, ge=0)
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int = option(0, ge=0)
+    """Draw among so many likeliest tokens; 0: all."""
+    top_p: float = option(1.0, gt=0, le=1)
+    """Draw among the likeliest tokens whose probabilities reach this sum (Holtzman et al., 2020)."""
+    min_p: float = option(0.0, ge=0, le=1)
+    """Draw among tokens at least this share as likely as the likeliest."""
+    repetition_penalty: float = option(1.0, gt=0)
+    """Divides the logits of tokens seen before where positive, multiplies them where negative (Keskar et al., 2019)."""
+    seed: int | None = option(None, ge=0)
+    """Seed of the draw; the same seed gives the same tokens whatever else is decoded. null: by run.seed and the number
+    of the prompt."""
+    stop: list[str] = option([])
+    """Texts that end the answer, and are not part of it."""
+    ignore_eos: bool = False
+    """Go on after the end token, to max_tokens."""
+
+
+@schema
+class Engine(Schema):
+    """Sequences decoded together, and the memory they share."""
+
+    max_batch: int = option(32, ge=1)
+    """Sequences decoded at a time; others wait."""
+    cache_tokens: int = option(32768, ge=1)
+    """Tokens that all sequences together can keep; in whole pages."""
+    page_size: int = option(16, ge=1)
+    """Tokens in a page of the cache."""
+    max_context: int | None = option(None, ge=2)
+    """Longest prompt and answer together. null: model.context_length."""
+    prefill_chunk: int = option(256, ge=1)
+    """Prompt tokens taken in at a time, between two tokens of the other sequences."""
+    prefix_cache: bool = True
+    """Keep the pages of finished prompts, for prompts that begin alike."""
+    cache_dtype: CacheDtype = CacheDtype.auto
+    """Number format of cached keys and values; auto is that of the computation."""

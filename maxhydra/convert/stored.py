@@ -1,0 +1,69 @@
+"""Weights in checkpoints of our own, which Orbax wrote: where they lie, and whether they belong to the model."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from maxhydra.config import ConfigError, Problem
+
+Tree = Any
+# Orbax tells its own story at every turn, tracebacks of its threads included; what a user needs, our messages say.
+for noisy in ("absl", "asyncio"):
+    logging.getLogger(noisy).setLevel(logging.CRITICAL)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of the checkpoints in a folder, in order."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit() and entry.is_dir())
+
+
+def find_checkpoint(key: str, location: str) -> Path:
+    """A run folder, its checkpoints folder, or one checkpoint -> one checkpoint."""
+    root = Path(location).expanduser().resolve()
+    if (root / "params").is_dir():
+        return root
+    for folder in (root / "checkpoints", root):
+        if steps := steps_in(folder):
+            return folder / str(steps[-1])
+    reason = "holds no checkpoint" if root.is_dir() else "is not a folder"
+    accepted = "a run folder, its checkpoints folder, or one checkpoint in it"
+    raise ConfigError(Problem(key, reason, value=location, accepted=accepted))
+
+
+def read_parameters(path: Path, abstract_params: Tree) -> Tree:
+    """The weights of a checkpoint on the shapes, types and shardings of `abstract_params`."""
+    require_same(path, "params", abstract_params)
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        items = reader.restore(path, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params)))
+    return items.params
+
+
+def require_same(path: Path, item: str, wanted: Tree) -> None:
+    """Refuse a checkpoint whose arrays differ in name or shape, naming the first that does."""
+    with ocp.StandardCheckpointer() as reader:
+        stored = reader.metadata(path / item).item_metadata.tree
+    have = {name: tuple(leaf.shape) for name, leaf in _named(stored).items()}
+    want = {name: tuple(leaf.shape) for name, leaf in _named(ocp.tree.serialize_tree(wanted)).items()}
+    for name in sorted({*have, *want}):
+        if have.get(name) == want.get(name):
+            continue
+        told = f"{item}/{name} is {have.get(name, 'not there')}, this run has {want.get(name, 'no such array')}"
+        reason = f"holds another {'model' if item == 'params' else 'optimizer or state'}: {told}"
+        hint = "choose another run.name, or the model that it was trained with"
+        if item == "rest":
+            hint = "choose another run.name; checkpoint.load_parameters takes the weights alone"
+        raise ConfigError(Problem("checkpoint", reason, value=path, hint=hint))
+
+
+def _named(tree: Tree) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in leaves
+        if leaf is not None and leaf != {} and leaf != []
+    }

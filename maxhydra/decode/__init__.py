@@ -1,0 +1,1 @@
+"""The decode engine: continuous batching over a paged cache; text in and out; the server."""

@@ -1,0 +1,69 @@
+"""Compiled programs by name: made when they are first needed, or ahead of that in a thread.
+
+Compiling takes longer than many a step, so a program that does more than is needed is used where there is one, until it
+has been used so often that the right one pays; that is then compiled while the other goes on.
+"""
+
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+
+class Sized(Hashable, Protocol):
+    """A program's name: what it can do, and what a use of it costs."""
+
+    def holds(self, other: Self) -> bool:
+        """Whether it can do the other's work."""
+        ...
+
+    @property
+    def size(self) -> int: ...
+
+
+Name = TypeVar("Name", bound=Sized)
+Program = Callable[..., Any]
+# Steps that may be wasted on programs that are too large before the right one is compiled.
+PATIENCE = 16
+
+
+class Compiled(Generic[Name]):
+    """Compiles each program once, whoever asks for it; two at a time, as compilers use more than one core anyway."""
+
+    def __init__(self, compile: Callable[[Name], Program]):
+        self._compile = compile
+        self._found: dict[Name, Future[Program]] = {}
+        self._waste: dict[Name, float] = {}
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="decode-compile")
+
+    def begin(self, name: Name) -> Future[Program]:
+        """Have it ready soon."""
+        with self._lock:
+            if name not in self._found:
+                self._found[name] = self._threads.submit(self._compile, name)
+            return self._found[name]
+
+    def get(self, name: Name) -> Program:
+        """The program, as soon as it is there."""
+        return self.begin(name).result()
+
+    def choose(self, name: Name, *, eventual: Name) -> Name:
+        """The program to use for work of this name. `eventual`: the name it will soon have, if there is none yet."""
+        if self._is_ready(name):
+            return name
+        with self._lock:
+            ready = [other for other, found in self._found.items() if found.done() and other.holds(name)]
+        if not ready:
+            return name if name in self._found or not eventual.holds(name) else eventual
+        smallest = min(ready, key=lambda other: other.size)
+        self._waste[name] = self._waste.get(name, 0) + smallest.size / name.size - 1
+        if self._waste[name] > PATIENCE:
+            self.begin(name)
+        return smallest
+
+    def _is_ready(self, name: Name) -> bool:
+        return name in self._found and self._found[name].done()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)

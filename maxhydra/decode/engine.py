@@ -1,0 +1,271 @@
+"""The engine: a thread that reads prompts, draws tokens and tells what comes of it, many sequences at a time.
+
+The device works ahead of the host by one round. A round sends a part of the prompts that wait to be read, then a step
+of all sequences that run, and only then looks at the tokens of the round before. A sequence that turns out to be over
+has by then drawn a token too many, which is dropped; whatever that token wrote to the cache lies in pages that are
+written again before anyone reads them.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxhydra.config.decode import CacheDtype
+from maxhydra.config.decode import Engine as Config
+from maxhydra.data import Tokenizer
+from maxhydra.decode.arrange import arrange
+from maxhydra.decode.programs import Programs
+from maxhydra.decode.request import Handle, RefusedError, Request, TokenLogprob
+from maxhydra.decode.sampler import ALTERNATIVES, Choice
+from maxhydra.decode.scheduler import Scheduler
+from maxhydra.decode.sequence import Sequence, problem
+from maxhydra.decode.work import Buckets, Shape, advancing, drawing, reading, steps_of
+from maxhydra.layers import PagedRoom
+from maxhydra.model import ModelDef
+from maxhydra.sharding import Sharder
+
+Tree = Any
+STORAGE = {
+    CacheDtype.auto: None,
+    CacheDtype.float32: jnp.dtype(jnp.float32),
+    CacheDtype.bfloat16: jnp.dtype(jnp.bfloat16),
+    CacheDtype.int8: jnp.dtype(jnp.int8),
+    CacheDtype.float8: jnp.dtype(jnp.float8_e4m3fn),
+}
+# Pages before the end of a context's width at which the next width is compiled.
+FORESIGHT = 2
+
+
+class Drawn(NamedTuple):
+    """Tokens that the device was asked for; None for a row that belongs to nobody."""
+
+    sequences: list[Sequence | None]
+    choice: Choice
+
+
+class Engine:
+    """Decodes many sequences at once, each as if it were alone. Any thread may call any method."""
+
+    def __init__(
+        self,
+        model: ModelDef,
+        params: Tree,
+        tokenizer: Tokenizer,
+        config: Config,
+        *,
+        sharder: Sharder,
+        eos: Collection[int],
+    ):
+        """`eos`: tokens that end an answer."""
+        self._tokenizer, self._ends = tokenizer, frozenset(eos)
+        self._vocab_size, self._max_batch = model.config.vocab_size, config.max_batch
+        self._max_context = config.max_context or model.config.context_length
+        pages = -(-config.cache_tokens // config.page_size)
+        self._scheduler = Scheduler(config, pages)
+        room = PagedRoom(pages, config.page_size, slots=config.max_batch, storage=STORAGE[config.cache_dtype])
+        self._buckets = Buckets(sharder.ways("act_batch"), config.page_size, -(-self._max_context // config.page_size))
+        self._arrangement = arrange(model, sharder)
+        self._params = self._arrangement.keep(params)
+        self._programs = Programs(self._arrangement, self._params, room, sharder=sharder)
+        self._cache, self._board = self._programs.empty()
+        self._under_way: deque[Drawn] = deque()
+        self._tokens_read = self._tokens_drawn = 0
+
+        self._news = threading.Condition()
+        self._arrived: list[Sequence] = []
+        self._new_params: Tree = None
+        self._ended: str | None = None
+        """Why the engine takes no more requests."""
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="decode-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> Handle:
+        """Queue a request; RefusedError at once if it can never be served."""
+        self._require(problem(request, vocab_size=self._vocab_size, alternatives=ALTERNATIVES))
+        length, limit = len(request.prompt), self._max_context
+        if length >= limit:
+            self._require(
+                f"the prompt has {length} tokens, and prompt and answer together at most {limit}: "
+                "shorten it, or raise task.engine.max_context"
+            )
+        sequence = Sequence(request, budget=min(request.max_tokens, limit - length))
+        pool = self._scheduler.pool
+        if pool.count(sequence.places) > pool.pages:
+            self._require(
+                f"prompt and answer need {sequence.places} tokens of the cache, which holds "
+                f"{pool.pages * pool.page_size}: raise task.engine.cache_tokens, or ask for less than "
+                f"max_tokens={request.max_tokens}"
+            )
+        with self._news:
+            self._require(self._ended)
+            self._arrived.append(sequence)
+            self._news.notify_all()
+        return sequence.handle
+
+    def stats(self) -> dict[str, float]:
+        """Sequences running and waiting, pages in use and cached, tokens written and prompt tokens read so far."""
+        scheduler = self._scheduler
+        return {
+            "running": len(scheduler.running) + len(scheduler.reading),
+            "waiting": len(scheduler.waiting) + len(self._arrived),
+            "pages": scheduler.pool.pages,
+            "pages_used": scheduler.pool.used,
+            "pages_kept": scheduler.pool.kept,
+            "tokens_written": self._tokens_drawn,
+            "prompt_tokens_read": self._tokens_read,
+        }
+
+    def update_params(self, params: Tree) -> None:
+        """Go on with other weights of the same shapes, from the next step on.
+
+        Kept beginnings of prompts are forgotten; sequences under way go on over what they have in the cache.
+        """
+        kept = self._arrangement.keep(params)
+        with self._news:
+            self._require(self._ended)
+            self._new_params = kept
+            self._news.notify_all()
+            self._news.wait_for(lambda: self._new_params is None or self._ended is not None)
+            self._require(self._ended)
+
+    def close(self) -> None:
+        """End the engine's thread; sequences under way end as cancelled."""
+        with self._news:
+            self._is_closing = True
+            self._news.notify_all()
+        self._thread.join()
+
+    def _require(self, refusal: str | None) -> None:
+        if refusal is not None:
+            raise RefusedError(refusal)
+
+    def _run(self) -> None:
+        """Rounds until closed. Whatever goes wrong, every handle hears of it."""
+        reason = ""
+        try:
+            while self._take_in():
+                self._round()
+        except Exception as error:
+            reason = f"the engine failed: {type(error).__name__}: {error}"
+        finally:
+            with self._news:
+                self._ended = reason or "the engine is closed"
+                left = [*self._scheduler.waiting, *self._scheduler.reading, *self._scheduler.running, *self._arrived]
+                self._news.notify_all()
+            for sequence in left:
+                if reason:
+                    sequence.fail(reason)
+                else:
+                    sequence.cancel()
+            self._programs.close()
+
+    def _take_in(self) -> bool:
+        """Wait for something to do; False when there will be nothing any more."""
+        with self._news:
+            self._news.wait_for(
+                lambda: (
+                    self._arrived
+                    or self._under_way
+                    or self._new_params is not None
+                    or self._is_closing
+                    or not self._scheduler.is_idle
+                )
+            )
+            for sequence in self._arrived:
+                self._scheduler.add(sequence)
+            self._arrived = []
+            if self._new_params is not None:
+                self._params, self._new_params = self._new_params, None
+                self._scheduler.pool.forget()
+                self._news.notify_all()
+            return not self._is_closing
+
+    def _round(self) -> None:
+        self._scheduler.clear_cancelled()
+        earlier = len(self._under_way)
+        self._read()
+        self._advance()
+        for _ in range(earlier):
+            self._collect(self._under_way.popleft())
+
+    def _read(self) -> None:
+        """Send parts of prompts; a prompt that is whole with it has its first token drawn."""
+        parts = self._scheduler.next_parts()
+        if not parts:
+            return
+        needed = self._buckets.of_parts(parts)
+        shape = self._programs.shape_for(needed, eventual=needed)
+        self._scheduler.read(parts)
+        whole = [part.sequence if part.sequence.is_prompt_read else None for part in parts]
+        for sequence in whole:
+            if sequence is not None and sequence.penalises:
+                self._board = self._programs.note_prompt(self._board, sequence.slot, sequence.request.prompt)
+        if rows := self._scheduler.next_rows():
+            self._programs.ahead(self._next_shape(rows), steps_of(rows))
+        work = reading(parts, shape, self._programs.nobody)
+        self._tokens_read += sum(part.stop - part.start for part in parts)
+        logits_BV, self._cache = self._programs.forward(shape, self._params, self._cache, self._board, work)
+        if any(whole):
+            self._draw(whole, logits_BV)
+
+    def _advance(self) -> None:
+        """Send a step of every running sequence."""
+        rows = self._scheduler.next_rows()
+        if not rows:
+            return
+        shape = self._next_shape(rows)
+        self._foresee(rows, shape)
+        work = advancing(rows, shape, self._programs.nobody)
+        for sequence in rows:
+            sequence.computed += 1
+        logits_BV, self._cache = self._programs.forward(shape, self._params, self._cache, self._board, work)
+        self._draw(list(rows), logits_BV)
+
+    def _next_shape(self, rows: list[Sequence]) -> Shape:
+        """The shape in which these rows are advanced: while others come in, rather that of all together."""
+        coming = min(len(self._scheduler.waiting) + len(self._scheduler.reading), self._max_batch - len(rows))
+        needed = self._buckets.of_rows(rows, later=0, more=0)
+        return self._programs.shape_for(needed, eventual=self._buckets.of_rows(rows, later=0, more=coming))
+
+    def _foresee(self, rows: list[Sequence], shape: Shape) -> None:
+        """Compile the next width of context before it is needed."""
+        soon = self._buckets.of_rows(rows, later=FORESIGHT * self._buckets.page_size, more=0)
+        if soon.pages > shape.pages:
+            self._programs.ahead(soon, steps_of(rows))
+
+    def _draw(self, sequences: list[Sequence | None], logits_BV: jax.Array) -> None:
+        steps = steps_of(sequences)
+        draw = drawing(sequences, logits_BV.shape[0], self._programs.nobody)
+        self._board, choice = self._programs.draw(self._board, logits_BV, draw, steps)
+        for sequence in sequences:
+            if sequence is not None:
+                sequence.asked += 1
+        self._under_way.append(Drawn(sequences, choice))
+
+    def _collect(self, drawn: Drawn) -> None:
+        """Wait for tokens that were asked for, and tell their sequences."""
+        choice = jax.tree.map(np.asarray, drawn.choice)
+        for row, sequence in enumerate(drawn.sequences):
+            if sequence is None or sequence.is_over:
+                continue
+            self._tokens_drawn += 1
+            logprob = _logprob(choice, row, sequence.request.logprobs)
+            sequence.take(int(choice.token_B[row]), logprob, tokenizer=self._tokenizer, ends=self._ends)
+            if sequence.is_over:
+                self._scheduler.leave(sequence)
+
+
+def _logprob(choice: Choice, row: int, alternatives: int | None) -> TokenLogprob | None:
+    if alternatives is None:
+        return None
+    assert choice.logprob_B is not None
+    assert choice.alternatives_BA is not None and choice.alternative_logprobs_BA is not None
+    pairs = zip(choice.alternatives_BA[row], choice.alternative_logprobs_BA[row], strict=True)
+    listed = tuple((int(token), float(logprob)) for token, logprob in pairs)[:alternatives]
+    return TokenLogprob(int(choice.token_B[row]), float(choice.logprob_B[row]), listed)

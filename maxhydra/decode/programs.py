@@ -1,0 +1,196 @@
+"""The compiled programs of the engine: read parts of prompts, advance every running sequence by a token, draw tokens.
+
+Forward and draw are separate programs: their variants add up instead of multiplying. Cache and board are donated and
+live on the device, where drawn tokens are fed back.
+
+A row's arithmetic is its own, but programs of different shapes may add its numbers in a different order: logits of the
+same sequence in different company differ by rounding (about 1e-6 of their size in float32), and a token only where two
+candidates are nearer to each other than that.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxhydra.decode.arrange import Arrangement
+from maxhydra.decode.compiled import Compiled, Program
+from maxhydra.decode.sampler import Choice, Settings, Steps, choose
+from maxhydra.decode.work import Draw, Shape, Work
+from maxhydra.layers import Context, PagedRoom, Rows
+from maxhydra.sharding import Sharder
+
+Tree = Any
+
+
+class DrawName(NamedTuple):
+    """A program that draws: for how many rows, and how."""
+
+    rows: int
+    steps: Steps
+
+    def holds(self, other: "DrawName") -> bool:
+        return self.rows == other.rows and self.steps.holds(other.steps)
+
+    @property
+    def size(self) -> int:
+        """About the times that the logits are looked at."""
+        steps = self.steps
+        return self.rows * (1 + 4 * steps.draws + 64 * steps.filters + steps.penalises + 8 * steps.reports)
+
+
+class Board(NamedTuple):
+    """What is known of every place among the sequences decoded at a time; the last place is nobody's."""
+
+    last_N: jax.Array
+    """The token drawn last."""
+    seen_NV: jax.Array
+    """Tokens of the prompt and the answer; kept up for sequences with a repetition penalty."""
+
+
+class Programs:
+    """Forward and draw in every shape that comes up."""
+
+    def __init__(self, arrangement: Arrangement, params: Tree, room: PagedRoom, *, sharder: Sharder):
+        """`params` as they are kept, and only for their shapes and shardings."""
+        model = arrangement.model
+        self._arrangement, self._model, self._room, self._sharder = arrangement, model, room, sharder
+        self._params = jax.tree.map(lambda leaf: _placed(leaf, leaf.sharding), params)
+        self._whole = sharder.sharding(())
+        self._logits = sharder.sharding(("act_batch", "act_vocab"))
+        caches = jax.eval_shape(lambda: model.empty_cache(room))
+        self._cache_shardings = jax.tree.map(
+            lambda cache: sharder.tree(cache.axes()), caches, is_leaf=lambda node: not isinstance(node, (dict, list))
+        )
+        self._caches = jax.tree.map(_placed, caches, self._cache_shardings)
+        self._forwards: Compiled[Shape] = Compiled(self._compile_forward)
+        self._draws: Compiled[DrawName] = Compiled(self._compile_draw)
+
+    @property
+    def nobody(self) -> int:
+        """The place of rows without a sequence."""
+        return self._room.slots
+
+    def empty(self) -> tuple[Tree, Board]:
+        """A cache and a board on the device."""
+        cache = jax.jit(lambda: self._model.empty_cache(self._room), out_shardings=self._cache_shardings)()
+        zeros = [jax.device_put(np.zeros(leaf.shape, leaf.dtype), self._whole) for leaf in self._board()]
+        return cache, Board(*zeros)
+
+    def shape_for(self, shape: Shape, *, eventual: Shape) -> Shape:
+        """The shape itself, or that of a program in hand; `eventual` is what it will soon grow to."""
+        return self._forwards.choose(shape, eventual=eventual)
+
+    def ahead(self, shape: Shape, steps: Steps) -> None:
+        """Begin to compile what a coming step will need."""
+        name = DrawName(shape.rows, steps)
+        self._forwards.begin(self._forwards.choose(shape, eventual=shape))
+        self._draws.begin(self._draws.choose(name, eventual=name))
+
+    def forward(self, shape: Shape, params: Tree, cache: Tree, board: Board, work: Work) -> tuple[jax.Array, Tree]:
+        """Logits [B, V] after the last token of each row, and the cache with the tokens in it."""
+        tokens = board.last_N if work.tokens_BT is None else work.tokens_BT
+        logits_BV, cache = self._forwards.get(shape)(
+            params, cache, tokens, work.slots_B, work.positions_BT, work.table_BW
+        )
+        return logits_BV, cache
+
+    def draw(self, board: Board, logits_BV: jax.Array, draw: Draw, steps: Steps) -> tuple[Board, Choice]:
+        """A token for every row, and the board with them on it."""
+        name = DrawName(logits_BV.shape[0], steps)
+        board, choice = self._draws.get(self._draws.choose(name, eventual=name))(board, logits_BV, *draw)
+        return board, choice
+
+    def note_prompt(self, board: Board, slot: int, prompt: tuple[int, ...]) -> Board:
+        """Write down a new sequence's tokens, for the repetition penalty."""
+        seen_V = np.zeros(board.seen_NV.shape[1], bool)
+        seen_V[list(prompt)] = True
+        return Board(board.last_N, _noted(board.seen_NV, np.int32(slot), seen_V))
+
+    def close(self) -> None:
+        self._forwards.close()
+        self._draws.close()
+
+    def _compile_forward(self, shape: Shape) -> Program:
+        B, T, W = shape.rows, shape.tokens, shape.pages
+        sizes = [(B, T) if shape.is_prompt else (self.nobody + 1,), (B,), (B, T), (B, W)]
+        arrays = [jax.ShapeDtypeStruct(size, jnp.int32, sharding=self._whole) for size in sizes]
+        forward = _forward(self._arrangement, self._sharder, is_prompt=shape.is_prompt)
+        jitted = jax.jit(forward, donate_argnums=1, out_shardings=(self._logits, self._cache_shardings))
+        return jitted.lower(self._params, self._caches, *arrays).compile()
+
+    def _compile_draw(self, name: DrawName) -> Program:
+        rows, steps = name
+        config = self._model.config
+        logits = jax.ShapeDtypeStruct(
+            (rows, config.vocab_size), jnp.dtype(config.dtypes.logits.value), sharding=self._logits
+        )
+        kinds = [((rows,), jnp.int32), ((rows, 4), jnp.uint32), ((rows, 4), jnp.float32)]
+        arrays = [jax.ShapeDtypeStruct(size, kind, sharding=self._whole) for size, kind in kinds]
+        jitted = jax.jit(_draw(steps), donate_argnums=0, out_shardings=self._whole)
+        return jitted.lower(self._board(), logits, *arrays).compile()
+
+    def _board(self) -> Any:
+        """The board's shapes."""
+        places, vocab = self._room.slots + 1, self._model.config.vocab_size
+        board = jax.eval_shape(lambda: Board(jnp.zeros(places, jnp.int32), jnp.zeros((places, vocab), bool)))
+        return jax.tree.map(lambda leaf: _placed(leaf, self._whole), board)
+
+
+def _forward(arrangement: Arrangement, sharder: Sharder, *, is_prompt: bool) -> Callable[..., tuple[jax.Array, Tree]]:
+    model = arrangement.model
+
+    def forward(
+        params: Tree, cache: Tree, tokens: jax.Array, slots_B: jax.Array, positions_BT: jax.Array, table_BW: jax.Array
+    ) -> tuple[jax.Array, Tree]:
+        params = arrangement.use(params)
+        is_token_BT = positions_BT >= 0
+        context = Context(
+            positions=positions_BT,
+            segments=is_token_BT.astype(jnp.int32),
+            sharder=sharder,
+            cache=cache,
+            dropout_key=None,
+            rows=Rows(table_BW, slots_B),
+        )
+        tokens_BT = tokens if is_prompt else tokens[slots_B][:, None]
+        hidden_BTD, cache = model.hidden(params, tokens_BT, context)
+        last_B = jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0)
+        hidden_B1D = jnp.take_along_axis(hidden_BTD, last_B[:, None, None], axis=1)
+        return model.logits(params, hidden_B1D, sharder)[:, 0], cache
+
+    return forward
+
+
+def _draw(steps: Steps) -> Callable[..., tuple[Board, Choice]]:
+    def draw(
+        board: Board, logits_BV: jax.Array, slots_B: jax.Array, integers_B4: jax.Array, numbers_B4: jax.Array
+    ) -> tuple[Board, Choice]:
+        position_B, top_k_B, _, _ = integers_B4.astype(jnp.int32).T
+        temperature_B, top_p_B, min_p_B, penalty_B = numbers_B4.T
+        settings = Settings(
+            temperature_B=temperature_B,
+            top_k_B=top_k_B,
+            top_p_B=top_p_B,
+            min_p_B=min_p_B,
+            penalty_B=penalty_B,
+            seed_B2=integers_B4[:, 2:],
+            position_B=position_B,
+        )
+        choice = choose(logits_BV, board.seen_NV[slots_B] if steps.penalises else None, settings, steps)
+        token_B = jnp.maximum(choice.token_B, 0)
+        seen_NV = board.seen_NV.at[slots_B, token_B].set(True) if steps.penalises else board.seen_NV
+        return Board(board.last_N.at[slots_B].set(token_B), seen_NV), choice
+
+    return draw
+
+
+@jax.jit
+def _noted(seen_NV: jax.Array, slot: jax.Array, seen_V: jax.Array) -> jax.Array:
+    return seen_NV.at[slot].set(seen_V)
+
+
+def _placed(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -1,0 +1,119 @@
+"""One request on its way through the engine: what is in the cache, what was drawn, what was told."""
+
+import math
+
+import numpy as np
+
+from maxhydra.data import Tokenizer
+from maxhydra.decode.detokenize import Detokenizer, Stopper
+from maxhydra.decode.pages import Lease
+from maxhydra.decode.request import Delta, Handle, Request, TokenLogprob
+
+
+class Sequence:
+    """A request, its handle, and where it stands.
+
+    The device is ahead of the host: `computed` and `asked` count what was sent to it, `tokens` what came back.
+    """
+
+    def __init__(self, request: Request, *, budget: int):
+        self.request = request
+        self.handle = Handle()
+        self.budget = budget
+        """Tokens to draw at most."""
+        self.tokens = list(request.prompt)
+        self.computed = 0
+        """Tokens whose keys and values are in the cache, or on the way."""
+        self.asked = 0
+        """Tokens drawn, or on the way."""
+        self.is_over = False
+        self.slot = -1
+        self.lease: Lease | None = None
+        self.table = np.zeros(0, np.int32)
+        self._words: Detokenizer | None = None
+        self._stopper = Stopper(request.stop)
+
+    @property
+    def places(self) -> int:
+        """Tokens that the cache must hold: the last to be drawn is never read."""
+        return len(self.request.prompt) + self.budget - 1
+
+    @property
+    def drawn(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def is_prompt_read(self) -> bool:
+        return self.computed >= len(self.request.prompt)
+
+    @property
+    def draws(self) -> bool:
+        return self.request.temperature > 0
+
+    @property
+    def filters(self) -> bool:
+        request = self.request
+        return self.draws and (request.top_k > 0 or request.top_p < 1 or request.min_p > 0)
+
+    @property
+    def penalises(self) -> bool:
+        return self.request.repetition_penalty != 1
+
+    def settle(self, lease: Lease, slot: int, page_size: int) -> None:
+        """Take a place; what others left in shared pages need not be computed again."""
+        self.lease, self.slot = lease, slot
+        self.table = np.array(lease.pages, np.int32)
+        self.computed = lease.shared * page_size
+
+    def take(self, token: int, logprob: TokenLogprob | None, *, tokenizer: Tokenizer, ends: frozenset[int]) -> None:
+        """A token that was drawn: tell what is new, and see whether this was the last."""
+        if token < 0:
+            self.fail("the model's logits are not numbers: its weights are broken, or overflow their number format")
+            return
+        if self._words is None:
+            self._words = Detokenizer(tokenizer, self.request.prompt)
+        self.tokens.append(token)
+        finish: str | None = None
+        text = ""
+        if token in ends and not self.request.ignore_eos:
+            finish = "stop"
+        else:
+            text = self._stopper.add(self._words.add(token))
+            finish = "stop" if self._stopper.is_stopped else "length" if self.drawn >= self.budget else None
+        if finish is not None and not self._stopper.is_stopped:
+            text += self._stopper.add(self._words.rest())
+            text += self._stopper.rest()
+        self.is_over = finish is not None
+        self.handle.put(Delta(text, (token,), () if logprob is None else (logprob,), finish))
+
+    def cancel(self) -> None:
+        self._end(Delta("", (), finish="cancelled"))
+
+    def fail(self, reason: str) -> None:
+        self._end(Delta("", (), finish="error", error=reason))
+
+    def _end(self, delta: Delta) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self.handle.put(delta)
+
+
+def problem(request: Request, *, vocab_size: int, alternatives: int) -> str | None:
+    """What is wrong with a request whatever the engine's size; None if nothing is."""
+    if not request.prompt:
+        return "the prompt is empty: give at least one token"
+    if not all(0 <= token < vocab_size for token in request.prompt):
+        return f"the prompt has a token outside the vocabulary of {vocab_size}: the tokenizer is not this model's"
+    bounds = (
+        ("max_tokens", request.max_tokens >= 1, "1 or more"),
+        ("temperature", 0 <= request.temperature < math.inf, "0 or more"),
+        ("top_k", request.top_k >= 0, "0 (all tokens) or more"),
+        ("top_p", 0 < request.top_p <= 1, "over 0 and at most 1"),
+        ("min_p", 0 <= request.min_p <= 1, "from 0 to 1"),
+        ("repetition_penalty", 0 < request.repetition_penalty < math.inf, "over 0"),
+        ("seed", 0 <= request.seed < 2**64, "0 to 2^64 - 1"),
+        ("stop", all(request.stop), "texts that are not empty"),
+        ("logprobs", request.logprobs is None or 0 <= request.logprobs <= alternatives, f"0 to {alternatives}"),
+    )
+    wrong = [f"{name}={getattr(request, name)!r} is not {accepted}" for name, is_met, accepted in bounds if not is_met]
+    return "; ".join(wrong) or None

@@ -1,0 +1,67 @@
+"""Answers from a model: to one prompt, to a file of prompts, or to a person at the terminal."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.tasks.decode import DecodeTask
+from maxhydra.decode.asker import Asker, is_chat
+from maxhydra.decode.batch import Batch, BatchFailedError, require_apart
+from maxhydra.decode.batch_file import AnswerFile, check_records
+from maxhydra.decode.origin import settings_name
+from maxhydra.decode.prompts import Prompts
+from maxhydra.decode.start import open_engine, open_prompts
+from maxhydra.decode.terminal import AnswerFailedError, answer, converse, read_line, write_now
+from maxhydra.tasks import Job, Outcome
+
+NEEDS_DEVICES = True
+KEEPS_RUN = False
+
+
+def run(job: Job) -> Outcome:
+    config, task = job.config, job.config.task
+    assert isinstance(task, DecodeTask)
+    if task.prompt is None and task.input is None and not sys.stdin.isatty():
+        hint = "without either, task=decode is a chat, which needs a terminal"
+        raise ConfigError(Problem("task.prompt", "is needed, or task.input", value=None, hint=hint))
+    prompts = open_prompts(config, processes=job.machine.process_count)
+    is_chat(task, prompts)
+    try:
+        if task.input is not None:
+            return _file(config, task, prompts)
+        with _asker(config, task, prompts) as asker:
+            if task.prompt is not None:
+                answer(asker, task.prompt, write_now)
+            else:
+                converse(asker, read=read_line(), write=write_now)
+    except (BatchFailedError, AnswerFailedError) as error:
+        return Outcome("failed", f"the engine failed: {error}")
+    return Outcome("finished", "answered")
+
+
+def _file(config: Config, task: DecodeTask, prompts: Prompts) -> Outcome:
+    """Answer what is left of a file; where nothing is, no weights are loaded."""
+    assert task.input is not None and task.output is not None
+    require_apart(task)
+    records = check_records(Path(task.input), task.sampling)
+    with AnswerFile(Path(task.output), settings=settings_name(config)) as answers:
+        before, total = answers.count(), records * task.samples
+        if before < total:
+            with _asker(config, task, prompts) as asker:
+                tally = Batch(asker, answers, records=records).run()
+            if tally.refused:
+                reason = f"{tally.refused} of {total} prompts were refused; their answers in {task.output} say why"
+                return Outcome("failed", reason)
+    print(f"answered {total} of {total}, {before} of them before: {task.output}", file=sys.stderr)
+    return Outcome("finished", "answered")
+
+
+@contextmanager
+def _asker(config: Config, task: DecodeTask, prompts: Prompts) -> Iterator[Asker]:
+    engine = open_engine(config, task.engine, prompts)
+    try:
+        yield Asker(engine, prompts, task, config.run.seed)
+    finally:
+        engine.close()

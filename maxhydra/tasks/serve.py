@@ -1,0 +1,79 @@
+"""Serves a model over HTTP until it is told to end."""
+
+import asyncio
+import ipaddress
+import logging
+import os
+import signal
+import socket
+
+from maxhydra.config import ConfigError, Problem
+from maxhydra.config.tasks.serve import ServeTask
+from maxhydra.decode.http import Access, Limits, Offer, Service, listen, serve
+from maxhydra.decode.start import open_engine, open_prompts
+from maxhydra.tasks import Job, Outcome
+
+NEEDS_DEVICES = True
+KEEPS_RUN = False
+log = logging.getLogger("maxhydra")
+
+
+def run(job: Job) -> Outcome:
+    config, task = job.config, job.config.task
+    assert isinstance(task, ServeTask)
+    prompts = open_prompts(config, processes=job.machine.process_count)
+    key = _key(task)
+    # The port comes before the weights, which may take minutes.
+    listener = listen(task.host, task.port)
+    is_local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+    if not is_local and key is None:
+        log.warning("anyone who can reach %s can use this server: set task.api_key_env to ask for a key", task.host)
+    engine = open_engine(config, task.engine, prompts)
+    name = task.model_name or job.choices["model"]
+    service = Service(
+        engine,
+        prompts,
+        Offer(name, task.sampling, task.max_samples, config.model.vocab_size),
+        access=Access(key, is_local=is_local),
+        places=task.engine.max_batch + task.queue,
+        seed=config.run.seed,
+    )
+    limits = Limits(
+        max_body=int(task.max_body_mib * 2**20),
+        max_connections=task.max_connections,
+        timeout=task.timeout,
+        keep_alive=task.keep_alive,
+        drain=task.drain,
+    )
+    try:
+        asyncio.run(_until_signal(listener, service, limits, name))
+    finally:
+        service.close()
+        engine.close()
+    return Outcome("finished", "told to end")
+
+
+async def _until_signal(listener: socket.socket, service: Service, limits: Limits, name: str) -> None:
+    """SIGTERM and Ctrl-C end the server once what is under way is done; a second one ends it at once."""
+    stop, now = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: (now if stop.is_set() else stop).set())
+    host, port = listener.getsockname()[:2]
+    print(f"serving {name} on http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
+    serving = asyncio.ensure_future(serve(listener, service, limits, stop=stop))
+    hurry = asyncio.ensure_future(now.wait())
+    await asyncio.wait({serving, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+        serving.result()
+
+
+def _key(task: ServeTask) -> str | None:
+    """The API key, which is in the environment and nowhere else."""
+    if task.api_key_env is None:
+        return None
+    key = os.environ.get(task.api_key_env, "").strip()
+    if not key:
+        reason = "names an environment variable that is not set, or is empty"
+        raise ConfigError(Problem("task.api_key_env", reason, value=task.api_key_env))
+    return key

@@ -1,0 +1,140 @@
+"""An engine without a model, for tests of what stands around one: known text, known pace, real threads.
+
+It answers a prompt with words that depend on the prompt and the seed alone. One thread serves `slots` sequences a token
+a step, so that waiting, cancelling and closing behave as they do in the real one.
+"""
+
+import dataclasses
+import threading
+import time
+from collections import deque
+from functools import cache
+from pathlib import Path
+
+from maxhydra.config import Config
+from maxhydra.config.compose import compose
+from maxhydra.config.tasks.decode import DecodeTask
+from maxhydra.decode.asker import Asker
+from maxhydra.decode.batch import Batch, Tally
+from maxhydra.decode.batch_file import AnswerFile, check_records
+from maxhydra.decode.prompts import Prompts
+from maxhydra.decode.request import Delta, Handle, RefusedError, Request, TokenLogprob
+
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
+
+
+def expected(request: Request) -> str:
+    """The words that a request is answered with."""
+    start = (sum(request.prompt) + request.seed) % len(WORDS)
+    return " ".join(WORDS[(start + n) % len(WORDS)] for n in range(request.max_tokens))
+
+
+class FakeEngine:
+    """A word is a token. A stop text ends the answer where it would begin."""
+
+    def __init__(self, *, slots: int = 4, seconds: float = 0.0, max_context: int = 512):
+        self.slots, self.seconds, self.max_context = slots, seconds, max_context
+        self._waiting: deque[tuple[Request, Handle]] = deque()
+        self._running: list[tuple[Request, Handle, int]] = []
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._written = self._read = 0
+        self._failure = ""
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> Handle:
+        if self._failure:
+            raise RefusedError(self._failure)
+        if not request.prompt:
+            raise RefusedError("the prompt is empty")
+        if len(request.prompt) >= self.max_context:
+            reason = f"the prompt has {len(request.prompt)} tokens, over task.engine.max_context={self.max_context}"
+            raise RefusedError(reason)
+        handle = Handle()
+        with self._lock:
+            self._waiting.append((request, handle))
+        return handle
+
+    def stats(self) -> dict[str, float]:
+        with self._lock:
+            return {
+                "running": len(self._running),
+                "waiting": len(self._waiting),
+                "tokens_written": self._written,
+                "prompt_tokens_read": self._read,
+            }
+
+    def fail(self, reason: str) -> None:
+        """End every sequence with an error, as an engine does whose device gave up."""
+        self._failure = reason
+        with self._lock:
+            left = [handle for _, handle, *_ in [*self._running, *self._waiting]]
+            self._running, self._waiting = [], deque()
+        for handle in left:
+            handle.put(Delta("", (), finish="error", error=reason))
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while not self._closed.is_set():
+            with self._lock:
+                while self._waiting and len(self._running) < self.slots:
+                    request, handle = self._waiting.popleft()
+                    self._read += len(request.prompt)
+                    self._running.append((request, handle, 0))
+                running = self._running
+            time.sleep(self.seconds if running and self.seconds else 0.0005)
+            after = [self._step(*sequence) for sequence in running]
+            with self._lock:
+                if self._running is running:
+                    self._running = [sequence for sequence in after if sequence is not None]
+        for _, handle, *_ in [*self._running, *self._waiting]:
+            handle.put(Delta("", (), finish="cancelled"))
+
+    def _step(self, request: Request, handle: Handle, done: int) -> tuple[Request, Handle, int] | None:
+        if handle.is_cancelled:
+            handle.put(Delta("", (), finish="cancelled"))
+            return None
+        text = expected(request)
+        words = text.split(" ")
+        before, now = " ".join(words[:done]), " ".join(words[: done + 1])
+        found = [place for stop in request.stop if (place := now.find(stop)) >= 0]
+        piece = now[len(before) : min(found)] if found else now[len(before) :]
+        token = WORDS.index(words[done])
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if request.logprobs is not None:
+            others = tuple((n, -1.0 - n) for n in range(request.logprobs))
+            logprobs = (TokenLogprob(token, -0.5, others),)
+        self._written += 1
+        finish = "stop" if found else "length" if done + 1 == request.max_tokens else None
+        handle.put(Delta(piece, (token,), logprobs, finish))
+        return None if finish else (request, handle, done + 1)
+
+
+@cache
+def settings(*overrides: str) -> Config:
+    return compose(["task=decode", *overrides]).config
+
+
+def asker(engine: FakeEngine, *overrides: str) -> Asker:
+    """The fake engine behind the settings of a command."""
+    config = settings(*overrides)
+    assert isinstance(config.task, DecodeTask)
+    prompts = Prompts(config.data, vocab_size=config.model.vocab_size)
+    return Asker(engine, prompts, config.task, config.run.seed)
+
+
+def answer_file(source: Path, target: Path, *overrides: str, seconds: float = 0.0) -> Tally:
+    """task=decode with a file, without a model."""
+    engine = FakeEngine(seconds=seconds)
+    asking = asker(engine, "task.input=in", "task.output=out", "task.progress=none", *overrides)
+    task = dataclasses.replace(asking.task, input=str(source), output=str(target))
+    try:
+        records = check_records(source, task.sampling)
+        with AnswerFile(target, settings="fake") as answers:
+            return Batch(dataclasses.replace(asking, task=task), answers, records=records).run()
+    finally:
+        engine.close()

