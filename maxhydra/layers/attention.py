@@ -68,6 +68,7 @@ class Attention(nnx.Module):
         self.value = make.projection((D,), (K, H), ("embed", "kv_heads", "head_dim"), scale=spec.init_scale)
         self.out = make.projection((N, H), (D,), ("heads", "head_dim", "embed"), scale=spec.out_scale)
 
+    @jax.named_scope("attention")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, DenseCache | None]:
         q_BTNH = self._project(x_BTD, "query", ctx)
         k_BTKH = self._project(x_BTD, "key", ctx)

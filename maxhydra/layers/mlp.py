@@ -53,6 +53,7 @@ class Mlp(nnx.Module):
         self.up = make.projection((D,), (F,), ("embed", "mlp"), scale=spec.init_scale)
         self.down = make.projection((F,), (D,), ("mlp", "embed"), scale=spec.out_scale)
 
+    @jax.named_scope("mlp")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         compute = self.spec.dtypes.compute
         gate_BTF = checkpoint_name(self._hidden(x_BTD, self.gate, ctx), "mlp_gate")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 Sums = dict[str, jax.Array]
 
 
+@jax.named_scope("loss")
 def cross_entropy(
     logits_of: Callable[[jax.Array], jax.Array],
     hidden: jax.Array,

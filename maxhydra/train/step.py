@@ -34,8 +34,9 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train) -> StepFn:
         observed = jnp.stack([means["loss"], grad_norm]).astype(jnp.float32)
         apply = finite & ~halted & ~_is_spike(state.guard, observed, train.spike)
 
-        updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        with jax.named_scope("update"):
+            updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
         keep = _select(apply)
         new_state = TrainState(
             step=state.step + jnp.where(halted, 0, 1),
