@@ -2,9 +2,9 @@
 
 python bench/profile_step.py model=llama3.2-1b train.seq_len=4096 model.scan_unroll=16 [--keep FOLDER]
 
-Kernels are counted to the HLO instruction that launched them and so to the named scope (embedding, norm, attention, mlp,
-loss, update) and the pass it came from; a fusion belongs to its last operation. Command buffers hide that link, so they
-are off here: `idle` is then larger than in training, the kernels are the same. `--keep` leaves the HLO and every kernel.
+Kernels are counted to the HLO instruction that launched them, and so to the named scope (embedding, norm, attention,
+mlp, loss, update) and the pass it came from; a fusion belongs to its last operation. Command buffers hide that link, so
+they are off: `idle` is larger than in training, the kernels are the same. `--keep` leaves the HLO and every kernel.
 """
 
 import collections
@@ -55,7 +55,12 @@ def main(arguments: list[str]) -> None:
     print(f"{span - busy:9.2f} ms {100 * (1 - busy / span):5.1f} %  idle\n{span:9.2f} ms in all; the largest kernels:")
     for (*name, shape, kernel), (count, ms) in sorted(rows.items(), key=lambda row: -row[1][1])[:TOP]:
         print(f"{ms:9.2f} ms {count / STEPS:5.0f} x  {' '.join(name):34} {shape:44} {kernel[:60]}")
-    line = {"bench": "profile_step", "overrides": overrides, "step_ms": round(span, 2), "idle_ms": round(span - busy, 2)}
+    line = {
+        "bench": "profile_step",
+        "overrides": overrides,
+        "step_ms": round(span, 2),
+        "idle_ms": round(span - busy, 2),
+    }
     print(json.dumps({**line, "ms": {" ".join(name): round(ms, 2) for name, ms in groups.most_common()}}), flush=True)
 
 
@@ -66,9 +71,9 @@ def read_kernels(profile) -> list[tuple[str, str, int, int]]:
         for line in plane.lines if plane.name.startswith("/device:GPU") else ():
             if line.name.startswith("Stream"):
                 for event in line.events:
-                    stats = dict(event.stats)
+                    instruction = next((value for name, value in event.stats if name == "hlo_op"), "")
                     start = int(event.start_ns)
-                    kernels.append((stats.get("hlo_op", ""), event.name, start, start + int(event.duration_ns)))
+                    kernels.append((instruction, event.name, start, start + int(event.duration_ns)))
     return sorted(kernels, key=lambda kernel: kernel[2])
 
 
@@ -80,7 +85,11 @@ def instructions(hlo: str) -> dict[str, tuple[str, str, str]]:
             name, shape, opcode = match.groups()
             target = re.search(r'custom_call_target="([^"]*)"|"kind":"(__\w+)"', line)
             operation = re.search(r'op_name="([^"]*)"', line)
-            found[name] = (shape, target.group(1) or target.group(2) if target else opcode, operation[1] if operation else "")
+            found[name] = (
+                shape,
+                target.group(1) or target.group(2) if target else opcode,
+                operation[1] if operation else "",
+            )
     return found
 
 

@@ -58,7 +58,7 @@ class Mlp(nnx.Module):
         compute = self.spec.dtypes.compute
         gate_BTF = checkpoint_name(self._hidden(x_BTD, self.gate, ctx), "mlp_gate")
         up_BTF = checkpoint_name(self._hidden(x_BTD, self.up, ctx), "mlp_up")
-        hidden_BTF = _gated(self.spec.activation, gate_BTF, up_BTF)
+        hidden_BTF = gated(self.spec.activation, gate_BTF, up_BTF)
         out_BTD = jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...].astype(compute))
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
         return checkpoint_name(out_BTD, "mlp_out")
@@ -69,25 +69,25 @@ class Mlp(nnx.Module):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated(activation: config.Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
+def gated(activation: config.Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
     """activation(gate) * up, in float32 and rounded once."""
     wide = ACTIVATIONS[activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)
     return wide.astype(gate.dtype)
 
 
 def _gated_forward(activation: config.Activation, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple]:
-    return _gated(activation, gate, up), (gate, up)
+    return gated(activation, gate, up), (gate, up)
 
 
 def _gated_backward(activation: config.Activation, inputs: tuple, d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both gradients from one look at the three arrays, the largest of a layer.
 
-    Without the barrier XLA makes two kernels for a GPU, each tied to the product that its inputs come from, which read
-    five arrays instead of three: 1.5 % of a step of Llama 3.2 1B on an H200.
+    Without the barrier XLA ties each to the product before it where Triton makes the products, and five arrays are read
+    instead of three: 15 ms instead of 10 in a step of 490 (Llama 3.2 1B on an H200).
     """
     gate, up, d_out = (x.astype(jnp.float32) for x in jax.lax.optimization_barrier((*inputs, d_out)))
     activated, pull_back = jax.vjp(ACTIVATIONS[activation], gate)
     return pull_back(d_out * up)[0].astype(inputs[0].dtype), (d_out * activated).astype(inputs[1].dtype)
 
 
-_gated.defvjp(_gated_forward, _gated_backward)
+gated.defvjp(_gated_forward, _gated_backward)

@@ -104,9 +104,7 @@ def _cut(objective: _Objective, start: jax.Array, *arrays: jax.Array) -> list[ja
     return [jax.lax.dynamic_slice_in_dim(x, start, objective.chunk, axis=1) for x in arrays]
 
 
-def _per_token(
-    objective: _Objective, logits: jax.Array, targets: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _per_token(objective: _Objective, logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Loss and nll of each token in float32, and the slope of the loss by each of its logits."""
     wide = logits.astype(jnp.float32)
     normaliser = jax.nn.logsumexp(wide, axis=-1)
