@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -206,11 +207,20 @@ def test_remat_keeps_what_its_policy_says(remat, kept, capsys):
         assert not any(f",{LENGTH},4,4]" in line or f",{LENGTH},24]" in line for line in residuals)
 
 
+def equations(jaxpr: jax.extend.core.Jaxpr) -> Iterator[jax.extend.core.JaxprEqn]:
+    """All equations of a program and of those that it calls."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            if isinstance(value, jax.extend.core.ClosedJaxpr):
+                yield from equations(value.jaxpr)
+
+
 def test_matrices_reach_the_layers_in_the_compute_format_and_norms_as_they_are():
     """The gradients of stacked matrices leave the scan in bfloat16, half the bytes, and are widened once outside."""
     model = make(dtypes={"compute": config.Dtype.bfloat16})
     program = jax.make_jaxpr(jax.grad(lambda p: logits_of(model, p, tokens(), make_context()).sum()))(model.shapes)
-    (backward,) = [e for e in program.jaxpr.eqns if e.primitive.name == "scan" and e.params["reverse"]]
+    (backward,) = [e for e in equations(program.jaxpr) if e.primitive.name == "scan" and e.params["reverse"]]
     stacked = {v.aval.shape: str(v.aval.dtype) for v in backward.outvars if v.aval.shape[:1] == (3,)}
     assert stacked[3, 16, 24] == stacked[3, 24, 16] == "bfloat16"
     assert stacked[3, 16] == "float32"
