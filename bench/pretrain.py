@@ -3,13 +3,16 @@
 python bench/pretrain.py model=llama3.2-1b train.seq_len=4096 train.per_device_batch_size=8 model.remat.policy=minimal
 """
 
+import dataclasses
 import json
 import sys
 import time
+from typing import Any
 
 import jax
 
 from maxhydra import data, model, optim, runtime
+from maxhydra.config import Config
 from maxhydra.config.compose import compose
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import StateDef, Training, next_token_loss, plan_batches
@@ -18,7 +21,23 @@ from maxhydra.train.session import compile_step
 WARM_UP, TIMED = 3, 20
 
 
-def main(overrides: list[str]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """A compiled step and what it eats."""
+
+    config: Config
+    machine: runtime.Machine
+    training: Training
+    step: Any
+    compile_seconds: float
+
+    @property
+    def loader(self) -> data.Loader:
+        return self.training.loader
+
+
+def prepare(overrides: list[str]) -> Bench:
+    """The training step of these overrides on synthetic data, compiled."""
     config = compose(["data=synthetic", *overrides]).config
     machine = runtime.start(config.hardware)
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
@@ -28,22 +47,28 @@ def main(overrides: list[str]) -> None:
     loader = data.train_loader(config.data, batches)
     loss = next_token_loss(decoder, sharder, config.train)
     training = Training(StateDef(decoder, optimizer, sharder), loss, batches, loader, held_out=lambda: iter(()))
-    step, compile_seconds = compile_step(training, config, loader.peek())
+    return Bench(config, machine, training, *compile_step(training, config, loader.peek()))
 
+
+def main(overrides: list[str]) -> None:
+    bench = prepare(overrides)
+    config, machine, training, loader = bench.config, bench.machine, bench.training, bench.loader
     state = training.states.create(0)
     losses = []
     for i in range(WARM_UP + TIMED):
         if i == WARM_UP:
             jax.block_until_ready(state)
             began = time.perf_counter()
-        state, metrics = step(state, next(loader))
+        state, metrics = bench.step(state, next(loader))
         losses.append(metrics["loss"])
     jax.block_until_ready(state)
     step_time = (time.perf_counter() - began) / TIMED
     loader.close()
 
-    tokens = batches.batch * batches.rows.seq_len
-    tflops = tokens * model.flops_per_token(config.model, batches.rows.seq_len) / step_time / machine.devices / 1e12
+    tokens = training.batches.batch * training.batches.rows.seq_len
+    tflops = (
+        tokens * model.flops_per_token(config.model, training.batches.rows.seq_len) / step_time / machine.devices / 1e12
+    )
     peak = machine.peak_tflops(config.model.dtypes.compute.value)
     stats = jax.local_devices()[0].memory_stats() or {}
     line = {
@@ -57,7 +82,7 @@ def main(overrides: list[str]) -> None:
         "tflops_per_device": round(tflops, 1),
         "mfu": round(tflops / peak, 4) if peak else None,
         "peak_memory_gib": round(stats.get("peak_bytes_in_use", 0) / 2**30, 2),
-        "compile_s": round(compile_seconds, 1),
+        "compile_s": round(bench.compile_seconds, 1),
         "loss": [round(float(losses[0]), 4), round(float(losses[-1]), 4)],
     }
     print(json.dumps(line), flush=True)

@@ -1,6 +1,7 @@
 """Each mechanism against its formula, written out in NumPy."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from flax import nnx
 
 from maxhydra.config import ConfigError
 from maxhydra.config import model as config
-from maxhydra.kernels.einsum import projected
+from maxhydra.kernels.einsum import projected, widening_einsum
 from maxhydra.layers import (
     Attention,
     AttentionSpec,
@@ -23,6 +24,7 @@ from maxhydra.layers import (
     WeightMaker,
     dropout,
 )
+from maxhydra.layers.mlp import ACTIVATIONS, gated
 from maxhydra.layers.rope import frequencies, rotate
 from maxhydra.sharding import Sharder
 
@@ -102,6 +104,38 @@ def test_mlp_gates(activation):
     assert gate.shape == (24, 16)
     expected = functions[activation.value](x @ gate) * (x @ up) @ down
     np.testing.assert_allclose(mlp(jnp.asarray(x, jnp.float32), make_context(2, 3)), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", list(config.Activation))
+def test_gate_has_the_gradients_of_its_formula(activation):
+    gate, up, d_out = np.random.default_rng(0).normal(size=(3, 5, 7)).astype(np.float32)
+    expected = jax.vjp(lambda g, u: ACTIVATIONS[activation](g) * u, gate, up)[1](d_out)
+    got = jax.vjp(partial(gated, activation), gate, up)[1](d_out)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in (gate, up, d_out)]
+    got = jax.vjp(partial(gated, activation), *narrow[:2])[1](narrow[2])
+    assert {g.dtype for g in got} == {jnp.dtype("bfloat16")}
+    np.testing.assert_allclose(np.asarray(got, np.float32), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_widening_products_come_back_in_the_format_of_their_inputs(dtype):
+    """The gradient is rounded once, so that no product of the backward pass runs in float32."""
+    a, b = np.random.default_rng(0).normal(size=(2, 6, 6)).astype(np.float32)
+    cotangent = np.random.default_rng(1).normal(size=(6, 6)).astype(np.float32)
+
+    def product(a, b):
+        return widening_einsum("ij,jk->ik", a, b, dtype="float32")
+
+    def gradients(a, b):
+        return jax.vjp(product, a, b)[1](cotangent)
+
+    narrow = [jnp.asarray(x, dtype) for x in (a, b)]
+    assert product(*narrow).dtype == jnp.float32
+    products = [e for e in jax.make_jaxpr(gradients)(*narrow).eqns if e.primitive.name == "dot_general"]
+    assert {str(v.aval.dtype) for e in products[1:] for v in e.invars} <= {dtype}
+    for got, expected in zip(gradients(*narrow), (cotangent @ b.T, a.T @ cotangent), strict=True):
+        assert np.linalg.norm(got.astype(np.float32) - expected) < 1e-2 * np.linalg.norm(expected)
 
 
 def test_attention_resolves_what_a_kind_overrides():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxhydra.kernels.einsum import widening_einsum
 from maxhydra.train.loss import cross_entropy
 
 B, S, D, V = 3, 12, 8, 17
@@ -42,6 +43,57 @@ def test_matches_the_formula(case: dict, chunk: int, z_loss: float) -> None:
     np.testing.assert_allclose(got["nll"], (nll * case["weights"]).sum(), rtol=1e-5)
     np.testing.assert_allclose(got["loss"], ((nll + z_loss * normaliser**2) * case["weights"]).sum(), rtol=1e-5)
     assert got["weight"] == case["weights"].sum()
+
+
+@pytest.mark.parametrize("chunk", [0, 3])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_gradients_match_those_of_the_formula(case: dict, chunk: int, z_loss: float) -> None:
+    """By all that the loss depends on: hidden states, the head that the closure holds (soft-capped), token weights."""
+
+    def capped(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        return 5 * jnp.tanh(hidden @ head / 5)
+
+    def formula(hidden: jax.Array, head: jax.Array, weights: jax.Array) -> jax.Array:
+        logits = capped(hidden, head)
+        normaliser = jnp.log(jnp.sum(jnp.exp(logits), -1))
+        target = jnp.take_along_axis(logits, case["targets"][..., None], -1)[..., 0]
+        return jnp.sum(weights * (normaliser - target + z_loss * normaliser**2)) / jnp.sum(case["weights"])
+
+    def ours(hidden: jax.Array, head: jax.Array, weights: jax.Array) -> jax.Array:
+        sums = cross_entropy(
+            lambda h: capped(h, head), hidden, jnp.asarray(case["targets"]), weights, z_loss=z_loss, chunk=chunk
+        )
+        return sums["loss"] / jnp.sum(case["weights"])
+
+    inputs = [jnp.asarray(case[name]) for name in ("hidden", "head", "weights")]
+    for got, expected in zip(jax.grad(ours, (0, 1, 2))(*inputs), jax.grad(formula, (0, 1, 2))(*inputs), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bfloat16_products_give_the_gradient_within_their_rounding(case: dict, dtype: str) -> None:
+    """Whether the logits are kept wide or not: the softmax is taken in float32 either way."""
+
+    def loss(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        def logits_of(h: jax.Array) -> jax.Array:
+            return widening_einsum("...D,DV->...V", h, head.astype(h.dtype), dtype=dtype if narrow else "float32")
+
+        targets, weights = jnp.asarray(case["targets"]), jnp.asarray(case["weights"])
+        return cross_entropy(logits_of, hidden, targets, weights, z_loss=0.0, chunk=4)["loss"]
+
+    narrow = False
+    expected = jax.grad(loss, (0, 1))(case["hidden"], case["head"])
+    narrow = True
+    got = jax.grad(loss, (0, 1))(case["hidden"].astype(jnp.bfloat16), case["head"])
+    for g, e in zip(got, expected, strict=True):
+        assert np.linalg.norm(g.astype(np.float32) - e) < 1e-2 * np.linalg.norm(e)
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_logits_are_made_once(case: dict, chunk: int) -> None:
+    """Three products of the head's size: logits, and the gradients by hidden states and head."""
+    program = str(jax.make_jaxpr(jax.grad(lambda head: sums(case, head, 0.0, chunk)["loss"]))(case["head"]))
+    assert program.count("dot_general") == 3
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 6])

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from maxhydra.config import model as config
 from maxhydra.config.mesh import RULES, Mesh
 from maxhydra.layers import Context, DenseRoom
 from maxhydra.model import ModelDef, build, parameter_count
+from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder, build_mesh, is_axes
 
 VOCAB, BATCH, LENGTH = 48, 2, 12
@@ -175,7 +177,12 @@ def test_remat_and_unrolling_change_neither_loss_nor_gradients(variant):
 
 @pytest.mark.parametrize(
     ("remat", "kept"),
-    [("full", []), ("minimal", ["query", "mlp_up"]), ("save", ["query", "context", "mlp_out"]), (None, ["mlp_up"])],
+    [
+        ("full", []),
+        ("minimal", ["projections", "mlp_up"]),
+        ("save", ["query", "context", "mlp_out"]),
+        (None, ["mlp_up"]),
+    ],
 )
 def test_remat_keeps_what_its_policy_says(remat, kept, capsys):
     """By the residuals of a model whose activations can be told apart by their last dimensions."""
@@ -184,6 +191,7 @@ def test_remat_keeps_what_its_policy_says(remat, kept, capsys):
     params, shapes = weights(model), {}
     shapes |= {
         "query": f"[{BATCH},{LENGTH},4,4]",
+        "projections": f"[{BATCH},{LENGTH},{4 + 2 + 2},4]",
         "context": f"[{BATCH},{LENGTH},4,4]",
         "mlp_up": f"[{BATCH},{LENGTH},24]",
     }
@@ -197,6 +205,35 @@ def test_remat_keeps_what_its_policy_says(remat, kept, capsys):
             assert any(shape in line for line in residuals), (name, residuals)
     if remat == "full":
         assert not any(f",{LENGTH},4,4]" in line or f",{LENGTH},24]" in line for line in residuals)
+
+
+def equations(jaxpr: jax.extend.core.Jaxpr) -> Iterator[jax.extend.core.JaxprEqn]:
+    """All equations of a program and of those that it calls."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            if isinstance(value, jax.extend.core.ClosedJaxpr):
+                yield from equations(value.jaxpr)
+
+
+def test_matrices_reach_the_layers_in_the_compute_format_and_norms_as_they_are():
+    """The gradients of stacked matrices leave the scan in bfloat16, half the bytes, and are widened once outside."""
+    model = make(dtypes={"compute": config.Dtype.bfloat16})
+    program = jax.make_jaxpr(jax.grad(lambda p: logits_of(model, p, tokens(), make_context()).sum()))(model.shapes)
+    (backward,) = [e for e in equations(program.jaxpr) if e.primitive.name == "scan" and e.params["reverse"]]
+    stacked = {v.aval.shape: str(v.aval.dtype) for v in backward.outvars if v.aval.shape[:1] == (3,)}
+    assert stacked[3, 16, 24] == stacked[3, 24, 16] == "bfloat16"
+    assert stacked[3, 16] == "float32"
+
+
+def test_policies_that_keep_attention_know_the_kernel_by_its_name_in_jax():
+    """Its backward pass needs more than its result, so that keeping the result alone would run it twice."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    policies = {name: Remat.of(config.Remat(**remat))._saveable() for name, remat in REMATS.items()}
+    for primitive in (cudnn._dot_product_attention_fwd_p, cudnn._dot_product_attention_fwd_p_wrapper):
+        kept = {name: policy(primitive) is True for name, policy in policies.items()}
+        assert kept == {"full": False, "minimal": True, "save": True, "offload": True}
 
 
 def test_offloaded_activations_go_to_host_memory_and_back():

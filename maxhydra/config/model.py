@@ -133,7 +133,7 @@ class Remat(Schema):
     """Which activations of a layer are kept for the backward pass, and which are computed again."""
 
     policy: RematPolicy = RematPolicy.none
-    """none keeps all, full only layer inputs, minimal matrix products, custom what save and offload name."""
+    """none keeps all, full layer inputs, minimal products and attention kernels, custom what save and offload name."""
     save: list[str] = option([])
     """custom: activations kept on the device: query, key, value, context, attention_out, mlp_gate, mlp_up, mlp_out."""
     offload: list[str] = option([])

@@ -44,6 +44,7 @@ class Embedding(nnx.Module):
         std = spec.init_scale * spec.emb_dim**-0.5
         self.table = make.matrix((spec.vocab_size,), (spec.emb_dim,), ("vocab", "embed"), std=std)
 
+    @jax.named_scope("embedding")
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Rows of the tokens; an id outside the vocabulary gives NaN, which the loss then shows."""
         rows = jnp.take(self.table[...], tokens_BT, axis=0, mode="fill", fill_value=jnp.nan)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -55,10 +56,11 @@ class Mlp(nnx.Module):
         self.up = make.projection((D,), (F,), ("embed", "mlp"), scale=spec.init_scale)
         self.down = make.projection((F,), (D,), ("mlp", "embed"), scale=spec.out_scale)
 
+    @jax.named_scope("mlp")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         gate_BTF = checkpoint_name(self._hidden(x_BTD, self.gate, ctx), "mlp_gate")
         up_BTF = checkpoint_name(self._hidden(x_BTD, self.up, ctx), "mlp_up")
-        hidden_BTF = ACTIVATIONS[self.spec.activation](gate_BTF) * up_BTF
+        hidden_BTF = gated(self.spec.activation, gate_BTF, up_BTF)
         out_BTD = self._product("BTF,FD->BTD", hidden_BTF, self.down)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
         return checkpoint_name(out_BTD, "mlp_out")
@@ -70,3 +72,28 @@ class Mlp(nnx.Module):
     def _product(self, equation: str, x: jax.Array, weight: nnx.Param) -> jax.Array:
         spec = self.spec
         return projected(equation, x, weight[...].astype(spec.dtypes.compute), outputs_first=spec.outputs_first)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated(activation: config.Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """activation(gate) * up, in float32 and rounded once."""
+    wide = ACTIVATIONS[activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)
+    return wide.astype(gate.dtype)
+
+
+def _gated_forward(activation: config.Activation, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple]:
+    return gated(activation, gate, up), (gate, up)
+
+
+def _gated_backward(activation: config.Activation, inputs: tuple, d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both gradients from one look at the three arrays, the largest of a layer.
+
+    Without the barrier XLA ties each to the product before it where Triton makes the products, and five arrays are read
+    instead of three: 15 ms instead of 10 in a step of 490 (Llama 3.2 1B on an H200).
+    """
+    gate, up, d_out = (x.astype(jnp.float32) for x in jax.lax.optimization_barrier((*inputs, d_out)))
+    activated, pull_back = jax.vjp(ACTIVATIONS[activation], gate)
+    return pull_back(d_out * up)[0].astype(inputs[0].dtype), (d_out * activated).astype(inputs[1].dtype)
+
+
+gated.defvjp(_gated_forward, _gated_backward)

@@ -15,6 +15,7 @@ class RMSNorm(nnx.Module):
         self.dtypes = dtypes
         self.scale = make.ones((dim,), ("norm",))
 
+    @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)

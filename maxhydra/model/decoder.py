@@ -107,11 +107,25 @@ class Decoder(nnx.Module):
         """Blocks one after the other, the first of them layer number `first`."""
         new_caches = []
         for index, (block, cache) in enumerate(zip(_in_order(blocks), caches, strict=True), start=first):
-            graphdef, weights = nnx.split(block)
+            graphdef, weights = self._split(block)
             run = self.spec.remat.wrap(_runner(graphdef), in_loop=False)
             x_BTD, view = run(weights, x_BTD, ctx.at_layer(index, _seen(cache, 0)))
             new_caches.append(_merged(cache, view))
         return x_BTD, new_caches
+
+    def _split(self, block: Block) -> tuple[Any, nnx.State]:
+        """The block without its weights, and the weights, matrices in the compute format.
+
+        They are cast here, once a step and outside what is computed again: a layer that casts its own does it twice,
+        and hands back a gradient of twice the bytes. Vectors (norms) are few, and used in the format they are kept in.
+        """
+        graphdef, weights = nnx.split(block)
+
+        def cast(weight: nnx.Variable) -> nnx.Variable:
+            own_axes = [name for name in weight.get_metadata("axes") if name != "layers"]
+            return weight.replace(weight[...].astype(self.spec.dtypes.compute)) if len(own_axes) > 1 else weight
+
+        return graphdef, jax.tree.map(cast, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
     def _run_pattern(self, x_BTD: jax.Array, ctx: Context, caches: list[Any]) -> tuple[jax.Array, list[Any]]:
         """All repetitions of the pattern under one scan.
@@ -121,7 +135,7 @@ class Decoder(nnx.Module):
         spec = self.spec
         if not spec.repetitions:
             return x_BTD, caches
-        splits = [nnx.split(block) for block in _in_order(self.pattern)]
+        splits = [self._split(block) for block in _in_order(self.pattern)]
         in_loop = spec.repetitions > spec.unroll
         runs = [spec.remat.wrap(_runner(graphdef), in_loop=in_loop) for graphdef, _ in splits]
 

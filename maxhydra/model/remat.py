@@ -37,12 +37,23 @@ class Remat:
             return policies.nothing_saveable
         if self.policy is config.RematPolicy.minimal:
             # The projections; products with a batch dimension are attention's, whose results grow with length squared.
-            return policies.dots_with_no_batch_dims_saveable
-        if not self.offload:
-            return policies.save_only_these_names(*self.save)
-        return policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(self.save),
-            names_which_can_be_offloaded=list(self.offload),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
+            return _with_fused_attention(policies.dots_with_no_batch_dims_saveable)
+        named = policies.save_only_these_names(*self.save)
+        if self.offload:
+            named = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=list(self.save),
+                names_which_can_be_offloaded=list(self.offload),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        # The kernel's result under that name is not enough: its backward pass also reads the softmax's normaliser.
+        return _with_fused_attention(named) if "context" in self.save else named
+
+
+def _with_fused_attention(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """The policy, keeping also what an attention kernel returns: as small as its inputs, and dear to compute."""
+
+    def keeps(primitive: Any, *args: Any, **params: Any) -> Any:
+        return primitive.name.startswith("dot_product_attention_fwd") or policy(primitive, *args, **params)
+
+    return keeps

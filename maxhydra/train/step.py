@@ -39,13 +39,14 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train) -> StepFn:
         observed = jnp.stack([means["loss"], grad_norm]).astype(jnp.float32)
         apply = finite & ~halted & ~_is_spike(state.guard, observed, train.spike)
 
-        updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        keep = _select(apply)
+        with jax.named_scope("update"):
+            updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            params, opt_state = _select(apply)((params, opt_state), (state.params, state.opt_state))
         new_state = TrainState(
             step=state.step + jnp.where(halted, 0, 1),
-            params=keep(params, state.params),
-            opt_state=keep(opt_state, state.opt_state),
+            params=params,
+            opt_state=opt_state,
             key=state.key,
             guard=_observe(state.guard, observed, train.spike, apply=apply, halted=halted),
         )
