@@ -1,6 +1,7 @@
 """Worker processes: the same batches as without, a clear error when one dies, none left behind."""
 
 import json
+import operator
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from maxhydra.config import ConfigError
 from maxhydra.config.data import Data
 from maxhydra.data import Batch, BatchSpec, RowSpec, train_loader
 from maxhydra.data.records import Record
+from maxhydra.data.workers import WorkerDied, Workers
 from tests.running import ROOT, environment
 
 
@@ -105,6 +107,27 @@ def test_what_a_worker_raises_names_the_record(path: Path) -> None:
     data = data_of(path, formatting="tests.test_data_workers:refuse_the_last", workers=1, eval_path=str(path))
     with pytest.raises(ConfigError, match=r"texts.jsonl, line 400.*\n?.*ValueError: it is the last"):
         take(data, 60)
+
+
+def test_workers_can_be_ended_while_they_write() -> None:
+    """A result of 64 MB, which no one has read to its end when the pool is closed."""
+    for delay in (0.1, 0.6):
+        pool = Workers(2, int)
+        futures = [pool.submit(operator.mul, b"x", 2**26) for _ in range(4)]
+        time.sleep(delay)
+        pool.shutdown(cancel_futures=True)
+        assert all(future.done() for future in futures)
+
+
+def test_a_pool_gives_results_raises_errors_and_tells_of_a_death() -> None:
+    with Workers(1, int) as pool:
+        assert pool.submit(divmod, 7, 2).result() == (3, 1)
+        with pytest.raises(ZeroDivisionError):
+            pool.submit(divmod, 7, 0).result()
+        with pytest.raises(WorkerDied):
+            pool.submit(os._exit, 3).result()
+        with pytest.raises(WorkerDied):
+            pool.submit(divmod, 7, 2).result()
 
 
 def test_workers_end_with_a_run_that_is_killed(path: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from maxhydra.data.rows import PackedRows, Row, RowSpec, pack_rows, stack_rows
 from maxhydra.data.shapes import Shape, build_shape
 from maxhydra.data.sources import RecordSource, RowSource, Source, StreamSource, open_source
 from maxhydra.data.stream import PackedStream, RowStream, Stream
-from maxhydra.data.workers import Workers
+from maxhydra.data.workers import WorkerDied, Workers
 
 log = logging.getLogger("maxhydra")
 
@@ -165,7 +164,7 @@ class Pipeline:
         work: Callable[[Any], Encoded] = partial(_work, name, part) if workers else self.encoder(name, part)
         try:
             yield from ahead(chunks, work, self._pool, depth=2 * workers if workers else THREADS)
-        except BrokenProcessPool:
+        except WorkerDied:
             self.close()
             reason = "a worker process ended in the middle of its work, perhaps for want of memory"
             hint = "set data.workers lower, or 0 to do the work in the training process"

@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from concurrent.futures import FIRST_COMPLETED, wait
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from maxhydra.config.data import Data
 from maxhydra.config.tasks.tokenize import TokenizeTask
 from maxhydra.data.shard_index import ShardIndex, open_index
 from maxhydra.data.shards import COUNTED, Shards, Written
-from maxhydra.data.workers import SPAWN, Workers
+from maxhydra.data.workers import SPAWN, WorkerDied, Workers
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = KEEPS_RUN = False
@@ -64,7 +63,7 @@ def _write_all(left: list[int], index: ShardIndex, shards: Shards, *, data: Data
                         log.warning("skipped %s: %s", fault.place, fault.reason)
                     index.add(shards.name(written.shard), written)
                 display.show(sum(counted[0::COUNTED]), sum(counted[1::COUNTED]))
-        except BrokenProcessPool:
+        except WorkerDied:
             reason = "a worker process ended in the middle of its work, perhaps for want of memory"
             hint = "run the same command again to go on from the shards that are done, with task.workers lower"
             raise ConfigError(Problem("task.workers", reason, value=count, hint=hint)) from None
