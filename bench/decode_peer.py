@@ -44,7 +44,7 @@ def _rows(source: Any, row: Any, layer: int | None) -> torch.Tensor:
     if row.gguf_is_interleaved:
         size = source.facts["head_dim"]
         array = array.reshape(-1, size // 2, 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-    return torch.from_numpy(np.ascontiguousarray(array))
+    return torch.from_numpy(np.array(array, order="C"))
 
 
 def measure(model: Any, prompts: torch.Tensor, *, new: int, repeats: int) -> dict[str, float]:
@@ -79,12 +79,19 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     model = their_model()
     vocab = compose(["model=smollm2-135m-instruct"]).config.model.vocab_size
     for batch in options.batches:
         ids = np.random.default_rng(0).integers(1000, vocab, (batch, options.prompt))
+        load = round(os.getloadavg()[0], 1)
         found = measure(model, torch.tensor(ids), new=options.new, repeats=options.repeats)
-        facts = {"engine": f"transformers {transformers.__version__}", "threads": options.threads, "batch": batch}
+        facts = {
+            "engine": f"transformers {transformers.__version__}",
+            "threads": options.threads,
+            "batch": batch,
+            "load_before": load,
+        }
         rounded = {name: round(value, 3) for name, value in found.items()}
         print(json.dumps({**facts, "prompt": options.prompt, "new": options.new, **rounded}), flush=True)
 

@@ -109,7 +109,7 @@ def test_pages_over_devices_equal_one_device():
     np.testing.assert_allclose(found[0], through_pages(model, params, ids, room())[0], atol=1e-4)
     cache = jax.eval_shape(lambda: model.empty_cache(room("int8")))
     axes = [layer.axes() for layer in cache["pattern"]]
-    assert sharder.spec(axes[0].key_LPZKH)[3] == sharder.spec(axes[0].key_scale_LPZK)[3] == "tensor"
+    assert sharder.spec(axes[0].key_LPKZH)[2] == sharder.spec(axes[0].key_scale_LPKZ)[2] == "tensor"
 
 
 @pytest.mark.parametrize("shape", [{}, {"prefix": ["layer"] * 3}], ids=["scanned", "written out"])

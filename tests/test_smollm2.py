@@ -10,14 +10,17 @@ import pytest
 
 from maxhydra.config import Config
 from maxhydra.config.compose import compose
+from maxhydra.config.decode import Engine as EngineConfig
 from maxhydra.convert import load_weights
 from maxhydra.data import tokenizer
 from maxhydra.data.chat import render_prompt
+from maxhydra.decode.engine import Engine
+from maxhydra.decode.request import Request
 from maxhydra.layers import Context
 from maxhydra.layers.cache import DenseRoom
 from maxhydra.model import build
 from maxhydra.modelfiles import locate
-from maxhydra.sharding import Sharder
+from maxhydra.sharding import Sharder, build_mesh
 
 pytest.importorskip("gguf", reason="needs the gguf extra")
 torch = pytest.importorskip("torch", reason="needs the parity extra")
@@ -30,7 +33,7 @@ except Exception as error:
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
-NEW = 40
+NEW, END = 40, 2
 QUESTIONS = [
     "What is the capital of France?",
     "Write a haiku about the sea.",
@@ -72,7 +75,7 @@ def theirs():
         rope_parameters=rope,
     )
     torch.set_num_threads(1)
-    settings.eos_token_id = settings.pad_token_id = 2
+    settings.eos_token_id = settings.pad_token_id = END
     with torch.device("meta"):
         names = transformers.LlamaForCausalLM(settings)
     tensors = load_gguf_checkpoint(str(PATH), return_tensors=True, model_to_load=names)["tensors"]
@@ -108,14 +111,31 @@ def test_a_conversation_is_rendered_as_theirs(config: Config, their_tokenizer) -
         assert render_prompt(told, words) == want
 
 
-def test_logits_and_greedy_answers_are_theirs(config: Config, theirs) -> None:
-    """Five questions of different lengths at once, through one prefill and a cache, 40 tokens each or to the end."""
+@pytest.fixture(scope="module")
+def prompts(config: Config) -> list[np.ndarray]:
     words = tokenizer(config.data)
-    prompts = [words.encode_marked(render_prompt([{"role": "user", "content": q}], words))[0] for q in QUESTIONS]
+    return [words.encode_marked(render_prompt([{"role": "user", "content": q}], words))[0] for q in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def answers(theirs, prompts: list[np.ndarray]) -> list[list[int]]:
+    """What they write, greedily: 40 tokens, or fewer and the end token."""
+    longest = max(map(len, prompts))
+    padded = np.stack([np.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
+    mask = np.stack([np.arange(longest) >= longest - len(prompt) for prompt in prompts]).astype(np.int64)
+    with torch.no_grad():
+        written = theirs.generate(
+            torch.tensor(padded), attention_mask=torch.tensor(mask), max_new_tokens=NEW, do_sample=False
+        )
+    rows = written[:, longest:].tolist()
+    return [row[: row.index(END) + 1] if END in row else row for row in rows]
+
+
+def test_logits_and_greedy_answers_are_theirs(config: Config, theirs, prompts, answers) -> None:
+    """Five questions of different lengths at once, through one prefill and a dense cache."""
     model = build(config.model)
     params = load_weights(config.checkpoint.load_parameters or "", model, shardings=None, dtype="float32")
     longest = max(map(len, prompts))
-    room = DenseRoom(len(prompts), longest + NEW)
 
     # The suite compiles with no optimisation, which would make this one test four times as long.
     @partial(jax.jit, donate_argnums=1, compiler_options={"xla_backend_optimization_level": 3})
@@ -128,25 +148,38 @@ def test_logits_and_greedy_answers_are_theirs(config: Config, theirs) -> None:
     tokens = np.stack([np.pad(prompt, (0, longest - len(prompt))) for prompt in prompts])
     lengths = np.array([len(prompt) for prompt in prompts])
     positions = np.tile(np.arange(longest), (len(prompts), 1))
-    logits, cache = forward(params, model.empty_cache(room), tokens, positions, positions < lengths[:, None])
-    logits = np.asarray(logits)
-
-    padded = torch.tensor(np.stack([np.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts]))
-    mask = torch.tensor(np.stack([np.arange(longest) >= longest - length for length in lengths]).astype(np.int64))
-    with torch.no_grad():
-        for row, prompt in enumerate(prompts):
+    room = model.empty_cache(DenseRoom(len(prompts), longest + NEW))
+    first, cache = forward(params, room, tokens, positions, positions < lengths[:, None])
+    logits = np.asarray(first)
+    for row, prompt in enumerate(prompts):
+        with torch.no_grad():
             want = theirs(torch.tensor(prompt[None])).logits[0].numpy()
-            assert np.abs(logits[row, : len(prompt)] - want).max() < 1e-4 * np.abs(want).max()
-        answers = theirs.generate(padded, attention_mask=mask, max_new_tokens=NEW, do_sample=False)[:, longest:].numpy()
+        assert np.abs(logits[row, : len(prompt)] - want).max() < 1e-4 * np.abs(want).max()
 
-    chosen = logits[np.arange(len(prompts)), lengths - 1].argmax(-1)
-    written = [chosen]
+    written = [logits[np.arange(len(prompts)), lengths - 1].argmax(-1)]
     for step in range(NEW - 1):
-        logits, cache = forward(params, cache, chosen[:, None], (lengths + step)[:, None], None)
-        chosen = np.asarray(jnp.argmax(logits[:, 0], axis=-1))
-        written.append(chosen)
+        logits, cache = forward(params, cache, written[-1][:, None], (lengths + step)[:, None], None)
+        written.append(np.asarray(jnp.argmax(logits[:, 0], axis=-1)))
     for question, ours, want in zip(QUESTIONS, np.stack(written, 1), answers, strict=True):
-        end = [*want, words.eos].index(words.eos)
-        assert ours[:end].tolist() == want[:end].tolist(), question
-        assert end == NEW or ours[end] == words.eos
-    assert "Paris" in words.decode(answers[0].tolist())
+        assert ours[: len(want)].tolist() == want, question
+    assert tokenizer(config.data).decode(answers[0]) == "The capital of France is Paris."
+
+
+def test_the_engine_answers_as_they_do(config: Config, prompts: list[np.ndarray], answers: list[list[int]]) -> None:
+    """The same five through pages and prefill in chunks, three at a time."""
+    settings = EngineConfig(max_batch=3, cache_tokens=512, page_size=16, max_context=128, prefill_chunk=32)
+    sharder = Sharder(build_mesh(config.mesh, jax.devices()[:1]), config.mesh.rules)
+    model, words = build(config.model), tokenizer(config.data)
+    shardings = sharder.tree(model.axes)
+    params = load_weights(config.checkpoint.load_parameters or "", model, shardings=shardings, dtype="float32")
+    running = Engine(model, params, words, settings, sharder=sharder, eos={END})
+    plain = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
+    try:
+        handles = [
+            running.submit(Request(tuple(p.tolist()), max_tokens=NEW, stop=(), ignore_eos=False, **plain))
+            for p in prompts
+        ]
+        for question, handle, want in zip(QUESTIONS, handles, answers, strict=True):
+            assert list(handle.result().tokens) == want, question
+    finally:
+        running.close()

@@ -13,7 +13,9 @@ from fake_engine import FakeEngine, answer_file, asker, expected
 from maxhydra.config import ConfigError
 from maxhydra.config.compose import compose
 from maxhydra.config.decode import Sampling
+from maxhydra.config.run import Progress
 from maxhydra.decode.ask import SettingError, adjusted, ask
+from maxhydra.decode.progress import open_progress
 from maxhydra.decode.prompts import PromptError, Prompts
 from maxhydra.decode.terminal import answer, converse
 
@@ -258,6 +260,15 @@ def test_killed_at_any_moment_every_prompt_is_answered_exactly_once(tmp_path: Pa
     whole = tmp_path / "whole.jsonl"
     answer_file(source, whole, *settings)
     assert sorted(target.read_text().splitlines()) == sorted(whole.read_text().splitlines())
+
+
+def test_progress_tells_answers_and_tokens_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+    for mode, words in ((Progress.lines, "answered 7/10"), (Progress.bar, "7/10"), (Progress.none, "")):
+        with open_progress(mode, total=10, start=2) as progress:
+            time.sleep(0.05)
+            progress.update(7, 500)
+        shown = capsys.readouterr().err
+        assert words in shown and ("tok/s" in shown) == bool(words)
 
 
 # The terminal

@@ -60,6 +60,8 @@ def settings_name(config: Config) -> str:
 def _run_folder(source: str) -> Path | None:
     """The run that a run folder, its checkpoints folder or one checkpoint belongs to."""
     path = Path(source).expanduser().resolve()
+    if not path.exists():
+        return None
     return next((folder for folder in (path, *path.parents[:2]) if _is_run(folder)), None)
 
 

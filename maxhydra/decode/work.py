@@ -15,7 +15,7 @@ from maxhydra.decode.scheduler import Part
 from maxhydra.decode.sequence import Sequence
 
 # Tokens of the narrowest context: below that, attention is too small a part of a step to pay for another program.
-NARROWEST = 256
+NARROWEST = 128
 # Tokens of the shortest part of a prompt that has a program of its own.
 SHORTEST = 16
 

@@ -81,7 +81,7 @@ class PagedRoom:
 
     def keys_and_values(self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype) -> "PagedCache":
         storage = dtype if self.storage is None else self.storage
-        shape = (layers, self.pages, self.page_size, kv_heads, head_dim)
+        shape = (layers, self.pages, kv_heads, self.page_size, head_dim)
         scale = jnp.zeros(shape[:4], jnp.float32) if storage in SCALED else None
         zeros = jnp.zeros(shape, storage)
         return PagedCache(zeros, zeros, scale, scale)
@@ -155,14 +155,14 @@ SCALED = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 class PagedCache:
     """Keys and values in pages of all sequences together; a call writes its tokens and reads its own rows' pages.
 
-    Nothing but those is touched, so that a step costs the same however many pages there are. In 8 bits every token has
-    a scale per head.
+    Nothing but those is touched, so that a step costs the same however many pages there are. Within a page the tokens
+    of a head lie together, as attention reads them. In 8 bits every token has a scale per head.
     """
 
-    key_LPZKH: jax.Array
-    value_LPZKH: jax.Array
-    key_scale_LPZK: jax.Array | None
-    value_scale_LPZK: jax.Array | None
+    key_LPKZH: jax.Array
+    value_LPKZH: jax.Array
+    key_scale_LPKZ: jax.Array | None
+    value_scale_LPKZ: jax.Array | None
 
     def at(self, layer: jax.Array | int) -> "PagedLayer":
         return PagedLayer(self, jnp.asarray(layer), None)
@@ -171,8 +171,8 @@ class PagedCache:
         return view.cache
 
     def axes(self) -> "PagedCache":
-        of_tokens: Any = ("layers", None, None, "act_kv_heads", None)
-        of_scales: Any = None if self.key_scale_LPZK is None else of_tokens[:4]
+        of_tokens: Any = ("layers", None, "act_kv_heads", None, None)
+        of_scales: Any = None if self.key_scale_LPKZ is None else of_tokens[:4]
         return PagedCache(of_tokens, of_tokens, of_scales, of_scales)
 
 
@@ -191,16 +191,16 @@ class PagedLayer:
     ) -> "PagedLayer":
         """Write tokens into the pages of their rows; those with a negative position (padding) are left out."""
         assert rows is not None
-        P, Z = self.cache.key_LPZKH.shape[1:3]
+        P, _, Z = self.cache.key_LPKZH.shape[1:4]
         page_BT = jnp.take_along_axis(rows.table_BW, jnp.maximum(positions_BT, 0) // Z, axis=1)
-        place = (self.layer, jnp.where(positions_BT < 0, P, page_BT), positions_BT % Z)
-        key, key_scale = _stored(key_BTKH, self.cache.key_LPZKH.dtype)
-        value, value_scale = _stored(value_BTKH, self.cache.value_LPZKH.dtype)
+        place = (self.layer, jnp.where(positions_BT < 0, P, page_BT), slice(None), positions_BT % Z)
+        key, key_scale = _stored(key_BTKH, self.cache.key_LPKZH.dtype)
+        value, value_scale = _stored(value_BTKH, self.cache.value_LPKZH.dtype)
         cache = PagedCache(
-            self.cache.key_LPZKH.at[place].set(key, mode="drop"),
-            self.cache.value_LPZKH.at[place].set(value, mode="drop"),
-            _set(self.cache.key_scale_LPZK, place, key_scale),
-            _set(self.cache.value_scale_LPZK, place, value_scale),
+            self.cache.key_LPKZH.at[place].set(key, mode="drop"),
+            self.cache.value_LPKZH.at[place].set(value, mode="drop"),
+            _set(self.cache.key_scale_LPKZ, place, key_scale),
+            _set(self.cache.value_scale_LPKZ, place, value_scale),
         )
         return PagedLayer(cache, self.layer, jnp.max(positions_BT, axis=1) + 1)
 
@@ -211,19 +211,20 @@ class PagedLayer:
         is not finite would get through a weight of zero.
         """
         assert rows is not None and self.length_B is not None
-        key_BSKH = self._gather(self.cache.key_LPZKH, self.cache.key_scale_LPZK, rows, dtype)
-        value_BSKH = self._gather(self.cache.value_LPZKH, self.cache.value_scale_LPZK, rows, dtype)
-        slots_1S = jnp.arange(key_BSKH.shape[1], dtype=jnp.int32)[None]
+        key_BKSH = self._gather(self.cache.key_LPKZH, self.cache.key_scale_LPKZ, rows, dtype)
+        value_BKSH = self._gather(self.cache.value_LPKZH, self.cache.value_scale_LPKZ, rows, dtype)
+        slots_1S = jnp.arange(key_BKSH.shape[2], dtype=jnp.int32)[None]
         is_written_BS = slots_1S < self.length_B[:, None]
-        value_BSKH = jnp.where(is_written_BS[:, :, None, None], value_BSKH, 0)
-        return KeysValues(key_BSKH, value_BSKH, jnp.where(is_written_BS, slots_1S, -1))
+        value_BKSH = jnp.where(is_written_BS[:, None, :, None], value_BKSH, 0)
+        positions_BS = jnp.where(is_written_BS, slots_1S, -1)
+        return KeysValues(key_BKSH.swapaxes(1, 2), value_BKSH.swapaxes(1, 2), positions_BS)
 
-    def _gather(self, all_LPZKH: jax.Array, scale_LPZK: jax.Array | None, rows: Rows, dtype: np.dtype) -> jax.Array:
-        B, W = rows.table_BW.shape
-        found_BWZKH = all_LPZKH[self.layer, rows.table_BW].astype(dtype)
-        if scale_LPZK is not None:
-            found_BWZKH = found_BWZKH * scale_LPZK[self.layer, rows.table_BW][..., None].astype(dtype)
-        return found_BWZKH.reshape(B, W * found_BWZKH.shape[2], *found_BWZKH.shape[3:])
+    def _gather(self, all_LPKZH: jax.Array, scale_LPKZ: jax.Array | None, rows: Rows, dtype: np.dtype) -> jax.Array:
+        found_BWKZH = all_LPKZH[self.layer, rows.table_BW].astype(dtype)
+        if scale_LPKZ is not None:
+            found_BWKZH = found_BWKZH * scale_LPKZ[self.layer, rows.table_BW][..., None].astype(dtype)
+        B, W, K, Z, H = found_BWKZH.shape
+        return found_BWKZH.swapaxes(1, 2).reshape(B, K, W * Z, H)
 
 
 def _stored(x_BTKH: jax.Array, storage: np.dtype) -> tuple[jax.Array, jax.Array | None]:
@@ -236,7 +237,7 @@ def _stored(x_BTKH: jax.Array, storage: np.dtype) -> tuple[jax.Array, jax.Array 
     return (jnp.round(scaled) if storage == jnp.int8 else scaled).astype(storage), scale_BTK
 
 
-def _set(scales: jax.Array | None, place: tuple[jax.Array, ...], new: jax.Array | None) -> jax.Array | None:
+def _set(scales: jax.Array | None, place: tuple[Any, ...], new: jax.Array | None) -> jax.Array | None:
     return None if scales is None else scales.at[place].set(new, mode="drop")
 
 

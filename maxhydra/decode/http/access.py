@@ -22,7 +22,7 @@ class Access:
             return
         if self._key is not None:
             kind, _, given = head.headers.get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._key):
+            if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self._key):
                 raise HttpError(
                     401, "the API key is missing or wrong: Authorization: Bearer KEY", code="invalid_api_key"
                 )
