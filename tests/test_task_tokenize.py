@@ -15,6 +15,7 @@ from array_record.python.array_record_module import ArrayRecordReader
 from maxhydra import runtime
 from maxhydra.config import ConfigError
 from maxhydra.config.compose import compose
+from maxhydra.config.corpus import Corpus
 from maxhydra.config.data import Data, OnError
 from maxhydra.config.tokenizer import Tokenizer as Config
 from maxhydra.data import BatchSpec, RowSpec, train_loader
@@ -22,6 +23,7 @@ from maxhydra.data.codec import decode_arrays
 from maxhydra.data.records import Record
 from maxhydra.data.shard_index import open_index
 from maxhydra.data.shards import Shards
+from maxhydra.data.sources.grain import open_records
 from maxhydra.record import RunDirectory
 from maxhydra.tasks import Job, tokenize
 from tests.running import ROOT, command, environment, finished
@@ -102,6 +104,8 @@ def test_a_killed_run_is_gone_on_with(texts: Path, tmp_path: Path, monkeypatch: 
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not json.loads(index.read_text())["complete"] and len(tokens_in(output)) == 300
+    with pytest.raises(ConfigError, match=r"has written 2 of its 4 shards"):
+        open_records(str(output), Corpus(source="grain", path=str(output), shape="tokens"), Data())
     made = {path.name: path.stat().st_mtime_ns for path in output.glob("tokens-*")}
     gate.touch()
     monkeypatch.setenv("GATE", str(gate))

@@ -63,7 +63,10 @@ def _ending(result: Result, folder: RunDirectory, config: Config) -> Iterator[st
 
 
 def _next(result: Result, folder: RunDirectory, config: Config, overrides: list[str]) -> Iterator[str]:
-    """The command that goes on with this run."""
+    """The command that goes on with this run, where there is something to go on from."""
+    if not folder.checkpoints.is_dir():
+        yield "next:   maxhydra --help, maxhydra explain train    # what else can be set"
+        return
     name = folder.path.relative_to(Path(config.run.outputs).absolute())
     command = shlex.join(["maxhydra", *_without(overrides, "run.name", "train.steps"), f"run.name={name}"])
     if result.status == "finished":

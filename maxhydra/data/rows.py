@@ -6,6 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
+from maxhydra.config import ConfigError, Problem
 from maxhydra.data.document import Document
 from maxhydra.data.packing import Plan
 
@@ -131,6 +132,9 @@ def pack_rows(documents: Sequence[Document], plan: Plan, seq_len: int, *, with_s
         arrays["segments"] = arrays["segments"].reshape(plan.rows, seq_len)
     for name, first in documents[0].columns.items():
         columns = [document.columns[name] for document in documents]
+        if any(column.shape[1:] != first.shape[1:] for column in columns):
+            sizes = sorted({column.shape[1:] for column in columns})
+            raise ConfigError(Problem("data", f"records differ in the size of {name}: {', '.join(map(str, sizes))}"))
         parts = (columns[i][start : start + count] for i, start, count in pieces)
         arrays[name] = lay(parts, first.dtype, first.shape[1:])
     return PackedRows(arrays, np.arange(plan.rows), filled, plan.cut)

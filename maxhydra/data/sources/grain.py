@@ -1,5 +1,6 @@
 """Files of records: ArrayRecord, Parquet, TFRecord and JSON Lines, alone or side by side, by index."""
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,9 @@ from maxhydra.data.formats.shelf import Shelf
 from maxhydra.data.records import Records
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.sources import RecordSource, columns_of, hold_out
+
+# What task=tokenize writes beside its shards.
+INDEX = "index.json"
 
 log = logging.getLogger("maxhydra")
 
@@ -31,10 +35,24 @@ def open_records(names: str, corpus: Corpus, data: Data) -> Records:
     paths = find_files(names, data.cache, endings=endings)
     # Other shapes look for columns that need not be there, such as weights beside tokens.
     columns = columns_of(corpus) if corpus.shape == "text" else None
+    _check_finished(paths)
     shelf = Shelf(Path(data.cache).expanduser(), columns)
     files = open_files(paths, corpus.format, shelf)
     _check_empty([path for path, file in zip(paths, files, strict=True) if not len(file)], data)
     return Joined(files)
+
+
+def _check_finished(paths: Sequence[Path]) -> None:
+    """A folder that task=tokenize has begun is not trained on before it is done."""
+    for folder in sorted({path.parent for path in paths}):
+        index = folder / INDEX
+        facts = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
+        if isinstance(facts, dict) and facts.get("complete") is False:
+            reason = (
+                f"task=tokenize has written {len(facts['shards'])} of its {facts['settings']['task.shards']} shards"
+            )
+            hint = "give the same task=tokenize command again, and it goes on"
+            raise ConfigError(Problem("data.path", reason, value=folder, hint=hint))
 
 
 def _check_empty(paths: Sequence[Path], data: Data) -> None:
