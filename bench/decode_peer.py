@@ -2,8 +2,10 @@
 
     python bench/decode_peer.py        # batch 1, 8, 32; 64 tokens of prompt, 64 new ones; float32, two threads
 
-Prints one line of JSON per batch: tokens per second over the whole call, over the tokens after the first, and the time
-to the first token; the best of `--repeats`, after a warm-up. Needs the parity and smollm2 extras.
+Prints one line of JSON per batch: tokens per second over the whole call, over the tokens after the first, the time to
+the first token, and processor time per token after the first; the best of `--repeats`, after a warm-up. On a machine
+that others use, only the last means something, and only with --threads 1: torch's threads wait by spinning. Needs the
+parity and smollm2 extras.
 """
 
 import argparse
@@ -50,22 +52,23 @@ def _rows(source: Any, row: Any, layer: int | None) -> torch.Tensor:
 def measure(model: Any, prompts: torch.Tensor, *, new: int, repeats: int) -> dict[str, float]:
     """Seconds to the first token and for all of them: generate is called for one token and for all."""
 
-    def seconds(tokens: int) -> float:
-        began = time.perf_counter()
+    def seconds(tokens: int) -> tuple[float, float]:
+        began, busy = time.perf_counter(), time.process_time()
         with torch.no_grad():
             out = model.generate(prompts, attention_mask=torch.ones_like(prompts), min_new_tokens=tokens,
                                  max_new_tokens=tokens, do_sample=False, use_cache=True)  # fmt: skip
         assert out.shape[1] == prompts.shape[1] + tokens
-        return time.perf_counter() - began
+        return time.perf_counter() - began, time.process_time() - busy
 
     seconds(2)
-    first = min(seconds(1) for _ in range(repeats))
-    whole = min(seconds(new) for _ in range(repeats))
+    first, first_busy = np.min([seconds(1) for _ in range(repeats)], axis=0)
+    whole, busy = np.min([seconds(new) for _ in range(repeats)], axis=0)
     batch = prompts.shape[0]
     return {
         "tokens_per_second": batch * new / whole,
         "tokens_per_second_after_first": batch * (new - 1) / (whole - first),
         "seconds_to_first_token": first,
+        "processor_ms_per_token_after_first": 1e3 * (busy - first_busy) / (batch * (new - 1)),
     }
 
 
@@ -92,7 +95,7 @@ def main() -> None:
             "batch": batch,
             "load_before": load,
         }
-        rounded = {name: round(value, 3) for name, value in found.items()}
+        rounded = {name: round(float(value), 3) for name, value in found.items()}
         print(json.dumps({**facts, "prompt": options.prompt, "new": options.new, **rounded}), flush=True)
 
 

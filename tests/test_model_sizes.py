@@ -25,6 +25,8 @@ PUBLISHED = {
     "llama3.2-3b": 3_212_749_824,
     "llama3.3-70b": 70_553_706_496,
     "mistral-7b": 7_241_732_096,
+    "smollm2-135m": 134_515_008,
+    "smollm2-135m-instruct": 134_515_008,
 }
 FILES = {file.name.removesuffix(".yaml"): file for file in resources.files("maxhydra.conf").joinpath("model").iterdir()}
 

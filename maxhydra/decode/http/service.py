@@ -74,7 +74,7 @@ class Service:
         """Plain numbers, a line each, as Prometheus reads them."""
         numbers = {f"engine_{name}": value for name, value in self._engine.stats().items()}
         numbers |= {"server_sequences": self._taken, "server_sequences_limit": self._places}
-        lines = [f"maxhydra_{name} {value:g}" for name, value in numbers.items()]
+        lines = [f"maxhydra_{name} {value:.15g}" for name, value in numbers.items()]
         lines += [f'maxhydra_server_responses{{status="{code}"}} {n}' for code, n in sorted(self._statuses.items())]
         text = "".join(f"{line}\n" for line in lines).encode()
         await link.send(200, text, headers={"Content-Type": "text/plain; version=0.0.4"})
