@@ -295,7 +295,7 @@ def test_closing_ends_what_is_under_way():
 def test_a_failure_reaches_every_handle():
     """Weights of a wrong shape make the next step fail: nobody waits for ever, and nobody new is taken."""
     engine, wrong = start(max_batch=2), jax.tree.map(lambda x: np.zeros((*x.shape, 1)), tiny()[1])
-    handles = [engine.submit(ask("a", max_tokens=90, ignore_eos=True)) for _ in range(9)]
+    handles = [engine.submit(ask("a", max_tokens=90, ignore_eos=True)) for _ in range(60)]
     next(iter(handles[0]))
     with contextlib.suppress(RefusedError):
         engine.update_params(wrong)

@@ -362,7 +362,7 @@ def test_dtypes_are_those_of_their_role(dtypes, expected):
     )
     assert {leaf.dtype.name for leaf in jax.tree.leaves((params, gradients))} == {weights_dtype}
     assert (hidden.dtype.name, scores.dtype.name) == (compute_dtype, logits_dtype)
-    assert model.empty_cache(DenseRoom(1, 2))["pattern"][0].key_BSKH.dtype.name == compute_dtype
+    assert model.empty_cache(DenseRoom(1, 2))["pattern"][0].key_LBSKH.dtype.name == compute_dtype
 
 
 def test_softmax_dtype_reaches_the_kernel():
