@@ -1,10 +1,7 @@
 """Matrix products: with weights, and those whose result is wider than their inputs, such as logits in float32."""
 
-<<<<<<< HEAD
-from functools import partial
-=======
 import math
->>>>>>> decode
+from functools import partial
 
 import jax
 import jax.numpy as jnp
