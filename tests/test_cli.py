@@ -52,7 +52,12 @@ def test_cfg_shows_the_config_without_jax(tmp_path: Path) -> None:
 
 def test_mistakes_end_with_exit_code_2(tmp_path: Path) -> None:
     done = maxhydra(
-        "model.num_layer=3", "train.steps=-5", "data=text", "data.path=/nope", cwd=tmp_path, python=("-X", "importtime")
+        "model.num_layer=3",
+        "train.steps=-5",
+        "data=text",
+        "data.path=/nope",
+        cwd=tmp_path,
+        python=("-X", "importtime"),
     )
     assert done.returncode == 2 and done.stdout == ""
     said = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("import time:"))

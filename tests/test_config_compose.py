@@ -33,11 +33,22 @@ def by_hydra(overrides: list[str]) -> Config:
     return config
 
 
+# What an option cannot guess.
+NEEDS = {
+    ("data", "grain"): ["data.path=."],
+    ("data", "hf"): ["data.name=someone/dataset"],
+    ("data", "mixture"): ["+data.sources={one: {source: demo}}"],
+    ("data", "olmo"): ["data.path=pyproject.toml"],
+    ("data", "tfds"): ["data.name=c4/en"],
+    ("task", "tokenize"): ["task.output=tokens"],
+}
+
+
 def choose(group: str, option: str, text: Path) -> list[str]:
     """An option alone, with the path that `data=text` cannot do without."""
     raw = (CONF / group / f"{option}.yaml").read_text()
     needs_text = (group, option) == ("data", "text") or "override /data: text" in raw
-    return [f"{group}={option}", *([f"data.path={text}"] if needs_text else [])]
+    return [f"{group}={option}", *NEEDS.get((group, option), []), *([f"data.path={text}"] if needs_text else [])]
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from maxhydra.config.compose import compose
 from maxhydra.config.data import Data
 from maxhydra.config.mesh import RULES, Mesh
 from maxhydra.data import BatchSpec, RowSpec, eval_batches
+from maxhydra.data.files import find_files
 from maxhydra.data.pipeline import Pipeline
 from maxhydra.data.records import Cursor, Records
 from maxhydra.data.sources import RecordSource, RowSource, Source, StreamSource, open_source
@@ -91,8 +92,10 @@ class TestGrain:
     def test_a_missing_file_lists_what_lies_nearby(self, tmp_path: Path) -> None:
         write_lines(tmp_path / "near.jsonl", ["x"])
         for name in ("neat.jsonl", "*.parquet", "deep/er/x.jsonl"):
+            [problem] = Data(source="grain", path=f"{tmp_path}/{name}").check()
+            assert problem.reason == "no file is there" and "near.jsonl" in problem.hint
             with pytest.raises(ConfigError, match=r"no file is there(?s:.)*near\.jsonl"):
-                opened(tmp_path, source="grain", path=f"{tmp_path}/{name}")
+                find_files(f"{tmp_path}/{name}", str(tmp_path / "cache"), endings=(".jsonl",))
         for url in ("memory://nothing/*.jsonl", f"file://{tmp_path}/no.jsonl"):
             with pytest.raises(ConfigError, match="no file is there"):
                 opened(tmp_path, source="grain", path=url)
@@ -357,19 +360,6 @@ class TestOlmo:
 
 
 class TestOptions:
-    @pytest.mark.parametrize("option", sorted(path.stem for path in Path("conf/data").glob("*.yaml")))
-    def test_each_option_composes_with_what_its_comment_gives(self, option: str) -> None:
-        extra = {
-            "text": ["data.path=x"],
-            "grain": ["data.path=x"],
-            "hf": ["data.name=x"],
-            "tfds": ["data.name=x"],
-            "olmo": ["data.path=x"],
-            "mixture": ["+data.sources={a: {source: synthetic}, b: {source: demo}}"],
-        }
-        config = compose([f"data={option}", *extra.get(option, [])], None).config
-        assert config.data.source == option
-
     @pytest.mark.parametrize("option", ["grain", "hf", "tfds", "olmo", "mixture", "text"])
     def test_what_is_needed_is_asked_for(self, option: str) -> None:
         with pytest.raises(ConfigError, match=f"needed by source={option}"):

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from enum import Enum
+from pathlib import Path
 
 from maxhydra.config.declare import Schema, option, schema
 from maxhydra.config.errors import Problem, did_you_mean
+from maxhydra.config.paths import ACCEPTED, beside, is_remote, matches, parts
 
 # Sources that give rows of tokens, which need no shape and no packing.
 READY_ROWS = ("demo", "text", "synthetic", "olmo")
@@ -79,6 +81,9 @@ class Corpus(Schema):
         if needs_path and self.path is None:
             accepted = "a file, a folder or a glob pattern"
             yield Problem("path", f"is needed by source={self.source}", value=None, accepted=accepted)
+        if needs_path:
+            yield from self._check_there("path")
+            yield from self._check_there("eval_path")
         if not needs_path and self.source != "hf" and self.path is not None:
             hint = "set data=text or data=grain to read your own files"
             yield Problem("path", f"is not used by source={self.source}", value=self.path, hint=hint)
@@ -93,6 +98,13 @@ class Corpus(Schema):
             yield Problem(missing, "is needed, since the other of the two is set", value=None)
         if self.formatting is not None and self.formatting.count(":") != 1:
             yield Problem("formatting", "names no function", value=self.formatting, accepted="package.module:function")
+
+    def _check_there(self, field: str) -> Iterator[Problem]:
+        """Local names must lead somewhere; what lies there, and remote files, are looked at when they are opened."""
+        for name in parts(getattr(self, field) or ""):
+            if not is_remote(name) and not matches(name):
+                hint = beside(Path(name).expanduser())
+                yield Problem(field, "no file is there", value=name, accepted=ACCEPTED, hint=hint)
 
     def _check_shape(self) -> Iterator[Problem]:
         if self.source in READY_ROWS and self.shape != "text":

@@ -5,21 +5,21 @@ import logging
 import os
 import re
 from pathlib import Path
+from typing import NoReturn
 
 import fsspec
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.config.paths import ACCEPTED, beside, is_remote, matches, parts
 
 log = logging.getLogger("maxhydra")
-
-ACCEPTED = "a file, a folder, a glob pattern or an fsspec URL; several separated by ;"
 
 
 def find_files(names: str, cache: str, *, endings: tuple[str, ...]) -> list[Path]:
     """Local files that `names` gives, in order. A folder stands for the files in it with one of the endings."""
     found: list[Path] = []
-    for name in filter(None, (part.strip() for part in names.split(";"))):
-        here = _remote(name, cache, endings) if "://" in name else _local(name, endings)
+    for name in parts(names):
+        here = _remote(name, cache, endings) if is_remote(name) else _local(name, endings)
         found += here or _nothing_there(name)
     return found
 
@@ -30,16 +30,10 @@ def without_shard(name: str) -> str:
 
 
 def _local(name: str, endings: tuple[str, ...]) -> list[Path]:
-    root = Path(name).expanduser()
-    if root.is_file():
-        return [root]
-    if root.is_dir():
-        return sorted(path for path in root.rglob("*") if path.is_file() and without_shard(path.name).endswith(endings))
-    if any(mark in name for mark in "*?["):
-        anchor = Path(root.anchor or ".")
-        pattern = str(root.relative_to(root.anchor)) if root.anchor else str(root)
-        return sorted(path for path in anchor.glob(pattern) if path.is_file())
-    return []
+    found = matches(name)
+    if len(found) == 1 and found[0].is_dir():
+        found = [path for path in found[0].rglob("*") if without_shard(path.name).endswith(endings)]
+    return sorted(path for path in found if path.is_file())
 
 
 def _remote(name: str, cache: str, endings: tuple[str, ...]) -> list[Path]:
@@ -70,13 +64,6 @@ def _copy(system: object, name: str, folder: Path) -> Path:
     return target
 
 
-def _nothing_there(name: str) -> list[Path]:
-    """Say how far a local path exists and what lies there."""
-    hint = ""
-    if "://" not in name:
-        root = Path(name).expanduser()
-        parent = root if root.is_dir() else next((p for p in root.parents if p.is_dir()), Path("."))
-        beside = sorted(path.name for path in parent.iterdir())
-        more = f" and {len(beside) - 8} more" if len(beside) > 8 else ""
-        hint = f"{parent.resolve()} holds {', '.join(beside[:8]) or 'nothing'}{more}"
+def _nothing_there(name: str) -> NoReturn:
+    hint = "" if is_remote(name) else beside(Path(name).expanduser())
     raise ConfigError(Problem("data.path", "no file is there", value=name, accepted=ACCEPTED, hint=hint))

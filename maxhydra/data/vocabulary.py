@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.config.paths import beside
 from maxhydra.config.tokenizer import Tokenizer as Config
 
 # A file is tokenized in blocks, since a tokenizer needs some hundred bytes of memory per character.
@@ -51,14 +52,6 @@ def wrong(config: Config, field: str, reason: str, value: object, *, accepted: s
     """A field of the tokenizer that does not fit its files."""
     place = f"{reason} ({config.kind}: {config.path})" if field != "path" else reason
     return ConfigError(Problem(f"data.tokenizer.{field}", place, value=value, accepted=accepted, hint=hint))
-
-
-def beside(path: Path) -> str:
-    """How far a path exists, and what lies there."""
-    parent = path if path.is_dir() else next((folder for folder in path.parents if folder.is_dir()), Path("."))
-    names = sorted(found.name for found in parent.iterdir())
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"{parent.resolve()} holds {', '.join(names[:8]) or 'nothing'}{more}"
 
 
 def blocks(text: str, size: int | None = None) -> Iterator[str]:

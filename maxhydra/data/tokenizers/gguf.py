@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
+from maxhydra.config.paths import beside
 from maxhydra.config.tokenizer import Tokenizer as Config
 from maxhydra.data.tokenizers.hf import ROLES, HuggingFaceTokenizer
-from maxhydra.data.vocabulary import beside, wrong
+from maxhydra.data.vocabulary import wrong
 from maxhydra.modelfiles import locate, open_gguf
 
 KEY = "data.tokenizer.path"

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from maxhydra.config.paths import beside
 from maxhydra.config.tokenizer import Tokenizer as Config
 from maxhydra.data.optional import need
-from maxhydra.data.vocabulary import beside, blocks, chat_template, find_ends, smallest, wrong
+from maxhydra.data.vocabulary import blocks, chat_template, find_ends, smallest, wrong
 
 ROLES = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token"}
 

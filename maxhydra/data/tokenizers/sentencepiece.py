@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from maxhydra.config.paths import beside
 from maxhydra.config.tokenizer import Tokenizer as Config
 from maxhydra.data.optional import need
-from maxhydra.data.vocabulary import beside, blocks, chat_template, find_ends, name_pattern, smallest, wrong
+from maxhydra.data.vocabulary import blocks, chat_template, find_ends, name_pattern, smallest, wrong
 
 
 class SentencePieceTokenizer:

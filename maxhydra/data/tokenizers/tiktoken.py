@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from maxhydra.config.paths import beside
 from maxhydra.config.tokenizer import Tokenizer as Config
 from maxhydra.data.optional import need
-from maxhydra.data.vocabulary import beside, blocks, character_spans, chat_template, find_ends, smallest, wrong
+from maxhydra.data.vocabulary import blocks, character_spans, chat_template, find_ends, smallest, wrong
 
 # How words are split where the file beside does not say: as cl100k_base does.
 PATTERN = (
