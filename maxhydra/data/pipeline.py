@@ -16,7 +16,7 @@ from maxhydra.data.encode import Encoded, Encoder
 from maxhydra.data.mixture import MixtureStream, shares
 from maxhydra.data.order import Order
 from maxhydra.data.packing import plan
-from maxhydra.data.records import Fault, Record, Records, RecordStream
+from maxhydra.data.records import Fault, Record, Records, RecordStream, unusable
 from maxhydra.data.rows import PackedRows, Row, RowSpec, pack_rows, stack_rows
 from maxhydra.data.shapes import Shape, build_shape
 from maxhydra.data.sources import RecordSource, RowSource, Source, StreamSource, open_source
@@ -106,6 +106,15 @@ class Pipeline:
             longest=self.spec.seq_len,
         )
 
+    def chunks(self, name: str, part: str, *, share: tuple[int, int], shuffle: bool) -> Chunks:
+        """A share of a source's records, a few at a time, for the source's encoder."""
+        source, opened = self.sources[name], getattr(self.sources[name], part)
+        if isinstance(source, StreamSource):
+            return StreamedChunks(opened, *share)
+        assert isinstance(source, RecordSource)
+        groups = tuple(opened.groups) if opened.groups else None
+        return IndexedChunks(Order(len(opened), self.spec.seed, shuffle, groups), *share)
+
     def close(self) -> None:
         """End the readers."""
         if "_pool" in self.__dict__:
@@ -120,17 +129,13 @@ class Pipeline:
 
     def _stream(self, name: str, part: str, *, share: tuple[int, int], epochs: int | None, shuffle: bool) -> Stream:
         source, opened = self.sources[name], getattr(self.sources[name], part)
-        if isinstance(source, StreamSource):
-            chunks: Chunks = StreamedChunks(opened, *share)
-        else:
+        if not isinstance(source, StreamSource):
             self._check_length(name, len(opened), share[1])
-            groups = opened.groups if isinstance(source, RecordSource) else None
-            order = Order(len(opened), self.spec.seed, shuffle, tuple(groups) if groups else None)
-            if isinstance(source, RowSource):
-                return RowStream(opened, order, share=share[0], shares=share[1], epochs=epochs)
-            chunks = IndexedChunks(order, *share)
+        if isinstance(source, RowSource):
+            order = Order(len(opened), self.spec.seed, shuffle)
+            return RowStream(opened, order, share=share[0], shares=share[1], epochs=epochs)
         return PackedStream(
-            chunks,
+            self.chunks(name, part, share=share, shuffle=shuffle),
             partial(self._ahead, name, part),
             partial(self._pack, self._shape(name, part), share[0] if shuffle else None),
             window=self.data.packing.window * self.spec.seq_len,
@@ -199,8 +204,7 @@ class Pipeline:
     def on_fault(self, fault: Fault) -> None:
         """A record that cannot be used: what data.on_error says."""
         if self.data.on_error is OnError["raise"]:
-            hint = "mend it, or leave such records out with data.on_error=skip"
-            raise ConfigError(Problem("data", fault.reason, value=fault.place, hint=hint))
+            raise unusable(fault)
         log.warning("skipped %s: %s", fault.place, fault.reason)
 
 

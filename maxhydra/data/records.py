@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from maxhydra.config import ConfigError, Problem
+
 # A record as its file has it: columns by name.
 Record = dict[str, Any]
 
@@ -17,6 +19,12 @@ class Fault:
 
     place: str
     reason: str
+
+
+def unusable(fault: Fault) -> ConfigError:
+    """The end of a run under data.on_error=raise."""
+    hint = "mend it, or leave such records out with data.on_error=skip"
+    return ConfigError(Problem("data", fault.reason, value=fault.place, hint=hint))
 
 
 class Records(Protocol):

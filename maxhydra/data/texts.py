@@ -9,13 +9,10 @@ from typing import Any
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.corpus import READY_ROWS, ROLES, Corpus
 from maxhydra.config.data import Data
-from maxhydra.data.chunks import Chunks, IndexedChunks, StreamedChunks
-from maxhydra.data.order import Order
 from maxhydra.data.pipeline import TRAIN, Pipeline
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row, RowSpec
 from maxhydra.data.shapes import Refused, column_of, text_of
-from maxhydra.data.sources import RecordSource, StreamSource
 from maxhydra.data.vocabulary import blocks
 
 # Sources whose files are text, and the characters of such a file that are given out together.
@@ -106,16 +103,8 @@ def _of_records(corpus: Corpus, data: Data, seed: int) -> Iterator[str]:
     # Opened as plain text: the shape's own reading would ask for a chat template, which is not needed here.
     opened = fields | {"sources": {}, "weights": {}, "shape": "text", "columns": {}}
     pipeline = Pipeline(dataclasses.replace(data, **opened), RowSpec(seq_len=1, vocab_size=2**31, seed=seed))
-    source = pipeline.sources[""]
     encoder = dataclasses.replace(pipeline.encoder("", TRAIN), shape=_Strings(corpus, data))
-    if isinstance(source, StreamSource):
-        chunks: Chunks = StreamedChunks(source.train, 0, 1)
-    else:
-        assert isinstance(source, RecordSource)
-        groups = source.train.groups
-        order = Order(len(source.train), seed, data.shuffle, tuple(groups) if groups else None)
-        chunks = IndexedChunks(order, 0, 1)
-    for chunk in chunks.follow(None, 1):
+    for chunk in pipeline.chunks("", TRAIN, share=(0, 1), shuffle=data.shuffle).follow(None, 1):
         encoded = encoder(chunk.payload)
         for fault in encoded.faults:
             pipeline.on_fault(fault)

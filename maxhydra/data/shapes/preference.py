@@ -7,7 +7,6 @@ asked; messages are rendered as one conversation.
 
 import dataclasses
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -15,12 +14,12 @@ import numpy as np
 
 from maxhydra.config.corpus import Corpus
 from maxhydra.config.data import Data, Overlong
-from maxhydra.data.chat import ChatTemplate, chat_template
 from maxhydra.data.document import Document
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row
+from maxhydra.data.separate import SeparateShape
 from maxhydra.data.shapes import Refused, column_of, text_of
-from maxhydra.data.tokenizers import Tokenizer, tokenizer
+from maxhydra.data.tokenizers import tokenizer
 
 SIDES = ("chosen", "rejected")
 
@@ -31,22 +30,7 @@ class Pair:
     rejected: Document
 
 
-@dataclasses.dataclass(frozen=True)
-class Preference:
-    corpus: Corpus
-    data: Data
-    words: Tokenizer
-    seq_len: int
-    packs = False
-
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        """Asked for at the first conversation, since pairs of text need none."""
-        return chat_template(self.words)
-
-    def encode(self, records: Sequence[Record]) -> list[Any]:
-        return [self._example(record) for record in records]
-
+class Preference(SeparateShape):
     def _example(self, record: Record) -> Any:
         prompt = record.get(self.corpus.columns.get("prompt", "prompt"))
         sides = [column_of(record, self.corpus, side) for side in SIDES]

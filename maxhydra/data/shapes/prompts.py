@@ -5,19 +5,18 @@ the host: {"prompt": its text, "answer": any value or None, "record": the other 
 """
 
 import dataclasses
-from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from maxhydra.config.corpus import Corpus
 from maxhydra.config.data import Data
-from maxhydra.data.chat import ChatTemplate, UnclearError, chat_template
+from maxhydra.data.chat import UnclearError
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row
+from maxhydra.data.separate import SeparateShape
 from maxhydra.data.shapes import Refused, column_of, text_of
-from maxhydra.data.tokenizers import Tokenizer, tokenizer
+from maxhydra.data.tokenizers import tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,22 +25,7 @@ class Prompt:
     info: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Prompts:
-    corpus: Corpus
-    data: Data
-    words: Tokenizer
-    seq_len: int
-    packs = False
-
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        """Asked for at the first conversation, since prompts of text need none."""
-        return chat_template(self.words)
-
-    def encode(self, records: Sequence[Record]) -> list[Any]:
-        return [self._example(record) for record in records]
-
+class Prompts(SeparateShape):
     def _example(self, record: Record) -> Any:
         value = column_of(record, self.corpus, "prompt")
         is_text = isinstance(value, (str, bytes))
