@@ -12,14 +12,14 @@ from pathlib import Path
 
 import jax
 
-from maxhydra import data, model, optim
+from maxhydra import data
 from maxhydra.config.compose import compose
 from maxhydra.config.run import Checkpoint, SaveMode
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train.batching import plan_batches
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.objective import next_token_loss
-from maxhydra.train.state import StateDef
+from maxhydra.train.state import plan_states
 from maxhydra.train.step import make_step
 
 
@@ -32,11 +32,10 @@ def main() -> None:
 
     config = compose([]).config
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
-    decoder = model.build(config.model)
-    optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=decoder.shapes, axes=decoder.axes)
-    states = StateDef(decoder, optimizer, sharder)
+    states = plan_states(config, sharder)
     step = jax.jit(
-        make_step(next_token_loss(decoder, sharder, config.train), optimizer, config.train), donate_argnums=0
+        make_step(next_token_loss(states.model, sharder, config.train), states.optimizer, config.train),
+        donate_argnums=0,
     )
     loader = data.train_loader(config.data, plan_batches(config, sharder))
 

@@ -8,12 +8,12 @@ import time
 
 import jax
 
-from maxhydra import data, model, optim
+from maxhydra import data
 from maxhydra.config.compose import compose
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train.batching import plan_batches
 from maxhydra.train.objective import next_token_loss
-from maxhydra.train.state import StateDef
+from maxhydra.train.state import plan_states
 from maxhydra.train.step import make_step
 
 
@@ -25,10 +25,8 @@ def seconds(layers: int) -> float:
     loader = data.train_loader(config.data, plan_batches(config, sharder))
     batch = loader.peek()
     began = time.perf_counter()
-    decoder = model.build(config.model)
-    optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=decoder.shapes, axes=decoder.axes)
-    states = StateDef(decoder, optimizer, sharder)
-    step = make_step(next_token_loss(decoder, sharder, config.train), optimizer, config.train)
+    states = plan_states(config, sharder)
+    step = make_step(next_token_loss(states.model, sharder, config.train), states.optimizer, config.train)
     jax.jit(step, donate_argnums=0).lower(states.abstract(), batch).compile()
     took = time.perf_counter() - began
     loader.close()

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
-from maxhydra import data, model, optim, runtime
+from maxhydra import data, model, runtime
 from maxhydra.config import Config
 from maxhydra.config.compose import compose
 from maxhydra.sharding import Sharder, build_mesh
-from maxhydra.train import StateDef, Training, next_token_loss, plan_batches
+from maxhydra.train import LoadedBatches, Training, next_token_loss, plan_batches, plan_states
 from maxhydra.train.session import compile_step
 
 WARM_UP, TIMED = 3, 20
@@ -28,12 +28,9 @@ class Bench:
     config: Config
     machine: runtime.Machine
     training: Training
+    loader: data.Loader
     step: Any
     compile_seconds: float
-
-    @property
-    def loader(self) -> data.Loader:
-        return self.training.loader
 
 
 def prepare(overrides: list[str]) -> Bench:
@@ -41,13 +38,12 @@ def prepare(overrides: list[str]) -> Bench:
     config = compose(["data=synthetic", *overrides]).config
     machine = runtime.start(config.hardware)
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
-    decoder = model.build(config.model)
-    optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=decoder.shapes, axes=decoder.axes)
-    batches = plan_batches(config, sharder)
-    loader = data.train_loader(config.data, batches)
-    loss = next_token_loss(decoder, sharder, config.train)
-    training = Training(StateDef(decoder, optimizer, sharder), loss, batches, loader, held_out=lambda: iter(()))
-    return Bench(config, machine, training, *compile_step(training, config, loader.peek()))
+    states = plan_states(config, sharder)
+    spec = plan_batches(config, sharder)
+    loader = data.train_loader(config.data, spec)
+    loss = next_token_loss(states.model, sharder, config.train)
+    training = Training(states, loss, spec, LoadedBatches(loader), evaluate=None)
+    return Bench(config, machine, training, loader, *compile_step(training, config, loader.peek()))
 
 
 def main(overrides: list[str]) -> None:
@@ -65,9 +61,9 @@ def main(overrides: list[str]) -> None:
     step_time = (time.perf_counter() - began) / TIMED
     loader.close()
 
-    tokens = training.batches.batch * training.batches.rows.seq_len
+    tokens = training.spec.batch * training.spec.rows.seq_len
     tflops = (
-        tokens * model.flops_per_token(config.model, training.batches.rows.seq_len) / step_time / machine.devices / 1e12
+        tokens * model.flops_per_token(config.model, training.spec.rows.seq_len) / step_time / machine.devices / 1e12
     )
     peak = machine.peak_tflops(config.model.dtypes.compute.value)
     stats = jax.local_devices()[0].memory_stats() or {}

@@ -113,7 +113,7 @@ def test_shards_lie_where_the_mesh_puts_them(tmp_path: Path) -> None:
     whole = load_weights(str(tmp_path), model, shardings=None, dtype="float32")
     jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding or pytest.fail(str(leaf.sharding)), split, shardings)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a, np.float32), b), split, whole)
-    assert split["pattern"]["0"]["mlp"]["gate"].addressable_shards[0].data.shape == (5, 16, 32)
+    assert split["pattern"]["0"]["mlp"]["gate"]["kernel"].addressable_shards[0].data.shape == (5, 16, 32)
 
 
 def write_gguf(path: Path, theirs, *, architecture: str = "llama", theta: float = 500.0, **extra: np.ndarray) -> None:
@@ -245,4 +245,4 @@ def test_a_run_starts_from_a_hugging_face_folder(tmp_path: Path) -> None:
     with ocp.StandardCheckpointer() as reader:
         saved = reader.restore(tmp_path / "outputs" / "a" / "checkpoints" / "1" / "params")
     up = theirs.model.layers[1].mlp.up_proj.weight.detach().numpy().T
-    np.testing.assert_array_equal(np.asarray(saved["pattern"]["0"]["mlp"]["up"][1]), up)
+    np.testing.assert_array_equal(np.asarray(saved["pattern"]["0"]["mlp"]["up"]["kernel"][1]), up)

@@ -20,6 +20,7 @@ from maxhydra.layers import (
     Dtypes,
     Mlp,
     MlpSpec,
+    ProductSpec,
     RMSNorm,
     WeightMaker,
     dropout,
@@ -37,8 +38,9 @@ def make_model(kind: config.Kind | None = None, dtypes: dict | None = None, **ch
     return config.Model(**{**sizes, "dtypes": config.Dtypes(**(FLOAT32 if dtypes is None else dtypes)), **changes})
 
 
-def maker(dtype: str = "float32", layers: int | None = None) -> WeightMaker:
-    return WeightMaker(jax.random.key(0), dtype=jnp.dtype(dtype), layers=layers)
+def maker(dtype: str = "float32", layers: int | None = None, compute: str = "float32") -> WeightMaker:
+    product = ProductSpec(compute=jnp.dtype(compute), outputs_first=False)
+    return WeightMaker(jax.random.key(0), dtype=jnp.dtype(dtype), layers=layers, product=product)
 
 
 def make_context(batch: int, length: int, **changes) -> Context:
@@ -100,7 +102,7 @@ def test_mlp_gates(activation):
         "gelu": lambda a: a * (1 + erf(a / np.sqrt(2))) / 2,
         "gelu_tanh": lambda a: a * (1 + np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3))) / 2,
     }
-    gate, up, down = (np.asarray(weight[...], np.float64) for weight in (mlp.gate, mlp.up, mlp.down))
+    gate, up, down = (np.asarray(projection.kernel[...], np.float64) for projection in (mlp.gate, mlp.up, mlp.down))
     assert gate.shape == (24, 16)
     expected = functions[activation.value](x @ gate) * (x @ up) @ down
     np.testing.assert_allclose(mlp(jnp.asarray(x, jnp.float32), make_context(2, 3)), expected, atol=1e-5)
@@ -164,15 +166,15 @@ def test_a_backend_that_cannot_serve_is_a_config_error():
 
 def test_weights_have_the_variance_that_keeps_activations_at_unit_scale():
     make = maker()
-    wide = make.projection((20, 30), (400,), ("heads", "head_dim", "embed"), scale=0.5)
+    wide = make.projection("out", (20, 30), (400,), ("heads", "head_dim", "embed"), scale=0.5).kernel
     assert wide.shape == (20, 30, 400)
     np.testing.assert_allclose(np.std(wide[...]), 0.5 / np.sqrt(600), rtol=0.01)
-    again = make.projection((20, 30), (400,), ("heads", "head_dim", "embed"), scale=0.5)
+    again = make.projection("out", (20, 30), (400,), ("heads", "head_dim", "embed"), scale=0.5).kernel
     assert not np.any(np.asarray(wide[...]) == np.asarray(again[...]))
 
 
 def test_stacked_weights_differ_from_layer_to_layer():
-    weight = maker(layers=3).projection((8,), (4, 4), ("embed", "heads", "head_dim"), scale=1.0)
+    weight = maker(layers=3).projection("query", (8,), (4, 4), ("embed", "heads", "head_dim"), scale=1.0).kernel
     assert weight.shape == (3, 8, 4, 4)
     assert weight.get_metadata("axes") == ("layers", "embed", "heads", "head_dim")
     assert len(np.unique(weight[...])) == weight[...].size
@@ -222,7 +224,7 @@ def test_context_is_a_tree_with_a_static_sharder():
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 def test_weights_keep_their_format_and_compute_has_its_own(weights):
     model = make_model(dtypes={"weights": config.Dtype(weights), "compute": config.Dtype.float16})
-    layer = Attention(AttentionSpec.of(model, model.kinds["layer"]), maker(weights))
+    layer = Attention(AttentionSpec.of(model, model.kinds["layer"]), maker(weights, compute="float16"))
     out, _ = layer(jnp.zeros((1, 4, 24), jnp.float16), make_context(1, 4))
     assert out.dtype == jnp.float16
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(layer))} == {weights}

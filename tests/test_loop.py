@@ -31,7 +31,7 @@ class Batches:
     def __init__(self, poison: int | None = None):
         self._count, self._poison = 0, poison
 
-    def __next__(self) -> dict[str, np.ndarray]:
+    def take(self, state: TrainState) -> dict[str, np.ndarray]:
         self._count += 1
         x = np.random.default_rng(self._count).normal(size=(4,)).astype(np.float32)
         return {"x": x * (np.nan if self._count == self._poison else 1.0)}
@@ -56,7 +56,7 @@ def go(
     turns: Iterator[float] = iter(evals)
     params = {"w": jnp.zeros(())}
     key = jax.random.key_data(jax.random.key(0))
-    state = TrainState(jnp.zeros((), jnp.int32), params, OPTIMIZER.transform.init(params), key, Guard.fresh())
+    state = TrainState(jnp.zeros((), jnp.int32), params, {}, OPTIMIZER.transform.init(params), key, Guard.fresh())
     writer = MetricsWriter(run.metrics_path)
     progress = open_progress(Progress.none, total=train.steps, start=0, shown=False)
     work = Work(tokens=1, flops=2.0, devices=1, peak_tflops=1.0)
@@ -65,7 +65,7 @@ def go(
         train=train,
         saving=saving,
         step=jax.jit(make_step(loss, OPTIMIZER, train)),
-        loader=Batches(**batches),  # type: ignore[arg-type]
+        batches=Batches(**batches),  # type: ignore[arg-type]
         evaluate=lambda state: {"eval/loss": next(turns)},
         checkpointer=checkpointer,
         meter=Meter(work, run=run, writer=writer, tracker=_Trackers(), progress=progress, step=0),

@@ -85,9 +85,9 @@ def test_params_are_plain_dicts_and_match_shapes_and_axes():
     assert ranks == jax.tree.map(lambda x: len(x.shape), model.shapes)
     assert sorted(params) == ["embedding", "final_norm", "head", "pattern", "prefix", "remainder"]
     assert [sorted(params[part]) for part in ("prefix", "pattern", "remainder")] == [["0", "1"], ["0", "1", "2"], ["0"]]
-    assert params["pattern"]["0"]["mlp"]["down"].shape == (2, 24, 16)
-    assert model.axes["pattern"]["2"]["attention"]["query"] == ("layers", "embed", "heads", "head_dim")
-    assert model.axes["remainder"]["0"]["attention"]["query"] == ("embed", "heads", "head_dim")
+    assert params["pattern"]["0"]["mlp"]["down"]["kernel"].shape == (2, 24, 16)
+    assert model.axes["pattern"]["2"]["attention"]["query"]["kernel"] == ("layers", "embed", "heads", "head_dim")
+    assert model.axes["remainder"]["0"]["attention"]["query"]["kernel"] == ("embed", "heads", "head_dim")
 
 
 def test_every_axis_has_a_rule():
@@ -108,8 +108,9 @@ def test_initial_weights_have_the_documented_spread():
     fan_in = {("attention", "query"): 64, ("attention", "key"): 64, ("attention", "value"): 64, ("mlp", "gate"): 64}
     fan_in |= {("mlp", "up"): 64, ("attention", "out"): 16 * 16, ("mlp", "down"): 128 * 16}
     for (part, name), variance in fan_in.items():
-        assert np.std(layer[part][name]) == pytest.approx(variance**-0.5, rel=0.03), name
-        assert len(np.unique(layer[part][name])) > 0.99 * layer[part][name].size
+        kernel = layer[part][name]["kernel"]
+        assert np.std(kernel) == pytest.approx(variance**-0.5, rel=0.03), name
+        assert len(np.unique(kernel)) > 0.99 * kernel.size
     assert np.std(params["head"]["kernel"]) == pytest.approx(64**-0.5, rel=0.03)
     assert np.std(params["embedding"]["table"]) == pytest.approx(64**-0.5, rel=0.03)
     assert np.all(np.asarray(layer["mlp_norm"]["scale"]) == 1)

@@ -24,7 +24,7 @@ def loss(params: dict, batch: dict, key: jax.Array | None) -> dict:
 def fresh(seed: int = 0) -> TrainState:
     params = {"w": jax.random.normal(jax.random.key(seed), (4,))}
     key = jax.random.key_data(jax.random.key(1))
-    return TrainState(jnp.zeros((), jnp.int32), params, OPTIMIZER.transform.init(params), key, Guard.fresh())
+    return TrainState(jnp.zeros((), jnp.int32), params, {}, OPTIMIZER.transform.init(params), key, Guard.fresh())
 
 
 def batch(seed: int, scale: float = 1.0) -> dict:

@@ -209,8 +209,3 @@ class Tracker(Schema):
 @schema
 class Quantization(Schema):
     """Number formats of matrix products below bfloat16; `none` is the only option so far."""
-
-
-@schema
-class Adapter(Schema):
-    """Small trainable additions to frozen weights; `none` is the only option so far."""

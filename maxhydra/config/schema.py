@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from maxhydra.config.adapter import Adapter
 from maxhydra.config.data import Data
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem
@@ -9,7 +10,7 @@ from maxhydra.config.hardware import Hardware
 from maxhydra.config.mesh import Mesh
 from maxhydra.config.model import Model
 from maxhydra.config.optimizer import Optimizer
-from maxhydra.config.run import Adapter, Checkpoint, Quantization, Run, Task, Tracker, Train
+from maxhydra.config.run import Checkpoint, Quantization, Run, Task, Tracker, Train
 
 
 @schema

@@ -46,7 +46,7 @@ def flattened(model: ModelDef) -> ModelDef:
     repeated = config.num_layers - len(config.prefix)
     pattern = [config.pattern[index % len(config.pattern)] for index in range(repeated)]
     kernels = dataclasses.replace(config.kernels, projection=Projection.outputs_first)
-    return build(dataclasses.replace(config, prefix=[*config.prefix, *pattern], kernels=kernels))
+    return build(dataclasses.replace(config, prefix=[*config.prefix, *pattern], kernels=kernels), model.adapter)
 
 
 def unstacked(model: ModelDef, params: Tree) -> Iterator[Tree]:

@@ -7,6 +7,7 @@ from maxhydra.layers.dropout import dropout
 from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
 from maxhydra.layers.norm import RMSNorm
+from maxhydra.layers.projection import LoraSpec, ProductSpec, Projection
 from maxhydra.layers.weights import Dtypes, WeightMaker
 
 __all__ = [
@@ -18,9 +19,12 @@ __all__ = [
     "Dtypes",
     "Embedding",
     "Head",
+    "LoraSpec",
     "Mlp",
     "MlpSpec",
     "PagedRoom",
+    "ProductSpec",
+    "Projection",
     "RMSNorm",
     "Room",
     "Rows",

@@ -9,16 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
 from maxhydra.kernels.attention import Request, UnsupportedError, attention
-from maxhydra.kernels.einsum import projected
 from maxhydra.layers.cache import Cache, KeysValues, Room
 from maxhydra.layers.context import Context
+from maxhydra.layers.projection import together
 from maxhydra.layers.rope import frequencies, rotate
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
@@ -36,7 +35,6 @@ class AttentionSpec:
     softcap: float | None
     frequencies: tuple[float, ...] | None
     backend: str
-    outputs_first: bool
     init_scale: float
     out_scale: float
     dtypes: Dtypes
@@ -55,7 +53,6 @@ class AttentionSpec:
             softcap=own.softcap,
             frequencies=frequencies(own.rope, head_dim),
             backend=model.kernels.attention.value,
-            outputs_first=model.kernels.projection is config.Projection.outputs_first,
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
@@ -68,10 +65,10 @@ class Attention(nnx.Module):
     def __init__(self, spec: AttentionSpec, make: WeightMaker):
         self.spec = spec
         D, N, K, H = spec.emb_dim, spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.query = make.projection((D,), (N, H), ("embed", "heads", "head_dim"), scale=spec.init_scale)
-        self.key = make.projection((D,), (K, H), ("embed", "kv_heads", "head_dim"), scale=spec.init_scale)
-        self.value = make.projection((D,), (K, H), ("embed", "kv_heads", "head_dim"), scale=spec.init_scale)
-        self.out = make.projection((N, H), (D,), ("heads", "head_dim", "embed"), scale=spec.out_scale)
+        self.query = make.projection("query", (D,), (N, H), ("embed", "heads", "head_dim"), scale=spec.init_scale)
+        self.key = make.projection("key", (D,), (K, H), ("embed", "kv_heads", "head_dim"), scale=spec.init_scale)
+        self.value = make.projection("value", (D,), (K, H), ("embed", "kv_heads", "head_dim"), scale=spec.init_scale)
+        self.out = make.projection("out", (N, H), (D,), ("heads", "head_dim", "embed"), scale=spec.out_scale)
 
     @jax.named_scope("attention")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
@@ -79,7 +76,7 @@ class Attention(nnx.Module):
         mixed_BTNH, cache = self._mix(q_BTNH, k_BTKH, v_BTKH, ctx)
         mixed_BTNH = ctx.constrain(mixed_BTNH, "act_batch", "act_length", "act_heads", None)
         mixed_BTNH = checkpoint_name(mixed_BTNH, "context")
-        out_BTD = self._product("BTNH,NHD->BTD", mixed_BTNH, self.out)
+        out_BTD = self.out(mixed_BTNH, ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
         return checkpoint_name(out_BTD, "attention_out"), cache
 
@@ -88,10 +85,6 @@ class Attention(nnx.Module):
         return room.keys_and_values(
             layers=layers, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=spec.dtypes.compute
         )
-
-    def _product(self, equation: str, x: jax.Array, weight: nnx.Param) -> jax.Array:
-        spec = self.spec
-        return projected(equation, x, weight[...].astype(spec.dtypes.compute), outputs_first=spec.outputs_first)
 
     def _project(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Heads of query, key and value, with positions where they belong.
@@ -102,14 +95,9 @@ class Attention(nnx.Module):
         """
         spec = self.spec
         if ctx.cache is None and ctx.sharder.ways("heads") == ctx.sharder.ways("kv_heads") == 1:
-            weights = [weight[...].astype(spec.dtypes.compute) for weight in (self.query, self.key, self.value)]
-            counts = [weight.shape[1] for weight in weights]
-            heads_BTNH = jnp.einsum("BTD,DNH->BTNH", x_BTD, jnp.concatenate(weights, axis=1))
-            q_BTNH, k_BTKH, v_BTKH = jnp.split(heads_BTNH, np.cumsum(counts)[:-1], axis=2)
+            q_BTNH, k_BTKH, v_BTKH = together((self.query, self.key, self.value), x_BTD, ctx)
         else:
-            q_BTNH, k_BTKH, v_BTKH = (
-                self._product("BTD,DNH->BTNH", x_BTD, weight) for weight in (self.query, self.key, self.value)
-            )
+            q_BTNH, k_BTKH, v_BTKH = (projection(x_BTD, ctx) for projection in (self.query, self.key, self.value))
         if spec.frequencies is not None:
             q_BTNH, k_BTKH = (rotate(heads, ctx.positions, spec.frequencies) for heads in (q_BTNH, k_BTKH))
         return (

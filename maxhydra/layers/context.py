@@ -13,11 +13,12 @@ from maxhydra.sharding import Sharder
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["positions", "segments", "cache", "dropout_key", "rows"],
-    meta_fields=["sharder"],
+    meta_fields=["sharder", "is_adapted"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
-    """The same forward pass serves training, prefill and decoding; this says which it is. A pytree, sharder static."""
+    """The same forward pass serves training, prefill and decoding; this says which it is. A pytree, the sharder and
+    is_adapted static."""
 
     positions: jax.Array
     """[B, T] place of each token in its own sequence."""
@@ -32,6 +33,8 @@ class Context:
     """Randomness for dropout. None: no dropout."""
     rows: Rows | None = None
     """Where the rows lie in a cache that outlives the call. None: the cache has the rows of the call."""
+    is_adapted: bool = True
+    """Whether an adapter adds to the model; without, it answers as it did before the adapter was trained."""
 
     @property
     def is_length_split(self) -> bool:

@@ -60,7 +60,8 @@ class Head(nnx.Module):
 
     def __init__(self, spec: VocabularySpec, make: WeightMaker):
         self.spec = spec
-        self.kernel = make.projection((spec.emb_dim,), (spec.vocab_size,), ("embed", "vocab"), scale=spec.init_scale)
+        std = spec.init_scale * spec.emb_dim**-0.5
+        self.kernel = make.matrix((spec.emb_dim,), (spec.vocab_size,), ("embed", "vocab"), std=std)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] to [..., V]."""

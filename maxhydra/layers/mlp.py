@@ -10,8 +10,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config import model as config
-from maxhydra.kernels.einsum import projected
 from maxhydra.layers.context import Context
+from maxhydra.layers.projection import Projection
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
 ACTIVATIONS: dict[config.Activation, Callable[[jax.Array], jax.Array]] = {
@@ -28,7 +28,6 @@ class MlpSpec:
     emb_dim: int
     dim: int
     activation: config.Activation
-    outputs_first: bool
     init_scale: float
     out_scale: float
     dtypes: Dtypes
@@ -39,7 +38,6 @@ class MlpSpec:
             emb_dim=model.emb_dim,
             dim=kind.mlp.dim or model.mlp_dim,
             activation=kind.mlp.activation,
-            outputs_first=model.kernels.projection is config.Projection.outputs_first,
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
@@ -52,26 +50,21 @@ class Mlp(nnx.Module):
     def __init__(self, spec: MlpSpec, make: WeightMaker):
         self.spec = spec
         D, F = spec.emb_dim, spec.dim
-        self.gate = make.projection((D,), (F,), ("embed", "mlp"), scale=spec.init_scale)
-        self.up = make.projection((D,), (F,), ("embed", "mlp"), scale=spec.init_scale)
-        self.down = make.projection((F,), (D,), ("mlp", "embed"), scale=spec.out_scale)
+        self.gate = make.projection("gate", (D,), (F,), ("embed", "mlp"), scale=spec.init_scale)
+        self.up = make.projection("up", (D,), (F,), ("embed", "mlp"), scale=spec.init_scale)
+        self.down = make.projection("down", (F,), (D,), ("mlp", "embed"), scale=spec.out_scale)
 
     @jax.named_scope("mlp")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         gate_BTF = checkpoint_name(self._hidden(x_BTD, self.gate, ctx), "mlp_gate")
         up_BTF = checkpoint_name(self._hidden(x_BTD, self.up, ctx), "mlp_up")
         hidden_BTF = gated(self.spec.activation, gate_BTF, up_BTF)
-        out_BTD = self._product("BTF,FD->BTD", hidden_BTF, self.down)
+        out_BTD = self.down(hidden_BTF, ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
         return checkpoint_name(out_BTD, "mlp_out")
 
-    def _hidden(self, x_BTD: jax.Array, weight: nnx.Param, ctx: Context) -> jax.Array:
-        hidden_BTF = self._product("BTD,DF->BTF", x_BTD, weight)
-        return ctx.constrain(hidden_BTF, "act_batch", "act_length", "act_mlp")
-
-    def _product(self, equation: str, x: jax.Array, weight: nnx.Param) -> jax.Array:
-        spec = self.spec
-        return projected(equation, x, weight[...].astype(spec.dtypes.compute), outputs_first=spec.outputs_first)
+    def _hidden(self, x_BTD: jax.Array, projection: Projection, ctx: Context) -> jax.Array:
+        return ctx.constrain(projection(x_BTD, ctx), "act_batch", "act_length", "act_mlp")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from copy import copy
+from itertools import count
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,11 @@ import numpy as np
 from flax import nnx
 
 from maxhydra.config import model as config
+from maxhydra.layers.projection import Lora, LoraSpec, ProductSpec, Projection
 from maxhydra.sharding import LogicalAxes
+
+# Keys of a layer that its own dropout takes.
+FREE_KEYS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,42 +35,83 @@ class Dtypes:
 class WeightMaker:
     """Makes the weights of modules: initial values and logical axes, alone or stacked over layers.
 
-    A key per weight in the order of making; values do not depend on how the weights are sharded.
+    A key per weight in the order of making; values do not depend on how the weights are sharded, and those of the model
+    not on its adapter.
     """
 
-    def __init__(self, key: jax.Array, *, dtype: np.dtype, layers: int | None):
-        self._key = key
-        self._made = 0
-        self._dtype = dtype
+    def __init__(self, key: jax.Array, *, dtype: np.dtype, layers: int | None, product: ProductSpec):
+        self._key, self._dtype, self._product = key, dtype, product
+        self._numbers = count(1)
+        self._path = ""
         self._stack: tuple[int, ...] = () if layers is None else (layers,)
         self._stack_axes: LogicalAxes = () if layers is None else ("layers",)
 
     def stacked(self, layers: int) -> "WeightMaker":
         """A maker of weights that hold so many layers, on a leading axis `layers`."""
-        return WeightMaker(self._next_key(), dtype=self._dtype, layers=layers)
+        key = jax.random.fold_in(self._key, next(self._numbers))
+        return WeightMaker(key, dtype=self._dtype, layers=layers, product=self._product)
+
+    def below(self, name: str) -> "WeightMaker":
+        """The same maker for a part of this name."""
+        part = copy(self)
+        part._path = f"{self._path}{name}/"
+        return part
 
     def ones(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
         return nnx.Param(jnp.ones(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
 
     def matrix(self, rows: tuple[int, ...], columns: tuple[int, ...], axes: LogicalAxes, *, std: float) -> nnx.Param:
-        """Normal values in [*rows, *columns], drawn in float32 whatever format they are kept in.
-
-        Drawn as a plain matrix: random numbers in four dimensions take XLA seconds to compile for a CPU.
-        """
-        flat = (*self._stack, math.prod(rows), math.prod(columns))
-        values = std * jax.random.normal(self._next_key(), flat, jnp.float32)
-        shaped = values.astype(self._dtype).reshape(*self._stack, *rows, *columns)
-        return nnx.Param(shaped, axes=self._stack_axes + axes)
+        """Normal values in [*rows, *columns], drawn in float32 whatever format they are kept in."""
+        key = jax.random.fold_in(self._key, next(self._numbers))
+        return self._normal(key, rows, columns, axes, std=std, dtype=self._dtype)
 
     def projection(
-        self, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: LogicalAxes, *, scale: float
-    ) -> nnx.Param:
+        self, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: LogicalAxes, *, scale: float
+    ) -> Projection:
         """A map from inputs of unit variance to outputs of variance scale^2: its entries have scale^2 / fan-in."""
-        return self.matrix(inputs, outputs, axes, std=scale * math.prod(inputs) ** -0.5)
+        number = next(self._numbers)
+        key = jax.random.fold_in(self._key, number)
+        std = scale * math.prod(inputs) ** -0.5
+        kernel = self._normal(key, inputs, outputs, axes, std=std, dtype=self._dtype)
+        name = self._path + name
+        lora = None
+        if self._product.lora is not None and self._product.lora.adds_to(name):
+            key = jax.random.fold_in(key, 1)
+            lora = self._lora(self._product.lora, key, inputs, outputs, axes, number=FREE_KEYS + number)
+        return Projection(kernel, lora, self._product, name=name, inputs=len(inputs))
 
-    def _next_key(self) -> jax.Array:
-        self._made += 1
-        return jax.random.fold_in(self._key, self._made)
+    def _lora(
+        self,
+        spec: LoraSpec,
+        key: jax.Array,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        axes: LogicalAxes,
+        *,
+        number: int,
+    ) -> Lora:
+        """Trained in float32 whatever the model is kept in: its steps are small."""
+        into, out_of = (*axes[: len(inputs)], None), (None, *axes[len(inputs) :])
+        std = (3 * math.prod(inputs)) ** -0.5
+        a = self._normal(key, inputs, (spec.rank,), into, std=std, dtype=jnp.dtype(jnp.float32))
+        b = jnp.zeros((*self._stack, spec.rank, *outputs), jnp.float32)
+        return Lora(a, nnx.Param(b, axes=self._stack_axes + out_of), spec, number=number)
+
+    def _normal(
+        self,
+        key: jax.Array,
+        rows: tuple[int, ...],
+        columns: tuple[int, ...],
+        axes: LogicalAxes,
+        *,
+        std: float,
+        dtype: np.dtype,
+    ) -> nnx.Param:
+        """Drawn as a plain matrix: random numbers in four dimensions take XLA seconds to compile for a CPU."""
+        flat = (*self._stack, math.prod(rows), math.prod(columns))
+        values = std * jax.random.normal(key, flat, jnp.float32)
+        shaped = values.astype(dtype).reshape(*self._stack, *rows, *columns)
+        return nnx.Param(shaped, axes=self._stack_axes + axes)
 
 
 def residual_scale(model: config.Model) -> float:

@@ -26,6 +26,7 @@ from maxhydra.layers import (
 class BlockSpec:
     """One layer kind, resolved."""
 
+    name: str
     attention: AttentionSpec
     mlp: MlpSpec
     emb_dim: int
@@ -34,8 +35,10 @@ class BlockSpec:
     dtypes: Dtypes
 
     @classmethod
-    def of(cls, model: config.Model, kind: config.Kind) -> "BlockSpec":
+    def of(cls, model: config.Model, name: str) -> "BlockSpec":
+        kind = model.kinds[name]
         return cls(
+            name=name,
             attention=AttentionSpec.of(model, kind),
             mlp=MlpSpec.of(model, kind),
             emb_dim=model.emb_dim,
@@ -51,9 +54,9 @@ class Block(nnx.Module):
     def __init__(self, spec: BlockSpec, make: WeightMaker):
         self.spec = spec
         self.attention_norm = RMSNorm(spec.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
-        self.attention = Attention(spec.attention, make)
+        self.attention = Attention(spec.attention, make.below("attention"))
         self.mlp_norm = RMSNorm(spec.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
-        self.mlp = Mlp(spec.mlp, make)
+        self.mlp = Mlp(spec.mlp, make.below("mlp"))
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
         x_BTD = ctx.constrain(x_BTD, "act_batch", "act_length", "act_embed")

@@ -14,7 +14,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config import model as config
-from maxhydra.layers import Cache, Context, Dtypes, Embedding, Head, RMSNorm, Room, VocabularySpec, WeightMaker
+from maxhydra.layers import (
+    Cache,
+    Context,
+    Dtypes,
+    Embedding,
+    Head,
+    LoraSpec,
+    ProductSpec,
+    Projection,
+    RMSNorm,
+    Room,
+    VocabularySpec,
+    WeightMaker,
+)
 from maxhydra.model.block import Block, BlockSpec
 from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder
@@ -33,15 +46,16 @@ class DecoderSpec:
     norm_eps: float
     unroll: int
     remat: Remat
+    product: ProductSpec
     dtypes: Dtypes
 
     @classmethod
-    def of(cls, model: config.Model) -> "DecoderSpec":
+    def of(cls, model: config.Model, lora: LoraSpec | None = None) -> "DecoderSpec":
         repeated = model.num_layers - len(model.prefix)
         repetitions, rest = divmod(repeated, len(model.pattern)) if repeated else (0, 0)
-        pattern = tuple(BlockSpec.of(model, model.kinds[name]) for name in model.pattern)
+        pattern = tuple(BlockSpec.of(model, name) for name in model.pattern)
         return cls(
-            prefix=tuple(BlockSpec.of(model, model.kinds[name]) for name in model.prefix),
+            prefix=tuple(BlockSpec.of(model, name) for name in model.prefix),
             pattern=pattern if repetitions else (),
             repetitions=repetitions,
             remainder=pattern[:rest],
@@ -50,6 +64,11 @@ class DecoderSpec:
             norm_eps=model.norm_eps,
             unroll=max(1, min(model.scan_unroll, repetitions)),
             remat=Remat.of(model.remat),
+            product=ProductSpec(
+                compute=Dtypes.of(model.dtypes).compute,
+                outputs_first=model.kernels.projection is config.Projection.outputs_first,
+                lora=lora,
+            ),
             dtypes=Dtypes.of(model.dtypes),
         )
 
@@ -64,11 +83,12 @@ class Decoder(nnx.Module):
 
     def __init__(self, spec: DecoderSpec, key: jax.Array):
         self.spec = spec
-        make = WeightMaker(key, dtype=spec.dtypes.weights, layers=None)
+        make = WeightMaker(key, dtype=spec.dtypes.weights, layers=None, product=spec.product)
         self.embedding = Embedding(spec.vocabulary, make)
-        self.prefix = _numbered([Block(block, make) for block in spec.prefix])
-        self.pattern = _numbered([Block(block, make.stacked(spec.repetitions)) for block in spec.pattern])
-        self.remainder = _numbered([Block(block, make) for block in spec.remainder])
+        self.prefix = _numbered([Block(block, make.below(block.name)) for block in spec.prefix])
+        stacks = [make.stacked(spec.repetitions).below(block.name) for block in spec.pattern]
+        self.pattern = _numbered([Block(block, stack) for block, stack in zip(spec.pattern, stacks, strict=True)])
+        self.remainder = _numbered([Block(block, make.below(block.name)) for block in spec.remainder])
         self.final_norm = RMSNorm(spec.vocabulary.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
         self.head = None if spec.is_tied else Head(spec.vocabulary, make)
 
@@ -92,6 +112,10 @@ class Decoder(nnx.Module):
     def empty_cache(self, room: Room) -> dict[str, list[Cache]]:
         """The caches of all blocks; those of the pattern hold every repetition, the others one layer."""
         return self._map_blocks(lambda block, layers: block.empty_cache(room, layers))
+
+    def projections(self) -> list[Projection]:
+        """Every linear map of every block."""
+        return [module for _, module in nnx.iter_modules(self) if isinstance(module, Projection)]
 
     def _map_blocks(self, function: Callable[[Block, int], Any]) -> dict[str, list[Any]]:
         """A function of every block and the layers that it stands for."""

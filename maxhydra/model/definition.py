@@ -1,14 +1,17 @@
 """A model as plain functions over a plain tree of weights: the only door through which the rest of the code sees it."""
 
 import dataclasses
+import re
 from functools import cached_property
 from typing import Any
 
 import jax
 from flax import nnx
 
+from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
-from maxhydra.layers import Context, Room
+from maxhydra.config.adapter import Adapter
+from maxhydra.layers import Context, LoraSpec, Room
 from maxhydra.model.decoder import Decoder, DecoderSpec
 from maxhydra.sharding import Sharder
 
@@ -20,19 +23,27 @@ class ModelDef:
     """What a model is, without its weights. Nothing here allocates until `init` or `empty_cache` is called.
 
     Weights are nested dicts of arrays keyed by text. The layers of one position of the pattern are stacked on a leading
-    axis: `pattern/0/attention/query` is [layers, embed, heads, head_dim].
+    axis: `pattern/0/attention/query/kernel` is [layers, embed, heads, head_dim].
     """
 
     config: config.Model
+    adapter: Adapter | None = None
+
+    @property
+    def base(self) -> "ModelDef":
+        """The model without its adapter."""
+        return ModelDef(self.config)
 
     @cached_property
     def _spec(self) -> DecoderSpec:
-        return DecoderSpec.of(self.config)
+        return DecoderSpec.of(self.config, LoraSpec.of(self.adapter))
 
     @cached_property
     def _abstract(self) -> Decoder:
         """The module with shapes in place of arrays."""
-        return nnx.eval_shape(lambda: Decoder(self._spec, jax.random.key(0)))
+        decoder = nnx.eval_shape(lambda: Decoder(self._spec, jax.random.key(0)))
+        _require_matched(self.adapter, [projection.name for projection in decoder.projections()])
+        return decoder
 
     @cached_property
     def _graphdef(self) -> Any:
@@ -67,9 +78,27 @@ class ModelDef:
         return self._abstract.empty_cache(room)
 
     def _bind(self, params: Tree) -> Decoder:
-        return nnx.merge(self._graphdef, params)
+        """The module over its own weights; what lies beside them, such as a teacher's, is not its business."""
+        return nnx.merge(self._graphdef, {name: params[name] for name in self.shapes})
 
 
-def build(model: config.Model) -> ModelDef:
-    """The model of a config."""
-    return ModelDef(model)
+def build(model: config.Model, adapter: Adapter | None = None) -> ModelDef:
+    """The model of a config, with what an adapter adds to it."""
+    return ModelDef(model, adapter)
+
+
+def _require_matched(adapter: Adapter | None, names: list[str]) -> None:
+    """Every target must name a projection: a typo would train less than was asked for, in silence."""
+    targets = (adapter.targets if adapter else None) or []
+    problems = [
+        Problem(
+            "adapter.targets",
+            f"no projection's name matches {target!r}",
+            value=targets,
+            accepted=f"regular expressions on {', '.join(dict.fromkeys(names))}",
+        )
+        for target in targets
+        if not any(re.search(target, name) for name in names)
+    ]
+    if problems:
+        raise ConfigError(problems)

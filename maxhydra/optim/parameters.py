@@ -54,7 +54,7 @@ def is_table(axes: LogicalAxes) -> bool:
 
 
 def path_of(keys: jax.tree_util.KeyPath) -> str:
-    """`layers/0/attention/query`."""
+    """`pattern/0/attention/query/kernel`."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 

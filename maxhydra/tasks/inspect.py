@@ -13,6 +13,7 @@ from maxhydra.config.hardware import Hardware
 from maxhydra.config.tasks.inspect import Format, InspectTask
 from maxhydra.sharding import Sharder, abstract_mesh, bytes_per_device, is_axes
 from maxhydra.tasks import Job, Outcome
+from maxhydra.train import plan_states
 
 NEEDS_DEVICES = KEEPS_RUN = False
 
@@ -33,11 +34,11 @@ def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, InspectTask)
     sharder = Sharder(abstract_mesh(config.mesh, devices=task.devices, slices=task.slices), config.mesh.rules)
-    decoder = model.build(config.model)
-    sharder.check(decoder.axes, decoder.shapes)
-    optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=decoder.shapes, axes=decoder.axes)
-    state_shapes = jax.eval_shape(optimizer.transform.init, decoder.shapes)
-    state_axes = optim.state_axes(optimizer, decoder.shapes, decoder.axes)
+    states = plan_states(config, sharder)
+    decoder, optimizer = states.model, states.optimizer
+    shapes, axes = model.split(decoder.shapes)[0], model.split(decoder.axes)[0]
+    state_shapes = jax.eval_shape(optimizer.transform.init, shapes)
+    state_axes = optim.state_axes(optimizer, shapes, axes)
     parameters = _rows(decoder.shapes, decoder.axes, sharder)
     moments = _rows(state_shapes, state_axes, sharder)
     facts = {

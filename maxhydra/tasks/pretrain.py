@@ -1,9 +1,18 @@
 """Pretraining: predict the next token of plain text. Read from top to bottom, this is a training run."""
 
-from maxhydra import data, model, optim
+from maxhydra import data
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
-from maxhydra.train import StateDef, Training, next_token_loss, plan_batches, train, write_sample
+from maxhydra.train import (
+    LoadedBatches,
+    Training,
+    held_out_loss,
+    next_token_loss,
+    plan_batches,
+    plan_states,
+    train,
+    write_sample,
+)
 
 NEEDS_DEVICES = KEEPS_RUN = True
 
@@ -12,20 +21,17 @@ def run(job: Job) -> Outcome:
     config = job.config
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
 
-    batches = plan_batches(config, sharder)
-    loader = data.train_loader(config.data, batches)
+    spec = plan_batches(config, sharder)
+    loader = data.train_loader(config.data, spec)
 
-    decoder = model.build(config.model)
-    sharder.check(decoder.axes, decoder.shapes)
-
-    optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=decoder.shapes, axes=decoder.axes)
-
+    states = plan_states(config, sharder)
+    loss = next_token_loss(states.model, sharder, config.train)
     training = Training(
-        states=StateDef(decoder, optimizer, sharder),
-        loss=next_token_loss(decoder, sharder, config.train),
-        batches=batches,
-        loader=loader,
-        held_out=lambda: data.eval_batches(config.data, batches),
+        states=states,
+        loss=loss,
+        spec=spec,
+        batches=LoadedBatches(loader),
+        evaluate=held_out_loss(loss, lambda: data.eval_batches(config.data, spec), limit=config.train.eval_batches),
     )
     ending = train(training, config, run=job.run, machine=job.machine)
 
@@ -33,6 +39,6 @@ def run(job: Job) -> Outcome:
     if config.train.sample.tokens and ending.status == "finished":
         tokenizer = data.tokenizer(config.data)
         facts["sample"] = write_sample(
-            decoder, ending.state.params, tokenizer, config.train.sample, sharder=sharder, seed=config.run.seed
+            states.model, ending.state.weights, tokenizer, config.train.sample, sharder=sharder, seed=config.run.seed
         )
     return Outcome(ending.status, ending.reason, ending.metrics, facts)

@@ -2,9 +2,23 @@
 
 from maxhydra.train.batching import plan_batches
 from maxhydra.train.loop import Ending
-from maxhydra.train.objective import next_token_loss
+from maxhydra.train.objective import held_out_loss, next_token_loss
 from maxhydra.train.sample import write_sample
 from maxhydra.train.session import Training, train
-from maxhydra.train.state import StateDef, TrainState
+from maxhydra.train.source import Batches, LoadedBatches
+from maxhydra.train.state import StateDef, TrainState, plan_states
 
-__all__ = ["Ending", "StateDef", "TrainState", "Training", "next_token_loss", "plan_batches", "train", "write_sample"]
+__all__ = [
+    "Batches",
+    "Ending",
+    "LoadedBatches",
+    "StateDef",
+    "TrainState",
+    "Training",
+    "held_out_loss",
+    "next_token_loss",
+    "plan_batches",
+    "plan_states",
+    "train",
+    "write_sample",
+]

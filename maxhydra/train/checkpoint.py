@@ -33,7 +33,10 @@ class SaveFailed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A state from disk, the loader position that belongs to it, and the folder it came from."""
+    """A state from disk, the loader position that belongs to it, and the folder it came from.
+
+    Its frozen part is still the abstract one: a checkpoint does not hold it.
+    """
 
     state: TrainState
     data: dict[str, Any]
@@ -106,7 +109,7 @@ class OrbaxCheckpointer:
 
     def _require_room(self, state: TrainState) -> None:
         """Refuse a save that the disk cannot hold, rather than fill it to the last byte and fail half-way."""
-        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) // jax.process_count()
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, _rest(state)))) // jax.process_count()
         free = shutil.disk_usage(self._folder).free
         if free < needed:
             raise OSError(errno.ENOSPC, f"{needed / 2**20:.1f} MiB are needed, {free / 2**20:.1f} MiB are free")
@@ -172,7 +175,8 @@ def read_state(path: Path, abstract: TrainState) -> Restored:
     )
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         items = reader.restore(path, args=items)
-    return Restored(state=TrainState(params=items.params, **items.rest), data=items.data, source=path)
+    state = TrainState(params=items.params, frozen=abstract.frozen, **items.rest)
+    return Restored(state=state, data=items.data, source=path)
 
 
 def _rest(state: TrainState) -> dict[str, Tree]:

@@ -10,14 +10,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from maxhydra.config.run import Checkpoint, Train
-from maxhydra.data import Loader
 from maxhydra.train.checkpoint import Checkpointer, SaveFailed
 from maxhydra.train.interrupt import Interrupt
 from maxhydra.train.meter import Meter
+from maxhydra.train.source import Batches
 from maxhydra.train.state import TrainState
 from maxhydra.train.step import StepFn, sequences_in
 
 log = logging.getLogger("maxhydra")
+# What an evaluation is judged by, where it has one.
+LOSS = "eval/loss"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Parts:
     train: Train
     saving: Checkpoint
     step: StepFn
-    loader: Loader
+    batches: Batches
     evaluate: Callable[[TrainState], dict[str, float]] | None
     checkpointer: Checkpointer
     meter: Meter
@@ -53,11 +55,11 @@ def fit(parts: Parts, state: TrainState, *, start: int, interrupt: Interrupt) ->
     loop = _Loop(parts, start)
     for step in range(start + 1, parts.train.steps + 1):
         waiting = time.perf_counter()
-        batch = next(parts.loader)
+        batch = parts.batches.take(state)
         parts.meter.took(sequences_in(batch), waited=time.perf_counter() - waiting)
         state, metrics = parts.step(state, batch)
         if step % parts.train.log_every == 0 or step in (start + 1, parts.train.steps):
-            parts.meter.log(step, metrics, parts.loader.metrics())
+            parts.meter.log(step, metrics, parts.batches.metrics())
         if loop.evaluation_due(step):
             loop.evaluate(step, state)
         if ending := loop.ending(step, interrupt):
@@ -93,7 +95,8 @@ class _Loop:
         self._evaluated = self._parts.evaluate(state)
         self._evaluated_step = step
         self._parts.meter.evaluated(step, self._evaluated)
-        self._judge(self._evaluated["eval/loss"])
+        if LOSS in self._evaluated:
+            self._judge(self._evaluated[LOSS])
 
     def _judge(self, loss: float) -> None:
         """Count evaluations since the last improvement."""
@@ -108,10 +111,10 @@ class _Loop:
             return "failed", ""
         if name := interrupt.requested(step):
             return "preempted", f"{name} at step {step}"
-        if self._evaluated_step != step:
+        if self._evaluated_step != step or LOSS not in self._evaluated:
             return None
-        if train.target_eval_loss is not None and self._evaluated["eval/loss"] <= train.target_eval_loss:
-            return "finished", f"eval loss {self._evaluated['eval/loss']:.4f} reached train.target_eval_loss"
+        if train.target_eval_loss is not None and self._evaluated[LOSS] <= train.target_eval_loss:
+            return "finished", f"eval loss {self._evaluated[LOSS]:.4f} reached train.target_eval_loss"
         if train.early_stop.patience is not None and self._without_improvement >= train.early_stop.patience:
             return "finished", f"no better eval loss in {self._without_improvement} evaluations"
         return None
@@ -154,5 +157,5 @@ class _Loop:
 
     def _write(self, step: int, state: TrainState) -> None:
         metrics: Mapping[str, float] = self._evaluated if self._evaluated_step == step else {}
-        self._parts.checkpointer.save(step, state, self._parts.loader.state(), metrics)
+        self._parts.checkpointer.save(step, state, self._parts.batches.state(), metrics)
         self._saved_step = step

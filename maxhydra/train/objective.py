@@ -14,6 +14,8 @@ from maxhydra.train.loss import Sums, cross_entropy
 from maxhydra.train.state import TrainState, Tree
 from maxhydra.train.step import Batch, LossFn
 
+Evaluate = Callable[[TrainState], dict[str, float]]
+
 
 def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
     """Cross-entropy of each next token; without a key, dropout is off."""
@@ -39,18 +41,23 @@ def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
     return loss
 
 
-def make_evaluate(
-    loss_fn: LossFn, batches: Callable[[], Iterator[Batch]], *, limit: int
-) -> Callable[[TrainState], dict[str, float]]:
-    """Mean negative log-likelihood per token over the first `limit` held-out batches, exact to the token."""
-    sums_of = jax.jit(lambda params, batch: loss_fn(params, batch, None))
+def held_out_loss(loss_fn: LossFn, batches: Callable[[], Iterator[Batch]], *, limit: int) -> Evaluate | None:
+    """Means over the first `limit` held-out batches, exact to the token: `eval/loss`, and what else the loss sums up.
+
+    Where there is a likelihood (`nll`), that is the loss, without what training adds to it. None: a limit of 0.
+    """
+    sums_of = jax.jit(lambda weights, batch: loss_fn(weights, batch, None))
 
     def evaluate(state: TrainState) -> dict[str, float]:
-        total = _sum(sums_of(state.params, batch) for batch in islice(batches(), limit))
-        loss = float(total["nll"] / total["weight"])
-        return {"eval/loss": loss, "eval/perplexity": float(jnp.exp(loss)), "eval/tokens": float(total["weight"])}
+        weights = state.weights
+        total = _sum(sums_of(weights, batch) for batch in islice(batches(), limit))
+        means = {name: float(value / total["weight"]) for name, value in total.items() if name != "weight"}
+        if "nll" in means:
+            means["loss"] = means.pop("nll")
+            means["perplexity"] = float(jnp.exp(means["loss"]))
+        return {**{f"eval/{name}": mean for name, mean in means.items()}, "eval/tokens": float(total["weight"])}
 
-    return evaluate
+    return evaluate if limit else None
 
 
 def _sum(parts: Iterable[Sums]) -> Sums:

@@ -7,7 +7,7 @@ two sessions of one run.
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from maxhydra.config import Config
-from maxhydra.data import BatchSpec, Loader
+from maxhydra.data import BatchSpec
 from maxhydra.model import flops_per_token, parameter_count
 from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory, series
 from maxhydra.runtime import Machine
@@ -24,11 +24,12 @@ from maxhydra.train.growing import GrowingStep
 from maxhydra.train.interrupt import Interrupt
 from maxhydra.train.loop import Ending, Parts, fit
 from maxhydra.train.meter import Meter, Work
-from maxhydra.train.objective import make_evaluate
+from maxhydra.train.objective import Evaluate
 from maxhydra.train.progress import open_progress
+from maxhydra.train.source import Batches
 from maxhydra.train.start import Start, begin
 from maxhydra.train.state import StateDef
-from maxhydra.train.step import Batch, LossFn, StepFn, make_step, sequences_in
+from maxhydra.train.step import LossFn, StepFn, make_step, sequences_in
 from maxhydra.train.trackers import open_trackers
 
 log = logging.getLogger("maxhydra")
@@ -40,30 +41,36 @@ class Training:
 
     states: StateDef
     loss: LossFn
-    batches: BatchSpec
-    loader: Loader
-    held_out: Callable[[], Iterator[Batch]]
+    spec: BatchSpec
+    """Of the rows that a step takes."""
+    batches: Batches
+    evaluate: Evaluate | None
+    """Measures a state on what is held out. None: nothing is."""
+    passes: float = 1.0
+    """Forward and backward passes over the model for each row of a batch, for the account of arithmetic."""
 
 
 def train(training: Training, config: Config, *, run: RunDirectory, machine: Machine) -> Ending:
     """Train until train.steps, and save the end."""
     began = time.perf_counter()
-    with Interrupt() as interrupt, closing(training.loader), ExitStack() as stack:
-        example = training.loader.peek()
+    with Interrupt() as interrupt, closing(training.batches), ExitStack() as stack:
+        example = training.batches.peek()
         # The step compiles while the weights are made or read: on a small model either takes as long as the other.
         compiling = stack.enter_context(ThreadPoolExecutor(1)).submit(compile_step, training, config, example)
-        start = begin(training.states, run.checkpoints, config.checkpoint, training.loader, seed=config.run.seed)
+        start = begin(training.states, run.checkpoints, config.checkpoint, training.batches, seed=config.run.seed)
         parameters = parameter_count(training.states.model.shapes)
+        trained = parameter_count(start.state.params)
         log.info("%s", "; ".join(machine.notes))
-        log.info("%s parameters, %s; run %s", f"{parameters:,}", start.source, run.path)
-        run.update(parameters=parameters, started_from=start.source, start_step=start.step)
+        of_them = "" if trained == parameters else f", {trained:,} of them trained"
+        log.info("%s parameters%s, %s; run %s", f"{parameters:,}", of_them, start.source, run.path)
+        run.update(parameters=parameters, trained_parameters=trained, started_from=start.source, start_step=start.step)
         if start.step >= config.train.steps:
             reason = f"step {start.step} was reached before; raise train.steps to go on"
             return Ending("finished", reason, start.step, start.state, {})
         first, seconds = compiling.result()
         step = first
-        if training.batches.ramp:
-            sizes = [*(size for _, size in training.batches.ramp), training.batches.batch]
+        if training.spec.ramp:
+            sizes = [*(size for _, size in training.spec.ramp), training.spec.batch]
             compiled = {sequences_in(example): first}
             step = GrowingStep(lambda batch: compile_step(training, config, batch)[0], sizes, compiled)
         run.update(timings={"compile": seconds, "before_first_step": time.perf_counter() - began})
@@ -103,11 +110,10 @@ def _assemble(
     progress = stack.enter_context(
         closing(open_progress(config.train.progress, total=config.train.steps, start=start.step, shown=is_main))
     )
-    limit = config.train.eval_batches
-    seq_len = training.batches.rows.seq_len
+    seq_len = training.spec.rows.seq_len
     work = Work(
-        tokens=seq_len,
-        flops=seq_len * flops_per_token(config.model, seq_len),
+        tokens=int(training.passes * seq_len),
+        flops=training.passes * seq_len * flops_per_token(config.model, seq_len),
         devices=machine.devices,
         peak_tflops=machine.peak_tflops(config.model.dtypes.compute.value),
     )
@@ -115,8 +121,8 @@ def _assemble(
         train=config.train,
         saving=config.checkpoint,
         step=step,
-        loader=training.loader,
-        evaluate=make_evaluate(training.loss, training.held_out, limit=limit) if limit else None,
+        batches=training.batches,
+        evaluate=training.evaluate,
         checkpointer=stack.enter_context(closing(open_checkpointer(run.checkpoints, config.checkpoint))),
         meter=Meter(work, run=run, writer=writer, tracker=tracker, progress=progress, step=start.step),
         past_eval_losses=series(run.metrics_path, "eval/loss")[1],

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from maxhydra.config.run import Checkpoint
 from maxhydra.convert import load_weights
-from maxhydra.data import Loader
 from maxhydra.train.checkpoint import restore
+from maxhydra.train.source import Batches
 from maxhydra.train.state import StateDef, TrainState
 
 
@@ -19,15 +19,27 @@ class Start:
     source: str
 
 
-def begin(states: StateDef, checkpoints: Path, saving: Checkpoint, loader: Loader, *, seed: int) -> Start:
+def begin(states: StateDef, checkpoints: Path, saving: Checkpoint, batches: Batches, *, seed: int) -> Start:
     """Restore in the order run, load_full_state, load_parameters; else initialise from the seed."""
     abstract = states.abstract()
-    if found := restore(checkpoints, saving, abstract):
-        loader.restore(found.data)
-        step = int(found.state.step)
-        return Start(found.state, step, f"going on from step {step} of {found.source}")
+    found = restore(checkpoints, saving, abstract)
+    if found is None:
+        source = f"fresh weights from seed {seed}"
+        if saving.load_parameters is not None:
+            source = f"the weights of {saving.load_parameters}"
+        return Start(_fresh(states, saving, seed), 0, source)
+    batches.restore(found.data)
+    step = int(found.state.step)
+    state = found.state
+    if abstract.frozen:
+        state = dataclasses.replace(state, frozen=_fresh(states, saving, seed).frozen)
+    return Start(state, step, f"going on from step {step} of {found.source}")
+
+
+def _fresh(states: StateDef, saving: Checkpoint, seed: int) -> TrainState:
     if saving.load_parameters is None:
-        return Start(states.create(seed), 0, f"fresh weights from seed {seed}")
-    shardings, dtype = states.shardings().params, states.model.config.dtypes.weights.value
-    params = load_weights(saving.load_parameters, states.model, shardings=shardings, dtype=dtype)
-    return Start(states.create_around(params, seed), 0, f"the weights of {saving.load_parameters}")
+        return states.create(seed)
+    base, dtype = states.model.base, states.model.config.dtypes.weights.value
+    shardings = states.sharder.tree(base.axes)
+    weights = load_weights(saving.load_parameters, base, shardings=shardings, dtype=dtype)
+    return states.create_around(weights, seed)

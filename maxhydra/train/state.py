@@ -1,12 +1,15 @@
 """What a training run carries from step to step, and how it is laid out on the mesh."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from maxhydra.model import ModelDef
+from maxhydra import model, optim
+from maxhydra.config import Config
+from maxhydra.model import ModelDef, join, split
 from maxhydra.optim import Optimizer, state_axes
 from maxhydra.sharding import Sharder
 
@@ -43,13 +46,24 @@ class Guard:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """One tree: everything a checkpoint holds besides the data position."""
+    """One tree: everything a checkpoint holds besides the data position, and the weights that stay as they are.
+
+    Those a checkpoint need not hold: they come from where they came from before.
+    """
 
     step: jax.Array
     params: Tree
+    """What is trained."""
+    frozen: Tree
+    """What is not: the model under an adapter, and what a task has beside it, such as a teacher."""
     opt_state: Tree
     key: jax.Array
     guard: Guard
+
+    @property
+    def weights(self) -> Tree:
+        """All that a loss sees."""
+        return join(self.params, self.frozen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,37 +72,44 @@ class StateDef:
 
     model: ModelDef
     optimizer: Optimizer
+    """Of what is trained: `split(model.shapes)[0]`."""
     sharder: Sharder
+    beside: Mapping[str, Tree] = dataclasses.field(default_factory=dict)
+    """Weights by name that a loss sees beside the model's own."""
 
-    def init(self, seed: jax.Array) -> TrainState:
-        return self._around(self.model.init(jax.random.split(jax.random.key(seed))[0]), seed)
-
-    def _around(self, params: Tree, seed: jax.Array) -> TrainState:
+    def _around(self, weights: Tree, beside: Tree, seed: jax.Array) -> TrainState:
         rest = jax.random.split(jax.random.key(seed))[1]
+        params, frozen = split(weights)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
+            frozen={**frozen, **beside},
             opt_state=self.optimizer.transform.init(params),
             key=jax.random.key_data(rest),
             guard=Guard.fresh(),
         )
 
-    def axes(self) -> TrainState:
-        """Logical axes of every leaf."""
-        return TrainState(
+    def _weights(self, seed: jax.Array) -> Tree:
+        return self.model.init(jax.random.split(jax.random.key(seed))[0])
+
+    def shardings(self) -> TrainState:
+        params, frozen = split(self.model.axes)
+        axes = TrainState(
             step=(),  # type: ignore[arg-type]
-            params=self.model.axes,
-            opt_state=state_axes(self.optimizer, self.model.shapes, self.model.axes),
+            params=params,
+            frozen=frozen,
+            opt_state=state_axes(self.optimizer, split(self.model.shapes)[0], params),
             key=(None,),  # type: ignore[arg-type]
             guard=Guard(mean=(None,), variance=(None,), seen=(), skipped=(), halted=()),  # type: ignore[arg-type]
         )
-
-    def shardings(self) -> TrainState:
-        return self.sharder.tree(self.axes())
+        own = self.sharder.tree(axes)
+        beside = jax.tree.map(lambda leaf: leaf.sharding, self.beside)
+        return dataclasses.replace(own, frozen={**own.frozen, **beside})
 
     def abstract(self) -> TrainState:
         """Shapes, types and shardings of the state: what a checkpoint is restored onto."""
-        shapes = jax.eval_shape(self.init, jnp.uint32(0))
+        beside = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), dict(self.beside))
+        shapes = jax.eval_shape(lambda seed: self._around(self._weights(seed), beside, seed), jnp.uint32(0))
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             shapes,
@@ -97,10 +118,29 @@ class StateDef:
 
     def create(self, seed: int) -> TrainState:
         """Initialise straight into shards: no device ever holds a whole weight."""
-        build = jax.jit(self.init, out_shardings=self.shardings(), compiler_options=RUN_ONCE)
-        return build(jnp.uint32(seed))
+        build = jax.jit(
+            lambda beside, seed: self._around(self._weights(seed), beside, seed),
+            out_shardings=self.shardings(),
+            donate_argnums=0,
+            compiler_options=RUN_ONCE,
+        )
+        return build(dict(self.beside), jnp.uint32(seed))
 
-    def create_around(self, params: Tree, seed: int) -> TrainState:
-        """A fresh state with weights that are there already, which it takes over."""
-        build = jax.jit(self._around, out_shardings=self.shardings(), donate_argnums=0)
-        return build(params, jnp.uint32(seed))
+    def create_around(self, base: Tree, seed: int) -> TrainState:
+        """A fresh state with the model's weights, which it takes over; those of an adapter begin as they do."""
+
+        def build(base: Tree, beside: Tree, seed: jax.Array) -> TrainState:
+            trained, frozen = split(self._weights(seed))
+            return self._around(join(trained, base) if frozen else base, beside, seed)
+
+        made = jax.jit(build, out_shardings=self.shardings(), donate_argnums=(0, 1))
+        return made(base, dict(self.beside), jnp.uint32(seed))
+
+
+def plan_states(config: Config, sharder: Sharder, *, beside: Mapping[str, Tree] | None = None) -> StateDef:
+    """The states of a config: its model with its adapter, and the optimizer of what is trained of them."""
+    decoder = model.build(config.model, config.adapter)
+    sharder.check(decoder.axes, decoder.shapes)
+    shapes, axes = split(decoder.shapes)[0], split(decoder.axes)[0]
+    optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=shapes, axes=axes)
+    return StateDef(decoder, optimizer, sharder, beside or {})

@@ -1,6 +1,6 @@
 """The one step builder: gradients over micro-batches, the guard against bad updates, the update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from maxhydra.config.run import Nonfinite, Spike, Train
+from maxhydra.model import join
 from maxhydra.optim import Optimizer
 from maxhydra.train.loss import Sums
 from maxhydra.train.state import Guard, TrainState
@@ -15,12 +16,13 @@ from maxhydra.train.state import Guard, TrainState
 Tree = Any
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
-# Sums over the batch, `loss` and `weight` among them: the step minimises loss / weight. No key: no dropout.
+# (weights, batch, key) -> sums over the batch, `loss` and `weight` among them: the step minimises loss / weight.
+# No key: no dropout.
 LossFn = Callable[[Tree, Batch, jax.Array | None], Sums]
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
-def sequences_in(batch: Batch) -> int:
+def sequences_in(batch: Mapping[str, Any]) -> int:
     """How many sequences a batch has."""
     return int(next(iter(batch.values())).shape[0])
 
@@ -30,7 +32,11 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train) -> StepFn:
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        grads, sums = _gradients(loss_fn, state.params, batch, key, micro_batches=train.grad_accum)
+
+        def loss_of(params: Tree, batch: Batch, key: jax.Array | None) -> Sums:
+            return loss_fn(join(params, state.frozen), batch, key)
+
+        grads, sums = _gradients(loss_of, state.params, batch, key, micro_batches=train.grad_accum)
         means = {name: total / _weight(sums) for name, total in sums.items() if name not in ("weight", "nll")}
         grad_norm = optax.tree.norm(grads)
 
@@ -46,6 +52,7 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train) -> StepFn:
         new_state = TrainState(
             step=state.step + jnp.where(halted, 0, 1),
             params=params,
+            frozen=state.frozen,
             opt_state=opt_state,
             key=state.key,
             guard=_observe(state.guard, observed, train.spike, apply=apply, halted=halted),

@@ -1,0 +1,48 @@
+"""Small trainable additions to frozen weights."""
+
+import re
+from collections.abc import Iterator
+from enum import Enum
+
+from maxhydra.config.declare import Schema, option, schema
+from maxhydra.config.errors import Problem
+
+
+class AdapterKind(Enum):
+    none = "none"
+    lora = "lora"
+
+
+NEEDED = ("rank", "alpha", "dropout", "targets")
+
+
+@schema
+class Adapter(Schema):
+    """What is trained beside the model's own weights, which then stay as they are."""
+
+    kind: AdapterKind = AdapterKind.none
+    """none trains the model's own weights; lora a low-rank addition to chosen projections (Hu et al., 2021)."""
+    rank: int | None = option(None, ge=1)
+    """lora: rank of the addition."""
+    alpha: float | None = option(None, gt=0)
+    """lora: the addition is scaled by alpha / rank."""
+    dropout: float | None = option(None, ge=0, lt=1)
+    """lora: share of the addition's inputs that are zeroed in training."""
+    targets: list[str] | None = None
+    """lora: projections that get one, as regular expressions on <layer kind>/<projection>, such as layer/mlp/up."""
+
+    def check(self) -> Iterator[Problem]:
+        for name in NEEDED:
+            value = getattr(self, name)
+            if self.kind is AdapterKind.none and value is not None:
+                yield Problem(name, "is not used by kind=none", value=value, accepted="null", hint="try adapter=lora")
+            if self.kind is not AdapterKind.none and value is None:
+                kind = self.kind.value
+                hint = f"set it, or choose the whole option with adapter={kind}"
+                yield Problem(name, f"is needed by kind={kind}", value=None, hint=hint)
+        for pattern in self.targets or []:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                reason = f"{pattern!r} is not a regular expression: {error}"
+                yield Problem("targets", reason, value=self.targets)

@@ -1,0 +1,105 @@
+"""Linear maps of activations: the product with a weight, and what an adapter adds to it.
+
+Every weight of a layer that multiplies is one of these, so that there is one place where its product is made.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxhydra.config import adapter as config
+from maxhydra.kernels.einsum import projected
+from maxhydra.layers.context import Context
+from maxhydra.layers.dropout import dropout
+
+# Letters for the dimensions of a product; more than any weight has.
+INPUTS, OUTPUTS = "abcd", "wxyz"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSpec:
+    """A low-rank addition, resolved."""
+
+    rank: int
+    scale: float
+    dropout: float
+    targets: tuple[str, ...]
+
+    @classmethod
+    def of(cls, adapter: config.Adapter | None) -> "LoraSpec | None":
+        """None where nothing is added."""
+        if adapter is None or adapter.kind is config.AdapterKind.none:
+            return None
+        assert adapter.rank is not None and adapter.alpha is not None
+        assert adapter.dropout is not None and adapter.targets is not None
+        return cls(adapter.rank, adapter.alpha / adapter.rank, adapter.dropout, tuple(adapter.targets))
+
+    def adds_to(self, name: str) -> bool:
+        """Whether the projection of this name gets one."""
+        return any(re.search(target, name) for target in self.targets)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductSpec:
+    """How the products of a model are made."""
+
+    compute: np.dtype
+    outputs_first: bool
+    lora: LoraSpec | None = None
+
+
+class Lora(nnx.Module):
+    """scale * b(a(dropout(x))) of rank r (Hu et al., 2021). b begins at zero, so that training begins at the model."""
+
+    def __init__(self, a: nnx.Param, b: nnx.Param, spec: LoraSpec, *, number: int):
+        """`number`: that of the projection in its layer, which tells its dropout from that of others."""
+        self.a, self.b = a, b
+        self.spec, self.number = spec, number
+
+    def __call__(self, x: jax.Array, ctx: Context, product: ProductSpec, *, inputs: int) -> jax.Array:
+        kept = dropout(x, ctx.key(self.number), rate=self.spec.dropout)
+        narrow = _product(kept, self.a[...], product, inputs=inputs)
+        return self.spec.scale * _product(narrow, self.b[...], product, inputs=1)
+
+
+class Projection(nnx.Module):
+    """x times the kernel [*inputs, *outputs], over the last dimensions of x."""
+
+    def __init__(self, kernel: nnx.Param, lora: Lora | None, product: ProductSpec, *, name: str, inputs: int):
+        """`name`: <layer kind>/<path in the layer>, by which configs choose among projections."""
+        self.kernel, self.lora = kernel, lora
+        self.product, self.name, self.inputs = product, name, inputs
+
+    def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
+        return self.added(_product(x, self.kernel[...], self.product, inputs=self.inputs), x, ctx)
+
+    def added(self, out: jax.Array, x: jax.Array, ctx: Context) -> jax.Array:
+        """A product of x with the kernel alone, with what the adapter adds to it."""
+        if self.lora is None or not ctx.is_adapted:
+            return out
+        return out + self.lora(x, ctx, self.product, inputs=self.inputs)
+
+
+def together(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> list[jax.Array]:
+    """What several projections make of the same x, by one product: x is read once, its gradient written once.
+
+    They may differ in the first dimension of their outputs.
+    """
+    first = projections[0]
+    axis = first.inputs
+    kernels = [projection.kernel[...].astype(first.product.compute) for projection in projections]
+    whole = _product(x, jnp.concatenate(kernels, axis=axis), first.product, inputs=axis)
+    starts = np.cumsum([kernel.shape[axis] for kernel in kernels])[:-1]
+    parts = jnp.split(whole, starts, axis=x.ndim - axis)
+    return [projection.added(part, x, ctx) for projection, part in zip(projections, parts, strict=True)]
+
+
+def _product(x: jax.Array, kernel: jax.Array, spec: ProductSpec, *, inputs: int) -> jax.Array:
+    contracted, left = INPUTS[:inputs], OUTPUTS[: kernel.ndim - inputs]
+    equation = f"...{contracted},{contracted}{left}->...{left}"
+    return projected(equation, x, kernel.astype(spec.compute), outputs_first=spec.outputs_first)
