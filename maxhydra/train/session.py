@@ -16,7 +16,7 @@ import jax
 
 from maxhydra.config import Config
 from maxhydra.data import BatchSpec
-from maxhydra.model import flops_per_token, parameter_count
+from maxhydra.model import flops_per_token, parameter_counts
 from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory, series
 from maxhydra.runtime import Machine
 from maxhydra.train.checkpoint import open_checkpointer
@@ -58,8 +58,7 @@ def train(training: Training, config: Config, *, run: RunDirectory, machine: Mac
         # The step compiles while the weights are made or read: on a small model either takes as long as the other.
         compiling = stack.enter_context(ThreadPoolExecutor(1)).submit(compile_step, training, config, example)
         start = begin(training.states, run.checkpoints, config.checkpoint, training.batches, seed=config.run.seed)
-        parameters = parameter_count(training.states.model.shapes)
-        trained = parameter_count(start.state.params)
+        parameters, trained = parameter_counts(training.states.model)
         log.info("%s", "; ".join(machine.notes))
         of_them = "" if trained == parameters else f", {trained:,} of them trained"
         log.info("%s parameters%s, %s; run %s", f"{parameters:,}", of_them, start.source, run.path)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from maxhydra.config.run import Checkpoint
 from maxhydra.convert import load_weights
+from maxhydra.convert.origin import origin
 from maxhydra.train.checkpoint import restore
 from maxhydra.train.source import Batches
 from maxhydra.train.state import StateDef, TrainState
@@ -37,9 +38,13 @@ def begin(states: StateDef, checkpoints: Path, saving: Checkpoint, batches: Batc
 
 
 def _fresh(states: StateDef, saving: Checkpoint, seed: int) -> TrainState:
-    if saving.load_parameters is None:
+    source = saving.load_parameters
+    if source is None and saving.load_full_state is not None:
+        # Its adapter goes on around the weights around which it began.
+        found = origin("checkpoint.load_full_state", saving.load_full_state)
+        source = None if found is None else found.base
+    if source is None:
         return states.create(seed)
-    base, dtype = states.model.base, states.model.config.dtypes.weights.value
-    shardings = states.sharder.tree(base.axes)
-    weights = load_weights(saving.load_parameters, base, shardings=shardings, dtype=dtype)
+    shardings, dtype = states.sharder.tree(states.model.base.axes), states.model.config.dtypes.weights.value
+    weights = load_weights(source, states.model, shardings=shardings, dtype=dtype)
     return states.create_around(weights, seed)
