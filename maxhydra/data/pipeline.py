@@ -36,7 +36,7 @@ class Pipeline:
 
     def __init__(self, data: Data, spec: RowSpec):
         self.data, self.spec = data, spec
-        self._corpora = dict(data.sources) if data.source == "mixture" else {"": data}
+        self._corpora = data.corpora()
         self.sources: dict[str, Source] = {
             name: open_source(corpus, data, spec) for name, corpus in self._corpora.items()
         }

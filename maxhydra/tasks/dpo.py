@@ -87,8 +87,9 @@ def _all_rows(config: Config, spec: BatchSpec) -> Iterator[list[Row]]:
 
 
 def _problems(config: Config, reference: Reference) -> Iterator[Problem]:
-    for path, corpus in config.data.corpora().items():
+    for name, corpus in config.data.corpora().items():
         if corpus.shape != "preference":
+            path = f"data.sources.{name}" if name else "data"
             hint = "each record has `chosen` and `rejected`, and the `prompt` where they do not begin with it"
             reason = "is not what task=dpo learns from"
             yield Problem(f"{path}.shape", reason, value=corpus.shape, accepted="preference", hint=hint)
