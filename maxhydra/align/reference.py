@@ -41,7 +41,6 @@ class ReferenceCache:
     @classmethod
     def open(cls, folder: Path) -> "ReferenceCache":
         """What all processes of earlier sessions wrote. An entry that a kill cut short is not one."""
-        folder.mkdir(parents=True, exist_ok=True)
         known: dict[bytes, np.ndarray] = {}
         for path in sorted(folder.glob("*.logprobs")):
             whole = path.stat().st_size // ENTRY.itemsize
@@ -65,6 +64,7 @@ class ReferenceCache:
 
     def require(self, weights: Tree) -> None:
         """What is asked must be what was asked before."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         path, now = self.folder / "weights.json", to_json({"fingerprint": _fingerprint(weights)})
         if not path.exists():
             if jax.process_index() == 0:
