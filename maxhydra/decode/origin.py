@@ -26,7 +26,7 @@ def check_origin(config: Config, source: str) -> None:
     Weights of the same shapes may still belong to another model (another rope, another norm): loading them would
     succeed, and the model would write nonsense.
     """
-    run = _run_folder(source)
+    run = run_folder(source)
     if run is None:
         return
     theirs = from_yaml((run / "config.yaml").read_text(encoding="utf-8"), str(run / "config.yaml"))
@@ -57,7 +57,7 @@ def settings_name(config: Config) -> str:
     return fingerprint(chosen)
 
 
-def _run_folder(source: str) -> Path | None:
+def run_folder(source: str) -> Path | None:
     """The run that a run folder, its checkpoints folder or one checkpoint belongs to."""
     path = Path(source).expanduser().resolve()
     if not path.exists():

@@ -18,6 +18,7 @@ from maxhydra.train import (
     LoadedBatches,
     StateDef,
     Training,
+    closing_sample,
     held_out_loss,
     plan_batches,
     plan_states,
@@ -54,7 +55,8 @@ def run(job: Job) -> Outcome:
         passes=passes(reference),
     )
     ending = train(training, config, run=job.run, machine=job.machine)
-    return Outcome(ending.status, ending.reason, ending.metrics, {"end_step": ending.step})
+    facts = {"end_step": ending.step, **closing_sample(config, states, ending)}
+    return Outcome(ending.status, ending.reason, ending.metrics, facts)
 
 
 def _cached(job: Job, spec: BatchSpec, states: StateDef) -> ReferenceCache:

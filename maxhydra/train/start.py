@@ -1,6 +1,7 @@
 """Where a run begins: its own checkpoint, another run's state, weights from elsewhere, or fresh weights."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 from maxhydra.config.run import Checkpoint
@@ -19,11 +20,21 @@ class Start:
     source: str
 
 
-def begin(states: StateDef, checkpoints: Path, saving: Checkpoint, batches: Batches, *, seed: int) -> Start:
-    """Restore in the order run, load_full_state, load_parameters; else initialise from the seed."""
+def begin(
+    states: StateDef,
+    checkpoints: Path,
+    saving: Checkpoint,
+    batches: Batches,
+    *,
+    seed: int,
+    initial: Callable[[], Tree] | None,
+) -> Start:
+    """Restore in the order run, load_full_state; else the task's own weights, load_parameters, or from the seed."""
     abstract = states.abstract()
     found = restore(checkpoints, saving, abstract)
     if found is None:
+        if initial is not None:
+            return Start(states.create_around(initial(), seed), 0, "weights made for it")
         source = f"fresh weights from seed {seed}"
         if saving.load_parameters is not None:
             source = f"the weights of {saving.load_parameters}"
