@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from omegaconf import DictConfig, OmegaConf
 
 from maxhydra import model
 from maxhydra.config import Config, ConfigError, Problem
@@ -94,5 +96,12 @@ def _described(teacher: Teacher) -> tuple[Model, MeshConfig | None]:
         reason = "is no run that says which model it is"
         hint = "give task.teacher.model=NAME, an option of the group model"
         raise ConfigError(Problem("task.teacher.weights", reason, value=teacher.weights, hint=hint))
-    path = run / "config.yaml"
-    return from_yaml(path.read_text(encoding="utf-8"), str(path)).model, its_mesh
+    return _model_of(run / "config.yaml"), its_mesh
+
+
+def _model_of(path: Path) -> Model:
+    """The model of a run's config. What the run was trained on may have gone since, and is not asked for."""
+    content = OmegaConf.load(path)
+    assert isinstance(content, DictConfig)
+    content.pop("data", None)
+    return from_yaml(OmegaConf.to_yaml(content), str(path)).model
