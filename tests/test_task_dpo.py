@@ -110,11 +110,11 @@ def test_with_an_adapter_the_model_without_it_is_the_reference() -> None:
         for side, target in (("chosen", 1), ("rejected", 2))
         for name, column in {**rows, "targets": jnp.full((2, 4), target)}.items()
     }
-    params = model.init(jax.random.key(0))
+    params = jax.jit(model.init)(jax.random.key(0))
     sums = loss(params, batch, None)
     assert sums["loss"] / sums["weight"] == pytest.approx(math.log(2), abs=1e-6)
     trained, frozen = split(params)
-    gradient = jax.grad(lambda trained: loss(join(trained, frozen), batch, None)["loss"])(trained)
+    gradient = jax.jit(jax.grad(lambda trained: loss(join(trained, frozen), batch, None)["loss"]))(trained)
     stepped = join(jax.tree.map(lambda weight, slope: weight - 0.1 * slope, trained, gradient), frozen)
     after = loss(stepped, batch, None)
     assert after["loss"] < sums["loss"] and after["accuracy"] == 2 and after["reward_margin"] > 0
