@@ -17,7 +17,7 @@ from maxhydra.config.mesh import Mesh as MeshConfig
 from maxhydra.config.model import Model
 from maxhydra.config.tasks.distill import Teacher
 from maxhydra.convert import load_weights
-from maxhydra.decode.origin import run_folder
+from maxhydra.convert.origin import run_folder
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder

@@ -5,6 +5,7 @@ from functools import partial
 
 from maxhydra import data
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.adapter import AdapterKind
 from maxhydra.config.tasks.distill import DistillTask
 from maxhydra.distill.courses import ScheduledBatches
 from maxhydra.distill.inherit import check_layers, inherit
@@ -86,6 +87,9 @@ def _problems(config: Config, task: DistillTask) -> Iterator[Problem]:
     if task.init_layers is not None and config.checkpoint.load_parameters is not None:
         reason = "is given beside checkpoint.load_parameters"
         yield Problem("task.init_layers", reason, value=task.init_layers, hint="keep one of the two")
+    if task.init_layers is not None and config.adapter.kind is not AdapterKind.none:
+        reason = "gives weights to train, and an adapter keeps them still"
+        yield Problem("task.init_layers", reason, value=task.init_layers, hint="set adapter=none")
 
 
 def _check_features(config: Config, task: DistillTask, student: ModelDef, teacher: OnlineTeacher) -> None:

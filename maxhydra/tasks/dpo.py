@@ -100,6 +100,9 @@ def _problems(config: Config, reference: Reference) -> Iterator[Problem]:
     if reference is Reference.adapter_off and config.adapter.kind is AdapterKind.none:
         reason = "needs an adapter to leave out"
         yield Problem("task.reference", reason, value=reference, accepted="auto, cached", hint="or set adapter=lora")
+    if reference is Reference.cached and config.adapter.kind is AdapterKind.qlora:
+        reason = "would be that of the weights before adapter=qlora rounds them"
+        yield Problem("task.reference", reason, value=reference, accepted="auto, adapter_off")
     if reference is Reference.cached and config.checkpoint.load_full_state is not None:
         reason = "gives no weights to take for the reference"
         hint = "start from the weights alone with checkpoint.load_parameters"

@@ -16,7 +16,7 @@ import jax
 
 from maxhydra.config import Config
 from maxhydra.data import BatchSpec
-from maxhydra.model import flops_per_token, parameter_count
+from maxhydra.model import flops_per_token, parameter_counts
 from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory, series
 from maxhydra.runtime import Machine
 from maxhydra.train.checkpoint import open_checkpointer
@@ -67,8 +67,7 @@ def train(training: Training, config: Config, *, run: RunDirectory, machine: Mac
             seed=config.run.seed,
             initial=training.initial,
         )
-        parameters = parameter_count(training.states.model.shapes)
-        trained = parameter_count(start.state.params)
+        parameters, trained = parameter_counts(training.states.model)
         log.info("%s", "; ".join(machine.notes))
         of_them = "" if trained == parameters else f", {trained:,} of them trained"
         log.info("%s parameters%s, %s; run %s", f"{parameters:,}", of_them, start.source, run.path)

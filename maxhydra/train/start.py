@@ -6,6 +6,8 @@ from pathlib import Path
 
 from maxhydra.config.run import Checkpoint
 from maxhydra.convert import load_weights
+from maxhydra.convert.origin import origin
+from maxhydra.model import ModelDef
 from maxhydra.train.checkpoint import restore
 from maxhydra.train.source import Batches
 from maxhydra.train.state import StateDef, TrainState, Tree
@@ -48,15 +50,23 @@ def begin(
 
 
 def _fresh(states: StateDef, saving: Checkpoint, seed: int) -> TrainState:
-    if saving.load_parameters is None:
+    source = saving.load_parameters
+    if source is None and saving.load_full_state is not None:
+        # Its adapter goes on around the weights around which it began.
+        found = origin("checkpoint.load_full_state", saving.load_full_state)
+        source = None if found is None else found.base
+    if source is None:
         return states.create(seed)
-    return states.create_around(starting_weights(states, saving, seed), seed)
+    return states.create_around(_load(source, states, states.model), seed)
 
 
 def starting_weights(states: StateDef, saving: Checkpoint, seed: int) -> Tree:
-    """The weights of the model alone, without an adapter's, that a new run starts from."""
+    """The weights of the model alone, without an adapter and as they are without one, that a new run starts from."""
     if saving.load_parameters is None:
         return states.fresh_base(seed)
-    base, dtype = states.model.base, states.model.config.dtypes.weights.value
-    shardings = states.sharder.tree(base.axes)
-    return load_weights(saving.load_parameters, base, shardings=shardings, dtype=dtype)
+    return _load(saving.load_parameters, states, states.model.base)
+
+
+def _load(source: str, states: StateDef, model: ModelDef) -> Tree:
+    shardings, dtype = states.sharder.tree(model.base.axes), model.config.dtypes.weights.value
+    return load_weights(source, model, shardings=shardings, dtype=dtype)
