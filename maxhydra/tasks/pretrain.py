@@ -37,8 +37,7 @@ def run(job: Job) -> Outcome:
 
     facts: dict[str, object] = {"end_step": ending.step}
     if config.train.sample.tokens and ending.status == "finished":
-        tokenizer = data.tokenizer(config.data)
         facts["sample"] = write_sample(
-            states.model, ending.state.weights, tokenizer, config.train.sample, sharder=sharder, seed=config.run.seed
+            states.model, ending.state.weights, config.data, config.train.sample, sharder=sharder, seed=config.run.seed
         )
     return Outcome(ending.status, ending.reason, ending.metrics, facts)

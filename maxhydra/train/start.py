@@ -7,7 +7,7 @@ from maxhydra.config.run import Checkpoint
 from maxhydra.convert import load_weights
 from maxhydra.train.checkpoint import restore
 from maxhydra.train.source import Batches
-from maxhydra.train.state import StateDef, TrainState
+from maxhydra.train.state import StateDef, TrainState, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,13 @@ def begin(states: StateDef, checkpoints: Path, saving: Checkpoint, batches: Batc
 def _fresh(states: StateDef, saving: Checkpoint, seed: int) -> TrainState:
     if saving.load_parameters is None:
         return states.create(seed)
+    return states.create_around(starting_weights(states, saving, seed), seed)
+
+
+def starting_weights(states: StateDef, saving: Checkpoint, seed: int) -> Tree:
+    """The weights of the model alone, without an adapter's, that a new run starts from."""
+    if saving.load_parameters is None:
+        return states.fresh_base(seed)
     base, dtype = states.model.base, states.model.config.dtypes.weights.value
     shardings = states.sharder.tree(base.axes)
-    weights = load_weights(saving.load_parameters, base, shardings=shardings, dtype=dtype)
-    return states.create_around(weights, seed)
+    return load_weights(saving.load_parameters, base, shardings=shardings, dtype=dtype)
