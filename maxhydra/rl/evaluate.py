@@ -17,16 +17,17 @@ from maxhydra.train.state import TrainState
 
 
 def held_out_answers(
-    rollouts: Rollouts, rows: Callable[[], Iterator[Row]], reward: Reward, *, limit: int
+    rollouts: Rollouts, batches: Callable[[], Iterator[list[Row]]], reward: Reward, *, limit: int
 ) -> Evaluate | None:
-    """Measures on the first `limit` held-out prompts. None: a limit of 0.
+    """Measures on the first `limit` batches of held-out prompts. None: a limit of 0.
 
     `eval/error` is 1 - eval/pass@1, for checkpoint.best_metric, which is the better the smaller.
     """
     asked = rollouts.task.evaluation
 
     def evaluate(state: TrainState) -> dict[str, float]:
-        held_out = list(islice(rows(), limit))
+        # A row that fills up the last batch has no prompt.
+        held_out = [row for batch in islice(batches(), limit) for row in batch if row["length"]]
         # Numbers below 0 are no prompt's in training: other seeds, and the same ones at every evaluation.
         groups = rollouts.groups(
             own_weights(state.weights),

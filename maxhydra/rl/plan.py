@@ -3,15 +3,13 @@
 import dataclasses
 from collections.abc import Iterator
 
-from maxhydra import model
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.adapter import AdapterKind
 from maxhydra.config.tasks.grpo import GrpoTask
-from maxhydra.convert import load_weights
-from maxhydra.data import BatchSpec, RowSpec
+from maxhydra.data import BatchSpec
 from maxhydra.rl.objective import REFERENCE
 from maxhydra.sharding import Sharder
-from maxhydra.train.state import Tree
+from maxhydra.train import StateDef, starting_weights
 
 
 def check(config: Config, task: GrpoTask, *, processes: int) -> None:
@@ -24,9 +22,12 @@ def _problems(config: Config, task: GrpoTask, processes: int) -> Iterator[Proble
     if not config.reward.terms:
         hint = "choose one with reward=exact, or another option of conf/reward"
         yield Problem("reward.terms", "is needed by task=grpo", value=None, accepted="a term or more", hint=hint)
-    if config.data.source != "mixture" and config.data.shape != "prompts":
-        reason = "is not what task=grpo reads"
-        yield Problem("data.shape", reason, value=config.data.shape, accepted="prompts")
+    corpora = {f"data.sources.{name}": corpus for name, corpus in config.data.sources.items()} or {"data": config.data}
+    for path, corpus in corpora.items():
+        if corpus.shape != "prompts":
+            hint = "each record has a `prompt`, and the `answer` that rewards compare with"
+            reason = "is not what task=grpo learns from"
+            yield Problem(f"{path}.shape", reason, value=corpus.shape, accepted="prompts", hint=hint)
     if task.max_tokens >= config.train.seq_len:
         reason = f"leaves no room for a prompt in train.seq_len={config.train.seq_len}"
         yield Problem("task.max_tokens", reason, value=task.max_tokens, accepted=f"under {config.train.seq_len}")
@@ -56,18 +57,15 @@ def plan_prompts(spec: BatchSpec, task: GrpoTask, sharder: Sharder) -> BatchSpec
     )
 
 
-def reference(config: Config, task: GrpoTask, sharder: Sharder) -> dict[str, Tree]:
-    """The weights that training begins with, to be kept beside those that it changes; an adapter leaves its own."""
+def with_reference(states: StateDef, config: Config, task: GrpoTask) -> StateDef:
+    """States that keep the weights that training begins with beside those that it changes, where they are needed.
+
+    A model under an adapter needs none: without the adapter it is what it began as.
+    """
     if not _needs_weights(config, task):
-        return {}
-    decoder = model.build(config.model)
-    source = config.checkpoint.load_parameters
-    if source is None:
-        from maxhydra.train import plan_states
-    weights = load_weights(
-        source, decoder, shardings=sharder.tree(decoder.axes), dtype=config.model.dtypes.weights.value
-    )
-    return {REFERENCE: weights}
+        return states
+    weights = starting_weights(states, config.checkpoint, config.run.seed)
+    return dataclasses.replace(states, beside={REFERENCE: weights})
 
 
 def _needs_weights(config: Config, task: GrpoTask) -> bool:

@@ -9,7 +9,7 @@ from maxhydra.rl.batches import RolloutBatches
 from maxhydra.rl.evaluate import held_out_answers
 from maxhydra.rl.judge import Judge
 from maxhydra.rl.objective import group_loss, scoring
-from maxhydra.rl.plan import check, plan_prompts, reference
+from maxhydra.rl.plan import check, plan_prompts, with_reference
 from maxhydra.rl.rollout import Rollouts
 from maxhydra.rl.sampler import Sampler
 from maxhydra.sharding import Sharder, build_mesh
@@ -28,7 +28,7 @@ def run(job: Job) -> Outcome:
     asked = plan_prompts(spec, task, sharder)
     prompts = Prompts(config.data, vocab_size=config.model.vocab_size)
 
-    states = plan_states(config, sharder, beside=reference(config, task, sharder))
+    states = with_reference(plan_states(config, sharder), config, task)
     sampler = Sampler(states.model, prompts, task.engine, sharder=sharder, seed=config.run.seed)
     with closing(Judge(config.reward)) as judge, closing(sampler):
         rollouts = Rollouts(sampler, judge, task, config.reward)
@@ -40,9 +40,9 @@ def run(job: Job) -> Outcome:
             batches=RolloutBatches(rollouts, data.host_loader(config.data, asked), spec, score),
             evaluate=held_out_answers(
                 rollouts,
-                lambda: data.eval_rows(config.data, asked),
+                lambda: data.held_out(config.data, asked, data.own_rows),
                 config.reward,
-                limit=config.train.eval_batches * asked.batch,
+                limit=config.train.eval_batches,
             ),
         )
         ending = train(training, config, run=job.run, machine=job.machine)
