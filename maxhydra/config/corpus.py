@@ -70,7 +70,7 @@ class Corpus(Schema):
     """olmo: sequences in which 1 to 13 tokens repeat 32 times or more, one after another, count for nothing."""
     digits: int = option(2, ge=1, le=9)
     """arithmetic: digits of the numbers at most."""
-    operators: list[str] = option(["+", "-"])
+    operators: list[str] = option(["+"])
     """arithmetic: some of + - *."""
     problems: int | None = option(None, ge=2)
     """arithmetic: problems to train on. null: all but those held out."""
