@@ -46,14 +46,26 @@ def test_exact_answers_differ_in_case_and_spaces_at_most() -> None:
 
 def test_equal_expressions_are_the_same_answer() -> None:
     pytest.importorskip("math_verify")
-    pairs = [("$\\frac{1}{2}$", "0.5"), ("$x^2-1$", "$(x-1)(x+1)$"), ("$\\{3, 1\\}$", "$\\{1, 3\\}$"), ("72", "71"), ("", "1")]
+    pairs = [
+        ("$\\frac{1}{2}$", "0.5"),
+        ("$x^2-1$", "$(x-1)(x+1)$"),
+        ("$\\{3, 1\\}$", "$\\{1, 3\\}$"),
+        ("72", "71"),
+        ("", "1"),
+    ]
     assert score(Term(kind="math"), *(answer(given, known) for given, known in pairs)) == [1, 1, 1, 0, 0]
 
 
 def test_format_and_length() -> None:
     tagged = Term(kind="format", pattern=r"<think>.*</think>\d+")
     assert score(tagged, answer("<think>a\nb</think>7"), answer("7"), answer("<think></think>7!")) == [1, 0, 0]
-    assert score(Term(kind="length", target=4), *map(answer, ["", "ab", "abcd", "abcdef", "a" * 9])) == [0, 0.5, 1, 0.5, 0]
+    assert score(Term(kind="length", target=4), *map(answer, ["", "ab", "abcd", "abcdef", "a" * 9])) == [
+        0,
+        0.5,
+        1,
+        0.5,
+        0,
+    ]
 
 
 def test_the_answer_within_a_text_is_what_matches_last() -> None:

@@ -35,7 +35,13 @@ def rows(folder: Path, name: str) -> list[float]:
 def test_a_run_with_a_reference_learns_and_measures(tmp_path: Path) -> None:
     """The reference is where training began: no divergence at the first step, some after."""
     arguments = [*TASK, *own("vowels"), "train.steps=4", "task.kl.beta=0.01", "task.evaluation.samples=4"]
-    arguments += ["train.eval_start=true", "task.rounds=2", "train.eval_batches=4", "task.loss=dapo", "task.clip.high=0.28"]
+    arguments += [
+        "train.eval_start=true",
+        "task.rounds=2",
+        "train.eval_batches=4",
+        "task.loss=dapo",
+        "task.clip.high=0.28",
+    ]
     finished(*arguments, "run.name=it", cwd=tmp_path, PYTHONPATH=PATHS)
     folder = tmp_path / "outputs" / "it"
     divergence = rows(folder, "kl")

@@ -80,6 +80,8 @@ def pattern_problems(field: str, pattern: str | None, *, groups: int) -> Iterato
     """What is wrong with a regular expression that is to have at least so many groups."""
     try:
         if pattern is not None and re.compile(pattern).groups < groups:
-            yield Problem(field, "has no group", value=pattern, accepted="a regular expression with ( ) around the answer")
+            yield Problem(
+                field, "has no group", value=pattern, accepted="a regular expression with ( ) around the answer"
+            )
     except re.error as error:
         yield Problem(field, f"is not a regular expression: {error}", value=pattern)

@@ -88,9 +88,7 @@ class RolloutBatches:
 
     def _make(self, weights: Tree) -> Rollout:
         seq_len = self._spec.rows.seq_len
-        rollout, drawn = self._rollouts.draw(
-            own_weights(weights), self._loader, seq_len=seq_len, number=self._asked
-        )
+        rollout, drawn = self._rollouts.draw(own_weights(weights), self._loader, seq_len=seq_len, number=self._asked)
         self._asked += drawn
         if not scored_columns(self._task):
             return rollout

@@ -1,4 +1,7 @@
-"""A batch of answers: prompts drawn, answered, judged, and laid out as arrays. P prompts, G answers to each, S places."""
+"""A batch of answers: prompts drawn, answered, judged, and laid out as arrays.
+
+P prompts, G answers to each, S places.
+"""
 
 import base64
 import dataclasses
@@ -63,11 +66,9 @@ class Rollouts:
     ) -> list[Group]:
         """Answers to the prompts of rows, and what they are worth."""
         prompts = [tuple(row["tokens"][: int(row["length"])].tolist()) for row in rows]
-        sampling = Sampling(max_tokens=self.task.max_tokens, temperature=temperature)
+        sampling = whole_distribution(self.task.max_tokens, temperature)
         answers = self._sampler.answers(weights, prompts, sampling, samples=samples, number=number)
-        told = [
-            self._told(row["info"].item(), one) for row, group in zip(rows, answers, strict=True) for one in group
-        ]
+        told = [self._told(row["info"].item(), one) for row, group in zip(rows, answers, strict=True) for one in group]
         verdicts = self._judge.score(told)
         return [
             Group(prompt, group, verdicts[index * samples : (index + 1) * samples])
@@ -86,9 +87,7 @@ class Rollouts:
         for _ in range(self.task.rounds):
             rows = next(loader)
             wanted = len(rows)
-            groups = self.groups(
-                weights, rows, samples=self.task.group_size, temperature=1.0, number=number + drawn
-            )
+            groups = self.groups(weights, rows, samples=self.task.group_size, temperature=1.0, number=number + drawn)
             drawn += wanted
             for group in groups:
                 (others if is_degenerate(np.array([group.rewards]))[0] else kept).append(group)
@@ -106,6 +105,20 @@ class Rollouts:
             record=info["record"],
             tokens=len(answer.tokens),
         )
+
+
+def whole_distribution(max_tokens: int, temperature: float) -> Sampling:
+    """Draws that leave out nothing of what the model might say."""
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        seed=None,
+        stop=[],
+    )
 
 
 def columns(groups: Sequence[Group], task: GrpoTask, seq_len: int) -> dict[str, np.ndarray]:
