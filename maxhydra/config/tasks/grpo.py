@@ -73,7 +73,7 @@ class GrpoTask(Task):
     """What a reward less its group's mean is divided by: the standard deviation in its group, in the batch, or nothing.
     null: nothing for loss=dr_grpo, else that of the group."""
     mask_degenerate: bool = True
-    """Groups whose rewards are all equal count for nothing; otherwise they have advantage 0, and a share in the mean."""
+    """Groups whose rewards are all equal count for nothing; otherwise with advantage 0, as a share of the mean."""
     rounds: int = option(1, ge=1)
     """Times that prompts are drawn for a batch at most, until it is full of groups whose rewards differ (dynamic
     sampling); the last round's others fill what is left."""

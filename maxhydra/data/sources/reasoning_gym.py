@@ -1,8 +1,8 @@
 """Tasks of reasoning-gym: problems made by a program, each with a verifier; data.name is the task.
 
-A record has the question as a user's turn, `prompt`; an `answer`; and as `entry` all that the task knows of the problem,
-by which kind=reasoning_gym of a reward scores. Problem i is made from the seed SEED + i, so that the held-out ones are
-others than those trained on, though a small task may make the same one twice.
+A record has the question as a user's turn, `prompt`; an `answer`; and as `entry` all that the task knows of the
+problem, by which kind=reasoning_gym of a reward scores. Problem i is made from the seed SEED + i, so that the held-out
+ones are others than those trained on, though a small task may make the same one twice.
 """
 
 import dataclasses

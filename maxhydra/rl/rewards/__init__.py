@@ -42,10 +42,8 @@ def found_answer(text: str, pattern: str | None) -> str | None:
     """The answer within a text: what the pattern's first group matches last, or the whole text without a pattern."""
     if pattern is None:
         return text
-    last = None
-    for last in re.finditer(pattern, text, re.DOTALL):
-        pass
-    return None if last is None else last[1]
+    matches = list(re.finditer(pattern, text, re.DOTALL))
+    return matches[-1][1] if matches else None
 
 
 def normalised(text: object) -> str:

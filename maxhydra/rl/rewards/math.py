@@ -10,7 +10,7 @@ def build(term: Term) -> Score:
     def score(answer: Answer) -> float:
         if answer.expected is None:
             raise ValueError("the record has no answer")
-        # Its own time limits are alarms within the process, which a computation in C does not hear: ours ends the process.
+        # Its own time limits are alarms, which a computation in C does not hear: ours ends the process.
         expected = parse(str(answer.expected), parsing_timeout=None)
         if not expected:
             raise ValueError(f"the record's answer {answer.expected!r} is no mathematical expression")
