@@ -14,6 +14,7 @@ from typing import Any, SupportsFloat
 from maxhydra.record.files import NONFINITE, from_number, replace_file, to_json
 
 Row = dict[str, Any]
+_NUMBERS = frozenset((int, float))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,7 @@ def scan_metrics(path: Path | str, *, start: int = 0) -> Scan:
     lines = content[:length].split(b"\n")[:-1]
     parsed = _parse_together(lines) or [_parse(line) for line in lines]
     rows = [row for row in parsed if row is not None]
-    if any(name.encode() in content for name in NONFINITE):
+    if b"NaN" in content or b"Infinity" in content:
         rows = [{name: from_number(value) for name, value in row.items()} for row in rows]
     bad = [number for number, row in enumerate(parsed, start=1) if row is None]
     return Scan(rows, bad, len(lines), start + length, is_cut=length < len(content))
@@ -134,7 +135,12 @@ def _parse(line: bytes) -> Row | None:
 
 
 def _is_row(row: Any) -> bool:
-    return isinstance(row, dict) and isinstance(row.get("step"), int)
+    """A number for every name, an integer for `step`; NaN and infinities are still strings here."""
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return False
+    return _NUMBERS.issuperset(map(type, row.values())) or all(
+        type(value) in _NUMBERS or value in NONFINITE for value in row.values()
+    )
 
 
 def series(source: Path | str | Sequence[Row], name: str) -> tuple[list[int], list[float]]:

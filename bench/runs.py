@@ -1,0 +1,103 @@
+"""How long the run registry takes over many runs: making its index, and listing when nothing, or one run, changed.
+
+    python bench/runs.py --runs 10000
+
+The runs are synthetic: the config of a plain run with three settings varied, run.json as a run writes it, and 100 lines
+of metrics.
+"""
+
+import argparse
+import json
+import math
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import yaml
+
+from maxhydra.config.compose import compose, to_yaml
+from maxhydra.record import environment
+
+ROOT = Path(__file__).parent.parent
+
+
+def write_runs(folder: Path, count: int, lines: int) -> None:
+    """Sweeps of 100 runs each."""
+    chance = random.Random(0)
+    config = yaml.safe_load(to_yaml(compose([], None).config))
+    text = {name: yaml.safe_dump({name: section}, sort_keys=False) for name, section in config.items()}
+    facts = {name: value for name, value in environment().items() if name != "diff"}
+    for number in range(count):
+        rate, decay, seed = 10 ** chance.uniform(-4, -2), chance.choice([0, 0.1, 0.2]), number % 7
+        path = folder / f"sweep{number // 100:03d}" / f"{number:05d}_learning_rate={rate:.3g}"
+        path.mkdir(parents=True)
+        optimizer = {**config["optimizer"], "learning_rate": rate, "weight_decay": decay}
+        varied = {"optimizer": optimizer, "run": {**config["run"], "seed": seed}}
+        changed = {name: yaml.safe_dump({name: section}, sort_keys=False) for name, section in varied.items()}
+        (path / "config.yaml").write_text("".join({**text, **changed}.values()))
+        floor = 2 + (math.log10(rate) + 3) ** 2 + decay
+        (path / "metrics.jsonl").write_text("".join(_line(step, floor, chance) for step in range(1, lines + 1)))
+        (path / "run.json").write_text(json.dumps(_facts(facts, path.name, number, floor), indent=2))
+
+
+def _line(step: int, floor: float, chance: random.Random) -> str:
+    names = ("grad_norm", "learning_rate", "tokens", "step_time", "tokens_per_second", "tflops_per_device", "data/epoch")
+    loss = floor + 4 / step + chance.gauss(0, 0.02)
+    row = {"step": step, "loss": loss, **{name: chance.random() for name in names}}
+    held_out = json.dumps({"step": step, "eval/loss": loss + 0.1}) + "\n" if step % 20 == 0 else ""
+    return json.dumps(row) + "\n" + held_out
+
+
+def _facts(common: dict, name: str, number: int, floor: float) -> dict:
+    day = f"2026-{1 + number % 12:02d}-{1 + number % 28:02d}"
+    session = {"host": common["host"], "pid": 1, "pid_started": "0", "seconds": 60.0, "status": "finished"}
+    return {
+        **common,
+        "name": name,
+        "task": "pretrain",
+        "status": "finished" if number % 9 else "failed",
+        "created": f"{day}T12:00:00Z",
+        "updated": f"{day}T12:01:00Z",
+        "choices": {"model": "tiny", "optimizer": "adamw"},
+        "tags": ["even"] if number % 2 == 0 else [],
+        "objective": {"name": "eval/loss", "value": floor},
+        "sessions": [{**session, "started": f"{day}T12:00:00Z", "ended": f"{day}T12:01:00Z"}],
+    }
+
+
+def timed(outputs: Path, *arguments: str) -> float:
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "maxhydra", "runs", *arguments, "-o", str(outputs)]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=10_000)
+    parser.add_argument("--lines", type=int, default=100, help="lines of metrics in each")
+    parser.add_argument("--folder", type=Path, help="where to write them, or where they are; a temporary one else")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = asked.folder or Path(temporary)
+        if not any(folder.glob("*")):
+            write_runs(folder, asked.runs, asked.lines)
+        (folder / ".runs.sqlite").unlink(missing_ok=True)
+        one = next(folder.glob("*/*/metrics.jsonl"))
+        print(f"{asked.runs} runs of {asked.lines} lines")
+        print(f"index made:              {timed(folder, 'list'):6.2f} s")
+        print(f"index size:              {(folder / '.runs.sqlite').stat().st_size / 1e6:6.1f} MB")
+        print(f"list, nothing changed:   {min(timed(folder, 'list') for _ in range(3)):6.2f} s")
+        with one.open("a") as file:
+            file.write(json.dumps({"step": 10**6, "loss": 1.0}) + "\n")
+        print(f"list, one run changed:   {timed(folder, 'list'):6.2f} s")
+        conditions = ["status=finished", "optimizer.learning_rate<1e-3", "eval/loss<3", "--sort", "eval/loss"]
+        print(f"list, filter and sort:   {timed(folder, 'list', *conditions):6.2f} s")
+        print(f"best:                    {timed(folder, 'best'):6.2f} s")
+
+
+if __name__ == "__main__":
+    main()
