@@ -44,7 +44,15 @@ def write_runs(folder: Path, count: int, lines: int) -> None:
 
 
 def _line(step: int, floor: float, chance: random.Random) -> str:
-    names = ("grad_norm", "learning_rate", "tokens", "step_time", "tokens_per_second", "tflops_per_device", "data/epoch")
+    names = (
+        "grad_norm",
+        "learning_rate",
+        "tokens",
+        "step_time",
+        "tokens_per_second",
+        "tflops_per_device",
+        "data/epoch",
+    )
     loss = floor + 4 / step + chance.gauss(0, 0.02)
     row = {"step": step, "loss": loss, **{name: chance.random() for name in names}}
     held_out = json.dumps({"step": step, "eval/loss": loss + 0.1}) + "\n" if step % 20 == 0 else ""

@@ -36,8 +36,13 @@ EXAMPLES = {
 
 @cache
 def commands() -> dict[str, str]:
-    """Subcommand -> what it does, from the first line of its file's docstring."""
-    paths = (path for path in sorted(COMMANDS.glob("*.py")) if not path.name.startswith("_"))
+    """Subcommand -> what it does."""
+    return docstrings(COMMANDS)
+
+
+def docstrings(folder: Path) -> dict[str, str]:
+    """Module of a folder -> the first line of its docstring, without importing it."""
+    paths = (path for path in sorted(folder.glob("*.py")) if not path.name.startswith("_"))
     return {path.stem: (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0] for path in paths}
 
 

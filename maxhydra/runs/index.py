@@ -191,7 +191,9 @@ class Index:
         inode, size, _ = (stamp.metrics or "0:0:0").split(":")
         return since if int(inode) == since.inode and int(size) >= since.offset else Position()
 
-    def _keep_metrics(self, id: int, since: Position, now: Position, traces: dict[str, Trace], faults: list[str]) -> None:
+    def _keep_metrics(
+        self, id: int, since: Position, now: Position, traces: dict[str, Trace], faults: list[str]
+    ) -> None:
         if since.offset:
             columns = "name, step, last, low, low_step, high, high_step"
             rows = self._connection.execute(f"SELECT {columns} FROM metric WHERE run = ?", (id,))

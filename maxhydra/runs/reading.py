@@ -89,7 +89,9 @@ def _folders(path: str) -> list[str]:
 def _stamp(folder: str) -> Stamp | None:
     """None where the folder is not a run."""
     facts = _mark(f"{folder}/{RUN}")
-    return None if facts is None else Stamp(f"{facts} {_mark(f'{folder}/{LABELS}')}", _mark(f"{folder}/{METRICS}") or "")
+    return (
+        None if facts is None else Stamp(f"{facts} {_mark(f'{folder}/{LABELS}')}", _mark(f"{folder}/{METRICS}") or "")
+    )
 
 
 def _mark(path: str) -> str | None:
