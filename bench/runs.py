@@ -39,22 +39,22 @@ def write_runs(folder: Path, count: int, lines: int) -> None:
         changed = {name: yaml.safe_dump({name: section}, sort_keys=False) for name, section in varied.items()}
         (path / "config.yaml").write_text("".join({**text, **changed}.values()))
         floor = 2 + (math.log10(rate) + 3) ** 2 + decay
-        (path / "metrics.jsonl").write_text("".join(_line(step, floor, chance) for step in range(1, lines + 1)))
+        (path / "metrics.jsonl").write_text("".join(_line(step, floor, rate, chance) for step in range(1, lines + 1)))
         (path / "run.json").write_text(json.dumps(_facts(facts, path.name, number, floor), indent=2))
 
 
-def _line(step: int, floor: float, chance: random.Random) -> str:
-    names = (
-        "grad_norm",
-        "learning_rate",
-        "tokens",
-        "step_time",
-        "tokens_per_second",
-        "tflops_per_device",
-        "data/epoch",
-    )
-    loss = floor + 4 / step + chance.gauss(0, 0.02)
-    row = {"step": step, "loss": loss, **{name: chance.random() for name in names}}
+def _line(step: int, floor: float, rate: float, chance: random.Random) -> str:
+    loss = floor + 4 / (1 + step / 12) + chance.gauss(0, 0.03)
+    row = {
+        "step": step,
+        "grad_norm": 1 + 8 / step + chance.random() / 4,
+        "learning_rate": rate * min(1, step / 20) * (0.55 + 0.45 * math.cos(step / 100)),
+        "loss": loss,
+        "tokens": 1024.0,
+        "step_time": 0.19 + chance.random() / 100,
+        "tokens_per_second": 5300 + chance.gauss(0, 60),
+        "tflops_per_device": 0.028 + chance.gauss(0, 3e-4),
+    }
     held_out = json.dumps({"step": step, "eval/loss": loss + 0.1}) + "\n" if step % 20 == 0 else ""
     return json.dumps(row) + "\n" + held_out
 

@@ -166,7 +166,8 @@ const curves = (() => {
       chart.paths.forEach((node, i) => node.classList.toggle("chosen", chart.lines.length > NAMED && shown.includes(i)));
       for (const i of shown) {
         const line = chart.lines[i], value = chart.shown[i][picked[i]];
-        const label = chart.lines.length > 1 ? `${line.name} ` : "";
+        // A chart under a legend needs no names beside its numbers.
+        const label = chart.lines.length > 1 && !(chart.brief && shown.length > 1) ? `${line.name} ` : "";
         readout.append(page.html("span", {}, page.html("i", { class: `f${line.look}` }), label, page.html("b", {}, page.number(line.values[picked[i]], { percent: chart.percent }))));
         if (view.step !== null && value !== null) chart.cursor.append(page.svg("circle", { class: `f${line.look}`, cx: chart.x(line.steps[picked[i]]), cy: chart.y(value), r: 4 }));
       }

@@ -79,17 +79,19 @@ _SYSTEM = ("tokens_per_second", "mfu", "tflops_per_device", "step_time", "input_
 
 
 def compared(runs: Mapping[str, Sequence[Row]]) -> list[Chart]:
-    """A chart for each metric with a line for each run that has it; the objective's and the well-known ones first."""
+    """A chart for each metric with a line for each run that has it, the well-known ones first."""
     seen = dict.fromkeys(name for rows in runs.values() for row in rows for name in row)
     known = [*("eval/loss", "loss"), *_TITLES, *_SYSTEM]
     names = [name for name in dict.fromkeys([*known, *seen]) if name in seen and (name not in _NOT_DRAWN or is_system(name))]
-    return [
+    drawn = [
         Chart(
             _TITLES.get(metric, metric),
             tuple(_line(rows, metric, run) for run, rows in runs.items() if any(metric in row for row in rows)),
         )
         for metric in names
     ]
+    # Lines that never move, such as a count of records that were skipped, come last.
+    return sorted(drawn, key=lambda chart: len({value for line in chart.lines for value in line.values}) == 1)
 
 
 def is_system(metric: str) -> bool:

@@ -11,16 +11,25 @@ from typing import Any
 from maxhydra.runs.markup import Html, element, together
 
 
-def page(title: str, body: Html, *, name: str, data: Any, bar: Html | None = None, connects: bool = False) -> str:
-    """The whole document; `name` is that of its own style and script, which come after the shared ones.
+def page(title: str, body: Html, *, name: str, data: Any) -> str:
+    """The whole document; `name` is that of its own style and script, which come after the shared ones."""
+    return _document(title, body, style=joined("base.css", f"{name}.css"), scripts=[f"{name}.js"], data=data)
 
-    With `connects` its script may talk to the server that it came from.
-    """
-    style, script = joined("base.css", f"{name}.css"), joined("page.js", "curves.js", f"{name}.js")
+
+def live_page(title: str, body: Html, *, bar: Html, data: Any) -> str:
+    """The dashboard, whose script may talk to the server that it came from."""
+    style, scripts = joined("base.css", "dashboard.css"), ["dashboard_table.js", "dashboard.js"]
+    return _document(title, body, style=style, scripts=scripts, data=data, bar=bar, allowed="; connect-src 'self'")
+
+
+def _document(
+    title: str, body: Html, *, style: str, scripts: Sequence[str], data: Any, bar: Html | None = None, allowed: str = ""
+) -> str:
+    script = joined("page.js", "curves.js", *scripts)
     # Hashes instead of 'unsafe-inline': no other script or style runs, even if one slipped into the page.
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
     return Template(part("page.html")).substitute(
-        policy=policy + ("; connect-src 'self'" if connects else ""),
+        policy=policy + allowed,
         style=style,
         script=script,
         title=together(title),

@@ -120,7 +120,7 @@ class Registry:
         """A field, setting, group or metric of the runs that have it. ConfigError where nothing is called so."""
         if name in FIELDS:
             return {run.id: getattr(run, "tags" if name == "tag" else name) for run in runs}
-        found = self._setting(name) or self._metric(name)
+        found = self._setting(name) or self.metric(name)
         if not found and runs:
             raise ConfigError(self._unknown(name))
         return found
@@ -128,7 +128,8 @@ class Registry:
     def _setting(self, key: str) -> dict[int, Any]:
         return dict(self._index.rows("SELECT run, value FROM setting JOIN config USING (section) WHERE key = ?", key))
 
-    def _metric(self, name: str) -> dict[int, Any]:
+    def metric(self, name: str) -> dict[int, float | None]:
+        """Its last value (or NAME:min, NAME:max) in each run that has it; None where it is not finite."""
         metric, _, part = name.rpartition(":")
         if part not in PARTS or not metric:
             metric, part = name, "last"
@@ -161,11 +162,16 @@ class Registry:
         hint = did_you_mean(wanted, [part for run in runs for part in (run.path, run.path.rpartition("/")[2])])
         raise ConfigError(Problem(name, "no such run", hint=hint or newest))
 
-    def under(self, name: str) -> list[Run]:
-        """The runs of a sweep or of any folder, or the one run that the name means."""
+    def under(self, name: str) -> tuple[str, list[Run]]:
+        """A sweep or any other folder below this one ("" for this one) with its runs; for a run's name, that run."""
         runs, wanted = self.runs(), self._relative(name)
-        inside = [run for run in runs if wanted == "." or run.path.startswith(f"{wanted}/")]
-        return inside or [self.find(name, runs)]
+        if wanted == ".":
+            return "", runs
+        inside = [run for run in runs if run.path.startswith(f"{wanted}/")]
+        if inside:
+            return wanted, inside
+        found = self.find(name, runs)
+        return found.path, [found]
 
     def _relative(self, name: str) -> str:
         """A path that a shell completed (outputs/x/) as a path below the folder of runs."""

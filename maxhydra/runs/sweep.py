@@ -18,7 +18,7 @@ from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.report import figure
 from maxhydra.runs.restart import rerun_command
 from maxhydra.runs.sections import Cell
-from maxhydra.runs.summary import Figure, duration, moment, number
+from maxhydra.runs.summary import Figure, duration, moment, number, show
 
 # The best so many have curves, a place in the table, and a column in the comparison of configs.
 CURVES, RANKED, COMPARED = 60, 20, 5
@@ -202,7 +202,7 @@ def _table(registry: Registry, sweep: Sweep) -> Html | None:
             element("td", str(place), class_="figure"),
             element("td", run.path.rpartition("/")[2]),
             element("td", number(sweep.values[run.id]), class_="figure"),
-            *(element("td", str(sweep.settings[run.id].get(key, "")), class_="figure") for key in sweep.varied),
+            *(element("td", show(sweep.settings[run.id].get(key)), class_="figure") for key in sweep.varied),
             element("td", duration(run.seconds), class_="figure"),
             element("td", element("span", run.status, class_=f"status {run.status}")),
             element("td", element("code", command, id=f"command-{place}"), class_="again"),
@@ -224,7 +224,7 @@ def _differences(sweep: Sweep) -> Html | None:
         element(
             "tr",
             element("th", element("code", key), scope="row"),
-            *(element("td", str(sweep.settings[run.id].get(key, "")), class_="figure") for run in shown),
+            *(element("td", show(sweep.settings[run.id].get(key)), class_="figure") for run in shown),
         )
         for key in keys
     ]

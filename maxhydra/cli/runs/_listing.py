@@ -11,7 +11,7 @@ from typing import Any
 
 from maxhydra.record.files import to_json
 from maxhydra.runs.registry import Registry, Run
-from maxhydra.runs.summary import duration, number
+from maxhydra.runs.summary import duration, show
 
 # Named one by one, and not more.
 _FAULTS = 10
@@ -94,19 +94,6 @@ def _colour(cell: str, code: str) -> str:
 
 def _is_figure(cell: str) -> bool:
     return not cell or cell[0] in "-+.∞0123456789" or cell == "NaN"
-
-
-def show(value: Any) -> str:
-    """A value in a cell; nothing where there is none."""
-    match value:
-        case None:
-            return ""
-        case float():
-            # A setting such as 0.003 as it was written; a measurement with as many digits as its neighbours.
-            return f"{value:g}" if value == float(f"{value:.3g}") else number(value)
-        case tuple() | list():
-            return " ".join(map(str, value))
-    return str(value)
 
 
 def age(moment: str) -> str:

@@ -7,10 +7,11 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 
-from maxhydra.cli.runs._listing import add_json, print_json, print_table, show
+from maxhydra.cli.runs._listing import add_json, print_json, print_table
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.runs.compare import Difference, compare
 from maxhydra.runs.registry import Registry, Run
+from maxhydra.runs.summary import show
 
 
 def declare(parser: argparse.ArgumentParser) -> None:

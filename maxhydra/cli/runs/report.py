@@ -26,15 +26,14 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(asked: argparse.Namespace) -> int:
     registry = Registry(asked.outputs)
-    runs = registry.under(asked.name)
+    folder, runs = registry.under(asked.name)
     if not runs:
         raise ConfigError(Problem("runs report", f"{asked.outputs} holds no runs"))
-    title = runs[0].sweep if asked.name != "." else registry.root.resolve().name
-    folder = registry.root / (runs[0].sweep if asked.name != "." else "")
-    if len(runs) == 1 and asked.name != "." and asked.to is None:
+    if runs[0].path == folder:
         print(write_report(registry.directory(runs[0])))
         return 0
-    path = asked.to or folder / "sweep.html"
+    path = asked.to or registry.root / folder / "sweep.html"
+    title = folder or registry.root.resolve().name
     print(write_sweep_report(registry, runs, path, title=title, metric=asked.metric, largest=asked.max))
     tell_faults(registry)
     return 0
