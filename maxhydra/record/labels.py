@@ -13,7 +13,7 @@ from typing import Any
 
 from maxhydra.record.files import replace_file, to_json
 
-LABELS = "labels.json"
+LABELS, FACTS = "labels.json", "run.json"
 
 
 def change_labels(folder: Path, *, add: Iterable[str], remove: Iterable[str], note: str | None) -> None:
@@ -23,6 +23,8 @@ def change_labels(folder: Path, *, add: Iterable[str], remove: Iterable[str], no
         tags = {**labels.get("tags", {}), **dict.fromkeys(add, True), **dict.fromkeys(remove, False)}
         kept = labels.get("note") if note is None else note
         replace_file(folder / LABELS, to_json({"tags": tags, "note": kept}, indent=2) + "\n")
+        # Who watches run.json for changes need not watch this file too.
+        os.utime(folder / FACTS)
 
 
 def read_labels(folder: Path) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def labelled(facts: dict[str, Any], labels: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Two people who label at once come one after the other. The folder is its own lock; some file systems have none."""
+    """Two people who label at once take turns. The folder is its own lock; some file systems have none."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

@@ -82,7 +82,9 @@ def compared(runs: Mapping[str, Sequence[Row]]) -> list[Chart]:
     """A chart for each metric with a line for each run that has it, the well-known ones first."""
     seen = dict.fromkeys(name for rows in runs.values() for row in rows for name in row)
     known = [*("eval/loss", "loss"), *_TITLES, *_SYSTEM]
-    names = [name for name in dict.fromkeys([*known, *seen]) if name in seen and (name not in _NOT_DRAWN or is_system(name))]
+    names = [
+        name for name in dict.fromkeys([*known, *seen]) if name in seen and (name not in _NOT_DRAWN or is_system(name))
+    ]
     drawn = [
         Chart(
             _TITLES.get(metric, metric),

@@ -51,13 +51,15 @@ class Dashboard:
             # The state of a process changes without a word in its files.
             changed = [run for run in runs if run.change > known_change or run.status in ("running", "lost")]
             values = {name: registry.metric(name) for name in SHOWN_METRICS}
-            steps = registry.values("train.steps", runs) if "train.steps" in registry.keys() else {}
+            steps = registry.setting("train.steps")
             return {
                 "token": token,
                 "whole": not is_known,
                 "count": len(runs),
                 "faults": registry.faults(),
-                "runs": [_row(run, steps.get(run.id), {n: v.get(run.id) for n, v in values.items()}) for run in changed],
+                "runs": [
+                    _row(run, steps.get(run.id), {n: v.get(run.id) for n, v in values.items()}) for run in changed
+                ],
             }
 
     def select(self, conditions: Sequence[str]) -> dict[str, Any]:
@@ -93,7 +95,9 @@ class Dashboard:
                     "title": chart.title,
                     "metric": chart.lines[0].metric,
                     "system": is_system(chart.lines[0].metric),
-                    "lines": [{**encode(line, POINTS), "run": line.name, "look": looks[line.name]} for line in chart.lines],
+                    "lines": [
+                        {**encode(line, POINTS), "run": line.name, "look": looks[line.name]} for line in chart.lines
+                    ],
                 }
                 for chart in compared(rows)
             ]

@@ -1,7 +1,6 @@
 """All runs as one table, a row each: for a spreadsheet, Parquet, or pandas."""
 
 import csv
-import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ Table = dict[str, list[Any]]
 def table(registry: Registry, runs: Sequence[Run]) -> Table:
     """Column -> values: the run's own fields, every setting, and the last value of every metric (`metric:` before it,
     because a group or a setting may have the same name)."""
-    names = [field.name for field in dataclasses.fields(Run) if field.name not in ("id", "change", "tags")]
+    names = [name for name in Run._fields if name not in ("id", "change", "tags")]
     columns: Table = {name: [getattr(run, name) for run in runs] for name in names}
     columns["tags"] = [",".join(run.tags) for run in runs]
     ids = [run.id for run in runs]
@@ -46,7 +45,7 @@ def write_csv(columns: Table, path: Path) -> None:
 
 
 def write_parquet(columns: Table, path: Path) -> None:
-    """A column whose values are not all of one kind, such as a setting that is a number here and null there, is text."""
+    """A column whose values are not of one kind, such as a setting that is a number here and null there, is text."""
     try:
         import pyarrow  # noqa: PLC0415
         import pyarrow.parquet  # noqa: PLC0415

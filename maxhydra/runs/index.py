@@ -5,7 +5,6 @@ another version is made again, and one that cannot be written lives in memory.
 """
 
 import contextlib
-import dataclasses
 import functools
 import json
 import multiprocessing
@@ -14,7 +13,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxhydra.runs import sections
 from maxhydra.runs.reading import (
@@ -57,8 +56,7 @@ CREATE INDEX metric_of_run ON metric (run);
 """
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Known:
+class Known(NamedTuple):
     """What the index remembers of a run's files."""
 
     id: int
@@ -112,12 +110,8 @@ class Index:
         self._connection = self._open()
 
     def _refresh(self) -> None:
-        known = {
-            path: Known(id, Stamp(facts, metrics), Position(*position))
-            for id, path, facts, metrics, *position in self._connection.execute(
-                "SELECT id, path, facts_stamp, metrics_stamp, inode, offset, lines FROM run"
-            )
-        }
+        rows = self._connection.execute("SELECT path, id, facts_stamp, metrics_stamp, inode, offset, lines FROM run")
+        known = {path: Known(id, Stamp(facts, metrics), Position(*rest)) for path, id, facts, metrics, *rest in rows}
         found = dict(find(self.root))
         gone = [known[path].id for path in known.keys() - found.keys()]
         changed = [path for path, stamp in found.items() if path not in known or known[path].stamp != stamp]
@@ -150,9 +144,9 @@ class Index:
 
     def _keep(self, path: str, stamp: Stamp, known: Known | None, change: int) -> int:
         (id,) = self._connection.execute(
-            "INSERT INTO run (path, facts_stamp, metrics_stamp, change) VALUES (?, ?, ?, ?) ON CONFLICT (path) DO UPDATE "
-            "SET facts_stamp = excluded.facts_stamp, metrics_stamp = excluded.metrics_stamp, change = excluded.change "
-            "RETURNING id",
+            "INSERT INTO run (path, facts_stamp, metrics_stamp, change) VALUES (?, ?, ?, ?) "
+            "ON CONFLICT (path) DO UPDATE SET facts_stamp = excluded.facts_stamp, "
+            "metrics_stamp = excluded.metrics_stamp, change = excluded.change RETURNING id",
             (path, stamp.facts, stamp.metrics, change),
         ).fetchone()
         if known is None or known.stamp.facts != stamp.facts:

@@ -1,4 +1,4 @@
-"""A page that needs nothing but itself: its style, script and data inside it, and a policy that lets nothing else in."""
+"""A page that needs nothing but itself: style, script and data inside it, and a policy that lets nothing else in."""
 
 import base64
 import hashlib

@@ -1,12 +1,11 @@
 """One run's folder as the index keeps it, whatever state its files are in: what cannot be read is skipped and named."""
 
-import dataclasses
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -23,16 +22,14 @@ HALF = "is half-written"
 _NOT_SEARCHED = ("checkpoints",)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Stamp:
-    """By which a change is seen, without opening a file. config.yaml changes only together with run.json."""
+class Stamp(NamedTuple):
+    """By which a change is seen, without opening a file. config.yaml and labels change only together with run.json."""
 
     facts: str
     metrics: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(NamedTuple):
     """One metric over a run: its last value, finite or not, and its extremes with their steps (None: never finite)."""
 
     step: int
@@ -50,8 +47,7 @@ class Trace:
         return Trace(last.step, last.last, low.low, low.low_step, high.high, high.high_step)
 
 
-@dataclasses.dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """How far metrics.jsonl was read: a file that grew is read from there, another one (`inode`) anew."""
 
     inode: int = 0
@@ -89,9 +85,7 @@ def _folders(path: str) -> list[str]:
 def _stamp(folder: str) -> Stamp | None:
     """None where the folder is not a run."""
     facts = _mark(f"{folder}/{RUN}")
-    return (
-        None if facts is None else Stamp(f"{facts} {_mark(f'{folder}/{LABELS}')}", _mark(f"{folder}/{METRICS}") or "")
-    )
+    return None if facts is None else Stamp(facts, _mark(f"{folder}/{METRICS}") or "")
 
 
 def _mark(path: str) -> str | None:

@@ -1,10 +1,9 @@
 """The runs under a folder: which there are, what their settings and metrics are, and which one a name means."""
 
-import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
 from maxhydra.record import RunDirectory
@@ -21,8 +20,7 @@ PARTS = {"last": "last", "min": "low", "max": "high"}
 _SHOWN_NAMES = 8
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """One run, as a line of a listing."""
 
     id: int
@@ -120,12 +118,13 @@ class Registry:
         """A field, setting, group or metric of the runs that have it. ConfigError where nothing is called so."""
         if name in FIELDS:
             return {run.id: getattr(run, "tags" if name == "tag" else name) for run in runs}
-        found = self._setting(name) or self.metric(name)
+        found: dict[int, Any] = {**(self.setting(name) or self.metric(name))}
         if not found and runs:
             raise ConfigError(self._unknown(name))
         return found
 
-    def _setting(self, key: str) -> dict[int, Any]:
+    def setting(self, key: str) -> dict[int, Cell]:
+        """A key of the config, or a group, in each run that has it."""
         return dict(self._index.rows("SELECT run, value FROM setting JOIN config USING (section) WHERE key = ?", key))
 
     def metric(self, name: str) -> dict[int, float | None]:

@@ -1,4 +1,4 @@
-"""config.yaml in pieces: its top-level sections, most of which are the same, letter for letter, in thousands of runs."""
+"""config.yaml in pieces: its top-level sections, most of which are the same text in thousands of runs."""
 
 import functools
 import hashlib

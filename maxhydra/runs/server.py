@@ -1,7 +1,7 @@
-"""The dashboard over HTTP, for this machine alone: it only reads, and answers only those who ask for it by its own name.
+"""The dashboard over HTTP, for this machine alone: it only reads, and answers only who asks for it by its own name.
 
-A page of another site can make a browser send requests here, also under a name that it points at 127.0.0.1; such requests
-carry another Host and are refused.
+A page of another site can make a browser send requests here, also under a name that it points at 127.0.0.1; such
+requests carry another Host and are refused.
 """
 
 import json

@@ -85,7 +85,10 @@ def _sweep(registry: Registry, runs: Sequence[Run], title: str, metric: str | No
 
 
 def _header(sweep: Sweep) -> Html:
-    counts = {status: sum(run.status == status for run in sweep.runs) for status in dict.fromkeys(r.status for r in sweep.runs)}
+    counts = {
+        status: sum(run.status == status for run in sweep.runs)
+        for status in dict.fromkeys(r.status for r in sweep.runs)
+    }
     statuses = [element("span", f"{count} {status}", class_=f"status {status}") for status, count in counts.items()]
     started = min(run.created for run in sweep.runs)
     about = [f"{sweep.metric}, {'larger' if sweep.largest else 'smaller'} is better", f"since {moment(started)}"]
@@ -111,7 +114,10 @@ def _figures(sweep: Sweep) -> list[Figure]:
 def _axes(sweep: Sweep) -> list[dict[str, Any]]:
     """The varied settings and the result; which are numbers, the script finds out."""
     names = [name.rpartition(".")[2] if _is_unique(name, sweep.varied) else name for name in sweep.varied]
-    return [*({"name": name, "full": full} for name, full in zip(names, sweep.varied, strict=True)), {"name": sweep.metric}]
+    return [
+        *({"name": name, "full": full} for name, full in zip(names, sweep.varied, strict=True)),
+        {"name": sweep.metric},
+    ]
 
 
 def _is_unique(name: str, names: Sequence[str]) -> bool:
@@ -162,7 +168,8 @@ def _curves(charts: Sequence[dict[str, Any]], sweep: Sweep) -> Html:
         return section("Curves", element("p", "No metrics were written.", class_="empty"))
     first = next((place for place, chart in enumerate(charts) if chart["metric"] == sweep.metric), 0)
     options = [
-        element("option", chart["title"], value=str(place), selected=place == first) for place, chart in enumerate(charts)
+        element("option", chart["title"], value=str(place), selected=place == first)
+        for place, chart in enumerate(charts)
     ]
     choice = element("label", "Metric", element("select", *options, id="metric"), class_="check")
     many = f" (the best {CURVES})" if len(sweep.ranked) > CURVES else ""

@@ -1,12 +1,12 @@
 """Find, compare, rerun, tidy and watch runs: runs VERB ...; `runs --help` lists the verbs.
 
-Runs are looked for in outputs/ and all folders below it; `-o FOLDER` names another place. A run is named by its path there
-(lr/3_learning_rate=0.003), by its last part, or by the beginning of either. Conditions choose among runs:
+Runs are looked for in outputs/ and all folders below it; `-o FOLDER` names another place. A run is named by its path
+there (lr/3_learning_rate=0.003), by its last part, or by the beginning of either. Conditions choose among runs:
 
-  status=finished  tag=first  model=tiny  optimizer.learning_rate=1e-3  'eval/loss<2'  'train.steps>=100'  notes~baseline
+  status=finished  tag=first  model=tiny  optimizer.learning_rate=1e-3  'eval/loss<2'  'train.steps>=100'  notes~base
 
-A key is a field of the run, a key of its config, a group, or a metric; a metric means its last value, or with :min or :max
-an extreme ('eval/loss:min<2').
+A key is a field of the run, a key of its config, a group, or a metric; a metric means its last value, or with :min or
+:max an extreme ('eval/loss:min<2').
 """
 
 import argparse

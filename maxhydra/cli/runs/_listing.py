@@ -1,7 +1,6 @@
 """What the verbs share: conditions, a table for people, JSON for programs, and word of what could not be read."""
 
 import argparse
-import dataclasses
 import datetime
 import json
 import os
@@ -43,7 +42,7 @@ def tell_faults(registry: Registry) -> None:
 
 def as_facts(run: Run, **more: Any) -> dict[str, Any]:
     """A run for programs."""
-    facts = {name: value for name, value in dataclasses.asdict(run).items() if name not in ("id", "change")}
+    facts = {name: value for name, value in run._asdict().items() if name not in ("id", "change")}
     return {**facts, "sweep": run.sweep, **more}
 
 

@@ -17,9 +17,7 @@ _LIMIT = 40
 
 def declare(parser: argparse.ArgumentParser) -> None:
     add_conditions(parser)
-    parser.add_argument(
-        "-s", "--sort", default="", metavar="KEY", help="a field, setting or metric; newest first without"
-    )
+    parser.add_argument("-s", "--sort", default="", metavar="KEY", help="a field, setting or metric; newest first else")
     parser.add_argument("-r", "--reverse", action="store_true", help="largest first")
     parser.add_argument("-c", "--columns", default="", metavar="KEY,KEY", help="settings and metrics to show besides")
     parser.add_argument("-n", "--limit", type=int, help=f"so many at most; {_LIMIT} unless --json, 0 for all")
@@ -34,10 +32,9 @@ def run(asked: argparse.Namespace) -> int:
     elif asked.reverse:
         runs.reverse()
     # What is asked about is shown.
-    named = [*filter(None, asked.columns.split(",")), asked.sort, *(parse(text).key for text in asked.conditions)]
-    columns = [
-        name for name in dict.fromkeys(named) if name and (name not in FIELDS or name in asked.columns.split(","))
-    ]
+    asked_for = list(filter(None, asked.columns.split(",")))
+    about = [asked.sort, *(parse(text).key for text in asked.conditions)]
+    columns = list(dict.fromkeys([*asked_for, *(name for name in about if name and name not in FIELDS)]))
     limit = asked.limit if asked.limit is not None else 0 if asked.json else _LIMIT
     shown = runs[: limit or len(runs)]
     if asked.json:

@@ -1,7 +1,7 @@
 """Write one HTML page over many runs, or over one: report [SWEEP|FOLDER|RUN] [--metric NAME] [--max] [--to FILE].
 
-Parallel coordinates, curves, importance of the settings, the best runs with the commands to run them again, and how their
-configs differ. The page needs nothing but itself.
+Parallel coordinates, curves, importance of the settings, the best runs with the commands to run them again, and how
+their configs differ. The page needs nothing but itself.
 
 maxhydra runs report lr
 maxhydra runs report . --metric eval/loss:min --to all.html

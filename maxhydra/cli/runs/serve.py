@@ -1,7 +1,7 @@
 """Watch the runs in a browser, live, on this machine: serve [--port N].
 
-A table with search and sort, curves that grow while runs train, runs side by side, the machine, and logs. It reads only, and
-listens on 127.0.0.1; from elsewhere, `ssh -L 8080:127.0.0.1:8080 host`.
+A table with search and sort, curves that grow while runs train, runs side by side, the machine, and logs. It only
+reads, and listens on 127.0.0.1; from elsewhere, `ssh -L 8080:127.0.0.1:8080 host`.
 
 maxhydra runs serve
 """
