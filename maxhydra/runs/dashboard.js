@@ -176,7 +176,8 @@
       const isFirst = !table.state.shown.length && !state.chosen.length;
       state.chosen = state.chosen.filter((path) => runs.has(path));
       const unchanged = !answer.whole && !answer.runs.length;
-      if (!unchanged) { table.show(runs); statuses(); faults(answer.faults); }
+      if (!unchanged) { table.show(runs); statuses(); }
+      faults(answer.faults);
       if (isFirst && table.state.shown.length) choose([table.state.shown[0].path]);
       else if (answer.whole || state.chosen.some((path) => runs.get(path).status === "running" || answer.runs.some((run) => run.path === path)) || state.tab === "system") { legend(); await refresh(); }
       byId("live").className = "live on";

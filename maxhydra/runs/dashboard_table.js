@@ -56,7 +56,12 @@ const table = (() => {
     render();
   }
 
+  let drawnHead = "";
   function header() {
+    // What has not changed stays the same element: a click must not fall between two drawings of it.
+    const now = JSON.stringify([state.sort, state.down, scroller.clientWidth, all().map((column) => column.key)]);
+    if (now === drawnHead) return;
+    drawnHead = now;
     const cells = all().map((column) => {
       const sort = state.sort === column.key ? (state.down ? "descending" : "ascending") : null;
       const turn = () => { state.down = state.sort === column.key ? !state.down : column.key === "created"; state.sort = column.key; arrange(); };
@@ -76,15 +81,22 @@ const table = (() => {
     head.closest("table").style.width = `${width + rest}px`;
   }
 
+  let drawnRows = new Map();
   function row(run, index, chosen) {
-    const place = chosen.indexOf(run.path), toggle = (event) => { event.stopPropagation(); events.toggle(run.path); };
+    const place = chosen.indexOf(run.path), isHere = index === state.here;
+    const now = JSON.stringify([run, place, isHere, index, age(run.created), drawnHead]), before = drawnRows.get(run.path);
+    return before && before.now === now ? before : { now, node: makeRow(run, index, place, isHere) };
+  }
+
+  function makeRow(run, index, place, isHere) {
+    const toggle = (event) => { event.stopPropagation(); events.toggle(run.path); };
     const swatch = page.html("button", { type: "button", class: `swatch ${place < 0 ? "" : `f${place % 8}`}`, role: "checkbox", "aria-checked": String(place >= 0), "aria-label": `Choose ${run.path}`, tabindex: -1, onclick: toggle });
     const cells = all().map((column) => {
       const content = column.show ? column.show(run) : [page.cell(column.of(run))];
       return page.html("td", { class: `${column.class ?? ""} ${column.right ? "right" : ""}`, title: column.key === "path" ? `${run.path}${run.notes ? ` — ${run.notes}` : ""}` : null }, ...content);
     });
     const choose = (event) => { state.here = index; if (event.ctrlKey || event.metaKey || event.shiftKey) events.toggle(run.path); else events.only(run.path); };
-    return page.html("tr", { class: `${place < 0 ? "" : "chosen"} ${index === state.here ? "here" : ""}`, "data-run": run.path, onclick: choose }, page.html("td", { class: "pick" }, swatch), ...cells);
+    return page.html("tr", { class: `${place < 0 ? "" : "chosen"} ${isHere ? "here" : ""}`, "data-run": run.path, onclick: choose }, page.html("td", { class: "pick" }, swatch), ...cells);
   }
 
   function spacer(height) {
@@ -97,8 +109,13 @@ const table = (() => {
     const first = Math.max(0, Math.floor(scroller.scrollTop / HEIGHT) - SPARE);
     const last = Math.min(state.shown.length, first + Math.ceil(scroller.clientHeight / HEIGHT) + 2 * SPARE);
     const chosen = events.chosen ? events.chosen() : [];
-    const seen = state.shown.slice(first, last).map((run, i) => row(run, first + i, chosen));
-    body.replaceChildren(...(first ? [spacer(first * HEIGHT)] : []), ...seen, ...(last < state.shown.length ? [spacer((state.shown.length - last) * HEIGHT)] : []));
+    const seen = state.shown.slice(first, last);
+    drawnRows = new Map(seen.map((run, i) => [run.path, row(run, first + i, chosen)]));
+    const nodes = [...drawnRows.values()].map((each) => each.node), same = body.querySelectorAll("[data-run]");
+    const spaces = [first * HEIGHT, (state.shown.length - last) * HEIGHT], at = String(spaces);
+    if (body.dataset.at === at && same.length === nodes.length && nodes.every((node, i) => node === same[i])) return;
+    body.dataset.at = at;
+    body.replaceChildren(...(spaces[0] ? [spacer(spaces[0])] : []), ...nodes, ...(spaces[1] > 0 ? [spacer(spaces[1])] : []));
   }
 
   scroller.addEventListener("scroll", render, { passive: true });
