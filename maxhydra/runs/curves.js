@@ -118,13 +118,13 @@ const curves = (() => {
       const { y, ticks } = scale(chart, chart.shown, chart.inner.height);
       chart.y = y;
       axes(node, chart, ticks, width, height);
-      const floor = MARGIN.top + chart.inner.height;
+      const floor = MARGIN.top + chart.inner.height, isSparse = chart.lines.length <= NAMED && chart.lines.every((line) => line.steps.length <= 40);
       chart.paths = chart.lines.map((line, index) => {
         const weight = line.exact ? 0 : view.smoothing, values = chart.shown[index];
         if (weight && chart.lines.length <= NAMED) node.append(path(chart, line, values, `curve raw c${line.look}`));
         const drawn = path(chart, line, weight ? smooth(values, weight) : values, `curve c${line.look}`);
         node.append(drawn);
-        if (line.steps.length <= 40 && chart.lines.length <= NAMED) line.steps.forEach((step, i) => {
+        if (isSparse && !weight) line.steps.forEach((step, i) => {
           if (values[i] !== null) node.append(page.svg("circle", { class: `f${line.look}`, cx: chart.x(step), cy: y(values[i]), r: 2.5 }));
         });
         line.values.forEach((value, i) => {

@@ -37,12 +37,13 @@
   });
 
   function legend() {
-    const items = state.chosen.map((path, i) => page.html("li", { title: path }, page.html("i", { class: `f${i % 8}` }), page.html("span", {}, short(path)),
-      page.html("button", { type: "button", "aria-label": `Remove ${path}`, onclick: () => choose(state.chosen.filter((each) => each !== path)) }, "×")));
-    byId("legend").replaceChildren(...(items.length ? items : [page.html("span", { class: "empty" }, "Choose a run; the boxes at the left choose several.")]));
+    const item = (path, i) => page.html("li", { title: path }, page.html("i", { class: `f${i % 8}` }), page.html("span", {}, short(path)),
+      page.html("button", { type: "button", "aria-label": `Remove ${path}`, onclick: () => choose(state.chosen.filter((each) => each !== path)) }, "×"));
+    const nothing = () => [page.html("li", { class: "empty" }, "Choose a run; the boxes at the left choose several.")];
+    page.update(byId("legend"), state.chosen, () => (state.chosen.length ? state.chosen.map(item) : nothing()));
   }
 
-  // Tabs. Each keeps its elements while the choice stays the same, so that nothing jumps while runs train.
+  // Tabs. Each keeps its elements while what it shows stays the same, so that nothing jumps while runs train.
   const content = byId("content"), host = page.html("div", { class: "charts" });
   const group = curves.group(host);
   curves.control(group, 0);
@@ -96,15 +97,15 @@
     });
     const config = found.runs.length > 1 ? differences("Config, where it differs", found.runs, found.config, false) : [];
     const code = found.runs.length > 1 ? differences("Code and machine, where they differ", found.runs, found.surroundings, false) : [];
-    content.replaceChildren(...config, ...differences("Metrics, last values", found.runs, found.metrics, true), ...code, page.html("h2", {}, "Run again"), ...commands);
+    page.update(content, found, () => [...config, ...differences("Metrics, last values", found.runs, found.metrics, true), ...code, page.html("h2", {}, "Run again"), ...commands]);
   }
 
   async function showLog() {
     const before = content.querySelector("select"), path = before && state.chosen.includes(before.value) ? before.value : state.chosen[state.chosen.length - 1];
     const { text } = await ask("log", [["run", path]]);
     const atEnd = !content.querySelector(".log") || content.scrollTop + content.clientHeight > content.scrollHeight - 40;
-    const choice = page.html("select", { "aria-label": "Log of", onchange: () => refresh() }, ...state.chosen.map((each) => page.html("option", { value: each, selected: each === path }, each)));
-    content.replaceChildren(page.html("div", { class: "log-choice" }, choice), page.html("pre", { class: "log" }, text || "Nothing was logged."));
+    const choice = () => page.html("select", { "aria-label": "Log of", onchange: () => refresh() }, ...state.chosen.map((each) => page.html("option", { value: each, selected: each === path }, each)));
+    page.update(content, [path, text, state.chosen], () => [page.html("div", { class: "log-choice" }, choice()), page.html("pre", { class: "log" }, text || "Nothing was logged.")]);
     if (atEnd) content.scrollTop = content.scrollHeight;
   }
 
@@ -142,7 +143,7 @@
     const counts = {};
     for (const run of runs.values()) counts[run.status] = (counts[run.status] ?? 0) + 1;
     const press = (status) => { table.state.status = table.state.status === status ? null : status; statuses(); table.arrange(); };
-    byId("statuses").replaceChildren(...["running", "finished", "failed", "preempted", "lost"].filter((status) => counts[status]).map((status) =>
+    page.update(byId("statuses"), [counts, table.state.status], () => ["running", "finished", "failed", "preempted", "lost"].filter((status) => counts[status]).map((status) =>
       page.html("button", { type: "button", class: `status ${status}`, "aria-pressed": String(table.state.status === status), onclick: () => press(status) }, status, page.html("b", {}, counts[status].toLocaleString("en")))));
   }
 
@@ -160,7 +161,7 @@
   function faults(lines) {
     byId("faults").hidden = !lines.length;
     byId("faults").textContent = `${lines.length} skipped`;
-    byId("fault-list").replaceChildren(...lines.map((line) => page.html("li", {}, line)));
+    page.update(byId("fault-list"), lines, () => lines.map((line) => page.html("li", {}, line)));
     if (!lines.length) byId("fault-list").hidden = true;
   }
   byId("faults").addEventListener("click", () => (byId("fault-list").hidden = !byId("fault-list").hidden));

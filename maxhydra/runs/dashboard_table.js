@@ -13,8 +13,11 @@ const table = (() => {
     return [page.html("span", {}, run.step === null ? "" : run.step.toLocaleString("en")), bar];
   };
   const name = (run) => {
-    const cut = run.path.lastIndexOf("/") + 1, tags = run.tags.map((tag) => page.html("span", { class: "tag" }, tag));
-    return [page.html("div", {}, cut ? page.html("i", {}, run.path.slice(0, cut)) : null, page.html("b", {}, run.path.slice(cut)), ...tags)];
+    // Runs of a sweep differ at the end of their names: what has no room is left out of the middle.
+    const cut = run.path.lastIndexOf("/") + 1, tail = Math.max(cut, run.path.length - 16);
+    const front = page.html("span", { class: "front" }, page.html("i", {}, run.path.slice(0, cut)), run.path.slice(cut, tail));
+    const tags = run.tags.map((tag) => page.html("span", { class: "tag" }, tag));
+    return [page.html("div", {}, front, page.html("span", {}, run.path.slice(tail)), ...tags)];
   };
   const figure = (value) => [value === null || value === undefined ? "" : page.number(value)];
   // What a run under way has reached so far stands where its result will.

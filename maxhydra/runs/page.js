@@ -65,6 +65,15 @@ const page = (() => {
     try { localStorage.setItem("theme", root.dataset.theme); } catch { /* A file that may store nothing. */ }
   });
 
+  // Draw a part anew only when what it shows has changed: a click or a selection must not fall between two drawings.
+  const shown = new WeakMap();
+  function update(node, content, draw) {
+    const now = JSON.stringify(content);
+    if (shown.get(node) === now && node.childNodes.length) return;
+    shown.set(node, now);
+    node.replaceChildren(...draw());
+  }
+
   const data = document.getElementById("data");
-  return { html, svg, number, cell, duration, copy, data: data ? JSON.parse(data.textContent) : null };
+  return { html, svg, number, cell, duration, copy, update, data: data ? JSON.parse(data.textContent) : null };
 })();
