@@ -9,6 +9,7 @@ of metrics.
 import argparse
 import json
 import math
+import os
 import random
 import resource
 import subprocess
@@ -77,13 +78,29 @@ def _facts(common: dict, name: str, number: int, floor: float) -> dict:
     }
 
 
-def timed(outputs: Path, *arguments: str) -> str:
-    """Wall time of a command, and the processors' time, which other work on the machine does not move."""
+def timed(outputs: Path, *arguments: str) -> dict[str, float]:
+    """Wall time of a command, and the processors' time, which other work on the machine moves less."""
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "maxhydra", "runs", *arguments, "-o", str(outputs)]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return f"{wall:6.2f} s   ({after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime:.2f} s of processor)"
+    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"wall": round(wall, 2), "processor": round(processor, 2)}
+
+
+def measure(folder: Path) -> dict[str, object]:
+    index = folder / ".runs.sqlite"
+    index.unlink(missing_ok=True)
+    figures: dict[str, object] = {"index made": timed(folder, "list"), "index MB": round(index.stat().st_size / 1e6, 1)}
+    warm = [timed(folder, "list") for _ in range(3)]
+    figures["list"] = min(warm, key=lambda figure: figure["wall"])
+    with next(folder.glob("*/*/metrics.jsonl")).open("a") as file:
+        file.write(json.dumps({"step": 10**6, "loss": 1.0}) + "\n")
+    figures["list, one run changed"] = timed(folder, "list")
+    conditions = ["status=finished", "optimizer.learning_rate<1e-3", "eval/loss<3", "--sort", "eval/loss"]
+    figures["list, filtered and sorted"] = timed(folder, "list", *conditions)
+    figures["best"] = timed(folder, "best")
+    return figures
 
 
 def main() -> None:
@@ -96,19 +113,8 @@ def main() -> None:
         folder = asked.folder or Path(temporary)
         if not any(folder.glob("*")):
             write_runs(folder, asked.runs, asked.lines)
-        (folder / ".runs.sqlite").unlink(missing_ok=True)
-        one = next(folder.glob("*/*/metrics.jsonl"))
-        print(f"{asked.runs} runs of {asked.lines} lines")
-        print(f"index made:              {timed(folder, 'list')}")
-        print(f"index size:              {(folder / '.runs.sqlite').stat().st_size / 1e6:6.1f} MB")
-        for _ in range(3):
-            print(f"list, nothing changed:   {timed(folder, 'list')}")
-        with one.open("a") as file:
-            file.write(json.dumps({"step": 10**6, "loss": 1.0}) + "\n")
-        print(f"list, one run changed:   {timed(folder, 'list')}")
-        conditions = ["status=finished", "optimizer.learning_rate<1e-3", "eval/loss<3", "--sort", "eval/loss"]
-        print(f"list, filter and sort:   {timed(folder, 'list', *conditions)}")
-        print(f"best:                    {timed(folder, 'best')}")
+        load = os.getloadavg()[0]
+        print(json.dumps({"runs": asked.runs, "lines": asked.lines, "load before": load, **measure(folder)}))
 
 
 if __name__ == "__main__":

@@ -127,18 +127,17 @@ def test_it_only_reads(server):
 def test_pages_of_other_sites_get_nothing(server):
     status, headers, content = get(server, "/")
     assert status == 200 and headers["X-Frame-Options"] == "DENY" and "Access-Control-Allow-Origin" not in headers
-    assert headers["X-Content-Type-Options"] == "nosniff" and "connect-src 'self'" in content and "unsafe" not in content
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert "connect-src 'self'" in content and "unsafe" not in content
     assert "://" not in content.replace("http-equiv", "")
 
 
 def test_only_this_machine_is_served(server):
-    assert server.server_address[0] == "127.0.0.1"
-    with pytest.raises(OSError), socket.create_connection((socket.gethostbyname(socket.gethostname()), server.server_port), 2):
-        if socket.gethostbyname(socket.gethostname()).startswith("127."):
-            raise OSError("this host's own name is the loopback")
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.2", server.server_port), 2):
+        pass
 
 
 def test_every_text_is_data(server, outputs):
     change_facts(outputs / "lr" / "0", notes=EVIL, tags=[EVIL], reason=EVIL)
-    status, headers, content = get(server, "/api/runs")
+    _, headers, content = get(server, "/api/runs")
     assert headers["Content-Type"].startswith("application/json") and json.loads(content)["runs"][-1]["notes"] == EVIL

@@ -51,7 +51,7 @@ def flattened(node, path=""):
 
 @pytest.mark.parametrize(
     "notes",
-    ["plain", "two\nlines: here\n", "- not a list", "a: b # c", "é ☃ 'quoted'", " wide " * 40, "|", "\t", "x\n\n  y\n- z"],
+    ["plain", "two\nlines: here\n", "- no list", "a: b # c", "é ☃ 'quoted'", " wide " * 40, "|", "\t", "x\n\n  y\n- z"],
 )
 def test_config_is_read_in_pieces_as_yaml_reads_it_whole(notes):
     config = to_yaml(compose(["optimizer=muon"], None).config)
@@ -248,8 +248,8 @@ def test_order_and_best(outputs):
     registry = Registry(outputs)
     runs = registry.runs()
     rows = {path.parent.name: path.read_text().splitlines() for path in outputs.rglob("metrics.jsonl")}
-    final = {name: [json.loads(row)["eval/loss"] for row in lines if "eval" in row][-1:] for name, lines in rows.items()}
-    wanted = sorted((values[0], name) for name, values in final.items() if values)
+    final = {name: [json.loads(row)["eval/loss"] for row in lines if "eval" in row] for name, lines in rows.items()}
+    wanted = sorted((values[-1], name) for name, values in final.items() if values)
     assert [run.path[3:] for run in order(registry, runs, "eval/loss", descending=False)][:3] == [n for _, n in wanted]
     assert order(registry, runs, "eval/loss", descending=True)[-1].path == "alone"
     metric, ranked = best(registry, runs, None, largest=False)

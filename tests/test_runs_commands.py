@@ -14,6 +14,7 @@ import running
 from runfolders import change_facts, write_run
 
 from maxhydra.cli.entry import run as maxhydra
+from maxhydra.config.compose import compose
 from maxhydra.record import RunDirectory
 from maxhydra.record.surroundings import code
 
@@ -25,7 +26,8 @@ def outputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "outputs"
     for number, rate in enumerate([1e-4, 1e-3, 3e-3]):
-        write_run(folder / "lr" / f"{number}_learning_rate={rate}", rate=rate, created=f"2026-03-0{number + 1}T12:00:00Z")
+        created = f"2026-03-0{number + 1}T12:00:00Z"
+        write_run(folder / "lr" / f"{number}_learning_rate={rate}", rate=rate, created=created)
     write_run(folder / "alone", rate=2e-3, status="failed", steps=5, created="2026-03-09T12:00:00Z")
     return folder
 
@@ -68,7 +70,8 @@ def test_damage_is_told_on_stderr_alone(runs, outputs):
 
 def test_best_show_and_diff(runs):
     code, out, _ = runs("best")
-    assert code == 0 and out.splitlines()[1].startswith("lr/1_") and "optimizer.learning_rate=0.001" in out.splitlines()[-1]
+    assert code == 0 and out.splitlines()[1].startswith("lr/1_")
+    assert out.splitlines()[-1].endswith("maxhydra optimizer.learning_rate=0.001")
     first = json.loads(runs("best", "--json", "-n", "1")[1])
     assert [run["path"] for run in first] == ["lr/1_learning_rate=0.001"] and first[0]["rerun"].startswith("cd ")
     code, out, _ = runs("show", "alone")
@@ -161,8 +164,19 @@ def test_gc_takes_what_the_rules_say_and_nothing_else(runs, outputs):
     live.finish("finished")
 
 
+def test_report(runs, outputs):
+    assert runs("report", "lr")[1] == "outputs/lr/sweep.html\n"
+    assert runs("report", "alone")[1] == "outputs/alone/report.html\n"
+    assert runs("report", "--metric", "loss", "--max", "--to", "all.html")[1] == "all.html\n"
+    page = Path("all.html").read_text()
+    assert "loss, larger is better" in page and "Settings varied" in page
+    for metrics in outputs.rglob("metrics.jsonl"):
+        metrics.unlink()
+    assert runs("report", "lr")[0] == 0 and "No metrics were written." in (outputs / "lr" / "sweep.html").read_text()
+
+
 def test_tail(runs, outputs):
-    code, out, _ = runs("tail", "lr/1", "-n", "1", "-f")
+    _, out, _ = runs("tail", "lr/1", "-n", "1", "-f")
     assert out.splitlines() == [
         "2026-03-04 12:01:00 INFO end of 1_learning_rate=0.001",
         "outputs/lr/1_learning_rate=0.001: finished: all done",
@@ -184,6 +198,8 @@ def test_rerun_and_resume_give_the_overrides_again(runs, outputs):
         "run.outputs='..'",
         "run.name='lr/1_learning_rate=0.001'",
     ]
+    # Hydra reads the name whole, whatever is in it.
+    assert compose(shlex.split(out)[-1:], None).config.run.name == "lr/1_learning_rate=0.001"
     change_facts(folder, overrides=["tracker.api_key=***"])
     assert "was a secret" in runs("rerun", "lr/1", "--anyway", "--dry-run")[2]
 
@@ -204,8 +220,8 @@ assert not {{"jax", "numpy", "hydra", "omegaconf", "pandas", "pyarrow"}} & set(s
 def test_a_job_of_a_sweep_is_resumed_and_run_again(tmp_path):
     """The sweep's command names all jobs; each is restarted by its own overrides."""
     small = [*running.SMALL, "train.eval_batches=0", "optimizer/schedule=constant", "checkpoint.mode=synchronous"]
-    running.finished("-m", *small, "optimizer.learning_rate=1e-3,2e-3", "train.steps=2", "run.name=lr", cwd=tmp_path)
-    job = "lr/0_learning_rate=0.001"
+    running.finished("-m", *small, "optimizer.learning_rate=1e-3", "train.steps=2", "run.name=lr", cwd=tmp_path)
+    job = "lr/0"
     running.finished("runs", "resume", job, "train.steps=4", cwd=tmp_path)
     folder = tmp_path / "outputs" / job
     assert sorted(running.losses(folder)) == [1, 2, 3, 4] and len(running.facts(folder)["sessions"]) == 2

@@ -27,7 +27,7 @@ const table = (() => {
   const columns = [
     { key: "path", title: "Run", of: (run) => run.path, show: name, class: "run", width: "auto" },
     { key: "status", title: "Status", of: (run) => run.status, show: (run) => [page.html("span", { class: `status ${run.status}`, title: run.reason ?? "" }, run.status)], width: 96 },
-    { key: "value", title: "Objective", of: objective, show: (run) => figure(objective(run)), right: true, width: 88 },
+    { key: "value", title: "Objective", of: objective, show: (run) => figure(objective(run)), right: true, width: 98 },
     { key: "loss", title: "Loss", of: (run) => run.metrics.loss, show: (run) => figure(run.metrics.loss), right: true, width: 70, wide: true },
     { key: "step", title: "Step", of: (run) => run.step, show: steps, class: "steps", right: true, width: 76 },
     { key: "speed", title: "Tok/s", of: (run) => run.metrics.tokens_per_second, show: (run) => figure(run.metrics.tokens_per_second), right: true, width: 76, wide: true },

@@ -83,27 +83,35 @@ def select(registry: Registry, conditions: Sequence[str], *, runs: Sequence[Run]
 def order(registry: Registry, runs: Sequence[Run], key: str, *, descending: bool) -> list[Run]:
     """Sorted by any field, setting or metric; runs without it, and NaN, come last either way."""
     values = registry.values(key, runs)
+    known = [run for run in runs if _is_known(values.get(run.id))]
+    unknown = [run for run in runs if not _is_known(values.get(run.id))]
+    return sorted(known, key=lambda run: _rank(values[run.id]), reverse=descending) + unknown
 
-    def has(run: Run) -> bool:
-        value = values.get(run.id)
-        return value is not None and not (isinstance(value, float) and math.isnan(value))
 
-    def rank(run: Run) -> tuple[bool, Any]:
-        value = values[run.id]
-        return (False, value) if isinstance(value, (int, float)) else (True, str(value))
+def _is_known(value: Any) -> bool:
+    return value is not None and not (isinstance(value, float) and math.isnan(value))
 
-    known = [run for run in runs if has(run)]
-    return sorted(known, key=rank, reverse=descending) + [run for run in runs if not has(run)]
+
+def _rank(value: Any) -> tuple[bool, Any]:
+    """Numbers before text."""
+    return (False, value) if isinstance(value, (int, float)) else (True, str(value))
 
 
 def best(registry: Registry, runs: Sequence[Run], metric: str | None, *, largest: bool) -> tuple[str, list[Run]]:
     """The runs that have the metric, best first, and its name; without one it is what the runs were to make small."""
-    if metric is None:
-        names = {run.objective for run in runs if run.objective}
-        if len(names) != 1:
-            said = f"the runs have different objectives: {', '.join(sorted(names))}" if names else "no run has ended"
-            raise ConfigError(Problem("--metric", "is needed", hint=said))
-        (metric,) = names
-    values = registry.values(metric, runs)
-    ranked = order(registry, runs, metric, descending=largest)
-    return metric, [run for run in ranked if isinstance(values.get(run.id), (int, float))]
+    name = metric or _objective(registry, runs)
+    # An objective that no run has reached yet is no mistake; a name that somebody typed may be.
+    values: dict[int, Any] = registry.values(name, runs) if metric else {**registry.metric(name)}
+    ranked = [run for run in runs if isinstance(values.get(run.id), (int, float)) and _is_known(values[run.id])]
+    return name, sorted(ranked, key=lambda run: values[run.id], reverse=largest)
+
+
+def _objective(registry: Registry, runs: Sequence[Run]) -> str:
+    configured = registry.setting("objective")
+    names = {str(name) for run in runs if (name := run.objective or configured.get(run.id))}
+    if len(names) != 1:
+        said = (
+            f"the runs have different objectives: {', '.join(sorted(names))}" if names else "no run names an objective"
+        )
+        raise ConfigError(Problem("--metric", "is needed", hint=said))
+    return names.pop()

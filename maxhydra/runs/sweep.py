@@ -76,7 +76,7 @@ def write_sweep_report(
 
 def _sweep(registry: Registry, runs: Sequence[Run], title: str, metric: str | None, largest: bool) -> Sweep:
     name, ranked = best(registry, runs, metric, largest=largest)
-    found = registry.values(name, runs)
+    found = registry.values(name, ranked)
     places = {run.id for run in ranked}
     ordered = [*ranked, *(run for run in runs if run.id not in places)]
     settings = registry.settings(run.id for run in ordered)

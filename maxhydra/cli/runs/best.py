@@ -29,7 +29,7 @@ def run(asked: argparse.Namespace) -> int:
     registry = Registry(asked.outputs)
     metric, ranked = best(registry, select(registry, asked.conditions), asked.metric, largest=asked.max)
     if not ranked:
-        raise ConfigError(Problem(metric, "no run that meets the conditions has a value of it"))
+        raise ConfigError(Problem(metric, "no run that meets the conditions has a value of it yet"))
     shown = ranked[: max(1, asked.limit)]
     values = registry.values(metric, shown)
     commands = {run.id: rerun_command(registry.directory(run).read()) for run in shown}
