@@ -151,7 +151,7 @@ def test_damage_is_skipped_and_named(outputs, capsys):
     assert (outputs / "alone" / "metrics.jsonl").read_text().endswith('{"st')
 
 
-@pytest.mark.parametrize("damage", ["delete", "garbage", "cut", "version", "foreign", "read-only"])
+@pytest.mark.parametrize("damage", ["delete", "garbage", "cut", "version", "foreign", "read-only", "a folder"])
 def test_the_index_is_made_again(outputs, damage, monkeypatch):
     before = Registry(outputs)
     expected = [run._replace(id=0, change=0) for run in before.runs()]
@@ -172,6 +172,9 @@ def test_the_index_is_made_again(outputs, damage, monkeypatch):
             index.unlink()
             with sqlite3.connect(index) as connection:
                 connection.execute("CREATE TABLE run (x)")
+        case "a folder":
+            index.unlink()
+            index.mkdir()
         case "read-only":
             monkeypatch.setattr(os, "access", lambda *_: False)
     registry = Registry(outputs)

@@ -13,7 +13,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from maxhydra.runs import sections
 from maxhydra.runs.reading import (
@@ -28,6 +28,8 @@ from maxhydra.runs.reading import (
     read_traces,
 )
 from maxhydra.runs.summary import Facts, wall_seconds
+
+T = TypeVar("T")
 
 FILE = ".runs.sqlite"
 # Of the tables below and of what is put into them.
@@ -75,39 +77,52 @@ class Index:
 
     def refresh(self) -> None:
         """Read what changed on disk."""
-        try:
-            self._refresh()
-        except sqlite3.DatabaseError:
-            self._start_over()
-            self._refresh()
+        self._surely(self._refresh)
 
     def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        """What a query finds; a damaged index is made again first."""
-        try:
-            return self._connection.execute(query, values).fetchall()
-        except sqlite3.DatabaseError:
-            self._start_over()
-            self._refresh()
-            return self._connection.execute(query, values).fetchall()
+        """What a query finds."""
+        return self._surely(lambda: self._connection.execute(query, values).fetchall())
 
     def close(self) -> None:
         self._connection.close()
 
+    def _surely(self, action: Callable[[], T]) -> T:
+        """Do it; where the index is damaged, with a new one; where none can be kept (a disk without locks) in memory."""
+        for recover in (self._start_over, self._move_to_memory):
+            try:
+                return action()
+            except sqlite3.DatabaseError:
+                recover()
+        return action()
+
     def _open(self) -> sqlite3.Connection:
-        if not os.access(self.root, os.W_OK):
-            return _connect(":memory:")
-        try:
-            return _connect(str(self._file))
-        except sqlite3.DatabaseError:
-            self._file.unlink(missing_ok=True)
-            return _connect(str(self._file))
+        if os.access(self.root, os.W_OK):
+            for _ in ("as it is", "anew"):
+                with contextlib.suppress(sqlite3.DatabaseError):
+                    return _connect(str(self._file))
+                self._delete()
+        return _connect(":memory:")
+
+    def _delete(self) -> None:
+        with contextlib.suppress(OSError):
+            for path in (self._file, self._file.with_name(f"{FILE}-journal")):
+                path.unlink(missing_ok=True)
 
     def _start_over(self) -> None:
         self._connection.close()
         self._sections.clear()
-        for path in (self._file, self._file.with_name(f"{FILE}-journal")):
-            path.unlink(missing_ok=True)
+        self._delete()
         self._connection = self._open()
+        try:
+            self._refresh()
+        except sqlite3.DatabaseError:
+            self._move_to_memory()
+
+    def _move_to_memory(self) -> None:
+        self._connection.close()
+        self._sections.clear()
+        self._connection = _connect(":memory:")
+        self._refresh()
 
     def _refresh(self) -> None:
         rows = self._connection.execute("SELECT path, id, facts_stamp, metrics_stamp, inode, offset, lines FROM run")
