@@ -1,5 +1,6 @@
 """The registry says what the files say, whatever became of the files, of the index, or of the processes."""
 
+import functools
 import json
 import math
 import os
@@ -49,13 +50,17 @@ def flattened(node, path=""):
         yield path, node
 
 
+@functools.cache
+def whole_config():
+    return to_yaml(compose(["optimizer=muon"], None).config)
+
+
 @pytest.mark.parametrize(
     "notes",
     ["plain", "two\nlines: here\n", "- no list", "a: b # c", "é ☃ 'quoted'", " wide " * 40, "|", "\t", "x\n\n  y\n- z"],
 )
 def test_config_is_read_in_pieces_as_yaml_reads_it_whole(notes):
-    config = to_yaml(compose(["optimizer=muon"], None).config)
-    content = yaml.safe_load(config)
+    content = yaml.safe_load(whole_config())
     content["run"]["notes"], content["run"]["tags"] = notes, [notes, "b"]
     text = yaml.safe_dump(content, sort_keys=False)
     pieces = dict(leaf for section in sections.split(text) for leaf in sections.read(section))
