@@ -20,6 +20,10 @@ Tree = Any
 Keep = Callable[[tuple[str, ...], jax.Array], Tree]
 
 
+def as_it_is(keys: tuple[str, ...], weight: jax.Array) -> Tree:
+    return weight
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """An array of our tree: its row in the table, and the layers that it holds, stacked (None: no layers)."""
@@ -42,7 +46,7 @@ class Place:
         return math.prod(self.shape[self.weight.inputs :]), math.prod(self.shape[: self.weight.inputs])
 
 
-def fill(source: Source, model: ModelDef, *, shardings: Tree, dtype: DTypeLike, keep: Keep) -> Tree:
+def fill(source: Source, model: ModelDef, *, shardings: Tree, dtype: DTypeLike, keep: Keep = as_it_is) -> Tree:
     """The weights of a source as the model's tree. The host holds one tensor at a time besides what its devices do.
 
     `keep`: keys and a weight -> what becomes of it.
