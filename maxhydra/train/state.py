@@ -126,6 +126,15 @@ class StateDef:
         )
         return build(dict(self.beside), jnp.uint32(seed))
 
+    def fresh_base(self, seed: int) -> Tree:
+        """The weights of the model alone that `create` gives."""
+        build = jax.jit(
+            lambda seed: self.model.base.init(jax.random.split(jax.random.key(seed))[0]),
+            out_shardings=self.sharder.tree(self.model.base.axes),
+            compiler_options=RUN_ONCE,
+        )
+        return build(jnp.uint32(seed))
+
     def create_around(self, base: Tree, seed: int) -> TrainState:
         """A fresh state with the model's weights, which it takes over; those of an adapter begin as they do."""
 
