@@ -1,5 +1,7 @@
 """Every experiment and every debug overlay runs, with a model small enough for a test."""
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,14 +14,21 @@ SIZES = [override for override in SMALL if override.startswith(("model.", "train
 SIZES += ["model.dtypes.compute=float32", "model.vocab_size=320", "model.context_length=64", "train.loss_chunk=0"]
 
 
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that stands for any that an experiment goes on from."""
+    cwd = tmp_path_factory.mktemp("earlier")
+    finished("experiment=arithmetic_pretrain", *SIZES, "debug=one_step", "checkpoint.mode=synchronous", cwd=cwd)
+    return cwd / "outputs" / "arithmetic_pretrain"
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_runs(name: str, tmp_path: Path) -> None:
+def test_every_experiment_runs(name: str, tmp_path: Path, earlier: Path) -> None:
+    text = (ROOT / "conf/experiment" / f"{name}.yaml").read_text()
+    for needed in re.findall(r"\$\{run\.outputs\}/(\w+)", text):
+        shutil.copytree(earlier, tmp_path / "outputs" / needed)
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 400)
-    own_text = (
-        ["data.path=text.txt"]
-        if "override /data: text" in (ROOT / "conf/experiment" / f"{name}.yaml").read_text()
-        else []
-    )
+    own_text = ["data.path=text.txt"] if "override /data: text" in text else []
     finished(f"experiment={name}", *SIZES, *own_text, "debug=one_step", "run.name=it", cwd=tmp_path)
     run = facts(tmp_path / "outputs" / "it")
     assert run["status"] == "finished"
