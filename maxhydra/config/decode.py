@@ -56,3 +56,6 @@ class Engine(Schema):
     """Keep the pages of finished prompts, for prompts that begin alike."""
     cache_dtype: CacheDtype = CacheDtype.auto
     """Number format of cached keys and values; auto is that of the computation."""
+    steady: bool = False
+    """Take for every step the program of just its size, and wait for it, instead of one in hand that can do more: the
+    same requests at once give the same tokens to the last bit, whatever was decoded before."""

@@ -10,6 +10,7 @@ from maxhydra.config.hardware import Hardware
 from maxhydra.config.mesh import Mesh
 from maxhydra.config.model import Model
 from maxhydra.config.optimizer import Optimizer
+from maxhydra.config.reward import Reward
 from maxhydra.config.run import Checkpoint, Quantization, Run, Task, Tracker, Train
 
 
@@ -27,6 +28,7 @@ class Config(Schema):
     checkpoint: Checkpoint = section(Checkpoint)
     tracker: Tracker = section(Tracker)
     adapter: Adapter = section(Adapter)
+    reward: Reward = section(Reward)
     run: Run = section(Run)
     train: Train = section(Train)
     objective: str = option("eval/loss")

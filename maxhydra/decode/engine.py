@@ -8,7 +8,7 @@ written again before anyone reads them.
 
 import threading
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +71,7 @@ class Engine:
         self._buckets = Buckets(sharder.ways("act_batch"), config.page_size, -(-self._max_context // config.page_size))
         self._arrangement = arrange(model, sharder)
         self._params = self._arrangement.keep(params)
-        self._programs = Programs(self._arrangement, self._params, room, sharder=sharder)
+        self._programs = Programs(self._arrangement, self._params, room, sharder=sharder, steady=config.steady)
         self._cache, self._board = self._programs.empty()
         self._under_way: deque[Drawn] = deque()
         self._tokens_read = self._tokens_drawn = 0
@@ -87,6 +87,18 @@ class Engine:
 
     def submit(self, request: Request) -> Handle:
         """Queue a request; RefusedError at once if it can never be served."""
+        return self.submit_all([request])[0]
+
+    def submit_all(self, requests: Iterable[Request]) -> list[Handle]:
+        """Queue requests at once; RefusedError, and none is queued, if one can never be served."""
+        sequences = [self._sequence(request) for request in requests]
+        with self._news:
+            self._require(self._ended)
+            self._arrived += sequences
+            self._news.notify_all()
+        return [sequence.handle for sequence in sequences]
+
+    def _sequence(self, request: Request) -> Sequence:
         self._require(problem(request, vocab_size=self._vocab_size, alternatives=ALTERNATIVES))
         length, limit = len(request.prompt), self._max_context
         if length >= limit:
@@ -102,11 +114,7 @@ class Engine:
                 f"{pool.pages * pool.page_size}: raise task.engine.cache_tokens, or ask for less than "
                 f"max_tokens={request.max_tokens}"
             )
-        with self._news:
-            self._require(self._ended)
-            self._arrived.append(sequence)
-            self._news.notify_all()
-        return sequence.handle
+        return sequence
 
     def stats(self) -> dict[str, float]:
         """Sequences running and waiting, pages in use and cached, tokens written and prompt tokens read so far."""

@@ -53,8 +53,9 @@ class Board(NamedTuple):
 class Programs:
     """Forward and draw in every shape that comes up."""
 
-    def __init__(self, arrangement: Arrangement, params: Tree, room: PagedRoom, *, sharder: Sharder):
-        """`params` as they are kept, and only for their shapes and shardings."""
+    def __init__(self, arrangement: Arrangement, params: Tree, room: PagedRoom, *, sharder: Sharder, steady: bool):
+        """`params` as they are kept, and only for their shapes and shardings; `steady`: no program stands in for
+        another."""
         model = arrangement.model
         self._arrangement, self._model, self._room, self._sharder = arrangement, model, room, sharder
         self._params = jax.tree.map(lambda leaf: _placed(leaf, leaf.sharding), params)
@@ -65,8 +66,8 @@ class Programs:
             lambda cache: sharder.tree(cache.axes()), caches, is_leaf=lambda node: not isinstance(node, (dict, list))
         )
         self._caches = jax.tree.map(_placed, caches, self._cache_shardings)
-        self._forwards: Compiled[Shape] = Compiled(self._compile_forward)
-        self._draws: Compiled[DrawName] = Compiled(self._compile_draw)
+        self._forwards: Compiled[Shape] = Compiled(self._compile_forward, steady=steady)
+        self._draws: Compiled[DrawName] = Compiled(self._compile_draw, steady=steady)
 
     @property
     def nobody(self) -> int:
