@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from maxhydra.align.objective import SIDES
 from maxhydra.config import ConfigError, Problem
 from maxhydra.data import Batch, BatchSpec, Row, make_batch
+from maxhydra.model.fingerprint import fingerprint
 from maxhydra.record.files import replace_file, to_json
 from maxhydra.train.state import Tree
 
@@ -41,7 +41,6 @@ class ReferenceCache:
     @classmethod
     def open(cls, folder: Path) -> "ReferenceCache":
         """What all processes of earlier sessions wrote. An entry that a kill cut short is not one."""
-        folder.mkdir(parents=True, exist_ok=True)
         known: dict[bytes, np.ndarray] = {}
         for path in sorted(folder.glob("*.logprobs")):
             whole = path.stat().st_size // ENTRY.itemsize
@@ -65,7 +64,8 @@ class ReferenceCache:
 
     def require(self, weights: Tree) -> None:
         """What is asked must be what was asked before."""
-        path, now = self.folder / "weights.json", to_json({"fingerprint": _fingerprint(weights)})
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path, now = self.folder / "weights.json", to_json({"fingerprint": fingerprint(weights)})
         if not path.exists():
             if jax.process_index() == 0:
                 replace_file(path, now)
@@ -130,23 +130,3 @@ def _key(row: Row) -> bytes:
         for name in ("tokens", "targets", "weights"):
             digest.update(np.ascontiguousarray(row[f"{side}_{name}"]).tobytes())
     return digest.hexdigest().encode()
-
-
-@jax.jit
-def _sums_of_bits(weights: Tree) -> list[jax.Array]:
-    """A number for each array that depends on all its bits and their places, and not on how it is sharded."""
-
-    def number(leaf: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(leaf, {2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize])
-        total = bits.astype(jnp.uint32)
-        for axis in reversed(range(leaf.ndim)):
-            places = jnp.arange(leaf.shape[axis], dtype=jnp.uint32) * jnp.uint32(2654435761) + jnp.uint32(2 * axis + 1)
-            total = jnp.sum(total * places, axis=axis, dtype=jnp.uint32)
-        return total
-
-    return [number(leaf) for leaf in jax.tree.leaves(weights)]
-
-
-def _fingerprint(weights: Tree) -> str:
-    numbers = np.array([int(number) for number in _sums_of_bits(weights)], "<u4")
-    return hashlib.blake2b(numbers.tobytes(), digest_size=16).hexdigest()

@@ -6,6 +6,7 @@ Every weight of a layer that multiplies is one of these, so that there is one pl
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from maxhydra.config import adapter as config
 from maxhydra.kernels.einsum import projected
 from maxhydra.layers.context import Context
 from maxhydra.layers.dropout import dropout
+from maxhydra.layers.nf4 import Nf4, Nf4Parts
 
 # Letters for the dimensions of a product; more than any weight has.
 INPUTS, OUTPUTS = "abcd", "wxyz"
@@ -29,6 +31,8 @@ class LoraSpec:
     scale: float
     dropout: float
     targets: tuple[str, ...]
+    over_nf4: bool
+    """Whether the kernels beneath are kept in four bits, those of all projections."""
 
     @classmethod
     def of(cls, adapter: config.Adapter | None) -> "LoraSpec | None":
@@ -37,7 +41,13 @@ class LoraSpec:
             return None
         assert adapter.rank is not None and adapter.alpha is not None
         assert adapter.dropout is not None and adapter.targets is not None
-        return cls(adapter.rank, adapter.alpha / adapter.rank, adapter.dropout, tuple(adapter.targets))
+        return cls(
+            rank=adapter.rank,
+            scale=adapter.alpha / adapter.rank,
+            dropout=adapter.dropout,
+            targets=tuple(adapter.targets),
+            over_nf4=adapter.kind is config.AdapterKind.qlora,
+        )
 
     def adds_to(self, name: str) -> bool:
         """Whether the projection of this name gets one."""
@@ -70,13 +80,33 @@ class Lora(nnx.Module):
 class Projection(nnx.Module):
     """x times the kernel [*inputs, *outputs], over the last dimensions of x."""
 
-    def __init__(self, kernel: nnx.Param, lora: Lora | None, product: ProductSpec, *, name: str, inputs: int):
+    def __init__(self, kernel: nnx.Param | Nf4, lora: Lora | None, product: ProductSpec, *, name: str, inputs: int):
         """`name`: <layer kind>/<path in the layer>, by which configs choose among projections."""
         self.kernel, self.lora = kernel, lora
         self.product, self.name, self.inputs = product, name, inputs
 
     def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
-        return self.added(_product(x, self.kernel[...], self.product, inputs=self.inputs), x, ctx)
+        return self.added(_products((self,), x), x, ctx)
+
+    @property
+    def width(self) -> int:
+        """The first dimension of the outputs."""
+        if isinstance(self.kernel, Nf4):
+            return self.kernel.codes[...].shape[1]
+        return self.kernel[...].shape[self.inputs]
+
+    @property
+    def kept(self) -> jax.Array | Nf4Parts:
+        """The kernel as it is kept."""
+        return self.kernel.parts if isinstance(self.kernel, Nf4) else self.kernel[...]
+
+    def weight(self, kept: jax.Array | Nf4Parts) -> jax.Array:
+        """A kernel as it is kept -> [*inputs, *outputs] in the compute format. The one place where that is made."""
+        if isinstance(self.kernel, Nf4):
+            assert isinstance(kept, Nf4Parts)
+            return self.kernel.unpacked(kept, self.product.compute)
+        assert isinstance(kept, jax.Array)
+        return kept.astype(self.product.compute)
 
     def added(self, out: jax.Array, x: jax.Array, ctx: Context) -> jax.Array:
         """A product of x with the kernel alone, with what the adapter adds to it."""
@@ -90,13 +120,26 @@ def together(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> l
 
     They may differ in the first dimension of their outputs.
     """
-    first = projections[0]
-    axis = first.inputs
-    kernels = [projection.kernel[...].astype(first.product.compute) for projection in projections]
-    whole = _product(x, jnp.concatenate(kernels, axis=axis), first.product, inputs=axis)
-    starts = np.cumsum([kernel.shape[axis] for kernel in kernels])[:-1]
-    parts = jnp.split(whole, starts, axis=x.ndim - axis)
+    axis = projections[0].inputs
+    starts = np.cumsum([projection.width for projection in projections])[:-1]
+    parts = jnp.split(_products(projections, x), starts, axis=x.ndim - axis)
     return [projection.added(part, x, ctx) for projection, part in zip(projections, parts, strict=True)]
+
+
+def _products(projections: Sequence[Projection], x: jax.Array) -> jax.Array:
+    """x times the kernels of projections, side by side.
+
+    Kernels in four bits are unpacked anew in the backward pass: kept until then, they would take all that was saved.
+    """
+    first = projections[0]
+
+    def product(x: jax.Array, kept: list[Any]) -> jax.Array:
+        kernels = [projection.weight(one) for projection, one in zip(projections, kept, strict=True)]
+        whole = kernels[0] if len(kernels) == 1 else jnp.concatenate(kernels, axis=first.inputs)
+        return _product(x, whole, first.product, inputs=first.inputs)
+
+    is_packed = any(isinstance(projection.kernel, Nf4) for projection in projections)
+    return (jax.checkpoint(product) if is_packed else product)(x, [projection.kept for projection in projections])
 
 
 def _product(x: jax.Array, kernel: jax.Array, spec: ProductSpec, *, inputs: int) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -67,7 +68,15 @@ class ModelDef:
 
     def hidden(self, params: Tree, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
         """Hidden states [B, T, D] of tokens [B, T] after the final norm, and the cache with these tokens in it."""
-        return self._bind(params)(tokens, ctx)
+        hidden, cache, _ = self._bind(params)(tokens, ctx, keep=False)
+        return hidden, cache
+
+    def features(
+        self, params: Tree, tokens: jax.Array, ctx: Context, layers: Sequence[int]
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Hidden states as `hidden` gives them, and the residual stream [B, T, D] after each of some layers."""
+        hidden, _, kept = self._bind(params)(tokens, ctx, keep=bool(layers))
+        return hidden, [kept[layer] for layer in layers]
 
     def logits(self, params: Tree, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """Logits [B, T, V] of hidden states, in dtypes.logits, soft-capped."""

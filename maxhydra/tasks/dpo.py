@@ -18,6 +18,7 @@ from maxhydra.train import (
     LoadedBatches,
     StateDef,
     Training,
+    closing_sample,
     held_out_loss,
     plan_batches,
     plan_states,
@@ -54,7 +55,8 @@ def run(job: Job) -> Outcome:
         passes=passes(reference),
     )
     ending = train(training, config, run=job.run, machine=job.machine)
-    return Outcome(ending.status, ending.reason, ending.metrics, {"end_step": ending.step})
+    facts = {"end_step": ending.step, **closing_sample(config, states, ending)}
+    return Outcome(ending.status, ending.reason, ending.metrics, facts)
 
 
 def _cached(job: Job, spec: BatchSpec, states: StateDef) -> ReferenceCache:
@@ -87,8 +89,9 @@ def _all_rows(config: Config, spec: BatchSpec) -> Iterator[list[Row]]:
 
 
 def _problems(config: Config, reference: Reference) -> Iterator[Problem]:
-    for path, corpus in config.data.corpora().items():
+    for name, corpus in config.data.corpora().items():
         if corpus.shape != "preference":
+            path = f"data.sources.{name}" if name else "data"
             hint = "each record has `chosen` and `rejected`, and the `prompt` where they do not begin with it"
             reason = "is not what task=dpo learns from"
             yield Problem(f"{path}.shape", reason, value=corpus.shape, accepted="preference", hint=hint)
@@ -97,6 +100,9 @@ def _problems(config: Config, reference: Reference) -> Iterator[Problem]:
     if reference is Reference.adapter_off and config.adapter.kind is AdapterKind.none:
         reason = "needs an adapter to leave out"
         yield Problem("task.reference", reason, value=reference, accepted="auto, cached", hint="or set adapter=lora")
+    if reference is Reference.cached and config.adapter.kind is AdapterKind.qlora:
+        reason = "would be that of the weights before adapter=qlora rounds them"
+        yield Problem("task.reference", reason, value=reference, accepted="auto, adapter_off")
     if reference is Reference.cached and config.checkpoint.load_full_state is not None:
         reason = "gives no weights to take for the reference"
         hint = "start from the weights alone with checkpoint.load_parameters"

@@ -4,7 +4,7 @@ from maxhydra.train.batching import plan_batches
 from maxhydra.train.logprobs import by_chunks, token_logprobs
 from maxhydra.train.loop import Ending
 from maxhydra.train.objective import held_out_loss, next_token_loss
-from maxhydra.train.sample import write_sample
+from maxhydra.train.sample import closing_sample, write_sample
 from maxhydra.train.session import Training, train
 from maxhydra.train.source import Batches, LoadedBatches
 from maxhydra.train.start import starting_weights
@@ -18,6 +18,7 @@ __all__ = [
     "TrainState",
     "Training",
     "by_chunks",
+    "closing_sample",
     "held_out_loss",
     "next_token_loss",
     "plan_batches",

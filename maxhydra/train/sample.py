@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxhydra.config import Config
 from maxhydra.config.data import Data
 from maxhydra.config.run import Sample
 from maxhydra.data import Tokenizer, tokenizer
@@ -11,7 +12,23 @@ from maxhydra.data.chat import render_prompt
 from maxhydra.layers import Context, DenseRoom
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
-from maxhydra.train.state import Tree
+from maxhydra.train.loop import Ending
+from maxhydra.train.state import StateDef, Tree
+
+
+def closing_sample(config: Config, states: StateDef, ending: Ending) -> dict[str, object]:
+    """`sample`, where the config asks for one and the run came to its end."""
+    if not config.train.sample.tokens or ending.status != "finished":
+        return {}
+    text = write_sample(
+        states.model,
+        ending.state.weights,
+        config.data,
+        config.train.sample,
+        sharder=states.sharder,
+        seed=config.run.seed,
+    )
+    return {"sample": text}
 
 
 def write_sample(model: ModelDef, params: Tree, data: Data, sample: Sample, *, sharder: Sharder, seed: int) -> str:
