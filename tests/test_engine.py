@@ -210,7 +210,6 @@ def test_a_steady_engine_repeats_itself_to_the_last_bit():
         engine.close()
 
 
-
 @pytest.mark.parametrize(("kind", "tolerance"), [(CacheDtype.int8, 0.05), (CacheDtype.float8, 0.4)])
 def test_a_cache_of_eight_bits_stays_near(engine, kind, tolerance):
     request = ask("some words to go on from, and some more", max_tokens=1, logprobs=20, ignore_eos=True)
