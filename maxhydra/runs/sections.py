@@ -10,7 +10,7 @@ from maxhydra.record.files import to_json
 from maxhydra.runs.settings import leaves
 
 # libyaml, where PyYAML was built with it, is ten times faster.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_LOADER: type[yaml.CSafeLoader] | type[yaml.SafeLoader] = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 # A line at the margin starts a section, one with two spaces a part of it; the dash of a list starts neither.
 _SECTION = re.compile(r"^(?=[^\s-])", re.MULTILINE)
 _PART = re.compile(r"^(?=  [^\s-])", re.MULTILINE)
