@@ -82,9 +82,8 @@ def _logprobs(
             dropout_key=key,
             is_adapted=is_adapted,
         )
-        answering = model if is_adapted else model.base
-        hidden, _ = answering.hidden(weights, batch["tokens"], context)
-        head = lambda hidden: answering.logits(weights, hidden, sharder)  # noqa: E731
+        hidden, _ = model.hidden(weights, batch["tokens"], context)
+        head = lambda hidden: model.logits(weights, hidden, sharder)  # noqa: E731
         return token_logprobs(head, hidden, batch["targets"], chunk=config.train.loss_chunk)
 
     return logprobs
