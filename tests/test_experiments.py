@@ -38,7 +38,9 @@ def run_experiment(name: str, here: Path) -> Path:
     if not folder.exists():
         for needed in BEFORE.findall((ROOT / "conf/experiment" / f"{name}.yaml").read_text()):
             run_experiment(needed, here)
-        finished(f"experiment={name}", *SIZES, *INSTEAD.get(name, []), "debug=one_step", f"run.name={name}", cwd=here)
+        # One step saves nothing by itself, and others go on from it.
+        saved = ["debug=one_step", "checkpoint.mode=synchronous"]
+        finished(f"experiment={name}", *SIZES, *INSTEAD.get(name, []), *saved, f"run.name={name}", cwd=here)
     return folder
 
 
