@@ -274,6 +274,8 @@ def _logprob(choice: Choice, row: int, alternatives: int | None) -> TokenLogprob
         return None
     assert choice.logprob_B is not None
     assert choice.alternatives_BA is not None and choice.alternative_logprobs_BA is not None
-    pairs = zip(choice.alternatives_BA[row], choice.alternative_logprobs_BA[row], strict=True)
-    listed = tuple((int(token), float(logprob)) for token, logprob in pairs)[:alternatives]
+    pairs = zip(
+        choice.alternatives_BA[row, :alternatives], choice.alternative_logprobs_BA[row, :alternatives], strict=True
+    )
+    listed = tuple((int(token), float(logprob)) for token, logprob in pairs)
     return TokenLogprob(int(choice.token_B[row]), float(choice.logprob_B[row]), listed)
