@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config.tasks.distill import COURSES, Course, DistillTask
+from maxhydra.config.tasks.distill import Course, DistillTask
 from maxhydra.data import BatchSpec
 from maxhydra.train import Batches, TrainState
 from maxhydra.train.step import Batch, sequences_in
@@ -19,12 +19,16 @@ def values_at(task: DistillTask, step: jax.Array, steps: int) -> dict[str, jax.A
     way = jnp.clip(step / max(steps - 1, 1), 0, 1)
     if task.course is Course.cosine:
         way = (1 - jnp.cos(jnp.pi * way)) / 2
-    values = {}
-    for name in COURSES:
-        start, end = getattr(task, name), getattr(task, f"{name}_end")
-        if start is not None:
-            values[name] = start + way * ((start if end is None else end) - start)
-    return values
+    courses = {
+        "alpha": (task.alpha, task.alpha_end),
+        "beta": (task.beta, task.beta_end),
+        "temperature": (task.temperature, task.temperature_end),
+    }
+    return {
+        name: start + way * ((start if end is None else end) - start)
+        for name, (start, end) in courses.items()
+        if start is not None
+    }
 
 
 @dataclasses.dataclass(frozen=True)
