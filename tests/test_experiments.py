@@ -42,7 +42,8 @@ def run_experiment(name: str, here: Path) -> Path:
     if not folder.exists():
         for needed in BEFORE.findall((ROOT / "conf/experiment" / f"{name}.yaml").read_text()):
             run_experiment(needed, here)
-        finished(f"experiment={name}", *SIZES, *INSTEAD.get(name, []), "debug=one_step", f"run.name={name}", cwd=here)
+        saved = ["debug=one_step", "checkpoint.mode=synchronous", f"run.name={name}"]
+        finished(f"experiment={name}", *SIZES, *INSTEAD.get(name, []), *saved, cwd=here)
     return folder
 
 
