@@ -21,6 +21,10 @@ INSTEAD = {
         "data.tokenizer.chat_template=lines",
     ],
 }
+INSTEAD["smollm2_grpo"] = [
+    *INSTEAD["smollm2_lora"],
+    *("model.context_length=256", "train.seq_len=192", "train.per_device_batch_size=8", "task.max_tokens=8"),
+]
 # A run of another experiment that one begins with.
 BEFORE = re.compile(r"\$\{run\.outputs\}/([\w.-]+)")
 
