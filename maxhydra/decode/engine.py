@@ -69,7 +69,7 @@ class Engine:
         self._scheduler = Scheduler(config, pages)
         room = PagedRoom(pages, config.page_size, slots=config.max_batch, storage=STORAGE[config.cache_dtype])
         self._buckets = Buckets(sharder.ways("act_batch"), config.page_size, -(-self._max_context // config.page_size))
-        self._arrangement = arrange(model, sharder)
+        self._arrangement = arrange(model, sharder, jax.default_backend())
         self._params = self._arrangement.keep(params)
         self._programs = Programs(self._arrangement, self._params, room, sharder=sharder)
         self._cache, self._board = self._programs.empty()

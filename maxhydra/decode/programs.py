@@ -119,7 +119,7 @@ class Programs:
         arrays = [jax.ShapeDtypeStruct(size, jnp.int32, sharding=self._whole) for size in sizes]
         forward = _forward(self._arrangement, self._sharder, is_prompt=shape.is_prompt)
         jitted = jax.jit(forward, donate_argnums=1, out_shardings=(self._logits, self._cache_shardings))
-        return jitted.lower(self._params, self._caches, *arrays).compile()
+        return jitted.lower(self._params, self._caches, *arrays).compile(self._arrangement.compiler_options)
 
     def _compile_draw(self, name: DrawName) -> Program:
         rows, steps = name

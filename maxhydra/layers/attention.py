@@ -15,6 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
 from maxhydra.kernels.attention import Request, UnsupportedError, attention
+from maxhydra.kernels.einsum import Layout
+from maxhydra.kernels.paged_attention import can_serve, paged_attention
 from maxhydra.layers.cache import Cache, KeysValues, Room
 from maxhydra.layers.context import Context
 from maxhydra.layers.projection import together
@@ -91,10 +93,11 @@ class Attention(nnx.Module):
 
         In training one product where every device holds all heads, as on a single one: x is read once, and its gradient
         is written once instead of three times and added up. Heads that are split over devices would have to move for
-        that, and to decode a token the weights would be copied for it.
+        that, and to decode a token the weights would be copied for it unless they lie together.
         """
         spec = self.spec
-        if ctx.cache is None and ctx.sharder.ways("heads") == ctx.sharder.ways("kv_heads") == 1:
+        is_whole = ctx.sharder.ways("heads") == ctx.sharder.ways("kv_heads") == 1
+        if (ctx.cache is None and is_whole) or self.query.product.layout is Layout.joined:
             q_BTNH, k_BTKH, v_BTKH = together((self.query, self.key, self.value), x_BTD, ctx)
         else:
             q_BTNH, k_BTKH, v_BTKH = (projection(x_BTD, ctx) for projection in (self.query, self.key, self.value))
@@ -114,6 +117,10 @@ class Attention(nnx.Module):
                 q_BTNH, k_BSKH, v_BSKH, ctx, q_segments_BT=ctx.segments, kv_segments_BS=ctx.segments
             ), None
         positions_BT = ctx.positions if ctx.segments is None else jnp.where(ctx.segments == 0, -1, ctx.positions)
+        pages = ctx.cache.pages(positions_BT, ctx.rows)
+        if self.spec.backend == "auto" and pages is not None and can_serve(q_BTNH, pages, ctx.sharder.mesh.size):
+            mixed_BTNH, pages = paged_attention(q_BTNH, k_BTKH, v_BTKH, pages, self._request(ctx))
+            return mixed_BTNH, ctx.cache.with_pages(pages)
         cache = ctx.cache.insert(k_BTKH, v_BTKH, positions_BT, ctx.rows)
         kept: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
         k_BSKH, v_BSKH = self._whole(kept.key_BSKH, ctx), self._whole(kept.value_BSKH, ctx)
@@ -129,8 +136,18 @@ class Attention(nnx.Module):
     def _attend(
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ctx: Context, **tokens: jax.Array | None
     ) -> jax.Array:
+        backend = self.spec.backend
+        try:
+            return attention(q_BTNH, k_BSKH, v_BSKH, self._request(ctx), backend=backend, **tokens)
+        except UnsupportedError as error:
+            accepted = ", ".join(("auto", *error.able))
+            raise ConfigError(
+                Problem("model.kernels.attention", "; ".join(error.reasons), value=backend, accepted=accepted)
+            ) from None
+
+    def _request(self, ctx: Context) -> Request:
         spec = self.spec
-        request = Request(
+        return Request(
             scale=spec.scale,
             causal=True,
             window=spec.window,
@@ -138,10 +155,3 @@ class Attention(nnx.Module):
             softmax_dtype=spec.dtypes.softmax.name,
             is_length_split=ctx.is_length_split,
         )
-        try:
-            return attention(q_BTNH, k_BSKH, v_BSKH, request, backend=spec.backend, **tokens)
-        except UnsupportedError as error:
-            accepted = ", ".join(("auto", *error.able))
-            raise ConfigError(
-                Problem("model.kernels.attention", "; ".join(error.reasons), value=spec.backend, accepted=accepted)
-            ) from None

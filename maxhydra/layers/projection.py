@@ -13,7 +13,8 @@ import numpy as np
 from flax import nnx
 
 from maxhydra.config import adapter as config
-from maxhydra.kernels.einsum import projected
+from maxhydra.kernels.einsum import Layout, projected
+from maxhydra.kernels.float8 import float8_product
 from maxhydra.layers.context import Context
 from maxhydra.layers.dropout import dropout
 
@@ -49,8 +50,10 @@ class ProductSpec:
     """How the products of a model are made."""
 
     compute: np.dtype
-    outputs_first: bool
+    layout: Layout
     lora: LoraSpec | None = None
+    float8: tuple[str, ...] = ()
+    """Projections whose products are in float8, as regular expressions on their names."""
 
 
 class Lora(nnx.Module):
@@ -74,9 +77,16 @@ class Projection(nnx.Module):
         """`name`: <layer kind>/<path in the layer>, by which configs choose among projections."""
         self.kernel, self.lora = kernel, lora
         self.product, self.name, self.inputs = product, name, inputs
+        self.is_float8 = any(re.search(target, name) for target in product.float8)
 
     def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
-        return self.added(_product(x, self.kernel[...], self.product, inputs=self.inputs), x, ctx)
+        return self.added(self.times(x, self.kernel[...]), x, ctx)
+
+    def times(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        """x times a kernel, in this projection's number format."""
+        if self.is_float8:
+            return float8_product(self.inputs, x, kernel.astype(self.product.compute))
+        return _product(x, kernel, self.product, inputs=self.inputs)
 
     def added(self, out: jax.Array, x: jax.Array, ctx: Context) -> jax.Array:
         """A product of x with the kernel alone, with what the adapter adds to it."""
@@ -88,12 +98,14 @@ class Projection(nnx.Module):
 def together(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> list[jax.Array]:
     """What several projections make of the same x, by one product: x is read once, its gradient written once.
 
-    They may differ in the first dimension of their outputs.
+    They may differ in the first dimension of their outputs. Different number formats make products of their own.
     """
     first = projections[0]
     axis = first.inputs
+    if len({projection.is_float8 for projection in projections}) > 1:
+        return [projection(x, ctx) for projection in projections]
     kernels = [projection.kernel[...].astype(first.product.compute) for projection in projections]
-    whole = _product(x, jnp.concatenate(kernels, axis=axis), first.product, inputs=axis)
+    whole = first.times(x, jnp.concatenate(kernels, axis=axis))
     starts = np.cumsum([kernel.shape[axis] for kernel in kernels])[:-1]
     parts = jnp.split(whole, starts, axis=x.ndim - axis)
     return [projection.added(part, x, ctx) for projection, part in zip(projections, parts, strict=True)]
@@ -102,4 +114,4 @@ def together(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> l
 def _product(x: jax.Array, kernel: jax.Array, spec: ProductSpec, *, inputs: int) -> jax.Array:
     contracted, left = INPUTS[:inputs], OUTPUTS[: kernel.ndim - inputs]
     equation = f"...{contracted},{contracted}{left}->...{left}"
-    return projected(equation, x, kernel.astype(spec.compute), outputs_first=spec.outputs_first)
+    return projected(equation, x, kernel.astype(spec.compute), layout=spec.layout)

@@ -1,0 +1,38 @@
+"""Number formats of matrix products and of weights below model.dtypes.compute."""
+
+import re
+from collections.abc import Iterator
+from enum import Enum
+
+from maxhydra.config.declare import Schema, option, schema
+from maxhydra.config.errors import Problem
+
+
+class QuantizationKind(Enum):
+    none = "none"
+    fp8 = "fp8"
+    int8_weights = "int8_weights"
+
+
+@schema
+class Quantization(Schema):
+    """Which projections are computed or kept in 8 bits, and how."""
+
+    kind: QuantizationKind = QuantizationKind.none
+    """none; fp8, to train: products in float8, e4m3 forward and e5m2 for gradients, each array with one scale
+    (Micikevicius et al., 2022); int8_weights, to decode: weights kept in int8 with a scale per output."""
+    targets: list[str] = option([])
+    """Projections in 8 bits, as regular expressions on <layer kind>/<projection>, such as layer/mlp/up. The head and
+    what no expression matches stay in model.dtypes.compute."""
+
+    def check(self) -> Iterator[Problem]:
+        if self.kind is QuantizationKind.none and self.targets:
+            yield Problem("targets", "is not used by kind=none", value=self.targets, hint="try quantization=fp8")
+        if self.kind is not QuantizationKind.none and not self.targets:
+            hint = f"choose the whole option with quantization={self.kind.value}"
+            yield Problem("targets", "is empty, so nothing would be quantised", value=[], hint=hint)
+        for pattern in self.targets:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield Problem("targets", f"{pattern!r} is not a regular expression: {error}", value=self.targets)
