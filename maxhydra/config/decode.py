@@ -52,6 +52,9 @@ class Engine(Schema):
     """Longest prompt and answer together. null: model.context_length."""
     prefill_chunk: int = option(256, ge=1)
     """Prompt tokens taken in at a time, between two tokens of the other sequences."""
+    burst: int | None = option(None, ge=1)
+    """Tokens of each sequence that are decoded between two looks of the host, while no prompt waits: more are faster,
+    and come out together. null: 1 on a CPU, 8 elsewhere."""
     prefix_cache: bool = True
     """Keep the pages of finished prompts, for prompts that begin alike."""
     cache_dtype: CacheDtype = CacheDtype.auto

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from maxhydra import model
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.decode import Engine as EngineConfig
+from maxhydra.config.quantization import QuantizationKind
 from maxhydra.convert import load_weights
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.origin import check_origin
@@ -39,7 +40,10 @@ def open_engine(config: Config, engine: EngineConfig, prompts: Prompts) -> Engin
     """
     assert config.checkpoint.load_parameters is not None
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
-    decoder = model.build(config.model)
+    if config.quantization.kind is QuantizationKind.fp8:
+        reason = "is a way to train; to decode, weights can be kept in 8 bits"
+        raise ConfigError(Problem("quantization.kind", reason, value="fp8", accepted="none, int8_weights"))
+    decoder = model.build(config.model, quantization=config.quantization)
     sharder.check(decoder.axes, decoder.shapes)
     params = load_weights(
         config.checkpoint.load_parameters,
