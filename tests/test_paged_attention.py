@@ -7,6 +7,7 @@ import pytest
 from maxhydra.kernels.attention.reference import attention as reference
 from maxhydra.kernels.attention.request import Request, Tokens
 from maxhydra.kernels.paged_attention import Pages, triton
+from maxhydra.layers.rope import rotate, turns
 
 PAGES, PAGE = 40, 4
 
@@ -36,7 +37,10 @@ def expected(q_BKGH: np.ndarray, pages: Pages, asked: Request) -> np.ndarray:
 
 @pytest.mark.parametrize("changes", [{}, {"window": 9}, {"softcap": 2.0}])
 @pytest.mark.parametrize("part", [8, 512])
-def test_pages_give_what_a_row_gives(changes: dict[str, float], part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("turned", [False, True])
+def test_pages_give_what_a_row_gives(
+    changes: dict[str, float], part: int, turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of every length, one of them empty, over pages in any order; in one part and in several. The last token of
     each is new, and written on the way."""
     monkeypatch.setattr(triton, "PART", part)
@@ -49,15 +53,23 @@ def test_pages_give_what_a_row_gives(changes: dict[str, float], part: int, monke
     table[0, 1:] = 39
     lengths = np.array([3, 0, 28, 9, 17])
     pages = Pages(*map(jnp.asarray, (key, value, table.astype(np.int32), lengths.astype(np.int32))))
-    q = rng.standard_normal((B, K, G, H)).astype(np.float32)
-    new = rng.standard_normal((2, B, K, H)).astype(np.float32)
-    found, after = triton.attention(jnp.asarray(q), *map(jnp.asarray, new), pages, request(**changes), interpret=True)
+    heads = rng.standard_normal((B, K * G + 2 * K, H)).astype(np.float32)
+    frequencies = tuple(1000 ** (-i / 8) for i in range(8))
+    turn = turns(jnp.asarray(lengths - 1), frequencies) if turned else None
+    found, after = triton.attention(jnp.asarray(heads), turn, pages, request(**changes), interpret=True)
 
+    q, new_key, new_value = np.split(heads, [K * G, K * G + K], axis=1)
+    if turned:
+        q, new_key = (
+            np.asarray(rotate(jnp.asarray(x)[:, None], jnp.asarray(lengths - 1)[:, None], frequencies))[:, 0]
+            for x in (q, new_key)
+        )
     for b, length in enumerate(lengths):
         if length:
             place = table[b, (length - 1) // PAGE], slice(None), (length - 1) % PAGE
-            key[place], value[place] = new[0, b], new[1, b]
-    np.testing.assert_array_equal(after.key_PKZH, key)
+            key[place], value[place] = new_key[b], new_value[b]
+    np.testing.assert_allclose(after.key_PKZH, key, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(after.value_PKZH, value)
     written = pages._replace(key_PKZH=key, value_PKZH=value)
-    np.testing.assert_allclose(found, expected(q, written, request(**changes)), rtol=1e-5, atol=1e-5)
+    wanted = expected(q.reshape(B, K, G, H), written, request(**changes)).reshape(B, K * G, H)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)

@@ -5,6 +5,7 @@ In Pallas for Triton, which the JAX versions of this project all have, though it
 package, M parts of a row.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,24 +26,26 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def attention(
-    q_BKGH: jax.Array,
-    new_key_BKH: jax.Array,
-    new_value_BKH: jax.Array,
+    heads_BMH: jax.Array,
+    turns: tuple[jax.Array, jax.Array] | None,
     pages: Pages,
     request: Request,
     *,
     interpret: bool,
 ) -> tuple[jax.Array, Pages]:
-    """What each row's new token gathers, and the pages with it."""
-    B, K, G, H = q_BKGH.shape
-    P, _, Z, _ = pages.key_PKZH.shape
+    B, M, H = heads_BMH.shape
+    P, K, Z, _ = pages.key_PKZH.shape
+    N = M - 2 * K
+    G = N // K
     W = pages.table_BW.shape[1]
     at_a_time = min(max(BLOCK // Z, 1), 1 << (W.bit_length() - 1))
     blocks = pl.cdiv(W, at_a_time)
     parts = max(1, min(blocks, W * Z // PART))
 
-    of_heads = pl.BlockSpec((None, None, G, H), lambda b, k, m: (b, k, 0, 0))
-    of_head = pl.BlockSpec((None, None, H), lambda b, k, m: (b, k, 0))
+    queries = pl.BlockSpec((None, G, H), lambda b, k, m: (b, k, 0))
+    new_key = pl.BlockSpec((None, None, H), lambda b, k, m: (b, N + k, 0))
+    new_value = pl.BlockSpec((None, None, H), lambda b, k, m: (b, N + K + k, 0))
+    turn = pl.BlockSpec((None, H), lambda b, k, m: (b, 0))
     of_pages = pl.BlockSpec((P, None, Z, H), lambda b, k, m: (0, k, 0, 0))
     row, one = pl.BlockSpec((None, W), lambda b, k, m: (b, 0)), pl.BlockSpec((None,), lambda b, k, m: (b,))
     part = pl.BlockSpec((None, None, None, G, H), lambda b, k, m: (b, k, m, 0, 0))
@@ -52,12 +55,12 @@ def attention(
     key_PKZH, value_PKZH, out_BKMGH, top_BKMG, total_BKMG = pl.pallas_call(
         partial(_kernel, request=request, at_a_time=at_a_time, each=pl.cdiv(blocks, parts)),
         grid=(B, K, parts),
-        in_specs=[of_pages, of_pages, of_heads, of_head, of_head, row, one],
+        in_specs=[of_pages, of_pages, queries, new_key, new_value, row, one, *([] if turns is None else [turn, turn])],
         out_specs=[of_pages, of_pages, part, size, size],
         out_shape=[
             stored,
             stored,
-            jax.ShapeDtypeStruct((B, K, parts, G, H), q_BKGH.dtype if parts == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((B, K, parts, G, H), heads_BMH.dtype if parts == 1 else jnp.float32),
             wide,
             wide,
         ],
@@ -65,13 +68,14 @@ def attention(
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="paged_attention",
-    )(pages.key_PKZH, pages.value_PKZH, q_BKGH, new_key_BKH, new_value_BKH, pages.table_BW, pages.length_B)
+    )(pages.key_PKZH, pages.value_PKZH, heads_BMH, heads_BMH, heads_BMH, pages.table_BW, pages.length_B, *(turns or ()))
     pages = pages._replace(key_PKZH=key_PKZH, value_PKZH=value_PKZH)
     if parts == 1:
-        return out_BKMGH[:, :, 0], pages
+        return out_BKMGH.reshape(B, N, H), pages
     weight_BKMG = total_BKMG * jnp.exp(top_BKMG - jnp.max(top_BKMG, axis=2, keepdims=True))
     share_BKMG = weight_BKMG / _nonzero(jnp.sum(weight_BKMG, axis=2, keepdims=True))
-    return jnp.sum(out_BKMGH * share_BKMG[..., None], axis=2).astype(q_BKGH.dtype), pages
+    out_BKGH = jnp.sum(out_BKMGH * share_BKMG[..., None], axis=2)
+    return out_BKGH.reshape(B, N, H).astype(heads_BMH.dtype), pages
 
 
 def _kernel(
@@ -82,23 +86,24 @@ def _kernel(
     new_value_ref: Any,
     table_ref: Any,
     length_ref: Any,
-    key_out_ref: Any,
-    value_out_ref: Any,
-    out_ref: Any,
-    top_ref: Any,
-    total_ref: Any,
-    *,
+    *rest: Any,
     request: Request,
     at_a_time: int,
     each: int,
 ) -> None:
     """The softmax is taken as the pages come (Milakov and Gimelshein, 2018): the sums so far, the largest logit they
     are relative to, and the sum of weights. The new token is not read back from where it is written."""
+    *turn_refs, key_out_ref, value_out_ref, out_ref, top_ref, total_ref = rest
     G, H = q_ref.shape
     Z = key_ref.shape[1]
     rows, tokens = max(LEAST_ROWS, 1 << (G - 1).bit_length()), at_a_time * Z
     is_head, heads = jnp.arange(rows) < G, pl.ds(0, rows)
     q = plt.load(q_ref.at[heads, :], mask=is_head[:, None], other=0.0)
+    new_key, new_value = new_key_ref[...], new_value_ref[...]
+    if turn_refs:
+        across, down = (jnp.arange(H) + H // 2) % H, jnp.arange(rows)
+        exchanged = plt.load(q_ref.at[down[:, None], across[None, :]], mask=is_head[:, None], other=0.0)
+        q, new_key = _turned(q, exchanged, turn_refs), _turned(new_key, new_key_ref[across], turn_refs)
     before = length_ref[...] - 1
 
     def capped(logits: jax.Array) -> jax.Array:
@@ -124,7 +129,6 @@ def _kernel(
         added = jnp.dot(weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
         return sums * kept[:, None] + added, new_top, total * kept + weights.sum(axis=1)
 
-    new_key, new_value = new_key_ref[...], new_value_ref[...]
     own = jnp.sum(q.astype(jnp.float32) * new_key.astype(jnp.float32)[None, :], axis=1)
     is_own = (before >= 0) & (pl.program_id(2) == 0)
     sums = jnp.where(is_own, jnp.broadcast_to(new_value.astype(jnp.float32)[None, :], (rows, H)), 0.0)
@@ -142,6 +146,11 @@ def _kernel(
     plt.store(out_ref.at[heads, :], (sums / _nonzero(total)[:, None]).astype(out_ref.dtype), mask=is_head[:, None])
     plt.store(top_ref.at[heads], top, mask=is_head)
     plt.store(total_ref.at[heads], total, mask=is_head)
+
+
+def _turned(x: jax.Array, exchanged: jax.Array, turn_refs: Sequence[Any]) -> jax.Array:
+    wide = x.astype(jnp.float32) * turn_refs[0][...] + exchanged.astype(jnp.float32) * turn_refs[1][...]
+    return wide.astype(x.dtype)
 
 
 def _nonzero(total: jax.Array) -> jax.Array:

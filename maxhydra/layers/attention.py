@@ -16,11 +16,11 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
 from maxhydra.kernels.attention import Request, UnsupportedError, attention
 from maxhydra.kernels.einsum import Layout
-from maxhydra.kernels.paged_attention import can_serve, paged_attention
+from maxhydra.kernels.paged_attention import Pages, can_serve, paged_attention
 from maxhydra.layers.cache import Cache, KeysValues, Room
 from maxhydra.layers.context import Context
-from maxhydra.layers.projection import together
-from maxhydra.layers.rope import frequencies, rotate
+from maxhydra.layers.projection import joined, together
+from maxhydra.layers.rope import frequencies, rotate, turns
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
 
@@ -74,8 +74,11 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
-        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, ctx)
-        mixed_BTNH, cache = self._mix(q_BTNH, k_BTKH, v_BTKH, ctx)
+        pages = self._pages(x_BTD, ctx)
+        if pages is None:
+            mixed_BTNH, cache = self._mix(*self._project(x_BTD, ctx), ctx)
+        else:
+            mixed_BTNH, cache = self._mix_pages(x_BTD, pages, ctx)
         mixed_BTNH = ctx.constrain(mixed_BTNH, "act_batch", "act_length", "act_heads", None)
         mixed_BTNH = checkpoint_name(mixed_BTNH, "context")
         out_BTD = self.out(mixed_BTNH, ctx)
@@ -116,11 +119,7 @@ class Attention(nnx.Module):
             return self._attend(
                 q_BTNH, k_BSKH, v_BSKH, ctx, q_segments_BT=ctx.segments, kv_segments_BS=ctx.segments
             ), None
-        positions_BT = ctx.positions if ctx.segments is None else jnp.where(ctx.segments == 0, -1, ctx.positions)
-        pages = ctx.cache.pages(positions_BT, ctx.rows)
-        if self.spec.backend == "auto" and pages is not None and can_serve(q_BTNH, pages, ctx.sharder.mesh.size):
-            mixed_BTNH, pages = paged_attention(q_BTNH, k_BTKH, v_BTKH, pages, self._request(ctx))
-            return mixed_BTNH, ctx.cache.with_pages(pages)
+        positions_BT = _positions(ctx)
         cache = ctx.cache.insert(k_BTKH, v_BTKH, positions_BT, ctx.rows)
         kept: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
         k_BSKH, v_BSKH = self._whole(kept.key_BSKH, ctx), self._whole(kept.value_BSKH, ctx)
@@ -128,6 +127,23 @@ class Attention(nnx.Module):
             q_BTNH, k_BSKH, v_BSKH, ctx, q_positions_BT=positions_BT, kv_positions_BS=kept.positions_BS
         )
         return mixed_BTNH, cache
+
+    def _pages(self, x_BTD: jax.Array, ctx: Context) -> Pages | None:
+        """The cache as the kernel for one new token a row takes it; None where that cannot serve."""
+        is_plain = all(projection.lora is None for projection in (self.query, self.key, self.value))
+        is_asked = self.spec.backend == "auto" and self.query.product.layout is Layout.joined and is_plain
+        if ctx.cache is None or not is_asked or x_BTD.shape[1] > 1:
+            return None
+        pages: Pages | None = ctx.cache.pages(_positions(ctx), ctx.rows)
+        return pages if pages is not None and can_serve(pages, x_BTD.dtype.name, ctx.sharder.mesh.size) else None
+
+    def _mix_pages(self, x_B1D: jax.Array, pages: Pages, ctx: Context) -> tuple[jax.Array, Any]:
+        """The same as _project and _mix, from the heads of all three in one array to the cache with the new token."""
+        spec = self.spec
+        heads_BMH = joined((self.query, self.key, self.value), x_B1D)[:, 0]
+        turn = None if spec.frequencies is None else turns(ctx.positions[:, 0], spec.frequencies)
+        mixed_BNH, pages = paged_attention(heads_BMH, turn, pages, self._request(ctx))
+        return mixed_BNH[:, None], ctx.cache.with_pages(pages)
 
     def _whole(self, kv_BSKH: jax.Array, ctx: Context) -> jax.Array:
         """Keys or values of whole sequences on each device: queries may be split along the sequence, these are not."""
@@ -155,3 +171,8 @@ class Attention(nnx.Module):
             softmax_dtype=spec.dtypes.softmax.name,
             is_length_split=ctx.is_length_split,
         )
+
+
+def _positions(ctx: Context) -> jax.Array:
+    """Where the tokens stand that meet a cache, -1 for padding."""
+    return ctx.positions if ctx.segments is None else jnp.where(ctx.segments == 0, -1, ctx.positions)

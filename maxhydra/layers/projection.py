@@ -100,15 +100,19 @@ def together(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> l
 
     They may differ in the first dimension of their outputs. Different number formats make products of their own.
     """
-    first = projections[0]
-    axis = first.inputs
     if len({projection.is_float8 for projection in projections}) > 1:
         return [projection(x, ctx) for projection in projections]
-    kernels = [projection.kernel[...].astype(first.product.compute) for projection in projections]
-    whole = first.times(x, jnp.concatenate(kernels, axis=axis))
-    starts = np.cumsum([kernel.shape[axis] for kernel in kernels])[:-1]
-    parts = jnp.split(whole, starts, axis=x.ndim - axis)
+    axis = projections[0].inputs
+    starts = np.cumsum([projection.kernel.shape[axis] for projection in projections])[:-1]
+    parts = jnp.split(joined(projections, x), starts, axis=x.ndim - axis)
     return [projection.added(part, x, ctx) for projection, part in zip(projections, parts, strict=True)]
+
+
+def joined(projections: Sequence[Projection], x: jax.Array) -> jax.Array:
+    """The products of x with the kernels of several projections, one after the other in the first output dimension."""
+    first = projections[0]
+    kernels = [projection.kernel[...].astype(first.product.compute) for projection in projections]
+    return first.times(x, jnp.concatenate(kernels, axis=first.inputs))
 
 
 def _product(x: jax.Array, kernel: jax.Array, spec: ProductSpec, *, inputs: int) -> jax.Array:
