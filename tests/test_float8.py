@@ -1,5 +1,6 @@
 """Products in float8 against the same numbers rounded by NumPy's own float8 types."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config import model as config
 from maxhydra.config.quantization import Quantization, QuantizationKind
-from maxhydra.kernels.float8 import float8_product
+from maxhydra.kernels.float8 import float8_product, triton
 from maxhydra.layers import Context
 from maxhydra.model import build
 from maxhydra.sharding import Sharder
@@ -28,33 +29,36 @@ def draw(*shape: int, seed: int, size: float) -> np.ndarray:
     return size * np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize(("x_shape", "w_shape", "inputs"), [((6, 32), (32, 16), 1), ((2, 5, 4, 8), (4, 8, 24), 2)])
 @pytest.mark.parametrize("size", [1e-6, 1.0, 3e4])
-def test_a_product_and_its_gradients_are_those_of_the_rounded_numbers(
-    x_shape: tuple[int, ...], w_shape: tuple[int, ...], inputs: int, size: float
-) -> None:
-    x, weight = draw(*x_shape, seed=0, size=size), draw(*w_shape, seed=1, size=0.1)
-    d_out = draw(*x_shape[:-inputs], *w_shape[inputs:], seed=2, size=1e-4)
-    out, pull_back = jax.vjp(lambda x, w: float8_product(inputs, x, w), jnp.asarray(x), jnp.asarray(weight))
+def test_a_product_and_its_gradients_are_those_of_the_rounded_numbers(size: float) -> None:
+    x, weight, d_out = (draw(6, 32, seed=0, size=size), draw(32, 16, seed=1, size=0.1), draw(6, 16, seed=2, size=1e-4))
+    out, pull_back = jax.vjp(partial(float8_product, True), jnp.asarray(x), jnp.asarray(weight))
     d_x, d_weight = pull_back(jnp.asarray(d_out))
 
     narrow_x, narrow_weight = rounded(x, ml_dtypes.float8_e4m3fn), rounded(weight, ml_dtypes.float8_e4m3fn)
     narrow_d = rounded(d_out, ml_dtypes.float8_e5m2)
-    rows, outputs = list(range(x.ndim - inputs)), weight.ndim - inputs
-    expected = np.tensordot(narrow_x, narrow_weight, inputs)
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
-    expected = np.tensordot(narrow_d, narrow_weight, (list(range(-outputs, 0)), list(range(inputs, weight.ndim))))
-    np.testing.assert_allclose(d_x, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
-    expected = np.tensordot(narrow_x, narrow_d, (rows, rows))
-    np.testing.assert_allclose(d_weight, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
+    for found, expected in (
+        (out, narrow_x @ narrow_weight),
+        (d_x, narrow_d @ narrow_weight.T),
+        (d_weight, narrow_x.T @ narrow_d),
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
     assert not np.array_equal(narrow_x, x)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+def test_the_kernel_rounds_as_numpy_does(dtype: Any) -> None:
+    x = draw(256, 128, seed=0, size=100.0)
+    numbers, turned = triton.rounded(jnp.asarray(x), jnp.float32(2), jnp.dtype(dtype), interpret=True)
+    np.testing.assert_array_equal(numbers, (x / 2).astype(dtype))
+    np.testing.assert_array_equal(turned, (x / 2).astype(dtype).T)
 
 
 def test_zeros_give_zeros_and_what_is_not_finite_shows() -> None:
     weight = jnp.ones((4, 3))
-    np.testing.assert_array_equal(float8_product(1, jnp.zeros((2, 4)), weight), 0)
+    np.testing.assert_array_equal(float8_product(True, jnp.zeros((2, 4)), weight), 0)
     for bad in (jnp.nan, jnp.inf):
-        assert not np.isfinite(float8_product(1, jnp.ones((2, 4)).at[0, 0].set(bad), weight)).all()
+        assert not np.isfinite(float8_product(True, jnp.ones((2, 4)).at[0, 0].set(bad), weight)).all()
 
 
 def model(**changes: Any) -> Any:

@@ -140,7 +140,7 @@ class Attention(nnx.Module):
     def _mix_pages(self, x_B1D: jax.Array, pages: Pages, ctx: Context) -> tuple[jax.Array, Any]:
         """The same as _project and _mix, from the heads of all three in one array to the cache with the new token."""
         spec = self.spec
-        heads_BMH = joined((self.query, self.key, self.value), x_B1D)[:, 0]
+        heads_BMH = joined((self.query, self.key, self.value), x_B1D, ctx)[:, 0]
         turn = None if spec.frequencies is None else turns(ctx.positions[:, 0], spec.frequencies)
         mixed_BNH, pages = paged_attention(heads_BMH, turn, pages, self._request(ctx))
         return mixed_BNH[:, None], ctx.cache.with_pages(pages)

@@ -4,6 +4,7 @@ Every weight of a layer that multiplies is one of these, so that there is one pl
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 
@@ -80,13 +81,17 @@ class Projection(nnx.Module):
         self.is_float8 = any(re.search(target, name) for target in product.float8)
 
     def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
-        return self.added(self.times(x, self.kernel[...]), x, ctx)
+        return self.added(self.times(x, self.kernel[...], ctx), x, ctx)
 
-    def times(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    def times(self, x: jax.Array, kernel: jax.Array, ctx: Context) -> jax.Array:
         """x times a kernel, in this projection's number format."""
-        if self.is_float8:
-            return float8_product(self.inputs, x, kernel.astype(self.product.compute))
-        return _product(x, kernel, self.product, inputs=self.inputs)
+        if not self.is_float8:
+            return _product(x, kernel, self.product, inputs=self.inputs)
+        rows, outputs = x.shape[: x.ndim - self.inputs], kernel.shape[self.inputs :]
+        size = math.prod(kernel.shape[: self.inputs])
+        matrix = kernel.astype(self.product.compute).reshape(size, -1)
+        out = float8_product(ctx.sharder.mesh.size == 1, x.reshape(-1, size), matrix)
+        return out.reshape(*rows, *outputs)
 
     def added(self, out: jax.Array, x: jax.Array, ctx: Context) -> jax.Array:
         """A product of x with the kernel alone, with what the adapter adds to it."""
@@ -104,15 +109,15 @@ def together(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> l
         return [projection(x, ctx) for projection in projections]
     axis = projections[0].inputs
     starts = np.cumsum([projection.kernel.shape[axis] for projection in projections])[:-1]
-    parts = jnp.split(joined(projections, x), starts, axis=x.ndim - axis)
+    parts = jnp.split(joined(projections, x, ctx), starts, axis=x.ndim - axis)
     return [projection.added(part, x, ctx) for projection, part in zip(projections, parts, strict=True)]
 
 
-def joined(projections: Sequence[Projection], x: jax.Array) -> jax.Array:
+def joined(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> jax.Array:
     """The products of x with the kernels of several projections, one after the other in the first output dimension."""
     first = projections[0]
     kernels = [projection.kernel[...].astype(first.product.compute) for projection in projections]
-    return first.times(x, jnp.concatenate(kernels, axis=first.inputs))
+    return first.times(x, jnp.concatenate(kernels, axis=first.inputs), ctx)
 
 
 def _product(x: jax.Array, kernel: jax.Array, spec: ProductSpec, *, inputs: int) -> jax.Array:
