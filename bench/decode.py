@@ -38,7 +38,7 @@ def open_engine(overrides: list[str], *, batch: int, length: int) -> tuple[Engin
     config = compose(overrides).config
     runtime.start(config.hardware)
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
-    decoder = model.build(config.model, quantization=config.quantization)
+    decoder = model.build(config.model)
     shardings, compute = sharder.tree(decoder.axes), jnp.dtype(config.model.dtypes.compute.value)
     if config.checkpoint.load_parameters is None:
         made = jax.jit(

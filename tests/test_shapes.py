@@ -180,13 +180,36 @@ class TestPreference:
         assert made["rejected_targets"].tolist() == [*b"rrr", EOS]
 
     def test_refused(self, chatml: Config) -> None:
-        assert "no column 'rejected'" in refused(self.data(), {"chosen": "x"})
+        reason = refused(self.data(), {"chosen": "x"})
+        assert "no column 'rejected'" in reason and "expected: chosen and rejected" in reason
         assert "are the same" in refused(self.data(), {"chosen": "x", "rejected": "x"})
         same = {"chosen": says("a", "b"), "rejected": says("a", "b")}
         assert "are the same" in refused(self.data(tokenizer=chatml), same)
         assert "no text as content but int" in refused(self.data(tokenizer=chatml), {"chosen": 3, "rejected": "x"})
         with pytest.raises(ConfigError, match="chat_template"):
             one(self.data(), {"chosen": says("a", "b"), "rejected": says("a", "c")})
+
+    def test_a_prompt_that_the_messages_repeat(self, chatml: Config) -> None:
+        """As a text, and with the keys without a value that columnar files give."""
+        data = self.data(tokenizer=chatml)
+        sides = {side: [{**turn, "name": None} for turn in says("Who?", side)] for side in ("chosen", "rejected")}
+        whole, repeated = row(data, sides), row(data, {"prompt": "Who?", **sides})
+        for name in whole:
+            np.testing.assert_array_equal(whole[name], repeated[name])
+
+    @pytest.mark.parametrize(
+        ("prompt", "chosen", "reason"),
+        [
+            (says("q", "a"), says("b")[:1], "the prompt ends with a turn of the assistant"),
+            (says("q"), says("b"), "chosen ends with a turn of the user"),
+            (None, says("q"), "chosen ends with a turn of the user"),
+            (says("q"), says("other", "b"), "chosen begins with a turn of the user that is not the prompt's"),
+        ],
+    )
+    def test_exchanged_columns(self, chatml: Config, prompt: Any, chosen: Any, reason: str) -> None:
+        record = {"prompt": prompt, "chosen": chosen, "rejected": "answer"}
+        found = refused(self.data(tokenizer=chatml), record)
+        assert reason in found and "expected: chosen and rejected" in found
 
     def test_batches(self, tmp_path: Path) -> None:
         records = [{"prompt": f"{k:02}", "chosen": "yes", "rejected": "no"} for k in range(20)]

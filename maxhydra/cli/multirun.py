@@ -1,5 +1,7 @@
 """Sweeps: every job is checked before the first starts, and the controller fixes the folder that they share."""
 
+from pathlib import Path
+
 from hydra._internal.hydra import Hydra
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
@@ -9,7 +11,11 @@ from maxhydra.cli import job
 from maxhydra.config.compose import Composer, distinct
 from maxhydra.config.errors import ConfigError
 from maxhydra.config.overrides import expand, parse
+from maxhydra.config.resolvers import job_folder
+from maxhydra.sweep.plan import Plan, Settings, write_plan
 
+# Of a job, set anew for each.
+FIXED = ("run.name=", "run.outputs=", "hydra.")
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
@@ -20,7 +26,9 @@ def run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
     controller = composer.loader.load_configuration(composer.config_name, overrides, RunMode.MULTIRUN)
     if controller.hydra.sweeper.get("_target_") == BASIC_SWEEPER:
         params = [f"{key}={value}" for key, value in (controller.hydra.sweeper.params or {}).items()]
-        _check(composer, expand([*_parsed(composer, params), *parsed], product=True))
+        jobs = expand([*_parsed(composer, params), *parsed], product=True)
+        _check(composer, jobs)
+        _write_plan(composer, controller, jobs, parsed)
     fixed = ["hydra.mode=MULTIRUN", *_folders(controller, parsed)]
     app.multirun(config_name=composer.config_name, task_function=job.run, overrides=[*overrides, *fixed])
     print(f"sweep: {controller.hydra.sweep.dir}")
@@ -45,11 +53,32 @@ def _check(composer: Composer, jobs: list[list[str]]) -> None:
         raise ConfigError(distinct(problems))
 
 
-def _folders(controller: DictConfig, parsed: list[Override]) -> list[str]:
-    """The time in the sweep's name is read once, here; a job's name leaves out what all jobs share."""
-    constant = [override.key_or_group for override in parsed if not override.is_sweep_override()]
+def _write_plan(composer: Composer, controller: DictConfig, jobs: list[list[str]], parsed: list[Override]) -> None:
+    """Keep what is needed to go on with the sweep, should it be cut short: `maxhydra sweep resume NAME`."""
+    constant = _constant(controller, parsed)
+    plan = Plan(
+        folder=Path(controller.hydra.sweep.dir).absolute(),
+        fixed=(),
+        space={},
+        listed=tuple(tuple(line for line in job if not line.startswith(FIXED)) for job in jobs),
+        folders=tuple(job_folder(number, job, constant) for number, job in enumerate(jobs)),
+        objectives=(),
+        settings=Settings(),
+        config_dir=composer.config_dir,
+    )
+    write_plan(plan)
+
+
+def _constant(controller: DictConfig, parsed: list[Override]) -> list[str]:
+    """Keys that do not tell jobs apart."""
     listed = OmegaConf.to_container(controller.hydra.job.config.override_dirname.exclude_keys)
     assert isinstance(listed, list)
-    excluded = ",".join(dict.fromkeys([*map(str, listed), *constant]))
+    shared = [override.key_or_group for override in parsed if not override.is_sweep_override()]
+    return list(dict.fromkeys([*map(str, listed), *shared]))
+
+
+def _folders(controller: DictConfig, parsed: list[Override]) -> list[str]:
+    """The time in the sweep's name is read once, here; a job's name leaves out what all jobs share."""
+    excluded = ",".join(_constant(controller, parsed))
     quoted = str(controller.hydra.sweep.dir).replace("'", r"\'")
     return [f"hydra.sweep.dir='{quoted}'", f"hydra.job.config.override_dirname.exclude_keys=[{excluded}]"]

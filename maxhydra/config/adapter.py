@@ -11,6 +11,7 @@ from maxhydra.config.errors import Problem
 class AdapterKind(Enum):
     none = "none"
     lora = "lora"
+    qlora = "qlora"
 
 
 NEEDED = ("rank", "alpha", "dropout", "targets")
@@ -21,15 +22,17 @@ class Adapter(Schema):
     """What is trained beside the model's own weights, which then stay as they are."""
 
     kind: AdapterKind = AdapterKind.none
-    """none trains the model's own weights; lora a low-rank addition to chosen projections (Hu et al., 2021)."""
+    """none trains the model's own weights; lora a low-rank addition to chosen projections (Hu et al., 2021); qlora the
+    same over projections that are kept in four bits (Dettmers et al., 2023)."""
     rank: int | None = option(None, ge=1)
-    """lora: rank of the addition."""
+    """lora, qlora: rank of the addition."""
     alpha: float | None = option(None, gt=0)
-    """lora: the addition is scaled by alpha / rank."""
+    """lora, qlora: the addition is scaled by alpha / rank."""
     dropout: float | None = option(None, ge=0, lt=1)
-    """lora: share of the addition's inputs that are zeroed in training."""
+    """lora, qlora: share of the addition's inputs that are zeroed in training."""
     targets: list[str] | None = None
-    """lora: projections that get one, as regular expressions on <layer kind>/<projection>, such as layer/mlp/up."""
+    """lora, qlora: projections that get one, as regular expressions on <layer kind>/<projection>, such as
+    layer/mlp/up."""
 
     def check(self) -> Iterator[Problem]:
         for name in NEEDED:

@@ -84,6 +84,7 @@ class Composer:
         self.config_name = config_name
         search_path = create_config_search_path(f"pkg://{MODULE}")
         schema = search_path.get_path().pop()  # Hydra wants the schemas last
+        self.config_dir = config_dir
         if config_dir is not None:
             folder = Path(config_dir).expanduser().absolute()
             if not folder.is_dir():

@@ -11,6 +11,13 @@ from maxhydra.config.paths import ACCEPTED, beside, is_remote, matches, parts
 # Sources that give rows of tokens, which need no shape and no packing.
 READY_ROWS = ("demo", "text", "synthetic", "olmo")
 
+# Sources that need a name, and what it is.
+BUILDER = "a builder, such as c4/en:3.0.1"
+NAMED = {"tfds": BUILDER, "c4_mlperf": BUILDER, "reasoning_gym": "a task, such as chain_sum"}
+
+# Of source=arithmetic.
+OPERATORS = ("+", "-", "*")
+
 # Columns that a shape reads, by the role that each plays.
 ROLES = {
     "text": ("text",),
@@ -37,7 +44,8 @@ class Corpus(Schema):
     source: str = option("demo", one_of="maxhydra.data.sources")
     """demo: plays of Shakespeare that ship with the package; text: your own UTF-8 files; grain: files of records; hf:
     Hugging Face datasets; tfds: TensorFlow Datasets builds; c4_mlperf: C4 as MLPerf uses it; olmo: token shards
-    with an index; synthetic: made tokens; mixture: several of these."""
+    with an index; arithmetic: made problems with answers; reasoning_gym: problems of its tasks; synthetic: made
+    tokens; mixture: several of these."""
     path: str | None = None
     """Files of text, grain, hf and olmo (its index): a file, a folder or a glob pattern, several separated by `;`,
     local or any fsspec URL such as gs://bucket/x-*.array_record."""
@@ -46,7 +54,8 @@ class Corpus(Schema):
     format: FileFormat = FileFormat.auto
     """grain: what the files hold; auto goes by the name's ending."""
     name: str | None = None
-    """hf: dataset on the hub or folder of a saved one; tfds: builder, such as c4/en:3.0.1."""
+    """hf: dataset on the hub or folder of a saved one; tfds: builder, such as c4/en:3.0.1;
+    reasoning_gym: task, such as chain_sum."""
     config: str | None = None
     """hf: configuration of the dataset."""
     split: str = "train"
@@ -65,6 +74,13 @@ class Corpus(Schema):
     """olmo: what to read instead of remap_from, such as /mnt/bucket/."""
     repetition_filter: bool = True
     """olmo: sequences in which 1 to 13 tokens repeat 32 times or more, one after another, count for nothing."""
+    digits: int = option(2, ge=1, le=9)
+    """arithmetic: digits of the numbers at most."""
+    operators: list[str] = option(["+"])
+    """arithmetic: some of + - *."""
+    problems: int | None = option(None, ge=2)
+    """arithmetic: problems to train on; null: all but those held out. reasoning_gym: problems to make, of which
+    eval_fraction is held out; null: 100,000."""
     eval_fraction: float = option(0.05, gt=0, lt=1)
     """Share at the end that is held out for evaluation, where no files or split are."""
     shape: str = option("text", one_of="maxhydra.data.shapes")
@@ -89,10 +105,11 @@ class Corpus(Schema):
             yield Problem("path", f"is not used by source={self.source}", value=self.path, hint=hint)
         if self.source == "hf" and self.path is None and self.name is None:
             yield Problem("name", "or path is needed by source=hf", value=None, accepted="a dataset's name or folder")
-        if self.source in ("tfds", "c4_mlperf") and self.name is None:
-            yield Problem(
-                "name", f"is needed by source={self.source}", value=None, accepted="a builder, such as c4/en:3.0.1"
-            )
+        if self.source in NAMED and self.name is None:
+            yield Problem("name", f"is needed by source={self.source}", value=None, accepted=NAMED[self.source])
+        if not self.operators or len({*self.operators} & {*OPERATORS}) < len(self.operators):
+            accepted = f"some of {' '.join(OPERATORS)}, each once"
+            yield Problem("operators", "are not operators of arithmetic", value=self.operators, accepted=accepted)
         if (self.remap_from is None) != (self.remap_to is None):
             missing = "remap_from" if self.remap_from is None else "remap_to"
             yield Problem(missing, "is needed, since the other of the two is set", value=None)

@@ -71,6 +71,10 @@ class Data(Corpus):
     prefetch: int = option(2, ge=0)
     """Batches prepared ahead of the step."""
 
+    def corpora(self) -> dict[str, Corpus]:
+        """The sources by name; the name of one that is no mixture is empty."""
+        return dict(self.sources) if self.source == "mixture" else {"": self}
+
     def check(self) -> Iterator[Problem]:
         yield from super().check()
         is_mixture = self.source == "mixture"

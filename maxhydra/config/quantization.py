@@ -1,4 +1,4 @@
-"""Number formats of matrix products and of weights below model.dtypes.compute."""
+"""Number formats of matrix products below model.dtypes.compute."""
 
 import re
 from collections.abc import Iterator
@@ -11,19 +11,18 @@ from maxhydra.config.errors import Problem
 class QuantizationKind(Enum):
     none = "none"
     fp8 = "fp8"
-    int8_weights = "int8_weights"
 
 
 @schema
 class Quantization(Schema):
-    """Which projections are computed or kept in 8 bits, and how."""
+    """Which projections are computed in 8 bits when training, and how."""
 
     kind: QuantizationKind = QuantizationKind.none
-    """none; fp8, to train: products in float8, e4m3 forward and e5m2 for gradients, each array with one scale
-    (Micikevicius et al., 2022); int8_weights, to decode: weights kept in int8 with a scale per output."""
+    """none; fp8: products in float8, e4m3 forward and e5m2 for gradients, each array with one scale (Micikevicius et
+    al., 2022)."""
     targets: list[str] = option([])
-    """Projections in 8 bits, as regular expressions on <layer kind>/<projection>, such as layer/mlp/up. The head and
-    what no expression matches stay in model.dtypes.compute."""
+    """fp8: projections in float8, as regular expressions on <layer kind>/<projection>, such as layer/mlp/up. The head
+    and what no expression matches stay in model.dtypes.compute."""
 
     def check(self) -> Iterator[Problem]:
         if self.kind is QuantizationKind.none and self.targets:

@@ -72,7 +72,7 @@ class Sample(Schema):
     tokens: int = option(0, ge=0)
     """Tokens to write; 0 writes none."""
     prompt: str = "\n"
-    """Text to go on from."""
+    """Text to go on from; with data.shape=chat, what a user says."""
     temperature: float = option(0.8, ge=0)
     """0 takes the likeliest token."""
 
@@ -128,6 +128,8 @@ class Train(Schema):
     """Steps between two lines in metrics.jsonl."""
     eval_every: int = option(100, ge=0)
     """Steps between two evaluations; 0 evaluates only at the end."""
+    eval_start: bool = False
+    """Evaluate before the first step too, as step 0."""
     eval_batches: int = option(20, ge=0)
     """Batches per evaluation; 0 never evaluates."""
     target_eval_loss: float | None = None

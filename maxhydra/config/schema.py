@@ -11,6 +11,7 @@ from maxhydra.config.mesh import Mesh
 from maxhydra.config.model import Model
 from maxhydra.config.optimizer import Optimizer
 from maxhydra.config.quantization import Quantization
+from maxhydra.config.reward import Reward
 from maxhydra.config.run import Checkpoint, Run, Task, Tracker, Train
 
 
@@ -28,6 +29,7 @@ class Config(Schema):
     checkpoint: Checkpoint = section(Checkpoint)
     tracker: Tracker = section(Tracker)
     adapter: Adapter = section(Adapter)
+    reward: Reward = section(Reward)
     run: Run = section(Run)
     train: Train = section(Train)
     objective: str = option("eval/loss")

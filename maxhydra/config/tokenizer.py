@@ -28,7 +28,8 @@ class Tokenizer(Schema):
     """Padding token by its text. null: the one that the files name, else the end token; padding never decides what is
     learned."""
     chat_template: str | None = None
-    """File with a Jinja chat template. null: the one in the tokenizer's folder."""
+    """File with a Jinja chat template, or the name of one that ships with the package: lines, a line for each turn but
+    the assistant's, which end with the end token. null: the one in the tokenizer's folder."""
 
     def check(self) -> Iterator[Problem]:
         if (self.path is None) != (self.kind == "byte"):

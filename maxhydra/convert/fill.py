@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from maxhydra.convert.table import Weight
 from maxhydra.model import ModelDef
 
 Tree = Any
+Keep = Callable[[tuple[str, ...], jax.Array], Tree]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,11 @@ class Place:
         return math.prod(self.shape[self.weight.inputs :]), math.prod(self.shape[: self.weight.inputs])
 
 
-def fill(source: Source, model: ModelDef, *, shardings: Tree, dtype: DTypeLike) -> Tree:
-    """The weights of a source as the model's tree. The host holds one tensor at a time besides what its devices do."""
+def fill(source: Source, model: ModelDef, *, shardings: Tree, dtype: DTypeLike, keep: Keep) -> Tree:
+    """The weights of a source as the model's tree. The host holds one tensor at a time besides what its devices do.
+
+    `keep`: keys and a weight -> what becomes of it.
+    """
     require_same(source.facts, model.config, location=source.location)
     places = list(_places(source, model))
     wanted = {source.name(place.weight, layer): place.their_shape for place in places for layer in place.layers}
@@ -53,7 +57,7 @@ def fill(source: Source, model: ModelDef, *, shardings: Tree, dtype: DTypeLike) 
         inner = params
         for key in place.keys[:-1]:
             inner = inner.setdefault(key, {})
-        inner[place.keys[-1]] = _array(source, place, sharding, np.dtype(dtype))
+        inner[place.keys[-1]] = keep(place.keys, _array(source, place, sharding, np.dtype(dtype)))
     return params
 
 

@@ -2,17 +2,21 @@
 
 import logging
 import time
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.convert.fill import fill, on_first_device
 from maxhydra.convert.gguf import gguf_source
 from maxhydra.convert.hf import hf_source, is_hf_folder
+from maxhydra.convert.origin import origin
 from maxhydra.convert.stored import find_checkpoint, read_parameters
-from maxhydra.model import ModelDef
+from maxhydra.model import ModelDef, build, join, kept, mapped, merged, split
 from maxhydra.modelfiles import locate
 
 Tree = Any
@@ -28,26 +32,47 @@ def load_weights(
     dtype: DTypeLike,
     key: str = "checkpoint.load_parameters",
 ) -> Tree:
-    """The model's weights, each shard where `shardings` puts it (None: all on the first device), all in one dtype.
+    """The weights of the model's base in a dtype, each shard where `shardings` puts it; None: on the first device.
 
-    Anything that is not this model's is refused before memory is taken; `key` is the config field that names `source`.
+    What the model keeps otherwise under its adapter is packed as soon as it is read; a run's adapter is merged into the
+    weights it was trained around. Anything that is not this model's is refused before memory is taken; `key` is the
+    config field that names `source`.
     """
     began = time.monotonic()
-    shardings = on_first_device(model) if shardings is None else shardings
+    base, keep = model.base, partial(kept, model)
+    shardings = on_first_device(base) if shardings is None else shardings
     path = locate(key, source)
     if not path.exists():
         raise ConfigError(Problem(key, "nothing is there", value=source, accepted=ACCEPTED))
     if path.is_file():
-        params = fill(gguf_source(key, source, path), model, shardings=shardings, dtype=dtype)
+        params = fill(gguf_source(key, source, path), base, shardings=shardings, dtype=dtype, keep=keep)
     elif is_hf_folder(path):
-        params = fill(hf_source(key, source, path), model, shardings=shardings, dtype=dtype)
+        params = fill(hf_source(key, source, path), base, shardings=shardings, dtype=dtype, keep=keep)
     else:
-        params = read_parameters(find_checkpoint(key, source), _abstract(model, shardings, dtype))
+        params = mapped(_own(key, source, base, shardings=shardings, dtype=dtype), keep)
     log.info("weights of %s in %.1f s", source, time.monotonic() - began)
     return params
 
 
-def _abstract(model: ModelDef, shardings: Tree, dtype: DTypeLike) -> Tree:
+def _own(key: str, source: str, model: ModelDef, *, shardings: Tree, dtype: DTypeLike) -> Tree:
+    """The weights of a run of ours, with its adapter merged where it trained one."""
+    checkpoint = find_checkpoint(key, source)
+    found = origin(key, checkpoint)
+    if found is None:
+        return read_parameters(checkpoint, _abstract(model.shapes, shardings, dtype))
+    adapted = build(model.config, found.adapter)
+    shapes = split(adapted.shapes)[0]
+    # Small enough to lie on every device.
+    everywhere = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
+    trained = read_parameters(checkpoint, _abstract(shapes, jax.tree.map(lambda _: everywhere, shapes), "float32"))
+    base = load_weights(found.base, adapted, shardings=shardings, dtype=found.dtype, key=key)
+    merge = jax.jit(
+        lambda trained, base: merged(adapted, join(trained, base), dtype=jnp.dtype(dtype)), out_shardings=shardings
+    )
+    return merge(trained, base)
+
+
+def _abstract(shapes: Tree, shardings: Tree, dtype: DTypeLike) -> Tree:
     return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding), model.shapes, shardings
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding), shapes, shardings
     )

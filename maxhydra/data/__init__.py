@@ -1,12 +1,13 @@
 """Batches: sources give records or rows, shapes make documents, packing makes rows, the loader makes batches."""
 
-from maxhydra.data.batch import Batch, BatchSpec
-from maxhydra.data.evaluation import eval_batches
-from maxhydra.data.loader import Loader, host_loader, train_loader
+from maxhydra.data.batch import Assemble, Batch, BatchSpec, make_batch, own_rows
+from maxhydra.data.evaluation import eval_batches, held_out
+from maxhydra.data.loader import Loader, host_loader, open_loader, train_loader
 from maxhydra.data.rows import Row, RowSpec
 from maxhydra.data.tokenizers import Tokenizer, tokenizer
 
 __all__ = [
+    "Assemble",
     "Batch",
     "BatchSpec",
     "Loader",
@@ -14,7 +15,11 @@ __all__ = [
     "RowSpec",
     "Tokenizer",
     "eval_batches",
+    "held_out",
     "host_loader",
+    "make_batch",
+    "open_loader",
+    "own_rows",
     "tokenizer",
     "train_loader",
 ]

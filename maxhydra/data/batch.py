@@ -2,18 +2,19 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxhydra.data.rows import Row, RowSpec
 
 # A CPU takes memory that begins at such a multiple as it is, and copies any other.
 ALIGNMENT = 64
 
-# Global arrays [batch, seq_len], by the names of a row.
+# Global arrays [batch, seq_len], or [batch] where a row has one number, by the names of a row.
 Batch = dict[str, jax.Array]
 
 
@@ -40,6 +41,23 @@ class BatchSpec:
         held = [np.arange(batch)[index[0]] for index in places.values() if index is not None]
         return np.unique(np.concatenate(held))
 
+    def sharding_of(self, dimensions: int) -> jax.sharding.Sharding:
+        """How a column lies: one with a number a row, [batch], as the rows do."""
+        if dimensions > 1:
+            return self.sharding
+        assert isinstance(self.sharding, NamedSharding)
+        return NamedSharding(self.sharding.mesh, PartitionSpec(*self.sharding.spec[:dimensions]))
+
+
+B = TypeVar("B")
+# (own rows, what batches look like, size of this one) -> what is handed out.
+Assemble = Callable[[list[Row], BatchSpec, int], B]
+
+
+def own_rows(rows: list[Row], spec: BatchSpec, batch: int) -> list[Row]:
+    """Rows as they are, on the host."""
+    return rows
+
 
 def make_batch(rows: Sequence[Row], spec: BatchSpec, batch: int) -> Batch:
     """The global batch of which `rows` are those that this process owns."""
@@ -56,7 +74,7 @@ def make_batch(rows: Sequence[Row], spec: BatchSpec, batch: int) -> Batch:
             start = int(place[first])
             return host[(slice(start, start + last - first), *index[1:])]
 
-        return jax.make_array_from_callback((batch, *host.shape[1:]), spec.sharding, part)
+        return jax.make_array_from_callback((batch, *host.shape[1:]), spec.sharding_of(host.ndim), part)
 
     return {name: make_array(name) for name, column in rows[0].items() if column.dtype != object}
 

@@ -4,13 +4,13 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import jax
 
 from maxhydra.config.data import Data
-from maxhydra.data.batch import Batch, BatchSpec, make_batch
+from maxhydra.data.batch import Assemble, Batch, BatchSpec, make_batch, own_rows
 from maxhydra.data.feed import Feed, gather
 from maxhydra.data.order import Order
 from maxhydra.data.pipeline import Pipeline
@@ -128,15 +128,16 @@ class Loader(Generic[B]):
 
 def train_loader(data: Data, spec: BatchSpec) -> Loader[Batch]:
     """Batches to train on, in a new order each epoch, as global arrays."""
-    return _loader(data, spec, partial(_assemble, spec))
+    return open_loader(data, spec, make_batch)
 
 
 def host_loader(data: Data, spec: BatchSpec) -> Loader[list[Row]]:
     """The own rows of each training batch, on the host: for prompts, whose answers are no arrays."""
-    return _loader(data, spec, lambda rows, size: rows)
+    return open_loader(data, spec, own_rows)
 
 
-def _loader(data: Data, spec: BatchSpec, assemble: Callable[[list[Row], int], B]) -> Loader[B]:
+def open_loader(data: Data, spec: BatchSpec, assemble: Assemble[B]) -> Loader[B]:
+    """What `assemble` makes of the own rows of each training batch."""
     pipeline = Pipeline(data, spec.rows)
     pipeline.check_enough(spec.batch)
     own = lru_cache(spec.own_rows)
@@ -154,13 +155,9 @@ def _loader(data: Data, spec: BatchSpec, assemble: Callable[[list[Row], int], B]
     by_index = pipeline.has_rows or overfit is not None
     return Loader(
         make_feed,
-        assemble,
+        lambda rows, size: assemble(rows, spec, size),
         size=spec.batch_at,
         streams=data.streams or (1 if by_index else jax.process_count()),
         prefetch=data.prefetch,
         close=pipeline.close,
     )
-
-
-def _assemble(spec: BatchSpec, rows: list[Row], size: int) -> Batch:
-    return make_batch(rows, spec, size)

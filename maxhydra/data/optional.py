@@ -6,8 +6,8 @@ from types import ModuleType
 from maxhydra.config import ConfigError, Problem
 
 
-def need(package: str, setting: str) -> ModuleType:
-    """A package, or how to install it. `setting` is the `key=value` that asks for it."""
+def need(package: str, setting: str, *, extra: str = "data") -> ModuleType:
+    """A package, or how to install it. `setting` is the `key=value` that asks for it, `extra` what brings it."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -15,4 +15,4 @@ def need(package: str, setting: str) -> ModuleType:
             raise
         path, value = setting.split("=")
         reason = f"needs the package {package.split('.')[0]}, which is not installed"
-        raise ConfigError(Problem(path, reason, value=value, hint="pip install 'maxhydra[data]'")) from None
+        raise ConfigError(Problem(path, reason, value=value, hint=f"pip install 'maxhydra[{extra}]'")) from None

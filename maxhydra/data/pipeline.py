@@ -36,7 +36,7 @@ class Pipeline:
 
     def __init__(self, data: Data, spec: RowSpec):
         self.data, self.spec = data, spec
-        self._corpora = dict(data.sources) if data.source == "mixture" else {"": data}
+        self._corpora = data.corpora()
         self.sources: dict[str, Source] = {
             name: open_source(corpus, data, spec) for name, corpus in self._corpora.items()
         }
@@ -192,7 +192,7 @@ class Pipeline:
         else:
             rows = stack_rows([shape.row(example, seq_len) for example in examples])
         highest = max(
-            (int(a.max()) for name, a in rows.arrays.items() if name.endswith(("tokens", "targets"))), default=0
+            (int(a.max()) for name, a in rows.arrays.items() if name.endswith(("tokens", "targets", "ids"))), default=0
         )
         if highest >= self.spec.vocab_size:
             reason = f"is under a token of the data, {highest}"

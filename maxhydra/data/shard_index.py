@@ -3,7 +3,7 @@
 import fcntl
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +18,7 @@ from maxhydra.data.tokenizers import tokenizer
 from maxhydra.record.files import replace_file, to_json
 
 NAME, LOCK = "index.json", ".lock"
+NOTHING: Mapping[str, Any] = {}
 
 # Settings of `data` that tokens depend on, besides those of the tokenizer.
 SETTINGS = (
@@ -63,15 +64,20 @@ class ShardIndex:
 
 
 @contextmanager
-def open_index(folder: Path, data: Data, shards: Shards, count: int) -> Iterator[ShardIndex]:
-    """The index of a folder, new or begun before with the same settings, for this process alone."""
+def open_index(
+    folder: Path, data: Data, shards: Shards, count: int, more: Mapping[str, Any] = NOTHING
+) -> Iterator[ShardIndex]:
+    """The index of a folder, new or begun before with the same settings, for this process alone.
+
+    `more` are settings besides those of the data that the shards depend on.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(Problem("task.output", "another process writes there", value=folder)) from None
-        facts = _facts(data, shards, count)
+        facts = _facts(data, shards, {**more, "task.shards": count})
         found = folder / NAME
         before = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
         if before:
@@ -89,13 +95,13 @@ def _is_whole(path: Path, shard: dict[str, Any]) -> bool:
     return path.exists() and path.stat().st_size == shard["bytes"]
 
 
-def _facts(data: Data, shards: Shards, count: int) -> dict[str, Any]:
+def _facts(data: Data, shards: Shards, more: Mapping[str, Any]) -> dict[str, Any]:
     words = tokenizer(data)
     settings = {f"data.{name}": show(getattr(data, name)) for name in SETTINGS}
     settings |= {f"data.tokenizer.{name}": show(value) for name, value in vars(data.tokenizer).items()}
     described = [shards.records, *map(repr, shards.sample(SAMPLE))]
     return {
-        "settings": {**settings, "task.shards": count},
+        "settings": {**settings, **more},
         "fingerprints": {"the tokenizer's files": _digest_files(data), "the source's records": _digest(described)},
         "vocabulary": {"size": words.vocab_size, "bos": words.bos, "eos": words.eos, "dtype": shards.dtype.name},
         "versions": {"maxhydra": __version__, **{name: version for name in PACKAGES if (version := _version(name))}},

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Callable, Iterator, MutableSequence
 from functools import cached_property
 from pathlib import Path
 
@@ -44,11 +44,15 @@ class Written:
     faults: list[Fault]
 
 
+Enrich = Callable[[list[Document]], list[Document]]
+
+
 class Shards:
     """The shards of a source, in a folder. Shard s of S holds the s-th part of the records, in their order."""
 
-    def __init__(self, data: Data, folder: Path, count: int):
-        self._data, self._folder, self._count = data, folder, count
+    def __init__(self, data: Data, folder: Path, count: int, enrich: Enrich = list):
+        """`enrich` is what is made of some documents before they are written."""
+        self._data, self._folder, self._count, self._enrich = data, folder, count, enrich
         _check_source(data)
         # Rows are not made here, so their length is no matter.
         self._pipeline = Pipeline(data, RowSpec(seq_len=1, vocab_size=tokenizer(data).vocab_size, seed=0))
@@ -74,16 +78,18 @@ class Shards:
         """Make a shard: under another name until it is whole and on the disk."""
         path = self._folder / self.name(shard)
         partial = path.with_name(f".{path.name}.partial")
-        records = tokens = 0
+        records = seen = tokens = 0
         faults: list[Fault] = []
         writer = ArrayRecordWriter(str(partial), OPTIONS)
         for encoded in self._encoded(shard):
             faults += self._checked(encoded.faults)
-            for document in encoded.examples:
+            documents = self._enrich(encoded.examples)
+            for document in documents:
                 writer.write(encode_arrays(self._arrays(document)))
                 tokens += len(document.tokens)
-            records += len(encoded.examples)
-            counted[COUNTED * shard], counted[COUNTED * shard + 1] = records + len(faults), tokens
+            records += len(documents)
+            seen += len(encoded.examples) + len(encoded.faults)
+            counted[COUNTED * shard], counted[COUNTED * shard + 1] = seen, tokens
         writer.close()
         with partial.open("rb") as file:
             os.fsync(file.fileno())
@@ -123,7 +129,7 @@ class Shards:
         return faults
 
     def _arrays(self, document: Document) -> dict[str, np.ndarray]:
-        arrays = {"tokens": document.tokens.astype(self.dtype)}
+        arrays = {"tokens": document.tokens.astype(self.dtype), **document.columns}
         if document.weights is not None:
             whole = np.isin(document.weights, (0, 1)).all()
             arrays["weights"] = document.weights.astype(np.uint8 if whole else np.float32)
@@ -140,5 +146,5 @@ def _check_source(data: Data) -> None:
         hint = "tokenize the sources of a mixture one by one" if data.source == "mixture" else "see data=grain"
         raise ConfigError(Problem("data.source", "holds no records to tokenize", value=data.source, hint=hint))
     if data.shape not in ("text", "chat"):
-        reason = "is no shape that task=tokenize writes"
+        reason = "is no shape whose tokens can be written"
         raise ConfigError(Problem("data.shape", reason, value=data.shape, accepted="text, chat"))

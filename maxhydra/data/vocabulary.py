@@ -11,6 +11,8 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.paths import beside
 from maxhydra.config.tokenizer import Tokenizer as Config
 
+# Chat templates that ship with the package.
+TEMPLATES = Path(__file__).parent / "templates"
 # A file is tokenized in blocks, since a tokenizer needs some hundred bytes of memory per character.
 BLOCK = 1_000_000
 
@@ -41,11 +43,16 @@ def chat_template(config: Config, own: str | None) -> str | None:
     if config.chat_template is None:
         return own
     path = Path(config.chat_template).expanduser()
-    if not path.is_file():
-        hint = beside(path)
-        problem = Problem("data.tokenizer.chat_template", "no file is there", value=config.chat_template, hint=hint)
-        raise ConfigError(problem)
-    return path.read_text(encoding="utf-8")
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    ours = {template.stem: template for template in TEMPLATES.glob("*.jinja")}
+    if config.chat_template not in ours:
+        accepted = f"a file, or {', '.join(sorted(ours))}"
+        key = "data.tokenizer.chat_template"
+        raise ConfigError(
+            Problem(key, "no file is there", value=config.chat_template, accepted=accepted, hint=beside(path))
+        )
+    return ours[config.chat_template].read_text(encoding="utf-8")
 
 
 def wrong(config: Config, field: str, reason: str, value: object, *, accepted: str = "", hint: str = "") -> ConfigError:

@@ -10,9 +10,7 @@ out.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,8 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.config.model import Projection
-from maxhydra.config.quantization import Quantization, QuantizationKind
-from maxhydra.decode.narrow import Narrow, narrowed, widened
 from maxhydra.model import ModelDef
 from maxhydra.sharding import LogicalAxes, Sharder, is_axes
 
@@ -40,7 +36,6 @@ class Arrangement:
     """Weights as the model at large has them -> as the engine keeps them."""
     use: Callable[[Tree], Tree]
     """As they are kept -> as `model` takes them; inside a program."""
-    compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def arrange(model: ModelDef, sharder: Sharder, platform: str) -> Arrangement:
@@ -49,10 +44,8 @@ def arrange(model: ModelDef, sharder: Sharder, platform: str) -> Arrangement:
         return Arrangement(model, keep=lambda params: params, use=lambda params: params)
     layout = Projection.outputs_first if platform == "cpu" else Projection.joined
     flat = flattened(model, layout)
-    arranged = _Flat(model, flat, layout is Projection.joined, model.quantization or Quantization())
-    # cuBLAS has no product of bfloat16 with int8; XLA's own reads the weights as they are.
-    options = {"xla_gpu_enable_triton_gemm": True} if arranged.is_narrow and platform == "gpu" else {}
-    return Arrangement(flat, keep=arranged.keep, use=arranged.use, compiler_options=options)
+    arranged = _Flat(model, flat, joins=layout is Projection.joined)
+    return Arrangement(flat, keep=arranged.keep, use=arranged.use)
 
 
 def flattened(model: ModelDef, layout: Projection) -> ModelDef:
@@ -79,23 +72,18 @@ def unstacked(model: ModelDef, params: Tree) -> Iterator[Tree]:
 
 @dataclasses.dataclass(frozen=True)
 class _Flat:
-    """Layers out of their stacks, outputs first, and perhaps joined and in 8 bits."""
+    """Layers out of their stacks, outputs first, and perhaps joined."""
 
     model: ModelDef
     flat: ModelDef
     joins: bool
-    quantization: Quantization
-
-    @property
-    def is_narrow(self) -> bool:
-        return self.quantization.kind is QuantizationKind.int8_weights
 
     def keep(self, params: Tree) -> Tree:
         """Layer by layer, so that beside the two copies of all weights there is room for one layer more at most."""
-        axes, kinds = self.flat.axes, self.flat.config.prefix
+        axes = self.flat.axes
         kept = {name: _map(_turned, axes[name], part) for name, part in params.items() if name not in LAYERS}
         layers = enumerate(unstacked(self.model, params))
-        kept["prefix"] = {str(n): self._kept_layer(axes["prefix"][str(n)], layer, kinds[n]) for n, layer in layers}
+        kept["prefix"] = {str(n): self._kept_layer(str(n), layer) for n, layer in layers}
         return kept
 
     def use(self, kept: Tree) -> Tree:
@@ -104,34 +92,23 @@ class _Flat:
         params["prefix"] = {number: self._used_layer(number, layer) for number, layer in kept["prefix"].items()}
         return params
 
-    def _kept_layer(self, axes: Tree, layer: Tree, kind: str) -> Tree:
-        def keep(path: str, names: LogicalAxes, weight: jax.Array) -> jax.Array | Narrow:
-            turned = _turned(path, names, weight)
-            projection = f"{kind}/{path.removesuffix('/kernel')}"
-            is_target = any(re.search(target, projection) for target in self.quantization.targets)
-            is_narrow = self.is_narrow and path.endswith("/kernel") and is_target
-            return narrowed(turned, inputs=_inputs(names)) if is_narrow else turned
-
-        kept = _map(keep, axes, layer)
-        return _joined(kept) if self.joins else kept
+    def _kept_layer(self, number: str, layer: Tree) -> Tree:
+        turned = _map(_turned, self.flat.axes["prefix"][number], layer)
+        return _joined(turned) if self.joins else turned
 
     def _used_layer(self, number: str, layer: Tree) -> Tree:
         """Joined weights are turned back before they are cut: what the layers put together again is then whole."""
-        compute = jnp.dtype(self.flat.config.dtypes.compute.value)
-        wide = jax.tree.map(partial(widened, dtype=compute), layer, is_leaf=lambda node: isinstance(node, Narrow))
-        used = _map(_turned_back, self.flat.axes["prefix"][number], wide)
+        used = _map(_turned_back, self.flat.axes["prefix"][number], layer)
         return _parted(used, self.flat.shapes["prefix"][number])
 
 
 def _joined(layer: Tree) -> Tree:
-    """Kernels that share an input as one under the first's key, if they are kept alike; the others' keys hold None."""
+    """Kernels that share an input as one under the first's key; the others' keys hold None."""
     layer = jax.tree.map(lambda leaf: leaf, layer)
     for part, names in JOINED.items():
-        kernels = [layer[part][name]["kernel"] for name in names]
-        if len({type(kernel) for kernel in kernels}) == 1:
-            for name in names:
-                layer[part][name]["kernel"] = None
-            layer[part][names[0]]["kernel"] = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *kernels)
+        whole = jnp.concatenate([layer[part][name]["kernel"] for name in names])
+        for name in names:
+            layer[part][name]["kernel"] = whole if name == names[0] else None
     return layer
 
 
@@ -181,8 +158,3 @@ def _move(names: LogicalAxes) -> tuple[int, int]:
     if len(names) > 1 and names[-1] == "embed" and names[0] != "vocab":
         return -1, 0
     return 0, 0
-
-
-def _inputs(names: LogicalAxes) -> int:
-    """How many dimensions of a projection are its inputs, which lie last when it is turned."""
-    return 1 if names[0] == "embed" else len(names) - 1

@@ -30,8 +30,9 @@ PATIENCE = 16
 class Compiled(Generic[Name]):
     """Compiles each program once, whoever asks for it; two at a time, as compilers use more than one core anyway."""
 
-    def __init__(self, compile: Callable[[Name], Program]):
-        self._compile = compile
+    def __init__(self, compile: Callable[[Name], Program], *, steady: bool):
+        """`steady`: no program ever does the work of another, since which are ready depends on the time."""
+        self._compile, self._is_steady = compile, steady
         self._found: dict[Name, Future[Program]] = {}
         self._waste: dict[Name, float] = {}
         self._lock = threading.Lock()
@@ -50,7 +51,7 @@ class Compiled(Generic[Name]):
 
     def choose(self, name: Name, *, eventual: Name) -> Name:
         """The program to use for work of this name. `eventual`: the name it will soon have, if there is none yet."""
-        if self.is_ready(name):
+        if self._is_steady or self.is_ready(name):
             return name
         with self._lock:
             ready = [other for other, found in self._found.items() if found.done() and other.holds(name)]

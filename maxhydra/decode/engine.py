@@ -8,7 +8,7 @@ written again before anyone reads them.
 
 import threading
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -74,10 +74,12 @@ class Engine:
         self._scheduler = Scheduler(config, pages)
         room = PagedRoom(pages, config.page_size, slots=config.max_batch, storage=STORAGE[config.cache_dtype])
         self._buckets = Buckets(sharder.ways("act_batch"), config.page_size, -(-self._max_context // config.page_size))
-        self._burst = config.burst or (1 if jax.default_backend() == "cpu" else BURST)
+        # A burst begins when its program is ready and nobody waits, which depends on the time.
+        is_single = config.steady or jax.default_backend() == "cpu"
+        self._burst = config.burst or (1 if is_single else BURST)
         self._arrangement = arrange(model, sharder, jax.default_backend())
         self._params = self._arrangement.keep(params)
-        self._programs = Programs(self._arrangement, self._params, room, sharder=sharder)
+        self._programs = Programs(self._arrangement, self._params, room, sharder=sharder, steady=config.steady)
         self._cache, self._board = self._programs.empty()
         self._under_way: deque[Drawn] = deque()
         self._tokens_read = self._tokens_drawn = 0
@@ -93,6 +95,18 @@ class Engine:
 
     def submit(self, request: Request) -> Handle:
         """Queue a request; RefusedError at once if it can never be served."""
+        return self.submit_all([request])[0]
+
+    def submit_all(self, requests: Iterable[Request]) -> list[Handle]:
+        """Queue requests at once; RefusedError, and none is queued, if one can never be served."""
+        sequences = [self._sequence(request) for request in requests]
+        with self._news:
+            self._require(self._ended)
+            self._arrived += sequences
+            self._news.notify_all()
+        return [sequence.handle for sequence in sequences]
+
+    def _sequence(self, request: Request) -> Sequence:
         self._require(problem(request, vocab_size=self._vocab_size, alternatives=ALTERNATIVES))
         length, limit = len(request.prompt), self._max_context
         if length >= limit:
@@ -108,11 +122,7 @@ class Engine:
                 f"{pool.pages * pool.page_size}: raise task.engine.cache_tokens, or ask for less than "
                 f"max_tokens={request.max_tokens}"
             )
-        with self._news:
-            self._require(self._ended)
-            self._arrived.append(sequence)
-            self._news.notify_all()
-        return sequence.handle
+        return sequence
 
     def stats(self) -> dict[str, float]:
         """Sequences running and waiting, pages in use and cached, tokens written and prompt tokens read so far."""

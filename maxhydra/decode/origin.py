@@ -11,6 +11,7 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.compose import compose, from_yaml
 from maxhydra.config.errors import show
 from maxhydra.config.tasks.decode import DecodeTask
+from maxhydra.convert.origin import run_folder
 from maxhydra.decode.batch_file import fingerprint
 
 # Keys that change how a model is trained or laid out, and not what it computes.
@@ -26,7 +27,7 @@ def check_origin(config: Config, source: str) -> None:
     Weights of the same shapes may still belong to another model (another rope, another norm): loading them would
     succeed, and the model would write nonsense.
     """
-    run = _run_folder(source)
+    run = run_folder(source)
     if run is None:
         return
     theirs = from_yaml((run / "config.yaml").read_text(encoding="utf-8"), str(run / "config.yaml"))
@@ -55,18 +56,6 @@ def settings_name(config: Config) -> str:
         "chat": [task.chat, task.system, task.samples, task.logprobs, config.run.seed],
     }
     return fingerprint(chosen)
-
-
-def _run_folder(source: str) -> Path | None:
-    """The run that a run folder, its checkpoints folder or one checkpoint belongs to."""
-    path = Path(source).expanduser().resolve()
-    if not path.exists():
-        return None
-    return next((folder for folder in (path, *path.parents[:2]) if _is_run(folder)), None)
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file() and (folder / "run.json").is_file()
 
 
 def _binding(config: Config) -> dict[str, Any]:

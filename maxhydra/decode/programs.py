@@ -68,8 +68,9 @@ class Board(NamedTuple):
 class Programs:
     """Forward and draw in every shape that comes up."""
 
-    def __init__(self, arrangement: Arrangement, params: Tree, room: PagedRoom, *, sharder: Sharder):
-        """`params` as they are kept, and only for their shapes and shardings."""
+    def __init__(self, arrangement: Arrangement, params: Tree, room: PagedRoom, *, sharder: Sharder, steady: bool):
+        """`params` as they are kept, and only for their shapes and shardings; `steady`: no program stands in for
+        another."""
         model = arrangement.model
         self._arrangement, self._model, self._room, self._sharder = arrangement, model, room, sharder
         self._params = jax.tree.map(lambda leaf: _placed(leaf, leaf.sharding), params)
@@ -80,9 +81,9 @@ class Programs:
             lambda cache: sharder.tree(cache.axes()), caches, is_leaf=lambda node: not isinstance(node, (dict, list))
         )
         self._caches = jax.tree.map(_placed, caches, self._cache_shardings)
-        self._forwards: Compiled[Shape] = Compiled(self._compile_forward)
-        self._draws: Compiled[DrawName] = Compiled(self._compile_draw)
-        self._bursts: Compiled[BurstName] = Compiled(self._compile_burst)
+        self._forwards: Compiled[Shape] = Compiled(self._compile_forward, steady=steady)
+        self._draws: Compiled[DrawName] = Compiled(self._compile_draw, steady=steady)
+        self._bursts: Compiled[BurstName] = Compiled(self._compile_burst, steady=steady)
 
     @property
     def nobody(self) -> int:
@@ -151,7 +152,7 @@ class Programs:
         arrays = [jax.ShapeDtypeStruct(size, jnp.int32, sharding=self._whole) for size in sizes]
         forward = _forward(self._arrangement, self._sharder, is_prompt=shape.is_prompt)
         jitted = jax.jit(forward, donate_argnums=1, out_shardings=(self._logits, self._cache_shardings))
-        return jitted.lower(self._params, self._caches, *arrays).compile(self._arrangement.compiler_options)
+        return jitted.lower(self._params, self._caches, *arrays).compile()
 
     def _compile_draw(self, name: DrawName) -> Program:
         rows, steps = name
@@ -169,7 +170,7 @@ class Programs:
         shardings = (self._cache_shardings, self._whole, self._whole)
         jitted = jax.jit(burst, donate_argnums=(1, 2), out_shardings=shardings)
         lowered = jitted.lower(self._params, self._caches, self._board(), *arrays, *self._draw_arrays(B))
-        return lowered.compile(self._arrangement.compiler_options)
+        return lowered.compile()
 
     def _draw_arrays(self, rows: int) -> list[jax.ShapeDtypeStruct]:
         """The shapes of a `Draw`."""

@@ -41,9 +41,9 @@ def open_engine(config: Config, engine: EngineConfig, prompts: Prompts) -> Engin
     assert config.checkpoint.load_parameters is not None
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
     if config.quantization.kind is QuantizationKind.fp8:
-        reason = "is a way to train; to decode, weights can be kept in 8 bits"
-        raise ConfigError(Problem("quantization.kind", reason, value="fp8", accepted="none, int8_weights"))
-    decoder = model.build(config.model, quantization=config.quantization)
+        hint = f"leave quantization={config.quantization.kind.value} out"
+        raise ConfigError(Problem("quantization.kind", "is a way to train, not to decode", value="fp8", hint=hint))
+    decoder = model.build(config.model)
     sharder.check(decoder.axes, decoder.shapes)
     params = load_weights(
         config.checkpoint.load_parameters,

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from maxhydra.kernels.einsum import Layout, projected
 from maxhydra.kernels.float8 import float8_product
 from maxhydra.layers.context import Context
 from maxhydra.layers.dropout import dropout
+from maxhydra.layers.nf4 import Nf4, Nf4Parts
 
 # Letters for the dimensions of a product; more than any weight has.
 INPUTS, OUTPUTS = "abcd", "wxyz"
@@ -31,6 +33,8 @@ class LoraSpec:
     scale: float
     dropout: float
     targets: tuple[str, ...]
+    over_nf4: bool
+    """Whether the kernels beneath are kept in four bits, those of all projections."""
 
     @classmethod
     def of(cls, adapter: config.Adapter | None) -> "LoraSpec | None":
@@ -39,7 +43,13 @@ class LoraSpec:
             return None
         assert adapter.rank is not None and adapter.alpha is not None
         assert adapter.dropout is not None and adapter.targets is not None
-        return cls(adapter.rank, adapter.alpha / adapter.rank, adapter.dropout, tuple(adapter.targets))
+        return cls(
+            rank=adapter.rank,
+            scale=adapter.alpha / adapter.rank,
+            dropout=adapter.dropout,
+            targets=tuple(adapter.targets),
+            over_nf4=adapter.kind is config.AdapterKind.qlora,
+        )
 
     def adds_to(self, name: str) -> bool:
         """Whether the projection of this name gets one."""
@@ -74,14 +84,14 @@ class Lora(nnx.Module):
 class Projection(nnx.Module):
     """x times the kernel [*inputs, *outputs], over the last dimensions of x."""
 
-    def __init__(self, kernel: nnx.Param, lora: Lora | None, product: ProductSpec, *, name: str, inputs: int):
+    def __init__(self, kernel: nnx.Param | Nf4, lora: Lora | None, product: ProductSpec, *, name: str, inputs: int):
         """`name`: <layer kind>/<path in the layer>, by which configs choose among projections."""
         self.kernel, self.lora = kernel, lora
         self.product, self.name, self.inputs = product, name, inputs
         self.is_float8 = any(re.search(target, name) for target in product.float8)
 
     def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
-        return self.added(self.times(x, self.kernel[...], ctx), x, ctx)
+        return self.added(joined((self,), x, ctx), x, ctx)
 
     def times(self, x: jax.Array, kernel: jax.Array, ctx: Context) -> jax.Array:
         """x times a kernel, in this projection's number format."""
@@ -89,9 +99,28 @@ class Projection(nnx.Module):
             return _product(x, kernel, self.product, inputs=self.inputs)
         rows, outputs = x.shape[: x.ndim - self.inputs], kernel.shape[self.inputs :]
         size = math.prod(kernel.shape[: self.inputs])
-        matrix = kernel.astype(self.product.compute).reshape(size, -1)
-        out = float8_product(ctx.sharder.mesh.size == 1, x.reshape(-1, size), matrix)
+        out = float8_product(ctx.sharder.mesh.size == 1, x.reshape(-1, size), kernel.reshape(size, -1))
         return out.reshape(*rows, *outputs)
+
+    @property
+    def width(self) -> int:
+        """The first dimension of the outputs."""
+        if isinstance(self.kernel, Nf4):
+            return self.kernel.codes[...].shape[1]
+        return self.kernel[...].shape[self.inputs]
+
+    @property
+    def kept(self) -> jax.Array | Nf4Parts:
+        """The kernel as it is kept."""
+        return self.kernel.parts if isinstance(self.kernel, Nf4) else self.kernel[...]
+
+    def weight(self, kept: jax.Array | Nf4Parts) -> jax.Array:
+        """A kernel as it is kept -> [*inputs, *outputs] in the compute format. The one place where that is made."""
+        if isinstance(self.kernel, Nf4):
+            assert isinstance(kept, Nf4Parts)
+            return self.kernel.unpacked(kept, self.product.compute)
+        assert isinstance(kept, jax.Array)
+        return kept.astype(self.product.compute)
 
     def added(self, out: jax.Array, x: jax.Array, ctx: Context) -> jax.Array:
         """A product of x with the kernel alone, with what the adapter adds to it."""
@@ -108,16 +137,25 @@ def together(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> l
     if len({projection.is_float8 for projection in projections}) > 1:
         return [projection(x, ctx) for projection in projections]
     axis = projections[0].inputs
-    starts = np.cumsum([projection.kernel.shape[axis] for projection in projections])[:-1]
+    starts = np.cumsum([projection.width for projection in projections])[:-1]
     parts = jnp.split(joined(projections, x, ctx), starts, axis=x.ndim - axis)
     return [projection.added(part, x, ctx) for projection, part in zip(projections, parts, strict=True)]
 
 
 def joined(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> jax.Array:
-    """The products of x with the kernels of several projections, one after the other in the first output dimension."""
+    """x times the kernels of projections, side by side in the first dimension of their outputs.
+
+    Kernels in four bits are unpacked anew in the backward pass: kept until then, they would take all that was saved.
+    """
     first = projections[0]
-    kernels = [projection.kernel[...].astype(first.product.compute) for projection in projections]
-    return first.times(x, jnp.concatenate(kernels, axis=first.inputs), ctx)
+
+    def product(x: jax.Array, kept: list[Any]) -> jax.Array:
+        kernels = [projection.weight(one) for projection, one in zip(projections, kept, strict=True)]
+        whole = kernels[0] if len(kernels) == 1 else jnp.concatenate(kernels, axis=first.inputs)
+        return first.times(x, whole, ctx)
+
+    is_packed = any(isinstance(projection.kernel, Nf4) for projection in projections)
+    return (jax.checkpoint(product) if is_packed else product)(x, [projection.kept for projection in projections])
 
 
 def _product(x: jax.Array, kernel: jax.Array, spec: ProductSpec, *, inputs: int) -> jax.Array:

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from maxhydra.config import model as config
+from maxhydra.layers.nf4 import Nf4
 from maxhydra.layers.projection import Lora, LoraSpec, ProductSpec, Projection
 from maxhydra.sharding import LogicalAxes
 
@@ -74,11 +75,16 @@ class WeightMaker:
         std = scale * math.prod(inputs) ** -0.5
         kernel = self._normal(key, inputs, outputs, axes, std=std, dtype=self._dtype)
         name = self._path + name
-        lora = None
-        if self._product.lora is not None and self._product.lora.adds_to(name):
+        spec, lora = self._product.lora, None
+        if spec is not None and spec.adds_to(name):
             key = jax.random.fold_in(key, 1)
-            lora = self._lora(self._product.lora, key, inputs, outputs, axes, number=FREE_KEYS + number)
-        return Projection(kernel, lora, self._product, name=name, inputs=len(inputs))
+            lora = self._lora(spec, key, inputs, outputs, axes, number=FREE_KEYS + number)
+        kept = kernel if spec is None or not spec.over_nf4 else self._packed(kernel, len(inputs), name)
+        return Projection(kept, lora, self._product, name=name, inputs=len(inputs))
+
+    def _packed(self, kernel: nnx.Param, inputs: int, name: str) -> Nf4:
+        axes = kernel.get_metadata("axes")
+        return Nf4(kernel[...], axes, inputs=inputs, stacked=bool(self._stack), name=name)
 
     def _lora(
         self,

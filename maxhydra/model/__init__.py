@@ -1,7 +1,19 @@
 """The decoder as data: built from a config, seen from outside as plain functions over a plain tree of weights."""
 
+from maxhydra.model.adapted import kept, merged, parameter_counts
 from maxhydra.model.definition import ModelDef, build
 from maxhydra.model.flops import flops_per_token, parameter_count
-from maxhydra.model.trees import join, split
+from maxhydra.model.trees import join, mapped, split
 
-__all__ = ["ModelDef", "build", "flops_per_token", "join", "parameter_count", "split"]
+__all__ = [
+    "ModelDef",
+    "build",
+    "flops_per_token",
+    "join",
+    "kept",
+    "mapped",
+    "merged",
+    "parameter_count",
+    "parameter_counts",
+    "split",
+]

@@ -94,17 +94,18 @@ class Decoder(nnx.Module):
         self.final_norm = RMSNorm(spec.vocabulary.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
         self.head = None if spec.is_tied else Head(spec.vocabulary, make)
 
-    def __call__(self, tokens_BT: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
-        """Hidden states [B, T, D] after the final norm, and the new cache (None without one)."""
+    def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool) -> tuple[jax.Array, Any, list[jax.Array]]:
+        """Hidden states [B, T, D] after the final norm, the new cache (None without one), and, where asked to `keep`
+        them, the residual stream after every layer."""
         caches = ctx.cache or self._map_blocks(lambda block, layers: None)
         x_BTD = ctx.constrain(self.embedding(tokens_BT), "act_batch", "act_length", "act_embed")
-        x_BTD, prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first=0)
-        x_BTD, pattern = self._run_pattern(x_BTD, ctx, caches["pattern"])
+        x_BTD, prefix, kept = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first=0)
+        x_BTD, pattern, repeated = self._run_pattern(x_BTD, ctx, caches["pattern"], keep=keep)
         first = len(self.spec.layers) - len(self.remainder)
-        x_BTD, remainder = self._run_blocks(self.remainder, x_BTD, ctx, caches["remainder"], first=first)
+        x_BTD, remainder, last = self._run_blocks(self.remainder, x_BTD, ctx, caches["remainder"], first=first)
         hidden_BTD = ctx.constrain(self.final_norm(x_BTD), "act_batch", "act_length", "act_embed")
         new_caches = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
-        return hidden_BTD, None if ctx.cache is None else new_caches
+        return hidden_BTD, None if ctx.cache is None else new_caches, [*kept, *repeated, *last] if keep else []
 
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """[B, T, D] to [B, T, V], soft-capped; T may be any part of the sequence, and is split if it can be."""
@@ -129,53 +130,60 @@ class Decoder(nnx.Module):
 
     def _run_blocks(
         self, blocks: nnx.Dict, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, first: int
-    ) -> tuple[jax.Array, list[Any]]:
-        """Blocks one after the other, the first of them layer number `first`."""
-        new_caches = []
+    ) -> tuple[jax.Array, list[Any], list[jax.Array]]:
+        """Blocks one after the other, the first of them layer number `first`; what each leaves."""
+        new_caches, left = [], []
         for index, (block, cache) in enumerate(zip(_in_order(blocks), caches, strict=True), start=first):
             graphdef, weights = self._split(block)
             run = self.spec.remat.wrap(_runner(graphdef), in_loop=False)
             x_BTD, view = run(weights, x_BTD, ctx.at_layer(index, _seen(cache, 0)))
             new_caches.append(_merged(cache, view))
-        return x_BTD, new_caches
+            left.append(x_BTD)
+        return x_BTD, new_caches, left
 
     def _split(self, block: Block) -> tuple[Any, nnx.State]:
         """The block without its weights, and the weights, matrices in the compute format.
 
         They are cast here, once a step and outside what is computed again: a layer that casts its own does it twice,
-        and hands back a gradient of twice the bytes. Vectors (norms) are few, and used in the format they are kept in.
+        and hands back a gradient of twice the bytes. Vectors (norms) are few, and used in the format they are kept in,
+        as are weights that are no plain numbers.
         """
         graphdef, weights = nnx.split(block)
 
         def cast(weight: nnx.Variable) -> nnx.Variable:
             own_axes = [name for name in weight.get_metadata("axes") if name != "layers"]
-            return weight.replace(weight[...].astype(self.spec.dtypes.compute)) if len(own_axes) > 1 else weight
+            is_matrix = isinstance(weight, nnx.Param) and len(own_axes) > 1
+            return weight.replace(weight[...].astype(self.spec.dtypes.compute)) if is_matrix else weight
 
         return graphdef, jax.tree.map(cast, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
-    def _run_pattern(self, x_BTD: jax.Array, ctx: Context, caches: list[Any]) -> tuple[jax.Array, list[Any]]:
-        """All repetitions of the pattern under one scan.
+    def _run_pattern(
+        self, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, keep: bool
+    ) -> tuple[jax.Array, list[Any], list[jax.Array]]:
+        """All repetitions of the pattern under one scan; what each layer leaves, where it is to be kept.
 
         The caches are carried and updated in place rather than scanned over, which would hold them twice.
         """
         spec = self.spec
         if not spec.repetitions:
-            return x_BTD, caches
+            return x_BTD, caches, []
         splits = [self._split(block) for block in _in_order(self.pattern)]
         in_loop = spec.repetitions > spec.unroll
         runs = [spec.remat.wrap(_runner(graphdef), in_loop=in_loop) for graphdef, _ in splits]
 
-        def repetition(carry: tuple[jax.Array, list[Any]], xs: tuple[jax.Array, list[Any]]) -> tuple[Any, None]:
+        def repetition(carry: tuple[jax.Array, list[Any]], xs: tuple[jax.Array, list[Any]]) -> tuple[Any, list[Any]]:
             (x_BTD, caches), (index, weights) = carry, xs
-            new_caches = []
+            new_caches, left = [], []
             for place, (run, cache) in enumerate(zip(runs, caches, strict=True)):
                 layer = len(self.prefix) + index * len(runs) + place
                 x_BTD, view = run(weights[place], x_BTD, ctx.at_layer(layer, _seen(cache, index)))
                 new_caches.append(_merged(cache, view))
-            return (x_BTD, new_caches), None
+                left.append(x_BTD)
+            return (x_BTD, new_caches), left if keep else []
 
         xs = (jnp.arange(spec.repetitions), [weights for _, weights in splits])
-        return jax.lax.scan(repetition, (x_BTD, caches), xs, unroll=spec.unroll)[0]
+        (x_BTD, caches), left = jax.lax.scan(repetition, (x_BTD, caches), xs, unroll=spec.unroll)
+        return x_BTD, caches, [place[index] for index in range(spec.repetitions) for place in left]
 
 
 def _seen(cache: Cache | None, index: jax.Array | int) -> Any:

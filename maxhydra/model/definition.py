@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -39,9 +39,9 @@ class ModelDef:
 
     @cached_property
     def _spec(self) -> DecoderSpec:
-        quantization = self.quantization or Quantization()
-        float8 = quantization.targets if quantization.kind is QuantizationKind.fp8 else []
-        return DecoderSpec.of(self.config, LoraSpec.of(self.adapter), tuple(float8))
+        asked = self.quantization
+        float8 = tuple(asked.targets) if asked is not None and asked.kind is QuantizationKind.fp8 else ()
+        return DecoderSpec.of(self.config, LoraSpec.of(self.adapter), float8)
 
     @cached_property
     def _abstract(self) -> Decoder:
@@ -76,7 +76,15 @@ class ModelDef:
 
     def hidden(self, params: Tree, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
         """Hidden states [B, T, D] of tokens [B, T] after the final norm, and the cache with these tokens in it."""
-        return self._bind(params)(tokens, ctx)
+        hidden, cache, _ = self._bind(params)(tokens, ctx, keep=False)
+        return hidden, cache
+
+    def features(
+        self, params: Tree, tokens: jax.Array, ctx: Context, layers: Sequence[int]
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Hidden states as `hidden` gives them, and the residual stream [B, T, D] after each of some layers."""
+        hidden, _, kept = self._bind(params)(tokens, ctx, keep=bool(layers))
+        return hidden, [kept[layer] for layer in layers]
 
     def logits(self, params: Tree, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """Logits [B, T, V] of hidden states, in dtypes.logits, soft-capped."""

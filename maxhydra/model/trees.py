@@ -4,6 +4,7 @@ With an adapter its own weights are trained; without one all are. Trees are nest
 arrays, shapes, axes, shardings.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 Tree = Any
@@ -20,6 +21,14 @@ def join(one: Tree, other: Tree) -> Tree:
     """The tree of which two have different leaves."""
     both = {key: join(one[key], other[key]) for key in one if key in other}
     return {**other, **one, **both}
+
+
+def mapped(tree: Tree, function: Callable[[tuple[str, ...], Any], Tree], keys: tuple[str, ...] = ()) -> Tree:
+    """The tree with a function of keys and leaf in place of each leaf. The old tree is emptied on the way, so that old
+    and new leaves need not all exist at once."""
+    if not isinstance(tree, dict):
+        return function(keys, tree)
+    return {name: mapped(tree.pop(name), function, (*keys, name)) for name in list(tree)}
 
 
 def _has(tree: Tree, key: str) -> bool:

@@ -41,8 +41,10 @@ def run(job: Job) -> Outcome:
     state_axes = optim.state_axes(optimizer, shapes, axes)
     parameters = _rows(decoder.shapes, decoder.axes, sharder)
     moments = _rows(state_shapes, state_axes, sharder)
+    count, trained = model.parameter_counts(decoder)
     facts = {
-        "parameters": model.parameter_count(decoder.shapes),
+        "parameters": count,
+        "trained_parameters": trained,
         "flops_per_token": model.flops_per_token(config.model, config.train.seq_len),
         "mesh": {axis: size for axis, size in sharder.mesh.shape.items() if size > 1},
         "devices": task.devices,
@@ -95,8 +97,10 @@ def _print(rows: list[Row], facts: dict, hardware: Hardware, dtype: str) -> None
     held = facts["bytes_per_device"]
     mesh = " x ".join(f"{axis}={n}" for axis, n in facts["mesh"].items()) or "one device"
     fits = f" of {hardware.memory_gib:g} GiB" if hardware.memory_gib else ""
+    trained, count = facts["trained_parameters"], facts["parameters"]
+    of_them = "" if trained == count else f", {trained:,} of them trained ({trained / count:.2%})"
     print(
-        f"\n{facts['parameters']:,} parameters on {facts['devices']:,} devices ({mesh})\n"
+        f"\n{count:,} parameters{of_them}, on {facts['devices']:,} devices ({mesh})\n"
         f"per device: weights {readable_bytes(held['parameters'])}, optimizer {readable_bytes(held['optimizer'])}, "
         f"together {readable_bytes(held['parameters'] + held['optimizer'])}{fits}, before activations\n"
         f"training takes {facts['flops_per_token'] / 1e9:,.1f} GFLOP per token"

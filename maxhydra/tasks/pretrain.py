@@ -6,12 +6,12 @@ from maxhydra.tasks import Job, Outcome
 from maxhydra.train import (
     LoadedBatches,
     Training,
+    closing_sample,
     held_out_loss,
     next_token_loss,
     plan_batches,
     plan_states,
     train,
-    write_sample,
 )
 
 NEEDS_DEVICES = KEEPS_RUN = True
@@ -35,10 +35,5 @@ def run(job: Job) -> Outcome:
     )
     ending = train(training, config, run=job.run, machine=job.machine)
 
-    facts: dict[str, object] = {"end_step": ending.step}
-    if config.train.sample.tokens and ending.status == "finished":
-        tokenizer = data.tokenizer(config.data)
-        facts["sample"] = write_sample(
-            states.model, ending.state.weights, tokenizer, config.train.sample, sharder=sharder, seed=config.run.seed
-        )
+    facts = {"end_step": ending.step, **closing_sample(config, states, ending)}
     return Outcome(ending.status, ending.reason, ending.metrics, facts)

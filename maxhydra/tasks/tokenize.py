@@ -53,7 +53,7 @@ def _write_all(left: list[int], index: ShardIndex, shards: Shards, *, data: Data
     count = min(task.workers or os.cpu_count() or 1, len(left))
     counted: Any = SPAWN.RawArray("q", COUNTED * task.shards)
     begin = partial(_begin, data, Path(task.output).expanduser().absolute(), task.shards, counted)
-    with _Display(shards.records, index.totals) as display, Workers(count, begin) as pool:
+    with Display(shards.records, index.totals) as display, Workers(count, begin) as pool:
         pending = {pool.submit(_work, shard) for shard in left}
         try:
             while pending:
@@ -69,7 +69,7 @@ def _write_all(left: list[int], index: ShardIndex, shards: Shards, *, data: Data
             raise ConfigError(Problem("task.workers", reason, value=count, hint=hint)) from None
 
 
-class _Display:
+class Display:
     """A bar on a terminal, lines elsewhere: on stderr, records done and tokens a second."""
 
     def __init__(self, records: int | None, before: dict[str, int]):
@@ -87,7 +87,7 @@ class _Display:
         )
         self._task = self._bar.add_task("", total=records, completed=self._before, speed="")
 
-    def __enter__(self) -> "_Display":
+    def __enter__(self) -> "Display":
         self._bar.start()
         return self
 

@@ -1,11 +1,13 @@
 """Training: state, loss, step, loop, checkpoints, and what a person sees of them."""
 
 from maxhydra.train.batching import plan_batches
+from maxhydra.train.logprobs import by_chunks, token_logprobs
 from maxhydra.train.loop import Ending
 from maxhydra.train.objective import held_out_loss, next_token_loss
-from maxhydra.train.sample import write_sample
+from maxhydra.train.sample import closing_sample, write_sample
 from maxhydra.train.session import Training, train
 from maxhydra.train.source import Batches, LoadedBatches
+from maxhydra.train.start import starting_weights
 from maxhydra.train.state import StateDef, TrainState, plan_states
 
 __all__ = [
@@ -15,10 +17,14 @@ __all__ = [
     "StateDef",
     "TrainState",
     "Training",
+    "by_chunks",
+    "closing_sample",
     "held_out_loss",
     "next_token_loss",
     "plan_batches",
     "plan_states",
+    "starting_weights",
+    "token_logprobs",
     "train",
     "write_sample",
 ]

@@ -53,6 +53,8 @@ class Parts:
 def fit(parts: Parts, state: TrainState, *, start: int, interrupt: Interrupt) -> Ending:
     """Train from step `start` to train.steps, or to the first reason to end before."""
     loop = _Loop(parts, start)
+    if parts.train.eval_start and start == 0:
+        loop.evaluate(0, state)
     for step in range(start + 1, parts.train.steps + 1):
         waiting = time.perf_counter()
         batch = parts.batches.take(state)

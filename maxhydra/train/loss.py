@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxhydra.train.logprobs import at_targets
+
 Sums = dict[str, jax.Array]
 Tree = Any
 
@@ -107,10 +109,8 @@ def _cut(objective: _Objective, start: jax.Array, *arrays: jax.Array) -> list[ja
 def _per_token(objective: _Objective, logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Loss and nll of each token in float32, and the slope of the loss by each of its logits."""
     wide = logits.astype(jnp.float32)
-    normaliser = jax.nn.logsumexp(wide, axis=-1)
-    # A masked sum, not a gather: it fuses with the softmax and stays local when the vocabulary is sharded.
-    is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
-    nll = normaliser - jnp.sum(jnp.where(is_target, wide, 0), axis=-1)
+    logprobs, normaliser, is_target = at_targets(wide, targets)
+    nll = -logprobs
     losses = nll + objective.z_loss * jnp.square(normaliser)
     softmax = jnp.exp(wide - normaliser[..., None])
     slope = softmax * (1 + 2 * objective.z_loss * normaliser)[..., None] - is_target

@@ -4,19 +4,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxhydra.config import Config
+from maxhydra.config.data import Data
 from maxhydra.config.run import Sample
-from maxhydra.data import Tokenizer
+from maxhydra.data import Tokenizer, tokenizer
+from maxhydra.data.chat import render_prompt
 from maxhydra.layers import Context, DenseRoom
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
-from maxhydra.train.state import Tree
+from maxhydra.train.loop import Ending
+from maxhydra.train.state import StateDef, Tree
 
 
-def write_sample(
-    model: ModelDef, params: Tree, tokenizer: Tokenizer, sample: Sample, *, sharder: Sharder, seed: int
-) -> str:
+def closing_sample(config: Config, states: StateDef, ending: Ending) -> dict[str, object]:
+    """`sample`, where the config asks for one and the run came to its end."""
+    if not config.train.sample.tokens or ending.status != "finished":
+        return {}
+    text = write_sample(
+        states.model,
+        ending.state.weights,
+        config.data,
+        config.train.sample,
+        sharder=states.sharder,
+        seed=config.run.seed,
+    )
+    return {"sample": text}
+
+
+def write_sample(model: ModelDef, params: Tree, data: Data, sample: Sample, *, sharder: Sharder, seed: int) -> str:
     """Prompt and continuation, at most as long as the model's context; ends at the end-of-text token."""
-    prompt = tokenizer.encode(sample.prompt) or [tokenizer.pad if tokenizer.bos is None else tokenizer.bos]
+    words = tokenizer(data)
+    prompt = _prompt(data, words, sample.prompt) or [words.pad if words.bos is None else words.bos]
     length = min(len(prompt) + sample.tokens, model.config.context_length)
     rows = sharder.ways("act_batch")
     replicated = sharder.sharding((None, None))
@@ -49,6 +67,13 @@ def write_sample(
         else:
             chosen, cache = advance(params, cache, chosen, np.int32(position - 1), key)
         written.append(int(chosen[0, 0]))
-        if written[-1] == tokenizer.eos:
+        if written[-1] == words.eos:
             break
-    return tokenizer.decode([*prompt, *written])
+    return words.decode([*prompt, *written])
+
+
+def _prompt(data: Data, words: Tokenizer, text: str) -> list[int]:
+    """Text to go on from; where a model learns conversations, what a user says in one."""
+    if data.shape != "chat":
+        return words.encode(text)
+    return words.encode_marked(render_prompt([{"role": "user", "content": text}], words))[0].tolist()

@@ -7,7 +7,7 @@ two sessions of one run.
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Any
@@ -16,7 +16,7 @@ import jax
 
 from maxhydra.config import Config
 from maxhydra.data import BatchSpec
-from maxhydra.model import flops_per_token, parameter_count
+from maxhydra.model import flops_per_token, parameter_counts
 from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory, series
 from maxhydra.runtime import Machine
 from maxhydra.train.checkpoint import open_checkpointer
@@ -28,7 +28,7 @@ from maxhydra.train.objective import Evaluate
 from maxhydra.train.progress import open_progress
 from maxhydra.train.source import Batches
 from maxhydra.train.start import Start, begin
-from maxhydra.train.state import StateDef
+from maxhydra.train.state import StateDef, Tree
 from maxhydra.train.step import LossFn, StepFn, make_step, sequences_in
 from maxhydra.train.trackers import open_trackers
 
@@ -46,6 +46,8 @@ class Training:
     batches: Batches
     evaluate: Evaluate | None
     """Measures a state on what is held out. None: nothing is."""
+    initial: Callable[[], Tree] | None = None
+    """Gives the weights of the model that a new run starts from, where the config does not say."""
     passes: float = 1.0
     """Forward and backward passes over the model for each row of a batch, for the account of arithmetic."""
 
@@ -57,9 +59,15 @@ def train(training: Training, config: Config, *, run: RunDirectory, machine: Mac
         example = training.batches.peek()
         # The step compiles while the weights are made or read: on a small model either takes as long as the other.
         compiling = stack.enter_context(ThreadPoolExecutor(1)).submit(compile_step, training, config, example)
-        start = begin(training.states, run.checkpoints, config.checkpoint, training.batches, seed=config.run.seed)
-        parameters = parameter_count(training.states.model.shapes)
-        trained = parameter_count(start.state.params)
+        start = begin(
+            training.states,
+            run.checkpoints,
+            config.checkpoint,
+            training.batches,
+            seed=config.run.seed,
+            initial=training.initial,
+        )
+        parameters, trained = parameter_counts(training.states.model)
         log.info("%s", "; ".join(machine.notes))
         of_them = "" if trained == parameters else f", {trained:,} of them trained"
         log.info("%s parameters%s, %s; run %s", f"{parameters:,}", of_them, start.source, run.path)

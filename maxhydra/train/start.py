@@ -1,13 +1,16 @@
 """Where a run begins: its own checkpoint, another run's state, weights from elsewhere, or fresh weights."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 from maxhydra.config.run import Checkpoint
 from maxhydra.convert import load_weights
+from maxhydra.convert.origin import origin
+from maxhydra.model import ModelDef
 from maxhydra.train.checkpoint import restore
 from maxhydra.train.source import Batches
-from maxhydra.train.state import StateDef, TrainState
+from maxhydra.train.state import StateDef, TrainState, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +22,21 @@ class Start:
     source: str
 
 
-def begin(states: StateDef, checkpoints: Path, saving: Checkpoint, batches: Batches, *, seed: int) -> Start:
-    """Restore in the order run, load_full_state, load_parameters; else initialise from the seed."""
+def begin(
+    states: StateDef,
+    checkpoints: Path,
+    saving: Checkpoint,
+    batches: Batches,
+    *,
+    seed: int,
+    initial: Callable[[], Tree] | None,
+) -> Start:
+    """Restore in the order run, load_full_state; else the task's own weights, load_parameters, or from the seed."""
     abstract = states.abstract()
     found = restore(checkpoints, saving, abstract)
     if found is None:
+        if initial is not None:
+            return Start(states.create_around(initial(), seed), 0, "weights made for it")
         source = f"fresh weights from seed {seed}"
         if saving.load_parameters is not None:
             source = f"the weights of {saving.load_parameters}"
@@ -37,9 +50,23 @@ def begin(states: StateDef, checkpoints: Path, saving: Checkpoint, batches: Batc
 
 
 def _fresh(states: StateDef, saving: Checkpoint, seed: int) -> TrainState:
-    if saving.load_parameters is None:
+    source = saving.load_parameters
+    if source is None and saving.load_full_state is not None:
+        # Its adapter goes on around the weights around which it began.
+        found = origin("checkpoint.load_full_state", saving.load_full_state)
+        source = None if found is None else found.base
+    if source is None:
         return states.create(seed)
-    base, dtype = states.model.base, states.model.config.dtypes.weights.value
-    shardings = states.sharder.tree(base.axes)
-    weights = load_weights(saving.load_parameters, base, shardings=shardings, dtype=dtype)
-    return states.create_around(weights, seed)
+    return states.create_around(_load(source, states, states.model), seed)
+
+
+def starting_weights(states: StateDef, saving: Checkpoint, seed: int) -> Tree:
+    """The weights of the model alone, without an adapter and as they are without one, that a new run starts from."""
+    if saving.load_parameters is None:
+        return states.fresh_base(seed)
+    return _load(saving.load_parameters, states, states.model.base)
+
+
+def _load(source: str, states: StateDef, model: ModelDef) -> Tree:
+    shardings, dtype = states.sharder.tree(model.base.axes), model.config.dtypes.weights.value
+    return load_weights(source, model, shardings=shardings, dtype=dtype)

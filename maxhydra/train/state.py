@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxhydra import model, optim
-from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.quantization import QuantizationKind
+from maxhydra.config import Config
 from maxhydra.model import ModelDef, join, split
 from maxhydra.optim import Optimizer, state_axes
 from maxhydra.sharding import Sharder
@@ -127,6 +126,15 @@ class StateDef:
         )
         return build(dict(self.beside), jnp.uint32(seed))
 
+    def fresh_base(self, seed: int) -> Tree:
+        """The weights of the model alone that `create` gives."""
+        build = jax.jit(
+            lambda seed: self.model.base.init(jax.random.split(jax.random.key(seed))[0]),
+            out_shardings=self.sharder.tree(self.model.base.axes),
+            compiler_options=RUN_ONCE,
+        )
+        return build(jnp.uint32(seed))
+
     def create_around(self, base: Tree, seed: int) -> TrainState:
         """A fresh state with the model's weights, which it takes over; those of an adapter begin as they do."""
 
@@ -140,9 +148,6 @@ class StateDef:
 
 def plan_states(config: Config, sharder: Sharder, *, beside: Mapping[str, Tree] | None = None) -> StateDef:
     """The states of a config: its model with its adapter, and the optimizer of what is trained of them."""
-    if config.quantization.kind is QuantizationKind.int8_weights:
-        reason = "keeps weights as they are decoded with, which cannot be trained"
-        raise ConfigError(Problem("quantization.kind", reason, value="int8_weights", accepted="none, fp8"))
     decoder = model.build(config.model, config.adapter, config.quantization)
     sharder.check(decoder.axes, decoder.shapes)
     shapes, axes = split(decoder.shapes)[0], split(decoder.axes)[0]

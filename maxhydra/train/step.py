@@ -43,7 +43,8 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train) -> StepFn:
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
         halted = state.guard.halted | (~finite & (train.on_nonfinite is Nonfinite.stop))
         observed = jnp.stack([means["loss"], grad_norm]).astype(jnp.float32)
-        apply = finite & ~halted & ~_is_spike(state.guard, observed, train.spike)
+        # Without any gradient nothing was learned, and weight decay and momentum alone would move the weights.
+        apply = finite & ~halted & ~_is_spike(state.guard, observed, train.spike) & (grad_norm > 0)
 
         with jax.named_scope("update"):
             updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)

@@ -1,12 +1,13 @@
 """Preference pairs: what was chosen and what was rejected after the same prompt, which is not learned.
 
 chosen and rejected are text or messages. The prompt is a column of its own, text or messages, or else what both begin
-with: the same messages, or the same tokens. Texts are tokenized apart from their prompt, as they are when a model is
-asked; messages are rendered as one conversation.
+with: the same messages, or the same tokens. Messages may begin with the prompt even where it has a column of its own.
+Texts are tokenized apart from their prompt, as they are when a model is asked; messages are rendered as one
+conversation.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -22,6 +23,9 @@ from maxhydra.data.shapes import Refused, column_of, text_of
 from maxhydra.data.tokenizers import tokenizer
 
 SIDES = ("chosen", "rejected")
+EXPECTED = (
+    "expected: chosen and rejected, text or messages that end with the assistant's, and prompt unless both hold it"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +39,19 @@ class Preference(SeparateShape):
         prompt = record.get(self.corpus.columns.get("prompt", "prompt"))
         sides = [column_of(record, self.corpus, side) for side in SIDES]
         if refused := _first_refused(sides):
-            return refused
+            return Refused(f"{refused.reason}; {EXPECTED}")
         is_chat = any(not isinstance(value, (str, bytes)) for value in (prompt, *sides) if value is not None)
         documents = self._conversations(prompt, sides) if is_chat else self._texts(prompt, sides)
         return _first_refused(documents) or self._fit(*documents)
 
     def _conversations(self, prompt: Any, sides: list[Any]) -> list[Any]:
         before = [] if prompt is None else _messages(prompt, "user")
-        whole = [[*before, *_messages(side, "assistant")] for side in sides]
+        answers = [_messages(side, "assistant") for side in sides]
+        if all(_begins(answer, before) for answer in answers):
+            answers = [answer[len(before) :] for answer in answers]
+        if refused := _misplaced(before, answers):
+            return [refused]
+        whole = [[*before, *answer] for answer in answers]
         same = takewhile(lambda pair: pair[0] == pair[1], zip(*whole, strict=False))
         known = max(len(before), sum(1 for _ in same))
         if known == min(map(len, whole)):
@@ -99,6 +108,35 @@ def _first_refused(values: Sequence[Any]) -> Refused | None:
 def _messages(value: Any, role: str) -> list[Any]:
     """Messages as they are; anything else is one message, or is refused as one."""
     return list(value) if isinstance(value, (list, tuple)) else [{"role": role, "content": value}]
+
+
+def _begins(messages: list[Any], before: list[Any]) -> bool:
+    return len(messages) > len(before) and all(
+        _told(one) == _told(other) for one, other in zip(messages, before, strict=False)
+    )
+
+
+def _told(message: Any) -> Any:
+    """Who says what."""
+    return (message.get("role"), message.get("content")) if isinstance(message, Mapping) else message
+
+
+def _misplaced(before: list[Any], sides: list[list[Any]]) -> Refused | None:
+    """Whose turn it is shows columns that were exchanged: the user's stands in the prompt, the assistant's after it."""
+    if before and _role(before[-1]) == "assistant":
+        return Refused(f"the prompt ends with a turn of the assistant; {EXPECTED}")
+    for name, messages in zip(SIDES, sides, strict=True):
+        if before and messages and _role(messages[0]) in ("user", "system") and len(messages) > 1:
+            return Refused(
+                f"{name} begins with a turn of the {_role(messages[0])} that is not the prompt's; {EXPECTED}"
+            )
+        if messages and _role(messages[-1]) in ("user", "system"):
+            return Refused(f"{name} ends with a turn of the {_role(messages[-1])}; {EXPECTED}")
+    return None
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
 
 
 def _document(tokens: list[int], known: int) -> Document:

@@ -1,4 +1,7 @@
-"""Documents with a teacher's top logits: after each token but the last, the k likeliest tokens and their logits."""
+"""Documents with a teacher's top logits: after each token but the last, the k likeliest tokens and their logits.
+
+Every token is learned, unless a record has weights too, as those made of conversations do.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,9 +25,12 @@ class Teacher:
     packs = True
 
     def encode(self, records: Sequence[Record]) -> list[Any]:
-        return [self._example({name: column_of(record, self.corpus, name) for name in COLUMNS}) for record in records]
+        return [
+            self._example({name: column_of(record, self.corpus, name) for name in COLUMNS}, record.get("weights"))
+            for record in records
+        ]
 
-    def _example(self, columns: dict[str, Any]) -> Document | Refused:
+    def _example(self, columns: dict[str, Any], weights: Any) -> Document | Refused:
         for value in columns.values():
             if isinstance(value, Refused):
                 return value
@@ -45,7 +51,10 @@ class Teacher:
         logits = logits.astype(kind)
         if not np.isfinite(logits).all():
             return Refused("teacher_logits that are not finite")
-        return Document(tokens, columns={"teacher_ids": ids.astype(np.int32), "teacher_logits": logits})
+        if weights is not None and np.shape(weights) != tokens.shape:
+            return Refused(f"weights of shape {np.shape(weights)} for {len(tokens)} tokens")
+        learned = None if weights is None else np.asarray(weights, np.float32)
+        return Document(tokens, learned, {"teacher_ids": ids.astype(np.int32), "teacher_logits": logits})
 
     def row(self, example: Any, seq_len: int) -> Row:
         raise TypeError("documents of a teacher are packed")

@@ -1,5 +1,6 @@
 """One token per byte of UTF-8, then begin, end and padding: no file to load, and any text or binary round-trips."""
 
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -17,7 +18,7 @@ class ByteTokenizer:
     pad = 258
     vocab_size = 259
     special = frozenset({bos, eos, pad})
-    marks: Mapping[str, int] = MappingProxyType({})
+    marks: Mapping[str, int] = MappingProxyType({"<|begin|>": bos, "<|end|>": eos, "<|pad|>": pad})
 
     def __init__(self, chat_template: str | None = None):
         self.chat_template = chat_template
@@ -32,14 +33,22 @@ class ByteTokenizer:
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """No special token has a name, so a template's marks are plain bytes."""
-        widths = [len(letter.encode()) for letter in text]
-        character = np.repeat(np.arange(len(text)), widths)
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32), np.stack([character, character + 1], 1)
+        ids: list[int] = []
+        spans: list[tuple[int, int]] = []
+        for piece in PIECES.finditer(text):
+            mark = self.marks.get(piece[0])
+            own = list(piece[0].encode()) if mark is None else [mark]
+            ids += own
+            spans += [piece.span()] * len(own)
+        return np.array(ids, np.int32), np.array(spans, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens have no text; bytes that are not UTF-8 show as the replacement character."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+
+# A special token's name, or one character.
+PIECES = re.compile("|".join([*map(re.escape, ByteTokenizer.marks), "."]), re.DOTALL)
 
 
 def build(config: Config) -> ByteTokenizer:

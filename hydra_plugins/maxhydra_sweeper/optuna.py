@@ -1,0 +1,102 @@
+"""The door through which Hydra comes to a search; what it does is maxhydra.sweep's."""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from maxhydra.cli.errors import RunFailed
+from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.config.overrides import parse
+
+BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+
+
+@dataclasses.dataclass
+class OptunaSweeperConf:
+    """The keys of hydra.sweeper; maxhydra.sweep.Settings says what they mean."""
+
+    _target_: str = "hydra_plugins.maxhydra_sweeper.optuna.OptunaSweeper"
+    sampler: str = "tpe"
+    trials: int = 20
+    workers: int = 1
+    pruner: str = "none"
+    min_steps: int = 1
+    reduction_factor: int = 3
+    startup_trials: int = 10
+    objectives: list[str] = dataclasses.field(default_factory=list)
+    directions: list[str] = dataclasses.field(default_factory=list)
+    storage: str = "journal"
+    seed: int | None = 0
+    max_failures: int = 3
+    max_restarts: int = 3
+    params: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+ConfigStore.instance().store(group="hydra/sweeper", name="optuna", node=OptunaSweeperConf, provider="maxhydra")
+
+
+class OptunaSweeper(Sweeper):
+    """Plans the sweep, writes the plan down, and hands over."""
+
+    def __init__(self, params: dict[str, str], **settings: Any):
+        self._params, self._settings = params, settings
+        self._config: DictConfig | None = None
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self._config = config
+
+    def sweep(self, arguments: list[str]) -> None:
+        # Heavy, and not needed by whoever only lists Hydra's plugins.
+        from maxhydra.sweep.plan import Plan, Settings  # noqa: PLC0415
+        from maxhydra.sweep.space import distributions, split  # noqa: PLC0415
+        from maxhydra.sweep.start import begin  # noqa: PLC0415
+
+        assert self._config is not None
+        hydra = self._config.hydra
+        lists = {name: tuple(value) if isinstance(value, (list, tuple)) else value for name, value in self._plain()}
+        settings = Settings(**lists)
+        problems = list(settings.problems())
+        if hydra.launcher._target_ != BASIC_LAUNCHER:
+            accepted = "hydra/launcher=basic: this machine"
+            problems.append(Problem("hydra.launcher", "does not serve hydra/sweeper=optuna", accepted=accepted))
+        params = [f"{key}={value}" for key, value in self._params.items()]
+        fixed, space = split(parse([*params, *arguments], loader=None).overrides)
+        if not space:
+            hint = "optimizer.learning_rate='tag(log,interval(1e-4,1e-2))'"
+            problems.append(Problem("hydra.sweeper", "has nothing to search", hint=hint))
+        try:
+            distributions(space, grid=settings.sampler == "grid")
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+        plan = Plan(
+            folder=Path(hydra.sweep.dir).absolute(),
+            fixed=tuple(line for line in fixed if not line.startswith(("hydra", "run.name=", "run.outputs="))),
+            space=space,
+            listed=(),
+            folders=(),
+            objectives=settings.objectives or (str(self._config.objective),),
+            settings=settings,
+            config_dir=_config_dir(hydra),
+        )
+        verdict = begin(plan, say=partial(print, flush=True))
+        if not verdict.is_whole:
+            raise RunFailed(verdict.reason)
+
+    def _plain(self) -> list[tuple[str, Any]]:
+        plain = OmegaConf.to_container(OmegaConf.create(self._settings))
+        assert isinstance(plain, dict)
+        return [(str(name), value) for name, value in plain.items()]
+
+
+def _config_dir(hydra: DictConfig) -> str | None:
+    """The folder of --config-dir, which jobs need too."""
+    given = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
+    return given[0] if given else None

@@ -1,0 +1,1 @@
+"""Learning from a teacher: divergences from its distributions, its features and its layers."""

@@ -1,0 +1,67 @@
+"""A model under its adapter: how the base is kept there, and both together as the weights of the base alone."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxhydra.layers import LoraSpec
+from maxhydra.layers.nf4 import restored, stored
+from maxhydra.model.definition import ModelDef
+from maxhydra.model.flops import parameter_count
+from maxhydra.model.trees import ADAPTER, split
+
+Tree = Any
+
+
+def kept(model: ModelDef, keys: tuple[str, ...], weight: jax.Array) -> Tree:
+    """A weight of the model's base, found below these keys, as the model keeps it under its adapter."""
+    place = model.shapes
+    for key in keys:
+        place = place[key]
+    if not isinstance(place, dict):
+        return weight
+    pack = partial(stored, inputs=weight.ndim - place["codes"].ndim + 1, stacked=_is_stacked(keys))
+    return jax.jit(pack)(weight)
+
+
+def parameter_counts(model: ModelDef) -> tuple[int, int]:
+    """Weights of the model with its adapter, and how many of them are trained."""
+    own, (trained, frozen) = parameter_count(model.base.shapes), split(model.shapes)
+    return (own + parameter_count(trained), parameter_count(trained)) if frozen else (own, own)
+
+
+def merged(model: ModelDef, weights: Tree, *, dtype: np.dtype) -> Tree:
+    """The weights of the base with what the adapter adds: the same answers without an adapter."""
+    spec = LoraSpec.of(model.adapter)
+    if spec is None:
+        return weights
+
+    def walk(node: Tree, shapes: Tree, keys: tuple[str, ...]) -> Tree:
+        if not isinstance(node, dict):
+            return node.astype(dtype)
+        if ADAPTER not in node and not isinstance(node.get("kernel"), dict):
+            return {name: walk(below, shapes[name], (*keys, name)) for name, below in node.items()}
+        kernel, stacked = node["kernel"], _is_stacked(keys)
+        if isinstance(kernel, dict):
+            kernel = restored(kernel, shapes["kernel"].shape, stacked=stacked, dtype=np.dtype(np.float32))
+        if ADAPTER in node:
+            kernel = kernel.astype(jnp.float32) + spec.scale * _product(**node[ADAPTER], stacked=stacked)
+        return {"kernel": kernel.astype(dtype)}
+
+    return walk(weights, model.base.shapes, ())
+
+
+def _product(a: jax.Array, b: jax.Array, *, stacked: bool) -> jax.Array:
+    """a [*inputs, rank] times b [rank, *outputs], in full precision where the hardware would round."""
+
+    def one(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.tensordot(a, b, axes=1, precision=jax.lax.Precision.HIGHEST)
+
+    return jax.vmap(one)(a, b) if stacked else one(a, b)
+
+
+def _is_stacked(keys: tuple[str, ...]) -> bool:
+    return keys[0] == "pattern"

@@ -1,0 +1,1 @@
+"""Reinforcement learning: rewards, advantages, rollouts and the losses over them."""

@@ -1,0 +1,98 @@
+"""Log-probabilities of answers under a model, and the loss over them."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from maxhydra.config import Config
+from maxhydra.config.tasks.grpo import GrpoTask
+from maxhydra.layers import Context
+from maxhydra.model import ModelDef
+from maxhydra.rl.losses import Logprobs, policy_loss
+from maxhydra.sharding import Sharder
+from maxhydra.train.logprobs import token_logprobs
+from maxhydra.train.loss import Sums
+from maxhydra.train.state import Tree
+from maxhydra.train.step import Batch, LossFn
+
+# The name beside the model's own weights of those that training began with.
+REFERENCE = "reference"
+OLD, REFERRED = "old_logprobs", "reference_logprobs"
+
+# (weights, batch) -> columns [B, S] that a batch is given before it is trained on.
+Scoring = Callable[[Tree, Batch], dict[str, jax.Array]]
+
+
+def own_weights(weights: Tree) -> Tree:
+    """The model's own, without what a loss sees beside them."""
+    return {name: below for name, below in weights.items() if name != REFERENCE}
+
+
+def group_loss(model: ModelDef, sharder: Sharder, config: Config, task: GrpoTask) -> LossFn:
+    """The loss of task.loss. Without `old_logprobs` in the batch, its answers were written by the weights at hand."""
+
+    def loss(weights: Tree, batch: Batch, key: jax.Array | None) -> Sums:
+        new = _logprobs(model, sharder, config)(own_weights(weights), batch, key)
+        logprobs = Logprobs(
+            new=new,
+            old=batch.get(OLD, jax.lax.stop_gradient(new)),
+            sampled=batch["sampled_logprobs"],
+            reference=batch.get(REFERRED),
+        )
+        return policy_loss(logprobs, batch["advantages"], batch["weights"], task)
+
+    return loss
+
+
+def scored_columns(task: GrpoTask) -> tuple[str, ...]:
+    """The columns that `scoring` adds: old ones where the weights move on before a batch is used, or while it is."""
+    is_stale = task.iterations > 1 or task.off_policy_steps > 0
+    return (*((OLD,) if is_stale else ()), *((REFERRED,) if task.kl.beta > 0 else ()))
+
+
+def scoring(model: ModelDef, sharder: Sharder, config: Config, task: GrpoTask) -> Scoring:
+    """The log-probabilities of a batch's tokens that stay as they are while it is trained on.
+
+    The reference is the model without its adapter, or the weights that lie beside the model's own.
+    """
+    columns = scored_columns(task)
+
+    def score(weights: Tree, batch: Batch) -> dict[str, jax.Array]:
+        found: dict[str, jax.Array] = {}
+        if OLD in columns:
+            found[OLD] = _logprobs(model, sharder, config)(own_weights(weights), batch, None)
+        if REFERRED in columns:
+            starting = weights.get(REFERENCE, own_weights(weights))
+            found[REFERRED] = _logprobs(model, sharder, config, is_adapted=False)(starting, batch, None)
+        return found
+
+    return jax.jit(lambda weights, batch: _by_parts(score, weights, batch, parts=config.train.grad_accum))
+
+
+def _logprobs(
+    model: ModelDef, sharder: Sharder, config: Config, *, is_adapted: bool = True
+) -> Callable[[Tree, Batch, jax.Array | None], jax.Array]:
+    def logprobs(weights: Tree, batch: Batch, key: jax.Array | None) -> jax.Array:
+        context = Context(
+            positions=batch["positions"],
+            segments=None,
+            sharder=sharder,
+            cache=None,
+            dropout_key=key,
+            is_adapted=is_adapted,
+        )
+        hidden, _ = model.hidden(weights, batch["tokens"], context)
+        head = lambda hidden: model.logits(weights, hidden, sharder)  # noqa: E731
+        return token_logprobs(head, hidden, batch["targets"], chunk=config.train.loss_chunk)
+
+    return logprobs
+
+
+def _by_parts(score: Scoring, weights: Tree, batch: Batch, *, parts: int) -> dict[str, jax.Array]:
+    """As much of the batch at a time as a training step takes in a pass, cut as it cuts it."""
+    if parts == 1:
+        return score(weights, batch)
+    cut = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1), batch)
+    found = jax.lax.map(lambda part: score(weights, part), cut)
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), found)

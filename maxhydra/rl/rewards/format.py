@@ -1,0 +1,16 @@
+"""Whether a text has a form."""
+
+import re
+
+from maxhydra.config.reward import Term
+from maxhydra.rl.rewards import Answer, Score
+
+
+def build(term: Term) -> Score:
+    assert term.pattern is not None
+    pattern = re.compile(term.pattern, re.DOTALL)
+
+    def score(answer: Answer) -> float:
+        return float(pattern.fullmatch(answer.text) is not None)
+
+    return score

@@ -1,0 +1,78 @@
+"""What to try next, and what came of it: the side of a sweep that decides."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Protocol
+
+
+class Fate(Enum):
+    """How a job ended."""
+
+    finished = "finished"
+    failed = "failed"
+    pruned = "pruned"
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """One job: its number, the folder below the sweep's, and what sets it apart."""
+
+    number: int
+    folder: str
+    overrides: tuple[str, ...]
+
+
+class Proposals(Protocol):
+    """Where jobs come from. Everything that it is told survives the process."""
+
+    def unfinished(self) -> list[Proposal]:
+        """Jobs that an earlier process proposed, and was not told the end of."""
+        ...
+
+    def next(self) -> Proposal | None:
+        """A new job; None when there will be no more."""
+        ...
+
+    def report(self, proposal: Proposal, step: int, value: float) -> bool:
+        """What the objective is at a step; True where the job should end for it."""
+        ...
+
+    def tell(self, proposal: Proposal, fate: Fate, values: Sequence[float]) -> None:
+        """How a job ended, with its objectives."""
+        ...
+
+    def counts(self) -> Mapping[Fate, int]:
+        """Jobs that have ended, by how."""
+        ...
+
+    def summary(self) -> str:
+        """What came of all of it, for a person."""
+        ...
+
+
+class ListedProposals:
+    """Jobs that are all known, as those of a plain sweep are. What became of each stands in its own folder."""
+
+    def __init__(self, jobs: Sequence[Proposal], done: Mapping[int, Fate]):
+        """`done`: numbers of the jobs that are over."""
+        self._left = [job for job in jobs if job.number not in done]
+        self._fates = dict(done)
+
+    def unfinished(self) -> list[Proposal]:
+        return []
+
+    def next(self) -> Proposal | None:
+        return self._left.pop(0) if self._left else None
+
+    def report(self, proposal: Proposal, step: int, value: float) -> bool:
+        return False
+
+    def tell(self, proposal: Proposal, fate: Fate, values: Sequence[float]) -> None:
+        self._fates[proposal.number] = fate
+
+    def counts(self) -> Mapping[Fate, int]:
+        return {fate: list(self._fates.values()).count(fate) for fate in Fate}
+
+    def summary(self) -> str:
+        return ", ".join(f"{count} {fate.value}" for fate, count in self.counts().items() if count)

@@ -1,0 +1,101 @@
+"""Distillation: learn what a teacher thinks of the next token, and not only which one came."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from maxhydra import data
+from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.adapter import AdapterKind
+from maxhydra.config.tasks.distill import DistillTask
+from maxhydra.distill.courses import ScheduledBatches
+from maxhydra.distill.inherit import check_layers, inherit
+from maxhydra.distill.objective import TEACHER, Comparison, distillation_loss, held_out_divergence
+from maxhydra.distill.teacher import OnlineTeacher, plan_teacher
+from maxhydra.model import ModelDef, flops_per_token
+from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.tasks import Job, Outcome
+from maxhydra.train import (
+    LoadedBatches,
+    Training,
+    closing_sample,
+    held_out_loss,
+    plan_batches,
+    plan_states,
+    train,
+)
+
+NEEDS_DEVICES = KEEPS_RUN = True
+
+
+def run(job: Job) -> Outcome:
+    config, task = job.config, job.config.task
+    assert isinstance(task, DistillTask)
+    if problems := list(_problems(config, task)):
+        raise ConfigError(problems)
+    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    spec = plan_batches(config, sharder)
+    states = plan_states(config, sharder)
+
+    teacher = initial = None
+    if task.teacher.weights is not None:
+        teacher = plan_teacher(config, task.teacher, sharder)
+        _check_features(config, task, states.model, teacher)
+        weights = teacher.load(task.teacher.weights)
+        if task.init_layers is not None:
+            initial = partial(inherit, states.model.base, teacher.model, weights, task.init_layers, sharder=sharder)
+        states = plan_states(config, sharder, beside={TEACHER: weights})
+
+    comparison = Comparison(states.model, sharder, teacher, task.features, config.train.loss_chunk)
+    training = Training(
+        states=states,
+        loss=distillation_loss(comparison, task),
+        spec=spec,
+        batches=ScheduledBatches(
+            LoadedBatches(data.train_loader(config.data, spec)), task, spec, steps=config.train.steps
+        ),
+        evaluate=held_out_loss(
+            held_out_divergence(comparison),
+            lambda: data.eval_batches(config.data, spec),
+            limit=config.train.eval_batches,
+        ),
+        initial=initial,
+        passes=_passes(config, teacher),
+    )
+    ending = train(training, config, run=job.run, machine=job.machine)
+    facts = {"end_step": ending.step, **closing_sample(config, states, ending)}
+    return Outcome(ending.status, ending.reason, ending.metrics, facts)
+
+
+def _passes(config: Config, teacher: OnlineTeacher | None) -> float:
+    """One over the student, and a forward one over the teacher, a third of both, by how much larger it is."""
+    if teacher is None:
+        return 1.0
+    length = config.train.seq_len
+    return 1 + flops_per_token(teacher.model.config, length) / flops_per_token(config.model, length) / 3
+
+
+def _problems(config: Config, task: DistillTask) -> Iterator[Problem]:
+    is_online = task.teacher.weights is not None
+    for name, corpus in config.data.corpora().items():
+        path = f"data.sources.{name}" if name else "data"
+        if corpus.shape in ("preference", "prompts") or (corpus.shape == "teacher") == is_online:
+            accepted = "text, tokens, chat" if is_online else "teacher"
+            reason = "does not go with task.teacher.weights"
+            yield Problem(f"{path}.shape", reason, value=corpus.shape, accepted=accepted)
+    if config.train.z_loss:
+        yield Problem("train.z_loss", "is not used by task=distill", value=config.train.z_loss, accepted="0")
+    if task.init_layers is not None and config.checkpoint.load_parameters is not None:
+        reason = "is given beside checkpoint.load_parameters"
+        yield Problem("task.init_layers", reason, value=task.init_layers, hint="keep one of the two")
+    if task.init_layers is not None and config.adapter.kind is not AdapterKind.none:
+        reason = "gives weights to train, and an adapter keeps them still"
+        yield Problem("task.init_layers", reason, value=task.init_layers, hint="set adapter=none")
+
+
+def _check_features(config: Config, task: DistillTask, student: ModelDef, teacher: OnlineTeacher) -> None:
+    check_layers("task.features.student_layers", task.features.student_layers, student, of="student")
+    check_layers("task.features.teacher_layers", task.features.teacher_layers, teacher.model, of="teacher")
+    width = teacher.model.config.emb_dim
+    if task.features.student_layers and width != config.model.emb_dim:
+        reason = f"compares activations of one width: the teacher's is {width}, model.emb_dim={config.model.emb_dim}"
+        raise ConfigError(Problem("task.features.loss", reason, value=task.features.loss, accepted="none"))

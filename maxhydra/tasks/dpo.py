@@ -1,0 +1,111 @@
+"""Learning from preferences: make chosen answers likelier than rejected ones, measured against where training began."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+import jax
+
+from maxhydra import data
+from maxhydra.align.objective import PairScorer, passes, preference_loss
+from maxhydra.align.reference import ReferenceCache, ask_reference
+from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.adapter import AdapterKind
+from maxhydra.config.tasks.dpo import DpoTask, Reference
+from maxhydra.data import BatchSpec, Row
+from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.tasks import Job, Outcome
+from maxhydra.train import (
+    LoadedBatches,
+    StateDef,
+    Training,
+    closing_sample,
+    held_out_loss,
+    plan_batches,
+    plan_states,
+    starting_weights,
+    train,
+)
+
+NEEDS_DEVICES = KEEPS_RUN = True
+
+
+def run(job: Job) -> Outcome:
+    config, task = job.config, job.config.task
+    assert isinstance(task, DpoTask)
+    reference = task.reference_with(adapter=config.adapter.kind is not AdapterKind.none)
+    if problems := list(_problems(config, reference)):
+        raise ConfigError(problems)
+    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    spec = plan_batches(config, sharder)
+    states = plan_states(config, sharder)
+    scorer = PairScorer(states.model, sharder, config.train.loss_chunk)
+
+    assemble: data.Assemble[data.Batch] = data.make_batch
+    if reference is Reference.cached:
+        assemble = _cached(job, spec, states).batch
+    loss = preference_loss(scorer, task, reference)
+    training = Training(
+        states=states,
+        loss=loss,
+        spec=spec,
+        batches=LoadedBatches(data.open_loader(config.data, spec, assemble)),
+        evaluate=held_out_loss(
+            loss, lambda: data.held_out(config.data, spec, assemble), limit=config.train.eval_batches
+        ),
+        passes=passes(reference),
+    )
+    ending = train(training, config, run=job.run, machine=job.machine)
+    facts = {"end_step": ending.step, **closing_sample(config, states, ending)}
+    return Outcome(ending.status, ending.reason, ending.metrics, facts)
+
+
+def _cached(job: Job, spec: BatchSpec, states: StateDef) -> ReferenceCache:
+    """The reference's log-probs of every pair that the run will see."""
+    config, sharder = job.config, states.sharder
+    cache = ReferenceCache.open(job.run.path / "reference")
+    scorer = PairScorer(states.model.base, sharder, config.train.loss_chunk)
+    logprobs = jax.jit(
+        lambda weights, batch: scorer(weights, batch, None, is_adapted=True),
+        out_shardings=sharder.sharding((None, None)),
+    )
+    ask_reference(
+        cache,
+        _all_rows(config, spec),
+        spec,
+        weights=lambda: starting_weights(states, config.checkpoint, config.run.seed),
+        logprobs=logprobs,
+    )
+    return cache
+
+
+def _all_rows(config: Config, spec: BatchSpec) -> Iterator[list[Row]]:
+    """The own rows of every batch that the run trains and evaluates on."""
+    loader = data.host_loader(config.data, spec)
+    try:
+        yield from islice(loader, config.train.steps)
+    finally:
+        loader.close()
+    yield from islice(data.held_out(config.data, spec, data.own_rows), config.train.eval_batches)
+
+
+def _problems(config: Config, reference: Reference) -> Iterator[Problem]:
+    for name, corpus in config.data.corpora().items():
+        if corpus.shape != "preference":
+            path = f"data.sources.{name}" if name else "data"
+            hint = "each record has `chosen` and `rejected`, and the `prompt` where they do not begin with it"
+            reason = "is not what task=dpo learns from"
+            yield Problem(f"{path}.shape", reason, value=corpus.shape, accepted="preference", hint=hint)
+    if config.train.z_loss:
+        yield Problem("train.z_loss", "is not used by task=dpo", value=config.train.z_loss, accepted="0")
+    if reference is Reference.adapter_off and config.adapter.kind is AdapterKind.none:
+        reason = "needs an adapter to leave out"
+        yield Problem("task.reference", reason, value=reference, accepted="auto, cached", hint="or set adapter=lora")
+    if reference is Reference.cached and config.adapter.kind is AdapterKind.qlora:
+        reason = "would be that of the weights before adapter=qlora rounds them"
+        yield Problem("task.reference", reason, value=reference, accepted="auto, adapter_off")
+    if reference is Reference.cached and config.checkpoint.load_full_state is not None:
+        reason = "gives no weights to take for the reference"
+        hint = "start from the weights alone with checkpoint.load_parameters"
+        yield Problem(
+            "checkpoint.load_full_state", reason, value=config.checkpoint.load_full_state, accepted="null", hint=hint
+        )

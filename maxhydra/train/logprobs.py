@@ -1,0 +1,80 @@
+"""Log-probabilities of given tokens, with a gradient, a part of each sequence at a time.
+
+Unlike cross-entropy, whose gradient is made with its value, what is done with these is not known yet: the backward pass
+makes the logits of a chunk once more.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+T = TypeVar("T")
+
+
+def token_logprobs(
+    logits_of: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array, *, chunk: int
+) -> jax.Array:
+    """log p(target) of each place, float32 [B, S], to be differentiated by `hidden` and what `logits_of` closes over.
+
+    With `chunk`, the logits of only so many places of each sequence exist at a time, forward and backward.
+    """
+    with jax.named_scope("logprobs"):
+        return by_chunks(lambda hidden, targets: of_targets(logits_of(hidden), targets), hidden, targets, chunk=chunk)
+
+
+def by_chunks(function: Callable[..., T], *arrays: jax.Array, chunk: int) -> T:
+    """A function of arrays [B, S, ...] that treats every place alone, `chunk` places at a time (0: all at once).
+
+    Its results, a tree of [B, S, ...], are the same either way; what it makes on the way is made again for the
+    gradient, and never exists for more than a chunk.
+    """
+    length = arrays[0].shape[1]
+    if not 0 < chunk < length:
+        return function(*arrays)
+
+    # Chunks are what the scan runs over, not slices of what it closes over: their gradients are then written once.
+    def apart(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], length // chunk, chunk, *x.shape[2:]), 1, 0)
+
+    def together(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], length, *x.shape[3:])
+
+    @jax.checkpoint
+    def one(_: None, parts: tuple[jax.Array, ...]) -> tuple[None, Any]:
+        return None, function(*parts)
+
+    return jax.tree.map(together, jax.lax.scan(one, None, tuple(map(apart, arrays)))[1])
+
+
+@jax.custom_vjp
+def of_targets(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """log softmax(logits)[target], float32. Between the passes it keeps the logits alone, in the format they have."""
+    return at_targets(logits.astype(jnp.float32), targets)[0]
+
+
+def at_targets(wide: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of float32 logits: log p(target), logsumexp, and which logit is the target's."""
+    normaliser = jax.nn.logsumexp(wide, axis=-1)
+    # A masked sum, not a gather: it fuses with the softmax and stays local when the vocabulary is sharded.
+    is_target = _is_target(wide, targets)
+    return jnp.sum(jnp.where(is_target, wide, 0), axis=-1) - normaliser, normaliser, is_target
+
+
+def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
+
+
+def _forward(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    logprobs, normaliser, _ = at_targets(logits.astype(jnp.float32), targets)
+    return logprobs, (logits, targets, normaliser)
+
+
+def _backward(kept: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, None]:
+    logits, targets, normaliser = kept
+    softmax = jnp.exp(logits.astype(jnp.float32) - normaliser[..., None])
+    return (cotangent[..., None] * (_is_target(logits, targets) - softmax)).astype(logits.dtype), None
+
+
+of_targets.defvjp(_forward, _backward)

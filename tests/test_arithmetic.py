@@ -1,0 +1,80 @@
+"""The source of made problems: its answers are right, its parts disjoint, and every shape reads its records."""
+
+import ast
+
+import numpy as np
+import pytest
+
+from maxhydra.config.data import Data
+from maxhydra.config.tokenizer import Tokenizer as Config
+from maxhydra.data import RowSpec, tokenizer
+from maxhydra.data.chat import chat_template
+from maxhydra.data.sources import RecordSource, open_source
+from maxhydra.data.tokenizers.byte import ByteTokenizer
+
+SPEC = RowSpec(seq_len=32, vocab_size=320, seed=0)
+
+
+def opened(**values: object) -> RecordSource:
+    data = Data(source="arithmetic", shape="chat", **values)  # type: ignore[arg-type]
+    assert not list(data.check())
+    source = open_source(data, data, SPEC)
+    assert isinstance(source, RecordSource)
+    return source
+
+
+def pair(record: dict) -> tuple[str, frozenset[str]]:
+    question = record["prompt"][0]["content"][:-1]
+    symbol = next(mark for mark in "+-*" if mark in question[1:])
+    return symbol, frozenset(question.split(symbol, 1))
+
+
+def value(text: str) -> int:
+    """Python's own arithmetic."""
+    tree = ast.parse(text, mode="eval")
+    return int(eval(compile(tree, "", "eval"), {"__builtins__": {}}))
+
+
+@pytest.mark.parametrize("values", [{}, {"digits": 1, "operators": ["*"]}, {"digits": 3, "operators": ["+", "-", "*"]}])
+def test_answers_are_right_and_rejected_ones_wrong(values: dict) -> None:
+    source = opened(**values)
+    for part in (source.train, source.evaluation):
+        for record in part.read(np.linspace(0, len(part) - 1, 200).astype(int).tolist()):
+            assert isinstance(record, dict)
+            (prompt,), (chosen,), (rejected,) = record["prompt"], record["chosen"], record["rejected"]
+            assert record["answer"] == str(value(prompt["content"].removesuffix("="))) == chosen["content"]
+            assert rejected["content"] != record["answer"] and int(rejected["content"]) is not None
+            assert record["messages"] == [prompt, chosen]
+            assert record["text"] == prompt["content"] + record["answer"]
+
+
+def test_held_out_problems_are_not_trained_on_in_either_order() -> None:
+    source = opened(operators=["+", "-", "*"])
+    parts = [part.read(range(len(part))) for part in (source.train, source.evaluation)]
+    trained, held_out = ({pair(record) for record in part} for part in parts)  # type: ignore[arg-type]
+    assert not trained & held_out and len(trained) + len(held_out) == 3 * 100 * 101 // 2
+    few = opened(operators=["+", "-", "*"], problems=100)
+    assert few.evaluation.read(range(50)) == source.evaluation.read(range(50))
+    assert few.train.read(range(len(few.train))) == parts[0][:100]
+
+
+def test_unknown_and_repeated_operators_are_refused() -> None:
+    for operators in ([], ["/"], ["+", "+"]):
+        (problem,) = Data(source="arithmetic", shape="chat", operators=operators).check()
+        assert problem.path == "operators" and problem.accepted == "some of + - *, each once"
+
+
+def test_the_template_that_ships_teaches_the_answer_and_its_end() -> None:
+    words = tokenizer(Data(tokenizer=Config(chat_template="lines")))
+    messages = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+    document = chat_template(words).encode(messages)
+    bos, eos = ByteTokenizer.bos, ByteTokenizer.eos
+    assert document.tokens.tolist() == [bos, *b"1+2=\n", *b"3", eos]  # type: ignore[union-attr]
+    assert document.weights.tolist() == [0] * 6 + [1, 1]  # type: ignore[union-attr]
+
+
+def test_bytes_know_the_names_of_special_tokens_in_templates_alone() -> None:
+    words = ByteTokenizer()
+    ids, spans = words.encode_marked("é<|end|>\n")
+    assert ids.tolist() == [*"é".encode(), words.eos, 10] and spans.tolist() == [[0, 1], [0, 1], [1, 8], [8, 9]]
+    assert words.encode("<|end|>") == list(b"<|end|>")

@@ -1,0 +1,100 @@
+"""Weights in four bits against NumPy and SciPy, and adapters over them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import norm
+from test_lora import TOKENS, added, context, lora, model_config, noisy
+
+from maxhydra.config import ConfigError
+from maxhydra.config.adapter import AdapterKind
+from maxhydra.layers.nf4 import BLOCK, LEVELS, quantized
+from maxhydra.model import build, join, kept, mapped, merged, split
+
+SIZES = {"emb_dim": 64, "mlp_dim": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+
+
+def qlora(**changes: Any) -> Any:
+    return lora(kind=AdapterKind.qlora, **changes)
+
+
+def test_levels_are_quantiles_of_a_normal_distribution() -> None:
+    """Two halves that meet in zero, from the quantile at which a uniform grid of sixteen would end."""
+    end = 0.5 * ((1 - 1 / 32) + (1 - 1 / 30))
+    positive = norm.ppf(np.linspace(end, 0.5, 9)[:-1])
+    negative = -norm.ppf(np.linspace(end, 0.5, 8)[:-1])
+    expected = np.sort([*positive, 0, *negative])
+    np.testing.assert_allclose(sorted(LEVELS), expected / np.abs(expected).max(), atol=1e-6)
+    assert len(LEVELS) == 16 and 0.0 in LEVELS and LEVELS[0] == -1 and LEVELS[-1] == 1
+
+
+@pytest.mark.parametrize("shape", [(128, 5), (192, 3, 4), (64, 300)])
+def test_a_kernel_and_back_against_numpy(shape: tuple[int, ...]) -> None:
+    kernel = np.random.default_rng(0).normal(size=shape).astype(np.float32) * 0.02
+    kernel[:BLOCK, 0] = 0
+    blocks = kernel.reshape(-1, BLOCK, *shape[1:])
+    scales = np.abs(blocks).max(1, keepdims=True)
+    levels = np.array(LEVELS, np.float32)
+    nearest = np.abs(blocks[..., None] / np.where(scales > 0, scales, 1)[..., None] - levels).argmin(-1)
+    parts = quantized(jnp.asarray(kernel))
+    codes = np.stack([parts.codes & 15, parts.codes >> 4], axis=1).reshape(blocks.shape)
+    np.testing.assert_array_equal(codes, nearest)
+    # Scales as 8-bit floats: within 1/16 of their distance from the mean of their group.
+    mean = scales.mean(axis=tuple(range(1, scales.ndim)), keepdims=True)
+    back = np.asarray(parts.kernel(jnp.float32)).reshape(blocks.shape)
+    off = np.abs(back - levels[nearest] * scales)
+    assert (off <= np.abs(scales - mean) / 16 + 1e-3 * mean).all()
+    bits = 8 * sum(part.nbytes for part in vars(parts).values()) / kernel.size
+    assert bits == 4 + 8 / BLOCK + 64 / (BLOCK * np.prod(shape[1:]))
+
+
+def test_the_model_is_that_of_its_unpacked_weights_and_so_are_the_gradients_of_its_adapter() -> None:
+    config = model_config(**SIZES)
+    plain, packed = build(config, lora()), build(config, qlora())
+    base = plain.base.init(jax.random.key(0))
+    frozen = mapped(jax.tree.map(jnp.copy, base), lambda keys, weight: kept(packed, keys, weight))
+    assert jax.tree.map(jnp.shape, frozen) == jax.tree.map(lambda leaf: leaf.shape, split(packed.shapes)[1])
+    trained = split(noisy(plain.init(jax.random.key(0))))[0]
+    zero = jax.tree.map(jnp.zeros_like, trained)
+
+    unpacked = merged(packed, join(zero, frozen), dtype=np.dtype(np.float32))
+    difference = unpacked["pattern"]["0"]["mlp"]["up"]["kernel"] - base["pattern"]["0"]["mlp"]["up"]["kernel"]
+    assert 0.01 < np.std(difference) / np.std(base["pattern"]["0"]["mlp"]["up"]["kernel"]) < 0.15
+
+    def total(model: Any, frozen: Any) -> Any:
+        def of(trained: Any) -> jax.Array:
+            hidden, _ = model.hidden(join(trained, frozen), TOKENS, context(2, 7))
+            return jnp.sum(jnp.sin(hidden))
+
+        return jax.value_and_grad(of)(trained)
+
+    ours, expected = total(packed, frozen), total(plain, unpacked)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), ours, expected)
+    answers = merged(packed, join(trained, frozen), dtype=np.dtype(np.float32))
+    hidden, _ = packed.base.hidden(answers, TOKENS, context(2, 7))
+    np.testing.assert_allclose(hidden, packed.hidden(join(trained, frozen), TOKENS, context(2, 7))[0], atol=1e-5)
+    by_hand = added(join(trained, unpacked), 2.0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), answers, by_hand)
+
+
+def test_no_layer_waits_unpacked_for_the_backward_pass() -> None:
+    """What the backward pass keeps of the forward pass holds no kernel of full size."""
+    config = dataclasses.replace(model_config(**SIZES), num_layers=4)
+    model = build(config, qlora(targets=["attention/value"]))
+    trained, frozen = split(model.init(jax.random.key(0)))
+
+    def loss(trained: Any) -> jax.Array:
+        return jnp.sum(model.hidden(join(trained, frozen), TOKENS, context(2, 7))[0])
+
+    saved = jax.tree.leaves(jax.eval_shape(lambda t: jax.vjp(loss, t)[1], trained))
+    sizes = [leaf.size for leaf in saved if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert max(sizes) < 4 * SIZES["emb_dim"] * SIZES["mlp_dim"]
+
+
+def test_inputs_that_blocks_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="layer/attention/query has 24 inputs"):
+        _ = build(model_config(), qlora()).shapes
