@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +56,19 @@ def finished(*overrides: str, cwd: Path, devices: int = 1, **extra: str) -> subp
     done = run(*overrides, cwd=cwd, devices=devices, **extra)
     assert done.returncode == 0, f"{overrides}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+def kill_when(arguments: Sequence[str], sign: Path, *, cwd: Path) -> None:
+    """Start the command and kill -9 it as soon as a file has grown."""
+    before = sign.stat().st_size if sign.exists() else 0
+    process = subprocess.Popen(
+        command(*arguments), cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while process.poll() is None and not (sign.exists() and sign.stat().st_size > before):
+        time.sleep(0.002)
+    assert process.poll() is None, "it ended before it could be killed"
+    process.kill()
+    process.wait()
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -207,6 +207,23 @@ def test_a_seed_gives_the_same_tokens_again(engine):
     assert engine.submit(request).result() != engine.submit(ask("once upon a time", temperature=1.0, seed=5)).result()
 
 
+def test_a_steady_engine_repeats_itself_to_the_last_bit():
+    """Whatever was decoded before, and whichever programs are ready."""
+    several = [ask(f"number {n}", temperature=1.0, seed=n, max_tokens=3 + n, logprobs=0) for n in range(6)]
+    engine = start(steady=True)
+    try:
+        first = [handle.result() for handle in engine.submit_all(several)]
+        for handle in engine.submit_all([ask("a" * n, max_tokens=n) for n in (40, 3, 9)]):
+            handle.result()
+        engine.update_params(tiny()[1])
+        assert [handle.result() for handle in engine.submit_all(several)] == first
+        with pytest.raises(RefusedError):
+            engine.submit_all([ask("a"), ask("")])
+        assert engine.stats()["waiting"] == engine.stats()["running"] == 0
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize(("kind", "tolerance"), [(CacheDtype.int8, 0.05), (CacheDtype.float8, 0.4)])
 def test_a_cache_of_eight_bits_stays_near(engine, kind, tolerance):
     request = ask("some words to go on from, and some more", max_tokens=1, logprobs=20, ignore_eos=True)

@@ -1,5 +1,6 @@
 """Every experiment and every debug overlay runs, with a model small enough for a test."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,38 @@ SIZES = [override for override in SMALL if override.startswith(("model.", "train
 SIZES += ["model.dtypes.compute=float32", "model.vocab_size=320", "model.context_length=64", "train.loss_chunk=0"]
 
 
+# What an experiment reads that is not there in a test, or that a small model cannot have.
+INSTEAD = {
+    "llama3.1-8b_text": ["data.path=text.txt"],
+    "smollm2_lora": [
+        *("checkpoint.load_parameters=null", "data.tokenizer.kind=byte", "data.tokenizer.path=null"),
+        "data.tokenizer.chat_template=lines",
+    ],
+}
+# A run of another experiment that one begins with.
+BEFORE = re.compile(r"\$\{run\.outputs\}/([\w.-]+)")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experiments")
+    (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 400)
+    return folder
+
+
+def run_experiment(name: str, here: Path) -> Path:
+    """The folder of its run, made after those that it needs, each once."""
+    folder = here / "outputs" / name
+    if not folder.exists():
+        for needed in BEFORE.findall((ROOT / "conf/experiment" / f"{name}.yaml").read_text()):
+            run_experiment(needed, here)
+        finished(f"experiment={name}", *SIZES, *INSTEAD.get(name, []), "debug=one_step", f"run.name={name}", cwd=here)
+    return folder
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_runs(name: str, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 400)
-    own_text = (
-        ["data.path=text.txt"]
-        if "override /data: text" in (ROOT / "conf/experiment" / f"{name}.yaml").read_text()
-        else []
-    )
-    finished(f"experiment={name}", *SIZES, *own_text, "debug=one_step", "run.name=it", cwd=tmp_path)
-    run = facts(tmp_path / "outputs" / "it")
+def test_every_experiment_runs(name: str, here: Path) -> None:
+    run = facts(run_experiment(name, here))
     assert run["status"] == "finished"
     assert run["choices"]["experiment"] == name
 

@@ -21,11 +21,11 @@ from maxhydra.config.compose import compose, from_yaml
 from maxhydra.config.run import Checkpoint
 from maxhydra.convert import load_weights
 from maxhydra.layers import Context
-from maxhydra.model import build, join
+from maxhydra.model import build, join, parameter_count
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, sft
 from maxhydra.train import next_token_loss, plan_states
-from maxhydra.train.checkpoint import read_state
+from maxhydra.train.checkpoint import open_checkpointer, read_state
 from maxhydra.train.start import begin
 
 STEPS = 24
@@ -136,6 +136,24 @@ def test_text_is_no_conversation() -> None:
         with pytest.raises(ConfigError) as caught:
             sft.run(job)
         assert [(problem.path, problem.accepted) for problem in caught.value.problems] == [(path, "chat")]
+
+
+def test_a_checkpoint_is_under_two_percent_of_the_model(tmp_path: Path) -> None:
+    """Of SmolLM2-135M with adapter=lora: all of the folder, the optimizer included, against the model in float32."""
+    config = compose(["model=smollm2-135m", "adapter=lora", "train.seq_len=8"]).config
+    states = plan_states(config, Sharder(build_mesh(config.mesh, jax.devices()[:1]), config.mesh.rules))
+    random = np.random.default_rng(0)
+    state = jax.tree.map(
+        lambda leaf: jnp.asarray(np.abs(random.normal(size=leaf.shape)), leaf.dtype),
+        dataclasses.replace(states.abstract(), frozen={}),
+    )
+    saver = open_checkpointer(tmp_path, Checkpoint())
+    saver.save(1, state, {}, {})
+    saver.close()
+    folder = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    weights = sum(path.stat().st_size for path in (tmp_path / "1/params").rglob("*") if path.is_file())
+    model = 4 * parameter_count(states.model.base.shapes)
+    assert weights < 0.007 * model and folder < 0.02 * model
 
 
 def test_what_is_frozen_costs_no_gradient() -> None:

@@ -4,16 +4,13 @@ import json
 import math
 import os
 import random
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from running import SMALL, command, environment, facts, finished, losses, parameter_hash, run
+from running import SMALL, facts, finished, kill_when, losses, parameter_hash
 from test_lora import lora, model_config
 
 from maxhydra.align.objective import PairScorer, preference_loss
@@ -66,28 +63,15 @@ def test_it_begins_at_ln_2_and_learns_the_preference(whole: Path) -> None:
     assert last["eval/tokens"] == 10, "pairs; the rest of the second batch only fills it up"
 
 
-def kill_when(cwd: Path, sign: Path) -> None:
-    """Start the run and kill -9 it as soon as a file has something in it."""
-    before = sign.stat().st_size if sign.exists() else 0
-    process = subprocess.Popen(
-        command(*RUN), cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    while process.poll() is None and not (sign.exists() and sign.stat().st_size > before):
-        time.sleep(0.002)
-    assert process.poll() is None, "it ended before it could be killed"
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 @pytest.mark.slow
 def test_kills_change_no_bit(whole: Path, tmp_path: Path) -> None:
     """One while the reference is asked, with an entry cut short, and one while training."""
     write_pairs(tmp_path)
     folder = tmp_path / "outputs" / "it"
     cache = folder / "reference" / "0.logprobs"
-    kill_when(tmp_path, cache)
+    kill_when(RUN, cache, cwd=tmp_path)
     os.truncate(cache, cache.stat().st_size - 5)
-    kill_when(tmp_path, folder / "metrics.jsonl")
+    kill_when(RUN, folder / "metrics.jsonl", cwd=tmp_path)
     finished(*RUN, cwd=tmp_path)
     assert losses(folder) == losses(whole)
     assert parameter_hash(folder, STEPS) == parameter_hash(whole, STEPS)
@@ -118,15 +102,6 @@ def test_with_an_adapter_the_model_without_it_is_the_reference() -> None:
     stepped = join(jax.tree.map(lambda weight, slope: weight - 0.1 * slope, trained, gradient), frozen)
     after = loss(stepped, batch, None)
     assert after["loss"] < sums["loss"] and after["accuracy"] == 2 and after["reward_margin"] > 0
-
-
-def test_a_missing_column_is_refused(tmp_path: Path) -> None:
-    write_pairs(tmp_path)
-    done = run(*RUN, "+data.columns.chosen=better", cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert "no column 'better'; it has 'prompt', 'chosen', 'rejected'; expected: chosen and rejected" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "outputs" / "it").exists()
 
 
 def test_a_config_that_does_not_go_with_the_task_is_refused_at_once() -> None:

@@ -19,10 +19,10 @@ from maxhydra.tasks import Result
 INTERRUPTED = {"SIGINT": 130, "SIGTERM": 143}
 
 
-def execute(config: Config, choices: dict[str, str], *, path: Path | None, advise: list[str] | None) -> float | None:
-    """The objective of the run. `advise` are the overrides of a run that stands alone, for the command that goes on."""
+def execute(config: Config, choices: dict[str, str], *, overrides: list[str], path: Path | None) -> float | None:
+    """The objective of the run. `path` is its folder in a sweep; a run that stands alone is told how to go on."""
     with _disk_errors_explained():
-        result = tasks.run(config, choices=choices, path=path)
+        result = tasks.run(config, choices=choices, overrides=overrides, path=path)
     if result.path is not None and result.writes:
         folder = RunDirectory(result.path, writes=False)
         try:
@@ -30,7 +30,7 @@ def execute(config: Config, choices: dict[str, str], *, path: Path | None, advis
         except OSError as error:
             print(f"maxhydra: report.html could not be written: {error.strerror}", file=sys.stderr)
         lines = [*_ending(result, folder, config)]
-        lines += [] if advise is None else _next(result, folder, config, advise)
+        lines += _next(result, folder, config, overrides) if path is None else []
         print("\n".join(lines), flush=True)
     if result.status == "failed":
         raise RunFailed(result.reason)

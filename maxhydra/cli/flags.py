@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong with a flag in the form of every other mistake."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(Problem("maxhydra", message, hint="maxhydra --help lists the flags"))
+        raise ConfigError(Problem(self.prog, message, hint=f"{self.prog} --help lists the flags"))
 
 
 def parser() -> Parser:

@@ -30,14 +30,20 @@ EXAMPLES = {
     "maxhydra data=text data.path=my.txt": "on your own text",
     "maxhydra task=inspect model=llama3.1-405b task.devices=256": "what a model needs, without having the devices",
     "maxhydra -m optimizer.learning_rate=1e-3,3e-3 run.name=lr": "a sweep, in outputs/lr",
+    "maxhydra runs best sweep=lr": "which of its runs won, and how to run it again",
     "maxhydra explain optimizer.learning_rate": "what a key means, and where its value comes from",
 }
 
 
 @cache
 def commands() -> dict[str, str]:
-    """Subcommand -> what it does, from the first line of its file's docstring."""
-    paths = (path for path in sorted(COMMANDS.glob("*.py")) if not path.name.startswith("_"))
+    """Subcommand -> what it does."""
+    return docstrings(COMMANDS)
+
+
+def docstrings(folder: Path) -> dict[str, str]:
+    """Module of a folder -> the first line of its docstring, without importing it."""
+    paths = (path for path in sorted(folder.glob("*.py")) if not path.name.startswith("_"))
     return {path.stem: (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0] for path in paths}
 
 

@@ -20,5 +20,5 @@ def run(node: DictConfig) -> float | None:
 
     if hydra.mode is RunMode.MULTIRUN:
         print(f"job {hydra.job.num}: {' '.join(overrides)}", flush=True)
-        return execute(config, choices, path=Path(hydra.runtime.output_dir), advise=None)
-    return execute(config, choices, path=None, advise=overrides)
+        return execute(config, choices, overrides=overrides, path=Path(hydra.runtime.output_dir))
+    return execute(config, choices, overrides=overrides, path=None)

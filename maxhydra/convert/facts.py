@@ -31,6 +31,21 @@ def require_same(facts: Mapping[str, Any], model: config.Model, *, location: str
         raise ConfigError(problems)
 
 
+def stated(model: config.Model) -> dict[str, Any] | None:
+    """What files would state of a model, by name; None where its layers differ in it, or where no table has words for
+    it."""
+    facts: dict[str, Any] = {name: getattr(model, name) for name in SIZES}
+    if model.logit_softcap is not None:
+        return None
+    for kind in (model.kinds[name] for name in dict.fromkeys((*model.prefix, *model.pattern))):
+        own = dict(_of_kind(model, kind, "").values())
+        is_plain = kind.attention.softcap is None and kind.attention.scale is None
+        if not is_plain or own["frequencies"] is None or any(facts.get(name, own[name]) != own[name] for name in own):
+            return None
+        facts |= own
+    return facts
+
+
 def _differences(facts: Mapping[str, Any], model: config.Model, location: str) -> Iterator[Problem]:
     ours: dict[str, Any] = {f"model.{name}": (name, getattr(model, name)) for name in SIZES}
     ours["model.head"] = ("head", model.head.value)

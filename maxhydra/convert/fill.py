@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,11 +13,15 @@ from jax.typing import DTypeLike
 
 from maxhydra.convert.facts import require_same
 from maxhydra.convert.source import Source
-from maxhydra.convert.table import Weight
+from maxhydra.convert.table import Table, Weight
 from maxhydra.model import ModelDef
 
 Tree = Any
 Keep = Callable[[tuple[str, ...], jax.Array], Tree]
+
+
+def as_it_is(keys: tuple[str, ...], weight: jax.Array) -> Tree:
+    return weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +45,28 @@ class Place:
             return self.shape
         return math.prod(self.shape[self.weight.inputs :]), math.prod(self.shape[: self.weight.inputs])
 
+    def turned(self, theirs: np.ndarray) -> np.ndarray:
+        """One tensor in our layout."""
+        return theirs.T.reshape(self.shape) if self.is_turned else theirs
 
-def fill(source: Source, model: ModelDef, *, shardings: Tree, dtype: DTypeLike, keep: Keep) -> Tree:
+    def turned_back(self, ours: np.ndarray) -> np.ndarray:
+        """One layer's array in theirs."""
+        return np.ascontiguousarray(ours.reshape(self.their_shape[::-1]).T) if self.is_turned else ours
+
+
+def fill(source: Source, model: ModelDef, *, shardings: Tree, dtype: DTypeLike, keep: Keep = as_it_is) -> Tree:
     """The weights of a source as the model's tree. The host holds one tensor at a time besides what its devices do.
 
     `keep`: keys and a weight -> what becomes of it.
     """
     require_same(source.facts, model.config, location=source.location)
-    places = list(_places(source, model))
-    wanted = {source.name(place.weight, layer): place.their_shape for place in places for layer in place.layers}
+    found = places(source.table, model)
+    if found is None:
+        raise source.problem("is of a family that has no such layers as the model has")
+    wanted = {source.name(place.weight, layer): place.their_shape for place in found for layer in place.layers}
     source.require_exactly(wanted)
     params: Tree = {}
-    for place in places:
+    for place in found:
         sharding = _below(shardings, place.keys)
         inner = params
         for key in place.keys[:-1]:
@@ -67,17 +81,19 @@ def on_first_device(model: ModelDef) -> Tree:
     return jax.tree.map(lambda _: alone, model.shapes)
 
 
-def _places(source: Source, model: ModelDef) -> Iterator[Place]:
-    """Every array of the model, in the tree's order."""
+def places(table: Table, model: ModelDef) -> list[Place] | None:
+    """Every array of the model, in the tree's order; None where the table has no row for one."""
+    found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.shapes):
         keys = tuple(entry.key for entry in path)
         layers = _layers(keys, leaf.shape, model)
         tail = "/".join(keys if layers is None else keys[2:])
-        weight = source.table.weight(tail, is_layer=layers is not None)
+        weight = table.weight(tail, is_layer=layers is not None)
         if weight is None:
-            raise source.problem(f"has no weight for the model's {'/'.join(keys)}")
+            return None
         is_stacked = keys[0] == "pattern"
-        yield Place(keys, weight, layers or (None,), is_stacked, leaf.shape[1:] if is_stacked else leaf.shape)
+        found.append(Place(keys, weight, layers or (None,), is_stacked, leaf.shape[1:] if is_stacked else leaf.shape))
+    return found
 
 
 def _below(shardings: Tree, keys: tuple[str, ...]) -> NamedSharding:
@@ -118,7 +134,7 @@ def _turned(source: Source, place: Place, layer: int | None, dtype: np.dtype) ->
     if source.is_gguf and place.weight.gguf_is_interleaved:
         *_, heads, size = place.shape
         theirs = theirs.reshape(heads, size // 2, 2, -1).swapaxes(1, 2).reshape(theirs.shape)
-    return theirs.T.reshape(place.shape) if place.is_turned else theirs
+    return place.turned(theirs)
 
 
 def _sharded(array: np.ndarray, sharding: NamedSharding) -> jax.Array:

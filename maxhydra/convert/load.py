@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
@@ -61,15 +61,21 @@ def _own(key: str, source: str, model: ModelDef, *, shardings: Tree, dtype: DTyp
     if found is None:
         return read_parameters(checkpoint, _abstract(model.shapes, shardings, dtype))
     adapted = build(model.config, found.adapter)
-    shapes = split(adapted.shapes)[0]
-    # Small enough to lie on every device.
-    everywhere = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
-    trained = read_parameters(checkpoint, _abstract(shapes, jax.tree.map(lambda _: everywhere, shapes), "float32"))
+    trained = read_adapter(key, source, adapted, mesh=jax.tree.leaves(shardings)[0].mesh)
     base = load_weights(found.base, adapted, shardings=shardings, dtype=found.dtype, key=key)
     merge = jax.jit(
         lambda trained, base: merged(adapted, join(trained, base), dtype=jnp.dtype(dtype)), out_shardings=shardings
     )
     return merge(trained, base)
+
+
+def read_adapter(key: str, source: str, model: ModelDef, *, mesh: Mesh | None = None) -> Tree:
+    """What a run of ours trained as the adapter of this model, on every device of a mesh, since it is small; None: on
+    the first device."""
+    shapes = split(model.shapes)[0]
+    mesh = mesh or jax.tree.leaves(on_first_device(model))[0].mesh
+    everywhere = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), shapes)
+    return read_parameters(find_checkpoint(key, source), _abstract(shapes, everywhere, "float32"))
 
 
 def _abstract(shapes: Tree, shardings: Tree, dtype: DTypeLike) -> Tree:

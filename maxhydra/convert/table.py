@@ -40,6 +40,10 @@ class Table:
     """Our setting -> value of a GGUF file, below the architecture's name."""
     ignored: tuple[str, ...]
     """Patterns (fnmatch) of tensors that hold nothing learned."""
+    hf_classes: Mapping[str, str]
+    """`model_type` -> the class of transformers, for those that can be written."""
+    hf_blind: Mapping[str, tuple[str, ...]]
+    """`model_type` -> settings that its class does not know, and that a model must not have to be written as such."""
 
     def weight(self, path: str, *, is_layer: bool) -> Weight | None:
         rows = self.layer if is_layer else self.ends

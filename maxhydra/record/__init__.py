@@ -2,7 +2,7 @@
 
 from maxhydra.record.directory import RunDirectory, RunInUseError
 from maxhydra.record.log import FILE_ONLY, logging_to
-from maxhydra.record.metrics import MetricsWriter, NullMetricsWriter, read_metrics, series
+from maxhydra.record.metrics import MetricsWriter, NullMetricsWriter, read_metrics, scan_metrics, series
 from maxhydra.record.scrub import scrub_argv, scrub_text
 from maxhydra.record.surroundings import environment
 
@@ -15,6 +15,7 @@ __all__ = [
     "environment",
     "logging_to",
     "read_metrics",
+    "scan_metrics",
     "scrub_argv",
     "scrub_text",
     "series",

@@ -7,13 +7,15 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from maxhydra.record.files import plain, replace_file, to_json
-from maxhydra.record.process import is_alive, process_start
+from maxhydra.record.labels import change_labels, labelled, read_labels
+from maxhydra.record.process import is_lost, process_start
 from maxhydra.record.scrub import scrub_text
 from maxhydra.record.surroundings import environment
 
@@ -27,8 +29,7 @@ STATUSES = ("running", "finished", "failed", "preempted")
 LOCK = ".lock"
 # `heartbeat` writes no more often than this.
 HEARTBEAT_SECONDS = 15
-# A run on another host whose run.json is older than this, and still says running, is lost. Longer than any compilation.
-LOST_SECONDS = 3600
+LOST_REASON = "its process ended without a word"
 
 
 class RunInUseError(RuntimeError):
@@ -95,7 +96,7 @@ class RunDirectory:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         self._take_lock()
-        previous = self.read() if self.exists() else {}
+        previous = self._stored() if self.exists() else {}
         earlier = [_closed(session, previous) for session in previous.get("sessions", [])]
         known = {**environment(), **plain(facts)}
         git = self._keep_diff(known.pop("git"), known.pop("diff"), number=len(earlier) + 1)
@@ -171,10 +172,28 @@ class RunDirectory:
             self.path.rmdir()
 
     def read(self) -> Facts:
-        """What run.json says, with status `lost` for a run that says running and whose process is gone."""
+        """What run.json and labels.json say, with status `lost` for a run whose process is gone."""
+        return labelled(self._stored(), read_labels(self.path))
+
+    def label(self, *, add: Iterable[str] = (), remove: Iterable[str] = (), note: str | None = None) -> None:
+        """Tags and a note, at any time and from any process; see labels.py."""
+        change_labels(self.path, add=add, remove=remove, note=note)
+
+    def remove(self) -> None:
+        """Take the whole folder away. Raises RunInUseError if it is being written.
+
+        It is hidden first, in one step: a kill midway leaves nothing that looks like a run.
+        """
+        self._take_lock()
+        hidden = self.path.with_name(f".removed-{self.path.name}-{os.getpid()}")
+        self.path.rename(hidden)
+        self._release_lock()
+        shutil.rmtree(hidden)
+
+    def _stored(self) -> Facts:
         facts: Facts = json.loads(self.facts_path.read_text(encoding="utf-8"))
-        if facts["status"] == "running" and _is_lost(facts):
-            facts.update(status="lost", reason="its process ended without a word")
+        if facts["status"] == "running" and is_lost(facts["sessions"][-1], facts["updated"]):
+            facts.update(status="lost", reason=LOST_REASON)
         return facts
 
     def _merge(self, facts: Mapping[str, Any]) -> None:
@@ -213,7 +232,7 @@ class RunDirectory:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(handle)
-            holder = self.read()["sessions"][-1] if self.exists() else {}
+            holder = self._stored()["sessions"][-1] if self.exists() else {}
             where = f" (process {holder['pid']} on {holder['host']})" if holder else ""
             raise RunInUseError(f"{self.path} is being written by another process{where}") from None
         except OSError:
@@ -233,17 +252,9 @@ def _closed(session: Facts, run: Facts) -> Facts:
     if session["status"] != "running":
         return session
     closed = copy.deepcopy(session)
-    closed.update(status="lost", ended=run["updated"], reason="its process ended without a word")
+    closed.update(status="lost", ended=run["updated"], reason=LOST_REASON)
     closed["seconds"] = (_parse(run["updated"]) - _parse(session["started"])).total_seconds()
     return closed
-
-
-def _is_lost(facts: Facts) -> bool:
-    session = facts["sessions"][-1]
-    alive = is_alive(session["host"], session["pid"], session["pid_started"])
-    if alive is not None:
-        return not alive
-    return (_parse(_now()) - _parse(facts["updated"])).total_seconds() > LOST_SECONDS
 
 
 def _now() -> str:

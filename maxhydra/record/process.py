@@ -1,9 +1,15 @@
 """Whether the process that wrote a run is still there."""
 
 import contextlib
+import datetime
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+# A run on another host whose run.json is older than this, and still says running, is lost. Longer than any compilation.
+LOST_SECONDS = 3600
 
 
 def process_start(pid: int) -> str | None:
@@ -31,3 +37,12 @@ def is_alive(host: str, pid: int, started: str | None) -> bool | None:
         except ProcessLookupError:
             return False
     return started is None or process_start(pid) == started
+
+
+def is_lost(session: Mapping[str, Any], updated: str) -> bool:
+    """Whether the process of a session that says running is gone; `updated` is when run.json was last written."""
+    alive = is_alive(session["host"], session["pid"], session["pid_started"])
+    if alive is not None:
+        return not alive
+    silent = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(updated)
+    return silent.total_seconds() > LOST_SECONDS

@@ -43,7 +43,7 @@ GIT_SECONDS = 10
 
 def environment() -> dict[str, Any]:
     """Command, code, packages and host of this process; `diff` is the text of uncommitted changes."""
-    git, diff = _git(_repository())
+    git, diff = code()
     return {
         "command": command(),
         "folder": os.getcwd(),
@@ -57,6 +57,11 @@ def environment() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "variables": {name: scrub_text(os.environ[name]) for name in VARIABLES if name in os.environ},
     }
+
+
+def code() -> tuple[dict[str, Any] | None, str]:
+    """The state of the code that is running, and the text of its uncommitted changes."""
+    return _git(_repository())
 
 
 def command() -> list[str]:

@@ -22,12 +22,14 @@ def _problems(config: Config, task: GrpoTask, processes: int) -> Iterator[Proble
     if not config.reward.terms:
         hint = "choose one with reward=exact, or another option of conf/reward"
         yield Problem("reward.terms", "is needed by task=grpo", value=None, accepted="a term or more", hint=hint)
-    corpora = {f"data.sources.{name}": corpus for name, corpus in config.data.sources.items()} or {"data": config.data}
-    for path, corpus in corpora.items():
+    for name, corpus in config.data.corpora().items():
         if corpus.shape != "prompts":
+            path = f"data.sources.{name}" if name else "data"
             hint = "each record has a `prompt`, and the `answer` that rewards compare with"
             reason = "is not what task=grpo learns from"
             yield Problem(f"{path}.shape", reason, value=corpus.shape, accepted="prompts", hint=hint)
+    if config.train.z_loss:
+        yield Problem("train.z_loss", "is not used by task=grpo", value=config.train.z_loss, accepted="0")
     if task.max_tokens >= config.train.seq_len:
         reason = f"leaves no room for a prompt in train.seq_len={config.train.seq_len}"
         yield Problem("task.max_tokens", reason, value=task.max_tokens, accepted=f"under {config.train.seq_len}")

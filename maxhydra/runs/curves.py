@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxhydra.record.metrics import Row, series
@@ -70,6 +70,36 @@ def charts(rows: Sequence[Row]) -> list[Chart]:
     ]
 
 
+# Titles of charts that show one metric of several runs.
+_TITLES = {"loss": "Train loss", "eval/loss": "Eval loss"} | {
+    metric: title for title, lines in _CHARTS.items() for metric in lines if len(lines) == 1
+}
+# Metrics of the machine rather than of the model.
+_SYSTEM = ("tokens_per_second", "mfu", "tflops_per_device", "step_time", "input_wait")
+
+
+def compared(runs: Mapping[str, Sequence[Row]]) -> list[Chart]:
+    """A chart for each metric with a line for each run that has it, the well-known ones first."""
+    seen = dict.fromkeys(name for rows in runs.values() for row in rows for name in row)
+    known = [*("eval/loss", "loss"), *_TITLES, *_SYSTEM]
+    names = [
+        name for name in dict.fromkeys([*known, *seen]) if name in seen and (name not in _NOT_DRAWN or is_system(name))
+    ]
+    drawn = [
+        Chart(
+            _TITLES.get(metric, metric),
+            tuple(_line(rows, metric, run) for run, rows in runs.items() if any(metric in row for row in rows)),
+        )
+        for metric in names
+    ]
+    # Lines that never move, such as a count of records that were skipped, come last.
+    return sorted(drawn, key=lambda chart: len({value for line in chart.lines for value in line.values}) == 1)
+
+
+def is_system(metric: str) -> bool:
+    return metric in _SYSTEM or metric.startswith(("memory", "system/"))
+
+
 def _line(rows: Sequence[Row], metric: str, name: str) -> Line:
     steps, values = series(rows, metric)
     return Line(name, metric, steps, [float(value) for value in values])
@@ -92,9 +122,9 @@ def decimate(steps: Sequence[int], values: Sequence[float], limit: int) -> tuple
     return [steps[i] for i in chosen], [values[i] for i in chosen]
 
 
-def encode(line: Line) -> dict[str, Any]:
+def encode(line: Line, points: int = POINTS) -> dict[str, Any]:
     """For the page: steps as differences, which are short to write; null where a value is not finite."""
-    steps, values = decimate(line.steps, line.values, POINTS)
+    steps, values = decimate(line.steps, line.values, points)
     return {
         "name": line.name,
         "exact": line.metric.startswith(_EXACT),

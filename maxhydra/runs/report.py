@@ -1,11 +1,7 @@
 """report.html: a run on one page that needs nothing but itself, neither a network nor the rest of the folder."""
 
-import base64
-import hashlib
-import json
 import shlex
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -15,6 +11,7 @@ from maxhydra.record import RunDirectory, read_metrics
 from maxhydra.record.files import replace_file
 from maxhydra.runs.curves import Chart, Line, charts, encode
 from maxhydra.runs.markup import Html, element, together
+from maxhydra.runs.page import copied, curve_controls, figure_frame, head_row, page, part, scrolling, section
 from maxhydra.runs.settings import lookup, settings
 from maxhydra.runs.summary import Facts, Figure, duration, figures, moment, number, session_seconds
 
@@ -30,16 +27,10 @@ def write_report(run: RunDirectory) -> Path:
     config = run.config_path.read_text(encoding="utf-8") if run.config_path.exists() else ""
     drawn = charts(rows)
     encoded = [{**chart.style, "lines": [encode(line) for line in chart.lines]} for chart in drawn]
-    data = {"charts": encoded, "resumes": _resumes(facts)}
-    style, script = _part("report.css"), _part("report.js")
-    page = Template(_part("report.html")).substitute(
-        # Hashes instead of 'unsafe-inline': no other script or style runs, even if one slipped into the page.
-        policy=f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'",
-        style=style,
-        script=script,
-        title=together(str(facts["name"])),
+    body = Template(part("report.html")).substitute(
         header=_header(facts),
-        figures=together(*map(_figure, figures(facts, rows, total_steps=lookup(config, "train.steps")))),
+        figures=together(*map(figure, figures(facts, rows, total_steps=lookup(config, "train.steps")))),
+        controls=curve_controls(),
         charts=_charts(drawn),
         sample=_sample(facts.get("sample")),
         config=_config(config),
@@ -47,19 +38,10 @@ def write_report(run: RunDirectory) -> Path:
         sessions=_sessions(facts),
         files=_files(run.path),
         version=together(__version__),
-        # `<` as an escape: nothing in the data can end the element that holds it.
-        data=Html(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")),
     )
-    replace_file(run.report_path, page)
+    data = {"charts": encoded, "resumes": _resumes(facts)}
+    replace_file(run.report_path, page(str(facts["name"]), Html(body), name="report", data=data))
     return run.report_path
-
-
-def _part(name: str) -> str:
-    return resources.files("maxhydra.runs").joinpath(name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _resumes(facts: Facts) -> list[int]:
@@ -90,9 +72,9 @@ def _between(words: Sequence[str]) -> list[Html]:
     return [element("span", word) for word in words]
 
 
-def _figure(figure: Figure) -> Html:
-    note = element("dd", figure.note, class_="note") if figure.note else None
-    return element("div", element("dt", figure.label), element("dd", figure.value, class_="value"), note)
+def figure(found: Figure) -> Html:
+    note = element("dd", found.note, class_="note") if found.note else None
+    return element("div", element("dt", found.label), element("dd", found.value, class_="value"), note)
 
 
 def _charts(drawn: Sequence[Chart]) -> Html:
@@ -102,16 +84,8 @@ def _charts(drawn: Sequence[Chart]) -> Html:
 
 
 def _chart(index: int, chart: Chart) -> Html:
-    """An empty frame, which the script fills, with a caption that says in words what the curves show."""
     told = ". ".join(_told(line) for line in chart.lines)
-    return element(
-        "figure",
-        element("figcaption", element("h3", chart.title), element("output", class_="readout", aria_live="off")),
-        element("div", class_="plot", tabindex="0", role="img", aria_label=f"{chart.title}. {told}"),
-        element("noscript", element("p", told)),
-        class_="chart wide" if index == 0 else "chart",
-        data_chart=str(index),
-    )
+    return figure_frame(chart.title, label=f"{chart.title}. {told}", number=index, wide=index == 0, words=told)
 
 
 def _told(line: Line) -> str:
@@ -123,11 +97,7 @@ def _told(line: Line) -> str:
 
 
 def _sample(sample: str | None) -> Html | None:
-    return _section("Sample", element("pre", sample, class_="sample")) if sample else Html()
-
-
-def _section(title: str, *content: Html | None, aside: Html | None = None) -> Html:
-    return element("section", element("div", element("h2", title), aside, class_="head"), *content)
+    return section("Sample", element("pre", sample, class_="sample")) if sample else Html()
 
 
 def _config(config: str) -> Html:
@@ -149,9 +119,9 @@ def _config(config: str) -> Html:
         element("input", type="search", id="search", placeholder="Search config", aria_label="Search config"),
         class_="controls",
     )
-    table = element("div", element("table", element("tbody", *rows), id="config"), class_="scroll", tabindex="0")
+    table = scrolling(element("table", element("tbody", *rows), id="config"))
     nothing = element("p", "Nothing matches.", class_="empty", id="nothing", hidden=True)
-    return _section("Config", table, nothing, aside=controls)
+    return section("Config", table, nothing, aside=controls)
 
 
 def _environment(facts: Facts) -> Html:
@@ -172,15 +142,10 @@ def _environment(facts: Facts) -> Html:
         "Timings": "  ".join(f"{name.replace('_', ' ')} {duration(value)}" for name, value in timings.items()),
     }
     pairs = [together(element("dt", label), element("dd", _shown(value))) for label, value in entries.items() if value]
-    command = element(
-        "div",
-        element("code", shlex.join(facts.get("command") or []), id="command"),
-        element("button", "Copy", type="button", id="copy"),
-        class_="command",
-    )
+    command = copied(shlex.join(facts.get("command") or []), "command")
     everything = element("p", "  ".join(f"{name} {version}" for name, version in packages.items()))
     fold = element("details", element("summary", f"All {len(packages)} packages"), everything) if packages else None
-    return _section("Environment", command, element("dl", *pairs, class_="pairs"), fold)
+    return section("Environment", command, element("dl", *pairs, class_="pairs"), fold)
 
 
 def _shown(value: Any) -> str:
@@ -189,10 +154,8 @@ def _shown(value: Any) -> str:
 
 def _sessions(facts: Facts) -> Html:
     names = ("", "Started", "Took", "Steps", "Ended", "Host", "Commit")
-    head = element("thead", element("tr", *(element("th", name, scope="col") for name in names)))
     rows = [_session(number, session, facts) for number, session in enumerate(facts["sessions"], start=1)]
-    table = element("table", head, element("tbody", *rows), class_="sessions")
-    return _section("Sessions", element("div", table, class_="scroll", tabindex="0"))
+    return section("Sessions", scrolling(element("table", head_row(names), element("tbody", *rows), class_="sessions")))
 
 
 def _session(number: int, session: Facts, facts: Facts) -> Html:

@@ -21,10 +21,10 @@ class Setting:
 def settings(config_yaml: str) -> list[Setting]:
     """Every leaf of config.yaml under its dotted path."""
     given = yaml.safe_load(config_yaml) or {}
-    defaults = dict(_leaves(_defaults(Config, given)))
+    defaults = dict(leaves(_defaults(Config, given)))
     return [
         Setting(path, _shown(value), changed=path not in defaults or defaults[path] != value)
-        for path, value in _leaves(given)
+        for path, value in leaves(given)
     ]
 
 
@@ -47,13 +47,14 @@ def _defaults(schema: type, given: dict[str, Any]) -> dict[str, Any]:
 
 def lookup(config_yaml: str, path: str) -> Any:
     """One value of config.yaml, or None."""
-    return dict(_leaves(yaml.safe_load(config_yaml) or {})).get(path)
+    return dict(leaves(yaml.safe_load(config_yaml) or {})).get(path)
 
 
-def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of everything that is not a mapping, or an empty one."""
     if isinstance(node, dict) and node:
         for key, value in node.items():
-            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+            yield from leaves(value, f"{path}.{key}" if path else str(key))
     elif path:
         yield path, node
 

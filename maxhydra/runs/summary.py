@@ -92,6 +92,19 @@ def number(value: float) -> str:
     return f"{value:#.4g}" if 0 < abs(value) < 1e3 else f"{value:,.0f}"
 
 
+def show(value: Any) -> str:
+    """A setting or a measurement in a cell of a table; nothing where there is none."""
+    match value:
+        case None:
+            return ""
+        case float():
+            # A setting such as 0.003 as it was written; a measurement with as many digits as its neighbours.
+            return f"{value:g}" if value == float(f"{value:.3g}") else number(value)
+        case tuple() | list():
+            return " ".join(map(str, value))
+    return str(value)
+
+
 def compact(value: float) -> str:
     """15210 -> 15.2K, 8030261248 -> 8.03B."""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):

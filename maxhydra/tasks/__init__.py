@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.compose import to_yaml
-from maxhydra.record import RunDirectory, RunInUseError, logging_to
+from maxhydra.record import RunDirectory, RunInUseError, logging_to, scrub_argv
 from maxhydra.runtime import Machine
 from maxhydra.runtime.options import hardware_from
 
@@ -54,8 +54,11 @@ class Result:
     """Whether this is the process that writes the folder."""
 
 
-def run(config: Config, *, choices: dict[str, str], path: Path | None) -> Result:
-    """Start the machine and run the task. `path` is the run's folder where a launcher has fixed it already."""
+def run(config: Config, *, choices: dict[str, str], overrides: list[str], path: Path | None) -> Result:
+    """Start the machine and run the task. `path` is the run's folder where a launcher has fixed it already.
+
+    `overrides` are kept with the run: with them it can be started again.
+    """
     task = importlib.import_module(f"maxhydra.tasks.{config.task.name}")
     machine = runtime.start(config.hardware if task.NEEDS_DEVICES else hardware_from({"platform": "cpu"}))
     path = path or Path(config.run.outputs) / (config.run.name or _default_name(config, choices))
@@ -66,18 +69,19 @@ def run(config: Config, *, choices: dict[str, str], path: Path | None) -> Result
             return _result(job, task.run(job), path=None)
     with logging_to(job.run.log_path if is_main else None, console=is_main):
         try:
-            return _recorded(job, task.run)
+            return _recorded(job, overrides, task.run)
         except RunInUseError as error:
             hint = "wait for it, or choose another run.name"
             raise ConfigError(Problem("run.name", str(error), value=config.run.name, hint=hint)) from None
 
 
-def _recorded(job: Job, task: Callable[[Job], Outcome]) -> Result:
+def _recorded(job: Job, overrides: list[str], task: Callable[[Job], Outcome]) -> Result:
     """Run the task within a session of its run, and write down how it ended."""
     machine = job.machine
     facts = {
         "task": job.config.task.name,
         "choices": job.choices,
+        "overrides": scrub_argv(overrides),
         "tags": job.config.run.tags,
         "notes": job.config.run.notes,
         "hardware": machine.name,

@@ -36,7 +36,7 @@ class Teacher(Schema):
     mesh: str | None = None
     """Option of the group mesh by which its weights are split, over the same devices. null: as the student's."""
     overrides: list[str] = option([])
-    """Changes to these options, such as model.num_layers=2 or mesh.tensor=4."""
+    """Changes to these options, in quotes, such as ["model.num_layers=2", "mesh.tensor=4"]."""
 
     def check(self) -> Iterator[Problem]:
         for name in ("model", "mesh"):

@@ -51,4 +51,6 @@ TABLE = Table(
         "window": "attention.sliding_window",
     },
     ignored=("*.rotary_emb.inv_freq", "rope_freqs.weight"),
+    hf_classes={"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"},
+    hf_blind={"llama": ("window",)},
 )

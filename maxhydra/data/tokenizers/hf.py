@@ -55,6 +55,16 @@ class HuggingFaceTokenizer:
     def _marked(self) -> Tokenizer:
         return Tokenizer.from_str(json.dumps(self._description))
 
+    def save(self, folder: Path) -> None:
+        """Write the files that this kind reads."""
+        (folder / "tokenizer.json").write_text(json.dumps(self._description), encoding="utf-8")
+        names = {id: text for text, id in self.marks.items()}
+        ends = {ROLES[role]: names.get(id) for role, id in (("bos", self.bos), ("eos", self.eos), ("pad", self.pad))}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **ends}
+        told = {**settings, "chat_template": self.chat_template}
+        content = json.dumps({key: value for key, value in told.items() if value is not None}, indent=1)
+        (folder / "tokenizer_config.json").write_text(content, encoding="utf-8")
+
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
         return ids

@@ -1,0 +1,197 @@
+"use strict";
+(() => {
+  const MOST = 8, PAUSE = 2000;
+  const byId = (id) => document.getElementById(id);
+  const runs = new Map();
+  const state = { token: "", chosen: [], tab: "curves", busy: false, signature: "" };
+  const short = (path) => path.slice(path.lastIndexOf("/") + 1);
+  byId("root").textContent = page.data.root;
+
+  async function ask(what, parameters = []) {
+    const answer = await fetch(`/api/${what}?${new URLSearchParams(parameters)}`);
+    return answer.json();
+  }
+  const chosenQuery = () => state.chosen.map((path) => ["run", path]);
+
+  // What is chosen, and the tab, stand in the address: a reload, or a link sent to oneself, shows the same.
+  function remember() {
+    history.replaceState(null, "", `#${new URLSearchParams([...chosenQuery(), ["tab", state.tab]])}`);
+  }
+  function recall() {
+    const parts = new URLSearchParams(location.hash.slice(1));
+    state.chosen = parts.getAll("run").slice(0, MOST);
+    if (byId("tabs").querySelector(`[data-tab="${CSS.escape(parts.get("tab") ?? "")}"]`)) state.tab = parts.get("tab");
+  }
+
+  function choose(paths) {
+    state.chosen = paths.slice(-MOST);
+    remember();
+    table.render();
+    legend();
+    refresh();
+  }
+  table.listen({
+    chosen: () => state.chosen,
+    only: (path) => choose([path]),
+    toggle: (path) => choose(state.chosen.includes(path) ? state.chosen.filter((each) => each !== path) : [...state.chosen, path]),
+  });
+
+  function legend() {
+    const item = (path, i) => page.html("li", { title: path }, page.html("i", { class: `f${i % 8}` }), page.html("span", {}, short(path)),
+      page.html("button", { type: "button", "aria-label": `Remove ${path}`, onclick: () => choose(state.chosen.filter((each) => each !== path)) }, "×"));
+    const nothing = () => [page.html("li", { class: "empty" }, "Choose a run; the boxes at the left choose several.")];
+    page.update(byId("legend"), state.chosen, () => (state.chosen.length ? state.chosen.map(item) : nothing()));
+  }
+
+  // Tabs. Each keeps its elements while what it shows stays the same, so that nothing jumps while runs train.
+  const content = byId("content"), host = page.html("div", { class: "charts" });
+  const group = curves.group(host);
+  curves.control(group, 0);
+
+  async function showCurves(isSystem) {
+    const answer = await ask("curves", chosenQuery());
+    const wanted = curves.decode(answer.charts.filter((chart) => chart.system === isSystem));
+    const signature = JSON.stringify([state.chosen, isSystem, wanted.map((chart) => chart.metric)]);
+    if (signature !== state.signature || !host.isConnected) {
+      state.signature = signature;
+      host.replaceChildren(...wanted.map((chart, i) => page.html("figure", { class: i === 0 && !isSystem ? "chart wide" : "chart", "data-metric": chart.metric },
+        page.html("figcaption", {}, page.html("h3", {}, chart.title), page.html("output", { class: "readout" })),
+        page.html("div", { class: "plot", tabindex: 0, role: "img", "aria-label": `${chart.title} of ${chart.lines.map((line) => line.run).join(", ")}` }))));
+      const tiles = isSystem ? [page.html("dl", { class: "tiles", id: "machine" }), page.html("dl", { class: "tiles", id: "devices" })] : [];
+      content.replaceChildren(...tiles, wanted.length ? host : page.html("p", { class: "empty" }, "No metrics yet."));
+    }
+    group.show(wanted.map((chart, i) => ({ ...chart, brief: true, lines: chart.lines.map((line) => ({ ...line, name: short(line.run) })), figure: host.children[i] })));
+  }
+
+  const share = ([used, total]) => `${page.number(used / 2 ** 30, { trim: true })} of ${page.number(total / 2 ** 30, { trim: true })} GiB`;
+  const tile = (label, value, note) => page.html("div", {}, page.html("dt", { title: label }, label), page.html("dd", {}, value, note ? page.html("small", {}, note) : null));
+
+  async function showSystem() {
+    const [, machine, compared] = await Promise.all([showCurves(true), ask("machine"), ask("compare", chosenQuery())]);
+    if (!byId("machine")) return;
+    byId("machine").replaceChildren(
+      tile("Load", String(machine.load), `${machine.processors} processors, this machine`),
+      machine.memory ? tile("Memory", `${Math.round((100 * machine.memory[0]) / machine.memory[1])}%`, share(machine.memory)) : "",
+      tile("Disk", `${Math.round((100 * machine.disk[0]) / machine.disk[1])}%`, share(machine.disk)),
+      ...machine.gpus.map((gpu, i) => tile(`GPU ${i} ${gpu.name}`, `${Math.round(gpu.busy * 100)}%`, share(gpu.memory))));
+    byId("devices").replaceChildren(...compared.facts.map((facts) => tile(short(facts.path), facts.devices ?? "?", `${facts.host}, jax ${facts.jax ?? "?"}, commit ${facts.commit || "none"}`)));
+  }
+
+  function differences(title, runs, entries, isMeasured) {
+    const show = (value) => (isMeasured && typeof value === "number" && !Number.isInteger(value) ? page.number(value) : page.cell(value));
+    if (!entries.length) return [page.html("h2", {}, title), page.html("p", { class: "empty" }, "No difference.")];
+    const head = page.html("tr", {}, page.html("th", {}), ...runs.map((run, i) => page.html("th", { scope: "col" }, page.html("i", { class: `f${i % 8}` }), short(run))));
+    const rows = entries.map(({ name, values }) => {
+      const numbers = values.filter((value) => typeof value === "number"), best = isMeasured && numbers.length > 1 && /loss|perplexity/.test(name) ? Math.min(...numbers) : null;
+      return page.html("tr", {}, page.html("th", { scope: "row" }, name), ...values.map((value) => page.html("td", { class: value === best ? "best" : "" }, show(value))));
+    });
+    return [page.html("h2", {}, title), page.html("div", { class: "scroll" }, page.html("table", { class: "compare" }, page.html("thead", {}, head), page.html("tbody", {}, ...rows)))];
+  }
+
+  async function showCompare() {
+    const found = await ask("compare", chosenQuery());
+    const commands = found.facts.map((facts) => {
+      const code = page.html("code", {}, facts.again), button = page.html("button", { type: "button" }, "Copy");
+      button.addEventListener("click", () => page.copy(button, facts.again, code));
+      return page.html("div", { class: "command" }, code, button);
+    });
+    const config = found.runs.length > 1 ? differences("Config, where it differs", found.runs, found.config, false) : [];
+    const code = found.runs.length > 1 ? differences("Code and machine, where they differ", found.runs, found.surroundings, false) : [];
+    page.update(content, found, () => [...config, ...differences("Metrics, last values", found.runs, found.metrics, true), ...code, page.html("h2", {}, "Run again"), ...commands]);
+  }
+
+  async function showLog() {
+    const before = content.querySelector("select"), path = before && state.chosen.includes(before.value) ? before.value : state.chosen[state.chosen.length - 1];
+    const { text } = await ask("log", [["run", path]]);
+    const atEnd = !content.querySelector(".log") || content.scrollTop + content.clientHeight > content.scrollHeight - 40;
+    const choice = () => page.html("select", { "aria-label": "Log of", onchange: () => refresh() }, ...state.chosen.map((each) => page.html("option", { value: each, selected: each === path }, each)));
+    page.update(content, [path, text, state.chosen], () => [page.html("div", { class: "log-choice" }, choice()), page.html("pre", { class: "log" }, text || "Nothing was logged.")]);
+    if (atEnd) content.scrollTop = content.scrollHeight;
+  }
+
+  const VIEWS = { curves: () => showCurves(false), system: showSystem, compare: showCompare, log: showLog };
+  async function refresh() {
+    for (const button of byId("tabs").querySelectorAll("[role=tab]")) button.setAttribute("aria-selected", String(button.dataset.tab === state.tab));
+    byId("controls").hidden = state.tab !== "curves" && state.tab !== "system";
+    if (!state.chosen.length) { state.signature = ""; content.replaceChildren(); return; }
+    await VIEWS[state.tab]();
+  }
+  for (const button of byId("tabs").querySelectorAll("[role=tab]")) button.addEventListener("click", () => { state.tab = button.dataset.tab; state.signature = ""; content.replaceChildren(); remember(); refresh(); });
+
+  // Search: plain words are looked for here; conditions are those of the command line, and the server's to judge.
+  const search = byId("search");
+  let asked = 0;
+  async function find() {
+    const parts = search.value.trim().split(/\s+/).filter(Boolean), conditions = parts.filter((part) => /[=<>~]/.test(part));
+    table.state.words = parts.filter((part) => !conditions.includes(part)).map((part) => part.toLowerCase());
+    const mine = ++asked, answer = conditions.length ? await ask("select", conditions.map((each) => ["condition", each])) : {};
+    if (mine !== asked) return;
+    byId("problem").textContent = answer.problem ?? "";
+    table.state.allowed = answer.paths ? new Set(answer.paths) : null;
+    table.state.here = 0;
+    table.arrange();
+  }
+  search.addEventListener("input", find);
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "/" && !/^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement.tagName)) { event.preventDefault(); search.focus(); search.select(); }
+    if (document.activeElement !== search) return;
+    if (event.key === "Escape") { search.value = ""; find(); search.blur(); }
+    if (event.key === "ArrowDown" || event.key === "Enter") { event.preventDefault(); byId("rows").focus(); }
+  });
+
+  function statuses() {
+    const counts = {};
+    for (const run of runs.values()) counts[run.status] = (counts[run.status] ?? 0) + 1;
+    const press = (status) => { table.state.status = table.state.status === status ? null : status; statuses(); table.arrange(); };
+    page.update(byId("statuses"), [counts, table.state.status], () => ["running", "finished", "failed", "preempted", "lost"].filter((status) => counts[status]).map((status) =>
+      page.html("button", { type: "button", class: `status ${status}`, "aria-pressed": String(table.state.status === status), onclick: () => press(status) }, status, page.html("b", {}, counts[status].toLocaleString("en")))));
+  }
+
+  const column = byId("column");
+  column.addEventListener("focus", async () => {
+    const { keys, metrics } = await ask("keys");
+    byId("keys").replaceChildren(...[...metrics, ...keys].map((key) => page.html("option", { value: key })));
+  });
+  column.addEventListener("change", async () => {
+    const key = column.value.trim(), answer = key ? await ask("values", [["key", key]]) : {};
+    byId("problem").textContent = answer.problem ? `${key}: no run has it` : "";
+    if (answer.values) { table.addColumn(key, answer.values); column.value = ""; }
+  });
+
+  function faults(lines) {
+    byId("faults").hidden = !lines.length;
+    byId("faults").textContent = `${lines.length} skipped`;
+    page.update(byId("fault-list"), lines, () => lines.map((line) => page.html("li", {}, line)));
+    if (!lines.length) byId("fault-list").hidden = true;
+  }
+  byId("faults").addEventListener("click", () => (byId("fault-list").hidden = !byId("fault-list").hidden));
+
+  async function poll() {
+    try {
+      const answer = await ask("runs", [["since", state.token]]);
+      if (answer.whole) runs.clear();
+      for (const run of answer.runs) runs.set(run.path, run);
+      state.token = answer.token;
+      // A run that is not there any more is seen by the count alone: begin anew.
+      if (runs.size !== answer.count) { state.token = ""; runs.clear(); return poll(); }
+      const isFirst = !table.state.shown.length && !state.chosen.length;
+      state.chosen = state.chosen.filter((path) => runs.has(path));
+      const unchanged = !answer.whole && !answer.runs.length;
+      if (!unchanged) { table.show(runs); statuses(); }
+      faults(answer.faults);
+      if (isFirst && table.state.shown.length) choose([table.state.shown[0].path]);
+      else if (answer.whole || state.chosen.some((path) => runs.get(path).status === "running" || answer.runs.some((run) => run.path === path)) || state.tab === "system") { legend(); await refresh(); }
+      byId("live").className = "live on";
+      byId("live").textContent = "live";
+    } catch (error) {
+      if (!(error instanceof TypeError)) throw error;
+      byId("live").className = "live off";
+      byId("live").textContent = "server is gone";
+    }
+    return undefined;
+  }
+
+  recall();
+  legend();
+  (async () => { for (;;) { if (!document.hidden) await poll(); await new Promise((done) => setTimeout(done, PAUSE)); } })();
+})();

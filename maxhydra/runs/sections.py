@@ -1,0 +1,64 @@
+"""config.yaml in pieces: its top-level sections, most of which are the same text in thousands of runs."""
+
+import functools
+import hashlib
+import re
+from typing import Any
+
+import yaml
+
+from maxhydra.record.files import to_json
+from maxhydra.runs.settings import leaves
+
+# libyaml, where PyYAML was built with it, is ten times faster.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# A line at the margin starts a section, one with two spaces a part of it; the dash of a list starts neither.
+_SECTION = re.compile(r"^(?=[^\s-])", re.MULTILINE)
+_PART = re.compile(r"^(?=  [^\s-])", re.MULTILINE)
+_HEAD = re.compile(r"([\w.]+):\n")
+
+Cell = str | int | float
+Leaves = tuple[tuple[str, Cell], ...]
+
+
+def split(config_yaml: str) -> list[str]:
+    """The sections as text. Together they are the whole text, so that nothing is lost that YAML could read."""
+    return [part for part in _SECTION.split(config_yaml) if part.strip()]
+
+
+@functools.lru_cache(maxsize=4096)
+def read(section: str) -> Leaves:
+    """Dotted key and value of every leaf. Raises yaml.YAMLError.
+
+    Of a section that is new, most parts are known: they are read one by one.
+    """
+    head, *parts = _PART.split(section)
+    name = _HEAD.fullmatch(head)
+    if name is None or not parts:
+        # An empty section has no key of its own; its name alone is that of a group, whose value is the chosen option.
+        return tuple((path, value) for path, value in _read_part(section) if value != "{}" or "." in path)
+    return tuple((f"{name[1]}.{path}", value) for part in parts for path, value in _read_part(part))
+
+
+@functools.lru_cache(maxsize=16384)
+def _read_part(text: str) -> Leaves:
+    content = yaml.load(text, Loader=_LOADER)
+    if not isinstance(content, dict):
+        raise yaml.YAMLError("is not a mapping")
+    return tuple((path, cell(value)) for path, value in leaves(content))
+
+
+def digest(section: str) -> str:
+    return hashlib.blake2b(section.encode(), digest_size=12).hexdigest()
+
+
+def cell(value: Any) -> Cell:
+    """A value as the index keeps it: numbers compare as numbers, all else as one would write it on the command line."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return str(value)
+    # NaN is not equal to itself, and SQLite would take it for NULL.
+    if isinstance(value, float) and value != value:
+        return "NaN"
+    return value if isinstance(value, (int, float, str)) else to_json(value)

@@ -1,0 +1,114 @@
+"""The dashboard over HTTP, for this machine alone: it only reads, and answers only who asks for it by its own name.
+
+A page of another site can make a browser send requests here, also under a name that it points at 127.0.0.1; such
+requests carry another Host and are refused.
+"""
+
+import json
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from maxhydra.config.errors import ConfigError
+from maxhydra.record.files import to_json
+from maxhydra.runs.dashboard import Dashboard, machine
+from maxhydra.runs.markup import Html
+from maxhydra.runs.page import live_page, part
+from maxhydra.runs.registry import Registry
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+NAMES = ("localhost", "127.0.0.1", "[::1]")
+# Runs in one request.
+MOST = 32
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one folder of runs. `url` is where; port 0 takes any that is free."""
+
+    daemon_threads = True
+
+    def __init__(self, registry: Registry, *, host: str, port: int):
+        super().__init__((host, port), _Handler)
+        self.dashboard = Dashboard(registry)
+        self.hosts = {f"{name}:{self.server_port}" for name in (*NAMES, host)}
+        self.url = f"http://{host}:{self.server_port}/"
+        title, data = f"{registry.root.resolve().name} · maxhydra", {"root": str(registry.root)}
+        bar, body = Html(part("dashboard_bar.html")), Html(part("dashboard.html"))
+        self.page = live_page(title, body, bar=bar, data=data).encode()
+
+    def answer(self, path: str, query: dict[str, list[str]]) -> Any:
+        """The JSON of a request; KeyError for what there is not."""
+        dashboard, runs = self.dashboard, query.get("run", [])[:MOST]
+        match path:
+            case "/api/runs":
+                return dashboard.runs(query.get("since", [""])[0])
+            case "/api/select":
+                return dashboard.select(query.get("condition", []))
+            case "/api/keys":
+                return dashboard.keys()
+            case "/api/values":
+                return dashboard.values(query["key"][0])
+            case "/api/curves":
+                return dashboard.curves(runs)
+            case "/api/compare":
+                return dashboard.compare(runs)
+            case "/api/log":
+                return dashboard.log(query["run"][0])
+            case "/api/machine":
+                return machine(dashboard.registry.root)
+        raise KeyError(path)
+
+    def start(self) -> threading.Thread:
+        """Serve in the background, until `shutdown`."""
+        thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
+        thread.start()
+        return thread
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "maxhydra", ""
+    timeout = 60
+
+    def do_GET(self) -> None:
+        if self.headers.get("Host") not in self.server.hosts:
+            self._send(HTTPStatus.FORBIDDEN, b"this server answers to its own name only\n", "text/plain")
+            return
+        asked = urlsplit(self.path)
+        if asked.path == "/":
+            self._send(HTTPStatus.OK, self.server.page, "text/html")
+        elif asked.path == "/favicon.ico":
+            self._send(HTTPStatus.NO_CONTENT, b"", "image/x-icon")
+        else:
+            self._answer(asked.path, parse_qs(asked.query))
+
+    def _answer(self, path: str, query: dict[str, list[str]]) -> None:
+        try:
+            content = to_json(self.server.answer(path, query))
+        except (KeyError, ValueError):
+            self._send(HTTPStatus.NOT_FOUND, b'{"problem": "no such thing"}', "application/json")
+        except ConfigError as error:
+            self._send(HTTPStatus.BAD_REQUEST, json.dumps({"problem": str(error)}).encode(), "application/json")
+        else:
+            self._send(HTTPStatus.OK, content.encode(), "application/json")
+
+    def _send(self, status: HTTPStatus, content: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *values: Any) -> None:
+        """Nothing: a page asks every two seconds."""

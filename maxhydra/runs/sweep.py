@@ -1,0 +1,242 @@
+"""sweep.html: many runs on one page that needs nothing but itself, and which of their settings made the difference."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from maxhydra import __version__
+from maxhydra.record import scan_metrics
+from maxhydra.record.files import replace_file
+from maxhydra.runs.compare import differing
+from maxhydra.runs.curves import compared, encode
+from maxhydra.runs.importance import FEWEST, importance
+from maxhydra.runs.markup import Html, element, together
+from maxhydra.runs.page import copied, curve_controls, figure_frame, head_row, page, scrolling, section
+from maxhydra.runs.query import best
+from maxhydra.runs.registry import Registry, Run
+from maxhydra.runs.report import figure
+from maxhydra.runs.restart import rerun_command
+from maxhydra.runs.sections import Cell
+from maxhydra.runs.summary import Figure, duration, moment, number, show
+
+# The best so many have curves, a place in the table, and a column in the comparison of configs.
+CURVES, RANKED, COMPARED = 60, 20, 5
+# Points of one chart, over all of its lines.
+POINTS = 30_000
+# Shades from the best run to the worst; the style has a class for each.
+SHADES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """Runs, best first, then those without a value; their settings, and which of these differ."""
+
+    title: str
+    metric: str
+    largest: bool
+    runs: list[Run]
+    values: dict[int, float]
+    settings: dict[int, dict[str, Cell]]
+    varied: list[str]
+
+    @property
+    def ranked(self) -> list[Run]:
+        return [run for run in self.runs if run.id in self.values]
+
+    def shade(self, run: Run) -> int:
+        """0 for the best."""
+        ranked = self.ranked
+        return ranked.index(run) * SHADES // max(1, len(ranked)) if run.id in self.values else SHADES - 1
+
+
+def write_sweep_report(
+    registry: Registry, runs: Sequence[Run], path: Path, *, title: str, metric: str | None, largest: bool
+) -> Path:
+    """Write the page from what is on disk now; the runs may still be under way."""
+    sweep = _sweep(registry, runs, title, metric, largest)
+    charts = _charts(registry, sweep)
+    body = together(
+        element(
+            "main",
+            _header(sweep),
+            element("dl", *map(figure, _figures(sweep)), class_="figures"),
+            _coordinates(sweep),
+            _curves(charts, sweep),
+            _importance(sweep),
+            _table(registry, sweep),
+            _differences(sweep),
+        ),
+        element("footer", element("span", f"{registry.root.name}/{title}"), element("span", f"maxhydra {__version__}")),
+    )
+    data = {"axes": _axes(sweep), "lines": _lines(sweep), "charts": charts, "largest": largest}
+    replace_file(path, page(title, body, name="sweep", data=data))
+    return path
+
+
+def _sweep(registry: Registry, runs: Sequence[Run], title: str, metric: str | None, largest: bool) -> Sweep:
+    name, ranked = best(registry, runs, metric, largest=largest)
+    found = registry.values(name, ranked)
+    places = {run.id for run in ranked}
+    ordered = [*ranked, *(run for run in runs if run.id not in places)]
+    settings = registry.settings(run.id for run in ordered)
+    varied = differing(list(settings.values()))
+    return Sweep(title, name, largest, ordered, {run.id: found[run.id] for run in ranked}, settings, varied)
+
+
+def _header(sweep: Sweep) -> Html:
+    counts = {
+        status: sum(run.status == status for run in sweep.runs)
+        for status in dict.fromkeys(r.status for r in sweep.runs)
+    }
+    statuses = [element("span", f"{count} {status}", class_=f"status {status}") for status, count in counts.items()]
+    started = min(run.created for run in sweep.runs)
+    about = [f"{sweep.metric}, {'larger' if sweep.largest else 'smaller'} is better", f"since {moment(started)}"]
+    return element(
+        "header",
+        element("p", *statuses, class_="eyebrow"),
+        element("h1", sweep.title),
+        element("p", *(element("span", word) for word in about), class_="about"),
+    )
+
+
+def _figures(sweep: Sweep) -> list[Figure]:
+    ranked = sweep.ranked
+    found = [Figure("Runs", str(len(sweep.runs)), f"{len(ranked)} with a result")]
+    if ranked:
+        first, last = sweep.values[ranked[0].id], sweep.values[ranked[-1].id]
+        found = [Figure(f"Best {sweep.metric}", number(first), ranked[0].path.rpartition("/")[2]), *found]
+        found.append(Figure("Worst", number(last), ranked[-1].path.rpartition("/")[2]))
+    found.append(Figure("Settings varied", str(len(sweep.varied))))
+    return [*found, Figure("Wall time", duration(sum(run.seconds for run in sweep.runs)), "of all runs together")]
+
+
+def _axes(sweep: Sweep) -> list[dict[str, Any]]:
+    """The varied settings and the result; which are numbers, the script finds out."""
+    names = [name.rpartition(".")[2] if _is_unique(name, sweep.varied) else name for name in sweep.varied]
+    return [
+        *({"name": name, "full": full} for name, full in zip(names, sweep.varied, strict=True)),
+        {"name": sweep.metric},
+    ]
+
+
+def _is_unique(name: str, names: Sequence[str]) -> bool:
+    return sum(other.rpartition(".")[2] == name.rpartition(".")[2] for other in names) == 1
+
+
+def _lines(sweep: Sweep) -> list[dict[str, Any]]:
+    return [
+        {
+            "run": run.path.rpartition("/")[2],
+            "shade": sweep.shade(run),
+            "values": [*(sweep.settings[run.id].get(key) for key in sweep.varied), sweep.values[run.id]],
+        }
+        for run in sweep.ranked
+    ]
+
+
+def _charts(registry: Registry, sweep: Sweep) -> list[dict[str, Any]]:
+    shown = (sweep.ranked or sweep.runs)[:CURVES]
+    # The best is drawn last, over the others.
+    rows = {run.path: scan_metrics(registry.directory(run).metrics_path).rows for run in reversed(shown)}
+    looks = {run.path: f"s{sweep.shade(run)}" if len(shown) > SHADES else None for run in shown}
+    points = max(50, POINTS // max(1, len(shown)))
+    return [
+        {
+            **chart.style,
+            "title": chart.title,
+            "metric": chart.lines[0].metric,
+            "lines": [
+                {**encode(line, points), "name": line.name.rpartition("/")[2], "look": looks[line.name]}
+                for line in chart.lines
+            ],
+        }
+        for chart in compared(rows)
+    ]
+
+
+def _coordinates(sweep: Sweep) -> Html | None:
+    if not sweep.varied or not sweep.ranked:
+        return None
+    label = f"Parallel coordinates of {', '.join(sweep.varied)} and {sweep.metric}, a line for each run"
+    plot = element("div", class_="parallel", id="parallel", role="img", aria_label=label, tabindex="0")
+    return section("Settings and results", plot, element("p", class_="under", id="parallel-readout"))
+
+
+def _curves(charts: Sequence[dict[str, Any]], sweep: Sweep) -> Html:
+    if not charts:
+        return section("Curves", element("p", "No metrics were written.", class_="empty"))
+    first = next((place for place, chart in enumerate(charts) if chart["metric"] == sweep.metric), 0)
+    options = [
+        element("option", chart["title"], value=str(place), selected=place == first)
+        for place, chart in enumerate(charts)
+    ]
+    choice = element("label", "Metric", element("select", *options, id="metric"), class_="check")
+    many = f" (the best {CURVES})" if len(sweep.ranked) > CURVES else ""
+    frame = figure_frame("", label=f"Curves of {min(CURVES, len(sweep.runs))} runs", number=0, wide=True)
+    return section(f"Curves{many}", element("div", frame, class_="charts"), aside=curve_controls(choice))
+
+
+def _importance(sweep: Sweep) -> Html | None:
+    ranked = sweep.ranked
+    columns = {key: [sweep.settings[run.id].get(key) for run in ranked] for key in sweep.varied}
+    shares = importance(columns, [sweep.values[run.id] for run in ranked])
+    if not shares:
+        said = f"With fewer than {FEWEST} results nothing can be said." if sweep.varied else "No setting was varied."
+        return section("Importance", element("p", said, class_="empty"))
+    rows = [
+        element(
+            "tr",
+            element("th", element("code", key), scope="row"),
+            element("td", element("meter", min="0", max="1", value=f"{share:.4f}"), class_="bar-cell"),
+            element("td", f"{share:.0%}", class_="figure"),
+        )
+        for key, share in shares.items()
+    ]
+    told = f"How much of the spread of {sweep.metric} goes with each setting alone, less what chance would give."
+    table = element("table", element("tbody", *rows), class_="importance")
+    return section("Importance", element("p", told, class_="under"), scrolling(table))
+
+
+def _table(registry: Registry, sweep: Sweep) -> Html | None:
+    ranked = sweep.ranked[:RANKED]
+    if not ranked:
+        return None
+    commands = [rerun_command(registry.directory(run).read()) for run in ranked]
+    rows = [
+        element(
+            "tr",
+            element("td", str(place), class_="figure"),
+            element("td", run.path.rpartition("/")[2]),
+            element("td", number(sweep.values[run.id]), class_="figure"),
+            *(element("td", show(sweep.settings[run.id].get(key)), class_="figure") for key in sweep.varied),
+            element("td", duration(run.seconds), class_="figure"),
+            element("td", element("span", run.status, class_=f"status {run.status}")),
+            element("td", element("code", command, id=f"command-{place}"), class_="again"),
+            element("td", element("button", "Copy", type="button", data_copy=f"command-{place}")),
+        )
+        for place, (run, command) in enumerate(zip(ranked, commands, strict=True), start=1)
+    ]
+    names = ["", "Run", sweep.metric, *sweep.varied, "Time", "Status", "Command", ""]
+    table = scrolling(element("table", head_row(names), element("tbody", *rows), class_="ranked"))
+    return section("Best runs", copied(commands[0], "best-command"), table)
+
+
+def _differences(sweep: Sweep) -> Html | None:
+    shown = sweep.runs[:COMPARED]
+    if len(shown) < 2:
+        return None
+    keys = differing([sweep.settings[run.id] for run in shown])
+    rows = [
+        element(
+            "tr",
+            element("th", element("code", key), scope="row"),
+            *(element("td", show(sweep.settings[run.id].get(key)), class_="figure") for run in shown),
+        )
+        for key in keys
+    ]
+    if not rows:
+        return section("Config", element("p", f"The best {len(shown)} runs have the same config.", class_="empty"))
+    names = ["", *(run.path.rpartition("/")[2] for run in shown)]
+    table = scrolling(element("table", head_row(names), element("tbody", *rows), class_="ranked"))
+    return section(f"Config of the best {len(shown)}, where it differs", table)

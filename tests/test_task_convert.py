@@ -1,0 +1,189 @@
+"""Weights for others: transformers and PEFT load what task=convert writes, and answer as we do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxhydra.config import Config, ConfigError
+from maxhydra.config.compose import compose, to_yaml
+from maxhydra.config.run import Checkpoint
+from maxhydra.convert import hf_write, load_weights
+from maxhydra.layers import Context
+from maxhydra.model import build, join, split
+from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.tasks import Job, convert
+from maxhydra.train import plan_states
+from maxhydra.train.checkpoint import open_checkpointer
+
+torch = pytest.importorskip("torch", reason="needs the parity extra")
+transformers = pytest.importorskip("transformers", reason="needs the parity extra")
+peft = pytest.importorskip("peft", reason="needs the parity extra")
+safetensors = pytest.importorskip("safetensors.torch")
+
+pytestmark = pytest.mark.parity
+
+SIZES = {
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+MODEL = [
+    *("model=llama2-tiny", "model.num_layers=3", "model.emb_dim=64", "model.mlp_dim=128", "model.num_heads=4"),
+    *("model.num_kv_heads=2", "model.head_dim=16", "model.vocab_size=300", "model.context_length=128"),
+    *("train.seq_len=32", "model.dtypes.compute=float32"),
+]
+STRETCH = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OURS = [
+    "model.kinds.layer.attention.rope." + setting for setting in ("kind=llama3", "theta=500", "original_context=64")
+]
+OURS += [f"model.kinds.layer.attention.rope.{name}={value}" for name, value in STRETCH.items()]
+ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "original_max_position_embeddings": 64, **STRETCH}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "llama": ({"rope_parameters": PLAIN, "tie_word_embeddings": False}, ["model.head=separate"]),
+    "llama3.1": ({"rope_parameters": ROPE, "tie_word_embeddings": True}, ["model.head=tied", *OURS]),
+    "mistral": (
+        {"rope_parameters": PLAIN, "tie_word_embeddings": False, "sliding_window": 8},
+        ["model.head=separate", "model.kinds.layer.attention.window=8"],
+    ),
+}
+TOKENS = np.random.default_rng(0).integers(0, 300, (2, 24))
+
+
+def their_model(case: str, folder: Path, dtype: Any = torch.float32) -> Any:
+    """A random model of theirs, saved."""
+    family = transformers.MistralConfig if case == "mistral" else transformers.LlamaConfig
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(family(**SIZES, **CASES[case][0]))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(1.0 if weight.ndim == 1 else 0.0, 0.2)
+    model = model.to(dtype).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def composed(case: str, source: Path, *overrides: str) -> Config:
+    return compose([*MODEL, *CASES[case][1], f"checkpoint.load_parameters={source}", *overrides]).config
+
+
+def converted(case: str, source: Path, output: Path, *overrides: str) -> Path:
+    config = composed(case, source, "task=convert", f"task.output={output}", *overrides)
+    job: Any = Job(config, {}, None, None)  # type: ignore[arg-type]
+    convert.run(job)
+    assert not output.with_name(output.name + ".partial").exists()
+    return output
+
+
+def their_logits(model: Any) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.from_numpy(TOKENS)).logits.float().numpy()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_comes_back_bit_for_bit(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = {"llama": torch.bfloat16}.get(case, torch.float32)
+    their_model(case, tmp_path / "in", dtype)
+    (tmp_path / "in/tokenizer.json").write_text("{}")
+    overrides = ["task.dtype=bfloat16"] if case == "llama" else []
+    if case == "mistral":
+        monkeypatch.setattr(hf_write, "SHARD", 100_000)
+    out = converted(case, tmp_path / "in", tmp_path / "out", *overrides)
+    before, after = (
+        {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load(file).items()}
+        for folder in (tmp_path / "in", out)
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) and before[name].dtype == dtype for name in before)
+    assert (len(list(out.glob("*.safetensors"))) > 1) == (case == "mistral")
+    assert (out / "tokenizer.json").read_text() == "{}"
+    theirs, again = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) for folder in (tmp_path / "in", out)
+    )
+    assert type(again) is type(theirs)
+    np.testing.assert_array_equal(their_logits(again), their_logits(theirs))
+    prompt = torch.from_numpy(TOKENS)
+    ours, expected = (one.generate(prompt, max_new_tokens=12, do_sample=False) for one in (again, theirs))
+    assert torch.equal(ours, expected)
+
+
+def load(file: Path) -> dict[str, Any]:
+    return safetensors.load_file(file)
+
+
+@pytest.fixture(scope="module")
+def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that trained an adapter around a Hugging Face folder, as one would leave it, with random values."""
+    folder = tmp_path_factory.mktemp("peft")
+    their_model("llama3.1", folder / "base")
+    config = composed("llama3.1", folder / "base", "adapter=lora", "adapter.targets=[attention/,layer/mlp/down]")
+    states = plan_states(config, Sharder(build_mesh(config.mesh, jax.devices()[:1]), config.mesh.rules))
+    state = states.create(0)
+    leaves, tree = jax.tree.flatten(state.params)
+    noise = [0.1 * jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)]
+    params = jax.tree.unflatten(tree, noise)
+    run = folder / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    saver = open_checkpointer(run / "checkpoints", Checkpoint())
+    saver.save(1, type(state)(**{**vars(state), "params": params}), {}, {})
+    saver.close()
+    (run / "config.yaml").write_text(to_yaml(config))
+    (run / "run.json").write_text(json.dumps({"folder": str(folder)}))
+    return run
+
+
+def our_logits(run: Path) -> np.ndarray:
+    """With the adapter beside the weights, not merged."""
+    config = composed("llama3.1", run.parent / "base", "adapter=lora", "adapter.targets=[attention/,layer/mlp/down]")
+    model = build(config.model, config.adapter)
+    base = load_weights(str(run.parent / "base"), model, shardings=None, dtype="float32")
+    trained = convert.read_adapter("", str(run), model)
+    assert jax.tree.structure(trained) == jax.tree.structure(split(model.shapes)[0])
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    ctx = Context(positions=positions, segments=None, sharder=Sharder.single(), cache=None, dropout_key=None)
+    weights = join(trained, base)
+    hidden, _ = model.hidden(weights, jnp.asarray(TOKENS), ctx)
+    return np.asarray(model.logits(weights, hidden, Sharder.single()))
+
+
+def test_peft_loads_an_adapter_and_answers_as_we_do(adapter_run: Path, tmp_path: Path) -> None:
+    out = converted("llama3.1", adapter_run, tmp_path / "out", "task.format=peft")
+    base = transformers.AutoModelForCausalLM.from_pretrained(adapter_run.parent / "base")
+    plain = their_logits(base)
+    theirs = their_logits(peft.PeftModel.from_pretrained(base, out))
+    np.testing.assert_allclose(theirs, our_logits(adapter_run), rtol=1e-4, atol=1e-4)
+    assert np.abs(theirs - plain).max() > 0.1
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"].endswith("/base")
+
+
+def test_a_merged_adapter_is_a_model_of_theirs(adapter_run: Path, tmp_path: Path) -> None:
+    out = converted("llama3.1", adapter_run, tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    np.testing.assert_allclose(their_logits(theirs), our_logits(adapter_run), rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    their_model("llama", tmp_path / "in")
+    (tmp_path / "there").mkdir()
+    for output, overrides, path in (
+        ("there", [], "task.output"),
+        ("out", ["task.format=peft"], "checkpoint.load_parameters"),
+        ("out", ["model.logit_softcap=30"], "task.model_type"),
+        ("out", ["task.model_type=gpt2"], "task.model_type"),
+        ("out", ["model.emb_dim=32"], "model.emb_dim"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            converted("llama", tmp_path / "in", tmp_path / output, *overrides)
+        assert caught.value.problems[0].path == path
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["in", "there"]
