@@ -61,10 +61,10 @@ def test_a_kernel_and_back_against_numpy(shape: tuple[int, ...]) -> None:
 def test_the_model_is_that_of_its_unpacked_weights_and_so_are_the_gradients_of_its_adapter() -> None:
     config = model_config(**SIZES)
     plain, packed = build(config, lora()), build(config, qlora())
-    base = plain.base.init(jax.random.key(0))
-    frozen = mapped(jax.tree.map(jnp.copy, base), lambda keys, weight: kept(packed, keys, weight))
+    base = jax.jit(plain.base.init)(jax.random.key(0))
+    frozen = jax.jit(lambda base: mapped(base, lambda keys, weight: kept(packed, keys, weight)))(base)
     assert jax.tree.map(jnp.shape, frozen) == jax.tree.map(lambda leaf: leaf.shape, split(packed.shapes)[1])
-    trained = split(noisy(plain.init(jax.random.key(0))))[0]
+    trained = split(noisy(jax.jit(plain.init)(jax.random.key(0))))[0]
     zero = jax.tree.map(jnp.zeros_like, trained)
 
     unpacked = merged(packed, join(zero, frozen), dtype=np.dtype(np.float32))
@@ -76,7 +76,7 @@ def test_the_model_is_that_of_its_unpacked_weights_and_so_are_the_gradients_of_i
             hidden, _ = model.hidden(join(trained, frozen), TOKENS, context(2, 7))
             return jnp.sum(jnp.sin(hidden))
 
-        return jax.value_and_grad(of)(trained)
+        return jax.jit(jax.value_and_grad(of))(trained)
 
     ours, expected = total(packed, frozen), total(plain, unpacked)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), ours, expected)
