@@ -5,7 +5,8 @@
 
 As bench/decode_peer.py measures transformers: all prompts are asked at once, `tokens_per_second` is over the whole
 call, `tokens_per_second_after_first` over the tokens after each sequence's first, and `first_token_s` the time until
-the first token of the last sequence; the best of `repeats`, after a warm-up in which programs are compiled.
+the first token of the last sequence; the best of `repeats`, after a warm-up in which programs are compiled, of `warm`
+seconds where they are compiled while others run.
 `processor_s` is the processor time of the call, which other work on the machine changes little.
 """
 
@@ -14,6 +15,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from itertools import count
 from threading import Thread
 
 import jax
@@ -29,7 +31,7 @@ from maxhydra.decode.engine import Engine
 from maxhydra.decode.request import Handle, Request
 from maxhydra.sharding import Sharder, build_mesh
 
-OWN = {"batch": "1,8,32", "prompt": "64", "new": "64", "repeats": "3"}
+OWN = {"batch": "1,8,32", "prompt": "64", "new": "64", "repeats": "3", "warm": "0"}
 
 
 def open_engine(overrides: list[str], *, batch: int, length: int) -> tuple[Engine, int]:
@@ -88,8 +90,11 @@ def main(arguments: list[str]) -> None:
     rng = np.random.default_rng(0)
     for batch in batches:
         prompts = rng.integers(0, vocabulary, (batch, length))
-        for _ in range(2):
+        began = time.perf_counter()
+        for number in count():
             measure(engine, prompts, new=new)
+            if number and time.perf_counter() - began > float(own["warm"]):
+                break
         runs = [measure(engine, prompts, new=new) for _ in range(int(own["repeats"]))]
         best = {
             name: round(min(values) if name.endswith("_s") else max(values), 3)

@@ -152,6 +152,20 @@ COMPANIES = {
 }
 
 
+@pytest.mark.slow
+def test_bursts_give_the_tokens_that_steps_give():
+    """Single steps until the program of a burst is there: asked again until tokens come out together."""
+    engine = start(burst=4)
+    for _ in range(60):
+        deltas = [list(handle) for handle in [engine.submit(request) for request in mixed(8)]]
+        assert [Completion.of(own) for own in deltas] == alone()[:8]
+        if any(len(delta.tokens) > 1 for own in deltas for delta in own):
+            break
+    else:
+        pytest.fail("no burst was used")
+    engine.close()
+
+
 @pytest.mark.parametrize("company", COMPANIES)
 def test_in_any_company_a_request_gets_the_tokens_it_gets_alone(company):
     engine = start(**COMPANIES[company])

@@ -42,6 +42,7 @@ def run_experiment(name: str, here: Path) -> Path:
     if not folder.exists():
         for needed in BEFORE.findall((ROOT / "conf/experiment" / f"{name}.yaml").read_text()):
             run_experiment(needed, here)
+        # One step saves nothing by itself, and others go on from it.
         saved = ["debug=one_step", "checkpoint.mode=synchronous", f"run.name={name}"]
         finished(f"experiment={name}", *SIZES, *INSTEAD.get(name, []), *saved, cwd=here)
     return folder

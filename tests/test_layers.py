@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxhydra.config import ConfigError
 from maxhydra.config import model as config
-from maxhydra.kernels.einsum import projected, widening_einsum
+from maxhydra.kernels.einsum import Layout, projected, widening_einsum
 from maxhydra.layers import (
     Attention,
     AttentionSpec,
@@ -39,7 +39,7 @@ def make_model(kind: config.Kind | None = None, dtypes: dict | None = None, **ch
 
 
 def maker(dtype: str = "float32", layers: int | None = None, compute: str = "float32") -> WeightMaker:
-    product = ProductSpec(compute=jnp.dtype(compute), outputs_first=False)
+    product = ProductSpec(compute=jnp.dtype(compute), layout=Layout.plain)
     return WeightMaker(jax.random.key(0), dtype=jnp.dtype(dtype), layers=layers, product=product)
 
 
@@ -234,12 +234,14 @@ def test_weights_keep_their_format_and_compute_has_its_own(weights):
 @pytest.mark.parametrize(
     "equation", ["BTD,DF->BTF", "BTD,DNH->BTNH", "BTNH,NHD->BTD", "...D,VD->...V", "...D,DV->...V"]
 )
-def test_a_product_with_outputs_first_is_the_same_product(equation):
-    sizes = {"B": 2, "T": 3, "D": 8, "F": 5, "N": 4, "H": 6, "V": 7}
+@pytest.mark.parametrize("layout", [Layout.outputs_first, Layout.joined])
+@pytest.mark.parametrize("rows", [(1, 1), (2, 3)])
+def test_a_product_with_weights_in_another_layout_is_the_same_product(equation, layout, rows):
+    sizes = {"B": rows[0], "T": rows[1], "D": 8, "F": 5, "N": 4, "H": 6, "V": 7}
     of_x, of_weight = equation.split("->")[0].split(",")
     rng = np.random.default_rng(0)
     x = rng.normal(size=[sizes[name] for name in of_x.replace("...", "BT")]).astype(np.float32)
     weight = rng.normal(size=[sizes[name] for name in of_weight]).astype(np.float32)
     for dtype in (None, jnp.float32):
-        found = projected(equation, jnp.asarray(x), jnp.asarray(weight), outputs_first=True, dtype=dtype)
+        found = projected(equation, jnp.asarray(x), jnp.asarray(weight), layout=layout, dtype=dtype)
         np.testing.assert_allclose(found, np.einsum(equation, x, weight), atol=1e-5)

@@ -1,8 +1,10 @@
 """How tokens are drawn, and how many sequences are decoded at once: for decode, serve and reinforcement learning."""
 
+from collections.abc import Iterator
 from enum import Enum
 
 from maxhydra.config.declare import Schema, option, schema
+from maxhydra.config.errors import Problem
 
 
 class CacheDtype(Enum):
@@ -52,6 +54,9 @@ class Engine(Schema):
     """Longest prompt and answer together. null: model.context_length."""
     prefill_chunk: int = option(256, ge=1)
     """Prompt tokens taken in at a time, between two tokens of the other sequences."""
+    burst: int | None = option(None, ge=1)
+    """Tokens of each sequence that are decoded between two looks of the host, while no prompt waits: more are faster,
+    and come out together. null: 8, and 1 on a CPU and with steady."""
     prefix_cache: bool = True
     """Keep the pages of finished prompts, for prompts that begin alike."""
     cache_dtype: CacheDtype = CacheDtype.auto
@@ -59,3 +64,8 @@ class Engine(Schema):
     steady: bool = False
     """Take for every step the program of just its size, and wait for it, instead of one in hand that can do more: the
     same requests at once give the same tokens to the last bit, whatever was decoded before."""
+
+    def check(self) -> Iterator[Problem]:
+        if self.steady and self.burst is not None and self.burst > 1:
+            reason = "depends on the time, which steady=true rules out"
+            yield Problem("burst", reason, value=self.burst, accepted="1 or null")

@@ -47,6 +47,7 @@ class AttentionBackend(Enum):
 class Projection(Enum):
     plain = "plain"
     outputs_first = "outputs_first"
+    joined = "joined"
 
 
 @schema
@@ -178,7 +179,8 @@ class ModelKernels(Schema):
     attention: AttentionBackend = AttentionBackend.auto
     """auto takes the fastest that supports the request."""
     projection: Projection = Projection.plain
-    """Products with weights. outputs_first: for few rows on a CPU, weights laid out for it; decoding sets it there."""
+    """Products with weights. outputs_first: for few rows on a CPU, joined: on a GPU, weights laid out for it; decoding
+    sets them there."""
 
 
 @schema

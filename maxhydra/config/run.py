@@ -206,8 +206,3 @@ class Tracker(Schema):
     """wandb: team or user."""
     mode: TrackerMode = TrackerMode.online
     """wandb: online sends as it goes, offline writes for `wandb sync`."""
-
-
-@schema
-class Quantization(Schema):
-    """Number formats of matrix products below bfloat16; `none` is the only option so far."""

@@ -10,8 +10,9 @@ from maxhydra.config.hardware import Hardware
 from maxhydra.config.mesh import Mesh
 from maxhydra.config.model import Model
 from maxhydra.config.optimizer import Optimizer
+from maxhydra.config.quantization import Quantization
 from maxhydra.config.reward import Reward
-from maxhydra.config.run import Checkpoint, Quantization, Run, Task, Tracker, Train
+from maxhydra.config.run import Checkpoint, Run, Task, Tracker, Train
 
 
 @schema

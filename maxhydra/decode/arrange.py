@@ -1,24 +1,30 @@
-"""Weights laid out for decoding on a CPU, where a step is a few rows against every weight.
+"""Weights laid out for decoding, where a step is a few rows against every weight.
 
-XLA for CPUs copies a layer's weights out of their stack before using them, and is fast for few rows only with the
-weight as the left operand, outputs first in memory. So layers are taken out of their stacks, and weights turned round,
-once; the programs turn them back, which the compiler folds into the product. Products of SmolLM2 (135M, float32, 2
-cores): a third less time at batch 1, half at batch 8. Programs take longer to compile, as every layer is written out.
+XLA copies a layer's weights out of their stack before using them, so layers are taken out of their stacks, once. On a
+CPU it is fast for few rows only with the weight as the left operand, outputs first in memory: weights are turned round,
+and the programs turn them back, which the compiler folds into the product. Products of SmolLM2 (135M, float32, 2
+cores): a third less time at batch 1, half at batch 8. On a GPU one row wants its outputs first too, and few large
+products are faster than many: weights with the same input lie together, are cut apart by the programs and put together
+again by the layers, which the compiler folds into nothing. Programs take longer to compile, as every layer is written
+out.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxhydra.config.model import Projection
-from maxhydra.model import ModelDef, build
+from maxhydra.model import ModelDef
 from maxhydra.sharding import LogicalAxes, Sharder, is_axes
 
 Tree = Any
+# Projections of a part of a layer that share their input.
+JOINED = {"attention": ("query", "key", "value"), "mlp": ("gate", "up")}
+LAYERS = ("prefix", "pattern", "remainder")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,21 +38,24 @@ class Arrangement:
     """As they are kept -> as `model` takes them; inside a program."""
 
 
-def arrange(model: ModelDef, sharder: Sharder) -> Arrangement:
-    """The layout that suits the devices: on one CPU as described above, elsewhere as it is."""
-    if sharder.mesh.size > 1 or jax.default_backend() != "cpu":
+def arrange(model: ModelDef, sharder: Sharder, platform: str) -> Arrangement:
+    """The layout that suits the devices: on one CPU or GPU as described above, elsewhere as it is."""
+    if sharder.mesh.size > 1 or platform not in ("cpu", "gpu"):
         return Arrangement(model, keep=lambda params: params, use=lambda params: params)
-    flat = flattened(model)
-    return Arrangement(flat, keep=partial(_kept, model, flat), use=partial(_turned, axes=flat.axes, back=True))
+    layout = Projection.outputs_first if platform == "cpu" else Projection.joined
+    flat = flattened(model, layout)
+    arranged = _Flat(model, flat, joins=layout is Projection.joined)
+    return Arrangement(flat, keep=arranged.keep, use=arranged.use)
 
 
-def flattened(model: ModelDef) -> ModelDef:
+def flattened(model: ModelDef, layout: Projection) -> ModelDef:
     """The same model with every layer written out."""
     config = model.config
     repeated = config.num_layers - len(config.prefix)
     pattern = [config.pattern[index % len(config.pattern)] for index in range(repeated)]
-    kernels = dataclasses.replace(config.kernels, projection=Projection.outputs_first)
-    return build(dataclasses.replace(config, prefix=[*config.prefix, *pattern], kernels=kernels), model.adapter)
+    kernels = dataclasses.replace(config.kernels, projection=layout)
+    flat = dataclasses.replace(config, prefix=[*config.prefix, *pattern], kernels=kernels)
+    return dataclasses.replace(model, config=flat)
 
 
 def unstacked(model: ModelDef, params: Tree) -> Iterator[Tree]:
@@ -61,27 +70,82 @@ def unstacked(model: ModelDef, params: Tree) -> Iterator[Tree]:
     yield from _in_order(params.get("remainder", {}))
 
 
-def _kept(model: ModelDef, flat: ModelDef, params: Tree) -> Tree:
-    """Layer by layer, so that beside the two copies of all weights there is room for one layer more at most."""
-    ends = {name: part for name, part in params.items() if name not in ("prefix", "pattern", "remainder")}
-    kept = {name: _turned(part, axes=flat.axes[name], back=False) for name, part in ends.items()}
-    layers = enumerate(unstacked(model, params))
-    kept["prefix"] = {str(n): _turned(layer, axes=flat.axes["prefix"][str(n)], back=False) for n, layer in layers}
-    return kept
+@dataclasses.dataclass(frozen=True)
+class _Flat:
+    """Layers out of their stacks, outputs first, and perhaps joined."""
+
+    model: ModelDef
+    flat: ModelDef
+    joins: bool
+
+    def keep(self, params: Tree) -> Tree:
+        """Layer by layer, so that beside the two copies of all weights there is room for one layer more at most."""
+        axes = self.flat.axes
+        kept = {name: _map(_turned, axes[name], part) for name, part in params.items() if name not in LAYERS}
+        layers = enumerate(unstacked(self.model, params))
+        kept["prefix"] = {str(n): self._kept_layer(str(n), layer) for n, layer in layers}
+        return kept
+
+    def use(self, kept: Tree) -> Tree:
+        axes = self.flat.axes
+        params = {name: _map(_turned_back, axes[name], part) for name, part in kept.items() if name != "prefix"}
+        params["prefix"] = {number: self._used_layer(number, layer) for number, layer in kept["prefix"].items()}
+        return params
+
+    def _kept_layer(self, number: str, layer: Tree) -> Tree:
+        turned = _map(_turned, self.flat.axes["prefix"][number], layer)
+        return _joined(turned) if self.joins else turned
+
+    def _used_layer(self, number: str, layer: Tree) -> Tree:
+        """Joined weights are turned back before they are cut: what the layers put together again is then whole."""
+        used = _map(_turned_back, self.flat.axes["prefix"][number], layer)
+        return _parted(used, self.flat.shapes["prefix"][number])
+
+
+def _joined(layer: Tree) -> Tree:
+    """Kernels that share an input as one under the first's key; the others' keys hold None."""
+    layer = jax.tree.map(lambda leaf: leaf, layer)
+    for part, names in JOINED.items():
+        whole = jnp.concatenate([layer[part][name]["kernel"] for name in names])
+        for name in names:
+            layer[part][name]["kernel"] = whole if name == names[0] else None
+    return layer
+
+
+def _parted(layer: Tree, shapes: Tree) -> Tree:
+    """The kernels for themselves, given what was joined with inputs first."""
+    for part, names in JOINED.items():
+        if layer[part][names[-1]]["kernel"] is None:
+            counts = [shapes[part][name]["kernel"].shape[1] for name in names]
+            kernels = jnp.split(layer[part][names[0]]["kernel"], np.cumsum(counts)[:-1], axis=1)
+            for name, kernel in zip(names, kernels, strict=True):
+                layer[part][name]["kernel"] = kernel
+    return layer
 
 
 def _in_order(blocks: dict[str, Tree]) -> list[Tree]:
     return [blocks[str(index)] for index in range(len(blocks))]
 
 
-def _turned(params: Tree, *, axes: Tree, back: bool) -> Tree:
-    """Every weight with its outputs first; `back` undoes it."""
+def _map(function: Callable[..., Any], axes: Tree, weights: Tree) -> Tree:
+    """function(path, logical axes, weight) of every weight there is."""
 
-    def turn(names: LogicalAxes, weight: jax.Array) -> jax.Array:
-        source, target = _move(names)
-        return jnp.moveaxis(weight, target, source) if back else jnp.moveaxis(weight, source, target)
+    def of(keys: jax.tree_util.KeyPath, names: LogicalAxes, weight: Any) -> Any:
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        return None if weight is None else function(path, names, weight)
 
-    return jax.tree.map(turn, axes, params, is_leaf=is_axes)
+    return jax.tree_util.tree_map_with_path(of, axes, weights, is_leaf=is_axes)
+
+
+def _turned(path: str, names: LogicalAxes, weight: jax.Array) -> jax.Array:
+    """The weight with its outputs first."""
+    source, target = _move(names)
+    return jnp.moveaxis(weight, source, target)
+
+
+def _turned_back(path: str, names: LogicalAxes, weight: jax.Array) -> jax.Array:
+    source, target = _move(names)
+    return jnp.moveaxis(weight, target, source)
 
 
 def _move(names: LogicalAxes) -> tuple[int, int]:

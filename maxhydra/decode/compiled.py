@@ -51,7 +51,7 @@ class Compiled(Generic[Name]):
 
     def choose(self, name: Name, *, eventual: Name) -> Name:
         """The program to use for work of this name. `eventual`: the name it will soon have, if there is none yet."""
-        if self._is_steady or self._is_ready(name):
+        if self._is_steady or self.is_ready(name):
             return name
         with self._lock:
             ready = [other for other, found in self._found.items() if found.done() and other.holds(name)]
@@ -63,7 +63,7 @@ class Compiled(Generic[Name]):
             self.begin(name)
         return smallest
 
-    def _is_ready(self, name: Name) -> bool:
+    def is_ready(self, name: Name) -> bool:
         return name in self._found and self._found[name].done()
 
     def close(self) -> None:

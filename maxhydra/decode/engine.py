@@ -19,7 +19,7 @@ from maxhydra.config.decode import CacheDtype
 from maxhydra.config.decode import Engine as Config
 from maxhydra.data import Tokenizer
 from maxhydra.decode.arrange import arrange
-from maxhydra.decode.programs import Programs
+from maxhydra.decode.programs import BurstName, Programs
 from maxhydra.decode.request import Handle, RefusedError, Request, TokenLogprob
 from maxhydra.decode.sampler import ALTERNATIVES, Choice
 from maxhydra.decode.scheduler import Scheduler
@@ -37,6 +37,8 @@ STORAGE = {
     CacheDtype.int8: jnp.dtype(jnp.int8),
     CacheDtype.float8: jnp.dtype(jnp.float8_e4m3fn),
 }
+# Tokens of a burst on an accelerator, where a step is so short that the host would be the slower of the two.
+BURST = 8
 # Pages before the end of a context's width at which the next width is compiled.
 FORESIGHT = 2
 
@@ -46,6 +48,9 @@ class Drawn(NamedTuple):
 
     sequences: list[Sequence | None]
     choice: Choice
+    """Of one step [B], or of a burst of them [steps, B]."""
+    counts: list[int]
+    """Tokens of each."""
 
 
 class Engine:
@@ -69,7 +74,10 @@ class Engine:
         self._scheduler = Scheduler(config, pages)
         room = PagedRoom(pages, config.page_size, slots=config.max_batch, storage=STORAGE[config.cache_dtype])
         self._buckets = Buckets(sharder.ways("act_batch"), config.page_size, -(-self._max_context // config.page_size))
-        self._arrangement = arrange(model, sharder)
+        # A burst begins when its program is ready and nobody waits, which depends on the time.
+        is_single = config.steady or jax.default_backend() == "cpu"
+        self._burst = config.burst or (1 if is_single else BURST)
+        self._arrangement = arrange(model, sharder, jax.default_backend())
         self._params = self._arrangement.keep(params)
         self._programs = Programs(self._arrangement, self._params, room, sharder=sharder, steady=config.steady)
         self._cache, self._board = self._programs.empty()
@@ -223,9 +231,9 @@ class Engine:
             self._draw(whole, logits_BV)
 
     def _advance(self) -> None:
-        """Send a step of every running sequence."""
+        """Send a step of every running sequence, or a burst of steps."""
         rows = self._scheduler.next_rows()
-        if not rows:
+        if not rows or self._advance_far(rows):
             return
         shape = self._next_shape(rows)
         self._foresee(rows, shape)
@@ -234,6 +242,33 @@ class Engine:
             sequence.computed += 1
         logits_BV, self._cache = self._programs.forward(shape, self._params, self._cache, self._board, work)
         self._draw(list(rows), logits_BV)
+
+    def _advance_far(self, rows: list[Sequence]) -> bool:
+        """Send a burst if nobody waits who would have to wait for its end, and most of it is needed."""
+        length = self._burst
+        is_needed = 2 * max(sequence.left for sequence in rows) > length
+        if length == 1 or not is_needed or not self._scheduler.is_settled:
+            return False
+        shape = self._buckets.of_rows(rows, later=length - 1, more=0)
+        name = self._programs.burst_for(BurstName(shape, steps_of(rows), length))
+        if name is None:
+            return False
+        later = self._buckets.of_rows(rows, later=2 * length, more=0)
+        if later.pages > name.shape.pages:
+            self._programs.burst_for(BurstName(later, name.steps, length))
+        counts = [min(length, sequence.left) for sequence in rows]
+        work = advancing(rows, name.shape, self._programs.nobody)
+        draw = drawing(list(rows), name.shape.rows, self._programs.nobody)
+        left_B = np.zeros(name.shape.rows, np.int32)
+        left_B[: len(rows)] = counts
+        self._cache, self._board, choice = self._programs.burst(
+            name, self._params, self._cache, self._board, work, draw, left_B
+        )
+        for sequence, count in zip(rows, counts, strict=True):
+            sequence.computed += count
+            sequence.asked += count
+        self._under_way.append(Drawn(list(rows), choice, counts))
+        return True
 
     def _next_shape(self, rows: list[Sequence]) -> Shape:
         """The shape in which these rows are advanced: while others come in, rather that of all together."""
@@ -254,28 +289,32 @@ class Engine:
         for sequence in sequences:
             if sequence is not None:
                 sequence.asked += 1
-        self._under_way.append(Drawn(sequences, choice))
+        self._under_way.append(Drawn(sequences, choice, [1] * len(sequences)))
 
     def _collect(self, drawn: Drawn) -> None:
         """Wait for tokens that were asked for, and tell their sequences."""
         choice = jax.tree.map(np.asarray, drawn.choice)
-        for row, sequence in enumerate(drawn.sequences):
+        if choice.token_B.ndim == 1:
+            choice = jax.tree.map(lambda array: array[None], choice)
+        tokens = choice.token_B.T.tolist()
+        for row, (sequence, count) in enumerate(zip(drawn.sequences, drawn.counts, strict=True)):
             if sequence is None or sequence.is_over:
                 continue
-            self._tokens_drawn += 1
-            logprob = _logprob(choice, row, sequence.request.logprobs)
-            sequence.take(int(choice.token_B[row]), logprob, tokenizer=self._tokenizer, ends=self._ends)
+            asked = sequence.request.logprobs
+            logprobs = [] if asked is None else [_logprob(choice, (step, row), asked) for step in range(count)]
+            self._tokens_drawn += sequence.take(
+                tokens[row][:count], logprobs, tokenizer=self._tokenizer, ends=self._ends
+            )
             if sequence.is_over:
                 self._scheduler.leave(sequence)
 
 
-def _logprob(choice: Choice, row: int, alternatives: int | None) -> TokenLogprob | None:
-    if alternatives is None:
-        return None
+def _logprob(choice: Choice, place: tuple[int, int], alternatives: int) -> TokenLogprob:
     assert choice.logprob_B is not None
     assert choice.alternatives_BA is not None and choice.alternative_logprobs_BA is not None
-    pairs = zip(
-        choice.alternatives_BA[row, :alternatives], choice.alternative_logprobs_BA[row, :alternatives], strict=True
+    tokens, logprobs = (
+        choice.alternatives_BA[place][:alternatives],
+        choice.alternative_logprobs_BA[place][:alternatives],
     )
-    listed = tuple((int(token), float(logprob)) for token, logprob in pairs)
-    return TokenLogprob(int(choice.token_B[row]), float(choice.logprob_B[row]), listed)
+    listed = tuple((int(token), float(logprob)) for token, logprob in zip(tokens, logprobs, strict=True))
+    return TokenLogprob(int(choice.token_B[place]), float(choice.logprob_B[place]), listed)

@@ -41,6 +41,21 @@ class DrawName(NamedTuple):
         return self.rows * (1 + 4 * steps.draws + 64 * steps.filters + steps.penalises + 8 * steps.reports)
 
 
+class BurstName(NamedTuple):
+    """A program that advances every row by several tokens, each fed by the one before it."""
+
+    shape: Shape
+    steps: Steps
+    length: int
+
+    def holds(self, other: "BurstName") -> bool:
+        return self.length == other.length and self.shape.holds(other.shape) and self.steps.holds(other.steps)
+
+    @property
+    def size(self) -> int:
+        return self.shape.size * self.length
+
+
 class Board(NamedTuple):
     """What is known of every place among the sequences decoded at a time; the last place is nobody's."""
 
@@ -68,6 +83,7 @@ class Programs:
         self._caches = jax.tree.map(_placed, caches, self._cache_shardings)
         self._forwards: Compiled[Shape] = Compiled(self._compile_forward, steady=steady)
         self._draws: Compiled[DrawName] = Compiled(self._compile_draw, steady=steady)
+        self._bursts: Compiled[BurstName] = Compiled(self._compile_burst, steady=steady)
 
     @property
     def nobody(self) -> int:
@@ -104,6 +120,21 @@ class Programs:
         board, choice = self._draws.get(self._draws.choose(name, eventual=name))(board, logits_BV, *draw)
         return board, choice
 
+    def burst_for(self, name: BurstName) -> BurstName | None:
+        """The burst to use for work of this name; None while there is none, which is then being compiled."""
+        chosen = self._bursts.choose(name, eventual=name)
+        self._bursts.begin(chosen)
+        return chosen if self._bursts.is_ready(chosen) else None
+
+    def burst(
+        self, name: BurstName, params: Tree, cache: Tree, board: Board, work: Work, draw: Draw, left_B: np.ndarray
+    ) -> tuple[Tree, Board, Choice]:
+        """Tokens for every row, [length, B]; of a row with less than `length` tokens left, the rest means nothing."""
+        cache, board, choice = self._bursts.get(name)(
+            params, cache, board, work.positions_BT, work.table_BW, left_B, *draw
+        )
+        return cache, board, choice
+
     def note_prompt(self, board: Board, slot: int, prompt: tuple[int, ...]) -> Board:
         """Write down a new sequence's tokens, for the repetition penalty."""
         seen_V = np.zeros(board.seen_NV.shape[1], bool)
@@ -113,6 +144,7 @@ class Programs:
     def close(self) -> None:
         self._forwards.close()
         self._draws.close()
+        self._bursts.close()
 
     def _compile_forward(self, shape: Shape) -> Program:
         B, T, W = shape.rows, shape.tokens, shape.pages
@@ -128,10 +160,22 @@ class Programs:
         logits = jax.ShapeDtypeStruct(
             (rows, config.vocab_size), jnp.dtype(config.dtypes.logits.value), sharding=self._logits
         )
-        kinds = [((rows,), jnp.int32), ((rows, 4), jnp.uint32), ((rows, 4), jnp.float32)]
-        arrays = [jax.ShapeDtypeStruct(size, kind, sharding=self._whole) for size, kind in kinds]
         jitted = jax.jit(_draw(steps), donate_argnums=0, out_shardings=self._whole)
-        return jitted.lower(self._board(), logits, *arrays).compile()
+        return jitted.lower(self._board(), logits, *self._draw_arrays(rows)).compile()
+
+    def _compile_burst(self, name: BurstName) -> Program:
+        B, W = name.shape.rows, name.shape.pages
+        arrays = [jax.ShapeDtypeStruct(size, jnp.int32, sharding=self._whole) for size in ((B, 1), (B, W), (B,))]
+        burst = _burst(self._arrangement, self._sharder, name, nobody=self.nobody)
+        shardings = (self._cache_shardings, self._whole, self._whole)
+        jitted = jax.jit(burst, donate_argnums=(1, 2), out_shardings=shardings)
+        lowered = jitted.lower(self._params, self._caches, self._board(), *arrays, *self._draw_arrays(B))
+        return lowered.compile()
+
+    def _draw_arrays(self, rows: int) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of a `Draw`."""
+        kinds = [((rows,), jnp.int32), ((rows, 4), jnp.uint32), ((rows, 4), jnp.float32)]
+        return [jax.ShapeDtypeStruct(size, kind, sharding=self._whole) for size, kind in kinds]
 
     def _board(self) -> Any:
         """The board's shapes."""
@@ -186,6 +230,39 @@ def _draw(steps: Steps) -> Callable[..., tuple[Board, Choice]]:
         return Board(board.last_N.at[slots_B].set(token_B), seen_NV), choice
 
     return draw
+
+
+def _burst(
+    arrangement: Arrangement, sharder: Sharder, name: BurstName, *, nobody: int
+) -> Callable[..., tuple[Tree, Board, Choice]]:
+    forward, draw = _forward(arrangement, sharder, is_prompt=False), _draw(name.steps)
+
+    def burst(
+        params: Tree,
+        cache: Tree,
+        board: Board,
+        positions_B1: jax.Array,
+        table_BW: jax.Array,
+        left_B: jax.Array,
+        slots_B: jax.Array,
+        integers_B4: jax.Array,
+        numbers_B4: jax.Array,
+    ) -> tuple[Tree, Board, Choice]:
+        def step(carry: tuple[Tree, Board], number: jax.Array) -> tuple[tuple[Tree, Board], Choice]:
+            """A row that has no tokens left reads and writes nothing any more."""
+            cache, board = carry
+            is_left_B = number < left_B
+            position_B1 = jnp.where(is_left_B[:, None], positions_B1 + number, -1)
+            own_B = jnp.where(is_left_B, slots_B, nobody)
+            logits_BV, cache = forward(params, cache, board.last_N, own_B, position_B1, table_BW)
+            numbered_B4 = integers_B4.at[:, 0].add(number.astype(jnp.uint32))
+            board, choice = draw(board, logits_BV, own_B, numbered_B4, numbers_B4)
+            return (cache, board), choice
+
+        (cache, board), choices = jax.lax.scan(step, (cache, board), jnp.arange(name.length))
+        return cache, board, choices
+
+    return burst
 
 
 @jax.jit

@@ -35,6 +35,11 @@ class Scheduler:
         self._free_slots = list(reversed(range(config.max_batch)))
 
     @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing to do but to go on with what runs."""
+        return not (self.waiting or self.reading)
+
+    @property
     def is_idle(self) -> bool:
         return not (self.waiting or self.reading or self.running)
 
@@ -84,7 +89,7 @@ class Scheduler:
 
     def next_rows(self) -> list[Sequence]:
         """Sequences of which another token is drawn now."""
-        return [sequence for sequence in self.running if sequence.asked < sequence.budget]
+        return [sequence for sequence in self.running if sequence.left > 0]
 
     def leave(self, sequence: Sequence) -> None:
         """Free the place and the pages of a sequence that is over; its full pages can be found by others."""

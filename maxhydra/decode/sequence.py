@@ -1,6 +1,7 @@
 """One request on its way through the engine: what is in the cache, what was drawn, what was told."""
 
 import math
+from collections.abc import Sequence as List
 
 import numpy as np
 
@@ -34,6 +35,11 @@ class Sequence:
         self._stopper = Stopper(request.stop)
 
     @property
+    def left(self) -> int:
+        """Tokens that may still be asked for."""
+        return self.budget - self.asked
+
+    @property
     def places(self) -> int:
         """Tokens that the cache must hold: the last to be drawn is never read."""
         return len(self.request.prompt) + self.budget - 1
@@ -65,26 +71,37 @@ class Sequence:
         self.table = np.array(lease.pages, np.int32)
         self.computed = lease.shared * page_size
 
-    def take(self, token: int, logprob: TokenLogprob | None, *, tokenizer: Tokenizer, ends: frozenset[int]) -> None:
-        """A token that was drawn: tell what is new, and see whether this was the last."""
-        if token < 0:
-            self.fail("the model's logits are not numbers: its weights are broken, or overflow their number format")
-            return
+    def take(
+        self, tokens: List[int], logprobs: List[TokenLogprob], *, tokenizer: Tokenizer, ends: frozenset[int]
+    ) -> int:
+        """Tokens that were drawn: tell what is new, up to the one that was the last. How many that are."""
         if self._words is None:
             self._words = Detokenizer(tokenizer, self.request.prompt)
+        text, finish, count = "", None, 0
+        while finish is None and count < len(tokens) and tokens[count] >= 0:
+            more, finish = self._add(tokens[count], self._words, ends)
+            text, count = text + more, count + 1
+        self.is_over = finish is not None
+        if count:
+            self.handle.put(Delta(text, tuple(tokens[:count]), tuple(logprobs[:count]), finish))
+        if finish is None and count < len(tokens):
+            self.fail("the model's logits are not numbers: its weights are broken, or overflow their number format")
+        return count
+
+    def _add(self, token: int, words: Detokenizer, ends: frozenset[int]) -> tuple[str, str | None]:
+        """The text that a token adds, and why the sequence ends with it, if it does."""
         self.tokens.append(token)
         finish: str | None = None
         text = ""
         if token in ends and not self.request.ignore_eos:
             finish = "stop"
         else:
-            text = self._stopper.add(self._words.add(token))
+            text = self._stopper.add(words.add(token))
             finish = "stop" if self._stopper.is_stopped else "length" if self.drawn >= self.budget else None
         if finish is not None and not self._stopper.is_stopped:
-            text += self._stopper.add(self._words.rest())
+            text += self._stopper.add(words.rest())
             text += self._stopper.rest()
-        self.is_over = finish is not None
-        self.handle.put(Delta(text, (token,), () if logprob is None else (logprob,), finish))
+        return text, finish
 
     def cancel(self) -> None:
         self._end(Delta("", (), finish="cancelled"))

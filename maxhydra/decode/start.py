@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from maxhydra import model
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.decode import Engine as EngineConfig
+from maxhydra.config.quantization import QuantizationKind
 from maxhydra.convert import load_weights
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.origin import check_origin
@@ -39,6 +40,9 @@ def open_engine(config: Config, engine: EngineConfig, prompts: Prompts) -> Engin
     """
     assert config.checkpoint.load_parameters is not None
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    if config.quantization.kind is QuantizationKind.fp8:
+        hint = f"leave quantization={config.quantization.kind.value} out"
+        raise ConfigError(Problem("quantization.kind", "is a way to train, not to decode", value="fp8", hint=hint))
     decoder = model.build(config.model)
     sharder.check(decoder.axes, decoder.shapes)
     params = load_weights(

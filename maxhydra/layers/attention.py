@@ -15,10 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
 from maxhydra.kernels.attention import Request, UnsupportedError, attention
+from maxhydra.kernels.einsum import Layout
+from maxhydra.kernels.paged_attention import Pages, can_serve, paged_attention
 from maxhydra.layers.cache import Cache, KeysValues, Room
 from maxhydra.layers.context import Context
-from maxhydra.layers.projection import together
-from maxhydra.layers.rope import frequencies, rotate
+from maxhydra.layers.projection import joined, together
+from maxhydra.layers.rope import frequencies, rotate, turns
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
 
@@ -72,8 +74,11 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
-        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, ctx)
-        mixed_BTNH, cache = self._mix(q_BTNH, k_BTKH, v_BTKH, ctx)
+        pages = self._pages(x_BTD, ctx)
+        if pages is None:
+            mixed_BTNH, cache = self._mix(*self._project(x_BTD, ctx), ctx)
+        else:
+            mixed_BTNH, cache = self._mix_pages(x_BTD, pages, ctx)
         mixed_BTNH = ctx.constrain(mixed_BTNH, "act_batch", "act_length", "act_heads", None)
         mixed_BTNH = checkpoint_name(mixed_BTNH, "context")
         out_BTD = self.out(mixed_BTNH, ctx)
@@ -91,10 +96,11 @@ class Attention(nnx.Module):
 
         In training one product where every device holds all heads, as on a single one: x is read once, and its gradient
         is written once instead of three times and added up. Heads that are split over devices would have to move for
-        that, and to decode a token the weights would be copied for it.
+        that, and to decode a token the weights would be copied for it unless they lie together.
         """
         spec = self.spec
-        if ctx.cache is None and ctx.sharder.ways("heads") == ctx.sharder.ways("kv_heads") == 1:
+        is_whole = ctx.sharder.ways("heads") == ctx.sharder.ways("kv_heads") == 1
+        if (ctx.cache is None and is_whole) or self.query.product.layout is Layout.joined:
             q_BTNH, k_BTKH, v_BTKH = together((self.query, self.key, self.value), x_BTD, ctx)
         else:
             q_BTNH, k_BTKH, v_BTKH = (projection(x_BTD, ctx) for projection in (self.query, self.key, self.value))
@@ -113,7 +119,7 @@ class Attention(nnx.Module):
             return self._attend(
                 q_BTNH, k_BSKH, v_BSKH, ctx, q_segments_BT=ctx.segments, kv_segments_BS=ctx.segments
             ), None
-        positions_BT = ctx.positions if ctx.segments is None else jnp.where(ctx.segments == 0, -1, ctx.positions)
+        positions_BT = _positions(ctx)
         cache = ctx.cache.insert(k_BTKH, v_BTKH, positions_BT, ctx.rows)
         kept: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
         k_BSKH, v_BSKH = self._whole(kept.key_BSKH, ctx), self._whole(kept.value_BSKH, ctx)
@@ -122,6 +128,23 @@ class Attention(nnx.Module):
         )
         return mixed_BTNH, cache
 
+    def _pages(self, x_BTD: jax.Array, ctx: Context) -> Pages | None:
+        """The cache as the kernel for one new token a row takes it; None where that cannot serve."""
+        is_plain = all(projection.lora is None for projection in (self.query, self.key, self.value))
+        is_asked = self.spec.backend == "auto" and self.query.product.layout is Layout.joined and is_plain
+        if ctx.cache is None or not is_asked or x_BTD.shape[1] > 1:
+            return None
+        pages: Pages | None = ctx.cache.pages(_positions(ctx), ctx.rows)
+        return pages if pages is not None and can_serve(pages, x_BTD.dtype.name, ctx.sharder.mesh.size) else None
+
+    def _mix_pages(self, x_B1D: jax.Array, pages: Pages, ctx: Context) -> tuple[jax.Array, Any]:
+        """The same as _project and _mix, from the heads of all three in one array to the cache with the new token."""
+        spec = self.spec
+        heads_BMH = joined((self.query, self.key, self.value), x_B1D, ctx)[:, 0]
+        turn = None if spec.frequencies is None else turns(ctx.positions[:, 0], spec.frequencies)
+        mixed_BNH, pages = paged_attention(heads_BMH, turn, pages, self._request(ctx))
+        return mixed_BNH[:, None], ctx.cache.with_pages(pages)
+
     def _whole(self, kv_BSKH: jax.Array, ctx: Context) -> jax.Array:
         """Keys or values of whole sequences on each device: queries may be split along the sequence, these are not."""
         return ctx.constrain(kv_BSKH, "act_batch", None, "act_kv_heads", None)
@@ -129,8 +152,18 @@ class Attention(nnx.Module):
     def _attend(
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ctx: Context, **tokens: jax.Array | None
     ) -> jax.Array:
+        backend = self.spec.backend
+        try:
+            return attention(q_BTNH, k_BSKH, v_BSKH, self._request(ctx), backend=backend, **tokens)
+        except UnsupportedError as error:
+            accepted = ", ".join(("auto", *error.able))
+            raise ConfigError(
+                Problem("model.kernels.attention", "; ".join(error.reasons), value=backend, accepted=accepted)
+            ) from None
+
+    def _request(self, ctx: Context) -> Request:
         spec = self.spec
-        request = Request(
+        return Request(
             scale=spec.scale,
             causal=True,
             window=spec.window,
@@ -138,10 +171,8 @@ class Attention(nnx.Module):
             softmax_dtype=spec.dtypes.softmax.name,
             is_length_split=ctx.is_length_split,
         )
-        try:
-            return attention(q_BTNH, k_BSKH, v_BSKH, request, backend=spec.backend, **tokens)
-        except UnsupportedError as error:
-            accepted = ", ".join(("auto", *error.able))
-            raise ConfigError(
-                Problem("model.kernels.attention", "; ".join(error.reasons), value=spec.backend, accepted=accepted)
-            ) from None
+
+
+def _positions(ctx: Context) -> jax.Array:
+    """Where the tokens stand that meet a cache, -1 for padding."""
+    return ctx.positions if ctx.segments is None else jnp.where(ctx.segments == 0, -1, ctx.positions)

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxhydra.kernels.paged_attention import Pages
+
 
 class Rows(NamedTuple):
     """Where the rows of a call lie in caches that outlive the call."""
@@ -140,6 +142,9 @@ class DenseLayer:
             length_B=jnp.maximum(self.length_B, jnp.max(positions_BT, axis=1) + 1),
         )
 
+    def pages(self, positions_BT: jax.Array, rows: Rows | None) -> Pages | None:
+        return None
+
     def read(self, rows: Rows | None, dtype: np.dtype) -> KeysValues:
         slots_1S = jnp.arange(self.key_BSKH.shape[1], dtype=jnp.int32)[None]
         positions_BS = jnp.where(slots_1S < self.length_B[:, None], slots_1S, -1)
@@ -203,6 +208,22 @@ class PagedLayer:
             _set(self.cache.value_scale_LPKZ, place, value_scale),
         )
         return PagedLayer(cache, self.layer, jnp.max(positions_BT, axis=1) + 1)
+
+    def pages(self, positions_BT: jax.Array, rows: Rows | None) -> Pages | None:
+        """The rows' pages where they lie, before this call's tokens are written; None where numbers are scaled."""
+        assert rows is not None
+        if self.cache.key_scale_LPKZ is not None:
+            return None
+        L, P = self.cache.key_LPKZH.shape[:2]
+        key, value = (x.reshape(L * P, *x.shape[2:]) for x in (self.cache.key_LPKZH, self.cache.value_LPKZH))
+        return Pages(key, value, self.layer * P + rows.table_BW, jnp.max(positions_BT, axis=1) + 1)
+
+    def with_pages(self, pages: Pages) -> "PagedLayer":
+        """The layer with what was written to `pages`."""
+        shape = self.cache.key_LPKZH.shape
+        key, value = pages.key_PKZH.reshape(shape), pages.value_PKZH.reshape(shape)
+        cache = dataclasses.replace(self.cache, key_LPKZH=key, value_LPKZH=value)
+        return PagedLayer(cache, self.layer, pages.length_B)
 
     def read(self, rows: Rows | None, dtype: np.dtype) -> KeysValues:
         """The rows' pages one after the other.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config import model as config
-from maxhydra.kernels.einsum import projected
+from maxhydra.kernels.einsum import Layout, projected
 from maxhydra.layers.weights import Dtypes, WeightMaker
 
 
@@ -18,7 +18,7 @@ class VocabularySpec:
     vocab_size: int
     emb_dim: int
     softcap: float | None
-    outputs_first: bool
+    layout: Layout
     init_scale: float
     dtypes: Dtypes
 
@@ -28,7 +28,7 @@ class VocabularySpec:
             vocab_size=model.vocab_size,
             emb_dim=model.emb_dim,
             softcap=model.logit_softcap,
-            outputs_first=model.kernels.projection is config.Projection.outputs_first,
+            layout=Layout(model.kernels.projection.value),
             init_scale=model.init_scale,
             dtypes=Dtypes.of(model.dtypes),
         )
@@ -71,5 +71,5 @@ class Head(nnx.Module):
 def _logits(equation: str, hidden: jax.Array, weight: nnx.Param, spec: VocabularySpec) -> jax.Array:
     """The product, then softcap * tanh(logits / softcap): logits within -softcap and softcap (Gemma 2, 2024)."""
     weights = weight[...].astype(spec.dtypes.compute)
-    logits = projected(equation, hidden, weights, outputs_first=spec.outputs_first, dtype=spec.dtypes.logits)
+    logits = projected(equation, hidden, weights, layout=spec.layout, dtype=spec.dtypes.logits)
     return logits if spec.softcap is None else spec.softcap * jnp.tanh(logits / spec.softcap)

@@ -10,8 +10,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config import model as config
+from maxhydra.kernels.einsum import Layout
 from maxhydra.layers.context import Context
-from maxhydra.layers.projection import Projection
+from maxhydra.layers.projection import together
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
 ACTIVATIONS: dict[config.Activation, Callable[[jax.Array], jax.Array]] = {
@@ -56,15 +57,19 @@ class Mlp(nnx.Module):
 
     @jax.named_scope("mlp")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-        gate_BTF = checkpoint_name(self._hidden(x_BTD, self.gate, ctx), "mlp_gate")
-        up_BTF = checkpoint_name(self._hidden(x_BTD, self.up, ctx), "mlp_up")
+        gate_BTF, up_BTF = self._hidden(x_BTD, ctx)
+        gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
         hidden_BTF = gated(self.spec.activation, gate_BTF, up_BTF)
         out_BTD = self.down(hidden_BTF, ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
         return checkpoint_name(out_BTD, "mlp_out")
 
-    def _hidden(self, x_BTD: jax.Array, projection: Projection, ctx: Context) -> jax.Array:
-        return ctx.constrain(projection(x_BTD, ctx), "act_batch", "act_length", "act_mlp")
+    def _hidden(self, x_BTD: jax.Array, ctx: Context) -> list[jax.Array]:
+        """Gate and up: by one product where their weights lie together."""
+        if self.gate.product.layout is Layout.joined:
+            return together((self.gate, self.up), x_BTD, ctx)
+        both = (projection(x_BTD, ctx) for projection in (self.gate, self.up))
+        return [ctx.constrain(hidden_BTF, "act_batch", "act_length", "act_mlp") for hidden_BTF in both]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

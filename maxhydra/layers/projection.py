@@ -4,6 +4,7 @@ Every weight of a layer that multiplies is one of these, so that there is one pl
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,8 @@ import numpy as np
 from flax import nnx
 
 from maxhydra.config import adapter as config
-from maxhydra.kernels.einsum import projected
+from maxhydra.kernels.einsum import Layout, projected
+from maxhydra.kernels.float8 import float8_product
 from maxhydra.layers.context import Context
 from maxhydra.layers.dropout import dropout
 from maxhydra.layers.nf4 import Nf4, Nf4Parts
@@ -59,8 +61,10 @@ class ProductSpec:
     """How the products of a model are made."""
 
     compute: np.dtype
-    outputs_first: bool
+    layout: Layout
     lora: LoraSpec | None = None
+    float8: tuple[str, ...] = ()
+    """Projections whose products are in float8, as regular expressions on their names."""
 
 
 class Lora(nnx.Module):
@@ -84,9 +88,19 @@ class Projection(nnx.Module):
         """`name`: <layer kind>/<path in the layer>, by which configs choose among projections."""
         self.kernel, self.lora = kernel, lora
         self.product, self.name, self.inputs = product, name, inputs
+        self.is_float8 = any(re.search(target, name) for target in product.float8)
 
     def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
-        return self.added(_products((self,), x), x, ctx)
+        return self.added(joined((self,), x, ctx), x, ctx)
+
+    def times(self, x: jax.Array, kernel: jax.Array, ctx: Context) -> jax.Array:
+        """x times a kernel, in this projection's number format."""
+        if not self.is_float8:
+            return _product(x, kernel, self.product, inputs=self.inputs)
+        rows, outputs = x.shape[: x.ndim - self.inputs], kernel.shape[self.inputs :]
+        size = math.prod(kernel.shape[: self.inputs])
+        out = float8_product(ctx.sharder.mesh.size == 1, x.reshape(-1, size), kernel.reshape(size, -1))
+        return out.reshape(*rows, *outputs)
 
     @property
     def width(self) -> int:
@@ -118,16 +132,18 @@ class Projection(nnx.Module):
 def together(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> list[jax.Array]:
     """What several projections make of the same x, by one product: x is read once, its gradient written once.
 
-    They may differ in the first dimension of their outputs.
+    They may differ in the first dimension of their outputs. Different number formats make products of their own.
     """
+    if len({projection.is_float8 for projection in projections}) > 1:
+        return [projection(x, ctx) for projection in projections]
     axis = projections[0].inputs
     starts = np.cumsum([projection.width for projection in projections])[:-1]
-    parts = jnp.split(_products(projections, x), starts, axis=x.ndim - axis)
+    parts = jnp.split(joined(projections, x, ctx), starts, axis=x.ndim - axis)
     return [projection.added(part, x, ctx) for projection, part in zip(projections, parts, strict=True)]
 
 
-def _products(projections: Sequence[Projection], x: jax.Array) -> jax.Array:
-    """x times the kernels of projections, side by side.
+def joined(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> jax.Array:
+    """x times the kernels of projections, side by side in the first dimension of their outputs.
 
     Kernels in four bits are unpacked anew in the backward pass: kept until then, they would take all that was saved.
     """
@@ -136,7 +152,7 @@ def _products(projections: Sequence[Projection], x: jax.Array) -> jax.Array:
     def product(x: jax.Array, kept: list[Any]) -> jax.Array:
         kernels = [projection.weight(one) for projection, one in zip(projections, kept, strict=True)]
         whole = kernels[0] if len(kernels) == 1 else jnp.concatenate(kernels, axis=first.inputs)
-        return _product(x, whole, first.product, inputs=first.inputs)
+        return first.times(x, whole, ctx)
 
     is_packed = any(isinstance(projection.kernel, Nf4) for projection in projections)
     return (jax.checkpoint(product) if is_packed else product)(x, [projection.kept for projection in projections])
@@ -145,4 +161,4 @@ def _products(projections: Sequence[Projection], x: jax.Array) -> jax.Array:
 def _product(x: jax.Array, kernel: jax.Array, spec: ProductSpec, *, inputs: int) -> jax.Array:
     contracted, left = INPUTS[:inputs], OUTPUTS[: kernel.ndim - inputs]
     equation = f"...{contracted},{contracted}{left}->...{left}"
-    return projected(equation, x, kernel.astype(spec.compute), outputs_first=spec.outputs_first)
+    return projected(equation, x, kernel.astype(spec.compute), layout=spec.layout)

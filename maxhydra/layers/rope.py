@@ -28,6 +28,13 @@ def _stretched(frequency: float, rope: config.Rope) -> float:
     return kept * frequency + (1 - kept) * frequency / rope.factor
 
 
+def turns(positions_B: jax.Array, frequencies: tuple[float, ...]) -> tuple[jax.Array, jax.Array]:
+    """(c, s), each [B, H], that rotate heads by x * c + y * s, where y is x with the halves of a head exchanged."""
+    angles_BF = positions_B[:, None].astype(jnp.float32) * np.asarray(frequencies, np.float32)
+    cos, sin = jnp.cos(angles_BF), jnp.sin(angles_BF)
+    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+
+
 def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, frequencies: tuple[float, ...]) -> jax.Array:
     """Turn each pair (x[i], x[i + H/2]) by position * frequency[i].
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config import model as config
+from maxhydra.kernels.einsum import Layout
 from maxhydra.layers import (
     Cache,
     Context,
@@ -50,7 +51,7 @@ class DecoderSpec:
     dtypes: Dtypes
 
     @classmethod
-    def of(cls, model: config.Model, lora: LoraSpec | None = None) -> "DecoderSpec":
+    def of(cls, model: config.Model, lora: LoraSpec | None = None, float8: tuple[str, ...] = ()) -> "DecoderSpec":
         repeated = model.num_layers - len(model.prefix)
         repetitions, rest = divmod(repeated, len(model.pattern)) if repeated else (0, 0)
         pattern = tuple(BlockSpec.of(model, name) for name in model.pattern)
@@ -66,8 +67,9 @@ class DecoderSpec:
             remat=Remat.of(model.remat),
             product=ProductSpec(
                 compute=Dtypes.of(model.dtypes).compute,
-                outputs_first=model.kernels.projection is config.Projection.outputs_first,
+                layout=Layout(model.kernels.projection.value),
                 lora=lora,
+                float8=float8,
             ),
             dtypes=Dtypes.of(model.dtypes),
         )

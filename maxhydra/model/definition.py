@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from flax import nnx
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
 from maxhydra.config.adapter import Adapter
+from maxhydra.config.quantization import Quantization, QuantizationKind
 from maxhydra.layers import Context, LoraSpec, Room
 from maxhydra.model.decoder import Decoder, DecoderSpec
 from maxhydra.sharding import Sharder
@@ -29,21 +30,28 @@ class ModelDef:
 
     config: config.Model
     adapter: Adapter | None = None
+    quantization: Quantization | None = None
 
     @property
     def base(self) -> "ModelDef":
         """The model without its adapter."""
-        return ModelDef(self.config)
+        return dataclasses.replace(self, adapter=None)
 
     @cached_property
     def _spec(self) -> DecoderSpec:
-        return DecoderSpec.of(self.config, LoraSpec.of(self.adapter))
+        asked = self.quantization
+        float8 = tuple(asked.targets) if asked is not None and asked.kind is QuantizationKind.fp8 else ()
+        return DecoderSpec.of(self.config, LoraSpec.of(self.adapter), float8)
 
     @cached_property
     def _abstract(self) -> Decoder:
         """The module with shapes in place of arrays."""
         decoder = nnx.eval_shape(lambda: Decoder(self._spec, jax.random.key(0)))
-        _require_matched(self.adapter, [projection.name for projection in decoder.projections()])
+        names = [projection.name for projection in decoder.projections()]
+        asked = (("adapter.targets", self.adapter), ("quantization.targets", self.quantization))
+        problems = [problem for key, section in asked for problem in _unmatched(key, section, names)]
+        if problems:
+            raise ConfigError(problems)
         return decoder
 
     @cached_property
@@ -91,23 +99,15 @@ class ModelDef:
         return nnx.merge(self._graphdef, {name: params[name] for name in self.shapes})
 
 
-def build(model: config.Model, adapter: Adapter | None = None) -> ModelDef:
-    """The model of a config, with what an adapter adds to it."""
-    return ModelDef(model, adapter)
+def build(model: config.Model, adapter: Adapter | None = None, quantization: Quantization | None = None) -> ModelDef:
+    """The model of a config, with what an adapter adds to it, and the number formats of its products."""
+    return ModelDef(model, adapter, quantization)
 
 
-def _require_matched(adapter: Adapter | None, names: list[str]) -> None:
-    """Every target must name a projection: a typo would train less than was asked for, in silence."""
-    targets = (adapter.targets if adapter else None) or []
-    problems = [
-        Problem(
-            "adapter.targets",
-            f"no projection's name matches {target!r}",
-            value=targets,
-            accepted=f"regular expressions on {', '.join(dict.fromkeys(names))}",
-        )
-        for target in targets
-        if not any(re.search(target, name) for name in names)
-    ]
-    if problems:
-        raise ConfigError(problems)
+def _unmatched(key: str, section: Adapter | Quantization | None, names: list[str]) -> Iterator[Problem]:
+    """Every target must name a projection: a typo would do less than was asked for, in silence."""
+    targets = (section.targets if section else None) or []
+    for target in targets:
+        if not any(re.search(target, name) for name in names):
+            accepted = f"regular expressions on {', '.join(dict.fromkeys(names))}"
+            yield Problem(key, f"no projection's name matches {target!r}", value=targets, accepted=accepted)

@@ -148,7 +148,7 @@ class StateDef:
 
 def plan_states(config: Config, sharder: Sharder, *, beside: Mapping[str, Tree] | None = None) -> StateDef:
     """The states of a config: its model with its adapter, and the optimizer of what is trained of them."""
-    decoder = model.build(config.model, config.adapter)
+    decoder = model.build(config.model, config.adapter, config.quantization)
     sharder.check(decoder.axes, decoder.shapes)
     shapes, axes = split(decoder.shapes)[0], split(decoder.axes)[0]
     optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=shapes, axes=axes)

@@ -1,0 +1,45 @@
+"""Weights laid out for decoding give what the model gives with its own."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxhydra.config import model as config
+from maxhydra.decode.arrange import arrange
+from maxhydra.layers import Context, DenseRoom
+from maxhydra.model import ModelDef, build
+from maxhydra.sharding import Sharder
+
+
+def model() -> ModelDef:
+    sizes = {"num_layers": 5, "emb_dim": 24, "mlp_dim": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
+    kinds = {"local": config.Kind(attention=config.Attention(window=3)), "global": config.Kind()}
+    fields = {**sizes, "vocab_size": 50, "context_length": 64, "kinds": kinds, "pattern": ["local", "global"]}
+    dtypes = config.Dtypes(compute=config.Dtype.float32)
+    return build(config.Model(**fields, prefix=["global"], head=config.Head.separate, dtypes=dtypes))
+
+
+def logits(model: ModelDef, params: Any, tokens_BT: np.ndarray) -> np.ndarray:
+    """Logits after the tokens, read one by one with a cache."""
+    cache, found = model.empty_cache(DenseRoom(len(tokens_BT), 8)), []
+    for position in range(tokens_BT.shape[1]):
+        positions = jnp.full((len(tokens_BT), 1), position)
+        context = Context(positions=positions, segments=None, sharder=Sharder.single(), cache=cache, dropout_key=None)
+        hidden, cache = model.hidden(params, jnp.asarray(tokens_BT[:, position : position + 1]), context)
+        found.append(model.logits(params, hidden, Sharder.single()))
+    return np.concatenate(found, axis=1)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_layout_changes_nothing(platform: str, rows: int) -> None:
+    plain = model()
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), plain.shapes)
+    tokens = rng.integers(0, 50, (rows, 5))
+    arranged = arrange(plain, Sharder.single(), platform)
+    found = logits(arranged.model, arranged.use(arranged.keep(params)), tokens)
+    np.testing.assert_allclose(found, logits(plain, params, tokens), rtol=1e-4, atol=1e-4)

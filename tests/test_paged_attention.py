@@ -1,0 +1,75 @@
+"""The kernel over pages against the oracle over the same keys and values in a row."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxhydra.kernels.attention.reference import attention as reference
+from maxhydra.kernels.attention.request import Request, Tokens
+from maxhydra.kernels.paged_attention import Pages, triton
+from maxhydra.layers.rope import rotate, turns
+
+PAGES, PAGE = 40, 4
+
+
+def request(**changes: float | int | None) -> Request:
+    fields = {"scale": 0.3, "causal": True, "window": None, "softcap": None, "softmax_dtype": "float32"}
+    return Request(**{**fields, **changes}, is_length_split=False)  # type: ignore[arg-type]
+
+
+def expected(q_BKGH: np.ndarray, pages: Pages, asked: Request) -> np.ndarray:
+    """Each row alone, its pages gathered by NumPy."""
+    K, G, H = q_BKGH.shape[1:]
+    out = np.zeros(q_BKGH.shape, np.float32)
+    for b, length in enumerate(np.asarray(pages.length_B)):
+        if length == 0:
+            continue
+        table = np.asarray(pages.table_BW)[b]
+        key, value = (
+            np.asarray(x)[table].transpose(0, 2, 1, 3).reshape(-1, K, H)[None, :length]
+            for x in (pages.key_PKZH, pages.value_PKZH)
+        )
+        tokens = Tokens(None, None, jnp.full((1, 1), length - 1), jnp.arange(length)[None])
+        found = reference(jnp.asarray(q_BKGH[b].reshape(1, 1, K * G, H)), key, value, asked, tokens)
+        out[b] = np.asarray(found).reshape(K, G, H)
+    return out
+
+
+@pytest.mark.parametrize("changes", [{}, {"window": 9}, {"softcap": 2.0}])
+@pytest.mark.parametrize("part", [8, 512])
+@pytest.mark.parametrize("turned", [False, True])
+def test_pages_give_what_a_row_gives(
+    changes: dict[str, float], part: int, turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of every length, one of them empty, over pages in any order; in one part and in several. The last token of
+    each is new, and written on the way."""
+    monkeypatch.setattr(triton, "PART", part)
+    monkeypatch.setattr(triton, "BLOCK", 8)
+    rng = np.random.default_rng(0)
+    B, K, G, H, W = 5, 2, 3, 16, 7
+    key, value = (rng.standard_normal((PAGES, K, PAGE, H)).astype(np.float32) for _ in range(2))
+    value[39] = np.nan
+    table = rng.permutation(39)[: B * W].reshape(B, W)
+    table[0, 1:] = 39
+    lengths = np.array([3, 0, 28, 9, 17])
+    pages = Pages(*map(jnp.asarray, (key, value, table.astype(np.int32), lengths.astype(np.int32))))
+    heads = rng.standard_normal((B, K * G + 2 * K, H)).astype(np.float32)
+    frequencies = tuple(1000 ** (-i / 8) for i in range(8))
+    turn = turns(jnp.asarray(lengths - 1), frequencies) if turned else None
+    found, after = triton.attention(jnp.asarray(heads), turn, pages, request(**changes), interpret=True)
+
+    q, new_key, new_value = np.split(heads, [K * G, K * G + K], axis=1)
+    if turned:
+        q, new_key = (
+            np.asarray(rotate(jnp.asarray(x)[:, None], jnp.asarray(lengths - 1)[:, None], frequencies))[:, 0]
+            for x in (q, new_key)
+        )
+    for b, length in enumerate(lengths):
+        if length:
+            place = table[b, (length - 1) // PAGE], slice(None), (length - 1) % PAGE
+            key[place], value[place] = new_key[b], new_value[b]
+    np.testing.assert_allclose(after.key_PKZH, key, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(after.value_PKZH, value)
+    written = pages._replace(key_PKZH=key, value_PKZH=value)
+    wanted = expected(q.reshape(B, K, G, H), written, request(**changes)).reshape(B, K * G, H)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
