@@ -21,6 +21,10 @@ INSTEAD = {
         "data.tokenizer.chat_template=lines",
     ],
 }
+INSTEAD["smollm2_grpo"] = [
+    *INSTEAD["smollm2_lora"],
+    *("model.context_length=256", "train.seq_len=192", "train.per_device_batch_size=8", "task.max_tokens=8"),
+]
 # A run of another experiment that one begins with.
 BEFORE = re.compile(r"\$\{run\.outputs\}/([\w.-]+)")
 
@@ -38,7 +42,9 @@ def run_experiment(name: str, here: Path) -> Path:
     if not folder.exists():
         for needed in BEFORE.findall((ROOT / "conf/experiment" / f"{name}.yaml").read_text()):
             run_experiment(needed, here)
-        finished(f"experiment={name}", *SIZES, *INSTEAD.get(name, []), "debug=one_step", f"run.name={name}", cwd=here)
+        # One step saves nothing by itself, and others go on from it.
+        saved = ["debug=one_step", "checkpoint.mode=synchronous", f"run.name={name}"]
+        finished(f"experiment={name}", *SIZES, *INSTEAD.get(name, []), *saved, cwd=here)
     return folder
 
 

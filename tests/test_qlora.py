@@ -12,8 +12,14 @@ from test_lora import TOKENS, added, context, lora, model_config, noisy
 
 from maxhydra.config import ConfigError
 from maxhydra.config.adapter import AdapterKind
+from maxhydra.config.decode import Engine as EngineConfig
+from maxhydra.config.mesh import RULES, Mesh
+from maxhydra.data.tokenizers.byte import ByteTokenizer
+from maxhydra.decode.engine import Engine
+from maxhydra.decode.request import Request
 from maxhydra.layers.nf4 import BLOCK, LEVELS, quantized
 from maxhydra.model import build, join, kept, mapped, merged, split
+from maxhydra.sharding import Sharder, build_mesh
 
 SIZES = {"emb_dim": 64, "mlp_dim": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
@@ -98,3 +104,22 @@ def test_no_layer_waits_unpacked_for_the_backward_pass() -> None:
 def test_inputs_that_blocks_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match="layer/attention/query has 24 inputs"):
         _ = build(model_config(), qlora()).shapes
+
+
+@pytest.mark.parametrize("kind", [AdapterKind.lora, AdapterKind.qlora])
+def test_the_engine_answers_with_an_adapter_as_with_merged_weights(kind: AdapterKind) -> None:
+    """Through its own layout of weights, in which layers are apart and turned round."""
+    model = build(model_config(**SIZES, vocab_size=264), lora(kind=kind))
+    weights = noisy(model.init(jax.random.key(0)))
+    sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)
+    sizes = {"max_batch": 2, "cache_tokens": 64, "page_size": 8, "max_context": None, "prefill_chunk": 16}
+    settings = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
+    said = []
+    for one, params in ((model, weights), (model.base, merged(model, weights, dtype=np.dtype(np.float32)))):
+        engine = Engine(one, params, ByteTokenizer(), EngineConfig(**sizes), sharder=sharder, eos=())
+        try:
+            request = Request(prompt=tuple(b"1+2="), max_tokens=8, stop=(), ignore_eos=True, **settings)
+            said.append(engine.submit(request).result().tokens)
+        finally:
+            engine.close()
+    assert said[0] == said[1] and len(said[0]) == 8

@@ -63,7 +63,7 @@ def test_config_is_read_in_pieces_as_yaml_reads_it_whole(notes):
     content = yaml.safe_load(whole_config())
     content["run"]["notes"], content["run"]["tags"] = notes, [notes, "b"]
     text = yaml.safe_dump(content, sort_keys=False)
-    pieces = dict(leaf for section in sections.split(text) for leaf in sections.read(section))
+    pieces = dict(sections.read(text))
     whole = {path: sections.cell(value) for path, value in flattened(content) if value != {} or "." in path}
     assert pieces == whole and pieces["run.notes"] == notes
 

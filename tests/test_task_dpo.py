@@ -46,7 +46,8 @@ def write_pairs(folder: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
+# Of the session, since slow tests run before all others: of the module, it would be made twice.
+@pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cwd = tmp_path_factory.mktemp("whole")
     write_pairs(cwd)

@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from running import ROOT, SMALL, command, environment, facts, finished, losses, parameter_hash
+from running import ROOT, SMALL, command, environment, facts, finished, losses, parameter_hash, run
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose import compose
 from maxhydra.rl.evaluate import majority, pass_at
 from maxhydra.rl.plan import check
 
+# Also the tests that take minutes.
+FULL = "MAXHYDRA_FULL" in os.environ
 PATHS = f"{ROOT}:{ROOT / 'tests'}"
 TASK = ["task=grpo", "data=arithmetic", "data.shape=prompts", "task.max_tokens=8", "task.group_size=4"]
 TASK += [*SMALL, "train.seq_len=20", "train.per_device_batch_size=16", "train.eval_batches=1"]
@@ -143,3 +145,34 @@ def test_the_majority_decides_and_ties_are_shared() -> None:
     assert majority(["7", "8", "8"], [True, False, False]) == 0
     assert majority(["7", "8", None], [True, False, False]) == 0.5
     assert majority([None, None], [False, False]) == 0
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the runs before experiment=arithmetic_grpo."""
+    folder = tmp_path_factory.mktemp("sums")
+    for name in ("arithmetic_pretrain", "arithmetic_sft"):
+        patient(f"experiment={name}", "train.eval_batches=0", "train.sample.tokens=0", cwd=folder)
+    return folder
+
+
+def patient(*overrides: str, cwd: Path) -> None:
+    """Run to a good end that is minutes away, with programs compiled to be fast."""
+    done = run(*overrides, cwd=cwd, timeout=1800, XLA_FLAGS="")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("steps", "rise"),
+    [
+        (200, 0.08),
+        pytest.param(500, 0.2, marks=pytest.mark.skipif(not FULL, reason="takes minutes: set MAXHYDRA_FULL=1")),
+    ],
+)
+def test_rewards_teach_sums_that_were_held_out(steps: int, rise: float, start: Path) -> None:
+    """From the fine-tuned model on: the experiment in part, or as it is."""
+    arguments = [f"train.steps={steps}", "train.eval_every=0", f"run.name=grpo_{steps}"]
+    patient("experiment=arithmetic_grpo", *arguments, cwd=start)
+    first, last = rows(start / "outputs" / f"grpo_{steps}", "eval/pass@1")
+    assert first < 0.6 and last >= first + rise

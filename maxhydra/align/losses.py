@@ -87,8 +87,8 @@ def _simpo(pairs: Pairs, task: DpoTask) -> jax.Array:
 def _kto_pair(pairs: Pairs, task: DpoTask) -> jax.Array:
     """The mean of 1 - sigmoid(beta (h_c - z_r)) and 1 - sigmoid(beta (z_c - h_r)).
 
-    z = max(0, mean h) over the batch estimates the divergence from the reference, for each side from the other's
-    answers; as in the paper, no gradient goes through it.
+    z = max(0, mean h) over the pairs of a forward pass estimates the divergence from the reference, for each side from
+    the other's answers; as in the paper, no gradient goes through it.
     """
     count = jnp.maximum(jnp.sum(pairs.counts), 1)
 

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 
 from maxhydra.align.losses import Answers, Pairs, losses, rewards
 from maxhydra.config.tasks.dpo import DpoTask, Reference
-from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
-from maxhydra.train import token_logprobs
+from maxhydra.train import Scorer
 from maxhydra.train.loss import Sums
 from maxhydra.train.state import Tree
 from maxhydra.train.step import Batch, LossFn
@@ -29,18 +28,7 @@ class PairScorer:
     def __call__(self, weights: Tree, batch: Batch, key: jax.Array | None, *, is_adapted: bool) -> jax.Array:
         """[B, 2]: of the chosen and the rejected answer of each pair, in one forward pass over both."""
         rows = {name: _beside(batch, name) for name in ("tokens", "targets", "positions", "weights")}
-        context = Context(
-            positions=rows["positions"],
-            segments=None,
-            sharder=self.sharder,
-            cache=None,
-            dropout_key=key,
-            is_adapted=is_adapted,
-        )
-        hidden, _ = self.model.hidden(weights, rows["tokens"], context)
-        logprobs = token_logprobs(
-            lambda hidden: self.model.logits(weights, hidden, self.sharder), hidden, rows["targets"], chunk=self.chunk
-        )
+        logprobs = Scorer(self.model, self.sharder, self.chunk)(weights, rows, key, is_adapted=is_adapted)
         return jnp.sum(rows["weights"] * logprobs, axis=1).reshape(-1, 2)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config.tasks.distill import COURSES, Course, DistillTask
+from maxhydra.config.tasks.distill import Course, DistillTask
 from maxhydra.data import BatchSpec
-from maxhydra.train import Batches, TrainState
+from maxhydra.train import LoadedBatches, TrainState
 from maxhydra.train.step import Batch, sequences_in
 
 
@@ -19,29 +19,32 @@ def values_at(task: DistillTask, step: jax.Array, steps: int) -> dict[str, jax.A
     way = jnp.clip(step / max(steps - 1, 1), 0, 1)
     if task.course is Course.cosine:
         way = (1 - jnp.cos(jnp.pi * way)) / 2
-    values = {}
-    for name in COURSES:
-        start, end = getattr(task, name), getattr(task, f"{name}_end")
-        if start is not None:
-            values[name] = start + way * ((start if end is None else end) - start)
-    return values
+    courses = {
+        "alpha": (task.alpha, task.alpha_end),
+        "beta": (task.beta, task.beta_end),
+        "temperature": (task.temperature, task.temperature_end),
+    }
+    return {
+        name: start + way * ((start if end is None else end) - start)
+        for name, (start, end) in courses.items()
+        if start is not None
+    }
 
 
 @dataclasses.dataclass(frozen=True)
-class ScheduledBatches:
+class ScheduledBatches(LoadedBatches):
     """Batches with a column [B] for each value. The state's step stays on the device: no step waits for it."""
 
-    batches: Batches
     task: DistillTask
     spec: BatchSpec
     steps: int
 
     def peek(self) -> Mapping[str, Any]:
-        batch = self.batches.peek()
+        batch = super().peek()
         return {**batch, **self._columns(jnp.zeros((), jnp.int32), sequences_in(batch))}
 
     def take(self, state: TrainState) -> Batch:
-        batch = self.batches.take(state)
+        batch = super().take(state)
         return {**batch, **self._columns(state.step, sequences_in(batch))}
 
     @cached_property
@@ -51,15 +54,3 @@ class ScheduledBatches:
             return {name: jnp.full(rows, value, jnp.float32) for name, value in values.items()}
 
         return jax.jit(columns, static_argnums=1, out_shardings=self.spec.sharding_of(1))
-
-    def state(self) -> dict[str, Any]:
-        return self.batches.state()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.batches.restore(state)
-
-    def metrics(self) -> dict[str, float]:
-        return self.batches.metrics()
-
-    def close(self) -> None:
-        self.batches.close()

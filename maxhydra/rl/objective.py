@@ -5,13 +5,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config import Config
 from maxhydra.config.tasks.grpo import GrpoTask
-from maxhydra.layers import Context
-from maxhydra.model import ModelDef
 from maxhydra.rl.losses import Logprobs, policy_loss
-from maxhydra.sharding import Sharder
-from maxhydra.train.logprobs import token_logprobs
+from maxhydra.train import Scorer
 from maxhydra.train.loss import Sums
 from maxhydra.train.state import Tree
 from maxhydra.train.step import Batch, LossFn
@@ -29,11 +25,11 @@ def own_weights(weights: Tree) -> Tree:
     return {name: below for name, below in weights.items() if name != REFERENCE}
 
 
-def group_loss(model: ModelDef, sharder: Sharder, config: Config, task: GrpoTask) -> LossFn:
+def group_loss(scorer: Scorer, task: GrpoTask) -> LossFn:
     """The loss of task.loss. Without `old_logprobs` in the batch, its answers were written by the weights at hand."""
 
     def loss(weights: Tree, batch: Batch, key: jax.Array | None) -> Sums:
-        new = _logprobs(model, sharder, config)(own_weights(weights), batch, key)
+        new = scorer(own_weights(weights), batch, key, is_adapted=True)
         logprobs = Logprobs(
             new=new,
             old=batch.get(OLD, jax.lax.stop_gradient(new)),
@@ -51,42 +47,24 @@ def scored_columns(task: GrpoTask) -> tuple[str, ...]:
     return (*((OLD,) if is_stale else ()), *((REFERRED,) if task.kl.beta > 0 else ()))
 
 
-def scoring(model: ModelDef, sharder: Sharder, config: Config, task: GrpoTask) -> Scoring:
+def scoring(scorer: Scorer, task: GrpoTask, *, parts: int) -> Scoring:
     """The log-probabilities of a batch's tokens that stay as they are while it is trained on.
 
-    The reference is the model without its adapter, or the weights that lie beside the model's own.
+    The reference is the model without its adapter, or the weights that lie beside the model's own. `parts`: into how
+    many a batch is cut, one after another.
     """
     columns = scored_columns(task)
 
     def score(weights: Tree, batch: Batch) -> dict[str, jax.Array]:
         found: dict[str, jax.Array] = {}
         if OLD in columns:
-            found[OLD] = _logprobs(model, sharder, config)(own_weights(weights), batch, None)
+            found[OLD] = scorer(own_weights(weights), batch, None, is_adapted=True)
         if REFERRED in columns:
             starting = weights.get(REFERENCE, own_weights(weights))
-            found[REFERRED] = _logprobs(model, sharder, config, is_adapted=False)(starting, batch, None)
+            found[REFERRED] = scorer(starting, batch, None, is_adapted=False)
         return found
 
-    return jax.jit(lambda weights, batch: _by_parts(score, weights, batch, parts=config.train.grad_accum))
-
-
-def _logprobs(
-    model: ModelDef, sharder: Sharder, config: Config, *, is_adapted: bool = True
-) -> Callable[[Tree, Batch, jax.Array | None], jax.Array]:
-    def logprobs(weights: Tree, batch: Batch, key: jax.Array | None) -> jax.Array:
-        context = Context(
-            positions=batch["positions"],
-            segments=None,
-            sharder=sharder,
-            cache=None,
-            dropout_key=key,
-            is_adapted=is_adapted,
-        )
-        hidden, _ = model.hidden(weights, batch["tokens"], context)
-        head = lambda hidden: model.logits(weights, hidden, sharder)  # noqa: E731
-        return token_logprobs(head, hidden, batch["targets"], chunk=config.train.loss_chunk)
-
-    return logprobs
+    return jax.jit(lambda weights, batch: _by_parts(score, weights, batch, parts=parts))
 
 
 def _by_parts(score: Scoring, weights: Tree, batch: Batch, *, parts: int) -> dict[str, jax.Array]:

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import sqlite3
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -21,10 +22,9 @@ from maxhydra.runs.reading import (
     Position,
     Stamp,
     Trace,
-    choices,
     find,
     read_facts,
-    read_sections,
+    read_settings,
     read_traces,
 )
 from maxhydra.runs.summary import Facts, wall_seconds
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 FILE = ".runs.sqlite"
 # Of the tables below and of what is put into them.
-VERSION = 1
+VERSION = 2
 # Another process may be making the index of very many runs.
 BUSY_SECONDS = 300
 # From so many changed runs on, it pays to start processes that read them; each takes so many at a time.
@@ -45,12 +45,10 @@ CREATE TABLE counter (epoch TEXT, change INTEGER);
 INSERT INTO counter VALUES (hex(randomblob(8)), 0);
 CREATE TABLE run (
   id INTEGER PRIMARY KEY, path TEXT UNIQUE, facts_stamp TEXT, metrics_stamp TEXT, change INTEGER,
-  inode INTEGER, offset INTEGER, lines INTEGER, step INTEGER, faults TEXT, metrics_faults TEXT, entry TEXT);
--- The sections of all configs, each once, and who has which.
-CREATE TABLE section (id INTEGER PRIMARY KEY, digest TEXT UNIQUE);
-CREATE TABLE setting (key TEXT, section INTEGER, value, PRIMARY KEY (key, section)) WITHOUT ROWID;
-CREATE TABLE config (section INTEGER, run INTEGER, PRIMARY KEY (section, run)) WITHOUT ROWID;
-CREATE INDEX config_of_run ON config (run);
+  inode INTEGER, offset INTEGER, lines INTEGER, step INTEGER, faults TEXT, metrics_faults TEXT, entry TEXT,
+  settings BLOB);
+-- Every key with every value that any run has had, once; `run.settings` holds the numbers of a run's own, packed.
+CREATE TABLE setting (id INTEGER PRIMARY KEY, key TEXT, value, UNIQUE (key, value));
 CREATE TABLE metric (
   name TEXT, run INTEGER, step INTEGER, last REAL, low REAL, low_step INTEGER, high REAL, high_step INTEGER,
   PRIMARY KEY (name, run)) WITHOUT ROWID;
@@ -72,7 +70,7 @@ class Index:
     def __init__(self, root: Path):
         self.root = root
         self._file = root / FILE
-        self._sections: dict[str, int] = {}
+        self._settings: dict[tuple[str, sections.Cell], int] = {}
         self._connection = self._open()
 
     def refresh(self) -> None:
@@ -110,7 +108,7 @@ class Index:
 
     def _start_over(self) -> None:
         self._connection.close()
-        self._sections.clear()
+        self._settings.clear()
         self._delete()
         self._connection = self._open()
         try:
@@ -120,7 +118,7 @@ class Index:
 
     def _move_to_memory(self) -> None:
         self._connection.close()
-        self._sections.clear()
+        self._settings.clear()
         self._connection = _connect(":memory:")
         self._refresh()
 
@@ -140,10 +138,6 @@ class Index:
             for path, since, read in zip(changed, positions, mapped(read_traces, folders, positions), strict=True):
                 id = self._keep(path, found[path], known.get(path), change)
                 self._keep_metrics(id, since, *read)
-            if gone:
-                self._connection.execute("DELETE FROM section WHERE id NOT IN (SELECT section FROM config)")
-                self._connection.execute("DELETE FROM setting WHERE section NOT IN (SELECT id FROM section)")
-                self._sections.clear()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[int]:
@@ -153,6 +147,7 @@ class Index:
             (change,) = self._connection.execute("UPDATE counter SET change = change + 1 RETURNING change").fetchone()
             yield change
         except BaseException:
+            self._settings.clear()
             self._connection.execute("ROLLBACK")
             raise
         self._connection.execute("COMMIT")
@@ -171,27 +166,22 @@ class Index:
     def _keep_facts(self, id: int, folder: Path) -> None:
         faults: list[str] = []
         facts = read_facts(folder, faults)
-        parts = [] if facts is None else read_sections(folder, faults)
-        if facts is not None:
-            chosen = choices(facts)
-            parts.append((json.dumps(chosen), [(group, sections.cell(option)) for group, option in chosen.items()]))
-        self._connection.execute("DELETE FROM config WHERE run = ?", (id,))
-        own = {self._section(text, settings) for text, settings in parts}
-        self._connection.executemany("INSERT INTO config VALUES (?, ?)", [(section, id) for section in own])
+        settings = [] if facts is None else read_settings(folder, facts, faults)
         entry = None if facts is None else json.dumps(_entry(facts))
-        self._connection.execute("UPDATE run SET faults = ?, entry = ? WHERE id = ?", (json.dumps(faults), entry, id))
+        self._connection.execute(
+            "UPDATE run SET faults = ?, entry = ?, settings = ? WHERE id = ?",
+            (json.dumps(faults), entry, pack(self._number(setting) for setting in settings), id),
+        )
 
-    def _section(self, text: str, settings: Any) -> int:
-        """The number of a section, which is put into the tables when it is first seen."""
-        digest = sections.digest(text)
-        if digest not in self._sections:
-            row = self._connection.execute("SELECT id FROM section WHERE digest = ?", (digest,)).fetchone()
+    def _number(self, setting: tuple[str, sections.Cell]) -> int:
+        """The number of a key with a value, which is put into the table when it is first seen."""
+        number = self._settings.get(setting)
+        if number is None:
+            row = self._connection.execute("SELECT id FROM setting WHERE key = ? AND value = ?", setting).fetchone()
             if row is None:
-                row = (self._connection.execute("INSERT INTO section (digest) VALUES (?)", (digest,)).lastrowid,)
-                values = {key: (key, row[0], value) for key, value in settings}
-                self._connection.executemany("INSERT INTO setting VALUES (?, ?, ?)", values.values())
-            self._sections[digest] = row[0]
-        return self._sections[digest]
+                row = (self._connection.execute("INSERT INTO setting (key, value) VALUES (?, ?)", setting).lastrowid,)
+            number = self._settings[setting] = int(row[0])
+        return number
 
     @staticmethod
     def _position(known: Known | None, stamp: Stamp) -> Position:
@@ -222,8 +212,7 @@ class Index:
         )
 
     def _forget(self, id: int) -> None:
-        for table in ("metric", "config"):
-            self._connection.execute(f"DELETE FROM {table} WHERE run = ?", (id,))
+        self._connection.execute("DELETE FROM metric WHERE run = ?", (id,))
         self._connection.execute("DELETE FROM run WHERE id = ?", (id,))
 
 
@@ -236,6 +225,15 @@ def _mapping(count: int) -> Iterator[Callable[..., Iterable[Any]]]:
     # Spawned, not forked: the server has threads.
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         yield functools.partial(pool.map, chunksize=CHUNK)
+
+
+def pack(numbers: Iterable[int]) -> bytes:
+    """Four bytes each."""
+    return array("I", numbers).tobytes()
+
+
+def unpack(packed: bytes) -> "array[int]":
+    return array("I", packed)
 
 
 def _connect(file: str) -> sqlite3.Connection:
@@ -264,7 +262,7 @@ def _entry(facts: Facts) -> dict[str, Any]:
     return {
         "name": str(facts.get("name")),
         "task": facts.get("task"),
-        "model": choices(facts).get("model"),
+        "model": (facts.get("choices") or {}).get("model"),
         "status": str(facts["status"]),
         "reason": facts.get("reason"),
         "created": facts["created"],

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -114,16 +114,17 @@ def read_facts(folder: Path, faults: list[str]) -> Facts | None:
         return labelled(facts, {})
 
 
-def read_sections(folder: Path, faults: list[str]) -> list[tuple[str, Iterable[tuple[str, sections.Cell]]]]:
-    """Text and leaves of each section of config.yaml; none of one that cannot be read."""
+def read_settings(folder: Path, facts: Facts, faults: list[str]) -> list[tuple[str, sections.Cell]]:
+    """Every key of config.yaml with its value, and every group with the option that was chosen."""
+    chosen = facts.get("choices")
+    groups = [(group, sections.cell(option)) for group, option in chosen.items()] if isinstance(chosen, dict) else []
     try:
-        parts = sections.split((folder / CONFIG).read_text(encoding="utf-8"))
-        return [(part, sections.read(part)) for part in parts]
+        return [*sections.read((folder / CONFIG).read_text(encoding="utf-8")), *groups]
     except FileNotFoundError:
-        return []
+        return groups
     except (OSError, ValueError, yaml.YAMLError) as error:
         faults.append(f"{CONFIG}: {_why(error)}; skipped")
-        return []
+        return groups
 
 
 def read_traces(folder: Path, since: Position) -> tuple[Position, dict[str, Trace], list[str]]:
@@ -180,9 +181,3 @@ def _why(error: Exception) -> str:
         case yaml.YAMLError():
             return "is not YAML"
     return f"is damaged ({error})"
-
-
-def choices(facts: Facts) -> dict[str, Any]:
-    """Group -> chosen option; these are asked for like settings."""
-    found = facts.get("choices")
-    return found if isinstance(found, dict) else {}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from maxhydra.record import RunDirectory
 from maxhydra.record.directory import LOST_REASON
 from maxhydra.record.files import from_number
 from maxhydra.record.process import is_lost
-from maxhydra.runs.index import Index
+from maxhydra.runs.index import Index, unpack
 from maxhydra.runs.reading import HALF
 from maxhydra.runs.sections import Cell
 
@@ -100,15 +101,16 @@ class Registry:
 
     def settings(self, ids: Iterable[int]) -> dict[int, dict[str, Cell]]:
         """The whole config of some runs, and the options that were chosen."""
-        query = "SELECT key, value FROM config JOIN setting USING (section) WHERE run = ? ORDER BY key"
-        return {id: dict(self._index.rows(query, id)) for id in ids}
+        known = {number: (key, value) for number, key, value in self._index.rows("SELECT id, key, value FROM setting")}
+        packed = dict(self._index.rows("SELECT id, settings FROM run"))
+        return {id: dict(sorted((known[n] for n in unpack(packed[id])), key=itemgetter(0))) for id in ids}
 
     def metrics(self, ids: Iterable[int]) -> dict[int, dict[str, float | None]]:
         """The last value of each metric of some runs."""
         return {id: dict(self._index.rows("SELECT name, last FROM metric WHERE run = ?", id)) for id in ids}
 
     def keys(self) -> list[str]:
-        """Every setting and every group that any run has."""
+        """Every setting and every group that any run has, or had."""
         return [key for (key,) in self._index.rows("SELECT DISTINCT key FROM setting ORDER BY key")]
 
     def metric_names(self) -> list[str]:
@@ -125,7 +127,11 @@ class Registry:
 
     def setting(self, key: str) -> dict[int, Cell]:
         """A key of the config, or a group, in each run that has it."""
-        return dict(self._index.rows("SELECT run, value FROM setting JOIN config USING (section) WHERE key = ?", key))
+        values = dict(self._index.rows("SELECT id, value FROM setting WHERE key = ?", key))
+        packed = self._index.rows("SELECT id, settings FROM run") if values else []
+        # A run has one value of a key: its number is looked for among the run's own, by C code alone.
+        found = ((id, next(filter(values.__contains__, unpack(numbers)), None)) for id, numbers in packed)
+        return {id: values[number] for id, number in found if number is not None}
 
     def metric(self, name: str) -> dict[int, float | None]:
         """Its last value (or NAME:min, NAME:max) in each run that has it; None where it is not finite."""

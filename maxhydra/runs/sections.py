@@ -1,7 +1,6 @@
 """config.yaml in pieces: its top-level sections, most of which are the same text in thousands of runs."""
 
 import functools
-import hashlib
 import re
 from typing import Any
 
@@ -11,7 +10,7 @@ from maxhydra.record.files import to_json
 from maxhydra.runs.settings import leaves
 
 # libyaml, where PyYAML was built with it, is ten times faster.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_LOADER: type[yaml.CSafeLoader] | type[yaml.SafeLoader] = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 # A line at the margin starts a section, one with two spaces a part of it; the dash of a list starts neither.
 _SECTION = re.compile(r"^(?=[^\s-])", re.MULTILINE)
 _PART = re.compile(r"^(?=  [^\s-])", re.MULTILINE)
@@ -21,35 +20,28 @@ Cell = str | int | float
 Leaves = tuple[tuple[str, Cell], ...]
 
 
-def split(config_yaml: str) -> list[str]:
-    """The sections as text. Together they are the whole text, so that nothing is lost that YAML could read."""
-    return [part for part in _SECTION.split(config_yaml) if part.strip()]
+def read(config_yaml: str) -> list[tuple[str, Cell]]:
+    """Dotted key and value of every leaf. Raises yaml.YAMLError."""
+    return [leaf for section in _SECTION.split(config_yaml) if section.strip() for leaf in _read_section(section)]
 
 
 @functools.lru_cache(maxsize=4096)
-def read(section: str) -> Leaves:
-    """Dotted key and value of every leaf. Raises yaml.YAMLError.
-
-    Of a section that is new, most parts are known: they are read one by one.
-    """
+def _read_section(section: str) -> Leaves:
+    """Of a section that is new, most parts are known: they are read one by one."""
     head, *parts = _PART.split(section)
     name = _HEAD.fullmatch(head)
     if name is None or not parts:
         # An empty section has no key of its own; its name alone is that of a group, whose value is the chosen option.
-        return tuple((path, value) for path, value in _read_part(section) if value != "{}" or "." in path)
-    return tuple((f"{name[1]}.{path}", value) for part in parts for path, value in _read_part(part))
+        return tuple(leaf for leaf in _read_part("", section) if leaf[1] != "{}" or "." in leaf[0])
+    return tuple(leaf for part in parts for leaf in _read_part(f"{name[1]}.", part))
 
 
 @functools.lru_cache(maxsize=16384)
-def _read_part(text: str) -> Leaves:
+def _read_part(prefix: str, text: str) -> Leaves:
     content = yaml.load(text, Loader=_LOADER)
     if not isinstance(content, dict):
         raise yaml.YAMLError("is not a mapping")
-    return tuple((path, cell(value)) for path, value in leaves(content))
-
-
-def digest(section: str) -> str:
-    return hashlib.blake2b(section.encode(), digest_size=12).hexdigest()
+    return tuple((prefix + path, cell(value)) for path, value in leaves(content))
 
 
 def cell(value: Any) -> Cell:

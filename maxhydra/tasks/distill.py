@@ -15,7 +15,6 @@ from maxhydra.model import ModelDef, flops_per_token
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import (
-    LoadedBatches,
     Training,
     closing_sample,
     held_out_loss,
@@ -50,9 +49,7 @@ def run(job: Job) -> Outcome:
         states=states,
         loss=distillation_loss(comparison, task),
         spec=spec,
-        batches=ScheduledBatches(
-            LoadedBatches(data.train_loader(config.data, spec)), task, spec, steps=config.train.steps
-        ),
+        batches=ScheduledBatches(data.train_loader(config.data, spec), task, spec, steps=config.train.steps),
         evaluate=held_out_loss(
             held_out_divergence(comparison),
             lambda: data.eval_batches(config.data, spec),

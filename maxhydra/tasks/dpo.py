@@ -1,6 +1,7 @@
 """Learning from preferences: make chosen answers likelier than rejected ones, measured against where training began."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from itertools import islice
 
 import jax
@@ -68,17 +69,18 @@ def _cached(job: Job, spec: BatchSpec, states: StateDef) -> ReferenceCache:
         lambda weights, batch: scorer(weights, batch, None, is_adapted=True),
         out_shardings=sharder.sharding((None, None)),
     )
-    ask_reference(
-        cache,
-        _all_rows(config, spec),
-        spec,
-        weights=lambda: starting_weights(states, config.checkpoint, config.run.seed),
-        logprobs=logprobs,
-    )
+    with closing(_all_rows(config, spec)) as batches:
+        ask_reference(
+            cache,
+            batches,
+            spec,
+            weights=lambda: starting_weights(states, config.checkpoint, config.run.seed),
+            logprobs=logprobs,
+        )
     return cache
 
 
-def _all_rows(config: Config, spec: BatchSpec) -> Iterator[list[Row]]:
+def _all_rows(config: Config, spec: BatchSpec) -> Generator[list[Row], None, None]:
     """The own rows of every batch that the run trains and evaluates on."""
     loader = data.host_loader(config.data, spec)
     try:

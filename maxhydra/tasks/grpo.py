@@ -14,7 +14,7 @@ from maxhydra.rl.rollout import Rollouts
 from maxhydra.rl.sampler import Sampler
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
-from maxhydra.train import Training, plan_batches, plan_states, train
+from maxhydra.train import Scorer, Training, plan_batches, plan_states, train
 
 NEEDS_DEVICES = KEEPS_RUN = True
 
@@ -32,10 +32,11 @@ def run(job: Job) -> Outcome:
     sampler = Sampler(states.model, prompts, task.engine, sharder=sharder, seed=config.run.seed)
     with closing(Judge(config.reward)) as judge, closing(sampler):
         rollouts = Rollouts(sampler, judge, task, config.reward)
-        score = scoring(states.model, sharder, config, task)
+        scorer = Scorer(states.model, sharder, config.train.loss_chunk)
+        score = scoring(scorer, task, parts=config.train.grad_accum)
         training = Training(
             states=states,
-            loss=group_loss(states.model, sharder, config, task),
+            loss=group_loss(scorer, task),
             spec=spec,
             batches=RolloutBatches(rollouts, data.host_loader(config.data, asked), spec, score),
             evaluate=held_out_answers(

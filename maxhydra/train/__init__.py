@@ -1,7 +1,7 @@
 """Training: state, loss, step, loop, checkpoints, and what a person sees of them."""
 
 from maxhydra.train.batching import plan_batches
-from maxhydra.train.logprobs import by_chunks, token_logprobs
+from maxhydra.train.logprobs import Scorer, by_chunks, token_logprobs
 from maxhydra.train.loop import Ending
 from maxhydra.train.objective import held_out_loss, next_token_loss
 from maxhydra.train.sample import closing_sample, write_sample
@@ -14,6 +14,7 @@ __all__ = [
     "Batches",
     "Ending",
     "LoadedBatches",
+    "Scorer",
     "StateDef",
     "TrainState",
     "Training",

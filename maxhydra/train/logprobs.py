@@ -4,13 +4,44 @@ Unlike cross-entropy, whose gradient is made with its value, what is done with t
 makes the logits of a chunk once more.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from maxhydra.layers import Context
+from maxhydra.model import ModelDef
+from maxhydra.sharding import Sharder
+
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scorer:
+    """Log-probabilities of the targets of a batch whose rows hold a document each."""
+
+    model: ModelDef
+    sharder: Sharder
+    chunk: int
+
+    def __call__(
+        self, weights: Any, batch: Mapping[str, jax.Array], key: jax.Array | None, *, is_adapted: bool
+    ) -> jax.Array:
+        """[B, S], of the model with or without its adapter; no key: no dropout."""
+        context = Context(
+            positions=batch["positions"],
+            segments=None,
+            sharder=self.sharder,
+            cache=None,
+            dropout_key=key,
+            is_adapted=is_adapted,
+        )
+        hidden, _ = self.model.hidden(weights, batch["tokens"], context)
+        return token_logprobs(
+            lambda hidden: self.model.logits(weights, hidden, self.sharder), hidden, batch["targets"], chunk=self.chunk
+        )
 
 
 def token_logprobs(

@@ -36,7 +36,7 @@ def begin(
     found = restore(checkpoints, saving, abstract)
     if found is None:
         if initial is not None:
-            return Start(states.create_around(initial(), seed), 0, "weights made for it")
+            return Start(states.create_around(initial(), seed), 0, "weights that the task made")
         source = f"fresh weights from seed {seed}"
         if saving.load_parameters is not None:
             source = f"the weights of {saving.load_parameters}"

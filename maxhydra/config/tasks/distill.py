@@ -71,10 +71,6 @@ class Features(Schema):
             yield Problem("student_layers", reason, value=self.student_layers)
 
 
-# Values that can change over the run, each with a bound and its end in a field of its own.
-COURSES = ("alpha", "beta", "temperature")
-
-
 @schema
 class DistillTask(Task):
     """Trains a student on what a teacher thinks of the next token."""
