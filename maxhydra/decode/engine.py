@@ -312,9 +312,7 @@ class Engine:
 def _logprob(choice: Choice, place: tuple[int, int], alternatives: int) -> TokenLogprob:
     assert choice.logprob_B is not None
     assert choice.alternatives_BA is not None and choice.alternative_logprobs_BA is not None
-    tokens, logprobs = (
-        choice.alternatives_BA[place][:alternatives],
-        choice.alternative_logprobs_BA[place][:alternatives],
-    )
-    listed = tuple((int(token), float(logprob)) for token, logprob in zip(tokens, logprobs, strict=True))
+    tokens, logprobs = choice.alternatives_BA[place], choice.alternative_logprobs_BA[place]
+    pairs = zip(tokens[:alternatives], logprobs[:alternatives], strict=True)
+    listed = tuple((int(token), float(logprob)) for token, logprob in pairs)
     return TokenLogprob(int(choice.token_B[place]), float(choice.logprob_B[place]), listed)
