@@ -107,7 +107,7 @@ def test_a_full_state_goes_on_around_the_same_weights(here: Path, monkeypatch: p
     states = plan_states(config, sharder)
     saving = Checkpoint(load_full_state="outputs/whole")
     batches = type("Silent", (), {"restore": lambda self, state: None})()
-    start = begin(states, here / "nothing", saving, batches, seed=5)
+    start = begin(states, here / "nothing", saving, batches, seed=5, initial=None)
     base = load_weights("outputs/base", states.model, shardings=None, dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, start.state.frozen, base)
 
