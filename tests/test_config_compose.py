@@ -71,7 +71,7 @@ def test_every_option_composes(group: str, option: str, text: Path, composer: Co
 def test_every_option_says_what_it_is(group: str, option: str) -> None:
     path = CONF / group / f"{option}.yaml"
     assert path.read_text().startswith("#") and description(path)
-    assert is_overlay(path) == (group in ("experiment", "debug", "recipe", "local"))
+    assert is_overlay(path) == (group in ("experiment", "debug", "recipe", "local", "sweep"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 from maxhydra import model
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.compose import compose, from_yaml
-from maxhydra.config.mesh import AXES
 from maxhydra.config.mesh import Mesh as MeshConfig
 from maxhydra.config.model import Model
 from maxhydra.config.tasks.distill import Teacher
@@ -20,8 +19,7 @@ from maxhydra.convert import load_weights
 from maxhydra.convert.origin import run_folder
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
-from maxhydra.sharding import Sharder
-from maxhydra.sharding.mesh import AXIS_TYPES, device_grid
+from maxhydra.sharding import Sharder, remeshed
 from maxhydra.train.step import Batch
 
 Tree = Any
@@ -70,12 +68,7 @@ def plan_teacher(config: Config, teacher: Teacher, student: Sharder) -> OnlineTe
     if its_model.context_length < config.train.seq_len:
         reason = f"is over the teacher's context_length={its_model.context_length}"
         raise ConfigError(Problem("train.seq_len", reason, value=config.train.seq_len))
-    sharder = student
-    if its_mesh is not None:
-        # The student's devices in the student's order: one program runs over both.
-        devices = student.mesh.devices.flatten()
-        sizes = device_grid(its_mesh, devices.tolist()).shape
-        sharder = Sharder(jax.sharding.Mesh(devices.reshape(sizes), AXES, axis_types=AXIS_TYPES), its_mesh.rules)
+    sharder = student if its_mesh is None else Sharder(remeshed(its_mesh, student.mesh.devices), its_mesh.rules)
     return OnlineTeacher(model.build(its_model), sharder)
 
 

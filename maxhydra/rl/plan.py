@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.adapter import AdapterKind
+from maxhydra.config.compose import compose
 from maxhydra.config.tasks.grpo import GrpoTask
 from maxhydra.data import BatchSpec
 from maxhydra.rl.objective import REFERENCE
-from maxhydra.sharding import Sharder
+from maxhydra.sharding import Sharder, remeshed
 from maxhydra.train import StateDef, starting_weights
 
 
@@ -57,6 +58,17 @@ def plan_prompts(spec: BatchSpec, task: GrpoTask, sharder: Sharder) -> BatchSpec
         batch=spec.batch // task.group_size,
         sharding=sharder.sharding((None, None)),
     )
+
+
+def rollout_sharder(task: GrpoTask, trainer: Sharder) -> Sharder:
+    """How the engine splits the weights: as training does, or by a mesh of its own over the same devices."""
+    if not task.rollout_mesh:
+        return trainer
+    try:
+        mesh = compose(task.rollout_mesh).config.mesh
+        return Sharder(remeshed(mesh, trainer.mesh.devices), mesh.rules)
+    except ConfigError as error:
+        raise ConfigError(problem.under("task.rollout_mesh") for problem in error.problems) from None
 
 
 def with_reference(states: StateDef, config: Config, task: GrpoTask) -> StateDef:

@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Sequence
 
+import jax
+
 from maxhydra.config.decode import Engine as EngineConfig
 from maxhydra.config.decode import Sampling
 from maxhydra.decode.ask import ask
@@ -17,12 +19,15 @@ from maxhydra.train.state import Tree
 class Sampler:
     """Writes answers. The weights are the engine's only for the time of a call: the trainer may give theirs up after.
 
-    On the trainer's mesh they are used where they lie; one CPU alone keeps them in a layout of its own.
+    On the trainer's mesh they are used where they lie, on another they are moved over; one CPU alone keeps them in a
+    layout of its own.
     """
 
     def __init__(self, model: ModelDef, prompts: Prompts, config: EngineConfig, *, sharder: Sharder, seed: int):
         self._model, self._prompts, self._config, self._sharder = model, prompts, config, sharder
         self._seed = seed
+        sharder.check(model.axes, model.shapes)
+        self._shardings = sharder.tree(model.axes)
         self._engine: Engine | None = None
         # Training and evaluation take turns.
         self._turn = threading.Lock()
@@ -50,6 +55,7 @@ class Sampler:
             self._engine.close()
 
     def _with(self, weights: Tree) -> Engine:
+        weights = jax.device_put(weights, self._shardings)
         if self._engine is None:
             self._engine = Engine(
                 self._model,

@@ -9,7 +9,7 @@ from maxhydra.rl.batches import RolloutBatches
 from maxhydra.rl.evaluate import held_out_answers
 from maxhydra.rl.judge import Judge
 from maxhydra.rl.objective import group_loss, scoring
-from maxhydra.rl.plan import check, plan_prompts, with_reference
+from maxhydra.rl.plan import check, plan_prompts, rollout_sharder, with_reference
 from maxhydra.rl.rollout import Rollouts
 from maxhydra.rl.sampler import Sampler
 from maxhydra.sharding import Sharder, build_mesh
@@ -29,7 +29,7 @@ def run(job: Job) -> Outcome:
     prompts = Prompts(config.data, vocab_size=config.model.vocab_size)
 
     states = with_reference(plan_states(config, sharder), config, task)
-    sampler = Sampler(states.model, prompts, task.engine, sharder=sharder, seed=config.run.seed)
+    sampler = Sampler(states.model, prompts, task.engine, sharder=rollout_sharder(task, sharder), seed=config.run.seed)
     with closing(Judge(config.reward)) as judge, closing(sampler):
         rollouts = Rollouts(sampler, judge, task, config.reward)
         scorer = Scorer(states.model, sharder, config.train.loss_chunk)

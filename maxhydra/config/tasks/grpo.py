@@ -84,5 +84,8 @@ class GrpoTask(Task):
     off_policy_steps: int = option(0, ge=0)
     """Batches of answers that are written ahead, while training goes on, each with the weights of that time; 0 writes
     each with the newest weights, and waits for it."""
+    rollout_mesh: list[str] = option([])
+    """The mesh on which answers are written, as overrides such as ['mesh=ddp'] or ['mesh=fsdp_tp','mesh.tensor=2']; the
+    weights are moved over to it. Empty: that of training, where they are used as they lie."""
     evaluation: Evaluation = section(Evaluation)
     engine: Engine = section(Engine)
