@@ -75,6 +75,14 @@ class Data(Corpus):
         """The sources by name; the name of one that is no mixture is empty."""
         return dict(self.sources) if self.source == "mixture" else {"": self}
 
+    def other_shapes(self, accepted: str, *, task: str, hint: str) -> Iterator[Problem]:
+        """Sources, seen from the root of the config, whose records do not mean what a task learns from."""
+        for name, corpus in self.corpora().items():
+            if corpus.shape != accepted:
+                path = f"data.sources.{name}.shape" if name else "data.shape"
+                reason = f"is not what task={task} learns from"
+                yield Problem(path, reason, value=corpus.shape, accepted=accepted, hint=hint)
+
     def check(self) -> Iterator[Problem]:
         yield from super().check()
         is_mixture = self.source == "mixture"

@@ -23,12 +23,8 @@ def _problems(config: Config, task: GrpoTask, processes: int) -> Iterator[Proble
     if not config.reward.terms:
         hint = "choose one with reward=exact, or another option of conf/reward"
         yield Problem("reward.terms", "is needed by task=grpo", value=None, accepted="a term or more", hint=hint)
-    for name, corpus in config.data.corpora().items():
-        if corpus.shape != "prompts":
-            path = f"data.sources.{name}" if name else "data"
-            hint = "each record has a `prompt`, and the `answer` that rewards compare with"
-            reason = "is not what task=grpo learns from"
-            yield Problem(f"{path}.shape", reason, value=corpus.shape, accepted="prompts", hint=hint)
+    hint = "each record has a `prompt`, and the `answer` that rewards compare with"
+    yield from config.data.other_shapes("prompts", task="grpo", hint=hint)
     if config.train.z_loss:
         yield Problem("train.z_loss", "is not used by task=grpo", value=config.train.z_loss, accepted="0")
     if task.max_tokens >= config.train.seq_len:

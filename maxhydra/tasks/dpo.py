@@ -91,12 +91,8 @@ def _all_rows(config: Config, spec: BatchSpec) -> Generator[list[Row], None, Non
 
 
 def _problems(config: Config, reference: Reference) -> Iterator[Problem]:
-    for name, corpus in config.data.corpora().items():
-        if corpus.shape != "preference":
-            path = f"data.sources.{name}" if name else "data"
-            hint = "each record has `chosen` and `rejected`, and the `prompt` where they do not begin with it"
-            reason = "is not what task=dpo learns from"
-            yield Problem(f"{path}.shape", reason, value=corpus.shape, accepted="preference", hint=hint)
+    hint = "each record has `chosen` and `rejected`, and the `prompt` where they do not begin with it"
+    yield from config.data.other_shapes("preference", task="dpo", hint=hint)
     if config.train.z_loss:
         yield Problem("train.z_loss", "is not used by task=dpo", value=config.train.z_loss, accepted="0")
     if reference is Reference.adapter_off and config.adapter.kind is AdapterKind.none:
