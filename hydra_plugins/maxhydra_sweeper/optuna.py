@@ -1,6 +1,5 @@
 """The door through which Hydra comes to a search; what it does is maxhydra.sweep's."""
 
-import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,32 +12,22 @@ from omegaconf import DictConfig, OmegaConf
 from maxhydra.cli.errors import RunFailed
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.overrides import parse
+from maxhydra.sweep.plan import Plan, Settings
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 
-@dataclasses.dataclass
-class OptunaSweeperConf:
-    """The keys of hydra.sweeper; maxhydra.sweep.Settings says what they mean."""
-
-    _target_: str = "hydra_plugins.maxhydra_sweeper.optuna.OptunaSweeper"
-    sampler: str = "tpe"
-    trials: int = 20
-    workers: int = 1
-    pruner: str = "none"
-    min_steps: int = 1
-    reduction_factor: int = 3
-    startup_trials: int = 10
-    objectives: list[str] = dataclasses.field(default_factory=list)
-    directions: list[str] = dataclasses.field(default_factory=list)
-    storage: str = "journal"
-    seed: int | None = 0
-    max_failures: int = 3
-    max_restarts: int = 3
-    params: dict[str, str] = dataclasses.field(default_factory=dict)
-
-
-ConfigStore.instance().store(group="hydra/sweeper", name="optuna", node=OptunaSweeperConf, provider="maxhydra")
+# The keys of hydra.sweeper and their defaults are those of Settings, which says what they mean.
+ConfigStore.instance().store(
+    group="hydra/sweeper",
+    name="optuna",
+    node={
+        "_target_": "hydra_plugins.maxhydra_sweeper.optuna.OptunaSweeper",
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in vars(Settings()).items()},
+        "params": {},
+    },
+    provider="maxhydra",
+)
 
 
 class OptunaSweeper(Sweeper):
@@ -53,13 +42,14 @@ class OptunaSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         # Heavy, and not needed by whoever only lists Hydra's plugins.
-        from maxhydra.sweep.plan import Plan, Settings  # noqa: PLC0415
         from maxhydra.sweep.space import distributions, split  # noqa: PLC0415
         from maxhydra.sweep.start import begin  # noqa: PLC0415
 
         assert self._config is not None
         hydra = self._config.hydra
-        lists = {name: tuple(value) if isinstance(value, (list, tuple)) else value for name, value in self._plain()}
+        lists: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, (list, tuple)) else value for name, value in self._plain()
+        }
         settings = Settings(**lists)
         problems = list(settings.problems())
         if hydra.launcher._target_ != BASIC_LAUNCHER:

@@ -15,7 +15,8 @@ PRUNERS = ("none", "asha", "hyperband", "median")
 STORAGES = ("journal", "sqlite")
 DIRECTIONS = ("minimize", "maximize")
 # What each number must at least be.
-LEAST = {"trials": 1, "workers": 1, "max_failures": 0, "max_restarts": 0, "min_steps": 1, "reduction_factor": 2}
+LEAST = {"trials": 1, "workers": 1, "min_steps": 1, "reduction_factor": 2}
+LEAST |= {"startup_trials": 0, "max_failures": 0, "max_restarts": 0}
 
 
 @dataclasses.dataclass(frozen=True)
