@@ -116,7 +116,7 @@ def write_build(name: str, folder: Path) -> list[str]:
 WRITERS: dict[str, Callable[[Path], list[str]]] = {
     "demo": lambda folder: ["data=demo", "train.seq_len=1024", "model.context_length=1024"],
     "synthetic": lambda folder: ["data=synthetic"],
-    "arithmetic": lambda folder: ["data=arithmetic"],
+    "arithmetic": lambda folder: ["data=arithmetic", "data.problems=300", "data.packing.method=none"],
     "text": write_text,
     "jsonl": write_jsonl,
     "arrayrecord": write_arrayrecord,

@@ -196,13 +196,13 @@ def test_mistake_that_the_task_finds(tmp_path: Path) -> None:
 
 
 def test_sweep_folders(tmp_path: Path) -> None:
-    """Readable job folders in one sweep folder, beside Hydra's multirun.yaml and nothing else."""
+    """Readable job folders in one sweep folder, beside Hydra's multirun.yaml, what `sweep resume` needs, and nothing else."""
     done = maxhydra("-m", "task=inspect", "run.name=sizes", "model.num_layers=2,3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["sizes"]
     left = {path.name for path in (tmp_path / "outputs" / "sizes").iterdir()}
-    assert left == {"multirun.yaml", "0_num_layers=2", "1_num_layers=3"}
+    assert left == {"multirun.yaml", "sweep.json", "0_num_layers=2", "1_num_layers=3"}
     assert "job 0: task=inspect run.name=sizes model.num_layers=2" in done.stdout
 
 

@@ -40,15 +40,23 @@ NEEDS = {
     ("data", "mixture"): ["+data.sources={one: {source: demo}}"],
     ("data", "olmo"): ["data.path=pyproject.toml"],
     ("data", "tfds"): ["data.name=c4/en"],
+    ("data", "reasoning_gym"): ["data.name=chain_sum"],
+    ("reward", "function"): ["reward.terms.own.function=math:sqrt"],
+    ("reward", "length"): ["reward.terms.length.target=100"],
+    ("task", "convert"): ["task.output=folder"],
+    ("task", "teacher_logits"): ["task.output=logits"],
     ("task", "tokenize"): ["task.output=tokens"],
 }
+# Groups that no run has unless asked for.
+ADDED = ("sweep",)
 
 
 def choose(group: str, option: str, text: Path) -> list[str]:
     """An option alone, with the path that `data=text` cannot do without."""
     raw = (CONF / group / f"{option}.yaml").read_text()
     needs_text = (group, option) == ("data", "text") or "override /data: text" in raw
-    return [f"{group}={option}", *NEEDS.get((group, option), []), *([f"data.path={text}"] if needs_text else [])]
+    chosen = f"+{group}={option}" if group in ADDED else f"{group}={option}"
+    return [chosen, *NEEDS.get((group, option), []), *([f"data.path={text}"] if needs_text else [])]
 
 
 @pytest.fixture(scope="module")

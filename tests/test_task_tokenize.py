@@ -204,7 +204,7 @@ def test_weights_of_conversations_come_back(tmp_path: Path) -> None:
     ("values", "message"),
     [
         ({"source": "demo"}, "data.source=demo: holds no records to tokenize"),
-        ({"shape": "prompts"}, "data.shape=prompts: is no shape that task=tokenize writes"),
+        ({"shape": "prompts"}, "data.shape=prompts: is no shape whose tokens can be written"),
     ],
 )
 def test_what_cannot_be_tokenized_is_refused(texts: Path, values: dict[str, object], message: str) -> None:
