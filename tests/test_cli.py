@@ -196,7 +196,7 @@ def test_mistake_that_the_task_finds(tmp_path: Path) -> None:
 
 
 def test_sweep_folders(tmp_path: Path) -> None:
-    """Readable job folders in one sweep folder, beside Hydra's multirun.yaml, what `sweep resume` needs, and nothing else."""
+    """Readable job folders in one sweep folder, beside Hydra's multirun.yaml and what `sweep resume` needs, no more."""
     done = maxhydra("-m", "task=inspect", "run.name=sizes", "model.num_layers=2,3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
