@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ from maxhydra.sweep.plan import Plan
 from maxhydra.sweep.proposals import Proposal
 
 CLAIM, CONSOLE = ".job.json", "console.txt"
+CLAIMING = "import sys; from maxhydra.sweep.jobs import claim_and_become; claim_and_become(sys.argv[1], sys.argv[2:])"
 
 
 @dataclasses.dataclass
@@ -36,7 +36,7 @@ class Job:
 
     @property
     def pid(self) -> int:
-        return int(_claimed(self.run.path)["pid"])
+        return int(_claimed(self.run.path)["pid"]) if self.process is None else self.process.pid
 
 
 class Jobs(Protocol):
@@ -70,13 +70,13 @@ class LocalJobs:
         path.mkdir(parents=True, exist_ok=True)
         with open(path / CONSOLE, "ab") as console:
             process = subprocess.Popen(
-                self.command(proposal),
+                # The job claims its folder itself before it is anything else: a controller that is killed now leaves
+                # no job unclaimed.
+                [sys.executable, "-c", CLAIMING, str(path), *self.command(proposal)],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # By the job itself before it is anything else: a controller that is killed now leaves no job unclaimed.
-                preexec_fn=partial(_claim, path),
             )
         return Job(proposal, RunDirectory(path, writes=False), process)
 
@@ -106,9 +106,11 @@ class LocalJobs:
             os.kill(job.pid, signal.SIGTERM)
 
 
-def _claim(path: Path) -> None:
+def claim_and_become(path: str, command: list[str]) -> None:
+    """Write down which process this is, and go on as the job's command."""
     claim = {"pid": os.getpid(), "pid_started": process_start(os.getpid()), "host": socket.gethostname()}
-    replace_file(path / CLAIM, json.dumps(claim))
+    replace_file(Path(path) / CLAIM, json.dumps(claim))
+    os.execv(command[0], command)
 
 
 def _claimed(path: Path) -> dict[str, Any]:
