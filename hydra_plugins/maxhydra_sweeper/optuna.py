@@ -76,9 +76,8 @@ class OptunaSweeper(Sweeper):
             settings=settings,
             config_dir=_config_dir(hydra),
         )
-        verdict = begin(plan, say=partial(print, flush=True))
-        if not verdict.is_whole:
-            raise RunFailed(verdict.reason)
+        if reason := begin(plan, say=partial(print, flush=True)):
+            raise RunFailed(reason)
 
     def _plain(self) -> list[tuple[str, Any]]:
         plain = OmegaConf.to_container(OmegaConf.create(self._settings))

@@ -1,11 +1,11 @@
 """Small trainable additions to frozen weights."""
 
-import re
 from collections.abc import Iterator
 from enum import Enum
 
 from maxhydra.config.declare import Schema, option, schema
 from maxhydra.config.errors import Problem
+from maxhydra.config.patterns import unreadable
 
 
 class AdapterKind(Enum):
@@ -43,9 +43,4 @@ class Adapter(Schema):
                 kind = self.kind.value
                 hint = f"set it, or choose the whole option with adapter={kind}"
                 yield Problem(name, f"is needed by kind={kind}", value=None, hint=hint)
-        for pattern in self.targets or []:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                reason = f"{pattern!r} is not a regular expression: {error}"
-                yield Problem("targets", reason, value=self.targets)
+        yield from unreadable("targets", self.targets or [])

@@ -49,13 +49,7 @@ class Comparison:
 
         beta and temperature are [B, 1]. With `chunk`, logits of so many places exist at a time, of both models.
         """
-        context = Context(
-            positions=batch["positions"],
-            segments=batch.get("segments"),
-            sharder=self.sharder,
-            cache=None,
-            dropout_key=key,
-        )
+        context = Context.of_batch(batch, self.sharder, key)
         hidden, own = self.student.features(weights, batch["tokens"], context, self.features.student_layers)
         seen, theirs = self._teacher(weights, batch)
 

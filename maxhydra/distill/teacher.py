@@ -45,13 +45,7 @@ class OnlineTeacher:
 
     def features(self, weights: Tree, batch: Batch, layers: Sequence[int]) -> tuple[jax.Array, list[jax.Array]]:
         """Hidden states of a batch, and the residual stream after some layers."""
-        context = Context(
-            positions=batch["positions"],
-            segments=batch.get("segments"),
-            sharder=self.sharder,
-            cache=None,
-            dropout_key=None,
-        )
+        context = Context.of_batch(batch, self.sharder, None)
         return self.model.features(weights, batch["tokens"], context, layers)
 
     def logits(self, weights: Tree, hidden: jax.Array) -> jax.Array:

@@ -69,9 +69,7 @@ class TopLogits:
         model, sharder = self.model, self.sharder
 
         def top(weights: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
-            context = Context(
-                positions=batch["positions"], segments=batch["segments"], sharder=sharder, cache=None, dropout_key=None
-            )
+            context = Context.of_batch(batch, sharder, None)
             hidden, _ = model.hidden(weights, batch["tokens"], context)
 
             def places(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:

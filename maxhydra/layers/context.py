@@ -1,6 +1,7 @@
 """What travels beside the activations: where each token stands, the cache, the sharding, the source of randomness."""
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,25 @@ class Context:
     """Where the rows lie in a cache that outlives the call. None: the cache has the rows of the call."""
     is_adapted: bool = True
     """Whether an adapter adds to the model; without, it answers as it did before the adapter was trained."""
+
+    @classmethod
+    def of_batch(
+        cls,
+        batch: Mapping[str, jax.Array],
+        sharder: Sharder,
+        key: jax.Array | None,
+        *,
+        is_adapted: bool = True,
+    ) -> "Context":
+        """Of whole rows as they are trained on, of one document or of several."""
+        return cls(
+            positions=batch["positions"],
+            segments=batch.get("segments"),
+            sharder=sharder,
+            cache=None,
+            dropout_key=key,
+            is_adapted=is_adapted,
+        )
 
     @property
     def is_length_split(self) -> bool:

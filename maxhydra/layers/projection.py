@@ -5,7 +5,6 @@ Every weight of a layer that multiplies is one of these, so that there is one pl
 
 import dataclasses
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from maxhydra.config import adapter as config
+from maxhydra.config.patterns import matches
 from maxhydra.kernels.einsum import Layout, projected
 from maxhydra.kernels.float8 import float8_product
 from maxhydra.layers.context import Context
@@ -53,7 +53,7 @@ class LoraSpec:
 
     def adds_to(self, name: str) -> bool:
         """Whether the projection of this name gets one."""
-        return any(re.search(target, name) for target in self.targets)
+        return matches(self.targets, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Projection(nnx.Module):
         """`name`: <layer kind>/<path in the layer>, by which configs choose among projections."""
         self.kernel, self.lora = kernel, lora
         self.product, self.name, self.inputs = product, name, inputs
-        self.is_float8 = any(re.search(target, name) for target in product.float8)
+        self.is_float8 = matches(product.float8, name)
 
     def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
         return self.added(joined((self,), x, ctx), x, ctx)

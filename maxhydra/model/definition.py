@@ -1,7 +1,6 @@
 """A model as plain functions over a plain tree of weights: the only door through which the rest of the code sees it."""
 
 import dataclasses
-import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -12,6 +11,7 @@ from flax import nnx
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
 from maxhydra.config.adapter import Adapter
+from maxhydra.config.patterns import matches
 from maxhydra.config.quantization import Quantization, QuantizationKind
 from maxhydra.layers import Context, LoraSpec, Room
 from maxhydra.model.decoder import Decoder, DecoderSpec
@@ -108,6 +108,6 @@ def _unmatched(key: str, section: Adapter | Quantization | None, names: list[str
     """Every target must name a projection: a typo would do less than was asked for, in silence."""
     targets = (section.targets if section else None) or []
     for target in targets:
-        if not any(re.search(target, name) for name in names):
+        if not any(matches([target], name) for name in names):
             accepted = f"regular expressions on {', '.join(dict.fromkeys(names))}"
             yield Problem(key, f"no projection's name matches {target!r}", value=targets, accepted=accepted)

@@ -16,8 +16,9 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from maxhydra.config.optimizer import Optimizer as OptimizerConfig
 from maxhydra.config.optimizer import OptimizerKind
+from maxhydra.config.patterns import matches
 from maxhydra.optim.adafactor import scale_by_adafactor
-from maxhydra.optim.parameters import Sides, axes_by_path, check_patterns, is_table, matches, path_of, paths, sides
+from maxhydra.optim.parameters import Sides, axes_by_path, check_patterns, is_table, path_of, paths, sides
 from maxhydra.optim.schedule import Schedule, schedule
 from maxhydra.sharding import LogicalAxes
 

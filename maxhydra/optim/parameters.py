@@ -6,13 +6,13 @@ own, and a projection to heads is one matrix with heads x head_dim columns. Logi
 
 import dataclasses
 import difflib
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.config.patterns import matches, unreadable
 from maxhydra.sharding import LogicalAxes, is_axes
 
 Tree = Any
@@ -67,25 +67,13 @@ def axes_by_path(axes: Tree) -> dict[str, LogicalAxes]:
     return {path_of(keys): names for keys, names in jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)}
 
 
-def matches(patterns: list[str], path: str) -> bool:
-    return any(re.search(pattern, path) for pattern in patterns)
-
-
 def check_patterns(trainable: list[str], no_decay: list[str], known: list[str]) -> None:
     """A pattern that cannot be read, or a trainable one that names no parameter, is a ConfigError."""
-    problems = [*_unreadable("optimizer.trainable", trainable), *_unreadable("optimizer.no_decay", no_decay)]
+    problems = [*unreadable("optimizer.trainable", trainable), *unreadable("optimizer.no_decay", no_decay)]
     if not problems:
         problems = list(_unmatched(trainable, known))
     if problems:
         raise ConfigError(problems)
-
-
-def _unreadable(field: str, patterns: list[str]) -> Iterator[Problem]:
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            yield Problem(field, f"{pattern!r} is not a regular expression: {error}", value=patterns)
 
 
 def _unmatched(patterns: list[str], known: list[str]) -> Iterator[Problem]:
@@ -93,7 +81,7 @@ def _unmatched(patterns: list[str], known: list[str]) -> Iterator[Problem]:
     if not patterns:
         yield Problem("optimizer.trainable", "is empty, so nothing would be trained", value=[], accepted=accepted)
     for pattern in patterns:
-        if not any(re.search(pattern, path) for path in known):
+        if not any(matches([pattern], path) for path in known):
             near = difflib.get_close_matches(pattern, known, n=5, cutoff=0.0)
             reason = f"no parameter's path matches {pattern!r}"
             hint = f"nearest paths: {', '.join(near)}"

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import datetime
-import fcntl
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 from maxhydra.record.files import plain, replace_file, to_json
 from maxhydra.record.labels import change_labels, labelled, read_labels
+from maxhydra.record.lock import take_lock
 from maxhydra.record.process import is_lost, process_start
 from maxhydra.record.scrub import scrub_text
 from maxhydra.record.surroundings import environment
@@ -226,20 +226,12 @@ class RunDirectory:
         replace_file(self.config_path, config_yaml)
 
     def _take_lock(self) -> None:
-        """A lock of the process, not of the handle: it ends with the process, and forked workers do not hold it."""
-        handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = take_lock(self.path / LOCK)
         except BlockingIOError:
-            os.close(handle)
             holder = self._stored()["sessions"][-1] if self.exists() else {}
             where = f" (process {holder['pid']} on {holder['host']})" if holder else ""
             raise RunInUseError(f"{self.path} is being written by another process{where}") from None
-        except OSError:
-            # A file system without locks: go on unprotected, as any program there does.
-            os.close(handle)
-            return
-        self._lock = handle
 
     def _release_lock(self) -> None:
         if self._lock is not None:

@@ -1,11 +1,10 @@
 """The loop of a sweep: keep every worker busy, read what jobs write, end what does badly, tell what came of it."""
 
-import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from maxhydra.record import read_metrics
+from maxhydra.record import scan_metrics, series
 from maxhydra.sweep.jobs import Job, Jobs
 from maxhydra.sweep.plan import Plan
 from maxhydra.sweep.proposals import Fate, Proposal, Proposals
@@ -13,18 +12,6 @@ from maxhydra.sweep.proposals import Fate, Proposal, Proposals
 log = logging.getLogger("maxhydra")
 # Seconds between two looks at the jobs: a free worker has its next job within this.
 LOOK_EVERY = 0.2
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """How a sweep ended: jobs by fate, and why it ended early, if it did."""
-
-    counts: dict[Fate, int]
-    reason: str
-
-    @property
-    def is_whole(self) -> bool:
-        return not self.reason
 
 
 class Controller:
@@ -36,8 +23,11 @@ class Controller:
         self._pruned: set[int] = set()
         self._reported: dict[int, int] = {}
 
-    def run(self) -> Verdict:
-        """Until all jobs are over. Interrupted, it asks those under way to save and end, and leaves them unfinished."""
+    def run(self) -> str:
+        """Until all jobs are over; why not all were started, if so.
+
+        Interrupted, it asks those under way to save and end, and leaves them unfinished.
+        """
         waiting = self._proposals.unfinished()
         for proposal in list(waiting):
             if (found := self._jobs.find(proposal)) is not None:
@@ -52,10 +42,8 @@ class Controller:
             for job in self._running:
                 self._jobs.end(job)
             raise
-        counts = dict(self._proposals.counts())
-        allowed = self._plan.settings.max_failures
-        failed = counts[Fate.failed]
-        return Verdict(counts, f"{failed} jobs failed, over max_failures={allowed}" if failed > allowed else "")
+        allowed, failed = self._plan.settings.max_failures, self._proposals.counts()[Fate.failed]
+        return f"{failed} jobs failed, over max_failures={allowed}" if failed > allowed else ""
 
     def _fill(self, waiting: list[Proposal]) -> bool:
         """Start jobs while workers are free; whether any may follow."""
@@ -94,7 +82,7 @@ class Controller:
         if len(self._plan.objectives) != 1 or number in self._pruned:
             return
         (name,) = self._plan.objectives
-        for step, value in _series(job, name):
+        for step, value in job.news(name):
             if step <= self._reported.get(number, -1):
                 continue
             self._reported[number] = step
@@ -143,15 +131,7 @@ def _reason(job: Job) -> str:
     return str(job.run.read().get("reason") or "it does not say why") if job.run.exists() else "it did not begin"
 
 
-def _series(job: Job, name: str) -> Iterator[tuple[int, float]]:
-    if not job.run.metrics_path.exists():
-        return
-    for row in read_metrics(job.run.metrics_path):
-        if isinstance(row.get(name), (int, float)):
-            yield int(row["step"]), float(row[name])
-
-
 def _last(job: Job, name: str) -> float | None:
     """The last value that a run logged of a metric."""
-    values = [value for _, value in _series(job, name)]
+    values = series(scan_metrics(job.run.metrics_path).rows, name)[1]
     return values[-1] if values else None

@@ -11,10 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from maxhydra.record import RunDirectory
+from maxhydra.record import RunDirectory, scan_metrics, series
 from maxhydra.record.files import replace_file
 from maxhydra.record.process import is_alive, process_start
 from maxhydra.sweep.plan import Plan
@@ -33,6 +34,17 @@ class Job:
     process: subprocess.Popen | None
     """None for one that another controller started."""
     restarts: int = 0
+    read: int = 0
+    """Bytes of its metrics that were looked at."""
+
+    def news(self, name: str) -> Iterator[tuple[int, float]]:
+        """Steps and values of a metric since the last look; from the start again where a job has cut its file back."""
+        path = self.run.metrics_path
+        if path.exists() and path.stat().st_size < self.read:
+            self.read = 0
+        scan = scan_metrics(path, start=self.read)
+        self.read = scan.end
+        return zip(*series(scan.rows, name), strict=True)
 
     @property
     def pid(self) -> int:

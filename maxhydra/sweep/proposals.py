@@ -75,4 +75,8 @@ class ListedProposals:
         return {fate: list(self._fates.values()).count(fate) for fate in Fate}
 
     def summary(self) -> str:
-        return ", ".join(f"{count} {fate.value}" for fate, count in self.counts().items() if count)
+        return told(self.counts())
+
+
+def told(counts: Mapping[Fate, int]) -> str:
+    return ", ".join(f"{count} {fate.value}" for fate, count in counts.items() if count)

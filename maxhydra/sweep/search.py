@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from maxhydra.config.resolvers import job_folder
 from maxhydra.sweep.plan import Plan, Settings
-from maxhydra.sweep.proposals import Fate, Proposal
+from maxhydra.sweep.proposals import Fate, Proposal, told
 from maxhydra.sweep.space import distributions, grid_values, overrides_of
 
 optuna.logging.set_verbosity(logging.WARNING)
@@ -83,15 +83,15 @@ class SearchProposals:
 
     def summary(self) -> str:
         """The best, with the command that runs it again."""
-        found = ", ".join(f"{count} {fate.value}" for fate, count in self.counts().items() if count)
-        if not self.counts()[Fate.finished]:
-            return found
-        lines = [found]
+        counts = self.counts()
+        lines = [told(counts)]
+        if not counts[Fate.finished]:
+            return lines[0]
         for trial in self._study.best_trials[:SHOWN]:
             values = zip(self._plan.objectives, trial.values, strict=True)
-            told = ", ".join(f"{name} {value:.4g}" for name, value in values)
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in values)
             command = shlex.join(["maxhydra", *self._plan.fixed, *overrides_of(trial.params)])
-            lines.append(f"best: job {trial.number}, {told}\n      {command}")
+            lines.append(f"best: job {trial.number}, {shown}\n      {command}")
         return "\n".join(lines)
 
     def _trial(self, proposal: Proposal) -> Trial:

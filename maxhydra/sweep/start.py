@@ -1,13 +1,13 @@
 """Beginning a sweep, and going on with one."""
 
-import fcntl
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.record import RunDirectory
-from maxhydra.sweep.controller import Controller, Verdict
+from maxhydra.record.lock import take_lock
+from maxhydra.sweep.controller import Controller
 from maxhydra.sweep.jobs import LocalJobs
 from maxhydra.sweep.plan import FILE, Plan, read_plan, write_plan
 from maxhydra.sweep.proposals import Fate, ListedProposals, Proposal, Proposals
@@ -16,8 +16,8 @@ from maxhydra.sweep.search import SearchProposals
 LOCK = ".sweep.lock"
 
 
-def begin(plan: Plan, say: Callable[[str], None]) -> Verdict:
-    """A new sweep, or the same one again, which goes on."""
+def begin(plan: Plan, say: Callable[[str], None]) -> str:
+    """A new sweep, or the same one again, which goes on; why it ended early, if it did."""
     if (plan.folder / FILE).exists() and read_plan(plan.folder) != plan:
         hint = f"choose another run.name, or go on with that one: maxhydra sweep resume {plan.folder.name}"
         raise ConfigError(Problem("run.name", "is a sweep over something else", value=plan.folder.name, hint=hint))
@@ -26,13 +26,17 @@ def begin(plan: Plan, say: Callable[[str], None]) -> Verdict:
     return go_on(plan, say)
 
 
-def go_on(plan: Plan, say: Callable[[str], None]) -> Verdict:
-    """Run what is left of a sweep. One process at a time."""
+def go_on(plan: Plan, say: Callable[[str], None]) -> str:
+    """Run what is left of a sweep; why it ended early, if it did. One process at a time."""
     with _alone(plan):
-        proposals: Proposals = SearchProposals(plan) if plan.space else listed(plan)
-        verdict = Controller(plan, proposals, LocalJobs(plan), say).run()
+        proposals = _proposals(plan)
+        reason = Controller(plan, proposals, LocalJobs(plan), say).run()
         say(proposals.summary())
-    return verdict
+    return reason
+
+
+def _proposals(plan: Plan) -> Proposals:
+    return SearchProposals(plan) if plan.space else listed(plan)
 
 
 def listed(plan: Plan) -> ListedProposals:
@@ -53,16 +57,16 @@ def _is_finished(run: RunDirectory) -> bool:
 @contextmanager
 def _alone(plan: Plan) -> Iterator[None]:
     """Two controllers would each start the job that the other has just proposed."""
-    handle = os.open(plan.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = take_lock(plan.folder / LOCK)
     except BlockingIOError:
         reason = "is being run by another process"
         raise ConfigError(Problem("sweep", reason, value=plan.folder.name, hint="wait for it, or end it")) from None
-    else:
+    try:
         yield
     finally:
-        os.close(handle)
+        if lock is not None:
+            os.close(lock)
 
 
 def status(plan: Plan) -> Iterator[str]:
@@ -72,5 +76,4 @@ def status(plan: Plan) -> Iterator[str]:
         value = (facts.get("objective") or {}).get("value")
         shown = "" if value is None else f"  {facts['objective']['name']} {value:.4g}"
         yield f"{path.parent.name}: {facts['status']}{shown}"
-    proposals: Proposals = SearchProposals(plan) if plan.space else listed(plan)
-    yield proposals.summary()
+    yield _proposals(plan).summary()

@@ -30,14 +30,7 @@ class Scorer:
         self, weights: Any, batch: Mapping[str, jax.Array], key: jax.Array | None, *, is_adapted: bool
     ) -> jax.Array:
         """[B, S], of the model with or without its adapter; no key: no dropout."""
-        context = Context(
-            positions=batch["positions"],
-            segments=None,
-            sharder=self.sharder,
-            cache=None,
-            dropout_key=key,
-            is_adapted=is_adapted,
-        )
+        context = Context.of_batch(batch, self.sharder, key, is_adapted=is_adapted)
         hidden, _ = self.model.hidden(weights, batch["tokens"], context)
         return token_logprobs(
             lambda hidden: self.model.logits(weights, hidden, self.sharder), hidden, batch["targets"], chunk=self.chunk

@@ -21,13 +21,7 @@ def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
     """Cross-entropy of each next token; without a key, dropout is off."""
 
     def loss(params: Tree, batch: Batch, key: jax.Array | None) -> Sums:
-        context = Context(
-            positions=batch["positions"],
-            segments=batch.get("segments"),
-            sharder=sharder,
-            cache=None,
-            dropout_key=key,
-        )
+        context = Context.of_batch(batch, sharder, key)
         hidden, _ = model.hidden(params, batch["tokens"], context)
         return cross_entropy(
             lambda hidden: model.logits(params, hidden, sharder),

@@ -7,7 +7,7 @@ from pathlib import Path
 from maxhydra.config.run import Checkpoint
 from maxhydra.convert import load_weights
 from maxhydra.convert.origin import origin
-from maxhydra.model import ModelDef
+from maxhydra.model import ModelDef, split
 from maxhydra.train.checkpoint import restore
 from maxhydra.train.source import Batches
 from maxhydra.train.state import StateDef, TrainState, Tree
@@ -45,7 +45,11 @@ def begin(
     step = int(found.state.step)
     state = found.state
     if abstract.frozen:
-        state = dataclasses.replace(state, frozen=_fresh(states, saving, seed).frozen)
+        # Without an adapter that is what the task has beside the model, of which nothing need be made anew.
+        has_base = bool(split(states.model.shapes)[1])
+        state = dataclasses.replace(
+            state, frozen=_fresh(states, saving, seed).frozen if has_base else dict(states.beside)
+        )
     return Start(state, step, f"going on from step {step} of {found.source}")
 
 

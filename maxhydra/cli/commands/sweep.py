@@ -31,9 +31,8 @@ def main(arguments: list[str]) -> int:
         return 0
     changes = {name: value for name in ("workers", "trials") if (value := getattr(asked, name)) is not None}
     plan = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, **changes))
-    verdict = go_on(plan, say=partial(print, flush=True))
-    if not verdict.is_whole:
-        raise RunFailed(verdict.reason)
+    if reason := go_on(plan, say=partial(print, flush=True)):
+        raise RunFailed(reason)
     return 0
 
 
