@@ -13,6 +13,7 @@ from maxhydra.cli.errors import RunFailed
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.metrics import unlogged
 from maxhydra.config.overrides import parse
+from maxhydra.launch.places import PLACES, chosen_launcher, is_ours
 from maxhydra.sweep.plan import Plan, Settings
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -53,8 +54,13 @@ class OptunaSweeper(Sweeper):
         }
         settings = Settings(**lists)
         problems = list(settings.problems())
-        if hydra.launcher._target_ != BASIC_LAUNCHER:
-            accepted = "hydra/launcher=basic: this machine"
+        launcher = chosen_launcher(hydra.launcher)
+        problems += launcher.problems()
+        if launcher.detached:
+            reason = "a search waits for results to know what to try next"
+            problems.append(Problem("hydra.launcher.detach", reason, value=True, accepted="false"))
+        if hydra.launcher._target_ != BASIC_LAUNCHER and not is_ours(hydra.launcher):
+            accepted = ", ".join(f"hydra/launcher={name}" for name in ("basic", *PLACES) if name != "local")
             problems.append(Problem("hydra.launcher", "does not serve hydra/sweeper=optuna", accepted=accepted))
         objectives = settings.objectives or (str(self._config.objective),)
         path = "hydra.sweeper.objectives" if settings.objectives else "objective"
@@ -81,6 +87,7 @@ class OptunaSweeper(Sweeper):
             objectives=objectives,
             settings=settings,
             config_dir=_config_dir(hydra),
+            launcher=launcher,
         )
         if reason := begin(plan, say=partial(print, flush=True)):
             raise RunFailed(reason)
