@@ -17,6 +17,7 @@ from maxhydra.layers import (
     Mixer,
     MixerSpec,
     MlpSpec,
+    MoeSpec,
     RMSNorm,
     Room,
     Side,
@@ -25,7 +26,10 @@ from maxhydra.layers import (
 )
 
 MIXERS = {config.Mixer.attention: AttentionSpec}
-FEED_FORWARDS = {config.FeedForward.mlp: MlpSpec}
+FEED_FORWARDS: dict[config.FeedForward, type[MlpSpec] | type[MoeSpec]] = {
+    config.FeedForward.mlp: MlpSpec,
+    config.FeedForward.moe: MoeSpec,
+}
 
 
 class Left(NamedTuple):
