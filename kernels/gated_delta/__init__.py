@@ -54,17 +54,17 @@ def gated_delta(
     heads = (M, N // M)
     if state_BNKV is None:
         state_BNKV = jnp.zeros((B, N, K, V), jnp.float32)
-    arrays = (
-        query_BTMK,
-        key_BTMK,
-        value_BTNV.reshape(B, T, *heads, V),
-        log_decay_BTN.reshape(B, T, *heads),
-        rate_BTN.reshape(B, T, *heads),
-        state_BNKV.reshape(B, *heads, K, V),
+    inputs = Inputs(
+        query_BTMK=query_BTMK.astype(jnp.float32),
+        key_BTMK=key_BTMK.astype(jnp.float32),
+        value_BTMGV=value_BTNV.astype(jnp.float32).reshape(B, T, *heads, V),
+        log_decay_BTMG=log_decay_BTN.astype(jnp.float32).reshape(B, T, *heads),
+        rate_BTMG=rate_BTN.astype(jnp.float32).reshape(B, T, *heads),
+        state_BMGKV=state_BNKV.reshape(B, *heads, K, V),
+        starts_BT=None,
     )
-    inputs = masked(Inputs(*(array.astype(jnp.float32) for array in arrays), starts_BT=None), segments_BT)
     name = _fastest(T) if backend == "auto" else backend
-    out_BTMGV, state_BMGKV = BACKENDS[name].run(inputs)
+    out_BTMGV, state_BMGKV = BACKENDS[name].run(masked(inputs, segments_BT))
     return out_BTMGV.reshape(B, T, N, V), state_BMGKV.reshape(B, N, K, V)
 
 

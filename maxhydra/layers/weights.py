@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from copy import copy
 from itertools import count
 
@@ -60,6 +61,13 @@ class WeightMaker:
 
     def ones(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
         return nnx.Param(jnp.ones(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
+
+    def drawn(
+        self, shape: tuple[int, ...], axes: LogicalAxes, draw: Callable[[jax.Array, tuple[int, ...]], jax.Array]
+    ) -> nnx.Param:
+        """Values that a function of a key and a shape draws."""
+        key = jax.random.fold_in(self._key, next(self._numbers))
+        return nnx.Param(draw(key, self._stack + shape).astype(self._dtype), axes=self._stack_axes + axes)
 
     def matrix(self, rows: tuple[int, ...], columns: tuple[int, ...], axes: LogicalAxes, *, std: float) -> nnx.Param:
         """Normal values in [*rows, *columns], drawn in float32 whatever format they are kept in."""

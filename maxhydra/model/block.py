@@ -11,6 +11,7 @@ from maxhydra.layers import (
     AttentionSpec,
     Cache,
     Context,
+    DeltaSpec,
     Dtypes,
     FeedForward,
     FeedForwardSpec,
@@ -24,7 +25,7 @@ from maxhydra.layers import (
     dropout,
 )
 
-MIXERS = {config.Mixer.attention: AttentionSpec}
+MIXERS: dict[config.Mixer, Any] = {config.Mixer.attention: AttentionSpec, config.Mixer.delta: DeltaSpec}
 FEED_FORWARDS = {config.FeedForward.mlp: MlpSpec}
 
 
