@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from copy import copy
 from itertools import count
 
@@ -63,6 +64,13 @@ class WeightMaker:
 
     def zeros(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
         return nnx.Param(jnp.zeros(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
+
+    def drawn(
+        self, shape: tuple[int, ...], axes: LogicalAxes, draw: Callable[[jax.Array, tuple[int, ...]], jax.Array]
+    ) -> nnx.Param:
+        """Values that a function of a key and a shape draws."""
+        key = jax.random.fold_in(self._key, next(self._numbers))
+        return nnx.Param(draw(key, self._stack + shape).astype(self._dtype), axes=self._stack_axes + axes)
 
     def matrix(
         self,

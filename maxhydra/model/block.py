@@ -11,6 +11,7 @@ from maxhydra.layers import (
     AttentionSpec,
     Cache,
     Context,
+    DeltaSpec,
     Dtypes,
     FeedForward,
     FeedForwardSpec,
@@ -25,7 +26,10 @@ from maxhydra.layers import (
     dropout,
 )
 
-MIXERS = {config.Mixer.attention: AttentionSpec}
+MIXERS: dict[config.Mixer, type[AttentionSpec] | type[DeltaSpec]] = {
+    config.Mixer.attention: AttentionSpec,
+    config.Mixer.delta: DeltaSpec,
+}
 FEED_FORWARDS: dict[config.FeedForward, type[MlpSpec] | type[MoeSpec]] = {
     config.FeedForward.mlp: MlpSpec,
     config.FeedForward.moe: MoeSpec,
