@@ -27,9 +27,11 @@ class Call:
     platform: str
     dtype: str
     head_dim: int
+    value_dim: int
     length: int
     has_segments: bool
     has_positions: bool
+    has_chosen: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,9 @@ class Backend:
     """With segments, the sequence length must be a multiple of this."""
     softcap: bool = True
     positions: bool = True
+    chosen: bool = True
+    value_dim: bool = True
+    """Whether values may have another size than keys."""
     split_length: bool = True
 
     def refusals(self, call: Call) -> tuple[str, ...]:
@@ -61,6 +66,11 @@ class Backend:
             (length_fits, f"takes segments in multiples of {self.segment_length_multiple} tokens, not {call.length}"),
             (self.softcap or call.request.softcap is None, "has no soft-cap"),
             (self.positions or not call.has_positions, "has no positions, which a cache needs"),
+            (self.chosen or not call.has_chosen, "has no choice of keys"),
+            (
+                self.value_dim or call.value_dim == call.head_dim,
+                f"takes values of the size of keys, not {call.value_dim} and {call.head_dim}",
+            ),
             (self.split_length or not call.request.is_length_split, "needs whole sequences on each device"),
         )
         return tuple(reason for is_met, reason in needs if not is_met)
@@ -78,6 +88,8 @@ BACKENDS: dict[str, Backend] = {
         segment_length_multiple=2,
         softcap=False,
         positions=False,
+        chosen=False,
+        value_dim=False,
         split_length=False,
     ),
     "xla": Backend(run=xla.attention),
@@ -117,18 +129,21 @@ def attention(
     kv_segments_BS: jax.Array | None = None,
     q_positions_BT: jax.Array | None = None,
     kv_positions_BS: jax.Array | None = None,
+    chosen_BTS: jax.Array | None = None,
 ) -> jax.Array:
-    """Values [B, T, N, H] that the queries gather; `Tokens` says what segments and positions mean."""
-    tokens = Tokens(q_segments_BT, kv_segments_BS, q_positions_BT, kv_positions_BS)
+    """Values [B, T, N, H] that the queries gather; `Tokens` says what segments, positions and a choice of keys mean."""
+    tokens = Tokens(q_segments_BT, kv_segments_BS, q_positions_BT, kv_positions_BS, chosen_BTS)
     _check_shapes(q_BTNH, k_BSKH, v_BSKH, request, tokens)
     call = Call(
         request=request,
         platform=jax.default_backend(),
         dtype=q_BTNH.dtype.name,
         head_dim=q_BTNH.shape[3],
+        value_dim=v_BSKH.shape[3],
         length=q_BTNH.shape[1],
         has_segments=q_segments_BT is not None,
         has_positions=q_positions_BT is not None,
+        has_chosen=chosen_BTS is not None,
     )
     return BACKENDS[choose(backend, call)].run(q_BTNH, k_BSKH, v_BSKH, request, tokens)
 
@@ -136,7 +151,7 @@ def attention(
 def _check_shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: Request, tokens: Tokens) -> None:
     """Refuse calls that have no meaning on any backend; these are mistakes in code, not in a config."""
     (B, T, N, H), (_, S, K, _) = q_BTNH.shape, k_BSKH.shape
-    if k_BSKH.shape != (B, S, K, H) or v_BSKH.shape != (B, S, K, H) or N % K:
+    if k_BSKH.shape != (B, S, K, H) or v_BSKH.shape[:3] != (B, S, K) or N % K:
         raise ValueError(f"queries {q_BTNH.shape}, keys {k_BSKH.shape} and values {v_BSKH.shape} do not fit together")
     if not q_BTNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
         raise ValueError(f"queries {q_BTNH.dtype}, keys {k_BSKH.dtype}, values {v_BSKH.dtype}: not one type")
@@ -148,6 +163,8 @@ def _check_shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, reque
             raise ValueError("segments and positions are given for both queries and keys, or for neither")
         if of_queries is not None and of_keys is not None and (of_queries.shape, of_keys.shape) != ((B, T), (B, S)):
             raise ValueError(f"segments or positions {of_queries.shape}, {of_keys.shape} for {(B, T)}, {(B, S)}")
+    if tokens.chosen_BTS is not None and tokens.chosen_BTS.shape != (B, T, S):
+        raise ValueError(f"a choice {tokens.chosen_BTS.shape} for {(B, T, S)}")
     if request.causal and tokens.q_positions_BT is None and T != S:
         raise ValueError(f"{T} queries and {S} keys: which is later than which needs positions")
 
