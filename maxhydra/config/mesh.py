@@ -19,6 +19,7 @@ RULES: dict[str, list[str]] = {
     "act_vocab": ["tensor"],
     "layers": [],
     "embed": ["fsdp", "expert", "sequence"],
+    "latent": ["fsdp", "expert", "sequence"],
     "heads": ["tensor"],
     "kv_heads": ["tensor"],
     "head_dim": [],

@@ -7,6 +7,7 @@ from maxhydra.config.attention import Attention, Rope, RopeKind
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.feedforward import Activation, Mlp
+from maxhydra.config.mla import Indexer, Mla
 
 __all__ = [
     "Activation",
@@ -16,8 +17,10 @@ __all__ = [
     "Dtypes",
     "FeedForward",
     "Head",
+    "Indexer",
     "Kind",
     "Mixer",
+    "Mla",
     "Mlp",
     "Model",
     "ModelKernels",
@@ -62,6 +65,7 @@ class Projection(Enum):
 
 class Mixer(Enum):
     attention = "attention"
+    mla = "mla"
 
 
 class FeedForward(Enum):
@@ -75,6 +79,7 @@ class Kind(Schema):
     mixer: Mixer = Mixer.attention
     """What carries information between tokens; the section of that name says how."""
     attention: Attention = section(Attention)
+    mla: Mla = section(Mla)
     feed_forward: FeedForward = FeedForward.mlp
     """What works on each token alone; the section of that name says how."""
     mlp: Mlp = section(Mlp)

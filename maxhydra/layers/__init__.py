@@ -5,6 +5,7 @@ from maxhydra.layers.cache import Cache, DenseRoom, PagedRoom, Room, Rows
 from maxhydra.layers.context import Context
 from maxhydra.layers.dropout import dropout
 from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
+from maxhydra.layers.mla import Mla, MlaSpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
 from maxhydra.layers.norm import RMSNorm
 from maxhydra.layers.parts import Fed, FeedForward, FeedForwardSpec, Mixed, Mixer, MixerSpec, Side
@@ -27,6 +28,8 @@ __all__ = [
     "Mixed",
     "Mixer",
     "MixerSpec",
+    "Mla",
+    "MlaSpec",
     "Mlp",
     "MlpSpec",
     "PagedRoom",

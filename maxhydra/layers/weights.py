@@ -61,6 +61,9 @@ class WeightMaker:
     def ones(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
         return nnx.Param(jnp.ones(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
 
+    def zeros(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
+        return nnx.Param(jnp.zeros(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
+
     def matrix(self, rows: tuple[int, ...], columns: tuple[int, ...], axes: LogicalAxes, *, std: float) -> nnx.Param:
         """Normal values in [*rows, *columns], drawn in float32 whatever format they are kept in."""
         key = jax.random.fold_in(self._key, next(self._numbers))

@@ -16,6 +16,7 @@ from maxhydra.layers import (
     FeedForwardSpec,
     Mixer,
     MixerSpec,
+    MlaSpec,
     MlpSpec,
     RMSNorm,
     Room,
@@ -24,7 +25,7 @@ from maxhydra.layers import (
     dropout,
 )
 
-MIXERS = {config.Mixer.attention: AttentionSpec}
+MIXERS: dict[config.Mixer, Any] = {config.Mixer.attention: AttentionSpec, config.Mixer.mla: MlaSpec}
 FEED_FORWARDS = {config.FeedForward.mlp: MlpSpec}
 
 
