@@ -7,6 +7,7 @@ from maxhydra.layers.dropout import dropout
 from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
 from maxhydra.layers.mla import Mla, MlaSpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
+from maxhydra.layers.moe import Moe, MoeSpec
 from maxhydra.layers.norm import RMSNorm
 from maxhydra.layers.parts import Fed, FeedForward, FeedForwardSpec, Mixed, Mixer, MixerSpec, Side
 from maxhydra.layers.projection import LoraSpec, ProductSpec, Projection
@@ -32,6 +33,8 @@ __all__ = [
     "MlaSpec",
     "Mlp",
     "MlpSpec",
+    "Moe",
+    "MoeSpec",
     "PagedRoom",
     "ProductSpec",
     "Projection",

@@ -250,6 +250,7 @@ class Mla(nnx.Module):
             scale=self.spec.scale,
             causal=True,
             window=None,
+            chunk=None,
             softcap=None,
             softmax_dtype=self.spec.dtypes.softmax.name,
             is_length_split=False,

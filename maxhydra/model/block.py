@@ -18,6 +18,7 @@ from maxhydra.layers import (
     MixerSpec,
     MlaSpec,
     MlpSpec,
+    MoeSpec,
     RMSNorm,
     Room,
     Side,
@@ -26,7 +27,10 @@ from maxhydra.layers import (
 )
 
 MIXERS: dict[config.Mixer, Any] = {config.Mixer.attention: AttentionSpec, config.Mixer.mla: MlaSpec}
-FEED_FORWARDS = {config.FeedForward.mlp: MlpSpec}
+FEED_FORWARDS: dict[config.FeedForward, type[MlpSpec] | type[MoeSpec]] = {
+    config.FeedForward.mlp: MlpSpec,
+    config.FeedForward.moe: MoeSpec,
+}
 
 
 class Left(NamedTuple):
