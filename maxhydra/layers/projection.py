@@ -80,6 +80,10 @@ class Lora(nnx.Module):
         narrow = _product(kept, self.a[...], product, inputs=inputs)
         return self.spec.scale * _product(narrow, self.b[...], product, inputs=1)
 
+    def matrix(self) -> jax.Array:
+        """What it adds to the kernel."""
+        return self.spec.scale * jnp.tensordot(self.a[...], self.b[...], axes=1)
+
 
 class Projection(nnx.Module):
     """x times the kernel [*inputs, *outputs], over the last dimensions of x."""
@@ -121,6 +125,13 @@ class Projection(nnx.Module):
             return self.kernel.unpacked(kept, self.product.compute)
         assert isinstance(kept, jax.Array)
         return kept.astype(self.product.compute)
+
+    def matrix(self, ctx: Context) -> jax.Array:
+        """The whole map as an array [*inputs, *outputs], for those who multiply by parts of it; no dropout."""
+        whole = self.weight(self.kept)
+        if self.lora is None or not ctx.is_adapted:
+            return whole
+        return whole + self.lora.matrix().astype(whole.dtype)
 
     def added(self, out: jax.Array, x: jax.Array, ctx: Context) -> jax.Array:
         """A product of x with the kernel alone, with what the adapter adds to it."""
