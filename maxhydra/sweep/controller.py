@@ -61,9 +61,10 @@ class Controller:
             proposal = self._next() if self._proposals.counts()[Fate.failed] <= settings.max_failures else None
             may_follow = proposal is not None
             if proposal is not None and self._prepared(proposal):
-                self._say(f"job {proposal.number}: {' '.join(proposal.overrides) or 'as it is'}")
                 chosen.append(proposal)
         self._running += self._jobs.start(chosen) if chosen else []
+        for proposal in chosen:
+            self._say(f"job {proposal.number}: {' '.join(proposal.overrides) or 'as it is'}")
         return may_follow
 
     def _next(self) -> Proposal | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -106,6 +107,6 @@ def _output(*command: str) -> list[str]:
     except subprocess.TimeoutExpired:
         raise ConfigError(Problem("hydra/launcher=slurm", f"{name} has not answered for {SECONDS} s")) from None
     except subprocess.CalledProcessError as error:
-        said = " ".join(error.stderr.split()) or f"{name} exit code {error.returncode}"
-        raise ConfigError(Problem("hydra/launcher=slurm", said)) from None
+        said = "; ".join(re.sub(r"^\w+: (error|fatal): ", "", line) for line in error.stderr.strip().splitlines())
+        raise ConfigError(Problem("hydra/launcher=slurm", f"{name}: {said or error.returncode}")) from None
     return done.stdout.splitlines()

@@ -54,11 +54,7 @@ def _parameters(settings: SlurmSettings, name: str, sweep: Path, jobs: int) -> I
     yield f"--cpus-per-task={settings.cpus_per_task}"
     if settings.gpus_per_node:
         yield f"--gpus-per-node={settings.gpus_per_node}"
-    for option, given in settings.extra.items():
-        if given is True:
-            yield f"--{option}"
-        elif given is not False and given is not None:
-            yield f"--{option}={shlex.quote(str(given))}"
+    yield from map(str, settings.sbatch)
 
 
 def _setup(settings: SlurmSettings) -> list[str]:

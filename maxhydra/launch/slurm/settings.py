@@ -64,10 +64,10 @@ class SlurmSettings(Launcher):
     """Interpreter on the nodes. Null: the one that submits; in a container, `python`."""
     setup: tuple[str, ...] = ()
     """Lines of the batch script before the job starts: module load, export."""
+    sbatch: tuple[str, ...] = ()
+    """Further parameters of sbatch: [--exclusive, '--gres=gpu:8']."""
     srun: tuple[str, ...] = ()
     """Further arguments of srun."""
-    extra: dict[str, str | int | bool | None] = dataclasses.field(default_factory=dict)
-    """Further parameters of sbatch: {exclusive: true, gres: 'gpu:8'}."""
     detach: bool = False
     """Submit, print the ids and return. Not for a search, which waits for results to know what to try next."""
     poll_seconds: int = 5
@@ -105,19 +105,18 @@ class SlurmSettings(Launcher):
             yield Problem(f"{KEY}.container_mounts", "goes with a container", list(self.container_mounts))
         if not isinstance(self.detach, bool):
             yield Problem(f"{KEY}.detach", "is not one of the two", self.detach, "true, false")
-        for line in (*self.setup, *self.srun):
-            if "\n" in str(line):
-                yield Problem(f"{KEY}.setup", "holds several lines in one", line, "an entry for each line")
-        yield from self._extra_problems()
+        for name in ("setup", "sbatch", "srun"):
+            for line in getattr(self, name):
+                if "\n" in str(line):
+                    yield Problem(f"{KEY}.{name}", "holds several lines in one", line, "an entry for each")
+        for parameter in self.sbatch:
+            name = re.match(r"--([a-z][-a-z0-9]*)", str(parameter))
+            if name is None:
+                yield Problem(f"{KEY}.sbatch", "cannot be read", parameter, "--name or --name=value")
+            elif name[1] in OWN:
+                yield Problem(f"{KEY}.sbatch", "is set by the launcher", parameter)
 
     def _time_problems(self) -> Iterator[Problem]:
         if (limit := self.seconds) is not None and limit <= self.save_seconds:
             reason = f"leaves nothing before the {self.save_seconds} s that are kept for saving"
             yield Problem(f"{KEY}.time", reason, self.time, hint=f"a longer time, or a smaller {KEY}.save_seconds")
-
-    def _extra_problems(self) -> Iterator[Problem]:
-        for name, value in self.extra.items():
-            if name in OWN:
-                yield Problem(f"{KEY}.extra.{name}", "is set by the launcher", value)
-            elif not re.fullmatch(r"[a-z][-a-z0-9]*", name) or "\n" in str(value):
-                yield Problem(f"{KEY}.extra.{name}", "cannot be read", value, "a parameter of sbatch, without --")
