@@ -122,7 +122,9 @@ def _end_steps(config: str) -> None:
             variables = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if f"SLURM_CONF={config}".encode() in variables and any(line.startswith(b"SLURM_JOB_ID=") for line in variables):
+        if f"SLURM_CONF={config}".encode() in variables and any(
+            line.startswith(b"SLURM_JOB_ID=") for line in variables
+        ):
             os.kill(int(path.parent.name), signal.SIGKILL)
 
 

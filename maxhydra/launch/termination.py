@@ -1,4 +1,4 @@
-"""How a run ended, in the few bytes that a container may leave behind: what is known of it where nobody sees its folder.
+"""How a run ended, in the few bytes that a container may leave behind, for those who cannot see the run's folder.
 
 It is run.json without what would not fit. The launcher's side writes it into the sweep's folder, where it is read as
 any other run's.
@@ -81,8 +81,17 @@ def _blank(name: str, told: dict[str, Any]) -> dict[str, Any]:
     """What readers of run.json count on, of a run that could say little of itself."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     ending = {"status": told["status"], "reason": told.get("reason")}
-    session = {"started": now, "ended": now, **ending, "seconds": 0, "command": [], "host": None, "pid": None, "git": None}
-    session |= {"devices": None, "start_step": None, "end_step": None}
+    session = {
+        "started": now,
+        "ended": now,
+        **ending,
+        "seconds": 0,
+        "command": [],
+        "host": None,
+        "pid": None,
+        "git": None,
+    }
+    session |= {"pid": None, "pid_started": None, "devices": None, "start_step": None, "end_step": None}
     facts = {"name": name, "task": None, **ending, "created": now, "updated": now, "finished": now, "host": None}
     return {**facts, "command": [], "git": None, "choices": {}, "overrides": [], "tags": [], "sessions": [session]}
 

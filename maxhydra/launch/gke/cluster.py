@@ -1,6 +1,7 @@
 """The Kubernetes API as far as jobs need it. The only module that imports its client, which takes a second."""
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,7 +68,9 @@ class Cluster:
         while self.job_set(name) is not None:
             if time.monotonic() > until:
                 reason = f"JobSet {name} is being deleted, and still there after {GONE_SECONDS} s"
-                raise ConfigError(Problem(f"{KEY}.namespace", reason, self._namespace, hint=f"kubectl describe jobset {name}"))
+                raise ConfigError(
+                    Problem(f"{KEY}.namespace", reason, self._namespace, hint=f"kubectl describe jobset {name}")
+                )
             time.sleep(GONE_PAUSE)
 
     def create_config_map(self, manifest: Manifest) -> None:
@@ -79,7 +82,9 @@ class Cluster:
             except k8s.client.ApiException as error:
                 if error.status != 409:
                     raise
-                there = self._core.read_namespaced_config_map(metadata["name"], self._namespace, _request_timeout=TIMEOUT)
+                there = self._core.read_namespaced_config_map(
+                    metadata["name"], self._namespace, _request_timeout=TIMEOUT
+                )
                 owners = [owner.uid for owner in there.metadata.owner_references or []]
                 if metadata["ownerReferences"][0]["uid"] in owners:
                     return
@@ -138,7 +143,9 @@ def _connected(context: str | None) -> Any:
     configuration = k8s.client.Configuration()
     try:
         try:
-            k8s.config.load_kube_config(context=context, client_configuration=configuration)
+            # The client itself reads the variable once, when it is imported.
+            path = os.environ.get("KUBECONFIG")
+            k8s.config.load_kube_config(path, context, client_configuration=configuration)
         except k8s.config.ConfigException:
             if context is not None:
                 raise
@@ -169,4 +176,3 @@ def _body(error: Any) -> dict[str, Any]:
     except (TypeError, ValueError):
         return {}
     return body if isinstance(body, dict) else {}
-

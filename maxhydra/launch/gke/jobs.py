@@ -1,6 +1,7 @@
 """Jobs as JobSets. What is known of them is in the cluster, under names that follow from the sweep's folder."""
 
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -8,17 +9,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.launch.composing import Ordering
-from maxhydra.launch.gke.manifests import Manifest, Work, config_map, job_name, job_set, sweep_id
+from maxhydra.launch.gke.manifests import Manifest, Work, config_map, job_name, job_set, sweep_id, to_yaml
 from maxhydra.launch.gke.placement import place
 from maxhydra.launch.gke.pods import ending, leader, progress
 from maxhydra.launch.gke.refusals import RefusedError
 from maxhydra.launch.gke.settings import GkeSettings
 from maxhydra.launch.gke.volumes import OUTPUTS
 from maxhydra.launch.jobs import Job, Proposal, Shared
+from maxhydra.launch.local import CLAIM, CONSOLE
 from maxhydra.launch.order import CONFIG, Order, read_order
 from maxhydra.launch.termination import is_relayed, relay
 from maxhydra.record import RunDirectory
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("maxhydra")
 # Seconds for which an answer of the cluster is taken as the state of things.
 FRESH = 2.0
-CONSOLE, CONSOLE_LINES = "console.txt", 10_000
+CONSOLE_LINES = 10_000
 
 
 class GkeJobs:
@@ -61,11 +61,11 @@ class GkeJobs:
         self._work(proposal, order)
         order.write(self._shared.path(proposal))
 
-    def render(self, proposal: Proposal) -> str:
-        """What would be sent, as YAML; nothing is."""
-        work = self._work(proposal, self._order(proposal))
-        documents = [job_set(self._settings, work), config_map(self._settings, work, owner=None)]
-        return yaml.safe_dump_all(documents, sort_keys=False, width=120, explicit_start=True)
+    def render(self, proposals: Sequence[Proposal]) -> str:
+        """The objects as YAML. That a JobSet owns its ConfigMap is said when it is there to do so."""
+        works = [self._work(proposal, self._order(proposal)) for proposal in proposals]
+        pairs = [(job_set(self._settings, work), config_map(self._settings, work, owner=None)) for work in works]
+        return to_yaml([document for pair in pairs for document in pair])
 
     def start(self, proposals: Sequence[Proposal]) -> Sequence[Job]:
         return [self._start(proposal) for proposal in proposals]
@@ -75,11 +75,8 @@ class GkeJobs:
         return job if self.is_running(job) else None
 
     def past(self, proposal: Proposal) -> Job | None:
-        """A JobSet that is over, or a run that an earlier look has brought here."""
         job = self._job(proposal)
-        if self._name(proposal) in self._view() and not self.is_running(job):
-            return job
-        return job if job.run.exists() else None
+        return job if (job.run.path / CLAIM).exists() and (self.is_running(job) or job.run.exists()) else None
 
     def is_running(self, job: Job) -> bool:
         """What a job that is over has left is brought here before anyone asks for it."""
@@ -114,12 +111,12 @@ class GkeJobs:
         """They need nobody who watches."""
         return f"{len(jobs)} jobs go on in namespace {self._settings.namespace}"
 
-    def logs(self, proposal: Proposal, *, follow: bool) -> Iterator[str]:
+    def logs(self, number: int, *, follow: bool) -> Iterator[str]:
         """What the first process prints."""
-        pod = leader(self._cluster.pods(self._name(proposal)))
+        pod = leader(self._cluster.pods(job_name(self._settings.prefix, self._sweep, number)))
         if pod is None:
             reason = "has no pods: it waits, or it was deleted"
-            raise ConfigError(Problem(f"job {proposal.number}", reason, hint="maxhydra sweep status says more"))
+            raise ConfigError(Problem(f"job {number}", reason, hint="maxhydra sweep status says more"))
         if follow:
             yield from self._cluster.follow(pod.metadata.name)
         else:
@@ -155,6 +152,8 @@ class GkeJobs:
     def _start(self, proposal: Proposal) -> Job:
         """Submit a job, unless it is there already: a controller that was killed may have been through half of this."""
         job = self._job(proposal)
+        claim = {"jobset": self._name(proposal), "namespace": self._settings.namespace}
+        replace_file(job.run.path / CLAIM, json.dumps(claim))
         work = self._work(proposal, read_order(job.run.path / CONFIG))
         manifest = job_set(self._settings, work)
         try:
@@ -165,7 +164,12 @@ class GkeJobs:
             there = self._there(work.name, manifest)
         if is_relayed(job.run):
             job.run.facts_path.unlink()
-        self._cluster.create_config_map(config_map(self._settings, work, owner=there["metadata"]["uid"]))
+        try:
+            self._cluster.create_config_map(config_map(self._settings, work, owner=there["metadata"]["uid"]))
+        except RefusedError:
+            # Its pods would wait for their config for ever.
+            self._cluster.delete_job_set(work.name)
+            raise
         self._seen[work.name] = there
         return job
 
@@ -192,7 +196,7 @@ class GkeJobs:
 
     def _bring_home(self, job: Job, there: Manifest | None) -> None:
         """Write down here how a run ended, unless its own folder can be seen."""
-        if job.run.exists():
+        if job.run.exists() or not (job.run.path / CLAIM).exists():
             return
         if there is None:
             told: dict[str, Any] = {"status": "preempted", "reason": "its JobSet is not in the cluster"}
@@ -200,9 +204,7 @@ class GkeJobs:
             pods = self._cluster.pods(there["metadata"]["name"])
             told = ending(pods, _outcome(there) or ("", ""))
             self._keep_console(job.run.path, pods)
-        config = job.run.path / CONFIG
-        if config.exists():
-            relay(job.run.path, told, config.read_text(encoding="utf-8"))
+        relay(job.run.path, told, (job.run.path / CONFIG).read_text(encoding="utf-8"))
 
     def _keep_console(self, folder: Path, pods: Sequence[Any]) -> None:
         """What it printed, as far as the cluster still has it."""

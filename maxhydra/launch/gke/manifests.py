@@ -8,9 +8,11 @@ has it an identity to be owned by; its pods wait until the ConfigMap is there.
 import dataclasses
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from maxhydra.config.errors import show
 from maxhydra.config.hardware import Platform
@@ -160,7 +162,8 @@ def _pod(settings: GkeSettings, work: Work) -> Manifest:
         "nodeSelector": placement.selector or None,
         "tolerations": [*placement.tolerations, *map(_toleration, settings.tolerations)] or None,
         "containers": [
-            _container(settings, work) | {
+            _container(settings, work)
+            | {
                 "volumeMounts": [
                     {"name": "config", "mountPath": CONFIG, "readOnly": True},
                     *(mount(name, path, source) for name, (path, source) in named.items()),
@@ -214,3 +217,19 @@ def _toleration(text: str) -> Manifest:
     toleration = {"key": found["key"], "operator": "Exists" if found["value"] is None else "Equal"}
     optional = {"value": found["value"], "effect": found["effect"]}
     return toleration | {name: value for name, value in optional.items() if value is not None}
+
+
+class _Readable(yaml.SafeDumper):
+    """Texts of several lines are written as such."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Readable.add_representer(str, _text)
+
+
+def to_yaml(documents: Sequence[Manifest]) -> str:
+    """As kubectl takes them."""
+    return yaml.dump_all(documents, Dumper=_Readable, sort_keys=False, width=120, explicit_start=True)

@@ -18,7 +18,9 @@ QUALIFIED = rf"(?:{SUBDOMAIN}/)?[A-Za-z0-9](?:[-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])
 LABEL_VALUE = r"(?:[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
 QUANTITY = r"\d+(?:\.\d+)?(?:[numkMGTPE]|[KMGTPE]i|[eE]\d+)?"
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
-TOLERATION = rf"(?P<key>{QUALIFIED})(?:=(?P<value>{LABEL_VALUE}))?(?::(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?"
+TOLERATION = (
+    rf"(?P<key>{QUALIFIED})(?:=(?P<value>{LABEL_VALUE}))?(?::(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?"
+)
 NAME_WORDS = "small letters, digits and dashes"
 
 # What each text must look like, where it is given.
@@ -37,7 +39,11 @@ FORMS = {
 LEAST = {"slices": 1, "nodes": 1, "max_restarts": 0, "grace_seconds": 1}
 # The same for numbers that may be null.
 LEAST_IF_GIVEN = {"chips_per_node": 1, "ttl_seconds": 0}
-LISTS, MAPPINGS, SWITCHES = ("secrets", "tolerations", "command"), ("env", "volumes", "node_selector"), ("detach", "exclusive")
+LISTS, MAPPINGS, SWITCHES = (
+    ("secrets", "tolerations", "command"),
+    ("env", "volumes", "node_selector"),
+    ("detach", "exclusive"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +113,11 @@ class GkeSettings(Launcher):
             yield from wrong
             return
         needed = {"image": FORMS["image"][1], "outputs": SOURCES}
-        yield from (Problem(f"{KEY}.{name}", "must be given", accepted=words) for name, words in needed.items() if not getattr(self, name))
+        yield from (
+            Problem(f"{KEY}.{name}", "must be given", accepted=words)
+            for name, words in needed.items()
+            if not getattr(self, name)
+        )
         yield from unlike(self, {name: form for name, form in FORMS.items() if getattr(self, name) != ""})
         yield from out_of_range(self, LEAST)
         given = {name: least for name, least in LEAST_IF_GIVEN.items() if getattr(self, name) is not None}
@@ -116,7 +126,11 @@ class GkeSettings(Launcher):
         yield from self._list_problems()
 
     def _type_problems(self) -> Iterator[Problem]:
-        for names, kind, words in ((LISTS, tuple, "[a,b]"), (MAPPINGS, dict, "{key:value}"), (SWITCHES, bool, "true, false")):
+        for names, kind, words in (
+            (LISTS, tuple, "[a,b]"),
+            (MAPPINGS, dict, "{key:value}"),
+            (SWITCHES, bool, "true, false"),
+        ):
             for name in names:
                 value = getattr(self, name)
                 if not isinstance(value, kind) and not (name == "exclusive" and value is None):
@@ -126,7 +140,9 @@ class GkeSettings(Launcher):
         """Of outputs and volumes."""
         sources = [(f"{KEY}.volumes.{mount}", source) for mount, source in self.volumes.items()]
         sources += [(f"{KEY}.outputs", self.outputs)] if self.outputs else []
-        yield from (Problem(path, "is no place for files", it, SOURCES) for path, it in sources if not is_source(str(it)))
+        yield from (
+            Problem(path, "is no place for files", it, SOURCES) for path, it in sources if not is_source(str(it))
+        )
         for mount in self.volumes:
             if not re.fullmatch(r"(/[\w.-]+)+", mount) or mount in RESERVED:
                 accepted = f"an absolute path other than {' and '.join(RESERVED)}"

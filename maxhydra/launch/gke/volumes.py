@@ -9,7 +9,7 @@ SHARED_MEMORY = "/dev/shm"
 RESERVED = (OUTPUTS, CONFIG)
 SOURCES = "gs://bucket/folder, pvc://claim/folder, host:///folder, empty:// (with the pod), memory:// (in its memory)"
 
-_FOLDER = r"(?:/(?!.*(?:^|/)\.\.(?:/|$))(?P<folder>[^\s,]*))?"
+_FOLDER = r"(?:/(?!(?:.*/)?\.\.(?:/|$))(?P<folder>[^\s,]*))?"
 _FORMS = {
     "gs": re.compile(rf"gs://(?P<name>[a-z0-9][a-z0-9._-]{{1,61}}[a-z0-9]){_FOLDER}"),
     "pvc": re.compile(rf"pvc://(?P<name>[a-z0-9](?:[-a-z0-9.]{{0,251}}[a-z0-9])?){_FOLDER}"),
