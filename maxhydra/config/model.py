@@ -3,26 +3,36 @@
 from collections.abc import Iterator
 from enum import Enum
 
+from maxhydra.config.attention import Attention, Rope, RopeKind
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
+from maxhydra.config.feedforward import Activation, Mlp
+
+__all__ = [
+    "Activation",
+    "Attention",
+    "AttentionBackend",
+    "Dtype",
+    "Dtypes",
+    "FeedForward",
+    "Head",
+    "Kind",
+    "Mixer",
+    "Mlp",
+    "Model",
+    "ModelKernels",
+    "Projection",
+    "Remat",
+    "RematPolicy",
+    "Rope",
+    "RopeKind",
+]
 
 
 class Dtype(Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
-
-
-class RopeKind(Enum):
-    none = "none"
-    default = "default"
-    llama3 = "llama3"
-
-
-class Activation(Enum):
-    silu = "silu"
-    gelu = "gelu"
-    gelu_tanh = "gelu_tanh"
 
 
 class Head(Enum):
@@ -50,68 +60,23 @@ class Projection(Enum):
     joined = "joined"
 
 
-@schema
-class Rope(Schema):
-    """Rotary position embedding (Su et al., 2021)."""
-
-    kind: RopeKind = RopeKind.default
-    """Frequencies: default, llama3 (Llama 3.1's frequency-dependent scaling), or none for no positions."""
-    theta: float = option(10000.0, gt=0)
-    """Base of the geometric series of wavelengths."""
-    factor: float | None = option(None, gt=0)
-    """llama3: how much the longest wavelengths are stretched."""
-    low_freq_factor: float | None = option(None, gt=0)
-    """llama3: wavelengths over original_context / low_freq_factor are stretched by the whole factor."""
-    high_freq_factor: float | None = option(None, gt=0)
-    """llama3: wavelengths under original_context / high_freq_factor are left as they are."""
-    original_context: int | None = option(None, ge=1)
-    """llama3: context length before stretching."""
-
-    def check(self) -> Iterator[Problem]:
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_context"):
-            value = getattr(self, name)
-            if self.kind is RopeKind.llama3 and value is None:
-                yield Problem(name, "is needed by kind=llama3", value=None, accepted="a positive number")
-            if self.kind is not RopeKind.llama3 and value is not None:
-                yield Problem(
-                    name, f"is not used by kind={self.kind.value}", value=value, hint="set kind=llama3 or leave it null"
-                )
+class Mixer(Enum):
+    attention = "attention"
 
 
-@schema
-class Attention(Schema):
-    """Grouped-query attention (Ainslie et al., 2023); multi-head and multi-query are its two ends."""
-
-    num_heads: int | None = option(None, ge=1)
-    """Query heads of this kind, where they differ from the model's."""
-    num_kv_heads: int | None = option(None, ge=1)
-    """Key and value heads of this kind, where they differ from the model's."""
-    head_dim: int | None = option(None, ge=1)
-    """Size of a head of this kind, where it differs from the model's."""
-    window: int | None = option(None, ge=1)
-    """Sliding window: a token sees itself and the window - 1 tokens before it. null: all before it."""
-    softcap: float | None = option(None, gt=0)
-    """Attention logits become softcap * tanh(logits / softcap)."""
-    scale: float | None = option(None, gt=0)
-    """Factor on the attention logits. null: 1 / sqrt(head_dim)."""
-    rope: Rope = section(Rope)
-
-
-@schema
-class Mlp(Schema):
-    """Gated feed-forward (Shazeer, 2020): SwiGLU with silu, GeGLU with gelu or gelu_tanh."""
-
-    dim: int | None = option(None, ge=1)
-    """Hidden size of this kind, where it differs from the model's mlp_dim."""
-    activation: Activation = Activation.silu
-    """Function on the gate; gelu is the exact form, gelu_tanh its approximation."""
+class FeedForward(Enum):
+    mlp = "mlp"
 
 
 @schema
 class Kind(Schema):
-    """One kind of layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One kind of layer: x + mixer(norm(x)), then x + feed_forward(norm(x))."""
 
+    mixer: Mixer = Mixer.attention
+    """What carries information between tokens; the section of that name says how."""
     attention: Attention = section(Attention)
+    feed_forward: FeedForward = FeedForward.mlp
+    """What works on each token alone; the section of that name says how."""
     mlp: Mlp = section(Mlp)
 
 

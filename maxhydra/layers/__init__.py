@@ -7,6 +7,7 @@ from maxhydra.layers.dropout import dropout
 from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
 from maxhydra.layers.norm import RMSNorm
+from maxhydra.layers.parts import Fed, FeedForward, FeedForwardSpec, Mixed, Mixer, MixerSpec, Side
 from maxhydra.layers.projection import LoraSpec, ProductSpec, Projection
 from maxhydra.layers.weights import Dtypes, WeightMaker
 
@@ -18,8 +19,14 @@ __all__ = [
     "DenseRoom",
     "Dtypes",
     "Embedding",
+    "Fed",
+    "FeedForward",
+    "FeedForwardSpec",
     "Head",
     "LoraSpec",
+    "Mixed",
+    "Mixer",
+    "MixerSpec",
     "Mlp",
     "MlpSpec",
     "PagedRoom",
@@ -28,6 +35,7 @@ __all__ = [
     "RMSNorm",
     "Room",
     "Rows",
+    "Side",
     "VocabularySpec",
     "WeightMaker",
     "dropout",

@@ -19,6 +19,7 @@ from maxhydra.kernels.einsum import Layout
 from maxhydra.kernels.paged_attention import Pages, can_serve, paged_attention
 from maxhydra.layers.cache import Cache, KeysValues, Room
 from maxhydra.layers.context import Context
+from maxhydra.layers.parts import Mixed, visible_keys
 from maxhydra.layers.projection import are_alike, joined, together
 from maxhydra.layers.rope import frequencies, rotate, turns
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
@@ -60,6 +61,14 @@ class AttentionSpec:
             dtypes=Dtypes.of(model.dtypes),
         )
 
+    def build(self, make: WeightMaker) -> "Attention":
+        return Attention(self, make)
+
+    def forward_flops(self, seq_len: int) -> float:
+        """Operations per token: four projections, then logits and weighted sum over the keys that a token sees."""
+        weights = self.emb_dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return 2.0 * weights + 4.0 * self.num_heads * self.head_dim * visible_keys(self.window, seq_len)
+
 
 class Attention(nnx.Module):
     """out(attention(rope(query(x)), rope(key(x)), value(x)))."""
@@ -73,7 +82,7 @@ class Attention(nnx.Module):
         self.out = make.projection("out", (N, H), (D,), ("heads", "head_dim", "embed"), scale=spec.out_scale)
 
     @jax.named_scope("attention")
-    def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
         pages = self._pages(x_BTD, ctx)
         if pages is None:
             mixed_BTNH, cache = self._mix(*self._project(x_BTD, ctx), ctx)
@@ -83,7 +92,7 @@ class Attention(nnx.Module):
         mixed_BTNH = checkpoint_name(mixed_BTNH, "context")
         out_BTD = self.out(mixed_BTNH, ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
-        return checkpoint_name(out_BTD, "attention_out"), cache
+        return Mixed(checkpoint_name(out_BTD, "attention_out"), cache, {})
 
     def empty_cache(self, room: Room, layers: int) -> Cache:
         spec = self.spec

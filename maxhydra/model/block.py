@@ -1,25 +1,41 @@
 """One layer of the decoder. B batch, T tokens, D residual stream."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
 from maxhydra.config import model as config
 from maxhydra.layers import (
-    Attention,
     AttentionSpec,
     Cache,
     Context,
     Dtypes,
-    Mlp,
+    FeedForward,
+    FeedForwardSpec,
+    Mixer,
+    MixerSpec,
     MlpSpec,
     RMSNorm,
     Room,
+    Side,
     WeightMaker,
     dropout,
 )
+
+MIXERS = {config.Mixer.attention: AttentionSpec}
+FEED_FORWARDS = {config.FeedForward.mlp: MlpSpec}
+
+
+class Left(NamedTuple):
+    """What a layer leaves."""
+
+    x_BTD: jax.Array
+    cache: Any
+    """The successor of its cache; None without one."""
+    sides: dict[str, Side]
+    """What its mixer and its feed-forward tell besides, where they do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +43,8 @@ class BlockSpec:
     """One layer kind, resolved."""
 
     name: str
-    attention: AttentionSpec
-    mlp: MlpSpec
+    mixer: MixerSpec
+    feed_forward: FeedForwardSpec
     emb_dim: int
     norm_eps: float
     dropout: float
@@ -39,8 +55,8 @@ class BlockSpec:
         kind = model.kinds[name]
         return cls(
             name=name,
-            attention=AttentionSpec.of(model, kind),
-            mlp=MlpSpec.of(model, kind),
+            mixer=MIXERS[kind.mixer].of(model, kind),
+            feed_forward=FEED_FORWARDS[kind.feed_forward].of(model, kind),
             emb_dim=model.emb_dim,
             norm_eps=model.norm_eps,
             dropout=model.dropout,
@@ -49,21 +65,23 @@ class BlockSpec:
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), whatever mixer and feed-forward go by these names."""
 
     def __init__(self, spec: BlockSpec, make: WeightMaker):
         self.spec = spec
         self.attention_norm = RMSNorm(spec.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
-        self.attention = Attention(spec.attention, make.below("attention"))
+        self.attention: Mixer = spec.mixer.build(make.below("attention"))
         self.mlp_norm = RMSNorm(spec.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
-        self.mlp = Mlp(spec.mlp, make.below("mlp"))
+        self.mlp: FeedForward = spec.feed_forward.build(make.below("mlp"))
 
-    def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> Left:
         x_BTD = ctx.constrain(x_BTD, "act_batch", "act_length", "act_embed")
-        mixed_BTD, cache = self.attention(self.attention_norm(x_BTD), ctx)
-        x_BTD = x_BTD + dropout(mixed_BTD, ctx.key(0), rate=self.spec.dropout)
-        fed_BTD = self.mlp(self.mlp_norm(x_BTD), ctx)
-        return x_BTD + dropout(fed_BTD, ctx.key(1), rate=self.spec.dropout), cache
+        mixed = self.attention(self.attention_norm(x_BTD), ctx)
+        x_BTD = x_BTD + dropout(mixed.out_BTD, ctx.key(0), rate=self.spec.dropout)
+        fed = self.mlp(self.mlp_norm(x_BTD), ctx)
+        x_BTD = x_BTD + dropout(fed.out_BTD, ctx.key(1), rate=self.spec.dropout)
+        sides = {"attention": mixed.side, "mlp": fed.side}
+        return Left(x_BTD, mixed.cache, {name: side for name, side in sides.items() if side})
 
     def empty_cache(self, room: Room, layers: int) -> Cache:
         return self.attention.empty_cache(room, layers)

@@ -7,7 +7,7 @@ stream.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from maxhydra.layers import (
     VocabularySpec,
     WeightMaker,
 )
-from maxhydra.model.block import Block, BlockSpec
+from maxhydra.model.block import Block, BlockSpec, Left
 from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder
 
@@ -87,6 +87,29 @@ class DecoderSpec:
         return self.prefix + self.pattern * self.repetitions + self.remainder
 
 
+class Forward(NamedTuple):
+    """What a forward pass gives."""
+
+    hidden_BTD: jax.Array
+    """Hidden states after the final norm."""
+    cache: Any
+    """The new cache; None without one."""
+    kept: list[jax.Array]
+    """The residual stream after every layer, where it was asked for."""
+    sides: dict[str, Any]
+    """What layers tell besides (layers/parts.py), at the path of the layer's part among the weights; those of the
+    pattern stacked over its repetitions."""
+
+
+class _Run(NamedTuple):
+    """What some of the layers leave."""
+
+    x_BTD: jax.Array
+    caches: list[Any]
+    kept: list[jax.Array]
+    sides: dict[str, Any]
+
+
 class Decoder(nnx.Module):
     """Tokens to hidden states, and hidden states to logits."""
 
@@ -101,18 +124,21 @@ class Decoder(nnx.Module):
         self.final_norm = RMSNorm(spec.vocabulary.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
         self.head = None if spec.is_tied else Head(spec.vocabulary, make)
 
-    def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool) -> tuple[jax.Array, Any, list[jax.Array]]:
-        """Hidden states [B, T, D] after the final norm, the new cache (None without one), and, where asked to `keep`
-        them, the residual stream after every layer."""
+    def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool) -> Forward:
+        """A forward pass, which leaves the stream after every layer only where asked to `keep` it."""
         caches = ctx.cache or self._map_blocks(lambda block, layers: None)
         x_BTD = ctx.constrain(self.embedding(tokens_BT), "act_batch", "act_length", "act_embed")
-        x_BTD, prefix, kept = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first=0)
-        x_BTD, pattern, repeated = self._run_pattern(x_BTD, ctx, caches["pattern"], keep=keep)
+        prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first=0)
+        pattern = self._run_pattern(prefix.x_BTD, ctx, caches["pattern"], keep=keep)
         first = len(self.spec.layers) - len(self.remainder)
-        x_BTD, remainder, last = self._run_blocks(self.remainder, x_BTD, ctx, caches["remainder"], first=first)
-        hidden_BTD = ctx.constrain(self.final_norm(x_BTD), "act_batch", "act_length", "act_embed")
-        new_caches = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
-        return hidden_BTD, None if ctx.cache is None else new_caches, [*kept, *repeated, *last] if keep else []
+        remainder = self._run_blocks(self.remainder, pattern.x_BTD, ctx, caches["remainder"], first=first)
+        parts = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
+        return Forward(
+            hidden_BTD=ctx.constrain(self.final_norm(remainder.x_BTD), "act_batch", "act_length", "act_embed"),
+            cache=None if ctx.cache is None else {name: part.caches for name, part in parts.items()},
+            kept=[x_BTD for part in parts.values() for x_BTD in part.kept] if keep else [],
+            sides={name: part.sides for name, part in parts.items() if part.sides},
+        )
 
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """[B, T, D] to [B, T, V], soft-capped; T may be any part of the sequence, and is split if it can be."""
@@ -136,18 +162,17 @@ class Decoder(nnx.Module):
             name: [function(block, layers) for block in _in_order(blocks)] for name, (blocks, layers) in groups.items()
         }
 
-    def _run_blocks(
-        self, blocks: nnx.Dict, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, first: int
-    ) -> tuple[jax.Array, list[Any], list[jax.Array]]:
-        """Blocks one after the other, the first of them layer number `first`; what each leaves."""
-        new_caches, left = [], []
+    def _run_blocks(self, blocks: nnx.Dict, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, first: int) -> _Run:
+        """Blocks one after the other, the first of them layer number `first`."""
+        new_caches, kept, sides = [], [], []
         for index, (block, cache) in enumerate(zip(_in_order(blocks), caches, strict=True), start=first):
             graphdef, weights = self._split(block)
             run = self.spec.remat.wrap(_runner(graphdef), in_loop=False)
-            x_BTD, view = run(weights, x_BTD, ctx.at_layer(index, _seen(cache, 0)))
+            x_BTD, view, side = run(weights, x_BTD, ctx.at_layer(index, _seen(cache, 0)))
             new_caches.append(_merged(cache, view))
-            left.append(x_BTD)
-        return x_BTD, new_caches, left
+            kept.append(x_BTD)
+            sides.append(side)
+        return _Run(x_BTD, new_caches, kept, _told(sides))
 
     def _split(self, block: Block) -> tuple[Any, nnx.State]:
         """The block without its weights, and the weights, matrices in the compute format.
@@ -165,33 +190,38 @@ class Decoder(nnx.Module):
 
         return graphdef, jax.tree.map(cast, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
-    def _run_pattern(
-        self, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, keep: bool
-    ) -> tuple[jax.Array, list[Any], list[jax.Array]]:
-        """All repetitions of the pattern under one scan; what each layer leaves, where it is to be kept.
+    def _run_pattern(self, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, keep: bool) -> _Run:
+        """All repetitions of the pattern under one scan.
 
         The caches are carried and updated in place rather than scanned over, which would hold them twice.
         """
         spec = self.spec
         if not spec.repetitions:
-            return x_BTD, caches, []
+            return _Run(x_BTD, caches, [], {})
         splits = [self._split(block) for block in _in_order(self.pattern)]
         in_loop = spec.repetitions > spec.unroll
         runs = [spec.remat.wrap(_runner(graphdef), in_loop=in_loop) for graphdef, _ in splits]
 
-        def repetition(carry: tuple[jax.Array, list[Any]], xs: tuple[jax.Array, list[Any]]) -> tuple[Any, list[Any]]:
+        def repetition(carry: tuple[jax.Array, list[Any]], xs: tuple[jax.Array, list[Any]]) -> tuple[Any, Any]:
             (x_BTD, caches), (index, weights) = carry, xs
-            new_caches, left = [], []
+            new_caches, kept, sides = [], [], []
             for place, (run, cache) in enumerate(zip(runs, caches, strict=True)):
                 layer = len(self.prefix) + index * len(runs) + place
-                x_BTD, view = run(weights[place], x_BTD, ctx.at_layer(layer, _seen(cache, index)))
+                x_BTD, view, side = run(weights[place], x_BTD, ctx.at_layer(layer, _seen(cache, index)))
                 new_caches.append(_merged(cache, view))
-                left.append(x_BTD)
-            return (x_BTD, new_caches), left if keep else []
+                kept.append(x_BTD)
+                sides.append(side)
+            return (x_BTD, new_caches), (kept if keep else [], sides)
 
         xs = (jnp.arange(spec.repetitions), [weights for _, weights in splits])
-        (x_BTD, caches), left = jax.lax.scan(repetition, (x_BTD, caches), xs, unroll=spec.unroll)
-        return x_BTD, caches, [place[index] for index in range(spec.repetitions) for place in left]
+        (x_BTD, caches), (kept, sides) = jax.lax.scan(repetition, (x_BTD, caches), xs, unroll=spec.unroll)
+        in_order = [place[index] for index in range(spec.repetitions) for place in kept]
+        return _Run(x_BTD, caches, in_order, _told(sides))
+
+
+def _told(sides: list[Any]) -> dict[str, Any]:
+    """By the layer's key among the weights, of the layers that tell anything."""
+    return {str(index): side for index, side in enumerate(sides) if side}
 
 
 def _seen(cache: Cache | None, index: jax.Array | int) -> Any:
@@ -202,11 +232,12 @@ def _merged(cache: Cache | None, view: Any) -> Cache | None:
     return None if cache is None else cache.merged(view)
 
 
-def _runner(graphdef: Any) -> Callable[..., tuple[jax.Array, Any]]:
+def _runner(graphdef: Any) -> Callable[..., Left]:
     """A block as a function of its weights."""
 
-    def run(weights: Any, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
-        return nnx.merge(graphdef, weights)(x_BTD, ctx)
+    def run(weights: Any, x_BTD: jax.Array, ctx: Context) -> Left:
+        left: Left = nnx.merge(graphdef, weights)(x_BTD, ctx)
+        return left
 
     return run
 

@@ -14,7 +14,7 @@ from maxhydra.config.adapter import Adapter
 from maxhydra.config.patterns import matches
 from maxhydra.config.quantization import Quantization, QuantizationKind
 from maxhydra.layers import Context, LoraSpec, Room
-from maxhydra.model.decoder import Decoder, DecoderSpec
+from maxhydra.model.decoder import Decoder, DecoderSpec, Forward
 from maxhydra.sharding import Sharder
 
 Tree = Any
@@ -82,17 +82,21 @@ class ModelDef:
         """Initial weights. The same under any sharding; jit with out_shardings to make each shard where it belongs."""
         return nnx.to_pure_dict(nnx.state(Decoder(self._spec, key)))
 
+    def forward(self, params: Tree, tokens: jax.Array, ctx: Context, *, keep: bool = False) -> Forward:
+        """All that a pass over tokens [B, T] gives, with the stream after every layer where that is to be kept."""
+        return self._bind(params)(tokens, ctx, keep=keep)
+
     def hidden(self, params: Tree, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
         """Hidden states [B, T, D] of tokens [B, T] after the final norm, and the cache with these tokens in it."""
-        hidden, cache, _ = self._bind(params)(tokens, ctx, keep=False)
-        return hidden, cache
+        forward = self.forward(params, tokens, ctx)
+        return forward.hidden_BTD, forward.cache
 
     def features(
         self, params: Tree, tokens: jax.Array, ctx: Context, layers: Sequence[int]
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Hidden states as `hidden` gives them, and the residual stream [B, T, D] after each of some layers."""
-        hidden, _, kept = self._bind(params)(tokens, ctx, keep=bool(layers))
-        return hidden, [kept[layer] for layer in layers]
+        forward = self.forward(params, tokens, ctx, keep=bool(layers))
+        return forward.hidden_BTD, [forward.kept[layer] for layer in layers]
 
     def logits(self, params: Tree, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """Logits [B, T, V] of hidden states, in dtypes.logits, soft-capped."""

@@ -29,7 +29,7 @@ def run(job: Job) -> Outcome:
     if not is_local and key is None:
         log.warning("anyone who can reach %s can use this server: set task.api_key_env to ask for a key", task.host)
     engine = open_engine(config, task.engine, prompts)
-    name = task.model_name or job.choices["model"]
+    name = task.model_name or job.choices.get("model", "model")
     service = Service(
         engine,
         prompts,
