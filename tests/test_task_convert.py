@@ -12,7 +12,8 @@ import pytest
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose import compose, to_yaml
 from maxhydra.config.run import Checkpoint
-from maxhydra.convert import hf_write, load_weights
+from maxhydra.convert import hf_write
+from maxhydra.convert.load import load_weights
 from maxhydra.layers import Context
 from maxhydra.model import build, join, split
 from maxhydra.sharding import Sharder, build_mesh
