@@ -14,11 +14,8 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.mesh import Mesh as MeshConfig
 from maxhydra.config.model import Model
 from maxhydra.config.tasks.distill import Teacher
-<<<<<<< HEAD
 from maxhydra.config.written import from_yaml
-=======
 from maxhydra.convert.load import load_weights
->>>>>>> zoo-convert
 from maxhydra.convert.origin import run_folder
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
