@@ -73,6 +73,12 @@ class BlockSpec:
             dtypes=Dtypes.of(model.dtypes),
         )
 
+    def settled(self, new: Any, old: Any, sides: dict[str, Side]) -> Any:
+        """The weights that a training step made of old ones, with what changes by what the layers told instead."""
+        if "mlp" not in sides or "mlp" not in new:
+            return new
+        return {**new, "mlp": self.feed_forward.settled(new["mlp"], old["mlp"], sides["mlp"])}
+
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), whatever mixer and feed-forward go by these names."""
