@@ -29,7 +29,8 @@ from maxhydra.layers import (
     VocabularySpec,
     WeightMaker,
 )
-from maxhydra.model.block import Block, BlockSpec, Left
+from maxhydra.model.block import Block, BlockSpec
+from maxhydra.model.mtp import Mtp
 from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder
 
@@ -42,6 +43,8 @@ class DecoderSpec:
     pattern: tuple[BlockSpec, ...]
     repetitions: int
     remainder: tuple[BlockSpec, ...]
+    ahead: int
+    """Layers behind the last, of its kind, that predict tokens beyond the next."""
     vocabulary: VocabularySpec
     is_tied: bool
     norm_eps: float
@@ -60,6 +63,7 @@ class DecoderSpec:
             pattern=pattern if repetitions else (),
             repetitions=repetitions,
             remainder=pattern[:rest],
+            ahead=model.mtp.depth,
             vocabulary=VocabularySpec.of(model),
             is_tied=model.head is config.Head.tied,
             norm_eps=model.norm_eps,
@@ -92,6 +96,8 @@ class Forward(NamedTuple):
     sides: dict[str, Any]
     """What layers tell besides (layers/parts.py), at the path of the layer's part among the weights; those of the
     pattern stacked over its repetitions."""
+    ahead: list[jax.Array]
+    """What the layers behind the last (mtp.py) give to the head, where it was asked for."""
 
 
 class _Run(NamedTuple):
@@ -116,9 +122,12 @@ class Decoder(nnx.Module):
         self.remainder = _numbered([Block(block, make.below(block.name)) for block in spec.remainder])
         self.final_norm = RMSNorm(spec.vocabulary.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
         self.head = None if spec.is_tied else Head(spec.vocabulary, make)
+        last, scale = spec.layers[-1], spec.vocabulary.init_scale
+        self.mtp = _numbered([Mtp(last, make.below("mtp"), scale=scale) for _ in range(spec.ahead)])
 
-    def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool) -> Forward:
-        """A forward pass, which leaves the stream after every layer only where asked to `keep` it."""
+    def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool, ahead: bool) -> Forward:
+        """A forward pass, which leaves the stream after every layer only where asked to `keep` it, and runs the layers
+        behind the last only where asked to look `ahead`."""
         caches = ctx.cache or self._map_blocks(lambda block, layers: None)
         x_BTD = ctx.constrain(self.embedding(tokens_BT), "act_batch", "act_length", "act_embed")
         prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first=0)
@@ -126,11 +135,14 @@ class Decoder(nnx.Module):
         first = len(self.spec.layers) - len(self.remainder)
         remainder = self._run_blocks(self.remainder, pattern.x_BTD, ctx, caches["remainder"], first=first)
         parts = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
+        hidden_BTD = ctx.constrain(self.final_norm(remainder.x_BTD), "act_batch", "act_length", "act_embed")
+        further = self._run_ahead(hidden_BTD, tokens_BT, ctx) if ahead else _Run(hidden_BTD, [], [], {})
         return Forward(
-            hidden_BTD=ctx.constrain(self.final_norm(remainder.x_BTD), "act_batch", "act_length", "act_embed"),
+            hidden_BTD=hidden_BTD,
             cache=None if ctx.cache is None else {name: part.caches for name, part in parts.items()},
             kept=[x_BTD for part in parts.values() for x_BTD in part.kept] if keep else [],
-            sides={name: part.sides for name, part in parts.items() if part.sides},
+            sides={name: part.sides for name, part in {**parts, "mtp": further}.items() if part.sides},
+            ahead=further.kept,
         )
 
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
@@ -166,7 +178,20 @@ class Decoder(nnx.Module):
             sides.append(side)
         return _Run(x_BTD, new_caches, kept, _told(sides))
 
-    def _split(self, block: Block) -> tuple[Any, nnx.State]:
+    def _run_ahead(self, x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context) -> _Run:
+        """The layers behind the last, each on what the one before it made. At the end of a row there are no later
+        tokens, and the first ones stand in for them: nothing earlier sees it, and no loss counts it."""
+        kept, sides = [], []
+        for index, layer in enumerate(_in_order(self.mtp)):
+            later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1))
+            graphdef, weights = self._split(layer)
+            run = self.spec.remat.wrap(_runner(graphdef), in_loop=False)
+            x_BTD, side = run(weights, x_BTD, later_BTD, ctx.at_layer(len(self.spec.layers) + index, None))
+            kept.append(x_BTD)
+            sides.append(side)
+        return _Run(x_BTD, [], kept, _told(sides))
+
+    def _split(self, block: nnx.Module) -> tuple[Any, nnx.State]:
         """The block without its weights, and the weights, matrices in the compute format.
 
         They are cast here, once a step and outside what is computed again: a layer that casts its own does it twice,
@@ -226,20 +251,19 @@ def _merged(cache: Cache | None, view: Any) -> Cache | None:
     return None if cache is None else cache.merged(view)
 
 
-def _runner(graphdef: Any) -> Callable[..., Left]:
+def _runner(graphdef: Any) -> Callable[..., Any]:
     """A block as a function of its weights."""
 
-    def run(weights: Any, x_BTD: jax.Array, ctx: Context) -> Left:
-        left: Left = nnx.merge(graphdef, weights)(x_BTD, ctx)
-        return left
+    def run(weights: Any, *inputs: Any) -> Any:
+        return nnx.merge(graphdef, weights)(*inputs)
 
     return run
 
 
-def _numbered(blocks: Sequence[Block]) -> nnx.Dict:
+def _numbered(blocks: Sequence[nnx.Module]) -> nnx.Dict:
     """Blocks under the keys "0", "1", ...: a tree of weights with text for keys is the same in every file format."""
     return nnx.Dict({str(index): block for index, block in enumerate(blocks)})
 
 
-def _in_order(blocks: nnx.Dict) -> list[Block]:
+def _in_order(blocks: nnx.Dict) -> list[Any]:
     return [blocks[str(index)] for index in range(len(blocks))]
