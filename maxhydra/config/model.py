@@ -5,6 +5,7 @@ from enum import Enum
 
 from maxhydra.config.attention import Attention, Rope, RopeKind
 from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.delta import Delta, DeltaBackend
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.feedforward import Activation, Mlp
 from maxhydra.config.mla import Indexer, Mla
@@ -15,6 +16,8 @@ __all__ = [
     "Activation",
     "Attention",
     "AttentionBackend",
+    "Delta",
+    "DeltaBackend",
     "Dtype",
     "Dtypes",
     "FeedForward",
@@ -82,6 +85,7 @@ class Projection(Enum):
 
 class Mixer(Enum):
     attention = "attention"
+    delta = "delta"
     mla = "mla"
 
 
@@ -97,6 +101,7 @@ class Kind(Schema):
     mixer: Mixer = Mixer.attention
     """What carries information between tokens; the section of that name says how."""
     attention: Attention = section(Attention)
+    delta: Delta = section(Delta)
     mla: Mla = section(Mla)
     feed_forward: FeedForward = FeedForward.mlp
     """What works on each token alone; the section of that name says how."""
@@ -177,6 +182,8 @@ class ModelKernels(Schema):
     """auto takes the fastest that supports the request."""
     grouped_matmul: GroupedMatmulBackend = GroupedMatmulBackend.auto
     """Products of tokens with the experts they were given to; auto as for attention."""
+    delta: DeltaBackend = DeltaBackend.auto
+    """chunked, or the reference, token by token; auto takes the faster for the number of tokens."""
     projection: Projection = Projection.plain
     """Products with weights. outputs_first: for few rows on a CPU, joined: on a GPU, weights laid out for it; decoding
     sets them there."""
@@ -224,6 +231,12 @@ class Model(Schema):
     scan_unroll: int = option(1, ge=1)
     """Pattern repetitions written out per step of the scan over layers; num_layers unrolls all."""
     kernels: ModelKernels = section(ModelKernels)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer keeps a state of its sequence instead of every token, so that no part of it can be shared."""
+        used = {*self.prefix, *self.pattern}
+        return any(kind.mixer is Mixer.delta for name, kind in self.kinds.items() if name in used)
 
     def check(self) -> Iterator[Problem]:
         yield from self._check_heads()

@@ -3,6 +3,7 @@
 from maxhydra.layers.attention import Attention, AttentionSpec
 from maxhydra.layers.cache import Cache, DenseRoom, PagedRoom, Room, Rows
 from maxhydra.layers.context import Context
+from maxhydra.layers.delta import DeltaSpec
 from maxhydra.layers.dropout import dropout
 from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
 from maxhydra.layers.mla import Mla, MlaSpec
@@ -18,6 +19,7 @@ __all__ = [
     "AttentionSpec",
     "Cache",
     "Context",
+    "DeltaSpec",
     "DenseRoom",
     "Dtypes",
     "Embedding",

@@ -19,7 +19,7 @@ from maxhydra.layers.attend import attend, cached_positions
 from maxhydra.layers.cache import Cache, KeysValues, Room
 from maxhydra.layers.context import Context
 from maxhydra.layers.parts import Mixed, visible_keys
-from maxhydra.layers.projection import joined, together
+from maxhydra.layers.projection import are_alike, joined, together
 from maxhydra.layers.rope import frequencies, rotate, turns
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
@@ -138,7 +138,8 @@ class Attention(nnx.Module):
 
     def _pages(self, x_BTD: jax.Array, ctx: Context) -> Pages | None:
         """The cache as the kernel for one new token a row takes it; None where that cannot serve."""
-        is_plain = all(projection.lora is None for projection in (self.query, self.key, self.value))
+        three = (self.query, self.key, self.value)
+        is_plain = are_alike(three) and all(projection.lora is None for projection in three)
         is_asked = self.spec.backend == "auto" and self.query.product.layout is Layout.joined and is_plain
         if ctx.cache is None or not is_asked or x_BTD.shape[1] > 1:
             return None

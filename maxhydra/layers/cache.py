@@ -10,14 +10,17 @@ heads, H head size.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from maxhydra.kernels.paged_attention import Pages
+from maxhydra.sharding import LogicalAxes
 
 
 class Rows(NamedTuple):
@@ -54,6 +57,18 @@ class Room(Protocol):
         """A key and a value of each token and head. `value_dim`: the size of values where keys have another."""
         ...
 
+    def kept(self, layers: int, arrays: Mapping[str, "Kept"]) -> Cache:
+        """Arrays of a fixed size per sequence, such as the state of a recurrence."""
+        ...
+
+
+class Kept(NamedTuple):
+    """An array that a layer keeps of a sequence, without the dimensions of layers and sequences."""
+
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    axes: LogicalAxes
+
 
 class KeysValues(NamedTuple):
     """Tokens that queries can look at, with a position of -1 where there is none."""
@@ -77,6 +92,9 @@ class DenseRoom:
         key, value = (jnp.zeros((*shape, size), dtype) for size in (head_dim, value_dim or head_dim))
         return DenseCache(key, value, jnp.zeros(shape[:2], jnp.int32))
 
+    def kept(self, layers: int, arrays: Mapping[str, Kept]) -> "StateCache":
+        return _states(layers, self.batch, "act_batch", arrays)
+
 
 @dataclasses.dataclass(frozen=True)
 class PagedRoom:
@@ -96,6 +114,10 @@ class PagedRoom:
         key, value = (jnp.zeros((*shape, size), storage) for size in (head_dim, value_dim or head_dim))
         scale = jnp.zeros(shape, jnp.float32) if storage in SCALED else None
         return PagedCache(key, value, scale, scale)
+
+    def kept(self, layers: int, arrays: Mapping[str, Kept]) -> "StateCache":
+        """One place for each sequence that is decoded at a time, in the arrays' own formats."""
+        return _states(layers, self.slots, None, arrays)
 
 
 @jax.tree_util.register_dataclass
@@ -255,6 +277,55 @@ class PagedLayer:
             found_BWKZH = found_BWKZH * scale_LPKZ[self.layer, rows.table_BW][..., None].astype(dtype)
         B, W, K, Z, H = found_BWKZH.shape
         return found_BWKZH.swapaxes(1, 2).reshape(B, K, W * Z, H)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["names"])
+@dataclasses.dataclass(frozen=True)
+class StateCache:
+    """Arrays [L, sequences, ...] that do not grow with a sequence, for mixers that forget."""
+
+    arrays: dict[str, Any]
+    names: tuple[tuple[str, LogicalAxes], ...]
+    """Logical axes of each array."""
+
+    def at(self, layer: jax.Array | int) -> "StateLayer":
+        return StateLayer(self, jnp.asarray(layer))
+
+    def merged(self, view: "StateLayer") -> "StateCache":
+        return view.cache
+
+    def axes(self) -> "StateCache":
+        return StateCache(dict(self.names), self.names)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StateLayer:
+    """A layer of such a cache: the whole, and which part of it is meant."""
+
+    cache: StateCache
+    layer: jax.Array
+
+    def read(self, rows: Rows | None) -> dict[str, jax.Array]:
+        """What the rows of the call left; a row without a sequence finds that of another, which it must not use."""
+        place = self._place(rows)
+        return {name: array.at[place].get(mode="clip") for name, array in self.cache.arrays.items()}
+
+    def written(self, arrays: Mapping[str, jax.Array], rows: Rows | None) -> "StateLayer":
+        place = self._place(rows)
+        old = self.cache.arrays
+        new = {name: old[name].at[place].set(arrays[name].astype(old[name].dtype), mode="drop") for name in old}
+        return StateLayer(StateCache(new, self.cache.names), self.layer)
+
+    def _place(self, rows: Rows | None) -> tuple[jax.Array, ...]:
+        return (self.layer,) if rows is None else (self.layer, rows.slots_B)
+
+
+def _states(layers: int, count: int, axis: str | None, arrays: Mapping[str, Kept]) -> StateCache:
+    return StateCache(
+        {name: jnp.zeros((layers, count, *kept.shape), kept.dtype) for name, kept in arrays.items()},
+        tuple((name, ("layers", axis, *kept.axes)) for name, kept in arrays.items()),
+    )
 
 
 def _heads_axis(heads: int) -> str | None:

@@ -11,6 +11,7 @@ from maxhydra.layers import (
     AttentionSpec,
     Cache,
     Context,
+    DeltaSpec,
     Dtypes,
     FeedForward,
     FeedForwardSpec,
@@ -26,7 +27,11 @@ from maxhydra.layers import (
     dropout,
 )
 
-MIXERS: dict[config.Mixer, Any] = {config.Mixer.attention: AttentionSpec, config.Mixer.mla: MlaSpec}
+MIXERS: dict[config.Mixer, type[AttentionSpec] | type[DeltaSpec] | type[MlaSpec]] = {
+    config.Mixer.attention: AttentionSpec,
+    config.Mixer.delta: DeltaSpec,
+    config.Mixer.mla: MlaSpec,
+}
 FEED_FORWARDS: dict[config.FeedForward, type[MlpSpec] | type[MoeSpec]] = {
     config.FeedForward.mlp: MlpSpec,
     config.FeedForward.moe: MoeSpec,
