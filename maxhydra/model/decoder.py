@@ -29,7 +29,7 @@ from maxhydra.layers import (
     VocabularySpec,
     WeightMaker,
 )
-from maxhydra.model.block import Block, BlockSpec
+from maxhydra.model.block import Block, BlockSpec, Left
 from maxhydra.model.mtp import Mtp
 from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder
@@ -43,8 +43,8 @@ class DecoderSpec:
     pattern: tuple[BlockSpec, ...]
     repetitions: int
     remainder: tuple[BlockSpec, ...]
-    ahead: int
-    """Layers behind the last, of its kind, that predict tokens beyond the next."""
+    mtp: tuple[BlockSpec, ...]
+    """Layers behind the last, which predict tokens beyond the next."""
     vocabulary: VocabularySpec
     is_tied: bool
     norm_eps: float
@@ -64,12 +64,14 @@ class DecoderSpec:
         repeated = model.num_layers - len(model.prefix)
         repetitions, rest = divmod(repeated, len(model.pattern)) if repeated else (0, 0)
         pattern = tuple(BlockSpec.of(model, name) for name in model.pattern)
+        prefix = tuple(BlockSpec.of(model, name) for name in model.prefix)
+        last = (prefix + pattern * repetitions + pattern[:rest])[-1]
         return cls(
-            prefix=tuple(BlockSpec.of(model, name) for name in model.prefix),
+            prefix=prefix,
             pattern=pattern if repetitions else (),
             repetitions=repetitions,
             remainder=pattern[:rest],
-            ahead=model.mtp.depth,
+            mtp=(last,) * model.mtp.depth,
             vocabulary=VocabularySpec.of(model),
             is_tied=model.head is config.Head.tied,
             norm_eps=model.norm_eps,
@@ -129,8 +131,8 @@ class Decoder(nnx.Module):
         self.remainder = _numbered([Block(block, make.below(block.name)) for block in spec.remainder])
         self.final_norm = RMSNorm(spec.vocabulary.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
         self.head = None if spec.is_tied else Head(spec.vocabulary, make)
-        last, scale = spec.layers[-1], spec.vocabulary.init_scale
-        self.mtp = _numbered([Mtp(last, make.below("mtp"), scale=scale) for _ in range(spec.ahead)])
+        scale = spec.vocabulary.init_scale
+        self.mtp = _numbered([Mtp(block, make.below("mtp"), scale=scale) for block in spec.mtp])
 
     def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool, ahead: bool) -> Forward:
         """A forward pass, which leaves the stream after every layer only where asked to `keep` it, and runs the layers
@@ -193,13 +195,13 @@ class Decoder(nnx.Module):
         for index, layer in enumerate(_in_order(self.mtp)):
             later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1))
             graphdef, weights = self._split(layer)
-            run = self.spec.remat.wrap(_runner(graphdef), in_loop=False)
-            x_BTD, side = run(weights, x_BTD, later_BTD, ctx.at_layer(len(self.spec.layers) + index, None))
+            run = self.spec.remat.wrap(_runner(graphdef, Mtp.ahead), in_loop=False)
+            x_BTD, _, side = run(weights, x_BTD, later_BTD, ctx.at_layer(len(self.spec.layers) + index, None))
             kept.append(x_BTD)
             sides.append(side)
         return _Run(x_BTD, [], kept, _told(sides))
 
-    def _split(self, block: nnx.Module) -> tuple[Any, nnx.State]:
+    def _split(self, block: Block) -> tuple[Any, nnx.State]:
         """The block without its weights, and the weights, matrices in the compute format.
 
         They are cast here, once a step and outside what is computed again: a layer that casts its own does it twice,
@@ -259,16 +261,16 @@ def _merged(cache: Cache | None, view: Any) -> Cache | None:
     return None if cache is None else cache.merged(view)
 
 
-def _runner(graphdef: Any) -> Callable[..., Any]:
+def _runner(graphdef: Any, call: Callable[..., Left] = Block.__call__) -> Callable[..., Left]:
     """A block as a function of its weights."""
 
-    def run(weights: Any, *inputs: Any) -> Any:
-        return nnx.merge(graphdef, weights)(*inputs)
+    def run(weights: Any, *inputs: Any) -> Left:
+        return call(nnx.merge(graphdef, weights), *inputs)
 
     return run
 
 
-def _numbered(blocks: Sequence[nnx.Module]) -> nnx.Dict:
+def _numbered(blocks: Sequence[Block]) -> nnx.Dict:
     """Blocks under the keys "0", "1", ...: a tree of weights with text for keys is the same in every file format."""
     return nnx.Dict({str(index): block for index, block in enumerate(blocks)})
 

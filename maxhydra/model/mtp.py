@@ -4,30 +4,26 @@ It sees what the layer before it made of a token, and the embedding of the token
 batch, T tokens, D residual stream.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from maxhydra.layers import Context, RMSNorm, WeightMaker
-from maxhydra.model.block import Block, BlockSpec
+from maxhydra.model.block import Block, BlockSpec, Left
 
 
-class Mtp(nnx.Module):
-    """norm(block(join([norm(embedding of the later token), norm(hidden)])))."""
+class Mtp(Block):
+    """norm(block(join([norm(embedding of the later token), norm(hidden)]))), with the block's weights beside its own."""
 
     def __init__(self, spec: BlockSpec, make: WeightMaker, *, scale: float):
+        super().__init__(spec, make)
         D = spec.emb_dim
         self.embedding_norm = RMSNorm(D, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
         self.hidden_norm = RMSNorm(D, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
         self.join = make.projection("join", (2 * D,), (D,), ("embed", None), scale=scale)
-        self.block = Block(spec, make)
         self.norm = RMSNorm(D, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
 
-    def __call__(self, hidden_BTD: jax.Array, later_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, Any]]:
-        """What the head takes, and what the block tells besides."""
+    def ahead(self, hidden_BTD: jax.Array, later_BTD: jax.Array, ctx: Context) -> Left:
+        """What the head takes in the place of the stream."""
         both = [self.embedding_norm(later_BTD), self.hidden_norm(hidden_BTD)]
-        left = self.block(self.join(jnp.concatenate(both, axis=-1), ctx), ctx)
-        out_BTD = ctx.constrain(self.norm(left.x_BTD), "act_batch", "act_length", "act_embed")
-        return out_BTD, {"block": left.sides} if left.sides else {}
+        left = self(self.join(jnp.concatenate(both, axis=-1), ctx), ctx)
+        return left._replace(x_BTD=ctx.constrain(self.norm(left.x_BTD), "act_batch", "act_length", "act_embed"))
