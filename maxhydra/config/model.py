@@ -10,6 +10,7 @@ from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.feedforward import Activation, Mlp
 from maxhydra.config.mla import Indexer, Mla
 from maxhydra.config.moe import Gate, GroupScore, Moe, Router, RouterScores, Scaled, Shared
+from maxhydra.config.mtp import Mtp
 
 __all__ = [
     "Activation",
@@ -32,6 +33,7 @@ __all__ = [
     "Model",
     "ModelKernels",
     "Moe",
+    "Mtp",
     "Projection",
     "Remat",
     "RematPolicy",
@@ -217,6 +219,7 @@ class Model(Schema):
     """Output projection: its own weights, or the embedding's (tied)."""
     norm_eps: float = option(1e-5, gt=0)
     """Added to the mean square in RMSNorm (Zhang and Sennrich, 2019)."""
+    mtp: Mtp = section(Mtp)
     logit_softcap: float | None = option(None, gt=0)
     """Output logits become softcap * tanh(logits / softcap)."""
     dropout: float = option(0.0, ge=0, lt=1)

@@ -82,9 +82,12 @@ class ModelDef:
         """Initial weights. The same under any sharding; jit with out_shardings to make each shard where it belongs."""
         return nnx.to_pure_dict(nnx.state(Decoder(self._spec, key)))
 
-    def forward(self, params: Tree, tokens: jax.Array, ctx: Context, *, keep: bool = False) -> Forward:
-        """All that a pass over tokens [B, T] gives, with the stream after every layer where that is to be kept."""
-        return self._bind(params)(tokens, ctx, keep=keep)
+    def forward(
+        self, params: Tree, tokens: jax.Array, ctx: Context, *, keep: bool = False, ahead: bool = False
+    ) -> Forward:
+        """All that a pass over tokens [B, T] gives, with the stream after every layer where that is to be kept, and
+        with what predicts tokens beyond the next where that is to be looked at."""
+        return self._bind(params)(tokens, ctx, keep=keep, ahead=ahead)
 
     def hidden(self, params: Tree, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
         """Hidden states [B, T, D] of tokens [B, T] after the final norm, and the cache with these tokens in it."""

@@ -1,6 +1,7 @@
 """Losses over the model, as sums: what pretraining and evaluation minimise and measure."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 
 import jax
@@ -23,18 +24,30 @@ def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
 
     def loss(params: Tree, batch: Batch, key: jax.Array | None) -> Sums:
         context = Context.of_batch(batch, sharder, key)
-        forward = model.forward(params, batch["tokens"], context)
-        sums = cross_entropy(
+        forward = model.forward(params, batch["tokens"], context, ahead=True)
+        of_targets = partial(
+            cross_entropy,
             lambda hidden: model.logits(params, hidden, sharder),
-            forward.hidden_BTD,
-            batch["targets"],
-            batch["weights"],
             z_loss=train.z_loss,
             chunk=train.loss_chunk,
         )
-        return with_sides(sums, forward.sides)
+        sums = with_sides(of_targets(forward.hidden_BTD, batch["targets"], batch["weights"]), forward.sides)
+        if not forward.ahead:
+            return sums
+        further = [of_targets(hidden, *later_targets(batch, by)) for by, hidden in enumerate(forward.ahead, start=1)]
+        means = {name: sum(part[name] for part in further) / len(further) for name in ("loss", "nll")}
+        return {**sums, "loss": sums["loss"] + model.config.mtp.loss_weight * means["loss"], "mtp_loss": means["nll"]}
 
     return loss
+
+
+def later_targets(batch: Batch, by: int) -> tuple[jax.Array, jax.Array]:
+    """Targets of each place so many tokens later, and their weights: none beyond the end of a document or row."""
+    targets, weights = (jnp.roll(batch[name], -by, axis=1) for name in ("targets", "weights"))
+    is_there = jnp.arange(targets.shape[1]) < targets.shape[1] - by
+    if "segments" in batch:
+        is_there = is_there & (batch["segments"] == jnp.roll(batch["segments"], -by, axis=1))
+    return targets, jnp.where(is_there, weights, 0)
 
 
 def held_out_loss(loss_fn: LossFn, batches: Callable[[], Iterator[Batch]], *, limit: int) -> Evaluate | None:
