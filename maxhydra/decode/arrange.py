@@ -94,7 +94,7 @@ class _Flat:
 
     def _kept_layer(self, number: str, layer: Tree) -> Tree:
         turned = _map(_turned, self.flat.axes["prefix"][number], layer)
-        return _joined(turned) if self.joins else turned
+        return _joined(turned, self.flat.shapes["prefix"][number]) if self.joins else turned
 
     def _used_layer(self, number: str, layer: Tree) -> Tree:
         """Joined weights are turned back before they are cut: what the layers put together again is then whole."""
@@ -102,10 +102,10 @@ class _Flat:
         return _parted(used, self.flat.shapes["prefix"][number])
 
 
-def _joined(layer: Tree) -> Tree:
+def _joined(layer: Tree, shapes: Tree) -> Tree:
     """Kernels that share an input as one under the first's key; the others' keys hold None."""
     layer = jax.tree.map(lambda leaf: leaf, layer)
-    for part, names in JOINED.items():
+    for part, names in _joins(shapes):
         whole = jnp.concatenate([layer[part][name]["kernel"] for name in names])
         for name in names:
             layer[part][name]["kernel"] = whole if name == names[0] else None
@@ -114,13 +114,22 @@ def _joined(layer: Tree) -> Tree:
 
 def _parted(layer: Tree, shapes: Tree) -> Tree:
     """The kernels for themselves, given what was joined with inputs first."""
-    for part, names in JOINED.items():
+    for part, names in _joins(shapes):
         if layer[part][names[-1]]["kernel"] is None:
             counts = [shapes[part][name]["kernel"].shape[1] for name in names]
             kernels = jnp.split(layer[part][names[0]]["kernel"], np.cumsum(counts)[:-1], axis=1)
             for name, kernel in zip(names, kernels, strict=True):
                 layer[part][name]["kernel"] = kernel
     return layer
+
+
+def _joins(shapes: Tree) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Parts of a layer whose projections can lie together: they are there, and differ at most in their heads."""
+    for part, names in JOINED.items():
+        if set(names) <= set(shapes[part]):
+            sizes = [shapes[part][name]["kernel"].shape for name in names]
+            if len({(inputs, *rest) for inputs, _, *rest in sizes}) == 1:
+                yield part, names
 
 
 def _in_order(blocks: dict[str, Tree]) -> list[Tree]:
