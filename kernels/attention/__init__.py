@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -30,13 +31,14 @@ class Call:
     length: int
     has_segments: bool
     has_positions: bool
+    has_sinks: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """One row of the capability table."""
 
-    run: Callable[[jax.Array, jax.Array, jax.Array, Request, Tokens], jax.Array]
+    run: Callable[[jax.Array, jax.Array, jax.Array, Request, Tokens, Any], jax.Array]
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     max_head_dim: int | None = None
@@ -45,6 +47,8 @@ class Backend:
     segment_length_multiple: int = 1
     """With segments, the sequence length must be a multiple of this."""
     softcap: bool = True
+    chunk: bool = True
+    sinks: bool = True
     positions: bool = True
     split_length: bool = True
 
@@ -60,6 +64,8 @@ class Backend:
             ),
             (length_fits, f"takes segments in multiples of {self.segment_length_multiple} tokens, not {call.length}"),
             (self.softcap or call.request.softcap is None, "has no soft-cap"),
+            (self.chunk or call.request.chunk is None, "has no chunks"),
+            (self.sinks or not call.has_sinks, "has no sinks"),
             (self.positions or not call.has_positions, "has no positions, which a cache needs"),
             (self.split_length or not call.request.is_length_split, "needs whole sequences on each device"),
         )
@@ -77,6 +83,8 @@ BACKENDS: dict[str, Backend] = {
         head_dim_multiple=8,
         segment_length_multiple=2,
         softcap=False,
+        chunk=False,
+        sinks=False,
         positions=False,
         split_length=False,
     ),
@@ -117,10 +125,14 @@ def attention(
     kv_segments_BS: jax.Array | None = None,
     q_positions_BT: jax.Array | None = None,
     kv_positions_BS: jax.Array | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """Values [B, T, N, H] that the queries gather; `Tokens` says what segments and positions mean."""
+    """Values [B, T, N, H] that the queries gather; `Tokens` says what segments and positions mean.
+
+    sinks: a logit for each query head that joins the sum by which its weights are divided, and gathers nothing.
+    """
     tokens = Tokens(q_segments_BT, kv_segments_BS, q_positions_BT, kv_positions_BS)
-    _check_shapes(q_BTNH, k_BSKH, v_BSKH, request, tokens)
+    _check_shapes(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
     call = Call(
         request=request,
         platform=jax.default_backend(),
@@ -129,15 +141,25 @@ def attention(
         length=q_BTNH.shape[1],
         has_segments=q_segments_BT is not None,
         has_positions=q_positions_BT is not None,
+        has_sinks=sinks_N is not None,
     )
-    return BACKENDS[choose(backend, call)].run(q_BTNH, k_BSKH, v_BSKH, request, tokens)
+    return BACKENDS[choose(backend, call)].run(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
 
 
-def _check_shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: Request, tokens: Tokens) -> None:
+def _check_shapes(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    request: Request,
+    tokens: Tokens,
+    sinks_N: jax.Array | None,
+) -> None:
     """Refuse calls that have no meaning on any backend; these are mistakes in code, not in a config."""
     (B, T, N, H), (_, S, K, _) = q_BTNH.shape, k_BSKH.shape
     if k_BSKH.shape != (B, S, K, H) or v_BSKH.shape != (B, S, K, H) or N % K:
         raise ValueError(f"queries {q_BTNH.shape}, keys {k_BSKH.shape} and values {v_BSKH.shape} do not fit together")
+    if sinks_N is not None and sinks_N.shape != (N,):
+        raise ValueError(f"sinks {sinks_N.shape} for {N} query heads")
     if not q_BTNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
         raise ValueError(f"queries {q_BTNH.dtype}, keys {k_BSKH.dtype}, values {v_BSKH.dtype}: not one type")
     for of_queries, of_keys in (

@@ -12,10 +12,13 @@ from maxhydra.config.compose import Composer, distinct
 from maxhydra.config.errors import ConfigError
 from maxhydra.config.overrides import expand, parse
 from maxhydra.config.resolvers import job_folder
+from maxhydra.launch.local import LocalSettings
+from maxhydra.launch.places import chosen_launcher
+from maxhydra.launch.settings import Launcher
 from maxhydra.sweep.plan import Plan, Settings, write_plan
 
 # Of a job, set anew for each.
-FIXED = ("run.name=", "run.outputs=", "hydra.")
+FIXED = ("run.name=", "run.outputs=", "hydra.", "hydra/")
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
@@ -56,6 +59,7 @@ def _check(composer: Composer, jobs: list[list[str]]) -> None:
 def _write_plan(composer: Composer, controller: DictConfig, jobs: list[list[str]], parsed: list[Override]) -> None:
     """Keep what is needed to go on with the sweep, should it be cut short: `maxhydra sweep resume NAME`."""
     constant = _constant(controller, parsed)
+    launcher = _launcher(controller)
     plan = Plan(
         folder=Path(controller.hydra.sweep.dir).absolute(),
         fixed=(),
@@ -63,10 +67,20 @@ def _write_plan(composer: Composer, controller: DictConfig, jobs: list[list[str]
         listed=tuple(tuple(line for line in job if not line.startswith(FIXED)) for job in jobs),
         folders=tuple(job_folder(number, job, constant) for number, job in enumerate(jobs)),
         objectives=(),
-        settings=Settings(),
+        # A cluster decides itself how many run at a time, and which first.
+        settings=Settings() if launcher.kind == LocalSettings.kind else Settings(workers=len(jobs)),
         config_dir=composer.config_dir,
+        launcher=launcher,
     )
     write_plan(plan)
+
+
+def _launcher(controller: DictConfig) -> Launcher:
+    """Where the jobs run. One that is not ours is Hydra's to call, and `sweep resume` goes on here."""
+    launcher = chosen_launcher(controller.hydra.launcher)
+    if problems := list(launcher.problems()):
+        raise ConfigError(problems)
+    return launcher
 
 
 def _constant(controller: DictConfig, parsed: list[Override]) -> list[str]:

@@ -8,6 +8,7 @@ from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.delta import Delta, DeltaBackend
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.feedforward import Activation, Mlp
+from maxhydra.config.moe import Gate, GroupScore, Moe, Router, RouterScores, Scaled, Shared
 
 __all__ = [
     "Activation",
@@ -18,17 +19,25 @@ __all__ = [
     "Dtype",
     "Dtypes",
     "FeedForward",
+    "Gate",
+    "GroupScore",
+    "GroupedMatmulBackend",
     "Head",
     "Kind",
     "Mixer",
     "Mlp",
     "Model",
     "ModelKernels",
+    "Moe",
     "Projection",
     "Remat",
     "RematPolicy",
     "Rope",
     "RopeKind",
+    "Router",
+    "RouterScores",
+    "Scaled",
+    "Shared",
 ]
 
 
@@ -57,6 +66,12 @@ class AttentionBackend(Enum):
     cudnn = "cudnn"
 
 
+class GroupedMatmulBackend(Enum):
+    auto = "auto"
+    reference = "reference"
+    xla = "xla"
+
+
 class Projection(Enum):
     plain = "plain"
     outputs_first = "outputs_first"
@@ -70,6 +85,7 @@ class Mixer(Enum):
 
 class FeedForward(Enum):
     mlp = "mlp"
+    moe = "moe"
 
 
 @schema
@@ -83,6 +99,15 @@ class Kind(Schema):
     feed_forward: FeedForward = FeedForward.mlp
     """What works on each token alone; the section of that name says how."""
     mlp: Mlp = section(Mlp)
+    moe: Moe = section(Moe)
+
+    def check(self) -> Iterator[Problem]:
+        is_mixture = self.feed_forward is FeedForward.moe
+        if is_mixture and self.moe.experts is None:
+            yield Problem("moe.experts", "is needed by feed_forward=moe", value=None, accepted="an integer, 2 or more")
+        if not is_mixture and self.moe.experts is not None:
+            hint = "set feed_forward=moe or leave it null"
+            yield Problem("moe.experts", "is not used by feed_forward=mlp", value=self.moe.experts, hint=hint)
 
 
 @schema
@@ -148,6 +173,8 @@ class ModelKernels(Schema):
 
     attention: AttentionBackend = AttentionBackend.auto
     """auto takes the fastest that supports the request."""
+    grouped_matmul: GroupedMatmulBackend = GroupedMatmulBackend.auto
+    """Products of tokens with the experts they were given to; auto as for attention."""
     delta: DeltaBackend = DeltaBackend.auto
     """chunked, or the reference, token by token; auto takes the faster for the number of tokens."""
     projection: Projection = Projection.plain

@@ -8,9 +8,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.compose import compose, from_yaml
 from maxhydra.config.errors import show
 from maxhydra.config.tasks.decode import DecodeTask
+from maxhydra.config.written import from_yaml
 from maxhydra.convert.origin import run_folder
 from maxhydra.decode.batch_file import fingerprint
 
@@ -79,6 +79,9 @@ def _overrides(run: Path, wanted: dict[str, Any], config: Config) -> list[str]:
     """What to write on the command line: the run's model option, and what it was given besides."""
     choices = json.loads((run / "run.json").read_text(encoding="utf-8")).get("choices", {})
     choice = f"model={choices.get('model')}"
+    # Hydra, which a worker does without unless it comes to this.
+    from maxhydra.config.compose import compose  # noqa: PLC0415
+
     try:
         base = _binding(compose([choice]).config)
         start = [choice]

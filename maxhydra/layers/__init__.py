@@ -7,6 +7,7 @@ from maxhydra.layers.delta import DeltaSpec
 from maxhydra.layers.dropout import dropout
 from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
+from maxhydra.layers.moe import Moe, MoeSpec
 from maxhydra.layers.norm import RMSNorm
 from maxhydra.layers.parts import Fed, FeedForward, FeedForwardSpec, Mixed, Mixer, MixerSpec, Side
 from maxhydra.layers.projection import LoraSpec, ProductSpec, Projection
@@ -31,6 +32,8 @@ __all__ = [
     "MixerSpec",
     "Mlp",
     "MlpSpec",
+    "Moe",
+    "MoeSpec",
     "PagedRoom",
     "ProductSpec",
     "Projection",

@@ -176,6 +176,7 @@ class Attention(nnx.Module):
             scale=spec.scale,
             causal=True,
             window=spec.window,
+            chunk=None,
             softcap=spec.softcap,
             softmax_dtype=spec.dtypes.softmax.name,
             is_length_split=ctx.is_length_split,

@@ -62,6 +62,9 @@ class WeightMaker:
     def ones(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
         return nnx.Param(jnp.ones(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
 
+    def zeros(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
+        return nnx.Param(jnp.zeros(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
+
     def drawn(
         self, shape: tuple[int, ...], axes: LogicalAxes, draw: Callable[[jax.Array, tuple[int, ...]], jax.Array]
     ) -> nnx.Param:
@@ -69,10 +72,23 @@ class WeightMaker:
         key = jax.random.fold_in(self._key, next(self._numbers))
         return nnx.Param(draw(key, self._stack + shape).astype(self._dtype), axes=self._stack_axes + axes)
 
-    def matrix(self, rows: tuple[int, ...], columns: tuple[int, ...], axes: LogicalAxes, *, std: float) -> nnx.Param:
-        """Normal values in [*rows, *columns], drawn in float32 whatever format they are kept in."""
+    def matrix(
+        self,
+        rows: tuple[int, ...],
+        columns: tuple[int, ...],
+        axes: LogicalAxes,
+        *,
+        std: float,
+        is_wide: bool = False,
+    ) -> nnx.Param:
+        """Normal values in [*rows, *columns], drawn in float32 whatever format they are kept in.
+
+        `is_wide`: they are used in that format too, not in that of the model's products.
+        """
         key = jax.random.fold_in(self._key, next(self._numbers))
-        return self._normal(key, rows, columns, axes, std=std, dtype=self._dtype)
+        drawn = self._normal(key, rows, columns, axes, std=std, dtype=self._dtype)
+        drawn.set_metadata(is_wide=is_wide)
+        return drawn
 
     def projection(
         self, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: LogicalAxes, *, scale: float

@@ -18,6 +18,7 @@ from maxhydra.layers import (
     Mixer,
     MixerSpec,
     MlpSpec,
+    MoeSpec,
     RMSNorm,
     Room,
     Side,
@@ -25,8 +26,14 @@ from maxhydra.layers import (
     dropout,
 )
 
-MIXERS: dict[config.Mixer, Any] = {config.Mixer.attention: AttentionSpec, config.Mixer.delta: DeltaSpec}
-FEED_FORWARDS = {config.FeedForward.mlp: MlpSpec}
+MIXERS: dict[config.Mixer, type[AttentionSpec] | type[DeltaSpec]] = {
+    config.Mixer.attention: AttentionSpec,
+    config.Mixer.delta: DeltaSpec,
+}
+FEED_FORWARDS: dict[config.FeedForward, type[MlpSpec] | type[MoeSpec]] = {
+    config.FeedForward.mlp: MlpSpec,
+    config.FeedForward.moe: MoeSpec,
+}
 
 
 class Left(NamedTuple):

@@ -171,14 +171,16 @@ class Decoder(nnx.Module):
 
         They are cast here, once a step and outside what is computed again: a layer that casts its own does it twice,
         and hands back a gradient of twice the bytes. Vectors (norms) are few, and used in the format they are kept in,
-        as are weights that are no plain numbers.
+        as are wide matrices (routers) and weights that are no plain numbers.
         """
         graphdef, weights = nnx.split(block)
 
         def cast(weight: nnx.Variable) -> nnx.Variable:
             own_axes = [name for name in weight.get_metadata("axes") if name != "layers"]
             is_matrix = isinstance(weight, nnx.Param) and len(own_axes) > 1
-            return weight.replace(weight[...].astype(self.spec.dtypes.compute)) if is_matrix else weight
+            if not is_matrix or weight.get_metadata("is_wide", False):
+                return weight
+            return weight.replace(weight[...].astype(self.spec.dtypes.compute))
 
         return graphdef, jax.tree.map(cast, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
