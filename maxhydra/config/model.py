@@ -9,6 +9,7 @@ from maxhydra.config.delta import Delta, DeltaBackend
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.feedforward import Activation, Mlp
 from maxhydra.config.moe import Gate, GroupScore, Moe, Router, RouterScores, Scaled, Shared
+from maxhydra.config.per_layer import PerLayer
 
 __all__ = [
     "Activation",
@@ -29,6 +30,7 @@ __all__ = [
     "Model",
     "ModelKernels",
     "Moe",
+    "PerLayer",
     "Projection",
     "Remat",
     "RematPolicy",
@@ -100,6 +102,8 @@ class Kind(Schema):
     """What works on each token alone; the section of that name says how."""
     mlp: Mlp = section(Mlp)
     moe: Moe = section(Moe)
+    is_scaled: bool = False
+    """Whether a constant of the layer, which comes with the weights and is not trained, multiplies what it leaves."""
 
     def check(self) -> Iterator[Problem]:
         is_mixture = self.feed_forward is FeedForward.moe
@@ -214,6 +218,7 @@ class Model(Schema):
     """Added to the mean square in RMSNorm (Zhang and Sennrich, 2019)."""
     logit_softcap: float | None = option(None, gt=0)
     """Output logits become softcap * tanh(logits / softcap)."""
+    per_layer: PerLayer = section(PerLayer)
     dropout: float = option(0.0, ge=0, lt=1)
     """Dropped share of each residual branch's output, in training."""
     init_scale: float = option(1.0, gt=0)

@@ -10,6 +10,7 @@ from maxhydra.layers.mlp import Mlp, MlpSpec
 from maxhydra.layers.moe import Moe, MoeSpec
 from maxhydra.layers.norm import RMSNorm
 from maxhydra.layers.parts import Fed, FeedForward, FeedForwardSpec, Mixed, Mixer, MixerSpec, Side
+from maxhydra.layers.per_layer import PerLayerEmbedding, PerLayerInput, PerLayerSpec
 from maxhydra.layers.projection import LoraSpec, ProductSpec, Projection
 from maxhydra.layers.weights import Dtypes, WeightMaker
 
@@ -35,6 +36,9 @@ __all__ = [
     "Moe",
     "MoeSpec",
     "PagedRoom",
+    "PerLayerEmbedding",
+    "PerLayerInput",
+    "PerLayerSpec",
     "ProductSpec",
     "Projection",
     "RMSNorm",

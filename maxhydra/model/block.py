@@ -19,6 +19,8 @@ from maxhydra.layers import (
     MixerSpec,
     MlpSpec,
     MoeSpec,
+    PerLayerInput,
+    PerLayerSpec,
     RMSNorm,
     Room,
     Side,
@@ -44,6 +46,8 @@ class Left(NamedTuple):
     """The successor of its cache; None without one."""
     sides: dict[str, Side]
     """What its mixer and its feed-forward tell besides, where they do."""
+    handed: Any
+    """What its mixer hands on to later layers; None: nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,8 @@ class BlockSpec:
     name: str
     mixer: MixerSpec
     feed_forward: FeedForwardSpec
+    per_layer: PerLayerSpec | None
+    is_scaled: bool
     emb_dim: int
     norm_eps: float
     dropout: float
@@ -65,6 +71,8 @@ class BlockSpec:
             name=name,
             mixer=MIXERS[kind.mixer].of(model, kind),
             feed_forward=FEED_FORWARDS[kind.feed_forward].of(model, kind),
+            per_layer=PerLayerSpec.of(model),
+            is_scaled=kind.is_scaled,
             emb_dim=model.emb_dim,
             norm_eps=model.norm_eps,
             dropout=model.dropout,
@@ -81,6 +89,9 @@ class Block(nnx.Module):
         self.attention: Mixer = spec.mixer.build(make.below("attention"))
         self.mlp_norm = RMSNorm(spec.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
         self.mlp: FeedForward = spec.feed_forward.build(make.below("mlp"))
+        own = spec.per_layer
+        self.per_layer = None if own is None else PerLayerInput(own, make.below("per_layer"))
+        self.scale = make.ones((1,), ("norm",)) if spec.is_scaled else None
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Left:
         x_BTD = ctx.constrain(x_BTD, "act_batch", "act_length", "act_embed")
@@ -88,8 +99,16 @@ class Block(nnx.Module):
         x_BTD = x_BTD + dropout(mixed.out_BTD, ctx.key(0), rate=self.spec.dropout)
         fed = self.mlp(self.mlp_norm(x_BTD), ctx)
         x_BTD = x_BTD + dropout(fed.out_BTD, ctx.key(1), rate=self.spec.dropout)
+        if self.per_layer is not None:
+            x_BTD = x_BTD + self.per_layer(x_BTD, ctx)
+        if self.scale is not None:
+            x_BTD = x_BTD * jax.lax.stop_gradient(self.scale[...]).astype(x_BTD.dtype)
         sides = {"attention": mixed.side, "mlp": fed.side}
-        return Left(x_BTD, mixed.cache, {name: side for name, side in sides.items() if side})
+        return Left(x_BTD, mixed.cache, {name: side for name, side in sides.items() if side}, mixed.handed)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
 
     def empty_cache(self, room: Room, layers: int) -> Cache:
         return self.attention.empty_cache(room, layers)
