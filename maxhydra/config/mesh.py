@@ -21,6 +21,7 @@ RULES: dict[str, list[str]] = {
     "layers": [],
     "experts": ["expert"],
     "embed": ["fsdp", "expert", "sequence"],
+    "latent": ["fsdp", "expert", "sequence"],
     "heads": ["tensor"],
     "kv_heads": ["tensor"],
     "head_dim": [],

@@ -8,6 +8,7 @@ from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.delta import Delta, DeltaBackend
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.feedforward import Activation, Mlp
+from maxhydra.config.mla import Indexer, Mla
 from maxhydra.config.moe import Gate, GroupScore, Moe, Router, RouterScores, Scaled, Shared
 from maxhydra.config.per_layer import PerLayer
 
@@ -24,8 +25,10 @@ __all__ = [
     "GroupScore",
     "GroupedMatmulBackend",
     "Head",
+    "Indexer",
     "Kind",
     "Mixer",
+    "Mla",
     "Mlp",
     "Model",
     "ModelKernels",
@@ -83,6 +86,7 @@ class Projection(Enum):
 class Mixer(Enum):
     attention = "attention"
     delta = "delta"
+    mla = "mla"
 
 
 class FeedForward(Enum):
@@ -98,6 +102,7 @@ class Kind(Schema):
     """What carries information between tokens; the section of that name says how."""
     attention: Attention = section(Attention)
     delta: Delta = section(Delta)
+    mla: Mla = section(Mla)
     feed_forward: FeedForward = FeedForward.mlp
     """What works on each token alone; the section of that name says how."""
     mlp: Mlp = section(Mlp)

@@ -6,6 +6,7 @@ from maxhydra.layers.context import Context
 from maxhydra.layers.delta import DeltaSpec
 from maxhydra.layers.dropout import dropout
 from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
+from maxhydra.layers.mla import Mla, MlaSpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
 from maxhydra.layers.moe import Moe, MoeSpec
 from maxhydra.layers.norm import RMSNorm
@@ -31,6 +32,8 @@ __all__ = [
     "Mixed",
     "Mixer",
     "MixerSpec",
+    "Mla",
+    "MlaSpec",
     "Mlp",
     "MlpSpec",
     "Moe",

@@ -51,7 +51,11 @@ class Cache(Protocol):
 class Room(Protocol):
     """What there is to be kept, before any mixer says what of: every kind of cache is made from it."""
 
-    def keys_and_values(self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype) -> Cache: ...
+    def keys_and_values(
+        self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype, value_dim: int | None = None
+    ) -> Cache:
+        """A key and a value of each token and head. `value_dim`: the size of values where keys have another."""
+        ...
 
     def kept(self, layers: int, arrays: Mapping[str, "Kept"]) -> Cache:
         """Arrays of a fixed size per sequence, such as the state of a recurrence."""
@@ -81,9 +85,12 @@ class DenseRoom:
     batch: int
     length: int
 
-    def keys_and_values(self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype) -> "DenseCache":
-        shape = (layers, self.batch, self.length, kv_heads, head_dim)
-        return DenseCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape[:2], jnp.int32))
+    def keys_and_values(
+        self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype, value_dim: int | None = None
+    ) -> "DenseCache":
+        shape = (layers, self.batch, self.length, kv_heads)
+        key, value = (jnp.zeros((*shape, size), dtype) for size in (head_dim, value_dim or head_dim))
+        return DenseCache(key, value, jnp.zeros(shape[:2], jnp.int32))
 
     def kept(self, layers: int, arrays: Mapping[str, Kept]) -> "StateCache":
         return _states(layers, self.batch, "act_batch", arrays)
@@ -99,12 +106,14 @@ class PagedRoom:
     storage: np.dtype | None
     """Number format of what is kept; None: that of the computation."""
 
-    def keys_and_values(self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype) -> "PagedCache":
+    def keys_and_values(
+        self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype, value_dim: int | None = None
+    ) -> "PagedCache":
         storage = dtype if self.storage is None else self.storage
-        shape = (layers, self.pages, kv_heads, self.page_size, head_dim)
-        scale = jnp.zeros(shape[:4], jnp.float32) if storage in SCALED else None
-        zeros = jnp.zeros(shape, storage)
-        return PagedCache(zeros, zeros, scale, scale)
+        shape = (layers, self.pages, kv_heads, self.page_size)
+        key, value = (jnp.zeros((*shape, size), storage) for size in (head_dim, value_dim or head_dim))
+        scale = jnp.zeros(shape, jnp.float32) if storage in SCALED else None
+        return PagedCache(key, value, scale, scale)
 
     def kept(self, layers: int, arrays: Mapping[str, Kept]) -> "StateCache":
         """One place for each sequence that is decoded at a time, in the arrays' own formats."""
@@ -148,7 +157,7 @@ class DenseCache:
         )
 
     def axes(self) -> "DenseCache":
-        of_tokens: Any = ("layers", "act_batch", None, "act_kv_heads", None)
+        of_tokens: Any = ("layers", "act_batch", None, _heads_axis(self.key_LBSKH.shape[3]), None)
         of_rows: Any = ("layers", "act_batch")
         return DenseCache(of_tokens, of_tokens, of_rows)
 
@@ -213,7 +222,7 @@ class PagedCache:
         return view.cache
 
     def axes(self) -> "PagedCache":
-        of_tokens: Any = ("layers", None, "act_kv_heads", None, None)
+        of_tokens: Any = ("layers", None, _heads_axis(self.key_LPKZH.shape[2]), None, None)
         of_scales: Any = None if self.key_scale_LPKZ is None else of_tokens[:4]
         return PagedCache(of_tokens, of_tokens, of_scales, of_scales)
 
@@ -332,6 +341,11 @@ def _states(layers: int, count: int, axis: str | None, arrays: Mapping[str, Kept
         {name: jnp.zeros((layers, count, *kept.shape), kept.dtype) for name, kept in arrays.items()},
         tuple((name, ("layers", axis, *kept.axes)) for name, kept in arrays.items()),
     )
+
+
+def _heads_axis(heads: int) -> str | None:
+    """One head that all queries share is not split."""
+    return "act_kv_heads" if heads > 1 else None
 
 
 def _stored(x_BTKH: jax.Array, storage: np.dtype) -> tuple[jax.Array, jax.Array | None]:

@@ -17,6 +17,7 @@ from maxhydra.layers import (
     FeedForwardSpec,
     Mixer,
     MixerSpec,
+    MlaSpec,
     MlpSpec,
     MoeSpec,
     PerLayerInput,
@@ -28,9 +29,10 @@ from maxhydra.layers import (
     dropout,
 )
 
-MIXERS: dict[config.Mixer, type[AttentionSpec] | type[DeltaSpec]] = {
+MIXERS: dict[config.Mixer, type[AttentionSpec] | type[DeltaSpec] | type[MlaSpec]] = {
     config.Mixer.attention: AttentionSpec,
     config.Mixer.delta: DeltaSpec,
+    config.Mixer.mla: MlaSpec,
 }
 FEED_FORWARDS: dict[config.FeedForward, type[MlpSpec] | type[MoeSpec]] = {
     config.FeedForward.mlp: MlpSpec,

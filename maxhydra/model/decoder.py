@@ -54,7 +54,13 @@ class DecoderSpec:
     dtypes: Dtypes
 
     @classmethod
-    def of(cls, model: config.Model, lora: LoraSpec | None = None, float8: tuple[str, ...] = ()) -> "DecoderSpec":
+    def of(
+        cls,
+        model: config.Model,
+        lora: LoraSpec | None = None,
+        float8: tuple[str, ...] = (),
+        int8: tuple[str, ...] = (),
+    ) -> "DecoderSpec":
         repeated = model.num_layers - len(model.prefix)
         repetitions, rest = divmod(repeated, len(model.pattern)) if repeated else (0, 0)
         pattern = tuple(BlockSpec.of(model, name) for name in model.pattern)
@@ -74,6 +80,7 @@ class DecoderSpec:
                 layout=Layout(model.kernels.projection.value),
                 lora=lora,
                 float8=float8,
+                int8=int8,
             ),
             dtypes=Dtypes.of(model.dtypes),
         )
@@ -146,7 +153,8 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """[B, T, D] to [B, T, V], soft-capped; T may be any part of the sequence, and is split if it can be."""
         length = "act_length" if hidden.shape[1] % sharder.ways("act_length") == 0 else None
-        return sharder.constrain((self.head or self.embedding).logits(hidden), "act_batch", length, "act_vocab")
+        logits = (self.head or self.embedding).logits(hidden, is_alone=sharder.mesh.size == 1)
+        return sharder.constrain(logits, "act_batch", length, "act_vocab")
 
     def empty_cache(self, room: Room) -> dict[str, list[Cache]]:
         """The caches of all blocks; those of the pattern hold every repetition, the others one layer."""
