@@ -1,6 +1,7 @@
 """The mechanisms that layers are made of, each in a file of its own, and the context that travels between them."""
 
 from maxhydra.layers.attention import Attention, AttentionSpec
+from maxhydra.layers.beside import Beside, BesideSpec
 from maxhydra.layers.cache import Cache, DenseRoom, PagedRoom, Room, Rows
 from maxhydra.layers.context import Context
 from maxhydra.layers.delta import DeltaSpec
@@ -18,6 +19,8 @@ from maxhydra.layers.weights import Dtypes, WeightMaker
 __all__ = [
     "Attention",
     "AttentionSpec",
+    "Beside",
+    "BesideSpec",
     "Cache",
     "Context",
     "DeltaSpec",

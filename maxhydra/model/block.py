@@ -9,6 +9,8 @@ from flax import nnx
 from maxhydra.config import model as config
 from maxhydra.layers import (
     AttentionSpec,
+    Beside,
+    BesideSpec,
     Cache,
     Context,
     DeltaSpec,
@@ -59,6 +61,7 @@ class BlockSpec:
     name: str
     mixer: MixerSpec
     feed_forward: FeedForwardSpec
+    beside: BesideSpec | None
     per_layer: PerLayerSpec | None
     is_scaled: bool
     emb_dim: int
@@ -73,6 +76,7 @@ class BlockSpec:
             name=name,
             mixer=MIXERS[kind.mixer].of(model, kind),
             feed_forward=FEED_FORWARDS[kind.feed_forward].of(model, kind),
+            beside=BesideSpec.of(model, kind),
             per_layer=PerLayerSpec.of(model),
             is_scaled=kind.is_scaled,
             emb_dim=model.emb_dim,
@@ -80,6 +84,12 @@ class BlockSpec:
             dropout=model.dropout,
             dtypes=Dtypes.of(model.dtypes),
         )
+
+    def forward_flops(self, seq_len: int) -> float:
+        """Operations of a forward pass per token of sequences of this length."""
+        beside = 0.0 if self.beside is None else self.beside.moe.forward_flops()
+        own = 0.0 if self.per_layer is None else self.per_layer.forward_flops()
+        return self.mixer.forward_flops(seq_len) + self.feed_forward.forward_flops() + beside + own
 
 
 class Block(nnx.Module):
@@ -91,6 +101,7 @@ class Block(nnx.Module):
         self.attention: Mixer = spec.mixer.build(make.below("attention"))
         self.mlp_norm = RMSNorm(spec.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
         self.mlp: FeedForward = spec.feed_forward.build(make.below("mlp"))
+        self.beside = None if spec.beside is None else Beside(spec.beside, make.below("beside"))
         own = spec.per_layer
         self.per_layer = None if own is None else PerLayerInput(own, make.below("per_layer"))
         self.scale = make.ones((1,), ("norm",)) if spec.is_scaled else None
@@ -100,12 +111,15 @@ class Block(nnx.Module):
         mixed = self.attention(self.attention_norm(x_BTD), ctx)
         x_BTD = x_BTD + dropout(mixed.out_BTD, ctx.key(0), rate=self.spec.dropout)
         fed = self.mlp(self.mlp_norm(x_BTD), ctx)
+        sides = {"attention": mixed.side, "mlp": fed.side}
+        if self.beside is not None:
+            fed = self.beside(x_BTD, fed.out_BTD, ctx)
+            sides["beside"] = fed.side
         x_BTD = x_BTD + dropout(fed.out_BTD, ctx.key(1), rate=self.spec.dropout)
         if self.per_layer is not None:
             x_BTD = x_BTD + self.per_layer(x_BTD, ctx)
         if self.scale is not None:
             x_BTD = x_BTD * jax.lax.stop_gradient(self.scale[...]).astype(x_BTD.dtype)
-        sides = {"attention": mixed.side, "mlp": fed.side}
         return Left(x_BTD, mixed.cache, {name: side for name, side in sides.items() if side}, mixed.handed)
 
     @property

@@ -23,8 +23,5 @@ def flops_per_token(model: config.Model, seq_len: int) -> float:
     """
     spec = DecoderSpec.of(model)
     head = model.emb_dim * model.vocab_size
-    forward = 2 * head + sum(
-        layer.mixer.forward_flops(seq_len) + layer.feed_forward.forward_flops() for layer in spec.layers
-    )
-    own = spec.per_layer
-    return 3.0 * (forward + (0 if own is None else own.forward_flops() * len(spec.layers)))
+    forward = 2 * head + sum(layer.forward_flops(seq_len) for layer in spec.layers)
+    return 3.0 * forward
