@@ -23,6 +23,8 @@ class Mixed(NamedTuple):
     cache: Any
     """The successor of the layer's cache; None without one."""
     side: Side
+    handed: Any = None
+    """What later layers find under this layer's kind in `ctx.shared`; None: nothing."""
 
 
 class Fed(NamedTuple):
