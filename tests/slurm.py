@@ -122,9 +122,8 @@ def _end_steps(config: str) -> None:
             variables = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if f"SLURM_CONF={config}".encode() in variables and any(
-            line.startswith(b"SLURM_JOB_ID=") for line in variables
-        ):
+        is_of_a_job = any(line.startswith(b"SLURM_JOB_ID=") for line in variables)
+        if is_of_a_job and f"SLURM_CONF={config}".encode() in variables:
             os.kill(int(path.parent.name), signal.SIGKILL)
 
 

@@ -7,6 +7,9 @@ from typing import Protocol
 
 from maxhydra.record import RunDirectory, scan_metrics, series
 
+# In a job's folder, beside the run: by what it is found again, and all that its processes print.
+CLAIM, CONSOLE = ".job.json", "console.txt"
+
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:

@@ -64,7 +64,8 @@ class Controller:
                 chosen.append(proposal)
         self._running += self._jobs.start(chosen) if chosen else []
         for proposal in chosen:
-            self._say(f"job {proposal.number}: {' '.join(proposal.overrides) or 'as it is'}")
+            tried = " ".join(proposal.overrides) if self._plan.space else proposal.folder
+            self._say(f"job {proposal.number}: {tried}")
         return may_follow
 
     def _next(self) -> Proposal | None:

@@ -9,10 +9,10 @@ from typing import Any
 
 from maxhydra.config.errors import ConfigError
 from maxhydra.launch.composing import Ordering
-from maxhydra.launch.jobs import Job, Proposal, Shared
+from maxhydra.launch.jobs import CLAIM, Job, Proposal, Shared
 from maxhydra.launch.slurm import scheduler
 from maxhydra.launch.slurm.scheduler import OVER, Entry, Queue
-from maxhydra.launch.slurm.script import CLAIM, SCRIPTS, render
+from maxhydra.launch.slurm.script import SCRIPTS, render
 from maxhydra.launch.slurm.settings import SlurmSettings
 from maxhydra.record import RunDirectory
 from maxhydra.record.files import replace_file

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from maxhydra.launch.jobs import CLAIM, CONSOLE
 from maxhydra.launch.order import CONFIG
 from maxhydra.launch.slurm.settings import SlurmSettings
 
-CLAIM, CONSOLE = ".job.json", "console.txt"
 # Beside the sweep's jobs: the scripts, and what SLURM itself has to say of a job.
 SCRIPTS = ".slurm"
 
