@@ -52,6 +52,7 @@ class AttentionBackend(Enum):
     reference = "reference"
     xla = "xla"
     cudnn = "cudnn"
+    triton = "triton"
 
 
 class Projection(Enum):
