@@ -72,6 +72,7 @@ class AttentionBackend(Enum):
     reference = "reference"
     xla = "xla"
     cudnn = "cudnn"
+    triton = "triton"
 
 
 class GroupedMatmulBackend(Enum):
