@@ -155,7 +155,7 @@ class Decoder(nnx.Module):
         remainder = self._run_blocks(self.remainder, pattern.x_BTD, pattern.ctx, caches["remainder"], first=first)
         parts = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
         hidden_BTD = ctx.constrain(self.final_norm(remainder.x_BTD), "act_batch", "act_length", "act_embed")
-        further = self._run_ahead(hidden_BTD, tokens_BT, ctx) if ahead else _Run(hidden_BTD, [], [], {})
+        further = self._run_ahead(hidden_BTD, tokens_BT, ctx) if ahead else _Run(hidden_BTD, [], [], {}, ctx)
         return Forward(
             hidden_BTD=hidden_BTD,
             cache=None if ctx.cache is None else {name: part.caches for name, part in parts.items()},
@@ -209,10 +209,11 @@ class Decoder(nnx.Module):
             later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1))
             graphdef, weights = self._split(layer)
             run = self.spec.remat.wrap(_runner(graphdef, Mtp.ahead), in_loop=False)
-            x_BTD, _, side = run(weights, x_BTD, later_BTD, ctx.at_layer(len(self.spec.layers) + index, None))
+            own_ctx = ctx.at_layer(len(self.spec.layers) + index, None, None)
+            x_BTD, _, side, _ = run(weights, x_BTD, later_BTD, own_ctx)
             kept.append(x_BTD)
             sides.append(side)
-        return _Run(x_BTD, [], kept, _told(sides))
+        return _Run(x_BTD, [], kept, _told(sides), ctx)
 
     def _split(self, block: Block) -> tuple[Any, nnx.State]:
         """The block without its weights, and the weights, matrices in the compute format.
