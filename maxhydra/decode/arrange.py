@@ -105,7 +105,7 @@ class _Flat:
 def _joined(layer: Tree) -> Tree:
     """Kernels that share an input as one under the first's key; the others' keys hold None."""
     layer = jax.tree.map(lambda leaf: leaf, layer)
-    for part, names in JOINED.items():
+    for part, names in _groups(layer):
         whole = jnp.concatenate([layer[part][name]["kernel"] for name in names])
         for name in names:
             layer[part][name]["kernel"] = whole if name == names[0] else None
@@ -114,13 +114,18 @@ def _joined(layer: Tree) -> Tree:
 
 def _parted(layer: Tree, shapes: Tree) -> Tree:
     """The kernels for themselves, given what was joined with inputs first."""
-    for part, names in JOINED.items():
+    for part, names in _groups(layer):
         if layer[part][names[-1]]["kernel"] is None:
             counts = [shapes[part][name]["kernel"].shape[1] for name in names]
             kernels = jnp.split(layer[part][names[0]]["kernel"], np.cumsum(counts)[:-1], axis=1)
             for name, kernel in zip(names, kernels, strict=True):
                 layer[part][name]["kernel"] = kernel
     return layer
+
+
+def _groups(layer: Tree) -> list[tuple[str, tuple[str, ...]]]:
+    """The groups of JOINED that a layer has, whatever else stands under the same names."""
+    return [(part, names) for part, names in JOINED.items() if all("kernel" in layer[part].get(n, {}) for n in names)]
 
 
 def _in_order(blocks: dict[str, Tree]) -> list[Tree]:
@@ -151,10 +156,10 @@ def _turned_back(path: str, names: LogicalAxes, weight: jax.Array) -> jax.Array:
 def _move(names: LogicalAxes) -> tuple[int, int]:
     """The dimension of the residual stream goes last where it is the input, first where it is the output.
 
-    The embedding has its outputs, the vocabulary, first already.
+    The embedding has its outputs, the vocabulary, first already; positions are looked up.
     """
     if len(names) > 1 and names[0] == "embed":
         return 0, -1
-    if len(names) > 1 and names[-1] == "embed" and names[0] != "vocab":
+    if len(names) > 1 and names[-1] == "embed" and names[0] not in ("vocab", "positions"):
         return -1, 0
     return 0, 0

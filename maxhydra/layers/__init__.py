@@ -6,7 +6,7 @@ from maxhydra.layers.context import Context
 from maxhydra.layers.dropout import dropout
 from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
-from maxhydra.layers.norm import RMSNorm
+from maxhydra.layers.norm import LayerNorm, Norm, NormSpec, RMSNorm
 from maxhydra.layers.parts import Fed, FeedForward, FeedForwardSpec, Mixed, Mixer, MixerSpec, Side
 from maxhydra.layers.projection import LoraSpec, ProductSpec, Projection
 from maxhydra.layers.weights import Dtypes, WeightMaker
@@ -23,12 +23,15 @@ __all__ = [
     "FeedForward",
     "FeedForwardSpec",
     "Head",
+    "LayerNorm",
     "LoraSpec",
     "Mixed",
     "Mixer",
     "MixerSpec",
     "Mlp",
     "MlpSpec",
+    "Norm",
+    "NormSpec",
     "PagedRoom",
     "ProductSpec",
     "Projection",

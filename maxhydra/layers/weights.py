@@ -61,13 +61,23 @@ class WeightMaker:
     def ones(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
         return nnx.Param(jnp.ones(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
 
+    def zeros(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
+        return nnx.Param(jnp.zeros(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
+
     def matrix(self, rows: tuple[int, ...], columns: tuple[int, ...], axes: LogicalAxes, *, std: float) -> nnx.Param:
         """Normal values in [*rows, *columns], drawn in float32 whatever format they are kept in."""
         key = jax.random.fold_in(self._key, next(self._numbers))
         return self._normal(key, rows, columns, axes, std=std, dtype=self._dtype)
 
     def projection(
-        self, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: LogicalAxes, *, scale: float
+        self,
+        name: str,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        axes: LogicalAxes,
+        *,
+        scale: float,
+        has_bias: bool = False,
     ) -> Projection:
         """A map from inputs of unit variance to outputs of variance scale^2: its entries have scale^2 / fan-in."""
         number = next(self._numbers)
@@ -80,7 +90,8 @@ class WeightMaker:
             key = jax.random.fold_in(key, 1)
             lora = self._lora(spec, key, inputs, outputs, axes, number=FREE_KEYS + number)
         kept = kernel if spec is None or not spec.over_nf4 else self._packed(kernel, len(inputs), name)
-        return Projection(kept, lora, self._product, name=name, inputs=len(inputs))
+        bias = self.zeros(outputs, axes[len(inputs) :]) if has_bias else None
+        return Projection(kept, lora, self._product, name=name, inputs=len(inputs), bias=bias)
 
     def _packed(self, kernel: nnx.Param, inputs: int, name: str) -> Nf4:
         axes = kernel.get_metadata("axes")

@@ -22,9 +22,9 @@ from maxhydra.layers import (
     Embedding,
     Head,
     LoraSpec,
+    NormSpec,
     ProductSpec,
     Projection,
-    RMSNorm,
     Room,
     VocabularySpec,
     WeightMaker,
@@ -44,7 +44,7 @@ class DecoderSpec:
     remainder: tuple[BlockSpec, ...]
     vocabulary: VocabularySpec
     is_tied: bool
-    norm_eps: float
+    norm: NormSpec
     unroll: int
     remat: Remat
     product: ProductSpec
@@ -62,7 +62,7 @@ class DecoderSpec:
             remainder=pattern[:rest],
             vocabulary=VocabularySpec.of(model),
             is_tied=model.head is config.Head.tied,
-            norm_eps=model.norm_eps,
+            norm=NormSpec.of(model),
             unroll=max(1, min(model.scan_unroll, repetitions)),
             remat=Remat.of(model.remat),
             product=ProductSpec(
@@ -114,13 +114,13 @@ class Decoder(nnx.Module):
         stacks = [make.stacked(spec.repetitions).below(block.name) for block in spec.pattern]
         self.pattern = _numbered([Block(block, stack) for block, stack in zip(spec.pattern, stacks, strict=True)])
         self.remainder = _numbered([Block(block, make.below(block.name)) for block in spec.remainder])
-        self.final_norm = RMSNorm(spec.vocabulary.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        self.final_norm = spec.norm.build(spec.vocabulary.emb_dim, make)
         self.head = None if spec.is_tied else Head(spec.vocabulary, make)
 
     def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool) -> Forward:
         """A forward pass, which leaves the stream after every layer only where asked to `keep` it."""
         caches = ctx.cache or self._map_blocks(lambda block, layers: None)
-        x_BTD = ctx.constrain(self.embedding(tokens_BT), "act_batch", "act_length", "act_embed")
+        x_BTD = ctx.constrain(self.embedding(tokens_BT, ctx.positions), "act_batch", "act_length", "act_embed")
         prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first=0)
         pattern = self._run_pattern(prefix.x_BTD, ctx, caches["pattern"], keep=keep)
         first = len(self.spec.layers) - len(self.remainder)
