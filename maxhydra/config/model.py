@@ -5,9 +5,12 @@ from enum import Enum
 
 from maxhydra.config.attention import Attention, AttentionBias, QkNorm, Temperature
 from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.delta import Delta, DeltaBackend
 from maxhydra.config.embedding import Embedding, EmbeddingScale, Positions
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.feedforward import Activation, Mlp, MlpKind
+from maxhydra.config.mla import Indexer, Mla
+from maxhydra.config.moe import Gate, GroupScore, Moe, Router, RouterScores, Scaled, Shared
 from maxhydra.config.rope import Pairs, Rope, RopeKind
 
 __all__ = [
@@ -15,18 +18,26 @@ __all__ = [
     "Attention",
     "AttentionBackend",
     "AttentionBias",
+    "Delta",
+    "DeltaBackend",
     "Dtype",
     "Dtypes",
     "Embedding",
     "EmbeddingScale",
     "FeedForward",
+    "Gate",
+    "GroupScore",
+    "GroupedMatmulBackend",
     "Head",
+    "Indexer",
     "Kind",
     "Mixer",
+    "Mla",
     "Mlp",
     "MlpKind",
     "Model",
     "ModelKernels",
+    "Moe",
     "Norm",
     "Norms",
     "Pairs",
@@ -37,6 +48,10 @@ __all__ = [
     "RematPolicy",
     "Rope",
     "RopeKind",
+    "Router",
+    "RouterScores",
+    "Scaled",
+    "Shared",
     "Temperature",
 ]
 
@@ -66,6 +81,12 @@ class AttentionBackend(Enum):
     cudnn = "cudnn"
 
 
+class GroupedMatmulBackend(Enum):
+    auto = "auto"
+    reference = "reference"
+    xla = "xla"
+
+
 class Projection(Enum):
     plain = "plain"
     outputs_first = "outputs_first"
@@ -86,10 +107,13 @@ class Norms(Enum):
 
 class Mixer(Enum):
     attention = "attention"
+    delta = "delta"
+    mla = "mla"
 
 
 class FeedForward(Enum):
     mlp = "mlp"
+    moe = "moe"
 
 
 @schema
@@ -101,9 +125,20 @@ class Kind(Schema):
     mixer: Mixer = Mixer.attention
     """What carries information between tokens; the section of that name says how."""
     attention: Attention = section(Attention)
+    delta: Delta = section(Delta)
+    mla: Mla = section(Mla)
     feed_forward: FeedForward = FeedForward.mlp
     """What works on each token alone; the section of that name says how."""
     mlp: Mlp = section(Mlp)
+    moe: Moe = section(Moe)
+
+    def check(self) -> Iterator[Problem]:
+        is_mixture = self.feed_forward is FeedForward.moe
+        if is_mixture and self.moe.experts is None:
+            yield Problem("moe.experts", "is needed by feed_forward=moe", value=None, accepted="an integer, 2 or more")
+        if not is_mixture and self.moe.experts is not None:
+            hint = "set feed_forward=moe or leave it null"
+            yield Problem("moe.experts", "is not used by feed_forward=mlp", value=self.moe.experts, hint=hint)
 
 
 @schema
@@ -169,6 +204,10 @@ class ModelKernels(Schema):
 
     attention: AttentionBackend = AttentionBackend.auto
     """auto takes the fastest that supports the request."""
+    grouped_matmul: GroupedMatmulBackend = GroupedMatmulBackend.auto
+    """Products of tokens with the experts they were given to; auto as for attention."""
+    delta: DeltaBackend = DeltaBackend.auto
+    """chunked, or the reference, token by token; auto takes the faster for the number of tokens."""
     projection: Projection = Projection.plain
     """Products with weights. outputs_first: for few rows on a CPU, joined: on a GPU, weights laid out for it; decoding
     sets them there."""
@@ -219,6 +258,12 @@ class Model(Schema):
     scan_unroll: int = option(1, ge=1)
     """Pattern repetitions written out per step of the scan over layers; num_layers unrolls all."""
     kernels: ModelKernels = section(ModelKernels)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer keeps a state of its sequence instead of every token, so that no part of it can be shared."""
+        used = {*self.prefix, *self.pattern}
+        return any(kind.mixer is Mixer.delta for name, kind in self.kinds.items() if name in used)
 
     def check(self) -> Iterator[Problem]:
         yield from self._check_heads()

@@ -171,7 +171,7 @@ class Checkpoint(Schema):
     mode: SaveMode = SaveMode.asynchronous
     """asynchronous writes while training goes on, synchronous waits, off never saves."""
     every: int = option(1000, ge=1)
-    """Steps between two saves; the end of the run and SIGTERM save too."""
+    """Steps between two saves; the end of the run, SIGTERM and SIGUSR1 save too."""
     keep: int = option(3, ge=1)
     """Newest checkpoints kept."""
     keep_best: int = option(0, ge=0)

@@ -3,9 +3,12 @@
 from maxhydra.layers.attention import Attention, AttentionSpec
 from maxhydra.layers.cache import Cache, DenseRoom, PagedRoom, Room, Rows
 from maxhydra.layers.context import Context
+from maxhydra.layers.delta import DeltaSpec
 from maxhydra.layers.dropout import dropout
 from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
+from maxhydra.layers.mla import Mla, MlaSpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
+from maxhydra.layers.moe import Moe, MoeSpec
 from maxhydra.layers.norm import LayerNorm, Norm, NormSpec, RMSNorm
 from maxhydra.layers.parts import Fed, FeedForward, FeedForwardSpec, Mixed, Mixer, MixerSpec, Side
 from maxhydra.layers.projection import LoraSpec, ProductSpec, Projection
@@ -16,6 +19,7 @@ __all__ = [
     "AttentionSpec",
     "Cache",
     "Context",
+    "DeltaSpec",
     "DenseRoom",
     "Dtypes",
     "Embedding",
@@ -28,8 +32,12 @@ __all__ = [
     "Mixed",
     "Mixer",
     "MixerSpec",
+    "Mla",
+    "MlaSpec",
     "Mlp",
     "MlpSpec",
+    "Moe",
+    "MoeSpec",
     "Norm",
     "NormSpec",
     "PagedRoom",

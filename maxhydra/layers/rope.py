@@ -93,21 +93,16 @@ def turns(positions_B: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Ar
 
 
 def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, rotation: Rotation) -> jax.Array:
-    """Turn each pair by position * frequency.
+    """Turn each pair by position * frequency. Neighbours end up at the same place of the halves: a product of queries
+    and keys does not mind.
 
-    The pairs are (x[i], x[i + H/2]) rather than neighbours in most published weights, which then load unpermuted.
     Angles and products are in float32: bfloat16 cannot tell position 257 from 256.
     """
     cos, sin = _cos_and_sin(positions_BT[:, :, None, None], rotation)
     size = 2 * len(rotation.frequencies)
-    wide = x_BTNH[..., :size].astype(jnp.float32)
-    if rotation.pairs is config.Pairs.halves:
-        a, b = jnp.split(wide, 2, axis=-1)
-        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    else:
-        a, b = wide[..., ::2], wide[..., 1::2]
-        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(wide.shape)
-    turned = turned.astype(x_BTNH.dtype)
+    part = x_BTNH[..., :size] if rotation.pairs is config.Pairs.halves else as_halves(x_BTNH[..., :size])
+    a, b = jnp.split(part.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
     return turned if size == x_BTNH.shape[-1] else jnp.concatenate([turned, x_BTNH[..., size:]], axis=-1)
 
 
@@ -116,3 +111,9 @@ def _cos_and_sin(positions: jax.Array, rotation: Rotation) -> tuple[jax.Array, j
     angles = positions.astype(jnp.float32) * np.asarray(rotation.frequencies, np.float32)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return (cos, sin) if rotation.amplitude == 1 else (cos * rotation.amplitude, sin * rotation.amplitude)
+
+
+def as_halves(x: jax.Array) -> jax.Array:
+    """Heads whose pairs are neighbours (x[2i], x[2i + 1]) with the pairs at the same place of their halves."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    return jnp.concatenate([pairs[..., 0], pairs[..., 1]], axis=-1)

@@ -11,11 +11,14 @@ from maxhydra.layers import (
     AttentionSpec,
     Cache,
     Context,
+    DeltaSpec,
     FeedForward,
     FeedForwardSpec,
     Mixer,
     MixerSpec,
+    MlaSpec,
     MlpSpec,
+    MoeSpec,
     Norm,
     NormSpec,
     Room,
@@ -24,8 +27,15 @@ from maxhydra.layers import (
     dropout,
 )
 
-MIXERS = {config.Mixer.attention: AttentionSpec}
-FEED_FORWARDS = {config.FeedForward.mlp: MlpSpec}
+MIXERS: dict[config.Mixer, type[AttentionSpec] | type[DeltaSpec] | type[MlaSpec]] = {
+    config.Mixer.attention: AttentionSpec,
+    config.Mixer.delta: DeltaSpec,
+    config.Mixer.mla: MlaSpec,
+}
+FEED_FORWARDS: dict[config.FeedForward, type[MlpSpec] | type[MoeSpec]] = {
+    config.FeedForward.mlp: MlpSpec,
+    config.FeedForward.moe: MoeSpec,
+}
 
 
 class Left(NamedTuple):

@@ -51,7 +51,13 @@ class DecoderSpec:
     dtypes: Dtypes
 
     @classmethod
-    def of(cls, model: config.Model, lora: LoraSpec | None = None, float8: tuple[str, ...] = ()) -> "DecoderSpec":
+    def of(
+        cls,
+        model: config.Model,
+        lora: LoraSpec | None = None,
+        float8: tuple[str, ...] = (),
+        int8: tuple[str, ...] = (),
+    ) -> "DecoderSpec":
         repeated = model.num_layers - len(model.prefix)
         repetitions, rest = divmod(repeated, len(model.pattern)) if repeated else (0, 0)
         pattern = tuple(BlockSpec.of(model, name) for name in model.pattern)
@@ -70,6 +76,7 @@ class DecoderSpec:
                 layout=Layout(model.kernels.projection.value),
                 lora=lora,
                 float8=float8,
+                int8=int8,
             ),
             dtypes=Dtypes.of(model.dtypes),
         )
@@ -136,7 +143,8 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """[B, T, D] to [B, T, V], soft-capped; T may be any part of the sequence, and is split if it can be."""
         length = "act_length" if hidden.shape[1] % sharder.ways("act_length") == 0 else None
-        return sharder.constrain((self.head or self.embedding).logits(hidden), "act_batch", length, "act_vocab")
+        logits = (self.head or self.embedding).logits(hidden, is_alone=sharder.mesh.size == 1)
+        return sharder.constrain(logits, "act_batch", length, "act_vocab")
 
     def empty_cache(self, room: Room) -> dict[str, list[Cache]]:
         """The caches of all blocks; those of the pattern hold every repetition, the others one layer."""
@@ -171,14 +179,16 @@ class Decoder(nnx.Module):
 
         They are cast here, once a step and outside what is computed again: a layer that casts its own does it twice,
         and hands back a gradient of twice the bytes. Vectors (norms) are few, and used in the format they are kept in,
-        as are weights that are no plain numbers.
+        as are wide matrices (routers) and weights that are no plain numbers.
         """
         graphdef, weights = nnx.split(block)
 
         def cast(weight: nnx.Variable) -> nnx.Variable:
             own_axes = [name for name in weight.get_metadata("axes") if name != "layers"]
             is_matrix = isinstance(weight, nnx.Param) and len(own_axes) > 1
-            return weight.replace(weight[...].astype(self.spec.dtypes.compute)) if is_matrix else weight
+            if not is_matrix or weight.get_metadata("is_wide", False):
+                return weight
+            return weight.replace(weight[...].astype(self.spec.dtypes.compute))
 
         return graphdef, jax.tree.map(cast, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
 

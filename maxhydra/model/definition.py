@@ -34,22 +34,30 @@ class ModelDef:
 
     @property
     def base(self) -> "ModelDef":
-        """The model without its adapter."""
-        return dataclasses.replace(self, adapter=None)
+        """The model without its adapter, its weights plain numbers."""
+        return dataclasses.replace(self, adapter=None, quantization=None if self._int8 else self.quantization)
+
+    @property
+    def _int8(self) -> tuple[str, ...]:
+        return self._targets(QuantizationKind.int8_weights)
+
+    def _targets(self, kind: QuantizationKind) -> tuple[str, ...]:
+        asked = self.quantization
+        return tuple(asked.targets) if asked is not None and asked.kind is kind else ()
 
     @cached_property
     def _spec(self) -> DecoderSpec:
-        asked = self.quantization
-        float8 = tuple(asked.targets) if asked is not None and asked.kind is QuantizationKind.fp8 else ()
-        return DecoderSpec.of(self.config, LoraSpec.of(self.adapter), float8)
+        float8 = self._targets(QuantizationKind.fp8)
+        return DecoderSpec.of(self.config, LoraSpec.of(self.adapter), float8, self._int8)
 
     @cached_property
     def _abstract(self) -> Decoder:
         """The module with shapes in place of arrays."""
         decoder = nnx.eval_shape(lambda: Decoder(self._spec, jax.random.key(0)))
         names = [projection.name for projection in decoder.projections()]
-        asked = (("adapter.targets", self.adapter), ("quantization.targets", self.quantization))
-        problems = [problem for key, section in asked for problem in _unmatched(key, section, names)]
+        ends = ["embedding", *(["head"] if decoder.head else [])] if self._int8 else []
+        asked = (("adapter.targets", self.adapter, names), ("quantization.targets", self.quantization, names + ends))
+        problems = [problem for section in asked for problem in _unmatched(*section)]
         if problems:
             raise ConfigError(problems)
         return decoder

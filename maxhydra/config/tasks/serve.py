@@ -33,7 +33,7 @@ class ServeTask(Task):
     keep_alive: float = option(75.0, gt=0)
     """Seconds that a connection may stay open between two requests."""
     drain: float = option(10.0, ge=0)
-    """Seconds that requests under way get to finish after SIGTERM or Ctrl-C; then they are cancelled."""
+    """Seconds that requests under way get to finish after SIGTERM, SIGUSR1 or Ctrl-C; then they are cancelled."""
     sampling: Sampling = section(Sampling)
     engine: Engine = section(Engine)
 
