@@ -9,11 +9,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from maxhydra.config import Config, ConfigError
-from maxhydra.config.compose import CONFIG_NAME, MODULE, Composer, compose, from_yaml, register, to_yaml
+from maxhydra.config.compose import CONFIG_NAME, MODULE, Composer, compose, register
 from maxhydra.config.discover import CONF, description, groups, is_overlay
 from maxhydra.config.resolvers import LONGEST, job_folder
 from maxhydra.config.spec import walk
 from maxhydra.config.tasks.inspect import Format, InspectTask
+from maxhydra.config.written import from_yaml, to_yaml
 
 OPTIONS = [(group, path.stem) for group, paths in groups().items() for path in paths]
 

@@ -16,8 +16,9 @@ import scipy.stats
 import yaml
 from runfolders import change_facts, line, write_run
 
-from maxhydra.config.compose import compose, to_yaml
+from maxhydra.config.compose import compose
 from maxhydra.config.errors import ConfigError
+from maxhydra.config.written import to_yaml
 from maxhydra.record import MetricsWriter, RunDirectory
 from maxhydra.runs import Registry, frame, sections
 from maxhydra.runs.compare import compare

@@ -17,8 +17,9 @@ import pytest
 from running import SMALL, command, environment, facts, finished, losses, parameter_hash
 
 from maxhydra.config import Config, ConfigError
-from maxhydra.config.compose import compose, from_yaml
+from maxhydra.config.compose import compose
 from maxhydra.config.run import Checkpoint
+from maxhydra.config.written import from_yaml
 from maxhydra.convert import load_weights
 from maxhydra.layers import Context
 from maxhydra.model import build, join, parameter_count

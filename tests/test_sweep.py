@@ -14,11 +14,12 @@ import optuna
 import pytest
 
 from maxhydra.config.errors import ConfigError
+from maxhydra.launch.jobs import Proposal
+from maxhydra.launch.local import LocalJobs, LocalSettings
 from maxhydra.record import RunDirectory
 from maxhydra.sweep.controller import Controller
-from maxhydra.sweep.jobs import LocalJobs
 from maxhydra.sweep.plan import Plan, Settings, read_plan, write_plan
-from maxhydra.sweep.proposals import Fate, Proposal
+from maxhydra.sweep.proposals import Fate
 from maxhydra.sweep.search import SearchProposals
 from maxhydra.sweep.space import distributions, grid_values
 from maxhydra.sweep.start import begin, go_on
@@ -68,7 +69,7 @@ def run(plan: Plan) -> tuple[list[str], SearchProposals]:
     write_plan(plan)
     said: list[str] = []
     proposals = SearchProposals(plan)
-    Controller(plan, proposals, ScriptJobs(plan), said.append).run()
+    Controller(plan, proposals, ScriptJobs(LocalSettings(), plan.shared), said.append).run()
     return said, proposals
 
 
@@ -138,10 +139,8 @@ def test_a_controller_that_is_killed_leaves_nothing_doubled_or_lost(tmp_path: Pa
         tmp_path / "s", {"rate": "interval(0,1)"}, fixed=("steps=20", "pause=0.15"), sampler="random", trials=6
     )
     write_plan(plan)
-    script = "from pathlib import Path\nfrom tests.test_sweep import *\n"
-    script += (
-        "plan = read_plan(Path(sys.argv[1]))\nController(plan, SearchProposals(plan), ScriptJobs(plan), print).run()"
-    )
+    script = "from pathlib import Path\nfrom tests.test_sweep import *\nplan = read_plan(Path(sys.argv[1]))\n"
+    script += "Controller(plan, SearchProposals(plan), ScriptJobs(LocalSettings(), plan.shared), print).run()"
     root = str(Path(__file__).parent.parent)
     controller = subprocess.Popen([sys.executable, "-c", script, str(plan.folder)], cwd=root, stdout=subprocess.DEVNULL)
     wait_for(lambda: len(list(plan.folder.glob("*/metrics.jsonl"))) == 2)
@@ -153,7 +152,7 @@ def test_a_controller_that_is_killed_leaves_nothing_doubled_or_lost(tmp_path: Pa
     wait_for(lambda: RunDirectory(first.parent, writes=False).read()["status"] == "lost")
     said: list[str] = []
     proposals = SearchProposals(plan)
-    Controller(plan, proposals, ScriptJobs(plan), said.append).run()
+    Controller(plan, proposals, ScriptJobs(LocalSettings(), plan.shared), said.append).run()
     assert any("found running" in line for line in said)
     assert [trial.number for trial in proposals._study.trials] == list(range(6))
     assert proposals.counts()[Fate.finished] == 6

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from maxhydra.config import Config, ConfigError
-from maxhydra.config.compose import compose, to_yaml
+from maxhydra.config.compose import compose
 from maxhydra.config.run import Checkpoint
+from maxhydra.config.written import to_yaml
 from maxhydra.convert import hf_write
 from maxhydra.convert.load import load_weights
 from maxhydra.layers import Context

@@ -7,13 +7,20 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from maxhydra.config.compose import job_choices
+from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.validate import instantiate
+
+BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 
 def run(node: DictConfig) -> float | None:
     """Run the task; returns the objective, which sweepers minimise."""
     config = instantiate(node)
     hydra = HydraConfig.get()
+    if hydra.mode is not RunMode.MULTIRUN and hydra.launcher._target_ != BASIC_LAUNCHER:
+        name = hydra.runtime.choices["hydra/launcher"]
+        hint = f"maxhydra -m hydra/launcher={name} ... submits; a sweep of one job is fine"
+        raise ConfigError(Problem("hydra/launcher", "launches the jobs of -m alone", value=name, hint=hint))
     overrides, choices = list(hydra.overrides.task), job_choices(hydra.runtime)
     # jax comes in here, and not before the config is valid.
     from maxhydra.cli.execute import execute  # noqa: PLC0415

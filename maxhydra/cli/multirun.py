@@ -12,27 +12,39 @@ from maxhydra.config.compose import Composer, distinct
 from maxhydra.config.errors import ConfigError
 from maxhydra.config.overrides import expand, parse
 from maxhydra.config.resolvers import job_folder
+from maxhydra.launch.local import LocalSettings
+from maxhydra.launch.places import chosen_launcher
+from maxhydra.launch.settings import Launcher
 from maxhydra.sweep.plan import Plan, Settings, write_plan
 
 # Of a job, set anew for each.
-FIXED = ("run.name=", "run.outputs=", "hydra.")
+FIXED = ("run.name=", "run.outputs=", "hydra.", "hydra/")
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
 def run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
     """Check, fix the folders, and hand over to Hydra's sweeper and launcher."""
     parsed = _parsed(composer, overrides)
-    _check(composer, expand(parsed, product=False))
-    controller = composer.loader.load_configuration(composer.config_name, overrides, RunMode.MULTIRUN)
-    if controller.hydra.sweeper.get("_target_") == BASIC_SWEEPER:
-        params = [f"{key}={value}" for key, value in (controller.hydra.sweeper.params or {}).items()]
-        jobs = expand([*_parsed(composer, params), *parsed], product=True)
-        _check(composer, jobs)
-        _write_plan(composer, controller, jobs, parsed)
+    controller, plan = planned(composer, overrides)
+    if plan is not None:
+        write_plan(plan)
     fixed = ["hydra.mode=MULTIRUN", *_folders(controller, parsed)]
     app.multirun(config_name=composer.config_name, task_function=job.run, overrides=[*overrides, *fixed])
     print(f"sweep: {controller.hydra.sweep.dir}")
     return 0
+
+
+def planned(composer: Composer, overrides: list[str]) -> tuple[DictConfig, Plan | None]:
+    """A sweep that is checked, and not begun; no plan where a sweeper makes its own."""
+    parsed = _parsed(composer, overrides)
+    _check(composer, expand(parsed, product=False))
+    controller = composer.loader.load_configuration(composer.config_name, overrides, RunMode.MULTIRUN)
+    if controller.hydra.sweeper.get("_target_") != BASIC_SWEEPER:
+        return controller, None
+    params = [f"{key}={value}" for key, value in (controller.hydra.sweeper.params or {}).items()]
+    jobs = expand([*_parsed(composer, params), *parsed], product=True)
+    _check(composer, jobs)
+    return controller, _plan(composer, controller, jobs, parsed)
 
 
 def is_asked(overrides: list[str]) -> bool:
@@ -53,20 +65,30 @@ def _check(composer: Composer, jobs: list[list[str]]) -> None:
         raise ConfigError(distinct(problems))
 
 
-def _write_plan(composer: Composer, controller: DictConfig, jobs: list[list[str]], parsed: list[Override]) -> None:
+def _plan(composer: Composer, controller: DictConfig, jobs: list[list[str]], parsed: list[Override]) -> Plan:
     """Keep what is needed to go on with the sweep, should it be cut short: `maxhydra sweep resume NAME`."""
     constant = _constant(controller, parsed)
-    plan = Plan(
+    launcher = _launcher(controller)
+    return Plan(
         folder=Path(controller.hydra.sweep.dir).absolute(),
         fixed=(),
         space={},
         listed=tuple(tuple(line for line in job if not line.startswith(FIXED)) for job in jobs),
         folders=tuple(job_folder(number, job, constant) for number, job in enumerate(jobs)),
         objectives=(),
-        settings=Settings(),
+        # A cluster decides itself how many run at a time, and which first.
+        settings=Settings() if launcher.kind == LocalSettings.kind else Settings(workers=len(jobs)),
         config_dir=composer.config_dir,
+        launcher=launcher,
     )
-    write_plan(plan)
+
+
+def _launcher(controller: DictConfig) -> Launcher:
+    """Where the jobs run. One that is not ours is Hydra's to call, and `sweep resume` goes on here."""
+    launcher = chosen_launcher(controller.hydra.launcher)
+    if problems := list(launcher.problems()):
+        raise ConfigError(problems)
+    return launcher
 
 
 def _constant(controller: DictConfig, parsed: list[Override]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Overrides and YAML options to a checked `Config`, and a config to YAML and back."""
+"""Overrides and YAML options to a checked `Config`."""
 
 import dataclasses
 import re
@@ -22,15 +22,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from maxhydra.config import resolvers
-from maxhydra.config.assemble import DEFAULT, Assembly
+from maxhydra.config.assemble import Assembly
 from maxhydra.config.discover import task_schemas
 from maxhydra.config.errors import UNSET, ConfigError, Problem
 from maxhydra.config.hydra_errors import COMPOSE_ERRORS, problem_of
-from maxhydra.config.located import Located, parse_yaml, read_yaml, shown
+from maxhydra.config.located import Located, read_yaml, shown
 from maxhydra.config.overrides import Groups, parse, place_override, sweep_problem
 from maxhydra.config.schema import Config
-from maxhydra.config.spec import walk
 from maxhydra.config.validate import UNSURE, Builder
+from maxhydra.config.written import origin_to_show
 
 CONFIG_NAME = "config"
 MODULE = "maxhydra.conf"
@@ -118,7 +118,7 @@ class Composer:
         node = self._node(overrides, assembly, with_hydra=with_hydra)
         config = None
         if node is not None and defaults is not None:
-            builder = Builder(origin=lambda path: _written(assembly.origin(path)), unsure=assembly.unsure)
+            builder = Builder(origin=lambda path: origin_to_show(assembly.origin(path)), unsure=assembly.unsure)
             built = builder.section(node)
             assembly.problems += builder.problems
             config = None if built is UNSURE or assembly.problems else built
@@ -216,10 +216,6 @@ def distinct(problems: Iterable[Problem]) -> list[Problem]:
     return list({str(problem): problem for problem in problems}.values())
 
 
-def _written(origin: str) -> str:
-    return "" if origin == DEFAULT else origin
-
-
 def _choices(defaults: DefaultsList | None) -> dict[str, str]:
     """The option chosen in each group, Hydra's own groups left out."""
     known = defaults.overrides.known_choices if defaults else {}
@@ -257,32 +253,3 @@ def register() -> None:
     for name, cls in SCHEMAS.items():
         group, _, option = name.rpartition("/")
         ConfigStore.instance().store(group=group, name=option, node=cls, provider="maxhydra")
-
-
-def to_yaml(config: Config) -> str:
-    """Every value of a config."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def from_yaml(text: str, source: str = "config.yaml") -> Config:
-    """The config that `to_yaml` wrote, checked as any other; `source` is what its lines are called in problems."""
-    content = parse_yaml(text, source)
-    assembly = Assembly()
-    task = content.value.get("task")
-    name = task.value.get("name") if task is not None and isinstance(task.value, dict) else None
-    if name is not None and name.value in task_schemas():
-        assembly.set_type("task", task_schemas()[name.value])
-    assembly.place("", content)
-    assembly.demand()
-    for path, field in walk(Config):
-        if field.spec.type is dict and "*" not in path:
-            # A dict is written whole: a name that is not there was deleted.
-            written = content.at(path)
-            for key in set(field.default) - set(written.value if written else {}):
-                assembly.remove(f"{path}.{key}")
-    builder = Builder(origin=lambda path: _written(assembly.origin(path)), unsure=assembly.unsure)
-    config = builder.section(assembly.config())
-    if problems := [*assembly.problems, *builder.problems]:
-        raise ConfigError(problems)
-    assert isinstance(config, Config)
-    return config

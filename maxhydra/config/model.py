@@ -5,27 +5,47 @@ from enum import Enum
 
 from maxhydra.config.attention import Attention, Rope, RopeKind
 from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.delta import Delta, DeltaBackend
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.feedforward import Activation, Mlp
+from maxhydra.config.mla import Indexer, Mla
+from maxhydra.config.moe import Gate, GroupScore, Moe, Router, RouterScores, Scaled, Shared
+from maxhydra.config.mtp import Mtp
+from maxhydra.config.per_layer import PerLayer
 
 __all__ = [
     "Activation",
     "Attention",
     "AttentionBackend",
+    "Beside",
+    "Delta",
+    "DeltaBackend",
     "Dtype",
     "Dtypes",
     "FeedForward",
+    "Gate",
+    "GroupScore",
+    "GroupedMatmulBackend",
     "Head",
+    "Indexer",
     "Kind",
     "Mixer",
+    "Mla",
     "Mlp",
     "Model",
     "ModelKernels",
+    "Moe",
+    "Mtp",
+    "PerLayer",
     "Projection",
     "Remat",
     "RematPolicy",
     "Rope",
     "RopeKind",
+    "Router",
+    "RouterScores",
+    "Scaled",
+    "Shared",
 ]
 
 
@@ -52,6 +72,13 @@ class AttentionBackend(Enum):
     reference = "reference"
     xla = "xla"
     cudnn = "cudnn"
+    triton = "triton"
+
+
+class GroupedMatmulBackend(Enum):
+    auto = "auto"
+    reference = "reference"
+    xla = "xla"
 
 
 class Projection(Enum):
@@ -62,10 +89,18 @@ class Projection(Enum):
 
 class Mixer(Enum):
     attention = "attention"
+    delta = "delta"
+    mla = "mla"
 
 
 class FeedForward(Enum):
     mlp = "mlp"
+    moe = "moe"
+
+
+class Beside(Enum):
+    none = "none"
+    moe = "moe"
 
 
 @schema
@@ -75,9 +110,30 @@ class Kind(Schema):
     mixer: Mixer = Mixer.attention
     """What carries information between tokens; the section of that name says how."""
     attention: Attention = section(Attention)
+    delta: Delta = section(Delta)
+    mla: Mla = section(Mla)
     feed_forward: FeedForward = FeedForward.mlp
     """What works on each token alone; the section of that name says how."""
     mlp: Mlp = section(Mlp)
+    moe: Moe = section(Moe)
+    beside: Beside = Beside.none
+    """moe: a mixture beside feed_forward=mlp, both with norms of their own after them, as the section moe says."""
+    is_scaled: bool = False
+    """Whether a constant of the layer, which comes with the weights and is not trained, multiplies what it leaves."""
+
+    def check(self) -> Iterator[Problem]:
+        is_mixture = self.feed_forward is FeedForward.moe or self.beside is Beside.moe
+        if is_mixture and self.moe.experts is None:
+            asker = "feed_forward" if self.feed_forward is FeedForward.moe else "beside"
+            yield Problem("moe.experts", f"is needed by {asker}=moe", value=None, accepted="an integer, 2 or more")
+        if self.beside is Beside.moe and self.feed_forward is not FeedForward.mlp:
+            yield Problem("beside", "stands beside feed_forward=mlp", value="moe", accepted="none")
+        if self.beside is Beside.moe and self.moe.router.bias_rate is not None:
+            reason = "is for feed_forward=moe: no load is balanced that way beside another"
+            yield Problem("moe.router.bias_rate", reason, value=self.moe.router.bias_rate, accepted="null")
+        if not is_mixture and self.moe.experts is not None:
+            hint = "set feed_forward=moe or beside=moe, or leave it null"
+            yield Problem("moe.experts", "is not used by feed_forward=mlp", value=self.moe.experts, hint=hint)
 
 
 @schema
@@ -143,6 +199,10 @@ class ModelKernels(Schema):
 
     attention: AttentionBackend = AttentionBackend.auto
     """auto takes the fastest that supports the request."""
+    grouped_matmul: GroupedMatmulBackend = GroupedMatmulBackend.auto
+    """Products of tokens with the experts they were given to; auto as for attention."""
+    delta: DeltaBackend = DeltaBackend.auto
+    """chunked, or the reference, token by token; auto takes the faster for the number of tokens."""
     projection: Projection = Projection.plain
     """Products with weights. outputs_first: for few rows on a CPU, joined: on a GPU, weights laid out for it; decoding
     sets them there."""
@@ -178,8 +238,10 @@ class Model(Schema):
     """Output projection: its own weights, or the embedding's (tied)."""
     norm_eps: float = option(1e-5, gt=0)
     """Added to the mean square in RMSNorm (Zhang and Sennrich, 2019)."""
+    mtp: Mtp = section(Mtp)
     logit_softcap: float | None = option(None, gt=0)
     """Output logits become softcap * tanh(logits / softcap)."""
+    per_layer: PerLayer = section(PerLayer)
     dropout: float = option(0.0, ge=0, lt=1)
     """Dropped share of each residual branch's output, in training."""
     init_scale: float = option(1.0, gt=0)
@@ -189,6 +251,12 @@ class Model(Schema):
     scan_unroll: int = option(1, ge=1)
     """Pattern repetitions written out per step of the scan over layers; num_layers unrolls all."""
     kernels: ModelKernels = section(ModelKernels)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer keeps a state of its sequence instead of every token, so that no part of it can be shared."""
+        used = {*self.prefix, *self.pattern}
+        return any(kind.mixer is Mixer.delta for name, kind in self.kinds.items() if name in used)
 
     def check(self) -> Iterator[Problem]:
         yield from self._check_heads()

@@ -8,9 +8,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.compose import compose, from_yaml
 from maxhydra.config.errors import show
 from maxhydra.config.tasks.decode import DecodeTask
+from maxhydra.config.written import from_yaml
 from maxhydra.convert.origin import run_folder
 from maxhydra.decode.batch_file import fingerprint
 
@@ -51,6 +51,7 @@ def settings_name(config: Config) -> str:
         "weights": config.checkpoint.load_parameters,
         "template": config.data.tokenizer.chat_template,
         "compute": config.model.dtypes.compute,
+        "quantization": OmegaConf.to_container(OmegaConf.structured(config.quantization)),
         "cache": task.engine.cache_dtype,
         "sampling": OmegaConf.to_container(OmegaConf.structured(task.sampling)),
         "chat": [task.chat, task.system, task.samples, task.logprobs, config.run.seed],
@@ -79,6 +80,9 @@ def _overrides(run: Path, wanted: dict[str, Any], config: Config) -> list[str]:
     """What to write on the command line: the run's model option, and what it was given besides."""
     choices = json.loads((run / "run.json").read_text(encoding="utf-8")).get("choices", {})
     choice = f"model={choices.get('model')}"
+    # Hydra, which a worker does without unless it comes to this.
+    from maxhydra.config.compose import compose  # noqa: PLC0415
+
     try:
         base = _binding(compose([choice]).config)
         start = [choice]

@@ -36,19 +36,20 @@ def open_prompts(config: Config, *, processes: int) -> Prompts:
 def open_engine(config: Config, engine: EngineConfig, prompts: Prompts) -> Engine:
     """Load the weights and start the engine.
 
-    Weights are kept in the format of the computation, into which every product would turn them anyway.
+    Weights are kept in the format of the computation, into which every product would turn them anyway, or in fewer
+    bits where the config says so.
     """
     assert config.checkpoint.load_parameters is not None
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
     if config.quantization.kind is QuantizationKind.fp8:
-        hint = f"leave quantization={config.quantization.kind.value} out"
+        hint = "try quantization=int8_weights, or leave it out"
         raise ConfigError(Problem("quantization.kind", "is a way to train, not to decode", value="fp8", hint=hint))
-    decoder = model.build(config.model)
+    decoder = model.build(config.model, quantization=config.quantization)
     sharder.check(decoder.axes, decoder.shapes)
     params = load_weights(
         config.checkpoint.load_parameters,
         decoder,
-        shardings=sharder.tree(decoder.axes),
+        shardings=sharder.tree(decoder.base.axes),
         dtype=jnp.dtype(config.model.dtypes.compute.value),
     )
     return Engine(decoder, params, prompts.tokenizer, engine, sharder=sharder, eos=prompts.ends)

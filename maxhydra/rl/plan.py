@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.adapter import AdapterKind
-from maxhydra.config.compose import compose
 from maxhydra.config.tasks.grpo import GrpoTask
 from maxhydra.data import BatchSpec
 from maxhydra.rl.objective import REFERENCE
@@ -60,6 +59,9 @@ def rollout_sharder(task: GrpoTask, trainer: Sharder) -> Sharder:
     """How the engine splits the weights: as training does, or by a mesh of its own over the same devices."""
     if not task.rollout_mesh:
         return trainer
+    # Hydra, which a worker does without where the mesh is the trainer's.
+    from maxhydra.config.compose import compose  # noqa: PLC0415
+
     try:
         mesh = compose(task.rollout_mesh).config.mesh
         return Sharder(remeshed(mesh, trainer.mesh.devices), mesh.rules)

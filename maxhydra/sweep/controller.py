@@ -1,15 +1,13 @@
 """The loop of a sweep: keep every worker busy, read what jobs write, end what does badly, tell what came of it."""
 
-import logging
 import time
 from collections.abc import Callable
 
-from maxhydra.record import scan_metrics, series
-from maxhydra.sweep.jobs import Job, Jobs
+from maxhydra.config.errors import ConfigError
+from maxhydra.launch.jobs import Job, Jobs, Proposal
 from maxhydra.sweep.plan import Plan
-from maxhydra.sweep.proposals import Fate, Proposal, Proposals
+from maxhydra.sweep.proposals import Fate, Proposals
 
-log = logging.getLogger("maxhydra")
 # Seconds between two looks at the jobs: a free worker has its next job within this.
 LOOK_EVERY = 0.2
 
@@ -19,50 +17,79 @@ class Controller:
 
     def __init__(self, plan: Plan, proposals: Proposals, jobs: Jobs, say: Callable[[str], None]):
         self._plan, self._proposals, self._jobs, self._say = plan, proposals, jobs, say
+        self._waiting: list[Proposal] = []
         self._running: list[Job] = []
         self._pruned: set[int] = set()
         self._reported: dict[int, int] = {}
 
     def run(self) -> str:
-        """Until all jobs are over; why not all were started, if so.
-
-        Interrupted, it asks those under way to save and end, and leaves them unfinished.
-        """
-        waiting = self._proposals.unfinished()
-        for proposal in list(waiting):
-            if (found := self._jobs.find(proposal)) is not None:
-                self._say(f"job {proposal.number}: found running")
-                waiting.remove(proposal)
-                self._running.append(found)
+        """Until all jobs are over; why not all were started, if so."""
+        self._adopt()
         try:
-            while self._fill(waiting) or self._running:
+            while not self._plan.is_cancelled and (self._fill() or self._running):
                 self._look()
                 time.sleep(LOOK_EVERY)
         except KeyboardInterrupt:
-            for job in self._running:
-                self._jobs.end(job)
+            self._say(f"{self._jobs.leave(self._running)}; to go on: maxhydra sweep resume {self._plan.folder.name}")
             raise
+        if self._plan.is_cancelled:
+            return f"cancelled; to go on: maxhydra sweep resume {self._plan.folder.name}"
         allowed, failed = self._plan.settings.max_failures, self._proposals.counts()[Fate.failed]
         return f"{failed} jobs failed, over max_failures={allowed}" if failed > allowed else ""
 
-    def _fill(self, waiting: list[Proposal]) -> bool:
-        """Start jobs while workers are free; whether any may follow."""
-        while len(self._running) < self._plan.settings.workers:
-            if self._proposals.counts()[Fate.failed] > self._plan.settings.max_failures:
-                return False
-            proposal = waiting.pop(0) if waiting else self._proposals.next()
-            if proposal is None:
-                return False
-            if self._settled(proposal):
-                continue
-            self._say(f"job {proposal.number}: {' '.join(proposal.overrides) or 'as it is'}")
-            self._running.append(self._jobs.start(proposal))
+    def submit(self) -> None:
+        """Start what is left, and do not wait for it."""
+        self._adopt()
+        self._fill()
+        for job in self._running:
+            self._say(f"job {job.proposal.number}: {self._jobs.state(job) or 'started'}")
+
+    def _adopt(self) -> None:
+        """Find what is under way already."""
+        for proposal in self._proposals.unfinished():
+            if (found := self._jobs.find(proposal)) is not None:
+                self._say(f"job {proposal.number}: found running")
+                self._running.append(found)
+            elif not self._settled(proposal):
+                self._waiting.append(proposal)
+
+    def _fill(self) -> bool:
+        """Start jobs while workers are free, all of them at once; whether any may follow."""
+        settings, chosen = self._plan.settings, list[Proposal]()
+        may_follow = True
+        while may_follow and len(self._running) + len(chosen) < settings.workers:
+            proposal = self._next() if self._proposals.counts()[Fate.failed] <= settings.max_failures else None
+            may_follow = proposal is not None
+            if proposal is not None and self._prepared(proposal):
+                chosen.append(proposal)
+        self._running += self._jobs.start(chosen) if chosen else []
+        for proposal in chosen:
+            tried = " ".join(proposal.overrides) if self._plan.space else proposal.folder
+            self._say(f"job {proposal.number}: {tried}")
+        return may_follow
+
+    def _next(self) -> Proposal | None:
+        return self._waiting.pop(0) if self._waiting else self._proposals.next()
+
+    def _prepared(self, proposal: Proposal) -> bool:
+        """Whether the job can be started. Of a search, a combination that cannot work is a result as well."""
+        try:
+            self._jobs.prepare(proposal)
+        except ConfigError as error:
+            if not self._plan.space:
+                raise
+            self._say(f"job {proposal.number}: failed, {error.problems[0]}")
+            self._proposals.tell(proposal, Fate.failed, ())
+            return False
         return True
 
     def _settled(self, proposal: Proposal) -> bool:
-        """Whether a job that an earlier controller started came to its end since, which is told now."""
-        job = self._jobs.past(proposal)
-        if job is None or _status(job) not in ("finished", "failed"):
+        """Whether a job that an earlier controller proposed came to its end since, which is told now.
+
+        Not of jobs that were listed: those that failed are tried again, since whoever goes on has changed something.
+        """
+        job = self._jobs.past(proposal) if self._plan.space else None
+        if job is None or not job.run.exists() or job.status() not in ("finished", "failed"):
             return False
         self._tell(job)
         return True
@@ -89,27 +116,29 @@ class Controller:
             if self._proposals.report(job.proposal, step, value) and self._jobs.is_running(job):
                 self._say(f"job {number}: ended at step {step}, {name} {value:.4g}")
                 self._pruned.add(number)
-                self._jobs.end(job)
+                self._jobs.end([job])
                 return
 
     def _close(self, job: Job) -> None:
-        """A job's process is gone: tell how it ended, or start it again where it was interrupted."""
-        status = _status(job)
-        interrupted = status in ("preempted", "lost", "running") and job.proposal.number not in self._pruned
-        if interrupted and job.restarts < self._plan.settings.max_restarts:
-            self._say(f"job {job.proposal.number}: {status}, goes on from its last checkpoint")
-            again = self._jobs.start(job.proposal)
+        """A job is over: tell how it ended, or start it again where it was interrupted."""
+        status, number = job.status(), job.proposal.number
+        interrupted = status in ("preempted", "lost", "running") and number not in self._pruned
+        if self._plan.is_cancelled and status != "finished":
+            return
+        if interrupted and job.restarts < self._plan.settings.max_restarts and self._jobs.may_restart(job):
+            self._say(f"job {number}: {status}, goes on from its last checkpoint")
+            (again,) = self._jobs.start([job.proposal])
             again.restarts = job.restarts + 1
             self._running.append(again)
             return
         self._tell(job)
 
     def _tell(self, job: Job) -> None:
-        number, status = job.proposal.number, _status(job)
+        number, status = job.proposal.number, job.status()
         if number in self._pruned and status != "finished":
             self._proposals.tell(job.proposal, Fate.pruned, ())
             return
-        values = [_last(job, name) for name in self._plan.objectives]
+        values = [job.last(name) for name in self._plan.objectives]
         missing = [name for name, value in zip(self._plan.objectives, values, strict=True) if value is None]
         if status == "finished" and not missing:
             told = [value for value in values if value is not None]
@@ -117,21 +146,7 @@ class Controller:
             self._say(f"job {number}: {shown or 'finished'}")
             self._proposals.tell(job.proposal, Fate.finished, told)
             return
-        why = f"logged no {', '.join(missing)}" if status == "finished" else _reason(job)
-        self._say(f"job {number}: failed, {why}; see {job.run.path}")
+        why = f"logged no {', '.join(missing)}" if status == "finished" else job.reason()
+        place = self._jobs.state(job)
+        self._say(f"job {number}: failed, {why}{place and f' ({place})'}; see {job.run.path}")
         self._proposals.tell(job.proposal, Fate.failed, ())
-
-
-def _status(job: Job) -> str:
-    """What the run says of itself; `failed` where it never came to say anything."""
-    return str(job.run.read()["status"]) if job.run.exists() else "failed"
-
-
-def _reason(job: Job) -> str:
-    return str(job.run.read().get("reason") or "it does not say why") if job.run.exists() else "it did not begin"
-
-
-def _last(job: Job, name: str) -> float | None:
-    """The last value that a run logged of a metric."""
-    values = series(scan_metrics(job.run.metrics_path).rows, name)[1]
-    return values[-1] if values else None

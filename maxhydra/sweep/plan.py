@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
+from maxhydra.launch.jobs import Proposal, Shared
+from maxhydra.launch.local import LocalSettings
+from maxhydra.launch.places import read_launcher
+from maxhydra.launch.settings import Launcher
 from maxhydra.record.files import replace_file
 
 FILE = "sweep.json"
+# There while a sweep is not to start jobs: whoever cancels it is not the process that runs it.
+CANCELLED = ".cancelled"
+LOCAL = LocalSettings()
 SAMPLERS = ("tpe", "cmaes", "random", "grid", "nsga2")
 PRUNERS = ("none", "asha", "hyperband", "median")
 STORAGES = ("journal", "sqlite")
@@ -95,6 +102,22 @@ class Plan:
     objectives: tuple[str, ...]
     settings: Settings
     config_dir: str | None
+    launcher: Launcher = LOCAL
+    """Where the jobs run."""
+
+    @property
+    def shared(self) -> Shared:
+        """What the place needs to know of all jobs."""
+        return Shared(self.folder, self.fixed, self.config_dir)
+
+    @property
+    def proposals(self) -> list[Proposal]:
+        """The jobs that are given."""
+        return [Proposal(number, *told) for number, told in enumerate(zip(self.folders, self.listed, strict=True))]
+
+    @property
+    def is_cancelled(self) -> bool:
+        return (self.folder / CANCELLED).exists()
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -103,7 +126,7 @@ class Plan:
 
 def write_plan(plan: Plan) -> None:
     plan.folder.mkdir(parents=True, exist_ok=True)
-    told = {**dataclasses.asdict(plan), "folder": None}
+    told = {**dataclasses.asdict(plan), "folder": None, "launcher": plan.launcher.told()}
     replace_file(plan.folder / FILE, json.dumps(told, indent=1) + "\n")
 
 
@@ -112,7 +135,9 @@ def read_plan(folder: Path) -> Plan:
     try:
         told: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
         settings = Settings(**_tuples(told.pop("settings")))
-        return Plan(**{**_tuples(told), "folder": folder, "settings": settings, "space": told["space"]})
+        launcher = read_launcher(told.pop("launcher", LOCAL.told()))
+        given = {"folder": folder, "settings": settings, "space": told["space"], "launcher": launcher}
+        return Plan(**{**_tuples(told), **given})
     except FileNotFoundError:
         known = sorted(path.parent.name for path in folder.parent.glob(f"*/{FILE}"))
         hint = did_you_mean(folder.name, known)

@@ -1,9 +1,10 @@
 """What to try next, and what came of it: the side of a sweep that decides."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Protocol
+
+from maxhydra.launch.jobs import Proposal
 
 
 class Fate(Enum):
@@ -14,20 +15,11 @@ class Fate(Enum):
     pruned = "pruned"
 
 
-@dataclasses.dataclass(frozen=True)
-class Proposal:
-    """One job: its number, the folder below the sweep's, and what sets it apart."""
-
-    number: int
-    folder: str
-    overrides: tuple[str, ...]
-
-
 class Proposals(Protocol):
     """Where jobs come from. Everything that it is told survives the process."""
 
     def unfinished(self) -> list[Proposal]:
-        """Jobs that an earlier process proposed, and was not told the end of."""
+        """Jobs that are known already, and not the end of them."""
         ...
 
     def next(self) -> Proposal | None:
@@ -60,10 +52,10 @@ class ListedProposals:
         self._fates = dict(done)
 
     def unfinished(self) -> list[Proposal]:
-        return []
+        return self._left
 
     def next(self) -> Proposal | None:
-        return self._left.pop(0) if self._left else None
+        return None
 
     def report(self, proposal: Proposal, step: int, value: float) -> bool:
         return False

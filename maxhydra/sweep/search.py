@@ -15,8 +15,9 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from maxhydra.config.resolvers import job_folder
+from maxhydra.launch.jobs import Proposal
 from maxhydra.sweep.plan import Plan, Settings
-from maxhydra.sweep.proposals import Fate, Proposal, told
+from maxhydra.sweep.proposals import Fate, told
 from maxhydra.sweep.space import distributions, grid_values, overrides_of
 
 optuna.logging.set_verbosity(logging.WARNING)

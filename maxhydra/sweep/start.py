@@ -3,14 +3,17 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.launch.jobs import Jobs
+from maxhydra.launch.places import jobs_of
 from maxhydra.record import RunDirectory
+from maxhydra.record.files import replace_file
 from maxhydra.record.lock import take_lock
 from maxhydra.sweep.controller import Controller
-from maxhydra.sweep.jobs import LocalJobs
-from maxhydra.sweep.plan import FILE, Plan, read_plan, write_plan
-from maxhydra.sweep.proposals import Fate, ListedProposals, Proposal, Proposals
+from maxhydra.sweep.plan import CANCELLED, FILE, Plan, read_plan, write_plan
+from maxhydra.sweep.proposals import Fate, ListedProposals, Proposals
 from maxhydra.sweep.search import SearchProposals
 
 LOCK = ".sweep.lock"
@@ -18,7 +21,8 @@ LOCK = ".sweep.lock"
 
 def begin(plan: Plan, say: Callable[[str], None]) -> str:
     """A new sweep, or the same one again, which goes on; why it ended early, if it did."""
-    if (plan.folder / FILE).exists() and read_plan(plan.folder) != plan:
+    # The same sweep may go on at another place.
+    if (plan.folder / FILE).exists() and replace(read_plan(plan.folder), launcher=plan.launcher) != plan:
         hint = f"choose another run.name, or go on with that one: maxhydra sweep resume {plan.folder.name}"
         raise ConfigError(Problem("run.name", "is a sweep over something else", value=plan.folder.name, hint=hint))
     SearchProposals.check(plan)
@@ -26,13 +30,35 @@ def begin(plan: Plan, say: Callable[[str], None]) -> str:
     return go_on(plan, say)
 
 
-def go_on(plan: Plan, say: Callable[[str], None]) -> str:
-    """Run what is left of a sweep; why it ended early, if it did. One process at a time."""
+def go_on(plan: Plan, say: Callable[[str], None], *, detach: bool = False) -> str:
+    """Run what is left of a sweep; why it ended early, if it did. One process at a time.
+
+    With `detach`, only start it: not for a search, which has to wait for results.
+    """
     with _alone(plan):
+        (plan.folder / CANCELLED).unlink(missing_ok=True)
         proposals = _proposals(plan)
-        reason = Controller(plan, proposals, LocalJobs(plan), say).run()
+        controller = Controller(plan, proposals, _jobs(plan), say)
+        if detach:
+            controller.submit()
+            say(f"to watch: maxhydra sweep resume {plan.folder.name}; to end: maxhydra sweep cancel {plan.folder.name}")
+            return ""
+        reason = controller.run()
         say(proposals.summary())
     return reason
+
+
+def cancel(plan: Plan, say: Callable[[str], None]) -> None:
+    """Ask what is under way to save and end, and whoever runs the sweep to start no more."""
+    replace_file(plan.folder / CANCELLED, "")
+    jobs = _jobs(plan)
+    under_way = [job for proposal in _proposals(plan).unfinished() if (job := jobs.find(proposal)) is not None]
+    jobs.end(under_way)
+    say(f"{len(under_way)} jobs were told to end; to go on: maxhydra sweep resume {plan.folder.name}")
+
+
+def _jobs(plan: Plan) -> Jobs:
+    return jobs_of(plan.launcher, plan.shared)
 
 
 def _proposals(plan: Plan) -> Proposals:
@@ -40,14 +66,10 @@ def _proposals(plan: Plan) -> Proposals:
 
 
 def listed(plan: Plan) -> ListedProposals:
-    """The jobs of a plain sweep; those that failed are tried again, since whoever goes on has changed something."""
-    jobs = [
-        Proposal(number, folder, overrides)
-        for number, (folder, overrides) in enumerate(zip(plan.folders, plan.listed, strict=True))
-    ]
-    runs = {job.number: RunDirectory(plan.folder / job.folder, writes=False) for job in jobs}
+    """The jobs of a plain sweep, those that failed before too."""
+    runs = {job.number: RunDirectory(plan.folder / job.folder, writes=False) for job in plan.proposals}
     done = {number: Fate.finished for number, run in runs.items() if _is_finished(run)}
-    return ListedProposals(jobs, done)
+    return ListedProposals(plan.proposals, done)
 
 
 def _is_finished(run: RunDirectory) -> bool:
@@ -70,10 +92,20 @@ def _alone(plan: Plan) -> Iterator[None]:
 
 
 def status(plan: Plan) -> Iterator[str]:
-    """A line for each job that was started, and what came of all."""
-    for path in sorted(plan.folder.glob("*/run.json"), key=lambda path: int(path.parent.name.partition("_")[0])):
-        facts = RunDirectory(path.parent, writes=False).read()
-        value = (facts.get("objective") or {}).get("value")
-        shown = "" if value is None else f"  {facts['objective']['name']} {value:.4g}"
-        yield f"{path.parent.name}: {facts['status']}{shown}"
-    yield _proposals(plan).summary()
+    """A line for each job that was started, with what its place says of it, and what came of all."""
+    jobs, proposals = _jobs(plan), _proposals(plan)
+    started = {job.proposal.folder: job for each in proposals.unfinished() if (job := jobs.past(each)) is not None}
+    began = {path.parent.name for path in plan.folder.glob("*/run.json")}
+    for name in sorted(began | set(started), key=lambda name: int(name.partition("_")[0])):
+        place = jobs.state(started[name]) if name in started else ""
+        told = _told(RunDirectory(plan.folder / name, writes=False)) if name in began else "has not begun"
+        yield f"{name}: {told}{place and f'  {place}'}"
+    yield proposals.summary()
+
+
+def _told(run: RunDirectory) -> str:
+    """A run's status, and its objective where it has come to one."""
+    facts = run.read()
+    objective = facts.get("objective") or {}
+    value = objective.get("value")
+    return str(facts["status"]) if value is None else f"{facts['status']}  {objective['name']} {value:.4g}"

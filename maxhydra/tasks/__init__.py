@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.compose import to_yaml
+from maxhydra.config.written import to_yaml
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, scrub_argv
 from maxhydra.runtime import Machine
 from maxhydra.runtime.options import hardware_from
@@ -117,4 +117,4 @@ def _default_name(config: Config, choices: dict[str, str]) -> str:
     """Task, model and time; the first process's time, so that all processes agree on the folder."""
     seconds = int(multihost_utils.broadcast_one_to_all(np.int64(time.time())))
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
-    return f"{config.task.name}-{choices['model']}-{stamp}"
+    return f"{config.task.name}-{choices.get('model', 'run')}-{stamp}"

@@ -1,8 +1,10 @@
-"""Go on with a sweep, or say where it stands: sweep resume|status NAME.
+"""Go on with a sweep, end it, or say where it stands: sweep resume|cancel|status NAME.
 
 maxhydra sweep resume lr                   runs what is left; jobs that were interrupted go on from their checkpoints
 maxhydra sweep resume lr --workers 2       two jobs at a time
 maxhydra sweep resume lr --trials 40       a search goes on to so many jobs in all
+maxhydra sweep resume lr --detach          on a cluster: submits what is left, and does not wait
+maxhydra sweep cancel lr                   jobs under way save and end; resume goes on with them
 maxhydra sweep status lr
 """
 
@@ -13,6 +15,7 @@ from pathlib import Path
 
 from maxhydra.cli.errors import RunFailed
 from maxhydra.cli.flags import Parser
+from maxhydra.config.errors import ConfigError, Problem
 
 
 def main(arguments: list[str]) -> int:
@@ -22,26 +25,33 @@ def main(arguments: list[str]) -> int:
         return 0
     asked = parser.parse_args(arguments)
     # optuna takes a second to import, which --help need not wait for.
-    from maxhydra.sweep.start import go_on, read_plan, status  # noqa: PLC0415
+    from maxhydra.sweep.start import cancel, go_on, read_plan, status  # noqa: PLC0415
 
     folder = _folder(asked)
     plan = read_plan(folder)
     if asked.verb == "status":
         print("\n".join(status(plan)))
         return 0
+    if asked.verb == "cancel":
+        cancel(plan, say=print)
+        return 0
+    if asked.detach and (plan.space or plan.launcher.kind == "local"):
+        why = "a search waits for results to know what to try" if plan.space else "jobs of this machine are watched"
+        raise ConfigError(Problem("--detach", f"does not go with this sweep: {why}"))
     changes = {name: value for name in ("workers", "trials") if (value := getattr(asked, name)) is not None}
     plan = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, **changes))
-    if reason := go_on(plan, say=partial(print, flush=True)):
+    if reason := go_on(plan, say=partial(print, flush=True), detach=asked.detach):
         raise RunFailed(reason)
     return 0
 
 
 def _parser() -> Parser:
     parser = Parser(prog="maxhydra sweep", add_help=False)
-    parser.add_argument("verb", choices=["resume", "status"])
+    parser.add_argument("verb", choices=["resume", "cancel", "status"])
     parser.add_argument("name", help="of the sweep, or its folder")
     parser.add_argument("--workers", type=int)
     parser.add_argument("--trials", type=int)
+    parser.add_argument("--detach", action="store_true")
     parser.add_argument("--outputs", default="outputs", help="folder that holds the runs")
     return parser
 

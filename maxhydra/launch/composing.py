@@ -1,0 +1,19 @@
+"""From a proposal to the order that a worker is handed: composed and checked where Hydra is."""
+
+from maxhydra.config.compose import Composer
+from maxhydra.launch.jobs import Proposal, Shared
+from maxhydra.launch.order import Order
+
+
+class Ordering:
+    """Composes the jobs of a sweep; they share most of what is read for that."""
+
+    def __init__(self, shared: Shared):
+        self._shared = shared
+        self._composer = Composer(shared.config_dir)
+
+    def order(self, proposal: Proposal) -> Order:
+        """ConfigError where the job's config is wrong."""
+        overrides = self._shared.overrides(proposal)
+        composed = self._composer.examine(overrides, with_hydra=False).composed()
+        return Order(composed.config, composed.choices, overrides)

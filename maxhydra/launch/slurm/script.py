@@ -1,0 +1,94 @@
+"""The batch script: what is asked of SLURM, and what a job does there."""
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from maxhydra.launch.jobs import CLAIM, CONSOLE
+from maxhydra.launch.order import CONFIG
+from maxhydra.launch.slurm.settings import SlurmSettings
+
+# Beside the sweep's jobs: the scripts, and what SLURM itself has to say of a job.
+SCRIPTS = ".slurm"
+
+
+def render(settings: SlurmSettings, *, name: str, sweep: Path, folders: Sequence[Path]) -> str:
+    """The script of one job, or of an array with a job for each folder."""
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {parameter}" for parameter in _parameters(settings, name, sweep, len(folders))),
+        "",
+        "folders=(",
+        *(f"  {shlex.quote(str(folder))}" for folder in folders),
+        ")",
+        "folder=${folders[${SLURM_ARRAY_TASK_ID:-0}]}",
+        "# Who submitted this may have died before knowing it, and have submitted it again: the claim names one.",
+        f'grep -qsF \'"{name}"\' "$folder/{CLAIM}" || exit 0',
+        f'exec >> "$folder/{CONSOLE}" 2>&1',
+        *_setup(settings),
+        f'{_command(settings, sweep)} "$folder/{CONFIG}" --run-dir "$folder"',
+        "code=$?",
+        *_requeue(settings),
+        "exit $code",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _parameters(settings: SlurmSettings, name: str, sweep: Path, jobs: int) -> Iterator[str]:
+    yield f"--job-name={name}"
+    if jobs > 1:
+        at_a_time = f"%{settings.array_parallelism}" if settings.array_parallelism else ""
+        yield f"--array=0-{jobs - 1}{at_a_time}"
+    yield f"--output={shlex.quote(f'{sweep}/{SCRIPTS}/%x-%a.out' if jobs > 1 else f'{sweep}/{SCRIPTS}/%x.out')}"
+    # A job that starts again adds to what it said before.
+    yield "--open-mode=append"
+    yield "--requeue"
+    # To the processes of srun, not to this script, which waits for them.
+    yield f"--signal=USR1@{settings.save_seconds}"
+    for option in ("partition", "account", "qos", "constraint", "time", "mem"):
+        if (value := getattr(settings, option)) is not None:
+            yield f"--{option}={value}"
+    yield f"--nodes={settings.nodes}"
+    yield f"--ntasks-per-node={settings.tasks_per_node}"
+    yield f"--cpus-per-task={settings.cpus_per_task}"
+    if settings.gpus_per_node:
+        yield f"--gpus-per-node={settings.gpus_per_node}"
+    yield from map(str, settings.sbatch)
+
+
+def _setup(settings: SlurmSettings) -> list[str]:
+    return ["set -e", *map(str, settings.setup), "set +e"] if settings.setup else []
+
+
+def _command(settings: SlurmSettings, sweep: Path) -> str:
+    """srun in front of the worker. A process that fails takes the others along, which would wait for it for ever."""
+    # Newer versions of srun do not take this from the job.
+    words = ["srun", "--kill-on-bad-exit=1", f"--cpus-per-task={settings.cpus_per_task}", *map(str, settings.srun)]
+    mounts = [f"{sweep}:{sweep}", *map(str, settings.container_mounts)]
+    match settings.container, settings.container_runtime:
+        case None, _:
+            pass
+        case image, "pyxis":
+            words += [f"--container-image={image}", f"--container-mounts={','.join(mounts)}"]
+        case image, _:
+            gpus = ["--nv"] if settings.gpus_per_node else []
+            words += ["apptainer", "exec", *gpus, *(word for mount in mounts for word in ("--bind", mount)), image]
+    own = "python" if settings.container else sys.executable
+    return shlex.join([*words, settings.python or own, "-m", "maxhydra", "job"])
+
+
+def _requeue(settings: SlurmSettings) -> list[str]:
+    """After a signal a job has saved, and goes back to the queue; not so one that was cancelled, or told to end."""
+    return [
+        "if [ $code = 138 ] || [ $code = 143 ]; then",
+        f'  if grep -qsF \'"ended"\' "$folder/{CLAIM}" || [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" != RUNNING ]; then',
+        '    echo "maxhydra: ended, and not put back to the queue"',
+        f"  elif [ ${{SLURM_RESTART_COUNT:-0}} -ge {settings.max_requeues} ]; then",
+        f'    echo "maxhydra: interrupted once more than max_requeues={settings.max_requeues}"',
+        "  else",
+        '    echo "maxhydra: interrupted, goes back to the queue"',
+        '    scontrol requeue "$SLURM_JOB_ID"',
+        "  fi",
+        "fi",
+    ]
