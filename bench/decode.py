@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from threading import Thread
 
@@ -38,13 +39,13 @@ def open_engine(overrides: list[str], *, batch: int, length: int) -> tuple[Engin
     config = compose(overrides).config
     runtime.start(config.hardware)
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
-    decoder = model.build(config.model)
-    shardings, compute = sharder.tree(decoder.axes), jnp.dtype(config.model.dtypes.compute.value)
+    decoder = model.build(config.model, quantization=config.quantization)
+    shardings, compute = sharder.tree(decoder.base.axes), jnp.dtype(config.model.dtypes.compute.value)
     if config.checkpoint.load_parameters is None:
         made = jax.jit(
-            lambda key: jax.tree.map(lambda x: x.astype(compute), decoder.init(key)), out_shardings=shardings
+            lambda key: jax.tree.map(lambda x: x.astype(compute), decoder.base.init(key)), out_shardings=shardings
         )
-        params = made(jax.random.key(0))
+        params = model.mapped(made(jax.random.key(0)), partial(model.kept, decoder))
     else:
         params = load_weights(config.checkpoint.load_parameters, decoder, shardings=shardings, dtype=compute)
     sizes = EngineConfig(

@@ -7,10 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
+
+from maxhydra.config.metrics import LOGGED
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,8 +75,11 @@ def kill_when(arguments: Sequence[str], sign: Path, *, cwd: Path) -> None:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Training loss by step; a step that was logged twice is an error."""
+    """Training loss by step; a step that was logged twice is an error, as is a metric that no objective can name."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    task = facts(folder)["task"]
+    unknown = {name for row in rows for name in row if not any(fnmatch(name, known) for known in LOGGED[task])}
+    assert unknown <= {"step"}, f"not in maxhydra.config.metrics: {unknown}"
     train = [row for row in rows if "loss" in row]
     by_step = {row["step"]: row["loss"] for row in train}
     assert len(by_step) == len(train), "a step was logged twice"

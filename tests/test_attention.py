@@ -20,13 +20,16 @@ MASKS = {
     "window_of_one": {"window": 1},
     "softcap": {"softcap": 1.5},
     "segments": {"segments": True},
-    "everything": {"window": 4, "softcap": 2.0, "segments": True},
+    "chunk": {"chunk": 5},
+    "sinks": {"sinks": True},
+    "everything": {"window": 4, "softcap": 2.0, "segments": True, "sinks": True},
+    "chunk_and_more": {"chunk": 4, "segments": True, "sinks": True},
 }
 BATCH, LENGTH, HEAD_DIM = 2, 18, 8
 
 
 def make_request(**changes) -> Request:
-    fields = {"scale": 0.3, "causal": True, "window": None, "softcap": None}
+    fields = {"scale": 0.3, "causal": True, "window": None, "chunk": None, "softcap": None}
     return Request(**{**fields, "softmax_dtype": "float32", "is_length_split": False, **changes})
 
 
@@ -44,7 +47,9 @@ def make_segments(length: int = LENGTH) -> np.ndarray:
     return np.stack([[1] * a + [2] * (b - a) + [0] * (length - b), [0] * 3 + [1] * (length - 3)]).astype(np.int32)
 
 
-def transcription(q, k, v, request: Request, *, q_segments=None, kv_segments=None, q_positions=None, kv_positions=None):
+def transcription(
+    q, k, v, request: Request, *, q_segments=None, kv_segments=None, q_positions=None, kv_positions=None, sinks=None
+):
     """Attention one query at a time, by loops, in float64."""
     q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v))
     (batch, length, heads, _), kv_heads = q.shape, k.shape[2]
@@ -57,23 +62,25 @@ def transcription(q, k, v, request: Request, *, q_segments=None, kv_segments=Non
                 there = s if kv_positions is None else kv_positions[b, s]
                 sees = min(here, there) >= 0 and (there <= here or not request.causal)
                 sees &= request.window is None or here - there < request.window
+                sees &= request.chunk is None or here // request.chunk == there // request.chunk
                 sees &= q_segments is None or q_segments[b, t] == kv_segments[b, s] != 0
                 seen += [s] if sees else []
             for n in range(heads if seen else 0):
                 logits = k[b, seen, n * kv_heads // heads] @ q[b, t, n] * request.scale
                 if request.softcap:
                     logits = request.softcap * np.tanh(logits / request.softcap)
-                weights = np.exp(logits - logits.max())
-                out[b, t, n] = weights / weights.sum() @ v[b, seen, n * kv_heads // heads]
+                top = logits.max()
+                weights = np.exp(logits - top)
+                whole = weights.sum() + (0 if sinks is None else np.exp(float(sinks[n]) - top))
+                out[b, t, n] = weights / whole @ v[b, seen, n * kv_heads // heads]
     return out
 
 
-def tags(segments: bool) -> dict[str, jax.Array]:
-    return (
-        {"q_segments_BT": jnp.asarray(make_segments()), "kv_segments_BS": jnp.asarray(make_segments())}
-        if segments
-        else {}
-    )
+def tags(mask: dict, length: int = LENGTH, heads: int = 4) -> dict[str, jax.Array]:
+    """The arrays that a case of MASKS goes with; what is left of the case is for its request."""
+    segments = jnp.asarray(make_segments(length))
+    arrays = {"q_segments_BT": segments, "kv_segments_BS": segments} if mask.pop("segments", False) else {}
+    return arrays | ({"sinks_N": jnp.linspace(-1.0, 2.0, heads)} if mask.pop("sinks", False) else {})
 
 
 def assert_near_in_bfloat16(got, want):
@@ -85,37 +92,42 @@ def assert_near_in_bfloat16(got, want):
     assert error < 0.01 * (size + want.size**0.5)
 
 
-def value_and_grads(backend: str, inputs, request: Request, **arrays):
-    """Output, and the gradient of a fixed random projection of it."""
+def value_and_grads(backend: str, inputs, request: Request, sinks_N=None, **arrays):
+    """Output, and the gradient of a fixed random projection of it, with respect to sinks too where there are any."""
     probe = jax.random.normal(jax.random.key(1), inputs[0].shape)
 
-    def project(q, k, v):
-        out = attention(q, k, v, request, backend=backend, **arrays)
+    def project(varied):
+        q, k, v, *sinks = varied
+        extra = {"sinks_N": sinks[0]} if sinks else {}
+        out = attention(q, k, v, request, backend=backend, **arrays, **extra)
         return jnp.sum(out.astype(jnp.float32) * probe), out
 
-    (_, out), grads = jax.jit(jax.value_and_grad(project, argnums=(0, 1, 2), has_aux=True))(*inputs)
+    varied = [*inputs] if sinks_N is None else [*inputs, sinks_N]
+    (_, out), grads = jax.jit(jax.value_and_grad(project, has_aux=True))(varied)
     return [np.asarray(x.astype(jnp.float32)) for x in (out, *grads)]
 
 
 CASES = [
     pytest.param(HEADS[heads], dict(MASKS[mask]), id=f"{heads}-{mask}")
     for heads, mask in itertools.product(HEADS, MASKS)
+    if heads == "gqa" or mask in ("causal", "sinks", "everything")
 ]
 
 
 @pytest.mark.parametrize(("heads", "mask"), CASES)
 def test_reference_equals_the_transcription(heads, mask):
-    arrays = tags(mask.pop("segments", False))
+    arrays = tags(mask)
     q, k, v = make_inputs(heads)
     request = make_request(**mask)
-    segments = make_segments() if arrays else None
-    expected = transcription(q, k, v, request, q_segments=segments, kv_segments=segments)
+    segments = make_segments() if "q_segments_BT" in arrays else None
+    sinks = arrays.get("sinks_N")
+    expected = transcription(q, k, v, request, q_segments=segments, kv_segments=segments, sinks=sinks)
     np.testing.assert_allclose(attention(q, k, v, request, backend="reference", **arrays), expected, atol=2e-6)
 
 
 @pytest.mark.parametrize(("heads", "mask"), CASES)
 def test_xla_equals_the_reference_with_gradients(heads, mask):
-    arrays = tags(mask.pop("segments", False))
+    arrays = tags(mask)
     inputs, request = make_inputs(heads), make_request(**mask)
     expected = value_and_grads("reference", inputs, request, **arrays)
     for got, want in zip(value_and_grads("xla", inputs, request, **arrays), expected, strict=True):
@@ -126,7 +138,7 @@ def test_xla_equals_the_reference_with_gradients(heads, mask):
 @pytest.mark.parametrize("mask", MASKS)
 def test_xla_in_bfloat16_is_near_the_reference(mask, softmax_dtype):
     mask = dict(MASKS[mask])
-    arrays = tags(mask.pop("segments", False))
+    arrays = tags(mask)
     inputs, request = make_inputs((4, 2), jnp.bfloat16), make_request(softmax_dtype=softmax_dtype, **mask)
     expected = value_and_grads("reference", inputs, request, **arrays)
     for got, want in zip(value_and_grads("xla", inputs, request, **arrays), expected, strict=True):
@@ -136,7 +148,7 @@ def test_xla_in_bfloat16_is_near_the_reference(mask, softmax_dtype):
 @pytest.mark.parametrize("mask", MASKS)
 def test_blocks_of_queries_change_nothing(mask, monkeypatch):
     mask = dict(MASKS[mask])
-    arrays = tags(mask.pop("segments", False))
+    arrays = tags(mask)
     inputs, request = make_inputs((4, 2)), make_request(**mask)
     whole = value_and_grads("xla", inputs, request, **arrays)
     monkeypatch.setattr(xla, "MIN_BLOCK", 4)
@@ -150,6 +162,8 @@ def test_blocks_cover_all_visible_keys_and_skip_hidden_ones():
     blocks = list(xla._blocks(512, 512, make_request(window=200), by_position=False))
     assert [(q.start, q.stop) for q, _ in blocks] == [(0, 128), (128, 256), (256, 384), (384, 512)]
     assert [(k.start, k.stop) for _, k in blocks] == [(0, 128), (0, 256), (0, 384), (128, 512)]
+    chunks = list(xla._blocks(512, 512, make_request(chunk=192), by_position=False))
+    assert [(k.start, k.stop) for _, k in chunks] == [(0, 128), (0, 256), (128, 384), (384, 512)]
     causal = make_request()
     assert [len(list(xla._blocks(n, n, causal, by_position=False))) for n in (1, 128, 1024, 8192, 32768)] == [
         1,
@@ -162,18 +176,24 @@ def test_blocks_cover_all_visible_keys_and_skip_hidden_ones():
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
-@pytest.mark.parametrize("mask", [{}, {"window": 4}, {"window": 4, "softcap": 2.0}])
+@pytest.mark.parametrize("mask", [{}, {"window": 4, "softcap": 2.0}, {"chunk": 4, "sinks": True}])
 def test_positions_decide_where_keys_come_from_a_cache(backend, mask):
     """Two new tokens in row 0, one and an absent one in row 1; slots beyond what was written hold garbage."""
     q, k, v = make_inputs((4, 2))
+    mask = dict(mask)
+    sinks = tags(mask).get("sinks_N")
     q, request = q[:, :2], make_request(**mask)
     q_positions = np.array([[9, 10], [4, -1]], np.int32)
     slots = np.arange(LENGTH)
     kv_positions = np.where(slots[None] <= np.array([[10], [4]]), slots[None], -1).astype(np.int32)
-    out = attention(q, k, v, request, backend=backend, q_positions_BT=q_positions, kv_positions_BS=kv_positions)
-    expected = transcription(q, k, v, request, q_positions=q_positions, kv_positions=kv_positions)
+    arrays = {"q_positions_BT": q_positions, "kv_positions_BS": kv_positions}
+    out = attention(q, k, v, request, backend=backend, **arrays, sinks_N=sinks)
+    expected = transcription(q, k, v, request, q_positions=q_positions, kv_positions=kv_positions, sinks=sinks)
     np.testing.assert_allclose(out, expected, atol=2e-6)
     assert not np.any(out[1, 1])
+    one = {"q_positions_BT": q_positions[:, :1], "kv_positions_BS": kv_positions}
+    alone = attention(q[:, :1], k, v, request, backend=backend, **one, sinks_N=sinks)
+    np.testing.assert_allclose(alone, expected[:, :1], atol=2e-6)
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
@@ -186,7 +206,8 @@ def test_a_query_without_keys_gives_zero_with_zero_gradient(backend):
 
 def make_call(**changes) -> Call:
     fields = {"request": make_request(), "platform": "gpu", "dtype": "bfloat16", "head_dim": 128, "length": 64}
-    return Call(**{**fields, "has_segments": False, "has_positions": False, **changes})
+    flags = dict.fromkeys(("has_segments", "has_positions", "has_chosen", "has_sinks"), False)
+    return Call(**{**fields, **flags, "value_dim": changes.get("head_dim", 128), **changes})
 
 
 @pytest.mark.parametrize(
@@ -198,6 +219,10 @@ def make_call(**changes) -> Call:
         ({"head_dim": 256}, "up to 128, not 256"),
         ({"head_dim": 60}, "multiples of 8"),
         ({"request": make_request(softcap=30.0)}, "no soft-cap"),
+        ({"value_dim": 64}, "takes values of the size of keys, not 64 and 128"),
+        ({"has_chosen": True}, "no choice of keys"),
+        ({"request": make_request(chunk=16)}, "no chunks"),
+        ({"has_sinks": True}, "no sinks"),
         ({"request": make_request(is_length_split=True)}, "whole sequences"),
         ({"has_positions": True}, "cache"),
         ({"has_segments": True, "length": 63}, "multiples of 2 tokens, not 63"),
@@ -233,21 +258,28 @@ def test_calls_without_meaning_are_refused():
         attention(q[:, :, :3], k, v, make_request(), backend="xla")
     with pytest.raises(ValueError, match="both queries and keys"):
         attention(q, k, v, make_request(), backend="xla", q_segments_BT=jnp.ones((BATCH, LENGTH), jnp.int32))
-    with pytest.raises(ValueError, match="causal"):
-        make_request(causal=False, window=3)
+    with pytest.raises(ValueError, match="sinks"):
+        attention(q, k, v, make_request(), backend="xla", sinks_N=jnp.zeros(2))
+    for changes, reason in (
+        ({"causal": False, "window": 3}, "causal"),
+        ({"causal": False, "chunk": 3}, "causal"),
+        ({"window": 3, "chunk": 3}, "one of them"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            make_request(**changes)
 
 
-@pytest.mark.parametrize("mask", [name for name in MASKS if "softcap" not in MASKS[name]])
+@pytest.mark.parametrize("mask", [name for name in MASKS if not {"softcap", "chunk", "sinks"} & MASKS[name].keys()])
 def test_cudnn_is_asked_for_what_the_request_says(mask, monkeypatch):
     """The same call of jax.nn, served by its own XLA implementation where there is no cuDNN."""
     ask = jax.nn.dot_product_attention
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, implementation, **k: ask(*a, **k))
     mask = dict(MASKS[mask])
-    arrays = tags(mask.pop("segments", False))
+    arrays = tags(mask)
     (q, k, v), request = make_inputs((4, 2)), make_request(**mask)
     tokens = Tokens(arrays.get("q_segments_BT"), arrays.get("kv_segments_BS"), None, None)
     expected = attention(q, k, v, request, backend="reference", **arrays)
-    np.testing.assert_allclose(BACKENDS["cudnn"].run(q, k, v, request, tokens), expected, atol=2e-6)
+    np.testing.assert_allclose(BACKENDS["cudnn"].run(q, k, v, request, tokens, None), expected, atol=2e-6)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -256,13 +288,12 @@ def test_cudnn_is_asked_for_what_the_request_says(mask, monkeypatch):
 @pytest.mark.parametrize("mask", MASKS)
 def test_cudnn_equals_the_reference_with_gradients(mask, heads, head_dim):
     mask = dict(MASKS[mask])
-    segments = make_segments(64) if mask.pop("segments", False) else None
-    arrays = (
-        {} if segments is None else {"q_segments_BT": jnp.asarray(segments), "kv_segments_BS": jnp.asarray(segments)}
-    )
+    arrays = tags(mask, 64)
     inputs = make_inputs(HEADS[heads], jnp.bfloat16, length=64, head_dim=head_dim)
     request = make_request(**mask)
-    call = make_call(request=request, head_dim=head_dim, has_segments=segments is not None)
+    call = make_call(
+        request=request, head_dim=head_dim, has_segments="q_segments_BT" in arrays, has_sinks="sinks_N" in arrays
+    )
     if BACKENDS["cudnn"].refusals(call):
         with pytest.raises(UnsupportedError):
             attention(*inputs, request, backend="cudnn", **arrays)
@@ -270,3 +301,21 @@ def test_cudnn_equals_the_reference_with_gradients(mask, heads, head_dim):
     expected = value_and_grads("reference", inputs, request, **arrays)
     for got, want in zip(value_and_grads("cudnn", inputs, request, **arrays), expected, strict=True):
         assert_near_in_bfloat16(got, want)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("queries", [LENGTH, 1])
+def test_values_of_another_size_and_a_choice_of_keys(backend, queries):
+    """Written out in NumPy: softmax over the keys that are both earlier and chosen."""
+    (q, k, v), rng = make_inputs((4, 1)), np.random.default_rng(0)
+    q, v = q[:, -queries:], v[..., :5]
+    positions = np.broadcast_to(np.arange(LENGTH), (BATCH, LENGTH)).astype(np.int32)
+    chosen = rng.random((BATCH, queries, LENGTH)) < 0.5
+    chosen[:, :, 0] = True
+    logits = np.einsum("btnh,bsh->bnts", q, k[:, :, 0]) * 0.3
+    seen = chosen & (positions[:, None, :] <= positions[:, -queries:, None])
+    weights = np.exp(np.where(seen[:, None], logits, -np.inf))
+    expected = np.einsum("bnts,bsh->btnh", weights / weights.sum(-1, keepdims=True), v[:, :, 0])
+    tags = {"q_positions_BT": jnp.asarray(positions[:, -queries:]), "kv_positions_BS": jnp.asarray(positions)}
+    found = attention(q, k, v, make_request(), backend=backend, chosen_BTS=jnp.asarray(chosen), **tags)
+    np.testing.assert_allclose(found, expected, atol=2e-6)

@@ -87,6 +87,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["-m", "train.steps=10,-1,x"], ["train.steps=-1: is out of range", "train.steps=x: is not an integer"]),
         (["-m", "model.num_heads=4,6", "model.num_kv_heads=4,2"], ["model.num_kv_heads=4: does not divide"]),
         (["-m", "model=tiny,tny"], ["model=tny: no such option"]),
+        (
+            ["-m", "hydra/sweeper=optuna", "objective=eval/los", "train.seq_len=int(interval(8,16))"],
+            ["objective=eval/los: is logged by no run of task=pretrain", "did you mean 'eval/loss'?"],
+        ),
+        (
+            ["-m", "hydra/sweeper=optuna", "train.eval_batches=0", "train.seq_len=int(interval(16,8))"],
+            ["objective=eval/loss: is not logged: nothing is evaluated", "train.seq_len"],
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -105,7 +105,7 @@ def test_mlp_gates(activation):
     gate, up, down = (np.asarray(projection.kernel[...], np.float64) for projection in (mlp.gate, mlp.up, mlp.down))
     assert gate.shape == (24, 16)
     expected = functions[activation.value](x @ gate) * (x @ up) @ down
-    np.testing.assert_allclose(mlp(jnp.asarray(x, jnp.float32), make_context(2, 3)), expected, atol=1e-5)
+    np.testing.assert_allclose(mlp(jnp.asarray(x, jnp.float32), make_context(2, 3)).out_BTD, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("activation", list(config.Activation))
@@ -225,7 +225,7 @@ def test_context_is_a_tree_with_a_static_sharder():
 def test_weights_keep_their_format_and_compute_has_its_own(weights):
     model = make_model(dtypes={"weights": config.Dtype(weights), "compute": config.Dtype.float16})
     layer = Attention(AttentionSpec.of(model, model.kinds["layer"]), maker(weights, compute="float16"))
-    out, _ = layer(jnp.zeros((1, 4, 24), jnp.float16), make_context(1, 4))
+    out, *_ = layer(jnp.zeros((1, 4, 24), jnp.float16), make_context(1, 4))
     assert out.dtype == jnp.float16
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(layer))} == {weights}
     assert layer.empty_cache(DenseRoom(1, 4), 1).key_LBSKH.dtype == jnp.float16

@@ -13,7 +13,7 @@ PAGES, PAGE = 40, 4
 
 
 def request(**changes: float | int | None) -> Request:
-    fields = {"scale": 0.3, "causal": True, "window": None, "softcap": None, "softmax_dtype": "float32"}
+    fields = {"scale": 0.3, "causal": True, "window": None, "chunk": None, "softcap": None, "softmax_dtype": "float32"}
     return Request(**{**fields, **changes}, is_length_split=False)  # type: ignore[arg-type]
 
 

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from maxhydra.cli.errors import RunFailed
 from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.config.metrics import unlogged
 from maxhydra.config.overrides import parse
 from maxhydra.launch.places import PLACES, chosen_launcher, is_ours
 from maxhydra.sweep.plan import Plan, Settings
@@ -61,6 +62,11 @@ class OptunaSweeper(Sweeper):
         if hydra.launcher._target_ != BASIC_LAUNCHER and not is_ours(hydra.launcher):
             accepted = ", ".join(f"hydra/launcher={name}" for name in ("basic", *PLACES) if name != "local")
             problems.append(Problem("hydra.launcher", "does not serve hydra/sweeper=optuna", accepted=accepted))
+        objectives = settings.objectives or (str(self._config.objective),)
+        path = "hydra.sweeper.objectives" if settings.objectives else "objective"
+        task, evaluates = str(self._config.task.name), self._config.train.eval_batches > 0
+        for name in objectives:
+            problems += unlogged(path, name, task=task, evaluates=evaluates)
         params = [f"{key}={value}" for key, value in self._params.items()]
         fixed, space = split(parse([*params, *arguments], loader=None).overrides)
         if not space:
@@ -78,7 +84,7 @@ class OptunaSweeper(Sweeper):
             space=space,
             listed=(),
             folders=(),
-            objectives=settings.objectives or (str(self._config.objective),),
+            objectives=objectives,
             settings=settings,
             config_dir=_config_dir(hydra),
             launcher=launcher,

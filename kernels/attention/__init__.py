@@ -8,10 +8,11 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
-from maxhydra.kernels.attention import cudnn, reference, xla
+from maxhydra.kernels.attention import cudnn, reference, triton, xla
 from maxhydra.kernels.attention.request import Request, Tokens
 
 __all__ = ["BACKENDS", "Backend", "Call", "Request", "UnsupportedError", "attention", "choose"]
@@ -25,28 +26,43 @@ class Call:
 
     request: Request
     platform: str
+    devices: int
     dtype: str
     head_dim: int
+    value_dim: int
     length: int
     has_segments: bool
     has_positions: bool
+    has_chosen: bool
+    has_sinks: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """One row of the capability table."""
 
-    run: Callable[[jax.Array, jax.Array, jax.Array, Request, Tokens], jax.Array]
+    run: Callable[[jax.Array, jax.Array, jax.Array, Request, Tokens, Any], jax.Array]
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    head_dims: tuple[int, ...] | None = None
+    """None: any, within what the next two say."""
     max_head_dim: int | None = None
     """None: any."""
     head_dim_multiple: int = 1
+    length_multiple: int = 1
+    """Of the sequence length."""
     segment_length_multiple: int = 1
     """With segments, the sequence length must be a multiple of this."""
     softcap: bool = True
+    chunk: bool = True
+    sinks: bool = True
     positions: bool = True
+    chosen: bool = True
+    value_dim: bool = True
+    """Whether values may have another size than keys."""
     split_length: bool = True
+    devices: int | None = None
+    """The most devices that a process may see; None: any number, over which the compiler can split a call."""
 
     def refusals(self, call: Call) -> tuple[str, ...]:
         """Why this backend cannot serve the call; empty if it can."""
@@ -58,9 +74,25 @@ class Backend:
                 call.head_dim <= (self.max_head_dim or call.head_dim) and call.head_dim % self.head_dim_multiple == 0,
                 f"takes heads in multiples of {self.head_dim_multiple} up to {self.max_head_dim}, not {call.head_dim}",
             ),
+            (
+                self.head_dims is None or call.head_dim in self.head_dims,
+                f"takes heads of {_either(self.head_dims or ())}, not {call.head_dim}",
+            ),
+            (
+                call.length % self.length_multiple == 0,
+                f"takes lengths in multiples of {self.length_multiple}, not {call.length}",
+            ),
+            (call.devices <= (self.devices or call.devices), f"runs on one device, not {call.devices}"),
             (length_fits, f"takes segments in multiples of {self.segment_length_multiple} tokens, not {call.length}"),
             (self.softcap or call.request.softcap is None, "has no soft-cap"),
+            (self.chunk or call.request.chunk is None, "has no chunks"),
+            (self.sinks or not call.has_sinks, "has no sinks"),
             (self.positions or not call.has_positions, "has no positions, which a cache needs"),
+            (self.chosen or not call.has_chosen, "has no choice of keys"),
+            (
+                self.value_dim or call.value_dim == call.head_dim,
+                f"takes values of the size of keys, not {call.value_dim} and {call.head_dim}",
+            ),
             (self.split_length or not call.request.is_length_split, "needs whole sequences on each device"),
         )
         return tuple(reason for is_met, reason in needs if not is_met)
@@ -77,8 +109,22 @@ BACKENDS: dict[str, Backend] = {
         head_dim_multiple=8,
         segment_length_multiple=2,
         softcap=False,
+        chunk=False,
+        sinks=False,
+        positions=False,
+        chosen=False,
+        value_dim=False,
+        split_length=False,
+    ),
+    "triton": Backend(
+        run=triton.attention,
+        platforms=("gpu",),
+        dtypes=("bfloat16", "float16"),
+        head_dims=tuple(triton.BLOCKS),
+        length_multiple=triton.LENGTH_MULTIPLE,
         positions=False,
         split_length=False,
+        devices=1,
     ),
     "xla": Backend(run=xla.attention),
     "reference": Backend(run=reference.attention),
@@ -117,27 +163,45 @@ def attention(
     kv_segments_BS: jax.Array | None = None,
     q_positions_BT: jax.Array | None = None,
     kv_positions_BS: jax.Array | None = None,
+    chosen_BTS: jax.Array | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """Values [B, T, N, H] that the queries gather; `Tokens` says what segments and positions mean."""
-    tokens = Tokens(q_segments_BT, kv_segments_BS, q_positions_BT, kv_positions_BS)
-    _check_shapes(q_BTNH, k_BSKH, v_BSKH, request, tokens)
+    """Values [B, T, N, H] that the queries gather; `Tokens` says what segments, positions and a choice of keys mean.
+
+    sinks: a logit for each query head that joins the sum by which its weights are divided, and gathers nothing.
+    """
+    tokens = Tokens(q_segments_BT, kv_segments_BS, q_positions_BT, kv_positions_BS, chosen_BTS)
+    _check_shapes(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
     call = Call(
         request=request,
         platform=jax.default_backend(),
+        devices=jax.device_count(),
         dtype=q_BTNH.dtype.name,
         head_dim=q_BTNH.shape[3],
+        value_dim=v_BSKH.shape[3],
         length=q_BTNH.shape[1],
         has_segments=q_segments_BT is not None,
         has_positions=q_positions_BT is not None,
+        has_chosen=chosen_BTS is not None,
+        has_sinks=sinks_N is not None,
     )
-    return BACKENDS[choose(backend, call)].run(q_BTNH, k_BSKH, v_BSKH, request, tokens)
+    return BACKENDS[choose(backend, call)].run(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
 
 
-def _check_shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: Request, tokens: Tokens) -> None:
+def _check_shapes(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    request: Request,
+    tokens: Tokens,
+    sinks_N: jax.Array | None,
+) -> None:
     """Refuse calls that have no meaning on any backend; these are mistakes in code, not in a config."""
     (B, T, N, H), (_, S, K, _) = q_BTNH.shape, k_BSKH.shape
-    if k_BSKH.shape != (B, S, K, H) or v_BSKH.shape != (B, S, K, H) or N % K:
+    if k_BSKH.shape != (B, S, K, H) or v_BSKH.shape[:3] != (B, S, K) or N % K:
         raise ValueError(f"queries {q_BTNH.shape}, keys {k_BSKH.shape} and values {v_BSKH.shape} do not fit together")
+    if sinks_N is not None and sinks_N.shape != (N,):
+        raise ValueError(f"sinks {sinks_N.shape} for {N} query heads")
     if not q_BTNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
         raise ValueError(f"queries {q_BTNH.dtype}, keys {k_BSKH.dtype}, values {v_BSKH.dtype}: not one type")
     for of_queries, of_keys in (
@@ -148,6 +212,8 @@ def _check_shapes(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, reque
             raise ValueError("segments and positions are given for both queries and keys, or for neither")
         if of_queries is not None and of_keys is not None and (of_queries.shape, of_keys.shape) != ((B, T), (B, S)):
             raise ValueError(f"segments or positions {of_queries.shape}, {of_keys.shape} for {(B, T)}, {(B, S)}")
+    if tokens.chosen_BTS is not None and tokens.chosen_BTS.shape != (B, T, S):
+        raise ValueError(f"a choice {tokens.chosen_BTS.shape} for {(B, T, S)}")
     if request.causal and tokens.q_positions_BT is None and T != S:
         raise ValueError(f"{T} queries and {S} keys: which is later than which needs positions")
 
@@ -158,5 +224,5 @@ def _announce(backend: str, passed_over: tuple[str, ...]) -> None:
     logger.info("attention runs on %s%s", backend, f" ({'; '.join(passed_over)})" if passed_over else "")
 
 
-def _either(names: tuple[str, ...]) -> str:
-    return " or ".join(names)
+def _either(names: tuple[str, ...] | tuple[int, ...]) -> str:
+    return " or ".join(map(str, names))

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 from maxhydra.kernels.attention.request import Request, Tokens, same_segment
 
 
-def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: Request, tokens: Tokens) -> jax.Array:
+def attention(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: Request, tokens: Tokens, sinks_N: None
+) -> jax.Array:
     """Causality and the window are the kernel's own, which skips what they hide; segments go in as a mask [B, 1, T, S].
 
     The mask becomes a bias of -2^41 rather than -inf, so a padding query, which sees no key, would get an average of

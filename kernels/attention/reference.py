@@ -6,8 +6,18 @@ import jax.numpy as jnp
 from maxhydra.kernels.attention.request import Request, Tokens, visible
 
 
-def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: Request, tokens: Tokens) -> jax.Array:
-    """softmax(scale * q k^T) v, with each key and value head repeated for the query heads that share it."""
+def attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    request: Request,
+    tokens: Tokens,
+    sinks_N: jax.Array | None,
+) -> jax.Array:
+    """softmax(scale * q k^T) v, with each key and value head repeated for the query heads that share it.
+
+    A sink is one more key, of this logit and of a value of zero.
+    """
     group = q_BTNH.shape[2] // k_BSKH.shape[2]
     k_BSNH = jnp.repeat(k_BSKH, group, axis=2).astype(jnp.float32)
     v_BSNH = jnp.repeat(v_BSKH, group, axis=2).astype(jnp.float32)
@@ -19,5 +29,9 @@ def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: 
     mask_BNTS = jnp.ones((), bool) if mask_BTS is None else mask_BTS[:, None]
     # The lowest finite number, not -inf: a row without any key must give zeros, and -inf - -inf is not a number.
     logits_BNTS = jnp.where(mask_BNTS, logits_BNTS, jnp.finfo(jnp.float32).min)
-    weights_BNTS = jnp.where(mask_BNTS, jax.nn.softmax(logits_BNTS, axis=-1), 0.0)
+    seen = logits_BNTS.shape[-1]
+    if sinks_N is not None:
+        sinks_BNT1 = jnp.broadcast_to(sinks_N[:, None, None].astype(jnp.float32), (*logits_BNTS.shape[:-1], 1))
+        logits_BNTS = jnp.concatenate([logits_BNTS, sinks_BNT1], axis=-1)
+    weights_BNTS = jnp.where(mask_BNTS, jax.nn.softmax(logits_BNTS, axis=-1)[..., :seen], 0.0)
     return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH, precision="highest").astype(q_BTNH.dtype)

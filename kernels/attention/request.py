@@ -1,6 +1,7 @@
 """What is asked of attention: how logits become weights, and which key each query may see.
 
-Shapes: B batch, T queries, S keys, N query heads, K key and value heads, G = N / K, H head size.
+Shapes: B batch, T queries, S keys, N query heads, K key and value heads, G = N / K, H head size; values may have
+another.
 """
 
 import dataclasses
@@ -21,6 +22,9 @@ class Request:
     """A query sees no later key."""
     window: int | None
     """A query sees itself and the window - 1 tokens before it; needs causal. None: all before it."""
+    chunk: int | None
+    """A query sees only keys of its own chunk of so many tokens; needs causal, and no window. None: of all chunks.
+    Chunks are counted by position, or by index where there are none."""
     softcap: float | None
     """Logits become softcap * tanh(logits / softcap)."""
     softmax_dtype: str
@@ -29,8 +33,11 @@ class Request:
     """The queries are split over devices along T, so that a slice along T would move them between devices."""
 
     def __post_init__(self) -> None:
-        if self.window is not None and not self.causal:
-            raise ValueError(f"window={self.window} needs causal attention")
+        for name in ("window", "chunk"):
+            if getattr(self, name) is not None and not self.causal:
+                raise ValueError(f"{name}={getattr(self, name)} needs causal attention")
+        if self.window is not None and self.chunk is not None:
+            raise ValueError(f"window={self.window} and chunk={self.chunk}: one of them")
 
 
 class Tokens(NamedTuple):
@@ -45,6 +52,8 @@ class Tokens(NamedTuple):
     kv_segments_BS: jax.Array | None
     q_positions_BT: jax.Array | None
     kv_positions_BS: jax.Array | None
+    chosen_BTS: jax.Array | None = None
+    """Keys that were chosen for each query; it sees no others. None: all are."""
 
 
 def visible(request: Request, tokens: Tokens, *, queries: range, keys: range) -> jax.Array | None:
@@ -60,8 +69,12 @@ def visible(request: Request, tokens: Tokens, *, queries: range, keys: range) ->
         masks.append(kv_B1S <= q_BT1)
     if request.window is not None:
         masks.append(kv_B1S > q_BT1 - request.window)
+    if request.chunk is not None:
+        masks.append(kv_B1S // request.chunk == q_BT1 // request.chunk)
     if tokens.q_segments_BT is not None:
         masks.append(same_segment(tokens, queries=queries, keys=keys))
+    if tokens.chosen_BTS is not None:
+        masks.append(tokens.chosen_BTS[:, queries.start : queries.stop, keys.start : keys.stop])
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
 

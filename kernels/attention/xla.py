@@ -21,16 +21,25 @@ MIN_BLOCK, MAX_BLOCK = 128, 1024
 LANES = 128
 
 
-def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: Request, tokens: Tokens) -> jax.Array:
+def attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    request: Request,
+    tokens: Tokens,
+    sinks_N: jax.Array | None,
+) -> jax.Array:
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
+    sinks_KG = None if sinks_N is None else sinks_N.reshape(K, N // K)
     if T == 1:
         mask_BTS = visible(request, tokens, queries=range(1), keys=range(S))
-        return _attend_one(q_BTNH.reshape(B, K, N // K, H), k_BSKH, v_BSKH, mask_BTS, request).reshape(B, T, N, H)
+        q_BKGH = q_BTNH.reshape(B, K, N // K, H)
+        return _attend_one(q_BKGH, k_BSKH, v_BSKH, mask_BTS, request, sinks_KG).reshape(B, T, N, -1)
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
 
     def block(q_BTKGH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array | None) -> jax.Array:
-        return _attend(q_BTKGH, k_BSKH, v_BSKH, mask_BTS, request)
+        return _attend(q_BTKGH, k_BSKH, v_BSKH, mask_BTS, request, sinks_KG)
 
     parts = list(_blocks(T, S, request, by_position=tokens.q_positions_BT is not None))
     run = block if len(parts) == 1 else jax.checkpoint(block)
@@ -39,22 +48,33 @@ def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: 
         q_part = q_BTKGH[:, queries.start : queries.stop]
         k_part, v_part = k_BSKH[:, keys.start : keys.stop], v_BSKH[:, keys.start : keys.stop]
         outputs.append(run(q_part, k_part, v_part, visible(request, tokens, queries=queries, keys=keys)))
-    return jnp.concatenate(outputs, axis=1).reshape(B, T, N, H)
+    return jnp.concatenate(outputs, axis=1).reshape(B, T, N, -1)
 
 
 def _attend(
-    q_BTKGH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array | None, request: Request
+    q_BTKGH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask_BTS: jax.Array | None,
+    request: Request,
+    sinks_KG: jax.Array | None,
 ) -> jax.Array:
     logits_BKGTS = widening_einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, dtype=request.softmax_dtype) * request.scale
     if request.softcap is not None:
         logits_BKGTS = request.softcap * jnp.tanh(logits_BKGTS / request.softcap)
     mask_BKGTS = None if mask_BTS is None else mask_BTS[:, None, None]
-    weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1, where=mask_BKGTS).astype(v_BSKH.dtype)
+    sinks_KG1 = None if sinks_KG is None else sinks_KG[:, :, None]
+    weights_BKGTS = _softmax(logits_BKGTS, mask_BKGTS, sinks_KG1).astype(v_BSKH.dtype)
     return jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
 
 
 def _attend_one(
-    q_BKGH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array | None, request: Request
+    q_BKGH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask_BTS: jax.Array | None,
+    request: Request,
+    sinks_KG: jax.Array | None,
 ) -> jax.Array:
     """One query a row, as in decoding: with keys left of queries, and weights left of values, no key or value is moved
     if a head's tokens lie together. On a CPU this takes two thirds of the time of the einsums above."""
@@ -68,8 +88,22 @@ def _attend_one(
     if request.softcap is not None:
         logits_BKGS = request.softcap * jnp.tanh(logits_BKGS / request.softcap)
     mask_BKGS = None if mask_BTS is None else mask_BTS[:, None]
-    weights_BKGS = jax.nn.softmax(logits_BKGS, axis=-1, where=mask_BKGS).astype(v_BSKH.dtype)
+    weights_BKGS = _softmax(logits_BKGS, mask_BKGS, sinks_KG).astype(v_BSKH.dtype)
     return jax.lax.dot_general(weights_BKGS, v_BKSH, (((3,), (2,)), of_heads))
+
+
+def _softmax(logits: jax.Array, mask: jax.Array | None, sinks: jax.Array | None) -> jax.Array:
+    """Weights of the logits that the mask lets through; a sink, one a head, takes its share and gives nothing.
+
+    A sink is always there, so the largest logit is finite, and a hidden one may be -inf.
+    """
+    if sinks is None:
+        return jax.nn.softmax(logits, axis=-1, where=mask)
+    sinks = sinks[..., None].astype(logits.dtype)
+    logits = logits if mask is None else jnp.where(mask, logits, -jnp.inf)
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sinks))
+    weights = jnp.exp(logits - top)
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks - top))
 
 
 def _blocks(T: int, S: int, request: Request, *, by_position: bool) -> Iterator[tuple[range, range]]:
@@ -80,5 +114,6 @@ def _blocks(T: int, S: int, request: Request, *, by_position: bool) -> Iterator[
         if by_position or not request.causal:
             yield range(start, stop), range(S)
         else:
-            first = 0 if request.window is None else max(0, start - request.window + 1) // LANES * LANES
-            yield range(start, stop), range(first, stop)
+            first = 0 if request.window is None else max(0, start - request.window + 1)
+            first = first if request.chunk is None else start // request.chunk * request.chunk
+            yield range(start, stop), range(first // LANES * LANES, stop)

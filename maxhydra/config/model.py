@@ -3,26 +3,56 @@
 from collections.abc import Iterator
 from enum import Enum
 
+from maxhydra.config.attention import Attention, Rope, RopeKind
 from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.delta import Delta, DeltaBackend
 from maxhydra.config.errors import Problem, did_you_mean
+from maxhydra.config.feedforward import Activation, Mlp
+from maxhydra.config.mla import Indexer, Mla
+from maxhydra.config.moe import Gate, GroupScore, Moe, Router, RouterScores, Scaled, Shared
+from maxhydra.config.mtp import Mtp
+from maxhydra.config.per_layer import PerLayer
+
+__all__ = [
+    "Activation",
+    "Attention",
+    "AttentionBackend",
+    "Beside",
+    "Delta",
+    "DeltaBackend",
+    "Dtype",
+    "Dtypes",
+    "FeedForward",
+    "Gate",
+    "GroupScore",
+    "GroupedMatmulBackend",
+    "Head",
+    "Indexer",
+    "Kind",
+    "Mixer",
+    "Mla",
+    "Mlp",
+    "Model",
+    "ModelKernels",
+    "Moe",
+    "Mtp",
+    "PerLayer",
+    "Projection",
+    "Remat",
+    "RematPolicy",
+    "Rope",
+    "RopeKind",
+    "Router",
+    "RouterScores",
+    "Scaled",
+    "Shared",
+]
 
 
 class Dtype(Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
-
-
-class RopeKind(Enum):
-    none = "none"
-    default = "default"
-    llama3 = "llama3"
-
-
-class Activation(Enum):
-    silu = "silu"
-    gelu = "gelu"
-    gelu_tanh = "gelu_tanh"
 
 
 class Head(Enum):
@@ -42,6 +72,13 @@ class AttentionBackend(Enum):
     reference = "reference"
     xla = "xla"
     cudnn = "cudnn"
+    triton = "triton"
+
+
+class GroupedMatmulBackend(Enum):
+    auto = "auto"
+    reference = "reference"
+    xla = "xla"
 
 
 class Projection(Enum):
@@ -50,69 +87,53 @@ class Projection(Enum):
     joined = "joined"
 
 
-@schema
-class Rope(Schema):
-    """Rotary position embedding (Su et al., 2021)."""
-
-    kind: RopeKind = RopeKind.default
-    """Frequencies: default, llama3 (Llama 3.1's frequency-dependent scaling), or none for no positions."""
-    theta: float = option(10000.0, gt=0)
-    """Base of the geometric series of wavelengths."""
-    factor: float | None = option(None, gt=0)
-    """llama3: how much the longest wavelengths are stretched."""
-    low_freq_factor: float | None = option(None, gt=0)
-    """llama3: wavelengths over original_context / low_freq_factor are stretched by the whole factor."""
-    high_freq_factor: float | None = option(None, gt=0)
-    """llama3: wavelengths under original_context / high_freq_factor are left as they are."""
-    original_context: int | None = option(None, ge=1)
-    """llama3: context length before stretching."""
-
-    def check(self) -> Iterator[Problem]:
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_context"):
-            value = getattr(self, name)
-            if self.kind is RopeKind.llama3 and value is None:
-                yield Problem(name, "is needed by kind=llama3", value=None, accepted="a positive number")
-            if self.kind is not RopeKind.llama3 and value is not None:
-                yield Problem(
-                    name, f"is not used by kind={self.kind.value}", value=value, hint="set kind=llama3 or leave it null"
-                )
+class Mixer(Enum):
+    attention = "attention"
+    delta = "delta"
+    mla = "mla"
 
 
-@schema
-class Attention(Schema):
-    """Grouped-query attention (Ainslie et al., 2023); multi-head and multi-query are its two ends."""
-
-    num_heads: int | None = option(None, ge=1)
-    """Query heads of this kind, where they differ from the model's."""
-    num_kv_heads: int | None = option(None, ge=1)
-    """Key and value heads of this kind, where they differ from the model's."""
-    head_dim: int | None = option(None, ge=1)
-    """Size of a head of this kind, where it differs from the model's."""
-    window: int | None = option(None, ge=1)
-    """Sliding window: a token sees itself and the window - 1 tokens before it. null: all before it."""
-    softcap: float | None = option(None, gt=0)
-    """Attention logits become softcap * tanh(logits / softcap)."""
-    scale: float | None = option(None, gt=0)
-    """Factor on the attention logits. null: 1 / sqrt(head_dim)."""
-    rope: Rope = section(Rope)
+class FeedForward(Enum):
+    mlp = "mlp"
+    moe = "moe"
 
 
-@schema
-class Mlp(Schema):
-    """Gated feed-forward (Shazeer, 2020): SwiGLU with silu, GeGLU with gelu or gelu_tanh."""
-
-    dim: int | None = option(None, ge=1)
-    """Hidden size of this kind, where it differs from the model's mlp_dim."""
-    activation: Activation = Activation.silu
-    """Function on the gate; gelu is the exact form, gelu_tanh its approximation."""
+class Beside(Enum):
+    none = "none"
+    moe = "moe"
 
 
 @schema
 class Kind(Schema):
-    """One kind of layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One kind of layer: x + mixer(norm(x)), then x + feed_forward(norm(x))."""
 
+    mixer: Mixer = Mixer.attention
+    """What carries information between tokens; the section of that name says how."""
     attention: Attention = section(Attention)
+    delta: Delta = section(Delta)
+    mla: Mla = section(Mla)
+    feed_forward: FeedForward = FeedForward.mlp
+    """What works on each token alone; the section of that name says how."""
     mlp: Mlp = section(Mlp)
+    moe: Moe = section(Moe)
+    beside: Beside = Beside.none
+    """moe: a mixture beside feed_forward=mlp, both with norms of their own after them, as the section moe says."""
+    is_scaled: bool = False
+    """Whether a constant of the layer, which comes with the weights and is not trained, multiplies what it leaves."""
+
+    def check(self) -> Iterator[Problem]:
+        is_mixture = self.feed_forward is FeedForward.moe or self.beside is Beside.moe
+        if is_mixture and self.moe.experts is None:
+            asker = "feed_forward" if self.feed_forward is FeedForward.moe else "beside"
+            yield Problem("moe.experts", f"is needed by {asker}=moe", value=None, accepted="an integer, 2 or more")
+        if self.beside is Beside.moe and self.feed_forward is not FeedForward.mlp:
+            yield Problem("beside", "stands beside feed_forward=mlp", value="moe", accepted="none")
+        if self.beside is Beside.moe and self.moe.router.bias_rate is not None:
+            reason = "is for feed_forward=moe: no load is balanced that way beside another"
+            yield Problem("moe.router.bias_rate", reason, value=self.moe.router.bias_rate, accepted="null")
+        if not is_mixture and self.moe.experts is not None:
+            hint = "set feed_forward=moe or beside=moe, or leave it null"
+            yield Problem("moe.experts", "is not used by feed_forward=mlp", value=self.moe.experts, hint=hint)
 
 
 @schema
@@ -178,6 +199,10 @@ class ModelKernels(Schema):
 
     attention: AttentionBackend = AttentionBackend.auto
     """auto takes the fastest that supports the request."""
+    grouped_matmul: GroupedMatmulBackend = GroupedMatmulBackend.auto
+    """Products of tokens with the experts they were given to; auto as for attention."""
+    delta: DeltaBackend = DeltaBackend.auto
+    """chunked, or the reference, token by token; auto takes the faster for the number of tokens."""
     projection: Projection = Projection.plain
     """Products with weights. outputs_first: for few rows on a CPU, joined: on a GPU, weights laid out for it; decoding
     sets them there."""
@@ -213,8 +238,10 @@ class Model(Schema):
     """Output projection: its own weights, or the embedding's (tied)."""
     norm_eps: float = option(1e-5, gt=0)
     """Added to the mean square in RMSNorm (Zhang and Sennrich, 2019)."""
+    mtp: Mtp = section(Mtp)
     logit_softcap: float | None = option(None, gt=0)
     """Output logits become softcap * tanh(logits / softcap)."""
+    per_layer: PerLayer = section(PerLayer)
     dropout: float = option(0.0, ge=0, lt=1)
     """Dropped share of each residual branch's output, in training."""
     init_scale: float = option(1.0, gt=0)
@@ -224,6 +251,12 @@ class Model(Schema):
     scan_unroll: int = option(1, ge=1)
     """Pattern repetitions written out per step of the scan over layers; num_layers unrolls all."""
     kernels: ModelKernels = section(ModelKernels)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer keeps a state of its sequence instead of every token, so that no part of it can be shared."""
+        used = {*self.prefix, *self.pattern}
+        return any(kind.mixer is Mixer.delta for name, kind in self.kinds.items() if name in used)
 
     def check(self) -> Iterator[Problem]:
         yield from self._check_heads()

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from maxhydra.config.model import Projection
 from maxhydra.model import ModelDef
@@ -93,34 +92,60 @@ class _Flat:
         return params
 
     def _kept_layer(self, number: str, layer: Tree) -> Tree:
-        turned = _map(_turned, self.flat.axes["prefix"][number], layer)
-        return _joined(turned) if self.joins else turned
+        axes = self.flat.axes["prefix"][number]
+        turned = _map(_turned, axes, layer)
+        return _joined(turned, self.flat.shapes["prefix"][number], axes) if self.joins else turned
 
     def _used_layer(self, number: str, layer: Tree) -> Tree:
         """Joined weights are turned back before they are cut: what the layers put together again is then whole."""
-        used = _map(_turned_back, self.flat.axes["prefix"][number], layer)
-        return _parted(used, self.flat.shapes["prefix"][number])
+        axes = self.flat.axes["prefix"][number]
+        return _parted(_map(_turned_back, axes, layer), self.flat.shapes["prefix"][number], axes)
 
 
-def _joined(layer: Tree) -> Tree:
+def _joined(layer: Tree, shapes: Tree, axes: Tree) -> Tree:
     """Kernels that share an input as one under the first's key; the others' keys hold None."""
     layer = jax.tree.map(lambda leaf: leaf, layer)
-    for part, names in JOINED.items():
-        whole = jnp.concatenate([layer[part][name]["kernel"] for name in names])
+    for part, names in _joins(shapes, axes):
+        whole = jax.tree.map(lambda *each: jnp.concatenate(each), *[layer[part][name]["kernel"] for name in names])
         for name in names:
-            layer[part][name]["kernel"] = whole if name == names[0] else None
+            layer[part][name]["kernel"] = whole if name == names[0] else jax.tree.map(lambda _: None, whole)
     return layer
 
 
-def _parted(layer: Tree, shapes: Tree) -> Tree:
+def _parted(layer: Tree, shapes: Tree, axes: Tree) -> Tree:
     """The kernels for themselves, given what was joined with inputs first."""
-    for part, names in JOINED.items():
-        if layer[part][names[-1]]["kernel"] is None:
-            counts = [shapes[part][name]["kernel"].shape[1] for name in names]
-            kernels = jnp.split(layer[part][names[0]]["kernel"], np.cumsum(counts)[:-1], axis=1)
-            for name, kernel in zip(names, kernels, strict=True):
-                layer[part][name]["kernel"] = kernel
+    for part, names in _joins(shapes, axes):
+        if jax.tree.leaves(layer[part][names[-1]]["kernel"]):
+            continue
+        whole = layer[part][names[0]]["kernel"]
+        for index, name in enumerate(names):
+            own = [shapes[part][other]["kernel"] for other in (name, *names[:index])]
+            layer[part][name]["kernel"] = jax.tree.map(_cut, axes[part][name]["kernel"], whole, *own, is_leaf=is_axes)
     return layer
+
+
+def _joins(shapes: Tree, axes: Tree) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Parts of a layer whose projections can lie together: they are there, in one number format, and differ at most in
+    the first dimension of their outputs."""
+    for part, names in JOINED.items():
+        if set(names) <= set(shapes[part]):
+            kernels = [(axes[part][name]["kernel"], shapes[part][name]["kernel"]) for name in names]
+            besides = [jax.tree.map(_beside, *kernel, is_leaf=is_axes) for kernel in kernels]
+            if all(beside == besides[0] for beside in besides):
+                yield part, names
+
+
+def _beside(names: LogicalAxes, own: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """The dimensions in which arrays must agree to be joined."""
+    axis = int(names[0] == "embed")
+    return (*own.shape[:axis], *own.shape[axis + 1 :])
+
+
+def _cut(names: LogicalAxes, whole: jax.Array, own: jax.ShapeDtypeStruct, *before: jax.ShapeDtypeStruct) -> jax.Array:
+    """The part of a joined array, inputs first if it has any, that comes after others."""
+    axis = int(names[0] == "embed")
+    start = sum(other.shape[axis] for other in before)
+    return jax.lax.slice_in_dim(whole, start, start + own.shape[axis], axis=axis)
 
 
 def _in_order(blocks: dict[str, Tree]) -> list[Tree]:

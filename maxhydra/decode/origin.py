@@ -51,6 +51,7 @@ def settings_name(config: Config) -> str:
         "weights": config.checkpoint.load_parameters,
         "template": config.data.tokenizer.chat_template,
         "compute": config.model.dtypes.compute,
+        "quantization": OmegaConf.to_container(OmegaConf.structured(config.quantization)),
         "cache": task.engine.cache_dtype,
         "sampling": OmegaConf.to_container(OmegaConf.structured(task.sampling)),
         "chat": [task.chat, task.system, task.samples, task.logprobs, config.run.seed],

@@ -11,7 +11,7 @@ from maxhydra import model
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.decode import Engine as EngineConfig
 from maxhydra.config.quantization import QuantizationKind
-from maxhydra.convert import load_weights
+from maxhydra.convert.load import load_weights
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.origin import check_origin
 from maxhydra.decode.prompts import Prompts
@@ -36,19 +36,20 @@ def open_prompts(config: Config, *, processes: int) -> Prompts:
 def open_engine(config: Config, engine: EngineConfig, prompts: Prompts) -> Engine:
     """Load the weights and start the engine.
 
-    Weights are kept in the format of the computation, into which every product would turn them anyway.
+    Weights are kept in the format of the computation, into which every product would turn them anyway, or in fewer
+    bits where the config says so.
     """
     assert config.checkpoint.load_parameters is not None
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
     if config.quantization.kind is QuantizationKind.fp8:
-        hint = f"leave quantization={config.quantization.kind.value} out"
+        hint = "try quantization=int8_weights, or leave it out"
         raise ConfigError(Problem("quantization.kind", "is a way to train, not to decode", value="fp8", hint=hint))
-    decoder = model.build(config.model)
+    decoder = model.build(config.model, quantization=config.quantization)
     sharder.check(decoder.axes, decoder.shapes)
     params = load_weights(
         config.checkpoint.load_parameters,
         decoder,
-        shardings=sharder.tree(decoder.axes),
+        shardings=sharder.tree(decoder.base.axes),
         dtype=jnp.dtype(config.model.dtypes.compute.value),
     )
     return Engine(decoder, params, prompts.tokenizer, engine, sharder=sharder, eos=prompts.ends)

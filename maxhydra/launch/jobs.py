@@ -80,6 +80,10 @@ class Jobs(Protocol):
         """Write what the job needs; ConfigError where its config is wrong. Nothing is started."""
         ...
 
+    def render(self, proposals: Sequence[Proposal]) -> str:
+        """What `start` would hand to the place, as text. Nothing is written, and nobody asked."""
+        ...
+
     def start(self, proposals: Sequence[Proposal]) -> Sequence[Job]:
         """Start jobs that are prepared. ConfigError where the place refuses them."""
         ...

@@ -7,6 +7,7 @@ run's own run.json.
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -49,6 +50,9 @@ class LocalJobs:
 
     def prepare(self, proposal: Proposal) -> None:
         """The command composes and checks its config itself."""
+
+    def render(self, proposals: Sequence[Proposal]) -> str:
+        return "".join(shlex.join(self.command(proposal)) + "\n" for proposal in proposals)
 
     def start(self, proposals: Sequence[Proposal]) -> Sequence[LocalJob]:
         return [self._start(proposal) for proposal in proposals]

@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.launch.gke import GkeJobs, GkeSettings
 from maxhydra.launch.jobs import Jobs, Shared
 from maxhydra.launch.local import LocalJobs, LocalSettings
 from maxhydra.launch.settings import Launcher
@@ -14,6 +15,7 @@ from maxhydra.launch.slurm import SlurmJobs, SlurmSettings
 PLACES: dict[str, tuple[type[Launcher], Callable[[Any, Shared], Jobs]]] = {
     "local": (LocalSettings, LocalJobs),
     "slurm": (SlurmSettings, SlurmJobs),
+    "gke": (GkeSettings, GkeJobs),
 }
 # Where Hydra finds the doors to them: hydra.launcher._target_ is <DOORS>.<kind>.<class>.
 DOORS = "hydra_plugins.maxhydra_launcher"

@@ -8,18 +8,18 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
-from maxhydra.kernels.attention import Request, UnsupportedError, attention
+from maxhydra.kernels.attention import Request
 from maxhydra.kernels.einsum import Layout
 from maxhydra.kernels.paged_attention import Pages, can_serve, paged_attention
+from maxhydra.layers.attend import attend, cached_positions
 from maxhydra.layers.cache import Cache, KeysValues, Room
 from maxhydra.layers.context import Context
-from maxhydra.layers.projection import joined, together
+from maxhydra.layers.parts import Mixed, visible_keys
+from maxhydra.layers.projection import are_alike, joined, together
 from maxhydra.layers.rope import frequencies, rotate, turns
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
@@ -60,6 +60,14 @@ class AttentionSpec:
             dtypes=Dtypes.of(model.dtypes),
         )
 
+    def build(self, make: WeightMaker) -> "Attention":
+        return Attention(self, make)
+
+    def forward_flops(self, seq_len: int) -> float:
+        """Operations per token: four projections, then logits and weighted sum over the keys that a token sees."""
+        weights = self.emb_dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return 2.0 * weights + 4.0 * self.num_heads * self.head_dim * visible_keys(self.window, seq_len)
+
 
 class Attention(nnx.Module):
     """out(attention(rope(query(x)), rope(key(x)), value(x)))."""
@@ -73,7 +81,7 @@ class Attention(nnx.Module):
         self.out = make.projection("out", (N, H), (D,), ("heads", "head_dim", "embed"), scale=spec.out_scale)
 
     @jax.named_scope("attention")
-    def __call__(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
         pages = self._pages(x_BTD, ctx)
         if pages is None:
             mixed_BTNH, cache = self._mix(*self._project(x_BTD, ctx), ctx)
@@ -83,7 +91,7 @@ class Attention(nnx.Module):
         mixed_BTNH = checkpoint_name(mixed_BTNH, "context")
         out_BTD = self.out(mixed_BTNH, ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
-        return checkpoint_name(out_BTD, "attention_out"), cache
+        return Mixed(checkpoint_name(out_BTD, "attention_out"), cache, {})
 
     def empty_cache(self, room: Room, layers: int) -> Cache:
         spec = self.spec
@@ -119,7 +127,7 @@ class Attention(nnx.Module):
             return self._attend(
                 q_BTNH, k_BSKH, v_BSKH, ctx, q_segments_BT=ctx.segments, kv_segments_BS=ctx.segments
             ), None
-        positions_BT = _positions(ctx)
+        positions_BT = cached_positions(ctx)
         cache = ctx.cache.insert(k_BTKH, v_BTKH, positions_BT, ctx.rows)
         kept: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
         k_BSKH, v_BSKH = self._whole(kept.key_BSKH, ctx), self._whole(kept.value_BSKH, ctx)
@@ -130,11 +138,12 @@ class Attention(nnx.Module):
 
     def _pages(self, x_BTD: jax.Array, ctx: Context) -> Pages | None:
         """The cache as the kernel for one new token a row takes it; None where that cannot serve."""
-        is_plain = all(projection.lora is None for projection in (self.query, self.key, self.value))
+        three = (self.query, self.key, self.value)
+        is_plain = are_alike(three) and all(projection.lora is None for projection in three)
         is_asked = self.spec.backend == "auto" and self.query.product.layout is Layout.joined and is_plain
         if ctx.cache is None or not is_asked or x_BTD.shape[1] > 1:
             return None
-        pages: Pages | None = ctx.cache.pages(_positions(ctx), ctx.rows)
+        pages: Pages | None = ctx.cache.pages(cached_positions(ctx), ctx.rows)
         return pages if pages is not None and can_serve(pages, x_BTD.dtype.name, ctx.sharder.mesh.size) else None
 
     def _mix_pages(self, x_B1D: jax.Array, pages: Pages, ctx: Context) -> tuple[jax.Array, Any]:
@@ -152,14 +161,7 @@ class Attention(nnx.Module):
     def _attend(
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ctx: Context, **tokens: jax.Array | None
     ) -> jax.Array:
-        backend = self.spec.backend
-        try:
-            return attention(q_BTNH, k_BSKH, v_BSKH, self._request(ctx), backend=backend, **tokens)
-        except UnsupportedError as error:
-            accepted = ", ".join(("auto", *error.able))
-            raise ConfigError(
-                Problem("model.kernels.attention", "; ".join(error.reasons), value=backend, accepted=accepted)
-            ) from None
+        return attend(q_BTNH, k_BSKH, v_BSKH, self._request(ctx), backend=self.spec.backend, **tokens)
 
     def _request(self, ctx: Context) -> Request:
         spec = self.spec
@@ -167,12 +169,8 @@ class Attention(nnx.Module):
             scale=spec.scale,
             causal=True,
             window=spec.window,
+            chunk=None,
             softcap=spec.softcap,
             softmax_dtype=spec.dtypes.softmax.name,
             is_length_split=ctx.is_length_split,
         )
-
-
-def _positions(ctx: Context) -> jax.Array:
-    """Where the tokens stand that meet a cache, -1 for padding."""
-    return ctx.positions if ctx.segments is None else jnp.where(ctx.segments == 0, -1, ctx.positions)

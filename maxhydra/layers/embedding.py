@@ -8,6 +8,8 @@ from flax import nnx
 
 from maxhydra.config import model as config
 from maxhydra.kernels.einsum import Layout, projected
+from maxhydra.kernels.int8 import int8_product
+from maxhydra.layers.int8 import Int8, rows
 from maxhydra.layers.weights import Dtypes, WeightMaker
 
 
@@ -42,17 +44,19 @@ class Embedding(nnx.Module):
         # emb_dim^-1/2, so that a tied head turns normalised activations into logits of variance init_scale^2. As an
         # input the size of a row is free: every branch normalises the stream before reading it.
         std = spec.init_scale * spec.emb_dim**-0.5
-        self.table = make.matrix((spec.vocab_size,), (spec.emb_dim,), ("vocab", "embed"), std=std)
+        self.table = make.end("embedding", spec.vocab_size, spec.emb_dim, ("vocab", "embed"), std=std)
 
     @jax.named_scope("embedding")
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Rows of the tokens; an id outside the vocabulary gives NaN, which the loss then shows."""
-        rows = jnp.take(self.table[...], tokens_BT, axis=0, mode="fill", fill_value=jnp.nan)
-        return rows.astype(self.spec.dtypes.compute)
+        if isinstance(self.table, Int8):
+            return rows(self.table.parts, tokens_BT, self.spec.dtypes.compute)
+        found = jnp.take(self.table[...], tokens_BT, axis=0, mode="fill", fill_value=jnp.nan)
+        return found.astype(self.spec.dtypes.compute)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """[..., D] to [..., V]."""
-        return _logits("...D,VD->...V", hidden, self.table, self.spec)
+    def logits(self, hidden: jax.Array, *, is_alone: bool) -> jax.Array:
+        """[..., D] to [..., V]; is_alone: on one device."""
+        return _logits("...D,VD->...V", hidden, self.table, self.spec, is_alone=is_alone)
 
 
 class Head(nnx.Module):
@@ -61,15 +65,23 @@ class Head(nnx.Module):
     def __init__(self, spec: VocabularySpec, make: WeightMaker):
         self.spec = spec
         std = spec.init_scale * spec.emb_dim**-0.5
-        self.kernel = make.matrix((spec.emb_dim,), (spec.vocab_size,), ("embed", "vocab"), std=std)
+        self.kernel = make.end("head", spec.emb_dim, spec.vocab_size, ("embed", "vocab"), std=std)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """[..., D] to [..., V]."""
-        return _logits("...D,DV->...V", hidden, self.kernel, self.spec)
+    def logits(self, hidden: jax.Array, *, is_alone: bool) -> jax.Array:
+        """[..., D] to [..., V]; is_alone: on one device."""
+        return _logits("...D,DV->...V", hidden, self.kernel, self.spec, is_alone=is_alone)
 
 
-def _logits(equation: str, hidden: jax.Array, weight: nnx.Param, spec: VocabularySpec) -> jax.Array:
+def _logits(
+    equation: str, hidden: jax.Array, weight: nnx.Param | Int8, spec: VocabularySpec, *, is_alone: bool
+) -> jax.Array:
     """The product, then softcap * tanh(logits / softcap): logits within -softcap and softcap (Gemma 2, 2024)."""
-    weights = weight[...].astype(spec.dtypes.compute)
-    logits = projected(equation, hidden, weights, layout=spec.layout, dtype=spec.dtypes.logits)
+    if isinstance(weight, Int8):
+        codes, scales_V = weight.parts.codes, weight.parts.scales
+        codes_DV = codes if ",DV->" in equation else codes.T
+        how = {"layout": spec.layout, "is_alone": is_alone, "dtype": spec.dtypes.logits}
+        logits = int8_product(hidden, codes_DV, scales_V, **how)
+    else:
+        weights = weight[...].astype(spec.dtypes.compute)
+        logits = projected(equation, hidden, weights, layout=spec.layout, dtype=spec.dtypes.logits)
     return logits if spec.softcap is None else spec.softcap * jnp.tanh(logits / spec.softcap)

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config import model as config
 from maxhydra.kernels.einsum import Layout
 from maxhydra.layers.context import Context
+from maxhydra.layers.parts import Fed, Side
 from maxhydra.layers.projection import together
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
@@ -44,6 +46,15 @@ class MlpSpec:
             dtypes=Dtypes.of(model.dtypes),
         )
 
+    def build(self, make: WeightMaker) -> "Mlp":
+        return Mlp(self, make)
+
+    def forward_flops(self) -> float:
+        return 2.0 * 3 * self.emb_dim * self.dim
+
+    def settled(self, new: Any, old: Any, side: Side) -> Any:
+        return new
+
 
 class Mlp(nnx.Module):
     """down(activation(gate(x)) * up(x))."""
@@ -56,13 +67,13 @@ class Mlp(nnx.Module):
         self.down = make.projection("down", (F,), (D,), ("mlp", "embed"), scale=spec.out_scale)
 
     @jax.named_scope("mlp")
-    def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> Fed:
         gate_BTF, up_BTF = self._hidden(x_BTD, ctx)
         gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
         hidden_BTF = gated(self.spec.activation, gate_BTF, up_BTF)
         out_BTD = self.down(hidden_BTF, ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
-        return checkpoint_name(out_BTD, "mlp_out")
+        return Fed(checkpoint_name(out_BTD, "mlp_out"), {})
 
     def _hidden(self, x_BTD: jax.Array, ctx: Context) -> list[jax.Array]:
         """Gate and up: by one product where their weights lie together."""

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.layers.packed import Quantized
 from maxhydra.sharding import LogicalAxes
 
 BLOCK = 64
@@ -27,10 +28,6 @@ LEVELS = (
 )
 SCALE = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(SCALE).max)
-
-
-class Quantized(nnx.Variable):
-    """An array that is used as it is kept: never cast, never trained."""
 
 
 @jax.tree_util.register_dataclass

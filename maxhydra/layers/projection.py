@@ -17,8 +17,10 @@ from maxhydra.config import adapter as config
 from maxhydra.config.patterns import matches
 from maxhydra.kernels.einsum import Layout, projected
 from maxhydra.kernels.float8 import float8_product
+from maxhydra.kernels.int8 import int8_product
 from maxhydra.layers.context import Context
 from maxhydra.layers.dropout import dropout
+from maxhydra.layers.int8 import Int8, side_by_side
 from maxhydra.layers.nf4 import Nf4, Nf4Parts
 
 # Letters for the dimensions of a product; more than any weight has.
@@ -65,6 +67,8 @@ class ProductSpec:
     lora: LoraSpec | None = None
     float8: tuple[str, ...] = ()
     """Projections whose products are in float8, as regular expressions on their names."""
+    int8: tuple[str, ...] = ()
+    """Weights that are kept in int8, likewise; the two ends of the model are `embedding` and `head`."""
 
 
 class Lora(nnx.Module):
@@ -80,11 +84,17 @@ class Lora(nnx.Module):
         narrow = _product(kept, self.a[...], product, inputs=inputs)
         return self.spec.scale * _product(narrow, self.b[...], product, inputs=1)
 
+    def matrix(self) -> jax.Array:
+        """What it adds to the kernel."""
+        return self.spec.scale * jnp.tensordot(self.a[...], self.b[...], axes=1)
+
 
 class Projection(nnx.Module):
     """x times the kernel [*inputs, *outputs], over the last dimensions of x."""
 
-    def __init__(self, kernel: nnx.Param | Nf4, lora: Lora | None, product: ProductSpec, *, name: str, inputs: int):
+    def __init__(
+        self, kernel: nnx.Param | Nf4 | Int8, lora: Lora | None, product: ProductSpec, *, name: str, inputs: int
+    ):
         """`name`: <layer kind>/<path in the layer>, by which configs choose among projections."""
         self.kernel, self.lora = kernel, lora
         self.product, self.name, self.inputs = product, name, inputs
@@ -107,11 +117,12 @@ class Projection(nnx.Module):
         """The first dimension of the outputs."""
         if isinstance(self.kernel, Nf4):
             return self.kernel.codes[...].shape[1]
-        return self.kernel[...].shape[self.inputs]
+        return (self.kernel.codes if isinstance(self.kernel, Int8) else self.kernel)[...].shape[self.inputs]
 
     @property
     def kept(self) -> jax.Array | Nf4Parts:
         """The kernel as it is kept."""
+        assert not isinstance(self.kernel, Int8)
         return self.kernel.parts if isinstance(self.kernel, Nf4) else self.kernel[...]
 
     def weight(self, kept: jax.Array | Nf4Parts) -> jax.Array:
@@ -121,6 +132,13 @@ class Projection(nnx.Module):
             return self.kernel.unpacked(kept, self.product.compute)
         assert isinstance(kept, jax.Array)
         return kept.astype(self.product.compute)
+
+    def matrix(self, ctx: Context) -> jax.Array:
+        """The whole map as an array [*inputs, *outputs], for those who multiply by parts of it; no dropout."""
+        whole = self.weight(self.kept)
+        if self.lora is None or not ctx.is_adapted:
+            return whole
+        return whole + self.lora.matrix().astype(whole.dtype)
 
     def added(self, out: jax.Array, x: jax.Array, ctx: Context) -> jax.Array:
         """A product of x with the kernel alone, with what the adapter adds to it."""
@@ -134,12 +152,17 @@ def together(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> l
 
     They may differ in the first dimension of their outputs. Different number formats make products of their own.
     """
-    if len({projection.is_float8 for projection in projections}) > 1:
+    if not are_alike(projections):
         return [projection(x, ctx) for projection in projections]
     axis = projections[0].inputs
     starts = np.cumsum([projection.width for projection in projections])[:-1]
     parts = jnp.split(joined(projections, x, ctx), starts, axis=x.ndim - axis)
     return [projection.added(part, x, ctx) for projection, part in zip(projections, parts, strict=True)]
+
+
+def are_alike(projections: Sequence[Projection]) -> bool:
+    """Whether they keep their kernels and make their products in the same number format."""
+    return len({(projection.is_float8, type(projection.kernel)) for projection in projections}) == 1
 
 
 def joined(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> jax.Array:
@@ -148,6 +171,10 @@ def joined(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> jax
     Kernels in four bits are unpacked anew in the backward pass: kept until then, they would take all that was saved.
     """
     first = projections[0]
+    packed = [projection.kernel.parts for projection in projections if isinstance(projection.kernel, Int8)]
+    if packed:
+        whole, is_alone = side_by_side(packed), ctx.sharder.mesh.size == 1
+        return int8_product(x, whole.codes, whole.scales, layout=first.product.layout, is_alone=is_alone)
 
     def product(x: jax.Array, kept: list[Any]) -> jax.Array:
         kernels = [projection.weight(one) for projection, one in zip(projections, kept, strict=True)]

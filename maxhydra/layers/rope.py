@@ -45,3 +45,9 @@ def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, frequencies: tuple[float,
     cos, sin = jnp.cos(angles_BT1F), jnp.sin(angles_BT1F)
     a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+def as_halves(x: jax.Array) -> jax.Array:
+    """Heads whose pairs are neighbours (x[2i], x[2i + 1]) with the pairs where `rotate` takes them."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    return jnp.concatenate([pairs[..., 0], pairs[..., 1]], axis=-1)

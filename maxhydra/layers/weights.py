@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from copy import copy
 from itertools import count
 
@@ -11,6 +12,8 @@ import numpy as np
 from flax import nnx
 
 from maxhydra.config import model as config
+from maxhydra.config.patterns import matches
+from maxhydra.layers.int8 import Int8
 from maxhydra.layers.nf4 import Nf4
 from maxhydra.layers.projection import Lora, LoraSpec, ProductSpec, Projection
 from maxhydra.sharding import LogicalAxes
@@ -61,10 +64,39 @@ class WeightMaker:
     def ones(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
         return nnx.Param(jnp.ones(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
 
-    def matrix(self, rows: tuple[int, ...], columns: tuple[int, ...], axes: LogicalAxes, *, std: float) -> nnx.Param:
-        """Normal values in [*rows, *columns], drawn in float32 whatever format they are kept in."""
+    def zeros(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
+        return nnx.Param(jnp.zeros(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
+
+    def drawn(
+        self, shape: tuple[int, ...], axes: LogicalAxes, draw: Callable[[jax.Array, tuple[int, ...]], jax.Array]
+    ) -> nnx.Param:
+        """Values that a function of a key and a shape draws."""
         key = jax.random.fold_in(self._key, next(self._numbers))
-        return self._normal(key, rows, columns, axes, std=std, dtype=self._dtype)
+        return nnx.Param(draw(key, self._stack + shape).astype(self._dtype), axes=self._stack_axes + axes)
+
+    def matrix(
+        self,
+        rows: tuple[int, ...],
+        columns: tuple[int, ...],
+        axes: LogicalAxes,
+        *,
+        std: float,
+        is_wide: bool = False,
+    ) -> nnx.Param:
+        """Normal values in [*rows, *columns], drawn in float32 whatever format they are kept in.
+
+        `is_wide`: they are used in that format too, not in that of the model's products.
+        """
+        key = jax.random.fold_in(self._key, next(self._numbers))
+        drawn = self._normal(key, rows, columns, axes, std=std, dtype=self._dtype)
+        drawn.set_metadata(is_wide=is_wide)
+        return drawn
+
+    def end(self, name: str, rows: int, columns: int, axes: LogicalAxes, *, std: float) -> nnx.Param | Int8:
+        """A matrix between the vocabulary and the residual stream, whose products sum over the latter."""
+        key = jax.random.fold_in(self._key, next(self._numbers))
+        matrix = self._normal(key, (rows,), (columns,), axes, std=std, dtype=self._dtype)
+        return Int8(matrix[...], axes, summed=("embed",)) if matches(self._product.int8, name) else matrix
 
     def projection(
         self, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: LogicalAxes, *, scale: float
@@ -79,12 +111,15 @@ class WeightMaker:
         if spec is not None and spec.adds_to(name):
             key = jax.random.fold_in(key, 1)
             lora = self._lora(spec, key, inputs, outputs, axes, number=FREE_KEYS + number)
-        kept = kernel if spec is None or not spec.over_nf4 else self._packed(kernel, len(inputs), name)
+        kept = self._kept(kernel, axes[: len(inputs)], name)
         return Projection(kept, lora, self._product, name=name, inputs=len(inputs))
 
-    def _packed(self, kernel: nnx.Param, inputs: int, name: str) -> Nf4:
-        axes = kernel.get_metadata("axes")
-        return Nf4(kernel[...], axes, inputs=inputs, stacked=bool(self._stack), name=name)
+    def _kept(self, kernel: nnx.Param, summed: LogicalAxes, name: str) -> nnx.Param | Nf4 | Int8:
+        """The kernel in the format that it is kept in."""
+        axes, lora = kernel.get_metadata("axes"), self._product.lora
+        if lora is not None and lora.over_nf4:
+            return Nf4(kernel[...], axes, inputs=len(summed), stacked=bool(self._stack), name=name)
+        return Int8(kernel[...], axes, summed=summed) if matches(self._product.int8, name) else kernel
 
     def _lora(
         self,

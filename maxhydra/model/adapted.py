@@ -1,4 +1,4 @@
-"""A model under its adapter: how the base is kept there, and both together as the weights of the base alone."""
+"""A model under its adapter or in fewer bits: how the base is kept there, and adapter and base as the latter alone."""
 
 from functools import partial
 from typing import Any
@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.layers import LoraSpec
-from maxhydra.layers.nf4 import restored, stored
+from maxhydra.layers import LoraSpec, int8, nf4
 from maxhydra.model.definition import ModelDef
 from maxhydra.model.flops import parameter_count
 from maxhydra.model.trees import ADAPTER, split
@@ -17,13 +16,16 @@ Tree = Any
 
 
 def kept(model: ModelDef, keys: tuple[str, ...], weight: jax.Array) -> Tree:
-    """A weight of the model's base, found below these keys, as the model keeps it under its adapter."""
-    place = model.shapes
+    """A weight of the model's base, found below these keys, as the model keeps it."""
+    place, axes = model.shapes, model.axes
     for key in keys:
-        place = place[key]
+        place, axes = place[key], axes[key]
     if not isinstance(place, dict):
         return weight
-    pack = partial(stored, inputs=weight.ndim - place["codes"].ndim + 1, stacked=_is_stacked(keys))
+    if "groups" in place:
+        pack = partial(nf4.stored, inputs=weight.ndim - place["codes"].ndim + 1, stacked=_is_stacked(keys))
+    else:
+        pack = partial(int8.stored, axes=axes["codes"], of_scales=axes["scales"])
     return jax.jit(pack)(weight)
 
 
@@ -46,7 +48,7 @@ def merged(model: ModelDef, weights: Tree, *, dtype: np.dtype) -> Tree:
             return {name: walk(below, shapes[name], (*keys, name)) for name, below in node.items()}
         kernel, stacked = node["kernel"], _is_stacked(keys)
         if isinstance(kernel, dict):
-            kernel = restored(kernel, shapes["kernel"].shape, stacked=stacked, dtype=np.dtype(np.float32))
+            kernel = nf4.restored(kernel, shapes["kernel"].shape, stacked=stacked, dtype=np.dtype(np.float32))
         if ADAPTER in node:
             kernel = kernel.astype(jnp.float32) + spec.scale * _product(**node[ADAPTER], stacked=stacked)
         return {"kernel": kernel.astype(dtype)}

@@ -7,7 +7,7 @@ stream.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from maxhydra.layers import (
     Embedding,
     Head,
     LoraSpec,
+    PerLayerEmbedding,
+    PerLayerSpec,
     ProductSpec,
     Projection,
     RMSNorm,
@@ -29,7 +31,8 @@ from maxhydra.layers import (
     VocabularySpec,
     WeightMaker,
 )
-from maxhydra.model.block import Block, BlockSpec
+from maxhydra.model.block import Block, BlockSpec, Left
+from maxhydra.model.mtp import Mtp
 from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder
 
@@ -42,7 +45,10 @@ class DecoderSpec:
     pattern: tuple[BlockSpec, ...]
     repetitions: int
     remainder: tuple[BlockSpec, ...]
+    mtp: tuple[BlockSpec, ...]
+    """Layers behind the last, which predict tokens beyond the next."""
     vocabulary: VocabularySpec
+    per_layer: PerLayerSpec | None
     is_tied: bool
     norm_eps: float
     unroll: int
@@ -51,16 +57,26 @@ class DecoderSpec:
     dtypes: Dtypes
 
     @classmethod
-    def of(cls, model: config.Model, lora: LoraSpec | None = None, float8: tuple[str, ...] = ()) -> "DecoderSpec":
+    def of(
+        cls,
+        model: config.Model,
+        lora: LoraSpec | None = None,
+        float8: tuple[str, ...] = (),
+        int8: tuple[str, ...] = (),
+    ) -> "DecoderSpec":
         repeated = model.num_layers - len(model.prefix)
         repetitions, rest = divmod(repeated, len(model.pattern)) if repeated else (0, 0)
         pattern = tuple(BlockSpec.of(model, name) for name in model.pattern)
+        prefix = tuple(BlockSpec.of(model, name) for name in model.prefix)
+        last = (prefix + pattern * repetitions + pattern[:rest])[-1]
         return cls(
-            prefix=tuple(BlockSpec.of(model, name) for name in model.prefix),
+            prefix=prefix,
             pattern=pattern if repetitions else (),
             repetitions=repetitions,
             remainder=pattern[:rest],
+            mtp=(last,) * model.mtp.depth,
             vocabulary=VocabularySpec.of(model),
+            per_layer=PerLayerSpec.of(model),
             is_tied=model.head is config.Head.tied,
             norm_eps=model.norm_eps,
             unroll=max(1, min(model.scan_unroll, repetitions)),
@@ -70,6 +86,7 @@ class DecoderSpec:
                 layout=Layout(model.kernels.projection.value),
                 lora=lora,
                 float8=float8,
+                int8=int8,
             ),
             dtypes=Dtypes.of(model.dtypes),
         )
@@ -80,6 +97,33 @@ class DecoderSpec:
         return self.prefix + self.pattern * self.repetitions + self.remainder
 
 
+class Forward(NamedTuple):
+    """What a forward pass gives."""
+
+    hidden_BTD: jax.Array
+    """Hidden states after the final norm."""
+    cache: Any
+    """The new cache; None without one."""
+    kept: list[jax.Array]
+    """The residual stream after every layer, where it was asked for."""
+    sides: dict[str, Any]
+    """What layers tell besides (layers/parts.py), at the path of the layer's part among the weights; those of the
+    pattern stacked over its repetitions."""
+    ahead: list[jax.Array]
+    """What the layers behind the last (mtp.py) give to the head, where it was asked for."""
+
+
+class _Run(NamedTuple):
+    """What some of the layers leave."""
+
+    x_BTD: jax.Array
+    caches: list[Any]
+    kept: list[jax.Array]
+    sides: dict[str, Any]
+    ctx: Context
+    """With what these layers handed on to later ones."""
+
+
 class Decoder(nnx.Module):
     """Tokens to hidden states, and hidden states to logits."""
 
@@ -87,30 +131,44 @@ class Decoder(nnx.Module):
         self.spec = spec
         make = WeightMaker(key, dtype=spec.dtypes.weights, layers=None, product=spec.product)
         self.embedding = Embedding(spec.vocabulary, make)
+        own = spec.per_layer
+        self.per_layer = None if own is None else PerLayerEmbedding(own, make.below("per_layer"))
         self.prefix = _numbered([Block(block, make.below(block.name)) for block in spec.prefix])
         stacks = [make.stacked(spec.repetitions).below(block.name) for block in spec.pattern]
         self.pattern = _numbered([Block(block, stack) for block, stack in zip(spec.pattern, stacks, strict=True)])
         self.remainder = _numbered([Block(block, make.below(block.name)) for block in spec.remainder])
         self.final_norm = RMSNorm(spec.vocabulary.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
         self.head = None if spec.is_tied else Head(spec.vocabulary, make)
+        scale = spec.vocabulary.init_scale
+        self.mtp = _numbered([Mtp(block, make.below("mtp"), scale=scale) for block in spec.mtp])
 
-    def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool) -> tuple[jax.Array, Any, list[jax.Array]]:
-        """Hidden states [B, T, D] after the final norm, the new cache (None without one), and, where asked to `keep`
-        them, the residual stream after every layer."""
+    def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool, ahead: bool) -> Forward:
+        """A forward pass, which leaves the stream after every layer only where asked to `keep` it, and runs the layers
+        behind the last only where asked to look `ahead`."""
         caches = ctx.cache or self._map_blocks(lambda block, layers: None)
         x_BTD = ctx.constrain(self.embedding(tokens_BT), "act_batch", "act_length", "act_embed")
-        x_BTD, prefix, kept = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first=0)
-        x_BTD, pattern, repeated = self._run_pattern(x_BTD, ctx, caches["pattern"], keep=keep)
+        if self.per_layer is not None:
+            ctx = dataclasses.replace(ctx, layer_input=self.per_layer(tokens_BT, x_BTD, ctx))
+        prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first=0)
+        pattern = self._run_pattern(prefix.x_BTD, prefix.ctx, caches["pattern"], keep=keep)
         first = len(self.spec.layers) - len(self.remainder)
-        x_BTD, remainder, last = self._run_blocks(self.remainder, x_BTD, ctx, caches["remainder"], first=first)
-        hidden_BTD = ctx.constrain(self.final_norm(x_BTD), "act_batch", "act_length", "act_embed")
-        new_caches = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
-        return hidden_BTD, None if ctx.cache is None else new_caches, [*kept, *repeated, *last] if keep else []
+        remainder = self._run_blocks(self.remainder, pattern.x_BTD, pattern.ctx, caches["remainder"], first=first)
+        parts = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
+        hidden_BTD = ctx.constrain(self.final_norm(remainder.x_BTD), "act_batch", "act_length", "act_embed")
+        further = self._run_ahead(hidden_BTD, tokens_BT, ctx) if ahead else _Run(hidden_BTD, [], [], {})
+        return Forward(
+            hidden_BTD=hidden_BTD,
+            cache=None if ctx.cache is None else {name: part.caches for name, part in parts.items()},
+            kept=[x_BTD for part in parts.values() for x_BTD in part.kept] if keep else [],
+            sides={name: part.sides for name, part in {**parts, "mtp": further}.items() if part.sides},
+            ahead=further.kept,
+        )
 
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """[B, T, D] to [B, T, V], soft-capped; T may be any part of the sequence, and is split if it can be."""
         length = "act_length" if hidden.shape[1] % sharder.ways("act_length") == 0 else None
-        return sharder.constrain((self.head or self.embedding).logits(hidden), "act_batch", length, "act_vocab")
+        logits = (self.head or self.embedding).logits(hidden, is_alone=sharder.mesh.size == 1)
+        return sharder.constrain(logits, "act_batch", length, "act_vocab")
 
     def empty_cache(self, room: Room) -> dict[str, list[Cache]]:
         """The caches of all blocks; those of the pattern hold every repetition, the others one layer."""
@@ -128,62 +186,95 @@ class Decoder(nnx.Module):
             name: [function(block, layers) for block in _in_order(blocks)] for name, (blocks, layers) in groups.items()
         }
 
-    def _run_blocks(
-        self, blocks: nnx.Dict, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, first: int
-    ) -> tuple[jax.Array, list[Any], list[jax.Array]]:
-        """Blocks one after the other, the first of them layer number `first`; what each leaves."""
-        new_caches, left = [], []
+    def _run_blocks(self, blocks: nnx.Dict, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, first: int) -> _Run:
+        """Blocks one after the other, the first of them layer number `first`."""
+        new_caches, kept, sides = [], [], []
         for index, (block, cache) in enumerate(zip(_in_order(blocks), caches, strict=True), start=first):
             graphdef, weights = self._split(block)
             run = self.spec.remat.wrap(_runner(graphdef), in_loop=False)
-            x_BTD, view = run(weights, x_BTD, ctx.at_layer(index, _seen(cache, 0)))
+            own_input = None if ctx.layer_input is None else ctx.layer_input[index]
+            x_BTD, view, side, handed = run(weights, x_BTD, ctx.at_layer(index, _seen(cache, 0), own_input))
+            if handed is not None:
+                ctx = dataclasses.replace(ctx, shared={**ctx.shared, block.name: handed})
             new_caches.append(_merged(cache, view))
-            left.append(x_BTD)
-        return x_BTD, new_caches, left
+            kept.append(x_BTD)
+            sides.append(side)
+        return _Run(x_BTD, new_caches, kept, _told(sides), ctx)
+
+    def _run_ahead(self, x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context) -> _Run:
+        """The layers behind the last, each on what the one before it made. At the end of a row there are no later
+        tokens, and the first ones stand in for them: nothing earlier sees it, and no loss counts it."""
+        kept, sides = [], []
+        for index, layer in enumerate(_in_order(self.mtp)):
+            later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1))
+            graphdef, weights = self._split(layer)
+            run = self.spec.remat.wrap(_runner(graphdef, Mtp.ahead), in_loop=False)
+            x_BTD, _, side = run(weights, x_BTD, later_BTD, ctx.at_layer(len(self.spec.layers) + index, None))
+            kept.append(x_BTD)
+            sides.append(side)
+        return _Run(x_BTD, [], kept, _told(sides))
 
     def _split(self, block: Block) -> tuple[Any, nnx.State]:
         """The block without its weights, and the weights, matrices in the compute format.
 
         They are cast here, once a step and outside what is computed again: a layer that casts its own does it twice,
         and hands back a gradient of twice the bytes. Vectors (norms) are few, and used in the format they are kept in,
-        as are weights that are no plain numbers.
+        as are wide matrices (routers) and weights that are no plain numbers.
         """
         graphdef, weights = nnx.split(block)
 
         def cast(weight: nnx.Variable) -> nnx.Variable:
             own_axes = [name for name in weight.get_metadata("axes") if name != "layers"]
             is_matrix = isinstance(weight, nnx.Param) and len(own_axes) > 1
-            return weight.replace(weight[...].astype(self.spec.dtypes.compute)) if is_matrix else weight
+            if not is_matrix or weight.get_metadata("is_wide", False):
+                return weight
+            return weight.replace(weight[...].astype(self.spec.dtypes.compute))
 
         return graphdef, jax.tree.map(cast, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
-    def _run_pattern(
-        self, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, keep: bool
-    ) -> tuple[jax.Array, list[Any], list[jax.Array]]:
-        """All repetitions of the pattern under one scan; what each layer leaves, where it is to be kept.
+    def _run_pattern(self, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, keep: bool) -> _Run:
+        """All repetitions of the pattern under one scan.
 
-        The caches are carried and updated in place rather than scanned over, which would hold them twice.
+        The caches are carried and updated in place rather than scanned over, which would hold them twice. Nothing is
+        handed on from here: what layers share comes from the prefix.
         """
         spec = self.spec
         if not spec.repetitions:
-            return x_BTD, caches, []
+            return _Run(x_BTD, caches, [], {}, ctx)
         splits = [self._split(block) for block in _in_order(self.pattern)]
         in_loop = spec.repetitions > spec.unroll
         runs = [spec.remat.wrap(_runner(graphdef), in_loop=in_loop) for graphdef, _ in splits]
 
-        def repetition(carry: tuple[jax.Array, list[Any]], xs: tuple[jax.Array, list[Any]]) -> tuple[Any, list[Any]]:
-            (x_BTD, caches), (index, weights) = carry, xs
-            new_caches, left = [], []
+        def repetition(carry: tuple[jax.Array, list[Any]], xs: tuple[jax.Array, list[Any], Any]) -> tuple[Any, Any]:
+            (x_BTD, caches), (index, weights, inputs) = carry, xs
+            new_caches, kept, sides = [], [], []
             for place, (run, cache) in enumerate(zip(runs, caches, strict=True)):
                 layer = len(self.prefix) + index * len(runs) + place
-                x_BTD, view = run(weights[place], x_BTD, ctx.at_layer(layer, _seen(cache, index)))
+                own_input = None if inputs is None else inputs[place]
+                own_ctx = ctx.at_layer(layer, _seen(cache, index), own_input)
+                x_BTD, view, side, _ = run(weights[place], x_BTD, own_ctx)
                 new_caches.append(_merged(cache, view))
-                left.append(x_BTD)
-            return (x_BTD, new_caches), left if keep else []
+                kept.append(x_BTD)
+                sides.append(side)
+            return (x_BTD, new_caches), (kept if keep else [], sides)
 
-        xs = (jnp.arange(spec.repetitions), [weights for _, weights in splits])
-        (x_BTD, caches), left = jax.lax.scan(repetition, (x_BTD, caches), xs, unroll=spec.unroll)
-        return x_BTD, caches, [place[index] for index in range(spec.repetitions) for place in left]
+        xs = (jnp.arange(spec.repetitions), [weights for _, weights in splits], self._pattern_inputs(ctx))
+        (x_BTD, caches), (kept, sides) = jax.lax.scan(repetition, (x_BTD, caches), xs, unroll=spec.unroll)
+        in_order = [place[index] for index in range(spec.repetitions) for place in kept]
+        return _Run(x_BTD, caches, in_order, _told(sides), ctx)
+
+    def _pattern_inputs(self, ctx: Context) -> jax.Array | None:
+        """The inputs of the pattern's layers, [repetitions, places, B, T, P]."""
+        if ctx.layer_input is None:
+            return None
+        places = len(self.pattern)
+        own = ctx.layer_input[len(self.prefix) : len(self.prefix) + self.spec.repetitions * places]
+        return own.reshape(self.spec.repetitions, places, *own.shape[1:])
+
+
+def _told(sides: list[Any]) -> dict[str, Any]:
+    """By the layer's key among the weights, of the layers that tell anything."""
+    return {str(index): side for index, side in enumerate(sides) if side}
 
 
 def _seen(cache: Cache | None, index: jax.Array | int) -> Any:
@@ -194,11 +285,11 @@ def _merged(cache: Cache | None, view: Any) -> Cache | None:
     return None if cache is None else cache.merged(view)
 
 
-def _runner(graphdef: Any) -> Callable[..., tuple[jax.Array, Any]]:
+def _runner(graphdef: Any, call: Callable[..., Left] = Block.__call__) -> Callable[..., Left]:
     """A block as a function of its weights."""
 
-    def run(weights: Any, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
-        return nnx.merge(graphdef, weights)(x_BTD, ctx)
+    def run(weights: Any, *inputs: Any) -> Left:
+        return call(nnx.merge(graphdef, weights), *inputs)
 
     return run
 
@@ -208,5 +299,5 @@ def _numbered(blocks: Sequence[Block]) -> nnx.Dict:
     return nnx.Dict({str(index): block for index, block in enumerate(blocks)})
 
 
-def _in_order(blocks: nnx.Dict) -> list[Block]:
+def _in_order(blocks: nnx.Dict) -> list[Any]:
     return [blocks[str(index)] for index in range(len(blocks))]

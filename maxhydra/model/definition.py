@@ -14,7 +14,7 @@ from maxhydra.config.adapter import Adapter
 from maxhydra.config.patterns import matches
 from maxhydra.config.quantization import Quantization, QuantizationKind
 from maxhydra.layers import Context, LoraSpec, Room
-from maxhydra.model.decoder import Decoder, DecoderSpec
+from maxhydra.model.decoder import Decoder, DecoderSpec, Forward
 from maxhydra.sharding import Sharder
 
 Tree = Any
@@ -34,22 +34,30 @@ class ModelDef:
 
     @property
     def base(self) -> "ModelDef":
-        """The model without its adapter."""
-        return dataclasses.replace(self, adapter=None)
+        """The model without its adapter, its weights plain numbers."""
+        return dataclasses.replace(self, adapter=None, quantization=None if self._int8 else self.quantization)
+
+    @property
+    def _int8(self) -> tuple[str, ...]:
+        return self._targets(QuantizationKind.int8_weights)
+
+    def _targets(self, kind: QuantizationKind) -> tuple[str, ...]:
+        asked = self.quantization
+        return tuple(asked.targets) if asked is not None and asked.kind is kind else ()
 
     @cached_property
     def _spec(self) -> DecoderSpec:
-        asked = self.quantization
-        float8 = tuple(asked.targets) if asked is not None and asked.kind is QuantizationKind.fp8 else ()
-        return DecoderSpec.of(self.config, LoraSpec.of(self.adapter), float8)
+        float8 = self._targets(QuantizationKind.fp8)
+        return DecoderSpec.of(self.config, LoraSpec.of(self.adapter), float8, self._int8)
 
     @cached_property
     def _abstract(self) -> Decoder:
         """The module with shapes in place of arrays."""
         decoder = nnx.eval_shape(lambda: Decoder(self._spec, jax.random.key(0)))
         names = [projection.name for projection in decoder.projections()]
-        asked = (("adapter.targets", self.adapter), ("quantization.targets", self.quantization))
-        problems = [problem for key, section in asked for problem in _unmatched(key, section, names)]
+        ends = ["embedding", *(["head"] if decoder.head else [])] if self._int8 else []
+        asked = (("adapter.targets", self.adapter, names), ("quantization.targets", self.quantization, names + ends))
+        problems = [problem for section in asked for problem in _unmatched(*section)]
         if problems:
             raise ConfigError(problems)
         return decoder
@@ -74,21 +82,43 @@ class ModelDef:
         """Initial weights. The same under any sharding; jit with out_shardings to make each shard where it belongs."""
         return nnx.to_pure_dict(nnx.state(Decoder(self._spec, key)))
 
+    def forward(
+        self, params: Tree, tokens: jax.Array, ctx: Context, *, keep: bool = False, ahead: bool = False
+    ) -> Forward:
+        """All that a pass over tokens [B, T] gives, with the stream after every layer where that is to be kept, and
+        with what predicts tokens beyond the next where that is to be looked at."""
+        return self._bind(params)(tokens, ctx, keep=keep, ahead=ahead)
+
     def hidden(self, params: Tree, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
         """Hidden states [B, T, D] of tokens [B, T] after the final norm, and the cache with these tokens in it."""
-        hidden, cache, _ = self._bind(params)(tokens, ctx, keep=False)
-        return hidden, cache
+        forward = self.forward(params, tokens, ctx)
+        return forward.hidden_BTD, forward.cache
 
     def features(
         self, params: Tree, tokens: jax.Array, ctx: Context, layers: Sequence[int]
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Hidden states as `hidden` gives them, and the residual stream [B, T, D] after each of some layers."""
-        hidden, _, kept = self._bind(params)(tokens, ctx, keep=bool(layers))
-        return hidden, [kept[layer] for layer in layers]
+        forward = self.forward(params, tokens, ctx, keep=bool(layers))
+        return forward.hidden_BTD, [forward.kept[layer] for layer in layers]
 
     def logits(self, params: Tree, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """Logits [B, T, V] of hidden states, in dtypes.logits, soft-capped."""
         return self._bind(params).logits(hidden, sharder)
+
+    def settled(self, new: Tree, old: Tree, told: Tree) -> Tree:
+        """The weights that a training step made of old ones, with what layers change in themselves by what they told.
+
+        `told`: as `Forward.sides`, perhaps summed. Weights that are not trained, as those under an adapter, stay.
+        """
+        for group, blocks in told.items():
+            specs = getattr(self._spec, group)
+            changed = {
+                index: specs[int(index)].settled(new[group][index], old[group][index], sides)
+                for index, sides in blocks.items()
+                if index in new.get(group, {})
+            }
+            new = {**new, group: {**new[group], **changed}} if changed else new
+        return new
 
     def empty_cache(self, room: Room) -> Tree:
         """The cache of every layer, each of the kind that its mixer needs."""

@@ -46,6 +46,11 @@ class SlurmJobs:
             self._ordering = Ordering(self._shared)
         self._ordering.order(proposal).write(self._shared.path(proposal))
 
+    def render(self, proposals: Sequence[Proposal]) -> str:
+        folders = [self._shared.path(proposal) for proposal in proposals]
+        name = _word(self._shared.folder.name)
+        return render(self._settings, name=name, sweep=self._shared.folder, folders=folders)
+
     def start(self, proposals: Sequence[Proposal]) -> Sequence[SlurmJob]:
         return [job for part in _parts(proposals) for job in self._submit(part)]
 

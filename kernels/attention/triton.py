@@ -1,0 +1,399 @@
+"""Flash attention (Dao, 2023) for what cuDNN has not: soft-caps and sinks, with windows and segments. For GPUs, in Pallas
+for Triton.
+
+Logits are in units of log 2, since the processors have 2^x and no e^x. A block of keys that every query of a block
+sees whole takes no mask; blocks that no query sees are not read. The backward pass makes the weights again, once for
+the queries and once for keys and values; a program of the latter goes over all query heads that share its key head.
+
+Shapes as in request.py; C queries and D keys of a block.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from maxhydra.kernels.attention.request import Request, Tokens
+
+LOG2E = math.log2(math.e)
+# Hidden logits; finite, since the difference of two infinities is not a number.
+LOWEST = -1e30
+# Blocks are cut to what divides a length, and smaller ones than this waste the matrix unit.
+LENGTH_MULTIPLE = 64
+
+
+class Block(NamedTuple):
+    """What a program does at a time."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Blocks(NamedTuple):
+    """The blocks of the three kernels."""
+
+    forward: Block
+    for_queries: Block
+    for_keys: Block
+
+
+# By head size: the fastest of those measured on an H200 with a soft-cap.
+SMALL = Blocks(Block(128, 64, 4, 3), Block(64, 64, 4, 3), Block(64, 64, 4, 3))
+LARGE = Blocks(Block(128, 64, 8, 2), Block(64, 64, 4, 2), Block(64, 64, 4, 2))
+BLOCKS = {16: SMALL, 32: SMALL, 64: SMALL, 128: LARGE, 256: Blocks(*[Block(64, 32, 8, 2)] * 3)}
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """What is known when the kernels are compiled."""
+
+    request: Request
+    blocks: Blocks
+    interpret: bool
+
+
+class Inputs(NamedTuple):
+    """What the kernels read; None where there is none."""
+
+    q_BTNH: jax.Array
+    k_BSKH: jax.Array
+    v_BSKH: jax.Array
+    sinks_N: jax.Array | None
+    q_segments_BT: jax.Array | None
+    kv_segments_BS: jax.Array | None
+
+
+def attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    request: Request,
+    tokens: Tokens,
+    sinks_N: jax.Array | None,
+    *,
+    blocks: Blocks | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    how = How(request, blocks or BLOCKS[q_BTNH.shape[3]], interpret)
+    inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)
+    return _attend(how, inputs)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(how: How, inputs: Inputs) -> jax.Array:
+    return _forward(how, inputs)[0]
+
+
+def _forward(how: How, inputs: Inputs) -> tuple[jax.Array, tuple[Inputs, jax.Array, jax.Array]]:
+    """The values, and for the backward pass also log2 of the sum of each row's exponentials."""
+    q_BTNH = inputs.q_BTNH
+    B, T, N, _ = q_BTNH.shape
+    block = how.blocks.forward
+    sizes = _Sizes.of(inputs, block)
+    specs = sizes.by_queries
+    out_BTNH, total_BNT = pl.pallas_call(
+        partial(_forward_kernel, how=how),
+        grid=(T // sizes.C, N, B),
+        in_specs=[specs.inputs(inputs)],
+        out_specs=[specs.q, specs.row],
+        out_shape=[
+            jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype),
+            jax.ShapeDtypeStruct((B, N, T), jnp.float32),
+        ],
+        compiler_params=plt.CompilerParams(num_warps=block.warps, num_stages=block.stages),
+        interpret=how.interpret,
+        name="attention_forward",
+    )(inputs)
+    return out_BTNH, (inputs, out_BTNH, total_BNT)
+
+
+def _backward(how: How, kept: tuple[Inputs, jax.Array, jax.Array], d_out_BTNH: jax.Array) -> tuple[Inputs]:
+    inputs, out_BTNH, total_BNT = kept
+    q_BTNH, k_BSKH = inputs.q_BTNH, inputs.k_BSKH
+    (B, T, N, _), (_, S, K, _) = q_BTNH.shape, k_BSKH.shape
+    mean_BNT = jnp.einsum("BTNH,BTNH->BNT", out_BTNH, d_out_BTNH, preferred_element_type=jnp.float32)
+    rows = (d_out_BTNH, total_BNT, mean_BNT)
+
+    block = how.blocks.for_queries
+    sizes = _Sizes.of(inputs, block)
+    specs = sizes.by_queries
+    d_q_BTNH = pl.pallas_call(
+        partial(_queries_kernel, how=how),
+        grid=(T // sizes.C, N, B),
+        in_specs=[specs.inputs(inputs), (specs.q, specs.row, specs.row)],
+        out_specs=specs.q,
+        out_shape=jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype),
+        compiler_params=plt.CompilerParams(num_warps=block.warps, num_stages=block.stages),
+        interpret=how.interpret,
+        name="attention_backward_queries",
+    )(inputs, rows)
+
+    block = how.blocks.for_keys
+    sizes = _Sizes.of(inputs, block)
+    specs = sizes.by_keys
+    of_keys = jax.ShapeDtypeStruct(k_BSKH.shape, k_BSKH.dtype)
+    d_k_BSKH, d_v_BSKH = pl.pallas_call(
+        partial(_keys_kernel, how=how),
+        grid=(S // sizes.D, K, B),
+        in_specs=[specs.inputs(inputs), (specs.q, specs.row, specs.row)],
+        out_specs=[specs.kv, specs.kv],
+        out_shape=[of_keys, of_keys],
+        compiler_params=plt.CompilerParams(num_warps=block.warps, num_stages=block.stages),
+        interpret=how.interpret,
+        name="attention_backward_keys",
+    )(inputs, rows)
+    d_sinks_N = None
+    if inputs.sinks_N is not None:
+        share_BNT = jnp.exp2(inputs.sinks_N.astype(jnp.float32)[:, None] * LOG2E - total_BNT)
+        d_sinks_N = -jnp.sum(share_BNT * mean_BNT, axis=(0, 2)).astype(inputs.sinks_N.dtype)
+    return (Inputs(d_q_BTNH, d_k_BSKH, d_v_BSKH, d_sinks_N, None, None),)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+class _Specs(NamedTuple):
+    """What a program sees of each array."""
+
+    q: pl.BlockSpec
+    kv: pl.BlockSpec
+    row: pl.BlockSpec
+    sinks: pl.BlockSpec
+    q_segments: pl.BlockSpec
+    kv_segments: pl.BlockSpec
+
+    def inputs(self, inputs: Inputs) -> Any:
+        specs = Inputs(self.q, self.kv, self.kv, self.sinks, self.q_segments, self.kv_segments)
+        return Inputs(*[None if array is None else spec for array, spec in zip(inputs, specs, strict=True)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    T: int
+    S: int
+    G: int
+    H: int
+    C: int
+    D: int
+
+    @classmethod
+    def of(cls, inputs: Inputs, block: Block) -> "_Sizes":
+        (_, T, N, H), (_, S, K, _) = inputs.q_BTNH.shape, inputs.k_BSKH.shape
+        return cls(T, S, N // K, H, math.gcd(block.queries, T), math.gcd(block.keys, S))
+
+    @property
+    def by_queries(self) -> _Specs:
+        """A block of queries of one head, the last first, as it takes longest; all keys."""
+        last, G = self.T // self.C - 1, self.G
+        return _Specs(
+            q=pl.BlockSpec((None, self.C, None, self.H), lambda i, n, b: (b, last - i, n, 0)),
+            kv=pl.BlockSpec((None, self.S, None, self.H), lambda i, n, b: (b, 0, jax.lax.div(n, G), 0)),
+            row=pl.BlockSpec((None, None, self.C), lambda i, n, b: (b, n, last - i)),
+            sinks=pl.BlockSpec((None,), lambda i, n, b: (n,)),
+            q_segments=pl.BlockSpec((None, self.C), lambda i, n, b: (b, last - i)),
+            kv_segments=pl.BlockSpec((None, self.S), lambda i, n, b: (b, 0)),
+        )
+
+    @property
+    def by_keys(self) -> _Specs:
+        """A block of keys of one head; all queries of the heads that share it."""
+        return _Specs(
+            q=pl.BlockSpec((None, self.T, self.G, self.H), lambda j, k, b: (b, 0, k, 0)),
+            kv=pl.BlockSpec((None, self.D, None, self.H), lambda j, k, b: (b, j, k, 0)),
+            row=pl.BlockSpec((None, self.G, self.T), lambda j, k, b: (b, k, 0)),
+            sinks=pl.BlockSpec((self.G,), lambda j, k, b: (k,)),
+            q_segments=pl.BlockSpec((None, self.T), lambda j, k, b: (b, 0)),
+            kv_segments=pl.BlockSpec((None, self.D), lambda j, k, b: (b, j)),
+        )
+
+
+def _forward_kernel(refs: Inputs, out_ref: Any, total_ref: Any, *, how: How) -> None:
+    """The softmax is taken as the keys come (Milakov and Gimelshein, 2018); a sink is a key whose value is zero."""
+    (C, H), S = refs.q_BTNH.shape, refs.k_BSKH.shape[0]
+    D = math.gcd(how.blocks.forward.keys, S)
+    start = (pl.num_programs(0) - 1 - pl.program_id(0)) * C
+    q_CH = refs.q_BTNH[...]
+    of_queries = None if refs.q_segments_BT is None else refs.q_segments_BT[...]
+
+    def step(j: jax.Array, so_far: Any, *, masked: bool) -> Any:
+        sums_CH, top_C, total_C = so_far
+        keys = pl.ds(j * D, D)
+        logits_CD = _logits(q_CH, refs.k_BSKH[keys, :], how.request)[0]
+        if masked:
+            of_keys = None if refs.kv_segments_BS is None else refs.kv_segments_BS[keys]
+            is_seen = _seen(how.request, start, j * D, (C, D), of_queries, of_keys)
+            logits_CD = jnp.where(is_seen, logits_CD, LOWEST)
+        new_top_C = jnp.maximum(top_C, logits_CD.max(axis=1))
+        weights_CD = jnp.exp2(logits_CD - new_top_C[:, None])
+        kept_C = jnp.exp2(top_C - new_top_C)
+        v_DH = refs.v_BSKH[keys, :]
+        added_CH = jnp.dot(weights_CD.astype(v_DH.dtype), v_DH, preferred_element_type=jnp.float32)
+        return sums_CH * kept_C[:, None] + added_CH, new_top_C, total_C * kept_C + weights_CD.sum(axis=1)
+
+    top_C, total_C = jnp.full((C,), LOWEST, jnp.float32), jnp.zeros((C,), jnp.float32)
+    if refs.sinks_N is not None:
+        top_C, total_C = jnp.full((C,), refs.sinks_N[...].astype(jnp.float32) * LOG2E), total_C + 1
+    ranges = _key_ranges(how.request, start, C=C, D=D, S=S, is_tagged=of_queries is not None)
+    sums_CH, top_C, total_C = _over(ranges, step, (jnp.zeros((C, H), jnp.float32), top_C, total_C))
+    # A query that sees nothing has summed up what is hidden from it.
+    share_C = jnp.where(top_C == LOWEST, 0.0, 1 / total_C)
+    out_ref[...] = (sums_CH * share_C[:, None]).astype(out_ref.dtype)
+    total_ref[...] = top_C + jnp.log2(total_C)
+
+
+def _queries_kernel(refs: Inputs, rows: Any, d_q_ref: Any, *, how: How) -> None:
+    (C, H), S = refs.q_BTNH.shape, refs.k_BSKH.shape[0]
+    D = math.gcd(how.blocks.for_queries.keys, S)
+    start = (pl.num_programs(0) - 1 - pl.program_id(0)) * C
+    q_CH, (d_out_CH, total_C, mean_C) = refs.q_BTNH[...], (ref[...] for ref in rows)
+    of_queries = None if refs.q_segments_BT is None else refs.q_segments_BT[...]
+
+    def step(j: jax.Array, d_q_CH: jax.Array, *, masked: bool) -> jax.Array:
+        keys = pl.ds(j * D, D)
+        k_DH = refs.k_BSKH[keys, :]
+        logits_CD, slope_CD = _logits(q_CH, k_DH, how.request)
+        weights_CD = jnp.exp2(logits_CD - total_C[:, None])
+        if masked:
+            of_keys = None if refs.kv_segments_BS is None else refs.kv_segments_BS[keys]
+            is_seen = _seen(how.request, start, j * D, (C, D), of_queries, of_keys)
+            weights_CD = jnp.where(is_seen, weights_CD, 0.0)
+        d_weights_CD = jnp.dot(d_out_CH, refs.v_BSKH[keys, :].T, preferred_element_type=jnp.float32)
+        d_logits_CD = weights_CD * (d_weights_CD - mean_C[:, None]) * slope_CD
+        return d_q_CH + jnp.dot(d_logits_CD.astype(k_DH.dtype), k_DH, preferred_element_type=jnp.float32)
+
+    ranges = _key_ranges(how.request, start, C=C, D=D, S=S, is_tagged=of_queries is not None)
+    d_q_CH = _over(ranges, step, jnp.zeros((C, H), jnp.float32))
+    d_q_ref[...] = (d_q_CH * how.request.scale).astype(d_q_ref.dtype)
+
+
+def _keys_kernel(refs: Inputs, rows: Any, d_k_ref: Any, d_v_ref: Any, *, how: How) -> None:
+    """Everything is turned, keys by queries, so that the weights are a left operand, which may come from registers."""
+    (D, H), (T, G, _) = refs.k_BSKH.shape, refs.q_BTNH.shape
+    C = math.gcd(how.blocks.for_keys.queries, T)
+    start = pl.program_id(0) * D
+    k_DH, v_DH = refs.k_BSKH[...], refs.v_BSKH[...]
+    d_out_ref, total_ref, mean_ref = rows
+    of_keys = None if refs.kv_segments_BS is None else refs.kv_segments_BS[...]
+
+    def step(i: jax.Array, so_far: Any, *, masked: bool, g: jax.Array) -> Any:
+        d_k_DH, d_v_DH = so_far
+        queries = pl.ds(i * C, C)
+        q_CH, d_out_CH = refs.q_BTNH[queries, g, :], d_out_ref[queries, g, :]
+        logits_DC, slope_DC = _logits(k_DH, q_CH, how.request)
+        weights_DC = jnp.exp2(logits_DC - total_ref[g, queries][None, :])
+        if masked:
+            of_queries = None if refs.q_segments_BT is None else refs.q_segments_BT[queries]
+            is_seen = _seen(how.request, i * C, start, (C, D), of_queries, of_keys, turned=True)
+            weights_DC = jnp.where(is_seen, weights_DC, 0.0)
+        d_v_DH += jnp.dot(weights_DC.astype(d_out_CH.dtype), d_out_CH, preferred_element_type=jnp.float32)
+        d_weights_DC = jnp.dot(v_DH, d_out_CH.T, preferred_element_type=jnp.float32)
+        d_logits_DC = weights_DC * (d_weights_DC - mean_ref[g, queries][None, :]) * slope_DC
+        d_k_DH += jnp.dot(d_logits_DC.astype(q_CH.dtype), q_CH, preferred_element_type=jnp.float32)
+        return d_k_DH, d_v_DH
+
+    ranges = _query_ranges(how.request, start, C=C, D=D, T=T, is_tagged=of_keys is not None)
+    zeros = jnp.zeros((D, H), jnp.float32)
+    d_k_DH, d_v_DH = jax.lax.fori_loop(
+        0, G, lambda g, so_far: _over(ranges, partial(step, g=g), so_far), (zeros, zeros)
+    )
+    d_k_ref[...] = (d_k_DH * how.request.scale).astype(d_k_ref.dtype)
+    d_v_ref[...] = d_v_DH.astype(d_v_ref.dtype)
+
+
+def _logits(a: jax.Array, b: jax.Array, request: Request) -> tuple[jax.Array, jax.Array | float]:
+    """Logits of the rows of a and b in units of log 2, and their slope against scale * a b^T in natural ones."""
+    product = jnp.dot(a, b.T, preferred_element_type=jnp.float32)
+    if request.softcap is None:
+        return product * (request.scale * LOG2E), 1.0
+    # tanh from 2^x: its error is that of a number near one, so that of the logits is 1e-7 of the cap.
+    turned = 1 - 2 / (1 + jnp.exp2(product * (2 * LOG2E * request.scale / request.softcap)))
+    return turned * (request.softcap * LOG2E), 1 - turned * turned
+
+
+def _seen(
+    request: Request,
+    first_query: jax.Array,
+    first_key: jax.Array,
+    shape: tuple[int, int],
+    of_queries: jax.Array | None,
+    of_keys: jax.Array | None,
+    *,
+    turned: bool = False,
+) -> jax.Array:
+    """Which keys of a block the queries of a block see, [C, D], or [D, C] if turned."""
+    down, across = (slice(None), None), (None, slice(None))
+    if turned:
+        down, across = across, down
+    q, k = (first_query + jnp.arange(shape[0]))[down], (first_key + jnp.arange(shape[1]))[across]
+    is_seen = jnp.full(shape[::-1] if turned else shape, True)
+    if request.causal:
+        is_seen &= k <= q
+    if request.window is not None:
+        is_seen &= k > q - request.window
+    if request.chunk is not None:
+        is_seen &= jax.lax.div(k, request.chunk) == jax.lax.div(q, request.chunk)
+    if of_queries is not None and of_keys is not None:
+        is_seen &= (of_queries[down] == of_keys[across]) & (of_queries[down] != 0)
+    return is_seen
+
+
+class _Ranges(NamedTuple):
+    """Blocks from first to last; from whole to broken, each query sees each key."""
+
+    first: Any
+    whole: Any
+    broken: Any
+    last: Any
+
+
+def _key_ranges(request: Request, start: jax.Array, *, C: int, D: int, S: int, is_tagged: bool) -> _Ranges:
+    """Blocks of keys for the queries from start on."""
+    first, last, whole, broken = 0, S // D, 0, S // D
+    if request.causal:
+        last, broken = pl.cdiv(start + C, D), jax.lax.div(start + 1, D)
+    if request.window is not None:
+        first = jax.lax.div(jnp.maximum(start - request.window + 1, 0), D)
+        whole = pl.cdiv(jnp.maximum(start + C - request.window, 0), D)
+    if request.chunk is not None:
+        # The first query's chunk reaches back farthest, the last one's least.
+        first = jax.lax.div(jax.lax.div(start, request.chunk) * request.chunk, D)
+        whole = pl.cdiv(jax.lax.div(start + C - 1, request.chunk) * request.chunk, D)
+    return _ordered(first, last if is_tagged else whole, broken, last)
+
+
+def _query_ranges(request: Request, start: jax.Array, *, C: int, D: int, T: int, is_tagged: bool) -> _Ranges:
+    """Blocks of queries for the keys from start on."""
+    first, last, whole, broken = 0, T // C, 0, T // C
+    if request.causal:
+        first, whole = jax.lax.div(start, C), pl.cdiv(start + D - 1, C)
+    if request.window is not None:
+        last = jnp.minimum(last, pl.cdiv(start + D - 1 + request.window, C))
+        broken = jax.lax.div(start + request.window, C)
+    if request.chunk is not None:
+        last = jnp.minimum(last, pl.cdiv((jax.lax.div(start + D - 1, request.chunk) + 1) * request.chunk, C))
+        broken = jax.lax.div((jax.lax.div(start, request.chunk) + 1) * request.chunk, C)
+    return _ordered(first, last if is_tagged else whole, broken, last)
+
+
+def _ordered(first: Any, whole: Any, broken: Any, last: Any) -> _Ranges:
+    whole = jnp.clip(whole, first, last)
+    return _Ranges(first, whole, jnp.clip(broken, whole, last), last)
+
+
+def _over(ranges: _Ranges, step: Callable[..., Any], so_far: Any) -> Any:
+    """The steps of all blocks; what a mask would not change goes without."""
+    for start, stop, masked in (
+        (ranges.first, ranges.whole, True),
+        (ranges.whole, ranges.broken, False),
+        (ranges.broken, ranges.last, True),
+    ):
+        so_far = jax.lax.fori_loop(start, stop, partial(step, masked=masked), so_far)
+    return so_far

