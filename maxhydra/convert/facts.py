@@ -71,7 +71,7 @@ def _of_kind(model: config.Model, kind: config.Kind, where: str) -> dict[str, tu
     found["model.mlp_dim" if kind.mlp.dim is None else f"{where}.mlp.dim"] = ("mlp_dim", mlp.dim)
     found[f"{where}.mlp.activation"] = ("activation", mlp.activation.value)
     found[f"{where}.attention.window"] = ("window", attention.window)
-    found[f"{where}.attention.rope"] = ("frequencies", attention.frequencies)
+    found[f"{where}.attention.rope"] = ("frequencies", attention.rotation and attention.rotation.frequencies)
     return found
 
 

@@ -105,7 +105,7 @@ def _joined(layer: Tree) -> Tree:
     """Kernels that share an input as one under the first's key; the others' keys hold None. Those of different number
     formats stay by themselves."""
     layer = jax.tree.map(lambda leaf: leaf, layer)
-    for part, names in JOINED.items():
+    for part, names in _groups(layer):
         kernels = [layer[part][name]["kernel"] for name in names]
         if len({jax.tree.structure(kernel) for kernel in kernels}) > 1:
             continue
@@ -117,7 +117,7 @@ def _joined(layer: Tree) -> Tree:
 
 def _parted(layer: Tree, shapes: Tree, axes: Tree) -> Tree:
     """The kernels for themselves, given what was joined with inputs first."""
-    for part, names in JOINED.items():
+    for part, names in _groups(layer):
         if jax.tree.leaves(layer[part][names[-1]]["kernel"]):
             continue
         whole = layer[part][names[0]]["kernel"]
@@ -132,6 +132,11 @@ def _cut(names: LogicalAxes, whole: jax.Array, own: jax.ShapeDtypeStruct, *befor
     axis = int(names[0] == "embed")
     start = sum(other.shape[axis] for other in before)
     return jax.lax.slice_in_dim(whole, start, start + own.shape[axis], axis=axis)
+
+
+def _groups(layer: Tree) -> list[tuple[str, tuple[str, ...]]]:
+    """The groups of JOINED that a layer has, whatever else stands under the same names."""
+    return [(part, names) for part, names in JOINED.items() if all("kernel" in layer[part].get(n, {}) for n in names)]
 
 
 def _in_order(blocks: dict[str, Tree]) -> list[Tree]:
@@ -162,10 +167,10 @@ def _turned_back(path: str, names: LogicalAxes, weight: jax.Array) -> jax.Array:
 def _move(names: LogicalAxes) -> tuple[int, int]:
     """The dimension of the residual stream goes last where it is the input, first where it is the output.
 
-    The embedding has its outputs, the vocabulary, first already.
+    The embedding has its outputs, the vocabulary, first already; positions are looked up.
     """
     if len(names) > 1 and names[0] == "embed":
         return 0, -1
-    if len(names) > 1 and names[-1] == "embed" and names[0] != "vocab":
+    if len(names) > 1 and names[-1] == "embed" and names[0] not in ("vocab", "positions"):
         return -1, 0
     return 0, 0

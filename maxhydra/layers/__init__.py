@@ -9,7 +9,7 @@ from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
 from maxhydra.layers.mla import Mla, MlaSpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
 from maxhydra.layers.moe import Moe, MoeSpec
-from maxhydra.layers.norm import RMSNorm
+from maxhydra.layers.norm import LayerNorm, Norm, NormSpec, RMSNorm
 from maxhydra.layers.parts import Fed, FeedForward, FeedForwardSpec, Mixed, Mixer, MixerSpec, Side
 from maxhydra.layers.projection import LoraSpec, ProductSpec, Projection
 from maxhydra.layers.weights import Dtypes, WeightMaker
@@ -27,6 +27,7 @@ __all__ = [
     "FeedForward",
     "FeedForwardSpec",
     "Head",
+    "LayerNorm",
     "LoraSpec",
     "Mixed",
     "Mixer",
@@ -37,6 +38,8 @@ __all__ = [
     "MlpSpec",
     "Moe",
     "MoeSpec",
+    "Norm",
+    "NormSpec",
     "PagedRoom",
     "ProductSpec",
     "Projection",

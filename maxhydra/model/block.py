@@ -12,7 +12,6 @@ from maxhydra.layers import (
     Cache,
     Context,
     DeltaSpec,
-    Dtypes,
     FeedForward,
     FeedForwardSpec,
     Mixer,
@@ -20,7 +19,8 @@ from maxhydra.layers import (
     MlaSpec,
     MlpSpec,
     MoeSpec,
-    RMSNorm,
+    Norm,
+    NormSpec,
     Room,
     Side,
     WeightMaker,
@@ -56,9 +56,9 @@ class BlockSpec:
     mixer: MixerSpec
     feed_forward: FeedForwardSpec
     emb_dim: int
-    norm_eps: float
+    norms: config.Norms
+    norm: NormSpec
     dropout: float
-    dtypes: Dtypes
 
     @classmethod
     def of(cls, model: config.Model, name: str) -> "BlockSpec":
@@ -68,30 +68,45 @@ class BlockSpec:
             mixer=MIXERS[kind.mixer].of(model, kind),
             feed_forward=FEED_FORWARDS[kind.feed_forward].of(model, kind),
             emb_dim=model.emb_dim,
-            norm_eps=model.norm_eps,
+            norms=kind.norms,
+            norm=NormSpec.of(model),
             dropout=model.dropout,
-            dtypes=Dtypes.of(model.dtypes),
         )
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), whatever mixer and feed-forward go by these names."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), whatever mixer and feed-forward go by these names.
+
+    Norms may stand behind attention and mlp instead, or on both sides.
+    """
 
     def __init__(self, spec: BlockSpec, make: WeightMaker):
         self.spec = spec
-        self.attention_norm = RMSNorm(spec.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        has_pre, has_post = spec.norms is not config.Norms.post, spec.norms is not config.Norms.pre
+        self.attention_norm = self._norm(make, has_pre)
         self.attention: Mixer = spec.mixer.build(make.below("attention"))
-        self.mlp_norm = RMSNorm(spec.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        self.attention_post_norm = self._norm(make, has_post)
+        self.mlp_norm = self._norm(make, has_pre)
         self.mlp: FeedForward = spec.feed_forward.build(make.below("mlp"))
+        self.mlp_post_norm = self._norm(make, has_post)
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Left:
         x_BTD = ctx.constrain(x_BTD, "act_batch", "act_length", "act_embed")
-        mixed = self.attention(self.attention_norm(x_BTD), ctx)
-        x_BTD = x_BTD + dropout(mixed.out_BTD, ctx.key(0), rate=self.spec.dropout)
-        fed = self.mlp(self.mlp_norm(x_BTD), ctx)
-        x_BTD = x_BTD + dropout(fed.out_BTD, ctx.key(1), rate=self.spec.dropout)
+        mixed = self.attention(_normed(self.attention_norm, x_BTD), ctx)
+        branch_BTD = _normed(self.attention_post_norm, mixed.out_BTD)
+        x_BTD = x_BTD + dropout(branch_BTD, ctx.key(0), rate=self.spec.dropout)
+        fed = self.mlp(_normed(self.mlp_norm, x_BTD), ctx)
+        branch_BTD = _normed(self.mlp_post_norm, fed.out_BTD)
+        x_BTD = x_BTD + dropout(branch_BTD, ctx.key(1), rate=self.spec.dropout)
         sides = {"attention": mixed.side, "mlp": fed.side}
         return Left(x_BTD, mixed.cache, {name: side for name, side in sides.items() if side})
 
     def empty_cache(self, room: Room, layers: int) -> Cache:
         return self.attention.empty_cache(room, layers)
+
+    def _norm(self, make: WeightMaker, is_there: bool) -> Norm | None:
+        return self.spec.norm.build(self.spec.emb_dim, make) if is_there else None
+
+
+def _normed(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
+    return x_BTD if norm is None else norm(x_BTD)

@@ -22,9 +22,9 @@ from maxhydra.layers import (
     Embedding,
     Head,
     LoraSpec,
+    NormSpec,
     ProductSpec,
     Projection,
-    RMSNorm,
     Room,
     VocabularySpec,
     WeightMaker,
@@ -47,7 +47,7 @@ class DecoderSpec:
     """Layers behind the last, which predict tokens beyond the next."""
     vocabulary: VocabularySpec
     is_tied: bool
-    norm_eps: float
+    norm: NormSpec
     unroll: int
     remat: Remat
     product: ProductSpec
@@ -74,7 +74,7 @@ class DecoderSpec:
             mtp=(last,) * model.mtp.depth,
             vocabulary=VocabularySpec.of(model),
             is_tied=model.head is config.Head.tied,
-            norm_eps=model.norm_eps,
+            norm=NormSpec.of(model),
             unroll=max(1, min(model.scan_unroll, repetitions)),
             remat=Remat.of(model.remat),
             product=ProductSpec(
@@ -129,7 +129,7 @@ class Decoder(nnx.Module):
         stacks = [make.stacked(spec.repetitions).below(block.name) for block in spec.pattern]
         self.pattern = _numbered([Block(block, stack) for block, stack in zip(spec.pattern, stacks, strict=True)])
         self.remainder = _numbered([Block(block, make.below(block.name)) for block in spec.remainder])
-        self.final_norm = RMSNorm(spec.vocabulary.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        self.final_norm = spec.norm.build(spec.vocabulary.emb_dim, make)
         self.head = None if spec.is_tied else Head(spec.vocabulary, make)
         scale = spec.vocabulary.init_scale
         self.mtp = _numbered([Mtp(block, make.below("mtp"), scale=scale) for block in spec.mtp])
@@ -138,7 +138,7 @@ class Decoder(nnx.Module):
         """A forward pass, which leaves the stream after every layer only where asked to `keep` it, and runs the layers
         behind the last only where asked to look `ahead`."""
         caches = ctx.cache or self._map_blocks(lambda block, layers: None)
-        x_BTD = ctx.constrain(self.embedding(tokens_BT), "act_batch", "act_length", "act_embed")
+        x_BTD = ctx.constrain(self.embedding(tokens_BT, ctx.positions), "act_batch", "act_length", "act_embed")
         prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first=0)
         pattern = self._run_pattern(prefix.x_BTD, ctx, caches["pattern"], keep=keep)
         first = len(self.spec.layers) - len(self.remainder)
@@ -193,7 +193,7 @@ class Decoder(nnx.Module):
         tokens, and the first ones stand in for them: nothing earlier sees it, and no loss counts it."""
         kept, sides = [], []
         for index, layer in enumerate(_in_order(self.mtp)):
-            later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1))
+            later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1), ctx.positions)
             graphdef, weights = self._split(layer)
             run = self.spec.remat.wrap(_runner(graphdef, Mtp.ahead), in_loop=False)
             x_BTD, _, side = run(weights, x_BTD, later_BTD, ctx.at_layer(len(self.spec.layers) + index, None))
