@@ -17,7 +17,11 @@ from maxhydra.model.decoder import DecoderSpec
 TOLERANCE = 1e-5
 # What a run is free to choose: how it computes, trains or begins, not what weights mean. Patterns (fnmatch) of paths
 # below the model; those of a layer kind begin with `kinds.*`.
-FREE = ("context_length", "dropout", "init_scale", "dtypes.*", "remat.*", "scan_unroll", "kernels.*")
+FREE = (
+    *("path", "context_length", "dropout", "init_scale", "dtypes.*", "remat.*", "scan_unroll", "kernels.*"),
+    *("mtp.loss_weight", "kinds.*.moe.capacity_factor", "kinds.*.moe.balance_weight"),
+    "kinds.*.mla.indexer.loss_weight",
+)
 # Which kind stands where is compared layer by layer.
 ARRANGED = ("prefix", "pattern", "kinds.*")
 
