@@ -36,8 +36,13 @@ def missing() -> str:
     folder = os.environ.get(VARIABLE)
     if not folder:
         return f"{VARIABLE} does not name a folder with {', '.join(BINARIES[:2])}"
-    absent = [name for name in BINARIES if _binary(name) is None]
-    return f"{', '.join(absent)}: neither in {folder} nor on the PATH" if absent else ""
+    if absent := [name for name in BINARIES if _binary(name) is None]:
+        return f"{', '.join(absent)}: neither in {folder} nor on the PATH"
+    try:
+        subprocess.run([str(_binary(BINARIES[0])), "--version"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"{BINARIES[0]} does not run on this machine: {error}"
+    return ""
 
 
 def _binary(name: str) -> str | None:

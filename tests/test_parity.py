@@ -70,7 +70,7 @@ def our_model(kind: str, *, tied: bool = False, window: int | None = None) -> Mo
 def to_ours(theirs: dict[str, np.ndarray], model: ModelDef) -> dict:
     """Their weights, or gradients of them, as our tree."""
     shapes = {name: array.shape for name, array in theirs.items()}
-    source = Source("", "theirs", TABLE, facts={}, shapes=shapes, read=theirs.__getitem__, is_gguf=False)
+    source = Source("", "theirs", TABLE, model=model.config, shapes=shapes, read=theirs.__getitem__)
     return fill(source, model, shardings=on_first_device(model), dtype="float32")
 
 

@@ -10,13 +10,14 @@ from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.feedforward import Activation, Mlp
 from maxhydra.config.mla import Indexer, Mla
 from maxhydra.config.moe import Gate, GroupScore, Moe, Router, RouterScores, Scaled, Shared
+from maxhydra.config.mtp import Mtp
 from maxhydra.config.per_layer import PerLayer
 
 __all__ = [
-    "Beside",
     "Activation",
     "Attention",
     "AttentionBackend",
+    "Beside",
     "Delta",
     "DeltaBackend",
     "Dtype",
@@ -34,6 +35,7 @@ __all__ = [
     "Model",
     "ModelKernels",
     "Moe",
+    "Mtp",
     "PerLayer",
     "Projection",
     "Remat",
@@ -70,6 +72,7 @@ class AttentionBackend(Enum):
     reference = "reference"
     xla = "xla"
     cudnn = "cudnn"
+    triton = "triton"
 
 
 class GroupedMatmulBackend(Enum):
@@ -235,6 +238,7 @@ class Model(Schema):
     """Output projection: its own weights, or the embedding's (tied)."""
     norm_eps: float = option(1e-5, gt=0)
     """Added to the mean square in RMSNorm (Zhang and Sennrich, 2019)."""
+    mtp: Mtp = section(Mtp)
     logit_softcap: float | None = option(None, gt=0)
     """Output logits become softcap * tanh(logits / softcap)."""
     per_layer: PerLayer = section(PerLayer)

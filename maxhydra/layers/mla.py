@@ -124,7 +124,7 @@ class Mla(nnx.Module):
     def __init__(self, spec: MlaSpec, make: WeightMaker):
         self.spec = spec
         D, N, R, Q = spec.emb_dim, spec.num_heads, spec.latent_dim, spec.query_rank
-        heads, scale = (N, spec.key_dim), spec.init_scale
+        scale = spec.init_scale
 
         def norm(dim: int) -> RMSNorm:
             return RMSNorm(dim, eps=NORM_EPS, dtypes=spec.dtypes, make=make)
@@ -132,14 +132,16 @@ class Mla(nnx.Module):
         def down(name: str, dim: int) -> Projection:
             return make.projection(name, (D,), (dim,), ("embed", "latent"), scale=scale)
 
+        def up(name: str, dim: int, width: int, axis: str) -> Projection:
+            return make.projection(name, (dim,), (N, width), (axis, "heads", "head_dim"), scale=scale)
+
+        self.query = None if Q is not None else up("query", D, spec.key_dim, "embed")
         self.query_down = None if Q is None else down("query_down", Q)
         self.query_norm = None if Q is None else norm(Q)
-        axes = ("embed" if Q is None else "latent", "heads", "head_dim")
-        self.query = make.projection("query", (Q or D,), heads, axes, scale=scale)
+        self.query_up = None if Q is None else up("query_up", Q, spec.key_dim, "latent")
         self.latent = down("latent", R + spec.rope_dim)
         self.latent_norm = norm(R)
-        both = (N, spec.plain_dim + spec.value_dim)
-        self.key_value = make.projection("key_value", (R,), both, ("latent", "heads", "head_dim"), scale=scale)
+        self.key_value = up("key_value", R, spec.plain_dim + spec.value_dim, "latent")
         self.out = make.projection(
             "out", (N, spec.value_dim), (D,), ("heads", "head_dim", "embed"), scale=spec.out_scale
         )
@@ -147,10 +149,7 @@ class Mla(nnx.Module):
 
     @jax.named_scope("mla")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
-        narrow_BTQ = x_BTD
-        if self.query_down is not None and self.query_norm is not None:
-            narrow_BTQ = self.query_norm(self.query_down(x_BTD, ctx))
-        q_BTNH = self._queries(narrow_BTQ, ctx)
+        q_BTNH, narrow_BTQ = self._queries(x_BTD, ctx)
         seen, cache = self._seen(x_BTD, ctx)
         side: Side = {}
         if self.indexer is not None and seen.index_BSI is not None:
@@ -182,10 +181,18 @@ class Mla(nnx.Module):
             dtype=spec.dtypes.compute,
         )
 
-    def _queries(self, narrow_BTQ: jax.Array, ctx: Context) -> jax.Array:
-        plain_BTNF, turned_BTNP = jnp.split(self.query(narrow_BTQ, ctx), [self.spec.plain_dim], axis=-1)
+    def _queries(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        """Queries, and the narrow vectors that they were made from; the stream itself where there are none."""
+        if self.query is not None:
+            narrow_BTQ, q_BTNH = x_BTD, self.query(x_BTD, ctx)
+        else:
+            assert self.query_down is not None and self.query_norm is not None and self.query_up is not None
+            narrow_BTQ = self.query_norm(self.query_down(x_BTD, ctx))
+            q_BTNH = self.query_up(narrow_BTQ, ctx)
+        plain_BTNF, turned_BTNP = jnp.split(q_BTNH, [self.spec.plain_dim], axis=-1)
         q_BTNH = jnp.concatenate([plain_BTNF, self._turned(turned_BTNP, ctx)], axis=-1)
-        return checkpoint_name(ctx.constrain(q_BTNH, "act_batch", "act_length", "act_heads", None), "query")
+        q_BTNH = ctx.constrain(q_BTNH, "act_batch", "act_length", "act_heads", None)
+        return checkpoint_name(q_BTNH, "query"), narrow_BTQ
 
     def _seen(self, x_BTD: jax.Array, ctx: Context) -> tuple[Seen, Any]:
         """What the tokens at hand can look at, those in the cache among them, and the cache with these in it."""

@@ -69,6 +69,10 @@ class FeedForwardSpec(Protocol):
         """Operations of a forward pass per token: of the weights that a token meets."""
         ...
 
+    def settled(self, new: Any, old: Any, side: Side) -> Any:
+        """The weights that a training step made of old ones, with what changes by what the layer told instead."""
+        ...
+
 
 def visible_keys(window: int | None, seq_len: int) -> float:
     """Keys that a token sees on average: token i sees min(i + 1, window) of them."""

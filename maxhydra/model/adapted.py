@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.layers import LoraSpec
-from maxhydra.layers import int8, nf4
+from maxhydra.layers import LoraSpec, int8, nf4
 from maxhydra.model.definition import ModelDef
 from maxhydra.model.flops import parameter_count
 from maxhydra.model.trees import ADAPTER, split

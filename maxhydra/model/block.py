@@ -85,6 +85,12 @@ class BlockSpec:
             dtypes=Dtypes.of(model.dtypes),
         )
 
+    def settled(self, new: Any, old: Any, sides: dict[str, Side]) -> Any:
+        """The weights that a training step made of old ones, with what changes by what the layers told instead."""
+        if "mlp" not in sides or "mlp" not in new:
+            return new
+        return {**new, "mlp": self.feed_forward.settled(new["mlp"], old["mlp"], sides["mlp"])}
+
     def forward_flops(self, seq_len: int) -> float:
         """Operations of a forward pass per token of sequences of this length."""
         beside = 0.0 if self.beside is None else self.beside.moe.forward_flops()

@@ -32,6 +32,7 @@ from maxhydra.layers import (
     WeightMaker,
 )
 from maxhydra.model.block import Block, BlockSpec, Left
+from maxhydra.model.mtp import Mtp
 from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder
 
@@ -44,6 +45,8 @@ class DecoderSpec:
     pattern: tuple[BlockSpec, ...]
     repetitions: int
     remainder: tuple[BlockSpec, ...]
+    mtp: tuple[BlockSpec, ...]
+    """Layers behind the last, which predict tokens beyond the next."""
     vocabulary: VocabularySpec
     per_layer: PerLayerSpec | None
     is_tied: bool
@@ -64,11 +67,14 @@ class DecoderSpec:
         repeated = model.num_layers - len(model.prefix)
         repetitions, rest = divmod(repeated, len(model.pattern)) if repeated else (0, 0)
         pattern = tuple(BlockSpec.of(model, name) for name in model.pattern)
+        prefix = tuple(BlockSpec.of(model, name) for name in model.prefix)
+        last = (prefix + pattern * repetitions + pattern[:rest])[-1]
         return cls(
-            prefix=tuple(BlockSpec.of(model, name) for name in model.prefix),
+            prefix=prefix,
             pattern=pattern if repetitions else (),
             repetitions=repetitions,
             remainder=pattern[:rest],
+            mtp=(last,) * model.mtp.depth,
             vocabulary=VocabularySpec.of(model),
             per_layer=PerLayerSpec.of(model),
             is_tied=model.head is config.Head.tied,
@@ -103,6 +109,8 @@ class Forward(NamedTuple):
     sides: dict[str, Any]
     """What layers tell besides (layers/parts.py), at the path of the layer's part among the weights; those of the
     pattern stacked over its repetitions."""
+    ahead: list[jax.Array]
+    """What the layers behind the last (mtp.py) give to the head, where it was asked for."""
 
 
 class _Run(NamedTuple):
@@ -131,9 +139,12 @@ class Decoder(nnx.Module):
         self.remainder = _numbered([Block(block, make.below(block.name)) for block in spec.remainder])
         self.final_norm = RMSNorm(spec.vocabulary.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
         self.head = None if spec.is_tied else Head(spec.vocabulary, make)
+        scale = spec.vocabulary.init_scale
+        self.mtp = _numbered([Mtp(block, make.below("mtp"), scale=scale) for block in spec.mtp])
 
-    def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool) -> Forward:
-        """A forward pass, which leaves the stream after every layer only where asked to `keep` it."""
+    def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool, ahead: bool) -> Forward:
+        """A forward pass, which leaves the stream after every layer only where asked to `keep` it, and runs the layers
+        behind the last only where asked to look `ahead`."""
         caches = ctx.cache or self._map_blocks(lambda block, layers: None)
         x_BTD = ctx.constrain(self.embedding(tokens_BT), "act_batch", "act_length", "act_embed")
         if self.per_layer is not None:
@@ -143,11 +154,14 @@ class Decoder(nnx.Module):
         first = len(self.spec.layers) - len(self.remainder)
         remainder = self._run_blocks(self.remainder, pattern.x_BTD, pattern.ctx, caches["remainder"], first=first)
         parts = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
+        hidden_BTD = ctx.constrain(self.final_norm(remainder.x_BTD), "act_batch", "act_length", "act_embed")
+        further = self._run_ahead(hidden_BTD, tokens_BT, ctx) if ahead else _Run(hidden_BTD, [], [], {})
         return Forward(
-            hidden_BTD=ctx.constrain(self.final_norm(remainder.x_BTD), "act_batch", "act_length", "act_embed"),
+            hidden_BTD=hidden_BTD,
             cache=None if ctx.cache is None else {name: part.caches for name, part in parts.items()},
             kept=[x_BTD for part in parts.values() for x_BTD in part.kept] if keep else [],
-            sides={name: part.sides for name, part in parts.items() if part.sides},
+            sides={name: part.sides for name, part in {**parts, "mtp": further}.items() if part.sides},
+            ahead=further.kept,
         )
 
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
@@ -186,6 +200,19 @@ class Decoder(nnx.Module):
             kept.append(x_BTD)
             sides.append(side)
         return _Run(x_BTD, new_caches, kept, _told(sides), ctx)
+
+    def _run_ahead(self, x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context) -> _Run:
+        """The layers behind the last, each on what the one before it made. At the end of a row there are no later
+        tokens, and the first ones stand in for them: nothing earlier sees it, and no loss counts it."""
+        kept, sides = [], []
+        for index, layer in enumerate(_in_order(self.mtp)):
+            later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1))
+            graphdef, weights = self._split(layer)
+            run = self.spec.remat.wrap(_runner(graphdef, Mtp.ahead), in_loop=False)
+            x_BTD, _, side = run(weights, x_BTD, later_BTD, ctx.at_layer(len(self.spec.layers) + index, None))
+            kept.append(x_BTD)
+            sides.append(side)
+        return _Run(x_BTD, [], kept, _told(sides))
 
     def _split(self, block: Block) -> tuple[Any, nnx.State]:
         """The block without its weights, and the weights, matrices in the compute format.
@@ -258,12 +285,11 @@ def _merged(cache: Cache | None, view: Any) -> Cache | None:
     return None if cache is None else cache.merged(view)
 
 
-def _runner(graphdef: Any) -> Callable[..., Left]:
+def _runner(graphdef: Any, call: Callable[..., Left] = Block.__call__) -> Callable[..., Left]:
     """A block as a function of its weights."""
 
-    def run(weights: Any, x_BTD: jax.Array, ctx: Context) -> Left:
-        left: Left = nnx.merge(graphdef, weights)(x_BTD, ctx)
-        return left
+    def run(weights: Any, *inputs: Any) -> Left:
+        return call(nnx.merge(graphdef, weights), *inputs)
 
     return run
 
@@ -273,5 +299,5 @@ def _numbered(blocks: Sequence[Block]) -> nnx.Dict:
     return nnx.Dict({str(index): block for index, block in enumerate(blocks)})
 
 
-def _in_order(blocks: nnx.Dict) -> list[Block]:
+def _in_order(blocks: nnx.Dict) -> list[Any]:
     return [blocks[str(index)] for index in range(len(blocks))]

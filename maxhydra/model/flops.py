@@ -24,4 +24,6 @@ def flops_per_token(model: config.Model, seq_len: int) -> float:
     spec = DecoderSpec.of(model)
     head = model.emb_dim * model.vocab_size
     forward = 2 * head + sum(layer.forward_flops(seq_len) for layer in spec.layers)
+    if model.mtp.depth:
+        forward += model.mtp.depth * (spec.layers[-1].forward_flops(seq_len) + 2 * head + 4 * model.emb_dim**2)
     return 3.0 * forward
