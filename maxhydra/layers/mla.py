@@ -26,7 +26,7 @@ from maxhydra.layers.indexer import Indexer, IndexerSpec
 from maxhydra.layers.norm import RMSNorm
 from maxhydra.layers.parts import Mixed, Side, visible_keys
 from maxhydra.layers.projection import Projection
-from maxhydra.layers.rope import as_halves, frequencies, rotate
+from maxhydra.layers.rope import Rotation, as_halves, rotate
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
 # Of the norms of the latents, whatever that of the model is.
@@ -45,7 +45,7 @@ class MlaSpec:
     rope_dim: int
     value_dim: int
     scale: float
-    frequencies: tuple[float, ...] | None
+    rotation: Rotation | None
     indexer: IndexerSpec | None
     backend: str
     init_scale: float
@@ -65,7 +65,7 @@ class MlaSpec:
             rope_dim=own.qk_rope_head_dim,
             value_dim=own.v_head_dim or model.head_dim,
             scale=own.scale or (plain_dim + own.qk_rope_head_dim) ** -0.5,
-            frequencies=frequencies(own.rope, own.qk_rope_head_dim),
+            rotation=Rotation.of(own.rope, own.qk_rope_head_dim),
             indexer=IndexerSpec.of(model, kind),
             backend=model.kernels.attention.value,
             init_scale=model.init_scale,
@@ -213,9 +213,9 @@ class Mla(nnx.Module):
 
     def _turned(self, x_BTNP: jax.Array, ctx: Context) -> jax.Array:
         """With its position; neighbours make a pair, as in the published weights."""
-        if self.spec.frequencies is None:
+        if self.spec.rotation is None:
             return x_BTNP
-        return rotate(as_halves(x_BTNP), ctx.positions, self.spec.frequencies)
+        return rotate(as_halves(x_BTNP), ctx.positions, self.spec.rotation)
 
     def _is_few(self, queries: int, ctx: Context) -> bool:
         """Whether it takes fewer operations to bring so many queries to the latents than to make keys and values."""

@@ -4,7 +4,16 @@ from typing import Any
 
 from maxhydra.config import model as config
 from maxhydra.convert.kinds import layer_kinds, pattern_of
-from maxhydra.convert.settings import SIZES, activation, activation_setting, head, rope, rope_settings, size_settings, sizes
+from maxhydra.convert.settings import (
+    SIZES,
+    activation,
+    activation_setting,
+    head,
+    rope,
+    rope_settings,
+    size_settings,
+    sizes,
+)
 from maxhydra.convert.table import Join, Settings, Table, Weight
 
 HF = "model.layers.{layer}."
@@ -92,7 +101,8 @@ def mixers(settings: Settings) -> list[str]:
 def kind(settings: Settings, mixer: str, feed_forward: dict[str, Any]) -> dict[str, Any]:
     """A layer with this mixer and that feed-forward."""
     if MIXERS[mixer] == "delta":
-        return {"mixer": "delta", "delta": {ours: settings[theirs] for ours, theirs in DELTA_SIZES.items()}, **feed_forward}
+        delta = {ours: settings[theirs] for ours, theirs in DELTA_SIZES.items()}
+        return {"mixer": "delta", "delta": delta, **feed_forward}
     return {"attention": {"gated": True, "qk_norm": "head", "rope": rope(settings)}, **feed_forward}
 
 
@@ -142,8 +152,8 @@ def to_model(settings: Settings) -> dict[str, Any]:
 def common_settings(model: config.Model) -> Settings:
     """What the generations share."""
     kinds = layer_kinds(model)
-    full = next((kind for kind in kinds if kind.mixer is config.Mixer.attention), config.Kind())
-    delta = next((kind for kind in kinds if kind.mixer is config.Mixer.delta), config.Kind())
+    full = next((kind for kind in kinds if kind.mixer is config.Mixer.attention), kinds[0])
+    delta = next((kind for kind in kinds if kind.mixer is config.Mixer.delta), kinds[0])
     types = {ours: theirs for theirs, ours in MIXERS.items()}
     names = {ours: theirs for ours, theirs in SIZES.items() if ours != "mlp_dim"}
     return {
