@@ -267,8 +267,8 @@ class Model(Schema):
     zero; layer: LayerNorm (Ba et al., 2016), with a bias."""
     norm_eps: float = option(1e-5, gt=0)
     """Added to the mean square or to the variance in norms."""
-    embedding: Embedding = section(Embedding)
     mtp: Mtp = section(Mtp)
+    embedding: Embedding = section(Embedding)
     logit_softcap: float | None = option(None, gt=0)
     """Output logits become softcap * tanh(logits / softcap)."""
     per_layer: PerLayer = section(PerLayer)

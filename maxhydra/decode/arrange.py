@@ -128,7 +128,7 @@ def _joins(shapes: Tree, axes: Tree) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Parts of a layer whose projections can lie together: they are there, in one number format, and differ at most in
     the first dimension of their outputs."""
     for part, names in JOINED.items():
-        if set(names) <= set(shapes[part]):
+        if all("kernel" in shapes[part].get(name, {}) for name in names):
             kernels = [(axes[part][name]["kernel"], shapes[part][name]["kernel"]) for name in names]
             besides = [jax.tree.map(_beside, *kernel, is_leaf=is_axes) for kernel in kernels]
             if all(beside == besides[0] for beside in besides):

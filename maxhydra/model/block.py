@@ -112,8 +112,8 @@ class Block(nnx.Module):
         self.attention_post_norm = self._norm(make, has_post)
         self.mlp_norm = self._norm(make, has_pre)
         self.mlp: FeedForward = spec.feed_forward.build(make.below("mlp"))
-        self.mlp_post_norm = self._norm(make, has_post)
         self.beside = None if spec.beside is None else Beside(spec.beside, make.below("beside"))
+        self.mlp_post_norm = self._norm(make, has_post)
         own = spec.per_layer
         self.per_layer = None if own is None else PerLayerInput(own, make.below("per_layer"))
         self.scale = make.ones((1,), ("norm",)) if spec.is_scaled else None
