@@ -114,10 +114,10 @@ class SlurmSettings(Launcher):
                 if "\n" in str(line):
                     yield Problem(f"{KEY}.{name}", "holds several lines in one", line, "an entry for each")
         for parameter in self.sbatch:
-            name = re.match(r"--([a-z][-a-z0-9]*)", str(parameter))
-            if name is None:
+            found = re.match(r"--([a-z][-a-z0-9]*)", str(parameter))
+            if found is None:
                 yield Problem(f"{KEY}.sbatch", "cannot be read", parameter, "--name or --name=value")
-            elif name[1] in OWN:
+            elif found[1] in OWN:
                 yield Problem(f"{KEY}.sbatch", "is set by the launcher", parameter)
 
     def _time_problems(self) -> Iterator[Problem]:
