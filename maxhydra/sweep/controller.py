@@ -35,7 +35,12 @@ class Controller:
         if self._plan.is_cancelled:
             return f"cancelled; to go on: maxhydra sweep resume {self._plan.folder.name}"
         allowed, failed = self._plan.settings.max_failures, self._proposals.counts()[Fate.failed]
-        return f"{failed} jobs failed, over max_failures={allowed}" if failed > allowed else ""
+        if self._plan.space:
+            return f"{failed} jobs failed, over max_failures={allowed}" if failed > allowed else ""
+        # Of jobs that were all asked for, one that is missing is one too many.
+        return (
+            f"{failed} jobs failed; maxhydra sweep resume {self._plan.folder.name} tries them again" if failed else ""
+        )
 
     def submit(self) -> None:
         """Start what is left, and do not wait for it."""
