@@ -27,6 +27,7 @@ RULES: dict[str, list[str]] = {
     "head_dim": [],
     "mlp": ["tensor"],
     "vocab": ["tensor"],
+    "positions": [],
     "norm": [],
 }
 

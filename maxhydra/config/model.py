@@ -3,25 +3,30 @@
 from collections.abc import Iterator
 from enum import Enum
 
-from maxhydra.config.attention import Attention, Rope, RopeKind
+from maxhydra.config.attention import Attention, AttentionBias, QkNorm, Temperature
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.delta import Delta, DeltaBackend
+from maxhydra.config.embedding import Embedding, EmbeddingScale, Positions
 from maxhydra.config.errors import Problem, did_you_mean
-from maxhydra.config.feedforward import Activation, Mlp
+from maxhydra.config.feedforward import Activation, Mlp, MlpKind
 from maxhydra.config.mla import Indexer, Mla
 from maxhydra.config.moe import Gate, GroupScore, Moe, Router, RouterScores, Scaled, Shared
 from maxhydra.config.mtp import Mtp
 from maxhydra.config.per_layer import PerLayer
+from maxhydra.config.rope import Pairs, Rope, RopeKind
 
 __all__ = [
     "Activation",
     "Attention",
     "AttentionBackend",
+    "AttentionBias",
     "Beside",
     "Delta",
     "DeltaBackend",
     "Dtype",
     "Dtypes",
+    "Embedding",
+    "EmbeddingScale",
     "FeedForward",
     "Gate",
     "GroupScore",
@@ -32,12 +37,18 @@ __all__ = [
     "Mixer",
     "Mla",
     "Mlp",
+    "MlpKind",
     "Model",
     "ModelKernels",
     "Moe",
     "Mtp",
+    "Norm",
+    "Norms",
+    "Pairs",
     "PerLayer",
+    "Positions",
     "Projection",
+    "QkNorm",
     "Remat",
     "RematPolicy",
     "Rope",
@@ -46,6 +57,7 @@ __all__ = [
     "RouterScores",
     "Scaled",
     "Shared",
+    "Temperature",
 ]
 
 
@@ -87,6 +99,18 @@ class Projection(Enum):
     joined = "joined"
 
 
+class Norm(Enum):
+    rms = "rms"
+    rms_plus_one = "rms_plus_one"
+    layer = "layer"
+
+
+class Norms(Enum):
+    pre = "pre"
+    post = "post"
+    sandwich = "sandwich"
+
+
 class Mixer(Enum):
     attention = "attention"
     delta = "delta"
@@ -107,6 +131,8 @@ class Beside(Enum):
 class Kind(Schema):
     """One kind of layer: x + mixer(norm(x)), then x + feed_forward(norm(x))."""
 
+    norms: Norms = Norms.pre
+    """What is normalised: the input of mixer and feed-forward (pre), their output (post), or both (sandwich)."""
     mixer: Mixer = Mixer.attention
     """What carries information between tokens; the section of that name says how."""
     attention: Attention = section(Attention)
@@ -236,9 +262,13 @@ class Model(Schema):
     """The layer kinds by name."""
     head: Head = Head.separate
     """Output projection: its own weights, or the embedding's (tied)."""
+    norm: Norm = Norm.rms
+    """rms: RMSNorm (Zhang and Sennrich, 2019); rms_plus_one: the same with 1 + scale for its scale, which begins at
+    zero; layer: LayerNorm (Ba et al., 2016), with a bias."""
     norm_eps: float = option(1e-5, gt=0)
-    """Added to the mean square in RMSNorm (Zhang and Sennrich, 2019)."""
+    """Added to the mean square or to the variance in norms."""
     mtp: Mtp = section(Mtp)
+    embedding: Embedding = section(Embedding)
     logit_softcap: float | None = option(None, gt=0)
     """Output logits become softcap * tanh(logits / softcap)."""
     per_layer: PerLayer = section(PerLayer)
@@ -307,3 +337,6 @@ class Model(Schema):
                 yield Problem(
                     f"{where}head_dim", "is odd; rotary positions turn pairs", value=head_dim, accepted="an even number"
                 )
+            elif own and int(head_dim * own.rope.share) not in range(2, head_dim + 1, 2):
+                accepted = f"a share of head_dim={head_dim} that is an even number"
+                yield Problem(f"{where}rope.share", "leaves half a pair", value=own.rope.share, accepted=accepted)

@@ -60,7 +60,7 @@ def places(table: Table, model: ModelDef) -> list[Place]:
     found = []
     for owner, arrays in _owners(model).items():
         rows = table.layer if owner else table.ends
-        found += [_place(row, owner, arrays, model) for row in rows if all(path in arrays for path in row.paths)]
+        found += [_place(row, owner, arrays, model) for row in rows if _has(arrays, row)]
     return found
 
 
@@ -69,6 +69,11 @@ def unplaced(table: Table, model: ModelDef) -> list[str]:
     covered = {keys for place in places(table, model) for keys in place.keys}
     leaves = jax.tree_util.tree_leaves_with_path(model.shapes)
     return ["/".join(keys) for keys in (_keys(path) for path, _ in leaves) if keys not in covered]
+
+
+def _has(arrays: Mapping[str, Shape], row: Weight) -> bool:
+    """Whether a layer has all that a row is of."""
+    return all(path in arrays for path in row.paths) and (not row.beside or row.beside in arrays)
 
 
 def _owners(model: ModelDef) -> dict[Keys, dict[str, Shape]]:

@@ -80,6 +80,8 @@ class Weight:
     """join=heads: the array whose first output dimension counts the heads, where it is not the first of this row."""
     single_axis: int | None = None
     """Where theirs has an axis of size 1 that ours has not, as a depthwise convolution's."""
+    beside: str = ""
+    """A path that the layer must have too, where layers of other kinds have arrays of the same names."""
     neighbours: bool = False
     """Theirs turns neighbours by rotary positions, where we turn halves of a head, and orders a head's numbers so."""
     gguf_neighbours: bool = False

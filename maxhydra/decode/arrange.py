@@ -128,7 +128,7 @@ def _joins(shapes: Tree, axes: Tree) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Parts of a layer whose projections can lie together: they are there, in one number format, and differ at most in
     the first dimension of their outputs."""
     for part, names in JOINED.items():
-        if set(names) <= set(shapes[part]):
+        if all("kernel" in shapes[part].get(name, {}) for name in names):
             kernels = [(axes[part][name]["kernel"], shapes[part][name]["kernel"]) for name in names]
             besides = [jax.tree.map(_beside, *kernel, is_leaf=is_axes) for kernel in kernels]
             if all(beside == besides[0] for beside in besides):
@@ -176,10 +176,10 @@ def _turned_back(path: str, names: LogicalAxes, weight: jax.Array) -> jax.Array:
 def _move(names: LogicalAxes) -> tuple[int, int]:
     """The dimension of the residual stream goes last where it is the input, first where it is the output.
 
-    The embedding has its outputs, the vocabulary, first already.
+    The embedding has its outputs, the vocabulary, first already; positions are looked up.
     """
     if len(names) > 1 and names[0] == "embed":
         return 0, -1
-    if len(names) > 1 and names[-1] == "embed" and names[0] != "vocab":
+    if len(names) > 1 and names[-1] == "embed" and names[0] not in ("vocab", "positions"):
         return -1, 0
     return 0, 0

@@ -5,9 +5,11 @@ value heads, H head size.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -17,10 +19,14 @@ from maxhydra.kernels.einsum import Layout
 from maxhydra.kernels.paged_attention import Pages, can_serve, paged_attention
 from maxhydra.layers.attend import attend, cached_positions
 from maxhydra.layers.cache import Cache, KeysValues, Room
+from maxhydra.layers.chunks import chunks
 from maxhydra.layers.context import Context
-from maxhydra.layers.parts import Mixed, visible_keys
+from maxhydra.layers.norm import NormSpec
+from maxhydra.layers.parts import Mixed, visible_in_chunk, visible_keys
 from maxhydra.layers.projection import are_alike, joined, together
-from maxhydra.layers.rope import frequencies, rotate, turns
+from maxhydra.layers.qk_norm import heads_norm, normed_heads
+from maxhydra.layers.rope import Rotation, rotate, turns
+from maxhydra.layers.temperature import tempered
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
 
@@ -34,8 +40,14 @@ class AttentionSpec:
     head_dim: int
     scale: float
     window: int | None
+    chunk: int | None
     softcap: float | None
-    frequencies: tuple[float, ...] | None
+    has_sinks: bool
+    qk_norm: config.QkNorm
+    norm: NormSpec
+    bias: config.AttentionBias
+    temperature: tuple[int, float] | None
+    rotation: Rotation | None
     backend: str
     init_scale: float
     out_scale: float
@@ -52,8 +64,14 @@ class AttentionSpec:
             head_dim=head_dim,
             scale=own.scale or head_dim**-0.5,
             window=own.window,
+            chunk=own.chunk,
             softcap=own.softcap,
-            frequencies=frequencies(own.rope, head_dim),
+            has_sinks=own.sinks,
+            qk_norm=own.qk_norm,
+            norm=NormSpec.of(model),
+            bias=own.bias,
+            temperature=_temperature(own.temperature),
+            rotation=Rotation.of(own.rope, head_dim),
             backend=model.kernels.attention.value,
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
@@ -66,7 +84,14 @@ class AttentionSpec:
     def forward_flops(self, seq_len: int) -> float:
         """Operations per token: four projections, then logits and weighted sum over the keys that a token sees."""
         weights = self.emb_dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        return 2.0 * weights + 4.0 * self.num_heads * self.head_dim * visible_keys(self.window, seq_len)
+        keys = visible_in_chunk(self.chunk, seq_len) if self.chunk else visible_keys(self.window, seq_len)
+        return 2.0 * weights + 4.0 * self.num_heads * self.head_dim * keys
+
+    @property
+    def suits_pages(self) -> bool:
+        """Whether the kernel for pages has all that is asked for."""
+        is_plain = self.chunk is None and self.temperature is None and not self.has_sinks
+        return is_plain and (self.rotation is None or self.rotation.turns_halves(self.head_dim))
 
 
 class Attention(nnx.Module):
@@ -75,10 +100,16 @@ class Attention(nnx.Module):
     def __init__(self, spec: AttentionSpec, make: WeightMaker):
         self.spec = spec
         D, N, K, H = spec.emb_dim, spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.query = make.projection("query", (D,), (N, H), ("embed", "heads", "head_dim"), scale=spec.init_scale)
-        self.key = make.projection("key", (D,), (K, H), ("embed", "kv_heads", "head_dim"), scale=spec.init_scale)
-        self.value = make.projection("value", (D,), (K, H), ("embed", "kv_heads", "head_dim"), scale=spec.init_scale)
-        self.out = make.projection("out", (N, H), (D,), ("heads", "head_dim", "embed"), scale=spec.out_scale)
+        inner = partial(make.projection, scale=spec.init_scale, has_bias=spec.bias is not config.AttentionBias.none)
+        self.query = inner("query", (D,), (N, H), ("embed", "heads", "head_dim"))
+        self.key = inner("key", (D,), (K, H), ("embed", "kv_heads", "head_dim"))
+        self.value = inner("value", (D,), (K, H), ("embed", "kv_heads", "head_dim"))
+        has_bias = spec.bias is config.AttentionBias.all
+        axes = ("heads", "head_dim", "embed")
+        self.out = make.projection("out", (N, H), (D,), axes, scale=spec.out_scale, has_bias=has_bias)
+        self.query_norm = heads_norm(spec.qk_norm, spec.norm, N, H, make)
+        self.key_norm = heads_norm(spec.qk_norm, spec.norm, K, H, make)
+        self.sinks = make.zeros((N,), ("heads",)) if spec.has_sinks else None
 
     @jax.named_scope("attention")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
@@ -112,8 +143,12 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH, v_BTKH = together((self.query, self.key, self.value), x_BTD, ctx)
         else:
             q_BTNH, k_BTKH, v_BTKH = (projection(x_BTD, ctx) for projection in (self.query, self.key, self.value))
-        if spec.frequencies is not None:
-            q_BTNH, k_BTKH = (rotate(heads, ctx.positions, spec.frequencies) for heads in (q_BTNH, k_BTKH))
+        q_BTNH = normed_heads(q_BTNH, spec.qk_norm, self.query_norm)
+        k_BTKH = normed_heads(k_BTKH, spec.qk_norm, self.key_norm)
+        if spec.rotation is not None:
+            q_BTNH, k_BTKH = (rotate(heads, ctx.positions, spec.rotation) for heads in (q_BTNH, k_BTKH))
+        if spec.temperature is not None:
+            q_BTNH = tempered(q_BTNH, ctx.positions, *spec.temperature)
         return (
             checkpoint_name(ctx.constrain(q_BTNH, "act_batch", "act_length", "act_heads", None), "query"),
             checkpoint_name(ctx.constrain(k_BTKH, "act_batch", "act_length", "act_kv_heads", None), "key"),
@@ -124,9 +159,8 @@ class Attention(nnx.Module):
         """Gather values over the tokens at hand, or over those in the cache and the ones at hand."""
         if ctx.cache is None:
             k_BSKH, v_BSKH = self._whole(k_BTKH, ctx), self._whole(v_BTKH, ctx)
-            return self._attend(
-                q_BTNH, k_BSKH, v_BSKH, ctx, q_segments_BT=ctx.segments, kv_segments_BS=ctx.segments
-            ), None
+            segments = chunks(ctx.segments, ctx.positions, self.spec.chunk)
+            return self._attend(q_BTNH, k_BSKH, v_BSKH, ctx, q_segments_BT=segments, kv_segments_BS=segments), None
         positions_BT = cached_positions(ctx)
         cache = ctx.cache.insert(k_BTKH, v_BTKH, positions_BT, ctx.rows)
         kept: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
@@ -139,7 +173,7 @@ class Attention(nnx.Module):
     def _pages(self, x_BTD: jax.Array, ctx: Context) -> Pages | None:
         """The cache as the kernel for one new token a row takes it; None where that cannot serve."""
         three = (self.query, self.key, self.value)
-        is_plain = are_alike(three) and all(projection.lora is None for projection in three)
+        is_plain = are_alike(three) and all(projection.lora is None for projection in three) and self.spec.suits_pages
         is_asked = self.spec.backend == "auto" and self.query.product.layout is Layout.joined and is_plain
         if ctx.cache is None or not is_asked or x_BTD.shape[1] > 1:
             return None
@@ -150,7 +184,11 @@ class Attention(nnx.Module):
         """The same as _project and _mix, from the heads of all three in one array to the cache with the new token."""
         spec = self.spec
         heads_BMH = joined((self.query, self.key, self.value), x_B1D, ctx)[:, 0]
-        turn = None if spec.frequencies is None else turns(ctx.positions[:, 0], spec.frequencies)
+        if self.query_norm is not None:
+            q, k, v = jnp.split(heads_BMH, (spec.num_heads, spec.num_heads + spec.num_kv_heads), axis=1)
+            q, k = (normed_heads(x, spec.qk_norm, norm) for x, norm in ((q, self.query_norm), (k, self.key_norm)))
+            heads_BMH = jnp.concatenate([q, k, v], axis=1)
+        turn = None if spec.rotation is None else turns(ctx.positions[:, 0], spec.rotation)
         mixed_BNH, pages = paged_attention(heads_BMH, turn, pages, self._request(ctx))
         return mixed_BNH[:, None], ctx.cache.with_pages(pages)
 
@@ -161,16 +199,24 @@ class Attention(nnx.Module):
     def _attend(
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ctx: Context, **tokens: jax.Array | None
     ) -> jax.Array:
-        return attend(q_BTNH, k_BSKH, v_BSKH, self._request(ctx), backend=self.spec.backend, **tokens)
+        sinks_N = None if self.sinks is None else self.sinks[...]
+        return attend(q_BTNH, k_BSKH, v_BSKH, self._request(ctx), backend=self.spec.backend, sinks_N=sinks_N, **tokens)
 
     def _request(self, ctx: Context) -> Request:
         spec = self.spec
+        # Where segments stand for chunks, these are windows too, which lets a backend skip what lies before them.
+        is_cut = ctx.cache is None and ctx.segments is not None and spec.chunk is not None
         return Request(
             scale=spec.scale,
             causal=True,
-            window=spec.window,
-            chunk=None,
+            window=spec.chunk if is_cut else spec.window,
+            chunk=None if is_cut else spec.chunk,
             softcap=spec.softcap,
             softmax_dtype=spec.dtypes.softmax.name,
             is_length_split=ctx.is_length_split,
         )
+
+
+def _temperature(temperature: config.Temperature) -> tuple[int, float] | None:
+    floor, scale = temperature.floor, temperature.scale
+    return None if floor is None or scale is None else (floor, scale)

@@ -37,7 +37,9 @@ class MoeSpec:
         shared = MlpSpec(
             emb_dim=model.emb_dim,
             dim=own.shared.dim or 0,
+            is_gated=True,
             activation=own.activation,
+            has_bias=False,
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),

@@ -78,3 +78,9 @@ def visible_keys(window: int | None, seq_len: int) -> float:
     """Keys that a token sees on average: token i sees min(i + 1, window) of them."""
     window = min(window or seq_len, seq_len)
     return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+
+
+def visible_in_chunk(chunk: int, seq_len: int) -> float:
+    """The same where token i sees i % chunk + 1 of them."""
+    whole, rest = divmod(seq_len, chunk)
+    return (whole * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2) / seq_len

@@ -12,7 +12,7 @@ from flax import nnx
 from maxhydra.config import model as config
 from maxhydra.layers.context import Context
 from maxhydra.layers.mlp import gated
-from maxhydra.layers.norm import RMSNorm
+from maxhydra.layers.norm import NormSpec
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
 
@@ -25,7 +25,7 @@ class PerLayerSpec:
     vocab_size: int
     emb_dim: int
     activation: config.Activation
-    norm_eps: float
+    norm: NormSpec
     init_scale: float
     out_scale: float
     dtypes: Dtypes
@@ -41,7 +41,7 @@ class PerLayerSpec:
             vocab_size=model.vocab_size,
             emb_dim=model.emb_dim,
             activation=model.per_layer.activation,
-            norm_eps=model.norm_eps,
+            norm=NormSpec.of(model),
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
@@ -61,7 +61,7 @@ class PerLayerEmbedding(nnx.Module):
         std = spec.init_scale * spec.dim**-0.5
         self.table = make.matrix((spec.vocab_size,), (width,), ("vocab", "embed"), std=std)
         self.context = make.projection("context", (spec.emb_dim,), (width,), ("embed", None), scale=spec.init_scale)
-        self.norm = RMSNorm(spec.dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        self.norm = spec.norm.build(spec.dim, make)
 
     @jax.named_scope("per_layer")
     def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array, ctx: Context) -> jax.Array:
@@ -85,7 +85,7 @@ class PerLayerInput(nnx.Module):
         D, P = spec.emb_dim, spec.dim
         self.gate = make.projection("gate", (D,), (P,), ("embed", None), scale=spec.init_scale)
         self.out = make.projection("out", (P,), (D,), (None, "embed"), scale=spec.out_scale)
-        self.norm = RMSNorm(D, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        self.norm = spec.norm.build(D, make)
 
     @jax.named_scope("per_layer")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config import model as config
+from maxhydra.layers.norm import unit_square
 from maxhydra.layers.weights import WeightMaker
 
 # Added to a sum of scores that is divided by.
@@ -107,9 +108,8 @@ class Router(nnx.Module):
         if self.scale is None:
             return wide_BTD
         assert self.spec.norm_eps is not None
-        mean_BT1 = jnp.mean(jnp.square(wide_BTD), axis=-1, keepdims=True)
         scale_D = self.scale[...].astype(jnp.float32) * self.spec.emb_dim**-0.5
-        return wide_BTD * jax.lax.rsqrt(mean_BT1 + self.spec.norm_eps) * scale_D
+        return unit_square(wide_BTD, self.spec.norm_eps) * scale_D
 
     def _scaled(self, weights_BTK: jax.Array, ids_BTK: jax.Array) -> jax.Array:
         """What the chosen count."""

@@ -99,7 +99,14 @@ class WeightMaker:
         return Int8(matrix[...], axes, summed=("embed",)) if matches(self._product.int8, name) else matrix
 
     def projection(
-        self, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: LogicalAxes, *, scale: float
+        self,
+        name: str,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        axes: LogicalAxes,
+        *,
+        scale: float,
+        has_bias: bool = False,
     ) -> Projection:
         """A map from inputs of unit variance to outputs of variance scale^2: its entries have scale^2 / fan-in."""
         number = next(self._numbers)
@@ -112,7 +119,8 @@ class WeightMaker:
             key = jax.random.fold_in(key, 1)
             lora = self._lora(spec, key, inputs, outputs, axes, number=FREE_KEYS + number)
         kept = self._kept(kernel, axes[: len(inputs)], name)
-        return Projection(kept, lora, self._product, name=name, inputs=len(inputs))
+        bias = self.zeros(outputs, axes[len(inputs) :]) if has_bias else None
+        return Projection(kept, lora, self._product, name=name, inputs=len(inputs), bias=bias)
 
     def _kept(self, kernel: nnx.Param, summed: LogicalAxes, name: str) -> nnx.Param | Nf4 | Int8:
         """The kernel in the format that it is kept in."""

@@ -14,7 +14,6 @@ from maxhydra.layers import (
     Cache,
     Context,
     DeltaSpec,
-    Dtypes,
     FeedForward,
     FeedForwardSpec,
     Mixer,
@@ -22,9 +21,10 @@ from maxhydra.layers import (
     MlaSpec,
     MlpSpec,
     MoeSpec,
+    Norm,
+    NormSpec,
     PerLayerInput,
     PerLayerSpec,
-    RMSNorm,
     Room,
     Side,
     WeightMaker,
@@ -65,9 +65,9 @@ class BlockSpec:
     per_layer: PerLayerSpec | None
     is_scaled: bool
     emb_dim: int
-    norm_eps: float
+    norms: config.Norms
+    norm: NormSpec
     dropout: float
-    dtypes: Dtypes
 
     @classmethod
     def of(cls, model: config.Model, name: str) -> "BlockSpec":
@@ -80,9 +80,9 @@ class BlockSpec:
             per_layer=PerLayerSpec.of(model),
             is_scaled=kind.is_scaled,
             emb_dim=model.emb_dim,
-            norm_eps=model.norm_eps,
+            norms=kind.norms,
+            norm=NormSpec.of(model),
             dropout=model.dropout,
-            dtypes=Dtypes.of(model.dtypes),
         )
 
     def settled(self, new: Any, old: Any, sides: dict[str, Side]) -> Any:
@@ -99,29 +99,37 @@ class BlockSpec:
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), whatever mixer and feed-forward go by these names."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), whatever mixer and feed-forward go by these names.
+
+    Norms may stand behind attention and mlp instead, or on both sides.
+    """
 
     def __init__(self, spec: BlockSpec, make: WeightMaker):
         self.spec = spec
-        self.attention_norm = RMSNorm(spec.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        has_pre, has_post = spec.norms is not config.Norms.post, spec.norms is not config.Norms.pre
+        self.attention_norm = self._norm(make, has_pre)
         self.attention: Mixer = spec.mixer.build(make.below("attention"))
-        self.mlp_norm = RMSNorm(spec.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        self.attention_post_norm = self._norm(make, has_post)
+        self.mlp_norm = self._norm(make, has_pre)
         self.mlp: FeedForward = spec.feed_forward.build(make.below("mlp"))
         self.beside = None if spec.beside is None else Beside(spec.beside, make.below("beside"))
+        self.mlp_post_norm = self._norm(make, has_post)
         own = spec.per_layer
         self.per_layer = None if own is None else PerLayerInput(own, make.below("per_layer"))
         self.scale = make.ones((1,), ("norm",)) if spec.is_scaled else None
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Left:
         x_BTD = ctx.constrain(x_BTD, "act_batch", "act_length", "act_embed")
-        mixed = self.attention(self.attention_norm(x_BTD), ctx)
-        x_BTD = x_BTD + dropout(mixed.out_BTD, ctx.key(0), rate=self.spec.dropout)
-        fed = self.mlp(self.mlp_norm(x_BTD), ctx)
+        mixed = self.attention(_normed(self.attention_norm, x_BTD), ctx)
+        branch_BTD = _normed(self.attention_post_norm, mixed.out_BTD)
+        x_BTD = x_BTD + dropout(branch_BTD, ctx.key(0), rate=self.spec.dropout)
+        fed = self.mlp(_normed(self.mlp_norm, x_BTD), ctx)
         sides = {"attention": mixed.side, "mlp": fed.side}
         if self.beside is not None:
             fed = self.beside(x_BTD, fed.out_BTD, ctx)
             sides["beside"] = fed.side
-        x_BTD = x_BTD + dropout(fed.out_BTD, ctx.key(1), rate=self.spec.dropout)
+        branch_BTD = _normed(self.mlp_post_norm, fed.out_BTD)
+        x_BTD = x_BTD + dropout(branch_BTD, ctx.key(1), rate=self.spec.dropout)
         if self.per_layer is not None:
             x_BTD = x_BTD + self.per_layer(x_BTD, ctx)
         if self.scale is not None:
@@ -134,3 +142,10 @@ class Block(nnx.Module):
 
     def empty_cache(self, room: Room, layers: int) -> Cache:
         return self.attention.empty_cache(room, layers)
+
+    def _norm(self, make: WeightMaker, is_there: bool) -> Norm | None:
+        return self.spec.norm.build(self.spec.emb_dim, make) if is_there else None
+
+
+def _normed(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
+    return x_BTD if norm is None else norm(x_BTD)

@@ -22,11 +22,11 @@ from maxhydra.layers import (
     Embedding,
     Head,
     LoraSpec,
+    NormSpec,
     PerLayerEmbedding,
     PerLayerSpec,
     ProductSpec,
     Projection,
-    RMSNorm,
     Room,
     VocabularySpec,
     WeightMaker,
@@ -50,7 +50,7 @@ class DecoderSpec:
     vocabulary: VocabularySpec
     per_layer: PerLayerSpec | None
     is_tied: bool
-    norm_eps: float
+    norm: NormSpec
     unroll: int
     remat: Remat
     product: ProductSpec
@@ -78,7 +78,7 @@ class DecoderSpec:
             vocabulary=VocabularySpec.of(model),
             per_layer=PerLayerSpec.of(model),
             is_tied=model.head is config.Head.tied,
-            norm_eps=model.norm_eps,
+            norm=NormSpec.of(model),
             unroll=max(1, min(model.scan_unroll, repetitions)),
             remat=Remat.of(model.remat),
             product=ProductSpec(
@@ -137,7 +137,7 @@ class Decoder(nnx.Module):
         stacks = [make.stacked(spec.repetitions).below(block.name) for block in spec.pattern]
         self.pattern = _numbered([Block(block, stack) for block, stack in zip(spec.pattern, stacks, strict=True)])
         self.remainder = _numbered([Block(block, make.below(block.name)) for block in spec.remainder])
-        self.final_norm = RMSNorm(spec.vocabulary.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        self.final_norm = spec.norm.build(spec.vocabulary.emb_dim, make)
         self.head = None if spec.is_tied else Head(spec.vocabulary, make)
         scale = spec.vocabulary.init_scale
         self.mtp = _numbered([Mtp(block, make.below("mtp"), scale=scale) for block in spec.mtp])
@@ -146,7 +146,7 @@ class Decoder(nnx.Module):
         """A forward pass, which leaves the stream after every layer only where asked to `keep` it, and runs the layers
         behind the last only where asked to look `ahead`."""
         caches = ctx.cache or self._map_blocks(lambda block, layers: None)
-        x_BTD = ctx.constrain(self.embedding(tokens_BT), "act_batch", "act_length", "act_embed")
+        x_BTD = ctx.constrain(self.embedding(tokens_BT, ctx.positions), "act_batch", "act_length", "act_embed")
         if self.per_layer is not None:
             ctx = dataclasses.replace(ctx, layer_input=self.per_layer(tokens_BT, x_BTD, ctx))
         prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first=0)
@@ -155,7 +155,7 @@ class Decoder(nnx.Module):
         remainder = self._run_blocks(self.remainder, pattern.x_BTD, pattern.ctx, caches["remainder"], first=first)
         parts = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
         hidden_BTD = ctx.constrain(self.final_norm(remainder.x_BTD), "act_batch", "act_length", "act_embed")
-        further = self._run_ahead(hidden_BTD, tokens_BT, ctx) if ahead else _Run(hidden_BTD, [], [], {})
+        further = self._run_ahead(hidden_BTD, tokens_BT, ctx) if ahead else _Run(hidden_BTD, [], [], {}, ctx)
         return Forward(
             hidden_BTD=hidden_BTD,
             cache=None if ctx.cache is None else {name: part.caches for name, part in parts.items()},
@@ -206,13 +206,14 @@ class Decoder(nnx.Module):
         tokens, and the first ones stand in for them: nothing earlier sees it, and no loss counts it."""
         kept, sides = [], []
         for index, layer in enumerate(_in_order(self.mtp)):
-            later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1))
+            later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1), ctx.positions + 1 + index)
             graphdef, weights = self._split(layer)
             run = self.spec.remat.wrap(_runner(graphdef, Mtp.ahead), in_loop=False)
-            x_BTD, _, side = run(weights, x_BTD, later_BTD, ctx.at_layer(len(self.spec.layers) + index, None))
+            own_ctx = ctx.at_layer(len(self.spec.layers) + index, None, None)
+            x_BTD, _, side, _ = run(weights, x_BTD, later_BTD, own_ctx)
             kept.append(x_BTD)
             sides.append(side)
-        return _Run(x_BTD, [], kept, _told(sides))
+        return _Run(x_BTD, [], kept, _told(sides), ctx)
 
     def _split(self, block: Block) -> tuple[Any, nnx.State]:
         """The block without its weights, and the weights, matrices in the compute format.

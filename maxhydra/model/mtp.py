@@ -7,20 +7,20 @@ batch, T tokens, D residual stream.
 import jax
 import jax.numpy as jnp
 
-from maxhydra.layers import Context, RMSNorm, WeightMaker
+from maxhydra.layers import Context, WeightMaker
 from maxhydra.model.block import Block, BlockSpec, Left
 
 
 class Mtp(Block):
-    """norm(block(join([norm(embedding of the later token), norm(hidden)]))), with the block's weights beside its own."""
+    """norm(block(join([norm(embedding of the later token), norm(hidden)]))), the block's weights beside its own."""
 
     def __init__(self, spec: BlockSpec, make: WeightMaker, *, scale: float):
         super().__init__(spec, make)
         D = spec.emb_dim
-        self.embedding_norm = RMSNorm(D, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
-        self.hidden_norm = RMSNorm(D, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        self.embedding_norm = spec.norm.build(D, make)
+        self.hidden_norm = spec.norm.build(D, make)
         self.join = make.projection("join", (2 * D,), (D,), ("embed", None), scale=scale)
-        self.norm = RMSNorm(D, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        self.norm = spec.norm.build(D, make)
 
     def ahead(self, hidden_BTD: jax.Array, later_BTD: jax.Array, ctx: Context) -> Left:
         """What the head takes in the place of the stream."""
