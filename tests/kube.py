@@ -36,8 +36,13 @@ def missing() -> str:
     folder = os.environ.get(VARIABLE)
     if not folder:
         return f"{VARIABLE} does not name a folder with {', '.join(BINARIES[:2])}"
-    absent = [name for name in BINARIES if _binary(name) is None]
-    return f"{', '.join(absent)}: neither in {folder} nor on the PATH" if absent else ""
+    if absent := [name for name in BINARIES if _binary(name) is None]:
+        return f"{', '.join(absent)}: neither in {folder} nor on the PATH"
+    try:
+        subprocess.run([str(_binary(BINARIES[0])), "--version"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"{BINARIES[0]} does not run on this machine: {error}"
+    return ""
 
 
 def _binary(name: str) -> str | None:
@@ -80,14 +85,12 @@ class Server:
         )
         wait_for(lambda: _answers(f"{local}/health", None), START_SECONDS)
         self._spawn_api(local)
-        # The many roles that a cluster begins with are for others than the administrator.
-        wait_for(lambda: self._answers("/readyz?exclude=poststarthook/rbac/bootstrap-roles"), START_SECONDS)
+        wait_for(lambda: self._answers("/readyz"), START_SECONDS)
         for definition in objects:
             self.post("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition)
         group = [(item["spec"]["group"], item["spec"]["names"]["plural"]) for item in objects]
         for name, plural in group:
             wait_for(lambda name=name, plural=plural: self._answers(f"/apis/{name}/v1alpha2/{plural}"), START_SECONDS)
-        wait_for(lambda: self._answers("/api/v1/namespaces/default"), START_SECONDS)
         self._spawn(
             "kube-controller-manager",
             f"--kubeconfig={self.kubeconfig}",

@@ -5,8 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxhydra.config import ConfigError
 from maxhydra.config import model as config
+from maxhydra.config.compose import compose
+from maxhydra.config.decode import Engine as EngineConfig
 from maxhydra.config.mesh import RULES, Mesh
+from maxhydra.data.tokenizers.byte import ByteTokenizer
+from maxhydra.decode.engine import Engine
+from maxhydra.decode.request import Request
 from maxhydra.layers import Context, DenseRoom, PagedRoom, Rows
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh
@@ -98,3 +104,32 @@ def test_devices_together_give_what_one_gives(axes):
     sharder = Sharder(build_mesh(Mesh(**axes)), RULES)
     placed = jax.device_put(params, sharder.tree(model.axes))
     np.testing.assert_allclose(logits(model, placed, tokens, sharder=sharder), logits(model, params, tokens), atol=1e-4)
+
+
+def test_the_engine_writes_what_one_forward_after_the_other_writes():
+    """Three prompts share two places, and are read in parts: the third takes a place with another's state in it."""
+    model = make(num_layers=2, vocab_size=264)
+    params = weights(model)
+    sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)
+    sizes = EngineConfig(max_batch=2, cache_tokens=256, page_size=8, prefill_chunk=12, steady=True)
+    engine = Engine(model, params, ByteTokenizer(), sizes, sharder=sharder, eos=())
+    greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
+    prompts = [tuple(ids(length).tolist()) for length in (20, 5, 20)]
+    fields = {"max_tokens": 4, "stop": (), "ignore_eos": True, **greedy}
+    answers = [handle.result() for handle in engine.submit_all([Request(prompt=p, **fields) for p in prompts])]
+    assert engine.stats()["pages_kept"] == 0
+    engine.close()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        row = np.zeros((1, 24), np.int32)
+        row[0, : len(prompt) + 4] = (*prompt, *answer.tokens)
+        likeliest = np.argmax(logits(model, params, row), axis=-1)[0]
+        assert tuple(likeliest[len(prompt) - 1 : len(prompt) + 3]) == tuple(answer.tokens)
+
+
+def test_beginnings_of_prompts_are_not_kept_for_recurrent_layers():
+    delta = ["model=tiny", "model.kinds.layer.mixer=delta"]
+    assert not EngineConfig().remembers(compose(delta).config.model)
+    assert EngineConfig().remembers(compose(["model=tiny"]).config.model)
+    for task in ("decode", "serve", "grpo"):
+        with pytest.raises(ConfigError, match=r"task\.engine\.prefix_cache.*whole sequence"):
+            compose([f"task={task}", *delta, "task.engine.prefix_cache=true"])

@@ -6,8 +6,10 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
+from maxhydra.cli import entry
 from maxhydra.config.errors import ConfigError
 from maxhydra.config.hardware import Hardware
 from maxhydra.launch.gke import GkeSettings
@@ -18,6 +20,7 @@ from maxhydra.launch.termination import LIMIT, message, read_message, relay
 from maxhydra.record import RunDirectory, read_metrics
 from maxhydra.runs.registry import Registry
 from maxhydra.runtime.options import hardware_options
+from tests import running
 
 GOLDEN = Path(__file__).parent / "golden"
 IMAGE, BUCKET = "us-docker.pkg.dev/project/repository/maxhydra:1", "gs://bucket/runs"
@@ -39,6 +42,7 @@ GPU = dataclasses.replace(
     priority_class="high",
     ttl_seconds=None,
 )
+LAUNCHER = ["hydra/launcher=gke", f"hydra.launcher.image={IMAGE}", f"hydra.launcher.outputs={BUCKET}"]
 CASES = {"gke_tpu": (TPU, "tpu-v5e"), "gke_gpu": (GPU, "gpu-h100")}
 
 
@@ -200,3 +204,46 @@ def test_a_run_comes_back_through_its_last_words(tmp_path: Path) -> None:
     (run,) = Registry(tmp_path / "outputs").runs()
     assert run.status == "failed" and RunDirectory(here, writes=False).read()["reason"] == "OOMKilled"
     assert read_message("Traceback") is None and read_message("[1]") is None and read_message(None) is None
+
+
+def rendered(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit code and output of `maxhydra launch render`."""
+    code = entry.run(["launch", "render", *arguments])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def test_render_refuses_what_a_launch_would(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = rendered(capsys, "hydra/launcher=gke", "hydra.launcher.slices=0", "hydra.launcher.namespace=No_Name")
+    assert code == 2 and "4 problems" in said
+    code, said = rendered(capsys, *LAUNCHER, "hardware=cpu", "tracker.wandb.project=x", "train.step=3")
+    assert code == 2 and "train.step" in said
+    code, said = rendered(capsys, *LAUNCHER, "hardware=auto")
+    assert code == 2 and "does not say which nodes to ask for" in said
+
+
+def test_the_worker_runs_what_the_config_map_holds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Rendered, taken out as a pod would see it, run, and told back through the termination log."""
+    folder = f"run.outputs={tmp_path / 'outputs'}"
+    short = ["train.steps=2", "run.name=lr", "run.seed=1,2", folder]
+    code, text = rendered(capsys, *LAUNCHER, "hardware=cpu", *running.SMALL, *short)
+    assert code == 0 and not (tmp_path / "outputs").exists()
+    manifests = list(yaml.safe_load_all(text))
+    assert [manifest["kind"] for manifest in manifests] == ["JobSet", "ConfigMap"] * 2
+    files = {tmp_path / name: content for name, content in manifests[1]["data"].items()}
+    for path, content in files.items():
+        path.write_text(content)
+    pod = manifests[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    *start, _, where = pod["containers"][0]["command"]
+    assert start == ["python", "-m", "maxhydra", "job", "/etc/maxhydra/job.yaml"] and where == "/outputs/lr/0_seed=1"
+    last_words = {"MAXHYDRA_TERMINATION_LOG": str(tmp_path / "termination-log")}
+    command = ["job", str(tmp_path / "job.yaml"), "--run-dir", str(tmp_path / "there")]
+    running.finished(*command, cwd=tmp_path, **last_words)
+    told = read_message((tmp_path / "termination-log").read_text())
+    assert told is not None and (told["status"], told["end_step"]) == ("finished", 2)
+    assert told["objective"]["value"] == running.facts(tmp_path / "there")["objective"]["value"]
+    assert told["choices"]["hardware"] == "cpu" and "run.seed=1" in told["overrides"]
+    (tmp_path / "job.yaml").write_text(files[tmp_path / "job.yaml"].replace("steps: 2", "steps: -2"))
+    assert running.run(*command, cwd=tmp_path, **last_words).returncode == 2
+    told = read_message((tmp_path / "termination-log").read_text())
+    assert told is not None and told["status"] == "failed" and "train.steps" in told["reason"]

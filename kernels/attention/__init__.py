@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from maxhydra.kernels.attention import cudnn, reference, xla
+from maxhydra.kernels.attention import cudnn, reference, triton, xla
 from maxhydra.kernels.attention.request import Request, Tokens
 
 __all__ = ["BACKENDS", "Backend", "Call", "Request", "UnsupportedError", "attention", "choose"]
@@ -26,6 +26,7 @@ class Call:
 
     request: Request
     platform: str
+    devices: int
     dtype: str
     head_dim: int
     value_dim: int
@@ -43,9 +44,13 @@ class Backend:
     run: Callable[[jax.Array, jax.Array, jax.Array, Request, Tokens, Any], jax.Array]
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    head_dims: tuple[int, ...] | None = None
+    """None: any, within what the next two say."""
     max_head_dim: int | None = None
     """None: any."""
     head_dim_multiple: int = 1
+    length_multiple: int = 1
+    """Of the sequence length."""
     segment_length_multiple: int = 1
     """With segments, the sequence length must be a multiple of this."""
     softcap: bool = True
@@ -56,6 +61,8 @@ class Backend:
     value_dim: bool = True
     """Whether values may have another size than keys."""
     split_length: bool = True
+    devices: int | None = None
+    """The most devices that a process may see; None: any number, over which the compiler can split a call."""
 
     def refusals(self, call: Call) -> tuple[str, ...]:
         """Why this backend cannot serve the call; empty if it can."""
@@ -67,6 +74,15 @@ class Backend:
                 call.head_dim <= (self.max_head_dim or call.head_dim) and call.head_dim % self.head_dim_multiple == 0,
                 f"takes heads in multiples of {self.head_dim_multiple} up to {self.max_head_dim}, not {call.head_dim}",
             ),
+            (
+                self.head_dims is None or call.head_dim in self.head_dims,
+                f"takes heads of {_either(self.head_dims or ())}, not {call.head_dim}",
+            ),
+            (
+                call.length % self.length_multiple == 0,
+                f"takes lengths in multiples of {self.length_multiple}, not {call.length}",
+            ),
+            (call.devices <= (self.devices or call.devices), f"runs on one device, not {call.devices}"),
             (length_fits, f"takes segments in multiples of {self.segment_length_multiple} tokens, not {call.length}"),
             (self.softcap or call.request.softcap is None, "has no soft-cap"),
             (self.chunk or call.request.chunk is None, "has no chunks"),
@@ -99,6 +115,16 @@ BACKENDS: dict[str, Backend] = {
         chosen=False,
         value_dim=False,
         split_length=False,
+    ),
+    "triton": Backend(
+        run=triton.attention,
+        platforms=("gpu",),
+        dtypes=("bfloat16", "float16"),
+        head_dims=tuple(triton.BLOCKS),
+        length_multiple=triton.LENGTH_MULTIPLE,
+        positions=False,
+        split_length=False,
+        devices=1,
     ),
     "xla": Backend(run=xla.attention),
     "reference": Backend(run=reference.attention),
@@ -149,6 +175,7 @@ def attention(
     call = Call(
         request=request,
         platform=jax.default_backend(),
+        devices=jax.device_count(),
         dtype=q_BTNH.dtype.name,
         head_dim=q_BTNH.shape[3],
         value_dim=v_BSKH.shape[3],
@@ -197,5 +224,5 @@ def _announce(backend: str, passed_over: tuple[str, ...]) -> None:
     logger.info("attention runs on %s%s", backend, f" ({'; '.join(passed_over)})" if passed_over else "")
 
 
-def _either(names: tuple[str, ...]) -> str:
-    return " or ".join(names)
+def _either(names: tuple[str, ...] | tuple[int, ...]) -> str:
+    return " or ".join(map(str, names))

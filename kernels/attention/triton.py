@@ -24,6 +24,8 @@ from maxhydra.kernels.attention.request import Request, Tokens
 LOG2E = math.log2(math.e)
 # Hidden logits; finite, since the difference of two infinities is not a number.
 LOWEST = -1e30
+# Blocks are cut to what divides a length, and smaller ones than this waste the matrix unit.
+LENGTH_MULTIPLE = 64
 
 
 class Block(NamedTuple):
@@ -75,12 +77,13 @@ def attention(
     v_BSKH: jax.Array,
     request: Request,
     tokens: Tokens,
+    sinks_N: jax.Array | None,
     *,
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     how = How(request, blocks or BLOCKS[q_BTNH.shape[3]], interpret)
-    inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, None, tokens.q_segments_BT, tokens.kv_segments_BS)
+    inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)
     return _attend(how, inputs)
 
 
@@ -326,16 +329,17 @@ def _seen(
     turned: bool = False,
 ) -> jax.Array:
     """Which keys of a block the queries of a block see, [C, D], or [D, C] if turned."""
-    down, across = (
-        (None, slice(None)) if turned else (slice(None), None),
-        (slice(None), None) if turned else (None, slice(None)),
-    )
+    down, across = (slice(None), None), (None, slice(None))
+    if turned:
+        down, across = across, down
     q, k = (first_query + jnp.arange(shape[0]))[down], (first_key + jnp.arange(shape[1]))[across]
     is_seen = jnp.full(shape[::-1] if turned else shape, True)
     if request.causal:
         is_seen &= k <= q
     if request.window is not None:
         is_seen &= k > q - request.window
+    if request.chunk is not None:
+        is_seen &= jax.lax.div(k, request.chunk) == jax.lax.div(q, request.chunk)
     if of_queries is not None and of_keys is not None:
         is_seen &= (of_queries[down] == of_keys[across]) & (of_queries[down] != 0)
     return is_seen
@@ -358,6 +362,10 @@ def _key_ranges(request: Request, start: jax.Array, *, C: int, D: int, S: int, i
     if request.window is not None:
         first = jax.lax.div(jnp.maximum(start - request.window + 1, 0), D)
         whole = pl.cdiv(jnp.maximum(start + C - request.window, 0), D)
+    if request.chunk is not None:
+        # The first query's chunk reaches back farthest, the last one's least.
+        first = jax.lax.div(jax.lax.div(start, request.chunk) * request.chunk, D)
+        whole = pl.cdiv(jax.lax.div(start + C - 1, request.chunk) * request.chunk, D)
     return _ordered(first, last if is_tagged else whole, broken, last)
 
 
@@ -369,6 +377,9 @@ def _query_ranges(request: Request, start: jax.Array, *, C: int, D: int, T: int,
     if request.window is not None:
         last = jnp.minimum(last, pl.cdiv(start + D - 1 + request.window, C))
         broken = jax.lax.div(start + request.window, C)
+    if request.chunk is not None:
+        last = jnp.minimum(last, pl.cdiv((jax.lax.div(start + D - 1, request.chunk) + 1) * request.chunk, C))
+        broken = jax.lax.div((jax.lax.div(start, request.chunk) + 1) * request.chunk, C)
     return _ordered(first, last if is_tagged else whole, broken, last)
 
 

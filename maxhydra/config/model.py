@@ -12,6 +12,7 @@ from maxhydra.config.feedforward import Activation, Mlp, MlpKind
 from maxhydra.config.mla import Indexer, Mla
 from maxhydra.config.moe import Gate, GroupScore, Moe, Router, RouterScores, Scaled, Shared
 from maxhydra.config.mtp import Mtp
+from maxhydra.config.per_layer import PerLayer
 from maxhydra.config.rope import Pairs, Rope, RopeKind
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Attention",
     "AttentionBackend",
     "AttentionBias",
+    "Beside",
     "Delta",
     "DeltaBackend",
     "Dtype",
@@ -43,6 +45,7 @@ __all__ = [
     "Norm",
     "Norms",
     "Pairs",
+    "PerLayer",
     "Positions",
     "Projection",
     "QkNorm",
@@ -81,6 +84,7 @@ class AttentionBackend(Enum):
     reference = "reference"
     xla = "xla"
     cudnn = "cudnn"
+    triton = "triton"
 
 
 class GroupedMatmulBackend(Enum):
@@ -118,6 +122,11 @@ class FeedForward(Enum):
     moe = "moe"
 
 
+class Beside(Enum):
+    none = "none"
+    moe = "moe"
+
+
 @schema
 class Kind(Schema):
     """One kind of layer: x + mixer(norm(x)), then x + feed_forward(norm(x))."""
@@ -133,13 +142,23 @@ class Kind(Schema):
     """What works on each token alone; the section of that name says how."""
     mlp: Mlp = section(Mlp)
     moe: Moe = section(Moe)
+    beside: Beside = Beside.none
+    """moe: a mixture beside feed_forward=mlp, both with norms of their own after them, as the section moe says."""
+    is_scaled: bool = False
+    """Whether a constant of the layer, which comes with the weights and is not trained, multiplies what it leaves."""
 
     def check(self) -> Iterator[Problem]:
-        is_mixture = self.feed_forward is FeedForward.moe
+        is_mixture = self.feed_forward is FeedForward.moe or self.beside is Beside.moe
         if is_mixture and self.moe.experts is None:
-            yield Problem("moe.experts", "is needed by feed_forward=moe", value=None, accepted="an integer, 2 or more")
+            asker = "feed_forward" if self.feed_forward is FeedForward.moe else "beside"
+            yield Problem("moe.experts", f"is needed by {asker}=moe", value=None, accepted="an integer, 2 or more")
+        if self.beside is Beside.moe and self.feed_forward is not FeedForward.mlp:
+            yield Problem("beside", "stands beside feed_forward=mlp", value="moe", accepted="none")
+        if self.beside is Beside.moe and self.moe.router.bias_rate is not None:
+            reason = "is for feed_forward=moe: no load is balanced that way beside another"
+            yield Problem("moe.router.bias_rate", reason, value=self.moe.router.bias_rate, accepted="null")
         if not is_mixture and self.moe.experts is not None:
-            hint = "set feed_forward=moe or leave it null"
+            hint = "set feed_forward=moe or beside=moe, or leave it null"
             yield Problem("moe.experts", "is not used by feed_forward=mlp", value=self.moe.experts, hint=hint)
 
 
@@ -248,10 +267,11 @@ class Model(Schema):
     zero; layer: LayerNorm (Ba et al., 2016), with a bias."""
     norm_eps: float = option(1e-5, gt=0)
     """Added to the mean square or to the variance in norms."""
-    embedding: Embedding = section(Embedding)
     mtp: Mtp = section(Mtp)
+    embedding: Embedding = section(Embedding)
     logit_softcap: float | None = option(None, gt=0)
     """Output logits become softcap * tanh(logits / softcap)."""
+    per_layer: PerLayer = section(PerLayer)
     dropout: float = option(0.0, ge=0, lt=1)
     """Dropped share of each residual branch's output, in training."""
     init_scale: float = option(1.0, gt=0)

@@ -44,6 +44,11 @@ class Router(Schema):
     """What a score multiplies: an expert's output, or its input (Llama 4, 2025)."""
     bias: bool = False
     """Whether the logits have a trained bias."""
+    norm: bool = False
+    """Whether tokens are normalised for the router alone, by their root mean square, a learned scale and sqrt(emb_dim)
+    (Gemma 4, 2026)."""
+    expert_scale: bool = False
+    """Whether a learned factor of each expert multiplies its score, after the division by the sum."""
     groups: int = option(1, ge=1)
     """Groups of neighbouring experts; a token's experts come from its best groups (DeepSeek-AI, 2024)."""
     top_groups: int = option(1, ge=1)

@@ -5,6 +5,7 @@ from enum import Enum
 
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem
+from maxhydra.config.model import Model
 
 
 class Nonfinite(Enum):
@@ -36,6 +37,10 @@ class Task(Schema):
 
     name: str = option("pretrain", one_of="maxhydra.tasks")
     """Module of maxhydra.tasks that runs."""
+
+    def check_model(self, model: Model) -> Iterator[Problem]:
+        """What a task asks of the model; paths relative to the task."""
+        yield from ()
 
 
 @schema

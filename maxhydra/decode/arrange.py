@@ -92,8 +92,9 @@ class _Flat:
         return params
 
     def _kept_layer(self, number: str, layer: Tree) -> Tree:
-        turned = _map(_turned, self.flat.axes["prefix"][number], layer)
-        return _joined(turned) if self.joins else turned
+        axes = self.flat.axes["prefix"][number]
+        turned = _map(_turned, axes, layer)
+        return _joined(turned, self.flat.shapes["prefix"][number], axes) if self.joins else turned
 
     def _used_layer(self, number: str, layer: Tree) -> Tree:
         """Joined weights are turned back before they are cut: what the layers put together again is then whole."""
@@ -101,15 +102,11 @@ class _Flat:
         return _parted(_map(_turned_back, axes, layer), self.flat.shapes["prefix"][number], axes)
 
 
-def _joined(layer: Tree) -> Tree:
-    """Kernels that share an input as one under the first's key; the others' keys hold None. Those of different number
-    formats stay by themselves."""
+def _joined(layer: Tree, shapes: Tree, axes: Tree) -> Tree:
+    """Kernels that share an input as one under the first's key; the others' keys hold None."""
     layer = jax.tree.map(lambda leaf: leaf, layer)
-    for part, names in _groups(layer):
-        kernels = [layer[part][name]["kernel"] for name in names]
-        if len({jax.tree.structure(kernel) for kernel in kernels}) > 1:
-            continue
-        whole = jax.tree.map(lambda *each: jnp.concatenate(each), *kernels)
+    for part, names in _joins(shapes, axes):
+        whole = jax.tree.map(lambda *each: jnp.concatenate(each), *[layer[part][name]["kernel"] for name in names])
         for name in names:
             layer[part][name]["kernel"] = whole if name == names[0] else jax.tree.map(lambda _: None, whole)
     return layer
@@ -117,7 +114,7 @@ def _joined(layer: Tree) -> Tree:
 
 def _parted(layer: Tree, shapes: Tree, axes: Tree) -> Tree:
     """The kernels for themselves, given what was joined with inputs first."""
-    for part, names in _groups(layer):
+    for part, names in _joins(shapes, axes):
         if jax.tree.leaves(layer[part][names[-1]]["kernel"]):
             continue
         whole = layer[part][names[0]]["kernel"]
@@ -127,16 +124,28 @@ def _parted(layer: Tree, shapes: Tree, axes: Tree) -> Tree:
     return layer
 
 
+def _joins(shapes: Tree, axes: Tree) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Parts of a layer whose projections can lie together: they are there, in one number format, and differ at most in
+    the first dimension of their outputs."""
+    for part, names in JOINED.items():
+        if all("kernel" in shapes[part].get(name, {}) for name in names):
+            kernels = [(axes[part][name]["kernel"], shapes[part][name]["kernel"]) for name in names]
+            besides = [jax.tree.map(_beside, *kernel, is_leaf=is_axes) for kernel in kernels]
+            if all(beside == besides[0] for beside in besides):
+                yield part, names
+
+
+def _beside(names: LogicalAxes, own: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """The dimensions in which arrays must agree to be joined."""
+    axis = int(names[0] == "embed")
+    return (*own.shape[:axis], *own.shape[axis + 1 :])
+
+
 def _cut(names: LogicalAxes, whole: jax.Array, own: jax.ShapeDtypeStruct, *before: jax.ShapeDtypeStruct) -> jax.Array:
     """The part of a joined array, inputs first if it has any, that comes after others."""
     axis = int(names[0] == "embed")
     start = sum(other.shape[axis] for other in before)
     return jax.lax.slice_in_dim(whole, start, start + own.shape[axis], axis=axis)
-
-
-def _groups(layer: Tree) -> list[tuple[str, tuple[str, ...]]]:
-    """The groups of JOINED that a layer has, whatever else stands under the same names."""
-    return [(part, names) for part, names in JOINED.items() if all("kernel" in layer[part].get(n, {}) for n in names)]
 
 
 def _in_order(blocks: dict[str, Tree]) -> list[Tree]:

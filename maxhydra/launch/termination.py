@@ -22,8 +22,10 @@ VARIABLE = "MAXHYDRA_TERMINATION_LOG"
 LIMIT = 4096
 REASON_LIMIT = 1000
 # Left out in this order until the rest fits.
-DISPENSABLE = ("packages", "sample", "last", "xla_flags", "seen", "variables", "git", "timings", "choices", "overrides")
-DISPENSABLE += ("command", "metrics")
+DISPENSABLE = (
+    *("packages", "sample", "last", "xla_flags", "seen", "variables", "git", "timings"),
+    *("choices", "overrides", "command", "metrics"),
+)
 # Marks a run.json that was made of a message: what is there may be replaced by the next one.
 RELAYED = "relayed"
 

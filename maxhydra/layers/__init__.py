@@ -1,6 +1,7 @@
 """The mechanisms that layers are made of, each in a file of its own, and the context that travels between them."""
 
 from maxhydra.layers.attention import Attention, AttentionSpec
+from maxhydra.layers.beside import Beside, BesideSpec
 from maxhydra.layers.cache import Cache, DenseRoom, PagedRoom, Room, Rows
 from maxhydra.layers.context import Context
 from maxhydra.layers.delta import DeltaSpec
@@ -11,12 +12,15 @@ from maxhydra.layers.mlp import Mlp, MlpSpec
 from maxhydra.layers.moe import Moe, MoeSpec
 from maxhydra.layers.norm import LayerNorm, Norm, NormSpec, RMSNorm
 from maxhydra.layers.parts import Fed, FeedForward, FeedForwardSpec, Mixed, Mixer, MixerSpec, Side
+from maxhydra.layers.per_layer import PerLayerEmbedding, PerLayerInput, PerLayerSpec
 from maxhydra.layers.projection import LoraSpec, ProductSpec, Projection
 from maxhydra.layers.weights import Dtypes, WeightMaker
 
 __all__ = [
     "Attention",
     "AttentionSpec",
+    "Beside",
+    "BesideSpec",
     "Cache",
     "Context",
     "DeltaSpec",
@@ -41,6 +45,9 @@ __all__ = [
     "Norm",
     "NormSpec",
     "PagedRoom",
+    "PerLayerEmbedding",
+    "PerLayerInput",
+    "PerLayerSpec",
     "ProductSpec",
     "Projection",
     "RMSNorm",

@@ -122,6 +122,21 @@ class PagedRoom:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class NoCache:
+    """Of layers that keep nothing of their own."""
+
+    def at(self, layer: jax.Array | int) -> "NoCache":
+        return self
+
+    def merged(self, view: "NoCache") -> "NoCache":
+        return self
+
+    def axes(self) -> "NoCache":
+        return self
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class DenseCache:
     """Keys and values of every token so far; the token at position p lies in slot p of its row."""
 

@@ -15,7 +15,7 @@ class ShortConvolution(nnx.Module):
     """silu(sum over w of kernel[w] * x[t - W + 1 + w]), within a sequence."""
 
     def __init__(self, shape: tuple[int, int], axes: LogicalAxes, *, taps: int, make: WeightMaker):
-        self.kernel = make.matrix(shape, (taps,), (*axes, None), std=taps**-0.5)
+        self.kernel = make.matrix((taps,), shape, (None, *axes), std=taps**-0.5)
 
     def __call__(
         self, x_BTNH: jax.Array, segments_BT: jax.Array | None, tail_BPNH: jax.Array | None
@@ -25,20 +25,20 @@ class ShortConvolution(nnx.Module):
         Without a tail a token sees its own segment alone. With one a row is one sequence, and padding stands before its
         first token, or after those of the call.
         """
-        kernel_NHW = self.kernel[...].astype(x_BTNH.dtype)
-        taps, length = kernel_NHW.shape[-1], x_BTNH.shape[1]
+        kernel_WNH = self.kernel[...].astype(x_BTNH.dtype)
+        taps, length = kernel_WNH.shape[0], x_BTNH.shape[1]
         if segments_BT is not None:
             x_BTNH = jnp.where((segments_BT != 0)[:, :, None, None], x_BTNH, 0)
         before = jnp.zeros_like(x_BTNH, shape=(x_BTNH.shape[0], taps - 1, *x_BTNH.shape[2:]))
         all_BSNH = jnp.concatenate([before if tail_BPNH is None else tail_BPNH.astype(x_BTNH.dtype), x_BTNH], axis=1)
-        total_BTNH = x_BTNH * kernel_NHW[..., -1]
+        total_BTNH = x_BTNH * kernel_WNH[-1]
         for back in range(1, taps):
             start = taps - 1 - back
             earlier_BTNH = all_BSNH[:, start : start + length]
             if segments_BT is not None and tail_BPNH is None:
                 shifted_BT = jnp.pad(segments_BT, ((0, 0), (back, 0)))[:, :length]
                 earlier_BTNH = jnp.where((shifted_BT == segments_BT)[:, :, None, None], earlier_BTNH, 0)
-            total_BTNH = total_BTNH + earlier_BTNH * kernel_NHW[..., start]
+            total_BTNH = total_BTNH + earlier_BTNH * kernel_WNH[start]
         tail = None if tail_BPNH is None else _last(all_BSNH, segments_BT, taps - 1).astype(tail_BPNH.dtype)
         return jax.nn.silu(total_BTNH), tail
 

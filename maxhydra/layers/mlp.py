@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config import model as config
 from maxhydra.kernels.einsum import Layout
 from maxhydra.layers.context import Context
-from maxhydra.layers.parts import Fed
+from maxhydra.layers.parts import Fed, Side
 from maxhydra.layers.projection import Projection, together
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
@@ -54,6 +55,9 @@ class MlpSpec:
 
     def forward_flops(self) -> float:
         return 2.0 * (3 if self.is_gated else 2) * self.emb_dim * self.dim
+
+    def settled(self, new: Any, old: Any, side: Side) -> Any:
+        return new
 
 
 class Mlp(nnx.Module):

@@ -37,7 +37,9 @@ class MoeSpec:
         shared = MlpSpec(
             emb_dim=model.emb_dim,
             dim=own.shared.dim or 0,
+            is_gated=True,
             activation=own.activation,
+            has_bias=False,
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
@@ -93,9 +95,10 @@ class Moe(nnx.Module):
         )
 
     @jax.named_scope("moe")
-    def __call__(self, x_BTD: jax.Array, ctx: Context) -> Fed:
+    def __call__(self, x_BTD: jax.Array, ctx: Context, *, seen_BTD: jax.Array | None = None) -> Fed:
+        """`seen_BTD`: what the router sees, where that is not x."""
         is_real_BT = None if ctx.segments is None else ctx.segments != 0
-        routing = self.router(x_BTD)
+        routing = self.router(x_BTD if seen_BTD is None else seen_BTD)
         given = Given(x_BTD, routing.ids_BTK, routing.weights_BTK)
         capacity = self.spec.capacity(x_BTD.shape[1]) if ctx.cache is None else None
         out_BTD = self.experts(given, ctx, capacity=capacity, is_real_BT=is_real_BT).astype(self.spec.dtypes.compute)

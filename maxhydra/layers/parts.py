@@ -23,6 +23,8 @@ class Mixed(NamedTuple):
     cache: Any
     """The successor of the layer's cache; None without one."""
     side: Side
+    handed: Any = None
+    """What later layers find under this layer's kind in `ctx.shared`; None: nothing."""
 
 
 class Fed(NamedTuple):
@@ -65,6 +67,10 @@ class FeedForwardSpec(Protocol):
 
     def forward_flops(self) -> float:
         """Operations of a forward pass per token: of the weights that a token meets."""
+        ...
+
+    def settled(self, new: Any, old: Any, side: Side) -> Any:
+        """The weights that a training step made of old ones, with what changes by what the layer told instead."""
         ...
 
 

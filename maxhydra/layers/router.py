@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config import model as config
+from maxhydra.layers.norm import unit_square
 from maxhydra.layers.weights import WeightMaker
 
 # Added to a sum of scores that is divided by.
@@ -28,6 +29,9 @@ class RouterSpec:
     normalize: bool
     scale: float
     has_bias: bool
+    norm_eps: float | None
+    """Of the norm that the router has of its own; None: it has none."""
+    has_expert_scale: bool
     groups: int
     top_groups: int
     group_score: config.GroupScore
@@ -46,6 +50,8 @@ class RouterSpec:
             normalize=router.normalize,
             scale=router.scale,
             has_bias=router.bias,
+            norm_eps=model.norm_eps if router.norm else None,
+            has_expert_scale=router.expert_scale,
             groups=router.groups,
             top_groups=router.top_groups,
             group_score=router.group_score,
@@ -74,18 +80,20 @@ class Router(nnx.Module):
         std = spec.init_scale * D**-0.5
         self.kernel = make.matrix((D,), (E,), ("embed", None), std=std, is_wide=True)
         self.bias = make.zeros((E,), (None,)) if spec.has_bias else None
+        self.scale = make.ones((D,), ("norm",)) if spec.norm_eps is not None else None
+        self.expert_scale = make.ones((E,), (None,)) if spec.has_expert_scale else None
         self.correction = make.zeros((E,), (None,)) if spec.bias_rate is not None else None
 
     @jax.named_scope("router")
     def __call__(self, x_BTD: jax.Array) -> Routing:
-        wide_BTD, kernel_DE = x_BTD.astype(jnp.float32), self.kernel[...].astype(jnp.float32)
+        wide_BTD, kernel_DE = self._normed(x_BTD.astype(jnp.float32)), self.kernel[...].astype(jnp.float32)
         logits_BTE = jnp.einsum("BTD,DE->BTE", wide_BTD, kernel_DE, precision=jax.lax.Precision.HIGHEST)
         if self.bias is not None:
             logits_BTE = logits_BTE + self.bias[...].astype(jnp.float32)
         if self.spec.scores is config.RouterScores.softmax_of_chosen:
             ids_BTK = self._choose(logits_BTE)
             weights_BTK = jax.nn.softmax(jnp.take_along_axis(logits_BTE, ids_BTK, axis=-1))
-            return Routing(ids_BTK, self.spec.scale * weights_BTK, jax.nn.softmax(logits_BTE))
+            return Routing(ids_BTK, self._scaled(weights_BTK, ids_BTK), jax.nn.softmax(logits_BTE))
         is_sigmoid = self.spec.scores is config.RouterScores.sigmoid
         scores_BTE = jax.nn.sigmoid(logits_BTE) if is_sigmoid else jax.nn.softmax(logits_BTE)
         ids_BTK = self._choose(scores_BTE)
@@ -93,7 +101,22 @@ class Router(nnx.Module):
         if self.spec.normalize:
             weights_BTK = _shares(weights_BTK)
         shares_BTE = _shares(scores_BTE) if is_sigmoid else scores_BTE
-        return Routing(ids_BTK, self.spec.scale * weights_BTK, shares_BTE)
+        return Routing(ids_BTK, self._scaled(weights_BTK, ids_BTK), shares_BTE)
+
+    def _normed(self, wide_BTD: jax.Array) -> jax.Array:
+        """Tokens as the router sees them."""
+        if self.scale is None:
+            return wide_BTD
+        assert self.spec.norm_eps is not None
+        scale_D = self.scale[...].astype(jnp.float32) * self.spec.emb_dim**-0.5
+        return unit_square(wide_BTD, self.spec.norm_eps) * scale_D
+
+    def _scaled(self, weights_BTK: jax.Array, ids_BTK: jax.Array) -> jax.Array:
+        """What the chosen count."""
+        weights_BTK = self.spec.scale * weights_BTK
+        if self.expert_scale is None:
+            return weights_BTK
+        return weights_BTK * self.expert_scale[...].astype(jnp.float32)[ids_BTK]
 
     def _choose(self, scores_BTE: jax.Array) -> jax.Array:
         """The experts [B, T, K] with the best scores, the correction added, among those of the best groups."""

@@ -9,6 +9,8 @@ from flax import nnx
 from maxhydra.config import model as config
 from maxhydra.layers import (
     AttentionSpec,
+    Beside,
+    BesideSpec,
     Cache,
     Context,
     DeltaSpec,
@@ -21,6 +23,8 @@ from maxhydra.layers import (
     MoeSpec,
     Norm,
     NormSpec,
+    PerLayerInput,
+    PerLayerSpec,
     Room,
     Side,
     WeightMaker,
@@ -46,6 +50,8 @@ class Left(NamedTuple):
     """The successor of its cache; None without one."""
     sides: dict[str, Side]
     """What its mixer and its feed-forward tell besides, where they do."""
+    handed: Any
+    """What its mixer hands on to later layers; None: nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +61,9 @@ class BlockSpec:
     name: str
     mixer: MixerSpec
     feed_forward: FeedForwardSpec
+    beside: BesideSpec | None
+    per_layer: PerLayerSpec | None
+    is_scaled: bool
     emb_dim: int
     norms: config.Norms
     norm: NormSpec
@@ -67,11 +76,26 @@ class BlockSpec:
             name=name,
             mixer=MIXERS[kind.mixer].of(model, kind),
             feed_forward=FEED_FORWARDS[kind.feed_forward].of(model, kind),
+            beside=BesideSpec.of(model, kind),
+            per_layer=PerLayerSpec.of(model),
+            is_scaled=kind.is_scaled,
             emb_dim=model.emb_dim,
             norms=kind.norms,
             norm=NormSpec.of(model),
             dropout=model.dropout,
         )
+
+    def settled(self, new: Any, old: Any, sides: dict[str, Side]) -> Any:
+        """The weights that a training step made of old ones, with what changes by what the layers told instead."""
+        if "mlp" not in sides or "mlp" not in new:
+            return new
+        return {**new, "mlp": self.feed_forward.settled(new["mlp"], old["mlp"], sides["mlp"])}
+
+    def forward_flops(self, seq_len: int) -> float:
+        """Operations of a forward pass per token of sequences of this length."""
+        beside = 0.0 if self.beside is None else self.beside.moe.forward_flops()
+        own = 0.0 if self.per_layer is None else self.per_layer.forward_flops()
+        return self.mixer.forward_flops(seq_len) + self.feed_forward.forward_flops() + beside + own
 
 
 class Block(nnx.Module):
@@ -88,7 +112,11 @@ class Block(nnx.Module):
         self.attention_post_norm = self._norm(make, has_post)
         self.mlp_norm = self._norm(make, has_pre)
         self.mlp: FeedForward = spec.feed_forward.build(make.below("mlp"))
+        self.beside = None if spec.beside is None else Beside(spec.beside, make.below("beside"))
         self.mlp_post_norm = self._norm(make, has_post)
+        own = spec.per_layer
+        self.per_layer = None if own is None else PerLayerInput(own, make.below("per_layer"))
+        self.scale = make.ones((1,), ("norm",)) if spec.is_scaled else None
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Left:
         x_BTD = ctx.constrain(x_BTD, "act_batch", "act_length", "act_embed")
@@ -96,10 +124,21 @@ class Block(nnx.Module):
         branch_BTD = _normed(self.attention_post_norm, mixed.out_BTD)
         x_BTD = x_BTD + dropout(branch_BTD, ctx.key(0), rate=self.spec.dropout)
         fed = self.mlp(_normed(self.mlp_norm, x_BTD), ctx)
+        sides = {"attention": mixed.side, "mlp": fed.side}
+        if self.beside is not None:
+            fed = self.beside(x_BTD, fed.out_BTD, ctx)
+            sides["beside"] = fed.side
         branch_BTD = _normed(self.mlp_post_norm, fed.out_BTD)
         x_BTD = x_BTD + dropout(branch_BTD, ctx.key(1), rate=self.spec.dropout)
-        sides = {"attention": mixed.side, "mlp": fed.side}
-        return Left(x_BTD, mixed.cache, {name: side for name, side in sides.items() if side})
+        if self.per_layer is not None:
+            x_BTD = x_BTD + self.per_layer(x_BTD, ctx)
+        if self.scale is not None:
+            x_BTD = x_BTD * jax.lax.stop_gradient(self.scale[...]).astype(x_BTD.dtype)
+        return Left(x_BTD, mixed.cache, {name: side for name, side in sides.items() if side}, mixed.handed)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
 
     def empty_cache(self, room: Room, layers: int) -> Cache:
         return self.attention.empty_cache(room, layers)

@@ -23,6 +23,8 @@ from maxhydra.layers import (
     Head,
     LoraSpec,
     NormSpec,
+    PerLayerEmbedding,
+    PerLayerSpec,
     ProductSpec,
     Projection,
     Room,
@@ -46,6 +48,7 @@ class DecoderSpec:
     mtp: tuple[BlockSpec, ...]
     """Layers behind the last, which predict tokens beyond the next."""
     vocabulary: VocabularySpec
+    per_layer: PerLayerSpec | None
     is_tied: bool
     norm: NormSpec
     unroll: int
@@ -73,6 +76,7 @@ class DecoderSpec:
             remainder=pattern[:rest],
             mtp=(last,) * model.mtp.depth,
             vocabulary=VocabularySpec.of(model),
+            per_layer=PerLayerSpec.of(model),
             is_tied=model.head is config.Head.tied,
             norm=NormSpec.of(model),
             unroll=max(1, min(model.scan_unroll, repetitions)),
@@ -116,6 +120,8 @@ class _Run(NamedTuple):
     caches: list[Any]
     kept: list[jax.Array]
     sides: dict[str, Any]
+    ctx: Context
+    """With what these layers handed on to later ones."""
 
 
 class Decoder(nnx.Module):
@@ -125,6 +131,8 @@ class Decoder(nnx.Module):
         self.spec = spec
         make = WeightMaker(key, dtype=spec.dtypes.weights, layers=None, product=spec.product)
         self.embedding = Embedding(spec.vocabulary, make)
+        own = spec.per_layer
+        self.per_layer = None if own is None else PerLayerEmbedding(own, make.below("per_layer"))
         self.prefix = _numbered([Block(block, make.below(block.name)) for block in spec.prefix])
         stacks = [make.stacked(spec.repetitions).below(block.name) for block in spec.pattern]
         self.pattern = _numbered([Block(block, stack) for block, stack in zip(spec.pattern, stacks, strict=True)])
@@ -139,13 +147,15 @@ class Decoder(nnx.Module):
         behind the last only where asked to look `ahead`."""
         caches = ctx.cache or self._map_blocks(lambda block, layers: None)
         x_BTD = ctx.constrain(self.embedding(tokens_BT, ctx.positions), "act_batch", "act_length", "act_embed")
+        if self.per_layer is not None:
+            ctx = dataclasses.replace(ctx, layer_input=self.per_layer(tokens_BT, x_BTD, ctx))
         prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first=0)
-        pattern = self._run_pattern(prefix.x_BTD, ctx, caches["pattern"], keep=keep)
+        pattern = self._run_pattern(prefix.x_BTD, prefix.ctx, caches["pattern"], keep=keep)
         first = len(self.spec.layers) - len(self.remainder)
-        remainder = self._run_blocks(self.remainder, pattern.x_BTD, ctx, caches["remainder"], first=first)
+        remainder = self._run_blocks(self.remainder, pattern.x_BTD, pattern.ctx, caches["remainder"], first=first)
         parts = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
         hidden_BTD = ctx.constrain(self.final_norm(remainder.x_BTD), "act_batch", "act_length", "act_embed")
-        further = self._run_ahead(hidden_BTD, tokens_BT, ctx) if ahead else _Run(hidden_BTD, [], [], {})
+        further = self._run_ahead(hidden_BTD, tokens_BT, ctx) if ahead else _Run(hidden_BTD, [], [], {}, ctx)
         return Forward(
             hidden_BTD=hidden_BTD,
             cache=None if ctx.cache is None else {name: part.caches for name, part in parts.items()},
@@ -182,24 +192,28 @@ class Decoder(nnx.Module):
         for index, (block, cache) in enumerate(zip(_in_order(blocks), caches, strict=True), start=first):
             graphdef, weights = self._split(block)
             run = self.spec.remat.wrap(_runner(graphdef), in_loop=False)
-            x_BTD, view, side = run(weights, x_BTD, ctx.at_layer(index, _seen(cache, 0)))
+            own_input = None if ctx.layer_input is None else ctx.layer_input[index]
+            x_BTD, view, side, handed = run(weights, x_BTD, ctx.at_layer(index, _seen(cache, 0), own_input))
+            if handed is not None:
+                ctx = dataclasses.replace(ctx, shared={**ctx.shared, block.name: handed})
             new_caches.append(_merged(cache, view))
             kept.append(x_BTD)
             sides.append(side)
-        return _Run(x_BTD, new_caches, kept, _told(sides))
+        return _Run(x_BTD, new_caches, kept, _told(sides), ctx)
 
     def _run_ahead(self, x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context) -> _Run:
         """The layers behind the last, each on what the one before it made. At the end of a row there are no later
         tokens, and the first ones stand in for them: nothing earlier sees it, and no loss counts it."""
         kept, sides = [], []
         for index, layer in enumerate(_in_order(self.mtp)):
-            later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1), ctx.positions)
+            later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1), ctx.positions + 1 + index)
             graphdef, weights = self._split(layer)
             run = self.spec.remat.wrap(_runner(graphdef, Mtp.ahead), in_loop=False)
-            x_BTD, _, side = run(weights, x_BTD, later_BTD, ctx.at_layer(len(self.spec.layers) + index, None))
+            own_ctx = ctx.at_layer(len(self.spec.layers) + index, None, None)
+            x_BTD, _, side, _ = run(weights, x_BTD, later_BTD, own_ctx)
             kept.append(x_BTD)
             sides.append(side)
-        return _Run(x_BTD, [], kept, _told(sides))
+        return _Run(x_BTD, [], kept, _told(sides), ctx)
 
     def _split(self, block: Block) -> tuple[Any, nnx.State]:
         """The block without its weights, and the weights, matrices in the compute format.
@@ -222,30 +236,41 @@ class Decoder(nnx.Module):
     def _run_pattern(self, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, keep: bool) -> _Run:
         """All repetitions of the pattern under one scan.
 
-        The caches are carried and updated in place rather than scanned over, which would hold them twice.
+        The caches are carried and updated in place rather than scanned over, which would hold them twice. Nothing is
+        handed on from here: what layers share comes from the prefix.
         """
         spec = self.spec
         if not spec.repetitions:
-            return _Run(x_BTD, caches, [], {})
+            return _Run(x_BTD, caches, [], {}, ctx)
         splits = [self._split(block) for block in _in_order(self.pattern)]
         in_loop = spec.repetitions > spec.unroll
         runs = [spec.remat.wrap(_runner(graphdef), in_loop=in_loop) for graphdef, _ in splits]
 
-        def repetition(carry: tuple[jax.Array, list[Any]], xs: tuple[jax.Array, list[Any]]) -> tuple[Any, Any]:
-            (x_BTD, caches), (index, weights) = carry, xs
+        def repetition(carry: tuple[jax.Array, list[Any]], xs: tuple[jax.Array, list[Any], Any]) -> tuple[Any, Any]:
+            (x_BTD, caches), (index, weights, inputs) = carry, xs
             new_caches, kept, sides = [], [], []
             for place, (run, cache) in enumerate(zip(runs, caches, strict=True)):
                 layer = len(self.prefix) + index * len(runs) + place
-                x_BTD, view, side = run(weights[place], x_BTD, ctx.at_layer(layer, _seen(cache, index)))
+                own_input = None if inputs is None else inputs[place]
+                own_ctx = ctx.at_layer(layer, _seen(cache, index), own_input)
+                x_BTD, view, side, _ = run(weights[place], x_BTD, own_ctx)
                 new_caches.append(_merged(cache, view))
                 kept.append(x_BTD)
                 sides.append(side)
             return (x_BTD, new_caches), (kept if keep else [], sides)
 
-        xs = (jnp.arange(spec.repetitions), [weights for _, weights in splits])
+        xs = (jnp.arange(spec.repetitions), [weights for _, weights in splits], self._pattern_inputs(ctx))
         (x_BTD, caches), (kept, sides) = jax.lax.scan(repetition, (x_BTD, caches), xs, unroll=spec.unroll)
         in_order = [place[index] for index in range(spec.repetitions) for place in kept]
-        return _Run(x_BTD, caches, in_order, _told(sides))
+        return _Run(x_BTD, caches, in_order, _told(sides), ctx)
+
+    def _pattern_inputs(self, ctx: Context) -> jax.Array | None:
+        """The inputs of the pattern's layers, [repetitions, places, B, T, P]."""
+        if ctx.layer_input is None:
+            return None
+        places = len(self.pattern)
+        own = ctx.layer_input[len(self.prefix) : len(self.prefix) + self.spec.repetitions * places]
+        return own.reshape(self.spec.repetitions, places, *own.shape[1:])
 
 
 def _told(sides: list[Any]) -> dict[str, Any]:

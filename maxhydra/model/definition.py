@@ -105,6 +105,21 @@ class ModelDef:
         """Logits [B, T, V] of hidden states, in dtypes.logits, soft-capped."""
         return self._bind(params).logits(hidden, sharder)
 
+    def settled(self, new: Tree, old: Tree, told: Tree) -> Tree:
+        """The weights that a training step made of old ones, with what layers change in themselves by what they told.
+
+        `told`: as `Forward.sides`, perhaps summed. Weights that are not trained, as those under an adapter, stay.
+        """
+        for group, blocks in told.items():
+            specs = getattr(self._spec, group)
+            changed = {
+                index: specs[int(index)].settled(new[group][index], old[group][index], sides)
+                for index, sides in blocks.items()
+                if index in new.get(group, {})
+            }
+            new = {**new, group: {**new[group], **changed}} if changed else new
+        return new
+
     def empty_cache(self, room: Room) -> Tree:
         """The cache of every layer, each of the kind that its mixer needs."""
         return self._abstract.empty_cache(room)

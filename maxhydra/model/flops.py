@@ -23,11 +23,7 @@ def flops_per_token(model: config.Model, seq_len: int) -> float:
     """
     spec = DecoderSpec.of(model)
     head = model.emb_dim * model.vocab_size
-    forward = 2 * head + sum(
-        layer.mixer.forward_flops(seq_len) + layer.feed_forward.forward_flops() for layer in spec.layers
-    )
+    forward = 2 * head + sum(layer.forward_flops(seq_len) for layer in spec.layers)
     if model.mtp.depth:
-        last = spec.layers[-1]
-        layer = last.mixer.forward_flops(seq_len) + last.feed_forward.forward_flops()
-        forward += model.mtp.depth * (layer + 2 * head + 4 * model.emb_dim**2)
+        forward += model.mtp.depth * (spec.layers[-1].forward_flops(seq_len) + 2 * head + 4 * model.emb_dim**2)
     return 3.0 * forward

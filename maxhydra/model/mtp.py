@@ -17,7 +17,8 @@ class Mtp(Block):
     def __init__(self, spec: BlockSpec, make: WeightMaker, *, scale: float):
         super().__init__(spec, make)
         D = spec.emb_dim
-        self.embedding_norm, self.hidden_norm = spec.norm.build(D, make), spec.norm.build(D, make)
+        self.embedding_norm = spec.norm.build(D, make)
+        self.hidden_norm = spec.norm.build(D, make)
         self.join = make.projection("join", (2 * D,), (D,), ("embed", None), scale=scale)
         self.norm = spec.norm.build(D, make)
 

@@ -109,8 +109,8 @@ def job_set(settings: GkeSettings, work: Work) -> Manifest:
 
 def job_template(settings: GkeSettings, work: Work) -> Manifest:
     """The Job of a slice: all of its pods, or none. Pods are not replaced one by one, since all have to meet."""
-    rule = {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In"}}
-    rule["onExitCodes"]["values"] = list(INTERRUPTED)
+    codes = {"containerName": CONTAINER, "operator": "In", "values": list(INTERRUPTED)}
+    saved = {"action": "FailJob", "onExitCodes": codes}
     evicted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     pod = {"labels": _labels(work), "annotations": {RUN: work.run}}
     if any(map(is_bucket, [settings.outputs, *settings.volumes.values()])):
@@ -121,7 +121,7 @@ def job_template(settings: GkeSettings, work: Work) -> Manifest:
             "completions": work.placement.nodes,
             "completionMode": "Indexed",
             "backoffLimit": 0,
-            "podFailurePolicy": {"rules": [rule, evicted]},
+            "podFailurePolicy": {"rules": [saved, evicted]},
             "template": {"metadata": pod, "spec": _pod(settings, work)},
         }
     }
