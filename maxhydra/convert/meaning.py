@@ -17,7 +17,18 @@ from maxhydra.model.decoder import DecoderSpec
 TOLERANCE = 1e-5
 # What a run is free to choose: how it computes, trains or begins, not what weights mean. Patterns (fnmatch) of paths
 # below the model; those of a layer kind begin with `kinds.*`.
-FREE = ("context_length", "dropout", "init_scale", "dtypes.*", "remat.*", "scan_unroll", "kernels.*")
+FREE = (
+    "context_length",
+    "dropout",
+    "init_scale",
+    "dtypes.*",
+    "remat.*",
+    "scan_unroll",
+    "kernels.*",
+    "kinds.*.moe.balance_weight",
+    "kinds.*.moe.capacity_factor",
+    "kinds.*.moe.router.bias_rate",
+)
 # Which kind stands where is compared layer by layer.
 ARRANGED = ("prefix", "pattern", "kinds.*")
 
