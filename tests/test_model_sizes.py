@@ -13,6 +13,15 @@ from maxhydra.model import active_parameters, build, flops_per_token, parameter_
 from maxhydra.sharding import Sharder
 
 PUBLISHED = {
+    "deepseek-custom": 420_184_912,
+    "deepseek2-16b": 15_706_484_224,
+    "deepseek2-236b": 235_741_434_880,
+    "deepseek3-671b": 671_026_419_200,
+    "deepseek3-671b-2dfsdp": 671_026_419_200,
+    "deepseek3-671b-batchsplit": 671_026_419_200,
+    "deepseek3-test": 13_360_651_520,
+    "deepseek3.2-671b": 671_877_944_064,
+    "kimi-k2-1t": 1_026_408_232_448,
     "llama2-7b": 6_738_415_616,
     "llama2-13b": 13_015_864_320,
     "llama2-70b": 68_976_648_192,

@@ -25,6 +25,8 @@ FREE = (
     "remat.*",
     "scan_unroll",
     "kernels.*",
+    "mtp.*",
+    "kinds.*.mla.indexer.loss_weight",
     "kinds.*.moe.balance_weight",
     "kinds.*.moe.capacity_factor",
     "kinds.*.moe.router.bias_rate",
@@ -52,7 +54,7 @@ def _resolved(model: config.Model) -> tuple[Any, ...]:
     """The model as its modules see it, layer by layer, without the names of kinds."""
     spec = DecoderSpec.of(model)
     layers = tuple(dataclasses.replace(layer, name="") for layer in spec.layers)
-    arrangement: dict[str, Any] = {"prefix": (), "pattern": (), "remainder": (), "repetitions": 0, "unroll": 1}
+    arrangement: dict[str, Any] = {"prefix": (), "pattern": (), "remainder": (), "repetitions": 0, "unroll": 1, "mtp": ()}
     return layers, dataclasses.replace(spec, **arrangement)
 
 
