@@ -85,14 +85,12 @@ class Server:
         )
         wait_for(lambda: _answers(f"{local}/health", None), START_SECONDS)
         self._spawn_api(local)
-        # The many roles that a cluster begins with are for others than the administrator.
-        wait_for(lambda: self._answers("/readyz?exclude=poststarthook/rbac/bootstrap-roles"), START_SECONDS)
+        wait_for(lambda: self._answers("/readyz"), START_SECONDS)
         for definition in objects:
             self.post("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition)
         group = [(item["spec"]["group"], item["spec"]["names"]["plural"]) for item in objects]
         for name, plural in group:
             wait_for(lambda name=name, plural=plural: self._answers(f"/apis/{name}/v1alpha2/{plural}"), START_SECONDS)
-        wait_for(lambda: self._answers("/api/v1/namespaces/default"), START_SECONDS)
         self._spawn(
             "kube-controller-manager",
             f"--kubeconfig={self.kubeconfig}",

@@ -43,7 +43,7 @@ PropagateResourceLimits=NONE
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=1,sched_interval=1,requeue_delay=1
+SchedulerParameters=bf_interval=1,sched_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=2
 MessageTimeout=20

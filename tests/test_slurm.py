@@ -27,6 +27,20 @@ def said(*words: str, scheduler: dict[str, str]) -> str:
     return subprocess.run(words, env={**os.environ, **scheduler}, capture_output=True, text=True, check=True).stdout
 
 
+def wait_until_all_are_over(scheduler: dict[str, str], seconds: float) -> None:
+    """SLURM lets a job that was put back wait for two minutes, which an administrator, as here, can cut short."""
+
+    def are_over() -> bool:
+        lines = said("squeue", "-hr", "--states=all", "-o", "%i|%T|%r", scheduler=scheduler).splitlines()
+        jobs = [line.split("|") for line in lines]
+        for identity, _, reason in jobs:
+            if reason == "BeginTime":
+                said("scontrol", "update", f"JobId={identity}", "StartTime=now", scheduler=scheduler)
+        return all(state in ("COMPLETED", "FAILED", "CANCELLED") for _, state, _ in jobs)
+
+    wait_for(are_over, seconds)
+
+
 def sessions(folder: Path) -> list[str]:
     return [session["status"] for session in facts(folder)["sessions"]]
 
@@ -70,7 +84,7 @@ def test_two_nodes_are_preempted_and_equal_one_process(scheduler: dict[str, str]
     wait_for(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size, 120)
     said("scancel", "--signal=USR1", identity[1], scheduler=scheduler)
     finished(*arguments, "run.name=one", cwd=tmp_path, devices=2)
-    wait_for(lambda: not said("squeue", "-h", "-j", identity[1], scheduler=scheduler).strip(), 240)
+    wait_until_all_are_over(scheduler, 240)
     told = facts(folder)
     assert sessions(folder) == ["preempted", "finished"], (folder / "console.txt").read_text()
     assert told["processes"] == 2 and told["variables"]["SLURM_RESTART_COUNT"] == "1"
@@ -102,6 +116,25 @@ def test_a_sweep_is_cancelled_and_gone_on_with(scheduler: dict[str, str], tmp_pa
     finished(*arguments[:-1], "run.name=whole", "run.seed=1", cwd=tmp_path)
     assert losses(first) == losses(tmp_path / "outputs" / "whole")
     assert json.loads((first / "job.json").read_text())["overrides"][-1] == "run.name='0_seed=1'"
+
+
+def test_jobs_of_an_array_are_put_back_one_by_one(scheduler: dict[str, str], tmp_path: Path) -> None:
+    """A worker in place of ours: interrupted twice, by either signal, and then done. The third time is one too many."""
+    worker = tmp_path / "worker"
+    worker.write_text(
+        """#!/bin/bash
+        folder=$(dirname "$4")
+        echo "$SLURM_RESTART_COUNT" >> "$folder/starts"
+        case "$folder-${SLURM_RESTART_COUNT:-0}" in *seed=1-0|*seed=3-*) exit 138;; *seed=1-1) exit 143;; esac
+        """
+    )
+    worker.chmod(0o755)
+    asked = ["hydra.launcher.detach=true", "hydra.launcher.max_requeues=2", f"hydra.launcher.python={worker}"]
+    finished(*LAUNCHER, *asked, "run.name=array", "run.seed=1,2,3", cwd=tmp_path, **scheduler)
+    folders = [tmp_path / "outputs" / "array" / f"{index}_seed={index + 1}" for index in range(3)]
+    wait_until_all_are_over(scheduler, 60)
+    assert [(folder / "starts").read_text().split() for folder in folders] == [["1", "2"], [], ["1", "2"]]
+    assert "max_requeues=2" in (folders[2] / "console.txt").read_text()
 
 
 def test_what_the_cluster_refuses_is_said_in_a_line(scheduler: dict[str, str], tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from maxhydra.config.attention import Rope
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem
+from maxhydra.config.rope import Rope, RopeKind
 
 
 @schema
@@ -37,8 +37,9 @@ class Mla(Schema):
     """Part of a query and key that carries the position; all heads share that of the key."""
     v_head_dim: int | None = option(None, ge=1)
     """Size of a value. null: the model's head_dim."""
-    scale: float | None = option(None, gt=0)
-    """Factor on the attention logits. null: 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim)."""
+    mscale: float | None = option(None, gt=0)
+    """rope.kind=yarn: logits, divided by sqrt(qk_nope_head_dim + qk_rope_head_dim), grow by (0.1 * mscale *
+    ln(rope.factor) + 1)^2. null: they do not."""
     rope: Rope = section(Rope)
     indexer: Indexer = section(Indexer)
 
@@ -50,6 +51,9 @@ class Mla(Schema):
                 value=self.qk_rope_head_dim,
                 accepted="an even number",
             )
+        if self.mscale is not None and self.rope.kind is not RopeKind.yarn:
+            hint = "set rope.kind=yarn or leave it null"
+            yield Problem("mscale", f"is not used by rope.kind={self.rope.kind.value}", value=self.mscale, hint=hint)
         if self.indexer.top_k is None:
             return
         if self.q_lora_rank is None:

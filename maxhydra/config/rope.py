@@ -61,9 +61,9 @@ class Rope(Schema):
             if kinds and self.kind not in kinds and value != field.default:
                 hint = f"set kind={' or '.join(kind.value for kind in kinds)}, or leave it out"
                 yield Problem(field.name, f"is not used by kind={self.kind.value}", value=value, hint=hint)
-        if self.kind is RopeKind.yarn and self.beta_slow >= self.beta_fast:
-            accepted = f"less than beta_fast={self.beta_fast}"
-            yield Problem("beta_slow", "is not slower than beta_fast", value=self.beta_slow, accepted=accepted)
+        if self.kind is RopeKind.yarn and self.beta_slow > self.beta_fast:
+            accepted = f"at most beta_fast={self.beta_fast}"
+            yield Problem("beta_slow", "is faster than beta_fast", value=self.beta_slow, accepted=accepted)
 
 
 # The kinds that use a field; all use those that are not here.

@@ -17,7 +17,6 @@ def hf_source(key: str, location: str, folder: Path) -> Source:
     """A folder whose model_type has a table."""
     settings = read_settings(key, location, folder)
     table = table_of(key, location, settings)
-    model = model_of(key, location, values_of(key, location, table, settings))
     where: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in _files(key, location, folder):
@@ -27,6 +26,8 @@ def hf_source(key: str, location: str, folder: Path) -> Source:
             raise ConfigError(Problem(key, f"{file.name} cannot be read: {error}", value=location)) from None
         shapes |= found
         where |= dict.fromkeys(found, file)
+
+    model = model_of(key, location, values_of(key, location, table, settings))
 
     def read(name: str) -> np.ndarray:
         with safe_open(where[name], framework="numpy") as opened:

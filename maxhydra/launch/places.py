@@ -51,8 +51,14 @@ def chosen_launcher(node: DictConfig) -> Launcher:
 
 def options(kind: str) -> dict[str, Any]:
     """Name -> default, as Hydra's config store takes them."""
-    settings = PLACES[kind][0]()
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(settings).items()}
+    return {name: _open(value) for name, value in vars(PLACES[kind][0]()).items()}
+
+
+def _open(value: Any) -> Any:
+    """Lists for tuples; and mappings that take new keys, which Hydra forbids elsewhere."""
+    if isinstance(value, dict):
+        return OmegaConf.create(value, flags={"struct": False})
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _fixed(value: Any) -> Any:

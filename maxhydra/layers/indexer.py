@@ -30,8 +30,8 @@ class IndexerSpec:
     query_rank: int
     num_heads: int
     head_dim: int
-    rope_dim: int
     rotation: Rotation | None
+    """Of the first part of a head, whatever pairs attention turns, by halves."""
     top_k: int
     loss_weight: float
     init_scale: float
@@ -49,8 +49,7 @@ class IndexerSpec:
             query_rank=mla.q_lora_rank,
             num_heads=own.num_heads,
             head_dim=own.head_dim,
-            rope_dim=mla.qk_rope_head_dim,
-            rotation=Rotation.of(mla.rope, mla.qk_rope_head_dim),
+            rotation=Rotation.of(dataclasses.replace(mla.rope, pairs=config.Pairs.halves), mla.qk_rope_head_dim),
             top_k=own.top_k,
             loss_weight=own.loss_weight,
             init_scale=model.init_scale,
@@ -125,11 +124,8 @@ class Indexer(nnx.Module):
         return {"loss": self.spec.loss_weight * mean}
 
     def _turned(self, x_BTNI: jax.Array, ctx: Context) -> jax.Array:
-        """With its position, in the first part of a head; its pairs are halves of that part."""
-        if self.spec.rotation is None:
-            return x_BTNI
-        turned, plain = jnp.split(x_BTNI, [self.spec.rope_dim], axis=-1)
-        return jnp.concatenate([rotate(turned, ctx.positions, self.spec.rotation), plain], axis=-1)
+        """With its position."""
+        return x_BTNI if self.spec.rotation is None else rotate(x_BTNI, ctx.positions, self.spec.rotation)
 
 
 # A logit that leaves no weight, and is finite.

@@ -10,6 +10,7 @@ size of a query and key: F without position and P with it, V size of a value, I 
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ from maxhydra.layers.indexer import Indexer, IndexerSpec
 from maxhydra.layers.norm import RMSNorm
 from maxhydra.layers.parts import Mixed, Side, visible_keys
 from maxhydra.layers.projection import Projection
-from maxhydra.layers.rope import Rotation, as_halves, rotate
+from maxhydra.layers.rope import Rotation, rotate
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
 # Of the norms of the latents, whatever that of the model is.
@@ -64,7 +65,7 @@ class MlaSpec:
             plain_dim=plain_dim,
             rope_dim=own.qk_rope_head_dim,
             value_dim=own.v_head_dim or model.head_dim,
-            scale=own.scale or (plain_dim + own.qk_rope_head_dim) ** -0.5,
+            scale=_sharpness(own) * (plain_dim + own.qk_rope_head_dim) ** -0.5,
             rotation=Rotation.of(own.rope, own.qk_rope_head_dim),
             indexer=IndexerSpec.of(model, kind),
             backend=model.kernels.attention.value,
@@ -212,10 +213,8 @@ class Mla(nnx.Module):
         return Seen(kept.value_BSKH[:, :, 0], key_BSP, index_BSI, tokens), cache
 
     def _turned(self, x_BTNP: jax.Array, ctx: Context) -> jax.Array:
-        """With its position; neighbours make a pair, as in the published weights."""
-        if self.spec.rotation is None:
-            return x_BTNP
-        return rotate(as_halves(x_BTNP), ctx.positions, self.spec.rotation)
+        """With its position."""
+        return x_BTNP if self.spec.rotation is None else rotate(x_BTNP, ctx.positions, self.spec.rotation)
 
     def _is_few(self, queries: int, ctx: Context) -> bool:
         """Whether it takes fewer operations to bring so many queries to the latents than to make keys and values."""
@@ -262,6 +261,13 @@ class Mla(nnx.Module):
             softmax_dtype=self.spec.dtypes.softmax.name,
             is_length_split=False,
         )
+
+
+def _sharpness(mla: config.Mla) -> float:
+    """By how much logits grow where positions are stretched."""
+    if mla.mscale is None or mla.rope.factor is None:
+        return 1.0
+    return (0.1 * mla.mscale * math.log(max(mla.rope.factor, 1.0)) + 1) ** 2
 
 
 def _whole(x_BSH: jax.Array | None, ctx: Context) -> Any:

@@ -12,7 +12,7 @@ from maxhydra.model.block import Block, BlockSpec, Left
 
 
 class Mtp(Block):
-    """norm(block(join([norm(embedding of the later token), norm(hidden)]))); the block's weights beside its own."""
+    """norm(block(join([norm(embedding of the later token), norm(hidden)]))), the block's weights beside its own."""
 
     def __init__(self, spec: BlockSpec, make: WeightMaker, *, scale: float):
         super().__init__(spec, make)

@@ -30,13 +30,14 @@ def _render(arguments: list[str]) -> int:
     """Compose and check as a launch does, and print what it would send."""
     # Hydra takes a while, which --help need not wait for.
     from maxhydra.cli import multirun  # noqa: PLC0415
+    from maxhydra.cli.session import translated  # noqa: PLC0415
     from maxhydra.config.compose import Composer  # noqa: PLC0415
     from maxhydra.config.overrides import searchpath  # noqa: PLC0415
     from maxhydra.launch.places import jobs_of  # noqa: PLC0415
 
     asked = parse_flags(arguments)
     composer = Composer(asked.config_dir, asked.config_name, searchpath(asked.overrides))
-    _, plan = multirun.planned(composer, asked.overrides)
+    _, plan = translated(lambda: multirun.planned(composer, asked.overrides))
     if plan is None:
         hint = "leave out hydra/sweeper, and give each key one of its values"
         raise ConfigError(Problem("hydra/sweeper", "has no jobs yet: it proposes them one by one", hint=hint))

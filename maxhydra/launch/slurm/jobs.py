@@ -26,7 +26,7 @@ MISHAPS = ("BOOT_FAIL", "NODE_FAIL", "PREEMPTED", "TIMEOUT")
 @dataclasses.dataclass
 class SlurmJob(Job):
     claim: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """name and index: where the queue has it; id, once that is known; ended, where it was told to."""
+    """name and index: where the queue has it; id, once that is known."""
 
     @property
     def key(self) -> scheduler.Key:
@@ -94,25 +94,18 @@ class SlurmJobs:
 
     def may_restart(self, job: Job) -> bool:
         entry = self._last(job)
-        return "ended" not in _slurm(job).claim and (entry is None or entry.state in MISHAPS)
+        return entry is None or entry.state in MISHAPS
 
     def state(self, job: Job) -> str:
         entry = self._last(job)
         return "" if entry is None else str(entry)
 
     def end(self, jobs: Sequence[Job]) -> None:
-        """Those that wait leave the queue; those that run save and end, and are told first not to come back."""
-        known = [(_slurm(job), entry) for job in jobs if (entry := self._entry(job)) is not None]
-        waiting = [entry.id for _, entry in known if entry.state == "PENDING"]
-        running = [(job, entry.id) for job, entry in known if entry.state not in OVER and entry.state != "PENDING"]
-        for job, _ in running:
-            job.claim["ended"] = True
-            _write_claim(job)
-        if waiting:
-            scheduler.cancel(waiting)
-        if running:
-            scheduler.ask_to_end([identity for _, identity in running])
-        self._queue.forget()
+        """Those that wait leave the queue; those that run get SIGTERM, and the cluster's KillWait to save."""
+        entries = [entry for job in jobs if (entry := self._entry(job)) is not None and entry.state not in OVER]
+        if entries:
+            scheduler.cancel([entry.id for entry in entries])
+            self._queue.forget()
 
     def leave(self, jobs: Sequence[Job]) -> str:
         """The cluster goes on with them."""

@@ -77,13 +77,11 @@ def submit(script: Path) -> str:
 
 
 def cancel(ids: Sequence[str]) -> None:
-    """Out of the queue, or ended: SIGTERM, and SIGKILL after the cluster's KillWait."""
-    _output("scancel", *ids)
-
-
-def ask_to_end(ids: Sequence[str]) -> None:
-    """SIGTERM to the processes of running jobs, which save; nobody kills them for taking their time."""
-    _output("scancel", "--signal=TERM", *ids)
+    """Out of the queue, or ended: SIGTERM, and SIGKILL after the cluster's KillWait. One may just have ended itself."""
+    try:
+        _output("scancel", *ids)
+    except ConfigError as error:
+        log.warning("%s", error.problems[0])
 
 
 def past_state(identity: str) -> str | None:

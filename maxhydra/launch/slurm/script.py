@@ -79,16 +79,19 @@ def _command(settings: SlurmSettings, sweep: Path) -> str:
 
 
 def _requeue(settings: SlurmSettings) -> list[str]:
-    """After a signal a job has saved, and goes back to the queue; not so one that was cancelled, or told to end."""
+    """After a signal a job has saved, and goes back to the queue; not so one that was cancelled, and is not RUNNING."""
     return [
         "if [ $code = 138 ] || [ $code = 143 ]; then",
-        f'  if grep -qsF \'"ended"\' "$folder/{CLAIM}" || [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" != RUNNING ]; then',
-        '    echo "maxhydra: ended, and not put back to the queue"',
+        # One job of an array has the array's id for its own.
+        "  job=$SLURM_JOB_ID",
+        "  [ -z $SLURM_ARRAY_TASK_ID ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",
+        '  if [ "$(squeue -h -j $job -o %T)" != RUNNING ]; then',
+        '    echo "maxhydra: cancelled"',
         f"  elif [ ${{SLURM_RESTART_COUNT:-0}} -ge {settings.max_requeues} ]; then",
         f'    echo "maxhydra: interrupted once more than max_requeues={settings.max_requeues}"',
         "  else",
         '    echo "maxhydra: interrupted, goes back to the queue"',
-        '    scontrol requeue "$SLURM_JOB_ID"',
+        "    scontrol requeue $job",
         "  fi",
         "fi",
     ]
