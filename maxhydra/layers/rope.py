@@ -36,6 +36,9 @@ def frequencies(rope: config.Rope, head_dim: int) -> tuple[float, ...] | None:
     positions."""
     if rope.kind is config.RopeKind.none:
         return None
+    if rope.kind is config.RopeKind.proportional:
+        turning = int(head_dim * rope.share) // 2
+        return tuple(rope.theta ** (-2 * i / head_dim) if i < turning else 0.0 for i in range(head_dim // 2))
     size = int(head_dim * rope.share)
     plain = tuple(rope.theta ** (-2 * i / size) for i in range(size // 2))
     if rope.kind is config.RopeKind.linear:
