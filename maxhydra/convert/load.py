@@ -16,6 +16,7 @@ from maxhydra.convert.fill import fill, on_first_device
 from maxhydra.convert.gguf import gguf_source
 from maxhydra.convert.hf import hf_source
 from maxhydra.convert.origin import origin
+from maxhydra.convert.source import Source
 from maxhydra.convert.stored import find_checkpoint, read_parameters
 from maxhydra.model import ModelDef, build, join, kept, mapped, merged, split
 from maxhydra.modelfiles import locate
@@ -42,17 +43,23 @@ def load_weights(
     began = time.monotonic()
     base, keep = model.base, partial(kept, model)
     shardings = on_first_device(base) if shardings is None else shardings
-    path = locate(key, source)
-    if not path.exists():
-        raise ConfigError(Problem(key, "nothing is there", value=source, accepted=ACCEPTED))
-    if path.is_file():
-        params = fill(gguf_source(key, source, path), base, shardings=shardings, dtype=dtype, keep=keep)
-    elif is_hf_folder(path):
-        params = fill(hf_source(key, source, path), base, shardings=shardings, dtype=dtype, keep=keep)
+    foreign = foreign_source(key, source)
+    if foreign is not None:
+        params = fill(foreign, base, shardings=shardings, dtype=dtype, keep=keep)
     else:
         params = mapped(_own(key, source, base, shardings=shardings, dtype=dtype), keep)
     log.info("weights of %s in %.1f s", source, time.monotonic() - began)
     return params
+
+
+def foreign_source(key: str, source: str) -> Source | None:
+    """The weights of another project at a place; None where a run of ours should be."""
+    path = locate(key, source)
+    if not path.exists():
+        raise ConfigError(Problem(key, "nothing is there", value=source, accepted=ACCEPTED))
+    if path.is_file():
+        return gguf_source(key, source, path)
+    return hf_source(key, source, path) if is_hf_folder(path) else None
 
 
 def _own(key: str, source: str, model: ModelDef, *, shardings: Tree, dtype: DTypeLike) -> Tree:

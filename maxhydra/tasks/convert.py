@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from maxhydra import data, model
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.tasks.convert import ConvertFormat, ConvertTask
+from maxhydra.convert.arrays import open_arrays
 from maxhydra.convert.derive import is_hf_folder
 from maxhydra.convert.hf_write import family_of, write_hf
-from maxhydra.convert.load import load_weights, read_adapter
+from maxhydra.convert.load import read_adapter
 from maxhydra.convert.origin import origin
 from maxhydra.convert.peft_write import write_peft
 from maxhydra.data.tokenizers import check_vocabulary
@@ -50,8 +51,8 @@ def _write_hf(config: Config, task: ConvertTask, source: str, folder: Path) -> N
     whole = model.build(config.model)
     table = family_of(whole, task.model_type)
     dtype = jnp.dtype((task.dtype or config.model.dtypes.weights).value)
-    params = load_weights(source, whole, shardings=None, dtype=dtype)
-    write_hf(folder, whole, params, table=table, dtype=dtype, extra=_tokens(config, source, folder))
+    arrays = open_arrays(KEY, source, whole, dtype=dtype)
+    write_hf(folder, whole, arrays, table=table, dtype=dtype, extra=_tokens(config, source, folder))
 
 
 def _write_peft(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
