@@ -99,12 +99,14 @@ def product(
 
 
 def _one_row(x_ref: Any, codes_ref: Any, scales_ref: Any, out_ref: Any, *, step: int, interpret: bool) -> None:
-    """Parts are written out, so that all of them are on their way from memory at once."""
+    """All codes are on their way from memory before the first is used."""
     N, K = codes_ref.shape
+    parts = [pl.ds(start, step) for start in range(0, K, step)]
+    codes = [codes_ref[:, part] for part in parts]
     sums_NK = jnp.zeros((N, step), jnp.float32)
-    for start in range(0, K, step):
-        x_K = x_ref[0, pl.ds(start, step)].astype(jnp.float32)
-        sums_NK += _widened(codes_ref[:, pl.ds(start, step)], jnp.float32, interpret=interpret) * x_K[None, :]
+    for part, codes_NK in zip(parts, codes, strict=True):
+        x_K = x_ref[0, part].astype(jnp.float32)
+        sums_NK += _widened(codes_NK, jnp.float32, interpret=interpret) * x_K[None, :]
     out_ref[0, :] = (jnp.sum(sums_NK, axis=1) * scales_ref[...]).astype(out_ref.dtype)
 
 
