@@ -206,7 +206,8 @@ def test_a_query_without_keys_gives_zero_with_zero_gradient(backend):
 
 def make_call(**changes) -> Call:
     fields = {"request": make_request(), "platform": "gpu", "dtype": "bfloat16", "head_dim": 128, "length": 64}
-    return Call(**{**fields, "has_segments": False, "has_positions": False, "has_sinks": False, **changes})
+    flags = dict.fromkeys(("has_segments", "has_positions", "has_chosen", "has_sinks"), False)
+    return Call(**{**fields, **flags, "value_dim": changes.get("head_dim", 128), **changes})
 
 
 @pytest.mark.parametrize(
@@ -218,6 +219,8 @@ def make_call(**changes) -> Call:
         ({"head_dim": 256}, "up to 128, not 256"),
         ({"head_dim": 60}, "multiples of 8"),
         ({"request": make_request(softcap=30.0)}, "no soft-cap"),
+        ({"value_dim": 64}, "takes values of the size of keys, not 64 and 128"),
+        ({"has_chosen": True}, "no choice of keys"),
         ({"request": make_request(chunk=16)}, "no chunks"),
         ({"has_sinks": True}, "no sinks"),
         ({"request": make_request(is_length_split=True)}, "whole sequences"),
@@ -298,3 +301,21 @@ def test_cudnn_equals_the_reference_with_gradients(mask, heads, head_dim):
     expected = value_and_grads("reference", inputs, request, **arrays)
     for got, want in zip(value_and_grads("cudnn", inputs, request, **arrays), expected, strict=True):
         assert_near_in_bfloat16(got, want)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("queries", [LENGTH, 1])
+def test_values_of_another_size_and_a_choice_of_keys(backend, queries):
+    """Written out in NumPy: softmax over the keys that are both earlier and chosen."""
+    (q, k, v), rng = make_inputs((4, 1)), np.random.default_rng(0)
+    q, v = q[:, -queries:], v[..., :5]
+    positions = np.broadcast_to(np.arange(LENGTH), (BATCH, LENGTH)).astype(np.int32)
+    chosen = rng.random((BATCH, queries, LENGTH)) < 0.5
+    chosen[:, :, 0] = True
+    logits = np.einsum("btnh,bsh->bnts", q, k[:, :, 0]) * 0.3
+    seen = chosen & (positions[:, None, :] <= positions[:, -queries:, None])
+    weights = np.exp(np.where(seen[:, None], logits, -np.inf))
+    expected = np.einsum("bnts,bsh->btnh", weights / weights.sum(-1, keepdims=True), v[:, :, 0])
+    tags = {"q_positions_BT": jnp.asarray(positions[:, -queries:]), "kv_positions_BS": jnp.asarray(positions)}
+    found = attention(q, k, v, make_request(), backend=backend, chosen_BTS=jnp.asarray(chosen), **tags)
+    np.testing.assert_allclose(found, expected, atol=2e-6)

@@ -12,7 +12,7 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config import mesh as mesh_config
 from maxhydra.config import model as config
-from maxhydra.convert import load_weights
+from maxhydra.convert.load import load_weights
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh
@@ -187,7 +187,7 @@ def test_a_model_that_differs_is_refused_with_every_setting_that_does(tmp_path: 
         "model.norm_eps=1e-06": "accepted: 1e-05",
         "model.head=tied": "accepted: separate",
         "model.kinds.layer.attention.window=7": "accepted: null",
-        "model.kinds.layer.attention.rope=theta 501": "other speeds",
+        "model.kinds.layer.attention.rope.theta=501": "accepted: 500",
     }.items():
         assert path in told and wanted in told, told
 

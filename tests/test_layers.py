@@ -26,7 +26,9 @@ from maxhydra.layers import (
     dropout,
 )
 from maxhydra.layers.mlp import ACTIVATIONS, gated
-from maxhydra.layers.rope import frequencies, rotate
+from maxhydra.layers.norm import LayerNorm
+from maxhydra.layers.rope import Rotation, frequencies, rotate
+from maxhydra.layers.temperature import tempered
 from maxhydra.sharding import Sharder
 
 FLOAT32 = {"compute": config.Dtype.float32}
@@ -70,13 +72,56 @@ def test_rope_turns_pairs_of_the_two_halves_as_complex_numbers():
     rates = frequencies(config.Rope(theta=100.0), 8)
     np.testing.assert_allclose(rates, 100.0 ** (-np.arange(4) / 4))
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * positions[..., None, None] * np.array(rates))
-    out = rotate(jnp.asarray(x, jnp.float32), jnp.asarray(positions), rates)
+    rotation = Rotation.of(config.Rope(theta=100.0), 8)
+    out = rotate(jnp.asarray(x, jnp.float32), jnp.asarray(positions), rotation)
     np.testing.assert_allclose(out, np.concatenate([turned.real, turned.imag], axis=-1), atol=2e-3)
     np.testing.assert_allclose(out[0], np.concatenate([turned.real, turned.imag], axis=-1)[0], atol=1e-5)
 
 
 def test_rope_none_has_no_frequencies():
     assert frequencies(config.Rope(kind=config.RopeKind.none), 8) is None
+
+
+def test_rope_turns_neighbours_in_a_share_of_a_head():
+    x = np.random.default_rng(0).normal(size=(2, 5, 3, 12))
+    positions = np.array([[0, 1, 2, 3, 4], [7, 9, 3, 0, 1]])
+    rope = config.Rope(theta=100.0, share=0.67, pairs=config.Pairs.neighbours)
+    rates = 100.0 ** (-np.arange(4) / 4)
+    turned = (x[..., :8:2] + 1j * x[..., 1:8:2]) * np.exp(1j * positions[..., None, None] * rates)
+    out = rotate(jnp.asarray(x, jnp.float32), jnp.asarray(positions), Rotation.of(rope, 12))
+    np.testing.assert_allclose(out[..., :8], np.concatenate([turned.real, turned.imag], axis=-1), atol=1e-5)
+    np.testing.assert_array_equal(out[..., 8:], x[..., 8:].astype(np.float32))
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_blends_by_how_often_a_pair_turns(truncate):
+    """The ramp of Peng et al. (2023), from the pair that turns 32 times over the original context to that of once."""
+    size, theta, context, factor = 64, 10000.0, 2048, 4.0
+    rope = config.Rope(kind=config.RopeKind.yarn, factor=factor, original_context=context, truncate=truncate)
+    rotation = Rotation.of(rope, size)
+    plain = theta ** (-np.arange(0, size, 2) / size)
+    low, high = (size * math.log(context / (beta * 2 * math.pi)) / (2 * math.log(theta)) for beta in (32, 1))
+    low, high = (math.floor(low), math.ceil(high)) if truncate else (low, high)
+    ramp = np.clip((np.arange(size // 2) - low) / (high - low), 0, 1)
+    np.testing.assert_allclose(rotation.frequencies, plain / factor * ramp + plain * (1 - ramp), rtol=1e-12)
+    assert rotation.amplitude == pytest.approx(0.1 * math.log(factor) + 1)
+
+
+def test_layer_norm_takes_the_mean_away_and_adds_a_bias():
+    x = np.random.default_rng(0).normal(3.0, size=(2, 3, 24)).astype(np.float32)
+    norm = LayerNorm(24, eps=1e-2, dtypes=Dtypes.of(config.Dtypes(**FLOAT32)), make=maker())
+    norm.scale[...], norm.bias[...] = jnp.arange(24.0), jnp.arange(24.0) ** 2
+    spread = np.sqrt(x.var(axis=-1, keepdims=True, dtype=np.float64) + 1e-2)
+    expected = (x - x.mean(axis=-1, keepdims=True)) / spread * np.arange(24) + np.arange(24) ** 2
+    np.testing.assert_allclose(norm(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_queries_grow_with_the_logarithm_of_their_position():
+    positions = np.array([[0, 6, 7, 8, 100]])
+    factors = 1 + 0.1 * np.log(np.floor((positions + 1) / 8) + 1)
+    out = tempered(jnp.ones((1, 5, 2, 4)), jnp.asarray(positions), 8, 0.1)
+    np.testing.assert_allclose(out, np.broadcast_to(factors[..., None, None], out.shape), rtol=1e-6)
+    assert out[0, 0, 0, 0] == 1 and out[0, 2, 0, 0] > 1
 
 
 def test_llama3_rope_keeps_short_stretches_long_and_blends_between():
@@ -216,7 +261,7 @@ def test_context_is_a_tree_with_a_static_sharder():
     leaves, structure = jax.tree.flatten(ctx)
     assert len(leaves) == 2
     assert jax.tree.unflatten(structure, leaves).sharder == Sharder.single()
-    one, other = ctx.at_layer(1, None), ctx.at_layer(2, None)
+    one, other = ctx.at_layer(1, None, None), ctx.at_layer(2, None, None)
     assert not np.array_equal(jax.random.key_data(one.key(0)), jax.random.key_data(other.key(0)))
     assert not np.array_equal(jax.random.key_data(one.key(0)), jax.random.key_data(one.key(1)))
 

@@ -4,10 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxhydra.config.model import Pairs
 from maxhydra.kernels.attention.reference import attention as reference
 from maxhydra.kernels.attention.request import Request, Tokens
 from maxhydra.kernels.paged_attention import Pages, triton
-from maxhydra.layers.rope import rotate, turns
+from maxhydra.layers.rope import Rotation, rotate, turns
 
 PAGES, PAGE = 40, 4
 
@@ -54,14 +55,14 @@ def test_pages_give_what_a_row_gives(
     lengths = np.array([3, 0, 28, 9, 17])
     pages = Pages(*map(jnp.asarray, (key, value, table.astype(np.int32), lengths.astype(np.int32))))
     heads = rng.standard_normal((B, K * G + 2 * K, H)).astype(np.float32)
-    frequencies = tuple(1000 ** (-i / 8) for i in range(8))
-    turn = turns(jnp.asarray(lengths - 1), frequencies) if turned else None
+    rotation = Rotation(tuple(1000 ** (-i / 8) for i in range(8)), amplitude=1.3, pairs=Pairs.halves)
+    turn = turns(jnp.asarray(lengths - 1), rotation) if turned else None
     found, after = triton.attention(jnp.asarray(heads), turn, pages, request(**changes), interpret=True)
 
     q, new_key, new_value = np.split(heads, [K * G, K * G + K], axis=1)
     if turned:
         q, new_key = (
-            np.asarray(rotate(jnp.asarray(x)[:, None], jnp.asarray(lengths - 1)[:, None], frequencies))[:, 0]
+            np.asarray(rotate(jnp.asarray(x)[:, None], jnp.asarray(lengths - 1)[:, None], rotation))[:, 0]
             for x in (q, new_key)
         )
     for b, length in enumerate(lengths):

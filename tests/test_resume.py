@@ -69,17 +69,21 @@ def test_ten_kills_change_no_bit(uninterrupted: Path, tmp_path: Path) -> None:
     assert facts(folder)["status"] == "finished"
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(uninterrupted: Path, tmp_path: Path) -> None:
+def test_signals_save_and_the_same_command_goes_on(uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "asked"
     arguments = [*RUN, "run.name=asked", "checkpoint.every=1000"]
-    process = subprocess.Popen(command(*arguments), cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
     metrics = folder / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 143, process.stderr.read()
-    assert facts(folder)["status"] == "preempted"
-    assert len(list_names(folder / "checkpoints")) == 1
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGUSR1, 138)):
+        before = metrics.stat().st_size if metrics.exists() else 0
+        process = subprocess.Popen(
+            command(*arguments), cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
+        )
+        while process.poll() is None and not (metrics.exists() and metrics.stat().st_size > before):
+            time.sleep(0.002)
+        process.send_signal(number)
+        assert process.wait(60) == code, process.stderr.read()
+        assert facts(folder)["status"] == "preempted" and number.name in facts(folder)["reason"]
+        assert len(list_names(folder / "checkpoints")) >= 1
     finished(*arguments, cwd=tmp_path)
     assert losses(folder) == losses(uninterrupted)
     assert parameter_hash(folder, STEPS) == parameter_hash(uninterrupted, STEPS)

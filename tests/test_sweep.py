@@ -22,7 +22,7 @@ from maxhydra.sweep.plan import Plan, Settings, read_plan, write_plan
 from maxhydra.sweep.proposals import Fate
 from maxhydra.sweep.search import SearchProposals
 from maxhydra.sweep.space import distributions, grid_values
-from maxhydra.sweep.start import begin, go_on
+from maxhydra.sweep.start import begin, cancel, go_on
 
 JOB = textwrap.dedent(
     """
@@ -71,6 +71,14 @@ def run(plan: Plan) -> tuple[list[str], SearchProposals]:
     proposals = SearchProposals(plan)
     Controller(plan, proposals, ScriptJobs(LocalSettings(), plan.shared), said.append).run()
     return said, proposals
+
+
+def start_controller(plan: Plan) -> subprocess.Popen:
+    """The same in a process of its own."""
+    script = "from pathlib import Path\nfrom tests.test_sweep import *\nplan = read_plan(Path(sys.argv[1]))\n"
+    script += "Controller(plan, SearchProposals(plan), ScriptJobs(LocalSettings(), plan.shared), print).run()"
+    root = str(Path(__file__).parent.parent)
+    return subprocess.Popen([sys.executable, "-c", script, str(plan.folder)], cwd=root, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize(
@@ -139,10 +147,7 @@ def test_a_controller_that_is_killed_leaves_nothing_doubled_or_lost(tmp_path: Pa
         tmp_path / "s", {"rate": "interval(0,1)"}, fixed=("steps=20", "pause=0.15"), sampler="random", trials=6
     )
     write_plan(plan)
-    script = "from pathlib import Path\nfrom tests.test_sweep import *\nplan = read_plan(Path(sys.argv[1]))\n"
-    script += "Controller(plan, SearchProposals(plan), ScriptJobs(LocalSettings(), plan.shared), print).run()"
-    root = str(Path(__file__).parent.parent)
-    controller = subprocess.Popen([sys.executable, "-c", script, str(plan.folder)], cwd=root, stdout=subprocess.DEVNULL)
+    controller = start_controller(plan)
     wait_for(lambda: len(list(plan.folder.glob("*/metrics.jsonl"))) == 2)
     controller.kill()
     controller.wait()
@@ -160,6 +165,25 @@ def test_a_controller_that_is_killed_leaves_nothing_doubled_or_lost(tmp_path: Pa
     assert starts == [1, 1, 1, 1, 1, 2]
     rates = [trial.params["rate"] for trial in proposals._study.trials]
     assert len(set(rates)) == 6, "a sampler that begins anew must not draw the same again"
+
+
+def test_a_sweep_is_cancelled_and_gone_on_with(tmp_path: Path) -> None:
+    """From another process than the controller's, which starts nothing more, and restarts nothing."""
+    settings = {"sampler": "random", "trials": 3}
+    plan = plan_of(tmp_path / "s", {"rate": "interval(0,1)"}, fixed=("steps=20", "pause=0.1"), **settings)
+    write_plan(plan)
+    with start_controller(plan) as controller:
+        wait_for(lambda: len(list(plan.folder.glob("*/metrics.jsonl"))) == 2)
+        said: list[str] = []
+        cancel(plan, said.append)
+        assert said[0].startswith("2 jobs were told to end")
+        assert controller.wait(30) == 0
+    runs = [RunDirectory(path.parent, writes=False) for path in plan.folder.glob("*/run.json")]
+    wait_for(lambda: [run.read()["status"] for run in runs] == ["preempted"] * 2)
+    (plan.folder / ".cancelled").unlink()
+    _, proposals = run(plan)
+    assert proposals.counts()[Fate.finished] == 3
+    assert sorted(len(path.read_text()) for path in plan.folder.glob("started-*")) == [1, 2, 2]
 
 
 def wait_for(condition: object, seconds: float = 60) -> None:

@@ -13,7 +13,8 @@ from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose import compose
 from maxhydra.config.run import Checkpoint
 from maxhydra.config.written import to_yaml
-from maxhydra.convert import hf_write, load_weights
+from maxhydra.convert import hf_write
+from maxhydra.convert.load import load_weights
 from maxhydra.layers import Context
 from maxhydra.model import build, join, split
 from maxhydra.sharding import Sharder, build_mesh

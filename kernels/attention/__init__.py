@@ -29,9 +29,11 @@ class Call:
     devices: int
     dtype: str
     head_dim: int
+    value_dim: int
     length: int
     has_segments: bool
     has_positions: bool
+    has_chosen: bool
     has_sinks: bool
 
 
@@ -55,6 +57,9 @@ class Backend:
     chunk: bool = True
     sinks: bool = True
     positions: bool = True
+    chosen: bool = True
+    value_dim: bool = True
+    """Whether values may have another size than keys."""
     split_length: bool = True
     devices: int | None = None
     """The most devices that a process may see; None: any number, over which the compiler can split a call."""
@@ -83,6 +88,11 @@ class Backend:
             (self.chunk or call.request.chunk is None, "has no chunks"),
             (self.sinks or not call.has_sinks, "has no sinks"),
             (self.positions or not call.has_positions, "has no positions, which a cache needs"),
+            (self.chosen or not call.has_chosen, "has no choice of keys"),
+            (
+                self.value_dim or call.value_dim == call.head_dim,
+                f"takes values of the size of keys, not {call.value_dim} and {call.head_dim}",
+            ),
             (self.split_length or not call.request.is_length_split, "needs whole sequences on each device"),
         )
         return tuple(reason for is_met, reason in needs if not is_met)
@@ -102,6 +112,8 @@ BACKENDS: dict[str, Backend] = {
         chunk=False,
         sinks=False,
         positions=False,
+        chosen=False,
+        value_dim=False,
         split_length=False,
     ),
     "triton": Backend(
@@ -151,13 +163,14 @@ def attention(
     kv_segments_BS: jax.Array | None = None,
     q_positions_BT: jax.Array | None = None,
     kv_positions_BS: jax.Array | None = None,
+    chosen_BTS: jax.Array | None = None,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """Values [B, T, N, H] that the queries gather; `Tokens` says what segments and positions mean.
+    """Values [B, T, N, H] that the queries gather; `Tokens` says what segments, positions and a choice of keys mean.
 
     sinks: a logit for each query head that joins the sum by which its weights are divided, and gathers nothing.
     """
-    tokens = Tokens(q_segments_BT, kv_segments_BS, q_positions_BT, kv_positions_BS)
+    tokens = Tokens(q_segments_BT, kv_segments_BS, q_positions_BT, kv_positions_BS, chosen_BTS)
     _check_shapes(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
     call = Call(
         request=request,
@@ -165,9 +178,11 @@ def attention(
         devices=jax.device_count(),
         dtype=q_BTNH.dtype.name,
         head_dim=q_BTNH.shape[3],
+        value_dim=v_BSKH.shape[3],
         length=q_BTNH.shape[1],
         has_segments=q_segments_BT is not None,
         has_positions=q_positions_BT is not None,
+        has_chosen=chosen_BTS is not None,
         has_sinks=sinks_N is not None,
     )
     return BACKENDS[choose(backend, call)].run(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
@@ -183,7 +198,7 @@ def _check_shapes(
 ) -> None:
     """Refuse calls that have no meaning on any backend; these are mistakes in code, not in a config."""
     (B, T, N, H), (_, S, K, _) = q_BTNH.shape, k_BSKH.shape
-    if k_BSKH.shape != (B, S, K, H) or v_BSKH.shape != (B, S, K, H) or N % K:
+    if k_BSKH.shape != (B, S, K, H) or v_BSKH.shape[:3] != (B, S, K) or N % K:
         raise ValueError(f"queries {q_BTNH.shape}, keys {k_BSKH.shape} and values {v_BSKH.shape} do not fit together")
     if sinks_N is not None and sinks_N.shape != (N,):
         raise ValueError(f"sinks {sinks_N.shape} for {N} query heads")
@@ -197,6 +212,8 @@ def _check_shapes(
             raise ValueError("segments and positions are given for both queries and keys, or for neither")
         if of_queries is not None and of_keys is not None and (of_queries.shape, of_keys.shape) != ((B, T), (B, S)):
             raise ValueError(f"segments or positions {of_queries.shape}, {of_keys.shape} for {(B, T)}, {(B, S)}")
+    if tokens.chosen_BTS is not None and tokens.chosen_BTS.shape != (B, T, S):
+        raise ValueError(f"a choice {tokens.chosen_BTS.shape} for {(B, T, S)}")
     if request.causal and tokens.q_positions_BT is None and T != S:
         raise ValueError(f"{T} queries and {S} keys: which is later than which needs positions")
 

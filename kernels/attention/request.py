@@ -1,6 +1,7 @@
 """What is asked of attention: how logits become weights, and which key each query may see.
 
-Shapes: B batch, T queries, S keys, N query heads, K key and value heads, G = N / K, H head size.
+Shapes: B batch, T queries, S keys, N query heads, K key and value heads, G = N / K, H head size; values may have
+another.
 """
 
 import dataclasses
@@ -51,6 +52,8 @@ class Tokens(NamedTuple):
     kv_segments_BS: jax.Array | None
     q_positions_BT: jax.Array | None
     kv_positions_BS: jax.Array | None
+    chosen_BTS: jax.Array | None = None
+    """Keys that were chosen for each query; it sees no others. None: all are."""
 
 
 def visible(request: Request, tokens: Tokens, *, queries: range, keys: range) -> jax.Array | None:
@@ -70,6 +73,8 @@ def visible(request: Request, tokens: Tokens, *, queries: range, keys: range) ->
         masks.append(kv_B1S // request.chunk == q_BT1 // request.chunk)
     if tokens.q_segments_BT is not None:
         masks.append(same_segment(tokens, queries=queries, keys=keys))
+    if tokens.chosen_BTS is not None:
+        masks.append(tokens.chosen_BTS[:, queries.start : queries.stop, keys.start : keys.stop])
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
 

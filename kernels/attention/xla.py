@@ -35,7 +35,7 @@ def attention(
     if T == 1:
         mask_BTS = visible(request, tokens, queries=range(1), keys=range(S))
         q_BKGH = q_BTNH.reshape(B, K, N // K, H)
-        return _attend_one(q_BKGH, k_BSKH, v_BSKH, mask_BTS, request, sinks_KG).reshape(B, T, N, H)
+        return _attend_one(q_BKGH, k_BSKH, v_BSKH, mask_BTS, request, sinks_KG).reshape(B, T, N, -1)
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
 
     def block(q_BTKGH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array | None) -> jax.Array:
@@ -48,7 +48,7 @@ def attention(
         q_part = q_BTKGH[:, queries.start : queries.stop]
         k_part, v_part = k_BSKH[:, keys.start : keys.stop], v_BSKH[:, keys.start : keys.stop]
         outputs.append(run(q_part, k_part, v_part, visible(request, tokens, queries=queries, keys=keys)))
-    return jnp.concatenate(outputs, axis=1).reshape(B, T, N, H)
+    return jnp.concatenate(outputs, axis=1).reshape(B, T, N, -1)
 
 
 def _attend(

@@ -1,0 +1,93 @@
+"""Grouped matrix product: consecutive rows of x by the matrix of their group, as experts need it.
+
+`grouped_matmul` is the one way in. BACKENDS says what serves what, fastest first: `auto` takes the first that serves
+the call, and a backend that was asked for by name and cannot is an error. M rows, E groups, D inputs, F outputs.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+
+import jax
+
+from maxhydra.kernels.grouped_matmul import reference, xla
+
+__all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "grouped_matmul"]
+
+logger = logging.getLogger("maxhydra")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a backend must cope with, known before anything runs."""
+
+    platform: str
+    dtype: str
+    rows: int
+    groups: int
+    inputs: int
+    outputs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One row of the capability table."""
+
+    run: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+
+    def refusals(self, call: Call) -> tuple[str, ...]:
+        """Why this backend cannot serve the call; empty if it can."""
+        needs = (
+            (call.platform in self.platforms, f"runs on {' or '.join(self.platforms)}, not {call.platform}"),
+            (call.dtype in self.dtypes, f"takes {' or '.join(self.dtypes)}, not {call.dtype}"),
+        )
+        return tuple(reason for is_met, reason in needs if not is_met)
+
+
+# Fastest first.
+BACKENDS: dict[str, Backend] = {
+    "xla": Backend(run=xla.grouped_matmul),
+    "reference": Backend(run=reference.grouped_matmul),
+}
+
+
+class UnsupportedError(Exception):
+    """The backend that was asked for cannot serve the call."""
+
+    def __init__(self, backend: str, reasons: tuple[str, ...], able: tuple[str, ...]):
+        self.backend, self.reasons, self.able = backend, reasons, able
+        super().__init__(f"grouped_matmul on {backend}: {'; '.join(reasons)} (able: {', '.join(able)})")
+
+
+def choose(backend: str, call: Call) -> str:
+    """The backend that serves the call: the one asked for, or under `auto` the fastest that can."""
+    refusals = {name: row.refusals(call) for name, row in BACKENDS.items()}
+    able = tuple(name for name, reasons in refusals.items() if not reasons)
+    if backend == "auto":
+        _announce(able[0])
+        return able[0]
+    if refusals[backend]:
+        raise UnsupportedError(backend, refusals[backend], able)
+    return backend
+
+
+def grouped_matmul(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, backend: str) -> jax.Array:
+    """[M, F]: the first sizes[0] rows of x times w[0], the next sizes[1] rows times w[1], and so on.
+
+    Rows after the last group, and the gradient by them, are whatever the backend leaves there.
+    """
+    (M, D), (E, inputs, F) = x_MD.shape, w_EDF.shape
+    if inputs != D or sizes_E.shape != (E,) or x_MD.dtype != w_EDF.dtype:
+        shapes = f"{x_MD.dtype} {x_MD.shape}, {w_EDF.dtype} {w_EDF.shape}, {sizes_E.shape}"
+        raise ValueError(f"rows, matrices and sizes do not fit together: {shapes}")
+    call = Call(jax.default_backend(), x_MD.dtype.name, rows=M, groups=E, inputs=D, outputs=F)
+    return BACKENDS[choose(backend, call)].run(x_MD, w_EDF, sizes_E)
+
+
+@functools.cache
+def _announce(backend: str) -> None:
+    """Say once what `auto` took."""
+    logger.info("grouped_matmul runs on %s", backend)

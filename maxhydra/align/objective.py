@@ -10,7 +10,9 @@ from maxhydra.config.tasks.dpo import DpoTask, Reference
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 from maxhydra.train import Scorer
+from maxhydra.train.logprobs import Scored
 from maxhydra.train.loss import Sums
+from maxhydra.train.sides import with_sides
 from maxhydra.train.state import Tree
 from maxhydra.train.step import Batch, LossFn
 
@@ -27,16 +29,20 @@ class PairScorer:
 
     def __call__(self, weights: Tree, batch: Batch, key: jax.Array | None, *, is_adapted: bool) -> jax.Array:
         """[B, 2]: of the chosen and the rejected answer of each pair, in one forward pass over both."""
+        return self.scored(weights, batch, key, is_adapted=is_adapted).logprobs
+
+    def scored(self, weights: Tree, batch: Batch, key: jax.Array | None, *, is_adapted: bool) -> Scored:
+        """The same, with what layers tell besides."""
         rows = {name: _beside(batch, name) for name in ("tokens", "targets", "positions", "weights")}
-        logprobs = Scorer(self.model, self.sharder, self.chunk)(weights, rows, key, is_adapted=is_adapted)
-        return jnp.sum(rows["weights"] * logprobs, axis=1).reshape(-1, 2)
+        found = Scorer(self.model, self.sharder, self.chunk).scored(weights, rows, key, is_adapted=is_adapted)
+        return found._replace(logprobs=jnp.sum(rows["weights"] * found.logprobs, axis=1).reshape(-1, 2))
 
 
 def preference_loss(scorer: PairScorer, task: DpoTask, reference: Reference) -> LossFn:
     """The loss of task.loss. Where the reference is cached, batches have its log-probs, [B] each."""
 
     def loss(weights: Tree, batch: Batch, key: jax.Array | None) -> Sums:
-        scores = scorer(weights, batch, key, is_adapted=True)
+        scores, sides = scorer.scored(weights, batch, key, is_adapted=True)
         if reference is Reference.adapter_off:
             anchors = jax.lax.stop_gradient(scorer(weights, batch, None, is_adapted=False))
         elif reference is Reference.cached:
@@ -44,7 +50,8 @@ def preference_loss(scorer: PairScorer, task: DpoTask, reference: Reference) -> 
         else:
             anchors = jnp.zeros_like(scores)
         tokens = [jnp.sum(batch[f"{side}_weights"], axis=1) for side in SIDES]
-        return _sums(Pairs(*(Answers(scores[:, i], anchors[:, i], tokens[i]) for i in range(2))), task)
+        pairs = Pairs(*(Answers(scores[:, i], anchors[:, i], tokens[i]) for i in range(2)))
+        return with_sides(_sums(pairs, task), sides)
 
     return loss
 

@@ -16,7 +16,7 @@ from maxhydra.runs import write_report
 from maxhydra.tasks import Result
 
 # 128 and the signal's number, as a shell reports a process that a signal ended.
-INTERRUPTED = {"SIGINT": 130, "SIGTERM": 143}
+INTERRUPTED = {"SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143}
 
 
 def execute(config: Config, choices: dict[str, str], *, overrides: list[str], path: Path | None) -> float | None:

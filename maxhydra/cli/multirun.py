@@ -25,17 +25,26 @@ BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 def run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
     """Check, fix the folders, and hand over to Hydra's sweeper and launcher."""
     parsed = _parsed(composer, overrides)
-    _check(composer, expand(parsed, product=False))
-    controller = composer.loader.load_configuration(composer.config_name, overrides, RunMode.MULTIRUN)
-    if controller.hydra.sweeper.get("_target_") == BASIC_SWEEPER:
-        params = [f"{key}={value}" for key, value in (controller.hydra.sweeper.params or {}).items()]
-        jobs = expand([*_parsed(composer, params), *parsed], product=True)
-        _check(composer, jobs)
-        _write_plan(composer, controller, jobs, parsed)
+    controller, plan = planned(composer, overrides)
+    if plan is not None:
+        write_plan(plan)
     fixed = ["hydra.mode=MULTIRUN", *_folders(controller, parsed)]
     app.multirun(config_name=composer.config_name, task_function=job.run, overrides=[*overrides, *fixed])
     print(f"sweep: {controller.hydra.sweep.dir}")
     return 0
+
+
+def planned(composer: Composer, overrides: list[str]) -> tuple[DictConfig, Plan | None]:
+    """A sweep that is checked, and not begun; no plan where a sweeper makes its own."""
+    parsed = _parsed(composer, overrides)
+    _check(composer, expand(parsed, product=False))
+    controller = composer.loader.load_configuration(composer.config_name, overrides, RunMode.MULTIRUN)
+    if controller.hydra.sweeper.get("_target_") != BASIC_SWEEPER:
+        return controller, None
+    params = [f"{key}={value}" for key, value in (controller.hydra.sweeper.params or {}).items()]
+    jobs = expand([*_parsed(composer, params), *parsed], product=True)
+    _check(composer, jobs)
+    return controller, _plan(composer, controller, jobs, parsed)
 
 
 def is_asked(overrides: list[str]) -> bool:
@@ -56,11 +65,11 @@ def _check(composer: Composer, jobs: list[list[str]]) -> None:
         raise ConfigError(distinct(problems))
 
 
-def _write_plan(composer: Composer, controller: DictConfig, jobs: list[list[str]], parsed: list[Override]) -> None:
+def _plan(composer: Composer, controller: DictConfig, jobs: list[list[str]], parsed: list[Override]) -> Plan:
     """Keep what is needed to go on with the sweep, should it be cut short: `maxhydra sweep resume NAME`."""
     constant = _constant(controller, parsed)
     launcher = _launcher(controller)
-    plan = Plan(
+    return Plan(
         folder=Path(controller.hydra.sweep.dir).absolute(),
         fixed=(),
         space={},
@@ -72,7 +81,6 @@ def _write_plan(composer: Composer, controller: DictConfig, jobs: list[list[str]
         config_dir=composer.config_dir,
         launcher=launcher,
     )
-    write_plan(plan)
 
 
 def _launcher(controller: DictConfig) -> Launcher:

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -17,6 +18,8 @@ from maxhydra.config.compose import Composer
 from maxhydra.config.errors import ConfigError
 from maxhydra.config.hydra_errors import problem_of
 from maxhydra.config.overrides import searchpath
+
+Answer = TypeVar("Answer")
 
 
 def start(arguments: list[str]) -> int:
@@ -32,9 +35,9 @@ def start(arguments: list[str]) -> int:
         if asked.cfg or asked.info:
             return _show(app, composer, asked)
         if asked.multirun or multirun.is_asked(asked.overrides):
-            return _translated(lambda: multirun.run(app, composer, asked.overrides))
+            return translated(lambda: multirun.run(app, composer, asked.overrides))
         composer.examine(asked.overrides, with_hydra=False).composed()
-        return _translated(lambda: _run(app, composer, asked.overrides))
+        return translated(lambda: _run(app, composer, asked.overrides))
 
 
 @contextmanager
@@ -68,7 +71,7 @@ def _show(app: Hydra, composer: Composer, asked: argparse.Namespace) -> int:
     """Show what composes, and then what is wrong with it: a config is looked at most when it does not work."""
     examination = composer.examine(asked.overrides, with_hydra=False)
     if examination.composes:
-        _translated(lambda: _print(app, composer, asked))
+        translated(lambda: _print(app, composer, asked))
         sys.stdout.flush()
     examination.composed()
     return 0
@@ -83,7 +86,7 @@ def _print(app: Hydra, composer: Composer, asked: argparse.Namespace) -> int:
     return 0
 
 
-def _translated(action: Callable[[], int]) -> int:
+def translated(action: Callable[[], Answer]) -> Answer:
     """What Hydra still refuses after our own checks becomes a message too."""
     try:
         return action()

@@ -5,6 +5,7 @@ from enum import Enum
 
 from maxhydra.config.declare import Schema, option, schema
 from maxhydra.config.errors import Problem
+from maxhydra.config.model import Model
 
 
 class CacheDtype(Enum):
@@ -57,8 +58,9 @@ class Engine(Schema):
     burst: int | None = option(None, ge=1)
     """Tokens of each sequence that are decoded between two looks of the host, while no prompt waits: more are faster,
     and come out together. null: 8, and 1 on a CPU and with steady."""
-    prefix_cache: bool = True
-    """Keep the pages of finished prompts, for prompts that begin alike."""
+    prefix_cache: bool | None = None
+    """Keep the pages of finished prompts, for prompts that begin alike. null: unless the model has recurrent layers,
+    whose state is of whole sequences and cannot be taken up in the middle."""
     cache_dtype: CacheDtype = CacheDtype.auto
     """Number format of cached keys and values; auto is that of the computation."""
     steady: bool = False
@@ -69,3 +71,9 @@ class Engine(Schema):
         if self.steady and self.burst is not None and self.burst > 1:
             reason = "depends on the time, which steady=true rules out"
             yield Problem("burst", reason, value=self.burst, accepted="1 or null")
+
+    def check_model(self, model: Model) -> Iterator[Problem]:
+        """What the engine asks of the model that it decodes."""
+        if self.prefix_cache and model.is_recurrent:
+            reason = "cannot be had of recurrent layers: their state is of a whole sequence, and no page holds it"
+            yield Problem("engine.prefix_cache", reason, value=True, accepted="false or null")

@@ -41,6 +41,20 @@ class Distributed(Schema):
 
 
 @schema
+class GkeNodes(Schema):
+    """Nodes of Google Kubernetes Engine that have this chip."""
+
+    accelerator: str | None = None
+    """Value of their label gke-tpu-accelerator or gke-accelerator. null: there are none."""
+    chips_per_node: int = option(8, ge=1)
+    """Chips of a node."""
+    one_node_chips: int = option(8, ge=1)
+    """tpu: a slice of up to so many chips is one node."""
+    dimensions: int = option(2, ge=2, le=3)
+    """tpu: numbers in the topology of a slice, 2 for 4x4, 3 for 2x2x4."""
+
+
+@schema
 class Hardware(Schema):
     """A kind of chip. Ceilings are per device, dense, as the vendor states them."""
 
@@ -65,6 +79,7 @@ class Hardware(Schema):
     debug_nans: bool = False
     """Stop at the operation that first makes a NaN; slow."""
     distributed: Distributed = section(Distributed)
+    gke: GkeNodes = section(GkeNodes)
 
     def check(self) -> Iterator[Problem]:
         if self.simulated_devices is not None and self.platform is not Platform.cpu:

@@ -16,14 +16,18 @@ RULES: dict[str, list[str]] = {
     "act_heads": ["tensor"],
     "act_kv_heads": ["tensor"],
     "act_mlp": ["tensor"],
+    "act_experts": ["expert"],
     "act_vocab": ["tensor"],
     "layers": [],
+    "experts": ["expert"],
     "embed": ["fsdp", "expert", "sequence"],
+    "latent": ["fsdp", "expert", "sequence"],
     "heads": ["tensor"],
     "kv_heads": ["tensor"],
     "head_dim": [],
     "mlp": ["tensor"],
     "vocab": ["tensor"],
+    "positions": [],
     "norm": [],
 }
 

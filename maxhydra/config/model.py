@@ -3,29 +3,62 @@
 from collections.abc import Iterator
 from enum import Enum
 
-from maxhydra.config.attention import Attention, Rope, RopeKind
+from maxhydra.config.attention import Attention, AttentionBias, QkNorm, Temperature, ValueSource
 from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.delta import Delta, DeltaBackend
+from maxhydra.config.embedding import Embedding, EmbeddingScale, Positions
 from maxhydra.config.errors import Problem, did_you_mean
-from maxhydra.config.feedforward import Activation, Mlp
+from maxhydra.config.feedforward import Activation, Mlp, MlpKind
+from maxhydra.config.mla import Indexer, Mla
+from maxhydra.config.moe import Gate, GroupScore, Moe, Router, RouterScores, Scaled, Shared
+from maxhydra.config.mtp import Mtp
+from maxhydra.config.per_layer import PerLayer
+from maxhydra.config.rope import Pairs, Rope, RopeKind
 
 __all__ = [
     "Activation",
     "Attention",
     "AttentionBackend",
+    "AttentionBias",
+    "Beside",
+    "Delta",
+    "DeltaBackend",
     "Dtype",
     "Dtypes",
+    "Embedding",
+    "EmbeddingScale",
     "FeedForward",
+    "Gate",
+    "GroupScore",
+    "GroupedMatmulBackend",
     "Head",
+    "Indexer",
     "Kind",
     "Mixer",
+    "Mla",
     "Mlp",
+    "MlpKind",
     "Model",
     "ModelKernels",
+    "Moe",
+    "Mtp",
+    "Norm",
+    "Norms",
+    "Pairs",
+    "PerLayer",
+    "Positions",
     "Projection",
+    "QkNorm",
     "Remat",
     "RematPolicy",
     "Rope",
     "RopeKind",
+    "Router",
+    "RouterScores",
+    "Scaled",
+    "Shared",
+    "Temperature",
+    "ValueSource",
 ]
 
 
@@ -55,30 +88,79 @@ class AttentionBackend(Enum):
     triton = "triton"
 
 
+class GroupedMatmulBackend(Enum):
+    auto = "auto"
+    reference = "reference"
+    xla = "xla"
+
+
 class Projection(Enum):
     plain = "plain"
     outputs_first = "outputs_first"
     joined = "joined"
 
 
+class Norm(Enum):
+    rms = "rms"
+    rms_plus_one = "rms_plus_one"
+    layer = "layer"
+
+
+class Norms(Enum):
+    pre = "pre"
+    post = "post"
+    sandwich = "sandwich"
+
+
 class Mixer(Enum):
     attention = "attention"
+    delta = "delta"
+    mla = "mla"
 
 
 class FeedForward(Enum):
     mlp = "mlp"
+    moe = "moe"
+
+
+class Beside(Enum):
+    none = "none"
+    moe = "moe"
 
 
 @schema
 class Kind(Schema):
     """One kind of layer: x + mixer(norm(x)), then x + feed_forward(norm(x))."""
 
+    norms: Norms = Norms.pre
+    """What is normalised: the input of mixer and feed-forward (pre), their output (post), or both (sandwich)."""
     mixer: Mixer = Mixer.attention
     """What carries information between tokens; the section of that name says how."""
     attention: Attention = section(Attention)
+    delta: Delta = section(Delta)
+    mla: Mla = section(Mla)
     feed_forward: FeedForward = FeedForward.mlp
     """What works on each token alone; the section of that name says how."""
     mlp: Mlp = section(Mlp)
+    moe: Moe = section(Moe)
+    beside: Beside = Beside.none
+    """moe: a mixture beside feed_forward=mlp, both with norms of their own after them, as the section moe says."""
+    is_scaled: bool = False
+    """Whether a constant of the layer, which comes with the weights and is not trained, multiplies what it leaves."""
+
+    def check(self) -> Iterator[Problem]:
+        is_mixture = self.feed_forward is FeedForward.moe or self.beside is Beside.moe
+        if is_mixture and self.moe.experts is None:
+            asker = "feed_forward" if self.feed_forward is FeedForward.moe else "beside"
+            yield Problem("moe.experts", f"is needed by {asker}=moe", value=None, accepted="an integer, 2 or more")
+        if self.beside is Beside.moe and self.feed_forward is not FeedForward.mlp:
+            yield Problem("beside", "stands beside feed_forward=mlp", value="moe", accepted="none")
+        if self.beside is Beside.moe and self.moe.router.bias_rate is not None:
+            reason = "is for feed_forward=moe: no load is balanced that way beside another"
+            yield Problem("moe.router.bias_rate", reason, value=self.moe.router.bias_rate, accepted="null")
+        if not is_mixture and self.moe.experts is not None:
+            hint = "set feed_forward=moe or beside=moe, or leave it null"
+            yield Problem("moe.experts", "is not used by feed_forward=mlp", value=self.moe.experts, hint=hint)
 
 
 @schema
@@ -144,6 +226,10 @@ class ModelKernels(Schema):
 
     attention: AttentionBackend = AttentionBackend.auto
     """auto takes the fastest that supports the request."""
+    grouped_matmul: GroupedMatmulBackend = GroupedMatmulBackend.auto
+    """Products of tokens with the experts they were given to; auto as for attention."""
+    delta: DeltaBackend = DeltaBackend.auto
+    """chunked, or the reference, token by token; auto takes the faster for the number of tokens."""
     projection: Projection = Projection.plain
     """Products with weights. outputs_first: for few rows on a CPU, joined: on a GPU, weights laid out for it; decoding
     sets them there."""
@@ -177,10 +263,16 @@ class Model(Schema):
     """The layer kinds by name."""
     head: Head = Head.separate
     """Output projection: its own weights, or the embedding's (tied)."""
+    norm: Norm = Norm.rms
+    """rms: RMSNorm (Zhang and Sennrich, 2019); rms_plus_one: the same with 1 + scale for its scale, which begins at
+    zero; layer: LayerNorm (Ba et al., 2016), with a bias."""
     norm_eps: float = option(1e-5, gt=0)
-    """Added to the mean square in RMSNorm (Zhang and Sennrich, 2019)."""
+    """Added to the mean square or to the variance in norms."""
+    mtp: Mtp = section(Mtp)
+    embedding: Embedding = section(Embedding)
     logit_softcap: float | None = option(None, gt=0)
     """Output logits become softcap * tanh(logits / softcap)."""
+    per_layer: PerLayer = section(PerLayer)
     dropout: float = option(0.0, ge=0, lt=1)
     """Dropped share of each residual branch's output, in training."""
     init_scale: float = option(1.0, gt=0)
@@ -190,6 +282,15 @@ class Model(Schema):
     scan_unroll: int = option(1, ge=1)
     """Pattern repetitions written out per step of the scan over layers; num_layers unrolls all."""
     kernels: ModelKernels = section(ModelKernels)
+    path: str | None = None
+    """model=from_hf: Hugging Face folder whose config.json states the model. Weights and tokenizer come from there too,
+    unless checkpoint.load_parameters and data.tokenizer say otherwise. Given on the command line."""
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer keeps a state of its sequence instead of every token, so that no part of it can be shared."""
+        used = {*self.prefix, *self.pattern}
+        return any(kind.mixer is Mixer.delta for name, kind in self.kinds.items() if name in used)
 
     def check(self) -> Iterator[Problem]:
         yield from self._check_heads()
@@ -203,6 +304,10 @@ class Model(Schema):
                         accepted=", ".join(self.kinds) or "a kind defined in model.kinds",
                         hint=did_you_mean(name, self.kinds),
                     )
+        yield from self._check_shared()
+        if self.mtp.depth and self.per_layer.dim is not None:
+            reason = "has no embeddings for the layers of mtp"
+            yield Problem("per_layer.dim", reason, value=self.per_layer.dim, accepted="null, or mtp.depth=0")
         if not self.pattern and len(self.prefix) != self.num_layers:
             yield Problem(
                 "pattern",
@@ -217,6 +322,24 @@ class Model(Schema):
                 value=self.prefix,
                 accepted=f"at most {self.num_layers} kinds",
             )
+
+    def _check_shared(self) -> Iterator[Problem]:
+        """Who shares keys and values finds them in the prefix, in heads of the same number and size."""
+        for name, kind in self.kinds.items():
+            source = kind.attention.shares
+            if source is None:
+                continue
+            where, own = f"kinds.{name}.attention.shares", [k for k in self.prefix if k in self.kinds]
+            givers = [k for k in own if self.kinds[k].attention.shares is None and k not in self.pattern]
+            if source not in givers:
+                reason = "is no kind of model.prefix alone, with keys and values of its own"
+                yield Problem(where, reason, value=source, accepted=", ".join(dict.fromkeys(givers)) or "null")
+            elif self._kv_sizes(self.kinds[source]) != self._kv_sizes(kind):
+                yield Problem(where, "has other heads: num_kv_heads and head_dim must agree", value=source)
+
+    def _kv_sizes(self, kind: Kind) -> tuple[int, int]:
+        own = kind.attention
+        return own.num_kv_heads or self.num_kv_heads, own.head_dim or self.head_dim
 
     def _check_heads(self) -> Iterator[Problem]:
         for where, kind in {
@@ -240,3 +363,6 @@ class Model(Schema):
                 yield Problem(
                     f"{where}head_dim", "is odd; rotary positions turn pairs", value=head_dim, accepted="an even number"
                 )
+            elif own and int(head_dim * own.rope.share) not in range(2, head_dim + 1, 2):
+                accepted = f"a share of head_dim={head_dim} that is an even number"
+                yield Problem(f"{where}rope.share", "leaves half a pair", value=own.rope.share, accepted=accepted)

@@ -29,7 +29,12 @@ class Quantization(Schema):
 
     def check(self) -> Iterator[Problem]:
         if self.kind is QuantizationKind.none and self.targets:
-            yield Problem("targets", "is not used by kind=none", value=self.targets, hint="try quantization=fp8 or quantization=int8_weights")
+            yield Problem(
+                "targets",
+                "is not used by kind=none",
+                value=self.targets,
+                hint="try quantization=fp8 or quantization=int8_weights",
+            )
         if self.kind is not QuantizationKind.none and not self.targets:
             hint = f"choose the whole option with quantization={self.kind.value}"
             yield Problem("targets", "is empty, so nothing would be quantised", value=[], hint=hint)

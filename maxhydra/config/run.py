@@ -5,6 +5,7 @@ from enum import Enum
 
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem
+from maxhydra.config.model import Model
 
 
 class Nonfinite(Enum):
@@ -36,6 +37,10 @@ class Task(Schema):
 
     name: str = option("pretrain", one_of="maxhydra.tasks")
     """Module of maxhydra.tasks that runs."""
+
+    def check_model(self, model: Model) -> Iterator[Problem]:
+        """What a task asks of the model; paths relative to the task."""
+        yield from ()
 
 
 @schema
@@ -171,7 +176,7 @@ class Checkpoint(Schema):
     mode: SaveMode = SaveMode.asynchronous
     """asynchronous writes while training goes on, synchronous waits, off never saves."""
     every: int = option(1000, ge=1)
-    """Steps between two saves; the end of the run and SIGTERM save too."""
+    """Steps between two saves; the end of the run, SIGTERM and SIGUSR1 save too."""
     keep: int = option(3, ge=1)
     """Newest checkpoints kept."""
     keep_best: int = option(0, ge=0)

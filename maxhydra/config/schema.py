@@ -1,5 +1,6 @@
 """The root of the config: every key that exists, its type and its default."""
 
+import dataclasses
 from collections.abc import Iterator
 
 from maxhydra.config.adapter import Adapter
@@ -44,6 +45,8 @@ class Config(Schema):
                 accepted=f"1 to {self.model.context_length}",
                 hint="set both to train on longer sequences",
             )
+        for problem in self.task.check_model(self.model):
+            yield dataclasses.replace(problem, path=f"task.{problem.path}")
         schedule = self.optimizer.schedule
         busy = schedule.warmup_steps + (schedule.decay_steps or 0)
         if busy > self.train.steps:

@@ -1,5 +1,1 @@
-"""Weights of other formats as ours, and ours from disk."""
-
-from maxhydra.convert.load import load_weights
-
-__all__ = ["load_weights"]
+"""Weights of other formats as ours and back. derive.py and tables/ need no jax; load.py loads from anywhere."""

@@ -1,6 +1,5 @@
-"""Tensors of another project into our tree: one at a time, turned, and straight into the shards where they belong."""
+"""Tensors of another project into our tree: one at a time, in our layout, straight into the shards they belong to."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,47 +10,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from maxhydra.convert.facts import require_same
+from maxhydra.convert.meaning import require_same
+from maxhydra.convert.places import Keys, Place, Tensor, places, unplaced
 from maxhydra.convert.source import Source
-from maxhydra.convert.table import Table, Weight
 from maxhydra.model import ModelDef
 
 Tree = Any
-Keep = Callable[[tuple[str, ...], jax.Array], Tree]
+Keep = Callable[[Keys, jax.Array], Tree]
+# Bytes of an array that a host may hold whole: put together there, it needs no program.
+SMALL = 2**26
 
 
-def as_it_is(keys: tuple[str, ...], weight: jax.Array) -> Tree:
+def as_it_is(keys: Keys, weight: jax.Array) -> Tree:
     return weight
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """An array of our tree: its row in the table, and the layers that it holds, stacked (None: no layers)."""
-
-    keys: tuple[str, ...]
-    weight: Weight
-    layers: tuple[int | None, ...]
-    is_stacked: bool
-    shape: tuple[int, ...]
-    """Of one layer."""
-
-    @property
-    def is_turned(self) -> bool:
-        return len(self.shape) > 1 and self.weight.inputs > 0
-
-    @property
-    def their_shape(self) -> tuple[int, ...]:
-        if not self.is_turned:
-            return self.shape
-        return math.prod(self.shape[self.weight.inputs :]), math.prod(self.shape[: self.weight.inputs])
-
-    def turned(self, theirs: np.ndarray) -> np.ndarray:
-        """One tensor in our layout."""
-        return theirs.T.reshape(self.shape) if self.is_turned else theirs
-
-    def turned_back(self, ours: np.ndarray) -> np.ndarray:
-        """One layer's array in theirs."""
-        return np.ascontiguousarray(ours.reshape(self.their_shape[::-1]).T) if self.is_turned else ours
 
 
 def fill(source: Source, model: ModelDef, *, shardings: Tree, dtype: DTypeLike, keep: Keep = as_it_is) -> Tree:
@@ -59,20 +30,36 @@ def fill(source: Source, model: ModelDef, *, shardings: Tree, dtype: DTypeLike, 
 
     `keep`: keys and a weight -> what becomes of it.
     """
-    require_same(source.facts, model.config, location=source.location)
-    found = places(source.table, model)
-    if found is None:
-        raise source.problem("is of a family that has no such layers as the model has")
-    wanted = {source.name(place.weight, layer): place.their_shape for place in found for layer in place.layers}
-    source.require_exactly(wanted)
     params: Tree = {}
-    for place in found:
-        sharding = _below(shardings, place.keys)
-        inner = params
-        for key in place.keys[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[place.keys[-1]] = keep(place.keys, _array(source, place, sharding, np.dtype(dtype)))
+    for place in checked_places(source, model):
+        stacks = [_Stack(place, which, _below(shardings, keys), dtype) for which, keys in enumerate(place.keys)]
+        for tensor in place.tensors:
+            for stack, array in zip(stacks, read(source, place, tensor), strict=True):
+                stack.put(tensor.index, array)
+        for keys, stack in zip(place.keys, stacks, strict=True):
+            inner = params
+            for key in keys[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[keys[-1]] = keep(keys, stack.finished())
     return params
+
+
+def checked_places(source: Source, model: ModelDef) -> list[Place]:
+    """Where everything of a source belongs; ConfigError unless it is this model's, to the last tensor."""
+    require_same(source, model.config)
+    if missing := unplaced(source.table, model):
+        raise source.problem(f"is of a family that has no {missing[0]}")
+    found = places(source.table, model)
+    name = {(place, tensor): place.name(tensor, is_gguf=source.is_gguf) for place in found for tensor in place.tensors}
+    source.require_exactly({theirs: place.layout.their_shape for (place, _), theirs in name.items()})
+    return found
+
+
+def read(source: Source, place: Place, tensor: Tensor) -> list[np.ndarray]:
+    """One tensor as the arrays of ours that it holds."""
+    row = place.row
+    theirs = source.read(place.name(tensor, is_gguf=source.is_gguf))
+    return place.layout.ours(theirs, neighbours=row.gguf_neighbours if source.is_gguf else row.neighbours)
 
 
 def on_first_device(model: ModelDef) -> Tree:
@@ -81,60 +68,49 @@ def on_first_device(model: ModelDef) -> Tree:
     return jax.tree.map(lambda _: alone, model.shapes)
 
 
-def places(table: Table, model: ModelDef) -> list[Place] | None:
-    """Every array of the model, in the tree's order; None where the table has no row for one."""
-    found = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model.shapes):
-        keys = tuple(entry.key for entry in path)
-        layers = _layers(keys, leaf.shape, model)
-        tail = "/".join(keys if layers is None else keys[2:])
-        weight = table.weight(tail, is_layer=layers is not None)
-        if weight is None:
-            return None
-        is_stacked = keys[0] == "pattern"
-        found.append(Place(keys, weight, layers or (None,), is_stacked, leaf.shape[1:] if is_stacked else leaf.shape))
-    return found
+class _Stack:
+    """One of our arrays, which takes tensors one at a time."""
+
+    def __init__(self, place: Place, which: int, sharding: NamedSharding, dtype: DTypeLike):
+        counted = place.counted
+        self._shape = (*counted, *place.layout.shapes[which])
+        self._dtype, self._sharding = np.dtype(dtype), sharding
+        self._one = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[len(counted) :]))
+        self._host: np.ndarray | None = None
+        self._device: jax.Array | None = None
+        if math.prod(self._shape) * self._dtype.itemsize <= SMALL or not counted:
+            self._host = np.empty(self._shape, self._dtype)
+        else:
+            self._device = jax.jit(lambda: jnp.zeros(self._shape, self._dtype), out_shardings=sharding)()
+            self._insert = jax.jit(_inserted, donate_argnums=0, out_shardings=sharding)
+
+    def put(self, index: tuple[int, ...], array: np.ndarray) -> None:
+        if self._host is not None:
+            self._host[index] = array
+            return
+        # Into an array that stays on the devices: a host need not hold the layers of a large model at once.
+        part = _sharded(array.astype(self._dtype), self._one)
+        self._device = self._insert(self._device, part, np.asarray(index, np.int32))
+
+    def finished(self) -> jax.Array:
+        if self._device is not None:
+            return self._device
+        assert self._host is not None
+        host, self._host = self._host, None
+        return _sharded(host, self._sharding)
 
 
-def _below(shardings: Tree, keys: tuple[str, ...]) -> NamedSharding:
+def _inserted(whole: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
+    counted = whole.ndim - part.ndim
+    start = jnp.concatenate([index, jnp.zeros(part.ndim, index.dtype)])
+    return jax.lax.dynamic_update_slice(whole, part.reshape((1,) * counted + part.shape), tuple(start))
+
+
+def _below(shardings: Tree, keys: Keys) -> NamedSharding:
     for key in keys:
         shardings = shardings[key]
     assert isinstance(shardings, NamedSharding)
     return shardings
-
-
-def _layers(keys: tuple[str, ...], shape: tuple[int, ...], model: ModelDef) -> tuple[int, ...] | None:
-    """Numbers of the layers that an array holds; None at the two ends of the model."""
-    if keys[0] not in ("prefix", "pattern", "remainder"):
-        return None
-    place, before = int(keys[1]), len(model.config.prefix)
-    if keys[0] == "prefix":
-        return (place,)
-    if keys[0] == "remainder":
-        return (model.config.num_layers - len(model.shapes["remainder"]) + place,)
-    return tuple(before + place + repetition * len(model.shapes["pattern"]) for repetition in range(shape[0]))
-
-
-def _array(source: Source, place: Place, sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
-    if not place.is_stacked:
-        return _sharded(_turned(source, place, place.layers[0], dtype), sharding)
-    shape = (len(place.layers), *place.shape)
-    one = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    stack = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
-    # Layer by layer into a stack that stays on the devices: a host need not hold the layers of a large model at once.
-    insert = jax.jit(jax.lax.dynamic_update_index_in_dim, static_argnums=3, donate_argnums=0, out_shardings=sharding)
-    for index, layer in enumerate(place.layers):
-        stack = insert(stack, _sharded(_turned(source, place, layer, dtype), one), np.int32(index), 0)
-    return stack
-
-
-def _turned(source: Source, place: Place, layer: int | None, dtype: np.dtype) -> np.ndarray:
-    """One tensor in our layout."""
-    theirs = source.read(source.name(place.weight, layer)).astype(dtype)
-    if source.is_gguf and place.weight.gguf_is_interleaved:
-        *_, heads, size = place.shape
-        theirs = theirs.reshape(heads, size // 2, 2, -1).swapaxes(1, 2).reshape(theirs.shape)
-    return place.turned(theirs)
 
 
 def _sharded(array: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -11,9 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.convert.derive import is_hf_folder
 from maxhydra.convert.fill import fill, on_first_device
 from maxhydra.convert.gguf import gguf_source
-from maxhydra.convert.hf import hf_source, is_hf_folder
+from maxhydra.convert.hf import hf_source
 from maxhydra.convert.origin import origin
 from maxhydra.convert.stored import find_checkpoint, read_parameters
 from maxhydra.model import ModelDef, build, join, kept, mapped, merged, split

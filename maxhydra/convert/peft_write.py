@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from maxhydra.convert.fill import Place, places
+from maxhydra.config import ConfigError, Problem
+from maxhydra.convert.places import Place, places
 from maxhydra.convert.table import Table
 from maxhydra.model import ModelDef
+from maxhydra.model.trees import ADAPTER
 
 Tree = Any
 # What PEFT puts before the names of the model it wraps.
@@ -23,9 +25,9 @@ def write_peft(folder: Path, model: ModelDef, trained: Tree, *, table: Table, ba
     assert adapter is not None
     modules: list[str] = []
     tensors: dict[str, np.ndarray] = {}
-    for place in places(table, model.base) or ():
-        for layer, a, b in _additions(trained, place):
-            modules.append(place.weight.hf.removesuffix(".weight").format(layer=layer))
+    for place in places(table, model.base):
+        for name, a, b in _additions(trained, place):
+            modules.append(name.removesuffix(".weight"))
             rank = a.shape[-1]
             tensors[f"{WRAPPED}{modules[-1]}.lora_A.weight"] = np.ascontiguousarray(a.reshape(-1, rank).T)
             tensors[f"{WRAPPED}{modules[-1]}.lora_B.weight"] = np.ascontiguousarray(b.reshape(rank, -1).T)
@@ -45,12 +47,19 @@ def write_peft(folder: Path, model: ModelDef, trained: Tree, *, table: Table, ba
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _additions(trained: Tree, place: Place) -> Iterator[tuple[int | None, np.ndarray, np.ndarray]]:
-    """Layer, a and b of what the adapter adds to an array; nothing where it adds nothing."""
-    node = trained
-    for key in (*place.keys[:-1], "lora"):
-        node = node.get(key, {})
-    if node:
-        a, b = np.asarray(node["a"]), np.asarray(node["b"])
-        for at, layer in enumerate(place.layers):
-            yield (layer, a[at], b[at]) if place.is_stacked else (layer, a, b)
+def _additions(trained: Tree, place: Place) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Name, a and b of what the adapter adds to each tensor of a place; nothing where it adds nothing."""
+    nodes = [_below(trained, (*keys[:-1], ADAPTER)) for keys in place.keys]
+    if not any(nodes):
+        return
+    if len(nodes) > 1 or place.row.neighbours or place.row.leading or not place.row.turned:
+        reason = f"adds to {place.keys[0][-2]}, which lies with others in {place.row.hf}: PEFT has no words for that"
+        raise ConfigError(Problem("task.format", reason, value="peft", hint="task.format=hf writes it merged"))
+    a, b = np.asarray(nodes[0]["a"]), np.asarray(nodes[0]["b"])
+    yield from ((place.name(tensor), a[tensor.index], b[tensor.index]) for tensor in place.tensors)
+
+
+def _below(tree: Tree, keys: tuple[str, ...]) -> Tree:
+    for key in keys:
+        tree = tree.get(key, {}) if isinstance(tree, dict) else {}
+    return tree

@@ -1,14 +1,14 @@
 """Weights of another project, seen the same way whatever file they lie in."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
-from typing import Any
 
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.convert.table import Table, Weight
+from maxhydra.config import model as config
+from maxhydra.convert.table import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,39 +19,42 @@ class Source:
     """The config field that names the source, for errors."""
     location: str
     table: Table
-    facts: Mapping[str, Any]
-    """Settings that the model must share, by the names of facts.py; one that the files do not state is not there."""
+    model: config.Model
+    """The model that the files state."""
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], np.ndarray]
-    is_gguf: bool
-
-    def name(self, weight: Weight, layer: int | None) -> str:
-        """What the files call a weight of a layer."""
-        return (weight.gguf if self.is_gguf else weight.hf).format(layer=layer)
+    is_gguf: bool = False
+    silent: tuple[str, ...] = ()
+    """Paths below a layer kind of which the files say nothing, so that any value is as good."""
+    check: Callable[[config.Model], Iterator[Problem]] = lambda model: iter(())
+    """What the files say that has no words in a config: problems of a model that does not agree."""
 
     def require_exactly(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse files that lack a tensor, hold one of another shape, or one that would be left out."""
-        is_tied = self.facts.get("head") == "tied"
-        spare = [self.name(row, None) for row in self.table.ends if is_tied and row.path == "head/kernel"]
-        ignored = (*self.table.ignored, *spare)
-        extra = [n for n in self.shapes if n not in wanted and not any(fnmatch(n, pattern) for pattern in ignored)]
         if missing := [name for name in wanted if name not in self.shapes]:
             raise self.problem(f"lacks {_some(missing)}")
-        if extra:
+        spare = self._tied_heads(wanted)
+        unknown = [name for name in self.shapes if name not in wanted and name not in spare]
+        ignored = [pattern.format(beyond=self.model.num_layers) for pattern in self.table.ignored]
+        if extra := [name for name in unknown if not any(fnmatch(name, pattern) for pattern in ignored)]:
             raise self.problem(f"holds {_some(extra)}, for which the model has no place")
         for name, shape in wanted.items():
             if self.shapes[name] != shape:
                 raise self.problem(f"{name} is {list(self.shapes[name])}, where the model has {list(shape)}")
+        for head, embedding in spare.items():
+            if not np.array_equal(self.read(head), self.read(embedding)):
+                raise self.problem(f"holds {head}, which differs from {embedding}, though the two are stated to be one")
+
+    def _tied_heads(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+        """A head that is stored although it is stated to be the embedding -> the embedding."""
+        names = {row.path: row.gguf if self.is_gguf else row.hf for row in self.table.ends}
+        head, embedding = names.get("head/kernel", ""), names.get("embedding/table", "")
+        is_spare = head in self.shapes and head not in wanted and self.model.head is config.Head.tied
+        return {head: embedding} if is_spare and embedding in wanted else {}
 
     def problem(self, reason: str) -> ConfigError:
         hint = "choose the model that the weights belong to (model=...)"
         return ConfigError(Problem(self.key, reason, value=self.location, hint=hint))
-
-
-def no_table(key: str, location: str, what: str, known: list[str]) -> ConfigError:
-    """A family without a table."""
-    hint = "a family is a table in maxhydra/convert/tables"
-    return ConfigError(Problem(key, f"is a {what}", value=location, accepted=", ".join(sorted(known)), hint=hint))
 
 
 def _some(names: list[str]) -> str:

@@ -79,7 +79,7 @@ def _kill(processes: list[BaseProcess]) -> None:
 def _serve(pipe: Connection, begin: Callable[[], None]) -> None:
     """What a worker does: calls until there is no one left to ask."""
     # A terminal or a cluster signals every process of a run, which then saves its end: it needs its workers for that.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     # There are as many workers as were asked for; a tokenizer's own threads in each would only crowd the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -92,8 +92,9 @@ class _Flat:
         return params
 
     def _kept_layer(self, number: str, layer: Tree) -> Tree:
-        turned = _map(_turned, self.flat.axes["prefix"][number], layer)
-        return _joined(turned) if self.joins else turned
+        axes = self.flat.axes["prefix"][number]
+        turned = _map(_turned, axes, layer)
+        return _joined(turned, self.flat.shapes["prefix"][number], axes) if self.joins else turned
 
     def _used_layer(self, number: str, layer: Tree) -> Tree:
         """Joined weights are turned back before they are cut: what the layers put together again is then whole."""
@@ -101,15 +102,11 @@ class _Flat:
         return _parted(_map(_turned_back, axes, layer), self.flat.shapes["prefix"][number], axes)
 
 
-def _joined(layer: Tree) -> Tree:
-    """Kernels that share an input as one under the first's key; the others' keys hold None. Those of different number
-    formats stay by themselves."""
+def _joined(layer: Tree, shapes: Tree, axes: Tree) -> Tree:
+    """Kernels that share an input as one under the first's key; the others' keys hold None."""
     layer = jax.tree.map(lambda leaf: leaf, layer)
-    for part, names in JOINED.items():
-        kernels = [layer[part][name]["kernel"] for name in names]
-        if len({jax.tree.structure(kernel) for kernel in kernels}) > 1:
-            continue
-        whole = jax.tree.map(lambda *each: jnp.concatenate(each), *kernels)
+    for part, names in _joins(shapes, axes):
+        whole = jax.tree.map(lambda *each: jnp.concatenate(each), *[layer[part][name]["kernel"] for name in names])
         for name in names:
             layer[part][name]["kernel"] = whole if name == names[0] else jax.tree.map(lambda _: None, whole)
     return layer
@@ -117,7 +114,7 @@ def _joined(layer: Tree) -> Tree:
 
 def _parted(layer: Tree, shapes: Tree, axes: Tree) -> Tree:
     """The kernels for themselves, given what was joined with inputs first."""
-    for part, names in JOINED.items():
+    for part, names in _joins(shapes, axes):
         if jax.tree.leaves(layer[part][names[-1]]["kernel"]):
             continue
         whole = layer[part][names[0]]["kernel"]
@@ -125,6 +122,23 @@ def _parted(layer: Tree, shapes: Tree, axes: Tree) -> Tree:
             own = [shapes[part][other]["kernel"] for other in (name, *names[:index])]
             layer[part][name]["kernel"] = jax.tree.map(_cut, axes[part][name]["kernel"], whole, *own, is_leaf=is_axes)
     return layer
+
+
+def _joins(shapes: Tree, axes: Tree) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Parts of a layer whose projections can lie together: they are there, in one number format, and differ at most in
+    the first dimension of their outputs."""
+    for part, names in JOINED.items():
+        if all("kernel" in shapes[part].get(name, {}) for name in names):
+            kernels = [(axes[part][name]["kernel"], shapes[part][name]["kernel"]) for name in names]
+            besides = [jax.tree.map(_beside, *kernel, is_leaf=is_axes) for kernel in kernels]
+            if all(beside == besides[0] for beside in besides):
+                yield part, names
+
+
+def _beside(names: LogicalAxes, own: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """The dimensions in which arrays must agree to be joined."""
+    axis = int(names[0] == "embed")
+    return (*own.shape[:axis], *own.shape[axis + 1 :])
 
 
 def _cut(names: LogicalAxes, whole: jax.Array, own: jax.ShapeDtypeStruct, *before: jax.ShapeDtypeStruct) -> jax.Array:
@@ -162,10 +176,10 @@ def _turned_back(path: str, names: LogicalAxes, weight: jax.Array) -> jax.Array:
 def _move(names: LogicalAxes) -> tuple[int, int]:
     """The dimension of the residual stream goes last where it is the input, first where it is the output.
 
-    The embedding has its outputs, the vocabulary, first already.
+    The embedding has its outputs, the vocabulary, first already; positions are looked up.
     """
     if len(names) > 1 and names[0] == "embed":
         return 0, -1
-    if len(names) > 1 and names[-1] == "embed" and names[0] != "vocab":
+    if len(names) > 1 and names[-1] == "embed" and names[0] not in ("vocab", "positions"):
         return -1, 0
     return 0, 0

@@ -26,8 +26,8 @@ class Part:
 class Scheduler:
     """Queue, places and pages."""
 
-    def __init__(self, config: Config, pages: int):
-        self.pool = PagePool(pages, config.page_size, remembers=config.prefix_cache)
+    def __init__(self, config: Config, pages: int, *, remembers: bool):
+        self.pool = PagePool(pages, config.page_size, remembers=remembers)
         self.chunk = config.prefill_chunk
         self.waiting: deque[Sequence] = deque()
         self.reading: list[Sequence] = []

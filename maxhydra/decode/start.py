@@ -11,7 +11,7 @@ from maxhydra import model
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.decode import Engine as EngineConfig
 from maxhydra.config.quantization import QuantizationKind
-from maxhydra.convert import load_weights
+from maxhydra.convert.load import load_weights
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.origin import check_origin
 from maxhydra.decode.prompts import Prompts

@@ -18,6 +18,7 @@ from maxhydra.sharding import Sharder
 from maxhydra.train import by_chunks
 from maxhydra.train.logprobs import of_targets
 from maxhydra.train.loss import Sums
+from maxhydra.train.sides import with_sides
 from maxhydra.train.state import Tree
 from maxhydra.train.step import Batch, LossFn
 
@@ -44,13 +45,16 @@ class Comparison:
         kind: Divergence,
         beta: jax.Array | None,
         temperature: jax.Array,
-    ) -> dict[str, jax.Array]:
-        """Of every token, [B, S]: divergence, nll, and the distance of features where there are any.
+    ) -> tuple[dict[str, jax.Array], Tree]:
+        """Of every token, [B, S]: divergence, nll, and the distance of features where there are any; and what the
+        student's layers tell besides.
 
         beta and temperature are [B, 1]. With `chunk`, logits of so many places exist at a time, of both models.
         """
         context = Context.of_batch(batch, self.sharder, key)
-        hidden, own = self.student.features(weights, batch["tokens"], context, self.features.student_layers)
+        layers = self.features.student_layers
+        forward = self.student.forward(weights, batch["tokens"], context, keep=bool(layers))
+        own = [forward.kept[layer] for layer in layers]
         seen, theirs = self._teacher(weights, batch)
 
         def places(hidden: jax.Array, targets: jax.Array, *seen: jax.Array) -> dict[str, jax.Array]:
@@ -64,11 +68,11 @@ class Comparison:
             found = divergence(log_p, log_q, kind, beta=beta, temperature=temperature)
             return {"divergence": found, "nll": -of_targets(logits, targets)}
 
-        found = by_chunks(places, hidden, batch["targets"], *seen, chunk=self.chunk)
+        found = by_chunks(places, forward.hidden_BTD, batch["targets"], *seen, chunk=self.chunk)
         if own:
             distances = [feature_distance(*pair, self.features.loss) for pair in zip(own, theirs, strict=True)]
             found["features"] = sum(distances[1:], distances[0]) / len(distances)
-        return found
+        return found, forward.sides
 
     def _teacher(self, weights: Tree, batch: Batch) -> tuple[list[jax.Array], list[jax.Array]]:
         """What its predictions are made of, and its features."""
@@ -85,13 +89,14 @@ def distillation_loss(comparison: Comparison, task: DistillTask) -> LossFn:
     def loss(weights: Tree, batch: Batch, key: jax.Array | None) -> Sums:
         alpha, temperature = batch["alpha"][:, None], batch["temperature"][:, None]
         beta = None if task.beta is None else batch["beta"][:, None]
-        found = comparison(weights, batch, key, kind=task.divergence, beta=beta, temperature=temperature)
+        found, sides = comparison(weights, batch, key, kind=task.divergence, beta=beta, temperature=temperature)
         total = alpha * found["divergence"] + (1 - alpha) * found["nll"]
         if "features" in found:
             total = total + task.features.weight * found["features"]
         measured = {"cross_entropy" if name == "nll" else name: values for name, values in found.items()}
         sums = {name: jax.lax.stop_gradient(jnp.sum(batch["weights"] * x)) for name, x in measured.items()}
-        return {"loss": jnp.sum(batch["weights"] * total), "weight": jnp.sum(batch["weights"]), **sums}
+        sums |= {"loss": jnp.sum(batch["weights"] * total), "weight": jnp.sum(batch["weights"])}
+        return with_sides(sums, sides)
 
     return loss
 
@@ -101,7 +106,7 @@ def held_out_divergence(comparison: Comparison) -> LossFn:
 
     def loss(weights: Tree, batch: Batch, key: jax.Array | None) -> Sums:
         temperature = jnp.ones((1, 1), jnp.float32)
-        found = comparison(weights, batch, key, kind=Divergence.forward_kl, beta=None, temperature=temperature)
+        found, _ = comparison(weights, batch, key, kind=Divergence.forward_kl, beta=None, temperature=temperature)
         nll, kl = (jnp.sum(batch["weights"] * found[name]) for name in ("nll", "divergence"))
         return {"loss": nll, "nll": nll, "kl": kl, "weight": jnp.sum(batch["weights"])}
 

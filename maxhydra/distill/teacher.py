@@ -15,7 +15,7 @@ from maxhydra.config.mesh import Mesh as MeshConfig
 from maxhydra.config.model import Model
 from maxhydra.config.tasks.distill import Teacher
 from maxhydra.config.written import from_yaml
-from maxhydra.convert import load_weights
+from maxhydra.convert.load import load_weights
 from maxhydra.convert.origin import run_folder
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef

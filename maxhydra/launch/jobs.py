@@ -7,6 +7,9 @@ from typing import Protocol
 
 from maxhydra.record import RunDirectory, scan_metrics, series
 
+# In a job's folder, beside the run: by what it is found again, and all that its processes print.
+CLAIM, CONSOLE = ".job.json", "console.txt"
+
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
@@ -75,6 +78,10 @@ class Jobs(Protocol):
 
     def prepare(self, proposal: Proposal) -> None:
         """Write what the job needs; ConfigError where its config is wrong. Nothing is started."""
+        ...
+
+    def render(self, proposals: Sequence[Proposal]) -> str:
+        """What `start` would hand to the place, as text. Nothing is written, and nobody asked."""
         ...
 
     def start(self, proposals: Sequence[Proposal]) -> Sequence[Job]:

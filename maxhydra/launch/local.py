@@ -7,6 +7,7 @@ run's own run.json.
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,13 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from maxhydra.launch.jobs import Job, Proposal, Shared
+from maxhydra.launch.jobs import CLAIM, CONSOLE, Job, Proposal, Shared
 from maxhydra.launch.settings import Launcher
 from maxhydra.record import RunDirectory
 from maxhydra.record.files import replace_file
 from maxhydra.record.process import is_alive, process_start
 
-CLAIM, CONSOLE = ".job.json", "console.txt"
 CLAIMING = "import sys; from maxhydra.launch.local import claim_and_become; claim_and_become(sys.argv[1], sys.argv[2:])"
 
 
@@ -50,6 +50,9 @@ class LocalJobs:
 
     def prepare(self, proposal: Proposal) -> None:
         """The command composes and checks its config itself."""
+
+    def render(self, proposals: Sequence[Proposal]) -> str:
+        return "".join(shlex.join(self.command(proposal)) + "\n" for proposal in proposals)
 
     def start(self, proposals: Sequence[Proposal]) -> Sequence[LocalJob]:
         return [self._start(proposal) for proposal in proposals]

@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.launch.gke import GkeJobs, GkeSettings
 from maxhydra.launch.jobs import Jobs, Shared
 from maxhydra.launch.local import LocalJobs, LocalSettings
 from maxhydra.launch.settings import Launcher
@@ -14,6 +15,7 @@ from maxhydra.launch.slurm import SlurmJobs, SlurmSettings
 PLACES: dict[str, tuple[type[Launcher], Callable[[Any, Shared], Jobs]]] = {
     "local": (LocalSettings, LocalJobs),
     "slurm": (SlurmSettings, SlurmJobs),
+    "gke": (GkeSettings, GkeJobs),
 }
 # Where Hydra finds the doors to them: hydra.launcher._target_ is <DOORS>.<kind>.<class>.
 DOORS = "hydra_plugins.maxhydra_launcher"
@@ -44,13 +46,19 @@ def chosen_launcher(node: DictConfig) -> Launcher:
     options = OmegaConf.to_container(node, resolve=True)
     assert isinstance(options, dict)
     kind = options.pop("_target_").removeprefix(f"{DOORS}.").partition(".")[0]
-    return read_launcher({"kind": kind, **options})
+    return read_launcher({"kind": kind, **{str(name): value for name, value in options.items()}})
 
 
 def options(kind: str) -> dict[str, Any]:
     """Name -> default, as Hydra's config store takes them."""
-    settings = PLACES[kind][0]()
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(settings).items()}
+    return {name: _open(value) for name, value in vars(PLACES[kind][0]()).items()}
+
+
+def _open(value: Any) -> Any:
+    """Lists for tuples; and mappings that take new keys, which Hydra forbids elsewhere."""
+    if isinstance(value, dict):
+        return OmegaConf.create(value, flags={"struct": False})
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _fixed(value: Any) -> Any:

@@ -1,21 +1,29 @@
 """The mechanisms that layers are made of, each in a file of its own, and the context that travels between them."""
 
 from maxhydra.layers.attention import Attention, AttentionSpec
+from maxhydra.layers.beside import Beside, BesideSpec
 from maxhydra.layers.cache import Cache, DenseRoom, PagedRoom, Room, Rows
 from maxhydra.layers.context import Context
+from maxhydra.layers.delta import DeltaSpec
 from maxhydra.layers.dropout import dropout
 from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
+from maxhydra.layers.mla import Mla, MlaSpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
-from maxhydra.layers.norm import RMSNorm
+from maxhydra.layers.moe import Moe, MoeSpec
+from maxhydra.layers.norm import LayerNorm, Norm, NormSpec, RMSNorm
 from maxhydra.layers.parts import Fed, FeedForward, FeedForwardSpec, Mixed, Mixer, MixerSpec, Side
+from maxhydra.layers.per_layer import PerLayerEmbedding, PerLayerInput, PerLayerSpec
 from maxhydra.layers.projection import LoraSpec, ProductSpec, Projection
 from maxhydra.layers.weights import Dtypes, WeightMaker
 
 __all__ = [
     "Attention",
     "AttentionSpec",
+    "Beside",
+    "BesideSpec",
     "Cache",
     "Context",
+    "DeltaSpec",
     "DenseRoom",
     "Dtypes",
     "Embedding",
@@ -23,13 +31,23 @@ __all__ = [
     "FeedForward",
     "FeedForwardSpec",
     "Head",
+    "LayerNorm",
     "LoraSpec",
     "Mixed",
     "Mixer",
     "MixerSpec",
+    "Mla",
+    "MlaSpec",
     "Mlp",
     "MlpSpec",
+    "Moe",
+    "MoeSpec",
+    "Norm",
+    "NormSpec",
     "PagedRoom",
+    "PerLayerEmbedding",
+    "PerLayerInput",
+    "PerLayerSpec",
     "ProductSpec",
     "Projection",
     "RMSNorm",

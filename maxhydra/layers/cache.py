@@ -10,14 +10,17 @@ heads, H head size.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from maxhydra.kernels.paged_attention import Pages
+from maxhydra.sharding import LogicalAxes
 
 
 class Rows(NamedTuple):
@@ -48,7 +51,23 @@ class Cache(Protocol):
 class Room(Protocol):
     """What there is to be kept, before any mixer says what of: every kind of cache is made from it."""
 
-    def keys_and_values(self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype) -> Cache: ...
+    def keys_and_values(
+        self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype, value_dim: int | None = None
+    ) -> Cache:
+        """A key and a value of each token and head. `value_dim`: the size of values where keys have another."""
+        ...
+
+    def kept(self, layers: int, arrays: Mapping[str, "Kept"]) -> Cache:
+        """Arrays of a fixed size per sequence, such as the state of a recurrence."""
+        ...
+
+
+class Kept(NamedTuple):
+    """An array that a layer keeps of a sequence, without the dimensions of layers and sequences."""
+
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    axes: LogicalAxes
 
 
 class KeysValues(NamedTuple):
@@ -66,9 +85,15 @@ class DenseRoom:
     batch: int
     length: int
 
-    def keys_and_values(self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype) -> "DenseCache":
-        shape = (layers, self.batch, self.length, kv_heads, head_dim)
-        return DenseCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape[:2], jnp.int32))
+    def keys_and_values(
+        self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype, value_dim: int | None = None
+    ) -> "DenseCache":
+        shape = (layers, self.batch, self.length, kv_heads)
+        key, value = (jnp.zeros((*shape, size), dtype) for size in (head_dim, value_dim or head_dim))
+        return DenseCache(key, value, jnp.zeros(shape[:2], jnp.int32))
+
+    def kept(self, layers: int, arrays: Mapping[str, Kept]) -> "StateCache":
+        return _states(layers, self.batch, "act_batch", arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +106,33 @@ class PagedRoom:
     storage: np.dtype | None
     """Number format of what is kept; None: that of the computation."""
 
-    def keys_and_values(self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype) -> "PagedCache":
+    def keys_and_values(
+        self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype, value_dim: int | None = None
+    ) -> "PagedCache":
         storage = dtype if self.storage is None else self.storage
-        shape = (layers, self.pages, kv_heads, self.page_size, head_dim)
-        scale = jnp.zeros(shape[:4], jnp.float32) if storage in SCALED else None
-        zeros = jnp.zeros(shape, storage)
-        return PagedCache(zeros, zeros, scale, scale)
+        shape = (layers, self.pages, kv_heads, self.page_size)
+        key, value = (jnp.zeros((*shape, size), storage) for size in (head_dim, value_dim or head_dim))
+        scale = jnp.zeros(shape, jnp.float32) if storage in SCALED else None
+        return PagedCache(key, value, scale, scale)
+
+    def kept(self, layers: int, arrays: Mapping[str, Kept]) -> "StateCache":
+        """One place for each sequence that is decoded at a time, in the arrays' own formats."""
+        return _states(layers, self.slots, None, arrays)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NoCache:
+    """Of layers that keep nothing of their own."""
+
+    def at(self, layer: jax.Array | int) -> "NoCache":
+        return self
+
+    def merged(self, view: "NoCache") -> "NoCache":
+        return self
+
+    def axes(self) -> "NoCache":
+        return self
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +157,7 @@ class DenseCache:
         )
 
     def axes(self) -> "DenseCache":
-        of_tokens: Any = ("layers", "act_batch", None, "act_kv_heads", None)
+        of_tokens: Any = ("layers", "act_batch", None, _heads_axis(self.key_LBSKH.shape[3]), None)
         of_rows: Any = ("layers", "act_batch")
         return DenseCache(of_tokens, of_tokens, of_rows)
 
@@ -176,7 +222,7 @@ class PagedCache:
         return view.cache
 
     def axes(self) -> "PagedCache":
-        of_tokens: Any = ("layers", None, "act_kv_heads", None, None)
+        of_tokens: Any = ("layers", None, _heads_axis(self.key_LPKZH.shape[2]), None, None)
         of_scales: Any = None if self.key_scale_LPKZ is None else of_tokens[:4]
         return PagedCache(of_tokens, of_tokens, of_scales, of_scales)
 
@@ -246,6 +292,60 @@ class PagedLayer:
             found_BWKZH = found_BWKZH * scale_LPKZ[self.layer, rows.table_BW][..., None].astype(dtype)
         B, W, K, Z, H = found_BWKZH.shape
         return found_BWKZH.swapaxes(1, 2).reshape(B, K, W * Z, H)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["names"])
+@dataclasses.dataclass(frozen=True)
+class StateCache:
+    """Arrays [L, sequences, ...] that do not grow with a sequence, for mixers that forget."""
+
+    arrays: dict[str, Any]
+    names: tuple[tuple[str, LogicalAxes], ...]
+    """Logical axes of each array."""
+
+    def at(self, layer: jax.Array | int) -> "StateLayer":
+        return StateLayer(self, jnp.asarray(layer))
+
+    def merged(self, view: "StateLayer") -> "StateCache":
+        return view.cache
+
+    def axes(self) -> "StateCache":
+        return StateCache(dict(self.names), self.names)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StateLayer:
+    """A layer of such a cache: the whole, and which part of it is meant."""
+
+    cache: StateCache
+    layer: jax.Array
+
+    def read(self, rows: Rows | None) -> dict[str, jax.Array]:
+        """What the rows of the call left; a row without a sequence finds that of another, which it must not use."""
+        place = self._place(rows)
+        return {name: array.at[place].get(mode="clip") for name, array in self.cache.arrays.items()}
+
+    def written(self, arrays: Mapping[str, jax.Array], rows: Rows | None) -> "StateLayer":
+        place = self._place(rows)
+        old = self.cache.arrays
+        new = {name: old[name].at[place].set(arrays[name].astype(old[name].dtype), mode="drop") for name in old}
+        return StateLayer(StateCache(new, self.cache.names), self.layer)
+
+    def _place(self, rows: Rows | None) -> tuple[jax.Array, ...]:
+        return (self.layer,) if rows is None else (self.layer, rows.slots_B)
+
+
+def _states(layers: int, count: int, axis: str | None, arrays: Mapping[str, Kept]) -> StateCache:
+    return StateCache(
+        {name: jnp.zeros((layers, count, *kept.shape), kept.dtype) for name, kept in arrays.items()},
+        tuple((name, ("layers", axis, *kept.axes)) for name, kept in arrays.items()),
+    )
+
+
+def _heads_axis(heads: int) -> str | None:
+    """One head that all queries share is not split."""
+    return "act_kv_heads" if heads > 1 else None
 
 
 def _stored(x_BTKH: jax.Array, storage: np.dtype) -> tuple[jax.Array, jax.Array | None]:

@@ -13,7 +13,7 @@ from maxhydra.sharding import Sharder
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["positions", "segments", "cache", "dropout_key", "rows"],
+    data_fields=["positions", "segments", "cache", "dropout_key", "rows", "layer_input", "shared"],
     meta_fields=["sharder", "is_adapted"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,10 @@ class Context:
     """Randomness for dropout. None: no dropout."""
     rows: Rows | None = None
     """Where the rows lie in a cache that outlives the call. None: the cache has the rows of the call."""
+    layer_input: jax.Array | None = None
+    """[B, T, P] embedding of the tokens for this very layer; None where layers have none."""
+    shared: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """By layer kind what its last layer so far handed on to others."""
     is_adapted: bool = True
     """Whether an adapter adds to the model; without, it answers as it did before the adapter was trained."""
 
@@ -66,9 +70,9 @@ class Context:
         split = [None if axis == "act_length" and not self.is_length_split else axis for axis in axes]
         return self.sharder.constrain(x, *split)
 
-    def at_layer(self, index: jax.Array | int, cache: Any) -> "Context":
-        """What the layer of this index sees: its own cache and its own key."""
-        return dataclasses.replace(self, cache=cache, dropout_key=self.key(index))
+    def at_layer(self, index: jax.Array | int, cache: Any, layer_input: jax.Array | None) -> "Context":
+        """What the layer of this index sees: its own cache, key and input."""
+        return dataclasses.replace(self, cache=cache, dropout_key=self.key(index), layer_input=layer_input)
 
     def key(self, index: jax.Array | int) -> jax.Array | None:
         """The index-th key below this one; None where there is no dropout."""

@@ -1,4 +1,4 @@
-"""The two ends of the model: token ids to vectors, and vectors to logits over the vocabulary."""
+"""The two ends of the model: token ids to vectors, and vectors to logits over the vocabulary. B batch, T tokens."""
 
 import dataclasses
 
@@ -19,6 +19,10 @@ class VocabularySpec:
 
     vocab_size: int
     emb_dim: int
+    is_scaled: bool
+    """Whether the embedding's rows are multiplied by the square root of emb_dim."""
+    positions: int | None
+    """How many positions have a vector of their own; None: none."""
     softcap: float | None
     layout: Layout
     init_scale: float
@@ -29,6 +33,8 @@ class VocabularySpec:
         return cls(
             vocab_size=model.vocab_size,
             emb_dim=model.emb_dim,
+            is_scaled=model.embedding.scale is config.EmbeddingScale.root_dim,
+            positions=model.context_length if model.embedding.positions is config.Positions.learned else None,
             softcap=model.logit_softcap,
             layout=Layout(model.kernels.projection.value),
             init_scale=model.init_scale,
@@ -45,14 +51,26 @@ class Embedding(nnx.Module):
         # input the size of a row is free: every branch normalises the stream before reading it.
         std = spec.init_scale * spec.emb_dim**-0.5
         self.table = make.end("embedding", spec.vocab_size, spec.emb_dim, ("vocab", "embed"), std=std)
+        self.positions = None
+        if spec.positions is not None:
+            self.positions = make.matrix((spec.positions,), (spec.emb_dim,), ("positions", "embed"), std=std)
 
     @jax.named_scope("embedding")
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+    def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """Rows of the tokens; an id outside the vocabulary gives NaN, which the loss then shows."""
         if isinstance(self.table, Int8):
-            return rows(self.table.parts, tokens_BT, self.spec.dtypes.compute)
-        found = jnp.take(self.table[...], tokens_BT, axis=0, mode="fill", fill_value=jnp.nan)
-        return found.astype(self.spec.dtypes.compute)
+            found = rows(self.table.parts, tokens_BT, self.spec.dtypes.compute)
+        else:
+            found = jnp.take(self.table[...], tokens_BT, axis=0, mode="fill", fill_value=jnp.nan)
+        return self._placed(found.astype(self.spec.dtypes.compute), positions_BT)
+
+    def _placed(self, rows_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """Rows at their scale and with their positions. Padding stands anywhere: what is out of reach is clipped."""
+        if self.spec.is_scaled:
+            rows_BTD = rows_BTD * jnp.asarray(self.spec.emb_dim**0.5, rows_BTD.dtype)
+        if self.positions is None:
+            return rows_BTD
+        return rows_BTD + jnp.take(self.positions[...], positions_BT, axis=0, mode="clip").astype(rows_BTD.dtype)
 
     def logits(self, hidden: jax.Array, *, is_alone: bool) -> jax.Array:
         """[..., D] to [..., V]; is_alone: on one device."""

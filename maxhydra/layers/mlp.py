@@ -1,8 +1,9 @@
-"""Gated feed-forward (Shazeer, 2020): SwiGLU, GeGLU. B batch, T tokens, D residual stream, F hidden."""
+"""Feed-forward, gated (Shazeer, 2020: SwiGLU, GeGLU) or plain. B batch, T tokens, D residual stream, F hidden."""
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config import model as config
 from maxhydra.kernels.einsum import Layout
 from maxhydra.layers.context import Context
-from maxhydra.layers.parts import Fed
-from maxhydra.layers.projection import together
+from maxhydra.layers.parts import Fed, Side
+from maxhydra.layers.projection import Projection, together
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
 ACTIVATIONS: dict[config.Activation, Callable[[jax.Array], jax.Array]] = {
@@ -29,7 +30,9 @@ class MlpSpec:
 
     emb_dim: int
     dim: int
+    is_gated: bool
     activation: config.Activation
+    has_bias: bool
     init_scale: float
     out_scale: float
     dtypes: Dtypes
@@ -39,7 +42,9 @@ class MlpSpec:
         return cls(
             emb_dim=model.emb_dim,
             dim=kind.mlp.dim or model.mlp_dim,
+            is_gated=kind.mlp.kind is config.MlpKind.gated,
             activation=kind.mlp.activation,
+            has_bias=kind.mlp.bias,
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
@@ -49,34 +54,50 @@ class MlpSpec:
         return Mlp(self, make)
 
     def forward_flops(self) -> float:
-        return 2.0 * 3 * self.emb_dim * self.dim
+        return 2.0 * (3 if self.is_gated else 2) * self.emb_dim * self.dim
+
+    def idle_parameters(self) -> int:
+        return 0
+
+    def settled(self, new: Any, old: Any, side: Side) -> Any:
+        return new
 
 
 class Mlp(nnx.Module):
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x)))."""
 
     def __init__(self, spec: MlpSpec, make: WeightMaker):
         self.spec = spec
         D, F = spec.emb_dim, spec.dim
-        self.gate = make.projection("gate", (D,), (F,), ("embed", "mlp"), scale=spec.init_scale)
-        self.up = make.projection("up", (D,), (F,), ("embed", "mlp"), scale=spec.init_scale)
-        self.down = make.projection("down", (F,), (D,), ("mlp", "embed"), scale=spec.out_scale)
+        inner = partial(make.projection, scale=spec.init_scale, has_bias=spec.has_bias)
+        self.gate = inner("gate", (D,), (F,), ("embed", "mlp")) if spec.is_gated else None
+        self.up = inner("up", (D,), (F,), ("embed", "mlp"))
+        self.down = make.projection("down", (F,), (D,), ("mlp", "embed"), scale=spec.out_scale, has_bias=spec.has_bias)
 
     @jax.named_scope("mlp")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Fed:
-        gate_BTF, up_BTF = self._hidden(x_BTD, ctx)
-        gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
-        hidden_BTF = gated(self.spec.activation, gate_BTF, up_BTF)
-        out_BTD = self.down(hidden_BTF, ctx)
+        out_BTD = self.down(self._hidden(x_BTD, ctx), ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
         return Fed(checkpoint_name(out_BTD, "mlp_out"), {})
 
-    def _hidden(self, x_BTD: jax.Array, ctx: Context) -> list[jax.Array]:
-        """Gate and up: by one product where their weights lie together."""
-        if self.gate.product.layout is Layout.joined:
-            return together((self.gate, self.up), x_BTD, ctx)
-        both = (projection(x_BTD, ctx) for projection in (self.gate, self.up))
+    def _hidden(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+        if self.gate is None:
+            up_BTF = ctx.constrain(self.up(x_BTD, ctx), "act_batch", "act_length", "act_mlp")
+            return activated(self.spec.activation, checkpoint_name(up_BTF, "mlp_up"))
+        gate_BTF, up_BTF = self._gate_and_up(self.gate, x_BTD, ctx)
+        return gated(self.spec.activation, checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up"))
+
+    def _gate_and_up(self, gate: Projection, x_BTD: jax.Array, ctx: Context) -> list[jax.Array]:
+        """By one product where their weights lie together."""
+        if gate.product.layout is Layout.joined:
+            return together((gate, self.up), x_BTD, ctx)
+        both = (projection(x_BTD, ctx) for projection in (gate, self.up))
         return [ctx.constrain(hidden_BTF, "act_batch", "act_length", "act_mlp") for hidden_BTF in both]
+
+
+def activated(activation: config.Activation, x: jax.Array) -> jax.Array:
+    """activation(x), in float32 and rounded once."""
+    return ACTIVATIONS[activation](x.astype(jnp.float32)).astype(x.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

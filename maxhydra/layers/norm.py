@@ -1,22 +1,82 @@
-"""Root mean square normalisation (Zhang and Sennrich, 2019)."""
+"""Normalisation: RMSNorm (Zhang and Sennrich, 2019), LayerNorm (Ba et al., 2016)."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxhydra.config import model as config
 from maxhydra.layers.weights import Dtypes, WeightMaker
 
 
+@dataclasses.dataclass(frozen=True)
+class NormSpec:
+    """How a model normalises."""
+
+    kind: config.Norm
+    eps: float
+    dtypes: Dtypes
+
+    @classmethod
+    def of(cls, model: config.Model) -> "NormSpec":
+        return cls(model.norm, model.norm_eps, Dtypes.of(model.dtypes))
+
+    def build(self, dim: int, make: WeightMaker) -> "Norm":
+        """A norm over vectors of this size."""
+        if self.kind is config.Norm.layer:
+            return LayerNorm(dim, eps=self.eps, dtypes=self.dtypes, make=make)
+        is_centred = self.kind is config.Norm.rms_plus_one
+        return RMSNorm(dim, eps=self.eps, dtypes=self.dtypes, make=make, is_centred=is_centred)
+
+
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + eps) * scale, in float32 whatever x is: a mean of squares overflows half precision."""
+    """x / sqrt(mean(x^2) + eps) * scale, in float32 whatever x is: a mean of squares overflows half precision.
+
+    A centred scale is kept less one: weight decay then draws it to one.
+    """
+
+    def __init__(self, dim: int, *, eps: float, dtypes: Dtypes, make: WeightMaker, is_centred: bool = False):
+        self.eps, self.dtypes, self.is_centred = eps, dtypes, is_centred
+        self.scale = (make.zeros if is_centred else make.ones)((dim,), ("norm",))
+
+    @jax.named_scope("norm")
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.scale[...].astype(jnp.float32)
+        scale = 1 + scale if self.is_centred else scale
+        return (unit_square(x, self.eps) * scale).astype(self.dtypes.compute)
+
+
+class PlainNorm(nnx.Module):
+    """The same without a scale."""
+
+    def __init__(self, *, eps: float, dtypes: Dtypes):
+        self.eps, self.dtypes = eps, dtypes
+
+    @jax.named_scope("norm")
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return unit_square(x, self.eps).astype(self.dtypes.compute)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean(x)) / sqrt(variance(x) + eps) * scale + bias, in float32."""
 
     def __init__(self, dim: int, *, eps: float, dtypes: Dtypes, make: WeightMaker):
-        self.eps = eps
-        self.dtypes = dtypes
-        self.scale = make.ones((dim,), ("norm",))
+        self.eps, self.dtypes = eps, dtypes
+        self.scale, self.bias = make.ones((dim,), ("norm",)), make.zeros((dim,), ("norm",))
 
     @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return (wide * inverse * self.scale[...].astype(jnp.float32)).astype(self.dtypes.compute)
+        unit = unit_square(wide - jnp.mean(wide, axis=-1, keepdims=True), self.eps)
+        scaled = unit * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return scaled.astype(self.dtypes.compute)
+
+
+Norm = RMSNorm | PlainNorm | LayerNorm
+
+
+def unit_square(x: jax.Array, eps: float) -> jax.Array:
+    """x in float32, scaled to a mean square of one."""
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)

@@ -23,6 +23,8 @@ class Mixed(NamedTuple):
     cache: Any
     """The successor of the layer's cache; None without one."""
     side: Side
+    handed: Any = None
+    """What later layers find under this layer's kind in `ctx.shared`; None: nothing."""
 
 
 class Fed(NamedTuple):
@@ -67,8 +69,22 @@ class FeedForwardSpec(Protocol):
         """Operations of a forward pass per token: of the weights that a token meets."""
         ...
 
+    def idle_parameters(self) -> int:
+        """Weights that a token does not meet."""
+        ...
+
+    def settled(self, new: Any, old: Any, side: Side) -> Any:
+        """The weights that a training step made of old ones, with what changes by what the layer told instead."""
+        ...
+
 
 def visible_keys(window: int | None, seq_len: int) -> float:
     """Keys that a token sees on average: token i sees min(i + 1, window) of them."""
     window = min(window or seq_len, seq_len)
     return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+
+
+def visible_in_chunk(chunk: int, seq_len: int) -> float:
+    """The same where token i sees i % chunk + 1 of them."""
+    whole, rest = divmod(seq_len, chunk)
+    return (whole * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2) / seq_len

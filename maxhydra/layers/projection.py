@@ -84,13 +84,26 @@ class Lora(nnx.Module):
         narrow = _product(kept, self.a[...], product, inputs=inputs)
         return self.spec.scale * _product(narrow, self.b[...], product, inputs=1)
 
+    def matrix(self) -> jax.Array:
+        """What it adds to the kernel."""
+        return self.spec.scale * jnp.tensordot(self.a[...], self.b[...], axes=1)
+
 
 class Projection(nnx.Module):
-    """x times the kernel [*inputs, *outputs], over the last dimensions of x."""
+    """x times the kernel [*inputs, *outputs], over the last dimensions of x, plus a bias [*outputs] if it has one."""
 
-    def __init__(self, kernel: nnx.Param | Nf4 | Int8, lora: Lora | None, product: ProductSpec, *, name: str, inputs: int):
+    def __init__(
+        self,
+        kernel: nnx.Param | Nf4 | Int8,
+        lora: Lora | None,
+        product: ProductSpec,
+        *,
+        name: str,
+        inputs: int,
+        bias: nnx.Param | None,
+    ):
         """`name`: <layer kind>/<path in the layer>, by which configs choose among projections."""
-        self.kernel, self.lora = kernel, lora
+        self.kernel, self.lora, self.bias = kernel, lora, bias
         self.product, self.name, self.inputs = product, name, inputs
         self.is_float8 = matches(product.float8, name)
 
@@ -127,8 +140,15 @@ class Projection(nnx.Module):
         assert isinstance(kept, jax.Array)
         return kept.astype(self.product.compute)
 
+    def matrix(self, ctx: Context) -> jax.Array:
+        """The whole map as an array [*inputs, *outputs], for those who multiply by parts of it; no dropout."""
+        whole = self.weight(self.kept)
+        if self.lora is None or not ctx.is_adapted:
+            return whole
+        return whole + self.lora.matrix().astype(whole.dtype)
+
     def added(self, out: jax.Array, x: jax.Array, ctx: Context) -> jax.Array:
-        """A product of x with the kernel alone, with what the adapter adds to it."""
+        """A product of x with the kernel, with what the adapter adds to it."""
         if self.lora is None or not ctx.is_adapted:
             return out
         return out + self.lora(x, ctx, self.product, inputs=self.inputs)
@@ -155,13 +175,15 @@ def are_alike(projections: Sequence[Projection]) -> bool:
 def joined(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> jax.Array:
     """x times the kernels of projections, side by side in the first dimension of their outputs.
 
-    Kernels in four bits are unpacked anew in the backward pass: kept until then, they would take all that was saved.
+    All or none have a bias. Kernels in four bits are unpacked anew in the backward pass: kept until then, they would
+    take all that was saved.
     """
     first = projections[0]
     packed = [projection.kernel.parts for projection in projections if isinstance(projection.kernel, Int8)]
     if packed:
         whole, is_alone = side_by_side(packed), ctx.sharder.mesh.size == 1
-        return int8_product(x, whole.codes, whole.scales, layout=first.product.layout, is_alone=is_alone)
+        out = int8_product(x, whole.codes, whole.scales, layout=first.product.layout, is_alone=is_alone)
+        return _with_biases(projections, out)
 
     def product(x: jax.Array, kept: list[Any]) -> jax.Array:
         kernels = [projection.weight(one) for projection, one in zip(projections, kept, strict=True)]
@@ -169,7 +191,14 @@ def joined(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> jax
         return first.times(x, whole, ctx)
 
     is_packed = any(isinstance(projection.kernel, Nf4) for projection in projections)
-    return (jax.checkpoint(product) if is_packed else product)(x, [projection.kept for projection in projections])
+    out = (jax.checkpoint(product) if is_packed else product)(x, [projection.kept for projection in projections])
+    return _with_biases(projections, out)
+
+
+def _with_biases(projections: Sequence[Projection], out: jax.Array) -> jax.Array:
+    biases = [projection.bias[...].astype(out.dtype) for projection in projections if projection.bias is not None]
+    assert len(biases) in (0, len(projections))
+    return out + jnp.concatenate(biases) if biases else out
 
 
 def _product(x: jax.Array, kernel: jax.Array, spec: ProductSpec, *, inputs: int) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from copy import copy
 from itertools import count
 
@@ -63,6 +64,34 @@ class WeightMaker:
     def ones(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
         return nnx.Param(jnp.ones(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
 
+    def zeros(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
+        return nnx.Param(jnp.zeros(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
+
+    def drawn(
+        self, shape: tuple[int, ...], axes: LogicalAxes, draw: Callable[[jax.Array, tuple[int, ...]], jax.Array]
+    ) -> nnx.Param:
+        """Values that a function of a key and a shape draws."""
+        key = jax.random.fold_in(self._key, next(self._numbers))
+        return nnx.Param(draw(key, self._stack + shape).astype(self._dtype), axes=self._stack_axes + axes)
+
+    def matrix(
+        self,
+        rows: tuple[int, ...],
+        columns: tuple[int, ...],
+        axes: LogicalAxes,
+        *,
+        std: float,
+        is_wide: bool = False,
+    ) -> nnx.Param:
+        """Normal values in [*rows, *columns], drawn in float32 whatever format they are kept in.
+
+        `is_wide`: they are used in that format too, not in that of the model's products.
+        """
+        key = jax.random.fold_in(self._key, next(self._numbers))
+        drawn = self._normal(key, rows, columns, axes, std=std, dtype=self._dtype)
+        drawn.set_metadata(is_wide=is_wide)
+        return drawn
+
     def end(self, name: str, rows: int, columns: int, axes: LogicalAxes, *, std: float) -> nnx.Param | Int8:
         """A matrix between the vocabulary and the residual stream, whose products sum over the latter."""
         key = jax.random.fold_in(self._key, next(self._numbers))
@@ -70,7 +99,14 @@ class WeightMaker:
         return Int8(matrix[...], axes, summed=("embed",)) if matches(self._product.int8, name) else matrix
 
     def projection(
-        self, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: LogicalAxes, *, scale: float
+        self,
+        name: str,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        axes: LogicalAxes,
+        *,
+        scale: float,
+        has_bias: bool = False,
     ) -> Projection:
         """A map from inputs of unit variance to outputs of variance scale^2: its entries have scale^2 / fan-in."""
         number = next(self._numbers)
@@ -83,7 +119,8 @@ class WeightMaker:
             key = jax.random.fold_in(key, 1)
             lora = self._lora(spec, key, inputs, outputs, axes, number=FREE_KEYS + number)
         kept = self._kept(kernel, axes[: len(inputs)], name)
-        return Projection(kept, lora, self._product, name=name, inputs=len(inputs))
+        bias = self.zeros(outputs, axes[len(inputs) :]) if has_bias else None
+        return Projection(kept, lora, self._product, name=name, inputs=len(inputs), bias=bias)
 
     def _kept(self, kernel: nnx.Param, summed: LogicalAxes, name: str) -> nnx.Param | Nf4 | Int8:
         """The kernel in the format that it is kept in."""

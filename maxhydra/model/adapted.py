@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.layers import LoraSpec
-from maxhydra.layers import int8, nf4
+from maxhydra.layers import LoraSpec, int8, nf4
 from maxhydra.model.definition import ModelDef
 from maxhydra.model.flops import parameter_count
 from maxhydra.model.trees import ADAPTER, split
@@ -52,7 +51,8 @@ def merged(model: ModelDef, weights: Tree, *, dtype: np.dtype) -> Tree:
             kernel = nf4.restored(kernel, shapes["kernel"].shape, stacked=stacked, dtype=np.dtype(np.float32))
         if ADAPTER in node:
             kernel = kernel.astype(jnp.float32) + spec.scale * _product(**node[ADAPTER], stacked=stacked)
-        return {"kernel": kernel.astype(dtype)}
+        beside = {name: walk(node[name], shapes[name], (*keys, name)) for name in shapes if name != "kernel"}
+        return {"kernel": kernel.astype(dtype), **beside}
 
     return walk(weights, model.base.shapes, ())
 

@@ -9,23 +9,37 @@ from flax import nnx
 from maxhydra.config import model as config
 from maxhydra.layers import (
     AttentionSpec,
+    Beside,
+    BesideSpec,
     Cache,
     Context,
-    Dtypes,
+    DeltaSpec,
     FeedForward,
     FeedForwardSpec,
     Mixer,
     MixerSpec,
+    MlaSpec,
     MlpSpec,
-    RMSNorm,
+    MoeSpec,
+    Norm,
+    NormSpec,
+    PerLayerInput,
+    PerLayerSpec,
     Room,
     Side,
     WeightMaker,
     dropout,
 )
 
-MIXERS = {config.Mixer.attention: AttentionSpec}
-FEED_FORWARDS = {config.FeedForward.mlp: MlpSpec}
+MIXERS: dict[config.Mixer, type[AttentionSpec] | type[DeltaSpec] | type[MlaSpec]] = {
+    config.Mixer.attention: AttentionSpec,
+    config.Mixer.delta: DeltaSpec,
+    config.Mixer.mla: MlaSpec,
+}
+FEED_FORWARDS: dict[config.FeedForward, type[MlpSpec] | type[MoeSpec]] = {
+    config.FeedForward.mlp: MlpSpec,
+    config.FeedForward.moe: MoeSpec,
+}
 
 
 class Left(NamedTuple):
@@ -36,6 +50,8 @@ class Left(NamedTuple):
     """The successor of its cache; None without one."""
     sides: dict[str, Side]
     """What its mixer and its feed-forward tell besides, where they do."""
+    handed: Any
+    """What its mixer hands on to later layers; None: nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +61,13 @@ class BlockSpec:
     name: str
     mixer: MixerSpec
     feed_forward: FeedForwardSpec
+    beside: BesideSpec | None
+    per_layer: PerLayerSpec | None
+    is_scaled: bool
     emb_dim: int
-    norm_eps: float
+    norms: config.Norms
+    norm: NormSpec
     dropout: float
-    dtypes: Dtypes
 
     @classmethod
     def of(cls, model: config.Model, name: str) -> "BlockSpec":
@@ -57,31 +76,80 @@ class BlockSpec:
             name=name,
             mixer=MIXERS[kind.mixer].of(model, kind),
             feed_forward=FEED_FORWARDS[kind.feed_forward].of(model, kind),
+            beside=BesideSpec.of(model, kind),
+            per_layer=PerLayerSpec.of(model),
+            is_scaled=kind.is_scaled,
             emb_dim=model.emb_dim,
-            norm_eps=model.norm_eps,
+            norms=kind.norms,
+            norm=NormSpec.of(model),
             dropout=model.dropout,
-            dtypes=Dtypes.of(model.dtypes),
         )
+
+    def settled(self, new: Any, old: Any, sides: dict[str, Side]) -> Any:
+        """The weights that a training step made of old ones, with what changes by what the layers told instead."""
+        if "mlp" not in sides or "mlp" not in new:
+            return new
+        return {**new, "mlp": self.feed_forward.settled(new["mlp"], old["mlp"], sides["mlp"])}
+
+    def idle_parameters(self) -> int:
+        """Weights that a token does not meet."""
+        return self.feed_forward.idle_parameters() + (self.beside.moe.idle_parameters() if self.beside else 0)
+
+    def forward_flops(self, seq_len: int) -> float:
+        """Operations of a forward pass per token of sequences of this length."""
+        beside = 0.0 if self.beside is None else self.beside.moe.forward_flops()
+        own = 0.0 if self.per_layer is None else self.per_layer.forward_flops()
+        return self.mixer.forward_flops(seq_len) + self.feed_forward.forward_flops() + beside + own
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), whatever mixer and feed-forward go by these names."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), whatever mixer and feed-forward go by these names.
+
+    Norms may stand behind attention and mlp instead, or on both sides.
+    """
 
     def __init__(self, spec: BlockSpec, make: WeightMaker):
         self.spec = spec
-        self.attention_norm = RMSNorm(spec.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        has_pre, has_post = spec.norms is not config.Norms.post, spec.norms is not config.Norms.pre
+        self.attention_norm = self._norm(make, has_pre)
         self.attention: Mixer = spec.mixer.build(make.below("attention"))
-        self.mlp_norm = RMSNorm(spec.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        self.attention_post_norm = self._norm(make, has_post)
+        self.mlp_norm = self._norm(make, has_pre)
         self.mlp: FeedForward = spec.feed_forward.build(make.below("mlp"))
+        self.beside = None if spec.beside is None else Beside(spec.beside, make.below("beside"))
+        self.mlp_post_norm = self._norm(make, has_post)
+        own = spec.per_layer
+        self.per_layer = None if own is None else PerLayerInput(own, make.below("per_layer"))
+        self.scale = make.ones((1,), ("norm",)) if spec.is_scaled else None
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Left:
         x_BTD = ctx.constrain(x_BTD, "act_batch", "act_length", "act_embed")
-        mixed = self.attention(self.attention_norm(x_BTD), ctx)
-        x_BTD = x_BTD + dropout(mixed.out_BTD, ctx.key(0), rate=self.spec.dropout)
-        fed = self.mlp(self.mlp_norm(x_BTD), ctx)
-        x_BTD = x_BTD + dropout(fed.out_BTD, ctx.key(1), rate=self.spec.dropout)
+        mixed = self.attention(_normed(self.attention_norm, x_BTD), ctx)
+        branch_BTD = _normed(self.attention_post_norm, mixed.out_BTD)
+        x_BTD = x_BTD + dropout(branch_BTD, ctx.key(0), rate=self.spec.dropout)
+        fed = self.mlp(_normed(self.mlp_norm, x_BTD), ctx)
         sides = {"attention": mixed.side, "mlp": fed.side}
-        return Left(x_BTD, mixed.cache, {name: side for name, side in sides.items() if side})
+        if self.beside is not None:
+            fed = self.beside(x_BTD, fed.out_BTD, ctx)
+            sides["beside"] = fed.side
+        branch_BTD = _normed(self.mlp_post_norm, fed.out_BTD)
+        x_BTD = x_BTD + dropout(branch_BTD, ctx.key(1), rate=self.spec.dropout)
+        if self.per_layer is not None:
+            x_BTD = x_BTD + self.per_layer(x_BTD, ctx)
+        if self.scale is not None:
+            x_BTD = x_BTD * jax.lax.stop_gradient(self.scale[...]).astype(x_BTD.dtype)
+        return Left(x_BTD, mixed.cache, {name: side for name, side in sides.items() if side}, mixed.handed)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
 
     def empty_cache(self, room: Room, layers: int) -> Cache:
         return self.attention.empty_cache(room, layers)
+
+    def _norm(self, make: WeightMaker, is_there: bool) -> Norm | None:
+        return self.spec.norm.build(self.spec.emb_dim, make) if is_there else None
+
+
+def _normed(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
+    return x_BTD if norm is None else norm(x_BTD)

@@ -22,14 +22,17 @@ from maxhydra.layers import (
     Embedding,
     Head,
     LoraSpec,
+    NormSpec,
+    PerLayerEmbedding,
+    PerLayerSpec,
     ProductSpec,
     Projection,
-    RMSNorm,
     Room,
     VocabularySpec,
     WeightMaker,
 )
 from maxhydra.model.block import Block, BlockSpec, Left
+from maxhydra.model.mtp import Mtp
 from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder
 
@@ -42,9 +45,12 @@ class DecoderSpec:
     pattern: tuple[BlockSpec, ...]
     repetitions: int
     remainder: tuple[BlockSpec, ...]
+    mtp: tuple[BlockSpec, ...]
+    """Layers behind the last, which predict tokens beyond the next."""
     vocabulary: VocabularySpec
+    per_layer: PerLayerSpec | None
     is_tied: bool
-    norm_eps: float
+    norm: NormSpec
     unroll: int
     remat: Remat
     product: ProductSpec
@@ -61,14 +67,18 @@ class DecoderSpec:
         repeated = model.num_layers - len(model.prefix)
         repetitions, rest = divmod(repeated, len(model.pattern)) if repeated else (0, 0)
         pattern = tuple(BlockSpec.of(model, name) for name in model.pattern)
+        prefix = tuple(BlockSpec.of(model, name) for name in model.prefix)
+        last = (prefix + pattern * repetitions + pattern[:rest])[-1]
         return cls(
-            prefix=tuple(BlockSpec.of(model, name) for name in model.prefix),
+            prefix=prefix,
             pattern=pattern if repetitions else (),
             repetitions=repetitions,
             remainder=pattern[:rest],
+            mtp=(last,) * model.mtp.depth,
             vocabulary=VocabularySpec.of(model),
+            per_layer=PerLayerSpec.of(model),
             is_tied=model.head is config.Head.tied,
-            norm_eps=model.norm_eps,
+            norm=NormSpec.of(model),
             unroll=max(1, min(model.scan_unroll, repetitions)),
             remat=Remat.of(model.remat),
             product=ProductSpec(
@@ -99,6 +109,8 @@ class Forward(NamedTuple):
     sides: dict[str, Any]
     """What layers tell besides (layers/parts.py), at the path of the layer's part among the weights; those of the
     pattern stacked over its repetitions."""
+    ahead: list[jax.Array]
+    """What the layers behind the last (mtp.py) give to the head, where it was asked for."""
 
 
 class _Run(NamedTuple):
@@ -108,6 +120,8 @@ class _Run(NamedTuple):
     caches: list[Any]
     kept: list[jax.Array]
     sides: dict[str, Any]
+    ctx: Context
+    """With what these layers handed on to later ones."""
 
 
 class Decoder(nnx.Module):
@@ -117,27 +131,37 @@ class Decoder(nnx.Module):
         self.spec = spec
         make = WeightMaker(key, dtype=spec.dtypes.weights, layers=None, product=spec.product)
         self.embedding = Embedding(spec.vocabulary, make)
+        own = spec.per_layer
+        self.per_layer = None if own is None else PerLayerEmbedding(own, make.below("per_layer"))
         self.prefix = _numbered([Block(block, make.below(block.name)) for block in spec.prefix])
         stacks = [make.stacked(spec.repetitions).below(block.name) for block in spec.pattern]
         self.pattern = _numbered([Block(block, stack) for block, stack in zip(spec.pattern, stacks, strict=True)])
         self.remainder = _numbered([Block(block, make.below(block.name)) for block in spec.remainder])
-        self.final_norm = RMSNorm(spec.vocabulary.emb_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+        self.final_norm = spec.norm.build(spec.vocabulary.emb_dim, make)
         self.head = None if spec.is_tied else Head(spec.vocabulary, make)
+        scale = spec.vocabulary.init_scale
+        self.mtp = _numbered([Mtp(block, make.below("mtp"), scale=scale) for block in spec.mtp])
 
-    def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool) -> Forward:
-        """A forward pass, which leaves the stream after every layer only where asked to `keep` it."""
+    def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool, ahead: bool) -> Forward:
+        """A forward pass, which leaves the stream after every layer only where asked to `keep` it, and runs the layers
+        behind the last only where asked to look `ahead`."""
         caches = ctx.cache or self._map_blocks(lambda block, layers: None)
-        x_BTD = ctx.constrain(self.embedding(tokens_BT), "act_batch", "act_length", "act_embed")
+        x_BTD = ctx.constrain(self.embedding(tokens_BT, ctx.positions), "act_batch", "act_length", "act_embed")
+        if self.per_layer is not None:
+            ctx = dataclasses.replace(ctx, layer_input=self.per_layer(tokens_BT, x_BTD, ctx))
         prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first=0)
-        pattern = self._run_pattern(prefix.x_BTD, ctx, caches["pattern"], keep=keep)
+        pattern = self._run_pattern(prefix.x_BTD, prefix.ctx, caches["pattern"], keep=keep)
         first = len(self.spec.layers) - len(self.remainder)
-        remainder = self._run_blocks(self.remainder, pattern.x_BTD, ctx, caches["remainder"], first=first)
+        remainder = self._run_blocks(self.remainder, pattern.x_BTD, pattern.ctx, caches["remainder"], first=first)
         parts = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
+        hidden_BTD = ctx.constrain(self.final_norm(remainder.x_BTD), "act_batch", "act_length", "act_embed")
+        further = self._run_ahead(hidden_BTD, tokens_BT, ctx) if ahead else _Run(hidden_BTD, [], [], {}, ctx)
         return Forward(
-            hidden_BTD=ctx.constrain(self.final_norm(remainder.x_BTD), "act_batch", "act_length", "act_embed"),
+            hidden_BTD=hidden_BTD,
             cache=None if ctx.cache is None else {name: part.caches for name, part in parts.items()},
             kept=[x_BTD for part in parts.values() for x_BTD in part.kept] if keep else [],
-            sides={name: part.sides for name, part in parts.items() if part.sides},
+            sides={name: part.sides for name, part in {**parts, "mtp": further}.items() if part.sides},
+            ahead=further.kept,
         )
 
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
@@ -168,55 +192,85 @@ class Decoder(nnx.Module):
         for index, (block, cache) in enumerate(zip(_in_order(blocks), caches, strict=True), start=first):
             graphdef, weights = self._split(block)
             run = self.spec.remat.wrap(_runner(graphdef), in_loop=False)
-            x_BTD, view, side = run(weights, x_BTD, ctx.at_layer(index, _seen(cache, 0)))
+            own_input = None if ctx.layer_input is None else ctx.layer_input[index]
+            x_BTD, view, side, handed = run(weights, x_BTD, ctx.at_layer(index, _seen(cache, 0), own_input))
+            if handed is not None:
+                ctx = dataclasses.replace(ctx, shared={**ctx.shared, block.name: handed})
             new_caches.append(_merged(cache, view))
             kept.append(x_BTD)
             sides.append(side)
-        return _Run(x_BTD, new_caches, kept, _told(sides))
+        return _Run(x_BTD, new_caches, kept, _told(sides), ctx)
+
+    def _run_ahead(self, x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context) -> _Run:
+        """The layers behind the last, each on what the one before it made. At the end of a row there are no later
+        tokens, and the first ones stand in for them: nothing earlier sees it, and no loss counts it."""
+        kept, sides = [], []
+        for index, layer in enumerate(_in_order(self.mtp)):
+            later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1), ctx.positions + 1 + index)
+            graphdef, weights = self._split(layer)
+            run = self.spec.remat.wrap(_runner(graphdef, Mtp.ahead), in_loop=False)
+            own_ctx = ctx.at_layer(len(self.spec.layers) + index, None, None)
+            x_BTD, _, side, _ = run(weights, x_BTD, later_BTD, own_ctx)
+            kept.append(x_BTD)
+            sides.append(side)
+        return _Run(x_BTD, [], kept, _told(sides), ctx)
 
     def _split(self, block: Block) -> tuple[Any, nnx.State]:
         """The block without its weights, and the weights, matrices in the compute format.
 
         They are cast here, once a step and outside what is computed again: a layer that casts its own does it twice,
         and hands back a gradient of twice the bytes. Vectors (norms) are few, and used in the format they are kept in,
-        as are weights that are no plain numbers.
+        as are wide matrices (routers) and weights that are no plain numbers.
         """
         graphdef, weights = nnx.split(block)
 
         def cast(weight: nnx.Variable) -> nnx.Variable:
             own_axes = [name for name in weight.get_metadata("axes") if name != "layers"]
             is_matrix = isinstance(weight, nnx.Param) and len(own_axes) > 1
-            return weight.replace(weight[...].astype(self.spec.dtypes.compute)) if is_matrix else weight
+            if not is_matrix or weight.get_metadata("is_wide", False):
+                return weight
+            return weight.replace(weight[...].astype(self.spec.dtypes.compute))
 
         return graphdef, jax.tree.map(cast, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
     def _run_pattern(self, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, keep: bool) -> _Run:
         """All repetitions of the pattern under one scan.
 
-        The caches are carried and updated in place rather than scanned over, which would hold them twice.
+        The caches are carried and updated in place rather than scanned over, which would hold them twice. Nothing is
+        handed on from here: what layers share comes from the prefix.
         """
         spec = self.spec
         if not spec.repetitions:
-            return _Run(x_BTD, caches, [], {})
+            return _Run(x_BTD, caches, [], {}, ctx)
         splits = [self._split(block) for block in _in_order(self.pattern)]
         in_loop = spec.repetitions > spec.unroll
         runs = [spec.remat.wrap(_runner(graphdef), in_loop=in_loop) for graphdef, _ in splits]
 
-        def repetition(carry: tuple[jax.Array, list[Any]], xs: tuple[jax.Array, list[Any]]) -> tuple[Any, Any]:
-            (x_BTD, caches), (index, weights) = carry, xs
+        def repetition(carry: tuple[jax.Array, list[Any]], xs: tuple[jax.Array, list[Any], Any]) -> tuple[Any, Any]:
+            (x_BTD, caches), (index, weights, inputs) = carry, xs
             new_caches, kept, sides = [], [], []
             for place, (run, cache) in enumerate(zip(runs, caches, strict=True)):
                 layer = len(self.prefix) + index * len(runs) + place
-                x_BTD, view, side = run(weights[place], x_BTD, ctx.at_layer(layer, _seen(cache, index)))
+                own_input = None if inputs is None else inputs[place]
+                own_ctx = ctx.at_layer(layer, _seen(cache, index), own_input)
+                x_BTD, view, side, _ = run(weights[place], x_BTD, own_ctx)
                 new_caches.append(_merged(cache, view))
                 kept.append(x_BTD)
                 sides.append(side)
             return (x_BTD, new_caches), (kept if keep else [], sides)
 
-        xs = (jnp.arange(spec.repetitions), [weights for _, weights in splits])
+        xs = (jnp.arange(spec.repetitions), [weights for _, weights in splits], self._pattern_inputs(ctx))
         (x_BTD, caches), (kept, sides) = jax.lax.scan(repetition, (x_BTD, caches), xs, unroll=spec.unroll)
         in_order = [place[index] for index in range(spec.repetitions) for place in kept]
-        return _Run(x_BTD, caches, in_order, _told(sides))
+        return _Run(x_BTD, caches, in_order, _told(sides), ctx)
+
+    def _pattern_inputs(self, ctx: Context) -> jax.Array | None:
+        """The inputs of the pattern's layers, [repetitions, places, B, T, P]."""
+        if ctx.layer_input is None:
+            return None
+        places = len(self.pattern)
+        own = ctx.layer_input[len(self.prefix) : len(self.prefix) + self.spec.repetitions * places]
+        return own.reshape(self.spec.repetitions, places, *own.shape[1:])
 
 
 def _told(sides: list[Any]) -> dict[str, Any]:
@@ -232,12 +286,11 @@ def _merged(cache: Cache | None, view: Any) -> Cache | None:
     return None if cache is None else cache.merged(view)
 
 
-def _runner(graphdef: Any) -> Callable[..., Left]:
+def _runner(graphdef: Any, call: Callable[..., Left] = Block.__call__) -> Callable[..., Left]:
     """A block as a function of its weights."""
 
-    def run(weights: Any, x_BTD: jax.Array, ctx: Context) -> Left:
-        left: Left = nnx.merge(graphdef, weights)(x_BTD, ctx)
-        return left
+    def run(weights: Any, *inputs: Any) -> Left:
+        return call(nnx.merge(graphdef, weights), *inputs)
 
     return run
 
@@ -247,5 +300,5 @@ def _numbered(blocks: Sequence[Block]) -> nnx.Dict:
     return nnx.Dict({str(index): block for index, block in enumerate(blocks)})
 
 
-def _in_order(blocks: nnx.Dict) -> list[Block]:
+def _in_order(blocks: nnx.Dict) -> list[Any]:
     return [blocks[str(index)] for index in range(len(blocks))]

@@ -82,9 +82,12 @@ class ModelDef:
         """Initial weights. The same under any sharding; jit with out_shardings to make each shard where it belongs."""
         return nnx.to_pure_dict(nnx.state(Decoder(self._spec, key)))
 
-    def forward(self, params: Tree, tokens: jax.Array, ctx: Context, *, keep: bool = False) -> Forward:
-        """All that a pass over tokens [B, T] gives, with the stream after every layer where that is to be kept."""
-        return self._bind(params)(tokens, ctx, keep=keep)
+    def forward(
+        self, params: Tree, tokens: jax.Array, ctx: Context, *, keep: bool = False, ahead: bool = False
+    ) -> Forward:
+        """All that a pass over tokens [B, T] gives, with the stream after every layer where that is to be kept, and
+        with what predicts tokens beyond the next where that is to be looked at."""
+        return self._bind(params)(tokens, ctx, keep=keep, ahead=ahead)
 
     def hidden(self, params: Tree, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
         """Hidden states [B, T, D] of tokens [B, T] after the final norm, and the cache with these tokens in it."""
@@ -101,6 +104,21 @@ class ModelDef:
     def logits(self, params: Tree, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """Logits [B, T, V] of hidden states, in dtypes.logits, soft-capped."""
         return self._bind(params).logits(hidden, sharder)
+
+    def settled(self, new: Tree, old: Tree, told: Tree) -> Tree:
+        """The weights that a training step made of old ones, with what layers change in themselves by what they told.
+
+        `told`: as `Forward.sides`, perhaps summed. Weights that are not trained, as those under an adapter, stay.
+        """
+        for group, blocks in told.items():
+            specs = getattr(self._spec, group)
+            changed = {
+                index: specs[int(index)].settled(new[group][index], old[group][index], sides)
+                for index, sides in blocks.items()
+                if index in new.get(group, {})
+            }
+            new = {**new, group: {**new[group], **changed}} if changed else new
+        return new
 
     def empty_cache(self, room: Room) -> Tree:
         """The cache of every layer, each of the kind that its mixer needs."""

@@ -7,11 +7,21 @@ import jax
 
 from maxhydra.config import model as config
 from maxhydra.model.decoder import DecoderSpec
+from maxhydra.model.definition import build
 
 
 def parameter_count(shapes: Any) -> int:
     """Weights in a tree of arrays or shapes."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+def active_parameters(model: config.Model) -> int:
+    """Weights that a token meets, embedding and head among them: all but the experts it is not given to."""
+    spec = DecoderSpec.of(model)
+    idle = sum(layer.idle_parameters() for layer in spec.layers)
+    if model.mtp.depth:
+        idle += model.mtp.depth * spec.layers[-1].idle_parameters()
+    return parameter_count(build(model).shapes) - idle
 
 
 def flops_per_token(model: config.Model, seq_len: int) -> float:
@@ -23,7 +33,7 @@ def flops_per_token(model: config.Model, seq_len: int) -> float:
     """
     spec = DecoderSpec.of(model)
     head = model.emb_dim * model.vocab_size
-    forward = 2 * head + sum(
-        layer.mixer.forward_flops(seq_len) + layer.feed_forward.forward_flops() for layer in spec.layers
-    )
+    forward = 2 * head + sum(layer.forward_flops(seq_len) for layer in spec.layers)
+    if model.mtp.depth:
+        forward += model.mtp.depth * (spec.layers[-1].forward_flops(seq_len) + 2 * head + 4 * model.emb_dim**2)
     return 3.0 * forward

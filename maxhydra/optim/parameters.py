@@ -22,7 +22,7 @@ STACKED = ("layers",)
 # Axes that continue the side of the axis before them: heads x head_dim is one side.
 CONTINUED = ("head_dim",)
 # Axes whose entries are looked up or scored one by one: the parameter is a table of vectors, not a linear map.
-TABLES = ("vocab",)
+TABLES = ("vocab", "positions")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -188,7 +188,7 @@ class _Worker:
 def _serve(pipe: Connection, terms: dict[str, Term]) -> None:
     """What a process does: say that it is ready, or what cannot be loaded; then terms of answers until nobody asks."""
     # A terminal or a cluster signals every process of a run, which then saves its end: it needs its rewards for that.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     scores = []

@@ -9,6 +9,7 @@ from maxhydra.config.tasks.grpo import GrpoTask
 from maxhydra.rl.losses import Logprobs, policy_loss
 from maxhydra.train import Scorer
 from maxhydra.train.loss import Sums
+from maxhydra.train.sides import with_sides
 from maxhydra.train.state import Tree
 from maxhydra.train.step import Batch, LossFn
 
@@ -29,14 +30,14 @@ def group_loss(scorer: Scorer, task: GrpoTask) -> LossFn:
     """The loss of task.loss. Without `old_logprobs` in the batch, its answers were written by the weights at hand."""
 
     def loss(weights: Tree, batch: Batch, key: jax.Array | None) -> Sums:
-        new = scorer(own_weights(weights), batch, key, is_adapted=True)
+        new, sides = scorer.scored(own_weights(weights), batch, key, is_adapted=True)
         logprobs = Logprobs(
             new=new,
             old=batch.get(OLD, jax.lax.stop_gradient(new)),
             sampled=batch["sampled_logprobs"],
             reference=batch.get(REFERRED),
         )
-        return policy_loss(logprobs, batch["advantages"], batch["weights"], task)
+        return with_sides(policy_loss(logprobs, batch["advantages"], batch["weights"], task), sides)
 
     return loss
 

@@ -107,11 +107,14 @@ def _share(rank: int, processes: int, devices: int) -> tuple[int, ...] | None:
 def _jobset(env: Mapping[str, str]) -> Meeting:
     """Pods of an indexed Job; the JobSet gives pod 0 of its first job a name that all can resolve."""
     jobset, job = _needed(env, "JOBSET_NAME", "REPLICATED_JOB_NAME")
+    # Pods are counted anew in each Job of several.
+    before = _number(env, "JOBSET_JOB_INDEX", 0) * _number(env, "JOBSET_PODS_PER_JOB", 0)
+    own = _number(env, "JAX_PROCESS_ID") if "JAX_PROCESS_ID" in env else before + _number(env, "JOB_COMPLETION_INDEX")
     return Meeting(
         seen=f"GKE JobSet {jobset}",
         coordinator=env.get("JAX_COORDINATOR_ADDRESS", f"{jobset}-{job}-0-0.{jobset}:{PORT}"),
         count=_number(env, "JAX_NUM_PROCESSES"),
-        index=_number(env, "JAX_PROCESS_ID" if "JAX_PROCESS_ID" in env else "JOB_COMPLETION_INDEX"),
+        index=own,
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
-from maxhydra.launch.jobs import Shared
+from maxhydra.launch.jobs import Proposal, Shared
 from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.places import read_launcher
 from maxhydra.launch.settings import Launcher
@@ -109,6 +109,11 @@ class Plan:
     def shared(self) -> Shared:
         """What the place needs to know of all jobs."""
         return Shared(self.folder, self.fixed, self.config_dir)
+
+    @property
+    def proposals(self) -> list[Proposal]:
+        """The jobs that are given."""
+        return [Proposal(number, *told) for number, told in enumerate(zip(self.folders, self.listed, strict=True))]
 
     @property
     def is_cancelled(self) -> bool:

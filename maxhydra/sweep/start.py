@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.launch.jobs import Jobs, Proposal
+from maxhydra.launch.jobs import Jobs
 from maxhydra.launch.places import jobs_of
 from maxhydra.record import RunDirectory
 from maxhydra.record.files import replace_file
@@ -67,10 +67,9 @@ def _proposals(plan: Plan) -> Proposals:
 
 def listed(plan: Plan) -> ListedProposals:
     """The jobs of a plain sweep, those that failed before too."""
-    jobs = [Proposal(number, *told) for number, told in enumerate(zip(plan.folders, plan.listed, strict=True))]
-    runs = {job.number: RunDirectory(plan.folder / job.folder, writes=False) for job in jobs}
+    runs = {job.number: RunDirectory(plan.folder / job.folder, writes=False) for job in plan.proposals}
     done = {number: Fate.finished for number, run in runs.items() if _is_finished(run)}
-    return ListedProposals(jobs, done)
+    return ListedProposals(plan.proposals, done)
 
 
 def _is_finished(run: RunDirectory) -> bool:

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from maxhydra import data, model
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.tasks.convert import ConvertFormat, ConvertTask
-from maxhydra.convert import load_weights
-from maxhydra.convert.hf import is_hf_folder
+from maxhydra.convert.derive import is_hf_folder
 from maxhydra.convert.hf_write import family_of, write_hf
-from maxhydra.convert.load import read_adapter
+from maxhydra.convert.load import load_weights, read_adapter
 from maxhydra.convert.origin import origin
 from maxhydra.convert.peft_write import write_peft
 from maxhydra.data.tokenizers import check_vocabulary
@@ -49,10 +48,10 @@ def run(job: Job) -> Outcome:
 
 def _write_hf(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
     whole = model.build(config.model)
-    family = family_of(whole, task.model_type)
+    table = family_of(whole, task.model_type)
     dtype = jnp.dtype((task.dtype or config.model.dtypes.weights).value)
     params = load_weights(source, whole, shardings=None, dtype=dtype)
-    write_hf(folder, whole, params, family=family, dtype=dtype, extra=_tokens(config, source, folder))
+    write_hf(folder, whole, params, table=table, dtype=dtype, extra=_tokens(config, source, folder))
 
 
 def _write_peft(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
@@ -61,7 +60,7 @@ def _write_peft(config: Config, task: ConvertTask, source: str, folder: Path) ->
         accepted = "a run that was trained with adapter=lora or adapter=qlora"
         raise ConfigError(Problem(KEY, "holds no adapter", value=source, accepted=accepted))
     adapted = model.build(config.model, found.adapter)
-    table, _ = family_of(adapted.base, task.model_type)
+    table = family_of(adapted.base, task.model_type)
     write_peft(folder, adapted, read_adapter(KEY, source, adapted), table=table, base=found.base)
 
 

@@ -54,10 +54,10 @@ def run(job: Job) -> Outcome:
 
 
 async def _until_signal(listener: socket.socket, service: Service, limits: Limits, name: str) -> None:
-    """SIGTERM and Ctrl-C end the server once what is under way is done; a second one ends it at once."""
+    """SIGTERM, SIGUSR1 and Ctrl-C end the server once what is under way is done; a second one ends it at once."""
     stop, now = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         loop.add_signal_handler(number, lambda: (now if stop.is_set() else stop).set())
     host, port = listener.getsockname()[:2]
     print(f"serving {name} on http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.tasks.teacher_logits import TeacherLogitsTask
-from maxhydra.convert import load_weights
+from maxhydra.convert.load import load_weights
 from maxhydra.data.document import Document
 from maxhydra.data.shard_index import open_index
 from maxhydra.data.shards import COUNTED, Shards

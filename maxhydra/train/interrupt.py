@@ -1,5 +1,9 @@
-"""SIGTERM and Ctrl-C ask the run to save and end after the step under way; a second Ctrl-C ends it at once."""
+"""SIGTERM, SIGUSR1 and Ctrl-C ask the run to save and end after the step under way; a second Ctrl-C ends it at once.
 
+SIGUSR1 is what schedulers are told to send some time before a limit.
+"""
+
+import os
 import signal
 from types import FrameType, TracebackType
 
@@ -10,13 +14,14 @@ from jax.experimental import multihost_utils
 class Interrupt:
     """While active, `requested(step)` says whether the run was asked to end, the same on every process.
 
-    Among several processes SIGTERM belongs to JAX's preemption service, which agrees on one step for all.
+    Among several processes SIGTERM belongs to JAX's preemption service, which agrees on one step for all; SIGUSR1 is
+    handed on to it.
     """
 
     def __init__(self) -> None:
         self._signal: int | None = None
         self._alone = jax.process_count() == 1
-        self._watched = (signal.SIGTERM, signal.SIGINT) if self._alone else ()
+        self._watched = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) if self._alone else (signal.SIGUSR1,)
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "Interrupt":
@@ -31,11 +36,12 @@ class Interrupt:
 
     def requested(self, step: int) -> str | None:
         """The name of the signal, or None."""
-        if self._alone:
-            return None if self._signal is None else signal.Signals(self._signal).name
-        return "SIGTERM" if multihost_utils.reached_preemption_sync_point(step) else None
+        asked = self._signal is not None if self._alone else multihost_utils.reached_preemption_sync_point(step)
+        return signal.Signals(self._signal or signal.SIGTERM).name if asked else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._signal == number == signal.SIGINT:
             raise KeyboardInterrupt
         self._signal = number
+        if not self._alone:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -6,7 +6,7 @@ makes the logits of a chunk once more.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,14 @@ from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 
 T = TypeVar("T")
+
+
+class Scored(NamedTuple):
+    """What a forward pass gives a loss."""
+
+    logprobs: jax.Array
+    sides: Any
+    """What layers tell besides."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +38,21 @@ class Scorer:
         self, weights: Any, batch: Mapping[str, jax.Array], key: jax.Array | None, *, is_adapted: bool
     ) -> jax.Array:
         """[B, S], of the model with or without its adapter; no key: no dropout."""
+        return self.scored(weights, batch, key, is_adapted=is_adapted).logprobs
+
+    def scored(
+        self, weights: Any, batch: Mapping[str, jax.Array], key: jax.Array | None, *, is_adapted: bool
+    ) -> Scored:
+        """The same, with what layers tell besides."""
         context = Context.of_batch(batch, self.sharder, key, is_adapted=is_adapted)
-        hidden, _ = self.model.hidden(weights, batch["tokens"], context)
-        return token_logprobs(
-            lambda hidden: self.model.logits(weights, hidden, self.sharder), hidden, batch["targets"], chunk=self.chunk
+        forward = self.model.forward(weights, batch["tokens"], context)
+        logprobs = token_logprobs(
+            lambda hidden: self.model.logits(weights, hidden, self.sharder),
+            forward.hidden_BTD,
+            batch["targets"],
+            chunk=self.chunk,
         )
+        return Scored(logprobs, forward.sides)
 
 
 def token_logprobs(

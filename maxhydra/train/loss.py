@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from maxhydra.train.logprobs import at_targets
 
-Sums = dict[str, jax.Array]
 Tree = Any
+# Arrays that add up over micro-batches, by name; `told` among them is a tree of such.
+Sums = dict[str, Any]
 
 
 def cross_entropy(

@@ -90,7 +90,7 @@ def compile_step(training: Training, config: Config, example: Mapping[str, Any])
     """The step compiled for batches like the example, and how long that took. A state is given up to its successor."""
     began = time.perf_counter()
     step = jax.jit(
-        make_step(training.loss, training.states.optimizer, config.train),
+        make_step(training.loss, training.states.optimizer, config.train, training.states.model.settled),
         donate_argnums=0,
         out_shardings=(training.states.shardings(), None),
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from maxhydra.config.run import Checkpoint
-from maxhydra.convert import load_weights
+from maxhydra.convert.load import load_weights
 from maxhydra.convert.origin import origin
 from maxhydra.model import ModelDef, split
 from maxhydra.train.checkpoint import restore

@@ -11,6 +11,7 @@ from maxhydra.config.run import Nonfinite, Spike, Train
 from maxhydra.model import join
 from maxhydra.optim import Optimizer
 from maxhydra.train.loss import Sums
+from maxhydra.train.sides import TOLD, load_metrics
 from maxhydra.train.state import Guard, TrainState
 
 Tree = Any
@@ -20,6 +21,8 @@ Metrics = dict[str, jax.Array]
 # No key: no dropout.
 LossFn = Callable[[Tree, Batch, jax.Array | None], Sums]
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+# (new, old, what layers told) -> the new weights, with what layers change in themselves.
+Settle = Callable[[Tree, Tree, Tree], Tree]
 
 
 def sequences_in(batch: Mapping[str, Any]) -> int:
@@ -27,7 +30,11 @@ def sequences_in(batch: Mapping[str, Any]) -> int:
     return int(next(iter(batch.values())).shape[0])
 
 
-def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train) -> StepFn:
+def _as_they_are(new: Tree, old: Tree, told: Tree) -> Tree:
+    return new
+
+
+def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train, settle: Settle = _as_they_are) -> StepFn:
     """A pure function (state, batch) -> (state, metrics), to be jitted with the state donated."""
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -37,6 +44,7 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train) -> StepFn:
             return loss_fn(join(params, state.frozen), batch, key)
 
         grads, sums = _gradients(loss_of, state.params, batch, key, micro_batches=train.grad_accum)
+        told = sums.pop(TOLD, {})
         means = {name: total / _weight(sums) for name, total in sums.items() if name not in ("weight", "nll")}
         grad_norm = optax.tree.norm(grads)
 
@@ -48,7 +56,7 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train) -> StepFn:
 
         with jax.named_scope("update"):
             updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
+            params = settle(optax.apply_updates(state.params, updates), state.params, told)
             params, opt_state = _select(apply)((params, opt_state), (state.params, state.opt_state))
         new_state = TrainState(
             step=state.step + jnp.where(halted, 0, 1),
@@ -59,7 +67,13 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train) -> StepFn:
             guard=_observe(state.guard, observed, train.spike, apply=apply, halted=halted),
         )
         learning_rate = optimizer.schedule(state.step - state.guard.skipped)
-        metrics = {**means, "grad_norm": grad_norm, "learning_rate": learning_rate, "tokens": sums["weight"]}
+        metrics = {
+            **means,
+            **load_metrics(told),
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "tokens": sums["weight"],
+        }
         return new_state, {**metrics, "skipped": new_state.guard.skipped, "halted": new_state.guard.halted}
 
     return step

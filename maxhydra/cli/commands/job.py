@@ -21,11 +21,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--run-dir", type=Path)
     asked = parser.parse_args(arguments)
     from maxhydra.launch.order import read_order  # noqa: PLC0415
-
-    order = read_order(asked.config)
-    # jax comes in here, and not before the config is valid.
-    from maxhydra.cli.execute import execute  # noqa: PLC0415
+    from maxhydra.launch.termination import ending_told  # noqa: PLC0415
 
     run_dir = None if asked.run_dir is None else asked.run_dir.absolute()
-    execute(order.config, order.choices, overrides=order.overrides, path=run_dir)
+    with ending_told(run_dir):
+        order = read_order(asked.config)
+        # jax comes in here, and not before the config is valid.
+        from maxhydra.cli.execute import execute  # noqa: PLC0415
+
+        execute(order.config, order.choices, overrides=order.overrides, path=run_dir)
     return 0

@@ -1,6 +1,8 @@
 """Show the end of a run's log, and what is added: tail [RUN] [-n LINES] [-f]; the newest run without a name.
 
 maxhydra runs tail lr/3 -f
+
+Of a job that has not begun, it is what the job has printed so far, which says why it does not begin.
 """
 
 import argparse
@@ -8,6 +10,8 @@ import time
 from pathlib import Path
 
 from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.launch.jobs import CLAIM, CONSOLE
+from maxhydra.record import RunDirectory
 from maxhydra.runs.registry import Registry
 
 _PAUSE = 0.5
@@ -22,6 +26,15 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
+    waiting = _waiting(Path(asked.outputs), asked.name)
+    if waiting is not None:
+        position = _print_end(waiting.path / CONSOLE, asked.lines)
+        while asked.follow and not waiting.exists():
+            time.sleep(_PAUSE)
+            position = _print_from(waiting.path / CONSOLE, position)
+        if not waiting.exists():
+            print(f"{waiting.path}: has not begun")
+            return 0
     registry = Registry(asked.outputs)
     runs = registry.runs()
     if not runs:
@@ -38,6 +51,12 @@ def run(asked: argparse.Namespace) -> int:
     facts = directory.read()
     print(f"{directory.path}: {facts['status']}{': ' + facts['reason'] if facts['reason'] else ''}")
     return 0
+
+
+def _waiting(outputs: Path, name: str | None) -> RunDirectory | None:
+    """The folder of a job that was started or submitted, and is not a run yet."""
+    run = RunDirectory(outputs / (name or ""), writes=False)
+    return run if name and (run.path / CLAIM).exists() and not run.exists() else None
 
 
 def _print_end(log: Path, lines: int) -> int:

@@ -6,6 +6,7 @@ from enum import Enum
 from maxhydra.config.declare import option, schema, section
 from maxhydra.config.decode import Engine, Sampling
 from maxhydra.config.errors import Problem
+from maxhydra.config.model import Model
 from maxhydra.config.run import Progress, Task
 
 
@@ -58,3 +59,6 @@ class DecodeTask(Task):
             yield Problem("prompt", "is empty", value="", accepted="a character or more")
         if "" in self.sampling.stop:
             yield Problem("sampling.stop", "holds an empty text", value=self.sampling.stop)
+
+    def check_model(self, model: Model) -> Iterator[Problem]:
+        yield from self.engine.check_model(model)

@@ -1,9 +1,12 @@
 """Fields of task=grpo."""
 
+from collections.abc import Iterator
 from enum import Enum
 
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.decode import Engine
+from maxhydra.config.errors import Problem
+from maxhydra.config.model import Model
 from maxhydra.config.run import Task
 
 
@@ -89,3 +92,6 @@ class GrpoTask(Task):
     weights are moved over to it. Empty: that of training, where they are used as they lie."""
     evaluation: Evaluation = section(Evaluation)
     engine: Engine = section(Engine)
+
+    def check_model(self, model: Model) -> Iterator[Problem]:
+        yield from self.engine.check_model(model)

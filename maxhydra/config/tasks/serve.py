@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from maxhydra.config.declare import option, schema, section
 from maxhydra.config.decode import Engine, Sampling
 from maxhydra.config.errors import Problem
+from maxhydra.config.model import Model
 from maxhydra.config.run import Task
 
 
@@ -33,7 +34,7 @@ class ServeTask(Task):
     keep_alive: float = option(75.0, gt=0)
     """Seconds that a connection may stay open between two requests."""
     drain: float = option(10.0, ge=0)
-    """Seconds that requests under way get to finish after SIGTERM or Ctrl-C; then they are cancelled."""
+    """Seconds that requests under way get to finish after SIGTERM, SIGUSR1 or Ctrl-C; then they are cancelled."""
     sampling: Sampling = section(Sampling)
     engine: Engine = section(Engine)
 
@@ -43,3 +44,6 @@ class ServeTask(Task):
         if self.max_samples > self.engine.max_batch + self.queue:
             reason = f"is over engine.max_batch + queue = {self.engine.max_batch + self.queue}: none could be accepted"
             yield Problem("max_samples", reason, value=self.max_samples)
+
+    def check_model(self, model: Model) -> Iterator[Problem]:
+        yield from self.engine.check_model(model)

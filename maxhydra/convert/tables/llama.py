@@ -1,56 +1,76 @@
-"""Llama and what shares its names, such as Mistral and SmolLM2."""
+"""Llama (Touvron et al., 2023; Dubey et al., 2024) and what shares its names, such as SmolLM2."""
 
-from maxhydra.convert.table import Table, Weight
+from typing import Any
+
+from maxhydra.config import model as config
+from maxhydra.convert.settings import (
+    activation,
+    activation_setting,
+    head,
+    rope,
+    rope_settings,
+    size_settings,
+    sizes,
+)
+from maxhydra.convert.table import Gguf, Settings, Table, Weight
 
 HF, GGUF = "model.layers.{layer}.", "blk.{layer}."
+MIXER = (
+    Weight("attention_norm/scale", HF + "input_layernorm.weight", GGUF + "attn_norm.weight"),
+    Weight("attention/query/kernel", HF + "self_attn.q_proj.weight", GGUF + "attn_q.weight", gguf_neighbours=True),
+    Weight("attention/key/kernel", HF + "self_attn.k_proj.weight", GGUF + "attn_k.weight", gguf_neighbours=True),
+    Weight("attention/value/kernel", HF + "self_attn.v_proj.weight", GGUF + "attn_v.weight"),
+    Weight("attention/out/kernel", HF + "self_attn.o_proj.weight", GGUF + "attn_output.weight", inputs=2),
+    Weight("mlp_norm/scale", HF + "post_attention_layernorm.weight", GGUF + "ffn_norm.weight"),
+)
+LAYER = (
+    *MIXER,
+    Weight("mlp/gate/kernel", HF + "mlp.gate_proj.weight", GGUF + "ffn_gate.weight"),
+    Weight("mlp/up/kernel", HF + "mlp.up_proj.weight", GGUF + "ffn_up.weight"),
+    Weight("mlp/down/kernel", HF + "mlp.down_proj.weight", GGUF + "ffn_down.weight"),
+)
+ENDS = (
+    Weight("embedding/table", "model.embed_tokens.weight", "token_embd.weight", turned=False),
+    Weight("final_norm/scale", "model.norm.weight", "output_norm.weight"),
+    Weight("head/kernel", "lm_head.weight", "output.weight"),
+)
+
+
+def to_model(settings: Settings) -> dict[str, Any]:
+    layer = {"attention": {"rope": rope(settings)}, "mlp": {"activation": activation(settings["hidden_act"])}}
+    return {**sizes(settings), "head": head(settings, tied=False), "kinds": {"layer": layer}}
+
+
+def to_settings(model: config.Model) -> Settings | None:
+    kind = model.kinds[model.pattern[0]]
+    return {
+        **size_settings(model),
+        **rope_settings(kind.attention.rope),
+        "hidden_act": activation_setting(kind.mlp.activation),
+        "tie_word_embeddings": model.head is config.Head.tied,
+    }
+
 
 TABLE = Table(
-    hf_types=("llama", "mistral"),
-    gguf_architectures=("llama",),
-    layer=(
-        Weight("attention_norm/scale", HF + "input_layernorm.weight", GGUF + "attn_norm.weight"),
-        Weight(
-            "attention/query/kernel", HF + "self_attn.q_proj.weight", GGUF + "attn_q.weight", gguf_is_interleaved=True
-        ),
-        Weight(
-            "attention/key/kernel", HF + "self_attn.k_proj.weight", GGUF + "attn_k.weight", gguf_is_interleaved=True
-        ),
-        Weight("attention/value/kernel", HF + "self_attn.v_proj.weight", GGUF + "attn_v.weight"),
-        Weight("attention/out/kernel", HF + "self_attn.o_proj.weight", GGUF + "attn_output.weight", inputs=2),
-        Weight("mlp_norm/scale", HF + "post_attention_layernorm.weight", GGUF + "ffn_norm.weight"),
-        Weight("mlp/gate/kernel", HF + "mlp.gate_proj.weight", GGUF + "ffn_gate.weight"),
-        Weight("mlp/up/kernel", HF + "mlp.up_proj.weight", GGUF + "ffn_up.weight"),
-        Weight("mlp/down/kernel", HF + "mlp.down_proj.weight", GGUF + "ffn_down.weight"),
-    ),
-    ends=(
-        Weight("embedding/table", "model.embed_tokens.weight", "token_embd.weight", inputs=0),
-        Weight("final_norm/scale", "model.norm.weight", "output_norm.weight"),
-        Weight("head/kernel", "lm_head.weight", "output.weight"),
-    ),
-    hf_facts={
-        "num_layers": "num_hidden_layers",
-        "emb_dim": "hidden_size",
-        "mlp_dim": "intermediate_size",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "vocab_size": "vocab_size",
-        "norm_eps": "rms_norm_eps",
-        "activation": "hidden_act",
-        "window": "sliding_window",
-    },
-    gguf_facts={
-        "num_layers": "block_count",
-        "emb_dim": "embedding_length",
-        "mlp_dim": "feed_forward_length",
-        "num_heads": "attention.head_count",
-        "num_kv_heads": "attention.head_count_kv",
-        "head_dim": "attention.key_length",
-        "vocab_size": "vocab_size",
-        "norm_eps": "attention.layer_norm_rms_epsilon",
-        "window": "attention.sliding_window",
-    },
+    hf_types={"llama": "LlamaForCausalLM"},
+    layer=LAYER,
+    ends=ENDS,
+    to_model=to_model,
+    to_settings=to_settings,
     ignored=("*.rotary_emb.inv_freq", "rope_freqs.weight"),
-    hf_classes={"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"},
-    hf_blind={"llama": ("window",)},
+    gguf=Gguf(
+        architectures=("llama",),
+        settings={
+            "num_hidden_layers": "block_count",
+            "hidden_size": "embedding_length",
+            "intermediate_size": "feed_forward_length",
+            "num_attention_heads": "attention.head_count",
+            "num_key_value_heads": "attention.head_count_kv",
+            "head_dim": "attention.key_length",
+            "vocab_size": "vocab_size",
+            "max_position_embeddings": "context_length",
+            "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+            "rope_theta": "rope.freq_base",
+        },
+    ),
 )

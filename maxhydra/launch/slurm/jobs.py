@@ -9,10 +9,10 @@ from typing import Any
 
 from maxhydra.config.errors import ConfigError
 from maxhydra.launch.composing import Ordering
-from maxhydra.launch.jobs import Job, Proposal, Shared
+from maxhydra.launch.jobs import CLAIM, Job, Proposal, Shared
 from maxhydra.launch.slurm import scheduler
 from maxhydra.launch.slurm.scheduler import OVER, Entry, Queue
-from maxhydra.launch.slurm.script import CLAIM, SCRIPTS, render
+from maxhydra.launch.slurm.script import SCRIPTS, render
 from maxhydra.launch.slurm.settings import SlurmSettings
 from maxhydra.record import RunDirectory
 from maxhydra.record.files import replace_file
@@ -26,7 +26,7 @@ MISHAPS = ("BOOT_FAIL", "NODE_FAIL", "PREEMPTED", "TIMEOUT")
 @dataclasses.dataclass
 class SlurmJob(Job):
     claim: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """name and index: where the queue has it; id, once that is known; ended, where it was told to."""
+    """name and index: where the queue has it; id, once that is known."""
 
     @property
     def key(self) -> scheduler.Key:
@@ -45,6 +45,11 @@ class SlurmJobs:
         if self._ordering is None:
             self._ordering = Ordering(self._shared)
         self._ordering.order(proposal).write(self._shared.path(proposal))
+
+    def render(self, proposals: Sequence[Proposal]) -> str:
+        folders = [self._shared.path(proposal) for proposal in proposals]
+        name = _word(self._shared.folder.name)
+        return render(self._settings, name=name, sweep=self._shared.folder, folders=folders)
 
     def start(self, proposals: Sequence[Proposal]) -> Sequence[SlurmJob]:
         return [job for part in _parts(proposals) for job in self._submit(part)]
@@ -89,29 +94,23 @@ class SlurmJobs:
 
     def may_restart(self, job: Job) -> bool:
         entry = self._last(job)
-        return "ended" not in _slurm(job).claim and (entry is None or entry.state in MISHAPS)
+        return entry is None or entry.state in MISHAPS
 
     def state(self, job: Job) -> str:
         entry = self._last(job)
         return "" if entry is None else str(entry)
 
     def end(self, jobs: Sequence[Job]) -> None:
-        """Those that wait leave the queue; those that run save and end, and are told first not to come back."""
-        known = [(_slurm(job), entry) for job in jobs if (entry := self._entry(job)) is not None]
-        waiting = [entry.id for _, entry in known if entry.state == "PENDING"]
-        running = [(job, entry.id) for job, entry in known if entry.state not in OVER and entry.state != "PENDING"]
-        for job, _ in running:
-            job.claim["ended"] = True
-            _write_claim(job)
-        if waiting:
-            scheduler.cancel(waiting)
-        if running:
-            scheduler.ask_to_end([identity for _, identity in running])
-        self._queue.forget()
+        """Those that wait leave the queue; those that run get SIGTERM, and the cluster's KillWait to save."""
+        entries = [entry for job in jobs if (entry := self._entry(job)) is not None and entry.state not in OVER]
+        if entries:
+            scheduler.cancel([entry.id for entry in entries])
+            self._queue.forget()
 
     def leave(self, jobs: Sequence[Job]) -> str:
         """The cluster goes on with them."""
-        return f"{len(jobs)} jobs stay with SLURM: {' '.join(_slurm(job).claim['id'] for job in jobs)}"
+        claims = [_slurm(job).claim for job in jobs]
+        return f"{len(jobs)} jobs stay with SLURM: {' '.join(claim.get('id', claim['name']) for claim in claims)}"
 
     def _job(self, proposal: Proposal, claim: dict[str, Any]) -> SlurmJob:
         return SlurmJob(proposal, RunDirectory(self._shared.path(proposal), writes=False), claim=claim)

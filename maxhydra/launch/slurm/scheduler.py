@@ -2,9 +2,11 @@
 
 import dataclasses
 import logging
+import os
+import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from maxhydra.config.errors import ConfigError, Problem
@@ -15,6 +17,8 @@ log = logging.getLogger("maxhydra")
 OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 OVER |= {"REVOKED", "TIMEOUT"}
 SECONDS = 60
+# Variables of SLURM that say which cluster is meant.
+KEPT = ("SLURM_CLUSTERS", "SLURM_CONF")
 # Name of a job and its place in the array.
 Key = tuple[str, int]
 
@@ -71,18 +75,18 @@ def _entry(line: str) -> tuple[Key, Entry]:
 
 def submit(script: Path) -> str:
     """The id of a script that was submitted."""
+    # Whoever submits may be in a job, whose own shape would be taken for what is asked.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in KEPT}
     # --parsable: the id, and after a semicolon the cluster.
-    return _output("sbatch", "--parsable", str(script))[-1].partition(";")[0]
+    return _output("sbatch", "--parsable", str(script), env=inherited)[-1].partition(";")[0]
 
 
 def cancel(ids: Sequence[str]) -> None:
-    """Out of the queue, or ended: SIGTERM, and SIGKILL after the cluster's KillWait."""
-    _output("scancel", *ids)
-
-
-def ask_to_end(ids: Sequence[str]) -> None:
-    """SIGTERM to the processes of running jobs, which save; nobody kills them for taking their time."""
-    _output("scancel", "--signal=TERM", *ids)
+    """Out of the queue, or ended: SIGTERM, and SIGKILL after the cluster's KillWait. One may just have ended itself."""
+    try:
+        _output("scancel", *ids)
+    except ConfigError as error:
+        log.warning("%s", error.problems[0])
 
 
 def past_state(identity: str) -> str | None:
@@ -95,17 +99,17 @@ def past_state(identity: str) -> str | None:
     return lines[-1].split()[0] if lines and lines[-1] else None
 
 
-def _output(*command: str) -> list[str]:
+def _output(*command: str, env: Mapping[str, str] | None = None) -> list[str]:
     """The lines that a command prints; its complaint as one line where it fails."""
     name = command[0]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True, env=env)
     except FileNotFoundError:
         hint = "a machine that submits jobs has SLURM's commands; hydra/launcher=basic runs jobs here"
         raise ConfigError(Problem("hydra/launcher=slurm", f"{name} is not installed", hint=hint)) from None
     except subprocess.TimeoutExpired:
         raise ConfigError(Problem("hydra/launcher=slurm", f"{name} has not answered for {SECONDS} s")) from None
     except subprocess.CalledProcessError as error:
-        said = " ".join(error.stderr.split()) or f"{name} exit code {error.returncode}"
-        raise ConfigError(Problem("hydra/launcher=slurm", said)) from None
+        said = "; ".join(re.sub(r"^\w+: (error|fatal): ", "", line) for line in error.stderr.strip().splitlines())
+        raise ConfigError(Problem("hydra/launcher=slurm", f"{name}: {said or error.returncode}")) from None
     return done.stdout.splitlines()

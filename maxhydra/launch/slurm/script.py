@@ -5,10 +5,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from maxhydra.launch.jobs import CLAIM, CONSOLE
 from maxhydra.launch.order import CONFIG
 from maxhydra.launch.slurm.settings import SlurmSettings
 
-CLAIM, CONSOLE = ".job.json", "console.txt"
 # Beside the sweep's jobs: the scripts, and what SLURM itself has to say of a job.
 SCRIPTS = ".slurm"
 
@@ -54,11 +54,7 @@ def _parameters(settings: SlurmSettings, name: str, sweep: Path, jobs: int) -> I
     yield f"--cpus-per-task={settings.cpus_per_task}"
     if settings.gpus_per_node:
         yield f"--gpus-per-node={settings.gpus_per_node}"
-    for option, given in settings.extra.items():
-        if given is True:
-            yield f"--{option}"
-        elif given is not False and given is not None:
-            yield f"--{option}={shlex.quote(str(given))}"
+    yield from map(str, settings.sbatch)
 
 
 def _setup(settings: SlurmSettings) -> list[str]:
@@ -83,16 +79,19 @@ def _command(settings: SlurmSettings, sweep: Path) -> str:
 
 
 def _requeue(settings: SlurmSettings) -> list[str]:
-    """After a signal a job has saved, and goes back to the queue; not so one that was cancelled, or told to end."""
+    """After a signal a job has saved, and goes back to the queue; not so one that was cancelled, and is not RUNNING."""
     return [
         "if [ $code = 138 ] || [ $code = 143 ]; then",
-        f'  if grep -qsF \'"ended"\' "$folder/{CLAIM}" || [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" != RUNNING ]; then',
-        '    echo "maxhydra: ended, and not put back to the queue"',
+        # One job of an array has the array's id for its own.
+        "  job=$SLURM_JOB_ID",
+        "  [ -z $SLURM_ARRAY_TASK_ID ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",
+        '  if [ "$(squeue -h -j $job -o %T)" != RUNNING ]; then',
+        '    echo "maxhydra: cancelled"',
         f"  elif [ ${{SLURM_RESTART_COUNT:-0}} -ge {settings.max_requeues} ]; then",
         f'    echo "maxhydra: interrupted once more than max_requeues={settings.max_requeues}"',
         "  else",
         '    echo "maxhydra: interrupted, goes back to the queue"',
-        '    scontrol requeue "$SLURM_JOB_ID"',
+        "    scontrol requeue $job",
         "  fi",
         "fi",
     ]

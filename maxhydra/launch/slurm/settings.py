@@ -14,6 +14,8 @@ OWN = {"array", "error", "job-name", "no-requeue", "nodes", "ntasks", "ntasks-pe
 OWN |= {"parsable", "requeue", "signal", "wait", "wrap"}
 LEAST = {"nodes": 1, "tasks_per_node": 1, "gpus_per_node": 0, "cpus_per_task": 1, "array_parallelism": 0}
 LEAST |= {"save_seconds": 1, "max_requeues": 0, "poll_seconds": 1}
+# SLURM's own bound for --signal.
+LONGEST_NOTICE = 65535
 # A line of its own for each parameter: none may bring another along.
 LINE = (r"[^\s'\"\\]+", "one word")
 FORMS = {
@@ -64,10 +66,10 @@ class SlurmSettings(Launcher):
     """Interpreter on the nodes. Null: the one that submits; in a container, `python`."""
     setup: tuple[str, ...] = ()
     """Lines of the batch script before the job starts: module load, export."""
+    sbatch: tuple[str, ...] = ()
+    """Further parameters of sbatch: [--exclusive, '--gres=gpu:8']."""
     srun: tuple[str, ...] = ()
     """Further arguments of srun."""
-    extra: dict[str, str | int | bool | None] = dataclasses.field(default_factory=dict)
-    """Further parameters of sbatch: {exclusive: true, gres: 'gpu:8'}."""
     detach: bool = False
     """Submit, print the ids and return. Not for a search, which waits for results to know what to try next."""
     poll_seconds: int = 5
@@ -103,21 +105,22 @@ class SlurmSettings(Launcher):
                 yield Problem(f"{KEY}.container_mounts", "cannot be read", mount, "FROM:TO")
         if self.container_mounts and self.container is None:
             yield Problem(f"{KEY}.container_mounts", "goes with a container", list(self.container_mounts))
+        if isinstance(self.save_seconds, int) and self.save_seconds > LONGEST_NOTICE:
+            yield Problem(f"{KEY}.save_seconds", "is out of range", self.save_seconds, f"{LONGEST_NOTICE} or less")
         if not isinstance(self.detach, bool):
             yield Problem(f"{KEY}.detach", "is not one of the two", self.detach, "true, false")
-        for line in (*self.setup, *self.srun):
-            if "\n" in str(line):
-                yield Problem(f"{KEY}.setup", "holds several lines in one", line, "an entry for each line")
-        yield from self._extra_problems()
+        for name in ("setup", "sbatch", "srun"):
+            for line in getattr(self, name):
+                if "\n" in str(line):
+                    yield Problem(f"{KEY}.{name}", "holds several lines in one", line, "an entry for each")
+        for parameter in self.sbatch:
+            found = re.match(r"--([a-z][-a-z0-9]*)", str(parameter))
+            if found is None:
+                yield Problem(f"{KEY}.sbatch", "cannot be read", parameter, "--name or --name=value")
+            elif found[1] in OWN:
+                yield Problem(f"{KEY}.sbatch", "is set by the launcher", parameter)
 
     def _time_problems(self) -> Iterator[Problem]:
         if (limit := self.seconds) is not None and limit <= self.save_seconds:
             reason = f"leaves nothing before the {self.save_seconds} s that are kept for saving"
             yield Problem(f"{KEY}.time", reason, self.time, hint=f"a longer time, or a smaller {KEY}.save_seconds")
-
-    def _extra_problems(self) -> Iterator[Problem]:
-        for name, value in self.extra.items():
-            if name in OWN:
-                yield Problem(f"{KEY}.extra.{name}", "is set by the launcher", value)
-            elif not re.fullmatch(r"[a-z][-a-z0-9]*", name) or "\n" in str(value):
-                yield Problem(f"{KEY}.extra.{name}", "cannot be read", value, "a parameter of sbatch, without --")

@@ -1,0 +1,37 @@
+"""Gated DeltaNet as data: the mixer that keeps a state of fixed size instead of every token."""
+
+from collections.abc import Iterator
+from enum import Enum
+
+from maxhydra.config.declare import Schema, option, schema
+from maxhydra.config.errors import Problem
+
+
+class DeltaBackend(Enum):
+    auto = "auto"
+    chunked = "chunked"
+    reference = "reference"
+
+
+@schema
+class Delta(Schema):
+    """Gated DeltaNet (Yang et al., 2024): a decaying state per head, in which a key overwrites what it finds."""
+
+    num_key_heads: int | None = option(None, ge=1)
+    """Query and key heads; divides num_value_heads. null: the model's num_kv_heads."""
+    num_value_heads: int | None = option(None, ge=1)
+    """Value heads, each with a state of its own. null: the model's num_heads."""
+    key_dim: int | None = option(None, ge=1)
+    """Size of a query and key head. null: the model's head_dim."""
+    value_dim: int | None = option(None, ge=1)
+    """Size of a value head. null: the model's head_dim."""
+    taps: int = option(4, ge=1)
+    """Tokens that the short convolution before the heads looks at: the token itself and those before it."""
+
+    def check(self) -> Iterator[Problem]:
+        keys, values = self.num_key_heads, self.num_value_heads
+        if keys is not None and values is not None and values % keys:
+            divisors = [str(n) for n in range(1, values + 1) if values % n == 0]
+            yield Problem(
+                "num_key_heads", f"does not divide num_value_heads={values}", value=keys, accepted=", ".join(divisors)
+            )

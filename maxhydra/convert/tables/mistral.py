@@ -1,0 +1,28 @@
+"""Mistral 7B (Jiang et al., 2023): Llama's names, and a sliding window."""
+
+from typing import Any
+
+from maxhydra.config import model as config
+from maxhydra.convert.table import Settings, Table
+from maxhydra.convert.tables import llama
+
+
+def to_model(settings: Settings) -> dict[str, Any]:
+    found = llama.to_model(settings)
+    found["kinds"]["layer"]["attention"]["window"] = settings.get("sliding_window")
+    return found
+
+
+def to_settings(model: config.Model) -> Settings | None:
+    settings = llama.to_settings(model)
+    assert settings is not None
+    return {**settings, "sliding_window": model.kinds[model.pattern[0]].attention.window}
+
+
+TABLE = Table(
+    hf_types={"mistral": "MistralForCausalLM"},
+    layer=llama.LAYER,
+    ends=llama.ENDS,
+    to_model=to_model,
+    to_settings=to_settings,
+)

@@ -1,0 +1,203 @@
+"""Qwen3-Next (Qwen Team, 2025): Gated DeltaNet, gated attention, and a mixture of experts."""
+
+from typing import Any
+
+from maxhydra.config import model as config
+from maxhydra.convert.kinds import layer_kinds, pattern_of
+from maxhydra.convert.settings import (
+    SIZES,
+    activation,
+    activation_setting,
+    head,
+    rope,
+    rope_settings,
+    size_settings,
+    sizes,
+)
+from maxhydra.convert.table import Join, Settings, Table, Weight
+
+HF = "model.layers.{layer}."
+DELTA, FULL = "attention/log_speed", "attention/query_norm/scale"
+NORMS = (
+    Weight("attention_norm/scale", HF + "input_layernorm.weight"),
+    Weight("mlp_norm/scale", HF + "post_attention_layernorm.weight"),
+)
+ATTENTION = (
+    Weight(
+        ("attention/query/kernel", "attention/gate/kernel"),
+        HF + "self_attn.q_proj.weight",
+        join=Join.heads,
+        beside=FULL,
+    ),
+    Weight("attention/key/kernel", HF + "self_attn.k_proj.weight", beside=FULL),
+    Weight("attention/value/kernel", HF + "self_attn.v_proj.weight", beside=FULL),
+    Weight("attention/out/kernel", HF + "self_attn.o_proj.weight", inputs=2, beside=FULL),
+    Weight("attention/query_norm/scale", HF + "self_attn.q_norm.weight"),
+    Weight("attention/key_norm/scale", HF + "self_attn.k_norm.weight"),
+)
+# What both generations of its delta layers have; they differ in how the projections lie together.
+STATE = (
+    Weight(
+        ("attention/query_filter/kernel", "attention/key_filter/kernel", "attention/value_filter/kernel"),
+        HF + "linear_attn.conv1d.weight",
+        single_axis=1,
+    ),
+    Weight("attention/log_speed", HF + "linear_attn.A_log"),
+    Weight("attention/step_bias", HF + "linear_attn.dt_bias"),
+    Weight("attention/norm/scale", HF + "linear_attn.norm.weight"),
+    Weight("attention/out/kernel", HF + "linear_attn.out_proj.weight", inputs=2, beside=DELTA),
+)
+FUSED = (
+    Weight(
+        ("attention/query/kernel", "attention/key/kernel", "attention/value/kernel", "attention/gate/kernel"),
+        HF + "linear_attn.in_proj_qkvz.weight",
+        join=Join.heads,
+        beside=DELTA,
+    ),
+    Weight(
+        ("attention/rate/kernel", "attention/decay/kernel"),
+        HF + "linear_attn.in_proj_ba.weight",
+        join=Join.heads,
+        heads="attention/query/kernel",
+    ),
+)
+MLP = (
+    Weight("mlp/gate/kernel", HF + "mlp.gate_proj.weight"),
+    Weight("mlp/up/kernel", HF + "mlp.up_proj.weight"),
+    Weight("mlp/down/kernel", HF + "mlp.down_proj.weight"),
+)
+MOE = (
+    Weight("mlp/router/kernel", HF + "mlp.gate.weight"),
+    Weight("mlp/experts/gate/kernel", HF + "mlp.experts.{expert}.gate_proj.weight"),
+    Weight("mlp/experts/up/kernel", HF + "mlp.experts.{expert}.up_proj.weight"),
+    Weight("mlp/experts/down/kernel", HF + "mlp.experts.{expert}.down_proj.weight"),
+    Weight("mlp/shared/gate/kernel", HF + "mlp.shared_expert.gate_proj.weight"),
+    Weight("mlp/shared/up/kernel", HF + "mlp.shared_expert.up_proj.weight"),
+    Weight("mlp/shared/down/kernel", HF + "mlp.shared_expert.down_proj.weight"),
+    Weight("mlp/shared_gate/kernel", HF + "mlp.shared_expert_gate.weight"),
+)
+ENDS = (
+    Weight("embedding/table", "model.embed_tokens.weight", turned=False),
+    Weight("final_norm/scale", "model.norm.weight"),
+    Weight("head/kernel", "lm_head.weight"),
+)
+DELTA_SIZES = {
+    "num_key_heads": "linear_num_key_heads",
+    "num_value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "taps": "linear_conv_kernel_dim",
+}
+MIXERS = {"linear_attention": "delta", "full_attention": "attention"}
+
+
+def mixers(settings: Settings) -> list[str]:
+    """layer_types, or, in older files, every so many layers a full one."""
+    count, every = settings["num_hidden_layers"], settings.get("full_attention_interval", 4)
+    told = settings.get("layer_types")
+    return list(told or ("linear_attention" if (i + 1) % every else "full_attention" for i in range(count)))
+
+
+def kind(settings: Settings, mixer: str, feed_forward: dict[str, Any]) -> dict[str, Any]:
+    """A layer with this mixer and that feed-forward."""
+    if MIXERS[mixer] == "delta":
+        delta = {ours: settings[theirs] for ours, theirs in DELTA_SIZES.items()}
+        return {"mixer": "delta", "delta": delta, **feed_forward}
+    return {"attention": {"gated": True, "qk_norm": "head", "rope": rope(settings)}, **feed_forward}
+
+
+def moe(settings: Settings) -> dict[str, Any]:
+    """The mixture of a layer."""
+    return {
+        "feed_forward": "moe",
+        "moe": {
+            "experts": settings["num_experts"],
+            "top_k": settings["num_experts_per_tok"],
+            "dim": settings["moe_intermediate_size"],
+            "activation": activation(settings["hidden_act"]),
+            "router": {"normalize": settings.get("norm_topk_prob", True)},
+            "shared": {"dim": settings["shared_expert_intermediate_size"], "gate": "sigmoid"},
+            "balance_weight": settings.get("router_aux_loss_coef", 0.001),
+        },
+    }
+
+
+def mlp(settings: Settings) -> dict[str, Any]:
+    return {"mlp": {"activation": activation(settings["hidden_act"])}}
+
+
+def whole(settings: Settings, kinds: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """The model of layers of these kinds."""
+    return {
+        **sizes(settings),
+        "norm": "rms_plus_one",
+        "head": head(settings, tied=False),
+        "kinds": kinds,
+        "pattern": pattern_of(names),
+    }
+
+
+def to_model(settings: Settings) -> dict[str, Any]:
+    dense = set(settings.get("mlp_only_layers") or ())
+    step = settings.get("decoder_sparse_step", 1)
+    names, kinds = [], {}
+    for index, mixer in enumerate(mixers(settings)):
+        is_mixture = index not in dense and settings["num_experts"] > 0 and (index + 1) % step == 0
+        name = f"{MIXERS[mixer]}{'' if is_mixture else '_dense'}"
+        kinds[name] = kind(settings, mixer, moe(settings) if is_mixture else mlp(settings))
+        names.append(name)
+    return whole(settings, kinds, names)
+
+
+def common_settings(model: config.Model) -> Settings:
+    """What the generations share."""
+    kinds = layer_kinds(model)
+    full = next((kind for kind in kinds if kind.mixer is config.Mixer.attention), kinds[0])
+    delta = next((kind for kind in kinds if kind.mixer is config.Mixer.delta), kinds[0])
+    types = {ours: theirs for theirs, ours in MIXERS.items()}
+    names = {ours: theirs for ours, theirs in SIZES.items() if ours != "mlp_dim"}
+    return {
+        **size_settings(model, names),
+        **rope_settings(full.attention.rope),
+        **{theirs: getattr(delta.delta, ours) for ours, theirs in DELTA_SIZES.items()},
+        "layer_types": [types[kind.mixer.value] for kind in kinds],
+        "tie_word_embeddings": model.head is config.Head.tied,
+    }
+
+
+def moe_settings(kind: config.Kind) -> Settings:
+    """Those of a mixture."""
+    own = kind.moe
+    return {
+        "num_experts": own.experts,
+        "num_experts_per_tok": own.top_k,
+        "moe_intermediate_size": own.dim,
+        "shared_expert_intermediate_size": own.shared.dim,
+        "router_aux_loss_coef": own.balance_weight,
+        "hidden_act": activation_setting(own.activation),
+    }
+
+
+def to_settings(model: config.Model) -> Settings | None:
+    kinds = layer_kinds(model)
+    mixture = next((kind for kind in kinds if kind.feed_forward is config.FeedForward.moe), None)
+    if mixture is None:
+        return None
+    return {
+        **common_settings(model),
+        **moe_settings(mixture),
+        "intermediate_size": model.mlp_dim,
+        "norm_topk_prob": mixture.moe.router.normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, kind in enumerate(kinds) if kind.feed_forward is config.FeedForward.mlp],
+    }
+
+
+TABLE = Table(
+    hf_types={"qwen3_next": "Qwen3NextForCausalLM"},
+    layer=(*NORMS, *ATTENTION, *STATE, *FUSED, *MLP, *MOE),
+    ends=ENDS,
+    to_model=to_model,
+    to_settings=to_settings,
+    ignored=("*.rotary_emb.inv_freq", "mtp.*"),
+)

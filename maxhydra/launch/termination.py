@@ -1,0 +1,108 @@
+"""How a run ended, in the few bytes that a container may leave behind, for those who cannot see the run's folder.
+
+It is run.json without what would not fit. The launcher's side writes it into the sweep's folder, where it is read as
+any other run's.
+"""
+
+import datetime
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from maxhydra.config.errors import ConfigError
+from maxhydra.record import RunDirectory
+from maxhydra.record.files import replace_file, to_json
+from maxhydra.record.scrub import scrub_text
+
+VARIABLE = "MAXHYDRA_TERMINATION_LOG"
+# What Kubernetes keeps of a container's last words.
+LIMIT = 4096
+REASON_LIMIT = 1000
+# Left out in this order until the rest fits.
+DISPENSABLE = (
+    *("packages", "sample", "last", "xla_flags", "seen", "variables", "git", "timings"),
+    *("choices", "overrides", "command", "metrics"),
+)
+# Marks a run.json that was made of a message: what is there may be replaced by the next one.
+RELAYED = "relayed"
+
+
+@contextmanager
+def ending_told(run: Path | None) -> Iterator[None]:
+    """Write how the run in this folder ended to the file that MAXHYDRA_TERMINATION_LOG names, if it names one."""
+    place = os.environ.get(VARIABLE)
+    try:
+        yield
+    except ConfigError as error:
+        if place is not None:
+            _write(place, {"status": "failed", "reason": "; ".join(map(str, error.problems))})
+        raise
+    finally:
+        if place is not None and run is not None and RunDirectory(run, writes=False).exists():
+            _write(place, RunDirectory(run, writes=False).read())
+
+
+def message(facts: dict[str, Any]) -> str:
+    """run.json in so many bytes."""
+    reason = facts.get("reason")
+    told = {**facts, "reason": None if reason is None else scrub_text(str(reason))[:REASON_LIMIT]}
+    told["sessions"] = facts.get("sessions", [])[-1:]
+    for name in (None, *DISPENSABLE):
+        told.pop(name, None)  # type: ignore[arg-type]
+        text = to_json(told)
+        if len(text.encode()) <= LIMIT:
+            break
+    return text
+
+
+def read_message(text: str | None) -> dict[str, Any] | None:
+    """None where a container left something else: the end of its log, or nothing."""
+    try:
+        told = json.loads(text or "")
+    except ValueError:
+        return None
+    return told if isinstance(told, dict) and isinstance(told.get("status"), str) else None
+
+
+def relay(path: Path, told: dict[str, Any], config_yaml: str) -> None:
+    """Write a run that lies elsewhere into its folder here: run.json, its config, and the metrics of its end."""
+    run = RunDirectory(path, writes=False)
+    objective = told.get("objective") or {}
+    last = {**told.get("metrics", {}), **({objective["name"]: objective["value"]} if objective else {})}
+    numbers = {name: value for name, value in last.items() if isinstance(value, (int, float))}
+    path.mkdir(parents=True, exist_ok=True)
+    replace_file(run.config_path, config_yaml)
+    replace_file(run.metrics_path, to_json({"step": told.get("end_step") or 0, **numbers}) + "\n" if numbers else "")
+    replace_file(run.facts_path, to_json({**_blank(path.name, told), **told, RELAYED: True}, indent=2) + "\n")
+
+
+def _blank(name: str, told: dict[str, Any]) -> dict[str, Any]:
+    """What readers of run.json count on, of a run that could say little of itself."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    ending = {"status": told["status"], "reason": told.get("reason")}
+    session = {
+        "started": now,
+        "ended": now,
+        **ending,
+        "seconds": 0,
+        "command": [],
+        "host": None,
+        "pid": None,
+        "git": None,
+    }
+    session |= {"pid": None, "pid_started": None, "devices": None, "start_step": None, "end_step": None}
+    facts = {"name": name, "task": None, **ending, "created": now, "updated": now, "finished": now, "host": None}
+    return {**facts, "command": [], "git": None, "choices": {}, "overrides": [], "tags": [], "sessions": [session]}
+
+
+def is_relayed(run: RunDirectory) -> bool:
+    """Whether what is here is but a message of a run that lies elsewhere."""
+    return run.exists() and bool(run.read().get(RELAYED))
+
+
+def _write(place: str, facts: dict[str, Any]) -> None:
+    """In place: the file is a mount of its own, which nothing can be renamed onto."""
+    Path(place).write_text(message(facts), encoding="utf-8")

@@ -1,0 +1,150 @@
+"""The indexer of sparse attention (DeepSeek-V3.2, 2025): which earlier tokens are worth a look.
+
+The score of key s for query t is sum_n weight[t, n] * relu(q[t, n] . k[s]), over small heads n that share a key. It
+learns from what attention does, and attention learns nothing from it: its inputs carry no gradient back.
+
+Shapes: B batch, T queries, S keys, D residual stream, Q narrow vector of the queries, N heads, I size of a head.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxhydra.config import model as config
+from maxhydra.layers.context import Context
+from maxhydra.layers.norm import LayerNorm
+from maxhydra.layers.parts import Side, visible_keys
+from maxhydra.layers.rope import Rotation, rotate
+from maxhydra.layers.weights import Dtypes, WeightMaker
+
+NORM_EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexerSpec:
+    """Sizes, resolved."""
+
+    emb_dim: int
+    query_rank: int
+    num_heads: int
+    head_dim: int
+    rotation: Rotation | None
+    """Of the first part of a head, whatever pairs attention turns, by halves."""
+    top_k: int
+    loss_weight: float
+    init_scale: float
+    dtypes: Dtypes
+
+    @classmethod
+    def of(cls, model: config.Model, kind: config.Kind) -> "IndexerSpec | None":
+        """None where all earlier tokens are looked at."""
+        own, mla = kind.mla.indexer, kind.mla
+        if own.top_k is None:
+            return None
+        assert mla.q_lora_rank is not None
+        return cls(
+            emb_dim=model.emb_dim,
+            query_rank=mla.q_lora_rank,
+            num_heads=own.num_heads,
+            head_dim=own.head_dim,
+            rotation=Rotation.of(dataclasses.replace(mla.rope, pairs=config.Pairs.halves), mla.qk_rope_head_dim),
+            top_k=own.top_k,
+            loss_weight=own.loss_weight,
+            init_scale=model.init_scale,
+            dtypes=Dtypes.of(model.dtypes),
+        )
+
+    def forward_flops(self, seq_len: int) -> float:
+        weights = self.query_rank * self.num_heads * self.head_dim + self.emb_dim * (self.head_dim + self.num_heads)
+        return 2.0 * weights + 2.0 * self.num_heads * self.head_dim * visible_keys(None, seq_len)
+
+
+class Indexer(nnx.Module):
+    """Scores of keys by queries, and what it has yet to learn."""
+
+    def __init__(self, spec: IndexerSpec, make: WeightMaker):
+        self.spec = spec
+        D, N, I, scale = spec.emb_dim, spec.num_heads, spec.head_dim, spec.init_scale
+        self.query = make.projection("query", (spec.query_rank,), (N, I), ("latent", None, "head_dim"), scale=scale)
+        self.key = make.projection("key", (D,), (I,), ("embed", "head_dim"), scale=scale)
+        self.key_norm = LayerNorm(I, eps=NORM_EPS, dtypes=spec.dtypes, make=make)
+        self.weight = make.projection("weight", (D,), (N,), ("embed", None), scale=scale)
+
+    def keys(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+        """What the tokens are found by, [B, T, I]."""
+        key_BTI = self.key_norm(self.key(jax.lax.stop_gradient(x_BTD), ctx))
+        return self._turned(key_BTI[:, :, None], ctx)[:, :, 0]
+
+    @jax.named_scope("indexer")
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        narrow_BTQ: jax.Array,
+        key_BSI: jax.Array,
+        visible_BTS: jax.Array,
+        ctx: Context,
+    ) -> jax.Array:
+        """Scores [B, T, S] in float32, -inf where a query may not look.
+
+        Several queries meet the keys head by head, so that no array has both queries and keys of all heads.
+        """
+        q_BTNI = self._turned(self.query(jax.lax.stop_gradient(narrow_BTQ), ctx), ctx)
+        weight_BTN = self.weight(jax.lax.stop_gradient(x_BTD), ctx).astype(jnp.float32)
+        weight_BTN = weight_BTN * (self.spec.num_heads * self.spec.head_dim) ** -0.5
+        if q_BTNI.shape[1] == 1:
+            scores_BTS = _scores(q_BTNI, weight_BTN, key_BSI)
+        else:
+            heads = (jnp.moveaxis(q_BTNI, 2, 0)[:, :, :, None], jnp.moveaxis(weight_BTN, 2, 0)[..., None])
+            term = jax.checkpoint(_scores)
+
+            def add(total_BTS: jax.Array, head: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+                return total_BTS + term(*head, key_BSI), None
+
+            zeros = jnp.zeros((*q_BTNI.shape[:2], key_BSI.shape[1]), jnp.float32)
+            scores_BTS = jax.lax.scan(add, zeros, heads)[0]
+        return jnp.where(visible_BTS, scores_BTS, -jnp.inf)
+
+    def side(
+        self, scores_BTS: jax.Array, q_BTNH: jax.Array, k_BSNH: jax.Array, visible_BTS: jax.Array, *, scale: float
+    ) -> Side:
+        """The loss: KL(p || softmax(scores)) of each query, where p is the attention of all heads together, over the
+        keys that attention looked at; nothing where it has no weight."""
+        if not self.spec.loss_weight:
+            return {}
+        queries, keys = jax.lax.stop_gradient((q_BTNH, k_BSNH))
+        p_BTS = _attention(queries, keys, visible_BTS, scale)
+        has_keys_BT = jnp.any(visible_BTS, axis=-1)
+        # Where a query sees nothing, such as padding, nothing must become infinite: its gradient would not be zero.
+        log_q_BTS = jax.nn.log_softmax(jnp.where(visible_BTS, scores_BTS, NOTHING), axis=-1)
+        log_p_BTS = jnp.log(jnp.where(p_BTS > 0, p_BTS, 1.0))
+        kl_BT = jnp.sum(p_BTS * (log_p_BTS - jnp.where(p_BTS > 0, log_q_BTS, 0.0)), axis=-1)
+        mean = jnp.sum(jnp.where(has_keys_BT, kl_BT, 0.0)) / jnp.maximum(jnp.sum(has_keys_BT), 1)
+        return {"loss": self.spec.loss_weight * mean}
+
+    def _turned(self, x_BTNI: jax.Array, ctx: Context) -> jax.Array:
+        """With its position."""
+        return x_BTNI if self.spec.rotation is None else rotate(x_BTNI, ctx.positions, self.spec.rotation)
+
+
+# A logit that leaves no weight, and is finite.
+NOTHING = -1e30
+
+
+def _scores(q_BTNI: jax.Array, weight_BTN: jax.Array, key_BSI: jax.Array) -> jax.Array:
+    """sum_n weight * relu(q . k), in float32."""
+    products = jnp.einsum("BTNI,BSI->BTNS", q_BTNI, key_BSI, preferred_element_type=jnp.float32)
+    return jnp.einsum("BTNS,BTN->BTS", jax.nn.relu(products), weight_BTN)
+
+
+def _attention(q_BTNH: jax.Array, k_BSNH: jax.Array, visible_BTS: jax.Array, scale: float) -> jax.Array:
+    """Mean over heads of attention weights, head by head; zeros for a query that sees nothing."""
+
+    def add(total_BTS: jax.Array, head: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        logits_BTS = jnp.einsum("BTH,BSH->BTS", *head, preferred_element_type=jnp.float32) * scale
+        return total_BTS + jax.nn.softmax(logits_BTS, axis=-1, where=visible_BTS), None
+
+    heads = (jnp.moveaxis(q_BTNH, 2, 0), jnp.moveaxis(k_BSNH, 2, 0))
+    shape = (*q_BTNH.shape[:2], k_BSNH.shape[1])
+    return jax.lax.scan(add, jnp.zeros(shape, jnp.float32), heads)[0] / q_BTNH.shape[2]

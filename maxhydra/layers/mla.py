@@ -1,0 +1,275 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024), with the choice of keys of DeepSeek-V3.2 where it has an indexer.
+
+A token leaves a latent, from which the keys and values of all heads are made, and one key with its position that all
+heads share. Only these are cached. Where many queries come together keys and values are made from the latents; where
+few meet a long cache, it is cheaper to bring the queries into the space of the latents, and the gathered latents out of
+it: the two forms are one product, bracketed differently.
+
+Shapes: B batch, T tokens, S keys (the T tokens, or the slots of the cache), D residual stream, N heads, R latent, H
+size of a query and key: F without position and P with it, V size of a value, I indexer head.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxhydra.config import model as config
+from maxhydra.kernels.attention.request import Request, Tokens, visible
+from maxhydra.layers.attend import attend, cached_positions
+from maxhydra.layers.cache import Cache, KeysValues, Room
+from maxhydra.layers.context import Context
+from maxhydra.layers.indexer import Indexer, IndexerSpec
+from maxhydra.layers.norm import RMSNorm
+from maxhydra.layers.parts import Mixed, Side, visible_keys
+from maxhydra.layers.projection import Projection
+from maxhydra.layers.rope import Rotation, rotate
+from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
+
+# Of the norms of the latents, whatever that of the model is.
+NORM_EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class MlaSpec:
+    """Sizes and mechanisms of one kind of layer, resolved."""
+
+    emb_dim: int
+    num_heads: int
+    query_rank: int | None
+    latent_dim: int
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float
+    rotation: Rotation | None
+    indexer: IndexerSpec | None
+    backend: str
+    init_scale: float
+    out_scale: float
+    dtypes: Dtypes
+
+    @classmethod
+    def of(cls, model: config.Model, kind: config.Kind) -> "MlaSpec":
+        own = kind.mla
+        plain_dim = own.qk_nope_head_dim or model.head_dim
+        return cls(
+            emb_dim=model.emb_dim,
+            num_heads=model.num_heads,
+            query_rank=own.q_lora_rank,
+            latent_dim=own.kv_lora_rank,
+            plain_dim=plain_dim,
+            rope_dim=own.qk_rope_head_dim,
+            value_dim=own.v_head_dim or model.head_dim,
+            scale=_sharpness(own) * (plain_dim + own.qk_rope_head_dim) ** -0.5,
+            rotation=Rotation.of(own.rope, own.qk_rope_head_dim),
+            indexer=IndexerSpec.of(model, kind),
+            backend=model.kernels.attention.value,
+            init_scale=model.init_scale,
+            out_scale=residual_scale(model),
+            dtypes=Dtypes.of(model.dtypes),
+        )
+
+    @property
+    def key_dim(self) -> int:
+        return self.plain_dim + self.rope_dim
+
+    def build(self, make: WeightMaker) -> "Mla":
+        return Mla(self, make)
+
+    def forward_flops(self, seq_len: int) -> float:
+        """Operations per token in the form with keys and values, over the keys that a token looks at."""
+        queries = self.num_heads * self.key_dim
+        weights = self.emb_dim * (self.latent_dim + self.rope_dim + self.num_heads * self.value_dim)
+        weights += self.latent_dim * self.num_heads * (self.plain_dim + self.value_dim)
+        weights += self.emb_dim * queries if self.query_rank is None else self.query_rank * (self.emb_dim + queries)
+        top_k = None if self.indexer is None else self.indexer.top_k
+        looks = 2.0 * self.num_heads * (self.key_dim + self.value_dim) * visible_keys(top_k, seq_len)
+        return 2.0 * weights + looks + (0.0 if self.indexer is None else self.indexer.forward_flops(seq_len))
+
+
+class Seen(NamedTuple):
+    """What tokens leave for queries to look at."""
+
+    latent_BSR: jax.Array
+    key_BSP: jax.Array
+    """The part with position of every head's key."""
+    index_BSI: jax.Array | None
+    """Key of the indexer."""
+    tokens: Tokens
+
+    def narrowed(self, scores_BTS: jax.Array, top_k: int) -> "Seen":
+        """Only those with the highest scores, for each query by itself: one query's are taken out, those of several
+        marked."""
+        if scores_BTS.shape[2] <= top_k:
+            return self
+        best_BTK, places_BTK = jax.lax.top_k(scores_BTS, top_k)
+        if scores_BTS.shape[1] > 1:
+            return self._replace(tokens=self.tokens._replace(chosen_BTS=scores_BTS >= best_BTK[:, :, -1:]))
+        assert self.tokens.kv_positions_BS is not None
+        places_BK = places_BTK[:, 0]
+        latent_BKR, key_BKP = (
+            jnp.take_along_axis(x_BSH, places_BK[:, :, None], axis=1) for x_BSH in (self.latent_BSR, self.key_BSP)
+        )
+        positions_BK = jnp.take_along_axis(self.tokens.kv_positions_BS, places_BK, axis=1)
+        return Seen(latent_BKR, key_BKP, None, self.tokens._replace(kv_positions_BS=positions_BK))
+
+
+class Mla(nnx.Module):
+    """out(attention([query, rope(query)], [key(c), rope(key)], value(c))) of the latent c = norm(latent(x))."""
+
+    def __init__(self, spec: MlaSpec, make: WeightMaker):
+        self.spec = spec
+        D, N, R, Q = spec.emb_dim, spec.num_heads, spec.latent_dim, spec.query_rank
+        scale = spec.init_scale
+
+        def norm(dim: int) -> RMSNorm:
+            return RMSNorm(dim, eps=NORM_EPS, dtypes=spec.dtypes, make=make)
+
+        def down(name: str, dim: int) -> Projection:
+            return make.projection(name, (D,), (dim,), ("embed", "latent"), scale=scale)
+
+        def up(name: str, dim: int, width: int, axis: str) -> Projection:
+            return make.projection(name, (dim,), (N, width), (axis, "heads", "head_dim"), scale=scale)
+
+        self.query = None if Q is not None else up("query", D, spec.key_dim, "embed")
+        self.query_down = None if Q is None else down("query_down", Q)
+        self.query_norm = None if Q is None else norm(Q)
+        self.query_up = None if Q is None else up("query_up", Q, spec.key_dim, "latent")
+        self.latent = down("latent", R + spec.rope_dim)
+        self.latent_norm = norm(R)
+        self.key_value = up("key_value", R, spec.plain_dim + spec.value_dim, "latent")
+        self.out = make.projection(
+            "out", (N, spec.value_dim), (D,), ("heads", "head_dim", "embed"), scale=spec.out_scale
+        )
+        self.indexer = None if spec.indexer is None else Indexer(spec.indexer, make.below("indexer"))
+
+    @jax.named_scope("mla")
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
+        q_BTNH, narrow_BTQ = self._queries(x_BTD, ctx)
+        seen, cache = self._seen(x_BTD, ctx)
+        side: Side = {}
+        if self.indexer is not None and seen.index_BSI is not None:
+            visible_BTS = self._visible(seen, q_BTNH.shape[1])
+            scores_BTS = self.indexer(x_BTD, narrow_BTQ, seen.index_BSI, visible_BTS, ctx)
+            seen = seen.narrowed(scores_BTS, self.indexer.spec.top_k)
+        if self._is_few(q_BTNH.shape[1], ctx):
+            mixed_BTNV = self._gather_latents(q_BTNH, seen, ctx)
+        else:
+            k_BSNH, v_BSNV = self._keys_values(seen, ctx)
+            mixed_BTNV = self._attend(q_BTNH, k_BSNH, v_BSNV, seen, ctx)
+            if self.indexer is not None and ctx.cache is None:
+                looked_BTS = self._visible(seen, q_BTNH.shape[1])
+                side = self.indexer.side(scores_BTS, q_BTNH, k_BSNH, looked_BTS, scale=self.spec.scale)
+        mixed_BTNV = ctx.constrain(mixed_BTNV, "act_batch", "act_length", "act_heads", None)
+        out_BTD = self.out(checkpoint_name(mixed_BTNV, "context"), ctx)
+        out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
+        return Mixed(checkpoint_name(out_BTD, "attention_out"), cache, side)
+
+    def empty_cache(self, room: Room, layers: int) -> Cache:
+        """The latent in the place of the value: it is gathered, where the key with its position is only compared."""
+        spec = self.spec
+        index_dim = 0 if spec.indexer is None else spec.indexer.head_dim
+        return room.keys_and_values(
+            layers=layers,
+            kv_heads=1,
+            head_dim=spec.rope_dim + index_dim,
+            value_dim=spec.latent_dim,
+            dtype=spec.dtypes.compute,
+        )
+
+    def _queries(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        """Queries, and the narrow vectors that they were made from; the stream itself where there are none."""
+        if self.query is not None:
+            narrow_BTQ, q_BTNH = x_BTD, self.query(x_BTD, ctx)
+        else:
+            assert self.query_down is not None and self.query_norm is not None and self.query_up is not None
+            narrow_BTQ = self.query_norm(self.query_down(x_BTD, ctx))
+            q_BTNH = self.query_up(narrow_BTQ, ctx)
+        plain_BTNF, turned_BTNP = jnp.split(q_BTNH, [self.spec.plain_dim], axis=-1)
+        q_BTNH = jnp.concatenate([plain_BTNF, self._turned(turned_BTNP, ctx)], axis=-1)
+        q_BTNH = ctx.constrain(q_BTNH, "act_batch", "act_length", "act_heads", None)
+        return checkpoint_name(q_BTNH, "query"), narrow_BTQ
+
+    def _seen(self, x_BTD: jax.Array, ctx: Context) -> tuple[Seen, Any]:
+        """What the tokens at hand can look at, those in the cache among them, and the cache with these in it."""
+        latent_BTR, key_BTP = jnp.split(self.latent(x_BTD, ctx), [self.spec.latent_dim], axis=-1)
+        latent_BTR = self.latent_norm(latent_BTR)
+        key_BTP = self._turned(key_BTP[:, :, None], ctx)[:, :, 0]
+        index_BTI = None if self.indexer is None else self.indexer.keys(x_BTD, ctx)
+        if ctx.cache is None:
+            tokens = Tokens(ctx.segments, ctx.segments, None, None)
+            return Seen(_whole(latent_BTR, ctx), _whole(key_BTP, ctx), _whole(index_BTI, ctx), tokens), None
+        keys_BTH = key_BTP if index_BTI is None else jnp.concatenate([key_BTP, index_BTI], axis=-1)
+        positions_BT = cached_positions(ctx)
+        cache = ctx.cache.insert(keys_BTH[:, :, None], latent_BTR[:, :, None], positions_BT, ctx.rows)
+        kept: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
+        key_BSP, index_BSI = jnp.split(kept.key_BSKH[:, :, 0], [self.spec.rope_dim], axis=-1)
+        tokens = Tokens(None, None, positions_BT, kept.positions_BS)
+        return Seen(kept.value_BSKH[:, :, 0], key_BSP, index_BSI, tokens), cache
+
+    def _turned(self, x_BTNP: jax.Array, ctx: Context) -> jax.Array:
+        """With its position."""
+        return x_BTNP if self.spec.rotation is None else rotate(x_BTNP, ctx.positions, self.spec.rotation)
+
+    def _is_few(self, queries: int, ctx: Context) -> bool:
+        """Whether it takes fewer operations to bring so many queries to the latents than to make keys and values."""
+        made = self.spec.plain_dim + self.spec.value_dim
+        return ctx.cache is not None and queries * (2 * self.spec.latent_dim - made) < self.spec.latent_dim * made
+
+    def _keys_values(self, seen: Seen, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        both_BSNH = self.key_value(seen.latent_BSR, ctx)
+        plain_BSNF, v_BSNV = jnp.split(both_BSNH, [self.spec.plain_dim], axis=-1)
+        shared_BSNP = jnp.broadcast_to(seen.key_BSP[:, :, None], (*plain_BSNF.shape[:3], self.spec.rope_dim))
+        k_BSNH = jnp.concatenate([plain_BSNF, shared_BSNP], axis=-1)
+        return (
+            checkpoint_name(ctx.constrain(k_BSNH, "act_batch", None, "act_heads", None), "key"),
+            checkpoint_name(ctx.constrain(v_BSNV, "act_batch", None, "act_heads", None), "value"),
+        )
+
+    def _gather_latents(self, q_BTNH: jax.Array, seen: Seen, ctx: Context) -> jax.Array:
+        """The form for few queries: every head looks at the latents themselves, as if they were its keys and values."""
+        into_RNF, out_of_RNV = jnp.split(self.key_value.matrix(ctx), [self.spec.plain_dim], axis=-1)
+        plain_BTNF, turned_BTNP = jnp.split(q_BTNH, [self.spec.plain_dim], axis=-1)
+        latent_BTNR = jnp.einsum("BTNF,RNF->BTNR", plain_BTNF, into_RNF)
+        queries = jnp.concatenate([latent_BTNR, turned_BTNP], axis=-1)
+        keys = jnp.concatenate([seen.latent_BSR, seen.key_BSP], axis=-1)[:, :, None]
+        mixed_BTNR = self._attend(queries, keys, seen.latent_BSR[:, :, None], seen, ctx)
+        return jnp.einsum("BTNR,RNV->BTNV", mixed_BTNR, out_of_RNV)
+
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, ctx: Context) -> jax.Array:
+        request = dataclasses.replace(self._request, is_length_split=ctx.is_length_split)
+        return attend(q, k, v, request, backend=self.spec.backend, **seen.tokens._asdict())
+
+    def _visible(self, seen: Seen, queries: int) -> jax.Array:
+        found = visible(self._request, seen.tokens, queries=range(queries), keys=range(seen.latent_BSR.shape[1]))
+        assert found is not None
+        return found
+
+    @property
+    def _request(self) -> Request:
+        return Request(
+            scale=self.spec.scale,
+            causal=True,
+            window=None,
+            chunk=None,
+            softcap=None,
+            softmax_dtype=self.spec.dtypes.softmax.name,
+            is_length_split=False,
+        )
+
+
+def _sharpness(mla: config.Mla) -> float:
+    """By how much logits grow where positions are stretched."""
+    if mla.mscale is None or mla.rope.factor is None:
+        return 1.0
+    return (0.1 * mla.mscale * math.log(max(mla.rope.factor, 1.0)) + 1) ** 2
+
+
+def _whole(x_BSH: jax.Array | None, ctx: Context) -> Any:
+    """Of whole sequences on each device: queries may be split along the sequence, what they look at is not."""
+    return None if x_BSH is None else ctx.constrain(x_BSH, "act_batch", None, None)

@@ -1,0 +1,125 @@
+"""A mixture of experts (Shazeer et al., 2017) as the feed-forward of a layer. B batch, T tokens, D residual stream."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxhydra.config import model as config
+from maxhydra.layers.balance import balance_loss, corrected, load
+from maxhydra.layers.context import Context
+from maxhydra.layers.experts import Experts, ExpertsSpec, Given
+from maxhydra.layers.mlp import Mlp, MlpSpec
+from maxhydra.layers.parts import Fed, Side
+from maxhydra.layers.router import Router, RouterSpec
+from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeSpec:
+    """One kind of layer, resolved."""
+
+    router: RouterSpec
+    experts: ExpertsSpec
+    shared: MlpSpec | None
+    shared_gate: config.Gate
+    capacity_factor: float | None
+    balance_weight: float
+    dtypes: Dtypes
+
+    @classmethod
+    def of(cls, model: config.Model, kind: config.Kind) -> "MoeSpec":
+        own = kind.moe
+        shared = MlpSpec(
+            emb_dim=model.emb_dim,
+            dim=own.shared.dim or 0,
+            is_gated=True,
+            activation=own.activation,
+            has_bias=False,
+            init_scale=model.init_scale,
+            out_scale=residual_scale(model),
+            dtypes=Dtypes.of(model.dtypes),
+        )
+        return cls(
+            router=RouterSpec.of(model, own),
+            experts=ExpertsSpec.of(model, own),
+            shared=shared if shared.dim else None,
+            shared_gate=own.shared.gate,
+            capacity_factor=own.capacity_factor,
+            balance_weight=own.balance_weight,
+            dtypes=shared.dtypes,
+        )
+
+    def build(self, make: WeightMaker) -> "Moe":
+        return Moe(self, make)
+
+    def forward_flops(self) -> float:
+        """Of the router, the experts that a token meets, and the shared one with its gate."""
+        D, shared = self.experts.emb_dim, 0.0
+        if self.shared is not None:
+            shared = self.shared.forward_flops() + (0 if self.shared_gate is config.Gate.none else 2.0 * D)
+        return 2.0 * D * self.router.experts + 2.0 * 3 * D * self.experts.dim * self.router.top_k + shared
+
+    def idle_parameters(self) -> int:
+        own = self.experts
+        biases = 2 * own.dim + own.emb_dim if own.has_bias else 0
+        return (own.experts - self.router.top_k) * (3 * own.emb_dim * own.dim + biases)
+
+    def capacity(self, tokens: int) -> int | None:
+        """Places of an expert for a sequence of so many tokens; None: as many as come."""
+        if self.capacity_factor is None:
+            return None
+        even = tokens * self.router.top_k / self.router.experts
+        return min(tokens, math.ceil(self.capacity_factor * even))
+
+    def settled(self, new: Any, old: Any, side: Side) -> Any:
+        """The weights that a step made of old ones, with the correction of the choice moved by the load alone."""
+        rate = self.router.bias_rate
+        if rate is None or "correction" not in new.get("router", {}):
+            return new
+        correction = corrected(old["router"]["correction"], side["load"], rate=rate)
+        return {**new, "router": {**new["router"], "correction": correction}}
+
+
+class Moe(nnx.Module):
+    """experts(x), weighted by the router, and what every token shares."""
+
+    def __init__(self, spec: MoeSpec, make: WeightMaker):
+        self.spec = spec
+        self.router = Router(spec.router, make.below("router"))
+        self.experts = Experts(spec.experts, make.below("experts"))
+        self.shared = None if spec.shared is None else Mlp(spec.shared, make.below("shared"))
+        D, scale = spec.experts.emb_dim, spec.experts.init_scale
+        is_gated = spec.shared is not None and spec.shared_gate is config.Gate.sigmoid
+        self.shared_gate = (
+            make.projection("shared_gate", (D,), (1,), ("embed", None), scale=scale) if is_gated else None
+        )
+
+    @jax.named_scope("moe")
+    def __call__(self, x_BTD: jax.Array, ctx: Context, *, seen_BTD: jax.Array | None = None) -> Fed:
+        """`seen_BTD`: what the router sees, where that is not x."""
+        is_real_BT = None if ctx.segments is None else ctx.segments != 0
+        routing = self.router(x_BTD if seen_BTD is None else seen_BTD)
+        given = Given(x_BTD, routing.ids_BTK, routing.weights_BTK)
+        capacity = self.spec.capacity(x_BTD.shape[1]) if ctx.cache is None else None
+        out_BTD = self.experts(given, ctx, capacity=capacity, is_real_BT=is_real_BT).astype(self.spec.dtypes.compute)
+        if self.shared is not None:
+            out_BTD = out_BTD + self._shared(x_BTD, ctx)
+        out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
+        load_E = load(routing.ids_BTK, is_real_BT, self.spec.router.experts)
+        side = {"load": load_E}
+        if self.spec.balance_weight:
+            side["loss"] = self.spec.balance_weight * balance_loss(load_E, routing.shares_BTE, is_real_BT)
+        return Fed(checkpoint_name(out_BTD, "mlp_out"), side)
+
+    def _shared(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+        assert self.shared is not None
+        out_BTD = self.shared(x_BTD, ctx).out_BTD
+        if self.shared_gate is None:
+            return out_BTD
+        gate_BT1 = jax.nn.sigmoid(self.shared_gate(x_BTD, ctx).astype(jnp.float32))
+        return (gate_BT1 * out_BTD).astype(out_BTD.dtype)

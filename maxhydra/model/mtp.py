@@ -1,0 +1,29 @@
+"""Multi-token prediction (DeepSeek-V3, 2024): the k-th layer behind the last predicts the token k after the next.
+
+It sees what the layer before it made of a token, and the embedding of the token k later, which by then is known. B
+batch, T tokens, D residual stream.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from maxhydra.layers import Context, WeightMaker
+from maxhydra.model.block import Block, BlockSpec, Left
+
+
+class Mtp(Block):
+    """norm(block(join([norm(embedding of the later token), norm(hidden)]))), the block's weights beside its own."""
+
+    def __init__(self, spec: BlockSpec, make: WeightMaker, *, scale: float):
+        super().__init__(spec, make)
+        D = spec.emb_dim
+        self.embedding_norm = spec.norm.build(D, make)
+        self.hidden_norm = spec.norm.build(D, make)
+        self.join = make.projection("join", (2 * D,), (D,), ("embed", None), scale=scale)
+        self.norm = spec.norm.build(D, make)
+
+    def ahead(self, hidden_BTD: jax.Array, later_BTD: jax.Array, ctx: Context) -> Left:
+        """What the head takes in the place of the stream."""
+        both = [self.embedding_norm(later_BTD), self.hidden_norm(hidden_BTD)]
+        left = self(self.join(jnp.concatenate(both, axis=-1), ctx), ctx)
+        return left._replace(x_BTD=ctx.constrain(self.norm(left.x_BTD), "act_batch", "act_length", "act_embed"))

@@ -1,0 +1,142 @@
+"""A real SLURM cluster on loopback: two nodes that are this machine, all of its state in one folder."""
+
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+NEEDED = ("munged", "mungekey", "munge", "slurmctld", "slurmd", "sinfo", "sbatch", "srun", "squeue", "scancel")
+NODES = ("127.0.0.1", "127.0.0.2")
+SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+
+# Nodes are named by loopback addresses, which resolve without /etc/hosts; more processors than there are, so that jobs
+# need not wait for each other; no control groups, so that it runs in a container.
+CONFIG = """
+ClusterName=loop
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+CryptoType=crypto/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+PropagateResourceLimits=NONE
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=1
+SlurmdParameters=config_overrides
+ReturnToService=2
+MessageTimeout=20
+KillWait=20
+MinJobAge=600
+CompleteWait=0
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+JobRequeue=1
+NodeName=DEFAULT CPUs=4 RealMemory=4000 State=UNKNOWN
+NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]}
+NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]}
+PartitionName=main Nodes=127.0.0.[1-2] Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def require() -> None:
+    """Skip where SLURM is not installed; fail where that is not allowed."""
+    missing = [name for name in NEEDED if shutil.which(name, path=SEARCH) is None]
+    if missing:
+        reason = f"{', '.join(missing)} not installed (apt-get install slurm-wlm munge)"
+        if os.environ.get("MAXHYDRA_SLURM") == "required":
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[dict[str, str]]:
+    """The environment of a machine of the cluster, which ends with the block, its jobs too."""
+    # SLURM refuses folders that others may write to.
+    for path in (folder, folder / "munge", folder / "state", *(folder / "spool" / node for node in NODES)):
+        path.mkdir(parents=True, exist_ok=True)
+        path.chmod(0o755)
+    text = CONFIG.format(host=socket.gethostname(), user=getpass.getuser(), folder=folder, ports=_free_ports(3))
+    (folder / "slurm.conf").write_text(textwrap.dedent(text))
+    environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": SEARCH}
+    daemons: list[subprocess.Popen] = []
+
+    def start(*command: str) -> None:
+        with open(folder / f"{len(daemons)}.out", "wb") as out:
+            everything = {**os.environ, **environment}
+            daemons.append(subprocess.Popen(command, env=everything, stdout=out, stderr=out, start_new_session=True))
+
+    def answers(*command: str) -> str:
+        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+        return done.stdout if done.returncode == 0 else ""
+
+    try:
+        munge = folder / "munge"
+        answers("mungekey", "--create", f"--keyfile={munge}/key")
+        files = [f"--{name}-file={munge}/{name}" for name in ("key", "pid", "log", "seed")]
+        start("munged", "--foreground", "--force", f"--socket={munge}/socket", *files)
+        wait_for(lambda: answers("munge", "-n", f"--socket={munge}/socket"), 20)
+        start("slurmctld", "-D", "-c")
+        wait_for(lambda: "is UP" in answers("scontrol", "ping"), 30)
+        for node in NODES:
+            start("slurmd", "-D", "-N", node)
+        wait_for(lambda: answers("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").count("\n") == len(NODES), 30)
+        yield environment
+    finally:
+        answers("scancel", "--full", f"--user={getpass.getuser()}")
+        # munged last: the others would wait for it to vouch for them.
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+        _end_steps(environment["SLURM_CONF"])
+
+
+def _end_steps(config: str) -> None:
+    """What is left of the jobs: they outlive the daemons by design."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            variables = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        is_of_a_job = any(line.startswith(b"SLURM_JOB_ID=") for line in variables)
+        if is_of_a_job and f"SLURM_CONF={config}".encode() in variables:
+            os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+def _free_ports(count: int) -> list[int]:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in held]
+    for each in held:
+        each.close()
+    return ports
+
+
+def wait_for(condition: Callable[[], object], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited too long"
+        time.sleep(0.1)

@@ -1,0 +1,101 @@
+"""The gated delta rule: chunks equal the recurrence, and both the paper's formula in NumPy."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxhydra.kernels.gated_delta import gated_delta
+
+B, M, N, K, V = 2, 2, 4, 6, 5
+
+
+def inputs(length: int) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(length)
+    q, k = rng.normal(size=(2, B, length, M, K))
+    arrays = {
+        "query_BTMK": q,
+        "key_BTMK": k / np.linalg.norm(k, axis=-1, keepdims=True),
+        "value_BTNV": rng.normal(size=(B, length, N, V)),
+        "log_decay_BTN": -rng.exponential(0.3, size=(B, length, N)),
+        "rate_BTN": rng.uniform(size=(B, length, N)),
+        "state_BNKV": rng.normal(size=(B, N, K, V)),
+    }
+    return {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}
+
+
+def by_hand(inputs: dict[str, jax.Array], segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The recurrence of the paper in NumPy, one row and one head at a time, padding left out of the row."""
+    given = {name: np.asarray(array, np.float64) for name, array in inputs.items()}
+    out, last = np.zeros((B, segments.shape[1], N, V)), given["state_BNKV"].copy()
+    for row in range(B):
+        for head in range(N):
+            state, segment = last[row, head], None
+            for token in np.flatnonzero(segments[row]):
+                if segment is not None and segments[row, token] != segment:
+                    state = np.zeros((K, V))
+                segment = segments[row, token]
+                q, k = (given[name][row, token, head // (N // M)] for name in ("query_BTMK", "key_BTMK"))
+                state = np.exp(given["log_decay_BTN"][row, token, head]) * state
+                change = given["rate_BTN"][row, token, head] * (given["value_BTNV"][row, token, head] - state.T @ k)
+                state = state + np.outer(k, change)
+                out[row, token, head] = state.T @ q
+            last[row, head] = state
+    return out, last
+
+
+@partial(jax.jit, static_argnames="backend")
+def run(arrays: dict[str, jax.Array], segments: np.ndarray, backend: str) -> tuple[jax.Array, jax.Array]:
+    return gated_delta(**arrays, segments_BT=segments, backend=backend)
+
+
+def packed(length: int) -> np.ndarray:
+    """A row of three segments with padding between and after them, and a row that is padded on the left."""
+    first = np.repeat([1, 2, 0, 3, 0], [length // 2, length // 8, 3, length - length // 2 - length // 8 - 5, 2])
+    return np.stack([first, np.where(np.arange(length) < length // 3, 0, 1)])
+
+
+@pytest.mark.parametrize(("backend", "length"), [("reference", 40), ("chunked", 150)])
+def test_values_and_the_last_state_are_those_of_the_paper(backend, length):
+    arrays, segments = inputs(length), packed(length)
+    out, state = run(arrays, segments, backend)
+    expected_out, expected_state = by_hand(arrays, segments)
+    np.testing.assert_allclose(np.where((segments != 0)[:, :, None, None], out, 0), expected_out, atol=2e-5)
+    np.testing.assert_allclose(state, expected_state, atol=2e-5)
+
+
+@pytest.mark.parametrize("segments", [None, packed(150)], ids=["whole", "packed"])
+def test_chunks_have_the_gradients_of_the_recurrence(segments):
+    arrays = inputs(150)
+    shown = np.ones((B, 150)) if segments is None else segments != 0
+
+    @jax.jit
+    def gradients(arrays):
+        def total(arrays, backend):
+            out, state = gated_delta(**arrays, segments_BT=segments, backend=backend)
+            return jnp.sum(jnp.sin(out) * shown[:, :, None, None]) + jnp.sum(jnp.cos(state))
+
+        return [jax.grad(total)(arrays, backend) for backend in ("chunked", "reference")]
+
+    chunked, recurrent = gradients(arrays)
+    for name, expected in recurrent.items():
+        np.testing.assert_allclose(chunked[name], expected, atol=2e-5, rtol=1e-4, err_msg=name)
+
+
+def test_strong_decay_over_a_chunk_stays_finite():
+    """Ten nats a token: products of decays, or their inverses, would leave the range of float32 within a chunk."""
+    arrays = inputs(70)
+    arrays["log_decay_BTN"] = arrays["log_decay_BTN"] - 10
+
+    @partial(jax.grad, has_aux=True)
+    def gradient(arrays):
+        out, state = gated_delta(**arrays, segments_BT=None, backend="chunked")
+        return jnp.sum(out**2), (out, state)
+
+    gradients, (out, state) = jax.jit(gradient)(arrays)
+    assert all(bool(jnp.all(jnp.isfinite(array))) for array in gradients.values())
+    expected_out, expected_state = by_hand(arrays, np.ones((B, 70), int))
+    np.testing.assert_allclose(out, expected_out, atol=1e-5)
+    np.testing.assert_allclose(state, expected_state, atol=1e-5)

@@ -1,0 +1,226 @@
+"""Latent attention and its indexer against their papers' formulas, written out in NumPy; caches and devices."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxhydra.config import ConfigError
+from maxhydra.config import model as config
+from maxhydra.config.mesh import RULES, Mesh
+from maxhydra.kernels.einsum import Layout
+from maxhydra.layers import Context, DenseRoom, LoraSpec, Mla, MlaSpec, PagedRoom, ProductSpec, Rows, WeightMaker
+from maxhydra.sharding import Sharder, build_mesh
+
+BATCH, LENGTH, WIDTH, HEADS = 2, 14, 24, 4
+PLAIN, TURNED, VALUE, LATENT, NARROW = 6, 4, 5, 12, 16
+TOP_K, INDEX_HEADS, INDEX_DIM = 4, 9, 10
+SPARSE = {"q_lora_rank": NARROW, "indexer": config.Indexer(top_k=TOP_K, num_heads=INDEX_HEADS, head_dim=INDEX_DIM)}
+
+
+def make_model(**changes) -> config.Model:
+    own = {"kv_lora_rank": LATENT, "qk_nope_head_dim": PLAIN, "qk_rope_head_dim": TURNED, "v_head_dim": VALUE}
+    rope = config.Rope(theta=100.0, pairs=config.Pairs.neighbours)
+    kind = config.Kind(mixer=config.Mixer.mla, mla=config.Mla(**{**own, "rope": rope, **changes}))
+    return config.Model(
+        num_layers=2,
+        emb_dim=WIDTH,
+        mlp_dim=32,
+        num_heads=HEADS,
+        num_kv_heads=HEADS,
+        head_dim=8,
+        vocab_size=50,
+        context_length=64,
+        kinds={"layer": kind},
+        dtypes=config.Dtypes(compute=config.Dtype.float32),
+    )
+
+
+def make_layer(model: config.Model, lora: LoraSpec | None = None) -> Mla:
+    """Weights all drawn anew, vectors too."""
+    float32 = jnp.dtype("float32")
+    product = ProductSpec(compute=float32, layout=Layout.plain, lora=lora)
+    make = WeightMaker(jax.random.key(0), dtype=float32, layers=None, product=product)
+    layer = MlaSpec.of(model, model.kinds["layer"]).build(make)
+    graphdef, weights = nnx.split(layer)
+    leaves, structure = jax.tree.flatten(weights)
+    rng = np.random.default_rng(1)
+    drawn = [jnp.asarray(rng.normal(size=leaf.shape) * 0.4 + (leaf.ndim == 1), jnp.float32) for leaf in leaves]
+    return nnx.merge(graphdef, jax.tree.unflatten(structure, drawn))
+
+
+def run(layer: Mla, x, ctx: Context):
+    graphdef, weights = nnx.split(layer)
+    return jax.jit(lambda weights, x, ctx: nnx.merge(graphdef, weights)(x, ctx))(weights, x, ctx)
+
+
+def make_context(**changes) -> Context:
+    positions = jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH))
+    fields = {"positions": positions, "segments": None, "sharder": Sharder.single(), "cache": None, "dropout_key": None}
+    return Context(**{**fields, **changes})
+
+
+def inputs() -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(BATCH, LENGTH, WIDTH)).astype(np.float32)
+
+
+def rms(x, scale):
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
+
+
+def turned(x, positions, *, neighbours: bool):
+    """x [..., T, H] as complex numbers, turned by 100^(-2i/H) radians a token."""
+    half = x.shape[-1] // 2
+    real, imaginary = (x[..., ::2], x[..., 1::2]) if neighbours else (x[..., :half], x[..., half:])
+    whole = (real + 1j * imaginary) * np.exp(1j * positions[:, None] * 100.0 ** (-np.arange(half) / half))
+    return np.concatenate([whole.real, whole.imag], axis=-1)
+
+
+def softmax(logits):
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+@dataclasses.dataclass
+class Transcription:
+    """One row x [T, D], in float64."""
+
+    out: np.ndarray
+    kl: float
+    """Mean over tokens of KL(attention, summed over heads || softmax of the scores)."""
+
+
+def transcribed(layer: Mla, x: np.ndarray) -> Transcription:
+    """DeepSeek-V2, equations 37 to 47; DeepSeek-V3.2, equations 1 to 4."""
+    w = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(layer)))
+    x, places = x.astype(np.float64), np.arange(len(x))
+    turn = partial(turned, positions=places)
+    narrow = x
+    if "query_down" in w:
+        narrow = rms(x @ w["query_down"]["kernel"], w["query_norm"]["scale"])
+    q = np.einsum("tq,qnh->nth", narrow, w["query_up" if "query_down" in w else "query"]["kernel"])
+    q = np.concatenate([q[..., :PLAIN], turn(q[..., PLAIN:], neighbours=True)], axis=-1)
+    latent, shared = np.split(x @ w["latent"]["kernel"], [LATENT], axis=-1)
+    kv = np.einsum("tr,rnh->nth", rms(latent, w["latent_norm"]["scale"]), w["key_value"]["kernel"])
+    shared = np.broadcast_to(turn(shared, neighbours=True), (HEADS, len(x), TURNED))
+    k, v = np.concatenate([kv[..., :PLAIN], shared], axis=-1), kv[..., PLAIN:]
+    seen = places[None] <= places[:, None]
+    scores = None
+    if "indexer" in w:
+        own = w["indexer"]
+        key = x @ own["key"]["kernel"]
+        key = (key - key.mean(-1, keepdims=True)) / np.sqrt(key.var(-1, keepdims=True) + 1e-6)
+        key = key * own["key_norm"]["scale"] + own["key_norm"]["bias"]
+        query = np.einsum("tq,qni->nti", narrow, own["query"]["kernel"])
+        key, query = (
+            np.concatenate([turn(y[..., :TURNED], neighbours=False), y[..., TURNED:]], axis=-1) for y in (key, query)
+        )
+        heads = np.maximum(np.einsum("nti,si->nts", query, key), 0)
+        scores = np.einsum("tn,nts->ts", x @ own["weight"]["kernel"], heads) / np.sqrt(INDEX_HEADS * INDEX_DIM)
+        best = np.sort(np.where(seen, scores, -np.inf), axis=-1)[:, -TOP_K][:, None]
+        seen = seen & (scores >= best)
+    logits = np.einsum("nth,nsh->nts", q, k) / np.sqrt(PLAIN + TURNED)
+    weights = softmax(np.where(seen, logits, -np.inf))
+    out = np.einsum("nts,nsv,nvd->td", weights, v, w["out"]["kernel"])
+    if scores is None:
+        return Transcription(out, 0.0)
+    p, index = weights.mean(0), softmax(np.where(seen, scores, -np.inf))
+    return Transcription(out, np.mean(np.sum(np.where(p > 0, p * np.log(p / np.where(p > 0, index, 1)), 0), axis=-1)))
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+@pytest.mark.parametrize("kind", [{}, {"q_lora_rank": NARROW}, SPARSE], ids=["plain", "narrow", "sparse"])
+def test_the_layer_is_the_papers(kind):
+    layer, x = make_layer(make_model(**kind)), inputs()
+    found = run(layer, x, make_context())
+    expected = [transcribed(layer, row) for row in x]
+    for row, want in zip(found.out_BTD, expected, strict=True):
+        np.testing.assert_allclose(row, want.out, atol=2e-5)
+    if kind is SPARSE:
+        np.testing.assert_allclose(found.side["loss"], np.mean([want.kl for want in expected]), rtol=1e-5)
+    else:
+        assert found.side == {}
+
+
+@pytest.mark.parametrize("kind", [{}, SPARSE], ids=["plain", "sparse"])
+@pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
+def test_a_cache_of_latents_gives_what_the_whole_sequence_gives(kind, is_paged):
+    """The first tokens at once, by their keys and values; then two, then one, in the space of the latents."""
+    layer, x = make_layer(make_model(**kind)), inputs()
+    expected = run(layer, x, make_context()).out_BTD
+    room = PagedRoom(pages=9, page_size=4, slots=2, storage=None) if is_paged else DenseRoom(BATCH, 16)
+    rows = Rows(jnp.asarray([[3, 1, 7, 5], [0, 2, 8, 6]]), jnp.arange(2)) if is_paged else None
+    whole = layer.empty_cache(room, 1)
+    kept = TURNED + LATENT + (INDEX_DIM if kind is SPARSE else 0)
+    assert sum(leaf.size for leaf in jax.tree.leaves(whole) if leaf.ndim > 2) == (36 if is_paged else 32) * kept
+    graphdef, weights = nnx.split(layer)
+
+    @jax.jit
+    def step(weights, x, ctx):
+        return nnx.merge(graphdef, weights)(x, ctx)
+
+    cache, parts = whole.at(0), []
+    for start, stop in ((0, 11), (11, 13), (13, 14)):
+        ctx = make_context(positions=make_context().positions[:, start:stop], cache=cache, rows=rows)
+        out, cache, side = step(weights, x[:, start:stop], ctx)
+        parts.append(out)
+        assert side == {}
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, atol=2e-5)
+    assert [layer._is_few(stop, ctx) for stop in (11, 10)] == [False, True]
+
+
+def test_the_indexer_learns_from_its_loss_alone():
+    layer, x = make_layer(make_model(**SPARSE)), inputs()
+    graphdef, weights = nnx.split(layer)
+    segments = jnp.asarray(np.array([[1] * 9 + [0] * 5, [0] * 2 + [1] * 5 + [2] * 7]))
+
+    def losses(weights, x):
+        mixed = nnx.merge(graphdef, weights)(x, make_context(segments=segments))
+        return jnp.sum(jnp.square(mixed.out_BTD)), mixed.side["loss"]
+
+    by_output, by_side = jax.jit(jax.jacrev(losses, argnums=(0, 1)))(weights, x)
+    for (grads, of_x), is_side in ((by_output, False), (by_side, True)):
+        grads = nnx.to_pure_dict(grads)
+        of_indexer = jax.tree.leaves(grads.pop("indexer"))
+        learning, still = (of_indexer, [*jax.tree.leaves(grads), of_x])[:: 1 if is_side else -1]
+        assert all(np.all(np.isfinite(leaf)) for leaf in (*learning, *still))
+        assert all(np.any(leaf) for leaf in learning)
+        assert not any(np.any(leaf) for leaf in (still if is_side else of_indexer))
+
+
+def test_an_adapter_counts_in_both_forms():
+    spec = LoraSpec(rank=2, scale=0.5, dropout=0.0, targets=(".*",), over_nf4=False)
+    layer, x = make_layer(make_model(q_lora_rank=NARROW), spec), inputs()
+    expected = run(layer, x, make_context()).out_BTD
+    assert np.abs(expected - run(layer, x, make_context(is_adapted=False)).out_BTD).max() > 0.1
+    ctx = make_context(cache=layer.empty_cache(DenseRoom(BATCH, LENGTH), 1).at(0))
+    first = run(layer, x[:, :-1], dataclasses.replace(ctx, positions=ctx.positions[:, :-1]))
+    last = run(layer, x[:, -1:], dataclasses.replace(ctx, positions=ctx.positions[:, -1:], cache=first.cache))
+    np.testing.assert_allclose(last.out_BTD, expected[:, -1:], atol=2e-5)
+
+
+def test_eight_devices_give_what_one_gives():
+    layer, x = make_layer(make_model(**SPARSE)), inputs()
+    sharder = Sharder(build_mesh(Mesh(fsdp=2, sequence=2, tensor=2), jax.devices()[:8]), RULES)
+    segments = jnp.asarray(np.array([[1] * 9 + [0] * 5, [1] * 5 + [2] * 9]))
+    expected = run(layer, x, make_context(segments=segments))
+    found = run(layer, x, make_context(segments=segments, sharder=sharder))
+    np.testing.assert_allclose(found.out_BTD, expected.out_BTD, atol=2e-5)
+    np.testing.assert_allclose(found.side["loss"], expected.side["loss"], rtol=1e-5)
+
+
+def test_a_kernel_that_cannot_is_refused_by_name():
+    model = make_model(q_lora_rank=NARROW)
+    model = dataclasses.replace(model, kernels=config.ModelKernels(attention=config.AttentionBackend.cudnn))
+    with pytest.raises(ConfigError, match="takes values of the size of keys, not 5 and 10"):
+        make_layer(model)(jnp.asarray(inputs()), make_context())
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    asked = config.Mla(qk_rope_head_dim=7, mscale=1.0, indexer=config.Indexer(top_k=4, head_dim=4))
+    problems = {problem.path: problem.reason for problem in asked.check()}
+    assert set(problems) == {"qk_rope_head_dim", "mscale", "q_lora_rank", "indexer.head_dim"}

@@ -1,0 +1,107 @@
+"""Mixtures of experts: routing, dispatch, balance; against evaluations that meet every expert with every token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mixtures import Mixture, expert, softmax_top_k
+
+from maxhydra.config import model as config
+from maxhydra.config.mesh import Mesh
+from maxhydra.kernels.grouped_matmul import BACKENDS, UnsupportedError, grouped_matmul
+from maxhydra.sharding import Sharder, build_mesh
+
+SIX = config.Moe(experts=6, top_k=2)
+
+
+def densely(weights, x, shares):
+    """Every expert on every token."""
+    return sum(shares[..., index, None] * expert(weights, index, x) for index in range(shares.shape[-1]))
+
+
+def gradients(function, weights, x):
+    """Of a fixed random projection of the output, by weights and tokens."""
+    towards = np.random.default_rng(0).normal(size=x.shape)
+    return jax.jit(jax.value_and_grad(lambda w, x: jnp.sum(function(w, x) * towards), (0, 1)))(weights, x)
+
+
+def assert_close(ours, theirs, tolerance):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), ours, theirs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_grouped_products_are_those_of_numpy(backend):
+    random = np.random.default_rng(0)
+    sizes = np.array([3, 0, 5, 2])
+    x, w = random.normal(size=(10, 4)).astype(np.float32), random.normal(size=(4, 4, 3)).astype(np.float32)
+    groups = np.repeat(np.arange(4), sizes)
+    out, pull_back = jax.vjp(lambda x, w: grouped_matmul(x, w, jnp.asarray(sizes), backend=backend), x, w)
+    np.testing.assert_allclose(out, np.stack([row @ w[g] for row, g in zip(x, groups, strict=True)]), rtol=1e-5)
+    dx, dw = pull_back(jnp.ones_like(out))
+    np.testing.assert_allclose(dx, w[groups].sum(-1), rtol=1e-5)
+    by_hand = np.stack([np.repeat(x[groups == g].sum(0)[:, None], 3, axis=1) for g in range(4)])
+    np.testing.assert_allclose(dw, by_hand, rtol=1e-5, atol=1e-6)
+
+
+def test_a_backend_that_cannot_serve_is_an_error():
+    with pytest.raises(UnsupportedError, match="takes float32 or bfloat16 or float16, not float64"), jax.enable_x64():
+        grouped_matmul(jnp.ones((2, 2), "float64"), jnp.ones((1, 2, 2), "float64"), jnp.array([2]), backend="xla")
+
+
+def test_dropless_is_the_dense_evaluation_of_the_chosen_experts():
+    mixture = Mixture(SIX)
+    x = mixture.inputs(2, 9)
+    ours = gradients(lambda w, x: mixture(w, x).out_BTD, mixture.weights, x)
+    dense = gradients(lambda w, x: densely(w, x, softmax_top_k(w, x, 2)), mixture.weights, x)
+    assert_close(ours, dense, 2e-5)
+
+
+def test_capacity_drops_the_overflow_in_token_order_and_nothing_else():
+    """Six places for twelve tokens: those who come seventh or later at an expert go without it. Padding takes none."""
+    mixture = Mixture(config.Moe(experts=2, top_k=1, capacity_factor=1.0))
+    x = mixture.inputs(2, 12)
+    segments = np.ones((2, 12), np.int32)
+    segments[1, :5] = 0
+    shares = np.array(softmax_top_k(mixture.weights, x, 1))
+    kept, dropped = np.array(shares), 0
+    for row in range(2):
+        count = {0: 0, 1: 0}
+        for token in range(12):
+            chosen = int(shares[row, token].argmax())
+            is_in = bool(segments[row, token]) and count[chosen] < 6
+            count[chosen] += int(is_in)
+            dropped += int(bool(segments[row, token]) and not is_in)
+            kept[row, token] *= is_in
+    assert dropped > 0
+    ours = gradients(lambda w, x: mixture(w, x, segments=jnp.asarray(segments)).out_BTD, mixture.weights, x)
+    by_hand = gradients(lambda w, x: densely(w, x, jnp.where(kept > 0, softmax_top_k(w, x, 1), 0)), mixture.weights, x)
+    assert_close(ours, by_hand, 2e-5)
+
+
+def test_enough_capacity_is_dropless():
+    roomy, dropless = Mixture(config.Moe(experts=6, top_k=2, capacity_factor=6.0)), Mixture(SIX)
+    x = dropless.inputs(2, 9)
+    ours = gradients(lambda w, x: roomy(w, x).out_BTD, dropless.weights, x)
+    assert_close(ours, gradients(lambda w, x: dropless(w, x).out_BTD, dropless.weights, x), 2e-5)
+
+
+FULL = {"experts": 8, "top_k": 3, "bias": True, "clamp": 2.0, "shared": config.Shared(dim=8, gate=config.Gate.sigmoid)}
+SPLIT = [
+    (None, {"fsdp": 2, "expert": 2, "tensor": 2}),
+    (None, {"data": 2, "sequence": 2, "expert": 2}),
+    (1.0, {"fsdp": 2, "expert": 2, "tensor": 2}),
+]
+
+
+@pytest.mark.parametrize(("capacity", "axes"), SPLIT, ids=["dropless", "dropless-sequence", "capacity"])
+def test_experts_over_eight_devices_are_those_of_one(capacity, axes):
+    mixture = Mixture(config.Moe(**FULL, capacity_factor=capacity, balance_weight=0.1))
+    x = mixture.inputs(8, 6)
+    sharder = Sharder(build_mesh(Mesh(**axes), jax.devices()), Mesh().rules)
+
+    def both(w, x, sharder=None):
+        fed = mixture(w, x, sharder=sharder)
+        return fed.out_BTD + fed.side["loss"]
+
+    ours = gradients(lambda w, x: both(w, x, sharder), mixture.weights, x)
+    assert_close(ours, gradients(both, mixture.weights, x), 1e-5)
