@@ -1,6 +1,7 @@
 """Keys of config.json that families share, as our model config and back. A table takes what its family has."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxhydra.config import model as config
@@ -20,12 +21,26 @@ SIZES = {
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 # Base of rotary wavelengths where files do not state one (Su et al., 2021).
 THETA = 10000.0
-LLAMA3 = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_context": "original_max_position_embeddings",
+# How wavelengths are stretched: rope_type -> our key -> theirs.
+STRETCHES = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_context": "original_max_position_embeddings",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_context": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "truncate": "truncate",
+        "attention_factor": "attention_factor",
+    },
 }
+# Our name of a layer kind for their type of layer.
+KINDS = {"sliding_attention": "local", "full_attention": "global"}
 
 
 def sizes(settings: Settings, names: Mapping[str, str] = SIZES) -> dict[str, Any]:
@@ -68,18 +83,72 @@ def rope(settings: Settings) -> dict[str, Any]:
 
 def rope_of(told: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """Rotary positions as `told` has them: rope_parameters, or in older files rope_scaling and rope_theta beside it."""
-    theta = float(told.get("rope_theta") or settings.get("rope_theta") or THETA)
+    found: dict[str, Any] = {"theta": float(told.get("rope_theta") or settings.get("rope_theta") or THETA)}
+    share = told.get("partial_rotary_factor") or settings.get("partial_rotary_factor")
+    found |= {} if share is None else {"share": float(share)}
     kind = told.get("rope_type") or told.get("type") or "default"
     if kind == "default":
-        return {"theta": theta}
-    if kind != "llama3":
-        raise UnsupportedError(f"rope_type={kind}, where default and llama3 are served")
-    return {"kind": "llama3", "theta": theta} | {ours: told[theirs] for ours, theirs in LLAMA3.items()}
+        return found
+    if kind not in STRETCHES:
+        raise UnsupportedError(f"rope_type={kind}, where default, {', '.join(STRETCHES)} are served")
+    if kind == "yarn":
+        told = {"original_max_position_embeddings": settings["max_position_embeddings"], **told}
+        told |= {} if told.get("attention_factor") else {"attention_factor": _attention_factor(told)}
+    names = STRETCHES[kind].items()
+    return {"kind": kind, **found} | {ours: told[theirs] for ours, theirs in names if told.get(theirs) is not None}
+
+
+def _attention_factor(told: Mapping[str, Any]) -> float | None:
+    """YaRN's, where files state it by two factors on its logarithm (DeepSeek-V2, 2024)."""
+    both = told.get("mscale"), told.get("mscale_all_dim")
+    if not all(both):
+        return None
+    above, below = (0.1 * float(scale) * math.log(told["factor"]) + 1.0 for scale in both)
+    return above / below
 
 
 def rope_settings(rope: config.Rope) -> Settings:
     """The same back, under the names that every version of transformers reads."""
-    scaling = None
-    if rope.kind is config.RopeKind.llama3:
-        scaling = {"rope_type": "llama3"} | {theirs: getattr(rope, ours) for ours, theirs in LLAMA3.items()}
-    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+    share = {} if rope.share == 1 else {"partial_rotary_factor": rope.share}
+    return {"rope_theta": rope.theta, "rope_scaling": _stretch(rope) or None, **share}
+
+
+def rope_parameters(rope: config.Rope) -> Settings:
+    """Those of one type of layer, where types differ."""
+    return {"rope_type": "default", "rope_theta": rope.theta, **_stretch(rope)}
+
+
+def _stretch(rope: config.Rope) -> Settings:
+    names = STRETCHES.get(rope.kind.value, {}).items()
+    told = {theirs: getattr(rope, ours) for ours, theirs in names if getattr(rope, ours) is not None}
+    return {"rope_type": rope.kind.value, **told} if told else {}
+
+
+def layer_types(settings: Settings, *, every: int) -> list[str]:
+    """Their type of each layer: as told, or every n-th sees all before it and the others a window."""
+    count = settings["num_hidden_layers"]
+    usual = ["sliding_attention" if number % every else "full_attention" for number in range(1, count + 1)]
+    return list(settings.get("layer_types") or usual)
+
+
+def arranged(types: Sequence[str], kinds: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Layers of these types as kinds by our names: the shortest pattern that repeats to give them."""
+    unknown = [name for name in dict.fromkeys(types) if name not in kinds]
+    if unknown:
+        raise UnsupportedError(f"layer_types with {', '.join(unknown)}, where {', '.join(kinds)} are served")
+    length = next(n for n in range(1, len(types) + 1) if all(types[i] == types[i % n] for i in range(len(types))))
+    names = [KINDS.get(name, name) for name in types]
+    return {"pattern": names[:length], "kinds": {KINDS.get(name, name): kinds[name] for name in dict.fromkeys(types)}}
+
+
+def window_settings(model: config.Model) -> Settings:
+    """Types of layers by whether they have a window, and the window, which is one for all."""
+    windows = [model.kinds[name].attention.window for name in model.layer_kinds]
+    types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    return {"layer_types": types, "sliding_window": next((window for window in windows if window), None)}
+
+
+def kind_of_type(model: config.Model, *, windowed: bool) -> config.Kind:
+    """A layer kind with or without a window; where there is none, that of the first layer."""
+    kinds = [model.kinds[name] for name in model.layer_kinds]
+    return next((kind for kind in kinds if (kind.attention.window is not None) == windowed), kinds[0])
