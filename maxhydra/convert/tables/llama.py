@@ -15,13 +15,16 @@ from maxhydra.convert.settings import (
 from maxhydra.convert.table import Gguf, Settings, Table, Weight
 
 HF, GGUF = "model.layers.{layer}.", "blk.{layer}."
-LAYER = (
+MIXER = (
     Weight("attention_norm/scale", HF + "input_layernorm.weight", GGUF + "attn_norm.weight"),
     Weight("attention/query/kernel", HF + "self_attn.q_proj.weight", GGUF + "attn_q.weight", gguf_neighbours=True),
     Weight("attention/key/kernel", HF + "self_attn.k_proj.weight", GGUF + "attn_k.weight", gguf_neighbours=True),
     Weight("attention/value/kernel", HF + "self_attn.v_proj.weight", GGUF + "attn_v.weight"),
     Weight("attention/out/kernel", HF + "self_attn.o_proj.weight", GGUF + "attn_output.weight", inputs=2),
     Weight("mlp_norm/scale", HF + "post_attention_layernorm.weight", GGUF + "ffn_norm.weight"),
+)
+LAYER = (
+    *MIXER,
     Weight("mlp/gate/kernel", HF + "mlp.gate_proj.weight", GGUF + "ffn_gate.weight"),
     Weight("mlp/up/kernel", HF + "mlp.up_proj.weight", GGUF + "ffn_up.weight"),
     Weight("mlp/down/kernel", HF + "mlp.down_proj.weight", GGUF + "ffn_down.weight"),
