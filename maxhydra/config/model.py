@@ -292,12 +292,6 @@ class Model(Schema):
         used = {*self.prefix, *self.pattern}
         return any(kind.mixer is Mixer.delta for name, kind in self.kinds.items() if name in used)
 
-    @property
-    def layer_kinds(self) -> list[str]:
-        """The kind of every layer, first to last."""
-        repeated = range(self.num_layers - len(self.prefix))
-        return [*self.prefix, *(self.pattern[place % len(self.pattern)] for place in repeated)]
-
     def check(self) -> Iterator[Problem]:
         yield from self._check_heads()
         for field in ("prefix", "pattern"):

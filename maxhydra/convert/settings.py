@@ -1,7 +1,7 @@
 """Keys of config.json that families share, as our model config and back. A table takes what its family has."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from maxhydra.config import model as config
@@ -39,8 +39,6 @@ STRETCHES = {
         "attention_factor": "attention_factor",
     },
 }
-# Our name of a layer kind for their type of layer.
-KINDS = {"sliding_attention": "local", "full_attention": "global"}
 
 
 def sizes(settings: Settings, names: Mapping[str, str] = SIZES) -> dict[str, Any]:
@@ -122,33 +120,3 @@ def _stretch(rope: config.Rope) -> Settings:
     names = STRETCHES.get(rope.kind.value, {}).items()
     told = {theirs: getattr(rope, ours) for ours, theirs in names if getattr(rope, ours) is not None}
     return {"rope_type": rope.kind.value, **told} if told else {}
-
-
-def layer_types(settings: Settings, *, every: int) -> list[str]:
-    """Their type of each layer: as told, or every n-th sees all before it and the others a window."""
-    count = settings["num_hidden_layers"]
-    usual = ["sliding_attention" if number % every else "full_attention" for number in range(1, count + 1)]
-    return list(settings.get("layer_types") or usual)
-
-
-def arranged(types: Sequence[str], kinds: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Layers of these types as kinds by our names: the shortest pattern that repeats to give them."""
-    unknown = [name for name in dict.fromkeys(types) if name not in kinds]
-    if unknown:
-        raise UnsupportedError(f"layer_types with {', '.join(unknown)}, where {', '.join(kinds)} are served")
-    length = next(n for n in range(1, len(types) + 1) if all(types[i] == types[i % n] for i in range(len(types))))
-    names = [KINDS.get(name, name) for name in types]
-    return {"pattern": names[:length], "kinds": {KINDS.get(name, name): kinds[name] for name in dict.fromkeys(types)}}
-
-
-def window_settings(model: config.Model) -> Settings:
-    """Types of layers by whether they have a window, and the window, which is one for all."""
-    windows = [model.kinds[name].attention.window for name in model.layer_kinds]
-    types = ["full_attention" if window is None else "sliding_attention" for window in windows]
-    return {"layer_types": types, "sliding_window": next((window for window in windows if window), None)}
-
-
-def kind_of_type(model: config.Model, *, windowed: bool) -> config.Kind:
-    """A layer kind with or without a window; where there is none, that of the first layer."""
-    kinds = [model.kinds[name] for name in model.layer_kinds]
-    return next((kind for kind in kinds if (kind.attention.window is not None) == windowed), kinds[0])

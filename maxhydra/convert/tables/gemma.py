@@ -3,6 +3,7 @@
 from typing import Any
 
 from maxhydra.config import model as config
+from maxhydra.convert.kinds import layer_kinds
 from maxhydra.convert.settings import activation, activation_setting, head, rope, rope_settings, size_settings, sizes
 from maxhydra.convert.table import Settings, Table
 from maxhydra.convert.tables import llama
@@ -20,7 +21,7 @@ def to_model(settings: Settings) -> dict[str, Any]:
 
 
 def to_settings(model: config.Model) -> Settings | None:
-    kind = model.kinds[model.layer_kinds[0]]
+    kind = layer_kinds(model)[0]
     return {
         **size_settings(model),
         **rope_settings(kind.attention.rope),

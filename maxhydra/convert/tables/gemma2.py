@@ -3,17 +3,15 @@
 from typing import Any
 
 from maxhydra.config import model as config
+from maxhydra.convert.kinds import arranged, layer_kinds, layer_types, window_settings
 from maxhydra.convert.settings import (
     activation,
     activation_setting,
-    arranged,
     head,
-    layer_types,
     rope,
     rope_settings,
     size_settings,
     sizes,
-    window_settings,
 )
 from maxhydra.convert.table import Settings, Table, Weight
 from maxhydra.convert.tables import gemma, llama
@@ -43,7 +41,7 @@ def sandwich(settings: Settings) -> dict[str, Any]:
 
 def sandwich_settings(model: config.Model) -> Settings:
     """The same back, with what stands at the model's top."""
-    kind = model.kinds[model.layer_kinds[0]]
+    kind = layer_kinds(model)[0]
     scale = kind.attention.scale
     return {
         **size_settings(model),
@@ -67,12 +65,12 @@ def to_model(settings: Settings) -> dict[str, Any]:
         **gemma.SHARED,
         "head": head(settings, tied=True),
         "logit_softcap": settings["final_logit_softcapping"],
-        **arranged(layer_types(settings, every=2), {"sliding_attention": local, "full_attention": layer}),
+        **arranged(layer_types(settings, every=2), windowed=local, full=layer),
     }
 
 
 def to_settings(model: config.Model) -> Settings | None:
-    return {**sandwich_settings(model), **rope_settings(model.kinds[model.layer_kinds[0]].attention.rope)}
+    return {**sandwich_settings(model), **rope_settings(layer_kinds(model)[0].attention.rope)}
 
 
 TABLE = Table(

@@ -3,11 +3,9 @@
 from typing import Any
 
 from maxhydra.config import model as config
+from maxhydra.convert.kinds import FULL, WINDOWED, arranged, by_type, layer_types
 from maxhydra.convert.settings import (
-    arranged,
     head,
-    kind_of_type,
-    layer_types,
     rope_of,
     rope_parameters,
     sizes,
@@ -33,28 +31,27 @@ USUAL = {
 
 def to_model(settings: Settings) -> dict[str, Any]:
     settings = {**USUAL, **settings}
-    told = settings.get("rope_parameters") or {"full_attention": settings.get("rope_scaling")}
+    told = settings.get("rope_parameters") or {FULL: settings.get("rope_scaling")}
     layer = gemma2.sandwich(settings)
     attention = {**layer["attention"], "qk_norm": "head"}
     local = {
         **attention,
         "window": settings["sliding_window"],
-        "rope": rope_of(told.get("sliding_attention") or {}, {"rope_theta": settings["rope_local_base_freq"]}),
+        "rope": rope_of(told.get(WINDOWED) or {}, {"rope_theta": settings["rope_local_base_freq"]}),
     }
-    everywhere = {**attention, "rope": rope_of(told.get("full_attention") or {}, settings)}
-    kinds = {"sliding_attention": {**layer, "attention": local}, "full_attention": {**layer, "attention": everywhere}}
+    everywhere = {**attention, "rope": rope_of(told.get(FULL) or {}, settings)}
+    types = layer_types(settings, every=settings["sliding_window_pattern"])
     return {
         **sizes(settings),
         **gemma.SHARED,
         "head": head(settings, tied=True),
         "logit_softcap": settings.get("final_logit_softcapping"),
-        **arranged(layer_types(settings, every=settings["sliding_window_pattern"]), kinds),
+        **arranged(types, windowed={**layer, "attention": local}, full={**layer, "attention": everywhere}),
     }
 
 
 def to_settings(model: config.Model) -> Settings | None:
-    local, everywhere = (kind_of_type(model, windowed=windowed).attention.rope for windowed in (True, False))
-    ropes = {"sliding_attention": rope_parameters(local), "full_attention": rope_parameters(everywhere)}
+    ropes = {name: rope_parameters(kind.attention.rope) for name, kind in by_type(model).items()}
     return {**gemma2.sandwich_settings(model), "rope_parameters": ropes}
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from maxhydra.config import model as config
+from maxhydra.convert.kinds import layer_kinds
 from maxhydra.convert.settings import activation, activation_setting, head
 from maxhydra.convert.table import Settings, Table, UnsupportedError, Weight
 
@@ -55,7 +56,7 @@ def to_model(settings: Settings) -> dict[str, Any]:
 
 
 def to_settings(model: config.Model) -> Settings | None:
-    function = activation_setting(model.kinds[model.layer_kinds[0]].mlp.activation)
+    function = activation_setting(layer_kinds(model)[0].mlp.activation)
     return {
         **{theirs: getattr(model, ours) for ours, theirs in SIZES.items()},
         "n_inner": model.mlp_dim,

@@ -3,18 +3,15 @@
 from typing import Any
 
 from maxhydra.config import model as config
+from maxhydra.convert.kinds import FULL, WINDOWED, arranged, by_type, layer_types, window_settings
 from maxhydra.convert.settings import (
     activation,
     activation_setting,
-    arranged,
     head,
-    kind_of_type,
-    layer_types,
     rope_of,
     rope_parameters,
     size_settings,
     sizes,
-    window_settings,
 )
 from maxhydra.convert.table import Settings, Table
 from maxhydra.convert.tables import llama
@@ -22,30 +19,29 @@ from maxhydra.convert.tables import llama
 
 def to_model(settings: Settings) -> dict[str, Any]:
     settings = {"rope_theta": 500_000.0, **settings}
-    told = settings.get("rope_parameters") or {"full_attention": settings.get("rope_scaling")}
+    told = settings.get("rope_parameters") or {FULL: settings.get("rope_scaling")}
     bias = "all" if settings.get("attention_bias") else "none"
     attention = {"qk_norm": "whole", "bias": bias}
-    ropes = {name: rope_of(told.get(name) or {}, settings) for name in ("sliding_attention", "full_attention")}
-    local = {**attention, "window": settings["sliding_window"], "rope": ropes["sliding_attention"]}
-    everywhere = {**attention, "rope": ropes["full_attention"]}
+    ropes = {name: rope_of(told.get(name) or {}, settings) for name in (WINDOWED, FULL)}
+    local = {**attention, "window": settings["sliding_window"], "rope": ropes[WINDOWED]}
+    everywhere = {**attention, "rope": ropes[FULL]}
     layer = {"norms": "post", "mlp": {"activation": activation(settings["hidden_act"])}}
-    kinds = {"sliding_attention": {**layer, "attention": local}, "full_attention": {**layer, "attention": everywhere}}
+    kinds = {"windowed": {**layer, "attention": local}, "full": {**layer, "attention": everywhere}}
     return {
         **sizes(settings),
         "head": head(settings, tied=False),
-        **arranged(layer_types(settings, every=4), kinds),
+        **arranged(layer_types(settings, every=4), **kinds),
     }
 
 
 def to_settings(model: config.Model) -> Settings | None:
-    local, everywhere = (kind_of_type(model, windowed=windowed) for windowed in (True, False))
-    ropes = {"sliding_attention": local.attention.rope, "full_attention": everywhere.attention.rope}
+    kinds = by_type(model)
     return {
         **size_settings(model),
         **window_settings(model),
-        "rope_parameters": {name: rope_parameters(rope) for name, rope in ropes.items()},
-        "hidden_act": activation_setting(everywhere.mlp.activation),
-        "attention_bias": everywhere.attention.bias is config.AttentionBias.all,
+        "rope_parameters": {name: rope_parameters(kind.attention.rope) for name, kind in kinds.items()},
+        "hidden_act": activation_setting(kinds[FULL].mlp.activation),
+        "attention_bias": kinds[FULL].attention.bias is config.AttentionBias.all,
         "tie_word_embeddings": model.head is config.Head.tied,
     }
 

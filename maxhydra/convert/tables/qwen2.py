@@ -3,7 +3,7 @@
 from typing import Any
 
 from maxhydra.config import model as config
-from maxhydra.convert.settings import arranged, window_settings
+from maxhydra.convert.kinds import FULL, WINDOWED, arranged, window_settings
 from maxhydra.convert.table import Settings, Table
 from maxhydra.convert.tables import llama
 
@@ -15,9 +15,9 @@ def windowed(settings: Settings, model: dict[str, Any]) -> dict[str, Any]:
     layer = model["kinds"]["layer"]
     local = {**layer, "attention": {**layer["attention"], "window": settings["sliding_window"]}}
     first = settings.get("max_window_layers", 0)
-    usual = ["full_attention" if place < first else "sliding_attention" for place in range(model["num_layers"])]
+    usual = [FULL if place < first else WINDOWED for place in range(model["num_layers"])]
     types = settings.get("layer_types") or usual
-    return model | arranged(types, {"sliding_attention": local, "full_attention": layer})
+    return model | arranged(types, windowed=local, full=layer)
 
 
 def to_model(settings: Settings) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from maxhydra.config import model as config
+from maxhydra.convert.kinds import layer_kinds
 from maxhydra.convert.table import Settings, Table
 from maxhydra.convert.tables import llama, qwen2
 
@@ -17,7 +18,7 @@ def to_model(settings: Settings) -> dict[str, Any]:
 def to_settings(model: config.Model) -> Settings | None:
     settings = qwen2.to_settings(model)
     assert settings is not None
-    bias = model.kinds[model.layer_kinds[0]].attention.bias
+    bias = layer_kinds(model)[0].attention.bias
     return {**settings, "attention_bias": bias is config.AttentionBias.all}
 
 
