@@ -13,6 +13,26 @@ from maxhydra.config.validate import Builder
 from maxhydra.convert.table import Settings, Table, UnsupportedError, all_tables
 
 CONFIG = "config.json"
+WORDS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def stated_model(key: str, location: str) -> dict[str, Any]:
+    """The section `model` that a folder states."""
+    folder = Path(location).expanduser()
+    if not is_hf_folder(folder):
+        reason = f"has no {CONFIG}" if folder.is_dir() else "is not a folder"
+        raise ConfigError(Problem(key, reason, value=location, accepted="a Hugging Face folder"))
+    settings = read_settings(key, location, folder)
+    values = values_of(key, location, table_of(key, location, settings), settings)
+    model_of(key, location, values)
+    return {"model": values}
+
+
+def stated_run(location: str) -> dict[str, Any]:
+    """What else of a run a folder states: its tokenizer, where it has one."""
+    folder = Path(location).expanduser()
+    has_words = any((folder / name).is_file() for name in WORDS)
+    return {"data": {"tokenizer": {"kind": "hf", "path": location}}} if has_words else {}
 
 
 def is_hf_folder(path: Path) -> bool:

@@ -26,6 +26,15 @@ LLAMA3 = {
     "high_freq_factor": "high_freq_factor",
     "original_context": "original_max_position_embeddings",
 }
+YARN = {
+    "factor": "factor",
+    "original_context": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "truncate": "truncate",
+    "attention_factor": "attention_factor",
+}
+STRETCHED = {"llama3": LLAMA3, "yarn": YARN}
 
 
 def sizes(settings: Settings, names: Mapping[str, str] = SIZES) -> dict[str, Any]:
@@ -72,14 +81,16 @@ def rope_of(told: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     kind = told.get("rope_type") or told.get("type") or "default"
     if kind == "default":
         return {"theta": theta}
-    if kind != "llama3":
-        raise UnsupportedError(f"rope_type={kind}, where default and llama3 are served")
-    return {"kind": "llama3", "theta": theta} | {ours: told[theirs] for ours, theirs in LLAMA3.items()}
+    if kind not in STRETCHED:
+        raise UnsupportedError(f"rope_type={kind}, where default, {', '.join(STRETCHED)} are served")
+    found = {ours: told[theirs] for ours, theirs in STRETCHED[kind].items() if told.get(theirs) is not None}
+    return {"kind": kind, "theta": theta, **found}
 
 
 def rope_settings(rope: config.Rope) -> Settings:
     """The same back, under the names that every version of transformers reads."""
     scaling = None
-    if rope.kind is config.RopeKind.llama3:
-        scaling = {"rope_type": "llama3"} | {theirs: getattr(rope, ours) for ours, theirs in LLAMA3.items()}
+    if rope.kind.value in STRETCHED:
+        told = {theirs: getattr(rope, ours) for ours, theirs in STRETCHED[rope.kind.value].items()}
+        scaling = {"rope_type": rope.kind.value, **{name: value for name, value in told.items() if value is not None}}
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
