@@ -13,6 +13,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from maxhydra.convert.safetensors_write import write_safetensors
+
 WIDTH, HIDDEN, HEAD_DIM, VOCAB, KV_HEADS = 2048, 8192, 64, 32000, 8
 CONVERT = """
 import resource, sys
@@ -58,8 +60,6 @@ def write(folder: Path, gigabytes: float) -> float:
         "tie_word_embeddings": True,
     }
     (folder / "config.json").write_text(json.dumps(settings))
-    from maxhydra.convert.safetensors_write import write_safetensors  # noqa: PLC0415
-
     block = np.random.default_rng(0).normal(size=2**20).astype(ml_dtypes.bfloat16)
     path, dtype = folder / "model.safetensors", np.dtype(ml_dtypes.bfloat16)
     write_safetensors(path, shapes(layers), (np.resize(block, shape) for shape in shapes(layers).values()), dtype=dtype)

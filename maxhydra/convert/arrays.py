@@ -19,6 +19,10 @@ Index = tuple[int, ...]
 class Arrays(Protocol):
     """Host copies of parts of arrays."""
 
+    def counted(self, keys: Keys) -> Index:
+        """Sizes of the leading axes by which an array is best taken."""
+        ...
+
     def part(self, keys: Keys, index: Index) -> np.ndarray:
         """What lies at an index of the leading axes of an array."""
         ...
@@ -30,11 +34,18 @@ class HeldArrays:
     def __init__(self, params: Any):
         self._params = params
 
+    def counted(self, keys: Keys) -> Index:
+        return tuple(self._array(keys).shape[:1]) if keys[0] == "pattern" else ()
+
     def part(self, keys: Keys, index: Index) -> np.ndarray:
+        array = self._array(keys)
+        return np.asarray(jax.device_get(array[index] if index else array))
+
+    def _array(self, keys: Keys) -> Any:
         array = self._params
         for key in keys:
             array = array[key]
-        return np.asarray(jax.device_get(array[index] if index else array))
+        return array
 
 
 class FileArrays:
@@ -45,6 +56,9 @@ class FileArrays:
         self._places: dict[Keys, tuple[Place, int]] = {
             keys: (place, which) for place in checked_places(source, model) for which, keys in enumerate(place.keys)
         }
+
+    def counted(self, keys: Keys) -> Index:
+        return self._places[keys][0].counted
 
     def part(self, keys: Keys, index: Index) -> np.ndarray:
         place, which = self._places[keys]
