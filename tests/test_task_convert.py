@@ -237,7 +237,7 @@ def test_an_exported_run_writes_the_same_text_there(tmp_path: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     theirs.generation_config.eos_token_id = None
     wrote = theirs.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=False)
-    assert list(ours) == wrote[0, len(prompt) :].tolist() and len(set(ours)) > 3
+    assert list(ours) == wrote[0, len(prompt) :].tolist() and len(set(ours)) > 2
 
 
 def test_a_merged_adapter_is_a_model_of_theirs(adapter_run: Path, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ same store, and filled.
 """
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +29,16 @@ def write_own(folder: Path, model: ModelDef, arrays: Arrays, *, dtype: np.dtype)
         keys = tuple(entry.key for entry in path)
         counted = arrays.counted(keys)
         parts = len(counted)
-        array = _made_anew(folder / ITEM, keys, leaf.shape, (*[1] * parts, *leaf.shape[parts:]), dtype)
+        array = _made_anew(folder / ITEM, keys, leaf.shape, (*[1] * parts, *leaf.shape[parts:]))
         for index in itertools.product(*map(range, counted)):
             array[index].write(arrays.part(keys, index).astype(dtype)).result()
 
 
-def _made_anew(
-    store: Path, keys: tuple[str, ...], shape: tuple[int, ...], chunk: tuple[int, ...], dtype: np.dtype
-) -> Any:
-    """An empty array in the place of one of another size, with its way of packing."""
+def _made_anew(store: Path, keys: tuple[str, ...], shape: tuple[int, ...], chunk: tuple[int, ...]) -> Any:
+    """An empty array in the place of one of another size, with its type and way of packing."""
     kvstore = {"driver": "ocdbt", "base": f"file://{store}/", "path": ".".join(keys) + "/"}
     old = ts.open({"driver": "zarr", "kvstore": kvstore}).result().spec().to_json()["metadata"]
-    kept = {name: old[name] for name in ("compressor", "dimension_separator", "fill_value", "order")}
+    kept = {name: old[name] for name in ("compressor", "dimension_separator", "dtype", "fill_value", "order")}
     spec = {"driver": "zarr", "kvstore": kvstore, "create": True, "delete_existing": True}
     metadata = {**kept, "shape": list(shape), "chunks": [max(size, 1) for size in chunk]}
-    return ts.open(json.loads(json.dumps({**spec, "metadata": metadata})), dtype=ts.dtype(dtype)).result()
+    return ts.open({**spec, "metadata": metadata}).result()
