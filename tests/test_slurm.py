@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,13 +29,19 @@ def said(*words: str, scheduler: dict[str, str]) -> str:
 
 
 def wait_until_all_are_over(scheduler: dict[str, str], seconds: float) -> None:
-    """SLURM lets a job that was put back wait for two minutes, which an administrator, as here, can cut short."""
+    """SLURM lets a job that was put back wait for two minutes, which an administrator, as here, can cut short.
+
+    Not below some seconds: a node refuses the credential of a job that it has just seen end.
+    """
+    put_back: dict[str, float] = {}
 
     def are_over() -> bool:
         lines = said("squeue", "-hr", "--states=all", "-o", "%i|%T|%r", scheduler=scheduler).splitlines()
         jobs = [line.split("|") for line in lines]
         for identity, _, reason in jobs:
-            if reason == "BeginTime":
+            if reason != "BeginTime":
+                put_back.pop(identity, None)
+            elif time.monotonic() - put_back.setdefault(identity, time.monotonic()) > 4:
                 said("scontrol", "update", f"JobId={identity}", "StartTime=now", scheduler=scheduler)
         return all(state in ("COMPLETED", "FAILED", "CANCELLED") for _, state, _ in jobs)
 
