@@ -15,6 +15,11 @@ class QkNorm(Enum):
     whole = "whole"
 
 
+class ValueSource(Enum):
+    own = "own"
+    key = "key"
+
+
 class AttentionBias(Enum):
     none = "none"
     qkv = "qkv"
@@ -64,9 +69,21 @@ class Attention(Schema):
     projections."""
     bias: AttentionBias = AttentionBias.none
     """Which projections add a learned vector: none, those to queries, keys and values, or all."""
+    gated: bool = False
+    """Whether what a head gathers is multiplied by the sigmoid of a projection of the token (Qiu et al., 2025)."""
+    value: ValueSource = ValueSource.own
+    """What values are made of: a projection of their own, or that of the keys, without their norm and positions."""
+    value_norm: bool = False
+    """Whether the values of each head are normalised, without a scale."""
+    shares: str | None = None
+    """Kind of the prefix whose last layer's keys and values are seen in the place of own ones (Brandon et al., 2024).
+    null: the layer has its own."""
     temperature: Temperature = section(Temperature)
     rope: Rope = section(Rope)
 
     def check(self) -> Iterator[Problem]:
+        if self.shares is not None and (self.value is ValueSource.key or self.value_norm):
+            reason = "takes values as they are: value and value_norm belong to the kind they come from"
+            yield Problem("shares", reason, value=self.shares, accepted="null")
         if self.window is not None and self.chunk is not None:
             yield Problem("chunk", f"does not go with window={self.window}", value=self.chunk, accepted="one of them")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from enum import Enum
 
-from maxhydra.config.attention import Attention, AttentionBias, QkNorm, Temperature
+from maxhydra.config.attention import Attention, AttentionBias, QkNorm, Temperature, ValueSource
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.delta import Delta, DeltaBackend
 from maxhydra.config.embedding import Embedding, EmbeddingScale, Positions
@@ -58,6 +58,7 @@ __all__ = [
     "Scaled",
     "Shared",
     "Temperature",
+    "ValueSource",
 ]
 
 
@@ -281,6 +282,9 @@ class Model(Schema):
     scan_unroll: int = option(1, ge=1)
     """Pattern repetitions written out per step of the scan over layers; num_layers unrolls all."""
     kernels: ModelKernels = section(ModelKernels)
+    path: str | None = None
+    """model=from_hf: Hugging Face folder whose config.json states the model. Weights and tokenizer come from there too,
+    unless checkpoint.load_parameters and data.tokenizer say otherwise. Given on the command line."""
 
     @property
     def is_recurrent(self) -> bool:
@@ -300,6 +304,10 @@ class Model(Schema):
                         accepted=", ".join(self.kinds) or "a kind defined in model.kinds",
                         hint=did_you_mean(name, self.kinds),
                     )
+        yield from self._check_shared()
+        if self.mtp.depth and self.per_layer.dim is not None:
+            reason = "has no embeddings for the layers of mtp"
+            yield Problem("per_layer.dim", reason, value=self.per_layer.dim, accepted="null, or mtp.depth=0")
         if not self.pattern and len(self.prefix) != self.num_layers:
             yield Problem(
                 "pattern",
@@ -314,6 +322,24 @@ class Model(Schema):
                 value=self.prefix,
                 accepted=f"at most {self.num_layers} kinds",
             )
+
+    def _check_shared(self) -> Iterator[Problem]:
+        """Who shares keys and values finds them in the prefix, in heads of the same number and size."""
+        for name, kind in self.kinds.items():
+            source = kind.attention.shares
+            if source is None:
+                continue
+            where, own = f"kinds.{name}.attention.shares", [k for k in self.prefix if k in self.kinds]
+            givers = [k for k in own if self.kinds[k].attention.shares is None and k not in self.pattern]
+            if source not in givers:
+                reason = "is no kind of model.prefix alone, with keys and values of its own"
+                yield Problem(where, reason, value=source, accepted=", ".join(dict.fromkeys(givers)) or "null")
+            elif self._kv_sizes(self.kinds[source]) != self._kv_sizes(kind):
+                yield Problem(where, "has other heads: num_kv_heads and head_dim must agree", value=source)
+
+    def _kv_sizes(self, kind: Kind) -> tuple[int, int]:
+        own = kind.attention
+        return own.num_kv_heads or self.num_kv_heads, own.head_dim or self.head_dim
 
     def _check_heads(self) -> Iterator[Problem]:
         for where, kind in {

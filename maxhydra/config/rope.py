@@ -11,6 +11,7 @@ from maxhydra.config.errors import Problem
 class RopeKind(Enum):
     none = "none"
     default = "default"
+    proportional = "proportional"
     linear = "linear"
     llama3 = "llama3"
     yarn = "yarn"
@@ -26,7 +27,8 @@ class Rope(Schema):
     """Rotary position embedding (Su et al., 2021)."""
 
     kind: RopeKind = RopeKind.default
-    """Frequencies: default; linear, llama3 (Llama 3.1), yarn, three ways to stretch them; none for no positions."""
+    """Frequencies: default; proportional (Gemma 4, 2026), by which the whole head turns, what is beyond share by zero;
+    linear, llama3 (Llama 3.1), yarn, three ways to stretch them; none for no positions."""
     theta: float = option(10000.0, gt=0)
     """Base of the geometric series of wavelengths."""
     share: float = option(1.0, gt=0, le=1)

@@ -18,12 +18,12 @@ from maxhydra.kernels.attention import Request
 from maxhydra.kernels.einsum import Layout
 from maxhydra.kernels.paged_attention import Pages, can_serve, paged_attention
 from maxhydra.layers.attend import attend, cached_positions
-from maxhydra.layers.cache import Cache, KeysValues, Room
+from maxhydra.layers.cache import Cache, KeysValues, NoCache, Room
 from maxhydra.layers.chunks import chunks
 from maxhydra.layers.context import Context
-from maxhydra.layers.norm import NormSpec
+from maxhydra.layers.norm import Norm, NormSpec, PlainNorm
 from maxhydra.layers.parts import Mixed, visible_in_chunk, visible_keys
-from maxhydra.layers.projection import are_alike, joined, together
+from maxhydra.layers.projection import Projection, are_alike, joined, together
 from maxhydra.layers.qk_norm import heads_norm, normed_heads
 from maxhydra.layers.rope import Rotation, rotate, turns
 from maxhydra.layers.temperature import tempered
@@ -46,6 +46,12 @@ class AttentionSpec:
     qk_norm: config.QkNorm
     norm: NormSpec
     bias: config.AttentionBias
+    is_gated: bool
+    value: config.ValueSource
+    has_value_norm: bool
+    shares: str | None
+    hands_on: bool
+    """Whether layers of other kinds see the keys and values of this one."""
     temperature: tuple[int, float] | None
     rotation: Rotation | None
     backend: str
@@ -56,6 +62,7 @@ class AttentionSpec:
     @classmethod
     def of(cls, model: config.Model, kind: config.Kind) -> "AttentionSpec":
         own = kind.attention
+        sources = [other.attention.shares for other in model.kinds.values()]
         head_dim = own.head_dim or model.head_dim
         return cls(
             emb_dim=model.emb_dim,
@@ -70,6 +77,11 @@ class AttentionSpec:
             qk_norm=own.qk_norm,
             norm=NormSpec.of(model),
             bias=own.bias,
+            is_gated=own.gated,
+            value=own.value,
+            has_value_norm=own.value_norm,
+            shares=own.shares,
+            hands_on=any(model.kinds[other] is kind for other in sources if other is not None),
             temperature=_temperature(own.temperature),
             rotation=Rotation.of(own.rope, head_dim),
             backend=model.kernels.attention.value,
@@ -82,98 +94,128 @@ class AttentionSpec:
         return Attention(self, make)
 
     def forward_flops(self, seq_len: int) -> float:
-        """Operations per token: four projections, then logits and weighted sum over the keys that a token sees."""
-        weights = self.emb_dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        """Operations per token: projections, then logits and weighted sum over the keys that a token sees."""
+        of_keys = 0 if self.shares else 1 if self.value is config.ValueSource.key else 2
+        of_queries = 3 if self.is_gated else 2
+        weights = self.emb_dim * self.head_dim * (of_queries * self.num_heads + of_keys * self.num_kv_heads)
         keys = visible_in_chunk(self.chunk, seq_len) if self.chunk else visible_keys(self.window, seq_len)
         return 2.0 * weights + 4.0 * self.num_heads * self.head_dim * keys
 
     @property
     def suits_pages(self) -> bool:
         """Whether the kernel for pages has all that is asked for."""
-        is_plain = self.chunk is None and self.temperature is None and not self.has_sinks
+        is_plain = self.chunk is None and self.temperature is None and not (self.has_sinks or self.has_value_norm)
+        is_plain = is_plain and self.value is config.ValueSource.own and not (self.shares or self.hands_on)
         return is_plain and (self.rotation is None or self.rotation.turns_halves(self.head_dim))
 
 
 class Attention(nnx.Module):
-    """out(attention(rope(query(x)), rope(key(x)), value(x)))."""
+    """out(attention(rope(query(x)), rope(key(x)), value(x)) * sigmoid(gate(x))), the gate where there is one."""
 
     def __init__(self, spec: AttentionSpec, make: WeightMaker):
         self.spec = spec
         D, N, K, H = spec.emb_dim, spec.num_heads, spec.num_kv_heads, spec.head_dim
         inner = partial(make.projection, scale=spec.init_scale, has_bias=spec.bias is not config.AttentionBias.none)
-        self.query = inner("query", (D,), (N, H), ("embed", "heads", "head_dim"))
-        self.key = inner("key", (D,), (K, H), ("embed", "kv_heads", "head_dim"))
-        self.value = inner("value", (D,), (K, H), ("embed", "kv_heads", "head_dim"))
+        of_queries, of_keys = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
+        has_value = spec.shares is None and spec.value is config.ValueSource.own
+        self.query = inner("query", (D,), (N, H), of_queries)
+        self.key = inner("key", (D,), (K, H), of_keys) if spec.shares is None else None
+        self.value = inner("value", (D,), (K, H), of_keys) if has_value else None
         has_bias = spec.bias is config.AttentionBias.all
         axes = ("heads", "head_dim", "embed")
         self.out = make.projection("out", (N, H), (D,), axes, scale=spec.out_scale, has_bias=has_bias)
+        self.gate = inner("gate", (D,), (N, H), of_queries) if spec.is_gated else None
         self.query_norm = heads_norm(spec.qk_norm, spec.norm, N, H, make)
-        self.key_norm = heads_norm(spec.qk_norm, spec.norm, K, H, make)
+        self.key_norm = heads_norm(spec.qk_norm, spec.norm, K, H, make) if spec.shares is None else None
+        self.value_norm = PlainNorm(eps=spec.norm.eps, dtypes=spec.dtypes) if spec.has_value_norm else None
         self.sinks = make.zeros((N,), ("heads",)) if spec.has_sinks else None
 
     @jax.named_scope("attention")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
-        pages = self._pages(x_BTD, ctx)
+        pages, seen = self._pages(x_BTD, ctx), None
         if pages is None:
-            mixed_BTNH, cache = self._mix(*self._project(x_BTD, ctx), ctx)
+            q_BTNH, own = self._project(x_BTD, ctx)
+            seen, cache = self._keep(own, ctx)
+            mixed_BTNH = self._mix(q_BTNH, seen, ctx)
         else:
             mixed_BTNH, cache = self._mix_pages(x_BTD, pages, ctx)
         mixed_BTNH = ctx.constrain(mixed_BTNH, "act_batch", "act_length", "act_heads", None)
         mixed_BTNH = checkpoint_name(mixed_BTNH, "context")
+        if self.gate is not None:
+            gate_BTNH = ctx.constrain(self.gate(x_BTD, ctx), "act_batch", "act_length", "act_heads", None)
+            mixed_BTNH = mixed_BTNH * jax.nn.sigmoid(gate_BTNH.astype(jnp.float32)).astype(mixed_BTNH.dtype)
         out_BTD = self.out(mixed_BTNH, ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
-        return Mixed(checkpoint_name(out_BTD, "attention_out"), cache, {})
+        return Mixed(checkpoint_name(out_BTD, "attention_out"), cache, {}, seen if self.spec.hands_on else None)
 
     def empty_cache(self, room: Room, layers: int) -> Cache:
         spec = self.spec
+        if spec.shares is not None:
+            return NoCache()
         return room.keys_and_values(
             layers=layers, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=spec.dtypes.compute
         )
 
-    def _project(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Heads of query, key and value, with positions where they belong.
+    @property
+    def _inputs(self) -> tuple[Projection, ...]:
+        """The projections of query, key and value that there are, in this order."""
+        return tuple(one for one in (self.query, self.key, self.value) if one is not None)
+
+    def _project(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Heads of query, and of key and value if they are its own, with positions where they belong.
 
         In training one product where every device holds all heads, as on a single one: x is read once, and its gradient
         is written once instead of three times and added up. Heads that are split over devices would have to move for
         that, and to decode a token the weights would be copied for it unless they lie together.
         """
-        spec = self.spec
         is_whole = ctx.sharder.ways("heads") == ctx.sharder.ways("kv_heads") == 1
         if (ctx.cache is None and is_whole) or self.query.product.layout is Layout.joined:
-            q_BTNH, k_BTKH, v_BTKH = together((self.query, self.key, self.value), x_BTD, ctx)
+            heads = together(self._inputs, x_BTD, ctx)
         else:
-            q_BTNH, k_BTKH, v_BTKH = (projection(x_BTD, ctx) for projection in (self.query, self.key, self.value))
-        q_BTNH = normed_heads(q_BTNH, spec.qk_norm, self.query_norm)
-        k_BTKH = normed_heads(k_BTKH, spec.qk_norm, self.key_norm)
-        if spec.rotation is not None:
-            q_BTNH, k_BTKH = (rotate(heads, ctx.positions, spec.rotation) for heads in (q_BTNH, k_BTKH))
-        if spec.temperature is not None:
-            q_BTNH = tempered(q_BTNH, ctx.positions, *spec.temperature)
-        return (
-            checkpoint_name(ctx.constrain(q_BTNH, "act_batch", "act_length", "act_heads", None), "query"),
+            heads = [projection(x_BTD, ctx) for projection in self._inputs]
+        q_BTNH = self._placed(heads[0], self.query_norm, ctx)
+        if self.spec.temperature is not None:
+            q_BTNH = tempered(q_BTNH, ctx.positions, *self.spec.temperature)
+        q_BTNH = checkpoint_name(ctx.constrain(q_BTNH, "act_batch", "act_length", "act_heads", None), "query")
+        if self.spec.shares is not None:
+            return q_BTNH, None
+        k_BTKH = self._placed(heads[1], self.key_norm, ctx)
+        v_BTKH = heads[-1] if self.value_norm is None else self.value_norm(heads[-1])
+        return q_BTNH, (
             checkpoint_name(ctx.constrain(k_BTKH, "act_batch", "act_length", "act_kv_heads", None), "key"),
             checkpoint_name(ctx.constrain(v_BTKH, "act_batch", "act_length", "act_kv_heads", None), "value"),
         )
 
-    def _mix(self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, ctx: Context) -> tuple[jax.Array, Any]:
+    def _placed(self, heads: jax.Array, norm: Norm | None, ctx: Context) -> jax.Array:
+        """Queries or keys, normalised and turned."""
+        heads = normed_heads(heads, self.spec.qk_norm, norm)
+        return heads if self.spec.rotation is None else rotate(heads, ctx.positions, self.spec.rotation)
+
+    def _keep(self, own: tuple[jax.Array, jax.Array] | None, ctx: Context) -> tuple[KeysValues, Any]:
+        """The keys and values to look at, and the cache with this call's in it."""
+        if own is None:
+            assert self.spec.shares is not None
+            return ctx.shared[self.spec.shares], ctx.cache
+        k_BTKH, v_BTKH = own
+        if ctx.cache is None:
+            return KeysValues(self._whole(k_BTKH, ctx), self._whole(v_BTKH, ctx), ctx.positions), None
+        cache = ctx.cache.insert(k_BTKH, v_BTKH, cached_positions(ctx), ctx.rows)
+        kept: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
+        return KeysValues(self._whole(kept.key_BSKH, ctx), self._whole(kept.value_BSKH, ctx), kept.positions_BS), cache
+
+    def _mix(self, q_BTNH: jax.Array, seen: KeysValues, ctx: Context) -> jax.Array:
         """Gather values over the tokens at hand, or over those in the cache and the ones at hand."""
         if ctx.cache is None:
-            k_BSKH, v_BSKH = self._whole(k_BTKH, ctx), self._whole(v_BTKH, ctx)
             segments = chunks(ctx.segments, ctx.positions, self.spec.chunk)
-            return self._attend(q_BTNH, k_BSKH, v_BSKH, ctx, q_segments_BT=segments, kv_segments_BS=segments), None
-        positions_BT = cached_positions(ctx)
-        cache = ctx.cache.insert(k_BTKH, v_BTKH, positions_BT, ctx.rows)
-        kept: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
-        k_BSKH, v_BSKH = self._whole(kept.key_BSKH, ctx), self._whole(kept.value_BSKH, ctx)
-        mixed_BTNH = self._attend(
-            q_BTNH, k_BSKH, v_BSKH, ctx, q_positions_BT=positions_BT, kv_positions_BS=kept.positions_BS
-        )
-        return mixed_BTNH, cache
+            tokens = {"q_segments_BT": segments, "kv_segments_BS": segments}
+        else:
+            tokens = {"q_positions_BT": cached_positions(ctx), "kv_positions_BS": seen.positions_BS}
+        return self._attend(q_BTNH, seen.key_BSKH, seen.value_BSKH, ctx, **tokens)
 
     def _pages(self, x_BTD: jax.Array, ctx: Context) -> Pages | None:
         """The cache as the kernel for one new token a row takes it; None where that cannot serve."""
-        three = (self.query, self.key, self.value)
-        is_plain = are_alike(three) and all(projection.lora is None for projection in three) and self.spec.suits_pages
+        inputs = self._inputs
+        is_plain = are_alike(inputs) and all(projection.lora is None for projection in inputs) and self.spec.suits_pages
         is_asked = self.spec.backend == "auto" and self.query.product.layout is Layout.joined and is_plain
         if ctx.cache is None or not is_asked or x_BTD.shape[1] > 1:
             return None
@@ -183,7 +225,7 @@ class Attention(nnx.Module):
     def _mix_pages(self, x_B1D: jax.Array, pages: Pages, ctx: Context) -> tuple[jax.Array, Any]:
         """The same as _project and _mix, from the heads of all three in one array to the cache with the new token."""
         spec = self.spec
-        heads_BMH = joined((self.query, self.key, self.value), x_B1D, ctx)[:, 0]
+        heads_BMH = joined(self._inputs, x_B1D, ctx)[:, 0]
         if self.query_norm is not None:
             q, k, v = jnp.split(heads_BMH, (spec.num_heads, spec.num_heads + spec.num_kv_heads), axis=1)
             q, k = (normed_heads(x, spec.qk_norm, norm) for x, norm in ((q, self.query_norm), (k, self.key_norm)))

@@ -36,6 +36,9 @@ def frequencies(rope: config.Rope, head_dim: int) -> tuple[float, ...] | None:
     positions."""
     if rope.kind is config.RopeKind.none:
         return None
+    if rope.kind is config.RopeKind.proportional:
+        turning = int(head_dim * rope.share) // 2
+        return tuple(rope.theta ** (-2 * i / head_dim) if i < turning else 0.0 for i in range(head_dim // 2))
     size = int(head_dim * rope.share)
     plain = tuple(rope.theta ** (-2 * i / size) for i in range(size // 2))
     if rope.kind is config.RopeKind.linear:
@@ -50,8 +53,8 @@ def _stretched(frequency: float, rope: config.Rope) -> float:
     """Llama 3.1 (2024): long wavelengths are stretched by `factor`, short ones stay, and those between are blended."""
     assert rope.factor and rope.low_freq_factor and rope.high_freq_factor and rope.original_context
     turns = rope.original_context * frequency / (2 * math.pi)
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = min(max(kept, 0.0), 1.0)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    kept = min(max((turns - low) / (high - low), 0.0), 1.0) if high != low else float(turns >= low)
     return kept * frequency + (1 - kept) * frequency / rope.factor
 
 
