@@ -142,6 +142,7 @@ def test_nodes_of_a_slice(option: str, topology: str, nodes: int, chips: int) ->
         ("tpu-v5p", {"topology": "3x3x1"}, ["hydra.launcher.topology"]),
         ("gpu-h100", {"topology": "4x4"}, ["hydra.launcher.topology"]),
         ("cpu", {"chips_per_node": 1}, ["hydra.launcher.chips_per_node"]),
+        ("cpu", {"nodes": 2, "outputs": "empty://"}, ["hydra.launcher.outputs"]),
     ],
 )
 def test_nodes_that_do_not_exist(option: str, settings: dict[str, Any], paths: list[str]) -> None:

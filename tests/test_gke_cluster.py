@@ -149,10 +149,10 @@ def test_a_sweep_is_left_alone_watched_and_gone_on_with(namespace: str, server: 
 def test_refusals_are_one_line(namespace: str, tmp_path: Path) -> None:
     """By who may do what, by quota, by names that cannot be."""
     proposal, shared = Proposal(0, "0", ()), Shared(tmp_path / "s", tuple(CHOICES), None)
+    GkeJobs(SETTINGS, shared).prepare(proposal)
 
     def refused(**settings: Any) -> str:
         jobs = GkeJobs(dataclasses.replace(SETTINGS, **{"namespace": namespace, **settings}), shared)
-        jobs.prepare(proposal)
         with pytest.raises(ConfigError) as caught:
             jobs.start([proposal])
         (problem,) = caught.value.problems
