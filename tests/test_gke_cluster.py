@@ -27,7 +27,8 @@ from tests import running
 from tests.jobset import DEFINITION
 from tests.kube import Server, missing, serving, wait_for
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+MISSING = missing()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 
 SETTINGS = GkeSettings(image="registry.example/maxhydra:1", outputs="gs://bucket/runs")
 JOBSETS = {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"}

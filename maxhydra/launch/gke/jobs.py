@@ -20,7 +20,7 @@ from maxhydra.launch.gke.volumes import OUTPUTS
 from maxhydra.launch.jobs import Job, Proposal, Shared
 from maxhydra.launch.local import CLAIM, CONSOLE
 from maxhydra.launch.order import CONFIG, Order, read_order
-from maxhydra.launch.termination import is_relayed, relay
+from maxhydra.launch.termination import forget, relay
 from maxhydra.record import RunDirectory
 from maxhydra.record.files import replace_file
 from maxhydra.record.scrub import scrub_text
@@ -162,8 +162,7 @@ class GkeJobs:
             if error.status != 409:
                 raise
             there = self._there(work.name, manifest)
-        if is_relayed(job.run):
-            job.run.facts_path.unlink()
+        forget(job.run.path)
         try:
             self._cluster.create_config_map(config_map(self._settings, work, owner=there["metadata"]["uid"]))
         except RefusedError:
