@@ -76,7 +76,7 @@ def bench_attention() -> None:
             return attention.attention(q, k, v, request, backend=backend, sinks_N=sinks)
 
         def both(backend: str, q: Any, k: Any, v: Any, d: Any) -> Any:
-            return jax.vjp(lambda q, k, v: forward(backend, q, k, v, d), q, k, v)[1](d)  # noqa: B023
+            return jax.vjp(lambda q, k, v: forward(backend, q, k, v, d), q, k, v)[1](d)
 
         small = tuple(x[:1, :512] for x in sets[0])
         facts = {"case": name, "shape": [B, T, N, K, H]}

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from maxhydra.kernels import attention as kernels
-from maxhydra.kernels.attention import BACKENDS, Backend, Call, Request, UnsupportedError, attention, choose, triton, xla
+from maxhydra.kernels.attention import (
+    BACKENDS,
+    Backend,
+    Call,
+    Request,
+    UnsupportedError,
+    attention,
+    choose,
+    triton,
+    xla,
+)
 from maxhydra.kernels.attention.request import Tokens
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
