@@ -1,5 +1,6 @@
 """Jobs on Kubernetes without a cluster: what is refused, what would be sent, what comes back."""
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from maxhydra.cli import entry
-from maxhydra.config.errors import ConfigError
+from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.hardware import Hardware
 from maxhydra.launch.gke import GkeSettings
 from maxhydra.launch.gke.cluster import Cluster
@@ -19,7 +20,7 @@ from maxhydra.launch.gke.manifests import Work, config_map, job_name, job_set, j
 from maxhydra.launch.gke.placement import place
 from maxhydra.launch.gke.refusals import refusal
 from maxhydra.launch.places import read_launcher
-from maxhydra.launch.termination import LIMIT, message, read_message, relay
+from maxhydra.launch.termination import LIMIT, ending_told, message, read_message, relay
 from maxhydra.record import RunDirectory, read_metrics
 from maxhydra.runs.registry import Registry
 from maxhydra.runtime.options import hardware_options
@@ -210,6 +211,17 @@ def test_a_run_comes_back_through_its_last_words(tmp_path: Path) -> None:
     assert read_message("Traceback") is None and read_message("[1]") is None and read_message(None) is None
 
 
+def test_every_end_has_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MAXHYDRA_TERMINATION_LOG", str(tmp_path / "log"))
+    ends = {None: "finished", SystemExit(143): "failed", ConfigError(Problem("a", "is wrong")): "failed"}
+    for error, status in ends.items():
+        with contextlib.suppress(BaseException), ending_told(tmp_path / "run"):
+            if error is not None:
+                raise error
+        told = read_message((tmp_path / "log").read_text())
+        assert told is not None and told["status"] == status
+
+
 def rendered(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """Exit code and output of `maxhydra launch render`."""
     code = entry.run(["launch", "render", *arguments])
@@ -220,8 +232,10 @@ def rendered(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 def test_render_refuses_what_a_launch_would(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = rendered(capsys, "hydra/launcher=gke", "hydra.launcher.slices=0", "hydra.launcher.namespace=No_Name")
     assert code == 2 and "4 problems" in said
-    code, said = rendered(capsys, *LAUNCHER, "hardware=cpu", "tracker.wandb.project=x", "train.step=3")
+    code, said = rendered(capsys, *LAUNCHER, "hardware=cpu", "train.step=3")
     assert code == 2 and "train.step" in said
+    code, said = rendered(capsys, *LAUNCHER, "hardware=cpu", "hydra.launcher.slice=3")
+    assert code == 2 and "did you mean 'slices'?" in said
     code, said = rendered(capsys, *LAUNCHER, "hardware=auto")
     assert code == 2 and "does not say which nodes to ask for" in said
 

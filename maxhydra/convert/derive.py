@@ -4,12 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
-from maxhydra.config.validate import Builder
+from maxhydra.config.options import model_from
 from maxhydra.convert.table import Settings, Table, UnsupportedError, all_tables
 
 CONFIG = "config.json"
@@ -74,18 +73,11 @@ def values_of(key: str, location: str, table: Table, settings: Settings) -> dict
 
 def model_of(key: str, location: str, values: dict[str, Any]) -> config.Model:
     """The model config of plain values; what does not fit the schema is told of the location."""
-    builder = Builder(origin=lambda path: location, unsure=frozenset())
     try:
-        node = OmegaConf.merge(OmegaConf.structured(config.Model), OmegaConf.create(values))
+        return model_from(values, source=location)
     except OmegaConfBaseException as error:
         reason = f"{CONFIG} gives a model that cannot be: {str(error).splitlines()[0]}"
         raise ConfigError(Problem(key, reason, value=location)) from None
-    assert isinstance(node, DictConfig)
-    model = builder.section(node, "model")
-    if builder.problems:
-        raise ConfigError(builder.problems)
-    assert isinstance(model, config.Model)
-    return model
 
 
 def no_table(key: str, location: str, what: str, known: list[str]) -> ConfigError:
