@@ -103,7 +103,10 @@ def kind(settings: Settings, mixer: str, feed_forward: dict[str, Any]) -> dict[s
     if MIXERS[mixer] == "delta":
         delta = {ours: settings[theirs] for ours, theirs in DELTA_SIZES.items()}
         return {"mixer": "delta", "delta": delta, **feed_forward}
-    return {"attention": {"gated": True, "qk_norm": "head", "rope": rope(settings)}, **feed_forward}
+    told = settings.get("rope_parameters") or {}
+    share = told.get("partial_rotary_factor") or settings.get("partial_rotary_factor", 0.25)
+    turned = {**rope(settings), "share": share}
+    return {"attention": {"gated": True, "qk_norm": "head", "rope": turned}, **feed_forward}
 
 
 def moe(settings: Settings) -> dict[str, Any]:
@@ -159,6 +162,7 @@ def common_settings(model: config.Model) -> Settings:
     return {
         **size_settings(model, names),
         **rope_settings(full.attention.rope),
+        "partial_rotary_factor": full.attention.rope.share,
         **{theirs: getattr(delta.delta, ours) for ours, theirs in DELTA_SIZES.items()},
         "layer_types": [types[kind.mixer.value] for kind in kinds],
         "tie_word_embeddings": model.head is config.Head.tied,
