@@ -104,13 +104,18 @@ def _with_tensors(source: Source, file: Path) -> Source:
 
 
 def _relative(ours: Any, theirs: Any) -> dict[str, float]:
-    """Weight -> largest difference over the largest value; both may be zero, as for a router's bias."""
+    """Weight -> largest difference over the largest value.
+
+    That may be zero, as for a router's bias, or nothing but rounding, as for a bias of keys without positions, which
+    the softmax does not see: below a hundred thousandth of the largest of all it does not count.
+    """
+    least = 1e-5 * max(float(np.abs(want).max()) for want in jax.tree.leaves(theirs))
     found = {}
     for path, want in jax.tree_util.tree_leaves_with_path(theirs):
         got = ours
         for entry in path:
             got = got[entry.key]
-        scale = max(float(np.abs(want).max()), 1e-12)
+        scale = max(float(np.abs(want).max()), least)
         found[jax.tree_util.keystr(path, simple=True, separator="/")] = float(np.abs(got - want).max()) / scale
     return found
 

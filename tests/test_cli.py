@@ -88,6 +88,16 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["-m", "model.num_heads=4,6", "model.num_kv_heads=4,2"], ["model.num_kv_heads=4: does not divide"]),
         (["-m", "model=tiny,tny"], ["model=tny: no such option"]),
         (
+            ["-m", "hydra/launcher=slurm", "hydra.launcher.nodes=0", "hydra.launcher.mem=much", "run.seed=1,2"],
+            ["hydra.launcher.nodes=0: is out of range", "hydra.launcher.mem=much: cannot be read"],
+        ),
+        (["-m", "hydra/launcher=slurm", "hydra.launcher.node=2"], ["hydra.launcher.node"]),
+        (["hydra/launcher=slurm"], ["hydra/launcher=slurm: launches the jobs of -m alone", "maxhydra -m"]),
+        (
+            ["-m", "hydra/launcher=slurm", "hydra.launcher.detach=true", "hydra/sweeper=optuna", "run.seed=range(1,3)"],
+            ["hydra.launcher.detach=true: a search waits for results"],
+        ),
+        (
             ["-m", "hydra/sweeper=optuna", "objective=eval/los", "train.seq_len=int(interval(8,16))"],
             ["objective=eval/los: is logged by no run of task=pretrain", "did you mean 'eval/loss'?"],
         ),

@@ -1,6 +1,8 @@
 """Jobs on Kubernetes without a cluster: what is refused, what would be sent, what comes back."""
 
+import contextlib
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,15 @@ import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from maxhydra.cli import entry
-from maxhydra.config.errors import ConfigError
+from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.hardware import Hardware
 from maxhydra.launch.gke import GkeSettings
+from maxhydra.launch.gke.cluster import Cluster
 from maxhydra.launch.gke.manifests import Work, config_map, job_name, job_set, job_template, sweep_id, to_yaml
 from maxhydra.launch.gke.placement import place
 from maxhydra.launch.gke.refusals import refusal
-from maxhydra.launch.termination import LIMIT, message, read_message, relay
+from maxhydra.launch.places import read_launcher
+from maxhydra.launch.termination import LIMIT, ending_told, message, read_message, relay
 from maxhydra.record import RunDirectory, read_metrics
 from maxhydra.runs.registry import Registry
 from maxhydra.runtime.options import hardware_options
@@ -81,6 +85,7 @@ def test_manifests_are_valid(name: str) -> None:
 
 def test_settings_are_checked_all_at_once() -> None:
     assert problems() == {}
+    assert read_launcher(json.loads(json.dumps(GPU.told()))) == GPU
     wrong = GkeSettings(
         image="a b",
         namespace="Bad_Name",
@@ -206,6 +211,17 @@ def test_a_run_comes_back_through_its_last_words(tmp_path: Path) -> None:
     assert read_message("Traceback") is None and read_message("[1]") is None and read_message(None) is None
 
 
+def test_every_end_has_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MAXHYDRA_TERMINATION_LOG", str(tmp_path / "log"))
+    ends = {None: "finished", SystemExit(143): "failed", ConfigError(Problem("a", "is wrong")): "failed"}
+    for error, status in ends.items():
+        with contextlib.suppress(BaseException), ending_told(tmp_path / "run"):
+            if error is not None:
+                raise error
+        told = read_message((tmp_path / "log").read_text())
+        assert told is not None and told["status"] == status
+
+
 def rendered(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """Exit code and output of `maxhydra launch render`."""
     code = entry.run(["launch", "render", *arguments])
@@ -216,8 +232,10 @@ def rendered(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 def test_render_refuses_what_a_launch_would(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = rendered(capsys, "hydra/launcher=gke", "hydra.launcher.slices=0", "hydra.launcher.namespace=No_Name")
     assert code == 2 and "4 problems" in said
-    code, said = rendered(capsys, *LAUNCHER, "hardware=cpu", "tracker.wandb.project=x", "train.step=3")
+    code, said = rendered(capsys, *LAUNCHER, "hardware=cpu", "train.step=3")
     assert code == 2 and "train.step" in said
+    code, said = rendered(capsys, *LAUNCHER, "hardware=cpu", "hydra.launcher.slice=3")
+    assert code == 2 and "did you mean 'slices'?" in said
     code, said = rendered(capsys, *LAUNCHER, "hardware=auto")
     assert code == 2 and "does not say which nodes to ask for" in said
 
@@ -247,3 +265,27 @@ def test_the_worker_runs_what_the_config_map_holds(capsys: pytest.CaptureFixture
     assert running.run(*command, cwd=tmp_path, **last_words).returncode == 2
     told = read_message((tmp_path / "termination-log").read_text())
     assert told is not None and told["status"] == "failed" and "train.steps" in told["reason"]
+
+
+def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody listens, no such context, a file that is no kubeconfig, no file."""
+    path = tmp_path / "kubeconfig"
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    nobody = {"name": "nobody", "cluster": {"server": "https://127.0.0.1:9"}}
+    context = {"name": "here", "context": {"cluster": "nobody", "user": "me"}}
+    config = {"clusters": [nobody], "contexts": [context], "users": [{"name": "me", "user": {"token": "x"}}]}
+    path.write_text(yaml.safe_dump({**config, "current-context": "here"}))
+
+    def refused(context: str | None) -> str:
+        with pytest.raises(ConfigError) as caught:
+            Cluster("default", context).job_sets("x")
+        (problem,) = caught.value.problems
+        assert problem.path == "hydra.launcher.context" and problem.hint and "\n" not in problem.reason
+        return problem.reason
+
+    assert "https://127.0.0.1:9 does not answer" in refused(None) and "Connection refused" in refused(None)
+    assert "elsewhere" in refused("elsewhere")
+    path.write_text("not: [a, config")
+    assert "leads to no cluster" in refused(None)
+    path.unlink()
+    assert "leads to no cluster" in refused(None)

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import json
 import os
+import secrets
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 
 import kubernetes as k8s
 import pytest
-import yaml
 
 from maxhydra.config.errors import ConfigError
 from maxhydra.launch.gke import GkeJobs, GkeSettings
@@ -43,12 +43,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def namespace(server: Server, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+def namespace(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """A namespace of its own for each test."""
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
-    name = request.node.name.replace("_", "-")[:60].strip("-")
+    name = f"test-{secrets.token_hex(4)}"
     core().create_namespace({"metadata": {"name": name}})
-    return str(name)
+    return name
 
 
 def core() -> Any:
@@ -146,8 +146,8 @@ def test_a_sweep_is_left_alone_watched_and_gone_on_with(namespace: str, server: 
     wait_for(lambda: list(job_sets(namespace)) == [first] == list(config_maps(namespace)), GARBAGE_SECONDS)
 
 
-def test_refusals_are_one_line(namespace: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By who may do what, by quota, by names that cannot be; and a cluster that is not there."""
+def test_refusals_are_one_line(namespace: str, tmp_path: Path) -> None:
+    """By who may do what, by quota, by names that cannot be."""
     proposal, shared = Proposal(0, "0", ()), Shared(tmp_path / "s", tuple(CHOICES), None)
 
     def refused(**settings: Any) -> str:
@@ -173,10 +173,3 @@ def test_refusals_are_one_line(namespace: str, server: Server, tmp_path: Path, m
     assert "exceeded quota: team" in told and "hydra.launcher.queue" in told
     # The JobSet that was made before does not stay without its config.
     wait_for(lambda: not job_sets(namespace), GARBAGE_SECONDS)
-    config = yaml.safe_load(server.kubeconfig.read_text())
-    config["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:9"
-    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-    assert "https://127.0.0.1:9 does not answer" in refused() and "Connection refused" in refused()
-    (tmp_path / "kubeconfig").write_text("not: [a, config")
-    assert "leads to no cluster" in refused()

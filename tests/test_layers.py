@@ -261,7 +261,7 @@ def test_context_is_a_tree_with_a_static_sharder():
     leaves, structure = jax.tree.flatten(ctx)
     assert len(leaves) == 2
     assert jax.tree.unflatten(structure, leaves).sharder == Sharder.single()
-    one, other = ctx.at_layer(1, None), ctx.at_layer(2, None)
+    one, other = ctx.at_layer(1, None, None), ctx.at_layer(2, None, None)
     assert not np.array_equal(jax.random.key_data(one.key(0)), jax.random.key_data(other.key(0)))
     assert not np.array_equal(jax.random.key_data(one.key(0)), jax.random.key_data(one.key(1)))
 

@@ -149,7 +149,7 @@ def test_the_layer_is_the_papers(kind):
 @pytest.mark.parametrize("kind", [{}, SPARSE], ids=["plain", "sparse"])
 @pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
 def test_a_cache_of_latents_gives_what_the_whole_sequence_gives(kind, is_paged):
-    """The first tokens at once, by their keys and values; then two, then one by one, in the space of the latents."""
+    """The first tokens at once, by their keys and values; then two, then one, in the space of the latents."""
     layer, x = make_layer(make_model(**kind)), inputs()
     expected = run(layer, x, make_context()).out_BTD
     room = PagedRoom(pages=9, page_size=4, slots=2, storage=None) if is_paged else DenseRoom(BATCH, 16)
@@ -164,13 +164,13 @@ def test_a_cache_of_latents_gives_what_the_whole_sequence_gives(kind, is_paged):
         return nnx.merge(graphdef, weights)(x, ctx)
 
     cache, parts = whole.at(0), []
-    for start, stop in ((0, 10), (10, 12), (12, 13), (13, 14)):
+    for start, stop in ((0, 11), (11, 13), (13, 14)):
         ctx = make_context(positions=make_context().positions[:, start:stop], cache=cache, rows=rows)
         out, cache, side = step(weights, x[:, start:stop], ctx)
         parts.append(out)
         assert side == {}
     np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, atol=2e-5)
-    assert [layer._is_few(stop, ctx) for stop in (10, 9)] == [False, True]
+    assert [layer._is_few(stop, ctx) for stop in (11, 10)] == [False, True]
 
 
 def test_the_indexer_learns_from_its_loss_alone():

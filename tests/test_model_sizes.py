@@ -9,10 +9,19 @@ import pytest
 from maxhydra.config import model as config
 from maxhydra.config.compose import compose
 from maxhydra.layers import Context
-from maxhydra.model import build, flops_per_token, parameter_count
+from maxhydra.model import active_parameters, build, flops_per_token, parameter_count
 from maxhydra.sharding import Sharder
 
 PUBLISHED = {
+    "deepseek-custom": 420_184_912,
+    "deepseek2-16b": 15_706_484_224,
+    "deepseek2-236b": 235_741_434_880,
+    "deepseek3-671b": 671_026_419_200,
+    "deepseek3-671b-2dfsdp": 671_026_419_200,
+    "deepseek3-671b-batchsplit": 671_026_419_200,
+    "deepseek3-test": 13_360_651_520,
+    "deepseek3.2-671b": 671_877_944_064,
+    "kimi-k2-1t": 1_026_408_232_448,
     "llama2-7b": 6_738_415_616,
     "llama2-13b": 13_015_864_320,
     "llama2-70b": 68_976_648_192,
@@ -25,6 +34,18 @@ PUBLISHED = {
     "llama3.2-3b": 3_212_749_824,
     "llama3.3-70b": 70_553_706_496,
     "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-30b-a3b-base": 30_532_122_624,
+    "qwen3-custom-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-480b-a35b": 480_154_875_392,
+    "qwen3-omni-30b-a3b": 30_532_122_624 + 2 * 128 * 2048,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "llama4-17b-16e": 107_769_861_120,
+    "llama4-17b-128e": 400_711_848_960,
     "smollm2-135m": 134_515_008,
     "smollm2-135m-instruct": 134_515_008,
 }
@@ -53,6 +74,20 @@ def test_the_default_model_holds_the_bytes_in_float32():
     tiny = load("tiny")
     assert tiny.vocab_size >= 259
     assert tiny.dtypes.compute is config.Dtype.float32
+
+
+def test_active_weights_of_mixtures_are_the_published_ones():
+    """12.9, 3.3, 22 and 5.1 billion (their model cards; that of the last leaves out the embedding). Dense: all."""
+    assert active_parameters(load("mixtral-8x7b")) == 46_702_792_704 - 32 * 6 * 3 * 4096 * 14336 == 12_879_925_248
+    assert active_parameters(load("qwen3-30b-a3b")) // 10**8 == 33
+    assert round(active_parameters(load("qwen3-235b-a22b")) / 1e9) == 22
+    assert round((active_parameters(load("gpt-oss-120b")) - 201088 * 2880) / 1e9, 1) == 5.1
+    assert active_parameters(load("llama3-8b")) == PUBLISHED["llama3-8b"]
+
+
+def test_flops_of_a_mixture_count_the_experts_that_a_token_meets():
+    matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 4096 * 8 + 2 * 3 * 4096 * 14336) + 4096 * 32000
+    assert flops_per_token(load("mixtral-8x7b"), 4096) == 6 * matrices + 12 * 32 * 4096 * 2048.5 * 32
 
 
 def test_flops_of_llama3_8b_by_hand():

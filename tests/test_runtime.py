@@ -225,6 +225,8 @@ class TestMeeting:
 
     def test_jobset(self) -> None:
         assert find_meeting(Cluster.auto, JOBSET, CPU) == Meeting("GKE JobSet run", "run-w-0-0.run:12321", 2, 1)
+        second = {**JOBSET, "JAX_NUM_PROCESSES": "4", "JOBSET_JOB_INDEX": "1", "JOBSET_PODS_PER_JOB": "2"}
+        assert find_meeting(Cluster.auto, second, CPU) == Meeting("GKE JobSet run", "run-w-0-0.run:12321", 4, 3)
 
     def test_tpu_pod_is_left_to_jax(self) -> None:
         meeting = find_meeting(Cluster.auto, {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, TPU)

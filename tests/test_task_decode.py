@@ -264,7 +264,7 @@ def test_killed_at_any_moment_every_prompt_is_answered_exactly_once(tmp_path: Pa
 
 def test_progress_tells_answers_and_tokens_a_second(capsys: pytest.CaptureFixture[str]) -> None:
     for mode, words in ((Progress.lines, "answered 7/10"), (Progress.bar, "7/10"), (Progress.none, "")):
-        with open_progress(mode, total=10, start=2) as progress:
+        with open_progress(mode, total=10, start=2, verb="answered") as progress:
             time.sleep(0.05)
             progress.update(7, 500)
         shown = capsys.readouterr().err

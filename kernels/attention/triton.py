@@ -46,9 +46,11 @@ class Blocks(NamedTuple):
 
 
 # By head size: the fastest of those measured on an H200 with a soft-cap.
-SMALL = Blocks(Block(128, 64, 4, 3), Block(64, 64, 4, 3), Block(64, 64, 4, 3))
-LARGE = Blocks(Block(128, 64, 8, 2), Block(64, 64, 4, 2), Block(64, 64, 4, 2))
-BLOCKS = {16: SMALL, 32: SMALL, 64: SMALL, 128: LARGE, 256: Blocks(*[Block(64, 32, 8, 2)] * 3)}
+BLOCKS = {
+    64: Blocks(Block(64, 64, 4, 3), Block(64, 64, 4, 3), Block(128, 64, 4, 2)),
+    128: Blocks(Block(128, 64, 4, 2), Block(128, 64, 8, 3), Block(64, 64, 4, 2)),
+    256: Blocks(Block(128, 64, 8, 2), Block(128, 32, 8, 2), Block(64, 32, 4, 2)),
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,7 +116,7 @@ def _product_kernel(tiles_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any, *, til
         w = w_ref[group, columns, part].T if turned else w_ref[group, part, columns]
         return sums + jnp.dot(x_ref[rows, part], w, preferred_element_type=jnp.float32)
 
-    steps = jnp.where((group < E) & (first < end), K // tile.summed, 0)
+    steps = jnp.where((group < E) & (first < end), jnp.int32(K // tile.summed), 0)
     sums = jax.lax.fori_loop(0, steps, add, jnp.zeros((tile.rows, tile.columns), jnp.float32))
     row = block * tile.rows + jnp.arange(tile.rows)
     is_own = ((row >= first) & (row < end))[:, None]

@@ -21,6 +21,8 @@ from maxhydra.kernels.paged_attention.pages import Pages
 # few rows and heads for the processors. On an H200, 64 rows of 300 tokens and 8 heads of 64: 21 us, with 4 warps 24,
 # with 128 tokens at a time 27; one row of 3,000: 15 us, in parts of 512 17.
 BLOCK, PART, FEW = 64, 512, 128
+# The same where rows and heads are few, and the warps and stages of each: one row of 300 tokens in 8.5 us instead of 11.
+FEW_BLOCK, WARPS, FEW_WARPS = 128, (2, 3), (4, 1)
 # The matrix unit takes no fewer rows.
 LEAST_ROWS = 16
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -39,9 +41,11 @@ def attention(
     N = M - 2 * K
     G = N // K
     W = pages.table_BW.shape[1]
-    at_a_time = min(max(BLOCK // Z, 1), 1 << (W.bit_length() - 1))
+    is_few = B * K <= FEW
+    at_a_time = min(max((FEW_BLOCK if is_few else BLOCK) // Z, 1), 1 << (W.bit_length() - 1))
     blocks = pl.cdiv(W, at_a_time)
-    parts = max(1, min(blocks, W * Z // (PART if B * K > FEW else PART // 2)))
+    parts = max(1, min(blocks, W * Z // (PART // 2 if is_few else PART)))
+    warps, stages = FEW_WARPS if is_few else WARPS
 
     queries = pl.BlockSpec((None, G, H), lambda b, k, m: (b, k, 0))
     new_key = pl.BlockSpec((None, None, H), lambda b, k, m: (b, N + k, 0))
@@ -66,7 +70,7 @@ def attention(
             wide,
         ],
         input_output_aliases={0: 0, 1: 1},
-        compiler_params=plt.CompilerParams(num_warps=2, num_stages=3),
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="paged_attention",
     )(pages.key_PKZH, pages.value_PKZH, heads_BMH, heads_BMH, heads_BMH, pages.table_BW, pages.length_B, *(turns or ()))

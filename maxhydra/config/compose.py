@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.defaults_list import DefaultsList
 from hydra._internal.utils import create_config_search_path
 from hydra.conf import RuntimeConf
@@ -26,9 +25,10 @@ from maxhydra.config.assemble import Assembly
 from maxhydra.config.discover import task_schemas
 from maxhydra.config.errors import UNSET, ConfigError, Problem
 from maxhydra.config.hydra_errors import COMPOSE_ERRORS, problem_of
-from maxhydra.config.located import Located, read_yaml, shown
+from maxhydra.config.located import Located, locate, read_yaml, shown
 from maxhydra.config.overrides import Groups, parse, place_override, sweep_problem
 from maxhydra.config.schema import Config
+from maxhydra.config.stated import Loader, folder_in, folder_problems, is_chosen, stated
 from maxhydra.config.validate import UNSURE, Builder
 from maxhydra.config.written import origin_to_show
 
@@ -93,7 +93,7 @@ class Composer:
         for place in searchpath:
             search_path.append("hydra.searchpath in command-line", place)
         search_path.get_path().append(schema)
-        self.loader = ConfigLoaderImpl(config_search_path=search_path)
+        self.loader = Loader(config_search_path=search_path)
         self.groups = Groups(self.loader)
         self._defaults: dict[tuple[str, ...], DefaultsList] = {}
 
@@ -108,8 +108,13 @@ class Composer:
         assembly.problems += parsed.problems
         sound = [override for override in parsed.overrides if self._is_sound(override, assembly)]
         defaults = self._select(sound, assembly)
+        folder = folder_in(sound)
         for default in defaults.defaults if defaults else []:
             self._place_default(default, assembly)
+            self._place_stated(folder, default, assembly)
+        assembly.problems += folder_problems(folder, _choices(defaults))
+        if folder is None and is_chosen(_choices(defaults)):
+            assembly.unsure.add("model")  # all of it waits for the folder
         for override in sound:
             if not self.groups.is_choice(override) and not override.is_hydra_override():
                 place_override(assembly, override)
@@ -184,6 +189,17 @@ class Composer:
             own.pop("hydra", None)
         if package.split(".")[0] != "hydra":
             assembly.place(package, Located(own, content.source))
+
+    def _place_stated(self, folder: str | None, default: ResultDefault, assembly: Assembly) -> None:
+        """What a folder states for an option; one that cannot be read leaves the model unsure."""
+        try:
+            values = stated(folder, default.config_path or "")
+        except ConfigError as error:
+            assembly.problems += error.problems
+            assembly.unsure.add("model")
+            return
+        if values:
+            assembly.place("", locate(values, f"config.json of {folder}"))
 
     def file(self, name: str) -> Path | None:
         """The YAML file of a config, in the first folder of the search path that has it."""

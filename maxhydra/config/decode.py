@@ -77,7 +77,3 @@ class Engine(Schema):
         if self.prefix_cache and model.is_recurrent:
             reason = "cannot be had of recurrent layers: their state is of a whole sequence, and no page holds it"
             yield Problem("engine.prefix_cache", reason, value=True, accepted="false or null")
-
-    def remembers(self, model: Model) -> bool:
-        """Whether beginnings of prompts are kept."""
-        return not model.is_recurrent if self.prefix_cache is None else self.prefix_cache

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from maxhydra.config.discover import groups
 from maxhydra.config.errors import Problem, did_you_mean
@@ -24,6 +25,9 @@ def problem_of(error: Exception) -> Problem:
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, OmegaConfBaseException):
         path = cause.full_key or _path(str(error))
+        if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and isinstance(cause.parent_node, DictConfig):
+            known = [str(name) for name in cause.parent_node if name != "_target_"]
+            return Problem(path, "no such key", accepted=", ".join(known), hint=did_you_mean(str(cause.key), known))
         return Problem(path or "the config", str(cause.msg or cause).splitlines()[0])
     return _composition(str(error))
 

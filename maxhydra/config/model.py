@@ -282,6 +282,9 @@ class Model(Schema):
     scan_unroll: int = option(1, ge=1)
     """Pattern repetitions written out per step of the scan over layers; num_layers unrolls all."""
     kernels: ModelKernels = section(ModelKernels)
+    path: str | None = None
+    """model=from_hf: Hugging Face folder whose config.json states the model. Weights and tokenizer come from there too,
+    unless checkpoint.load_parameters and data.tokenizer say otherwise. Given on the command line."""
 
     @property
     def is_recurrent(self) -> bool:

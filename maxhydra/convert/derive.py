@@ -4,15 +4,34 @@ import json
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
-from maxhydra.config.validate import Builder
+from maxhydra.config.options import model_from
 from maxhydra.convert.table import Settings, Table, UnsupportedError, all_tables
 
 CONFIG = "config.json"
+WORDS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def stated_model(key: str, location: str) -> dict[str, Any]:
+    """The section `model` that a folder states."""
+    folder = Path(location).expanduser()
+    if not is_hf_folder(folder):
+        reason = f"has no {CONFIG}" if folder.is_dir() else "is not a folder"
+        raise ConfigError(Problem(key, reason, value=location, accepted="a Hugging Face folder"))
+    settings = read_settings(key, location, folder)
+    values = values_of(key, location, table_of(key, location, settings), settings)
+    model_of(key, location, values)
+    return {"model": values}
+
+
+def stated_run(location: str) -> dict[str, Any]:
+    """What else of a run a folder states: its tokenizer, where it has one."""
+    folder = Path(location).expanduser()
+    has_words = any((folder / name).is_file() for name in WORDS)
+    return {"data": {"tokenizer": {"kind": "hf", "path": location}}} if has_words else {}
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -54,18 +73,11 @@ def values_of(key: str, location: str, table: Table, settings: Settings) -> dict
 
 def model_of(key: str, location: str, values: dict[str, Any]) -> config.Model:
     """The model config of plain values; what does not fit the schema is told of the location."""
-    builder = Builder(origin=lambda path: location, unsure=frozenset())
     try:
-        node = OmegaConf.merge(OmegaConf.structured(config.Model), OmegaConf.create(values))
+        return model_from(values, source=location)
     except OmegaConfBaseException as error:
         reason = f"{CONFIG} gives a model that cannot be: {str(error).splitlines()[0]}"
         raise ConfigError(Problem(key, reason, value=location)) from None
-    assert isinstance(node, DictConfig)
-    model = builder.section(node, "model")
-    if builder.problems:
-        raise ConfigError(builder.problems)
-    assert isinstance(model, config.Model)
-    return model
 
 
 def no_table(key: str, location: str, what: str, known: list[str]) -> ConfigError:

@@ -17,7 +17,11 @@ from maxhydra.model.decoder import DecoderSpec
 TOLERANCE = 1e-5
 # What a run is free to choose: how it computes, trains or begins, not what weights mean. Patterns (fnmatch) of paths
 # below the model; those of a layer kind begin with `kinds.*`.
-FREE = ("context_length", "dropout", "init_scale", "dtypes.*", "remat.*", "scan_unroll", "kernels.*")
+FREE = (
+    *("path", "context_length", "dropout", "init_scale", "dtypes.*", "remat.*", "scan_unroll", "kernels.*", "mtp.*"),
+    *("kinds.*.moe.balance_weight", "kinds.*.moe.capacity_factor", "kinds.*.moe.router.bias_rate"),
+    "kinds.*.mla.indexer.loss_weight",
+)
 # Which kind stands where is compared layer by layer.
 ARRANGED = ("prefix", "pattern", "kinds.*")
 
@@ -41,7 +45,14 @@ def _resolved(model: config.Model) -> tuple[Any, ...]:
     """The model as its modules see it, layer by layer, without the names of kinds."""
     spec = DecoderSpec.of(model)
     layers = tuple(dataclasses.replace(layer, name="") for layer in spec.layers)
-    arrangement: dict[str, Any] = {"prefix": (), "pattern": (), "remainder": (), "repetitions": 0, "unroll": 1}
+    arrangement: dict[str, Any] = {
+        "prefix": (),
+        "pattern": (),
+        "remainder": (),
+        "repetitions": 0,
+        "unroll": 1,
+        "mtp": (),
+    }
     return layers, dataclasses.replace(spec, **arrangement)
 
 

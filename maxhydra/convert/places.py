@@ -113,7 +113,7 @@ def _layers(owner: Keys, stacked: int, model: ModelDef) -> tuple[int | None, ...
     if part == "pattern":
         before, length = len(model.config.prefix), len(model.shapes["pattern"])
         return tuple(before + place + repetition * length for repetition in range(stacked))
-    first = {"prefix": 0, "remainder": count - len(model.shapes["remainder"]), "mtp": count}
+    first = {"prefix": 0, "remainder": count - len(model.shapes.get("remainder", {})), "mtp": count}
     return (first[part] + place,)
 
 

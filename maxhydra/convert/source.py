@@ -35,7 +35,8 @@ class Source:
             raise self.problem(f"lacks {_some(missing)}")
         spare = self._tied_heads(wanted)
         unknown = [name for name in self.shapes if name not in wanted and name not in spare]
-        if extra := [name for name in unknown if not any(fnmatch(name, pattern) for pattern in self.table.ignored)]:
+        ignored = [pattern.format(beyond=self.model.num_layers) for pattern in self.table.ignored]
+        if extra := [name for name in unknown if not any(fnmatch(name, pattern) for pattern in ignored)]:
             raise self.problem(f"holds {_some(extra)}, for which the model has no place")
         for name, shape in wanted.items():
             if self.shapes[name] != shape:

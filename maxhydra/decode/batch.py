@@ -61,7 +61,7 @@ class Batch:
         began, before = time.monotonic(), self._answers.count()
         left = self._left(task)
         window = AHEAD * task.engine.max_batch
-        with open_progress(task.progress, total=self._total, start=before) as progress:
+        with open_progress(task.progress, total=self._total, start=before, verb="answered") as progress:
             try:
                 while self._fill(left, window) or self._under_way:
                     self._write(self._finished(progress))

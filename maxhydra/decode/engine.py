@@ -71,7 +71,8 @@ class Engine:
         self._vocab_size, self._max_batch = model.config.vocab_size, config.max_batch
         self._max_context = config.max_context or model.config.context_length
         pages = -(-config.cache_tokens // config.page_size)
-        self._scheduler = Scheduler(config, pages, remembers=config.remembers(model.config))
+        remembers = not model.config.is_recurrent if config.prefix_cache is None else config.prefix_cache
+        self._scheduler = Scheduler(config, pages, remembers=remembers)
         room = PagedRoom(pages, config.page_size, slots=config.max_batch, storage=STORAGE[config.cache_dtype])
         self._buckets = Buckets(sharder.ways("act_batch"), config.page_size, -(-self._max_context // config.page_size))
         # A burst begins when its program is ready and nobody waits, which depends on the time.

@@ -15,7 +15,15 @@ from maxhydra.convert.origin import run_folder
 from maxhydra.decode.batch_file import fingerprint
 
 # Keys that change how a model is trained or laid out, and not what it computes.
-FREE = ("model.remat", "model.dropout", "model.init_scale", "model.scan_unroll", "model.kernels", "model.dtypes")
+FREE = (
+    "model.path",
+    "model.remat",
+    "model.dropout",
+    "model.init_scale",
+    "model.scan_unroll",
+    "model.kernels",
+    "model.dtypes",
+)
 # A tokenizer's keys that change which ids a text has.
 BINDING = ("kind", "path", "bos", "eos", "add_bos")
 SHOWN = 6

@@ -1,4 +1,4 @@
-"""How far a file of prompts is: a bar on a terminal, a line now and then elsewhere. All on stderr."""
+"""How far a file is that goes through a model: a bar on a terminal, a line now and then elsewhere. All on stderr."""
 
 import datetime
 import sys
@@ -45,8 +45,9 @@ class Progress:
 
 
 class _Lines(Progress):
-    def __init__(self, *, total: int, start: int):
+    def __init__(self, *, total: int, start: int, verb: str):
         super().__init__(total=total, start=start)
+        self._verb = verb
         self._said = self._began
         self._last = (start, 0)
 
@@ -60,7 +61,7 @@ class _Lines(Progress):
 
     def _say(self) -> None:
         self._said = time.monotonic()
-        print(f"answered {self._last[0]}/{self._total}  {self._numbers(*self._last)}", file=sys.stderr, flush=True)
+        print(f"{self._verb} {self._last[0]}/{self._total}  {self._numbers(*self._last)}", file=sys.stderr, flush=True)
 
 
 class _Bar(Progress):
@@ -83,11 +84,15 @@ class _Bar(Progress):
         self._bar.stop()
 
 
-def open_progress(mode: Mode, *, total: int, start: int) -> Progress:
-    """The display of `total` answers of which `start` are there."""
+def open_progress(mode: Mode, *, total: int, start: int, verb: str) -> Progress:
+    """The display of `total` answers of which `start` are there; `verb` is what became of them, in a line."""
     console = Console(stderr=True)
     if mode is Mode.auto:
         mode = Mode.bar if console.is_terminal and not console.is_dumb_terminal else Mode.lines
     if mode is Mode.none:
         return Progress(total=total, start=start)
-    return _Bar(total=total, start=start, console=console) if mode is Mode.bar else _Lines(total=total, start=start)
+    return (
+        _Bar(total=total, start=start, console=console)
+        if mode is Mode.bar
+        else _Lines(total=total, start=start, verb=verb)
+    )

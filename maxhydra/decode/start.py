@@ -22,6 +22,12 @@ log = logging.getLogger("maxhydra")
 
 def open_prompts(config: Config, *, processes: int) -> Prompts:
     """The tokenizer, after all that can be said without weights."""
+    check_start(config, processes=processes)
+    return Prompts(config.data, vocab_size=config.model.vocab_size)
+
+
+def check_start(config: Config, *, processes: int) -> None:
+    """ConfigError where there are no weights to answer with, or those of another model."""
     if processes > 1:
         reason = "decodes in one process, which may have many devices"
         raise ConfigError(Problem("task.name", reason, value=config.task.name, hint=f"{processes} were started"))
@@ -30,7 +36,6 @@ def open_prompts(config: Config, *, processes: int) -> Prompts:
         reason = f"is needed: task={config.task.name} answers with weights that were trained before"
         raise ConfigError(Problem("checkpoint.load_parameters", reason, value=None, accepted=accepted))
     check_origin(config, config.checkpoint.load_parameters)
-    return Prompts(config.data, vocab_size=config.model.vocab_size)
 
 
 def open_engine(config: Config, engine: EngineConfig, prompts: Prompts) -> Engine:

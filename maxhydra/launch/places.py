@@ -46,7 +46,7 @@ def chosen_launcher(node: DictConfig) -> Launcher:
     options = OmegaConf.to_container(node, resolve=True)
     assert isinstance(options, dict)
     kind = options.pop("_target_").removeprefix(f"{DOORS}.").partition(".")[0]
-    return read_launcher({"kind": kind, **options})
+    return read_launcher({"kind": kind, **{str(name): value for name, value in options.items()}})
 
 
 def options(kind: str) -> dict[str, Any]:

@@ -33,16 +33,21 @@ RELAYED = "relayed"
 @contextmanager
 def ending_told(run: Path | None) -> Iterator[None]:
     """Write how the run in this folder ended to the file that MAXHYDRA_TERMINATION_LOG names, if it names one."""
-    place = os.environ.get(VARIABLE)
+    told: dict[str, Any] = {}
     try:
         yield
+        told = _facts(run) or {"status": "finished", "reason": "it keeps no run"}
     except ConfigError as error:
-        if place is not None:
-            _write(place, {"status": "failed", "reason": "; ".join(map(str, error.problems))})
+        # The run did not begin: what its folder tells is of an earlier session.
+        told = {"status": "failed", "reason": "; ".join(map(str, error.problems))}
+        raise
+    except BaseException as error:
+        told = _facts(run) or {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
         raise
     finally:
-        if place is not None and run is not None and RunDirectory(run, writes=False).exists():
-            _write(place, RunDirectory(run, writes=False).read())
+        if (place := os.environ.get(VARIABLE)) is not None:
+            # In place: the file is a mount of its own, which nothing can be renamed onto.
+            Path(place).write_text(message(told), encoding="utf-8")
 
 
 def message(facts: dict[str, Any]) -> str:
@@ -103,6 +108,7 @@ def is_relayed(run: RunDirectory) -> bool:
     return run.exists() and bool(run.read().get(RELAYED))
 
 
-def _write(place: str, facts: dict[str, Any]) -> None:
-    """In place: the file is a mount of its own, which nothing can be renamed onto."""
-    Path(place).write_text(message(facts), encoding="utf-8")
+def _facts(run: Path | None) -> dict[str, Any]:
+    """What run.json says; nothing where there is none."""
+    there = None if run is None else RunDirectory(run, writes=False)
+    return there.read() if there is not None and there.exists() else {}

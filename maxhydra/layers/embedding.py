@@ -51,9 +51,9 @@ class Embedding(nnx.Module):
         # input the size of a row is free: every branch normalises the stream before reading it.
         std = spec.init_scale * spec.emb_dim**-0.5
         self.table = make.end("embedding", spec.vocab_size, spec.emb_dim, ("vocab", "embed"), std=std)
-        self.positions = None
-        if spec.positions is not None:
-            self.positions = make.matrix((spec.positions,), (spec.emb_dim,), ("positions", "embed"), std=std)
+        count = spec.positions
+        at = None if count is None else make.matrix((count,), (spec.emb_dim,), ("positions", "embed"), std=std)
+        self.positions = at
 
     @jax.named_scope("embedding")
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:

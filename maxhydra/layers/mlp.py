@@ -56,6 +56,9 @@ class MlpSpec:
     def forward_flops(self) -> float:
         return 2.0 * (3 if self.is_gated else 2) * self.emb_dim * self.dim
 
+    def idle_parameters(self) -> int:
+        return 0
+
     def settled(self, new: Any, old: Any, side: Side) -> Any:
         return new
 

@@ -64,6 +64,11 @@ class MoeSpec:
             shared = self.shared.forward_flops() + (0 if self.shared_gate is config.Gate.none else 2.0 * D)
         return 2.0 * D * self.router.experts + 2.0 * 3 * D * self.experts.dim * self.router.top_k + shared
 
+    def idle_parameters(self) -> int:
+        own = self.experts
+        biases = 2 * own.dim + own.emb_dim if own.has_bias else 0
+        return (own.experts - self.router.top_k) * (3 * own.emb_dim * own.dim + biases)
+
     def capacity(self, tokens: int) -> int | None:
         """Places of an expert for a sequence of so many tokens; None: as many as come."""
         if self.capacity_factor is None:

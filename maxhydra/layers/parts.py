@@ -69,6 +69,10 @@ class FeedForwardSpec(Protocol):
         """Operations of a forward pass per token: of the weights that a token meets."""
         ...
 
+    def idle_parameters(self) -> int:
+        """Weights that a token does not meet."""
+        ...
+
     def settled(self, new: Any, old: Any, side: Side) -> Any:
         """The weights that a training step made of old ones, with what changes by what the layer told instead."""
         ...

@@ -53,8 +53,8 @@ def _stretched(frequency: float, rope: config.Rope) -> float:
     """Llama 3.1 (2024): long wavelengths are stretched by `factor`, short ones stay, and those between are blended."""
     assert rope.factor and rope.low_freq_factor and rope.high_freq_factor and rope.original_context
     turns = rope.original_context * frequency / (2 * math.pi)
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = min(max(kept, 0.0), 1.0)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    kept = min(max((turns - low) / (high - low), 0.0), 1.0) if high != low else float(turns >= low)
     return kept * frequency + (1 - kept) * frequency / rope.factor
 
 

@@ -2,11 +2,12 @@
 
 from maxhydra.model.adapted import kept, merged, parameter_counts
 from maxhydra.model.definition import ModelDef, build
-from maxhydra.model.flops import flops_per_token, parameter_count
+from maxhydra.model.flops import active_parameters, flops_per_token, parameter_count
 from maxhydra.model.trees import join, mapped, split
 
 __all__ = [
     "ModelDef",
+    "active_parameters",
     "build",
     "flops_per_token",
     "join",

@@ -91,6 +91,10 @@ class BlockSpec:
             return new
         return {**new, "mlp": self.feed_forward.settled(new["mlp"], old["mlp"], sides["mlp"])}
 
+    def idle_parameters(self) -> int:
+        """Weights that a token does not meet."""
+        return self.feed_forward.idle_parameters() + (self.beside.moe.idle_parameters() if self.beside else 0)
+
     def forward_flops(self, seq_len: int) -> float:
         """Operations of a forward pass per token of sequences of this length."""
         beside = 0.0 if self.beside is None else self.beside.moe.forward_flops()

@@ -7,11 +7,21 @@ import jax
 
 from maxhydra.config import model as config
 from maxhydra.model.decoder import DecoderSpec
+from maxhydra.model.definition import build
 
 
 def parameter_count(shapes: Any) -> int:
     """Weights in a tree of arrays or shapes."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+def active_parameters(model: config.Model) -> int:
+    """Weights that a token meets, embedding and head among them: all but the experts it is not given to."""
+    spec = DecoderSpec.of(model)
+    idle = sum(layer.idle_parameters() for layer in spec.layers)
+    if model.mtp.depth:
+        idle += model.mtp.depth * spec.layers[-1].idle_parameters()
+    return parameter_count(build(model).shapes) - idle
 
 
 def flops_per_token(model: config.Model, seq_len: int) -> float:

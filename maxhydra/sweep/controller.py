@@ -30,12 +30,9 @@ class Controller:
                 self._look()
                 time.sleep(LOOK_EVERY)
         except KeyboardInterrupt:
-            self._say(f"{self._jobs.leave(self._running)}; to go on: maxhydra sweep resume {self._plan.folder.name}")
+            self._say(f"{self._jobs.leave(self._running)}; {self._way_on}")
             raise
-        if self._plan.is_cancelled:
-            return f"cancelled; to go on: maxhydra sweep resume {self._plan.folder.name}"
-        allowed, failed = self._plan.settings.max_failures, self._proposals.counts()[Fate.failed]
-        return f"{failed} jobs failed, over max_failures={allowed}" if failed > allowed else ""
+        return self._ending()
 
     def submit(self) -> None:
         """Start what is left, and do not wait for it."""
@@ -43,6 +40,20 @@ class Controller:
         self._fill()
         for job in self._running:
             self._say(f"job {job.proposal.number}: {self._jobs.state(job) or 'started'}")
+
+    @property
+    def _way_on(self) -> str:
+        return f"to go on: maxhydra sweep resume {self._plan.folder.name}"
+
+    def _ending(self) -> str:
+        """What is not as it should be now that all is over."""
+        if self._plan.is_cancelled:
+            return f"cancelled; {self._way_on}"
+        allowed, failed = self._plan.settings.max_failures, self._proposals.counts()[Fate.failed]
+        if self._plan.space:
+            return f"{failed} jobs failed, over max_failures={allowed}" if failed > allowed else ""
+        # Of jobs that were all asked for, one that is missing is one too many.
+        return f"{failed} jobs failed; {self._way_on}" if failed else ""
 
     def _adopt(self) -> None:
         """Find what is under way already."""

@@ -15,17 +15,36 @@ from maxhydra.convert.settings import (
 from maxhydra.convert.table import Gguf, Settings, Table, Weight
 
 HF, GGUF = "model.layers.{layer}.", "blk.{layer}."
-LAYER = (
+MIXER = (
     Weight("attention_norm/scale", HF + "input_layernorm.weight", GGUF + "attn_norm.weight"),
     Weight("attention/query/kernel", HF + "self_attn.q_proj.weight", GGUF + "attn_q.weight", gguf_neighbours=True),
     Weight("attention/key/kernel", HF + "self_attn.k_proj.weight", GGUF + "attn_k.weight", gguf_neighbours=True),
     Weight("attention/value/kernel", HF + "self_attn.v_proj.weight", GGUF + "attn_v.weight"),
     Weight("attention/out/kernel", HF + "self_attn.o_proj.weight", GGUF + "attn_output.weight", inputs=2),
     Weight("mlp_norm/scale", HF + "post_attention_layernorm.weight", GGUF + "ffn_norm.weight"),
+)
+LAYER = (
+    *MIXER,
     Weight("mlp/gate/kernel", HF + "mlp.gate_proj.weight", GGUF + "ffn_gate.weight"),
     Weight("mlp/up/kernel", HF + "mlp.up_proj.weight", GGUF + "ffn_up.weight"),
     Weight("mlp/down/kernel", HF + "mlp.down_proj.weight", GGUF + "ffn_down.weight"),
 )
+# What a layer of other families has besides.
+PROJECTIONS = {"query": "q", "key": "k", "value": "v", "out": "o"}
+BIASES = tuple(
+    Weight(f"attention/{ours}/bias", HF + f"self_attn.{theirs}_proj.bias", inputs=0)
+    for ours, theirs in PROJECTIONS.items()
+)
+QK_NORMS = (
+    Weight("attention/query_norm/scale", HF + "self_attn.q_norm.weight"),
+    Weight("attention/key_norm/scale", HF + "self_attn.k_norm.weight"),
+)
+# Norms behind attention and feed-forward; the third stands before the latter, where there are norms on both sides.
+POST_NORMS = (
+    Weight("attention_post_norm/scale", HF + "post_attention_layernorm.weight"),
+    Weight("mlp_post_norm/scale", HF + "post_feedforward_layernorm.weight"),
+)
+BODY = tuple(row for row in LAYER if row.path not in ("attention_norm/scale", "mlp_norm/scale"))
 ENDS = (
     Weight("embedding/table", "model.embed_tokens.weight", "token_embd.weight", turned=False),
     Weight("final_norm/scale", "model.norm.weight", "output_norm.weight"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import kubernetes as k8s
 import urllib3
+import yaml
 
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.launch.gke.manifests import GROUP, PLURAL, SWEEP, VERSION, Manifest
@@ -150,8 +151,8 @@ def _connected(context: str | None) -> Any:
             if context is not None:
                 raise
             k8s.config.load_incluster_config(client_configuration=configuration)
-    except (k8s.config.ConfigException, OSError, ValueError, TypeError, AttributeError) as error:
-        reason = f"leads to no cluster: {str(error).splitlines()[0]}"
+    except (k8s.config.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, AttributeError) as error:
+        reason = f"leads to no cluster: {' '.join(str(error).split())}"
         hint = "kubectl config get-contexts lists them; gcloud container clusters get-credentials NAME adds one"
         raise ConfigError(Problem(f"{KEY}.context", reason, context, hint=hint)) from None
     # A cluster that cannot be reached is said so at once; a controller asks again by itself.

@@ -109,7 +109,8 @@ class SlurmJobs:
 
     def leave(self, jobs: Sequence[Job]) -> str:
         """The cluster goes on with them."""
-        return f"{len(jobs)} jobs stay with SLURM: {' '.join(_slurm(job).claim['id'] for job in jobs)}"
+        claims = [_slurm(job).claim for job in jobs]
+        return f"{len(jobs)} jobs stay with SLURM: {' '.join(claim.get('id', claim['name']) for claim in claims)}"
 
     def _job(self, proposal: Proposal, claim: dict[str, Any]) -> SlurmJob:
         return SlurmJob(proposal, RunDirectory(self._shared.path(proposal), writes=False), claim=claim)

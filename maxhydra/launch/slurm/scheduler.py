@@ -2,10 +2,11 @@
 
 import dataclasses
 import logging
+import os
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from maxhydra.config.errors import ConfigError, Problem
@@ -16,6 +17,8 @@ log = logging.getLogger("maxhydra")
 OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 OVER |= {"REVOKED", "TIMEOUT"}
 SECONDS = 60
+# Variables of SLURM that say which cluster is meant.
+KEPT = ("SLURM_CLUSTERS", "SLURM_CONF")
 # Name of a job and its place in the array.
 Key = tuple[str, int]
 
@@ -72,8 +75,10 @@ def _entry(line: str) -> tuple[Key, Entry]:
 
 def submit(script: Path) -> str:
     """The id of a script that was submitted."""
+    # Whoever submits may be in a job, whose own shape would be taken for what is asked.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in KEPT}
     # --parsable: the id, and after a semicolon the cluster.
-    return _output("sbatch", "--parsable", str(script))[-1].partition(";")[0]
+    return _output("sbatch", "--parsable", str(script), env=inherited)[-1].partition(";")[0]
 
 
 def cancel(ids: Sequence[str]) -> None:
@@ -94,11 +99,11 @@ def past_state(identity: str) -> str | None:
     return lines[-1].split()[0] if lines and lines[-1] else None
 
 
-def _output(*command: str) -> list[str]:
+def _output(*command: str, env: Mapping[str, str] | None = None) -> list[str]:
     """The lines that a command prints; its complaint as one line where it fails."""
     name = command[0]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True, env=env)
     except FileNotFoundError:
         hint = "a machine that submits jobs has SLURM's commands; hydra/launcher=basic runs jobs here"
         raise ConfigError(Problem("hydra/launcher=slurm", f"{name} is not installed", hint=hint)) from None

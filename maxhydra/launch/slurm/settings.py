@@ -14,6 +14,8 @@ OWN = {"array", "error", "job-name", "no-requeue", "nodes", "ntasks", "ntasks-pe
 OWN |= {"parsable", "requeue", "signal", "wait", "wrap"}
 LEAST = {"nodes": 1, "tasks_per_node": 1, "gpus_per_node": 0, "cpus_per_task": 1, "array_parallelism": 0}
 LEAST |= {"save_seconds": 1, "max_requeues": 0, "poll_seconds": 1}
+# SLURM's own bound for --signal.
+LONGEST_NOTICE = 65535
 # A line of its own for each parameter: none may bring another along.
 LINE = (r"[^\s'\"\\]+", "one word")
 FORMS = {
@@ -103,6 +105,8 @@ class SlurmSettings(Launcher):
                 yield Problem(f"{KEY}.container_mounts", "cannot be read", mount, "FROM:TO")
         if self.container_mounts and self.container is None:
             yield Problem(f"{KEY}.container_mounts", "goes with a container", list(self.container_mounts))
+        if isinstance(self.save_seconds, int) and self.save_seconds > LONGEST_NOTICE:
+            yield Problem(f"{KEY}.save_seconds", "is out of range", self.save_seconds, f"{LONGEST_NOTICE} or less")
         if not isinstance(self.detach, bool):
             yield Problem(f"{KEY}.detach", "is not one of the two", self.detach, "true, false")
         for name in ("setup", "sbatch", "srun"):
@@ -110,10 +114,10 @@ class SlurmSettings(Launcher):
                 if "\n" in str(line):
                     yield Problem(f"{KEY}.{name}", "holds several lines in one", line, "an entry for each")
         for parameter in self.sbatch:
-            name = re.match(r"--([a-z][-a-z0-9]*)", str(parameter))
-            if name is None:
+            found = re.match(r"--([a-z][-a-z0-9]*)", str(parameter))
+            if found is None:
                 yield Problem(f"{KEY}.sbatch", "cannot be read", parameter, "--name or --name=value")
-            elif name[1] in OWN:
+            elif found[1] in OWN:
                 yield Problem(f"{KEY}.sbatch", "is set by the launcher", parameter)
 
     def _time_problems(self) -> Iterator[Problem]:

@@ -1,0 +1,58 @@
+"""The options of `model` as model configs, without composing a run around each, which takes Hydra half a second."""
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from maxhydra.config.discover import CONF, description
+from maxhydra.config.errors import ConfigError
+from maxhydra.config.model import Model
+from maxhydra.config.validate import Builder
+
+FOLDER = CONF / "model"
+OWN = "_self_"
+
+
+def model_options() -> dict[str, str]:
+    """Name -> what its file says of itself, for every option that states a model."""
+    return {path.stem: description(path) for path in sorted(FOLDER.glob("*.yaml")) if path.stem != "from_hf"}
+
+
+def model_option(name: str) -> Model:
+    """The model of an option."""
+    return model_from(_merged(name), source=str(FOLDER / f"{name}.yaml"))
+
+
+def model_from(values: Any, *, source: str) -> Model:
+    """The model config of values as YAML holds them; ConfigError with every problem, told of `source`."""
+    builder = Builder(origin=lambda path: source, unsure=frozenset())
+    node = OmegaConf.merge(OmegaConf.structured(Model), values)
+    assert isinstance(node, DictConfig)
+    model = builder.section(node, "model")
+    if builder.problems:
+        raise ConfigError(builder.problems)
+    assert isinstance(model, Model)
+    return model
+
+
+def option_text(name: str) -> str:
+    """All that an option's values depend on."""
+    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    return text + "".join(option_text(other) for other in _others(text))
+
+
+def _merged(name: str) -> Any:
+    """An option over those that its defaults list names."""
+    path: Path = FOLDER / f"{name}.yaml"
+    text = path.read_text(encoding="utf-8")
+    own = OmegaConf.create(text)
+    assert isinstance(own, DictConfig)
+    own.pop("defaults", None)
+    return OmegaConf.merge(*(_merged(other) for other in _others(text)), own)
+
+
+def _others(text: str) -> list[str]:
+    content = OmegaConf.create(text)
+    assert isinstance(content, DictConfig)
+    return [str(entry) for entry in content.get("defaults", []) if entry != OWN]

@@ -1,0 +1,67 @@
+"""Options whose values a folder states: model=from_hf, with the folder in model.path.
+
+What the folder states stands where the option's own values do: over what comes before it, and under the command line.
+"""
+
+import importlib
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.default_element import ResultDefault
+from hydra.core.override_parser.types import Override
+from hydra.plugins.config_source import ConfigResult
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from maxhydra.config.errors import Problem
+from maxhydra.config.overrides import parse
+
+KEY = "model.path"
+OPTION = "model/from_hf"
+
+
+def folder_in(overrides: list[Override]) -> str | None:
+    """The folder that the command line names."""
+    named = [override.value() for override in overrides if override.key_or_group == KEY and not override.is_delete()]
+    return str(named[-1]) if named and named[-1] is not None else None
+
+
+def stated(folder: str | None, option: str) -> dict[str, Any]:
+    """Values of the whole config that a folder states for an option file, by its name; nothing for most."""
+    if folder is None or option not in (OPTION, OPTION.replace("model", "recipe")):
+        return {}
+    # The families stand above the config, which knows them by name alone, as it does tasks.
+    derive = importlib.import_module("maxhydra.convert.derive")
+    values: dict[str, Any] = derive.stated_model(KEY, folder) if option == OPTION else derive.stated_run(folder)
+    return values
+
+
+def is_chosen(choices: dict[str, str]) -> bool:
+    return f"model/{choices.get('model')}" == OPTION
+
+
+def folder_problems(folder: str | None, choices: dict[str, str]) -> list[Problem]:
+    """A folder that nothing would read."""
+    if folder is None or is_chosen(choices):
+        return []
+    return [Problem(KEY, "is not used by this model", value=folder, hint="choose model=from_hf")]
+
+
+class Loader(ConfigLoaderImpl):
+    """Hydra's loader, to whose option files a folder's values are added."""
+
+    _folder: str | None = None
+
+    def load_configuration(
+        self, config_name: str | None, overrides: list[str], run_mode: RunMode, *flags: bool, **named: bool
+    ) -> DictConfig:
+        self._folder = folder_in(parse(overrides, self).overrides)
+        return super().load_configuration(config_name, overrides, run_mode, *flags, **named)
+
+    def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
+        result: ConfigResult = super()._load_single_config(default, repo)
+        if values := stated(self._folder, default.config_path or ""):
+            merged = OmegaConf.merge(result.config, values)
+            assert isinstance(merged, DictConfig)
+            result.config = merged
+        return result

@@ -1,0 +1,119 @@
+"""Llama 4 (Meta, 2025), text: chunked layers and layers without positions, one expert of many beside a shared one."""
+
+from typing import Any
+
+from maxhydra.config import model as config
+from maxhydra.convert.kinds import layer_kinds, pattern_of
+from maxhydra.convert.settings import (
+    SIZES,
+    activation,
+    activation_setting,
+    head,
+    rope,
+    rope_settings,
+    size_settings,
+    sizes,
+)
+from maxhydra.convert.table import Settings, Table, UnsupportedError, Weight
+from maxhydra.convert.tables import llama
+
+HF = llama.HF
+FEED = HF + "feed_forward."
+LAYER = (
+    *llama.MIXER,
+    Weight("mlp/gate/kernel", FEED + "gate_proj.weight"),
+    Weight("mlp/up/kernel", FEED + "up_proj.weight"),
+    Weight("mlp/down/kernel", FEED + "down_proj.weight"),
+    Weight("mlp/router/kernel", FEED + "router.weight"),
+    Weight(
+        ("mlp/experts/gate/kernel", "mlp/experts/up/kernel"), FEED + "experts.gate_up_proj", turned=False, leading=1
+    ),
+    Weight("mlp/experts/down/kernel", FEED + "experts.down_proj", turned=False, leading=1),
+    Weight("mlp/shared/gate/kernel", FEED + "shared_expert.gate_proj.weight"),
+    Weight("mlp/shared/up/kernel", FEED + "shared_expert.up_proj.weight"),
+    Weight("mlp/shared/down/kernel", FEED + "shared_expert.down_proj.weight"),
+)
+# The model's own mlp_dim is that of its dense layers.
+NAMES = {**SIZES, "mlp_dim": "intermediate_size_mlp"}
+
+
+def to_model(settings: Settings) -> dict[str, Any]:
+    if settings.get("attention_bias"):
+        raise UnsupportedError("attention_bias, which no published model has")
+    layers = range(settings["num_hidden_layers"])
+    every, step = settings.get("no_rope_layer_interval", 4), settings.get("interleave_moe_layer_step", 1)
+    turned = settings.get("no_rope_layers") or [int((i + 1) % every != 0) for i in layers]
+    mixtures = settings.get("moe_layers")
+    mixtures = [i for i in layers if (i + 1) % step == 0] if mixtures is None else mixtures
+    names = [f"{'local' if turned[i] else 'global'}{'' if i in mixtures else '_dense'}" for i in layers]
+    kinds = {name: _kind(settings, name) for name in dict.fromkeys(names)}
+    return {
+        **sizes(settings, NAMES),
+        "head": head(settings, tied=False),
+        "kinds": kinds,
+        "pattern": pattern_of(names),
+    }
+
+
+def _kind(settings: Settings, name: str) -> dict[str, Any]:
+    function = activation(settings["hidden_act"])
+    if name.startswith("local"):
+        qk_norm = "head_plain" if settings.get("use_qk_norm", True) else "none"
+        turning = {**rope(settings), "pairs": "neighbours"}
+        attention: dict[str, Any] = {
+            "chunk": settings.get("attention_chunk_size", 8192),
+            "qk_norm": qk_norm,
+            "rope": turning,
+        }
+    else:
+        attention = {"rope": {"kind": "none"}}
+        if settings.get("attn_temperature_tuning", True):
+            scale, floor = settings.get("attn_scale", 0.1), settings.get("floor_scale", 8192)
+            attention["temperature"] = {"floor": floor, "scale": scale}
+    if name.endswith("dense"):
+        return {"attention": attention, "mlp": {"activation": function}}
+    moe = {
+        "experts": settings["num_local_experts"],
+        "top_k": settings["num_experts_per_tok"],
+        "dim": settings["intermediate_size"],
+        "activation": function,
+        "router": {"scores": "sigmoid", "normalize": False, "scaled": "input"},
+        "shared": {"dim": settings["intermediate_size"]},
+    }
+    return {"attention": attention, "feed_forward": "moe", "moe": moe}
+
+
+def to_settings(model: config.Model) -> Settings | None:
+    kinds = layer_kinds(model)
+    is_turned = [kind.attention.rope.kind is not config.RopeKind.none for kind in kinds]
+    is_mixture = [kind.feed_forward is config.FeedForward.moe for kind in kinds]
+    if not any(is_turned) or not any(is_mixture):
+        return None
+    local, mixture = kinds[is_turned.index(True)].attention, kinds[is_mixture.index(True)].moe
+    still = next((kind.attention for kind, turned in zip(kinds, is_turned, strict=True) if not turned), None)
+    tempered = still.temperature if still is not None else config.Temperature()
+    return {
+        **size_settings(model, NAMES),
+        **rope_settings(local.rope),
+        "hidden_act": activation_setting(mixture.activation),
+        "tie_word_embeddings": model.head is config.Head.tied,
+        "no_rope_layers": [int(turned) for turned in is_turned],
+        "layer_types": ["chunked_attention" if turned else "full_attention" for turned in is_turned],
+        "moe_layers": [index for index, is_one in enumerate(is_mixture) if is_one],
+        "use_qk_norm": local.qk_norm is config.QkNorm.head_plain,
+        "attention_chunk_size": local.chunk,
+        "attn_temperature_tuning": tempered.floor is not None,
+        **({} if tempered.floor is None else {"floor_scale": tempered.floor, "attn_scale": tempered.scale}),
+        "intermediate_size": mixture.dim or model.mlp_dim,
+        "num_local_experts": mixture.experts,
+        "num_experts_per_tok": mixture.top_k,
+    }
+
+
+TABLE = Table(
+    hf_types={"llama4_text": "Llama4ForCausalLM"},
+    layer=LAYER,
+    ends=llama.ENDS,
+    to_model=to_model,
+    to_settings=to_settings,
+)

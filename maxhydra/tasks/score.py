@@ -1,0 +1,62 @@
+"""How likely given tokens are under a model: log-probabilities, perplexities, and all logits where asked for."""
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from maxhydra.config.tasks.score import ScoreTask
+from maxhydra.convert.load import load_weights
+from maxhydra.decode.progress import open_progress
+from maxhydra.decode.prompts import Prompts
+from maxhydra.decode.start import check_start
+from maxhydra.model import build
+from maxhydra.score.results import perplexity, write_results
+from maxhydra.score.scorer import Scored, SequenceScorer
+from maxhydra.score.sequences import read_sequences
+from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.tasks import Job, Outcome
+
+NEEDS_DEVICES, KEEPS_RUN = True, False
+
+
+def run(job: Job) -> Outcome:
+    config, task = job.config, job.config.task
+    assert isinstance(task, ScoreTask)
+    check_start(config, processes=job.machine.process_count)
+    # Ids need no tokenizer.
+    prompts = cache(lambda: Prompts(config.data, vocab_size=config.model.vocab_size))
+    sequences = read_sequences(
+        Path(task.input).expanduser(),
+        encode=lambda text: prompts().of_text(text),
+        vocab_size=config.model.vocab_size,
+        longest=config.model.context_length,
+    )
+    scorer = _open_scorer(job, task)
+    scores: list[Scored] = []
+    tokens = 0
+    with open_progress(config.train.progress, total=len(sequences.rows), start=0, verb="scored") as progress:
+        for score in scorer(sequences.rows):
+            scores.append(score)
+            tokens += len(sequences.rows[score.number].ids)
+            progress.update(len(scores), tokens)
+    write_results(Path(task.output).expanduser(), sequences, scores)
+    overall = perplexity(np.concatenate([score.logprobs for score in scores]))
+    print(f"perplexity {overall:.4f} over {len(scores)} sequences, {tokens} tokens: {task.output}", file=sys.stderr)
+    return Outcome("finished", "scored", {"perplexity": overall})
+
+
+def _open_scorer(job: Job, task: ScoreTask) -> SequenceScorer:
+    config = job.config
+    assert config.checkpoint.load_parameters is not None
+    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
+    model = build(config.model, quantization=config.quantization)
+    sharder.check(model.axes, model.shapes)
+    weights = load_weights(
+        config.checkpoint.load_parameters,
+        model,
+        shardings=sharder.tree(model.base.axes),
+        dtype=config.model.dtypes.compute.value,
+    )
+    return SequenceScorer(model, weights, sharder, task.batch, task.logits)
