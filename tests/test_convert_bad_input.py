@@ -61,6 +61,11 @@ CASES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "holds model.extra.weight, for which the model has no place",
     ),
     "cut short": ("llama", cut_short, "model.safetensors cannot be read"),
+    "unserved packing": (
+        "llama",
+        lambda at: set_up(at, quantization_config={"quant_method": "gptq"}),
+        "quant_method=gptq, where fp8, mxfp4 are served",
+    ),
     "unserved setting": (
         "llama",
         lambda at: set_up(at, rope_parameters={"rope_type": "unheard", "rope_theta": 1e4}),

@@ -3,18 +3,16 @@
 import json
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.convert.derive import model_of, read_settings, table_of, values_of
-from maxhydra.convert.quantized import restored
+from maxhydra.convert.derive import CONFIG, model_of, read_settings, table_of, values_of
+from maxhydra.convert.packed import FLOAT8, read_float8, unpacked
 from maxhydra.convert.source import Source
 from maxhydra.convert.table import UnsupportedError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
 
 
 def hf_source(key: str, location: str, folder: Path) -> Source:
@@ -32,11 +30,19 @@ def hf_source(key: str, location: str, folder: Path) -> Source:
         where |= dict.fromkeys(found, file)
 
     model = model_of(key, location, values_of(key, location, table, settings))
+
+    def read(name: str) -> np.ndarray:
+        with safe_open(where[name], framework="numpy") as opened:
+            if opened.get_slice(name).get_dtype() == FLOAT8:
+                return read_float8(where[name], name)
+            array: np.ndarray = opened.get_tensor(name)
+        return array
+
     try:
-        plain, read = restored(shapes, lambda name: _tensor(where[name], name), settings)
+        plain, read_plain = unpacked(settings, shapes, read)
     except UnsupportedError as error:
-        raise ConfigError(Problem(key, f"has {error}", value=location)) from None
-    return Source(key=key, location=location, table=table, model=model, shapes=plain, read=read)
+        raise ConfigError(Problem(key, f"{CONFIG} has {error}", value=location)) from None
+    return Source(key=key, location=location, table=table, model=model, shapes=plain, read=read_plain)
 
 
 def _files(key: str, location: str, folder: Path) -> list[Path]:
@@ -53,20 +59,6 @@ def _files(key: str, location: str, folder: Path) -> list[Path]:
         hint = "weights in .bin or .pt files can run code when read; save them as safetensors"
         raise ConfigError(Problem(key, reason, value=location, accepted=f"{SINGLE}, or {INDEX}", hint=hint))
     return files
-
-
-def _tensor(file: Path, name: str) -> np.ndarray:
-    """One tensor. The library has no numpy type for float8, whose bytes are taken as they are."""
-    with safe_open(file, framework="numpy") as opened:
-        if opened.get_slice(name).get_dtype() not in FLOAT8:
-            array: np.ndarray = opened.get_tensor(name)
-            return array
-    with file.open("rb") as raw:
-        header = int.from_bytes(raw.read(8), "little")
-        told = json.loads(raw.read(header))[name]
-        start, stop = told["data_offsets"]
-        raw.seek(8 + header + start)
-        return np.frombuffer(raw.read(stop - start), FLOAT8[told["dtype"]]).reshape(told["shape"])
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
