@@ -118,7 +118,9 @@ def _one_row(x_ref: Any, codes_ref: Any, scales_ref: Any, out_ref: Any, *, step:
     for start in range(0, K, step):
         x_K, codes_NK = x_ref[0, pl.ds(start, step)].astype(jnp.float32), codes_ref[:, pl.ds(start, step)]
         x_NK = jnp.broadcast_to(x_K[None, :], (N, step))
-        sums_NK = codes_NK * x_NK + sums_NK if interpret else _assembled(TIMES_ADDED, jnp.float32, codes_NK, x_NK, sums_NK)
+        sums_NK = (
+            codes_NK * x_NK + sums_NK if interpret else _assembled(TIMES_ADDED, jnp.float32, codes_NK, x_NK, sums_NK)
+        )
     out_ref[0, :] = (jnp.sum(sums_NK, axis=1) * scales_ref[...]).astype(out_ref.dtype)
 
 
