@@ -1,5 +1,6 @@
-"""The product of a few rows with int8 weights for GPUs, in Pallas for Triton: codes are widened on their way from memory
-to the sum. One row is multiplied and summed; several go through the matrix unit, with the weight as its left operand,
+"""The product of a few rows with int8 weights for GPUs, in Pallas for Triton: codes are widened between memory and sum.
+
+One row is multiplied and summed; several go through the matrix unit, with the weight as its left operand,
 which may come from registers.
 
 Shapes: M rows, N outputs, K inputs.
