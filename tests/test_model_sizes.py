@@ -13,6 +13,12 @@ from maxhydra.model import active_parameters, build, flops_per_token, parameter_
 from maxhydra.sharding import Sharder
 
 PUBLISHED = {
+    "gemma4-26b": 25_233_141_790,
+    "gemma4-31b": 30_697_345_340,
+    "gemma4-e2b": 4_628_569_379,
+    "gemma4-e4b": 7_463_013_418,
+    "qwen3-next-80b-a3b": 79_674_391_296,
+    "qwen3.5-397b-a17b": 396_346_350_336,
     "deepseek-custom": 420_184_912,
     "deepseek2-16b": 15_706_484_224,
     "deepseek2-236b": 235_741_434_880,

@@ -176,8 +176,11 @@ def _turned_back(path: str, names: LogicalAxes, weight: jax.Array) -> jax.Array:
 def _move(names: LogicalAxes) -> tuple[int, int]:
     """The dimension of the residual stream goes last where it is the input, first where it is the output.
 
-    The embedding has its outputs, the vocabulary, first already; positions are looked up.
+    The embedding has its outputs, the vocabulary, first already; positions are looked up; the products of experts want
+    them as they are.
     """
+    if names and names[0] == "experts":
+        return 0, 0
     if len(names) > 1 and names[0] == "embed":
         return 0, -1
     if len(names) > 1 and names[-1] == "embed" and names[0] not in ("vocab", "positions"):

@@ -1,7 +1,8 @@
 """What the optimizer knows about parameters: their paths, and which of their dimensions make a matrix.
 
-Layers are stacked on a leading axis for the scan; to an optimizer that looks at matrices each layer is a matrix of its
-own, and a projection to heads is one matrix with heads x head_dim columns. Logical axis names say so; shapes do not.
+Layers are stacked on a leading axis for the scan, experts on the next; to an optimizer that looks at matrices each is a
+matrix of its own, and a projection to heads is one matrix with heads x head_dim columns. Logical axis names say so;
+shapes do not.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from maxhydra.sharding import LogicalAxes, is_axes
 Tree = Any
 
 # Axes along which independent parameters are stacked.
-STACKED = ("layers",)
+STACKED = ("layers", "experts")
 # Axes that continue the side of the axis before them: heads x head_dim is one side.
 CONTINUED = ("head_dim",)
 # Axes whose entries are looked up or scored one by one: the parameter is a table of vectors, not a linear map.
@@ -34,7 +35,7 @@ class Sides:
 
 
 def own_dimensions(axes: LogicalAxes) -> tuple[int, ...]:
-    """Dimensions within one layer."""
+    """Dimensions within one layer, or one expert of it."""
     return tuple(dimension for dimension, name in enumerate(axes) if name not in STACKED)
 
 

@@ -90,8 +90,8 @@ def to_settings(model: config.Model) -> Settings | None:
     if not any(is_turned) or not any(is_mixture):
         return None
     local, mixture = kinds[is_turned.index(True)].attention, kinds[is_mixture.index(True)].moe
-    still = next((kind.attention for kind, turned in zip(kinds, is_turned, strict=True) if not turned), None)
-    tempered = still.temperature if still is not None else config.Temperature()
+    still = [kind.attention.temperature for kind, turned in zip(kinds, is_turned, strict=True) if not turned]
+    tempered = [one for one in still if one.floor is not None]
     return {
         **size_settings(model, NAMES),
         **rope_settings(local.rope),
@@ -102,8 +102,8 @@ def to_settings(model: config.Model) -> Settings | None:
         "moe_layers": [index for index, is_one in enumerate(is_mixture) if is_one],
         "use_qk_norm": local.qk_norm is config.QkNorm.head_plain,
         "attention_chunk_size": local.chunk,
-        "attn_temperature_tuning": tempered.floor is not None,
-        **({} if tempered.floor is None else {"floor_scale": tempered.floor, "attn_scale": tempered.scale}),
+        "attn_temperature_tuning": bool(tempered),
+        **({"floor_scale": tempered[0].floor, "attn_scale": tempered[0].scale} if tempered else {}),
         "intermediate_size": mixture.dim or model.mlp_dim,
         "num_local_experts": mixture.experts,
         "num_experts_per_tok": mixture.top_k,

@@ -1,0 +1,35 @@
+"""A model of text inside a larger one, such as one that sees and hears: its part of the settings and of the tensors."""
+
+import dataclasses
+from functools import reduce
+from typing import Any
+
+from maxhydra.config import model as config
+from maxhydra.convert.table import Settings, Table, Weight
+
+
+def nested(
+    table: Table, *, model_type: str, architecture: str, below: tuple[str, ...], prefix: str, ignored: tuple[str, ...]
+) -> Table:
+    """The table of the text in a larger model; it is read and not written, since the other parts would be missing.
+
+    `below`: keys of config.json under which its settings are. `prefix`: of its tensors. `ignored`: those of the rest.
+    """
+
+    def to_model(settings: Settings) -> dict[str, Any]:
+        return table.to_model(reduce(lambda section, key: section[key], below, settings))
+
+    def to_settings(model: config.Model) -> Settings | None:
+        return None
+
+    def rows(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
+        return tuple(dataclasses.replace(weight, hf=prefix + weight.hf, gguf="") for weight in weights)
+
+    return Table(
+        hf_types={model_type: architecture},
+        layer=rows(table.layer),
+        ends=rows(table.ends),
+        to_model=to_model,
+        to_settings=to_settings,
+        ignored=(*ignored, *(prefix + pattern for pattern in table.ignored)),
+    )
