@@ -98,9 +98,10 @@ def rope_of(told: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 
 def _attention_factor(told: Mapping[str, Any]) -> float | None:
     """YaRN's, where files state it by two factors on its logarithm (DeepSeek-V2, 2024)."""
-    both = [float(told.get(name) or 0) for name in ("mscale", "mscale_all_dim")]
-    above, below = (0.1 * scale * math.log(told["factor"]) + 1.0 for scale in both)
-    return above / below if all(both) else None
+    if not (told.get("mscale") and told.get("mscale_all_dim")):
+        return None
+    above, below = (0.1 * told[scale] * math.log(told["factor"]) + 1.0 for scale in ("mscale", "mscale_all_dim"))
+    return above / below
 
 
 def rope_settings(rope: config.Rope) -> Settings:
