@@ -26,7 +26,7 @@ import numpy as np
 from maxhydra import model, runtime
 from maxhydra.config.compose import compose
 from maxhydra.config.decode import Engine as EngineConfig
-from maxhydra.convert import load_weights
+from maxhydra.convert.load import load_weights
 from maxhydra.data import tokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.request import Handle, Request

@@ -91,14 +91,19 @@ class Golden:
         return self.model.logits(params, hidden, SINGLE), cache
 
 
+def tensors_of(file: Path) -> dict[str, np.ndarray]:
+    """All tensors of a safetensors file."""
+    with safe_open(file, framework="numpy") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+
+
 def _in_float32(model: config.Model) -> config.Model:
     return dataclasses.replace(model, dtypes=dataclasses.replace(model.dtypes, compute=config.Dtype.float32))
 
 
 def _with_tensors(source: Source, file: Path) -> Source:
     """The same source with other tensors under its names."""
-    with safe_open(file, framework="numpy") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    tensors = tensors_of(file)
     shapes = {name: array.shape for name, array in tensors.items()}
     return dataclasses.replace(source, shapes=shapes, read=tensors.__getitem__)
 

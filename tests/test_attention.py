@@ -2,6 +2,8 @@
 
 import itertools
 import logging
+import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,17 @@ import numpy as np
 import pytest
 
 from maxhydra.kernels import attention as kernels
-from maxhydra.kernels.attention import BACKENDS, Call, Request, UnsupportedError, attention, choose, xla
+from maxhydra.kernels.attention import (
+    BACKENDS,
+    Backend,
+    Call,
+    Request,
+    UnsupportedError,
+    attention,
+    choose,
+    triton,
+    xla,
+)
 from maxhydra.kernels.attention.request import Tokens
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
@@ -206,8 +218,12 @@ def test_a_query_without_keys_gives_zero_with_zero_gradient(backend):
 
 def make_call(**changes) -> Call:
     fields = {"request": make_request(), "platform": "gpu", "dtype": "bfloat16", "head_dim": 128, "length": 64}
+    fields |= {"devices": 1}
     flags = dict.fromkeys(("has_segments", "has_positions", "has_chosen", "has_sinks"), False)
     return Call(**{**fields, **flags, "value_dim": changes.get("head_dim", 128), **changes})
+
+
+TO_TRITON = ("soft-cap", "chunks", "sinks", "up to 128, not 256")
 
 
 @pytest.mark.parametrize(
@@ -231,8 +247,29 @@ def make_call(**changes) -> Call:
 def test_cudnn_refuses_what_it_cannot_serve_and_auto_goes_on(changes, reason):
     with pytest.raises(UnsupportedError, match=reason) as error:
         choose("cudnn", make_call(**changes))
+    able = (("triton",) if reason.endswith(TO_TRITON) else ()) + ("xla", "reference")
+    assert error.value.able == able
+    assert choose("auto", make_call(**changes)) == able[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"platform": "cpu"}, "runs on gpu, not cpu"),
+        ({"devices": 8}, "runs on one device, not 8"),
+        ({"head_dim": 96}, "takes heads of 64 or 128 or 256, not 96"),
+        ({"length": 96}, "takes lengths in multiples of 64, not 96"),
+        ({"value_dim": 64}, "takes values of the size of keys"),
+        ({"has_chosen": True}, "no choice of keys"),
+        ({"has_positions": True}, "cache"),
+        ({"request": make_request(softcap=30.0, is_length_split=True)}, "whole sequences"),
+    ],
+)
+def test_triton_refuses_what_it_cannot_serve(changes, reason):
+    capped = {"request": make_request(softcap=30.0)}
+    with pytest.raises(UnsupportedError, match=reason) as error:
+        choose("triton", make_call(**{**capped, **changes}))
     assert error.value.able == ("xla", "reference")
-    assert choose("auto", make_call(**changes)) == "xla"
 
 
 @pytest.mark.parametrize(
@@ -247,7 +284,9 @@ def test_the_pick_is_logged_once_with_its_reason(caplog):
     with caplog.at_level(logging.INFO, logger="maxhydra"):
         choose("auto", make_call(platform="cpu"))
         choose("auto", make_call(platform="cpu", has_positions=True))
-    assert [record.getMessage() for record in caplog.records] == ["attention runs on xla (cudnn runs on gpu, not cpu)"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention runs on xla (cudnn runs on gpu, not cpu; triton runs on gpu, not cpu)"
+    ]
 
 
 def test_calls_without_meaning_are_refused():
@@ -282,11 +321,64 @@ def test_cudnn_is_asked_for_what_the_request_says(mask, monkeypatch):
     np.testing.assert_allclose(BACKENDS["cudnn"].run(q, k, v, request, tokens, None), expected, atol=2e-6)
 
 
+INTERPRETED = [
+    ("everything", jnp.float32),
+    ("chunk_and_more", jnp.float32),
+    ("softcap", jnp.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("mask", "dtype"), INTERPRETED)
+def test_triton_interpreted_equals_the_reference_with_gradients(mask, dtype, monkeypatch):
+    """In blocks so small that some are seen whole, some in part and some not at all."""
+    small = triton.Blocks(triton.Block(8, 4, 4, 1), triton.Block(4, 8, 4, 1), triton.Block(8, 4, 4, 1))
+    interpreted = Backend(run=partial(triton.attention, blocks=small, interpret=True))
+    monkeypatch.setitem(BACKENDS, "triton", interpreted)
+    mask = dict(MASKS[mask])
+    arrays = tags(mask, 24)
+    inputs, request = make_inputs((4, 2), dtype, length=24), make_request(**mask)
+    expected = value_and_grads("reference", inputs, request, **arrays)
+    for got, want in zip(value_and_grads("triton", inputs, request, **arrays), expected, strict=True):
+        if dtype == jnp.float32:
+            np.testing.assert_allclose(got, want, atol=1e-5)
+        else:
+            assert_near_in_bfloat16(got, want)
+
+
+@pytest.mark.parametrize("mask", ["window", "softcap", "segments", "chunk", "sinks", "everything"])
+def test_the_loss_is_the_same_on_every_backend_that_serves_a_request(mask):
+    """Over the capability table, with what this machine can run; the others say why they cannot."""
+    is_on_gpu = jax.default_backend() == "gpu"
+    mask, dtype = dict(MASKS[mask]), jnp.bfloat16 if is_on_gpu else jnp.float32
+    arrays = tags(mask, 64)
+    inputs, request = make_inputs((4, 2), dtype, length=64, head_dim=64), make_request(**mask)
+    call = make_call(
+        request=request,
+        platform=jax.default_backend(),
+        devices=jax.device_count(),
+        dtype=jnp.dtype(dtype).name,
+        head_dim=64,
+        has_segments="q_segments_BT" in arrays,
+        has_sinks="sinks_N" in arrays,
+    )
+    losses = {}
+    for name, row in BACKENDS.items():
+        if row.refusals(call):
+            with pytest.raises(UnsupportedError, match=re.escape(row.refusals(call)[0])):
+                attention(*inputs, request, backend=name, **arrays)
+        else:
+            losses[name] = float(jnp.mean(jnp.square(attention(*inputs, request, backend=name, **arrays) * 1.0)))
+    assert {"xla", "reference"} <= losses.keys()
+    assert is_on_gpu <= ("triton" in losses)
+    np.testing.assert_allclose(list(losses.values()), losses["reference"], rtol=1e-2 if is_on_gpu else 1e-5)
+
+
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["cudnn", "triton"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_cudnn_equals_the_reference_with_gradients(mask, heads, head_dim):
+def test_gpu_backends_equal_the_reference_with_gradients(mask, heads, head_dim, backend):
     mask = dict(MASKS[mask])
     arrays = tags(mask, 64)
     inputs = make_inputs(HEADS[heads], jnp.bfloat16, length=64, head_dim=head_dim)
@@ -294,12 +386,12 @@ def test_cudnn_equals_the_reference_with_gradients(mask, heads, head_dim):
     call = make_call(
         request=request, head_dim=head_dim, has_segments="q_segments_BT" in arrays, has_sinks="sinks_N" in arrays
     )
-    if BACKENDS["cudnn"].refusals(call):
+    if BACKENDS[backend].refusals(call):
         with pytest.raises(UnsupportedError):
-            attention(*inputs, request, backend="cudnn", **arrays)
+            attention(*inputs, request, backend=backend, **arrays)
         return
     expected = value_and_grads("reference", inputs, request, **arrays)
-    for got, want in zip(value_and_grads("cudnn", inputs, request, **arrays), expected, strict=True):
+    for got, want in zip(value_and_grads(backend, inputs, request, **arrays), expected, strict=True):
         assert_near_in_bfloat16(got, want)
 
 

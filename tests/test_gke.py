@@ -10,6 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from kubernetes import client as k8s
 
 from maxhydra.cli import entry
 from maxhydra.config.errors import ConfigError, Problem
@@ -18,9 +19,10 @@ from maxhydra.launch.gke import GkeSettings
 from maxhydra.launch.gke.cluster import Cluster
 from maxhydra.launch.gke.manifests import Work, config_map, job_name, job_set, job_template, sweep_id, to_yaml
 from maxhydra.launch.gke.placement import place
+from maxhydra.launch.gke.pods import ending, leader, progress
 from maxhydra.launch.gke.refusals import refusal
 from maxhydra.launch.places import read_launcher
-from maxhydra.launch.termination import LIMIT, ending_told, message, read_message, relay
+from maxhydra.launch.termination import LIMIT, ending_told, forget, message, read_message, relay
 from maxhydra.record import RunDirectory, read_metrics
 from maxhydra.runs.registry import Registry
 from maxhydra.runtime.options import hardware_options
@@ -142,6 +144,7 @@ def test_nodes_of_a_slice(option: str, topology: str, nodes: int, chips: int) ->
         ("tpu-v5p", {"topology": "3x3x1"}, ["hydra.launcher.topology"]),
         ("gpu-h100", {"topology": "4x4"}, ["hydra.launcher.topology"]),
         ("cpu", {"chips_per_node": 1}, ["hydra.launcher.chips_per_node"]),
+        ("cpu", {"nodes": 2, "outputs": "empty://"}, ["hydra.launcher.outputs"]),
     ],
 )
 def test_nodes_that_do_not_exist(option: str, settings: dict[str, Any], paths: list[str]) -> None:
@@ -208,6 +211,10 @@ def test_a_run_comes_back_through_its_last_words(tmp_path: Path) -> None:
     relay(here, {"status": "failed", "reason": "OOMKilled"}, "")
     (run,) = Registry(tmp_path / "outputs").runs()
     assert run.status == "failed" and RunDirectory(here, writes=False).read()["reason"] == "OOMKilled"
+    forget(here)
+    assert not Registry(tmp_path / "outputs").runs() and not (here / "metrics.jsonl").exists()
+    forget(there.path)
+    assert there.exists()
     assert read_message("Traceback") is None and read_message("[1]") is None and read_message(None) is None
 
 
@@ -289,3 +296,30 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "leads to no cluster" in refused(None)
     path.unlink()
     assert "leads to no cluster" in refused(None)
+
+
+def pod_of(job: int, index: int, *, phase: str = "Running", **state: Any) -> k8s.V1Pod:
+    """A pod as the client gives it, whose worker is in a state: terminated=..., waiting=..."""
+    labels = {"jobset.sigs.k8s.io/job-index": str(job), "batch.kubernetes.io/job-completion-index": str(index)}
+    worker = k8s.V1ContainerStatus(
+        name="worker", image="", image_id="", ready=False, restart_count=0, state=k8s.V1ContainerState(**state)
+    )
+    status = k8s.V1PodStatus(phase=phase, container_statuses=[worker])
+    return k8s.V1Pod(metadata=k8s.V1ObjectMeta(name=f"x-w-{job}-{index}", labels=labels), status=status)
+
+
+def test_what_pods_say() -> None:
+    """The first process speaks for the run; where it cannot, those that failed are named."""
+    words = json.dumps({"status": "failed", "reason": "loss is NaN"})
+    killed = k8s.V1ContainerStateTerminated(exit_code=137, reason="OOMKilled", message="Killed\n")
+    told = k8s.V1ContainerStateTerminated(exit_code=1, reason="Error", message=words)
+    pods = [pod_of(1, 0, terminated=killed), pod_of(0, 10), pod_of(0, 2, terminated=told)]
+    first = leader(pods)
+    assert first is not None and first.metadata.name == "x-w-0-2" and leader([]) is None
+    assert ending(pods, ("Failed", "")) == {"status": "failed", "reason": "loss is NaN"}
+    reason = ending(pods[:2], ("Failed", "too many restarts"))["reason"]
+    assert reason == "x-w-1-0: OOMKilled, exit code 137, Killed; too many restarts"
+    assert ending([], ("Completed", ""))["status"] == "finished"
+    waiting = pod_of(0, 1, phase="Pending", waiting=k8s.V1ContainerStateWaiting(reason="ImagePullBackOff"))
+    assert progress([pods[1], waiting]) == "pods: 1 pending, 1 running (ImagePullBackOff)"
+    assert progress([]) == "waits for its pods"

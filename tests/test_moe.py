@@ -29,7 +29,7 @@ def assert_close(ours, theirs, tolerance):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), ours, theirs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [name for name, row in BACKENDS.items() if "cpu" in row.platforms])
 def test_grouped_products_are_those_of_numpy(backend):
     random = np.random.default_rng(0)
     sizes = np.array([3, 0, 5, 2])

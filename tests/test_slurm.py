@@ -4,6 +4,8 @@ import json
 import os
 import re
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,34 @@ import pytest
 from running import SMALL, command, environment, facts, finished, losses, run
 from slurm import cluster, require, wait_for
 
+WORKER = """
+folder=$(dirname "$4")
+count=${SLURM_RESTART_COUNT:-0}
+echo $count >> "$folder/starts"
+trap 'echo told by SIGUSR1; exit 138' USR1
+case "$folder-$count" in
+  *seed=1-0) exit 138;; *seed=1-1) exit 143;; *seed=3-*) exit 138;;
+  *seed=2-0) for _ in $(seq 500); do sleep 0.2; done;;
+esac
+"""
+SEARCHED = """
+import signal, sys, time
+import yaml
+from maxhydra.record import MetricsWriter, RunDirectory
+
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+rate = yaml.safe_load(open(sys.argv[4]))["optimizer"]["learning_rate"]
+run = RunDirectory(sys.argv[6])
+with run.session("", {}):
+    metrics = MetricsWriter(run.metrics_path)
+    for step in range(1, 31):
+        time.sleep(0.2)
+        metrics.write(step, {"eval/loss": rate + 1 / step})
+        if asked:
+            break
+    run.finish("preempted" if asked else "finished", "SIGTERM" if asked else "done")
+"""
 LAUNCHER = ["-m", "hydra/launcher=slurm", "hydra.launcher.poll_seconds=1"]
 TOLERANCE = 2e-5
 
@@ -23,18 +53,30 @@ def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
         yield extra
 
 
+def program(path: Path, interpreter: str, text: str) -> Path:
+    path.write_text(f"#!{interpreter}\n{text}")
+    path.chmod(0o755)
+    return path
+
+
 def said(*words: str, scheduler: dict[str, str]) -> str:
     return subprocess.run(words, env={**os.environ, **scheduler}, capture_output=True, text=True, check=True).stdout
 
 
 def wait_until_all_are_over(scheduler: dict[str, str], seconds: float) -> None:
-    """SLURM lets a job that was put back wait for two minutes, which an administrator, as here, can cut short."""
+    """SLURM lets a job that was put back wait for two minutes, which an administrator, as here, can cut short.
+
+    Not below some seconds: a node refuses the credential of a job that it has just seen end.
+    """
+    put_back: dict[str, float] = {}
 
     def are_over() -> bool:
         lines = said("squeue", "-hr", "--states=all", "-o", "%i|%T|%r", scheduler=scheduler).splitlines()
         jobs = [line.split("|") for line in lines]
         for identity, _, reason in jobs:
-            if reason == "BeginTime":
+            if reason != "BeginTime":
+                put_back.pop(identity, None)
+            elif time.monotonic() - put_back.setdefault(identity, time.monotonic()) > 4:
                 said("scontrol", "update", f"JobId={identity}", "StartTime=now", scheduler=scheduler)
         return all(state in ("COMPLETED", "FAILED", "CANCELLED") for _, state, _ in jobs)
 
@@ -119,22 +161,38 @@ def test_a_sweep_is_cancelled_and_gone_on_with(scheduler: dict[str, str], tmp_pa
 
 
 def test_jobs_of_an_array_are_put_back_one_by_one(scheduler: dict[str, str], tmp_path: Path) -> None:
-    """A worker in place of ours: interrupted twice, by either signal, and then done. The third time is one too many."""
-    worker = tmp_path / "worker"
-    worker.write_text(
-        """#!/bin/bash
-        folder=$(dirname "$4")
-        echo "$SLURM_RESTART_COUNT" >> "$folder/starts"
-        case "$folder-${SLURM_RESTART_COUNT:-0}" in *seed=1-0|*seed=3-*) exit 138;; *seed=1-1) exit 143;; esac
-        """
-    )
-    worker.chmod(0o755)
+    """A worker in place of ours: interrupted twice, and then done; near its time limit; interrupted once too often."""
+    worker = program(tmp_path / "worker", "/bin/bash", WORKER)
     asked = ["hydra.launcher.detach=true", "hydra.launcher.max_requeues=2", f"hydra.launcher.python={worker}"]
+    asked += ["hydra.launcher.time=1", "hydra.launcher.save_seconds=50"]
     finished(*LAUNCHER, *asked, "run.name=array", "run.seed=1,2,3", cwd=tmp_path, **scheduler)
     folders = [tmp_path / "outputs" / "array" / f"{index}_seed={index + 1}" for index in range(3)]
-    wait_until_all_are_over(scheduler, 60)
-    assert [(folder / "starts").read_text().split() for folder in folders] == [["1", "2"], [], ["1", "2"]]
+    wait_until_all_are_over(scheduler, 120)
+    assert [(folder / "starts").read_text().split() for folder in folders] == [
+        ["0", "1", "2"],
+        ["0", "1"],
+        ["0", "1", "2"],
+    ]
+    assert "told by SIGUSR1" in (folders[1] / "console.txt").read_text()
     assert "max_requeues=2" in (folders[2] / "console.txt").read_text()
+
+
+def test_a_search_ends_what_does_badly(scheduler: dict[str, str], tmp_path: Path) -> None:
+    """Jobs of a worker in place of ours, which writes runs as training does, and saves when it is told to."""
+    worker = program(tmp_path / "worker", sys.executable, SEARCHED)
+    search = [
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.sampler=grid",
+        "hydra.sweeper.workers=2",
+        "hydra.sweeper.pruner=asha",
+    ]
+    rates = "optimizer.learning_rate=0.3,0.5,1,2"
+    asked = [*LAUNCHER, *search, f"hydra.launcher.python={worker}", "run.name=search", rates]
+    done = finished(*asked, cwd=tmp_path, **scheduler).stdout
+    statuses = [facts(path)["status"] for path in sorted((tmp_path / "outputs" / "search").glob("[0-9]_*"))]
+    pruned = statuses.count("preempted")
+    assert pruned >= 1 and statuses.count("finished") == 4 - pruned, done
+    assert f"{4 - pruned} finished, {pruned} pruned" in done and "optimizer.learning_rate=0.3" in done
 
 
 def test_what_the_cluster_refuses_is_said_in_a_line(scheduler: dict[str, str], tmp_path: Path) -> None:

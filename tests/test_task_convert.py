@@ -11,16 +11,22 @@ import pytest
 
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose import compose
+from maxhydra.config.decode import Engine as EngineConfig
+from maxhydra.config.mesh import Mesh
 from maxhydra.config.run import Checkpoint
 from maxhydra.config.written import to_yaml
 from maxhydra.convert import hf_write
 from maxhydra.convert.load import load_weights
+from maxhydra.data.tokenizers.byte import ByteTokenizer
+from maxhydra.decode.engine import Engine
 from maxhydra.layers import Context
-from maxhydra.model import build, join, split
+from maxhydra.model import ModelDef, build, join, split
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, convert
 from maxhydra.train import plan_states
 from maxhydra.train.checkpoint import open_checkpointer
+from tests.running import SMALL, finished
+from tests.test_engine import ask
 
 torch = pytest.importorskip("torch", reason="needs the parity extra")
 transformers = pytest.importorskip("transformers", reason="needs the parity extra")
@@ -152,9 +158,12 @@ def our_logits(run: Path) -> np.ndarray:
     base = load_weights(str(run.parent / "base"), model, shardings=None, dtype="float32")
     trained = convert.read_adapter("", str(run), model)
     assert jax.tree.structure(trained) == jax.tree.structure(split(model.shapes)[0])
+    return logits_of(model, join(trained, base))
+
+
+def logits_of(model: ModelDef, weights: Any) -> np.ndarray:
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
     ctx = Context(positions=positions, segments=None, sharder=Sharder.single(), cache=None, dropout_key=None)
-    weights = join(trained, base)
     hidden, _ = model.hidden(weights, jnp.asarray(TOKENS), ctx)
     return np.asarray(model.logits(weights, hidden, Sharder.single()))
 
@@ -167,6 +176,68 @@ def test_peft_loads_an_adapter_and_answers_as_we_do(adapter_run: Path, tmp_path:
     np.testing.assert_allclose(theirs, our_logits(adapter_run), rtol=1e-4, atol=1e-4)
     assert np.abs(theirs - plain).max() > 0.1
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"].endswith("/base")
+
+
+def test_an_adapter_that_peft_made_answers_as_there(tmp_path: Path) -> None:
+    """Over two of three layers, in all kinds of projections; merged into the weights it was made around."""
+    theirs = their_model("llama", tmp_path / "base")
+    targets = ["q_proj", "o_proj", "down_proj"]
+    settings = peft.LoraConfig(r=4, lora_alpha=12, target_modules=targets, layers_to_transform=[0, 2])
+    adapted = peft.get_peft_model(theirs, settings)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.normal_(0.0, 0.2)
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    model = build(composed("llama", tmp_path / "adapter").model)
+    merged = load_weights(str(tmp_path / "adapter"), model, shardings=None, dtype="float32")
+    np.testing.assert_allclose(logits_of(model, merged), their_logits(adapted), rtol=1e-4, atol=1e-4)
+    odd = json.loads((tmp_path / "adapter/adapter_config.json").read_text()) | {"use_dora": True}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(odd))
+    with pytest.raises(ConfigError, match="use_dora=True"):
+        load_weights(str(tmp_path / "adapter"), model, shardings=None, dtype="float32")
+
+
+def test_our_own_adapter_comes_back_from_peft(adapter_run: Path, tmp_path: Path) -> None:
+    out = converted("llama3.1", adapter_run, tmp_path / "out", "task.format=peft")
+    model = build(composed("llama3.1", out).model)
+    ours, back = (load_weights(str(place), model, shardings=None, dtype="float32") for place in (adapter_run, out))
+    jax.tree.map(np.testing.assert_array_equal, back, ours)
+
+
+def test_a_checkpoint_of_ours_holds_the_same_weights(tmp_path: Path) -> None:
+    their_model("mistral", tmp_path / "in", torch.bfloat16)
+    out = converted("mistral", tmp_path / "in", tmp_path / "out", "task.format=maxhydra", "task.dtype=bfloat16")
+    model = build(composed("mistral", out).model)
+    mesh = build_mesh(Mesh(fsdp=4, tensor=2), jax.devices()[:8])
+    shardings = Sharder(mesh, Mesh().rules).tree(model.axes)
+    split_up = load_weights(str(out), model, shardings=shardings, dtype="bfloat16")
+    whole = load_weights(str(tmp_path / "in"), model, shardings=None, dtype="bfloat16")
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), split_up, whole)
+
+
+def test_an_exported_run_writes_the_same_text_there(tmp_path: Path) -> None:
+    """Fifty greedy tokens of a trained model, by the engine here and by generate there."""
+    finished(*SMALL, "model=llama3-tiny", "run.name=a", "train.steps=20", "optimizer.learning_rate=1e-2", cwd=tmp_path)
+    run, out = tmp_path / "outputs/a", tmp_path / "out"
+    given = [*SMALL, "model=llama3-tiny", "model.dtypes.compute=float32", f"checkpoint.load_parameters={run}"]
+    config = compose([*given, "task=convert", f"task.output={out}"]).config
+    convert.run(Job(config, {}, None, None))  # type: ignore[arg-type]
+    model, sharder = build(config.model), Sharder(build_mesh(Mesh(), jax.devices()[:1]), Mesh().rules)
+    params = load_weights(str(run), model, shardings=sharder.tree(model.axes), dtype="float32")
+    prompt = tuple(b"ROMEO:")
+    engine = Engine(
+        model, params, ByteTokenizer(), EngineConfig(max_batch=1, cache_tokens=128), sharder=sharder, eos=()
+    )
+    try:
+        ours = engine.submit(ask(prompt, max_tokens=50, ignore_eos=True)).result().tokens
+    finally:
+        engine.close()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    theirs.generation_config.eos_token_id = None
+    wrote = theirs.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=False)
+    assert list(ours) == wrote[0, len(prompt) :].tolist() and len(set(ours)) > 2
 
 
 def test_a_merged_adapter_is_a_model_of_theirs(adapter_run: Path, tmp_path: Path) -> None:

@@ -123,6 +123,8 @@ BACKENDS: dict[str, Backend] = {
         head_dims=tuple(triton.BLOCKS),
         length_multiple=triton.LENGTH_MULTIPLE,
         positions=False,
+        chosen=False,
+        value_dim=False,
         split_length=False,
         devices=1,
     ),

@@ -1,5 +1,5 @@
-"""Flash attention (Dao, 2023) for what cuDNN has not: soft-caps and sinks, with windows and segments. For GPUs, in Pallas
-for Triton.
+"""Flash attention (Dao, 2023) for what cuDNN has not: soft-caps, sinks, chunks and large heads. For GPUs, in Pallas for
+Triton.
 
 Logits are in units of log 2, since the processors have 2^x and no e^x. A block of keys that every query of a block
 sees whole takes no mask; blocks that no query sees are not read. The backward pass makes the weights again, once for
@@ -10,7 +10,6 @@ Shapes as in request.py; C queries and D keys of a block.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from maxhydra.kernels.attention.blocks import key_ranges, over, query_ranges, seen
 from maxhydra.kernels.attention.request import Request, Tokens
 
 LOG2E = math.log2(math.e)
@@ -173,8 +173,8 @@ class _Specs(NamedTuple):
     kv_segments: pl.BlockSpec
 
     def inputs(self, inputs: Inputs) -> Any:
-        specs = Inputs(self.q, self.kv, self.kv, self.sinks, self.q_segments, self.kv_segments)
-        return Inputs(*[None if array is None else spec for array, spec in zip(inputs, specs, strict=True)])
+        specs: Any = (self.q, self.kv, self.kv, self.sinks, self.q_segments, self.kv_segments)
+        return Inputs._make(None if array is None else spec for array, spec in zip(inputs, specs, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +231,7 @@ def _forward_kernel(refs: Inputs, out_ref: Any, total_ref: Any, *, how: How) -> 
         logits_CD = _logits(q_CH, refs.k_BSKH[keys, :], how.request)[0]
         if masked:
             of_keys = None if refs.kv_segments_BS is None else refs.kv_segments_BS[keys]
-            is_seen = _seen(how.request, start, j * D, (C, D), of_queries, of_keys)
+            is_seen = seen(how.request, start, j * D, (C, D), of_queries, of_keys)
             logits_CD = jnp.where(is_seen, logits_CD, LOWEST)
         new_top_C = jnp.maximum(top_C, logits_CD.max(axis=1))
         weights_CD = jnp.exp2(logits_CD - new_top_C[:, None])
@@ -243,8 +243,8 @@ def _forward_kernel(refs: Inputs, out_ref: Any, total_ref: Any, *, how: How) -> 
     top_C, total_C = jnp.full((C,), LOWEST, jnp.float32), jnp.zeros((C,), jnp.float32)
     if refs.sinks_N is not None:
         top_C, total_C = jnp.full((C,), refs.sinks_N[...].astype(jnp.float32) * LOG2E), total_C + 1
-    ranges = _key_ranges(how.request, start, C=C, D=D, S=S, is_tagged=of_queries is not None)
-    sums_CH, top_C, total_C = _over(ranges, step, (jnp.zeros((C, H), jnp.float32), top_C, total_C))
+    ranges = key_ranges(how.request, start, C=C, D=D, S=S, is_tagged=of_queries is not None)
+    sums_CH, top_C, total_C = over(ranges, step, (jnp.zeros((C, H), jnp.float32), top_C, total_C))
     # A query that sees nothing has summed up what is hidden from it.
     share_C = jnp.where(top_C == LOWEST, 0.0, 1 / total_C)
     out_ref[...] = (sums_CH * share_C[:, None]).astype(out_ref.dtype)
@@ -265,14 +265,14 @@ def _queries_kernel(refs: Inputs, rows: Any, d_q_ref: Any, *, how: How) -> None:
         weights_CD = jnp.exp2(logits_CD - total_C[:, None])
         if masked:
             of_keys = None if refs.kv_segments_BS is None else refs.kv_segments_BS[keys]
-            is_seen = _seen(how.request, start, j * D, (C, D), of_queries, of_keys)
+            is_seen = seen(how.request, start, j * D, (C, D), of_queries, of_keys)
             weights_CD = jnp.where(is_seen, weights_CD, 0.0)
         d_weights_CD = jnp.dot(d_out_CH, refs.v_BSKH[keys, :].T, preferred_element_type=jnp.float32)
         d_logits_CD = weights_CD * (d_weights_CD - mean_C[:, None]) * slope_CD
         return d_q_CH + jnp.dot(d_logits_CD.astype(k_DH.dtype), k_DH, preferred_element_type=jnp.float32)
 
-    ranges = _key_ranges(how.request, start, C=C, D=D, S=S, is_tagged=of_queries is not None)
-    d_q_CH = _over(ranges, step, jnp.zeros((C, H), jnp.float32))
+    ranges = key_ranges(how.request, start, C=C, D=D, S=S, is_tagged=of_queries is not None)
+    d_q_CH = over(ranges, step, jnp.zeros((C, H), jnp.float32))
     d_q_ref[...] = (d_q_CH * how.request.scale).astype(d_q_ref.dtype)
 
 
@@ -293,7 +293,7 @@ def _keys_kernel(refs: Inputs, rows: Any, d_k_ref: Any, d_v_ref: Any, *, how: Ho
         weights_DC = jnp.exp2(logits_DC - total_ref[g, queries][None, :])
         if masked:
             of_queries = None if refs.q_segments_BT is None else refs.q_segments_BT[queries]
-            is_seen = _seen(how.request, i * C, start, (C, D), of_queries, of_keys, turned=True)
+            is_seen = seen(how.request, i * C, start, (C, D), of_queries, of_keys, turned=True)
             weights_DC = jnp.where(is_seen, weights_DC, 0.0)
         d_v_DH += jnp.dot(weights_DC.astype(d_out_CH.dtype), d_out_CH, preferred_element_type=jnp.float32)
         d_weights_DC = jnp.dot(v_DH, d_out_CH.T, preferred_element_type=jnp.float32)
@@ -301,11 +301,9 @@ def _keys_kernel(refs: Inputs, rows: Any, d_k_ref: Any, d_v_ref: Any, *, how: Ho
         d_k_DH += jnp.dot(d_logits_DC.astype(q_CH.dtype), q_CH, preferred_element_type=jnp.float32)
         return d_k_DH, d_v_DH
 
-    ranges = _query_ranges(how.request, start, C=C, D=D, T=T, is_tagged=of_keys is not None)
+    ranges = query_ranges(how.request, start, C=C, D=D, T=T, is_tagged=of_keys is not None)
     zeros = jnp.zeros((D, H), jnp.float32)
-    d_k_DH, d_v_DH = jax.lax.fori_loop(
-        0, G, lambda g, so_far: _over(ranges, partial(step, g=g), so_far), (zeros, zeros)
-    )
+    d_k_DH, d_v_DH = jax.lax.fori_loop(0, G, lambda g, so_far: over(ranges, partial(step, g=g), so_far), (zeros, zeros))
     d_k_ref[...] = (d_k_DH * how.request.scale).astype(d_k_ref.dtype)
     d_v_ref[...] = d_v_DH.astype(d_v_ref.dtype)
 
@@ -318,84 +316,3 @@ def _logits(a: jax.Array, b: jax.Array, request: Request) -> tuple[jax.Array, ja
     # tanh from 2^x: its error is that of a number near one, so that of the logits is 1e-7 of the cap.
     turned = 1 - 2 / (1 + jnp.exp2(product * (2 * LOG2E * request.scale / request.softcap)))
     return turned * (request.softcap * LOG2E), 1 - turned * turned
-
-
-def _seen(
-    request: Request,
-    first_query: jax.Array,
-    first_key: jax.Array,
-    shape: tuple[int, int],
-    of_queries: jax.Array | None,
-    of_keys: jax.Array | None,
-    *,
-    turned: bool = False,
-) -> jax.Array:
-    """Which keys of a block the queries of a block see, [C, D], or [D, C] if turned."""
-    down, across = (slice(None), None), (None, slice(None))
-    if turned:
-        down, across = across, down
-    q, k = (first_query + jnp.arange(shape[0]))[down], (first_key + jnp.arange(shape[1]))[across]
-    is_seen = jnp.full(shape[::-1] if turned else shape, True)
-    if request.causal:
-        is_seen &= k <= q
-    if request.window is not None:
-        is_seen &= k > q - request.window
-    if request.chunk is not None:
-        is_seen &= jax.lax.div(k, request.chunk) == jax.lax.div(q, request.chunk)
-    if of_queries is not None and of_keys is not None:
-        is_seen &= (of_queries[down] == of_keys[across]) & (of_queries[down] != 0)
-    return is_seen
-
-
-class _Ranges(NamedTuple):
-    """Blocks from first to last; from whole to broken, each query sees each key."""
-
-    first: Any
-    whole: Any
-    broken: Any
-    last: Any
-
-
-def _key_ranges(request: Request, start: jax.Array, *, C: int, D: int, S: int, is_tagged: bool) -> _Ranges:
-    """Blocks of keys for the queries from start on."""
-    first, last, whole, broken = 0, S // D, 0, S // D
-    if request.causal:
-        last, broken = pl.cdiv(start + C, D), jax.lax.div(start + 1, D)
-    if request.window is not None:
-        first = jax.lax.div(jnp.maximum(start - request.window + 1, 0), D)
-        whole = pl.cdiv(jnp.maximum(start + C - request.window, 0), D)
-    if request.chunk is not None:
-        # The first query's chunk reaches back farthest, the last one's least.
-        first = jax.lax.div(jax.lax.div(start, request.chunk) * request.chunk, D)
-        whole = pl.cdiv(jax.lax.div(start + C - 1, request.chunk) * request.chunk, D)
-    return _ordered(first, last if is_tagged else whole, broken, last)
-
-
-def _query_ranges(request: Request, start: jax.Array, *, C: int, D: int, T: int, is_tagged: bool) -> _Ranges:
-    """Blocks of queries for the keys from start on."""
-    first, last, whole, broken = 0, T // C, 0, T // C
-    if request.causal:
-        first, whole = jax.lax.div(start, C), pl.cdiv(start + D - 1, C)
-    if request.window is not None:
-        last = jnp.minimum(last, pl.cdiv(start + D - 1 + request.window, C))
-        broken = jax.lax.div(start + request.window, C)
-    if request.chunk is not None:
-        last = jnp.minimum(last, pl.cdiv((jax.lax.div(start + D - 1, request.chunk) + 1) * request.chunk, C))
-        broken = jax.lax.div((jax.lax.div(start, request.chunk) + 1) * request.chunk, C)
-    return _ordered(first, last if is_tagged else whole, broken, last)
-
-
-def _ordered(first: Any, whole: Any, broken: Any, last: Any) -> _Ranges:
-    whole = jnp.clip(whole, first, last)
-    return _Ranges(first, whole, jnp.clip(broken, whole, last), last)
-
-
-def _over(ranges: _Ranges, step: Callable[..., Any], so_far: Any) -> Any:
-    """The steps of all blocks; what a mask would not change goes without."""
-    for start, stop, masked in (
-        (ranges.first, ranges.whole, True),
-        (ranges.whole, ranges.broken, False),
-        (ranges.broken, ranges.last, True),
-    ):
-        so_far = jax.lax.fori_loop(start, stop, partial(step, masked=masked), so_far)
-    return so_far

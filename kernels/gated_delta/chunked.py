@@ -4,8 +4,8 @@ What the tokens of a chunk write depends on what those before them wrote. Row i 
 
     u_i + sum over j < i of  rate_i (k_i . k_j) decay(j, i) u_j  =  rate_i (v_i - decay(start, i) S^T k_i)
 
-Its right side is linear in the state S at the chunk's start, so that all chunks are solved at once, for the values and
-for the keys (the WY form), and only three products a chunk wait for the state.
+The systems of all chunks are inverted at once (the WY form), and only products wait for the state. The difference on
+the right comes before the product with the inverse: of two large results it would leave little in float32.
 
 Shapes as in request.py; C chunks, I and J tokens of a chunk.
 """
@@ -26,31 +26,34 @@ def gated_delta(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     chunks = -(-T // CHUNK)
     q, k, v, log_decay, rate = (_chunked(array, chunks) for array in inputs[:5])
 
-    decay_CBMGI = jnp.cumsum(_tokens_last(log_decay), axis=-1)
     resets_CBI = None if inputs.starts_BT is None else jnp.cumsum(_chunked(inputs.starts_BT, chunks), axis=-1)
-    pairs_CBMGIJ, from_start_CBMGI, to_end_CBMGJ = _decays(decay_CBMGI, resets_CBI)
+    pairs_CBMGIJ, from_start_CBMGI, to_end_CBMGJ = _decays(_tokens_last(log_decay), resets_CBI)
 
-    rate_CBMGI = _tokens_last(rate)
     alike_CBMIJ = jnp.einsum("CBIMK,CBJMK->CBMIJ", k, k, precision="highest")
-    system_CBMGIJ = jnp.tril(rate_CBMGI[..., None] * alike_CBMIJ[:, :, :, None] * pairs_CBMGIJ, -1)
-    v_CBMGIV, k_CBMGIK = jnp.moveaxis(v, 2, 4), jnp.moveaxis(k, 2, 3)[:, :, :, None]
-    rights = jnp.concatenate([v_CBMGIV, from_start_CBMGI[..., None] * k_CBMGIK], axis=-1)
-    solved = jax.scipy.linalg.solve_triangular(
-        system_CBMGIJ, rate_CBMGI[..., None] * rights, lower=True, unit_diagonal=True
-    )
-    own_CBMGIV, reading_CBMGIK = jnp.split(solved, [v.shape[-1]], axis=-1)
+    rate_CBMGI1 = _tokens_last(rate)[..., None]
+    system_CBMGIJ = jnp.tril(rate_CBMGI1 * alike_CBMIJ[:, :, :, None] * pairs_CBMGIJ, -1)
+    ones = jnp.broadcast_to(jnp.eye(CHUNK, dtype=system_CBMGIJ.dtype), system_CBMGIJ.shape)
+    inverse_CBMGIJ = jax.scipy.linalg.solve_triangular(system_CBMGIJ, ones, lower=True, unit_diagonal=True)
     seen_CBMGIJ = jnp.einsum("CBIMK,CBJMK->CBMIJ", q, k, precision="highest")[:, :, :, None] * pairs_CBMGIJ
-    q_CBMGIK = from_start_CBMGI[..., None] * jnp.moveaxis(q, 2, 3)[:, :, :, None]
-    k_CBMGJK = to_end_CBMGJ[..., None] * k_CBMGIK
+    q_CBMGIK, k_CBMGIK = (jnp.moveaxis(heads, 2, 3)[:, :, :, None] for heads in (q, k))
+    from_start = from_start_CBMGI[..., None]
+    parts = (
+        inverse_CBMGIJ * rate_CBMGI1.swapaxes(-1, -2),
+        jnp.moveaxis(v, 2, 4),
+        from_start * k_CBMGIK,
+        seen_CBMGIJ,
+        from_start * q_CBMGIK,
+        to_end_CBMGJ[..., None] * k_CBMGIK,
+        from_start_CBMGI[..., -1],
+    )
 
     def chunk(state_BMGKV: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        own_BMGIV, reading_BMGIK, seen_BMGIJ, q_BMGIK, k_BMGJK, kept_BMG = parts
-        written_BMGIV = own_BMGIV - _product(reading_BMGIK, state_BMGKV)
+        inverse_BMGIJ, v_BMGJV, k_BMGJK, seen_BMGIJ, q_BMGIK, last_BMGJK, kept_BMG = parts
+        written_BMGIV = _product(inverse_BMGIJ, v_BMGJV - _product(k_BMGJK, state_BMGKV))
         out_BMGIV = _product(q_BMGIK, state_BMGKV) + _product(seen_BMGIJ, written_BMGIV)
-        state_BMGKV = kept_BMG[..., None, None] * state_BMGKV + _product(k_BMGJK.swapaxes(-1, -2), written_BMGIV)
+        state_BMGKV = kept_BMG[..., None, None] * state_BMGKV + _product(last_BMGJK.swapaxes(-1, -2), written_BMGIV)
         return state_BMGKV, out_BMGIV
 
-    parts = (own_CBMGIV, reading_CBMGIK, seen_CBMGIJ, q_CBMGIK, k_CBMGJK, from_start_CBMGI[..., -1])
     state_BMGKV, out_CBMGIV = jax.lax.scan(chunk, inputs.state_BMGKV, parts)
     out_BTMGV = jnp.moveaxis(out_CBMGIV, (0, 4), (1, 2)).reshape(B, chunks * CHUNK, M, G, -1)
     return out_BTMGV[:, :T], state_BMGKV
@@ -67,21 +70,21 @@ def _tokens_last(x_CBIMG: jax.Array) -> jax.Array:
     return jnp.moveaxis(x_CBIMG, 2, 4)
 
 
-def _decays(decay_CBMGI: jax.Array, resets_CBI: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What is left of a token at a later one, of the state at each, and of each at the end; nothing across a start."""
-    size = decay_CBMGI.shape[-1]
-    is_seen_IJ = jnp.tril(jnp.ones((size, size), bool))
-    pairs = decay_CBMGI[..., :, None] - decay_CBMGI[..., None, :]
-    to_end = decay_CBMGI[..., -1:] - decay_CBMGI
-    if resets_CBI is None:
-        return jnp.exp(jnp.where(is_seen_IJ, pairs, -jnp.inf)), jnp.exp(decay_CBMGI), jnp.exp(to_end)
-    is_same = (resets_CBI[..., :, None] == resets_CBI[..., None, :]) & is_seen_IJ
-    is_first, is_last = resets_CBI == 0, resets_CBI == resets_CBI[..., -1:]
-    return (
-        jnp.exp(jnp.where(is_same[:, :, None, None], pairs, -jnp.inf)),
-        jnp.exp(jnp.where(is_first[:, :, None, None], decay_CBMGI, -jnp.inf)),
-        jnp.exp(jnp.where(is_last[:, :, None, None], to_end, -jnp.inf)),
-    )
+def _decays(log_decay_CBMGI: jax.Array, resets_CBI: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What is left of a token at a later one, of the state at each, and of each at the end; nothing across a start.
+
+    Every pair has a sum of its own: a difference of sums over the chunk would leave few of its digits.
+    """
+    size = log_decay_CBMGI.shape[-1]
+    is_later_IJ = jnp.tril(jnp.ones((size, size), bool), -1)
+    pairs = jnp.cumsum(jnp.where(is_later_IJ, log_decay_CBMGI[..., None], 0), axis=-2)
+    is_seen, from_start = is_later_IJ | jnp.eye(size, dtype=bool), jnp.cumsum(log_decay_CBMGI, axis=-1)
+    if resets_CBI is not None:
+        is_same = resets_CBI[..., :, None] == resets_CBI[..., None, :]
+        is_seen = is_seen & is_same[:, :, None, None]
+        from_start = jnp.where((resets_CBI == 0)[:, :, None, None], from_start, -jnp.inf)
+    pairs = jnp.exp(jnp.where(is_seen, pairs, -jnp.inf))
+    return pairs, jnp.exp(from_start), pairs[..., -1, :]
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

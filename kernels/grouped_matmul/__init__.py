@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import jax
 
-from maxhydra.kernels.grouped_matmul import reference, xla
+from maxhydra.kernels.grouped_matmul import reference, triton, xla
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "grouped_matmul"]
 
@@ -29,6 +29,12 @@ class Call:
     inputs: int
     outputs: int
 
+    @property
+    def largest(self) -> int:
+        """Numbers of the largest array."""
+        sides = (self.rows * self.inputs, self.rows * self.outputs, self.groups * self.inputs * self.outputs)
+        return max(sides)
+
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
@@ -37,18 +43,38 @@ class Backend:
     run: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    multiple: int = 1
+    """Of rows, inputs and outputs."""
+    max_size: int | None = None
+    """Numbers of the largest array; None: any."""
 
     def refusals(self, call: Call) -> tuple[str, ...]:
         """Why this backend cannot serve the call; empty if it can."""
         needs = (
             (call.platform in self.platforms, f"runs on {' or '.join(self.platforms)}, not {call.platform}"),
             (call.dtype in self.dtypes, f"takes {' or '.join(self.dtypes)}, not {call.dtype}"),
+            (
+                all(size % self.multiple == 0 for size in (call.rows, call.inputs, call.outputs)),
+                f"takes rows, inputs and outputs in multiples of {self.multiple}, "
+                f"not {call.rows}, {call.inputs}, {call.outputs}",
+            ),
+            (
+                self.max_size is None or call.largest <= self.max_size,
+                f"takes arrays of up to {self.max_size} numbers, not {call.largest}",
+            ),
         )
         return tuple(reason for is_met, reason in needs if not is_met)
 
 
 # Fastest first.
 BACKENDS: dict[str, Backend] = {
+    "triton": Backend(
+        run=triton.grouped_matmul,
+        platforms=("gpu",),
+        dtypes=("bfloat16", "float16"),
+        multiple=triton.MULTIPLE,
+        max_size=2**31 - 1,
+    ),
     "xla": Backend(run=xla.grouped_matmul),
     "reference": Backend(run=reference.grouped_matmul),
 }

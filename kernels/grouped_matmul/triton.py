@@ -3,7 +3,7 @@
 Rows are cut into tiles, and a tile that two groups share is made once for each of them; tables made beforehand say
 which tile is whose. The gradient of the matrices sums over the rows of each group instead.
 
-Shapes: M rows, E groups, K inputs, N outputs.
+Shapes: M rows, E groups, K inputs, N outputs; of a gradient, outputs are inputs.
 """
 
 import dataclasses
@@ -31,35 +31,33 @@ class Tile(NamedTuple):
 
 
 # The fastest of those measured on an H200 with the shapes of Mixtral 8x7B.
-PRODUCT, SUMMED = Tile(128, 256, 64, 8, 3, 8), Tile(128, 256, 64, 8, 3, 8)
-LEAST = 16
+MEASURED = Tile(128, 256, 64, 8, 3, 8)
+# Tiles are cut to what divides the sizes, and smaller ones than this waste the matrix unit.
+MULTIPLE = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class How:
     """What is known when the kernels are compiled."""
 
-    product: Tile = PRODUCT
-    summed: Tile = SUMMED
-    interpret: bool = False
+    tile: Tile
+    interpret: bool
 
 
-def can_serve(x_MK: jax.Array, w_EKN: jax.Array) -> bool:
-    """Whether the kernels take these arrays on the devices there are."""
-    sizes = (x_MK.shape[0], *w_EKN.shape[1:])
-    fits = all(math.gcd(size, 64) == 64 for size in sizes) and max(x_MK.size, w_EKN.size) < 2**32
-    is_narrow = x_MK.dtype == w_EKN.dtype and x_MK.dtype.name in ("bfloat16", "float16")
-    return jax.default_backend() == "gpu" and jax.device_count() == 1 and fits and is_narrow
+def grouped_matmul(
+    x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, *, tile: Tile = MEASURED, interpret: bool = False
+) -> jax.Array:
+    """Rows of no group give zeros."""
+    return _grouped(How(tile, interpret), x_MK, w_EKN, sizes_E)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def grouped_matmul(how: How, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """The first sizes[0] rows of x times w[0], the next sizes[1] rows times w[1], ...; zeros for rows of no group."""
+def _grouped(how: How, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     return _product(how, x_MK, w_EKN, sizes_E, turned=False)
 
 
 def _forward(how: How, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, tuple]:
-    return grouped_matmul(how, x_MK, w_EKN, sizes_E), (x_MK, w_EKN, sizes_E)
+    return _grouped(how, x_MK, w_EKN, sizes_E), (x_MK, w_EKN, sizes_E)
 
 
 def _backward(how: How, kept: tuple, d_out_MN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
@@ -68,14 +66,14 @@ def _backward(how: How, kept: tuple, d_out_MN: jax.Array) -> tuple[jax.Array, ja
     return d_x_MK, _summed(how, x_MK, d_out_MN, sizes_E), None
 
 
-grouped_matmul.defvjp(_forward, _backward)
+_grouped.defvjp(_forward, _backward)
 
 
 def _product(how: How, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, turned: bool) -> jax.Array:
     """x times w [E, K, N], or [E, N, K] if turned."""
     (M, K), E = x_MK.shape, w.shape[0]
     N = w.shape[1] if turned else w.shape[2]
-    tile = how.product
+    tile = how.tile
     C, D = math.gcd(tile.rows, M), math.gcd(tile.columns, N)
     tiles = M // C + E
     return pl.pallas_call(
@@ -126,7 +124,7 @@ def _product_kernel(tiles_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any, *, til
 def _summed(how: How, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """[E, K, N]: x^T times d_out over the rows of each group."""
     (M, K), N, E = x_MK.shape, d_out_MN.shape[1], len(sizes_E)
-    tile = how.summed
+    tile = how.tile
     C, D = math.gcd(tile.rows, K), math.gcd(tile.columns, N)
     end_E = jnp.cumsum(sizes_E.astype(jnp.int32))
     bounds_E2 = jnp.stack([end_E - sizes_E, end_E], axis=1)

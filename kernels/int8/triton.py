@@ -1,5 +1,6 @@
-"""The product of a few rows with int8 weights for GPUs, in Pallas for Triton: codes are widened on their way from memory
-to the sum. One row is multiplied and summed; several go through the matrix unit, with the weight as its left operand,
+"""The product of a few rows with int8 weights for GPUs, in Pallas for Triton: codes are widened between memory and sum.
+
+One row is multiplied and summed; several go through the matrix unit, with the weight as its left operand,
 which may come from registers.
 
 Shapes: M rows, N outputs, K inputs.
@@ -118,7 +119,9 @@ def _one_row(x_ref: Any, codes_ref: Any, scales_ref: Any, out_ref: Any, *, step:
     for start in range(0, K, step):
         x_K, codes_NK = x_ref[0, pl.ds(start, step)].astype(jnp.float32), codes_ref[:, pl.ds(start, step)]
         x_NK = jnp.broadcast_to(x_K[None, :], (N, step))
-        sums_NK = codes_NK * x_NK + sums_NK if interpret else _assembled(TIMES_ADDED, jnp.float32, codes_NK, x_NK, sums_NK)
+        sums_NK = (
+            codes_NK * x_NK + sums_NK if interpret else _assembled(TIMES_ADDED, jnp.float32, codes_NK, x_NK, sums_NK)
+        )
     out_ref[0, :] = (jnp.sum(sums_NK, axis=1) * scales_ref[...]).astype(out_ref.dtype)
 
 

@@ -21,7 +21,7 @@ from maxhydra.kernels.paged_attention.pages import Pages
 # few rows and heads for the processors. On an H200, 64 rows of 300 tokens and 8 heads of 64: 21 us, with 4 warps 24,
 # with 128 tokens at a time 27; one row of 3,000: 15 us, in parts of 512 17.
 BLOCK, PART, FEW = 64, 512, 128
-# The same where rows and heads are few, and the warps and stages of each: one row of 300 tokens in 8.5 us instead of 11.
+# The same where rows and heads are few, and the warps and stages of each: a row of 300 tokens in 8.5 us instead of 11.
 FEW_BLOCK, WARPS, FEW_WARPS = 128, (2, 3), (4, 1)
 # The matrix unit takes no fewer rows.
 LEAST_ROWS = 16

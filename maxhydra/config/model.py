@@ -92,6 +92,7 @@ class GroupedMatmulBackend(Enum):
     auto = "auto"
     reference = "reference"
     xla = "xla"
+    triton = "triton"
 
 
 class Projection(Enum):

@@ -186,8 +186,8 @@ class Checkpoint(Schema):
     load_full_state: str | None = None
     """Run or checkpoint folder whose whole state a new run starts from."""
     load_parameters: str | None = None
-    """Weights that a new run starts from: a run or checkpoint folder, a Hugging Face folder with safetensors, a .gguf
-    file, or package:NAME for the one inside an installed package."""
+    """Weights that a new run starts from: a run or checkpoint folder, a Hugging Face or PEFT folder with safetensors,
+    a .gguf file, or package:NAME for the one inside an installed package."""
 
     def check(self) -> Iterator[Problem]:
         if self.load_full_state is not None and self.load_parameters is not None:

@@ -50,8 +50,12 @@ def checked_places(source: Source, model: ModelDef) -> list[Place]:
     if missing := unplaced(source.table, model):
         raise source.problem(f"is of a family that has no {missing[0]}")
     found = places(source.table, model)
-    name = {(place, tensor): place.name(tensor, is_gguf=source.is_gguf) for place in found for tensor in place.tensors}
-    source.require_exactly({theirs: place.layout.their_shape for (place, _), theirs in name.items()})
+    wanted = {
+        place.name(tensor, is_gguf=source.is_gguf): place.layout.their_shape
+        for place in found
+        for tensor in place.tensors
+    }
+    source.require_exactly(wanted)
     return found
 
 

@@ -7,9 +7,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.convert.derive import model_of, read_settings, table_of, values_of
+from maxhydra.convert.derive import CONFIG, model_of, read_settings, table_of, values_of
 from maxhydra.convert.packed import FLOAT8, read_float8, unpacked
 from maxhydra.convert.source import Source
+from maxhydra.convert.table import UnsupportedError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -37,7 +38,10 @@ def hf_source(key: str, location: str, folder: Path) -> Source:
             array: np.ndarray = opened.get_tensor(name)
         return array
 
-    plain, read_plain = unpacked(settings, shapes, read)
+    try:
+        plain, read_plain = unpacked(settings, shapes, read)
+    except UnsupportedError as error:
+        raise ConfigError(Problem(key, f"{CONFIG} has {error}", value=location)) from None
     return Source(key=key, location=location, table=table, model=model, shapes=plain, read=read_plain)
 
 

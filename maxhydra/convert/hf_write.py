@@ -6,19 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from safetensors.numpy import save_file
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.convert.arrays import Arrays
 from maxhydra.convert.derive import model_of
 from maxhydra.convert.hf import INDEX, SINGLE
 from maxhydra.convert.meaning import is_same
 from maxhydra.convert.places import Place, Tensor, places, unplaced
+from maxhydra.convert.safetensors_write import write_safetensors
 from maxhydra.convert.table import Table, all_tables
 from maxhydra.model import ModelDef
 
-Tree = Any
 # Bytes of a file at most; Hugging Face cuts at this size too.
 SHARD = 5 * 10**9
 
@@ -34,10 +33,10 @@ def family_of(model: ModelDef, wanted: str | None) -> Table:
 
 
 def write_hf(
-    folder: Path, model: ModelDef, params: Tree, *, table: Table, dtype: np.dtype, extra: Mapping[str, Any]
+    folder: Path, model: ModelDef, arrays: Arrays, *, table: Table, dtype: np.dtype, extra: Mapping[str, Any]
 ) -> None:
-    """Write a folder that is there and empty; `extra` are further keys of config.json. One file's tensors are in memory
-    at a time."""
+    """Write a folder that is there and empty; `extra` are further keys of config.json. One tensor is in memory at a
+    time."""
     settings = {
         "architectures": [table.hf_types[table.written_type]],
         "model_type": table.written_type,
@@ -54,8 +53,8 @@ def write_hf(
     files = [SINGLE if count == 1 else f"model-{n + 1:05}-of-{count:05}.safetensors" for n in range(count)]
     for number, file in enumerate(files):
         own = [row for row, which in zip(rows, numbers, strict=True) if which == number]
-        tensors = {place.name(tensor): _theirs(params, place, tensor).astype(dtype) for place, tensor in own}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        shapes = {place.name(tensor): place.layout.their_shape for place, tensor in own}
+        write_safetensors(folder / file, shapes, (_theirs(arrays, *row, dtype) for row in own), dtype=dtype)
     if count > 1:
         where = {place.name(tensor): files[int(n)] for (place, tensor), n in zip(rows, numbers, strict=True)}
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
@@ -74,12 +73,5 @@ def _fits(model: ModelDef, table: Table) -> bool:
     return back is not None and is_same(back, model.config)
 
 
-def _theirs(params: Tree, place: Place, tensor: Tensor) -> np.ndarray:
-    return place.layout.theirs([_host(params, keys, tensor.index) for keys in place.keys])
-
-
-def _host(params: Tree, keys: tuple[str, ...], index: tuple[int, ...]) -> np.ndarray:
-    array = params
-    for key in keys:
-        array = array[key]
-    return np.asarray(jax.device_get(array[index] if index else array))
+def _theirs(arrays: Arrays, place: Place, tensor: Tensor, dtype: np.dtype) -> np.ndarray:
+    return place.layout.theirs([arrays.part(keys, tensor.index).astype(dtype) for keys in place.keys])

@@ -12,7 +12,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from maxhydra.convert.table import Settings
+from maxhydra.convert.table import Settings, UnsupportedError
 
 Shapes = Mapping[str, tuple[int, ...]]
 Read = Callable[[str], np.ndarray]
@@ -24,11 +24,16 @@ EXPONENT_BIAS = 127
 FLOAT8 = "F8_E4M3"
 # Sides of a tile where the settings do not state them.
 TILE = (128, 128)
+METHODS = (None, "fp8", "mxfp4")
 
 
 def unpacked(settings: Settings, shapes: Shapes, read: Read) -> tuple[Shapes, Read]:
-    """The tensors as if no file had packed any: shapes by name, and how one is read."""
+    """The tensors as if no file had packed any: shapes by name, and how one is read; UnsupportedError where they are
+    packed in a way of their own."""
     told = settings.get("quantization_config") or {}
+    if (method := told.get("quant_method")) not in METHODS:
+        served = ", ".join(name for name in METHODS if name)
+        raise UnsupportedError(f"quantization_config.quant_method={method}, where {served} are served")
     tile = tuple(told.get("weight_block_size") or TILE)
     plain: dict[str, tuple[int, ...]] = {}
     ways: dict[str, Read] = {}

@@ -17,6 +17,7 @@ from maxhydra.model.trees import ADAPTER
 Tree = Any
 # What PEFT puts before the names of the model it wraps.
 WRAPPED = "base_model.model."
+SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def write_peft(folder: Path, model: ModelDef, trained: Tree, *, table: Table, base: str) -> None:
@@ -43,8 +44,8 @@ def write_peft(folder: Path, model: ModelDef, trained: Tree, *, table: Table, ba
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
 
 
 def _additions(trained: Tree, place: Place) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:

@@ -121,7 +121,7 @@ class Table:
     """The other way round, model_type, architectures and dtype aside. It need not refuse a model that the family
     cannot tell: what it gives is read back through to_model, and must mean the same."""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
-    """Patterns (fnmatch) of tensors that hold nothing of this model, such as the vision part of a larger one; `{beyond}`
+    """Patterns (fnmatch) of tensors that hold nothing of this model, such as the vision part of a larger one; {beyond}
     is the number of the first layer behind the last."""
     gguf: Gguf | None = None
 

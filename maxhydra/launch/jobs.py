@@ -1,14 +1,24 @@
 """A job, and what every place does with jobs."""
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from maxhydra.record import RunDirectory, scan_metrics, series
 
 # In a job's folder, beside the run: by what it is found again, and all that its processes print.
 CLAIM, CONSOLE = ".job.json", "console.txt"
+
+
+def read_claim(folder: Path, *needed: str) -> dict[str, Any] | None:
+    """The claim in a job's folder; None where there is none, or one of another place, which says other things."""
+    try:
+        claim: dict[str, Any] = json.loads((folder / CLAIM).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return claim if all(name in claim for name in needed) else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,12 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from maxhydra.launch.jobs import CLAIM, CONSOLE, Job, Proposal, Shared
+from maxhydra.launch.jobs import CLAIM, CONSOLE, Job, Proposal, Shared, read_claim
 from maxhydra.launch.settings import Launcher
 from maxhydra.record import RunDirectory
 from maxhydra.record.files import replace_file
 from maxhydra.record.process import is_alive, process_start
 
+# What a claim says of the process.
+CLAIMED = ("host", "pid", "pid_started")
 CLAIMING = "import sys; from maxhydra.launch.local import claim_and_become; claim_and_become(sys.argv[1], sys.argv[2:])"
 
 
@@ -35,11 +37,12 @@ class LocalSettings(Launcher):
 @dataclasses.dataclass
 class LocalJob(Job):
     process: subprocess.Popen | None = None
-    """None for one that another controller started."""
+    """None for one that another controller started, and that is known by its claim."""
+    claim: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def pid(self) -> int:
-        return int(_claimed(self.run.path)["pid"]) if self.process is None else self.process.pid
+        return int(self.claim["pid"]) if self.process is None else self.process.pid
 
 
 class LocalJobs:
@@ -83,14 +86,14 @@ class LocalJobs:
 
     def past(self, proposal: Proposal) -> LocalJob | None:
         path = self._shared.path(proposal)
-        return LocalJob(proposal, RunDirectory(path, writes=False)) if (path / CLAIM).exists() else None
+        claim = read_claim(path, *CLAIMED)
+        return None if claim is None else LocalJob(proposal, RunDirectory(path, writes=False), claim=claim)
 
     def is_running(self, job: Job) -> bool:
         assert isinstance(job, LocalJob)
         if job.process is not None:
             return job.process.poll() is None
-        claim = _claimed(job.run.path)
-        return bool(is_alive(claim["host"], claim["pid"], claim["pid_started"]))
+        return bool(is_alive(*(job.claim[name] for name in CLAIMED)))
 
     def may_restart(self, job: Job) -> bool:
         return True
@@ -112,11 +115,6 @@ class LocalJobs:
 
 def claim_and_become(path: str, command: list[str]) -> None:
     """Write down which process this is, and go on as the job's command."""
-    claim = {"pid": os.getpid(), "pid_started": process_start(os.getpid()), "host": socket.gethostname()}
+    claim = dict(zip(CLAIMED, (socket.gethostname(), os.getpid(), process_start(os.getpid())), strict=True))
     replace_file(Path(path) / CLAIM, json.dumps(claim))
     os.execv(command[0], command)
-
-
-def _claimed(path: Path) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads((path / CLAIM).read_text(encoding="utf-8"))
-    return told

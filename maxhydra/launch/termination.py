@@ -103,9 +103,12 @@ def _blank(name: str, told: dict[str, Any]) -> dict[str, Any]:
     return {**facts, "command": [], "git": None, "choices": {}, "overrides": [], "tags": [], "sessions": [session]}
 
 
-def is_relayed(run: RunDirectory) -> bool:
-    """Whether what is here is but a message of a run that lies elsewhere."""
-    return run.exists() and bool(run.read().get(RELAYED))
+def forget(path: Path) -> None:
+    """Take away what `relay` wrote, where that is all there is: the run goes on elsewhere."""
+    run = RunDirectory(path, writes=False)
+    if run.exists() and run.read().get(RELAYED):
+        run.metrics_path.unlink(missing_ok=True)
+        run.facts_path.unlink()
 
 
 def _facts(run: Path | None) -> dict[str, Any]:

@@ -97,8 +97,8 @@ def _logits(
     if isinstance(weight, Int8):
         codes, scales_V = weight.parts.codes, weight.parts.scales
         codes_DV = codes if ",DV->" in equation else codes.T
-        how = {"layout": spec.layout, "is_alone": is_alone, "dtype": spec.dtypes.logits}
-        logits = int8_product(hidden, codes_DV, scales_V, **how)
+        layout, dtype = spec.layout, spec.dtypes.logits
+        logits = int8_product(hidden, codes_DV, scales_V, layout=layout, is_alone=is_alone, dtype=dtype)
     else:
         weights = weight[...].astype(spec.dtypes.compute)
         logits = projected(equation, hidden, weights, layout=spec.layout, dtype=spec.dtypes.logits)

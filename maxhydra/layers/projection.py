@@ -142,7 +142,11 @@ class Projection(nnx.Module):
 
     def matrix(self, ctx: Context) -> jax.Array:
         """The whole map as an array [*inputs, *outputs], for those who multiply by parts of it; no dropout."""
-        whole = self.weight(self.kept)
+        if isinstance(self.kernel, Int8):
+            parts = self.kernel.parts
+            whole = (parts.codes.astype(jnp.float32) * parts.scales).astype(self.product.compute)
+        else:
+            whole = self.weight(self.kept)
         if self.lora is None or not ctx.is_adapted:
             return whole
         return whole + self.lora.matrix().astype(whole.dtype)

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from maxhydra import data, model
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.tasks.convert import ConvertFormat, ConvertTask
+from maxhydra.convert.arrays import open_arrays
 from maxhydra.convert.derive import is_hf_folder
 from maxhydra.convert.hf_write import family_of, write_hf
-from maxhydra.convert.load import load_weights, read_adapter
+from maxhydra.convert.load import read_adapter
 from maxhydra.convert.origin import origin
+from maxhydra.convert.own_write import write_own
 from maxhydra.convert.peft_write import write_peft
 from maxhydra.data.tokenizers import check_vocabulary
 from maxhydra.data.tokenizers.hf import HuggingFaceTokenizer
@@ -38,10 +40,7 @@ def run(job: Job) -> Outcome:
         raise ConfigError(Problem(KEY, "is needed: it says what to convert", value=None))
     check_origin(config, source)
     with _appearing(Path(task.output).expanduser().absolute()) as folder:
-        if task.format is ConvertFormat.hf:
-            _write_hf(config, task, source, folder)
-        else:
-            _write_peft(config, task, source, folder)
+        WRITERS[task.format](config, task, source, folder)
     print(f"wrote {task.output}", file=sys.stderr)
     return Outcome("finished", "written")
 
@@ -50,8 +49,13 @@ def _write_hf(config: Config, task: ConvertTask, source: str, folder: Path) -> N
     whole = model.build(config.model)
     table = family_of(whole, task.model_type)
     dtype = jnp.dtype((task.dtype or config.model.dtypes.weights).value)
-    params = load_weights(source, whole, shardings=None, dtype=dtype)
-    write_hf(folder, whole, params, table=table, dtype=dtype, extra=_tokens(config, source, folder))
+    arrays = open_arrays(KEY, source, whole, dtype=dtype)
+    write_hf(folder, whole, arrays, table=table, dtype=dtype, extra=_tokens(config, source, folder))
+
+
+def _write_own(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
+    whole, dtype = model.build(config.model), jnp.dtype((task.dtype or config.model.dtypes.weights).value)
+    write_own(folder, whole, open_arrays(KEY, source, whole, dtype=dtype), dtype=dtype)
 
 
 def _write_peft(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
@@ -62,6 +66,9 @@ def _write_peft(config: Config, task: ConvertTask, source: str, folder: Path) ->
     adapted = model.build(config.model, found.adapter)
     table = family_of(adapted.base, task.model_type)
     write_peft(folder, adapted, read_adapter(KEY, source, adapted), table=table, base=found.base)
+
+
+WRITERS = {ConvertFormat.hf: _write_hf, ConvertFormat.peft: _write_peft, ConvertFormat.maxhydra: _write_own}
 
 
 def _tokens(config: Config, source: str, folder: Path) -> dict[str, Any]:

@@ -73,7 +73,9 @@ def random_model(settings: dict[str, Any]) -> Any:
         for name, weight in model.state_dict().items():
             if weight.is_floating_point():
                 is_scale = weight.ndim == 1 and not name.endswith("bias")
-                weight.normal_(1.0 if is_scale else 0.0, 0.15 if weight.ndim > 1 else 0.1)
+                # A state that forgets within a few tokens would hide what lies further back.
+                mean = -2.0 if name.endswith("A_log") else 1.0 if is_scale else 0.0
+                weight.normal_(mean, 0.15 if weight.ndim > 1 else 0.1)
                 weight.copy_(weight.bfloat16().float())
     return model
 

@@ -12,19 +12,20 @@ from maxhydra.config.run import Task
 class ConvertFormat(Enum):
     hf = "hf"
     peft = "peft"
+    maxhydra = "maxhydra"
 
 
 @schema
 class ConvertTask(Task):
-    """Writes the weights of checkpoint.load_parameters in a format of others."""
+    """Writes the weights of checkpoint.load_parameters in another format."""
 
     format: ConvertFormat = ConvertFormat.hf
     """hf: a Hugging Face folder with config.json, safetensors and the tokenizer's files, adapters merged; peft: the
-    adapter of a run alone, as PEFT loads it."""
+    adapter of a run alone, as PEFT loads it; maxhydra: a checkpoint of ours with the weights alone, adapters merged."""
     output: str | None = None
     """Folder to write, which must not be there yet; it appears when it is complete."""
     dtype: Dtype | None = None
-    """hf: number format of the weights in the folder. null: that of model.dtypes.weights."""
+    """hf, maxhydra: number format of the weights in the folder. null: that of model.dtypes.weights."""
     model_type: str | None = None
     """Family as which the model is written, by Hugging Face's name. null: the first that can tell it."""
 

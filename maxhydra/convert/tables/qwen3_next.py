@@ -103,7 +103,8 @@ def kind(settings: Settings, mixer: str, feed_forward: dict[str, Any]) -> dict[s
     if MIXERS[mixer] == "delta":
         delta = {ours: settings[theirs] for ours, theirs in DELTA_SIZES.items()}
         return {"mixer": "delta", "delta": delta, **feed_forward}
-    return {"attention": {"gated": True, "qk_norm": "head", "rope": rope(settings)}, **feed_forward}
+    turned = {"share": 0.25, **rope(settings)}
+    return {"attention": {"gated": True, "qk_norm": "head", "rope": turned}, **feed_forward}
 
 
 def moe(settings: Settings) -> dict[str, Any]:
@@ -117,7 +118,6 @@ def moe(settings: Settings) -> dict[str, Any]:
             "activation": activation(settings["hidden_act"]),
             "router": {"normalize": settings.get("norm_topk_prob", True)},
             "shared": {"dim": settings["shared_expert_intermediate_size"], "gate": "sigmoid"},
-            "balance_weight": settings.get("router_aux_loss_coef", 0.001),
         },
     }
 
@@ -159,6 +159,7 @@ def common_settings(model: config.Model) -> Settings:
     return {
         **size_settings(model, names),
         **rope_settings(full.attention.rope),
+        "partial_rotary_factor": full.attention.rope.share,
         **{theirs: getattr(delta.delta, ours) for ours, theirs in DELTA_SIZES.items()},
         "layer_types": [types[kind.mixer.value] for kind in kinds],
         "tie_word_embeddings": model.head is config.Head.tied,
@@ -173,7 +174,6 @@ def moe_settings(kind: config.Kind) -> Settings:
         "num_experts_per_tok": own.top_k,
         "moe_intermediate_size": own.dim,
         "shared_expert_intermediate_size": own.shared.dim,
-        "router_aux_loss_coef": own.balance_weight,
         "hidden_act": activation_setting(own.activation),
     }
 

@@ -148,7 +148,7 @@ def _connected(context: str | None) -> Any:
             path = os.environ.get("KUBECONFIG")
             k8s.config.load_kube_config(path, context, client_configuration=configuration)
         except k8s.config.ConfigException:
-            if context is not None:
+            if context is not None or "KUBERNETES_SERVICE_HOST" not in os.environ:
                 raise
             k8s.config.load_incluster_config(client_configuration=configuration)
     except (k8s.config.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, AttributeError) as error:

@@ -20,7 +20,7 @@ from maxhydra.launch.gke.volumes import OUTPUTS
 from maxhydra.launch.jobs import Job, Proposal, Shared
 from maxhydra.launch.local import CLAIM, CONSOLE
 from maxhydra.launch.order import CONFIG, Order, read_order
-from maxhydra.launch.termination import is_relayed, relay
+from maxhydra.launch.termination import forget, relay
 from maxhydra.record import RunDirectory
 from maxhydra.record.files import replace_file
 from maxhydra.record.scrub import scrub_text
@@ -40,7 +40,7 @@ class GkeJobs:
     def __init__(self, settings: GkeSettings, shared: Shared):
         self._settings, self._shared = settings, shared
         self._sweep = sweep_id(shared.folder)
-        self._seen: dict[str, Manifest] = {}
+        self._seen: dict[str, Manifest] | None = None
         self._seen_at = float("-inf")
 
     @cached_property
@@ -71,8 +71,9 @@ class GkeJobs:
         return [self._start(proposal) for proposal in proposals]
 
     def find(self, proposal: Proposal) -> Job | None:
+        """Not one that was told to end: `start` waits for it to make room."""
         job = self._job(proposal)
-        return job if self.is_running(job) else None
+        return job if self.is_running(job) and not _is_going(self._view()[self._name(proposal)]) else None
 
     def past(self, proposal: Proposal) -> Job | None:
         job = self._job(proposal)
@@ -83,7 +84,13 @@ class GkeJobs:
         there = self._view().get(self._name(job.proposal))
         if there is not None and (_is_going(there) or _outcome(there) is None):
             return True
-        self._bring_home(job, there)
+        try:
+            self._bring_home(job, there)
+        except RefusedError as error:
+            if not error.is_passing:
+                raise
+            log.warning("%s", error.problems[0].reason)
+            return True
         return False
 
     def may_restart(self, job: Job) -> bool:
@@ -156,25 +163,27 @@ class GkeJobs:
         replace_file(job.run.path / CLAIM, json.dumps(claim))
         work = self._work(proposal, read_order(job.run.path / CONFIG))
         manifest = job_set(self._settings, work)
+        there = self._submitted(work.name, manifest)
+        forget(job.run.path)
         try:
-            there = self._cluster.create_job_set(manifest)
+            self._cluster.create_config_map(config_map(self._settings, work, owner=there["metadata"]["uid"]))
+        except RefusedError as error:
+            if not error.is_passing:
+                # Its pods would wait for their config for ever.
+                self._cluster.delete_job_set(work.name)
+            raise
+        if self._seen is not None:
+            # Whatever becomes of the next question: what was not seen counts as ended.
+            self._seen[work.name] = there
+        return job
+
+    def _submitted(self, name: str, manifest: Manifest) -> Manifest:
+        """A new JobSet, or the one that has the name: under way or done it is kept, failed or going it makes room."""
+        try:
+            return self._cluster.create_job_set(manifest)
         except RefusedError as error:
             if error.status != 409:
                 raise
-            there = self._there(work.name, manifest)
-        if is_relayed(job.run):
-            job.run.facts_path.unlink()
-        try:
-            self._cluster.create_config_map(config_map(self._settings, work, owner=there["metadata"]["uid"]))
-        except RefusedError:
-            # Its pods would wait for their config for ever.
-            self._cluster.delete_job_set(work.name)
-            raise
-        self._seen[work.name] = there
-        return job
-
-    def _there(self, name: str, manifest: Manifest) -> Manifest:
-        """The JobSet that has the name: one that is under way or done is kept, one that failed makes room."""
         there = self._cluster.job_set(name)
         if there is not None and not _is_going(there) and (_outcome(there) or ("",))[0] != "Failed":
             return there
@@ -188,10 +197,11 @@ class GkeJobs:
             try:
                 self._seen = self._cluster.job_sets(self._sweep)
             except RefusedError as error:
-                if not error.is_passing or self._seen_at == float("-inf"):
+                if not error.is_passing or self._seen is None:
                     raise
                 log.warning("%s", error.problems[0].reason)
             self._seen_at = time.monotonic()
+        assert self._seen is not None
         return self._seen
 
     def _bring_home(self, job: Job, there: Manifest | None) -> None:

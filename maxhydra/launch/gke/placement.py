@@ -8,6 +8,7 @@ from typing import Any
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.hardware import Cluster, Hardware, Platform
 from maxhydra.launch.gke.settings import GkeSettings
+from maxhydra.launch.gke.volumes import is_of_a_pod
 from maxhydra.launch.settings import KEY
 
 RESOURCES = {Platform.tpu: "google.com/tpu", Platform.gpu: "nvidia.com/gpu"}
@@ -46,6 +47,13 @@ def place(settings: GkeSettings, hardware: Hardware) -> Placement:
     """ConfigError where the settings and the hardware do not go together."""
     if problems := list(_problems(settings, hardware)):
         raise ConfigError(problems)
+    placement = _placed(settings, hardware)
+    if placement.processes > 1 and (problems := list(_meeting_problems(settings, hardware))):
+        raise ConfigError(problems)
+    return placement
+
+
+def _placed(settings: GkeSettings, hardware: Hardware) -> Placement:
     nodes, chips, labels = settings.nodes, 0, {}
     if hardware.platform is not Platform.cpu:
         assert hardware.gke.accelerator is not None
@@ -77,9 +85,16 @@ def _problems(settings: GkeSettings, hardware: Hardware) -> Iterator[Problem]:
         told = f"means nothing to hardware.platform={platform.value}"
     for name in (name for name, is_misplaced in misplaced.items() if is_misplaced):
         yield Problem(f"{KEY}.{name}", told, getattr(settings, name))
-    if hardware.distributed.cluster is Cluster.none and (settings.slices > 1 or settings.nodes > 1):
+
+
+def _meeting_problems(settings: GkeSettings, hardware: Hardware) -> Iterator[Problem]:
+    """Of a job with several processes, which meet, and save together."""
+    if hardware.distributed.cluster is Cluster.none:
         reason = "leaves each process alone, and the job has several"
         yield Problem("hardware.distributed.cluster", reason, Cluster.none, "auto")
+    if is_of_a_pod(settings.outputs):
+        reason = "is a folder of each pod alone, and the pods of a job save together"
+        yield Problem(f"{KEY}.outputs", reason, settings.outputs, "gs://bucket/folder, pvc://claim/folder")
 
 
 def _slice_problems(settings: GkeSettings, hardware: Hardware) -> Iterator[Problem]:

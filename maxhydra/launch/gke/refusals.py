@@ -21,7 +21,7 @@ class RefusedError(ConfigError):
 
 def refusal(what: str, *, status: int, said: str, by: str, namespace: str) -> RefusedError:
     """`what` was asked for, and `said` is the server's answer."""
-    reason = f"{what} was refused by {by} with {status}: {said}"
+    reason = f"{by} refused {what} with {status}: {said}"
     match status:
         case 401:
             problem = Problem(f"{KEY}.context", reason, hint="log in again: gcloud auth login")

@@ -31,6 +31,11 @@ def is_bucket(source: str) -> bool:
     return source.startswith("gs:")
 
 
+def is_of_a_pod(source: str) -> bool:
+    """Whether it comes and goes with its pod, and is seen by no other."""
+    return source.startswith(("empty:", "memory:"))
+
+
 def volume(name: str, source: str) -> dict[str, Any]:
     """An entry of a pod's `volumes`."""
     scheme, place, folder = _parts(source)

@@ -9,7 +9,7 @@ from typing import Any
 
 from maxhydra.config.errors import ConfigError
 from maxhydra.launch.composing import Ordering
-from maxhydra.launch.jobs import CLAIM, Job, Proposal, Shared
+from maxhydra.launch.jobs import CLAIM, Job, Proposal, Shared, read_claim
 from maxhydra.launch.slurm import scheduler
 from maxhydra.launch.slurm.scheduler import OVER, Entry, Queue
 from maxhydra.launch.slurm.script import SCRIPTS, render
@@ -82,11 +82,8 @@ class SlurmJobs:
         return job if job is not None and self.is_running(job) else None
 
     def past(self, proposal: Proposal) -> SlurmJob | None:
-        try:
-            claim = json.loads((self._shared.path(proposal) / CLAIM).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        return self._job(proposal, claim)
+        claim = read_claim(self._shared.path(proposal), "name", "index")
+        return None if claim is None else self._job(proposal, claim)
 
     def is_running(self, job: Job) -> bool:
         entry = self._entry(job)

@@ -1,0 +1,134 @@
+"""Kernels on this GPU beside what XLA and cuDNN make of the same call. One line of JSON per case.
+
+    python bench/kernels.py [attention] [grouped_matmul] [int8]
+
+Milliseconds are medians over calls of the host's clock, in programs of `REPEATS` calls each on other numbers, so that
+neither the host nor the cache is measured. `error` is against the reference, relative, by the norm.
+"""
+
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxhydra.kernels import attention, grouped_matmul
+from maxhydra.kernels.attention import Request
+from maxhydra.kernels.int8 import triton as int8
+
+REPEATS, CALLS = 6, 7
+CAPPED = Request(
+    scale=0.1, causal=True, window=None, chunk=None, softcap=50.0, softmax_dtype="float32", is_length_split=False
+)
+PLAIN = dataclasses.replace(CAPPED, softcap=None)
+WINDOW = dataclasses.replace(PLAIN, window=128)
+# Name, request, batch, tokens, query heads, key heads, head size, sinks.
+ATTENTION = (
+    ("soft-cap", CAPPED, 4, 4096, 32, 8, 64, False),
+    ("soft-cap", CAPPED, 4, 4096, 32, 8, 128, False),
+    ("soft-cap", CAPPED, 2, 4096, 16, 8, 256, False),
+    ("window and sinks", WINDOW, 2, 4096, 64, 8, 64, True),
+    ("plain", PLAIN, 4, 4096, 32, 8, 128, False),
+)
+
+
+def draw(number: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(number), shape, jnp.bfloat16)
+
+
+def timed(function: Callable, sets: list[tuple]) -> float:
+    """Milliseconds of a call, each on a set of its own."""
+    run = jax.jit(lambda sets: [function(*one) for one in sets])
+    jax.block_until_ready(run(sets))
+    times = []
+    for _ in range(CALLS):
+        began = time.perf_counter()
+        jax.block_until_ready(run(sets))
+        times.append((time.perf_counter() - began) / len(sets) * 1e3)
+    return statistics.median(times)
+
+
+def error(found: Any, wanted: Any) -> float:
+    """The largest over all arrays."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]
+    return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in wide)
+
+
+def say(kernel: str, **facts: Any) -> None:
+    head = {"bench": "kernels", "device": jax.devices()[0].device_kind, "jax": jax.__version__, "kernel": kernel}
+    print(json.dumps({**head, **facts}), flush=True)
+
+
+def bench_attention() -> None:
+    for name, request, B, T, N, K, H, has_sinks in ATTENTION:
+        sinks = jnp.linspace(-1.0, 2.0, N) if has_sinks else None
+        shapes = [(B, T, heads, H) for heads in (N, K, K, N)]
+        sets = [tuple(draw(4 * n + i, *shape) for i, shape in enumerate(shapes)) for n in range(2)]
+
+        def forward(backend: str, q: Any, k: Any, v: Any, d: Any, request: Any = request, sinks: Any = sinks) -> Any:
+            return attention.attention(q, k, v, request, backend=backend, sinks_N=sinks)
+
+        def both(backend: str, q: Any, k: Any, v: Any, d: Any) -> Any:
+            return jax.vjp(lambda q, k, v: forward(backend, q, k, v, d), q, k, v)[1](d)
+
+        small = tuple(x[:1, :512] for x in sets[0])
+        facts = {"case": name, "shape": [B, T, N, K, H]}
+        for backend in ("triton", "xla", *(("cudnn",) if request is PLAIN else ())):
+            ms, all_ms = timed(partial(forward, backend), sets), timed(partial(both, backend), sets)
+            facts[backend] = {"forward_ms": round(ms, 3), "both_ms": round(all_ms, 3)}
+        off = error(jax.jit(partial(both, "triton"))(*small), jax.jit(partial(both, "reference"))(*small))
+        say("attention", **facts, error=round(off, 4))
+
+
+def bench_grouped_matmul() -> None:
+    """Mixtral 8x7B: 16,384 rows, as 8,192 tokens with two experts each make them."""
+    E, D, F, M = 8, 4096, 14336, 16384
+    x, w, d = draw(0, M, D), draw(1, E, D, F), draw(2, M, F)
+    sizes = jnp.asarray([2048, 1500, 2596, 1800, 2200, 2300, 1748, 2192], jnp.int32)
+    tflop = 2 * M * D * F / 1e12
+    facts = {"shape": [M, E, D, F], "dense": {"tflops": round(tflop / timed(jnp.dot, [(x, w[0])] * 3) * 1e3, 1)}}
+    for backend in ("triton", "xla"):
+        product = partial(grouped_matmul.grouped_matmul, backend=backend)
+        parts = {
+            "forward": lambda x, w, d, product=product: product(x, w, sizes),
+            "inputs": lambda x, w, d, product=product: jax.vjp(lambda x: product(x, w, sizes), x)[1](d),
+            "weights": lambda x, w, d, product=product: jax.vjp(lambda w: product(x, w, sizes), w)[1](d),
+        }
+        ms = {name: timed(part, [(x, w, d)] * 2) for name, part in parts.items()}
+        facts[backend] = {name: {"ms": round(t, 3), "tflops": round(tflop / t * 1e3, 1)} for name, t in ms.items()}
+    few = (x[:512, :256], w[:4, :256, :512], d[:512, :512], jnp.asarray([100, 0, 300, 112]))
+
+    def gradients(backend: str, x: Any, w: Any, d: Any, sizes: Any) -> Any:
+        return jax.vjp(lambda x, w: grouped_matmul.grouped_matmul(x, w, sizes, backend=backend), x, w)[1](d)
+
+    found, wanted = (jax.jit(partial(gradients, backend))(*few) for backend in ("triton", "reference"))
+    say("grouped_matmul", **facts, error=round(error(found, wanted), 4))
+
+
+def bench_int8() -> None:
+    """The products of Llama 3.2 1B when it decodes."""
+    for M in (1, 8, 64):
+        for name, N, K in (("query, key, value", 3072, 2048), ("gate, up", 16384, 2048), ("down", 2048, 8192)):
+            scales = jnp.full((N,), 0.01, jnp.float32)
+            count = 2 * REPEATS
+            codes = [jax.random.randint(jax.random.key(n), (N, K), -127, 128, jnp.int8) for n in range(count)]
+            x = draw(0, M, K)
+            product = partial(int8.product, dtype=jnp.dtype(jnp.bfloat16), interpret=False)
+            ms = timed(lambda c, x=x, scales=scales, product=product: product(x, c, scales), [(c,) for c in codes])
+            wide = [(c.astype(jnp.bfloat16),) for c in codes]
+            theirs = timed(lambda w, x=x: (x @ w.T) * jnp.bfloat16(0.01), wide)
+            off = error(product(x, codes[0], scales), (x.astype(jnp.float32) @ codes[0].T.astype(jnp.float32)) * 0.01)
+            facts = {"us": round(ms * 1e3, 1), "bfloat16_us": round(theirs * 1e3, 1), "error": round(off, 4)}
+            say("int8", case=name, shape=[M, N, K], tb_per_second=round(N * K / ms / 1e9, 2), **facts)
+
+
+if __name__ == "__main__":
+    for part in sys.argv[1:] or ["attention", "grouped_matmul", "int8"]:
+        {"attention": bench_attention, "grouped_matmul": bench_grouped_matmul, "int8": bench_int8}[part]()

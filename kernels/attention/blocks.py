@@ -1,0 +1,100 @@
+"""Which blocks of keys and queries meet, and what of them is hidden: shared by the kernels that go block by block.
+
+C queries and D keys of a block; `start` is the first token of the block at hand.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from maxhydra.kernels.attention.request import Request
+
+
+def seen(
+    request: Request,
+    first_query: jax.Array,
+    first_key: jax.Array,
+    shape: tuple[int, int],
+    of_queries: jax.Array | None,
+    of_keys: jax.Array | None,
+    *,
+    turned: bool = False,
+) -> jax.Array:
+    """Which keys of a block the queries of a block see, [C, D], or [D, C] if turned."""
+    column, row = (slice(None), None), (None, slice(None))
+    down: Any = row if turned else column
+    across: Any = column if turned else row
+    q, k = (first_query + jnp.arange(shape[0]))[down], (first_key + jnp.arange(shape[1]))[across]
+    is_seen = jnp.full(shape[::-1] if turned else shape, True)
+    if request.causal:
+        is_seen &= k <= q
+    if request.window is not None:
+        is_seen &= k > q - request.window
+    if request.chunk is not None:
+        is_seen &= jax.lax.div(k, request.chunk) == jax.lax.div(q, request.chunk)
+    if of_queries is not None and of_keys is not None:
+        is_seen &= (of_queries[down] == of_keys[across]) & (of_queries[down] != 0)
+    return is_seen
+
+
+class Ranges(NamedTuple):
+    """Blocks from first to last; from whole to broken, each query sees each key."""
+
+    first: Any
+    whole: Any
+    broken: Any
+    last: Any
+
+
+def key_ranges(request: Request, start: jax.Array, *, C: int, D: int, S: int, is_tagged: bool) -> Ranges:
+    """Blocks of keys for the queries from start on."""
+    first, last, whole, broken = _all(S // D)
+    if request.causal:
+        last, broken = pl.cdiv(start + C, D), jax.lax.div(start + 1, D)
+    if request.window is not None:
+        first = jax.lax.div(jnp.maximum(start - request.window + 1, 0), D)
+        whole = pl.cdiv(jnp.maximum(start + C - request.window, 0), D)
+    if request.chunk is not None:
+        # The first query's chunk reaches back farthest, the last one's least.
+        first = jax.lax.div(jax.lax.div(start, request.chunk) * request.chunk, D)
+        whole = pl.cdiv(jax.lax.div(start + C - 1, request.chunk) * request.chunk, D)
+    return _ordered(first, last if is_tagged else whole, broken, last)
+
+
+def query_ranges(request: Request, start: jax.Array, *, C: int, D: int, T: int, is_tagged: bool) -> Ranges:
+    """Blocks of queries for the keys from start on."""
+    first, last, whole, broken = _all(T // C)
+    if request.causal:
+        first, whole = jax.lax.div(start, C), pl.cdiv(start + D - 1, C)
+    if request.window is not None:
+        last = jnp.minimum(last, pl.cdiv(start + D - 1 + request.window, C))
+        broken = jax.lax.div(start + request.window, C)
+    if request.chunk is not None:
+        last = jnp.minimum(last, pl.cdiv((jax.lax.div(start + D - 1, request.chunk) + 1) * request.chunk, C))
+        broken = jax.lax.div((jax.lax.div(start, request.chunk) + 1) * request.chunk, C)
+    return _ordered(first, last if is_tagged else whole, broken, last)
+
+
+def _all(count: int) -> tuple[Any, Any, Any, Any]:
+    """First, last, first and last whole one of so many blocks that are all seen whole."""
+    return 0, count, 0, count
+
+
+def _ordered(first: Any, whole: Any, broken: Any, last: Any) -> Ranges:
+    whole = jnp.clip(whole, first, last)
+    return Ranges(first, whole, jnp.clip(broken, whole, last), last)
+
+
+def over(ranges: Ranges, step: Callable[..., Any], so_far: Any) -> Any:
+    """The steps of all blocks; what a mask would not change goes without."""
+    for start, stop, masked in (
+        (ranges.first, ranges.whole, True),
+        (ranges.whole, ranges.broken, False),
+        (ranges.broken, ranges.last, True),
+    ):
+        so_far = jax.lax.fori_loop(start, stop, partial(step, masked=masked), so_far)
+    return so_far

@@ -1,0 +1,162 @@
+"""Gemma 4 (2026), its text part: layers without a window have other heads, whose values may be their keys. The small
+ones share keys and values over the later layers and have embeddings for each layer; one has experts beside its mlp."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from maxhydra.config import model as config
+from maxhydra.convert.kinds import FULL, NAMES, WINDOWED, by_type, layer_kinds, layer_types, pattern_of, window_settings
+from maxhydra.convert.settings import activation, activation_setting, head, size_settings, sizes
+from maxhydra.convert.table import Settings, Table, UnsupportedError, Weight
+from maxhydra.convert.tables import gemma2, llama
+
+HF = llama.HF
+PER_LAYER = (
+    Weight("per_layer/gate/kernel", HF + "per_layer_input_gate.weight"),
+    Weight("per_layer/out/kernel", HF + "per_layer_projection.weight"),
+    Weight("per_layer/norm/scale", HF + "post_per_layer_input_norm.weight"),
+)
+BESIDE = (
+    Weight("beside/first_norm/scale", HF + "post_feedforward_layernorm_1.weight"),
+    Weight("beside/norm/scale", HF + "pre_feedforward_layernorm_2.weight"),
+    Weight("beside/out_norm/scale", HF + "post_feedforward_layernorm_2.weight"),
+    Weight("beside/moe/router/kernel", HF + "router.proj.weight"),
+    Weight("beside/moe/router/scale", HF + "router.scale"),
+    Weight("beside/moe/router/expert_scale", HF + "router.per_expert_scale"),
+    Weight(("beside/moe/experts/gate/kernel", "beside/moe/experts/up/kernel"), HF + "experts.gate_up_proj", leading=1),
+    Weight("beside/moe/experts/down/kernel", HF + "experts.down_proj", leading=1),
+)
+ENDS = (
+    Weight("per_layer/table", "model.embed_tokens_per_layer.weight", turned=False),
+    Weight("per_layer/context/kernel", "model.per_layer_model_projection.weight"),
+    Weight("per_layer/norm/scale", "model.per_layer_projection_norm.weight"),
+)
+# What the published files leave out.
+USUAL: Settings = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "global_head_dim": 512,
+    "rope_parameters": {
+        WINDOWED: {"rope_type": "default", "rope_theta": 10_000.0},
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    },
+}
+SHARED = "_shared"
+
+
+def rope(told: Mapping[str, Any]) -> dict[str, Any]:
+    kind = told.get("rope_type", "default")
+    if kind not in ("default", "proportional") or told.get("factor", 1.0) != 1.0:
+        raise UnsupportedError(f"rope_type={kind} or a factor, where default and proportional are served without one")
+    return {"kind": kind, "theta": told["rope_theta"], "share": told.get("partial_rotary_factor", 1.0)}
+
+
+def everywhere(settings: Settings, types: list[str]) -> dict[str, Any]:
+    """What attention without a window has of its own."""
+    is_key = bool(settings.get("attention_k_eq_v"))
+    told = (settings.get("per_layer_config") or {}).get(str(types.index(FULL)) if FULL in types else "", {})
+    heads = settings.get("num_global_key_value_heads") if is_key else None
+    return {
+        "head_dim": told.get("head_dim") or settings["global_head_dim"],
+        "num_kv_heads": told.get("num_key_value_heads") or heads or settings["num_key_value_heads"],
+        "value": "key" if is_key else "own",
+    }
+
+
+def moe(settings: Settings, function: str) -> dict[str, Any]:
+    """The mixture beside the feed-forward, where there is one."""
+    if not settings.get("enable_moe_block"):
+        return {}
+    mixture = {
+        "experts": settings["num_experts"],
+        "top_k": settings["top_k_experts"],
+        "dim": settings["moe_intermediate_size"],
+        "activation": function,
+        "router": {"norm": True, "expert_scale": True},
+    }
+    return {"beside": "moe", "moe": mixture}
+
+
+def kinds(settings: Settings, types: list[str]) -> dict[str, Any]:
+    """A kind for each type of layer, and one for each that shares keys and values with it."""
+    function = activation(settings["hidden_activation"])
+    mixture = moe(settings, function)
+    width = settings["intermediate_size"] * (2 if settings.get("use_double_wide_mlp") else 1)
+    own = {WINDOWED: {"window": settings["sliding_window"]}, FULL: everywhere(settings, types)}
+    found = {}
+    for name, attention in own.items():
+        attention |= {"scale": 1.0, "qk_norm": "head", "rope": rope(settings["rope_parameters"][name])}
+        layer = {"norms": "sandwich", "is_scaled": True, "mlp": {"activation": function}, **mixture}
+        sharing = {key: value for key, value in attention.items() if key != "value"} | {"shares": NAMES[name]}
+        found[NAMES[name]] = {**layer, "attention": {**attention, "value_norm": True}}
+        found[NAMES[name] + SHARED] = {**layer, "mlp": {**layer["mlp"], "dim": width}, "attention": sharing}
+    return found
+
+
+def to_model(settings: Settings) -> dict[str, Any]:
+    settings = {**USUAL, **settings}
+    if settings.get("attention_bias") or settings.get("use_bidirectional_attention") == "all":
+        raise UnsupportedError("attention_bias or use_bidirectional_attention=all, which no published model has")
+    own_dim = settings.get("hidden_size_per_layer_input") or None
+    if own_dim and settings.get("vocab_size_per_layer_input", settings["vocab_size"]) != settings["vocab_size"]:
+        raise UnsupportedError("vocab_size_per_layer_input that is not vocab_size")
+    types = layer_types(settings, every=6)
+    shared = settings.get("num_kv_shared_layers", 0)
+    names = [NAMES[name] for name in types]
+    first = len(names) - shared
+    prefix, rest = (names[:first], [name + SHARED for name in names[first:]]) if shared else ([], names)
+    made = kinds(settings, types)
+    return {
+        **sizes(settings),
+        "head": head(settings, tied=True),
+        "embedding": {"scale": "root_dim"},
+        "per_layer": {"dim": own_dim, "activation": activation(settings["hidden_activation"])},
+        "logit_softcap": settings.get("final_logit_softcapping"),
+        "prefix": prefix,
+        "pattern": pattern_of(rest),
+        "kinds": {name: made[name] for name in dict.fromkeys([*prefix, *rest])},
+    }
+
+
+def rope_parameters(rope: config.Rope) -> Settings:
+    share = {} if rope.share == 1 else {"partial_rotary_factor": rope.share}
+    return {"rope_type": rope.kind.value, "rope_theta": rope.theta, **share}
+
+
+def to_settings(model: config.Model) -> Settings | None:
+    layers, types = layer_kinds(model), by_type(model)
+    first, full = layers[0], types[FULL].attention
+    sharing = [kind for kind in layers if kind.attention.shares is not None]
+    is_key = full.value is config.ValueSource.key
+    mixture = {
+        "enable_moe_block": first.beside is config.Beside.moe,
+        "num_experts": first.moe.experts,
+        "top_k_experts": first.moe.top_k,
+        "moe_intermediate_size": first.moe.dim,
+    }
+    return {
+        **size_settings(model),
+        **window_settings(model),
+        **mixture,
+        "rope_parameters": {name: rope_parameters(kind.attention.rope) for name, kind in types.items()},
+        "global_head_dim": full.head_dim or model.head_dim,
+        "num_global_key_value_heads": (full.num_kv_heads or model.num_kv_heads) if is_key else None,
+        "attention_k_eq_v": is_key,
+        "num_kv_shared_layers": len(sharing),
+        "use_double_wide_mlp": any(kind.mlp.dim == 2 * model.mlp_dim for kind in sharing),
+        "hidden_size_per_layer_input": model.per_layer.dim or 0,
+        "vocab_size_per_layer_input": model.vocab_size,
+        "final_logit_softcapping": model.logit_softcap,
+        "hidden_activation": activation_setting(first.mlp.activation),
+        "tie_word_embeddings": model.head is config.Head.tied,
+    }
+
+
+TABLE = Table(
+    hf_types={"gemma4_text": "Gemma4ForCausalLM"},
+    layer=(*gemma2.LAYER, *llama.QK_NORMS, Weight("scale", HF + "layer_scalar"), *PER_LAYER, *BESIDE),
+    ends=(*llama.ENDS, *ENDS),
+    to_model=to_model,
+    to_settings=to_settings,
+    # Published files keep what layers that share keys and values do not use.
+    ignored=("*.rotary_emb.inv_freq", *(f"*.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))),
+)

@@ -1,0 +1,31 @@
+"""maxhydra models: published sizes, from the command line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxhydra.cli import entry
+from maxhydra.cli.commands import models
+from maxhydra.config.compose import compose
+from maxhydra.config.options import model_option, model_options
+
+
+def test_sizes_are_counted_once_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """46.7 billion weights, 12.9 billion active (Jiang et al., 2024)."""
+    monkeypatch.setattr(models, "COUNTED", tmp_path / "kept" / "models.json")
+    assert entry.run(["models", "mixtral-8x7b", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == 46_702_792_704 and round(found["active"] / 1e9, 1) == 12.9
+    assert (found["layers"], found["context"], found["licence"]) == (32, 32768, "Apache-2.0")
+    monkeypatch.setattr(models, "_counted", lambda name: pytest.fail("counted twice"))
+    assert entry.run(["models", "mixtral-8x7*"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:5] == ["mixtral-8x7b", "46.7B", "12.88B", "32", "32k"]
+    assert entry.run(["models", "mixtrl-8x7b"]) == 2 and "mixtral-8x7b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["llama3.1-8b", "smollm2-135m-instruct"])
+def test_an_option_means_what_a_run_with_it_means(name: str) -> None:
+    assert name in model_options()
+    assert model_option(name) == compose([f"model={name}"]).config.model
