@@ -45,6 +45,7 @@ NEEDS = {
     ("reward", "function"): ["reward.terms.own.function=math:sqrt"],
     ("reward", "length"): ["reward.terms.length.target=100"],
     ("task", "convert"): ["task.output=folder"],
+    ("task", "score"): ["task.input=ids.npz", "task.output=scores.npz"],
     ("task", "teacher_logits"): ["task.output=logits"],
     ("task", "tokenize"): ["task.output=tokens"],
 }

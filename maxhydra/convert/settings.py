@@ -98,10 +98,9 @@ def rope_of(told: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 
 def _attention_factor(told: Mapping[str, Any]) -> float | None:
     """YaRN's, where files state it by two factors on its logarithm (DeepSeek-V2, 2024)."""
-    both = told.get("mscale"), told.get("mscale_all_dim")
-    if not all(both):
+    if not (told.get("mscale") and told.get("mscale_all_dim")):
         return None
-    above, below = (0.1 * float(scale) * math.log(told["factor"]) + 1.0 for scale in both)
+    above, below = (0.1 * told[scale] * math.log(told["factor"]) + 1.0 for scale in ("mscale", "mscale_all_dim"))
     return above / below
 
 
