@@ -112,9 +112,9 @@ def _relative(ours: Any, theirs: Any) -> dict[str, float]:
     """Weight -> largest difference over the largest value.
 
     That may be zero, as for a router's bias, or nothing but rounding, as for a bias of keys without positions, which
-    the softmax does not see: below a hundred thousandth of the largest of all it does not count.
+    the softmax does not see: below a ten thousandth of the largest of all it does not count.
     """
-    least = 1e-5 * max(float(np.abs(want).max()) for want in jax.tree.leaves(theirs))
+    least = 1e-4 * max(float(np.abs(want).max()) for want in jax.tree.leaves(theirs))
     found = {}
     for path, want in jax.tree_util.tree_leaves_with_path(theirs):
         got = ours

@@ -147,7 +147,7 @@ def test_xla_equals_the_reference_with_gradients(heads, mask):
 
 
 @pytest.mark.parametrize("softmax_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", ["full", "window_of_one", "everything", "chunk_and_more"])
 def test_xla_in_bfloat16_is_near_the_reference(mask, softmax_dtype):
     mask = dict(MASKS[mask])
     arrays = tags(mask)

@@ -17,7 +17,7 @@ SHORT = "train.seq_len=64"
 
 
 def composed(folder: Path, *overrides: str) -> Config:
-    return compose(["model=from_hf", f"model.path={folder}", SHORT, *overrides]).config
+    return compose(["model=from_hf", f"model.path={folder}", *overrides]).config
 
 
 def refusal(*overrides: str) -> str:
@@ -34,6 +34,7 @@ def test_the_folder_states_the_model_and_the_command_line_has_the_last_word() ->
     assert config.model.kinds["layer"].attention.window == told["sliding_window"]
     assert config.model.remat.policy.value == "full" and config.model.kinds["layer"].mlp.activation.value == "gelu"
     assert config.checkpoint.load_parameters == str(folder) and config.data.tokenizer.kind == "byte"
+    assert config.train.seq_len == told["max_position_embeddings"]
     assert composed(folder, "checkpoint.load_parameters=null").checkpoint.load_parameters is None
 
 

@@ -9,12 +9,14 @@ from maxhydra.config.errors import Problem, did_you_mean
 
 # Of every task that trains. `*` stands for what only the run knows, such as the name of a source.
 STEPS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "input_wait", "data/*")
+# Of layers that tell of themselves, and of those behind the last.
+LAYERS = ("side_loss", "moe/*", "mtp_loss")
 SPEED = ("tokens_per_second", "tflops_per_device", "mfu")
 LIKELIHOOD = ("eval/loss", "eval/perplexity", "eval/tokens")
 PAIRS = ("accuracy", "logprob_chosen", "logprob_rejected", "reward_chosen", "reward_rejected", "reward_margin")
 ANSWERS = ("answers/*", "groups/*", "reward/*", "clip_share", "entropy", "kl", "sampler_error")
 GRADES = ("eval/error", "eval/reward", "eval/pass@*", "eval/maj@*", "eval/prompts", "eval/tokens")
-TRAINED = (*STEPS, *SPEED)
+TRAINED = (*STEPS, *LAYERS, *SPEED)
 LOGGED = {
     "pretrain": (*TRAINED, *LIKELIHOOD),
     "sft": (*TRAINED, *LIKELIHOOD),

@@ -1,6 +1,5 @@
 """DeepSeek-V2 (DeepSeek-AI, 2024): latent attention, leading dense layers, then experts by a softmax over all."""
 
-import math
 from typing import Any
 
 from maxhydra.config import model as config
@@ -60,13 +59,9 @@ def latent(settings: Settings, *, neighbours: bool = True) -> dict[str, Any]:
     """Attention."""
     if settings.get("attention_bias"):
         raise UnsupportedError("attention_bias=true, which no published model has")
-    turned, mscale = rope(settings), None
-    if turned.get("kind") == "yarn":
-        told = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-        mscale = told.get("mscale_all_dim")
-        if mscale and told.get("mscale") and "attention_factor" not in turned:
-            above, below = (0.1 * scale * math.log(turned["factor"]) + 1 for scale in (told["mscale"], mscale))
-            turned["attention_factor"] = above / below
+    turned = rope(settings)
+    told = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    mscale = told.get("mscale_all_dim") if turned.get("kind") == "yarn" else None
     return {
         "q_lora_rank": settings.get("q_lora_rank"),
         "kv_lora_rank": settings["kv_lora_rank"],

@@ -29,14 +29,13 @@ def to_model(settings: Settings) -> dict[str, Any]:
 
 
 def router(settings: Settings) -> dict[str, Any]:
-    groups = settings.get("n_group") or 1
     return {
         "scores": "sigmoid",
         "normalize": settings.get("norm_topk_prob", True),
         "scale": float(settings.get("routed_scaling_factor", 1.0)),
-        "groups": groups,
+        "groups": settings.get("n_group") or 1,
         "top_groups": settings.get("topk_group") or 1,
-        "group_score": "top2_sum" if groups > 1 else "max",
+        "group_score": "top2_sum",
         "bias_rate": 0.001,
     }
 
