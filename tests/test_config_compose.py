@@ -42,6 +42,7 @@ NEEDS = {
     ("data", "olmo"): ["data.path=pyproject.toml"],
     ("data", "tfds"): ["data.name=c4/en"],
     ("data", "reasoning_gym"): ["data.name=chain_sum"],
+    ("model", "from_hf"): [f"model.path={Path(__file__).parent / 'golden' / 'llama'}"],
     ("reward", "function"): ["reward.terms.own.function=math:sqrt"],
     ("reward", "length"): ["reward.terms.length.target=100"],
     ("task", "convert"): ["task.output=folder"],

@@ -128,8 +128,8 @@ def test_the_engine_writes_what_one_forward_after_the_other_writes():
 
 def test_beginnings_of_prompts_are_not_kept_for_recurrent_layers():
     delta = ["model=tiny", "model.kinds.layer.mixer=delta"]
-    assert not EngineConfig().remembers(compose(delta).config.model)
-    assert EngineConfig().remembers(compose(["model=tiny"]).config.model)
+    assert compose(delta).config.model.is_recurrent
+    assert not compose(["model=tiny"]).config.model.is_recurrent
     for task in ("decode", "serve", "grpo"):
         with pytest.raises(ConfigError, match=r"task\.engine\.prefix_cache.*whole sequence"):
             compose([f"task={task}", *delta, "task.engine.prefix_cache=true"])
