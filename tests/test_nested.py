@@ -12,14 +12,27 @@ from maxhydra.convert.hf import hf_source
 from maxhydra.model import build
 
 GOLDEN = Path(__file__).parent / "golden"
-# Golden model of the text -> model_type of the whole, keys of its settings, prefix of its tensors, another tensor.
+# Golden model of the text -> model_type of the whole, keys of its settings, what stands for `model.` in the names of
+# tensors, the prefix of others, another tensor.
 WHOLES = {
-    "llama4_text": ("llama4", ("text_config",), "language_model.", "vision_model.class_embedding"),
-    "qwen3_moe": ("qwen3_omni_moe", ("thinker_config", "text_config"), "thinker.", "talker.text_projection.weight"),
+    "gemma3": ("gemma3", ("text_config",), "language_model.model.", "language_model.", "vision_tower.head.probe"),
+    "gemma4": ("gemma4", ("text_config",), "model.language_model.", "", "model.embed_vision.weight"),
+    "llama4_text": (
+        "llama4",
+        ("text_config",),
+        "language_model.model.",
+        "language_model.",
+        "vision_model.class_embedding",
+    ),
+    "qwen3.5": ("qwen3_5", ("text_config",), "model.language_model.", "", "model.visual.pos_embed.weight"),
+    "qwen3.5_moe": ("qwen3_5_moe", ("text_config",), "model.language_model.", "", "model.visual.pos_embed.weight"),
+    "qwen3_moe": ("qwen3_omni_moe", ("thinker_config", "text_config"), "thinker.model.", "thinker.", "talker.weight"),
 }
 
 
-def write_whole(folder: Path, text: Path, model_type: str, keys: tuple[str, ...], prefix: str, other: str) -> None:
+def write_whole(
+    folder: Path, text: Path, model_type: str, keys: tuple[str, ...], body: str, prefix: str, other: str
+) -> None:
     """The same bytes under the names of the larger model, with a tensor of another part, which is as large as one."""
     settings = json.loads((text / "config.json").read_text())
     for key in reversed(keys):
@@ -29,7 +42,10 @@ def write_whole(folder: Path, text: Path, model_type: str, keys: tuple[str, ...]
     size = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + size])
     tensors = {name: told for name, told in header.items() if name != "__metadata__"}
-    renamed = {prefix + name: told for name, told in tensors.items()}
+    renamed = {
+        body + name.removeprefix("model.") if name.startswith("model.") else prefix + name: told
+        for name, told in tensors.items()
+    }
     end = max(told["data_offsets"][1] for told in tensors.values())
     renamed[other] = {"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]}
     told = json.dumps(renamed).encode()

@@ -8,6 +8,7 @@ TABLE = nested(
     model_type="llama4",
     architecture="Llama4ForConditionalGeneration",
     below=("text_config",),
+    body="language_model.model.",
     prefix="language_model.",
     ignored=("vision_model.*", "multi_modal_projector.*"),
 )

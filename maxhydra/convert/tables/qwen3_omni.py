@@ -11,6 +11,7 @@ TABLE = nested(
     model_type="qwen3_omni_moe",
     architecture="Qwen3OmniMoeForConditionalGeneration",
     below=("thinker_config", "text_config"),
+    body="thinker.model.",
     prefix="thinker.",
     ignored=("thinker.visual.*", "thinker.audio_tower.*", "talker.*", "code2wav.*"),
 )
