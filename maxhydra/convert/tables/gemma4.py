@@ -53,11 +53,14 @@ def rope(told: Mapping[str, Any]) -> dict[str, Any]:
 def everywhere(settings: Settings, types: list[str]) -> dict[str, Any]:
     """What attention without a window has of its own."""
     is_key = bool(settings.get("attention_k_eq_v"))
-    told = (settings.get("per_layer_config") or {}).get(str(types.index(FULL)) if FULL in types else "", {})
     heads = settings.get("num_global_key_value_heads") if is_key else None
+    own = {"head_dim": settings["global_head_dim"], "num_key_value_heads": heads}
+    if (by_layer := settings.get("per_layer_config")) is not None:
+        # As transformers writes it, with what differs from the whole model's alone.
+        own = by_layer.get(str(types.index(FULL)) if FULL in types else "", {})
     return {
-        "head_dim": told.get("head_dim") or settings["global_head_dim"],
-        "num_kv_heads": told.get("num_key_value_heads") or heads or settings["num_key_value_heads"],
+        "head_dim": own.get("head_dim") or settings["head_dim"],
+        "num_kv_heads": own.get("num_key_value_heads") or settings["num_key_value_heads"],
         "value": "key" if is_key else "own",
     }
 
