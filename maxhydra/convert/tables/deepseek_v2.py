@@ -9,8 +9,7 @@ from maxhydra.convert.table import Settings, Table, UnsupportedError, Weight
 from maxhydra.convert.tables import llama
 
 HF = llama.HF
-ATTENTION, EXPERTS, SHARED = HF + "self_attn.", HF + "mlp.experts.{expert}.", HF + "mlp.shared_experts."
-MATRICES = ("gate", "up", "down")
+ATTENTION, SHARED = HF + "self_attn.", HF + "mlp.shared_experts."
 LAYER = (
     *(row for row in llama.LAYER if not row.paths[0].startswith("attention/")),
     Weight("attention/query/kernel", ATTENTION + "q_proj.weight"),
@@ -21,9 +20,8 @@ LAYER = (
     Weight("attention/latent_norm/scale", ATTENTION + "kv_a_layernorm.weight"),
     Weight("attention/key_value/kernel", ATTENTION + "kv_b_proj.weight"),
     Weight("attention/out/kernel", ATTENTION + "o_proj.weight", inputs=2),
-    Weight("mlp/router/kernel", HF + "mlp.gate.weight"),
-    *(Weight(f"mlp/experts/{name}/kernel", EXPERTS + f"{name}_proj.weight") for name in MATRICES),
-    *(Weight(f"mlp/shared/{name}/kernel", SHARED + f"{name}_proj.weight") for name in MATRICES),
+    *llama.EXPERTS,
+    *(Weight(f"mlp/shared/{name}/kernel", SHARED + f"{name}_proj.weight") for name in ("gate", "up", "down")),
 )
 METHODS = ("greedy", "group_limited_greedy")
 

@@ -23,12 +23,12 @@ MIXER = (
     Weight("attention/out/kernel", HF + "self_attn.o_proj.weight", GGUF + "attn_output.weight", inputs=2),
     Weight("mlp_norm/scale", HF + "post_attention_layernorm.weight", GGUF + "ffn_norm.weight"),
 )
-LAYER = (
-    *MIXER,
+MLP = (
     Weight("mlp/gate/kernel", HF + "mlp.gate_proj.weight", GGUF + "ffn_gate.weight"),
     Weight("mlp/up/kernel", HF + "mlp.up_proj.weight", GGUF + "ffn_up.weight"),
     Weight("mlp/down/kernel", HF + "mlp.down_proj.weight", GGUF + "ffn_down.weight"),
 )
+LAYER = (*MIXER, *MLP)
 # What a layer of other families has besides.
 PROJECTIONS = {"query": "q", "key": "k", "value": "v", "out": "o"}
 BIASES = tuple(
@@ -38,6 +38,13 @@ BIASES = tuple(
 QK_NORMS = (
     Weight("attention/query_norm/scale", HF + "self_attn.q_norm.weight"),
     Weight("attention/key_norm/scale", HF + "self_attn.k_norm.weight"),
+)
+# A mixture in the place of the feed-forward.
+EXPERTS = (
+    Weight("mlp/router/kernel", HF + "mlp.gate.weight"),
+    Weight("mlp/experts/gate/kernel", HF + "mlp.experts.{expert}.gate_proj.weight"),
+    Weight("mlp/experts/up/kernel", HF + "mlp.experts.{expert}.up_proj.weight"),
+    Weight("mlp/experts/down/kernel", HF + "mlp.experts.{expert}.down_proj.weight"),
 )
 # Norms behind attention and feed-forward; the third stands before the latter, where there are norms on both sides.
 POST_NORMS = (

@@ -6,7 +6,7 @@ from maxhydra.config import model as config
 from maxhydra.convert.kinds import layer_kinds
 from maxhydra.convert.settings import activation_setting
 from maxhydra.convert.table import Settings, Table, Weight
-from maxhydra.convert.tables import qwen3_next
+from maxhydra.convert.tables import llama, qwen3_next
 from maxhydra.convert.tables.qwen3_next import DELTA, HF, MIXERS
 
 SEPARATE = (
@@ -39,8 +39,8 @@ def to_settings(model: config.Model) -> Settings | None:
 
 TABLE = Table(
     hf_types={"qwen3_5_text": "Qwen3_5ForCausalLM"},
-    layer=(*LAYER, *qwen3_next.MLP),
-    ends=qwen3_next.ENDS,
+    layer=(*LAYER, *llama.MLP),
+    ends=llama.ENDS,
     to_model=to_model,
     to_settings=to_settings,
     ignored=("*.rotary_emb.inv_freq", "mtp.*"),

@@ -5,7 +5,7 @@ from typing import Any
 from maxhydra.config import model as config
 from maxhydra.convert.kinds import layer_kinds
 from maxhydra.convert.table import Settings, Table
-from maxhydra.convert.tables import qwen3_5, qwen3_next
+from maxhydra.convert.tables import llama, qwen3_5, qwen3_next
 from maxhydra.convert.tables.qwen3_next import MIXERS
 
 
@@ -24,7 +24,7 @@ def to_settings(model: config.Model) -> Settings | None:
 TABLE = Table(
     hf_types={"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     layer=(*qwen3_5.LAYER, *qwen3_next.MOE),
-    ends=qwen3_next.ENDS,
+    ends=llama.ENDS,
     to_model=to_model,
     to_settings=to_settings,
     ignored=("*.rotary_emb.inv_freq", "mtp.*"),

@@ -13,19 +13,10 @@ from maxhydra.convert.settings import (
     size_settings,
     sizes,
 )
-from maxhydra.convert.table import Settings, Table, UnsupportedError, Weight
+from maxhydra.convert.table import Settings, Table, UnsupportedError
 from maxhydra.convert.tables import llama
 
-HF = llama.HF
-LAYER = (
-    *llama.LAYER,
-    Weight("attention/query_norm/scale", HF + "self_attn.q_norm.weight"),
-    Weight("attention/key_norm/scale", HF + "self_attn.k_norm.weight"),
-    Weight("mlp/router/kernel", HF + "mlp.gate.weight"),
-    Weight("mlp/experts/gate/kernel", HF + "mlp.experts.{expert}.gate_proj.weight"),
-    Weight("mlp/experts/up/kernel", HF + "mlp.experts.{expert}.up_proj.weight"),
-    Weight("mlp/experts/down/kernel", HF + "mlp.experts.{expert}.down_proj.weight"),
-)
+LAYER = (*llama.LAYER, *llama.QK_NORMS, *llama.EXPERTS)
 
 
 def to_model(settings: Settings) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from maxhydra.convert.settings import (
     sizes,
 )
 from maxhydra.convert.table import Join, Settings, Table, Weight
+from maxhydra.convert.tables import llama
 
-HF = "model.layers.{layer}."
+HF = llama.HF
 DELTA, FULL = "attention/log_speed", "attention/query_norm/scale"
 NORMS = (
     Weight("attention_norm/scale", HF + "input_layernorm.weight"),
@@ -32,8 +33,7 @@ ATTENTION = (
     Weight("attention/key/kernel", HF + "self_attn.k_proj.weight", beside=FULL),
     Weight("attention/value/kernel", HF + "self_attn.v_proj.weight", beside=FULL),
     Weight("attention/out/kernel", HF + "self_attn.o_proj.weight", inputs=2, beside=FULL),
-    Weight("attention/query_norm/scale", HF + "self_attn.q_norm.weight"),
-    Weight("attention/key_norm/scale", HF + "self_attn.k_norm.weight"),
+    *llama.QK_NORMS,
 )
 # What both generations of its delta layers have; they differ in how the projections lie together.
 STATE = (
@@ -61,25 +61,12 @@ FUSED = (
         heads="attention/query/kernel",
     ),
 )
-MLP = (
-    Weight("mlp/gate/kernel", HF + "mlp.gate_proj.weight"),
-    Weight("mlp/up/kernel", HF + "mlp.up_proj.weight"),
-    Weight("mlp/down/kernel", HF + "mlp.down_proj.weight"),
-)
 MOE = (
-    Weight("mlp/router/kernel", HF + "mlp.gate.weight"),
-    Weight("mlp/experts/gate/kernel", HF + "mlp.experts.{expert}.gate_proj.weight"),
-    Weight("mlp/experts/up/kernel", HF + "mlp.experts.{expert}.up_proj.weight"),
-    Weight("mlp/experts/down/kernel", HF + "mlp.experts.{expert}.down_proj.weight"),
+    *llama.EXPERTS,
     Weight("mlp/shared/gate/kernel", HF + "mlp.shared_expert.gate_proj.weight"),
     Weight("mlp/shared/up/kernel", HF + "mlp.shared_expert.up_proj.weight"),
     Weight("mlp/shared/down/kernel", HF + "mlp.shared_expert.down_proj.weight"),
     Weight("mlp/shared_gate/kernel", HF + "mlp.shared_expert_gate.weight"),
-)
-ENDS = (
-    Weight("embedding/table", "model.embed_tokens.weight", turned=False),
-    Weight("final_norm/scale", "model.norm.weight"),
-    Weight("head/kernel", "lm_head.weight"),
 )
 DELTA_SIZES = {
     "num_key_heads": "linear_num_key_heads",
@@ -195,8 +182,8 @@ def to_settings(model: config.Model) -> Settings | None:
 
 TABLE = Table(
     hf_types={"qwen3_next": "Qwen3NextForCausalLM"},
-    layer=(*NORMS, *ATTENTION, *STATE, *FUSED, *MLP, *MOE),
-    ends=ENDS,
+    layer=(*NORMS, *ATTENTION, *STATE, *FUSED, *llama.MLP, *MOE),
+    ends=llama.ENDS,
     to_model=to_model,
     to_settings=to_settings,
     ignored=("*.rotary_emb.inv_freq", "mtp.*"),
