@@ -25,6 +25,8 @@ BLOCK, PART, FEW = 64, 512, 128
 FEW_BLOCK, WARPS, FEW_WARPS = 128, (2, 3), (4, 1)
 # The matrix unit takes no fewer rows.
 LEAST_ROWS = 16
+# Sums of values, the largest logit that they are relative to, and the sum of weights.
+SoFar = tuple[jax.Array, jax.Array, jax.Array]
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -111,12 +113,7 @@ def _kernel(
         q, new_key = _turned(q, exchanged, turn_refs), _turned(new_key, new_key_ref[across], turn_refs)
     before = length_ref[...] - 1
 
-    def capped(logits: jax.Array) -> jax.Array:
-        scaled = logits * request.scale
-        return scaled if request.softcap is None else request.softcap * jnp.tanh(scaled / request.softcap)
-
-    def read(block: jax.Array, so_far: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
-        sums, top, total = so_far
+    def read(block: jax.Array, so_far: SoFar) -> SoFar:
         slots = block * at_a_time + jnp.arange(at_a_time)
         found = plt.load(table_ref.at[pl.ds(block * at_a_time, at_a_time)], mask=slots < table_ref.shape[0], other=0)
         key, value = key_ref[found].reshape(tokens, H), value_ref[found].reshape(tokens, H)
@@ -124,20 +121,14 @@ def _kernel(
         is_seen = place < before
         if request.window is not None:
             is_seen &= place > before - request.window
-        logits = capped(jnp.dot(q, key.T, preferred_element_type=jnp.float32))
-        logits = jnp.where(is_seen[None, :], logits, LOWEST)
-        new_top = jnp.maximum(top, logits.max(axis=1))
-        weights = jnp.where(is_seen[None, :], jnp.exp(logits - new_top[:, None]), 0.0)
-        kept = jnp.exp(top - new_top)
-        # A number that is not finite, left behind by another sequence, would get through a weight of zero.
-        value = jnp.where(is_seen[:, None], value, jnp.zeros_like(value))
-        added = jnp.dot(weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
-        return sums * kept[:, None] + added, new_top, total * kept + weights.sum(axis=1)
+        logits = _capped(jnp.dot(q, key.T, preferred_element_type=jnp.float32), request)
+        return _taken_in(so_far, logits, is_seen, value)
 
     own = jnp.sum(q.astype(jnp.float32) * new_key.astype(jnp.float32)[None, :], axis=1)
     is_own = (before >= 0) & (pl.program_id(2) == 0)
     sums = jnp.where(is_own, jnp.broadcast_to(new_value.astype(jnp.float32)[None, :], (rows, H)), 0.0)
-    top, total = jnp.where(is_own, capped(own), LOWEST), jnp.where(is_own, jnp.ones((rows,), jnp.float32), 0.0)
+    top = jnp.where(is_own, _capped(own, request), LOWEST)
+    total = jnp.where(is_own, jnp.ones((rows,), jnp.float32), 0.0)
     page, slot = table_ref[jnp.maximum(before, 0) // Z], jnp.maximum(before, 0) % Z
     everything = jnp.full((H,), is_own)
     plt.store(key_out_ref.at[page, slot, :], new_key, mask=everything)
@@ -151,6 +142,24 @@ def _kernel(
     plt.store(out_ref.at[heads, :], (sums / _nonzero(total)[:, None]).astype(out_ref.dtype), mask=is_head[:, None])
     plt.store(top_ref.at[heads], top, mask=is_head)
     plt.store(total_ref.at[heads], total, mask=is_head)
+
+
+def _capped(logits: jax.Array, request: Request) -> jax.Array:
+    scaled = logits * request.scale
+    return scaled if request.softcap is None else request.softcap * jnp.tanh(scaled / request.softcap)
+
+
+def _taken_in(so_far: SoFar, logits: jax.Array, is_seen: jax.Array, value: jax.Array) -> SoFar:
+    """The sums with some more tokens: those before are scaled to the largest logit of all."""
+    sums, top, total = so_far
+    logits = jnp.where(is_seen[None, :], logits, LOWEST)
+    new_top = jnp.maximum(top, logits.max(axis=1))
+    weights = jnp.where(is_seen[None, :], jnp.exp(logits - new_top[:, None]), 0.0)
+    kept = jnp.exp(top - new_top)
+    # A number that is not finite, left behind by another sequence, would get through a weight of zero.
+    value = jnp.where(is_seen[:, None], value, jnp.zeros_like(value))
+    added = jnp.dot(weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    return sums * kept[:, None] + added, new_top, total * kept + weights.sum(axis=1)
 
 
 def _turned(x: jax.Array, exchanged: jax.Array, turn_refs: Sequence[Any]) -> jax.Array:
