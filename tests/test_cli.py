@@ -144,7 +144,7 @@ def test_looks(arguments: list[str], said: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("mod", {"model=", "model."}),
+        ("mod", {"model=", "model.", "models"}),
         ("optimizer=m", {"optimizer=muon"}),
         ("-m optimizer/schedule=c", {"optimizer/schedule=constant", "optimizer/schedule=cosine"}),
         ("optimizer=sgd optimizer.lea", {"optimizer.learning_rate="}),

@@ -86,7 +86,9 @@ PUBLISHED = {
     "smollm2-135m": 134_515_008,
     "smollm2-135m-instruct": 134_515_008,
 }
-FILES = {file.name.removesuffix(".yaml"): file for file in resources.files("maxhydra.conf").joinpath("model").iterdir()}
+FOLDER = resources.files("maxhydra.conf").joinpath("model")
+# Those that are models of themselves.
+FILES = {file.name.removesuffix(".yaml"): file for file in FOLDER.iterdir() if file.name != "from_hf.yaml"}
 
 
 def load(name: str) -> config.Model:

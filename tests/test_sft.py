@@ -20,7 +20,7 @@ from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose import compose
 from maxhydra.config.run import Checkpoint
 from maxhydra.config.written import from_yaml
-from maxhydra.convert import load_weights
+from maxhydra.convert.load import load_weights
 from maxhydra.layers import Context
 from maxhydra.model import build, join, parameter_count
 from maxhydra.sharding import Sharder, build_mesh

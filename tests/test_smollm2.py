@@ -11,7 +11,7 @@ import pytest
 from maxhydra.config import Config
 from maxhydra.config.compose import compose
 from maxhydra.config.decode import Engine as EngineConfig
-from maxhydra.convert import load_weights
+from maxhydra.convert.load import load_weights
 from maxhydra.data import tokenizer
 from maxhydra.data.chat import render_prompt
 from maxhydra.decode.engine import Engine

@@ -27,6 +27,8 @@ MISHAPS = ("BOOT_FAIL", "NODE_FAIL", "PREEMPTED", "TIMEOUT")
 class SlurmJob(Job):
     claim: dict[str, Any] = dataclasses.field(default_factory=dict)
     """name and index: where the queue has it; id, once that is known."""
+    is_leaving: bool = False
+    """Whether it was on its way out when it was found, as after a cancel: if that left it unfinished, it goes on."""
 
     @property
     def key(self) -> scheduler.Key:
@@ -79,7 +81,11 @@ class SlurmJobs:
 
     def find(self, proposal: Proposal) -> SlurmJob | None:
         job = self.past(proposal)
-        return job if job is not None and self.is_running(job) else None
+        entry = None if job is None else self._entry(job)
+        if job is None or entry is None or entry.state in OVER:
+            return None
+        job.is_leaving = entry.state == "COMPLETING"
+        return job
 
     def past(self, proposal: Proposal) -> SlurmJob | None:
         claim = read_claim(self._shared.path(proposal), "name", "index")
@@ -91,7 +97,7 @@ class SlurmJobs:
 
     def may_restart(self, job: Job) -> bool:
         entry = self._last(job)
-        return entry is None or entry.state in MISHAPS
+        return entry is None or entry.state in MISHAPS or _slurm(job).is_leaving
 
     def state(self, job: Job) -> str:
         entry = self._last(job)
