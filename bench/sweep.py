@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-SHORT = ["model=micro", "train.steps=81", "train.eval_every=3", "train.eval_batches=4", "train.log_every=27"]
-SHORT += ["checkpoint.every=1000", "train.sample.tokens=0", "optimizer.schedule.warmup_steps=3", "train.seq_len=64"]
+SHORT = ["model=micro", "train.steps=27", "train.eval_every=3", "train.eval_batches=2", "train.log_every=27"]
+SHORT += ["checkpoint.every=1000", "train.sample.tokens=0", "optimizer.schedule.warmup_steps=3", "train.seq_len=32"]
 RANGE = (1e-4, 1.0)
 
 

@@ -13,9 +13,12 @@ import numpy as np
 from safetensors import safe_open
 
 from maxhydra.config import model as config
+from maxhydra.convert.arrays import HeldArrays
 from maxhydra.convert.fill import fill, on_first_device
 from maxhydra.convert.hf import hf_source
+from maxhydra.convert.hf_write import family_of, write_hf
 from maxhydra.convert.source import Source
+from maxhydra.convert.table import Table
 from maxhydra.layers import Context, DenseRoom
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder
@@ -73,6 +76,12 @@ class Golden:
             logits, cache = step(self.params, self.ids[:, now], self.positions[:, now], self.mask[:, now], cache)
             parts.append(np.asarray(logits))
         return np.concatenate(parts, axis=1)
+
+    def write(self, folder: Path) -> Table:
+        """The model as a Hugging Face folder of our making, by this table."""
+        table = family_of(self.model, self.source.table.written_type)
+        write_hf(folder, self.model, HeldArrays(self.params), table=table, dtype=jnp.dtype("bfloat16"), extra={})
+        return table
 
     def _filled(self, source: Source) -> Any:
         return fill(source, self.model, shardings=on_first_device(self.model), dtype="float32")

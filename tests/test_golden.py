@@ -2,14 +2,11 @@
 
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
 
-from maxhydra.convert.arrays import HeldArrays
 from maxhydra.convert.derive import model_of
-from maxhydra.convert.hf_write import family_of, write_hf
 from maxhydra.convert.meaning import is_same
 from tests.golden_models import Golden
 
@@ -35,8 +32,7 @@ def test_a_family_equals_its_reference(family: str, tmp_path: Path) -> None:
 def check_the_way_back(golden: Golden, folder: Path) -> None:
     """Bit for bit the tensors that transformers wrote, and settings that mean the same."""
     source = golden.source
-    table = family_of(golden.model, source.table.written_type)
-    write_hf(folder, golden.model, HeldArrays(golden.params), table=table, dtype=jnp.dtype("bfloat16"), extra={})
+    table = golden.write(folder)
     with safe_open(folder / "model.safetensors", framework="numpy") as written:
         names = set(written.keys())
         assert names == {name for name in source.shapes if name in names or "inv_freq" not in name}

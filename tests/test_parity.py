@@ -38,6 +38,18 @@ def test_a_drawn_configuration_equals_transformers(family: str, tmp_path: Path) 
     assert np.abs(logits).max() > 0.1
 
 
+@pytest.mark.parametrize("family", make.families())
+def test_transformers_loads_what_we_write(family: str, tmp_path: Path) -> None:
+    golden = Golden(make.GOLDEN / family)
+    golden.write(tmp_path)
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(told[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    logits = make.run(model.eval(), np.asarray(golden.ids), np.asarray(golden.mask))[1]
+    np.testing.assert_allclose(logits, golden.expected_logits, atol=2e-5)
+
+
 def table() -> dict[str, str]:
     """Family -> its line in the documentation."""
     inside = DOCS.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
