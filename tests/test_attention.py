@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.kernels import attention as kernels
+from maxhydra.kernels import choice
 from maxhydra.kernels.attention import (
     BACKENDS,
     Backend,
@@ -280,7 +280,7 @@ def test_auto_takes_cudnn_where_it_serves(changes):
 
 
 def test_the_pick_is_logged_once_with_its_reason(caplog):
-    kernels._announce.cache_clear()
+    choice._announce.cache_clear()
     with caplog.at_level(logging.INFO, logger="maxhydra"):
         choose("auto", make_call(platform="cpu"))
         choose("auto", make_call(platform="cpu", has_positions=True))

@@ -5,8 +5,6 @@ call whole, and a backend that was asked for by name and cannot is an error. No 
 """
 
 import dataclasses
-import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +12,9 @@ import jax
 
 from maxhydra.kernels.attention import cudnn, reference, triton, xla
 from maxhydra.kernels.attention.request import Request, Tokens
+from maxhydra.kernels.choice import UnsupportedError, chosen
 
 __all__ = ["BACKENDS", "Backend", "Call", "Request", "UnsupportedError", "attention", "choose"]
-
-logger = logging.getLogger("maxhydra")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,25 +130,9 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-class UnsupportedError(Exception):
-    """The backend that was asked for cannot serve the call."""
-
-    def __init__(self, backend: str, reasons: tuple[str, ...], able: tuple[str, ...]):
-        self.backend, self.reasons, self.able = backend, reasons, able
-        super().__init__(f"attention on {backend}: {'; '.join(reasons)} (able: {', '.join(able)})")
-
-
 def choose(backend: str, call: Call) -> str:
     """The backend that serves the call: the one asked for, or under `auto` the fastest that can."""
-    refusals = {name: row.refusals(call) for name, row in BACKENDS.items()}
-    able = tuple(name for name, reasons in refusals.items() if not reasons)
-    if backend != "auto":
-        if refusals[backend]:
-            raise UnsupportedError(backend, refusals[backend], able)
-        return backend
-    faster = list(refusals.items())[: list(refusals).index(able[0])]
-    _announce(able[0], tuple(f"{name} {reasons[0]}" for name, reasons in faster))
-    return able[0]
+    return chosen("attention", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
 
 
 def attention(
@@ -218,12 +199,6 @@ def _check_shapes(
         raise ValueError(f"a choice {tokens.chosen_BTS.shape} for {(B, T, S)}")
     if request.causal and tokens.q_positions_BT is None and T != S:
         raise ValueError(f"{T} queries and {S} keys: which is later than which needs positions")
-
-
-@functools.cache
-def _announce(backend: str, passed_over: tuple[str, ...]) -> None:
-    """Say once what `auto` took, and the first reason against anything faster."""
-    logger.info("attention runs on %s%s", backend, f" ({'; '.join(passed_over)})" if passed_over else "")
 
 
 def _either(names: tuple[str, ...] | tuple[int, ...]) -> str:

@@ -5,17 +5,14 @@ the call, and a backend that was asked for by name and cannot is an error. M row
 """
 
 import dataclasses
-import functools
-import logging
 from collections.abc import Callable
 
 import jax
 
+from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.grouped_matmul import reference, triton, xla
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "grouped_matmul"]
-
-logger = logging.getLogger("maxhydra")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,24 +77,9 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-class UnsupportedError(Exception):
-    """The backend that was asked for cannot serve the call."""
-
-    def __init__(self, backend: str, reasons: tuple[str, ...], able: tuple[str, ...]):
-        self.backend, self.reasons, self.able = backend, reasons, able
-        super().__init__(f"grouped_matmul on {backend}: {'; '.join(reasons)} (able: {', '.join(able)})")
-
-
 def choose(backend: str, call: Call) -> str:
     """The backend that serves the call: the one asked for, or under `auto` the fastest that can."""
-    refusals = {name: row.refusals(call) for name, row in BACKENDS.items()}
-    able = tuple(name for name, reasons in refusals.items() if not reasons)
-    if backend == "auto":
-        _announce(able[0])
-        return able[0]
-    if refusals[backend]:
-        raise UnsupportedError(backend, refusals[backend], able)
-    return backend
+    return chosen("grouped_matmul", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
 
 
 def grouped_matmul(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, backend: str) -> jax.Array:
@@ -111,9 +93,3 @@ def grouped_matmul(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, bac
         raise ValueError(f"rows, matrices and sizes do not fit together: {shapes}")
     call = Call(jax.default_backend(), x_MD.dtype.name, rows=M, groups=E, inputs=D, outputs=F)
     return BACKENDS[choose(backend, call)].run(x_MD, w_EDF, sizes_E)
-
-
-@functools.cache
-def _announce(backend: str) -> None:
-    """Say once what `auto` took."""
-    logger.info("grouped_matmul runs on %s", backend)

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config import ConfigError, Problem
-from maxhydra.kernels.attention import Request, UnsupportedError, attention
+from maxhydra.kernels.attention import Request, attention
+from maxhydra.layers.backends import explained
 from maxhydra.layers.context import Context
 
 
@@ -18,13 +18,8 @@ def attend(
     **tokens: jax.Array | None,
 ) -> jax.Array:
     """What the queries gather; a backend that was asked for and cannot serve is the config's mistake."""
-    try:
+    with explained():
         return attention(q_BTNH, k_BSKH, v_BSKH, request, backend=backend, **tokens)
-    except UnsupportedError as error:
-        accepted = ", ".join(("auto", *error.able))
-        raise ConfigError(
-            Problem("model.kernels.attention", "; ".join(error.reasons), value=backend, accepted=accepted)
-        ) from None
 
 
 def cached_positions(ctx: Context) -> jax.Array:

@@ -19,9 +19,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
-from maxhydra.kernels.grouped_matmul import UnsupportedError, grouped_matmul
+from maxhydra.kernels.grouped_matmul import grouped_matmul
+from maxhydra.layers.backends import explained
 from maxhydra.layers.context import Context
 from maxhydra.layers.mlp import gated
 from maxhydra.layers.weights import WeightMaker, residual_scale
@@ -221,12 +221,8 @@ def _routed(weights: Weights, given: Given, spec: ExpertsSpec) -> jax.Array:
 
 
 def _product(x_RD: jax.Array, w_EDF: jax.Array, *, sizes_E: jax.Array, backend: str) -> jax.Array:
-    try:
+    with explained():
         return grouped_matmul(x_RD, w_EDF, sizes_E, backend=backend)
-    except UnsupportedError as error:
-        accepted = ", ".join(("auto", *error.able))
-        key = "model.kernels.grouped_matmul"
-        raise ConfigError(Problem(key, "; ".join(error.reasons), value=backend, accepted=accepted)) from None
 
 
 def _slots(ids_BTK: jax.Array, is_real_BT: jax.Array | None, experts: int) -> jax.Array:

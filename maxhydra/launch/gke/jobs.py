@@ -17,8 +17,7 @@ from maxhydra.launch.gke.pods import ending, leader, progress
 from maxhydra.launch.gke.refusals import RefusedError
 from maxhydra.launch.gke.settings import GkeSettings
 from maxhydra.launch.gke.volumes import OUTPUTS
-from maxhydra.launch.jobs import Job, Proposal, Shared
-from maxhydra.launch.local import CLAIM, CONSOLE
+from maxhydra.launch.jobs import CLAIM, CONSOLE, Job, Proposal, Shared
 from maxhydra.launch.order import CONFIG, Order, read_order
 from maxhydra.launch.termination import forget, relay
 from maxhydra.record import RunDirectory

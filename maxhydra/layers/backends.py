@@ -1,0 +1,17 @@
+"""A backend that was asked for and cannot serve is the config's mistake."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from maxhydra.config import ConfigError, Problem
+from maxhydra.kernels.choice import UnsupportedError
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Kernels in here are named by the key of model.kernels that chose them."""
+    try:
+        yield
+    except UnsupportedError as error:
+        key, accepted = f"model.kernels.{error.operation}", ", ".join(("auto", *error.able))
+        raise ConfigError(Problem(key, "; ".join(error.reasons), value=error.backend, accepted=accepted)) from None
