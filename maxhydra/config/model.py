@@ -34,6 +34,7 @@ __all__ = [
     "Head",
     "Indexer",
     "Kind",
+    "LinearCrossEntropyBackend",
     "Mixer",
     "Mla",
     "Mlp",
@@ -51,6 +52,7 @@ __all__ = [
     "QkNorm",
     "Remat",
     "RematPolicy",
+    "RmsNormBackend",
     "Rope",
     "RopeKind",
     "Router",
@@ -89,6 +91,19 @@ class AttentionBackend(Enum):
 
 
 class GroupedMatmulBackend(Enum):
+    auto = "auto"
+    reference = "reference"
+    xla = "xla"
+    triton = "triton"
+
+
+class RmsNormBackend(Enum):
+    auto = "auto"
+    xla = "xla"
+    triton = "triton"
+
+
+class LinearCrossEntropyBackend(Enum):
     auto = "auto"
     reference = "reference"
     xla = "xla"
@@ -229,6 +244,10 @@ class ModelKernels(Schema):
     """auto takes the fastest that supports the request."""
     grouped_matmul: GroupedMatmulBackend = GroupedMatmulBackend.auto
     """Products of tokens with the experts they were given to; auto as for attention."""
+    rms_norm: RmsNormBackend = RmsNormBackend.auto
+    """Norms before attention and feed-forward, with the gradient of the stream beside them; auto as for attention."""
+    linear_cross_entropy: LinearCrossEntropyBackend = LinearCrossEntropyBackend.auto
+    """The head and the loss of its logits in training; auto as for attention."""
     delta: DeltaBackend = DeltaBackend.auto
     """chunked, or the reference, token by token; auto takes the faster for the number of tokens."""
     projection: Projection = Projection.plain

@@ -10,7 +10,7 @@ from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
 from maxhydra.layers.mla import Mla, MlaSpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
 from maxhydra.layers.moe import Moe, MoeSpec
-from maxhydra.layers.norm import LayerNorm, Norm, NormSpec, RMSNorm
+from maxhydra.layers.norm import LayerNorm, Norm, NormSpec, RMSNorm, tapped
 from maxhydra.layers.parts import Fed, FeedForward, FeedForwardSpec, Mixed, Mixer, MixerSpec, Side
 from maxhydra.layers.per_layer import PerLayerEmbedding, PerLayerInput, PerLayerSpec
 from maxhydra.layers.projection import LoraSpec, ProductSpec, Projection
@@ -57,4 +57,5 @@ __all__ = [
     "VocabularySpec",
     "WeightMaker",
     "dropout",
+    "tapped",
 ]
