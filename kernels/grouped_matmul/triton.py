@@ -134,8 +134,8 @@ def _product_kernel(tiles_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any, *, til
 def _summed(how: How, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """[E, K, N]: x^T times d_out over the rows of each group.
 
-    The first and the last tile of a group may hold rows of others. They are read from a copy in which those are zero, so
-    that the loop over the tiles of a group is one, without a mask, and never runs empty-handed.
+    The first and the last tile of a group may hold rows of others. They are read from a copy in which those are zero,
+    so that there is one loop over the tiles of a group, without a mask.
     """
     (M, K), N, E = x_MK.shape, d_out_MN.shape[1], len(sizes_E)
     tile = how.tile_of_sums

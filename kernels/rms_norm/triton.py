@@ -132,7 +132,15 @@ def _forward_kernel(x_ref: Any, scale_ref: Any, out_ref: Any, *, eps: float, row
 
 
 def _backward_kernel(
-    x_ref: Any, scale_ref: Any, stream_ref: Any, normed_ref: Any, d_x_ref: Any, d_scale_ref: Any, *, eps: float, rows: int
+    x_ref: Any,
+    scale_ref: Any,
+    stream_ref: Any,
+    normed_ref: Any,
+    d_x_ref: Any,
+    d_scale_ref: Any,
+    *,
+    eps: float,
+    rows: int,
 ) -> None:
     """With u = x / rms and g = d_normed * scale: d_x = d_stream + (g - u * mean(g * u)) / rms."""
     D = x_ref.shape[1]

@@ -50,6 +50,11 @@ class ModelDef:
         float8 = self._targets(QuantizationKind.fp8)
         return DecoderSpec.of(self.config, LoraSpec.of(self.adapter), float8, self._int8)
 
+    @property
+    def is_written_out(self) -> bool:
+        """Whether the layers of the pattern run one after the other in the program, and not in a loop."""
+        return self._spec.is_written_out
+
     @cached_property
     def _abstract(self) -> Decoder:
         """The module with shapes in place of arrays."""
