@@ -3,7 +3,7 @@
     python bench/decode.py model=smollm2-135m-instruct model.dtypes.compute=float32
     python bench/decode.py model=llama3.2-1b batch=1,8,64 prompt=64 new=64       # without weights: fresh ones
 
-As bench/decode_peer.py measures transformers: all prompts are asked at once, `tokens_per_second` is over the whole
+As bench/peers/decode_hf.py measures transformers: all prompts are asked at once, `tokens_per_second` is over the whole
 call, `tokens_per_second_after_first` over the tokens after each sequence's first, and `first_token_s` the time until
 the first token of the last sequence; the best of `repeats`, after a warm-up in which programs are compiled, of `warm`
 seconds where they are compiled while others run.
