@@ -55,6 +55,7 @@ __all__ = [
     "RmsNormBackend",
     "Rope",
     "RopeKind",
+    "RotatedHeadsBackend",
     "Router",
     "RouterScores",
     "Scaled",
@@ -98,6 +99,12 @@ class GroupedMatmulBackend(Enum):
 
 
 class RmsNormBackend(Enum):
+    auto = "auto"
+    xla = "xla"
+    triton = "triton"
+
+
+class RotatedHeadsBackend(Enum):
     auto = "auto"
     xla = "xla"
     triton = "triton"
@@ -246,6 +253,8 @@ class ModelKernels(Schema):
     """Products of tokens with the experts they were given to; auto as for attention."""
     rms_norm: RmsNormBackend = RmsNormBackend.auto
     """Norms before attention and feed-forward, with the gradient of the stream beside them; auto as for attention."""
+    rotated_heads: RotatedHeadsBackend = RotatedHeadsBackend.auto
+    """Query, key and value out of one product with rotary positions, in training; auto as for attention."""
     linear_cross_entropy: LinearCrossEntropyBackend = LinearCrossEntropyBackend.auto
     """The head and the loss of its logits in training; auto as for attention."""
     delta: DeltaBackend = DeltaBackend.auto
