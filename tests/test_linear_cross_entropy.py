@@ -13,7 +13,7 @@ from maxhydra.kernels.linear_cross_entropy import BACKENDS, Call, UnsupportedErr
 from maxhydra.kernels.linear_cross_entropy.chunks import Objective, sums
 
 B, S, D = 2, 4, 8
-TILE = triton.Tile(logits=128, warps=4)
+TILE = triton.Tile(logits=64, at_once=2, warps=4)
 KERNEL = partial(triton.per_token, tile=TILE, interpret=True)
 
 
@@ -29,8 +29,8 @@ def by_torch(case: dict[str, np.ndarray], z_loss: float, cap: float) -> list[np.
     return [array.numpy() for array in found]
 
 
-# A vocabulary of whole pieces, and one whose last piece overlaps the one before.
-@pytest.mark.parametrize(("vocabulary", "chunk"), [(256, 4), (320, 2)])
+# A vocabulary of whole pieces, and one with a piece of its own and a half at its end.
+@pytest.mark.parametrize(("vocabulary", "chunk"), [(256, 4), (352, 2)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_kernel_is_torchs(vocabulary: int, chunk: int, dtype: jnp.dtype) -> None:
     """With a soft-cap and a z-loss, whole and in chunks."""
@@ -67,6 +67,14 @@ def test_a_target_that_is_no_token_counts_no_logit() -> None:
     _, nll, d_logits = KERNEL(logits, jnp.asarray([-1, 256]), jnp.zeros(2), z_loss=0.0, dtype=logits.dtype)
     np.testing.assert_allclose(nll, torch.logsumexp(torch.tensor(np.asarray(logits)), -1), rtol=1e-6)
     assert not np.any(d_logits)
+
+
+def test_logits_far_above_the_first_ones_do_not_overflow() -> None:
+    logits = jnp.zeros((1, 256)).at[0, 200].set(1e4).at[0, 201].set(1e4 - 1)
+    losses, _, d_logits = KERNEL(logits, jnp.asarray([201]), jnp.ones(1), z_loss=0.0, dtype=logits.dtype)
+    p = 1 / (1 + np.exp(-1.0))
+    np.testing.assert_allclose(losses, [-np.log(1 - p)], rtol=1e-3)
+    np.testing.assert_allclose(d_logits[0, 199:203], [0, p, -p, 0], rtol=1e-3, atol=1e-6)
 
 
 def test_the_kernel_serves_one_gpu_and_says_why_not_otherwise() -> None:

@@ -43,7 +43,6 @@ class How:
 
     tile: Tile
     tile_of_sums: Tile
-    turned: bool
     interpret: bool
 
 
@@ -54,11 +53,10 @@ def grouped_matmul(
     *,
     tile: Tile = MEASURED,
     tile_of_sums: Tile = MEASURED_SUMS,
-    turned: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
     """Rows of no group give zeros."""
-    return _grouped(How(tile, tile_of_sums, turned, interpret), x_MK, w_EKN, sizes_E)
+    return _grouped(How(tile, tile_of_sums, interpret), x_MK, w_EKN, sizes_E)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -146,13 +144,13 @@ def _summed(how: How, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) 
     count_E = jnp.where(sizes_E > 0, -(-end_E // S) - first_E, 0)
     x = jnp.concatenate([x_MK, _edges(x_MK, start_E, end_E, S)])
     return pl.pallas_call(
-        partial(_summed_kernel, tile=tile._replace(rows=C, columns=D, summed=S), tiles=M // S, turned=how.turned),
+        partial(_summed_kernel, tile=tile._replace(rows=C, columns=D, summed=S), tiles=M // S),
         grid=((K // C) * (N // D), E),
         out_shape=jax.ShapeDtypeStruct((E, K, N), x_MK.dtype),
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=how.interpret,
         name="grouped_matmul_summed",
-    )(jnp.stack([first_E, count_E], axis=1), x.T if how.turned else x, d_out_MN)
+    )(jnp.stack([first_E, count_E], axis=1), x, d_out_MN)
 
 
 def _edges(x_MK: jax.Array, start_E: jax.Array, end_E: jax.Array, rows: int) -> jax.Array:
@@ -165,9 +163,7 @@ def _edges(x_MK: jax.Array, start_E: jax.Array, end_E: jax.Array, rows: int) -> 
     return jnp.where(is_own_TR[..., None], tiles_TRK, 0).reshape(-1, K)
 
 
-def _summed_kernel(
-    groups_ref: Any, x_ref: Any, d_out_ref: Any, out_ref: Any, *, tile: Tile, tiles: int, turned: bool
-) -> None:
+def _summed_kernel(groups_ref: Any, x_ref: Any, d_out_ref: Any, out_ref: Any, *, tile: Tile, tiles: int) -> None:
     K, N = out_ref.shape[1:]
     group = pl.program_id(1)
     row, column = _place(pl.program_id(0), K // tile.rows, N // tile.columns, tile.band)
@@ -178,9 +174,8 @@ def _summed_kernel(
     def add(step: jax.Array, sums: jax.Array) -> jax.Array:
         own = jnp.where(step == 0, edge, jnp.where(step == count - 1, edge + 1, first + step))
         part = pl.ds(own * tile.summed, tile.summed)
-        x = x_ref[down, part] if turned else x_ref[part, down].T
         d_out = d_out_ref[pl.ds((first + step) * tile.summed, tile.summed), across]
-        return sums + jnp.dot(x, d_out, preferred_element_type=jnp.float32)
+        return sums + jnp.dot(x_ref[part, down].T, d_out, preferred_element_type=jnp.float32)
 
     sums = jax.lax.fori_loop(0, count, add, jnp.zeros((tile.rows, tile.columns), jnp.float32))
     out_ref[group, down, across] = sums.astype(out_ref.dtype)
