@@ -30,6 +30,8 @@ class Job:
     choices: dict[str, str]
     machine: Machine
     run: RunDirectory
+    overrides: tuple[str, ...] = ()
+    """What the config was composed from besides the choices; secrets may be among them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,8 @@ def run(config: Config, *, choices: dict[str, str], overrides: list[str], path: 
     machine = runtime.start(config.hardware if task.NEEDS_DEVICES else hardware_from({"platform": "cpu"}))
     path = path or Path(config.run.outputs) / (config.run.name or _default_name(config, choices))
     is_main = machine.process_index == 0
-    job = Job(config, choices, machine, RunDirectory(path.absolute(), writes=is_main and task.KEEPS_RUN))
+    folder = RunDirectory(path.absolute(), writes=is_main and task.KEEPS_RUN)
+    job = Job(config, choices, machine, folder, tuple(overrides))
     if not task.KEEPS_RUN:
         with logging_to(None, console=False):
             return _result(job, task.run(job), path=None)
