@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from maxhydra.config import Config
-from maxhydra.config.data import Data
 from maxhydra.record import scrub_argv
 from maxhydra.runtime import Machine
 
@@ -44,4 +43,6 @@ class Subject:
 def on_random_tokens(config: Config, choices: dict[str, str], overrides: tuple[str, ...]) -> Config:
     """The config with synthetic data, unless the command or an experiment chooses its own."""
     is_chosen = choices.get("data", UNCHOSEN) != UNCHOSEN or any(text.startswith("data") for text in overrides)
-    return config if is_chosen else dataclasses.replace(config, data=Data(source="synthetic"))
+    return (
+        config if is_chosen else dataclasses.replace(config, data=dataclasses.replace(config.data, source="synthetic"))
+    )

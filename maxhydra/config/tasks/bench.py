@@ -1,5 +1,6 @@
 """Fields of task=bench."""
 
+import dataclasses
 from collections.abc import Iterator
 from enum import Enum
 
@@ -54,9 +55,9 @@ class BenchTask(Task):
     def check(self) -> Iterator[Problem]:
         if not self.what:
             yield Problem("what", "is empty", value=[], accepted=", ".join(kind.value for kind in Measured))
-        plain = Engine()
+        defaults = {field.name: field.default for field in dataclasses.fields(Engine)}
         for name in DERIVED:
-            value, default = getattr(self.engine, name), getattr(plain, name)
+            value, default = getattr(self.engine, name), defaults[name]
             if value != default:
                 hint = "it follows from task.load"
                 yield Problem(f"engine.{name}", "is not read", value=value, accepted=show(default), hint=hint)
