@@ -40,7 +40,7 @@ def axes(config: Config, task: TuneTask, hardware: Hardware) -> list[Axis]:
         return [axis for axis in _default(config, task, hardware) if len(axis.values) > 1]
     parsed = parse(task.space, loader=None)
     problems = [dataclasses.replace(problem, path=f"task.space {problem.path}") for problem in parsed.problems]
-    found = [Axis(o.key_or_group, _overrides(o.key_or_group, values(o))) for o in parsed.overrides if _is_plain(o)]
+    found = [Axis(o.key_or_group, _overrides(o.key_or_group, _values(o))) for o in parsed.overrides if _is_plain(o)]
     wrong = [o.input_line for o in parsed.overrides if not _is_plain(o)]
     problems += [Problem("task.space", f"{line} sets no value", accepted="key=value,value,...") for line in wrong]
     for axis in found:
@@ -75,6 +75,10 @@ def _is_plain(override: Override) -> bool:
     return not override.is_delete() and not override.is_add() and "/" not in override.key_or_group
 
 
+def _values(override: Override) -> list[str]:
+    return values(override) if override.is_sweep_override() else [str(override.get_value_string())]
+
+
 def _seen_from_here(problem: Problem, override: str) -> Problem:
     return dataclasses.replace(problem, reason=f"{problem.reason} (task.space: {override})", source="")
 
@@ -92,8 +96,8 @@ def _default(config: Config, task: TuneTask, hardware: Hardware) -> Iterator[Axi
     yield Axis(CHUNK, _overrides(CHUNK, chunks))
     repeats = math.ceil((model.num_layers - len(model.prefix)) / max(1, len(model.pattern)))
     yield Axis(UNROLL, _overrides(UNROLL, (max(1, repeats), 1)))
-    sets = [replaced_flags(hardware.xla_flags, flags) for flags in ([], *hardware.flag_sets.values())]
-    yield Axis(FLAGS, _overrides(FLAGS, (f"[{','.join(map(_quoted, flags))}]" for flags in sets)))
+    sets = [replaced_flags(hardware.xla_flags, flags) for flags in hardware.flag_sets.values()]
+    yield Axis(FLAGS, _overrides(FLAGS, map(_listed, (config.hardware.xla_flags, *sets))))
     yield from _backends(config, hardware)
 
 
@@ -124,5 +128,5 @@ def _backends(config: Config, hardware: Hardware) -> Iterator[Axis]:
             yield Axis(key, _overrides(key, ("auto", *able)))
 
 
-def _quoted(flag: str) -> str:
-    return f"'{flag}'"
+def _listed(flags: list[str]) -> str:
+    return "[" + ",".join(f"'{flag}'" for flag in flags) + "]"

@@ -18,6 +18,8 @@ log = logging.getLogger("maxhydra")
 
 # Share of the time after which no new candidate is tried, and the best are timed again.
 EXPLORING = 0.75
+# Characters of a setting in a table.
+LONGEST = 60
 
 
 @dataclasses.dataclass
@@ -86,7 +88,8 @@ class Tuner:
         """The fastest, each candidate by its longest measurement."""
         longest: dict[str, Trial] = {}
         for trial in self.journal.trials:
-            longest[words(trial.candidate)] = max(trial, longest.get(words(trial.candidate), trial), key=_steps)
+            name = str(trial.candidate)
+            longest[name] = max(trial, longest.get(name, trial), key=_steps)
         fastest = min(longest.values(), key=lambda trial: trial.seconds_per_token, default=None)
         return fastest if fastest is not None and math.isfinite(fastest.seconds_per_token) else None
 
@@ -104,7 +107,9 @@ class Tuner:
 
 
 def words(candidate: Candidate) -> str:
-    return " ".join(candidate.values()) or "as given"
+    """The settings of a candidate; of a long list its end, where what differs stands."""
+    cut = [text if len(text) <= LONGEST else f"{key}=[...{text[-LONGEST:]}" for key, text in candidate.items()]
+    return " ".join(cut) or "as given"
 
 
 def outcome(trial: Trial) -> str:
