@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 def run(command: list[str]) -> list[dict[str, Any]]:
     """The lines of a script, printed as they come; none where it fails, and its last words instead."""
-    done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
     found = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode:
         words = done.stderr.strip().splitlines()[-8:]

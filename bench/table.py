@@ -3,8 +3,8 @@
     maxhydra task=bench ... | tee -a docs/performance.jsonl          # or outputs/RUN/bench.jsonl
     python bench/table.py docs/performance.jsonl
 
-The lines are those of task=bench, bench/*.py and bench/peers/*.py, in the order in which the rows shall stand; anything
-that is no JSON is passed over. The text goes between the two marks in docs/performance.md.
+The lines are those of task=bench, bench/compare.py and bench/peers/*.py, in the order in which the rows shall stand;
+anything else is passed over. The text goes between the two marks in docs/performance.md.
 """
 
 import json
@@ -71,8 +71,8 @@ TABLES: dict[str, tuple[str, dict[str, Column]]] = {
     "kernels": (
         "Kernels",
         {
-            "kernel": lambda line: str(line.get("operation") or line["kernel"]),
-            "backend": lambda line: str(line.get("backend", "")),
+            "kernel": lambda line: str(line["operation"]),
+            "backend": lambda line: str(line["backend"]),
             "shape": lambda line: " x ".join(map(str, next(iter(line["shapes"].values())))),
             "forward ms": lambda line: number(line["forward_ms"], 3),
             "with gradients ms": lambda line: number(line["both_ms"], 3),
@@ -98,8 +98,9 @@ def first_token(line: Line) -> float:
 
 
 def kind(line: Line) -> str:
-    """Lines of a peer's decoding name no bench."""
-    return str(line.get("bench", "decode"))
+    """The table of a line, or nothing; lines of a peer's decoding name no bench."""
+    name = str(line.get("bench", "decode"))
+    return "" if name == "kernels" and "operation" not in line else name
 
 
 def place(lines: Iterable[Line]) -> str:

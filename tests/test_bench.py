@@ -1,15 +1,21 @@
 """task=bench: what it says is what was asked, and the arithmetic between its numbers holds."""
 
+import importlib.util
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from running import ROOT
 
 from maxhydra import tasks
 from maxhydra.config import ConfigError
-from maxhydra.config.compose import compose
+from maxhydra.config.compose import Composer, compose
+from maxhydra.config.tasks.tune import TuneTask
+from maxhydra.runtime.options import hardware_options
+from maxhydra.tune.space import axes
 
 FIXED = ["task=bench", "model=micro", "task.steps=2", "task.warm_up=1", "run.name=it"]
 SMALL = ["train.per_device_batch_size=2", "train.seq_len=16", "model.num_layers=1", "model.scan_unroll=1"]
@@ -58,3 +64,29 @@ def test_what_the_engine_cannot_be_told_is_refused() -> None:
         "task.engine.max_batch",
         "task.load.batches",
     }
+
+
+def commands_of_the_page() -> list[list[str]]:
+    lines = (ROOT / "docs" / "performance.md").read_text().splitlines()
+    words = [shlex.split(line) for line in lines if line.startswith("    maxhydra task=")]
+    assert len(words) > 4
+    return [line[1:] for line in words]
+
+
+@pytest.mark.parametrize("command", commands_of_the_page(), ids=lambda command: " ".join(command)[:60])
+def test_commands_of_the_page_compose(command: list[str]) -> None:
+    examination = Composer().examine(command, with_hydra=False)
+    task = examination.composed().config.task
+    if isinstance(task, TuneTask):
+        assert axes(examination.composed().config, task, hardware_options()["gpu-h200"])
+
+
+def test_the_measured_table_is_made_of_the_lines_that_are_kept() -> None:
+    spec = importlib.util.spec_from_file_location("table", ROOT / "bench" / "table.py")
+    assert spec is not None and spec.loader is not None
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    page, lines = table.DOCS.read_text(), table.read_lines([ROOT / "docs" / "performance.jsonl"])
+    assert lines and page == table.placed(page, table.table(lines)), "python bench/table.py docs/performance.jsonl"
+    for line in lines:
+        assert f"{line.get('tokens_per_second', line.get('ours', 0)):,.0f}" in page

@@ -129,6 +129,7 @@ def _settings(config: Config) -> dict[str, Any]:
         "optimizer": config.optimizer.kind.value,
         "adapter": config.adapter.kind.value,
         "attention": of_model.kernels.attention.value,
+        "compilation_cache": config.hardware.compilation_cache is not None,
     }
 
 
