@@ -19,7 +19,7 @@ from maxhydra.config import Config
 from maxhydra.kernels.choice import UnsupportedError
 from maxhydra.kernels.watch import Called, watching
 from maxhydra.measure.line import Line, Subject
-from maxhydra.measure.memory import lower_in_training, memory_explained
+from maxhydra.measure.memory import OutOfMemoryError, lower_in_training, memory_explained
 from maxhydra.measure.training import plan
 
 log = logging.getLogger("maxhydra")
@@ -45,6 +45,9 @@ def measure_kernels(subject: Subject) -> Iterator[Line]:
                     found = jax.jit(_gradients(called, backend))(*_split(_draw(called, 0, SMALL)))
             except UnsupportedError as refusal:
                 log.info("%s on %s: %s", operation, backend, "; ".join(refusal.reasons))
+                continue
+            except OutOfMemoryError as error:
+                log.warning("%s on %s: %s", operation, backend, error)
                 continue
             about = {"operation": operation, "backend": backend, "shapes": shapes, "given": _given(called)}
             yield subject.line("kernels", **about, **figures, error=round(distance(found, wanted), 6))
