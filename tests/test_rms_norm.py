@@ -59,7 +59,7 @@ def test_the_kernel_serves_many_rows_on_one_gpu_and_says_why_not_otherwise() -> 
         ({"platform": "tpu"}, "runs on gpu, not tpu"),
         ({"devices": 8}, "runs on 1 device, not 8"),
         ({"dtype": "float32"}, "takes bfloat16 or float16, not float32"),
-        ({"rows": 64}, "takes 1024 rows or more in multiples of 16, not 64"),
+        ({"rows": 64}, "takes 512 rows or more in multiples of 16, not 64"),
         ({"dim": 2880}, "takes rows in multiples of 256 up to 8192 numbers, not 2880"),
     ):
         with pytest.raises(UnsupportedError, match=reason):

@@ -1,7 +1,7 @@
 """RMSNorm (Zhang and Sennrich, 2019) of a stream that goes on beside it.
 
 `rms_norm` is the one way in. BACKENDS says what serves what, fastest first: `auto` takes the first that serves the
-call, and a backend that was asked for by name and cannot is an error. M rows, D numbers of a row.
+call, and a backend that was asked for by name and cannot is an error. B batch, T tokens, D numbers of a row, M rows.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import jax
 
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.rms_norm import reference, triton
+from maxhydra.kernels.watch import watched
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "rms_norm"]
 
@@ -76,7 +77,9 @@ BACKENDS: dict[str, Backend] = {
         min_rows=triton.FEWEST,
         max_dim=triton.LONGEST,
     ),
+    # XLA makes good kernels of the formula as it stands.
     "xla": Backend(run=reference.rms_norm),
+    "reference": Backend(run=reference.rms_norm),
 }
 
 
@@ -85,12 +88,15 @@ def choose(backend: str, call: Call) -> str:
     return chosen("rms_norm", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
 
 
-def rms_norm(x: jax.Array, scale_D: jax.Array, *, eps: float, dtype: Any, backend: str) -> tuple[jax.Array, jax.Array]:
-    """x [..., D] itself, and x / sqrt(mean(x^2) + eps) * scale in a format of its own, made in float32.
+@watched
+def rms_norm(
+    x_BTD: jax.Array, scale_D: jax.Array, *, eps: float, dtype: Any, backend: str
+) -> tuple[jax.Array, jax.Array]:
+    """x itself, and x / sqrt(mean(x^2) + eps) * scale in a format of its own, made in float32.
 
     Who goes on with both takes both from here: their gradients then meet in the kernel, and not in a pass of their own.
     """
-    x_MD = x.reshape(-1, x.shape[-1])
-    call = Call(jax.default_backend(), jax.device_count(), x.dtype.name, rows=x_MD.shape[0], dim=x_MD.shape[1])
+    x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    call = Call(jax.default_backend(), jax.device_count(), x_MD.dtype.name, rows=x_MD.shape[0], dim=x_MD.shape[1])
     stream_MD, normed_MD = BACKENDS[choose(backend, call)].run(x_MD, scale_D, eps=eps, dtype=dtype)
-    return stream_MD.reshape(x.shape), normed_MD.reshape(x.shape)
+    return stream_MD.reshape(x_BTD.shape), normed_MD.reshape(x_BTD.shape)

@@ -37,7 +37,7 @@ PIECE, MULTIPLE = 256, 16
 # The largest piece, and the longest row that registers hold.
 LARGEST, LONGEST = 4096, 8192
 # Of fewer rows, as when a token is decoded, XLA makes a part of what comes before or after.
-FEWEST = 1024
+FEWEST = 512
 
 
 @dataclasses.dataclass(frozen=True)

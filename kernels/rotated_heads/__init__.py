@@ -12,6 +12,7 @@ import jax
 
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.rotated_heads import reference, triton
+from maxhydra.kernels.watch import watched
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "rotated_heads"]
 
@@ -74,7 +75,9 @@ BACKENDS: dict[str, Backend] = {
         token_multiple=triton.MULTIPLE,
         head_dims=(64, 128, 256),
     ),
+    # XLA makes kernels of the formula as it stands.
     "xla": Backend(run=reference.rotated_heads),
+    "reference": Backend(run=reference.rotated_heads),
 }
 
 
@@ -83,16 +86,20 @@ def choose(backend: str, call: Call) -> str:
     return chosen("rotated_heads", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
 
 
+@watched
 def rotated_heads(
     heads_BTAH: jax.Array, cos_BTF: jax.Array, sin_BTF: jax.Array, *, num_heads: int, num_kv_heads: int, backend: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [B, T, N, H], keys and values [B, T, K, H]: pairs of the halves of a head, turned in float32."""
+    """Queries [B, T, N, H], keys and values [B, T, K, H]: pairs of the halves of a head, turned in float32.
+
+    Positions are not learned: cosines and sines have no gradient.
+    """
     B, T, A, H = heads_BTAH.shape
     call = Call(jax.default_backend(), jax.device_count(), heads_BTAH.dtype.name, tokens=B * T, head_dim=H)
     parts = BACKENDS[choose(backend, call)].run(
         heads_BTAH.reshape(B * T, A, H),
-        cos_BTF.reshape(B * T, -1),
-        sin_BTF.reshape(B * T, -1),
+        jax.lax.stop_gradient(cos_BTF).reshape(B * T, -1),
+        jax.lax.stop_gradient(sin_BTF).reshape(B * T, -1),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
     )

@@ -100,12 +100,14 @@ class GroupedMatmulBackend(Enum):
 
 class RmsNormBackend(Enum):
     auto = "auto"
+    reference = "reference"
     xla = "xla"
     triton = "triton"
 
 
 class RotatedHeadsBackend(Enum):
     auto = "auto"
+    reference = "reference"
     xla = "xla"
     triton = "triton"
 
