@@ -69,8 +69,9 @@ def test_a_target_that_is_no_token_counts_no_logit() -> None:
     assert not np.any(d_logits)
 
 
-def test_logits_far_above_the_first_ones_do_not_overflow() -> None:
-    logits = jnp.zeros((1, 256)).at[0, 200].set(1e4).at[0, 201].set(1e4 - 1)
+@pytest.mark.parametrize("level", [1e4, -1e4])
+def test_logits_far_from_zero_do_not_overflow(level: float) -> None:
+    logits = jnp.full((1, 256), level - 100).at[0, 200].set(level).at[0, 201].set(level - 1)
     losses, _, d_logits = KERNEL(logits, jnp.asarray([201]), jnp.ones(1), z_loss=0.0, dtype=logits.dtype)
     p = 1 / (1 + np.exp(-1.0))
     np.testing.assert_allclose(losses, [-np.log(1 - p)], rtol=1e-3)

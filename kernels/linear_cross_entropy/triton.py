@@ -4,8 +4,8 @@ A program takes one row: once over it for the sum of exponentials, then over it 
 place of the logits. Few rows are on their way at a time, and the second look finds its row in the L2 cache: memory sees
 the logits once and their gradient once. Exponentials are powers of two, which is what the processors have.
 
-They are taken less the largest of the first logits, so that threads need not agree on the largest so far; only where a
-later one is so much larger that sums might overflow are they taken again.
+They are taken of the logits as they are, so that threads need not agree on the largest so far; only where that turns
+out to be so large or so small that their sum might not be a number are they taken again, less the largest.
 
 Shapes: M tokens, V vocabulary, C logits at a time.
 """
@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plt
 LOG2E = math.log2(math.e)
 # Below any logit; finite, since the difference of two infinities is not a number.
 LOWEST = -1e30
-# How much larger than the reference a logit may be: e^60 of each of a million still sum up in float32.
+# How far from zero the largest logit may be: e^60 of each of a million still sum up in float32, and e^-60 is no zero.
 SAFE = 60.0
 
 
@@ -124,10 +124,9 @@ def _kernel(
     is_known = (target >= 0) & (target < V)
     own = logits_ref[number, jnp.where(is_known, target, 0)].astype(jnp.float32)
 
-    guess = jnp.max(row.read(0).astype(jnp.float32))
-    largest, total = _exponentials(row, guess)
+    largest, total = _exponentials(row, jnp.float32(0))
     reference, total = jax.lax.cond(
-        largest > guess + SAFE, lambda: (largest, _exponentials(row, largest)[1]), lambda: (guess, total)
+        jnp.abs(largest) > SAFE, lambda: (largest, _exponentials(row, largest)[1]), lambda: (jnp.float32(0), total)
     )
     normaliser = reference + jnp.log2(total) / LOG2E
     nll = normaliser - jnp.where(is_known, own, 0.0)
