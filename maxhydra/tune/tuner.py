@@ -8,7 +8,6 @@ from pathlib import Path
 
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.tasks.tune import Search, TuneTask
-from maxhydra.config.written import to_yaml
 from maxhydra.train.progress import Progress
 from maxhydra.tune.search import OutOfTime, eliminate, grid, one_by_one
 from maxhydra.tune.space import POLICIES, Axis, Candidate, settled
@@ -140,11 +139,11 @@ def _steps(trial: Trial) -> int:
 def needs_less(one: Config, other: Config) -> bool:
     """Whether one config surely needs no more memory: the same but for a smaller batch, or a more frugal policy."""
 
-    def rest(config: Config) -> str:
+    def rest(config: Config) -> Config:
         train = dataclasses.replace(config.train, per_device_batch_size=1.0, grad_accum=1)
         remat = dataclasses.replace(config.model.remat, policy=POLICIES[0])
         model = dataclasses.replace(config.model, remat=remat)
-        return to_yaml(dataclasses.replace(config, train=train, model=model))
+        return dataclasses.replace(config, train=train, model=model)
 
     policies = (one.model.remat.policy, other.model.remat.policy)
     if any(policy not in POLICIES for policy in policies):
