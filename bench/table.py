@@ -76,7 +76,7 @@ TABLES: dict[str, tuple[str, dict[str, Column]]] = {
             "shape": lambda line: " x ".join(map(str, next(iter(line["shapes"].values())))),
             "forward ms": lambda line: number(line["forward_ms"], 3),
             "with gradients ms": lambda line: number(line["both_ms"], 3),
-            "error": lambda line: f"{line['error']:.4f}",
+            "error": lambda line: f"{line['error']:.2g}",
         },
     ),
     "compare": (

@@ -16,6 +16,7 @@ from maxhydra import tasks
 from maxhydra.config import ConfigError
 from maxhydra.config.compose import Composer, compose
 from maxhydra.config.tasks.tune import TuneTask
+from maxhydra.measure.kernels import distance
 from maxhydra.measure.memory import OutOfMemoryError, memory_explained
 from maxhydra.runtime.options import hardware_options
 from maxhydra.tune.space import axes
@@ -57,6 +58,11 @@ def test_what_does_not_fit_is_one_line_that_says_what_to_lower(tmp_path: Path) -
     assert result.status == "failed" and not lines
     assert "train.per_device_batch_size under 2" in result.reason and "\n" not in result.reason
     assert json.loads((tmp_path / "it" / "run.json").read_text())["status"] == "failed"
+
+
+def test_distance_is_relative_and_the_largest() -> None:
+    found, wanted = {"a": jnp.ones(3), "b": jnp.array([1.0, 0.0])}, {"a": jnp.ones(3), "b": jnp.array([1.0, 1.0])}
+    np.testing.assert_allclose(distance(found, wanted), 0.5**0.5, rtol=1e-6)
 
 
 def test_an_allocation_that_fails_is_explained() -> None:
