@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.layers import LoraSpec, int8, nf4
+from maxhydra.layers import LoraSpec, int4, int8, nf4
 from maxhydra.model.definition import ModelDef
 from maxhydra.model.flops import parameter_count
 from maxhydra.model.trees import ADAPTER, split
@@ -17,15 +17,26 @@ Tree = Any
 
 def kept(model: ModelDef, keys: tuple[str, ...], weight: jax.Array) -> Tree:
     """A weight of the model's base, found below these keys, as the model keeps it."""
+    return part_kept(model, keys, weight, counted=0)
+
+
+def part_kept(model: ModelDef, keys: tuple[str, ...], weight: jax.Array, *, counted: int) -> Tree:
+    """The same of a part of the weight, at an index of so many of its leading axes."""
     place, axes = model.shapes, model.axes
     for key in keys:
         place, axes = place[key], axes[key]
     if not isinstance(place, dict):
         return weight
+    stacked = int(_is_stacked(keys))
     if "groups" in place:
-        pack = partial(nf4.stored, inputs=weight.ndim - place["codes"].ndim + 1, stacked=_is_stacked(keys))
+        pack = partial(nf4.stored, inputs=weight.ndim - place["codes"].ndim + 1, stacked=bool(stacked))
+    elif "nibbles" in place:
+        leading = stacked + (axes["nibbles"][stacked] == "experts")
+        inputs = weight.ndim + counted - place["nibbles"].ndim + 1
+        groups = place["scales"].shape[leading]
+        pack = partial(int4.stored, inputs=inputs, leading=leading - counted, groups=groups)
     else:
-        pack = partial(int8.stored, axes=axes["codes"], of_scales=axes["scales"])
+        pack = partial(int8.stored, axes=axes["codes"][counted:], of_scales=axes["scales"][counted:])
     return jax.jit(pack)(weight)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from maxhydra import model, optim
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.quantization import QuantizationKind
+from maxhydra.config.quantization import TO_KEEP, TO_TRAIN
 from maxhydra.model import ModelDef, join, split
 from maxhydra.optim import Optimizer, state_axes
 from maxhydra.sharding import Sharder
@@ -149,10 +149,11 @@ class StateDef:
 
 def plan_states(config: Config, sharder: Sharder, *, beside: Mapping[str, Tree] | None = None) -> StateDef:
     """The states of a config: its model with its adapter, and the optimizer of what is trained of them."""
-    if config.quantization.kind is QuantizationKind.int8_weights:
-        hint = "try quantization=fp8, or adapter=qlora"
+    if not config.quantization.kinds.isdisjoint(TO_KEEP):
+        accepted, hint = ", ".join(kind.value for kind in TO_TRAIN), "adapter=qlora trains over four bits"
         reason = "is a way to decode, not to train"
-        raise ConfigError(Problem("quantization.kind", reason, value="int8_weights", hint=hint))
+        value = config.quantization.kind
+        raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint=hint))
     decoder = model.build(config.model, config.adapter, config.quantization)
     sharder.check(decoder.axes, decoder.shapes)
     shapes, axes = split(decoder.shapes)[0], split(decoder.axes)[0]
