@@ -17,8 +17,7 @@ import numpy as np
 
 __all__ = ["Rounded", "integer_product", "rounded"]
 
-# The largest magnitude lies half a step beyond the last code: what is rounded down to it loses as little as others.
-BOUND = 127.5
+LARGEST = 127
 
 
 class Rounded(NamedTuple):
@@ -33,14 +32,15 @@ class Rounded(NamedTuple):
         return (self.codes.astype(jnp.float32) * self.scales).astype(dtype)
 
 
-def rounded(x: jax.Array, over: Sequence[int], *, bound: float) -> Rounded:
-    """An array in integers up to `bound`, a scale for what differs in these dimensions only."""
+def rounded(x: jax.Array, over: Sequence[int], *, largest: int) -> Rounded:
+    """An array in integers, a scale for what differs in these dimensions only; its largest magnitude becomes `largest`.
+
+    Not half a step more, which would use the codes more evenly: every largest number would then lie between two codes,
+    and become one or the other by the rounding of its scale, which is not the same in all programs.
+    """
     wide = x.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(wide), axis=tuple(over), keepdims=True) / bound
-    codes = jnp.round(wide / jnp.where(scales > 0, scales, 1))
-    # Only a bound between two codes has anything to clip.
-    codes = codes if bound == int(bound) else jnp.clip(codes, -np.ceil(bound), np.floor(bound))
-    return Rounded(codes.astype(jnp.int8), scales)
+    scales = jnp.max(jnp.abs(wide), axis=tuple(over), keepdims=True) / largest
+    return Rounded(jnp.round(wide / jnp.where(scales > 0, scales, 1)).astype(jnp.int8), scales)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -50,7 +50,7 @@ def integer_product(is_wide_back: bool, x_MK: jax.Array, weight_KN: jax.Array) -
 
 
 def _forward(is_wide_back: bool, x_MK: jax.Array, weight_KN: jax.Array) -> tuple[jax.Array, tuple[Rounded, Rounded]]:
-    x, weight = rounded(x_MK, (1,), bound=BOUND), rounded(weight_KN, (0,), bound=BOUND)
+    x, weight = rounded(x_MK, (1,), largest=LARGEST), rounded(weight_KN, (0,), largest=LARGEST)
     sums_MN = _dot(x.codes, weight.codes, (1, 0))
     return (sums_MN * x.scales * weight.scales).astype(x_MK.dtype), (x, weight)
 
@@ -73,7 +73,7 @@ def _gradient(
     """A gradient times the codes of an operand, summed over one dimension of each."""
     if is_wide:
         return _dot(d_out.astype(dtype), codes.astype(dtype), over).astype(dtype)
-    d = rounded(d_out, (over[0],), bound=BOUND)
+    d = rounded(d_out, (over[0],), largest=LARGEST)
     return (_dot(d.codes, codes, over) * jnp.moveaxis(d.scales, over[0], -1).reshape(-1, 1)).astype(dtype)
 
 

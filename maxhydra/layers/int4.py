@@ -1,7 +1,6 @@
-"""Weights in four bits for decoding: integers from -8 to 7, and a scale for each group of inputs of an output.
+"""Weights in four bits for decoding: integers from -7 to 7, and a scale for each group of inputs of an output.
 
-The largest magnitude of a group lies half a step beyond the last code, so that the few codes are used evenly. Inputs
-are one dimension here, so that groups need not end where a head does. With groups of 64, 4.5 bits a weight.
+Inputs are one dimension here, so that groups need not end where a head does. With groups of 64, 4.5 bits a weight.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from maxhydra.kernels.integer import rounded
 from maxhydra.layers.packed import Quantized, paired, parted
 from maxhydra.sharding import LogicalAxes
 
-BOUND = 7.5
+LARGEST = 7
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +41,7 @@ class Int4Parts:
 def quantized(kernel: jax.Array, *, inputs: int, leading: int, groups: int) -> Int4Parts:
     """A kernel [*leading, *inputs, *outputs] in four bits, so many groups for each output."""
     before, outputs = kernel.shape[:leading], kernel.shape[leading + inputs :]
-    codes, scales = rounded(kernel.reshape(*before, groups, -1, *outputs), (leading + 1,), bound=BOUND)
+    codes, scales = rounded(kernel.reshape(*before, groups, -1, *outputs), (leading + 1,), largest=LARGEST)
     flat = codes.reshape(*before, -1, *outputs)
     return Int4Parts(paired(flat, leading), jnp.squeeze(scales, leading + 1))
 

@@ -31,13 +31,13 @@ class Int8Parts:
 
 def quantized(weight: jax.Array, over: Sequence[int]) -> Int8Parts:
     """A weight in eight bits, a scale for what differs in these dimensions only."""
-    codes, scales = rounded(weight, over, bound=LARGEST)
+    codes, scales = rounded(weight, over, largest=LARGEST)
     return Int8Parts(codes, jnp.squeeze(scales, tuple(over)))
 
 
 def rounded_weight(weight: jax.Array, over: Sequence[int]) -> jax.Array:
     """A weight as it is after that, in its own number format."""
-    return rounded(weight, over, bound=LARGEST).wide(weight.dtype)
+    return rounded(weight, over, largest=LARGEST).wide(weight.dtype)
 
 
 def stored(weight: jax.Array, axes: LogicalAxes, of_scales: LogicalAxes) -> dict[str, jax.Array]:

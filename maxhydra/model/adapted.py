@@ -1,6 +1,5 @@
 """A model under its adapter or in fewer bits: how the base is kept there, and adapter and base as the latter alone."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +12,9 @@ from maxhydra.model.flops import parameter_count
 from maxhydra.model.trees import ADAPTER, split
 
 Tree = Any
+TO_NF4 = jax.jit(nf4.stored, static_argnames=("inputs", "stacked"))
+TO_INT4 = jax.jit(int4.stored, static_argnames=("inputs", "leading", "groups"))
+TO_INT8 = jax.jit(int8.stored, static_argnames=("axes", "of_scales"))
 
 
 def kept(model: ModelDef, keys: tuple[str, ...], weight: jax.Array) -> Tree:
@@ -29,15 +31,12 @@ def part_kept(model: ModelDef, keys: tuple[str, ...], weight: jax.Array, *, coun
         return weight
     stacked = int(_is_stacked(keys))
     if "groups" in place:
-        pack = partial(nf4.stored, inputs=weight.ndim - place["codes"].ndim + 1, stacked=bool(stacked))
-    elif "nibbles" in place:
+        return TO_NF4(weight, inputs=weight.ndim - place["codes"].ndim + 1, stacked=bool(stacked))
+    if "nibbles" in place:
         leading = stacked + (axes["nibbles"][stacked] == "experts")
         inputs = weight.ndim + counted - place["nibbles"].ndim + 1
-        groups = place["scales"].shape[leading]
-        pack = partial(int4.stored, inputs=inputs, leading=leading - counted, groups=groups)
-    else:
-        pack = partial(int8.stored, axes=axes["codes"][counted:], of_scales=axes["scales"][counted:])
-    return jax.jit(pack)(weight)
+        return TO_INT4(weight, inputs=inputs, leading=leading - counted, groups=place["scales"].shape[leading])
+    return TO_INT8(weight, axes=axes["codes"][counted:], of_scales=axes["scales"][counted:])
 
 
 def parameter_counts(model: ModelDef) -> tuple[int, int]:
