@@ -1,5 +1,6 @@
 """Number formats of matrix products and weights below model.dtypes.compute."""
 
+import dataclasses
 from collections.abc import Iterator
 from enum import Enum
 
@@ -88,6 +89,11 @@ class Quantization(QuantizationRule):
     def kinds(self) -> set[QuantizationKind]:
         """All that it does; empty where it does nothing."""
         return {rule.kind for rule in self.rules.values()} - {QuantizationKind.none}
+
+    def without_history(self) -> "Quantization":
+        """The same for a model that remembers nothing."""
+        besides = {name: dataclasses.replace(rule, history=None) for name, rule in self.besides.items()}
+        return dataclasses.replace(self, history=None, besides=besides)
 
     def check(self) -> Iterator[Problem]:
         yield from super().check()

@@ -18,12 +18,13 @@ from maxhydra.config import adapter as config
 from maxhydra.config.patterns import matches
 from maxhydra.config.quantization import QuantizationKind
 from maxhydra.kernels.einsum import Layout, projected
-from maxhydra.kernels.float8 import float8_product
+from maxhydra.kernels.float8 import delayed_product, float8_product
 from maxhydra.kernels.int8 import int8_product
 from maxhydra.kernels.integer import integer_product
 from maxhydra.layers.context import Context
 from maxhydra.layers.dropout import dropout
 from maxhydra.layers.formats import Format, format_of
+from maxhydra.layers.history import History, shared
 from maxhydra.layers.int4 import Int4, Int4Parts
 from maxhydra.layers.int8 import Int8, quantized, side_by_side
 from maxhydra.layers.nf4 import Nf4, Nf4Parts
@@ -109,18 +110,22 @@ class Projection(nnx.Module):
         name: str,
         inputs: int,
         bias: nnx.Param | None,
+        history: History | None,
     ):
         """`name`: <layer kind>/<path in the layer>, by which configs choose among projections."""
-        self.kernel, self.lora, self.bias = kernel, lora, bias
+        self.kernel, self.lora, self.bias, self.history = kernel, lora, bias, history
         self.product, self.name, self.inputs = product, name, inputs
         self.format = product.format_of(name)
 
     def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
         return self.added(joined((self,), x, ctx), x, ctx)
 
-    def times(self, x: jax.Array, kernel: jax.Array, ctx: Context) -> jax.Array:
-        """x times a kernel, in this projection's number format."""
+    def times(self, x: jax.Array, kernel: jax.Array, ctx: Context, histories: Sequence[jax.Array]) -> jax.Array:
+        """x times a kernel, in this projection's number format; `histories`: those of all whose kernels it holds."""
         form, is_alone = self.format, ctx.sharder.mesh.size == 1
+        if histories:
+            history = shared(list(histories))
+            return self._as_matrices(lambda x, kernel: delayed_product(is_alone, x, kernel, history), x, kernel)
         if form is not None and form.kind is QuantizationKind.fp8:
             return self._as_matrices(partial(float8_product, is_alone), x, kernel)
         if form is not None and form.kind is QuantizationKind.int8:
@@ -222,10 +227,12 @@ def joined(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> jax
         out = int8_product(x, whole.codes, whole.scales, layout=first.product.layout, is_alone=is_alone)
         return _with_biases(projections, out)
 
+    histories = [projection.history[...] for projection in projections if projection.history is not None]
+
     def product(x: jax.Array, kept: list[Any]) -> jax.Array:
         kernels = [projection.weight(one) for projection, one in zip(projections, kept, strict=True)]
         whole = kernels[0] if len(kernels) == 1 else jnp.concatenate(kernels, axis=first.inputs)
-        return first.times(x, whole, ctx)
+        return first.times(x, whole, ctx, histories)
 
     is_packed = any(isinstance(projection.kernel, Nf4) for projection in projections)
     out = (jax.checkpoint(product) if is_packed else product)(x, [projection.kept for projection in projections])

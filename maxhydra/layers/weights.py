@@ -14,6 +14,7 @@ from flax import nnx
 from maxhydra.config import model as config
 from maxhydra.config.quantization import QuantizationKind
 from maxhydra.layers.formats import Format
+from maxhydra.layers.history import ARRAYS, History
 from maxhydra.layers.int4 import Int4, Shape
 from maxhydra.layers.int8 import Int8
 from maxhydra.layers.nf4 import Nf4
@@ -133,7 +134,8 @@ class WeightMaker:
             lora = self._lora(spec, key, inputs, outputs, axes, number=FREE_KEYS + number)
         kept = self._kept(kernel, Shape(len(self._stack), 0, len(inputs)), name)
         bias = self.zeros(outputs, axes[len(inputs) :]) if has_bias else None
-        return Projection(kept, lora, self._product, name=name, inputs=len(inputs), bias=bias)
+        history = self._history(name)
+        return Projection(kept, lora, self._product, name=name, inputs=len(inputs), bias=bias, history=history)
 
     def _kept(self, kernel: nnx.Param, shape: Shape, name: str) -> nnx.Param | Nf4 | Int8 | Int4:
         """The kernel in the format that it is kept in."""
@@ -149,6 +151,14 @@ class WeightMaker:
     def _is_int8(self, name: str) -> bool:
         form = self._product.format_of(name)
         return form is not None and form.kind is QuantizationKind.int8_weights
+
+    def _history(self, name: str) -> History | None:
+        """Empty, where products are scaled by what was there before."""
+        form = self._product.format_of(name)
+        if form is None or form.history is None:
+            return None
+        empty = jnp.zeros((*self._stack, ARRAYS, form.history), jnp.float32)
+        return History(empty, axes=(*self._stack_axes, None, None))
 
     def _lora(
         self,

@@ -3,7 +3,7 @@
 from maxhydra.model.adapted import kept, merged, parameter_counts, part_kept
 from maxhydra.model.definition import ModelDef, build
 from maxhydra.model.flops import active_parameters, flops_per_token, parameter_count
-from maxhydra.model.trees import join, mapped, split
+from maxhydra.model.trees import join, mapped, remembered, split
 
 __all__ = [
     "ModelDef",
@@ -17,5 +17,6 @@ __all__ = [
     "parameter_count",
     "parameter_counts",
     "part_kept",
+    "remembered",
     "split",
 ]

@@ -35,7 +35,8 @@ class ModelDef:
     @property
     def base(self) -> "ModelDef":
         """The model without its adapter, its weights plain numbers."""
-        return dataclasses.replace(self, adapter=None, quantization=None if self.is_packed else self.quantization)
+        own = None if self.is_packed or self.quantization is None else self.quantization.without_history()
+        return dataclasses.replace(self, adapter=None, quantization=own)
 
     @property
     def is_packed(self) -> bool:

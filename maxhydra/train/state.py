@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from maxhydra import model, optim
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.quantization import TO_KEEP, TO_TRAIN
-from maxhydra.model import ModelDef, join, split
+from maxhydra.model import ModelDef, join, remembered, split
 from maxhydra.optim import Optimizer, state_axes
 from maxhydra.sharding import Sharder
 
@@ -60,11 +60,13 @@ class TrainState:
     opt_state: Tree
     key: jax.Array
     guard: Guard
+    history: Tree = dataclasses.field(default_factory=dict)
+    """What layers remember of earlier steps (layers/history.py)."""
 
     @property
     def weights(self) -> Tree:
         """All that a loss sees."""
-        return join(self.params, self.frozen)
+        return join(join(self.params, self.frozen), self.history)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,7 @@ class StateDef:
             opt_state=self.optimizer.transform.init(params),
             key=jax.random.key_data(rest),
             guard=Guard.fresh(),
+            history=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), remembered(self.model.shapes)),
         )
 
     def _weights(self, seed: jax.Array) -> Tree:
@@ -102,6 +105,7 @@ class StateDef:
             opt_state=state_axes(self.optimizer, split(self.model.shapes)[0], params),
             key=(None,),  # type: ignore[arg-type]
             guard=Guard(mean=(None,), variance=(None,), seen=(), skipped=(), halted=()),  # type: ignore[arg-type]
+            history=remembered(self.model.axes),
         )
         own = self.sharder.tree(axes)
         beside = jax.tree.map(lambda leaf: leaf.sharding, self.beside)
