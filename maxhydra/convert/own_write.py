@@ -35,7 +35,7 @@ def write_own(folder: Path, model: ModelDef, arrays: Arrays, *, dtype: np.dtype)
         counted = arrays.counted(keys)
         places = _places(folder / ITEM, model, keys, counted=len(counted))
         for index in itertools.product(*map(range, counted)):
-            part = arrays.part(keys, index).astype(dtype)
+            part = jax.device_put(arrays.part(keys, index).astype(dtype))
             kept = part_kept(model, keys, part, counted=len(counted))
             for name, array in _named(kept).items():
                 places[name][index].write(np.asarray(array)).result()
