@@ -25,7 +25,8 @@ class Backward(Enum):
 
 
 # Ways to train, and ways in which weights are kept that are trained no more.
-TO_TRAIN = (QuantizationKind.fp8, QuantizationKind.int8, QuantizationKind.qat_int8, QuantizationKind.qat_int4)
+QAT = (QuantizationKind.qat_int8, QuantizationKind.qat_int4)
+TO_TRAIN = (QuantizationKind.fp8, QuantizationKind.int8, *QAT)
 TO_KEEP = (QuantizationKind.int8_weights, QuantizationKind.int4_weights)
 GROUPED = (QuantizationKind.qat_int4, QuantizationKind.int4_weights)
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from maxhydra.config import adapter as config
 from maxhydra.config.patterns import matches
-from maxhydra.config.quantization import QuantizationKind
+from maxhydra.config.quantization import TO_TRAIN, QuantizationKind
 from maxhydra.kernels.einsum import Layout, projected
 from maxhydra.kernels.float8 import delayed_product, float8_product
 from maxhydra.kernels.int8 import int8_product
@@ -152,6 +152,11 @@ class Projection(nnx.Module):
         rows, outputs = x.shape[: x.ndim - self.inputs], kernel.shape[self.inputs :]
         size = math.prod(kernel.shape[: self.inputs])
         return product(x.reshape(-1, size), kernel.reshape(size, -1)).reshape(*rows, *outputs)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether operands are rounded on their way into the product, as training in fewer bits does."""
+        return self.format is not None and self.format.kind in TO_TRAIN
 
     @property
     def width(self) -> int:

@@ -12,13 +12,12 @@ from typing import NamedTuple
 
 import jax
 
-from maxhydra.config.quantization import QuantizationKind
+from maxhydra.config.quantization import QAT, QuantizationKind
 from maxhydra.layers import int4, int8
 from maxhydra.layers.formats import Format
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 Rounding = Callable[[jax.Array], jax.Array]
-QAT = (QuantizationKind.qat_int8, QuantizationKind.qat_int4)
 
 
 class Way(NamedTuple):

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from maxhydra import model, optim
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.quantization import TO_KEEP, TO_TRAIN
+from maxhydra.config.adapter import AdapterKind
+from maxhydra.config.quantization import QAT, TO_KEEP, TO_TRAIN
 from maxhydra.model import ModelDef, join, remembered, split
 from maxhydra.optim import Optimizer, state_axes
 from maxhydra.sharding import Sharder
@@ -158,6 +159,10 @@ def plan_states(config: Config, sharder: Sharder, *, beside: Mapping[str, Tree] 
         reason = "is a way to decode, not to train"
         value = config.quantization.kind
         raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint=hint))
+    if not config.quantization.kinds.isdisjoint(QAT) and config.adapter.kind is not AdapterKind.none:
+        reason = "trains weights to be rounded, and those under an adapter are not trained"
+        value, accepted = config.quantization.kind, "none, fp8 or int8 with an adapter"
+        raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint="try adapter=none"))
     decoder = model.build(config.model, config.adapter, config.quantization)
     sharder.check(decoder.axes, decoder.shapes)
     shapes, axes = split(decoder.shapes)[0], split(decoder.axes)[0]
