@@ -26,7 +26,9 @@ class Format:
 
 def formats_of(quantization: Quantization | None) -> tuple[Format, ...]:
     """In the order in which they are asked."""
-    return () if quantization is None else tuple(Format.of(rule) for rule in quantization.rules.values())
+    if quantization is None:
+        return ()
+    return tuple(Format.of(rule) for rule in (*quantization.besides.values(), quantization))
 
 
 def format_of(formats: tuple[Format, ...], name: str) -> Format | None:
