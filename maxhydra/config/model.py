@@ -86,6 +86,7 @@ class AttentionBackend(Enum):
     xla = "xla"
     cudnn = "cudnn"
     triton = "triton"
+    splash = "splash"
 
 
 class GroupedMatmulBackend(Enum):

@@ -242,7 +242,8 @@ class Attention(nnx.Module):
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ctx: Context, **tokens: jax.Array | None
     ) -> jax.Array:
         sinks_N = None if self.sinks is None else self.sinks[...]
-        return attend(q_BTNH, k_BSKH, v_BSKH, self._request(ctx), backend=self.spec.backend, sinks_N=sinks_N, **tokens)
+        request, backend = self._request(ctx), self.spec.backend
+        return attend(q_BTNH, k_BSKH, v_BSKH, request, ctx, backend=backend, sinks_N=sinks_N, **tokens)
 
     def _request(self, ctx: Context) -> Request:
         spec = self.spec
