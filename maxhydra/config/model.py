@@ -94,6 +94,7 @@ class GroupedMatmulBackend(Enum):
     reference = "reference"
     xla = "xla"
     triton = "triton"
+    megablox = "megablox"
 
 
 class Projection(Enum):
