@@ -232,7 +232,7 @@ class ModelKernels(Schema):
     grouped_matmul: GroupedMatmulBackend = GroupedMatmulBackend.auto
     """Products of tokens with the experts they were given to; auto as for attention."""
     delta: DeltaBackend = DeltaBackend.auto
-    """chunked, or the reference, token by token; auto takes the faster for the number of tokens."""
+    """chunked, on TPUs with a kernel (pallas_tpu), or the reference, token by token; auto as for attention."""
     projection: Projection = Projection.plain
     """Products with weights. outputs_first: for few rows on a CPU, joined: on a GPU, weights laid out for it; decoding
     sets them there."""
