@@ -3,8 +3,11 @@
 Its segments have no padding: what segment 0 gathers is set to zero here, and with it its gradient.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -45,11 +48,23 @@ def attention(
     return jnp.where(tokens.q_segments_BT[:, :, None, None] != 0, out_BNTH.swapaxes(1, 2), 0)
 
 
+class _Chunks(masks.ChunkedCausalMask):
+    """JAX's own divides as Python does, by the sign, for which Pallas must know the chip; no index is negative."""
+
+    def __init__(self, shape: tuple[int, int], chunk: int):
+        super().__init__(shape, chunk)
+        self.mask_function = self._is_seen
+
+    def _is_seen(self, q: Any, k: Any) -> Any:
+        divided = np.floor_divide if isinstance(q, np.ndarray) else jax.lax.div
+        return (divided(q, self.chunk_size) == divided(k, self.chunk_size)) & (q >= k)
+
+
 def _mask(request: Request, shape: tuple[int, int]) -> masks.Mask:
     if request.window is not None:
         return masks.LocalMask(shape, (request.window - 1, 0), 0)
     if request.chunk is not None:
-        return masks.ChunkedCausalMask(shape, request.chunk)
+        return _Chunks(shape, request.chunk)
     return masks.CausalMask(shape) if request.causal else masks.FullMask(shape)
 
 
