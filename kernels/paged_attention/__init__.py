@@ -45,8 +45,8 @@ class Backend:
     powers_of_two: bool
     """Whether head and page sizes must be such, heads of 16 at least."""
     page_multiple: int
-    max_numbers: int
-    """Among all keys."""
+    max_numbers: int | None
+    """Among all keys; None: any."""
 
     def refusals(self, call: Call) -> tuple[str, ...]:
         """Why this backend cannot serve the call; empty if it can."""
@@ -64,7 +64,7 @@ class Backend:
                 call.page_size % self.page_multiple == 0,
                 f"takes pages in multiples of {self.page_multiple} tokens, not {call.page_size}",
             ),
-            (call.numbers <= self.max_numbers, "takes a cache that 32 bits can address"),
+            (call.numbers <= (self.max_numbers or call.numbers), "takes a cache that 32 bits can address"),
         )
         return tuple(reason for is_met, reason in needs if not is_met)
 
@@ -84,7 +84,7 @@ BACKENDS: dict[str, Backend] = {
         dtypes=("bfloat16", "float32"),
         powers_of_two=False,
         page_multiple=pallas_tpu.PAGE_MULTIPLE,
-        max_numbers=2**63 - 1,
+        max_numbers=None,
     ),
 }
 
