@@ -9,7 +9,7 @@ import os
 
 import jax
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AbstractDevice, SingleDeviceSharding
 from tpu_programs import PROGRAMS
 
 from maxhydra.config import ConfigError
@@ -20,14 +20,15 @@ from maxhydra.decode.work import Shape
 from maxhydra.layers import PagedRoom
 from maxhydra.model import build
 from maxhydra.runtime.topology import slice_devices
-from maxhydra.sharding import Sharder, build_mesh
-from maxhydra.train.ahead import compile_ahead
+from maxhydra.sharding import Sharder, abstract_mesh, build_mesh
+from maxhydra.train.ahead import compile_ahead, traced_step
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 ON_TPU = [
     pytest.mark.tpu_compile,
     pytest.mark.skipif(not (HAS_LIBTPU and "MAXHYDRA_TPU" in os.environ), reason="needs libtpu and MAXHYDRA_TPU=1"),
 ]
+KERNEL = "stablehlo.custom_call @tpu_custom_call"
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 MODEL = ["model=llama3.2-1b", "model.num_layers=2", "train.seq_len=2048", "train.per_device_batch_size=2"]
 
@@ -36,7 +37,16 @@ MODEL = ["model=llama3.2-1b", "model.num_layers=2", "train.seq_len=2048", "train
 def test_kernels_are_lowered_for_a_tpu(name):
     program = PROGRAMS[name]()
     lowered = jax.jit(program.run).trace(*program.shapes()).lower(lowering_platforms=("tpu",))
-    assert lowered.as_text().count("stablehlo.custom_call @tpu_custom_call") == program.kernels
+    assert lowered.as_text().count(KERNEL) == program.kernels
+
+
+def test_a_training_step_is_lowered_with_the_kernels_that_auto_takes():
+    """Attention forward, and backward for queries and for keys and values; on four devices that are only named."""
+    config = compose([*MODEL, "mesh=fsdp"], None).config
+    mesh = abstract_mesh(config.mesh, devices=4, slices=1).update(abstract_device=AbstractDevice("TPU v5e", 1, "tpu"))
+    sharder = Sharder(mesh, config.mesh.rules)
+    assert (sharder.platform, Sharder.single().platform) == ("tpu", "cpu")
+    assert traced_step(config, sharder).lower(lowering_platforms=("tpu",)).as_text().count(KERNEL) == 3
 
 
 def devices_of(chip: str):

@@ -42,8 +42,9 @@ class Sharder:
 
     @property
     def platform(self) -> str:
-        """Of the devices of the mesh, which may be another than JAX runs on here; where it has none, that one."""
-        return jax.default_backend() if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat[0].platform
+        """Of the devices of the mesh, which may be another than JAX runs on here; where it names none, that one."""
+        device = self.mesh.abstract_mesh.abstract_device
+        return jax.default_backend() if device is None else device.platform
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
         """Mesh axes of more than one device over which a logical axis is split."""

@@ -8,12 +8,11 @@ from collections import Counter
 import jax
 
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.data import BatchSpec
 from maxhydra.model import flops_per_token
 from maxhydra.sharding import Sharder
 from maxhydra.train.batching import plan_batches
 from maxhydra.train.objective import next_token_loss
-from maxhydra.train.session import lowered_step
+from maxhydra.train.session import trace_step
 from maxhydra.train.state import plan_states
 
 # A kernel in a compiled program, by the name that it was given.
@@ -38,13 +37,11 @@ class Ahead:
 
 
 def compile_ahead(config: Config, sharder: Sharder) -> Ahead:
-    """The step of pretraining on packed rows, for the devices of the sharder's mesh."""
+    """What the compiler says of the step, for the devices of the sharder's mesh."""
     assert isinstance(sharder.mesh, jax.sharding.Mesh)
-    spec, states = plan_batches(config, sharder), plan_states(config, sharder)
-    loss = next_token_loss(states.model, sharder, config.train)
-    began = time.perf_counter()
+    spec, began = plan_batches(config, sharder), time.perf_counter()
     try:
-        compiled = lowered_step(states, loss, config.train, _batch(spec)).compile()
+        compiled = traced_step(config, sharder).lower().compile()
     except jax.errors.JaxRuntimeError as error:
         raise _explained(error, config) from None
     used, devices = compiled.memory_analysis(), sharder.mesh.devices.flat
@@ -63,9 +60,12 @@ def compile_ahead(config: Config, sharder: Sharder) -> Ahead:
     )
 
 
-def _batch(spec: BatchSpec) -> dict[str, jax.ShapeDtypeStruct]:
+def traced_step(config: Config, sharder: Sharder) -> jax.stages.Traced:
+    """The step of pretraining on packed rows."""
+    spec, states = plan_batches(config, sharder), plan_states(config, sharder)
     shape = (spec.batch, spec.rows.seq_len)
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=spec.sharding) for name, dtype in COLUMNS.items()}
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=spec.sharding) for name, dtype in COLUMNS.items()}
+    return trace_step(states, next_token_loss(states.model, sharder, config.train), config.train, batch)
 
 
 def _explained(error: Exception, config: Config) -> Exception:

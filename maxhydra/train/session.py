@@ -90,18 +90,18 @@ def train(training: Training, config: Config, *, run: RunDirectory, machine: Mac
 def compile_step(training: Training, config: Config, example: Mapping[str, Any]) -> tuple[StepFn, float]:
     """The step compiled for batches like the example, and how long that took. A state is given up to its successor."""
     began = time.perf_counter()
-    compiled = lowered_step(training.states, training.loss, config.train, example).compile()
+    compiled = trace_step(training.states, training.loss, config.train, example).lower().compile()
     return compiled, time.perf_counter() - began
 
 
-def lowered_step(states: StateDef, loss: LossFn, train: Train, example: Mapping[str, Any]) -> jax.stages.Lowered:
-    """The step as the compiler takes it, for the devices of the states' mesh."""
+def trace_step(states: StateDef, loss: LossFn, train: Train, example: Mapping[str, Any]) -> jax.stages.Traced:
+    """The step on its way to the compiler, for the devices of the states' mesh."""
     step = jax.jit(
         make_step(loss, states.optimizer, train, states.model.settled),
         donate_argnums=0,
         out_shardings=(states.shardings(), None),
     )
-    return step.lower(states.abstract(), example)
+    return step.trace(states.abstract(), example)
 
 
 def _assemble(
