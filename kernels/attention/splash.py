@@ -41,7 +41,7 @@ def attention(
     # The kernel has no scale of its own.
     scaled = (q_BTNH.astype(jnp.float32) * request.scale).astype(q_BTNH.dtype)
     q_BNTH, k_BKSH, v_BKSH = (x.swapaxes(1, 2) for x in (scaled, k_BSKH, v_BSKH))
-    if tokens.q_segments_BT is None:
+    if tokens.q_segments_BT is None or tokens.kv_segments_BS is None:
         return jax.vmap(lambda q, k, v: run(q, k, v, None, sinks_N))(q_BNTH, k_BKSH, v_BKSH).swapaxes(1, 2)
     segments = kernel.SegmentIds(tokens.q_segments_BT, tokens.kv_segments_BS)
     out_BNTH = jax.vmap(lambda q, k, v, segments: run(q, k, v, segments, sinks_N))(q_BNTH, k_BKSH, v_BKSH, segments)
