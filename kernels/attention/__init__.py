@@ -15,6 +15,7 @@ from maxhydra.kernels.attention.devices import over_devices
 from maxhydra.kernels.attention.request import Request, Tokens
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.place import Place
+from maxhydra.kernels.watch import watched
 
 __all__ = ["BACKENDS", "Backend", "Call", "Request", "UnsupportedError", "attention", "choose"]
 
@@ -152,6 +153,7 @@ def choose(backend: str, call: Call) -> str:
     return chosen("attention", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
 
 
+@watched
 def attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,

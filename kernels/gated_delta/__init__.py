@@ -15,6 +15,7 @@ from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.gated_delta import chunked, pallas_tpu, reference
 from maxhydra.kernels.gated_delta.request import Inputs, masked
 from maxhydra.kernels.place import Place
+from maxhydra.kernels.watch import watched
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "gated_delta"]
 
@@ -63,6 +64,7 @@ def choose(backend: str, call: Call) -> str:
     return chosen("delta", backend, refusals)
 
 
+@watched
 def gated_delta(
     query_BTMK: jax.Array,
     key_BTMK: jax.Array,

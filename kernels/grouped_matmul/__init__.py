@@ -12,6 +12,7 @@ import jax
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.grouped_matmul import megablox, reference, triton, xla
 from maxhydra.kernels.place import Place
+from maxhydra.kernels.watch import watched
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "grouped_matmul"]
 
@@ -89,6 +90,7 @@ def choose(backend: str, call: Call) -> str:
     return chosen("grouped_matmul", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
 
 
+@watched
 def grouped_matmul(
     x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, backend: str, place: Place | None = None
 ) -> jax.Array:
