@@ -150,6 +150,7 @@ def test_looks(arguments: list[str], said: str, tmp_path: Path) -> None:
         ("optimizer=sgd optimizer.lea", {"optimizer.learning_rate="}),
         ("explain train.st", {"train.steps="}),
         ("expl", {"explain"}),
+        ("runs re", {"rerun", "resume", "report"}),
     ],
 )
 def test_shell_completion(line: str, expected: set[str], tmp_path: Path) -> None:
