@@ -13,6 +13,7 @@ import jax
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.linear_cross_entropy import reference, triton, xla
 from maxhydra.kernels.linear_cross_entropy.chunks import Objective, PerToken, sums
+from maxhydra.kernels.place import Place
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "linear_cross_entropy"]
 
@@ -34,7 +35,7 @@ class Call:
 class Backend:
     """One row of the capability table."""
 
-    per_token: PerToken | None
+    run: PerToken | None
     """None: autodiff of the loss over all logits."""
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     devices: int | None = None
@@ -53,16 +54,16 @@ class Backend:
                 call.vocabulary % self.multiple == 0,
                 f"takes a vocabulary in multiples of {self.multiple}, not {call.vocabulary}",
             ),
-            (self.per_token is not None or not call.is_cut, "makes all logits at once, and a part was asked for"),
+            (self.run is not None or not call.is_cut, "makes all logits at once, and a part was asked for"),
         )
         return tuple(reason for is_met, reason in needs if not is_met)
 
 
 # Fastest first.
 BACKENDS: dict[str, Backend] = {
-    "triton": Backend(per_token=triton.per_token, platforms=("gpu",), devices=1, multiple=triton.MULTIPLE),
-    "xla": Backend(per_token=xla.per_token),
-    "reference": Backend(per_token=None),
+    "triton": Backend(run=triton.per_token, platforms=("gpu",), devices=1, multiple=triton.MULTIPLE),
+    "xla": Backend(run=xla.per_token),
+    "reference": Backend(run=None),
 }
 
 
@@ -80,20 +81,21 @@ def linear_cross_entropy(
     z_loss: float,
     chunk: int,
     backend: str,
+    place: Place | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums over the tokens [B, S] of weight * (nll + z_loss * logsumexp(z)^2), and of weight * nll, where
     nll = logsumexp(z) - z[target].
 
     With `chunk`, the logits of only so many positions of each sequence exist at a time (0: all). The first sum is to be
-    differentiated, by `hidden`, `weights` and what `logits_of` closes over; the second is a constant to that.
+    differentiated, by `hidden`, `weights` and what `logits_of` closes over; the second is a constant to that. place:
+    None is one device of the platform that JAX runs on.
     """
     length = targets.shape[1]
     size = chunk if 0 < chunk < length else length
     logits = jax.eval_shape(logits_of, hidden[:, :size])
-    call = Call(
-        jax.default_backend(), jax.device_count(), logits.dtype.name, vocabulary=logits.shape[-1], is_cut=size < length
-    )
-    per_token = BACKENDS[choose(backend, call)].per_token
+    place = place or Place.here()
+    call = Call(place.platform, place.devices, logits.dtype.name, vocabulary=logits.shape[-1], is_cut=size < length)
+    per_token = BACKENDS[choose(backend, call)].run
     if per_token is None:
         loss, nll = reference.sums(logits_of, hidden, targets, weights, z_loss=z_loss)
     else:

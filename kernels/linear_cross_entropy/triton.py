@@ -125,10 +125,11 @@ def _kernel(
     own = logits_ref[number, jnp.where(is_known, target, 0)].astype(jnp.float32)
 
     largest, total = _exponentials(row, jnp.float32(0))
-    reference, total = jax.lax.cond(
-        jnp.abs(largest) > SAFE, lambda: (largest, _exponentials(row, largest)[1]), lambda: (jnp.float32(0), total)
+    normaliser = jax.lax.cond(
+        jnp.abs(largest) > SAFE,
+        lambda: largest + jnp.log2(_exponentials(row, largest)[1]) / LOG2E,
+        lambda: jnp.log2(total) / LOG2E,
     )
-    normaliser = reference + jnp.log2(total) / LOG2E
     nll = normaliser - jnp.where(is_known, own, 0.0)
     nll_ref[number] = nll
     losses_ref[number] = nll + z_loss * normaliser * normaliser

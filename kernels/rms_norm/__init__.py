@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import jax
 
 from maxhydra.kernels.choice import UnsupportedError, chosen
+from maxhydra.kernels.place import Place
 from maxhydra.kernels.rms_norm import reference, triton
 from maxhydra.kernels.watch import watched
 
@@ -90,13 +91,15 @@ def choose(backend: str, call: Call) -> str:
 
 @watched
 def rms_norm(
-    x_BTD: jax.Array, scale_D: jax.Array, *, eps: float, dtype: Any, backend: str
+    x_BTD: jax.Array, scale_D: jax.Array, *, eps: float, dtype: Any, backend: str, place: Place | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """x itself, and x / sqrt(mean(x^2) + eps) * scale in a format of its own, made in float32.
 
     Who goes on with both takes both from here: their gradients then meet in the kernel, and not in a pass of their own.
+    place: None is one device of the platform that JAX runs on.
     """
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-    call = Call(jax.default_backend(), jax.device_count(), x_MD.dtype.name, rows=x_MD.shape[0], dim=x_MD.shape[1])
+    place = place or Place.here()
+    call = Call(place.platform, place.devices, x_MD.dtype.name, rows=x_MD.shape[0], dim=x_MD.shape[1])
     stream_MD, normed_MD = BACKENDS[choose(backend, call)].run(x_MD, scale_D, eps=eps, dtype=dtype)
     return stream_MD.reshape(x_BTD.shape), normed_MD.reshape(x_BTD.shape)

@@ -11,6 +11,7 @@ from typing import Protocol
 import jax
 
 from maxhydra.kernels.choice import UnsupportedError, chosen
+from maxhydra.kernels.place import Place
 from maxhydra.kernels.rotated_heads import reference, triton
 from maxhydra.kernels.watch import watched
 
@@ -88,14 +89,23 @@ def choose(backend: str, call: Call) -> str:
 
 @watched
 def rotated_heads(
-    heads_BTAH: jax.Array, cos_BTF: jax.Array, sin_BTF: jax.Array, *, num_heads: int, num_kv_heads: int, backend: str
+    heads_BTAH: jax.Array,
+    cos_BTF: jax.Array,
+    sin_BTF: jax.Array,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    backend: str,
+    place: Place | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries [B, T, N, H], keys and values [B, T, K, H]: pairs of the halves of a head, turned in float32.
 
-    Positions are not learned: cosines and sines have no gradient.
+    Positions are not learned: cosines and sines have no gradient. place: None is one device of the platform that JAX
+    runs on.
     """
     B, T, A, H = heads_BTAH.shape
-    call = Call(jax.default_backend(), jax.device_count(), heads_BTAH.dtype.name, tokens=B * T, head_dim=H)
+    place = place or Place.here()
+    call = Call(place.platform, place.devices, heads_BTAH.dtype.name, tokens=B * T, head_dim=H)
     parts = BACKENDS[choose(backend, call)].run(
         heads_BTAH.reshape(B * T, A, H),
         jax.lax.stop_gradient(cos_BTF).reshape(B * T, -1),

@@ -89,6 +89,7 @@ class AttentionBackend(Enum):
     xla = "xla"
     cudnn = "cudnn"
     triton = "triton"
+    splash = "splash"
 
 
 class GroupedMatmulBackend(Enum):
@@ -96,6 +97,7 @@ class GroupedMatmulBackend(Enum):
     reference = "reference"
     xla = "xla"
     triton = "triton"
+    megablox = "megablox"
 
 
 class RmsNormBackend(Enum):
@@ -260,7 +262,7 @@ class ModelKernels(Schema):
     linear_cross_entropy: LinearCrossEntropyBackend = LinearCrossEntropyBackend.auto
     """The head and the loss of its logits in training; auto as for attention."""
     delta: DeltaBackend = DeltaBackend.auto
-    """chunked, or the reference, token by token; auto takes the faster for the number of tokens."""
+    """chunked, on TPUs with a kernel (pallas_tpu), or the reference, token by token; auto as for attention."""
     projection: Projection = Projection.plain
     """Products with weights. outputs_first: for few rows on a CPU, joined: on a GPU, weights laid out for it; decoding
     sets them there."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config import model as config
+from maxhydra.kernels.place import Place
 from maxhydra.kernels.rms_norm import rms_norm
 from maxhydra.kernels.rms_norm.reference import unit_square
 from maxhydra.layers.backends import explained
@@ -49,10 +50,10 @@ class RMSNorm(nnx.Module):
         return (unit_square(x, self.eps) * self._factor).astype(self.dtypes.compute)
 
     @jax.named_scope("norm")
-    def tapped(self, x: jax.Array, *, backend: str) -> tuple[jax.Array, jax.Array]:
+    def tapped(self, x: jax.Array, *, backend: str, place: Place) -> tuple[jax.Array, jax.Array]:
         """x to go on with, and the norm of x: see `tapped`."""
         with explained():
-            return rms_norm(x, self._factor, eps=self.eps, dtype=self.dtypes.compute, backend=backend)
+            return rms_norm(x, self._factor, eps=self.eps, dtype=self.dtypes.compute, backend=backend, place=place)
 
     @property
     def _factor(self) -> jax.Array:
@@ -89,11 +90,11 @@ class LayerNorm(nnx.Module):
 Norm = RMSNorm | PlainNorm | LayerNorm
 
 
-def tapped(norm: Norm | None, x: jax.Array, *, backend: str) -> tuple[jax.Array, jax.Array]:
+def tapped(norm: Norm | None, x: jax.Array, *, backend: str, place: Place) -> tuple[jax.Array, jax.Array]:
     """A stream to go on with, and what a branch of it sees; where there is no norm, the stream.
 
     Both come from one place, so that in the backward pass the gradients of both meet in one kernel where there is one.
     """
     if isinstance(norm, RMSNorm):
-        return norm.tapped(x, backend=backend)
+        return norm.tapped(x, backend=backend, place=place)
     return x, x if norm is None else norm(x)
