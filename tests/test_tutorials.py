@@ -1,4 +1,4 @@
-"""Every command in docs/tutorials is run, page by page and in order, in a folder of its own."""
+"""Every command in a console block of docs is run, page by page and in order, in a folder of its own."""
 
 import re
 import subprocess
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from running import ROOT, environment
 
-PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 BLOCK = re.compile(r"^```console(?: exit=(\d+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if BLOCK.search(page.read_text())]
 
 
 @pytest.mark.slow

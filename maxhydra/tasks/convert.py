@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from maxhydra import data, model
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.quantization import TO_KEEP
 from maxhydra.config.tasks.convert import ConvertFormat, ConvertTask
 from maxhydra.convert.arrays import open_arrays
 from maxhydra.convert.derive import is_hf_folder
@@ -38,6 +39,7 @@ def run(job: Job) -> Outcome:
     source = config.checkpoint.load_parameters
     if source is None:
         raise ConfigError(Problem(KEY, "is needed: it says what to convert", value=None))
+    _check_format(config, task)
     check_origin(config, source)
     with _appearing(Path(task.output).expanduser().absolute()) as folder:
         WRITERS[task.format](config, task, source, folder)
@@ -54,8 +56,23 @@ def _write_hf(config: Config, task: ConvertTask, source: str, folder: Path) -> N
 
 
 def _write_own(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
-    whole, dtype = model.build(config.model), jnp.dtype((task.dtype or config.model.dtypes.weights).value)
-    write_own(folder, whole, open_arrays(KEY, source, whole, dtype=dtype), dtype=dtype)
+    whole = model.build(config.model, quantization=config.quantization)
+    # Weights are packed as decoding would have loaded them, and so give the same answers to the last bit.
+    own = config.model.dtypes.compute if whole.is_packed else config.model.dtypes.weights
+    dtype = jnp.dtype((task.dtype or own).value)
+    write_own(folder, whole, open_arrays(KEY, source, whole.base, dtype=dtype), dtype=dtype)
+
+
+def _check_format(config: Config, task: ConvertTask) -> None:
+    """Fewer bits are a matter of our own checkpoints."""
+    asked = config.quantization
+    written = TO_KEEP if task.format is ConvertFormat.maxhydra else ()
+    if asked.kinds <= set(written):
+        return
+    accepted = ", ".join(["none", *(kind.value for kind in written)])
+    reason = f"is not written by task.format={task.format.value}"
+    hint = "" if written else "task.format=maxhydra writes " + ", ".join(kind.value for kind in TO_KEEP)
+    raise ConfigError(Problem("quantization.kind", reason, value=asked.kind, accepted=accepted, hint=hint))
 
 
 def _write_peft(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
