@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,14 @@ from maxhydra import model
 from maxhydra.config import Config
 from maxhydra.config.decode import Engine as EngineConfig
 from maxhydra.config.tasks.bench import Load
-from maxhydra.convert.load import load_weights
 from maxhydra.data import tokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.request import Delta, Request
+from maxhydra.decode.start import loaded, plan_weights
 from maxhydra.measure.line import Line, Subject
 from maxhydra.measure.memory import memory_explained, peak_gib
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.model import ModelDef
+from maxhydra.sharding import Sharder
 
 WAY_OUT = "try smaller task.load.batches, shorter prompts and answers, quantization=int8_weights, or more devices"
 
@@ -47,19 +49,21 @@ def measure_decoding(subject: Subject, load: Load, engine: EngineConfig) -> Iter
 
 def open_engine(config: Config, load: Load, engine: EngineConfig) -> Engine:
     """The engine with room for the load, around weights of the config or fresh ones."""
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
-    decoder = model.build(config.model, quantization=config.quantization)
-    shardings, compute = sharder.tree(decoder.base.axes), jnp.dtype(config.model.dtypes.compute.value)
-    if config.checkpoint.load_parameters is None:
-        made = jax.jit(
-            lambda key: jax.tree.map(lambda x: x.astype(compute), decoder.base.init(key)), out_shardings=shardings
-        )
-        params = model.mapped(made(jax.random.key(config.run.seed)), partial(model.kept, decoder))
-    else:
-        params = load_weights(config.checkpoint.load_parameters, decoder, shardings=shardings, dtype=compute)
+    decoder, sharder = plan_weights(config)
+    params = (_fresh if config.checkpoint.load_parameters is None else loaded)(config, decoder, sharder)
     most, length = max(load.batches), load.prompt + load.new
     sizes = replace(engine, max_batch=most, cache_tokens=2 * most * length, max_context=length)
     return Engine(decoder, params, tokenizer(config.data), sizes, sharder=sharder, eos=())
+
+
+def _fresh(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:
+    """Weights as training begins with them, kept as they would be for decoding."""
+    compute = jnp.dtype(config.model.dtypes.compute.value)
+    made = jax.jit(
+        lambda key: jax.tree.map(lambda x: x.astype(compute), decoder.base.init(key)),
+        out_shardings=sharder.tree(decoder.base.axes),
+    )
+    return model.mapped(made(jax.random.key(config.run.seed)), partial(model.kept, decoder))
 
 
 def _best(engine: Engine, prompts: np.ndarray, load: Load) -> dict[str, float]:
