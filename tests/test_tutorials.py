@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compiling
 import pytest
 from running import ROOT, environment
 
@@ -30,7 +31,7 @@ def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     env = environment()
     env["PATH"] = f"{binaries}:{Path(sys.executable).parent}:{env['PATH']}"
     # The commands say for themselves on how many devices they run.
-    env["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    env["XLA_FLAGS"] = compiling.flags()
     for command, code in commands:
         done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == code, f"$ {command}\n{done.stdout}\n{done.stderr}"

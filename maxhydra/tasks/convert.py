@@ -3,8 +3,6 @@
 import json
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from maxhydra.data.tokenizers import check_vocabulary
 from maxhydra.data.tokenizers.hf import HuggingFaceTokenizer
 from maxhydra.decode.origin import check_origin
 from maxhydra.modelfiles import locate
-from maxhydra.tasks import Job, Outcome
+from maxhydra.tasks import Job, Outcome, appearing
 
 NEEDS_DEVICES = KEEPS_RUN = False
 
@@ -41,7 +39,7 @@ def run(job: Job) -> Outcome:
         raise ConfigError(Problem(KEY, "is needed: it says what to convert", value=None))
     _check_format(config, task)
     check_origin(config, source)
-    with _appearing(Path(task.output).expanduser().absolute()) as folder:
+    with appearing(Path(task.output).expanduser().absolute()) as folder:
         WRITERS[task.format](config, task, source, folder)
     print(f"wrote {task.output}", file=sys.stderr)
     return Outcome("finished", "written")
@@ -111,18 +109,3 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
     for pattern in TOKENIZER_FILES:
         for path in source.glob(pattern):
             shutil.copyfile(path, folder / path.name)
-
-
-@contextmanager
-def _appearing(path: Path) -> Iterator[Path]:
-    """A folder to write that takes its name once it is complete."""
-    if path.exists():
-        raise ConfigError(Problem("task.output", "is there already", value=path, hint="name another folder"))
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.rename(path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
