@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from running import ROOT
@@ -14,6 +16,8 @@ from maxhydra import tasks
 from maxhydra.config import ConfigError
 from maxhydra.config.compose import Composer, compose
 from maxhydra.config.tasks.tune import TuneTask
+from maxhydra.measure.kernels import distance
+from maxhydra.measure.memory import OutOfMemoryError, memory_explained
 from maxhydra.runtime.options import hardware_options
 from maxhydra.tune.space import axes
 
@@ -54,6 +58,19 @@ def test_what_does_not_fit_is_one_line_that_says_what_to_lower(tmp_path: Path) -
     assert result.status == "failed" and not lines
     assert "train.per_device_batch_size under 2" in result.reason and "\n" not in result.reason
     assert json.loads((tmp_path / "it" / "run.json").read_text())["status"] == "failed"
+
+
+def test_distance_is_relative_and_the_largest() -> None:
+    found, wanted = {"a": jnp.ones(3), "b": jnp.array([1.0, 0.0])}, {"a": jnp.ones(3), "b": jnp.array([1.0, 1.0])}
+    np.testing.assert_allclose(distance(found, wanted), 0.5**0.5, rtol=1e-6)
+
+
+def test_an_allocation_that_fails_is_explained() -> None:
+    with pytest.raises(OutOfMemoryError) as caught, memory_explained("try less"):
+        jnp.zeros(2**46).block_until_ready()
+    assert re.fullmatch(r"out of memory \(.*\b281474976710656 bytes\); try less", str(caught.value))
+    with pytest.raises(ValueError, match="else"), memory_explained("try less"):
+        raise ValueError("something else")
 
 
 def test_what_the_engine_cannot_be_told_is_refused() -> None:

@@ -50,7 +50,7 @@ def measure_kernels(subject: Subject) -> Iterator[Line]:
                 log.warning("%s on %s: %s", operation, backend, error)
                 continue
             about = {"operation": operation, "backend": backend, "shapes": shapes, "given": _given(called)}
-            yield subject.line("kernels", **about, **figures, error=round(distance(found, wanted), 6))
+            yield subject.line("kernels", **about, **figures, error=float(f"{distance(found, wanted):.2g}"))
 
 
 def model_calls(config: Config) -> list[Called]:
