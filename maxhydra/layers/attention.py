@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config import model as config
 from maxhydra.kernels.attention import Request
 from maxhydra.kernels.einsum import Layout
-from maxhydra.kernels.paged_attention import Pages, can_serve, paged_attention
+from maxhydra.kernels.paged_attention import Pages, paged_attention, serving
 from maxhydra.layers.attend import attend, cached_positions
 from maxhydra.layers.cache import Cache, KeysValues, NoCache, Room
 from maxhydra.layers.chunks import chunks
@@ -216,22 +216,26 @@ class Attention(nnx.Module):
         """The cache as the kernel for one new token a row takes it; None where that cannot serve."""
         inputs = self._inputs
         is_plain = are_alike(inputs) and all(projection.lora is None for projection in inputs) and self.spec.suits_pages
-        is_asked = self.spec.backend == "auto" and self.query.product.layout is Layout.joined and is_plain
-        if ctx.cache is None or not is_asked or x_BTD.shape[1] > 1:
+        if ctx.cache is None or self.spec.backend != "auto" or not is_plain or x_BTD.shape[1] > 1:
             return None
         pages: Pages | None = ctx.cache.pages(cached_positions(ctx), ctx.rows)
-        return pages if pages is not None and can_serve(pages, x_BTD.dtype.name, ctx.sharder.mesh.size) else None
+        return pages if pages is not None and serving(pages, x_BTD.dtype.name, ctx.place) else None
 
     def _mix_pages(self, x_B1D: jax.Array, pages: Pages, ctx: Context) -> tuple[jax.Array, Any]:
         """The same as _project and _mix, from the heads of all three in one array to the cache with the new token."""
         spec = self.spec
-        heads_BMH = joined(self._inputs, x_B1D, ctx)[:, 0]
+        if self.query.product.layout is Layout.joined:
+            heads_BMH = joined(self._inputs, x_B1D, ctx)[:, 0]
+        else:
+            heads_BMH = jnp.concatenate([projection(x_B1D, ctx)[:, 0] for projection in self._inputs], axis=1)
         if self.query_norm is not None:
             q, k, v = jnp.split(heads_BMH, (spec.num_heads, spec.num_heads + spec.num_kv_heads), axis=1)
             q, k = (normed_heads(x, spec.qk_norm, norm) for x, norm in ((q, self.query_norm), (k, self.key_norm)))
             heads_BMH = jnp.concatenate([q, k, v], axis=1)
         turn = None if spec.rotation is None else turns(ctx.positions[:, 0], spec.rotation)
-        mixed_BNH, pages = paged_attention(heads_BMH, turn, pages, self._request(ctx))
+        backend = serving(pages, x_B1D.dtype.name, ctx.place)
+        assert backend is not None
+        mixed_BNH, pages = paged_attention(heads_BMH, turn, pages, self._request(ctx), backend=backend)
         return mixed_BNH[:, None], ctx.cache.with_pages(pages)
 
     def _whole(self, kv_BSKH: jax.Array, ctx: Context) -> jax.Array:
@@ -242,7 +246,8 @@ class Attention(nnx.Module):
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ctx: Context, **tokens: jax.Array | None
     ) -> jax.Array:
         sinks_N = None if self.sinks is None else self.sinks[...]
-        return attend(q_BTNH, k_BSKH, v_BSKH, self._request(ctx), backend=self.spec.backend, sinks_N=sinks_N, **tokens)
+        request, backend = self._request(ctx), self.spec.backend
+        return attend(q_BTNH, k_BSKH, v_BSKH, request, ctx, backend=backend, sinks_N=sinks_N, **tokens)
 
     def _request(self, ctx: Context) -> Request:
         spec = self.spec

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from maxhydra.config import model as config
 from maxhydra.kernels.grouped_matmul import grouped_matmul
+from maxhydra.kernels.place import Place
 from maxhydra.layers.backends import explained
 from maxhydra.layers.context import Context
 from maxhydra.layers.int4 import Int4
@@ -133,7 +134,7 @@ class Experts(nnx.Module):
             given = given._replace(weights_BTK=jnp.where(is_in_BTK, given.weights_BTK, 0))
             out_BTD = self._in_places(given, jnp.where(is_in_BTK, slots_BTK, capacity), ctx, capacity=capacity)
         elif ctx.sharder.mesh.size == 1:
-            out_BTD = _routed(self._weights(), given, self.spec)
+            out_BTD = _routed(self._weights(), given, self.spec, ctx.place)
         else:
             out_BTD = self._over_devices(given, ctx)
         if self.down.bias is None:
@@ -148,7 +149,7 @@ class Experts(nnx.Module):
 
     def _over_devices(self, given: Given, ctx: Context) -> jax.Array:
         """Each device with the experts it holds; its rows come to those of others, and what they make of them back."""
-        sharder = ctx.sharder
+        sharder, place = ctx.sharder, ctx.place
         length = "act_length" if ctx.is_length_split else None
         batch, along, hidden = sharder.spec(("act_batch", length, "act_mlp"))
         holders = sharder.mesh_axes("experts")
@@ -162,7 +163,7 @@ class Experts(nnx.Module):
             for axis, dim in reversed(gathers):
                 given = Given(*(jax.lax.all_gather(x, axis, axis=dim, tiled=True) for x in given))
             first = jax.lax.axis_index(holders) * weights.gate_EDF.shape[0] if holders else 0
-            out_BTD = _routed(weights, given._replace(ids_BTK=given.ids_BTK - first), self.spec)
+            out_BTD = _routed(weights, given._replace(ids_BTK=given.ids_BTK - first), self.spec, place)
             out_BTD = jax.lax.psum(out_BTD, _axes(hidden)) if hidden else out_BTD
             for axis, dim in gathers:
                 out_BTD = jax.lax.psum_scatter(out_BTD, axis, scatter_dimension=dim, tiled=True)
@@ -204,7 +205,7 @@ class Experts(nnx.Module):
         return ctx.sharder.constrain(out_EBCF, "act_experts", "act_batch", None, "act_mlp")
 
 
-def _routed(weights: Weights, given: Given, spec: ExpertsSpec) -> jax.Array:
+def _routed(weights: Weights, given: Given, spec: ExpertsSpec, place: Place) -> jax.Array:
     """[B, T, D] in float32: what these experts make of the tokens given to them; those of ids out of range are others.
 
     Rows given to others are last, in no group. What the products leave there is kept out by selecting, both ways.
@@ -223,7 +224,7 @@ def _routed(weights: Weights, given: Given, spec: ExpertsSpec) -> jax.Array:
         rows_RD = jnp.where(is_own_R1, rows_RD, 0)
     if spec.scales_input:
         rows_RD = (rows_RD * weights_R[order_R][:, None]).astype(rows_RD.dtype)
-    product = partial(_product, sizes_E=sizes_E, backend=spec.backend)
+    product = partial(_product, sizes_E=sizes_E, backend=spec.backend, place=place)
     gate_RF, up_RF = (product(rows_RD, kernel_EDF) for kernel_EDF in (weights.gate_EDF, weights.up_EDF))
     if weights.gate_EF is not None and weights.up_EF is not None:
         group_R = ids_R[order_R]
@@ -239,9 +240,9 @@ def _routed(weights: Weights, given: Given, spec: ExpertsSpec) -> jax.Array:
     return summed.reshape(B, T, D)
 
 
-def _product(x_RD: jax.Array, w_EDF: jax.Array, *, sizes_E: jax.Array, backend: str) -> jax.Array:
+def _product(x_RD: jax.Array, w_EDF: jax.Array, *, sizes_E: jax.Array, backend: str, place: Place) -> jax.Array:
     with explained():
-        return grouped_matmul(x_RD, w_EDF, sizes_E, backend=backend)
+        return grouped_matmul(x_RD, w_EDF, sizes_E, backend=backend, place=place)
 
 
 def _slots(ids_BTK: jax.Array, is_real_BT: jax.Array | None, experts: int) -> jax.Array:

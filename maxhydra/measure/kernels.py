@@ -54,14 +54,15 @@ def measure_kernels(subject: Subject) -> Iterator[Line]:
 
 
 def model_calls(config: Config) -> list[Called]:
-    """The distinct calls of a training step's forward pass, in the order of the layers."""
+    """The distinct calls of a training step's forward pass, in the order of the layers, as if on one device."""
     training, loader = plan(config)
     with closing(loader), watching() as calls:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(loader.peek()))
         jax.eval_shape(
             lambda weights, batch: training.loss(weights, batch, None), training.states.abstract().weights, batch
         )
-    return list({f"{called.operation.__name__} {called.arguments}": called for called in calls}.values())
+    alone = [Called(call.operation, {k: v for k, v in call.arguments.items() if k != "place"}) for call in calls]
+    return list({f"{called.operation.__name__} {called.arguments}": called for called in alone}.values())
 
 
 def distance(found: Any, wanted: Any) -> float:
