@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 
+from maxhydra.kernels.able import Able, Asked
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.linear_cross_entropy import reference, triton, xla
 from maxhydra.kernels.linear_cross_entropy.chunks import Objective, PerToken, sums
@@ -18,45 +19,32 @@ from maxhydra.kernels.place import Place
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "linear_cross_entropy"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What a backend must cope with, known before anything runs."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call(Asked):
+    """Logits of this number format."""
 
-    platform: str
-    devices: int
-    dtype: str
-    """Of the logits."""
     vocabulary: int
     is_cut: bool
     """Whether the logits of only a part of each sequence may exist at a time."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Backend:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend(Able[Call]):
     """One row of the capability table."""
 
     run: PerToken | None
     """None: autodiff of the loss over all logits."""
-    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
-    devices: int | None = None
-    """As many as it can be spread over; None: any number."""
-    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     multiple: int = 1
     """Of the vocabulary."""
 
-    def refusals(self, call: Call) -> tuple[str, ...]:
-        """Why this backend cannot serve the call; empty if it can."""
-        needs = (
-            (call.platform in self.platforms, f"runs on {' or '.join(self.platforms)}, not {call.platform}"),
-            (self.devices in (None, call.devices), f"runs on {self.devices} device, not {call.devices}"),
-            (call.dtype in self.dtypes, f"takes {' or '.join(self.dtypes)}, not {call.dtype}"),
+    def needs(self, call: Call) -> tuple[tuple[bool, str], ...]:
+        return (
             (
                 call.vocabulary % self.multiple == 0,
                 f"takes a vocabulary in multiples of {self.multiple}, not {call.vocabulary}",
             ),
             (self.run is not None or not call.is_cut, "makes all logits at once, and a part was asked for"),
         )
-        return tuple(reason for is_met, reason in needs if not is_met)
 
 
 # Fastest first.
@@ -94,7 +82,13 @@ def linear_cross_entropy(
     size = chunk if 0 < chunk < length else length
     logits = jax.eval_shape(logits_of, hidden[:, :size])
     place = place or Place.here()
-    call = Call(place.platform, place.devices, logits.dtype.name, vocabulary=logits.shape[-1], is_cut=size < length)
+    call = Call(
+        platform=place.platform,
+        devices=place.devices,
+        dtype=logits.dtype.name,
+        vocabulary=logits.shape[-1],
+        is_cut=size < length,
+    )
     per_token = BACKENDS[choose(backend, call)].run
     if per_token is None:
         loss, nll = reference.sums(logits_of, hidden, targets, weights, z_loss=z_loss)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import jax
 
+from maxhydra.kernels.able import Able, Asked
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.place import Place
 from maxhydra.kernels.rms_norm import reference, triton
@@ -17,13 +18,10 @@ from maxhydra.kernels.watch import watched
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "rms_norm"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What a backend must cope with, known before anything runs."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call(Asked):
+    """A norm of so many rows of so many numbers."""
 
-    platform: str
-    devices: int
-    dtype: str
     rows: int
     dim: int
 
@@ -34,26 +32,18 @@ class Run(Protocol):
     ) -> tuple[jax.Array, jax.Array]: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Backend:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend(Able[Call]):
     """One row of the capability table."""
 
     run: Run
-    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
-    devices: int | None = None
-    """As many as it can be spread over; None: any number."""
-    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     row_multiple: int = 1
     dim_multiple: int = 1
     min_rows: int = 1
     max_dim: int | None = None
 
-    def refusals(self, call: Call) -> tuple[str, ...]:
-        """Why this backend cannot serve the call; empty if it can."""
-        needs = (
-            (call.platform in self.platforms, f"runs on {' or '.join(self.platforms)}, not {call.platform}"),
-            (self.devices in (None, call.devices), f"runs on {self.devices} device, not {call.devices}"),
-            (call.dtype in self.dtypes, f"takes {' or '.join(self.dtypes)}, not {call.dtype}"),
+    def needs(self, call: Call) -> tuple[tuple[bool, str], ...]:
+        return (
             (
                 call.rows >= self.min_rows and call.rows % self.row_multiple == 0,
                 f"takes {self.min_rows} rows or more in multiples of {self.row_multiple}, not {call.rows}",
@@ -63,7 +53,6 @@ class Backend:
                 f"takes rows in multiples of {self.dim_multiple} up to {self.max_dim} numbers, not {call.dim}",
             ),
         )
-        return tuple(reason for is_met, reason in needs if not is_met)
 
 
 # Fastest first.
@@ -100,6 +89,7 @@ def rms_norm(
     """
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     place = place or Place.here()
-    call = Call(place.platform, place.devices, x_MD.dtype.name, rows=x_MD.shape[0], dim=x_MD.shape[1])
+    (M, D), dtype_name = x_MD.shape, x_MD.dtype.name
+    call = Call(platform=place.platform, devices=place.devices, dtype=dtype_name, rows=M, dim=D)
     stream_MD, normed_MD = BACKENDS[choose(backend, call)].run(x_MD, scale_D, eps=eps, dtype=dtype)
     return stream_MD.reshape(x_BTD.shape), normed_MD.reshape(x_BTD.shape)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import jax
 
+from maxhydra.kernels.able import Able, Asked
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.place import Place
 from maxhydra.kernels.rotated_heads import reference, triton
@@ -18,13 +19,10 @@ from maxhydra.kernels.watch import watched
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "rotated_heads"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What a backend must cope with, known before anything runs."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call(Asked):
+    """So many tokens with heads of this size."""
 
-    platform: str
-    devices: int
-    dtype: str
     tokens: int
     head_dim: int
 
@@ -35,25 +33,17 @@ class Run(Protocol):
     ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Backend:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend(Able[Call]):
     """One row of the capability table."""
 
     run: Run
-    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
-    devices: int | None = None
-    """As many as it can be spread over; None: any number."""
-    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     token_multiple: int = 1
     head_dims: tuple[int, ...] | None = None
     """None: any."""
 
-    def refusals(self, call: Call) -> tuple[str, ...]:
-        """Why this backend cannot serve the call; empty if it can."""
-        needs = (
-            (call.platform in self.platforms, f"runs on {' or '.join(self.platforms)}, not {call.platform}"),
-            (self.devices in (None, call.devices), f"runs on {self.devices} device, not {call.devices}"),
-            (call.dtype in self.dtypes, f"takes {' or '.join(self.dtypes)}, not {call.dtype}"),
+    def needs(self, call: Call) -> tuple[tuple[bool, str], ...]:
+        return (
             (
                 call.tokens % self.token_multiple == 0,
                 f"takes tokens in multiples of {self.token_multiple}, not {call.tokens}",
@@ -63,7 +53,6 @@ class Backend:
                 f"takes heads of {' or '.join(map(str, self.head_dims or ()))}, not {call.head_dim}",
             ),
         )
-        return tuple(reason for is_met, reason in needs if not is_met)
 
 
 # Fastest first.
@@ -105,7 +94,8 @@ def rotated_heads(
     """
     B, T, A, H = heads_BTAH.shape
     place = place or Place.here()
-    call = Call(place.platform, place.devices, heads_BTAH.dtype.name, tokens=B * T, head_dim=H)
+    dtype = heads_BTAH.dtype.name
+    call = Call(platform=place.platform, devices=place.devices, dtype=dtype, tokens=B * T, head_dim=H)
     parts = BACKENDS[choose(backend, call)].run(
         heads_BTAH.reshape(B * T, A, H),
         jax.lax.stop_gradient(cos_BTF).reshape(B * T, -1),

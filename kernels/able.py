@@ -1,0 +1,40 @@
+"""What the tables of operations on one device have in common: platforms, devices and number formats."""
+
+import dataclasses
+from typing import Generic, TypeVar
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a backend must cope with, known before anything runs."""
+
+    platform: str
+    devices: int
+    dtype: str
+
+
+Call = TypeVar("Call", bound=Asked)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Able(Generic[Call]):
+    """What a backend can cope with: a row of a capability table, to which an operation adds its own fields."""
+
+    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+    devices: int | None = None
+    """As many as it can be spread over; None: any number."""
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+
+    def refusals(self, call: Call) -> tuple[str, ...]:
+        """Why this backend cannot serve the call; empty if it can."""
+        needs = (
+            (call.platform in self.platforms, f"runs on {' or '.join(self.platforms)}, not {call.platform}"),
+            (self.devices in (None, call.devices), f"runs on {self.devices} device, not {call.devices}"),
+            (call.dtype in self.dtypes, f"takes {' or '.join(self.dtypes)}, not {call.dtype}"),
+            *self.needs(call),
+        )
+        return tuple(reason for is_met, reason in needs if not is_met)
+
+    def needs(self, call: Call) -> tuple[tuple[bool, str], ...]:
+        """What else must be met, and what to say where it is not."""
+        raise NotImplementedError
