@@ -4,7 +4,7 @@ C queries and D keys of a block; `start` is the first token of the block at hand
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -15,30 +15,19 @@ from maxhydra.kernels.attention.request import Request
 
 
 def seen(
-    request: Request,
-    first_query: jax.Array,
-    first_key: jax.Array,
-    shape: tuple[int, int],
-    of_queries: jax.Array | None,
-    of_keys: jax.Array | None,
-    *,
-    turned: bool = False,
+    request: Request, q: jax.Array, k: jax.Array, of_queries: jax.Array | None, of_keys: jax.Array | None
 ) -> jax.Array:
-    """Which keys of a block the queries of a block see, [C, D], or [D, C] if turned."""
-    column, row = (slice(None), None), (None, slice(None))
-    down: Any = row if turned else column
-    across: Any = column if turned else row
-    q, k = (first_query + jnp.arange(shape[0]))[down], (first_key + jnp.arange(shape[1]))[across]
-    is_seen = jnp.full(shape[::-1] if turned else shape, True)
+    """Which keys the queries see, where the numbers of tokens and their segments spread to one shape."""
+    masks = []
     if request.causal:
-        is_seen &= k <= q
+        masks.append(k <= q)
     if request.window is not None:
-        is_seen &= k > q - request.window
+        masks.append(k > q - request.window)
     if request.chunk is not None:
-        is_seen &= jax.lax.div(k, request.chunk) == jax.lax.div(q, request.chunk)
+        masks.append(jax.lax.div(k, request.chunk) == jax.lax.div(q, request.chunk))
     if of_queries is not None and of_keys is not None:
-        is_seen &= (of_queries[down] == of_keys[across]) & (of_queries[down] != 0)
-    return is_seen
+        masks.append((of_queries == of_keys) & (of_queries != 0))
+    return reduce(jnp.logical_and, masks) if masks else jnp.full(jnp.broadcast_shapes(q.shape, k.shape), True)
 
 
 class Ranges(NamedTuple):

@@ -231,7 +231,7 @@ def _forward_kernel(refs: Inputs, out_ref: Any, total_ref: Any, *, how: How) -> 
         logits_CD = _logits(q_CH, refs.k_BSKH[keys, :], how.request)[0]
         if masked:
             of_keys = None if refs.kv_segments_BS is None else refs.kv_segments_BS[keys]
-            is_seen = seen(how.request, start, j * D, (C, D), of_queries, of_keys)
+            is_seen = _seen(how.request, (start, j * D), (C, D), of_queries, of_keys)
             logits_CD = jnp.where(is_seen, logits_CD, LOWEST)
         new_top_C = jnp.maximum(top_C, logits_CD.max(axis=1))
         weights_CD = jnp.exp2(logits_CD - new_top_C[:, None])
@@ -265,7 +265,7 @@ def _queries_kernel(refs: Inputs, rows: Any, d_q_ref: Any, *, how: How) -> None:
         weights_CD = jnp.exp2(logits_CD - total_C[:, None])
         if masked:
             of_keys = None if refs.kv_segments_BS is None else refs.kv_segments_BS[keys]
-            is_seen = seen(how.request, start, j * D, (C, D), of_queries, of_keys)
+            is_seen = _seen(how.request, (start, j * D), (C, D), of_queries, of_keys)
             weights_CD = jnp.where(is_seen, weights_CD, 0.0)
         d_weights_CD = jnp.dot(d_out_CH, refs.v_BSKH[keys, :].T, preferred_element_type=jnp.float32)
         d_logits_CD = weights_CD * (d_weights_CD - mean_C[:, None]) * slope_CD
@@ -293,7 +293,7 @@ def _keys_kernel(refs: Inputs, rows: Any, d_k_ref: Any, d_v_ref: Any, *, how: Ho
         weights_DC = jnp.exp2(logits_DC - total_ref[g, queries][None, :])
         if masked:
             of_queries = None if refs.q_segments_BT is None else refs.q_segments_BT[queries]
-            is_seen = seen(how.request, i * C, start, (C, D), of_queries, of_keys, turned=True)
+            is_seen = _seen(how.request, (i * C, start), (C, D), of_queries, of_keys, turned=True)
             weights_DC = jnp.where(is_seen, weights_DC, 0.0)
         d_v_DH += jnp.dot(weights_DC.astype(d_out_CH.dtype), d_out_CH, preferred_element_type=jnp.float32)
         d_weights_DC = jnp.dot(v_DH, d_out_CH.T, preferred_element_type=jnp.float32)
@@ -306,6 +306,23 @@ def _keys_kernel(refs: Inputs, rows: Any, d_k_ref: Any, d_v_ref: Any, *, how: Ho
     d_k_DH, d_v_DH = jax.lax.fori_loop(0, G, lambda g, so_far: over(ranges, partial(step, g=g), so_far), (zeros, zeros))
     d_k_ref[...] = (d_k_DH * how.request.scale).astype(d_k_ref.dtype)
     d_v_ref[...] = d_v_DH.astype(d_v_ref.dtype)
+
+
+def _seen(
+    request: Request,
+    first: tuple[jax.Array, jax.Array],
+    shape: tuple[int, int],
+    of_queries: jax.Array | None,
+    of_keys: jax.Array | None,
+    *,
+    turned: bool = False,
+) -> jax.Array:
+    """Which keys of a block the queries of a block see, [C, D], or [D, C] if turned; of each the first token."""
+    column, row = (slice(None), None), (None, slice(None))
+    of: Any = (row, column) if turned else (column, row)
+    q, k = ((start + jnp.arange(size))[at] for start, size, at in zip(first, shape, of, strict=True))
+    segments = (None if one is None else one[at] for one, at in zip((of_queries, of_keys), of, strict=True))
+    return seen(request, q, k, *segments)
 
 
 def _logits(a: jax.Array, b: jax.Array, request: Request) -> tuple[jax.Array, jax.Array | float]:

@@ -1,0 +1,65 @@
+"""Flash attention (Shah et al., 2024) for Hopper GPUs, in Pallas for Mosaic: products run while memory moves and the
+softmax is made. Logits are in units of log 2, since the processors have 2^x and no e^x.
+
+Shapes as in request.py; C queries and D keys of a block.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxhydra.kernels.attention.mosaic.backward import Rows, backward
+from maxhydra.kernels.attention.mosaic.forward import forward
+from maxhydra.kernels.attention.mosaic.parts import LOG2E, How, Inputs, Tile, Tiles
+from maxhydra.kernels.attention.request import Request, Tokens
+
+# Of the sequence length: two warpgroups' rows.
+LENGTH_MULTIPLE = 128
+# By head size, keys of a step forward and queries of a step backward.
+TILES = {
+    64: Tiles(Tile(128, 2), Tile(128, 2)),
+    128: Tiles(Tile(128, 2), Tile(64, 2)),
+}
+
+
+def attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    request: Request,
+    tokens: Tokens,
+    sinks_N: jax.Array | None,
+    *,
+    tiles: Tiles | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    how = How(request, tiles or TILES[q_BTNH.shape[3]], 132, interpret)
+    inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)
+    return _attend(how, inputs)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(how: How, inputs: Inputs) -> jax.Array:
+    return forward(how, inputs)[0]
+
+
+def _forward(how: How, inputs: Inputs) -> tuple[jax.Array, tuple[Inputs, jax.Array, jax.Array]]:
+    out_BTNH, total_BNT = forward(how, inputs)
+    return out_BTNH, (inputs, out_BTNH, total_BNT)
+
+
+def _backward(how: How, kept: tuple[Inputs, jax.Array, jax.Array], d_out_BTNH: jax.Array) -> tuple[Inputs]:
+    inputs, out_BTNH, total_BNT = kept
+    mean_BNT = jnp.einsum("BTNH,BTNH->BNT", out_BTNH, d_out_BTNH, preferred_element_type=jnp.float32)
+    d_q_BTNH, d_k_BSKH, d_v_BSKH = backward(how, inputs, Rows(d_out_BTNH, total_BNT, mean_BNT))
+    d_q_BTNH = (d_q_BTNH * how.request.scale).astype(inputs.q_BTNH.dtype)
+    d_sinks_N = None
+    if inputs.sinks_N is not None:
+        share_BNT = jnp.exp2(inputs.sinks_N.astype(jnp.float32)[:, None] * LOG2E - total_BNT)
+        d_sinks_N = -jnp.sum(share_BNT * mean_BNT, axis=(0, 2)).astype(inputs.sinks_N.dtype)
+    return (Inputs(d_q_BTNH, d_k_BSKH, d_v_BSKH, d_sinks_N, None, None),)
+
+
+_attend.defvjp(_forward, _backward)

@@ -1,0 +1,127 @@
+"""What the forward and the backward kernel share: sizes, logits, masks, and arrays as the matrix unit wants them.
+
+L is the matrix unit's layout of an array in registers; a row or a column of numbers goes with it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from maxhydra.kernels.attention.blocks import Ranges, seen
+from maxhydra.kernels.attention.request import Request
+
+LOG2E = math.log2(math.e)
+# Hidden logits; finite, since the difference of two infinities is not a number.
+LOWEST = -1e30
+# Rows of a product of the matrix unit, which a warpgroup has of its own.
+ROWS = 64
+MATRIX = plgpu.Layout.WGMMA
+COLUMN, ROW = MATRIX.reduce(1), MATRIX.reduce(0)
+PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+
+
+class Tile(NamedTuple):
+    """What a program holds at a time: the moving side of a step, and how many steps are in flight."""
+
+    size: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """The tiles of the two kernels."""
+
+    forward: Tile
+    backward: Tile
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """What is known when the kernels are compiled."""
+
+    request: Request
+    tiles: Tiles
+    programs: int
+    interpret: Any
+
+
+class Inputs(NamedTuple):
+    """What the kernels read; None where there is none."""
+
+    q_BTNH: Any
+    k_BSKH: Any
+    v_BSKH: Any
+    sinks_N: Any
+    q_segments_BT: Any
+    kv_segments_BS: Any
+
+
+def memory(*shape: int, dtype: Any) -> Any:
+    """Shared memory for matrices, in the order in which the matrix unit reads them."""
+    swizzle = 128
+    columns = swizzle // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def zeros(*shape: int, layout: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), layout)
+
+
+def down(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """One number a row."""
+    return jax.lax.broadcast_in_dim(values, shape, [0])
+
+
+def across(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """One number a column."""
+    return jax.lax.broadcast_in_dim(values, shape, [1])
+
+
+def logits(product: jax.Array, request: Request) -> tuple[jax.Array, float, jax.Array | None]:
+    """Logits and the factor that takes them to units of log 2, and their slope against scale * product; None: one."""
+    if request.softcap is None:
+        return product, request.scale * LOG2E, None
+    # tanh from 2^x: its error is that of a number near one, so that of the logits is 1e-7 of the cap.
+    turned = 1 - 2 / (1 + jnp.exp2(product * (2 * LOG2E * request.scale / request.softcap)))
+    return turned, request.softcap * LOG2E, 1 - turned * turned
+
+
+def hidden_as(
+    fill: float, values: jax.Array, request: Request, first: tuple[Any, Any], segments: Any, *, query_axis: int
+) -> jax.Array:
+    """The values with those of hidden pairs replaced; `first` query and key of the block, and their segments."""
+    shape = values.shape
+    iota = partial(plgpu.broadcasted_iota, jnp.int32, shape, layout=MATRIX)
+    q, k = iota(query_axis) + first[0], iota(1 - query_axis) + first[1]
+    of_queries = of_keys = None
+    if segments is not None:
+        spread = (down, across) if query_axis == 0 else (across, down)
+        of_queries, of_keys = (put(one, shape) for put, one in zip(spread, segments, strict=True))
+    return jnp.where(seen(request, q, k, of_queries, of_keys), values, fill)
+
+
+def over(ranges: Ranges, request: Request, step: Callable[..., Any], so_far: Any, *, is_tagged: bool, by_keys: bool) -> Any:
+    """The steps of all blocks, masked where it may matter; a loop that is always empty is left out."""
+    before, inside, after = (
+        (ranges.first, ranges.whole, True),
+        (ranges.whole, ranges.broken, False),
+        (ranges.broken, ranges.last, True),
+    )
+    is_two_sided = request.window is not None or request.chunk is not None
+    if is_tagged:
+        loops = [(ranges.first, ranges.last, True)]
+    elif is_two_sided:
+        loops = [before, inside, after]
+    elif not request.causal:
+        loops = [inside]
+    else:
+        loops = [before, inside] if by_keys else [inside, after]
+    for start, stop, masked in loops:
+        so_far = jax.lax.fori_loop(start, stop, partial(step, masked=masked), so_far)
+    return so_far
