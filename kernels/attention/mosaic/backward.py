@@ -228,8 +228,7 @@ def _compute_keys(
         q, d_out = memory.q.at[slot], memory.d_out.at[slot]
         plgpu.barrier_wait(barriers.q_here.at[slot])
 
-        def products(acc: Any) -> None:
-            d_k_ref, d_v_ref, product_ref, d_weights_ref, part_ref = acc
+        def d_logits(product_ref: Any, d_weights_ref: Any, *, d_v_ref: Any) -> jax.Array:
             for part in range(H // piece[1]):
                 some = q.at[:, pl.ds(part * piece[1], piece[1])]
                 plgpu.wgmma(product_ref, memory.k.at[worker, part], some.transpose((1, 0)))
@@ -247,13 +246,9 @@ def _compute_keys(
             d_weights_DC = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
             mean_C = plgpu.load(memory.mean.at[slot], layout=ROW)
             d_logits_DC = weights_DC * (d_weights_DC - across(mean_C, shape))
-            if slope_DC is not None:
-                d_logits_DC *= slope_DC
-            short_DC = d_logits_DC.astype(dtype)
-            memory.d_logits[buffer, worker] = short_DC
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(barriers.d_logits_here)
-            plgpu.barrier_wait(barriers.d_logits_here)
+            return (d_logits_DC if slope_DC is None else d_logits_DC * slope_DC).astype(dtype)
+
+        def d_queries(part_ref: Any, *, d_k_ref: Any, d_logits_DC: jax.Array) -> jax.Array:
             for other in range(WORKERS):
                 if piece[1] == H:
                     left = memory.d_logits.at[buffer, other, :, pl.ds(worker * ROWS, ROWS)]
@@ -262,8 +257,19 @@ def _compute_keys(
                     left = memory.d_logits.at[buffer, other]
                     right = memory.k.at[other, worker]
                 plgpu.wgmma(part_ref, left.transpose((1, 0)), right)
-            plgpu.wgmma(d_k_ref, short_DC, q)
-            part = plgpu.wgmma_accumulator_load(part_ref, wait_n=1)
+            plgpu.wgmma(d_k_ref, d_logits_DC, q)
+            return plgpu.wgmma_accumulator_load(part_ref, wait_n=1)
+
+        def products(acc: Any) -> None:
+            d_k_ref, d_v_ref = acc
+            blocks = [plgpu.ACC(shape, jnp.float32)] * 2
+            d_logits_DC = pl.run_scoped(partial(d_logits, d_v_ref=d_v_ref), *blocks)
+            memory.d_logits[buffer, worker] = d_logits_DC
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(barriers.d_logits_here)
+            plgpu.barrier_wait(barriers.d_logits_here)
+            add = partial(d_queries, d_k_ref=d_k_ref, d_logits_DC=d_logits_DC)
+            part = pl.run_scoped(add, plgpu.ACC(piece, jnp.float32))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             memory.d_q[worker] = part
             plgpu.commit_smem()
@@ -273,8 +279,7 @@ def _compute_keys(
                 to = d_q_ref.at[b, pl.ds(i * C, C), head, pl.ds(worker * piece[1], piece[1])]
             plgpu.copy_smem_to_gmem(memory.d_q.at[worker], to, reduction_op="add")
 
-        init = (d_k_DH, d_v_DH, *(zeros(*one, layout=MATRIX) for one in (shape, shape, piece)))
-        d_k_DH, d_v_DH, *_ = pl.run_state(products)(tuple(map(plgpu.ACC.init, init)))
+        d_k_DH, d_v_DH = pl.run_state(products)((plgpu.ACC.init(d_k_DH), plgpu.ACC.init(d_v_DH)))
         plgpu.barrier_arrive(barriers.q_free.at[slot])
         plgpu.barrier_arrive(barriers.d_out_free.at[slot])
         return d_k_DH, d_v_DH, n + 1
