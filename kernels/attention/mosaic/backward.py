@@ -227,12 +227,12 @@ def _compute_keys(
         slot, buffer = jax.lax.rem(n, jnp.int32(sizes.stages)), jax.lax.rem(n, jnp.int32(2))
         q, d_out = memory.q.at[slot], memory.d_out.at[slot]
         plgpu.barrier_wait(barriers.q_here.at[slot])
+        plgpu.barrier_wait(barriers.d_out_here.at[slot])
 
         def d_logits(product_ref: Any, d_weights_ref: Any, *, d_v_ref: Any) -> jax.Array:
             for part in range(H // piece[1]):
                 some = q.at[:, pl.ds(part * piece[1], piece[1])]
                 plgpu.wgmma(product_ref, memory.k.at[worker, part], some.transpose((1, 0)))
-            plgpu.barrier_wait(barriers.d_out_here.at[slot])
             plgpu.wgmma(d_weights_ref, memory.v.at[worker], d_out.transpose((1, 0)))
             logits_DC, factor, slope_DC = logits(plgpu.wgmma_accumulator_load(product_ref, wait_n=1), request)
             total_C = plgpu.load(memory.total.at[slot], layout=ROW)
