@@ -219,7 +219,7 @@ def _compute_keys(
     request, dtype = how.request, refs.q_BTNH.dtype
     piece, is_tagged = sizes.piece, refs.q_segments_BT is not None
     start = start + worker * ROWS
-    of_keys = plgpu.load(memory.kv_segments.at[worker], layout=COLUMN) if is_tagged else None
+    of_keys = plgpu.layout_cast(memory.kv_segments.at[worker][...], COLUMN) if is_tagged else None
     shape = (ROWS, C)
 
     def step(i: Any, so_far: Any, *, masked: bool, head: Any) -> Any:
@@ -235,16 +235,16 @@ def _compute_keys(
                 plgpu.wgmma(product_ref, memory.k.at[worker, part], some.transpose((1, 0)))
             plgpu.wgmma(d_weights_ref, memory.v.at[worker], d_out.transpose((1, 0)))
             logits_DC, factor, slope_DC = logits(plgpu.wgmma_accumulator_load(product_ref, wait_n=1), request)
-            total_C = plgpu.load(memory.total.at[slot], layout=ROW)
+            total_C = plgpu.layout_cast(memory.total.at[slot][...], ROW)
             weights_DC = jnp.exp2(logits_DC * factor - across(total_C, shape))
             if masked:
                 segments = None
                 if is_tagged:
-                    segments = (plgpu.load(memory.q_segments.at[slot], layout=ROW), of_keys)
+                    segments = (plgpu.layout_cast(memory.q_segments.at[slot][...], ROW), of_keys)
                 weights_DC = hidden_as(0.0, weights_DC, request, (i * C, start), segments, query_axis=1)
             plgpu.wgmma(d_v_ref, weights_DC.astype(dtype), d_out)
             d_weights_DC = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
-            mean_C = plgpu.load(memory.mean.at[slot], layout=ROW)
+            mean_C = plgpu.layout_cast(memory.mean.at[slot][...], ROW)
             d_logits_DC = weights_DC * (d_weights_DC - across(mean_C, shape))
             return (d_logits_DC if slope_DC is None else d_logits_DC * slope_DC).astype(dtype)
 

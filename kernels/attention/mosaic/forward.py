@@ -223,7 +223,7 @@ def _compute_tile(
     start = start + worker * ROWS
     lowest = LOWEST * logits_factor(how)
     plgpu.barrier_wait(barriers.q_here.at[worker])
-    of_queries = plgpu.load(memory.q_segments.at[worker], layout=COLUMN) if is_tagged else None
+    of_queries = plgpu.layout_cast(memory.q_segments.at[worker][...], COLUMN) if is_tagged else None
 
     def step(j: Any, so_far: Any, *, masked: bool) -> Any:
         sums_CH, top_C, total_C, n = so_far
@@ -236,7 +236,7 @@ def _compute_tile(
             return product_ref[...]
 
         product_CD = pl.run_scoped(multiply, plgpu.ACC((ROWS, D), jnp.float32))
-        segments = (of_queries, plgpu.load(memory.kv_segments.at[slot], layout=ROW)) if is_tagged and masked else None
+        segments = (of_queries, plgpu.layout_cast(memory.kv_segments.at[slot][...], ROW)) if is_tagged and masked else None
         plgpu.barrier_arrive(barriers.k_free.at[slot])
         logits_CD, factor, _ = logits(product_CD, request)
         if masked:
