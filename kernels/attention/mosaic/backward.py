@@ -32,6 +32,9 @@ from maxhydra.kernels.attention.mosaic.parts import (
 )
 
 WORKERS = 2
+# Of the gradients of the logits: one is written while those of the step before and, by the other warpgroup, of the one
+# before that may still be read.
+BUFFERS = 3
 
 
 class Rows(NamedTuple):
@@ -97,7 +100,7 @@ def backward(how: How, inputs: Inputs, rows: Rows) -> tuple[jax.Array, jax.Array
         d_out=memory(stages, C, H, dtype=dtype),
         total=plgpu.SMEM((stages, C), jnp.float32),
         mean=plgpu.SMEM((stages, C), jnp.float32),
-        d_logits=memory(2, WORKERS, ROWS, C, dtype=dtype),
+        d_logits=memory(BUFFERS, WORKERS, ROWS, C, dtype=dtype),
         d_q=memory(WORKERS, *piece, dtype=jnp.float32),
         q_segments=plgpu.SMEM((stages, C), jnp.int32) if is_tagged else None,
         kv_segments=plgpu.SMEM((WORKERS, ROWS), jnp.int32) if is_tagged else None,
@@ -222,17 +225,39 @@ def _compute_keys(
     of_keys = plgpu.layout_cast(memory.kv_segments.at[worker][...], COLUMN) if is_tagged else None
     shape = (ROWS, C)
 
+    def add_to_queries(part: jax.Array, i: Any, head: Any) -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        memory.d_q[worker] = part
+        plgpu.commit_smem()
+        if piece[1] == H:
+            to = d_q_ref.at[b, pl.ds(i * C + worker * ROWS, ROWS), head]
+        else:
+            to = d_q_ref.at[b, pl.ds(i * C, C), head, pl.ds(worker * piece[1], piece[1])]
+        plgpu.copy_smem_to_gmem(memory.d_q.at[worker], to, reduction_op="add")
+
+    def d_queries(part_ref: Any, buffer: Any) -> None:
+        for other in range(WORKERS):
+            if piece[1] == H:
+                left = memory.d_logits.at[buffer, other, :, pl.ds(worker * ROWS, ROWS)]
+                right = memory.k.at[other, 0]
+            else:
+                left = memory.d_logits.at[buffer, other]
+                right = memory.k.at[other, worker]
+            plgpu.wgmma(part_ref, left.transpose((1, 0)), right)
+
     def step(i: Any, so_far: Any, *, masked: bool, head: Any) -> Any:
-        d_k_DH, d_v_DH, n = so_far
-        slot, buffer = jax.lax.rem(n, jnp.int32(sizes.stages)), jax.lax.rem(n, jnp.int32(2))
+        """The gradient of the queries is a step behind, so that neither warpgroup waits for the other."""
+        d_k_DH, d_v_DH, before, n = so_far
+        slot = jax.lax.rem(n, jnp.int32(sizes.stages))
+        buffer, buffer_before = (jax.lax.rem(m, jnp.int32(BUFFERS)) for m in (n, n + BUFFERS - 1))
         q, d_out = memory.q.at[slot], memory.d_out.at[slot]
         plgpu.barrier_wait(barriers.q_here.at[slot])
         plgpu.barrier_wait(barriers.d_out_here.at[slot])
 
         def d_logits(product_ref: Any, d_weights_ref: Any, *, d_v_ref: Any) -> jax.Array:
-            for part in range(H // piece[1]):
-                some = q.at[:, pl.ds(part * piece[1], piece[1])]
-                plgpu.wgmma(product_ref, memory.k.at[worker, part], some.transpose((1, 0)))
+            for some in range(H // piece[1]):
+                columns = q.at[:, pl.ds(some * piece[1], piece[1])]
+                plgpu.wgmma(product_ref, memory.k.at[worker, some], columns.transpose((1, 0)))
             plgpu.wgmma(d_weights_ref, memory.v.at[worker], d_out.transpose((1, 0)))
             logits_DC, factor, slope_DC = logits(plgpu.wgmma_accumulator_load(product_ref, wait_n=1), request)
             total_C = plgpu.layout_cast(memory.total.at[slot][...], ROW)
@@ -248,46 +273,43 @@ def _compute_keys(
             d_logits_DC = weights_DC * (d_weights_DC - across(mean_C, shape))
             return (d_logits_DC if slope_DC is None else d_logits_DC * slope_DC).astype(dtype)
 
-        def d_queries(part_ref: Any, *, d_k_ref: Any, d_logits_DC: jax.Array) -> jax.Array:
-            for other in range(WORKERS):
-                if piece[1] == H:
-                    left = memory.d_logits.at[buffer, other, :, pl.ds(worker * ROWS, ROWS)]
-                    right = memory.k.at[other, 0]
-                else:
-                    left = memory.d_logits.at[buffer, other]
-                    right = memory.k.at[other, worker]
-                plgpu.wgmma(part_ref, left.transpose((1, 0)), right)
+        def finish(part_ref: Any, *, d_k_ref: Any, d_logits_DC: jax.Array) -> None:
+            d_queries(part_ref, buffer_before)
+            memory.d_logits[buffer, worker] = d_logits_DC
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(barriers.d_logits_here)
             plgpu.wgmma(d_k_ref, d_logits_DC, q)
-            return plgpu.wgmma_accumulator_load(part_ref, wait_n=1)
+            add_to_queries(plgpu.wgmma_accumulator_load(part_ref, wait_n=1), *before)
 
         def products(acc: Any) -> None:
             d_k_ref, d_v_ref = acc
             blocks = [plgpu.ACC(shape, jnp.float32)] * 2
             d_logits_DC = pl.run_scoped(partial(d_logits, d_v_ref=d_v_ref), *blocks)
-            memory.d_logits[buffer, worker] = d_logits_DC
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(barriers.d_logits_here)
             plgpu.barrier_wait(barriers.d_logits_here)
-            add = partial(d_queries, d_k_ref=d_k_ref, d_logits_DC=d_logits_DC)
-            part = pl.run_scoped(add, plgpu.ACC(piece, jnp.float32))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            memory.d_q[worker] = part
-            plgpu.commit_smem()
-            if piece[1] == H:
-                to = d_q_ref.at[b, pl.ds(i * C + worker * ROWS, ROWS), head]
-            else:
-                to = d_q_ref.at[b, pl.ds(i * C, C), head, pl.ds(worker * piece[1], piece[1])]
-            plgpu.copy_smem_to_gmem(memory.d_q.at[worker], to, reduction_op="add")
+            end = partial(finish, d_k_ref=d_k_ref, d_logits_DC=d_logits_DC)
+            pl.run_scoped(end, plgpu.ACC(piece, jnp.float32))
 
         d_k_DH, d_v_DH = pl.run_state(products)((plgpu.ACC.init(d_k_DH), plgpu.ACC.init(d_v_DH)))
         plgpu.barrier_arrive(barriers.q_free.at[slot])
         plgpu.barrier_arrive(barriers.d_out_free.at[slot])
-        return d_k_DH, d_v_DH, n + 1
+        return d_k_DH, d_v_DH, (i, head), n + 1
 
     def of_head(g: Any, so_far: Any) -> Any:
         one = partial(step, head=k * G + g)
         return over(ranges, request, one, so_far, is_tagged=is_tagged, by_keys=True)
 
     nothing = zeros(ROWS, H, layout=MATRIX)
-    d_k_DH, d_v_DH, _ = jax.lax.fori_loop(0, G, of_head, (nothing, nothing, jnp.int32(0)))
+    # The first step adds nothing to its own queries.
+    memory.d_logits[BUFFERS - 1, worker] = zeros(*shape, layout=MATRIX).astype(dtype)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barriers.d_logits_here)
+    so_far = (nothing, nothing, (ranges.first, k * G), jnp.int32(0))
+    d_k_DH, d_v_DH, last, n = jax.lax.fori_loop(0, G, of_head, so_far)
+    plgpu.barrier_wait(barriers.d_logits_here)
+
+    def remaining(part_ref: Any) -> jax.Array:
+        d_queries(part_ref, jax.lax.rem(n + BUFFERS - 1, jnp.int32(BUFFERS)))
+        return part_ref[...]
+
+    add_to_queries(pl.run_scoped(remaining, plgpu.ACC(piece, jnp.float32)), *last)
     return d_k_DH, d_v_DH

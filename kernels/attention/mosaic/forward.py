@@ -4,12 +4,14 @@ A program goes over many tiles of queries, those that see most keys first, so th
 end. The two take turns on the matrix unit: while one has it, the other makes its softmax (Shah et al., 2024).
 """
 
+import heapq
 import math
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -28,11 +30,11 @@ from maxhydra.kernels.attention.mosaic.parts import (
     hidden_as,
     logits,
     memory,
-    over,
     zeros,
 )
 
 WORKERS = 2
+TURNS = True
 # Keys and values of the heads that programs work on at a time stay in the cache.
 CACHE_BYTES = 24 * 2**20
 
@@ -86,6 +88,29 @@ class Plan(NamedTuple):
     def tiles(self) -> int:
         return self.heads * (self.T // (WORKERS * ROWS))
 
+    def schedule(self, how: How) -> Any:
+        """How many tiles each program has, and which: the next goes to the one that has least to do."""
+        programs = min(how.programs, self.tiles)
+        blocks, span = self.T // (WORKERS * ROWS), WORKERS * ROWS
+        cost = []
+        for block in range(blocks):
+            reach = range(block * span, (block + 1) * span)
+            first = 0
+            if how.request.window is not None:
+                first = max(0, reach.start - how.request.window + 1)
+            if how.request.chunk is not None:
+                first = reach.start // how.request.chunk * how.request.chunk
+            cost.append((reach.stop if how.request.causal else self.S) // self.D - first // self.D + 1)
+        heap = [(0, p) for p in range(programs)]
+        mine: list[list[int]] = [[] for _ in range(programs)]
+        for tile in range(self.tiles):
+            had, p = heapq.heappop(heap)
+            mine[p].append(tile)
+            block = tile % (blocks * self.together) // self.together
+            heapq.heappush(heap, (had + cost[blocks - 1 - block], p))
+        most = max(map(len, mine))
+        return np.array([[len(one), *one, *[0] * (most - len(one))] for one in mine], np.int32)
+
     def place(self, index: Any) -> tuple[Any, Any, Any]:
         """Sequence, head and first query of a tile."""
         blocks = self.T // (WORKERS * ROWS)
@@ -121,7 +146,7 @@ def forward(how: How, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
         q_free=plgpu.Barrier(num_barriers=WORKERS),
         k_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=plan.stages),
         v_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=plan.stages),
-        turn=plgpu.Barrier(num_arrivals=WORKERS),
+        turn=plgpu.Barrier(num_barriers=WORKERS),
     )
     out_BTNH, total_BNT = plgpu.kernel(
         partial(_kernel, how=how, plan=plan),
@@ -134,19 +159,19 @@ def forward(how: How, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
         compiler_params=PARAMS,
         interpret=how.interpret,
         kernel_name="attention_forward",
-    )(inputs)
+    )(inputs, plan.schedule(how))
     return out_BTNH, total_BNT
 
 
-def _kernel(refs: Inputs, out_ref: Any, total_ref: Any, memory: Memory, barriers: Barriers, *, how: How, plan: Plan) -> None:
+def _kernel(refs: Inputs, schedule_ref: Any, out_ref: Any, total_ref: Any, memory: Memory, barriers: Barriers, *, how: How, plan: Plan) -> None:
     worker = jax.lax.axis_index("warpgroup")
-    program, programs = jax.lax.axis_index("program"), min(how.programs, plan.tiles)
-    count = jax.lax.div(plan.tiles - program + programs - 1, jnp.int32(programs))
+    program = jax.lax.axis_index("program")
+    count = schedule_ref[program, 0]
     is_tagged = refs.q_segments_BT is not None
 
     def over_tiles(tile: Any) -> None:
         def body(t: Any, n: Any) -> Any:
-            b, head, start = plan.place(program + t * programs)
+            b, head, start = plan.place(schedule_ref[program, t + 1])
             ranges = key_ranges(how.request, start, C=WORKERS * ROWS, D=plan.D, S=plan.S, is_tagged=is_tagged)
             tile(b, head, start, ranges, n)
             return n + ranges.last - ranges.first
@@ -165,16 +190,10 @@ def _kernel(refs: Inputs, out_ref: Any, total_ref: Any, memory: Memory, barriers
         for slot in range(plan.stages):
             plgpu.barrier_arrive(barriers.k_free.at[slot])
             plgpu.barrier_arrive(barriers.v_free.at[slot])
-        pl.when(worker == 1)(partial(_pass, barriers))
+        if TURNS:
+            pl.when(worker == 1)(lambda: plgpu.barrier_arrive(barriers.turn.at[0]))
         over_tiles(partial(_compute_tile, refs, (out_ref, total_ref), memory, barriers, worker, how, plan))
-        pl.when(worker == 0)(partial(_pass, barriers))
         plgpu.wait_smem_to_gmem(0)
-
-
-def _pass(barriers: Barriers) -> None:
-    """Let the other warpgroup go on, and wait for it to do the same."""
-    plgpu.barrier_arrive(barriers.turn)
-    plgpu.barrier_wait(barriers.turn)
 
 
 def _load_tile(
@@ -190,7 +209,7 @@ def _load_tile(
             plgpu.copy_gmem_to_smem(refs.q_segments_BT.at[b, queries], memory.q_segments.at[worker], here)
 
     def step(j: Any, n: Any) -> Any:
-        slot, keys = jax.lax.rem(n, jnp.int32(plan.stages)), pl.ds(j * plan.D, plan.D)
+        slot, keys = jax.lax.rem(n, jnp.int32(plan.stages)), pl.ds((ranges.last - 1 - j) * plan.D, plan.D)
         here = barriers.k_here.at[slot]
         plgpu.barrier_wait(barriers.k_free.at[slot])
         plgpu.copy_gmem_to_smem(refs.k_BSKH.at[b, keys, kv_head], memory.k.at[slot], here)
@@ -200,7 +219,7 @@ def _load_tile(
         plgpu.copy_gmem_to_smem(refs.v_BSKH.at[b, keys, kv_head], memory.v.at[slot], barriers.v_here.at[slot])
         return n + 1
 
-    jax.lax.fori_loop(ranges.first, ranges.last, step, n)
+    jax.lax.fori_loop(0, ranges.last - ranges.first, step, n)
 
 
 def _compute_tile(
@@ -225,17 +244,8 @@ def _compute_tile(
     plgpu.barrier_wait(barriers.q_here.at[worker])
     of_queries = plgpu.layout_cast(memory.q_segments.at[worker][...], COLUMN) if is_tagged else None
 
-    def step(j: Any, so_far: Any, *, masked: bool) -> Any:
-        sums_CH, top_C, total_C, n = so_far
-        slot = jax.lax.rem(n, jnp.int32(plan.stages))
-        plgpu.barrier_wait(barriers.k_here.at[slot])
-
-        def multiply(product_ref: Any) -> jax.Array:
-            plgpu.wgmma(product_ref, memory.q.at[worker], memory.k.at[slot].transpose((1, 0)))
-            _pass(barriers)
-            return product_ref[...]
-
-        product_CD = pl.run_scoped(multiply, plgpu.ACC((ROWS, D), jnp.float32))
+    def softmax(product_CD: jax.Array, j: Any, slot: Any, top_C: jax.Array, total_C: jax.Array, *, masked: bool) -> Any:
+        """Weights, what is kept of what was summed so far, and the new top and total."""
         segments = (of_queries, plgpu.layout_cast(memory.kv_segments.at[slot][...], ROW)) if is_tagged and masked else None
         plgpu.barrier_arrive(barriers.k_free.at[slot])
         logits_CD, factor, _ = logits(product_CD, request)
@@ -244,28 +254,66 @@ def _compute_tile(
         new_top_C = jnp.maximum(top_C, logits_CD.max(axis=1) * factor)
         kept_C = jnp.exp2(top_C - new_top_C)
         weights_CD = jnp.exp2(logits_CD * factor - down(new_top_C, logits_CD.shape))
-        sums_CH *= down(kept_C, sums_CH.shape)
         total_C = total_C * kept_C + weights_CD.sum(axis=1)
-        short_CD = weights_CD.astype(refs.q_BTNH.dtype)
-        sums_CH, total_C, new_top_C, short_CD = jax.lax.optimization_barrier((sums_CH, total_C, new_top_C, short_CD))
-        plgpu.barrier_arrive(barriers.turn)
-        plgpu.barrier_wait(barriers.v_here.at[slot])
-        plgpu.barrier_wait(barriers.turn)
+        return weights_CD, kept_C, new_top_C, total_C
 
-        def add(sums_ref: Any) -> None:
-            plgpu.wgmma(sums_ref, short_CD, memory.v.at[slot])
+    def multiply(slot: Any, product_ref: Any) -> None:
+        plgpu.wgmma(product_ref, memory.q.at[worker], memory.k.at[slot].transpose((1, 0)))
 
-        sums_CH = pl.run_state(add)(plgpu.ACC.init(sums_CH))
-        plgpu.barrier_arrive(barriers.v_free.at[slot])
-        return sums_CH, new_top_C, total_C, n + 1
+    def begin(product_ref: Any) -> Any:
+        slot, j = jax.lax.rem(n, jnp.int32(plan.stages)), ranges.last - 1
+        multiply(slot, product_ref)
+        return softmax(product_ref[...], j, slot, top_C, total_C, masked=is_masked)
+
+    def step(j: Any, so_far: Any, *, masked: bool) -> Any:
+        """Products of a block of keys and of the values before, and the softmax while the latter runs."""
+        sums_CH, *state, n = so_far
+        # Rounded when the product that read those before has ended, and before the next begin: none waits for it.
+        short_CD = jax.lax.optimization_barrier(state[0].astype(refs.q_BTNH.dtype))
+        slot, before = (jax.lax.rem(m, jnp.int32(plan.stages)) for m in (n, n - 1))
+        plgpu.barrier_wait(barriers.v_here.at[before])
+        plgpu.barrier_wait(barriers.k_here.at[slot])
+        if TURNS:
+            plgpu.barrier_wait(barriers.turn.at[worker])
+
+        def attend(product_ref: Any, *, sums_ref: Any, short_CD: Any, top_C: Any, total_C: Any) -> Any:
+            multiply(slot, product_ref)
+            plgpu.wgmma(sums_ref, short_CD, memory.v.at[before])
+            if TURNS:
+                plgpu.barrier_arrive(barriers.turn.at[1 - worker])
+            product_CD = plgpu.wgmma_accumulator_load(product_ref, wait_n=1)
+            return softmax(product_CD, j, slot, top_C, total_C, masked=masked)
+
+        def products(acc: Any) -> None:
+            sums_ref, short_ref, kept_ref, top_ref, total_ref = acc
+            now = partial(attend, sums_ref=sums_ref, short_CD=short_CD, top_C=top_ref[...], total_C=total_ref[...])
+            new = pl.run_scoped(now, plgpu.ACC((ROWS, D), jnp.float32))
+            short_ref[...], kept_ref[...], top_ref[...], total_ref[...] = new
+
+        sums_CH, *state = pl.run_state(products)((plgpu.ACC.init(sums_CH), *state))
+        state[0] = jax.lax.optimization_barrier(state[0])
+        plgpu.barrier_arrive(barriers.v_free.at[before])
+        return sums_CH * down(state[1], sums_CH.shape), *state, n + 1
+
+    def end(sums_ref: Any, *, short_CD: jax.Array, slot: Any) -> None:
+        plgpu.wgmma(sums_ref, short_CD, memory.v.at[slot])
 
     top_C = plgpu.layout_cast(jnp.full((ROWS,), lowest, jnp.float32), COLUMN)
     total_C = zeros(ROWS, layout=COLUMN)
     if refs.sinks_N is not None:
         top_C = plgpu.layout_cast(jnp.full((ROWS,), refs.sinks_N[head].astype(jnp.float32) * LOG2E, jnp.float32), COLUMN)
         total_C = total_C + 1
-    so_far = (zeros(ROWS, H, layout=MATRIX), top_C, total_C, n)
-    sums_CH, top_C, total_C, _ = over(ranges, request, step, so_far, is_tagged=is_tagged, by_keys=False)
+    is_masked = request.causal or is_tagged
+    plgpu.barrier_wait(barriers.k_here.at[jax.lax.rem(n, jnp.int32(plan.stages))])
+    state = pl.run_scoped(begin, plgpu.ACC((ROWS, D), jnp.float32))
+    so_far = (zeros(ROWS, H, layout=MATRIX), *state, n + 1)
+    so_far = over(ranges, request, step, so_far, is_tagged=is_tagged)
+    sums_CH, weights_CD, _, top_C, total_C, n = so_far
+    short_CD = weights_CD.astype(refs.q_BTNH.dtype)
+    slot = jax.lax.rem(n - 1, jnp.int32(plan.stages))
+    plgpu.barrier_wait(barriers.v_here.at[slot])
+    sums_CH = pl.run_state(partial(end, short_CD=short_CD, slot=slot))(plgpu.ACC.init(sums_CH))
+    plgpu.barrier_arrive(barriers.v_free.at[slot])
     plgpu.barrier_arrive(barriers.q_free.at[worker])
 
     share_C = 1 / total_C
@@ -285,3 +333,27 @@ def _compute_tile(
 def logits_factor(how: How) -> float:
     request = how.request
     return (request.scale if request.softcap is None else request.softcap) * LOG2E
+
+
+def over(ranges: Ranges, request: Any, step: Any, so_far: Any, *, is_tagged: bool) -> Any:
+    """The steps of all blocks but the last, backwards."""
+    last = ranges.last - 1
+    before, inside, after = (
+        (ranges.first, ranges.whole, True),
+        (ranges.whole, ranges.broken, False),
+        (ranges.broken, ranges.last, True),
+    )
+    if is_tagged:
+        loops = [(ranges.first, ranges.last, True)]
+    elif request.window is not None or request.chunk is not None:
+        loops = [after, inside, before]
+    elif not request.causal:
+        loops = [inside]
+    else:
+        loops = [after, inside]
+    for start, stop, masked in loops:
+        stop = jnp.minimum(stop, last)
+        count = jnp.maximum(stop - start, 0)
+        body = lambda i, so_far, stop=stop, masked=masked: step(stop - 1 - i, so_far, masked=masked)
+        so_far = jax.lax.fori_loop(0, count, body, so_far)
+    return so_far
