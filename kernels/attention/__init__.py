@@ -13,6 +13,7 @@ import jax
 from maxhydra.kernels.attention import cudnn, reference, triton, xla
 from maxhydra.kernels.attention.request import Request, Tokens
 from maxhydra.kernels.choice import UnsupportedError, chosen
+from maxhydra.kernels.watch import watched
 
 __all__ = ["BACKENDS", "Backend", "Call", "Request", "UnsupportedError", "attention", "choose"]
 
@@ -135,6 +136,7 @@ def choose(backend: str, call: Call) -> str:
     return chosen("attention", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
 
 
+@watched
 def attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from maxhydra.kernels.gated_delta import chunked, reference
 from maxhydra.kernels.gated_delta.request import Inputs, masked
+from maxhydra.kernels.watch import watched
 
 __all__ = ["BACKENDS", "Backend", "gated_delta"]
 
@@ -31,6 +32,7 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
+@watched
 def gated_delta(
     query_BTMK: jax.Array,
     key_BTMK: jax.Array,

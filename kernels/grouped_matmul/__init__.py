@@ -11,6 +11,7 @@ import jax
 
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.grouped_matmul import reference, triton, xla
+from maxhydra.kernels.watch import watched
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "grouped_matmul"]
 
@@ -82,6 +83,7 @@ def choose(backend: str, call: Call) -> str:
     return chosen("grouped_matmul", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
 
 
+@watched
 def grouped_matmul(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, backend: str) -> jax.Array:
     """[M, F]: the first sizes[0] rows of x times w[0], the next sizes[1] rows times w[1], and so on.
 

@@ -19,7 +19,6 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.written import to_yaml
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, scrub_argv
 from maxhydra.runtime import Machine
-from maxhydra.runtime.options import hardware_from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +29,8 @@ class Job:
     choices: dict[str, str]
     machine: Machine
     run: RunDirectory
+    overrides: tuple[str, ...] = ()
+    """What the config was composed from besides the choices; secrets may be among them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +61,11 @@ def run(config: Config, *, choices: dict[str, str], overrides: list[str], path: 
     `overrides` are kept with the run: with them it can be started again.
     """
     task = importlib.import_module(f"maxhydra.tasks.{config.task.name}")
-    machine = runtime.start(config.hardware if task.NEEDS_DEVICES else hardware_from({"platform": "cpu"}))
+    machine = runtime.start(config.hardware) if task.NEEDS_DEVICES else runtime.start_on_host()
     path = path or Path(config.run.outputs) / (config.run.name or _default_name(config, choices))
     is_main = machine.process_index == 0
-    job = Job(config, choices, machine, RunDirectory(path.absolute(), writes=is_main and task.KEEPS_RUN))
+    folder = RunDirectory(path.absolute(), writes=is_main and task.KEEPS_RUN)
+    job = Job(config, choices, machine, folder, tuple(overrides))
     if not task.KEEPS_RUN:
         with logging_to(None, console=False):
             return _result(job, task.run(job), path=None)
