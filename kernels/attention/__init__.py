@@ -5,17 +5,18 @@ call whole, and a backend that was asked for by name and cannot is an error. No 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from maxhydra.kernels.attention import cudnn, reference, triton, xla
+from maxhydra.kernels.attention import cudnn, mosaic, reference, triton, xla
 from maxhydra.kernels.attention.request import Request, Tokens
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.watch import watched
 
-__all__ = ["BACKENDS", "Backend", "Call", "Request", "UnsupportedError", "attention", "choose"]
+__all__ = ["BACKENDS", "Backend", "Call", "Request", "UnsupportedError", "attention", "capability", "choose"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +25,14 @@ class Call:
 
     request: Request
     platform: str
+    capability: str | None
+    """Compute capability of an NVIDIA GPU."""
     devices: int
     dtype: str
     head_dim: int
     value_dim: int
     length: int
+    """Of queries and keys; what divides both, where they differ."""
     has_segments: bool
     has_positions: bool
     has_chosen: bool
@@ -41,6 +45,8 @@ class Backend:
 
     run: Callable[[jax.Array, jax.Array, jax.Array, Request, Tokens, Any], jax.Array]
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+    capabilities: tuple[str, ...] | None = None
+    """Compute capabilities of the GPUs; None: any."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     head_dims: tuple[int, ...] | None = None
     """None: any, within what the next two say."""
@@ -67,6 +73,10 @@ class Backend:
         length_fits = not call.has_segments or call.length % self.segment_length_multiple == 0
         needs = (
             (call.platform in self.platforms, f"runs on {_either(self.platforms)}, not {call.platform}"),
+            (
+                self.capabilities is None or call.capability in self.capabilities,
+                f"needs a GPU of compute capability {_either(self.capabilities or ())}, not {call.capability}",
+            ),
             (call.dtype in self.dtypes, f"takes {_either(self.dtypes)}, not {call.dtype}"),
             (
                 call.head_dim <= (self.max_head_dim or call.head_dim) and call.head_dim % self.head_dim_multiple == 0,
@@ -97,7 +107,7 @@ class Backend:
 
 
 # Fastest first. cuDNN: heads up to 256 exist on Hopper only; 128 holds on every GPU from Ampere on. Its masks, which
-# carry the segments, need even lengths in training.
+# carry the segments, need even lengths in training. Mosaic's warpgroups and their products exist on Hopper alone.
 BACKENDS: dict[str, Backend] = {
     "cudnn": Backend(
         run=cudnn.attention,
@@ -113,6 +123,19 @@ BACKENDS: dict[str, Backend] = {
         chosen=False,
         value_dim=False,
         split_length=False,
+    ),
+    "mosaic": Backend(
+        run=mosaic.attention,
+        platforms=("gpu",),
+        capabilities=("9.0",),
+        dtypes=("bfloat16", "float16"),
+        head_dims=tuple(mosaic.TILES),
+        length_multiple=mosaic.LENGTH_MULTIPLE,
+        positions=False,
+        chosen=False,
+        value_dim=False,
+        split_length=False,
+        devices=1,
     ),
     "triton": Backend(
         run=triton.attention,
@@ -137,6 +160,12 @@ def choose(backend: str, call: Call) -> str:
 
 
 @watched
+def capability() -> str | None:
+    """Compute capability of this host's GPUs; None where there are none."""
+    device: Any = jax.devices()[0]
+    return device.compute_capability if device.platform == "gpu" else None
+
+
 def attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -160,11 +189,12 @@ def attention(
     call = Call(
         request=request,
         platform=jax.default_backend(),
+        capability=capability(),
         devices=jax.device_count(),
         dtype=q_BTNH.dtype.name,
         head_dim=q_BTNH.shape[3],
         value_dim=v_BSKH.shape[3],
-        length=q_BTNH.shape[1],
+        length=math.gcd(q_BTNH.shape[1], k_BSKH.shape[1]),
         has_segments=q_segments_BT is not None,
         has_positions=q_positions_BT is not None,
         has_chosen=chosen_BTS is not None,

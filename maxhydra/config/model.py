@@ -85,6 +85,7 @@ class AttentionBackend(Enum):
     reference = "reference"
     xla = "xla"
     cudnn = "cudnn"
+    mosaic = "mosaic"
     triton = "triton"
 
 

@@ -35,9 +35,15 @@ def attention(
     tiles: Tiles | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    how = How(request, tiles or TILES[q_BTNH.shape[3]], 132, interpret)
+    how = How(request, tiles or TILES[q_BTNH.shape[3]], _processors(), interpret)
     inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)
     return _attend(how, inputs)
+
+
+def _processors() -> int:
+    """Of this host's GPU; of an H100 or H200 where there is none and the kernels are only lowered."""
+    device: Any = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else 132
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

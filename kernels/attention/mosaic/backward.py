@@ -137,7 +137,16 @@ def backward(how: How, inputs: Inputs, rows: Rows) -> tuple[jax.Array, jax.Array
 
 
 def _kernel(
-    refs: Inputs, rows: Rows, d_q_ref: Any, d_k_ref: Any, d_v_ref: Any, memory: Memory, barriers: Barriers, *, how: How, sizes: Sizes
+    refs: Inputs,
+    rows: Rows,
+    d_q_ref: Any,
+    d_k_ref: Any,
+    d_v_ref: Any,
+    memory: Memory,
+    barriers: Barriers,
+    *,
+    how: How,
+    sizes: Sizes,
 ) -> None:
     worker = jax.lax.axis_index("warpgroup")
     b, k = jax.lax.axis_index("b"), jax.lax.axis_index("k")

@@ -163,7 +163,17 @@ def forward(how: How, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     return out_BTNH, total_BNT
 
 
-def _kernel(refs: Inputs, schedule_ref: Any, out_ref: Any, total_ref: Any, memory: Memory, barriers: Barriers, *, how: How, plan: Plan) -> None:
+def _kernel(
+    refs: Inputs,
+    schedule_ref: Any,
+    out_ref: Any,
+    total_ref: Any,
+    memory: Memory,
+    barriers: Barriers,
+    *,
+    how: How,
+    plan: Plan,
+) -> None:
     worker = jax.lax.axis_index("warpgroup")
     program = jax.lax.axis_index("program")
     count = schedule_ref[program, 0]
@@ -246,7 +256,9 @@ def _compute_tile(
 
     def softmax(product_CD: jax.Array, j: Any, slot: Any, top_C: jax.Array, total_C: jax.Array, *, masked: bool) -> Any:
         """Weights, what is kept of what was summed so far, and the new top and total."""
-        segments = (of_queries, plgpu.layout_cast(memory.kv_segments.at[slot][...], ROW)) if is_tagged and masked else None
+        segments = (
+            (of_queries, plgpu.layout_cast(memory.kv_segments.at[slot][...], ROW)) if is_tagged and masked else None
+        )
         plgpu.barrier_arrive(barriers.k_free.at[slot])
         logits_CD, factor, _ = logits(product_CD, request)
         if masked:
@@ -301,7 +313,9 @@ def _compute_tile(
     top_C = plgpu.layout_cast(jnp.full((ROWS,), lowest, jnp.float32), COLUMN)
     total_C = zeros(ROWS, layout=COLUMN)
     if refs.sinks_N is not None:
-        top_C = plgpu.layout_cast(jnp.full((ROWS,), refs.sinks_N[head].astype(jnp.float32) * LOG2E, jnp.float32), COLUMN)
+        top_C = plgpu.layout_cast(
+            jnp.full((ROWS,), refs.sinks_N[head].astype(jnp.float32) * LOG2E, jnp.float32), COLUMN
+        )
         total_C = total_C + 1
     is_masked = request.causal or is_tagged
     plgpu.barrier_wait(barriers.k_here.at[jax.lax.rem(n, jnp.int32(plan.stages))])

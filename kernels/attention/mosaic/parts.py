@@ -106,7 +106,9 @@ def hidden_as(
     return jnp.where(seen(request, q, k, of_queries, of_keys), values, fill)
 
 
-def over(ranges: Ranges, request: Request, step: Callable[..., Any], so_far: Any, *, is_tagged: bool, by_keys: bool) -> Any:
+def over(
+    ranges: Ranges, request: Request, step: Callable[..., Any], so_far: Any, *, is_tagged: bool, by_keys: bool
+) -> Any:
     """The steps of all blocks, masked where it may matter; a loop that is always empty is left out."""
     before, inside, after = (
         (ranges.first, ranges.whole, True),

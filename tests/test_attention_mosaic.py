@@ -1,0 +1,56 @@
+"""Attention for Hopper where there is none: the kernels lower for it, layouts of the matrix unit included, and every
+tile of queries is dealt out once. Values and gradients need the GPU: `test_gpu_backends_equal_the_reference` and
+`bench/kernels.py`, since neither gradients of accumulators nor sums in memory exist in the interpreter of Mosaic."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxhydra.kernels.attention.mosaic import TILES, attention
+from maxhydra.kernels.attention.mosaic.forward import Plan
+from maxhydra.kernels.attention.mosaic.parts import How, Inputs
+from maxhydra.kernels.attention.request import Request, Tokens
+
+PLAIN = {"scale": 0.1, "causal": True, "window": None, "chunk": None, "softcap": None}
+
+
+def make_request(**changes) -> Request:
+    return Request(**{**PLAIN, "softmax_dtype": "float32", "is_length_split": False, **changes})
+
+
+def make_inputs(B: int, T: int, N: int, K: int, H: int) -> Inputs:
+    q, k = (jax.ShapeDtypeStruct((B, T, heads, H), jnp.bfloat16) for heads in (N, K))
+    return Inputs(q, k, k, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "changes", "is_tagged", "has_sinks"),
+    [(128, {}, False, False), (64, {"window": 100, "softcap": 20.0}, False, True), (128, {"chunk": 64}, True, False)],
+)
+def test_the_kernels_lower_for_hopper_with_their_gradients(head_dim, changes, is_tagged, has_sinks):
+    inputs, request = make_inputs(1, 256, 2, 1, head_dim), make_request(**changes)
+    segments = jax.ShapeDtypeStruct((1, 256), jnp.int32) if is_tagged else None
+    sinks = jax.ShapeDtypeStruct((2,), jnp.float32) if has_sinks else None
+
+    def gradients(q, k, v, sinks, segments, d):
+        tokens = Tokens(segments, segments, None, None)
+        return jax.vjp(lambda q, k, v, sinks: attention(q, k, v, request, tokens, sinks), q, k, v, sinks)[1](d)
+
+    traced = jax.jit(gradients).trace(*inputs[:3], sinks, segments, inputs.q_BTNH)
+    assert [one.dtype for one in traced.out_info[:3]] == [jnp.bfloat16] * 3
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"causal": False}, {"window": 200}, {"chunk": 256}])
+def test_each_tile_of_queries_is_dealt_out_once_and_evenly(changes):
+    inputs = make_inputs(2, 1024, 8, 2, 64)
+    how = How(make_request(**changes), TILES[64], 10, None)
+    plan = Plan.of(inputs, how)
+    dealt = [[int(tile) for tile in row[1 : row[0] + 1]] for row in plan.schedule(how)]
+    places = Counter(tuple(map(int, plan.place(jnp.int32(tile)))) for row in dealt for tile in row)
+    assert set(places.values()) == {1}
+    assert set(places) == {(b, n, start) for b in range(2) for n in range(8) for start in range(0, 1024, 128)}
+    keys = [sum(int(plan.place(jnp.int32(tile))[2]) + 256 for tile in row) for row in dealt]
+    assert len(dealt) == 10 and (changes or max(keys) - min(keys) <= 1024)
