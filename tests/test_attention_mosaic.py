@@ -1,6 +1,6 @@
-"""Attention for Hopper where there is none: the kernels lower for it, layouts of the matrix unit included, and every
-tile of queries is dealt out once. Values and gradients need the GPU: `test_gpu_backends_equal_the_reference` and
-`bench/kernels.py`, since neither gradients of accumulators nor sums in memory exist in the interpreter of Mosaic."""
+"""Attention for Hopper where there is none: the kernels lower for it, the matrix unit's layouts included, and every tile
+of queries is dealt out once. Values and gradients need the GPU (`test_gpu_backends_equal_the_reference_with_gradients`,
+`bench/kernels.py`): Mosaic's interpreter has neither accumulators that go on nor sums in memory."""
 
 from collections import Counter
 
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from maxhydra.kernels.attention.mosaic import TILES, attention
-from maxhydra.kernels.attention.mosaic.forward import Plan
 from maxhydra.kernels.attention.mosaic.parts import How, Inputs
+from maxhydra.kernels.attention.mosaic.plan import Plan
 from maxhydra.kernels.attention.request import Request, Tokens
 
 PLAIN = {"scale": 0.1, "causal": True, "window": None, "chunk": None, "softcap": None}
@@ -46,7 +46,7 @@ def test_the_kernels_lower_for_hopper_with_their_gradients(head_dim, changes, is
 @pytest.mark.parametrize("changes", [{}, {"causal": False}, {"window": 200}, {"chunk": 256}])
 def test_each_tile_of_queries_is_dealt_out_once_and_evenly(changes):
     inputs = make_inputs(2, 1024, 8, 2, 64)
-    how = How(make_request(**changes), TILES[64], 10, None)
+    how = How(make_request(**changes), TILES[64], 10)
     plan = Plan.of(inputs, how)
     dealt = [[int(tile) for tile in row[1 : row[0] + 1]] for row in plan.schedule(how)]
     places = Counter(tuple(map(int, plan.place(jnp.int32(tile)))) for row in dealt for tile in row)

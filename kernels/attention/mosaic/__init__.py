@@ -1,5 +1,6 @@
 """Flash attention (Shah et al., 2024) for Hopper GPUs, in Pallas for Mosaic: products run while memory moves and the
-softmax is made. Logits are in units of log 2, since the processors have 2^x and no e^x.
+softmax is made. Logits are in units of log 2, since the processors have 2^x and no e^x. Both kernels are jitted, so
+that the layers of a model that are written out share one of each.
 
 Shapes as in request.py; C queries and D keys of a block.
 """
@@ -33,9 +34,8 @@ def attention(
     sinks_N: jax.Array | None,
     *,
     tiles: Tiles | None = None,
-    interpret: Any = None,
 ) -> jax.Array:
-    how = How(request, tiles or TILES[q_BTNH.shape[3]], _processors(), interpret)
+    how = How(request, tiles or TILES[q_BTNH.shape[3]], _processors())
     inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)
     return _attend(how, inputs)
 

@@ -1,7 +1,4 @@
-"""What the forward and the backward kernel share: sizes, logits, masks, and arrays as the matrix unit wants them.
-
-L is the matrix unit's layout of an array in registers; a row or a column of numbers goes with it.
-"""
+"""What the forward and the backward kernel share: logits, masks, loops, and arrays as the matrix unit wants them."""
 
 import dataclasses
 import math
@@ -21,6 +18,9 @@ LOG2E = math.log2(math.e)
 LOWEST = -1e30
 # Rows of a product of the matrix unit, which a warpgroup has of its own.
 ROWS = 64
+# Warpgroups of a program that compute; one more loads.
+WORKERS = 2
+# Arrays in registers as the matrix unit has them, and a number for each row or column of one.
 MATRIX = plgpu.Layout.WGMMA
 COLUMN, ROW = MATRIX.reduce(1), MATRIX.reduce(0)
 PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
@@ -47,7 +47,7 @@ class How:
     request: Request
     tiles: Tiles
     programs: int
-    interpret: Any
+    """The most at a time: the GPU's processors."""
 
 
 class Inputs(NamedTuple):
@@ -87,8 +87,10 @@ def logits(product: jax.Array, request: Request) -> tuple[jax.Array, float, jax.
     """Logits and the factor that takes them to units of log 2, and their slope against scale * product; None: one."""
     if request.softcap is None:
         return product, request.scale * LOG2E, None
-    # tanh from 2^x: its error is that of a number near one, so that of the logits is 1e-7 of the cap.
-    turned = 1 - 2 / (1 + jnp.exp2(product * (2 * LOG2E * request.scale / request.softcap)))
+    # tanh from 2^x: its error is that of a number near one, so that of the logits is some 1e-7 of the cap. A quotient
+    # takes more instructions than the square of an inverse root.
+    root = jax.lax.rsqrt(1 + jnp.exp2(product * (2 * LOG2E * request.scale / request.softcap)))
+    turned = 1 - 2 * root * root
     return turned, request.softcap * LOG2E, 1 - turned * turned
 
 
@@ -106,24 +108,39 @@ def hidden_as(
     return jnp.where(seen(request, q, k, of_queries, of_keys), values, fill)
 
 
-def over(
-    ranges: Ranges, request: Request, step: Callable[..., Any], so_far: Any, *, is_tagged: bool, by_keys: bool
-) -> Any:
-    """The steps of all blocks, masked where it may matter; a loop that is always empty is left out."""
+def over(ranges: Ranges, step: Callable[..., Any], so_far: Any, how: How, *, is_tagged: bool, backwards: bool) -> Any:
+    """The steps of all blocks, masked where it may matter; a loop that is always empty is left out.
+
+    Forwards is over queries, where causality breaks the first blocks, backwards over keys, where it breaks the last.
+    """
+    request = how.request
     before, inside, after = (
         (ranges.first, ranges.whole, True),
         (ranges.whole, ranges.broken, False),
         (ranges.broken, ranges.last, True),
     )
-    is_two_sided = request.window is not None or request.chunk is not None
     if is_tagged:
         loops = [(ranges.first, ranges.last, True)]
-    elif is_two_sided:
+    elif request.window is not None or request.chunk is not None:
         loops = [before, inside, after]
     elif not request.causal:
         loops = [inside]
     else:
-        loops = [before, inside] if by_keys else [inside, after]
-    for start, stop, masked in loops:
-        so_far = jax.lax.fori_loop(start, stop, partial(step, masked=masked), so_far)
+        loops = [inside, after] if backwards else [before, inside]
+    for start, stop, masked in reversed(loops) if backwards else loops:
+        one = partial(_down, stop, step) if backwards else partial(_up, start, step)
+        so_far = jax.lax.fori_loop(0, stop - start, partial(one, masked=masked), so_far)
     return so_far
+
+
+def _up(start: Any, step: Callable[..., Any], n: Any, so_far: Any, *, masked: bool) -> Any:
+    return step(start + n, so_far, masked=masked)
+
+
+def _down(stop: Any, step: Callable[..., Any], n: Any, so_far: Any, *, masked: bool) -> Any:
+    return step(stop - 1 - n, so_far, masked=masked)
+
+
+def slot_of(n: Any, stages: int) -> Any:
+    """Where the step n finds what was loaded for it."""
+    return jax.lax.rem(n, jnp.int32(stages))
