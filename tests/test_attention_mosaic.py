@@ -1,5 +1,5 @@
-"""Attention for Hopper where there is none: the kernels lower for it, the matrix unit's layouts included, and every tile
-of queries is dealt out once. Values and gradients need the GPU, by test_attention.py and bench/kernels.py: Mosaic's
+"""Attention for Hopper where there is none: the kernels lower for it, the matrix unit's layouts included, and all tiles
+of queries are dealt out once. Values and gradients need the GPU, by test_attention.py and bench/kernels.py: Mosaic's
 interpreter has neither accumulators that go on nor sums in memory."""
 
 from collections import Counter

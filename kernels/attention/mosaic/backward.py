@@ -28,7 +28,9 @@ from maxhydra.kernels.attention.mosaic.parts import (
     across,
     hidden_as,
     logits,
+    meetings,
     memory,
+    narrowed,
     over,
     slot_of,
     zeros,
@@ -136,10 +138,13 @@ def backward(how: How, inputs: Inputs, rows: Rows) -> tuple[jax.Array, jax.Array
 
     def kernel(*arrays: Any) -> None:
         def run(*scratch: Any) -> None:
-            _Program(*arrays, *scratch, how=how, sizes=sizes).run()
+            _Program(how, sizes, *arrays, *scratch).run()
 
         pl.run_scoped(run, *scratch, collective_axes="warpgroup")
 
+    met = None
+    if is_tagged:
+        met = meetings(inputs.kv_segments_BS, inputs.q_segments_BT, rows=KEYS, columns=sizes.C)
     of_keys = jax.ShapeDtypeStruct((B, S, K, H), dtype)
     d_q_ref = jax.new_ref(jnp.zeros(inputs.q_BTNH.shape, jnp.float32))
     d_k_BSKH, d_v_BSKH = pl.kernel(
@@ -153,21 +158,22 @@ def backward(how: How, inputs: Inputs, rows: Rows) -> tuple[jax.Array, jax.Array
         ),
         compiler_params=PARAMS,
         name="attention_backward",
-    )(inputs, rows, d_q_ref)
+    )(inputs, rows, met, d_q_ref)
     return d_q_ref[...], d_k_BSKH, d_v_BSKH
 
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
+    how: How
+    sizes: Sizes
     refs: Inputs
     rows: Rows
+    meetings_ref: Any
     d_q_ref: Any
     d_k_ref: Any
     d_v_ref: Any
     memory: Memory
     barriers: Barriers
-    how: How
-    sizes: Sizes
 
     @property
     def is_tagged(self) -> bool:
@@ -181,8 +187,10 @@ class _Program:
 
     def run(self) -> None:
         worker, request = jax.lax.axis_index("warpgroup"), self.how.request
-        start, T, C = self.place[2], self.sizes.T, self.sizes.C
+        (b, _, start), T, C = self.place, self.sizes.T, self.sizes.C
         ranges = query_ranges(request, start, C=C, D=KEYS, T=T, is_tagged=self.is_tagged)
+        if self.is_tagged:
+            ranges = narrowed(ranges, self.meetings_ref, b, jax.lax.div(start, jnp.int32(KEYS)))
 
         @pl.when(worker == WORKERS)
         def _load() -> None:

@@ -30,7 +30,9 @@ from maxhydra.kernels.attention.mosaic.parts import (
     down,
     hidden_as,
     logits,
+    meetings,
     memory,
+    narrowed,
     over,
     slot_of,
     zeros,
@@ -90,10 +92,12 @@ def forward(how: How, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """The values, and log2 of the sum of each row's exponentials, [B, N, T]."""
     (B, T, N, _), dtype = inputs.q_BTNH.shape, inputs.q_BTNH.dtype
     plan, is_tagged = Plan.of(inputs, how), inputs.q_segments_BT is not None
-    schedule = plan.schedule(how)
+    schedule, met = plan.schedule(how), None
+    if is_tagged:
+        met = meetings(inputs.q_segments_BT, inputs.kv_segments_BS, rows=TILE, columns=plan.D)
 
     def kernel(*arrays: Any) -> None:
-        _Program(*arrays, how=how, plan=plan).run()
+        _Program(how, plan, *arrays).run()
 
     out_BTNH, total_BNT = plgpu.kernel(
         kernel,
@@ -108,7 +112,7 @@ def forward(how: How, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
         thread_name="warpgroup",
         compiler_params=PARAMS,
         kernel_name="attention_forward",
-    )(inputs, schedule)
+    )(inputs, schedule, met)
     return out_BTNH, total_BNT
 
 
@@ -124,14 +128,15 @@ class _Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
+    how: How
+    plan: Plan
     refs: Inputs
     schedule_ref: Any
+    meetings_ref: Any
     out_ref: Any
     total_ref: Any
     memory: Memory
     barriers: Barriers
-    how: How
-    plan: Plan
 
     @property
     def is_tagged(self) -> bool:
@@ -162,6 +167,10 @@ class _Program:
         def one(t: Any, n: Any) -> Any:
             b, head, start = plan.place(self.schedule_ref[program, t + 1])
             ranges = key_ranges(self.how.request, start, C=TILE, D=plan.D, S=plan.S, is_tagged=self.is_tagged)
+            if self.is_tagged:
+                ranges = narrowed(ranges, self.meetings_ref, b, jax.lax.div(start, jnp.int32(TILE)))
+                # A tile that sees nothing finds that out from any block.
+                ranges = ranges._replace(last=jnp.maximum(ranges.last, ranges.first + 1))
             act(_Tile(b, head, start, ranges, n))
             return n + ranges.last - ranges.first
 
@@ -227,7 +236,7 @@ class _Worker:
         plgpu.barrier_wait(barriers.k_here.at[slot_of(n, plan.stages)])
         softmax = pl.run_scoped(self.begin, plgpu.ACC((ROWS, plan.D), jnp.float32))
         last = ranges.last - 1
-        others = Ranges(ranges.first, *(jnp.minimum(one, last) for one in (ranges.whole, ranges.broken)), last)
+        others = Ranges(ranges.first, jnp.minimum(ranges.whole, last), jnp.minimum(ranges.broken, last), last)
         so_far = (zeros(ROWS, plan.H, layout=MATRIX), softmax, n + 1)
         so_far = over(others, self.step, so_far, program.how, is_tagged=program.is_tagged, backwards=True)
         sums_CH, softmax, n = so_far

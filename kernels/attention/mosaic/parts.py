@@ -73,12 +73,12 @@ def zeros(*shape: int, layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), layout)
 
 
-def down(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def down(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """One number a row."""
     return jax.lax.broadcast_in_dim(values, shape, [0])
 
 
-def across(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def across(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """One number a column."""
     return jax.lax.broadcast_in_dim(values, shape, [1])
 
@@ -106,6 +106,28 @@ def hidden_as(
         spread = (down, across) if query_axis == 0 else (across, down)
         of_queries, of_keys = (put(one, shape) for put, one in zip(spread, segments, strict=True))
     return jnp.where(seen(request, q, k, of_queries, of_keys), values, fill)
+
+
+def meetings(of_rows_BR: jax.Array, of_columns_BC: jax.Array, *, rows: int, columns: int) -> jax.Array:
+    """From which to before which block of columns any has a segment in common with a block of rows, [B, blocks, 2].
+
+    By the least and the largest segment of a block, so that blocks between may have none in common.
+    """
+    least, largest = [], []
+    for segments, size in ((of_rows_BR, rows), (of_columns_BC, columns)):
+        blocks = segments.reshape(segments.shape[0], -1, size)
+        least.append(jnp.where(blocks == 0, jnp.iinfo(jnp.int32).max, blocks).min(axis=2))
+        largest.append(blocks.max(axis=2))
+    meet = (least[0][:, :, None] <= largest[1][:, None, :]) & (least[1][:, None, :] <= largest[0][:, :, None])
+    first, beyond = jnp.argmax(meet, axis=2), meet.shape[2] - jnp.argmax(meet[:, :, ::-1], axis=2)
+    return jnp.stack([first, jnp.where(meet.any(axis=2), beyond, first)], axis=2).astype(jnp.int32)
+
+
+def narrowed(ranges: Ranges, meetings_ref: Any, b: Any, block: Any) -> Ranges:
+    """The ranges without blocks before or behind which no segment is in common; all that is left is masked."""
+    first = jnp.maximum(ranges.first, meetings_ref[b, block, 0])
+    last = jnp.maximum(jnp.minimum(ranges.last, meetings_ref[b, block, 1]), first)
+    return Ranges(first, last, last, last)
 
 
 def over(ranges: Ranges, step: Callable[..., Any], so_far: Any, how: How, *, is_tagged: bool, backwards: bool) -> Any:
