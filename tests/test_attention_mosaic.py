@@ -6,10 +6,12 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from maxhydra.kernels.attention.blocks import Inputs
 from maxhydra.kernels.attention.mosaic import TILES, attention
-from maxhydra.kernels.attention.mosaic.parts import How, Inputs
+from maxhydra.kernels.attention.mosaic.parts import How, meetings
 from maxhydra.kernels.attention.mosaic.plan import Plan
 from maxhydra.kernels.attention.request import Request, Tokens
 
@@ -54,3 +56,17 @@ def test_each_tile_of_queries_is_dealt_out_once_and_evenly(changes):
     assert set(places) == {(b, n, start) for b in range(2) for n in range(8) for start in range(0, 1024, 128)}
     keys = [sum(int(plan.place(jnp.int32(tile))[2]) + 256 for tile in row) for row in dealt]
     assert len(dealt) == 10 and (changes or max(keys) - min(keys) <= 1024)
+
+
+def test_every_pair_of_one_segment_lies_between_the_blocks_that_meet():
+    rng = np.random.default_rng(0)
+    q, kv = rng.integers(0, 4, (3, 12)).cumsum(axis=1) % 9, np.sort(rng.integers(0, 9, (3, 16)), axis=1)
+    found = np.asarray(meetings(jnp.asarray(q), jnp.asarray(kv), rows=3, columns=2))
+    for b, block in np.ndindex(3, 4):
+        of_block = q[b, 3 * block : 3 * block + 3]
+        met = [
+            j for j in range(8) if np.any((of_block[:, None] == kv[b, 2 * j : 2 * j + 2]) & (of_block[:, None] != 0))
+        ]
+        first, beyond = found[b, block]
+        assert all(first <= j < beyond for j in met)
+    assert (found[..., 1] - found[..., 0]).mean() < 6

@@ -1,8 +1,10 @@
-"""Which blocks of keys and queries meet, and what of them is hidden: shared by the kernels that go block by block.
+"""What the kernels that go block by block share: what goes in, which blocks of keys and queries meet, and what of them is
+hidden.
 
 C queries and D keys of a block; `start` is the first token of the block at hand.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -12,6 +14,42 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from maxhydra.kernels.attention.request import Request
+
+LOG2E = math.log2(math.e)
+# Hidden logits; finite, since the difference of two infinities is not a number.
+LOWEST = -1e30
+
+
+class Inputs(NamedTuple):
+    """What the kernels read; None where there is none."""
+
+    q_BTNH: Any
+    k_BSKH: Any
+    v_BSKH: Any
+    sinks_N: Any
+    q_segments_BT: Any
+    kv_segments_BS: Any
+
+
+class Rows(NamedTuple):
+    """What the backward pass has with the queries."""
+
+    d_out_BTNH: Any
+    total_BNT: Any
+    """log2 of the sum of each row's exponentials."""
+    mean_BNT: Any
+    """Of the gradients of the weights, by the weights."""
+
+    @classmethod
+    def of(cls, out_BTNH: jax.Array, total_BNT: jax.Array, d_out_BTNH: jax.Array) -> "Rows":
+        mean_BNT = jnp.einsum("BTNH,BTNH->BNT", out_BTNH, d_out_BTNH, preferred_element_type=jnp.float32)
+        return cls(d_out_BTNH, total_BNT, mean_BNT)
+
+    def d_sinks(self, inputs: Inputs) -> jax.Array | None:
+        if inputs.sinks_N is None:
+            return None
+        share_BNT = jnp.exp2(inputs.sinks_N.astype(jnp.float32)[:, None] * LOG2E - self.total_BNT)
+        return -jnp.sum(share_BNT * self.mean_BNT, axis=(0, 2)).astype(inputs.sinks_N.dtype)
 
 
 def seen(

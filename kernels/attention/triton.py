@@ -18,12 +18,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.attention.blocks import key_ranges, over, query_ranges, seen
+from maxhydra.kernels.attention.blocks import (
+    LOG2E,
+    LOWEST,
+    Inputs,
+    Rows,
+    key_ranges,
+    over,
+    query_ranges,
+    seen,
+)
 from maxhydra.kernels.attention.request import Request, Tokens
 
-LOG2E = math.log2(math.e)
-# Hidden logits; finite, since the difference of two infinities is not a number.
-LOWEST = -1e30
 # Blocks are cut to what divides a length, and smaller ones than this waste the matrix unit.
 LENGTH_MULTIPLE = 64
 
@@ -60,17 +66,6 @@ class How:
     request: Request
     blocks: Blocks
     interpret: bool
-
-
-class Inputs(NamedTuple):
-    """What the kernels read; None where there is none."""
-
-    q_BTNH: jax.Array
-    k_BSKH: jax.Array
-    v_BSKH: jax.Array
-    sinks_N: jax.Array | None
-    q_segments_BT: jax.Array | None
-    kv_segments_BS: jax.Array | None
 
 
 def attention(
@@ -119,10 +114,14 @@ def _forward(how: How, inputs: Inputs) -> tuple[jax.Array, tuple[Inputs, jax.Arr
 
 def _backward(how: How, kept: tuple[Inputs, jax.Array, jax.Array], d_out_BTNH: jax.Array) -> tuple[Inputs]:
     inputs, out_BTNH, total_BNT = kept
+    rows = Rows.of(out_BTNH, total_BNT, d_out_BTNH)
+    return (Inputs(*gradients(how, inputs, rows), rows.d_sinks(inputs), None, None),)
+
+
+def gradients(how: How, inputs: Inputs, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of queries, keys and values."""
     q_BTNH, k_BSKH = inputs.q_BTNH, inputs.k_BSKH
     (B, T, N, _), (_, S, K, _) = q_BTNH.shape, k_BSKH.shape
-    mean_BNT = jnp.einsum("BTNH,BTNH->BNT", out_BTNH, d_out_BTNH, preferred_element_type=jnp.float32)
-    rows = (d_out_BTNH, total_BNT, mean_BNT)
 
     block = how.blocks.for_queries
     sizes = _Sizes.of(inputs, block)
@@ -130,7 +129,7 @@ def _backward(how: How, kept: tuple[Inputs, jax.Array, jax.Array], d_out_BTNH: j
     d_q_BTNH = pl.pallas_call(
         partial(_queries_kernel, how=how),
         grid=(T // sizes.C, N, B),
-        in_specs=[specs.inputs(inputs), (specs.q, specs.row, specs.row)],
+        in_specs=[specs.inputs(inputs), Rows(specs.q, specs.row, specs.row)],
         out_specs=specs.q,
         out_shape=jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype),
         compiler_params=plt.CompilerParams(num_warps=block.warps, num_stages=block.stages),
@@ -145,18 +144,14 @@ def _backward(how: How, kept: tuple[Inputs, jax.Array, jax.Array], d_out_BTNH: j
     d_k_BSKH, d_v_BSKH = pl.pallas_call(
         partial(_keys_kernel, how=how),
         grid=(S // sizes.D, K, B),
-        in_specs=[specs.inputs(inputs), (specs.q, specs.row, specs.row)],
+        in_specs=[specs.inputs(inputs), Rows(specs.q, specs.row, specs.row)],
         out_specs=[specs.kv, specs.kv],
         out_shape=[of_keys, of_keys],
         compiler_params=plt.CompilerParams(num_warps=block.warps, num_stages=block.stages),
         interpret=how.interpret,
         name="attention_backward_keys",
     )(inputs, rows)
-    d_sinks_N = None
-    if inputs.sinks_N is not None:
-        share_BNT = jnp.exp2(inputs.sinks_N.astype(jnp.float32)[:, None] * LOG2E - total_BNT)
-        d_sinks_N = -jnp.sum(share_BNT * mean_BNT, axis=(0, 2)).astype(inputs.sinks_N.dtype)
-    return (Inputs(d_q_BTNH, d_k_BSKH, d_v_BSKH, d_sinks_N, None, None),)
+    return d_q_BTNH, d_k_BSKH, d_v_BSKH
 
 
 _attend.defvjp(_forward, _backward)

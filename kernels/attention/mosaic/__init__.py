@@ -9,19 +9,22 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from maxhydra.kernels.attention.mosaic.backward import Rows, backward
+from maxhydra.kernels.attention import triton
+from maxhydra.kernels.attention.blocks import Inputs, Rows
+from maxhydra.kernels.attention.mosaic.backward import backward
 from maxhydra.kernels.attention.mosaic.forward import forward
-from maxhydra.kernels.attention.mosaic.parts import LOG2E, How, Inputs, Tile, Tiles
+from maxhydra.kernels.attention.mosaic.parts import How, Tile, Tiles
 from maxhydra.kernels.attention.request import Request, Tokens
 
 # Of the sequence length: two warpgroups' rows.
 LENGTH_MULTIPLE = 128
-# By head size, keys of a step forward and queries of a step backward.
+# By head size, keys of a step forward and queries of a step backward. Gradients of 64 keys and values of 256 numbers each
+# are more than a warpgroup's registers.
 TILES = {
     64: Tiles(Tile(128, 2), Tile(128, 2)),
     128: Tiles(Tile(128, 2), Tile(64, 2)),
+    256: Tiles(Tile(64, 2), None),
 }
 
 
@@ -58,14 +61,13 @@ def _forward(how: How, inputs: Inputs) -> tuple[jax.Array, tuple[Inputs, jax.Arr
 
 def _backward(how: How, kept: tuple[Inputs, jax.Array, jax.Array], d_out_BTNH: jax.Array) -> tuple[Inputs]:
     inputs, out_BTNH, total_BNT = kept
-    mean_BNT = jnp.einsum("BTNH,BTNH->BNT", out_BTNH, d_out_BTNH, preferred_element_type=jnp.float32)
-    d_q_BTNH, d_k_BSKH, d_v_BSKH = backward(how, inputs, Rows(d_out_BTNH, total_BNT, mean_BNT))
-    d_q_BTNH = (d_q_BTNH * how.request.scale).astype(inputs.q_BTNH.dtype)
-    d_sinks_N = None
-    if inputs.sinks_N is not None:
-        share_BNT = jnp.exp2(inputs.sinks_N.astype(jnp.float32)[:, None] * LOG2E - total_BNT)
-        d_sinks_N = -jnp.sum(share_BNT * mean_BNT, axis=(0, 2)).astype(inputs.sinks_N.dtype)
-    return (Inputs(d_q_BTNH, d_k_BSKH, d_v_BSKH, d_sinks_N, None, None),)
+    rows = Rows.of(out_BTNH, total_BNT, d_out_BTNH)
+    if how.tiles.backward is None:
+        blocks = triton.BLOCKS[inputs.q_BTNH.shape[3]]
+        of_inputs = triton.gradients(triton.How(how.request, blocks, interpret=False), inputs, rows)
+    else:
+        of_inputs = backward(how, how.tiles.backward, inputs, rows)
+    return (Inputs(*of_inputs, rows.d_sinks(inputs), None, None),)
 
 
 _attend.defvjp(_forward, _backward)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxhydra.kernels.attention.blocks import Ranges, query_ranges
+from maxhydra.kernels.attention.blocks import Inputs, Ranges, Rows, query_ranges
 from maxhydra.kernels.attention.mosaic.parts import (
     COLUMN,
     MATRIX,
@@ -24,7 +24,7 @@ from maxhydra.kernels.attention.mosaic.parts import (
     ROWS,
     WORKERS,
     How,
-    Inputs,
+    Tile,
     across,
     hidden_as,
     logits,
@@ -42,14 +42,6 @@ BUFFERS = 2
 KEYS = WORKERS * ROWS
 
 
-class Rows(NamedTuple):
-    """What comes with the queries: the gradient of what they gathered, and two numbers each."""
-
-    d_out_BTNH: Any
-    total_BNT: Any
-    mean_BNT: Any
-
-
 class Sizes(NamedTuple):
     T: int
     G: int
@@ -58,8 +50,8 @@ class Sizes(NamedTuple):
     stages: int
 
     @classmethod
-    def of(cls, inputs: Inputs, how: How) -> "Sizes":
-        (_, T, N, H), K, tile = inputs.q_BTNH.shape, inputs.k_BSKH.shape[2], how.tiles.backward
+    def of(cls, inputs: Inputs, tile: Tile) -> "Sizes":
+        (_, T, N, H), K = inputs.q_BTNH.shape, inputs.k_BSKH.shape[2]
         return cls(T, N // K, H, tile.size, tile.stages)
 
     @property
@@ -129,11 +121,11 @@ class Barriers(NamedTuple):
         )
 
 
-@partial(jax.jit, static_argnums=0)
-def backward(how: How, inputs: Inputs, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of queries, keys and values; that of the queries in float32 and still without the scale."""
+@partial(jax.jit, static_argnums=(0, 1))
+def backward(how: How, tile: Tile, inputs: Inputs, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of queries, keys and values."""
     (B, S, K, H), dtype = inputs.k_BSKH.shape, inputs.k_BSKH.dtype
-    sizes, is_tagged = Sizes.of(inputs, how), inputs.q_segments_BT is not None
+    sizes, is_tagged = Sizes.of(inputs, tile), inputs.q_segments_BT is not None
     scratch = Memory.of(sizes, dtype, is_tagged=is_tagged), Barriers.of(sizes, is_tagged=is_tagged)
 
     def kernel(*arrays: Any) -> None:
@@ -159,7 +151,8 @@ def backward(how: How, inputs: Inputs, rows: Rows) -> tuple[jax.Array, jax.Array
         compiler_params=PARAMS,
         name="attention_backward",
     )(inputs, rows, met, d_q_ref)
-    return d_q_ref[...], d_k_BSKH, d_v_BSKH
+    d_q_BTNH = (d_q_ref[...] * how.request.scale).astype(dtype)
+    return d_q_BTNH, d_k_BSKH, d_v_BSKH
 
 
 @dataclasses.dataclass(frozen=True)

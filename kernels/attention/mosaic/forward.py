@@ -15,18 +15,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxhydra.kernels.attention.blocks import Ranges, key_ranges
+from maxhydra.kernels.attention.blocks import LOG2E, LOWEST, Inputs, Ranges, key_ranges
 from maxhydra.kernels.attention.mosaic.parts import (
     COLUMN,
-    LOG2E,
-    LOWEST,
     MATRIX,
     PARAMS,
     ROW,
     ROWS,
     WORKERS,
     How,
-    Inputs,
     down,
     hidden_as,
     logits,
@@ -45,6 +42,7 @@ class Memory(NamedTuple):
     k: Any
     v: Any
     out: Any
+    """None: where the queries were, since there is no room."""
     total: Any
     q_segments: Any
     kv_segments: Any
@@ -56,7 +54,7 @@ class Memory(NamedTuple):
             q=memory(*own, plan.H, dtype=dtype),
             k=memory(*shared, plan.H, dtype=dtype),
             v=memory(*shared, plan.H, dtype=dtype),
-            out=memory(*own, plan.H, dtype=dtype),
+            out=memory(*own, plan.H, dtype=dtype) if plan.H <= 128 else None,
             total=plgpu.SMEM(own, jnp.float32),
             q_segments=plgpu.SMEM(own, jnp.int32) if is_tagged else None,
             kv_segments=plgpu.SMEM(shared, jnp.int32) if is_tagged else None,
@@ -246,7 +244,8 @@ class _Worker:
         add = partial(plgpu.wgmma, a=short_CD, b=program.memory.v.at[slot])
         sums_CH = pl.run_state(add)(plgpu.ACC.init(sums_CH))
         plgpu.barrier_arrive(barriers.v_free.at[slot])
-        plgpu.barrier_arrive(barriers.q_free.at[self.worker])
+        if program.memory.out is not None:
+            plgpu.barrier_arrive(barriers.q_free.at[self.worker])
         self.write(sums_CH, softmax)
 
     def begin(self, product_ref: Any) -> _Softmax:
@@ -316,9 +315,13 @@ class _Worker:
             # A query that sees nothing has summed up what is hidden from it.
             share_C = jnp.where(softmax.top_C <= self.lowest, 0.0, share_C)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        memory.out[worker] = (sums_CH * down(share_C, sums_CH.shape)).astype(program.out_ref.dtype)
+        out = memory.q if memory.out is None else memory.out
+        out[worker] = (sums_CH * down(share_C, sums_CH.shape)).astype(program.out_ref.dtype)
         memory.total[worker] = softmax.top_C + jnp.log(softmax.total_C) * LOG2E
         plgpu.commit_smem()
         (b, head), queries = self.tile[:2], pl.ds(self.start, ROWS)
-        plgpu.copy_smem_to_gmem(memory.out.at[worker], program.out_ref.at[b, queries, head])
+        plgpu.copy_smem_to_gmem(out.at[worker], program.out_ref.at[b, queries, head])
         plgpu.copy_smem_to_gmem(memory.total.at[worker], program.total_ref.at[b, head, queries])
+        if memory.out is None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(program.barriers.q_free.at[worker])

@@ -1,7 +1,6 @@
 """What the forward and the backward kernel share: logits, masks, loops, and arrays as the matrix unit wants them."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,12 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxhydra.kernels.attention.blocks import Ranges, seen
+from maxhydra.kernels.attention.blocks import LOG2E, Ranges, seen
 from maxhydra.kernels.attention.request import Request
 
-LOG2E = math.log2(math.e)
-# Hidden logits; finite, since the difference of two infinities is not a number.
-LOWEST = -1e30
 # Rows of a product of the matrix unit, which a warpgroup has of its own.
 ROWS = 64
 # Warpgroups of a program that compute; one more loads.
@@ -37,7 +33,8 @@ class Tiles(NamedTuple):
     """The tiles of the two kernels."""
 
     forward: Tile
-    backward: Tile
+    backward: Tile | None
+    """None: the gradients are Triton's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +45,6 @@ class How:
     tiles: Tiles
     programs: int
     """The most at a time: the GPU's processors."""
-
-
-class Inputs(NamedTuple):
-    """What the kernels read; None where there is none."""
-
-    q_BTNH: Any
-    k_BSKH: Any
-    v_BSKH: Any
-    sinks_N: Any
-    q_segments_BT: Any
-    kv_segments_BS: Any
 
 
 def memory(*shape: int, dtype: Any) -> Any:
