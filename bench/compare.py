@@ -23,7 +23,7 @@ from maxhydra.config.hardware import Platform
 
 HERE = Path(__file__).parent
 NEEDED = ("torch", "transformers")
-# Of a line, by which ours and a peer's belong together.
+# Of a line of decoding, by which ours and a peer's belong together.
 SAME = ("batch", "prompt", "new")
 
 
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
         print(f"no peer: {', '.join(absent)} not installed", file=sys.stderr)
     for line in ours:
         for peer in peers:
-            if all(line.get(name) == peer.get(name) for name in SAME):
+            if what == "pretrain" or all(line[name] == peer[name] for name in SAME):
                 print(json.dumps(ratio(what, line, peer)), flush=True)
     return 0 if ours and (peers or absent) else 1
 

@@ -17,7 +17,7 @@ Line = dict[str, Any]
 DOCS = Path(__file__).parent.parent / "docs" / "performance.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 # Overrides that say where a line was measured, not what.
-ASIDE = ("data=", "hardware.compilation_cache=", "model=", "task.what=", "objective=")
+ASIDE = ("data=", "hardware.compilation_cache=", "model=", "task.", "objective=")
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -30,15 +30,14 @@ def share(value: float | None) -> str:
 
 def settings(line: Line) -> str:
     """What was chosen besides the model, or who the peer is and what it was told."""
-    who = line.get("peer") or line.get("engine")
-    if who:
-        told = {name: value for name, value in line.get("arguments", {}).items() if name in ("batch", "seq_len")}
-        return ", ".join([who, *(f"{name} {value}" for name, value in told.items())])
+    if who := line.get("peer") or line.get("engine"):
+        sizes = ("batch", "seq_len") if kind(line) == "pretrain" else ()
+        return ", ".join([who, *(f"{name} {line[name]}" for name in sizes)])
     return ", ".join(text for text in line["overrides"] if not text.startswith(ASIDE)) or "as given"
 
 
 def model(line: Line) -> str:
-    return str(line.get("model") or line.get("arguments", {}).get("model", ""))
+    return str(line.get("model", ""))
 
 
 Column = Callable[[Line], str]
@@ -65,6 +64,7 @@ TABLES: dict[str, tuple[str, dict[str, Column]]] = {
             "prompt, new": lambda line: f"{line['prompt']}, {line['new']}",
             "tokens/s": lambda line: number(line["tokens_per_second"]),
             "after the first": lambda line: number(line["tokens_per_second_after_first"]),
+            "all running": lambda line: number(line.get("tokens_per_second_steady")),
             "to the last's first": lambda line: f"{1e3 * first_token(line):.0f} ms",
         },
     ),
@@ -76,7 +76,7 @@ TABLES: dict[str, tuple[str, dict[str, Column]]] = {
             "shape": lambda line: " x ".join(map(str, next(iter(line["shapes"].values())))),
             "forward ms": lambda line: number(line["forward_ms"], 3),
             "with gradients ms": lambda line: number(line["both_ms"], 3),
-            "error": lambda line: f"{line['error']:.4f}",
+            "error": lambda line: f"{line['error']:.2g}",
         },
     ),
     "compare": (

@@ -1,11 +1,14 @@
 """task=bench: what it says is what was asked, and the arithmetic between its numbers holds."""
 
+import importlib
 import importlib.util
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from running import ROOT
@@ -14,6 +17,8 @@ from maxhydra import tasks
 from maxhydra.config import ConfigError
 from maxhydra.config.compose import Composer, compose
 from maxhydra.config.tasks.tune import TuneTask
+from maxhydra.measure.kernels import distance
+from maxhydra.measure.memory import OutOfMemoryError, memory_explained
 from maxhydra.runtime.options import hardware_options
 from maxhydra.tune.space import axes
 
@@ -56,6 +61,19 @@ def test_what_does_not_fit_is_one_line_that_says_what_to_lower(tmp_path: Path) -
     assert json.loads((tmp_path / "it" / "run.json").read_text())["status"] == "failed"
 
 
+def test_distance_is_relative_and_the_largest() -> None:
+    found, wanted = {"a": jnp.ones(3), "b": jnp.array([1.0, 0.0])}, {"a": jnp.ones(3), "b": jnp.array([1.0, 1.0])}
+    np.testing.assert_allclose(distance(found, wanted), 0.5**0.5, rtol=1e-6)
+
+
+def test_an_allocation_that_fails_is_explained() -> None:
+    with pytest.raises(OutOfMemoryError) as caught, memory_explained("try less"):
+        jnp.zeros(2**46).block_until_ready()
+    assert re.fullmatch(r"out of memory \(.*\b281474976710656 bytes\); try less", str(caught.value))
+    with pytest.raises(ValueError, match="else"), memory_explained("try less"):
+        raise ValueError("something else")
+
+
 def test_what_the_engine_cannot_be_told_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         compose([*FIXED, "task.what=[]", "task.engine.max_batch=7", "task.load.batches=[]"])
@@ -90,3 +108,19 @@ def test_the_measured_table_is_made_of_the_lines_that_are_kept() -> None:
     assert lines and page == table.placed(page, table.table(lines)), "python bench/table.py docs/performance.jsonl"
     for line in lines:
         assert f"{line.get('tokens_per_second', line.get('ours', 0)):,.0f}" in page
+
+
+def test_a_peer_is_asked_for_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    compare = importlib.import_module("compare")
+    asked = compare.peer_command("pretrain", ["model=tiny", "train.per_device_batch_size=4", "train.grad_accum=2"])
+    sizes = dict(zip(asked[1::2], asked[2::2], strict=True))
+    assert sizes == {
+        "--model": "tiny",
+        "--device": "cpu",
+        "--batch": "8",
+        "--seq-len": "128",
+        "--steps": "20",
+    }
+    ours, peer = {"tokens_per_second": 300, "model": "tiny"}, {"tokens_per_second": 200, "peer": "torch"}
+    assert compare.ratio("pretrain", ours, peer)["ratio"] == 1.5

@@ -1,5 +1,8 @@
 """The kernel over pages against the oracle over the same keys and values in a row."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +10,7 @@ import pytest
 from maxhydra.config.model import Pairs
 from maxhydra.kernels.attention.reference import attention as reference
 from maxhydra.kernels.attention.request import Request, Tokens
-from maxhydra.kernels.paged_attention import Pages, triton
+from maxhydra.kernels.paged_attention import Pages, pallas_tpu, triton
 from maxhydra.layers.rope import Rotation, rotate, turns
 
 PAGES, PAGE = 40, 4
@@ -36,18 +39,33 @@ def expected(q_BKGH: np.ndarray, pages: Pages, asked: Request) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("changes", [{}, {"window": 9}, {"softcap": 2.0}])
+CHANGES = [{}, {"window": 9}, {"softcap": 2.0}]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("part", [8, 512])
 @pytest.mark.parametrize("turned", [False, True])
 def test_pages_give_what_a_row_gives(
     changes: dict[str, float], part: int, turned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of every length, one of them empty, over pages in any order; in one part and in several. The last token of
-    each is new, and written on the way."""
+    """In one part and in several."""
     monkeypatch.setattr(triton, "PART", part)
     monkeypatch.setattr(triton, "BLOCK", 8)
     # Few rows are read in larger blocks: both ways.
     monkeypatch.setattr(triton, "FEW", 0 if part == 8 else 128)
+    assert_pages_give_what_a_row_gives(triton.attention, changes, turned)
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_pages_on_a_tpu_give_what_a_row_gives(changes: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pages at a time."""
+    monkeypatch.setattr(pallas_tpu, "BLOCK", 8)
+    assert_pages_give_what_a_row_gives(pallas_tpu.attention, changes, turned=not changes)
+
+
+def assert_pages_give_what_a_row_gives(run: Callable[..., Any], changes: dict[str, float], turned: bool) -> None:
+    """Rows of every length, one of them empty, over pages in any order. The last token of each is new, and written on
+    the way."""
     rng = np.random.default_rng(0)
     B, K, G, H, W = 5, 2, 3, 16, 7
     key, value = (rng.standard_normal((PAGES, K, PAGE, H)).astype(np.float32) for _ in range(2))
@@ -59,7 +77,7 @@ def test_pages_give_what_a_row_gives(
     heads = rng.standard_normal((B, K * G + 2 * K, H)).astype(np.float32)
     rotation = Rotation(tuple(1000 ** (-i / 8) for i in range(8)), amplitude=1.3, pairs=Pairs.halves)
     turn = turns(jnp.asarray(lengths - 1), rotation) if turned else None
-    found, after = triton.attention(jnp.asarray(heads), turn, pages, request(**changes), interpret=True)
+    found, after = run(jnp.asarray(heads), turn, pages, request(**changes), interpret=True)
 
     q, new_key, new_value = np.split(heads, [K * G, K * G + K], axis=1)
     if turned:

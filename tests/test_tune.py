@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from running import facts, finished, kill_when
 
-from maxhydra.config import ConfigError
+from maxhydra import tasks
+from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose import compose
 from maxhydra.config.tasks.tune import Batch, TuneTask
 from maxhydra.config.written import to_yaml
@@ -17,6 +18,7 @@ from maxhydra.runtime.options import hardware_options
 from maxhydra.tune.experiment import experiment
 from maxhydra.tune.search import OutOfTime, eliminate, grid, one_by_one
 from maxhydra.tune.space import Axis, Candidate, axes, settled
+from maxhydra.tune.tuner import needs_less
 
 SPACE = [Axis("a", ("a=0", "a=1", "a=2")), Axis("b", ("b=0", "b=1")), Axis("c", ("c=0", "c=1", "c=2"))]
 
@@ -94,6 +96,22 @@ def test_a_step_keeps_its_sequences() -> None:
         settled(config, odd, Batch.same)
 
 
+def test_what_surely_needs_less_memory() -> None:
+    config = compose(["task=tune", "model=micro", "train.per_device_batch_size=8"]).config
+
+    def made(batch: int, policy: str, unroll: int = 2) -> Config:
+        overrides = (
+            f"train.per_device_batch_size={batch}",
+            f"model.remat.policy={policy}",
+            f"model.scan_unroll={unroll}",
+        )
+        return settled(config, {text.partition("=")[0]: text for text in overrides}, Batch.same)
+
+    assert needs_less(made(4, "minimal"), made(8, "none")) and needs_less(made(4, "full"), made(4, "minimal"))
+    assert not needs_less(made(8, "full"), made(4, "none")) and not needs_less(made(4, "none"), made(8, "full"))
+    assert not needs_less(made(4, "full", unroll=1), made(8, "none"))
+
+
 def test_all_that_is_wrong_with_a_space_is_said_at_once() -> None:
     space = ["train.per_device_batch_size=4,5", "model.remat.polcy=none", "~model.remat", "model.scan_unroll=0,1"]
     config = compose(["task=tune", "model=micro", f"task.space={json.dumps(space)}"]).config
@@ -152,5 +170,13 @@ def test_a_search_survives_crashes_and_a_kill_and_its_experiment_runs(tmp_path: 
     finished("--config-dir", "conf", "experiment=fast", "debug=one_step", "run.name=after", cwd=tmp_path)
     train = compose(["experiment=fast"], str(tmp_path / "conf")).config.train
     assert train.per_device_batch_size * train.grad_accum == 2 and train.seq_len == 16
-    with pytest.raises(AssertionError, match="is there already"):
-        finished(*given, cwd=tmp_path)
+
+
+def test_an_experiment_is_never_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "fast.yaml").write_text("mine")
+    config = compose(["task=tune", *SMALL, "task.save_as=fast"]).config
+    with pytest.raises(ConfigError, match="is there already"):
+        tasks.run(config, choices={}, overrides=[], path=tmp_path / "it")
+    assert not (tmp_path / "it").exists() and (tmp_path / "conf/experiment/fast.yaml").read_text() == "mine"

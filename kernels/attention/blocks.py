@@ -1,4 +1,4 @@
-"""What the kernels that go block by block share: what goes in, which blocks of keys and queries meet, and what of them is
+"""What the kernels that go block by block share: what goes in, which blocks of keys and queries meet, what of them is
 hidden.
 
 C queries and D keys of a block; `start` is the first token of the block at hand.

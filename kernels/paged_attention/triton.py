@@ -36,7 +36,7 @@ def attention(
     pages: Pages,
     request: Request,
     *,
-    interpret: bool,
+    interpret: bool = False,
 ) -> tuple[jax.Array, Pages]:
     B, M, H = heads_BMH.shape
     P, K, Z, _ = pages.key_PKZH.shape

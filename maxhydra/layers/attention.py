@@ -16,16 +16,18 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config import model as config
 from maxhydra.kernels.attention import Request
 from maxhydra.kernels.einsum import Layout
-from maxhydra.kernels.paged_attention import Pages, can_serve, paged_attention
+from maxhydra.kernels.paged_attention import Pages, paged_attention, serving
+from maxhydra.kernels.rotated_heads import rotated_heads
 from maxhydra.layers.attend import attend, cached_positions
+from maxhydra.layers.backends import explained
 from maxhydra.layers.cache import Cache, KeysValues, NoCache, Room
 from maxhydra.layers.chunks import chunks
 from maxhydra.layers.context import Context
 from maxhydra.layers.norm import Norm, NormSpec, PlainNorm
 from maxhydra.layers.parts import Mixed, visible_in_chunk, visible_keys
-from maxhydra.layers.projection import Projection, are_alike, joined, together
+from maxhydra.layers.projection import Projection, are_bare, joined, together
 from maxhydra.layers.qk_norm import heads_norm, normed_heads
-from maxhydra.layers.rope import Rotation, rotate, turns
+from maxhydra.layers.rope import Rotation, cos_and_sin, rotate, turns
 from maxhydra.layers.temperature import tempered
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
@@ -55,6 +57,7 @@ class AttentionSpec:
     temperature: tuple[int, float] | None
     rotation: Rotation | None
     backend: str
+    heads_backend: str
     init_scale: float
     out_scale: float
     dtypes: Dtypes
@@ -85,6 +88,7 @@ class AttentionSpec:
             temperature=_temperature(own.temperature),
             rotation=Rotation.of(own.rope, head_dim),
             backend=model.kernels.attention.value,
+            heads_backend=model.kernels.rotated_heads.value,
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
@@ -100,6 +104,13 @@ class AttentionSpec:
         weights = self.emb_dim * self.head_dim * (of_queries * self.num_heads + of_keys * self.num_kv_heads)
         keys = visible_in_chunk(self.chunk, seq_len) if self.chunk else visible_keys(self.window, seq_len)
         return 2.0 * weights + 4.0 * self.num_heads * self.head_dim * keys
+
+    @property
+    def turns_plainly(self) -> bool:
+        """Whether nothing but positions changes the heads of a product of query, key and value."""
+        is_plain = self.qk_norm is config.QkNorm.none and not self.has_value_norm and self.shares is None
+        is_plain = is_plain and self.value is config.ValueSource.own
+        return is_plain and self.rotation is not None and self.rotation.turns_halves(self.head_dim)
 
     @property
     def suits_pages(self) -> bool:
@@ -162,29 +173,45 @@ class Attention(nnx.Module):
         return tuple(one for one in (self.query, self.key, self.value) if one is not None)
 
     def _project(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """Heads of query, and of key and value if they are its own, with positions where they belong.
+        """Heads of query, and of key and value if they are its own, with positions where they belong."""
+        q_BTNH, *own = self._heads(x_BTD, ctx)
+        if self.spec.temperature is not None:
+            q_BTNH = tempered(q_BTNH, ctx.positions, *self.spec.temperature)
+        q_BTNH = checkpoint_name(ctx.constrain(q_BTNH, "act_batch", "act_length", "act_heads", None), "query")
+        if not own:
+            return q_BTNH, None
+        k_BTKH, v_BTKH = (ctx.constrain(heads, "act_batch", "act_length", "act_kv_heads", None) for heads in own)
+        return q_BTNH, (checkpoint_name(k_BTKH, "key"), checkpoint_name(v_BTKH, "value"))
+
+    def _heads(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, ...]:
+        """Of query, and where they are its own of key and value.
 
         In training one product where every device holds all heads, as on a single one: x is read once, and its gradient
         is written once instead of three times and added up. Heads that are split over devices would have to move for
         that, and to decode a token the weights would be copied for it unless they lie together.
         """
         is_whole = ctx.sharder.ways("heads") == ctx.sharder.ways("kv_heads") == 1
-        if (ctx.cache is None and is_whole) or self.query.product.layout is Layout.joined:
+        in_training = ctx.cache is None and is_whole
+        if in_training and self.spec.turns_plainly and are_bare(self._inputs):
+            return self._turned(joined(self._inputs, x_BTD, ctx), ctx)
+        if in_training or self.query.product.layout is Layout.joined:
             heads = together(self._inputs, x_BTD, ctx)
         else:
             heads = [projection(x_BTD, ctx) for projection in self._inputs]
         q_BTNH = self._placed(heads[0], self.query_norm, ctx)
-        if self.spec.temperature is not None:
-            q_BTNH = tempered(q_BTNH, ctx.positions, *self.spec.temperature)
-        q_BTNH = checkpoint_name(ctx.constrain(q_BTNH, "act_batch", "act_length", "act_heads", None), "query")
         if self.spec.shares is not None:
-            return q_BTNH, None
-        k_BTKH = self._placed(heads[1], self.key_norm, ctx)
+            return (q_BTNH,)
         v_BTKH = heads[-1] if self.value_norm is None else self.value_norm(heads[-1])
-        return q_BTNH, (
-            checkpoint_name(ctx.constrain(k_BTKH, "act_batch", "act_length", "act_kv_heads", None), "key"),
-            checkpoint_name(ctx.constrain(v_BTKH, "act_batch", "act_length", "act_kv_heads", None), "value"),
-        )
+        return q_BTNH, self._placed(heads[1], self.key_norm, ctx), v_BTKH
+
+    def _turned(self, heads_BTAH: jax.Array, ctx: Context) -> tuple[jax.Array, ...]:
+        """Query, key and value of a product of all three."""
+        spec = self.spec
+        assert spec.rotation is not None
+        cos_BTF, sin_BTF = cos_and_sin(ctx.positions[:, :, None], spec.rotation)
+        sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+        with explained():
+            return rotated_heads(heads_BTAH, cos_BTF, sin_BTF, **sizes, backend=spec.heads_backend, place=ctx.place)
 
     def _placed(self, heads: jax.Array, norm: Norm | None, ctx: Context) -> jax.Array:
         """Queries or keys, normalised and turned."""
@@ -215,23 +242,27 @@ class Attention(nnx.Module):
     def _pages(self, x_BTD: jax.Array, ctx: Context) -> Pages | None:
         """The cache as the kernel for one new token a row takes it; None where that cannot serve."""
         inputs = self._inputs
-        is_plain = are_alike(inputs) and all(projection.lora is None for projection in inputs) and self.spec.suits_pages
-        is_asked = self.spec.backend == "auto" and self.query.product.layout is Layout.joined and is_plain
-        if ctx.cache is None or not is_asked or x_BTD.shape[1] > 1:
+        is_plain = are_bare(inputs) and self.spec.suits_pages
+        if ctx.cache is None or self.spec.backend != "auto" or not is_plain or x_BTD.shape[1] > 1:
             return None
         pages: Pages | None = ctx.cache.pages(cached_positions(ctx), ctx.rows)
-        return pages if pages is not None and can_serve(pages, x_BTD.dtype.name, ctx.sharder.mesh.size) else None
+        return pages if pages is not None and serving(pages, x_BTD.dtype.name, ctx.place) else None
 
     def _mix_pages(self, x_B1D: jax.Array, pages: Pages, ctx: Context) -> tuple[jax.Array, Any]:
         """The same as _project and _mix, from the heads of all three in one array to the cache with the new token."""
         spec = self.spec
-        heads_BMH = joined(self._inputs, x_B1D, ctx)[:, 0]
+        if self.query.product.layout is Layout.joined:
+            heads_BMH = joined(self._inputs, x_B1D, ctx)[:, 0]
+        else:
+            heads_BMH = jnp.concatenate([projection(x_B1D, ctx)[:, 0] for projection in self._inputs], axis=1)
         if self.query_norm is not None:
             q, k, v = jnp.split(heads_BMH, (spec.num_heads, spec.num_heads + spec.num_kv_heads), axis=1)
             q, k = (normed_heads(x, spec.qk_norm, norm) for x, norm in ((q, self.query_norm), (k, self.key_norm)))
             heads_BMH = jnp.concatenate([q, k, v], axis=1)
         turn = None if spec.rotation is None else turns(ctx.positions[:, 0], spec.rotation)
-        mixed_BNH, pages = paged_attention(heads_BMH, turn, pages, self._request(ctx))
+        backend = serving(pages, x_B1D.dtype.name, ctx.place)
+        assert backend is not None
+        mixed_BNH, pages = paged_attention(heads_BMH, turn, pages, self._request(ctx), backend=backend)
         return mixed_BNH[:, None], ctx.cache.with_pages(pages)
 
     def _whole(self, kv_BSKH: jax.Array, ctx: Context) -> jax.Array:
@@ -242,7 +273,8 @@ class Attention(nnx.Module):
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ctx: Context, **tokens: jax.Array | None
     ) -> jax.Array:
         sinks_N = None if self.sinks is None else self.sinks[...]
-        return attend(q_BTNH, k_BSKH, v_BSKH, self._request(ctx), backend=self.spec.backend, sinks_N=sinks_N, **tokens)
+        request, backend = self._request(ctx), self.spec.backend
+        return attend(q_BTNH, k_BSKH, v_BSKH, request, ctx, backend=backend, sinks_N=sinks_N, **tokens)
 
     def _request(self, ctx: Context) -> Request:
         spec = self.spec

@@ -1,5 +1,6 @@
 """The kernels that a model calls in training: time of every backend that can serve, and its distance to the reference.
 
+A call is that of all devices together, and is made on one.
 Arrays are named with a letter for each dimension, by which a call is cut down to one that the reference can serve.
 """
 
@@ -29,6 +30,8 @@ CALLS, SETS = 7, 2
 # Of a call that is held against the reference: rows of a batch, tokens, keys, rows of a product.
 SMALL = {"B": 1, "T": 512, "S": 512, "M": 512}
 REFERENCE = "reference"
+# Arguments that say how a call is served, not what is asked.
+HOW = ("backend", "place")
 
 
 def measure_kernels(subject: Subject) -> Iterator[Line]:
@@ -50,18 +53,19 @@ def measure_kernels(subject: Subject) -> Iterator[Line]:
                 log.warning("%s on %s: %s", operation, backend, error)
                 continue
             about = {"operation": operation, "backend": backend, "shapes": shapes, "given": _given(called)}
-            yield subject.line("kernels", **about, **figures, error=round(distance(found, wanted), 6))
+            yield subject.line("kernels", **about, **figures, error=float(f"{distance(found, wanted):.2g}"))
 
 
 def model_calls(config: Config) -> list[Called]:
-    """The distinct calls of a training step's forward pass, in the order of the layers."""
+    """The distinct calls of a training step's forward pass, in the order of the layers, as if on one device."""
     training, loader = plan(config)
     with closing(loader), watching() as calls:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(loader.peek()))
         jax.eval_shape(
             lambda weights, batch: training.loss(weights, batch, None), training.states.abstract().weights, batch
         )
-    return list({f"{called.operation.__name__} {called.arguments}": called for called in calls}.values())
+    alone = [Called(call.operation, {k: v for k, v in call.arguments.items() if k != "place"}) for call in calls]
+    return list({f"{called.operation.__name__} {called.arguments}": called for called in alone}.values())
 
 
 def distance(found: Any, wanted: Any) -> float:
@@ -76,10 +80,10 @@ def _arrays(called: Called) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _given(called: Called) -> dict[str, str]:
-    """What is not an array, the backend left out."""
+    """What is asked besides arrays."""
     arrays = _arrays(called)
     fixed = {name: value for name, value in called.arguments.items() if name not in arrays and value is not None}
-    return {name: str(value) for name, value in fixed.items() if name != "backend"}
+    return {name: str(value) for name, value in fixed.items() if name not in HOW}
 
 
 def _draw(called: Called, seed: int, largest: Mapping[str, int]) -> Arrays:
@@ -120,8 +124,9 @@ def _split(arrays: Arrays) -> tuple[Arrays, Arrays]:
 
 
 def _forward(called: Called, backend: str) -> Callable[[Arrays, Arrays], Any]:
-    fixed = {name: value for name, value in called.arguments.items() if not isinstance(value, jax.ShapeDtypeStruct)}
-    operation = partial(called.operation, **{**fixed, "backend": backend})
+    arrays = _arrays(called)
+    fixed = {name: value for name, value in called.arguments.items() if name not in arrays and name not in HOW}
+    operation = partial(called.operation, **fixed, backend=backend)
     return lambda smooth, others: operation(**smooth, **others)
 
 
@@ -139,16 +144,19 @@ def _gradients(called: Called, backend: str) -> Callable[[Arrays, Arrays], Any]:
 
 
 def _timed(called: Called, backend: str) -> dict[str, float]:
-    """Milliseconds of a call, forward and with its gradients, in programs of several on other numbers."""
+    """Milliseconds of a call, forward and with its gradients."""
     sets = [_split(_draw(called, 1 + number, {})) for number in range(SETS)]
-    found = {}
-    for name, function in (("forward_ms", _forward(called, backend)), ("both_ms", _gradients(called, backend))):
-        run = jax.jit(lambda sets, function=function: [function(*one) for one in sets])
+    parts = {"forward_ms": _forward(called, backend), "both_ms": _gradients(called, backend)}
+    return {name: round(milliseconds(function, sets), 4) for name, function in parts.items()}
+
+
+def milliseconds(function: Callable[..., Any], sets: list[tuple]) -> float:
+    """Of a call, in programs of several on other numbers, so that neither the host nor the cache is measured."""
+    run = jax.jit(lambda sets: [function(*one) for one in sets])
+    jax.block_until_ready(run(sets))
+    times = []
+    for _ in range(CALLS):
+        began = time.perf_counter()
         jax.block_until_ready(run(sets))
-        times = []
-        for _ in range(CALLS):
-            began = time.perf_counter()
-            jax.block_until_ready(run(sets))
-            times.append((time.perf_counter() - began) / len(sets) * 1e3)
-        found[name] = round(statistics.median(times), 4)
-    return found
+        times.append((time.perf_counter() - began) / len(sets) * 1e3)
+    return statistics.median(times)

@@ -38,7 +38,8 @@ def memory_explained(way_out: str) -> Iterator[None]:
         first = str(error).splitlines()[0]
         if "RESOURCE_EXHAUSTED" not in first:
             raise
-        raise OutOfMemoryError(f"out of memory ({first.partition(': ')[2]}); {way_out}") from error
+        said = first.partition("RESOURCE_EXHAUSTED: ")[2].removeprefix("Out of memory").strip(" .:")
+        raise OutOfMemoryError(f"out of memory ({said}); {way_out}") from error
 
 
 def lower_in_training(config: Config) -> str:

@@ -20,6 +20,8 @@ from maxhydra.layers import (
     Context,
     Dtypes,
     Embedding,
+    ExpertMap,
+    Format,
     Head,
     LoraSpec,
     NormSpec,
@@ -32,6 +34,7 @@ from maxhydra.layers import (
     WeightMaker,
 )
 from maxhydra.model.block import Block, BlockSpec, Left
+from maxhydra.model.cast import cast_by_layer
 from maxhydra.model.mtp import Mtp
 from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder
@@ -61,8 +64,7 @@ class DecoderSpec:
         cls,
         model: config.Model,
         lora: LoraSpec | None = None,
-        float8: tuple[str, ...] = (),
-        int8: tuple[str, ...] = (),
+        formats: tuple[Format, ...] = (),
     ) -> "DecoderSpec":
         repeated = model.num_layers - len(model.prefix)
         repetitions, rest = divmod(repeated, len(model.pattern)) if repeated else (0, 0)
@@ -85,11 +87,15 @@ class DecoderSpec:
                 compute=Dtypes.of(model.dtypes).compute,
                 layout=Layout(model.kernels.projection.value),
                 lora=lora,
-                float8=float8,
-                int8=int8,
+                formats=formats,
             ),
             dtypes=Dtypes.of(model.dtypes),
         )
+
+    @property
+    def is_written_out(self) -> bool:
+        """Whether the repetitions stand one after the other in the program, and not in a loop."""
+        return self.unroll == self.repetitions
 
     @property
     def layers(self) -> tuple[BlockSpec, ...]:
@@ -174,9 +180,13 @@ class Decoder(nnx.Module):
         """The caches of all blocks; those of the pattern hold every repetition, the others one layer."""
         return self._map_blocks(lambda block, layers: block.empty_cache(room, layers))
 
-    def projections(self) -> list[Projection]:
-        """Every linear map of every block."""
-        return [module for _, module in nnx.iter_modules(self) if isinstance(module, Projection)]
+    def projections(self) -> list[str]:
+        """The name of every linear map of every block."""
+        return [module.name for _, module in nnx.iter_modules(self) if isinstance(module, Projection)]
+
+    def expert_maps(self) -> list[str]:
+        """The name of every linear map of experts."""
+        return [module.name for _, module in nnx.iter_modules(self) if isinstance(module, ExpertMap)]
 
     def _map_blocks(self, function: Callable[[Block, int], Any]) -> dict[str, list[Any]]:
         """A function of every block and the layers that it stands for."""
@@ -229,7 +239,9 @@ class Decoder(nnx.Module):
             is_matrix = isinstance(weight, nnx.Param) and len(own_axes) > 1
             if not is_matrix or weight.get_metadata("is_wide", False):
                 return weight
-            return weight.replace(weight[...].astype(self.spec.dtypes.compute))
+            wide, narrow = weight[...].dtype, self.spec.dtypes.compute
+            is_apart = len(own_axes) < len(weight.get_metadata("axes")) and self.spec.is_written_out
+            return weight.replace(cast_by_layer(wide, narrow, weight[...]) if is_apart else weight[...].astype(narrow))
 
         return graphdef, jax.tree.map(cast, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
@@ -243,7 +255,7 @@ class Decoder(nnx.Module):
         if not spec.repetitions:
             return _Run(x_BTD, caches, [], {}, ctx)
         splits = [self._split(block) for block in _in_order(self.pattern)]
-        in_loop = spec.repetitions > spec.unroll
+        in_loop = not spec.is_written_out
         runs = [spec.remat.wrap(_runner(graphdef), in_loop=in_loop) for graphdef, _ in splits]
 
         def repetition(carry: tuple[jax.Array, list[Any]], xs: tuple[jax.Array, list[Any], Any]) -> tuple[Any, Any]:

@@ -121,8 +121,8 @@ def _configure(hardware: Hardware, env: Mapping[str, str]) -> list[str]:
         # The same random numbers whatever the mesh.
         "jax_threefry_partitionable": True,
         "jax_compilation_cache_dir": folder,
-        # A program that compiles faster than this is cheaper to compile again than to find.
-        "jax_persistent_cache_min_compile_time_secs": 1.0,
+        # A program that compiles faster than this is cheaper to compile again than to find, as a rule.
+        "jax_persistent_cache_min_compile_time_secs": float(env.get("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", 1)),
     }
     for key, value in settings.items():
         jax.config.update(key, value)

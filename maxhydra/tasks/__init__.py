@@ -5,10 +5,12 @@ anywhere) and whether it keeps a run (`KEEPS_RUN`; one that does not only prints
 its folder, keeps run.json true whatever happens, and says how it ended.
 """
 
+import contextlib
 import dataclasses
 import importlib
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +115,22 @@ def _result(job: Job, outcome: Outcome, *, path: Path | None) -> Result:
         objective=outcome.metrics.get(job.config.objective),
         writes=job.machine.process_index == 0,
     )
+
+
+@contextlib.contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """The folder task.output to write, which takes its name once it is complete."""
+    if path.exists():
+        hint = "name another folder, or move it away"
+        raise ConfigError(Problem("task.output", "is there already", value=path, hint=hint))
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _default_name(config: Config, choices: dict[str, str]) -> str:

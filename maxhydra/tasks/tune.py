@@ -73,12 +73,11 @@ def _checked_target(job: Job, task: TuneTask) -> Path | None:
 
 def _comments(best: Trial, baseline: Trial | None, task: TuneTask) -> list[str]:
     line = best.line
-    memory = line["peak_memory_gib"] or line["needed_memory_gib"]
     stands = f"{line['devices']} x {line['device']}, jax {line['jax']}, {datetime.date.today().isoformat()}"
     speed = f"{line['tokens_per_second']:,} tokens/s, {line['step_ms']:g} ms a step"
     against = ""
     if baseline is not None and best.candidate:
         gain = line["tokens_per_second"] / baseline.line["tokens_per_second"]
         against = f", {gain:.2f} times the {baseline.line['tokens_per_second']:,} before"
-    used = "" if memory is None else f", {memory:g} GiB"
+    used = "" if best.memory_gib is None else f", {best.memory_gib:g} GiB"
     return [f"Tuned on {stands}.", f"{speed}{used}{against}.", "", f"  maxhydra experiment={task.save_as or 'NAME'}"]

@@ -57,18 +57,25 @@ def axes(config: Config, task: TuneTask, hardware: Hardware) -> list[Axis]:
 def settled(config: Config, candidate: Candidate, batch: Batch) -> Config:
     """The config with a candidate's values, checked as any other, and with the gradient accumulation that its batch
     then needs."""
-    made = varied(config, list(candidate.values()))
-    if batch is Batch.any or BATCH not in candidate:
-        return made
     sequences = config.train.per_device_batch_size * config.train.grad_accum
-    passes = sequences / made.train.per_device_batch_size
-    if ACCUMULATION not in candidate and passes == int(passes):
-        return varied(made, [f"{ACCUMULATION}={int(passes)}"])
-    if made.train.per_device_batch_size * made.train.grad_accum != sequences:
+    overrides = list(candidate.values())
+    is_kept = batch is Batch.same and BATCH in candidate
+    if is_kept and ACCUMULATION not in candidate:
+        overrides += _accumulation(candidate[BATCH], sequences)
+    train = (made := varied(config, overrides)).train
+    if is_kept and train.per_device_batch_size * train.grad_accum != sequences:
         reason = f"does not divide the {sequences:g} sequences a device of a step, which task.batch=same keeps"
         hint = "task.batch=any lets steps differ"
-        raise ConfigError(Problem(BATCH, reason, value=made.train.per_device_batch_size, hint=hint))
+        raise ConfigError(Problem(BATCH, reason, value=train.per_device_batch_size, hint=hint))
     return made
+
+
+def _accumulation(override: str, sequences: float) -> list[str]:
+    """Passes that make up the sequences; none where the size is no number that divides them, which others refuse."""
+    size = parse([override], loader=None).overrides[0].value()
+    if not isinstance(size, (int, float)) or size <= 0 or sequences % size:
+        return []
+    return [f"{ACCUMULATION}={int(sequences // size)}"]
 
 
 def _is_plain(override: Override) -> bool:

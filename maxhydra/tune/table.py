@@ -23,11 +23,10 @@ def _row(trial: Trial) -> tuple[str, ...]:
     if trial.status != MEASURED:
         return (trial.status, "", "", str(trial.steps), "", words(trial.candidate))
     line = trial.line
-    memory = line["peak_memory_gib"] or line["needed_memory_gib"]
     return (
         f"{line['tokens_per_second']:,}",
         f"{line['step_ms']:g}",
-        "" if memory is None else f"{memory:g}",
+        "" if trial.memory_gib is None else f"{trial.memory_gib:g}",
         str(trial.steps),
         f"{line['compile_s']:g}",
         words(trial.candidate),

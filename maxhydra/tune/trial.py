@@ -40,6 +40,8 @@ OWNED = (
 class Trial:
     """What came of a candidate over so many steps."""
 
+    base: str
+    """Digest of the config that is tuned."""
     key: str
     """Digest of the config that ran."""
     candidate: dict[str, str]
@@ -55,6 +57,12 @@ class Trial:
     def seconds_per_token(self) -> float:
         return 1 / self.line["tokens_per_second"] if self.status == MEASURED else math.inf
 
+    @property
+    def memory_gib(self) -> float | None:
+        """What the device held at most, or what the compiler says where the device does not."""
+        found: float | None = self.line.get("peak_memory_gib") or self.line.get("needed_memory_gib")
+        return found
+
 
 def bench_config(config: Config, steps: int) -> Config:
     """The benchmark of a candidate: the same settings under another task, in a folder that is given with the job."""
@@ -68,22 +76,40 @@ def digest(config: Config) -> str:
 
 
 class Journal:
-    """tune.jsonl: a line for each trial, added as it ends; a half-written last line is cut off."""
+    """tune.jsonl: a line for each trial, added as it ends. A half-written last line is cut off, and those of another
+    config, tuned in the same folder, are left alone."""
 
-    def __init__(self, folder: Path):
-        self._path = folder / LINES
-        self.trials: list[Trial] = []
-        if self._path.exists():
-            whole = self._path.read_text(encoding="utf-8").rpartition("\n")[0]
-            self.trials = [Trial(**json.loads(line)) for line in whole.splitlines()]
-            replace_file(self._path, whole + "\n" if whole else "")
+    def __init__(self, folder: Path, base: str):
+        self._folder, self._base = folder, base
+        self._all: list[Trial] = []
+        path = folder / LINES
+        if path.exists():
+            whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
+            self._all = [Trial(**json.loads(line)) for line in whole.splitlines()]
+            replace_file(path, whole + "\n" if whole else "")
 
     def add(self, trial: Trial) -> None:
-        self.trials.append(trial)
-        with open(self._path, "a", encoding="utf-8") as file:
+        self._all.append(trial)
+        with open(self._folder / LINES, "a", encoding="utf-8") as file:
             file.write(to_json(dataclasses.asdict(trial)) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def run(self, config: Config, candidate: dict[str, str], steps: int, **how: Any) -> Trial:
+        """Time a candidate whose config is given, in a folder of its own."""
+        began = time.monotonic()
+        status, reason, lines = run_trial(config, self._folder / TRIALS / str(len(self._all) + 1), **how)
+        trial = self.trial(config, candidate, steps, status=status, reason=reason)
+        seconds = round(time.monotonic() - began, 1)
+        return dataclasses.replace(trial, seconds=seconds, line=lines[0] if lines else {})
+
+    def trial(self, config: Config, candidate: dict[str, str], steps: int, *, status: str, reason: str) -> Trial:
+        """One that took no time."""
+        return Trial(self._base, digest(config), candidate, steps, status, reason, seconds=0.0, line={})
+
+    @property
+    def trials(self) -> list[Trial]:
+        return [trial for trial in self._all if trial.base == self._base]
 
     def find(self, key: str) -> Trial | None:
         return next((trial for trial in self.trials if trial.key == key), None)
@@ -130,11 +156,3 @@ def _last_words(path: Path, code: int) -> str:
     if code == WRONG_CONFIG and heads:
         return lines[heads[-1] + 1]
     return lines[-1] if lines else ""
-
-
-def timed(config: Config, candidate: dict[str, str], steps: int, folder: Path, **how: Any) -> Trial:
-    """The trial of a candidate's config."""
-    began = time.monotonic()
-    status, reason, lines = run_trial(config, folder, **how)
-    line = lines[0] if lines else {}
-    return Trial(digest(config), candidate, steps, status, reason, round(time.monotonic() - began, 1), line)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.tasks.tune import Search, TuneTask
-from maxhydra.config.written import to_yaml
 from maxhydra.train.progress import Progress
 from maxhydra.tune.search import OutOfTime, eliminate, grid, one_by_one
 from maxhydra.tune.space import POLICIES, Axis, Candidate, settled
-from maxhydra.tune.trial import FAILED, HOPELESS, NO_MEMORY, TRIALS, Journal, Trial, bench_config, digest, timed
+from maxhydra.tune.trial import FAILED, HOPELESS, NO_MEMORY, Journal, Trial, bench_config, digest
 
 log = logging.getLogger("maxhydra")
 
@@ -35,8 +34,9 @@ class Tuner:
     progress: Progress
 
     def __post_init__(self) -> None:
-        self.journal = Journal(self.folder)
+        self.journal = Journal(self.folder, digest(bench_config(self.config, self.task.steps)))
         self._share = EXPLORING
+        self._refused: set[str] = set()
 
     def run(self) -> str:
         """Search until there is nothing left to try, or no time; why it ended."""
@@ -60,8 +60,13 @@ class Tuner:
         """Seconds a token, known or measured now."""
         try:
             config = bench_config(settled(self.config, candidate, self.task.batch), steps)
-        except ConfigError:
+        except ConfigError as error:
             # Values that do not go together, such as a chunk and a length.
+            if (
+                said := f"{words(candidate)}: {error.problems[0].path} {error.problems[0].reason}"
+            ) not in self._refused:
+                self._refused.add(said)
+                self.progress.message(said)
             return math.inf
         trial = self.journal.find(digest(config))
         if trial is None:
@@ -73,12 +78,11 @@ class Tuner:
         return trial.seconds_per_token
 
     def _try(self, config: Config, candidate: Candidate, steps: int) -> Trial:
-        if any(_is_smaller(other, config) for other in self._without_memory(steps)):
-            return Trial(
-                digest(config), candidate, steps, HOPELESS, "needs more memory than one that had too little", 0.0, {}
-            )
-        folder = self.folder / TRIALS / str(len(self.journal.trials) + 1)
-        return timed(config, candidate, steps, folder, environment=self.environment, limit=60 * self.task.trial_minutes)
+        if any(needs_less(other, config) for other in self._without_memory(steps)):
+            reason = "needs more memory than one that had too little"
+            return self.journal.trial(config, candidate, steps, status=HOPELESS, reason=reason)
+        limit = 60 * self.task.trial_minutes
+        return self.journal.run(config, candidate, steps, environment=self.environment, limit=limit)
 
     def _without_memory(self, steps: int) -> list[Config]:
         lacking = [trial.candidate for trial in self.journal.trials if trial.status == NO_MEMORY]
@@ -115,8 +119,7 @@ def words(candidate: Candidate) -> str:
 def outcome(trial: Trial) -> str:
     if not trial.line:
         return f"{trial.status}: {trial.reason}" if trial.status == FAILED else trial.status
-    memory = trial.line["peak_memory_gib"] or trial.line["needed_memory_gib"]
-    used = "" if memory is None else f", {memory:g} GiB"
+    used = "" if trial.memory_gib is None else f", {trial.memory_gib:g} GiB"
     return f"{trial.line['tokens_per_second']:,} tokens/s over {trial.steps} steps{used}"
 
 
@@ -133,14 +136,14 @@ def _steps(trial: Trial) -> int:
     return trial.steps
 
 
-def _is_smaller(one: Config, other: Config) -> bool:
+def needs_less(one: Config, other: Config) -> bool:
     """Whether one config surely needs no more memory: the same but for a smaller batch, or a more frugal policy."""
 
-    def rest(config: Config) -> str:
+    def rest(config: Config) -> Config:
         train = dataclasses.replace(config.train, per_device_batch_size=1.0, grad_accum=1)
         remat = dataclasses.replace(config.model.remat, policy=POLICIES[0])
         model = dataclasses.replace(config.model, remat=remat)
-        return to_yaml(dataclasses.replace(config, train=train, model=model))
+        return dataclasses.replace(config, train=train, model=model)
 
     policies = (one.model.remat.policy, other.model.remat.policy)
     if any(policy not in POLICIES for policy in policies):

@@ -19,8 +19,8 @@ from maxhydra.kernels.attention.request import Request, Tokens
 
 # Of the sequence length: two warpgroups' rows.
 LENGTH_MULTIPLE = 128
-# By head size, keys of a step forward and queries of a step backward. Gradients of 64 keys and values of 256 numbers each
-# are more than a warpgroup's registers.
+# By head size, keys of a step forward and queries of a step backward. With heads of 256, the gradients of 64 keys and
+# values are more than a warpgroup's registers hold.
 TILES = {
     64: Tiles(Tile(128, 2), Tile(128, 2)),
     128: Tiles(Tile(128, 2), Tile(64, 2)),
