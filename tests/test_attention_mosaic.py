@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxhydra.kernels.attention import triton
 from maxhydra.kernels.attention.blocks import Inputs
 from maxhydra.kernels.attention.mosaic import TILES, attention
 from maxhydra.kernels.attention.mosaic.parts import How, meetings
 from maxhydra.kernels.attention.mosaic.plan import Plan
-from maxhydra.kernels.attention.request import Request, Tokens
+from maxhydra.kernels.attention.request import KEPT, Request, Tokens
 
 PLAIN = {"scale": 0.1, "causal": True, "window": None, "chunk": None, "softcap": None}
 
@@ -43,6 +44,20 @@ def test_the_kernels_lower_for_hopper_with_their_gradients(head_dim, changes, is
     traced = jax.jit(gradients).trace(*inputs[:3], sinks, segments, inputs.q_BTNH)
     assert [one.dtype for one in traced.out_info[:3]] == [jnp.bfloat16] * 3
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
+
+
+@pytest.mark.parametrize("run", [attention, triton.attention])
+def test_a_layer_can_keep_what_the_kernels_return(run):
+    """The values and the sums that the backward pass reads, next to the layer's inputs."""
+    inputs, nothing = make_inputs(1, 256, 2, 1, 64), Tokens(None, None, None, None)
+
+    def layer(q, k, v):
+        return run(q, k, v, make_request(), nothing, None)
+
+    kept = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(KEPT))
+    backward = jax.eval_shape(lambda *inputs: jax.vjp(kept, *inputs)[1], *inputs[:3])
+    shapes = Counter((leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(backward))
+    assert shapes[(1, 2, 256), "float32"] == 1 and shapes[(1, 256, 2, 64), "bfloat16"] == 2
 
 
 @pytest.mark.parametrize("changes", [{}, {"causal": False}, {"window": 200}, {"chunk": 256}])

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -28,7 +29,7 @@ from maxhydra.kernels.attention.blocks import (
     query_ranges,
     seen,
 )
-from maxhydra.kernels.attention.request import Request, Tokens
+from maxhydra.kernels.attention.request import KEPT, Request, Tokens
 
 # Blocks are cut to what divides a length, and smaller ones than this waste the matrix unit.
 LENGTH_MULTIPLE = 64
@@ -109,6 +110,7 @@ def _forward(how: How, inputs: Inputs) -> tuple[jax.Array, tuple[Inputs, jax.Arr
         interpret=how.interpret,
         name="attention_forward",
     )(inputs)
+    out_BTNH, total_BNT = checkpoint_name((out_BTNH, total_BNT), KEPT)
     return out_BTNH, (inputs, out_BTNH, total_BNT)
 
 

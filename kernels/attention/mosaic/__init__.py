@@ -9,13 +9,14 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.kernels.attention import triton
 from maxhydra.kernels.attention.blocks import Inputs, Rows
 from maxhydra.kernels.attention.mosaic.backward import backward
 from maxhydra.kernels.attention.mosaic.forward import forward
 from maxhydra.kernels.attention.mosaic.parts import How, Tile, Tiles
-from maxhydra.kernels.attention.request import Request, Tokens
+from maxhydra.kernels.attention.request import KEPT, Request, Tokens
 
 # Of the sequence length: two warpgroups' rows.
 LENGTH_MULTIPLE = 128
@@ -55,7 +56,7 @@ def _attend(how: How, inputs: Inputs) -> jax.Array:
 
 
 def _forward(how: How, inputs: Inputs) -> tuple[jax.Array, tuple[Inputs, jax.Array, jax.Array]]:
-    out_BTNH, total_BNT = forward(how, inputs)
+    out_BTNH, total_BNT = checkpoint_name(forward(how, inputs), KEPT)
     return out_BTNH, (inputs, out_BTNH, total_BNT)
 
 
