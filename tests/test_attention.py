@@ -285,6 +285,8 @@ def test_triton_refuses_what_it_cannot_serve(changes, reason):
 def test_mosaic_refuses_what_it_cannot_serve(changes, reason):
     capped = {"request": make_request(softcap=30.0), "length": 128}
     assert choose("auto", make_call(**capped)) == "mosaic"
+    for window, taken in ((128, "triton"), (1024, "mosaic")):
+        assert choose("auto", make_call(**capped | {"request": make_request(softcap=30.0, window=window)})) == taken
     with pytest.raises(UnsupportedError, match=reason):
         choose("mosaic", make_call(**{**capped, **changes}))
 

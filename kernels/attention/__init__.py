@@ -171,9 +171,18 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
+# Windows of a block leave Mosaic's few programs little to overlap: of 128 tokens, 64 heads of 64, forward 0.17 ms with
+# Triton and 0.23 with Mosaic, and 0.64 and 0.78 with gradients.
+SHORT_WINDOW = 128
+
+
 def choose(backend: str, call: Call) -> str:
     """The backend that serves the call: the one asked for, or under `auto` the fastest that can."""
-    return chosen("attention", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
+    names = list(BACKENDS)
+    if call.request.window is not None and call.request.window <= SHORT_WINDOW:
+        names.remove("mosaic")
+        names.insert(names.index("triton") + 1, "mosaic")
+    return chosen("attention", backend, {name: BACKENDS[name].refusals(call) for name in names})
 
 
 def capability() -> str | None:

@@ -16,8 +16,9 @@ from jax.experimental import pallas as pl
 from maxhydra.kernels.attention.request import Request
 
 LOG2E = math.log2(math.e)
-# Hidden logits; finite, since the difference of two infinities is not a number.
-LOWEST = -1e30
+# Hidden logits; finite, since the difference of two infinities is not a number, and a power of two, so that a product
+# with it is exact and a fused multiply-add of a hidden logit and the top that comes of it gives zero.
+LOWEST = -(2.0**100)
 
 
 class Inputs(NamedTuple):

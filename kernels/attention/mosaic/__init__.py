@@ -23,7 +23,7 @@ LENGTH_MULTIPLE = 128
 # By head size, keys of a step forward and queries of a step backward. With heads of 256, the gradients of 64 keys and
 # values are more than a warpgroup's registers hold.
 TILES = {
-    64: Tiles(Tile(128, 2), Tile(128, 2)),
+    64: Tiles(Tile(128, 3), Tile(128, 2)),
     128: Tiles(Tile(128, 2), Tile(64, 2)),
     256: Tiles(Tile(64, 2), None),
 }
