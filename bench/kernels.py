@@ -8,10 +8,7 @@ neither the host nor the cache is measured. `error` is against the reference, re
 
 import dataclasses
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,8 +18,10 @@ import jax.numpy as jnp
 from maxhydra.kernels import attention, grouped_matmul
 from maxhydra.kernels.attention import Request
 from maxhydra.kernels.int8 import triton as int8
+from maxhydra.measure.kernels import distance as error
+from maxhydra.measure.kernels import milliseconds as timed
 
-REPEATS, CALLS = 6, 7
+REPEATS = 6
 CAPPED = Request(
     scale=0.1, causal=True, window=None, chunk=None, softcap=50.0, softmax_dtype="float32", is_length_split=False
 )
@@ -41,25 +40,6 @@ ATTENTION = (
 
 def draw(number: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(number), shape, jnp.bfloat16)
-
-
-def timed(function: Callable, sets: list[tuple]) -> float:
-    """Milliseconds of a call, each on a set of its own."""
-    run = jax.jit(lambda sets: [function(*one) for one in sets])
-    jax.block_until_ready(run(sets))
-    times = []
-    for _ in range(CALLS):
-        began = time.perf_counter()
-        jax.block_until_ready(run(sets))
-        times.append((time.perf_counter() - began) / len(sets) * 1e3)
-    return statistics.median(times)
-
-
-def error(found: Any, wanted: Any) -> float:
-    """The largest over all arrays."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]
-    return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in wide)
 
 
 def say(kernel: str, **facts: Any) -> None:
