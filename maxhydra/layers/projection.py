@@ -219,6 +219,11 @@ def are_alike(projections: Sequence[Projection]) -> bool:
     return len({(projection.format, type(projection.kernel)) for projection in projections}) == 1
 
 
+def are_bare(projections: Sequence[Projection]) -> bool:
+    """Whether their products can be one, and nothing is added to any of them."""
+    return are_alike(projections) and all(projection.lora is None for projection in projections)
+
+
 def joined(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> jax.Array:
     """x times the kernels of projections, side by side in the first dimension of their outputs.
 

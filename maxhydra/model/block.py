@@ -29,6 +29,7 @@ from maxhydra.layers import (
     Side,
     WeightMaker,
     dropout,
+    tapped,
 )
 
 MIXERS: dict[config.Mixer, type[AttentionSpec] | type[DeltaSpec] | type[MlaSpec]] = {
@@ -124,10 +125,12 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Left:
         x_BTD = ctx.constrain(x_BTD, "act_batch", "act_length", "act_embed")
-        mixed = self.attention(_normed(self.attention_norm, x_BTD), ctx)
+        x_BTD, seen_BTD = tapped(self.attention_norm, x_BTD, backend=self.spec.norm.backend, place=ctx.place)
+        mixed = self.attention(seen_BTD, ctx)
         branch_BTD = _normed(self.attention_post_norm, mixed.out_BTD)
         x_BTD = x_BTD + dropout(branch_BTD, ctx.key(0), rate=self.spec.dropout)
-        fed = self.mlp(_normed(self.mlp_norm, x_BTD), ctx)
+        x_BTD, seen_BTD = tapped(self.mlp_norm, x_BTD, backend=self.spec.norm.backend, place=ctx.place)
+        fed = self.mlp(seen_BTD, ctx)
         sides = {"attention": mixed.side, "mlp": fed.side}
         if self.beside is not None:
             fed = self.beside(x_BTD, fed.out_BTD, ctx)
