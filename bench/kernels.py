@@ -9,6 +9,7 @@ neither the host nor the cache is measured. `error` is against the reference, re
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
