@@ -8,9 +8,7 @@ neither the host nor the cache is measured. `error` is against the reference, re
 
 import dataclasses
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,8 +19,10 @@ import jax.numpy as jnp
 from maxhydra.kernels import attention, grouped_matmul, linear_cross_entropy, rms_norm, rotated_heads
 from maxhydra.kernels.attention import Request
 from maxhydra.kernels.int8 import triton as int8
+from maxhydra.measure.kernels import distance as error
+from maxhydra.measure.kernels import milliseconds as timed
 
-REPEATS, CALLS = 6, 7
+REPEATS = 6
 CAPPED = Request(
     scale=0.1, causal=True, window=None, chunk=None, softcap=50.0, softmax_dtype="float32", is_length_split=False
 )
@@ -34,31 +34,13 @@ ATTENTION = (
     ("soft-cap", CAPPED, 4, 4096, 32, 8, 128, False),
     ("soft-cap", CAPPED, 2, 4096, 16, 8, 256, False),
     ("window and sinks", WINDOW, 2, 4096, 64, 8, 64, True),
+    ("plain", PLAIN, 4, 4096, 32, 8, 64, False),
     ("plain", PLAIN, 4, 4096, 32, 8, 128, False),
 )
 
 
 def draw(number: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(number), shape, jnp.bfloat16)
-
-
-def timed(function: Callable, sets: list[tuple]) -> float:
-    """Milliseconds of a call, each on a set of its own."""
-    run = jax.jit(lambda sets: [function(*one) for one in sets])
-    jax.block_until_ready(run(sets))
-    times = []
-    for _ in range(CALLS):
-        began = time.perf_counter()
-        jax.block_until_ready(run(sets))
-        times.append((time.perf_counter() - began) / len(sets) * 1e3)
-    return statistics.median(times)
-
-
-def error(found: Any, wanted: Any) -> float:
-    """The largest over all arrays."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]
-    return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in wide)
 
 
 def say(kernel: str, **facts: Any) -> None:
@@ -80,11 +62,18 @@ def bench_attention() -> None:
 
         small = tuple(x[:1, :512] for x in sets[0])
         facts = {"case": name, "shape": [B, T, N, K, H]}
-        for backend in ("triton", "xla", *(("cudnn",) if request is PLAIN else ())):
-            ms, all_ms = timed(partial(forward, backend), sets), timed(partial(both, backend), sets)
-            facts[backend] = {"forward_ms": round(ms, 3), "both_ms": round(all_ms, 3)}
-        off = error(jax.jit(partial(both, "triton"))(*small), jax.jit(partial(both, "reference"))(*small))
-        say("attention", **facts, error=round(off, 4))
+        wanted = jax.jit(partial(both, "reference"))(*small)
+        for backend in attention.BACKENDS:
+            if backend == "reference":
+                continue
+            try:
+                ms, all_ms = timed(partial(forward, backend), sets), timed(partial(both, backend), sets)
+            except attention.UnsupportedError as refusal:
+                facts[backend] = {"refused": refusal.reasons[0]}
+                continue
+            off = error(jax.jit(partial(both, backend))(*small), wanted)
+            facts[backend] = {"forward_ms": round(ms, 3), "both_ms": round(all_ms, 3), "error": round(off, 4)}
+        say("attention", **facts)
 
 
 def bench_grouped_matmul() -> None:
