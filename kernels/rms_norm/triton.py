@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
 
 
 # The fastest of those measured on an H200 with rows of 2,048 and 3,072 numbers.
-MEASURED = Tiles(Tile(2, 4), Tile(16, 4))
+MEASURED = Tiles(Tile(4, 4), Tile(16, 4))
 # Of a row, so that its pieces are few and each warp has some of each; and of the rows of a program.
 PIECE, MULTIPLE = 256, 16
 # The largest piece, and the longest row that registers hold.

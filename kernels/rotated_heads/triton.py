@@ -1,8 +1,8 @@
-"""Query, key and value out of one product, turned by their positions, and their gradients back into one: for GPUs, in
-Pallas for Triton.
+"""The gradients of query, key and value, turned back and joined into that of their product: for GPUs, in Pallas for
+Triton.
 
-XLA makes a kernel for each of the three and two for their gradient, which read and write parts of what they take. Here
-a program takes one head of some tokens.
+XLA takes two kernels for that, which read and write parts of what they take. Here a program takes one head of some
+tokens. Forward, XLA splits the product and turns its parts as fast as memory goes.
 
 Shapes: M tokens, N query heads, K key and value heads, A = N + 2K heads of the product, H head size.
 """
@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from maxhydra.kernels.rotated_heads import reference
+
 
 class Tile(NamedTuple):
     """What a program takes, and how."""
@@ -26,7 +28,7 @@ class Tile(NamedTuple):
 
 
 # The fastest of those measured on an H200.
-MEASURED = Tile(64, 4)
+MEASURED = Tile(64, 8)
 # Tiles are cut to what divides the tokens, and smaller ones than this waste time.
 MULTIPLE = 16
 
@@ -64,18 +66,7 @@ def rotated_heads(
 def _rotated(
     how: How, heads_MAH: jax.Array, cos_MF: jax.Array, sin_MF: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    M, A, H = heads_MAH.shape
-    counts = (how.num_heads, how.num_kv_heads, how.num_kv_heads)
-    tokens = math.gcd(how.tile.tokens, M)
-    q_MNH, k_MKH, v_MKH = pl.pallas_call(
-        partial(_split_kernel, how=how, tokens=tokens),
-        grid=(M // tokens, A),
-        out_shape=[jax.ShapeDtypeStruct((M, count, H), heads_MAH.dtype) for count in counts],
-        compiler_params=plt.CompilerParams(num_warps=how.tile.warps, num_stages=1),
-        interpret=how.interpret,
-        name="rotated_heads",
-    )(heads_MAH, cos_MF, sin_MF)
-    return q_MNH, k_MKH, v_MKH
+    return reference.rotated_heads(heads_MAH, cos_MF, sin_MF, num_heads=how.num_heads, num_kv_heads=how.num_kv_heads)
 
 
 def _forward(
@@ -94,26 +85,12 @@ def _backward(how: How, kept: tuple[jax.Array, jax.Array], cotangents: tuple[jax
         out_shape=jax.ShapeDtypeStruct((M, how.ends[2], H), cotangents[0].dtype),
         compiler_params=plt.CompilerParams(num_warps=how.tile.warps, num_stages=1),
         interpret=how.interpret,
-        name="rotated_heads_backward",
+        name="rotated_heads",
     )(*cotangents, *kept)
     return d_heads_MAH, None, None
 
 
 _rotated.defvjp(_forward, _backward)
-
-
-def _split_kernel(
-    heads_ref: Any, cos_ref: Any, sin_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, *, how: How, tokens: int
-) -> None:
-    rows, head = pl.ds(pl.program_id(0) * tokens, tokens), pl.program_id(1)
-    H = heads_ref.shape[2]
-    for ref, first, end in zip((q_ref, k_ref, v_ref), (0, *how.ends), how.ends, strict=False):
-
-        @pl.when((head >= first) & (head < end))
-        def _(ref: Any = ref, first: int = first) -> None:
-            halves = _halves(heads_ref, rows, head, H)
-            turned = halves if ref is v_ref else _turned(*halves, cos_ref[rows], sin_ref[rows])
-            _store(ref, rows, head - first, turned)
 
 
 def _join_kernel(
@@ -125,21 +102,10 @@ def _join_kernel(
 
         @pl.when((head >= first) & (head < end))
         def _(ref: Any = ref, first: int = first) -> None:
-            halves = _halves(ref, rows, head - first, heads_ref.shape[2])
-            turned = halves if ref is v_ref else _turned(*halves, cos_ref[rows], -sin_ref[rows])
-            _store(heads_ref, rows, head, turned)
-
-
-def _halves(ref: Any, rows: Any, head: jax.Array, H: int) -> tuple[jax.Array, jax.Array]:
-    """The halves of a head in float32, each [tokens, H / 2]."""
-    return tuple(ref[rows, head, pl.ds(start, H // 2)].astype(jnp.float32) for start in (0, H // 2))  # type: ignore[return-value]
-
-
-def _turned(a: jax.Array, b: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return a * cos - b * sin, b * cos + a * sin
-
-
-def _store(ref: Any, rows: Any, head: jax.Array, halves: tuple[jax.Array, jax.Array]) -> None:
-    size = halves[0].shape[1]
-    for number, half in enumerate(halves):
-        ref[rows, head, pl.ds(number * size, size)] = half.astype(ref.dtype)
+            half = heads_ref.shape[2] // 2
+            a, b = (ref[rows, head - first, pl.ds(start, half)].astype(jnp.float32) for start in (0, half))
+            if ref is not v_ref:
+                cos, sin = cos_ref[rows], sin_ref[rows]
+                a, b = a * cos + b * sin, b * cos - a * sin
+            heads_ref[rows, head, pl.ds(0, half)] = a.astype(heads_ref.dtype)
+            heads_ref[rows, head, pl.ds(half, half)] = b.astype(heads_ref.dtype)

@@ -88,6 +88,7 @@ class AttentionBackend(Enum):
     reference = "reference"
     xla = "xla"
     cudnn = "cudnn"
+    mosaic = "mosaic"
     triton = "triton"
     splash = "splash"
 
