@@ -99,7 +99,9 @@ def main() -> None:
         dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
         model = fresh_llama(ours, dtype=dtype, device=options.device).eval()
     for batch in options.batches:
-        ids = np.random.default_rng(0).integers(1000, ours.vocab_size, (batch, options.prompt))
+        ids = np.random.default_rng(0).integers(
+            min(1000, ours.vocab_size // 2), ours.vocab_size, (batch, options.prompt)
+        )
         load = round(os.getloadavg()[0], 1)
         found = measure(model, torch.tensor(ids, device=options.device), new=options.new, repeats=options.repeats)
         facts = {
