@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -21,7 +22,8 @@ from maxhydra.layers.attend import attend, cached_positions
 from maxhydra.layers.cache import Cache, KeysValues, NoCache, Room
 from maxhydra.layers.chunks import chunks
 from maxhydra.layers.context import Context
-from maxhydra.layers.norm import Norm, NormSpec, PlainNorm
+from maxhydra.layers.fused import can_fuse, fused
+from maxhydra.layers.norm import Norm, NormSpec, PlainNorm, RMSNorm
 from maxhydra.layers.parts import Mixed, visible_in_chunk, visible_keys
 from maxhydra.layers.projection import Projection, are_alike, joined, together
 from maxhydra.layers.qk_norm import heads_norm, normed_heads
@@ -134,11 +136,9 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
         pages, seen = self._pages(x_BTD, ctx), None
         if pages is None:
-            q_BTNH, own = self._project(x_BTD, ctx)
-            seen, cache = self._keep(own, ctx)
-            mixed_BTNH = self._mix(q_BTNH, seen, ctx)
+            mixed_BTNH, cache, seen = self._mix_heads(self._heads(x_BTD, ctx), ctx)
         else:
-            mixed_BTNH, cache = self._mix_pages(x_BTD, pages, ctx)
+            mixed_BTNH, cache = self._mix_pages(joined(self._inputs, x_BTD, ctx), pages, ctx)
         mixed_BTNH = ctx.constrain(mixed_BTNH, "act_batch", "act_length", "act_heads", None)
         mixed_BTNH = checkpoint_name(mixed_BTNH, "context")
         if self.gate is not None:
@@ -147,6 +147,22 @@ class Attention(nnx.Module):
         out_BTD = self.out(mixed_BTNH, ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
         return Mixed(checkpoint_name(out_BTD, "attention_out"), cache, {}, seen if self.spec.hands_on else None)
+
+    @jax.named_scope("attention")
+    def onto(self, x_BTD: jax.Array, norm: Norm | None, ctx: Context) -> Mixed | None:
+        """x + attention(norm(x)) of a few tokens, by kernels that norm and add on the way; None where they cannot."""
+        if not isinstance(norm, RMSNorm) or self.gate is not None:
+            return None
+        if not (can_fuse(self._inputs, x_BTD, ctx) and can_fuse((self.out,), x_BTD, ctx)):
+            return None
+        heads_BTMH = fused(self._inputs, x_BTD, norm=norm)
+        pages, seen = self._pages(x_BTD, ctx), None
+        if pages is None:
+            starts = np.cumsum([projection.width for projection in self._inputs])[:-1]
+            mixed_BTNH, cache, seen = self._mix_heads(jnp.split(heads_BTMH, starts, axis=2), ctx)
+        else:
+            mixed_BTNH, cache = self._mix_pages(heads_BTMH, pages, ctx)
+        return Mixed(fused((self.out,), mixed_BTNH, onto=x_BTD), cache, {}, seen if self.spec.hands_on else None)
 
     def empty_cache(self, room: Room, layers: int) -> Cache:
         spec = self.spec
@@ -161,8 +177,8 @@ class Attention(nnx.Module):
         """The projections of query, key and value that there are, in this order."""
         return tuple(one for one in (self.query, self.key, self.value) if one is not None)
 
-    def _project(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """Heads of query, and of key and value if they are its own, with positions where they belong.
+    def _heads(self, x_BTD: jax.Array, ctx: Context) -> list[jax.Array]:
+        """Heads of query, and of key and value if they are its own.
 
         In training one product where every device holds all heads, as on a single one: x is read once, and its gradient
         is written once instead of three times and added up. Heads that are split over devices would have to move for
@@ -170,9 +186,17 @@ class Attention(nnx.Module):
         """
         is_whole = ctx.sharder.ways("heads") == ctx.sharder.ways("kv_heads") == 1
         if (ctx.cache is None and is_whole) or self.query.product.layout is Layout.joined:
-            heads = together(self._inputs, x_BTD, ctx)
-        else:
-            heads = [projection(x_BTD, ctx) for projection in self._inputs]
+            return together(self._inputs, x_BTD, ctx)
+        return [projection(x_BTD, ctx) for projection in self._inputs]
+
+    def _mix_heads(self, heads: list[jax.Array], ctx: Context) -> tuple[jax.Array, Any, KeysValues]:
+        """What the queries gather, the cache with this call's tokens, and the keys and values that were looked at."""
+        q_BTNH, own = self._place(heads, ctx)
+        seen, cache = self._keep(own, ctx)
+        return self._mix(q_BTNH, seen, ctx), cache, seen
+
+    def _place(self, heads: list[jax.Array], ctx: Context) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Queries, and keys and values where there are any, with positions where they belong."""
         q_BTNH = self._placed(heads[0], self.query_norm, ctx)
         if self.spec.temperature is not None:
             q_BTNH = tempered(q_BTNH, ctx.positions, *self.spec.temperature)
@@ -222,10 +246,9 @@ class Attention(nnx.Module):
         pages: Pages | None = ctx.cache.pages(cached_positions(ctx), ctx.rows)
         return pages if pages is not None and can_serve(pages, x_BTD.dtype.name, ctx.sharder.mesh.size) else None
 
-    def _mix_pages(self, x_B1D: jax.Array, pages: Pages, ctx: Context) -> tuple[jax.Array, Any]:
-        """The same as _project and _mix, from the heads of all three in one array to the cache with the new token."""
-        spec = self.spec
-        heads_BMH = joined(self._inputs, x_B1D, ctx)[:, 0]
+    def _mix_pages(self, heads_B1MH: jax.Array, pages: Pages, ctx: Context) -> tuple[jax.Array, Any]:
+        """What _mix_heads does, from the heads of all three in one array to the cache with the new token."""
+        spec, heads_BMH = self.spec, heads_B1MH[:, 0]
         if self.query_norm is not None:
             q, k, v = jnp.split(heads_BMH, (spec.num_heads, spec.num_heads + spec.num_kv_heads), axis=1)
             q, k = (normed_heads(x, spec.qk_norm, norm) for x, norm in ((q, self.query_norm), (k, self.key_norm)))

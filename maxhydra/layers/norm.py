@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config import model as config
+from maxhydra.kernels.fused_product import Norm as Factors
 from maxhydra.layers.weights import Dtypes, WeightMaker
 
 
@@ -45,6 +46,11 @@ class RMSNorm(nnx.Module):
         scale = self.scale[...].astype(jnp.float32)
         scale = 1 + scale if self.is_centred else scale
         return (unit_square(x, self.eps) * scale).astype(self.dtypes.compute)
+
+    @property
+    def factors(self) -> Factors:
+        """The same for a kernel that does it on the way to a product."""
+        return Factors(self.scale[...], offset=float(self.is_centred), eps=self.eps)
 
 
 class PlainNorm(nnx.Module):

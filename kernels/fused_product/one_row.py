@@ -1,0 +1,165 @@
+"""The product of one row for GPUs, in Pallas for Triton: a program multiplies and sums some outputs, at the speed of
+memory.
+
+The norm before the product is a factor of every input, which the program multiplies on the way, and one of the whole
+row, which waits for the end: the weights need not wait for it. Codes of eight bits are widened between memory and sum.
+
+Shapes: N outputs, K inputs, H = 2 where outputs come in pairs of gate and value, else 1.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from maxhydra.kernels.fused_product.around import Around
+from maxhydra.kernels.fused_product.sizes import power_of_two_in
+
+# Outputs from which on programs of one warp are many enough, and inputs from which on warps share a row.
+MANY, LONG = 8192, 8192
+LEAST_OUTPUTS, LEAST_INPUTS = 16, 64
+DTYPES = ("bfloat16", "float32")
+
+# Four codes to floats a, b, c, d. The processors turn 16 integers a cycle into floats, too few for the speed of memory;
+# so a code plus 128 becomes the last byte of 2^23 as a float, from which 2^23 + 128 is taken. Then they are multiplied
+# and added, in one instruction that the compiler would make two of.
+TIMES_ADDED = """{
+  .reg .b32 u, a, b, c, d;
+  xor.b32 u, $4, 0x80808080;
+  prmt.b32 a, u, 0x4B000000, 0x7650;
+  prmt.b32 b, u, 0x4B000000, 0x7651;
+  prmt.b32 c, u, 0x4B000000, 0x7652;
+  prmt.b32 d, u, 0x4B000000, 0x7653;
+  add.f32 a, a, 0fCB000080;
+  add.f32 b, b, 0fCB000080;
+  add.f32 c, c, 0fCB000080;
+  add.f32 d, d, 0fCB000080;
+  fma.rn.f32 $0, a, $5, $9;
+  fma.rn.f32 $1, b, $6, $10;
+  fma.rn.f32 $2, c, $7, $11;
+  fma.rn.f32 $3, d, $8, $12;
+}"""
+
+
+class Tile(NamedTuple):
+    """What a program does: `rows` outputs of each of `groups`, which lie far apart and meet the same inputs."""
+
+    groups: int
+    rows: int
+    inputs: int
+    """At a time."""
+    warps: int
+
+
+def tile(N: int, K: int) -> Tile:
+    """The fastest of those measured on an H200 for shapes of Llama 3.2 1B, cut down to what divides the sizes."""
+    outputs, inputs = power_of_two_in(N), power_of_two_in(K)
+    if N >= MANY:
+        return Tile(groups=min(2, outputs), rows=1, inputs=min(512, inputs), warps=1)
+    if K >= LONG:
+        return Tile(groups=min(2, outputs), rows=1, inputs=min(2048, inputs), warps=4)
+    return Tile(groups=1, rows=min(8, outputs), inputs=min(512, inputs), warps=8)
+
+
+def can_serve(N: int, K: int, dtype: str) -> bool:
+    """Whether the kernel takes these sizes on the devices there are."""
+    fits = power_of_two_in(N) >= LEAST_OUTPUTS and power_of_two_in(K) >= LEAST_INPUTS and 2 * N * K < 2**31
+    return jax.default_backend() == "gpu" and fits and dtype in DTYPES
+
+
+def product(
+    x_1K: jax.Array,
+    weight_NK: jax.Array,
+    scales_N: jax.Array | None,
+    around: Around,
+    dtype: np.dtype,
+    *,
+    interpret: bool,
+    by: Tile | None = None,
+) -> jax.Array:
+    """[1, N], as the package says."""
+    H, K = 1 if around.activation is None else 2, x_1K.shape[1]
+    N = weight_NK.shape[0] // H
+    by = by or tile(N, K)
+    G, size = by.groups, N // by.groups
+    whole = pl.BlockSpec((1, K), lambda n: (0, 0))
+    of_outputs = pl.BlockSpec((G, by.rows), lambda n: (0, n))
+    of_weights = pl.BlockSpec((H * G, by.rows, K), lambda n: (0, n, 0))
+    given = [(whole, x_1K), (of_weights, weight_NK.reshape(H * G, size, K))]
+    if scales_N is not None:
+        given.append((pl.BlockSpec((H * G, by.rows), lambda n: (0, n)), scales_N.reshape(H * G, size)))
+    if around.norm is not None:
+        given.append((whole, around.norm.scale_K.reshape(1, K)))
+    if around.onto_MN is not None:
+        given.append((of_outputs, around.onto_MN.reshape(G, size)))
+    specs, arrays = zip(*given, strict=True)
+    out_GN = pl.pallas_call(
+        partial(_kernel, around=around, is_scaled=scales_N is not None, step=by.inputs, interpret=interpret),
+        grid=(size // by.rows,),
+        in_specs=list(specs),
+        out_specs=of_outputs,
+        out_shape=jax.ShapeDtypeStruct((G, size), dtype),
+        compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=1),
+        interpret=interpret,
+        name="one_row_product",
+    )(*arrays)
+    return out_GN.reshape(1, N)
+
+
+def _kernel(
+    x_ref: Any, weight_ref: Any, *rest: Any, around: Around, is_scaled: bool, step: int, interpret: bool
+) -> None:
+    """Parts are written out, so that many of them are on their way from memory at once."""
+    *others, out_ref = rest
+    refs = iter(others)
+    scales_ref = next(refs) if is_scaled else None
+    norm_ref = None if around.norm is None else next(refs)
+    onto_ref = None if around.onto_MN is None else next(refs)
+    groups, N, K = weight_ref.shape
+    sums = [jnp.zeros((N, step), jnp.float32)] * groups
+    squares = jnp.zeros((N, step), jnp.float32)
+    for start in range(0, K, step):
+        parts = [weight_ref[group, :, pl.ds(start, step)] for group in range(groups)]
+        x_NK = _spread(x_ref, start, (N, step))
+        if around.norm is not None:
+            squares += x_NK * x_NK
+            x_NK *= _spread(norm_ref, start, (N, step)) + around.norm.offset
+        sums = [_times_added(part, x_NK, so_far, interpret=interpret) for part, so_far in zip(parts, sums, strict=True)]
+    outs = [jnp.sum(of_group, axis=1) for of_group in sums]
+    if scales_ref is not None:
+        outs = [out * scales_ref[group, :] for group, out in enumerate(outs)]
+    if around.norm is not None:
+        size = jax.lax.rsqrt(jnp.sum(squares, axis=1) / K + around.norm.eps)
+        outs = [out * size for out in outs]
+    G = out_ref.shape[0]
+    if around.activation is not None:
+        outs = [around.activation(gate) * value for gate, value in zip(outs[:G], outs[G:], strict=True)]
+    for group, out in enumerate(outs):
+        onto = 0.0 if onto_ref is None else onto_ref[group, :].astype(jnp.float32)
+        out_ref[group, :] = (out + onto).astype(out_ref.dtype)
+
+
+def _spread(row_ref: Any, start: int, shape: tuple[int, int]) -> jax.Array:
+    """A part of a row for every output. Loaded as often as there are outputs of a group, so that it lies in registers
+    as the weights do: anything else would pass through shared memory, with all waiting for it."""
+    if shape[0] == 1:
+        return row_ref[:, pl.ds(start, shape[1])].astype(jnp.float32)
+    down, across = jnp.zeros(shape, jnp.int32), jnp.broadcast_to(start + jnp.arange(shape[1])[None, :], shape)
+    return plt.load(row_ref.at[down, across]).astype(jnp.float32)
+
+
+def _times_added(part: jax.Array, x: jax.Array, so_far: jax.Array, *, interpret: bool) -> jax.Array:
+    if interpret or part.dtype != jnp.int8:
+        return part.astype(jnp.float32) * x + so_far
+    (made,) = plt.elementwise_inline_asm(
+        TIMES_ADDED,
+        args=[part, x, so_far],
+        constraints="=f,=f,=f,=f,r,f,f,f,f,f,f,f,f",
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(part.shape, jnp.float32)],
+    )
+    return made
