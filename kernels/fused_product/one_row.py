@@ -98,7 +98,7 @@ def product(
         given.append((of_outputs, around.onto_MN.reshape(G, size)))
     specs, arrays = zip(*given, strict=True)
     out_GN = pl.pallas_call(
-        partial(_kernel, around=around, is_scaled=scales_N is not None, step=by.inputs, interpret=interpret),
+        partial(_kernel, around=around, is_scaled=scales_N is not None, by=by, interpret=interpret),
         grid=(size // by.rows,),
         in_specs=list(specs),
         out_specs=of_outputs,
@@ -111,7 +111,7 @@ def product(
 
 
 def _kernel(
-    x_ref: Any, weight_ref: Any, *rest: Any, around: Around, is_scaled: bool, step: int, interpret: bool
+    x_ref: Any, weight_ref: Any, *rest: Any, around: Around, is_scaled: bool, by: Tile, interpret: bool
 ) -> None:
     """Parts are written out, so that many of them are on their way from memory at once."""
     *others, out_ref = rest
@@ -119,17 +119,20 @@ def _kernel(
     scales_ref = next(refs) if is_scaled else None
     norm_ref = None if around.norm is None else next(refs)
     onto_ref = None if around.onto_MN is None else next(refs)
-    groups, N, K = weight_ref.shape
-    sums = [jnp.zeros((N, step), jnp.float32)] * groups
-    squares = jnp.zeros((N, step), jnp.float32)
-    for start in range(0, K, step):
-        parts = [weight_ref[group, :, pl.ds(start, step)] for group in range(groups)]
-        x_NK = _spread(x_ref, start, (N, step))
-        if around.norm is not None:
-            squares += x_NK * x_NK
-            x_NK *= _spread(norm_ref, start, (N, step)) + around.norm.offset
-        sums = [_times_added(part, x_NK, so_far, interpret=interpret) for part, so_far in zip(parts, sums, strict=True)]
-    outs = [jnp.sum(of_group, axis=1) for of_group in sums]
+    (groups, N, K), step = weight_ref.shape, by.inputs
+    spread = partial(_spread, shape=(N, step), is_shared=by.warps < N)
+    starts, squares = range(0, K, step), jnp.zeros((N, step), jnp.float32)
+    inputs = [spread(x_ref, start) for start in starts]
+    if around.norm is not None:
+        squares = sum((x_NK * x_NK for x_NK in inputs), squares)
+        factors = [spread(norm_ref, start) + around.norm.offset for start in starts]
+        inputs = [x_NK * factor_NK for x_NK, factor_NK in zip(inputs, factors, strict=True)]
+    outs = []
+    for group in range(groups):
+        sums = jnp.zeros((N, step), jnp.float32)
+        for start, x_NK in zip(starts, inputs, strict=True):
+            sums = _times_added(weight_ref[group, :, pl.ds(start, step)], x_NK, sums, interpret=interpret)
+        outs.append(jnp.sum(sums, axis=1))
     if scales_ref is not None:
         outs = [out * scales_ref[group, :] for group, out in enumerate(outs)]
     if around.norm is not None:
@@ -143,11 +146,11 @@ def _kernel(
         out_ref[group, :] = (out + onto).astype(out_ref.dtype)
 
 
-def _spread(row_ref: Any, start: int, shape: tuple[int, int]) -> jax.Array:
-    """A part of a row for every output. Loaded as often as there are outputs of a group, so that it lies in registers
-    as the weights do: anything else would pass through shared memory, with all waiting for it."""
-    if shape[0] == 1:
-        return row_ref[:, pl.ds(start, shape[1])].astype(jnp.float32)
+def _spread(row_ref: Any, start: int, shape: tuple[int, int], is_shared: bool) -> jax.Array:
+    """A part of a row for every output. Where a warp has one output of a group, it is loaded as the weights are, by
+    every warp for itself: anything else would pass through shared memory, with all waiting for it."""
+    if is_shared or shape[0] == 1:
+        return jnp.broadcast_to(row_ref[:, pl.ds(start, shape[1])].astype(jnp.float32), shape)
     down, across = jnp.zeros(shape, jnp.int32), jnp.broadcast_to(start + jnp.arange(shape[1])[None, :], shape)
     return plt.load(row_ref.at[down, across]).astype(jnp.float32)
 

@@ -5,6 +5,7 @@ In Pallas for Triton, which the JAX versions of this project all have, though it
 package, M parts of a row.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ FEW_BLOCK, WARPS, FEW_WARPS = 128, (2, 3), (4, 1)
 LEAST_ROWS = 16
 # Sums of values, the largest logit that they are relative to, and the sum of weights.
 SoFar = tuple[jax.Array, jax.Array, jax.Array]
+LOG2_E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -79,7 +81,7 @@ def attention(
     pages = pages._replace(key_PKZH=key_PKZH, value_PKZH=value_PKZH)
     if parts == 1:
         return out_BKMGH.reshape(B, N, H), pages
-    weight_BKMG = total_BKMG * jnp.exp(top_BKMG - jnp.max(top_BKMG, axis=2, keepdims=True))
+    weight_BKMG = total_BKMG * jnp.exp2(top_BKMG - jnp.max(top_BKMG, axis=2, keepdims=True))
     share_BKMG = weight_BKMG / _nonzero(jnp.sum(weight_BKMG, axis=2, keepdims=True))
     out_BKGH = jnp.sum(out_BKMGH * share_BKMG[..., None], axis=2)
     return out_BKGH.reshape(B, N, H).astype(heads_BMH.dtype), pages
@@ -116,11 +118,17 @@ def _kernel(
     def read(block: jax.Array, so_far: SoFar) -> SoFar:
         slots = block * at_a_time + jnp.arange(at_a_time)
         found = plt.load(table_ref.at[pl.ds(block * at_a_time, at_a_time)], mask=slots < table_ref.shape[0], other=0)
-        key, value = key_ref[found].reshape(tokens, H), value_ref[found].reshape(tokens, H)
         place = block * tokens + jnp.arange(tokens)
         is_seen = place < before
         if request.window is not None:
             is_seen &= place > before - request.window
+        # A number that is not finite, left behind by another sequence, would get through a weight of zero.
+        shape = at_a_time, Z, H
+        is_read = jnp.broadcast_to((place < before).reshape(at_a_time, Z, 1), shape)
+        at = (found[:, None, None], jnp.arange(Z)[None, :, None], jnp.arange(H)[None, None, :])
+        at = tuple(jnp.broadcast_to(index, shape) for index in at)
+        key = key_ref[found].reshape(tokens, H)
+        value = plt.load(value_ref.at[at], mask=is_read, other=0.0).reshape(tokens, H)
         logits = _capped(jnp.dot(q, key.T, preferred_element_type=jnp.float32), request)
         return _taken_in(so_far, logits, is_seen, value)
 
@@ -145,8 +153,10 @@ def _kernel(
 
 
 def _capped(logits: jax.Array, request: Request) -> jax.Array:
-    scaled = logits * request.scale
-    return scaled if request.softcap is None else request.softcap * jnp.tanh(scaled / request.softcap)
+    """Powers of two, which the processors take at once; other powers take them several instructions more."""
+    if request.softcap is None:
+        return logits * (request.scale * LOG2_E)
+    return (request.softcap * LOG2_E) * jnp.tanh(logits * (request.scale / request.softcap))
 
 
 def _taken_in(so_far: SoFar, logits: jax.Array, is_seen: jax.Array, value: jax.Array) -> SoFar:
@@ -154,10 +164,8 @@ def _taken_in(so_far: SoFar, logits: jax.Array, is_seen: jax.Array, value: jax.A
     sums, top, total = so_far
     logits = jnp.where(is_seen[None, :], logits, LOWEST)
     new_top = jnp.maximum(top, logits.max(axis=1))
-    weights = jnp.where(is_seen[None, :], jnp.exp(logits - new_top[:, None]), 0.0)
-    kept = jnp.exp(top - new_top)
-    # A number that is not finite, left behind by another sequence, would get through a weight of zero.
-    value = jnp.where(is_seen[:, None], value, jnp.zeros_like(value))
+    weights = jnp.where(is_seen[None, :], jnp.exp2(logits - new_top[:, None]), 0.0)
+    kept = jnp.exp2(top - new_top)
     added = jnp.dot(weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
     return sums * kept[:, None] + added, new_top, total * kept + weights.sum(axis=1)
 
