@@ -26,11 +26,10 @@ def fused_product(
     x_MK: jax.Array, weight_NK: jax.Array, scales_N: jax.Array | None, around: Around, *, dtype: DTypeLike
 ) -> jax.Array:
     """[M, N]: x times the transpose of the weight, times scales where there are any, with what stands around it."""
-    dtype, (rows, inputs), outputs = jnp.dtype(dtype), x_MK.shape, weight_NK.shape[0]
-    if around.activation is not None:
-        outputs //= 2
-    if rows == 1 and one_row.can_serve(outputs, inputs, x_MK.dtype.name):
+    dtype, (rows, inputs), is_gated = jnp.dtype(dtype), x_MK.shape, around.activation is not None
+    outputs, format = weight_NK.shape[0] // (2 if is_gated else 1), x_MK.dtype.name
+    if rows == 1 and one_row.can_serve(outputs, inputs, format):
         return one_row.product(x_MK, weight_NK, scales_N, around, dtype, interpret=False)
-    if scales_N is None and few_rows.can_serve(rows, outputs, inputs, x_MK.dtype.name):
+    if scales_N is None and few_rows.can_serve(rows, outputs, inputs, format, is_gated=is_gated):
         return few_rows.product(x_MK, weight_NK, around, dtype, interpret=False)
     return reference.product(x_MK, weight_NK, scales_N, around, dtype)

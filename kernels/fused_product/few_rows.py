@@ -18,8 +18,8 @@ from maxhydra.kernels.fused_product.sizes import power_of_two_in
 
 # Rows up to which reading the weights takes longer than the product; the matrix unit takes no fewer than the least.
 MOST_ROWS, LEAST_ROWS = 64, 16
-# Outputs from which on programs are many, and inputs from which on they are better shared.
-FEW = 2048
+# Outputs up to which programs share the inputs, and how many do.
+FEW, PARTS = 2048, 4
 
 
 class Tile(NamedTuple):
@@ -35,22 +35,19 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile(M: int, N: int, K: int, H: int) -> Tile:
+def tile(N: int, K: int, H: int) -> Tile:
     """The fastest of those measured on an H200 for shapes of Llama 3.2 1B, cut down to what divides the sizes."""
     outputs, inputs = power_of_two_in(N), power_of_two_in(K)
     if H == 2:
-        return Tile(min(64, outputs), min(64, inputs), 1, is_left=True, warps=4, stages=6)
-    if K > FEW:
-        return Tile(min(128, outputs), min(64, inputs // 8), 8, is_left=True, warps=4, stages=5)
-    if N > FEW:
-        return Tile(min(32, outputs), min(128, inputs), 1, is_left=False, warps=4, stages=4)
-    return Tile(min(64, outputs), min(64, inputs // 4), 4, is_left=True, warps=4, stages=5)
+        return Tile(min(64, outputs), min(128, inputs), 1, is_left=True, warps=4, stages=4)
+    return Tile(min(64, outputs), min(64, inputs // PARTS), PARTS, is_left=True, warps=4, stages=8)
 
 
-def can_serve(M: int, N: int, K: int, dtype: str) -> bool:
-    """Whether the kernel takes these sizes on the devices there are."""
-    fits = 1 < M <= MOST_ROWS and power_of_two_in(N) >= 64 and power_of_two_in(K) >= 256 and 2 * N * K < 2**31
-    return jax.default_backend() == "gpu" and fits and dtype == "bfloat16"
+def can_serve(M: int, N: int, K: int, dtype: str, *, is_gated: bool) -> bool:
+    """Whether the kernel takes these sizes on the devices there are, and is worth it: where outputs are many and not
+    gated, the library's product is as fast."""
+    fits = 1 < M <= MOST_ROWS and power_of_two_in(N) >= 64 and power_of_two_in(K) >= 64 * PARTS and 2 * N * K < 2**31
+    return jax.default_backend() == "gpu" and fits and dtype == "bfloat16" and (is_gated or N <= FEW)
 
 
 def product(
@@ -72,7 +69,7 @@ def summands(
     is still to come."""
     H, (M, K) = 1 if around.activation is None else 2, x_MK.shape
     N = weight_NK.shape[0] // H
-    by = by or tile(M, N, K, H)
+    by = by or tile(N, K, H)
     size, is_whole = K // by.parts, by.parts == 1 and around.onto_MN is None
     return pl.pallas_call(
         partial(_kernel, by=by, activation=around.activation),

@@ -1,4 +1,4 @@
-"""The oracle: one step after the other, sums in float32 and rounded once. Letters as in the package."""
+"""One step after the other, each rounded to the format of x. Letters as in the package."""
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,12 @@ def product(
     x_MK: jax.Array, weight_NK: jax.Array, scales_N: jax.Array | None, around: Around, dtype: np.dtype
 ) -> jax.Array:
     x_MK = x_MK if around.norm is None else around.norm(x_MK)
-    out_MN = jnp.einsum("mk,nk->mn", x_MK, weight_NK.astype(x_MK.dtype), preferred_element_type=jnp.float32)
-    out_MN = out_MN if scales_N is None else out_MN * scales_N
+    if scales_N is None:
+        out_MN = jnp.einsum("mk,nk->mn", x_MK, weight_NK.astype(x_MK.dtype))
+    else:
+        sums_MN = jnp.einsum("mk,nk->mn", x_MK, weight_NK.astype(x_MK.dtype), preferred_element_type=jnp.float32)
+        out_MN = (sums_MN * scales_N).astype(x_MK.dtype)
     if around.activation is not None:
-        gate_MN, value_MN = jnp.split(out_MN, 2, axis=1)
-        out_MN = around.activation(gate_MN) * value_MN
-    return (out_MN if around.onto_MN is None else out_MN + around.onto_MN.astype(jnp.float32)).astype(dtype)
+        gate_MN, value_MN = (half.astype(jnp.float32) for half in jnp.split(out_MN, 2, axis=1))
+        out_MN = (around.activation(gate_MN) * value_MN).astype(x_MK.dtype)
+    return (out_MN if around.onto_MN is None else out_MN + around.onto_MN).astype(dtype)
