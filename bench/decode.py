@@ -4,20 +4,21 @@
     python bench/decode.py model=llama3.2-1b batch=1,8,64 prompt=64 new=64       # without weights: fresh ones
 
 As bench/decode_peer.py measures transformers: all prompts are asked at once, `tokens_per_second` is over the whole
-call, `tokens_per_second_after_first` over the tokens after each sequence's first, and `first_token_s` the time until
-the first token of the last sequence; the best of `repeats`, after a warm-up in which programs are compiled, of `warm`
-seconds where they are compiled while others run.
+call, `tokens_per_second_after_first` over the tokens after each sequence's first, `tokens_per_second_steady` over the
+time in which all sequences run, from the first token of the last to the end of the first, and `first_token_s` the time
+until the first token of the last sequence; the best of `repeats`, after a warm-up in which programs are compiled, of
+`warm` seconds where they are compiled while others run.
 `processor_s` is the processor time of the call, which other work on the machine changes little.
 """
 
 import json
 import os
+import queue
 import sys
 import time
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from threading import Thread
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from maxhydra.config.decode import Engine as EngineConfig
 from maxhydra.convert.load import load_weights
 from maxhydra.data import tokenizer
 from maxhydra.decode.engine import Engine
-from maxhydra.decode.request import Handle, Request
+from maxhydra.decode.request import Delta, Request
 from maxhydra.sharding import Sharder, build_mesh
 
 OWN = {"batch": "1,8,32", "prompt": "64", "new": "64", "repeats": "3", "warm": "0"}
@@ -49,35 +50,38 @@ def open_engine(overrides: list[str], *, batch: int, length: int) -> tuple[Engin
     else:
         params = load_weights(config.checkpoint.load_parameters, decoder, shardings=shardings, dtype=compute)
     sizes = EngineConfig(
-        max_batch=batch, cache_tokens=2 * batch * length, max_context=length, prefill_chunk=2048, prefix_cache=False
+        max_batch=batch, cache_tokens=2 * batch * length, max_context=length, prefill_chunk=4096, prefix_cache=False
     )
     return Engine(decoder, params, tokenizer(config.data), sizes, sharder=sharder, eos=()), config.model.vocab_size
 
 
 def measure(engine: Engine, prompts: np.ndarray, *, new: int) -> dict[str, float]:
-    """Ask all prompts at once and watch each answer from a thread of its own."""
+    """Ask all prompts at once and note when tokens come."""
     request = Request(
         prompt=(0,), max_tokens=new, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=0,
         stop=(), ignore_eos=True,
     )  # fmt: skip
-    first = [0.0] * len(prompts)
+    came: list[list[tuple[float, int]]] = [[] for _ in prompts]
 
-    def watch(handle: Handle, row: int) -> None:
-        for delta in handle:
-            first[row] = first[row] or time.perf_counter()
-            assert delta.finish in (None, "length"), delta.error
+    finishes: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def note(row: list[tuple[float, int]], delta: Delta) -> None:
+        row.append((time.perf_counter(), len(delta.tokens)))
+        if delta.finish is not None:
+            finishes.put(delta.error or delta.finish)
 
     began, used = time.perf_counter(), time.process_time()
-    handles = [engine.submit(replace(request, prompt=tuple(map(int, prompt)))) for prompt in prompts]
-    threads = [Thread(target=watch, args=(handle, row)) for row, handle in enumerate(handles)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    whole, until_first = time.perf_counter() - began, max(first) - began
+    handles = engine.submit_all(replace(request, prompt=tuple(map(int, prompt))) for prompt in prompts)
+    for handle, row in zip(handles, came, strict=True):
+        handle.listen(partial(note, row))
+    assert {finishes.get() for _ in prompts} == {"length"}
+    all_run, first_ends = max(row[0][0] for row in came), min(row[-1][0] for row in came)
+    steady = sum(count for row in came for at, count in row if all_run < at <= first_ends)
+    whole, until_first = time.perf_counter() - began, all_run - began
     return {
         "tokens_per_second": len(prompts) * new / whole,
         "tokens_per_second_after_first": len(prompts) * (new - 1) / (whole - until_first),
+        "tokens_per_second_steady": steady / (first_ends - all_run) if first_ends > all_run else 0.0,
         "first_token_s": until_first,
         "processor_s": time.process_time() - used,
     }
