@@ -37,17 +37,11 @@ def expected(q_BKGH: np.ndarray, pages: Pages, asked: Request) -> np.ndarray:
 
 
 @pytest.mark.parametrize("changes", [{}, {"window": 9}, {"softcap": 2.0}])
-@pytest.mark.parametrize("part", [8, 512])
+@pytest.mark.parametrize("by", [None, triton.Tile(2, 3, warps=2, stages=3), triton.Tile(8, 1, warps=8, stages=1)])
 @pytest.mark.parametrize("turned", [False, True])
-def test_pages_give_what_a_row_gives(
-    changes: dict[str, float], part: int, turned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_give_what_a_row_gives(changes: dict[str, float], by: triton.Tile | None, turned: bool) -> None:
     """Rows of every length, one of them empty, over pages in any order; in one part and in several. The last token of
     each is new, and written on the way."""
-    monkeypatch.setattr(triton, "PART", part)
-    monkeypatch.setattr(triton, "BLOCK", 8)
-    # Few rows are read in larger blocks: both ways.
-    monkeypatch.setattr(triton, "FEW", 0 if part == 8 else 128)
     rng = np.random.default_rng(0)
     B, K, G, H, W = 5, 2, 3, 16, 7
     key, value = (rng.standard_normal((PAGES, K, PAGE, H)).astype(np.float32) for _ in range(2))
@@ -59,7 +53,7 @@ def test_pages_give_what_a_row_gives(
     heads = rng.standard_normal((B, K * G + 2 * K, H)).astype(np.float32)
     rotation = Rotation(tuple(1000 ** (-i / 8) for i in range(8)), amplitude=1.3, pairs=Pairs.halves)
     turn = turns(jnp.asarray(lengths - 1), rotation) if turned else None
-    found, after = triton.attention(jnp.asarray(heads), turn, pages, request(**changes), interpret=True)
+    found, after = triton.attention(jnp.asarray(heads), turn, pages, request(**changes), interpret=True, by=by)
 
     q, new_key, new_value = np.split(heads, [K * G, K * G + K], axis=1)
     if turned:

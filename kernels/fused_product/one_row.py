@@ -59,10 +59,8 @@ def tile(N: int, K: int) -> Tile:
     """The fastest of those measured on an H200 for shapes of Llama 3.2 1B, cut down to what divides the sizes."""
     outputs, inputs = power_of_two_in(N), power_of_two_in(K)
     if N >= MANY:
-        return Tile(groups=min(2, outputs), rows=1, inputs=min(512, inputs), warps=1)
-    if K >= LONG:
-        return Tile(groups=min(2, outputs), rows=1, inputs=min(2048, inputs), warps=4)
-    return Tile(groups=1, rows=min(8, outputs), inputs=min(512, inputs), warps=8)
+        return Tile(groups=min(4, outputs), rows=1, inputs=min(512, inputs), warps=1)
+    return Tile(groups=1, rows=min(8, outputs), inputs=min(512 if K < LONG else 2048, inputs), warps=8)
 
 
 def can_serve(N: int, K: int, dtype: str) -> bool:

@@ -8,7 +8,7 @@ package, M parts of a row.
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +18,44 @@ from jax.experimental.pallas import triton as plt
 from maxhydra.kernels.attention.request import Request
 from maxhydra.kernels.paged_attention.pages import Pages
 
-# Tokens that a program reads at a time, and those of a part of a row: long rows are cut, and shorter where there are
-# few rows and heads for the processors. On an H200, 64 rows of 300 tokens and 8 heads of 64: 21 us, with 4 warps 24,
-# with 128 tokens at a time 27; one row of 3,000: 15 us, in parts of 512 17.
-BLOCK, PART, FEW = 64, 512, 128
-# The same where rows and heads are few, and the warps and stages of each: a row of 300 tokens in 8.5 us instead of 11.
-FEW_BLOCK, WARPS, FEW_WARPS = 128, (2, 3), (4, 1)
+# Rows and heads up to which processors are left over, and tokens up to which a program then reads all at once: one row
+# of 200 tokens and 8 heads of 64 takes 4.3 us on an H200, in two blocks 5.5. Beyond, such a row is cut in parts.
+FEW, AT_ONCE = 128, 256
+# Tokens that a program reads at a time, and those of a part of a row that is cut, where rows are few and where many.
+FEW_BLOCK, BLOCK, PART = 64, 32, 512
+# Bytes of keys and values that a program has on their way: those of many rows and heads together must cover the time
+# that memory takes to answer.
+ON_THE_WAY = 48 * 1024
 # The matrix unit takes no fewer rows.
 LEAST_ROWS = 16
 # Sums of values, the largest logit that they are relative to, and the sum of weights.
 SoFar = tuple[jax.Array, jax.Array, jax.Array]
 LOG2_E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+class Tile(NamedTuple):
+    """What a program does at a time."""
+
+    pages: int
+    parts: int
+    """Programs that share a row."""
+    warps: int
+    stages: int
+
+
+def tile(heads: int, W: int, Z: int, token: int) -> Tile:
+    """For so many heads of all rows, W pages of Z tokens a row and so many bytes of a token's key and value."""
+    tokens, widest = W * Z, 1 << (W.bit_length() - 1)
+    if heads <= FEW and tokens <= AT_ONCE:
+        return Tile(1 << (W - 1).bit_length(), 1, warps=8, stages=1)
+    if heads <= FEW:
+        pages = min(max(FEW_BLOCK // Z, 1), widest)
+        return Tile(pages, max(1, min(pl.cdiv(W, pages), FEW // heads)), warps=8, stages=1)
+    pages = min(max(BLOCK // Z, 1), widest)
+    # A stage for the table besides each for what it points to.
+    stages = 1 + 2 * max(1, ON_THE_WAY // (pages * Z * token))
+    return Tile(pages, max(1, min(pl.cdiv(W, pages), tokens // PART)), warps=2, stages=stages)
 
 
 def attention(
@@ -39,17 +65,16 @@ def attention(
     request: Request,
     *,
     interpret: bool,
+    by: Tile | None = None,
 ) -> tuple[jax.Array, Pages]:
     B, M, H = heads_BMH.shape
     P, K, Z, _ = pages.key_PKZH.shape
     N = M - 2 * K
     G = N // K
     W = pages.table_BW.shape[1]
-    is_few = B * K <= FEW
-    at_a_time = min(max((FEW_BLOCK if is_few else BLOCK) // Z, 1), 1 << (W.bit_length() - 1))
+    by = by or tile(B * K, W, Z, 2 * H * pages.key_PKZH.dtype.itemsize)
+    at_a_time, parts = by.pages, by.parts
     blocks = pl.cdiv(W, at_a_time)
-    parts = max(1, min(blocks, W * Z // (PART // 2 if is_few else PART)))
-    warps, stages = FEW_WARPS if is_few else WARPS
 
     queries = pl.BlockSpec((None, G, H), lambda b, k, m: (b, k, 0))
     new_key = pl.BlockSpec((None, None, H), lambda b, k, m: (b, N + k, 0))
@@ -74,7 +99,7 @@ def attention(
             wide,
         ],
         input_output_aliases={0: 0, 1: 1},
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
+        compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
         interpret=interpret,
         name="paged_attention",
     )(pages.key_PKZH, pages.value_PKZH, heads_BMH, heads_BMH, heads_BMH, pages.table_BW, pages.length_B, *(turns or ()))
