@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+import compiling
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -38,8 +39,8 @@ SMALL = [
 def environment(devices: int = 1, **extra: str) -> dict[str, str]:
     """A clean environment with so many simulated devices."""
     keep = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_", "SLURM_"))}
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    return {**keep, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **extra}
+    own = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": compiling.flags(devices)}
+    return {**keep, **compiling.kept(), **own, **extra}
 
 
 def command(*overrides: str) -> list[str]:

@@ -230,7 +230,6 @@ TO_TRITON = ("soft-cap", "chunks", "sinks", "up to 128, not 256")
     ("changes", "reason"),
     [
         ({"platform": "cpu"}, "runs on gpu, not cpu"),
-        ({"platform": "tpu"}, "runs on gpu, not tpu"),
         ({"dtype": "float32"}, "takes bfloat16 or float16, not float32"),
         ({"head_dim": 256}, "up to 128, not 256"),
         ({"head_dim": 60}, "multiples of 8"),
@@ -273,6 +272,22 @@ def test_triton_refuses_what_it_cannot_serve(changes, reason):
 
 
 @pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"platform": "gpu"}, "runs on tpu, not gpu"),
+        ({"length": 200}, "takes lengths in multiples of 128, not 200"),
+        ({"has_positions": True}, "cache"),
+        ({"has_split_groups": True}, "split alike"),
+    ],
+)
+def test_splash_serves_tpus_and_refuses_what_it_cannot(changes, reason):
+    able = {"platform": "tpu", "length": 256, "devices": 8, "value_dim": 64, "has_sinks": True, "has_segments": True}
+    assert choose("auto", make_call(**able)) == "splash"
+    with pytest.raises(UnsupportedError, match=reason):
+        choose("splash", make_call(**able | changes))
+
+
+@pytest.mark.parametrize(
     "changes", [{}, {"head_dim": 64}, {"has_segments": True}, {"request": make_request(window=16)}]
 )
 def test_auto_takes_cudnn_where_it_serves(changes):
@@ -285,7 +300,7 @@ def test_the_pick_is_logged_once_with_its_reason(caplog):
         choose("auto", make_call(platform="cpu"))
         choose("auto", make_call(platform="cpu", has_positions=True))
     assert [record.getMessage() for record in caplog.records] == [
-        "attention runs on xla (cudnn runs on gpu, not cpu; triton runs on gpu, not cpu)"
+        "attention runs on xla (cudnn runs on gpu, not cpu; triton runs on gpu, not cpu; splash runs on tpu, not cpu)"
     ]
 
 

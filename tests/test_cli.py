@@ -150,12 +150,16 @@ def test_looks(arguments: list[str], said: str, tmp_path: Path) -> None:
         ("optimizer=sgd optimizer.lea", {"optimizer.learning_rate="}),
         ("explain train.st", {"train.steps="}),
         ("expl", {"explain"}),
+        ("runs re", {"rerun", "resume", "report"}),
     ],
 )
-def test_shell_completion(line: str, expected: set[str], tmp_path: Path) -> None:
-    done = maxhydra("-sc", "query=bash", cwd=tmp_path, COMP_LINE=f"maxhydra {line}")
-    assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == expected
+def test_shell_completion(
+    line: str, expected: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", f"maxhydra {line}")
+    monkeypatch.setattr(sys, "argv", ["maxhydra"])
+    assert run(["-sc", "query=bash"]) == 0
+    assert set(capsys.readouterr().out.split()) == expected
 
 
 def test_explain_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ def write(folder: Path, name: str, text: str) -> Path:
         ("learning_rate=3", "learning_rate", ["did you mean 'optimizer.learning_rate'?"]),
         ("+modle.x=1", "modle.x", ["=1", "did you mean 'model'?", "optimizer"]),
         ("modle=tiny", "modle", ["=tiny", "did you mean 'model'?"]),
-        ("model=tny", "model", ["=tny", "no such option", "tiny", "did you mean 'tiny'?"]),
+        ("model=tny", "model", ["=tny", "no such option", "accepted: tiny, ", "more: `maxhydra models`", "'tiny'?"]),
         ("optimizer/shedule=cosine", "optimizer/shedule", ["no such group", "did you mean 'optimizer/schedule'?"]),
         ("train.steps=abc", "train.steps", ["=abc", "is not an integer", "an integer, 1 or more"]),
         ("train.steps=1.5", "train.steps", ["=1.5", "is not an integer"]),

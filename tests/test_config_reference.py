@@ -1,6 +1,7 @@
 """docs/config.md is what the schema says, and every key of the schema is read by something."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,19 @@ from maxhydra.config.discover import PACKAGE, task_schemas
 from maxhydra.config.reference import PATH, reference
 from maxhydra.config.schema import Config
 from maxhydra.config.spec import walk
+from maxhydra.kernels import tables
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_reference_is_current() -> None:
     assert PATH.read_text() == reference(), "run `python -m maxhydra.config.reference`"
+
+
+def test_tables_of_kernels_are_current() -> None:
+    page = tables.PATH.read_text()
+    assert tables.with_tables(page) == page, "run `python -m maxhydra.kernels.tables`"
+    assert set(re.findall(r"<!-- table: (\w+) -->", page)) == set(tables.OPERATIONS)
 
 
 def schema_keys() -> dict[str, str]:

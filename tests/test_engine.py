@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from maxhydra.config import model as config
 from maxhydra.config.decode import CacheDtype
@@ -62,23 +61,6 @@ def start(devices: int = 1, params=None, eos=(EOS,), **changes) -> Engine:
 def ask(prompt, **changes) -> Request:
     fields = {"max_tokens": 12, "stop": (), "ignore_eos": False, **GREEDY, **changes}
     return Request(prompt=tuple(prompt.encode() if isinstance(prompt, str) else prompt), **fields)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Engines of the same size have the same programs; most of a test's time would go into compiling them again."""
-    changed = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in changed}
-    for name, value in changed.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

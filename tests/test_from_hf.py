@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from maxhydra.config import Config, ConfigError
-from maxhydra.config.compose import compose
+from maxhydra.config.compose import Composer, compose
 from maxhydra.config.written import from_yaml, to_yaml
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -36,6 +36,20 @@ def test_the_folder_states_the_model_and_the_command_line_has_the_last_word() ->
     assert config.checkpoint.load_parameters == str(folder) and config.data.tokenizer.kind == "byte"
     assert config.train.seq_len == told["max_position_embeddings"]
     assert composed(folder, "checkpoint.load_parameters=null").checkpoint.load_parameters is None
+
+
+def test_an_experiment_may_name_the_folder(tmp_path: Path) -> None:
+    named = "# @package _global_\ndefaults:\n  - override /model: from_hf\nmodel:\n  path: {}\n"
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(named.format(GOLDEN / "mistral"))
+    (tmp_path / "experiment" / "idle.yaml").write_text("# @package _global_\nmodel:\n  path: somewhere\n")
+    composer = Composer(str(tmp_path))
+    config = composer.examine(["experiment=mine"]).composed().config
+    assert config == composed(GOLDEN / "mistral")
+    assert config == composer.examine(["experiment=mine"], with_hydra=False).composed().config
+    other = composer.examine(["experiment=mine", f"model.path={GOLDEN / 'llama'}"]).composed().config
+    assert other == composed(GOLDEN / "llama")
+    assert "choose model=from_hf" in str(composer.examine(["experiment=idle"]).problems[0])
 
 
 def test_a_tokenizer_beside_the_weights_is_the_runs(tmp_path: Path) -> None:

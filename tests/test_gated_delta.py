@@ -6,8 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
-from maxhydra.kernels.gated_delta import gated_delta
+from maxhydra.kernels.gated_delta import (
+    BACKENDS,
+    Call,
+    UnsupportedError,
+    choose,
+    chunked,
+    gated_delta,
+    over_devices,
+    pallas_tpu,
+    request,
+)
+from maxhydra.kernels.place import Place
 
 B, M, N, K, V = 2, 2, 4, 6, 5
 
@@ -99,3 +111,36 @@ def test_strong_decay_over_a_chunk_stays_finite():
     expected_out, expected_state = by_hand(arrays, np.ones((B, 70), int))
     np.testing.assert_allclose(out, expected_out, atol=1e-5)
     np.testing.assert_allclose(state, expected_state, atol=1e-5)
+
+
+def test_the_kernel_for_tpus_is_chunked_over_a_mesh_too():
+    """Rows over two devices, key heads over two; values, the last state and all gradients."""
+    rng, T = np.random.default_rng(0), 70
+    heads = {"query_BTMK": (M, K), "key_BTMK": (M, K), "value_BTMGV": (M, 2, V), "rate_BTMG": (M, 2)}
+    arrays = {name: rng.normal(size=(B, T, *shape)) / 4 for name, shape in heads.items()}
+    arrays |= {"log_decay_BTMG": -rng.exponential(size=(B, T, M, 2)), "state_BMGKV": rng.normal(size=(B, M, 2, K, V))}
+    given = {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    kernel = over_devices(partial(pallas_tpu.gated_delta, interpret=True), Place("tpu", mesh, "rows", None, "heads"))
+
+    @partial(jax.jit, static_argnums=1)
+    def value_and_grads(given, run):
+        def total(given):
+            out, state = run(request.masked(request.Inputs(**given, starts_BT=None), jnp.asarray(packed(T))))
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(state)), (out, state)
+
+        return jax.value_and_grad(total, has_aux=True)(given)
+
+    expected = jax.tree.leaves(value_and_grads(given, chunked.gated_delta))
+    for got, want in zip(jax.tree.leaves(value_and_grads(given, kernel)), expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_the_fastest_serves_and_a_kernel_asked_for_elsewhere_is_refused():
+    assert [choose("auto", Call(platform, 64)) for platform in ("cpu", "gpu", "tpu")] == ["chunked"] * 2 + [
+        "pallas_tpu"
+    ]
+    assert [choose("auto", Call(platform, 1)) for platform in ("cpu", "tpu")] == ["reference"] * 2
+    assert all(choose(name, Call("tpu", 64)) == name for name in BACKENDS)
+    with pytest.raises(UnsupportedError, match="runs on tpu, not cpu"):
+        choose("pallas_tpu", Call("cpu", 64))

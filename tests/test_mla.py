@@ -12,8 +12,20 @@ from flax import nnx
 from maxhydra.config import ConfigError
 from maxhydra.config import model as config
 from maxhydra.config.mesh import RULES, Mesh
+from maxhydra.config.quantization import QuantizationKind
 from maxhydra.kernels.einsum import Layout
-from maxhydra.layers import Context, DenseRoom, LoraSpec, Mla, MlaSpec, PagedRoom, ProductSpec, Rows, WeightMaker
+from maxhydra.layers import (
+    Context,
+    DenseRoom,
+    Format,
+    LoraSpec,
+    Mla,
+    MlaSpec,
+    PagedRoom,
+    ProductSpec,
+    Rows,
+    WeightMaker,
+)
 from maxhydra.sharding import Sharder, build_mesh
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 14, 24, 4
@@ -204,7 +216,7 @@ def test_other_weights_count_in_both_forms(kept):
         layer = drawn_layer(model, lora=spec)
         other = run(layer, x, make_context(is_adapted=False)).out_BTD
     else:
-        layer = make_layer(model, int8=(".*",))
+        layer = make_layer(model, formats=(Format(QuantizationKind.int8_weights, (".*",)),))
         other = run(make_layer(model), x, make_context()).out_BTD
     expected = run(layer, x, make_context()).out_BTD
     assert np.abs(expected - other).max() > 1e-4

@@ -8,8 +8,6 @@ import pytest
 
 from maxhydra.cli import entry
 from maxhydra.cli.commands import models
-from maxhydra.config.compose import compose
-from maxhydra.config.options import model_option, model_options
 
 
 def test_sizes_are_counted_once_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -23,9 +21,3 @@ def test_sizes_are_counted_once_and_shown(tmp_path: Path, monkeypatch: pytest.Mo
     assert entry.run(["models", "mixtral-8x7*"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:5] == ["mixtral-8x7b", "46.7B", "12.88B", "32", "32k"]
     assert entry.run(["models", "mixtrl-8x7b"]) == 2 and "mixtral-8x7b" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["llama3.1-8b", "smollm2-135m-instruct"])
-def test_an_option_means_what_a_run_with_it_means(name: str) -> None:
-    assert name in model_options()
-    assert model_option(name) == compose([f"model={name}"]).config.model

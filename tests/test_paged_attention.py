@@ -1,5 +1,9 @@
 """The kernel over pages against the oracle over the same keys and values in a row."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +11,7 @@ import pytest
 from maxhydra.config.model import Pairs
 from maxhydra.kernels.attention.reference import attention as reference
 from maxhydra.kernels.attention.request import Request, Tokens
-from maxhydra.kernels.paged_attention import Pages, triton
+from maxhydra.kernels.paged_attention import Pages, pallas_tpu, triton
 from maxhydra.layers.rope import Rotation, rotate, turns
 
 PAGES, PAGE = 40, 4
@@ -36,12 +40,27 @@ def expected(q_BKGH: np.ndarray, pages: Pages, asked: Request) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("changes", [{}, {"window": 9}, {"softcap": 2.0}])
-@pytest.mark.parametrize("by", [None, triton.Tile(2, 3, warps=2, stages=3), triton.Tile(8, 1, warps=8, stages=1)])
-@pytest.mark.parametrize("turned", [False, True])
-def test_pages_give_what_a_row_gives(changes: dict[str, float], by: triton.Tile | None, turned: bool) -> None:
-    """Rows of every length, one of them empty, over pages in any order; in one part and in several. The last token of
-    each is new, and written on the way."""
+CHANGES = [{}, {"window": 9}, {"softcap": 2.0}]
+TILES = [None, triton.Tile(2, 3, warps=2, stages=3), triton.Tile(8, 1, warps=8, stages=1)]
+
+
+@pytest.mark.parametrize(("changes", "turned"), [(CHANGES[0], False), (CHANGES[1], True), (CHANGES[2], True)])
+@pytest.mark.parametrize("by", TILES)
+def test_pages_give_what_a_row_gives(changes: dict[str, float], turned: bool, by: triton.Tile | None) -> None:
+    """All at once, and in parts of several blocks."""
+    assert_pages_give_what_a_row_gives(partial(triton.attention, by=by), changes, turned)
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_pages_on_a_tpu_give_what_a_row_gives(changes: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pages at a time."""
+    monkeypatch.setattr(pallas_tpu, "BLOCK", 8)
+    assert_pages_give_what_a_row_gives(pallas_tpu.attention, changes, turned=not changes)
+
+
+def assert_pages_give_what_a_row_gives(run: Callable[..., Any], changes: dict[str, float], turned: bool) -> None:
+    """Rows of every length, one of them empty, over pages in any order. The last token of each is new, and written on
+    the way."""
     rng = np.random.default_rng(0)
     B, K, G, H, W = 5, 2, 3, 16, 7
     key, value = (rng.standard_normal((PAGES, K, PAGE, H)).astype(np.float32) for _ in range(2))
@@ -53,7 +72,7 @@ def test_pages_give_what_a_row_gives(changes: dict[str, float], by: triton.Tile 
     heads = rng.standard_normal((B, K * G + 2 * K, H)).astype(np.float32)
     rotation = Rotation(tuple(1000 ** (-i / 8) for i in range(8)), amplitude=1.3, pairs=Pairs.halves)
     turn = turns(jnp.asarray(lengths - 1), rotation) if turned else None
-    found, after = triton.attention(jnp.asarray(heads), turn, pages, request(**changes), interpret=True, by=by)
+    found, after = run(jnp.asarray(heads), turn, pages, request(**changes), interpret=True)
 
     q, new_key, new_value = np.split(heads, [K * G, K * G + K], axis=1)
     if turned:

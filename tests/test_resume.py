@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import running
 from running import SMALL, command, environment, facts, finished, losses, parameter_hash, run
 
 STEPS = 60
@@ -87,6 +88,19 @@ def test_signals_save_and_the_same_command_goes_on(uninterrupted: Path, tmp_path
     finished(*arguments, cwd=tmp_path)
     assert losses(folder) == losses(uninterrupted)
     assert parameter_hash(folder, STEPS) == parameter_hash(uninterrupted, STEPS)
+
+
+def test_a_mixture_goes_on_after_a_kill(tmp_path: Path) -> None:
+    """Experts, their router, and its correction, which moves by the load and not by a gradient."""
+    mixture = ["model=deepseek3-tiny", "train.seq_len=16", "train.per_device_batch_size=2", "train.steps=40"]
+    mixture += ["train.log_every=1", "train.eval_batches=0", "train.sample.tokens=0", "checkpoint.every=2"]
+    whole, killed = tmp_path / "outputs" / "whole", tmp_path / "outputs" / "killed"
+    finished(*mixture, "run.name=whole", cwd=tmp_path)
+    running.kill_when([*mixture, "run.name=killed"], killed / "metrics.jsonl", cwd=tmp_path)
+    finished(*mixture, "run.name=killed", cwd=tmp_path)
+    assert [session["status"] for session in facts(killed)["sessions"]] == ["lost", "finished"]
+    assert losses(killed) == losses(whole)
+    assert parameter_hash(killed, 40) == parameter_hash(whole, 40)
 
 
 def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(uninterrupted: Path, tmp_path: Path) -> None:

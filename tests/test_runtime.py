@@ -143,7 +143,8 @@ class TestOptions:
     def test_xla_knows_the_flags(self) -> None:
         """The CPU build parses every GPU flag, and aborts at one that it does not know, naming it."""
         gpus = [option for option in hardware_options().values() if option.platform is Platform.gpu]
-        flags = sorted({flag for option in gpus for flag in option.xla_flags})
+        lists = [flags for option in gpus for flags in (option.xla_flags, *option.flag_sets.values())]
+        flags = sorted({flag for flags in lists for flag in flags})
         env = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-c", "import jax; jax.devices()"]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -347,6 +348,18 @@ def test_a_platform_that_is_not_there_is_an_error() -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2, err
     assert "hardware.platform=gpu" in out and "hardware=cpu" in out
+
+
+HOST = """
+from maxhydra import runtime
+print(runtime.start_on_host().device_kind, runtime.environment_before()["JAX_PLATFORMS"])
+"""
+
+
+def test_what_only_plans_runs_on_the_host_and_leaves_the_environment_to_others() -> None:
+    process = run(HOST, "", {"JAX_PLATFORMS": "tpu"})
+    out, err = process.communicate(timeout=60)
+    assert out.split() == ["cpu", "tpu"], err
 
 
 AGAIN = """

@@ -117,8 +117,8 @@ def test_two_slices_change_no_loss(one_device: np.ndarray) -> None:
     np.testing.assert_allclose(seen, one_device, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon", "lion", "sgd"])
-def test_a_mesh_changes_no_loss_of_any_optimizer(optimizer: str) -> None:
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon", "lion", "sgd"])
+def test_a_mesh_changes_no_loss_of_any_other_optimizer(optimizer: str) -> None:
     alone, spread = Run(f"optimizer={optimizer}"), Run(f"optimizer={optimizer}", data=2, fsdp=2, tensor=2)
     expected = alone.train(alone.states.create(0), 8)[1]
     seen = spread.train(spread.states.create(0), 8)[1]

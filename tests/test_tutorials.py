@@ -1,15 +1,16 @@
-"""Every command in docs/tutorials is run, page by page and in order, in a folder of its own."""
+"""Every command in a console block of docs is run, page by page and in order, in a folder of its own."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import compiling
 import pytest
 from running import ROOT, environment
 
-PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 BLOCK = re.compile(r"^```console(?: exit=(\d+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if BLOCK.search(page.read_text())]
 
 
 @pytest.mark.slow
@@ -30,7 +31,7 @@ def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     env = environment()
     env["PATH"] = f"{binaries}:{Path(sys.executable).parent}:{env['PATH']}"
     # The commands say for themselves on how many devices they run.
-    env["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    env["XLA_FLAGS"] = compiling.flags()
     for command, code in commands:
         done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == code, f"$ {command}\n{done.stdout}\n{done.stderr}"

@@ -10,9 +10,12 @@ from typing import Any
 
 import jax
 
-from maxhydra.kernels.attention import cudnn, reference, triton, xla
+from maxhydra.kernels.attention import cudnn, reference, splash, triton, xla
+from maxhydra.kernels.attention.devices import over_devices
 from maxhydra.kernels.attention.request import Request, Tokens
 from maxhydra.kernels.choice import UnsupportedError, chosen
+from maxhydra.kernels.place import Place
+from maxhydra.kernels.watch import watched
 
 __all__ = ["BACKENDS", "Backend", "Call", "Request", "UnsupportedError", "attention", "choose"]
 
@@ -32,6 +35,8 @@ class Call:
     has_positions: bool
     has_chosen: bool
     has_sinks: bool
+    has_split_groups: bool = False
+    """Query heads lie on other devices than the key heads they share."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +64,9 @@ class Backend:
     """Whether values may have another size than keys."""
     split_length: bool = True
     devices: int | None = None
-    """The most devices that a process may see; None: any number, over which the compiler can split a call."""
+    """The most devices of a call; None: any number, over which the compiler can split it."""
+    by_device: bool = False
+    """A kernel of one device, which is given the rows and heads that lie there."""
 
     def refusals(self, call: Call) -> tuple[str, ...]:
         """Why this backend cannot serve the call; empty if it can."""
@@ -91,6 +98,7 @@ class Backend:
                 f"takes values of the size of keys, not {call.value_dim} and {call.head_dim}",
             ),
             (self.split_length or not call.request.is_length_split, "needs whole sequences on each device"),
+            (not (self.by_device and call.has_split_groups), "needs query and key heads split alike"),
         )
         return tuple(reason for is_met, reason in needs if not is_met)
 
@@ -125,6 +133,16 @@ BACKENDS: dict[str, Backend] = {
         split_length=False,
         devices=1,
     ),
+    "splash": Backend(
+        run=splash.attention,
+        platforms=("tpu",),
+        dtypes=("float32", "bfloat16"),
+        length_multiple=splash.LENGTH_MULTIPLE,
+        positions=False,
+        chosen=False,
+        split_length=False,
+        by_device=True,
+    ),
     "xla": Backend(run=xla.attention),
     "reference": Backend(run=reference.attention),
 }
@@ -135,6 +153,7 @@ def choose(backend: str, call: Call) -> str:
     return chosen("attention", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
 
 
+@watched
 def attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -148,17 +167,20 @@ def attention(
     kv_positions_BS: jax.Array | None = None,
     chosen_BTS: jax.Array | None = None,
     sinks_N: jax.Array | None = None,
+    place: Place | None = None,
 ) -> jax.Array:
     """Values [B, T, N, H] that the queries gather; `Tokens` says what segments, positions and a choice of keys mean.
 
+    place: None is one device of the platform that JAX runs on.
     sinks: a logit for each query head that joins the sum by which its weights are divided, and gathers nothing.
     """
     tokens = Tokens(q_segments_BT, kv_segments_BS, q_positions_BT, kv_positions_BS, chosen_BTS)
     _check_shapes(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
+    place = place or Place.here()
     call = Call(
         request=request,
-        platform=jax.default_backend(),
-        devices=jax.device_count(),
+        platform=place.platform,
+        devices=place.devices,
         dtype=q_BTNH.dtype.name,
         head_dim=q_BTNH.shape[3],
         value_dim=v_BSKH.shape[3],
@@ -167,8 +189,11 @@ def attention(
         has_positions=q_positions_BT is not None,
         has_chosen=chosen_BTS is not None,
         has_sinks=sinks_N is not None,
+        has_split_groups=place.heads != place.kv_heads and k_BSKH.shape[2] > 1,
     )
-    return BACKENDS[choose(backend, call)].run(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
+    chosen_one = BACKENDS[choose(backend, call)]
+    run = over_devices(chosen_one.run, place) if chosen_one.by_device else chosen_one.run
+    return run(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
 
 
 def _check_shapes(

@@ -11,6 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+# The name of what a kernel keeps for its backward pass, by which a remat policy can keep it.
+KEPT = "attention_kernel"
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:

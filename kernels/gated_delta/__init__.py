@@ -5,32 +5,66 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from maxhydra.kernels.gated_delta import chunked, reference
+from maxhydra.kernels.choice import UnsupportedError, chosen
+from maxhydra.kernels.gated_delta import chunked, pallas_tpu, reference
 from maxhydra.kernels.gated_delta.request import Inputs, masked
+from maxhydra.kernels.place import Place
+from maxhydra.kernels.watch import watched
 
-__all__ = ["BACKENDS", "Backend", "gated_delta"]
+__all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "gated_delta"]
+
+Run = Callable[[Inputs], tuple[jax.Array, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a backend must cope with, known before anything runs."""
+
+    platform: str
+    length: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """One row of the capability table."""
 
-    run: Callable[[Inputs], tuple[jax.Array, jax.Array]]
+    run: Run
+    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     fastest_to: int | None = None
     """Tokens of a call up to which it is the fastest; None: any number."""
+    by_device: bool = False
+    """A kernel of one device, which is given the rows and heads that lie there."""
+
+    def refusals(self, call: Call, *, is_asked: bool) -> tuple[str, ...]:
+        """Why this backend does not serve the call, asked for by name or not; empty if it does."""
+        needs = (
+            (call.platform in self.platforms, f"runs on {' or '.join(self.platforms)}, not {call.platform}"),
+            (is_asked or call.length <= (self.fastest_to or call.length), f"is for up to {self.fastest_to} tokens"),
+        )
+        return tuple(reason for is_met, reason in needs if not is_met)
 
 
-# Both serve every call, on every platform. A single token is a step of the recurrence, and nothing else.
+# Fastest first. A single token is a step of the recurrence, and nothing else.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(run=reference.gated_delta, fastest_to=1),
+    "pallas_tpu": Backend(run=pallas_tpu.gated_delta, platforms=("tpu",), by_device=True),
     "chunked": Backend(run=chunked.gated_delta),
 }
 
 
+def choose(backend: str, call: Call) -> str:
+    """The backend that serves the call: the one asked for, or under `auto` the fastest that can."""
+    refusals = {name: row.refusals(call, is_asked=name == backend) for name, row in BACKENDS.items()}
+    return chosen("delta", backend, refusals)
+
+
+@watched
 def gated_delta(
     query_BTMK: jax.Array,
     key_BTMK: jax.Array,
@@ -41,11 +75,13 @@ def gated_delta(
     state_BNKV: jax.Array | None,
     segments_BT: jax.Array | None,
     backend: str,
+    place: Place | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """What the tokens read, [B, T, N, V], and the state [B, N, K, V] after the last of them, both in float32.
 
     N value heads, in the order of the M key heads that they share. Segment 0 is padding; every other begins with an
-    empty state, except the first of a row, which goes on from the state given.
+    empty state, except the first of a row, which goes on from the state given. place: None is one device of the
+    platform that JAX runs on.
     """
     B, T, M, K = query_BTMK.shape
     N, V = value_BTNV.shape[2:]
@@ -63,10 +99,17 @@ def gated_delta(
         state_BMGKV=state_BNKV.reshape(B, *heads, K, V),
         starts_BT=None,
     )
-    name = _fastest(T) if backend == "auto" else backend
-    out_BTMGV, state_BMGKV = BACKENDS[name].run(masked(inputs, segments_BT))
+    place = place or Place.here()
+    row = BACKENDS[choose(backend, Call(place.platform, T))]
+    run = over_devices(row.run, place) if row.by_device else row.run
+    out_BTMGV, state_BMGKV = run(masked(inputs, segments_BT))
     return out_BTMGV.reshape(B, T, N, V), state_BMGKV.reshape(B, N, K, V)
 
 
-def _fastest(length: int) -> str:
-    return next(name for name, row in BACKENDS.items() if row.fastest_to is None or length <= row.fastest_to)
+def over_devices(run: Run, place: Place) -> Run:
+    """The kernel on the rows and key heads of each device, which need nothing of each other."""
+    if place.mesh is None or place.mesh.size == 1:
+        return run
+    heads, state = PartitionSpec(place.batch, None, place.kv_heads), PartitionSpec(place.batch, place.kv_heads)
+    specs: Any = Inputs(heads, heads, heads, heads, heads, state, PartitionSpec(place.batch))  # type: ignore[arg-type]
+    return jax.shard_map(run, mesh=place.mesh, in_specs=(specs,), out_specs=(heads, state), check_vma=False)

@@ -10,6 +10,9 @@ the right comes before the product with the inverse: of two large results it wou
 Shapes as in request.py; C chunks, I and J tokens of a chunk.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -19,7 +22,35 @@ from maxhydra.kernels.gated_delta.request import Inputs
 CHUNK = 64
 
 
-def gated_delta(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+class Parts(NamedTuple):
+    """What each chunk does with the state, as products."""
+
+    inverse_CBMGIJ: jax.Array
+    value_CBMGJV: jax.Array
+    key_CBMGJK: jax.Array
+    seen_CBMGIJ: jax.Array
+    query_CBMGIK: jax.Array
+    last_CBMGJK: jax.Array
+    kept_CBMG: jax.Array
+
+
+Scan = Callable[[jax.Array, Parts], tuple[jax.Array, jax.Array]]
+
+
+def scan(state_BMGKV: jax.Array, parts: Parts) -> tuple[jax.Array, jax.Array]:
+    """The state after the last chunk, and what the tokens of each read, [C, B, M, G, I, V]."""
+
+    def chunk(state_BMGKV: jax.Array, parts: Parts) -> tuple[jax.Array, jax.Array]:
+        inverse_BMGIJ, v_BMGJV, k_BMGJK, seen_BMGIJ, q_BMGIK, last_BMGJK, kept_BMG = parts
+        written_BMGIV = _product(inverse_BMGIJ, v_BMGJV - _product(k_BMGJK, state_BMGKV))
+        out_BMGIV = _product(q_BMGIK, state_BMGKV) + _product(seen_BMGIJ, written_BMGIV)
+        state_BMGKV = kept_BMG[..., None, None] * state_BMGKV + _product(last_BMGJK.swapaxes(-1, -2), written_BMGIV)
+        return state_BMGKV, out_BMGIV
+
+    return jax.lax.scan(chunk, state_BMGKV, parts)
+
+
+def gated_delta(inputs: Inputs, *, scan: Scan = scan) -> tuple[jax.Array, jax.Array]:
     """What every token reads, [B, T, M, G, V], and the state after the last."""
     B, T, M = inputs.query_BTMK.shape[:3]
     G = inputs.value_BTMGV.shape[3]
@@ -37,7 +68,7 @@ def gated_delta(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     seen_CBMGIJ = jnp.einsum("CBIMK,CBJMK->CBMIJ", q, k, precision="highest")[:, :, :, None] * pairs_CBMGIJ
     q_CBMGIK, k_CBMGIK = (jnp.moveaxis(heads, 2, 3)[:, :, :, None] for heads in (q, k))
     from_start = from_start_CBMGI[..., None]
-    parts = (
+    parts = Parts(
         inverse_CBMGIJ * rate_CBMGI1.swapaxes(-1, -2),
         jnp.moveaxis(v, 2, 4),
         from_start * k_CBMGIK,
@@ -46,15 +77,7 @@ def gated_delta(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
         to_end_CBMGJ[..., None] * k_CBMGIK,
         from_start_CBMGI[..., -1],
     )
-
-    def chunk(state_BMGKV: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        inverse_BMGIJ, v_BMGJV, k_BMGJK, seen_BMGIJ, q_BMGIK, last_BMGJK, kept_BMG = parts
-        written_BMGIV = _product(inverse_BMGIJ, v_BMGJV - _product(k_BMGJK, state_BMGKV))
-        out_BMGIV = _product(q_BMGIK, state_BMGKV) + _product(seen_BMGIJ, written_BMGIV)
-        state_BMGKV = kept_BMG[..., None, None] * state_BMGKV + _product(last_BMGJK.swapaxes(-1, -2), written_BMGIV)
-        return state_BMGKV, out_BMGIV
-
-    state_BMGKV, out_CBMGIV = jax.lax.scan(chunk, inputs.state_BMGKV, parts)
+    state_BMGKV, out_CBMGIV = scan(inputs.state_BMGKV, parts)
     out_BTMGV = jnp.moveaxis(out_CBMGIV, (0, 4), (1, 2)).reshape(B, chunks * CHUNK, M, G, -1)
     return out_BTMGV[:, :T], state_BMGKV
 

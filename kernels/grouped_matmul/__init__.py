@@ -10,7 +10,9 @@ from collections.abc import Callable
 import jax
 
 from maxhydra.kernels.choice import UnsupportedError, chosen
-from maxhydra.kernels.grouped_matmul import reference, triton, xla
+from maxhydra.kernels.grouped_matmul import megablox, reference, triton, xla
+from maxhydra.kernels.place import Place
+from maxhydra.kernels.watch import watched
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "grouped_matmul"]
 
@@ -72,6 +74,12 @@ BACKENDS: dict[str, Backend] = {
         multiple=triton.MULTIPLE,
         max_size=2**31 - 1,
     ),
+    "megablox": Backend(
+        run=megablox.grouped_matmul,
+        platforms=("tpu",),
+        dtypes=("float32", "bfloat16"),
+        multiple=megablox.MULTIPLE,
+    ),
     "xla": Backend(run=xla.grouped_matmul),
     "reference": Backend(run=reference.grouped_matmul),
 }
@@ -82,14 +90,19 @@ def choose(backend: str, call: Call) -> str:
     return chosen("grouped_matmul", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
 
 
-def grouped_matmul(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, backend: str) -> jax.Array:
+@watched
+def grouped_matmul(
+    x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, backend: str, place: Place | None = None
+) -> jax.Array:
     """[M, F]: the first sizes[0] rows of x times w[0], the next sizes[1] rows times w[1], and so on.
 
+    Over a mesh, this is a call of each device with what lies there. place: None is the platform that JAX runs on.
     Rows after the last group, and the gradient by them, are whatever the backend leaves there.
     """
     (M, D), (E, inputs, F) = x_MD.shape, w_EDF.shape
     if inputs != D or sizes_E.shape != (E,) or x_MD.dtype != w_EDF.dtype:
         shapes = f"{x_MD.dtype} {x_MD.shape}, {w_EDF.dtype} {w_EDF.shape}, {sizes_E.shape}"
         raise ValueError(f"rows, matrices and sizes do not fit together: {shapes}")
-    call = Call(jax.default_backend(), x_MD.dtype.name, rows=M, groups=E, inputs=D, outputs=F)
+    platform = (place or Place.here()).platform
+    call = Call(platform, x_MD.dtype.name, rows=M, groups=E, inputs=D, outputs=F)
     return BACKENDS[choose(backend, call)].run(x_MD, w_EDF, sizes_E)

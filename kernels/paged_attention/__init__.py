@@ -1,29 +1,29 @@
 """Attention of a new token of each row over keys and values that lie in pages, without bringing them together first.
 
-The kernel takes the heads as one product makes them, turns them by their positions, writes the new keys and values to
-their pages and gathers what the queries see. `refusals` says why a call cannot be served; what is not served here goes
-the way of other attention.
+A kernel takes the heads as one product makes them, turns them by their positions, writes the new keys and values to
+their pages and gathers what the queries see. BACKENDS says what serves what; what none serves goes the way of
+other attention.
 
 Shapes: B rows, N query heads, K key and value heads, G = N / K, M = N + 2K, H head size, P pages, Z tokens of a page, W
 pages of a row.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 
 from maxhydra.kernels.attention.request import Request
-from maxhydra.kernels.paged_attention import triton
+from maxhydra.kernels.paged_attention import pallas_tpu, triton
 from maxhydra.kernels.paged_attention.pages import Pages
+from maxhydra.kernels.place import Place
 
-__all__ = ["Call", "Pages", "can_serve", "paged_attention", "refusals"]
-
-DTYPES = ("bfloat16", "float16", "float32")
+__all__ = ["BACKENDS", "Backend", "Call", "Pages", "paged_attention", "serving"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What the kernel must cope with."""
+    """What a kernel must cope with."""
 
     platform: str
     devices: int
@@ -35,35 +35,77 @@ class Call:
     """Numbers among all keys."""
 
 
-def refusals(call: Call) -> tuple[str, ...]:
-    """Why a call cannot be served; empty if it can."""
-    needs = (
-        (call.platform == "gpu", f"runs on gpu, not {call.platform}"),
-        (call.devices == 1, f"runs on one device, not {call.devices}"),
-        (call.dtype in DTYPES and call.storage == call.dtype, f"takes a cache like its queries, not {call.storage}"),
-        (_is_power_of_two(call.head_dim) and call.head_dim >= 16, f"takes heads of 2^n, not {call.head_dim}"),
-        (_is_power_of_two(call.page_size), f"takes pages of 2^n tokens, not {call.page_size}"),
-        (call.numbers < 2**31, "takes a cache that 32 bits can address"),
-    )
-    return tuple(reason for is_met, reason in needs if not is_met)
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One row of the capability table. All run on one device, over a cache in the format of the queries."""
+
+    run: Callable[..., tuple[jax.Array, Pages]]
+    platform: str
+    dtypes: tuple[str, ...]
+    powers_of_two: bool
+    """Whether head and page sizes must be such, heads of 16 at least."""
+    page_multiple: int
+    max_numbers: int | None
+    """Among all keys; None: any."""
+
+    def refusals(self, call: Call) -> tuple[str, ...]:
+        """Why this backend cannot serve the call; empty if it can."""
+        is_power = _is_power_of_two(call.head_dim) and call.head_dim >= 16 and _is_power_of_two(call.page_size)
+        needs = (
+            (call.platform == self.platform, f"runs on {self.platform}, not {call.platform}"),
+            (call.devices == 1, f"runs on one device, not {call.devices}"),
+            (call.dtype in self.dtypes, f"takes {' or '.join(self.dtypes)}, not {call.dtype}"),
+            (call.storage == call.dtype, f"takes a cache like its queries, not {call.storage}"),
+            (
+                is_power or not self.powers_of_two,
+                f"takes heads and pages of 2^n, not {call.head_dim} and {call.page_size}",
+            ),
+            (
+                call.page_size % self.page_multiple == 0,
+                f"takes pages in multiples of {self.page_multiple} tokens, not {call.page_size}",
+            ),
+            (call.numbers <= (self.max_numbers or call.numbers), "takes a cache that 32 bits can address"),
+        )
+        return tuple(reason for is_met, reason in needs if not is_met)
 
 
-def can_serve(pages: Pages, dtype: str, devices: int) -> bool:
-    """Whether the kernel takes one token a row in this number format."""
+BACKENDS: dict[str, Backend] = {
+    "triton": Backend(
+        run=triton.attention,
+        platform="gpu",
+        dtypes=("bfloat16", "float16", "float32"),
+        powers_of_two=True,
+        page_multiple=1,
+        max_numbers=2**31 - 1,
+    ),
+    "pallas_tpu": Backend(
+        run=pallas_tpu.attention,
+        platform="tpu",
+        dtypes=("bfloat16", "float32"),
+        powers_of_two=False,
+        page_multiple=pallas_tpu.PAGE_MULTIPLE,
+        max_numbers=None,
+    ),
+}
+
+
+def serving(pages: Pages, dtype: str, place: Place) -> str | None:
+    """The backend that takes one token a row in this number format; None where there is none."""
     _, _, Z, H = pages.key_PKZH.shape
     storage, numbers = pages.key_PKZH.dtype.name, pages.key_PKZH.size
-    return not refusals(Call(jax.default_backend(), devices, dtype, storage, H, Z, numbers))
+    call = Call(place.platform, place.devices, dtype, storage, H, Z, numbers)
+    return next((name for name, row in BACKENDS.items() if not row.refusals(call)), None)
 
 
 def paged_attention(
-    heads_BMH: jax.Array, turns: tuple[jax.Array, jax.Array] | None, pages: Pages, request: Request
+    heads_BMH: jax.Array, turns: tuple[jax.Array, jax.Array] | None, pages: Pages, request: Request, *, backend: str
 ) -> tuple[jax.Array, Pages]:
     """Values [B, N, H] that the new token of each row gathers, and the pages with it; zeros for a row of no tokens.
 
     heads: queries, keys, values of the new tokens. Queries and keys x become x * turns[0] + y * turns[1], each [B, H],
     where y is x with the halves of a head exchanged; None: they stay as they are.
     """
-    return triton.attention(heads_BMH, turns, pages, request, interpret=False)
+    return BACKENDS[backend].run(heads_BMH, turns, pages, request)
 
 
 def _is_power_of_two(number: int) -> bool:

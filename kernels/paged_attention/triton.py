@@ -64,7 +64,7 @@ def attention(
     pages: Pages,
     request: Request,
     *,
-    interpret: bool,
+    interpret: bool = False,
     by: Tile | None = None,
 ) -> tuple[jax.Array, Pages]:
     B, M, H = heads_BMH.shape

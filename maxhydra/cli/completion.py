@@ -5,7 +5,8 @@ import sys
 
 from hydra._internal.hydra import Hydra
 
-from maxhydra.cli.help import commands
+from maxhydra.cli.help import commands, docstrings
+from maxhydra.cli.runs import VERBS
 from maxhydra.config.errors import ConfigError, Problem
 
 
@@ -20,7 +21,11 @@ def answer(app: Hydra, config_name: str, request: list[str]) -> int:
     if action == "query":
         line = os.environ.get("COMP_LINE", "")
         words = line.split(" ")
-        print("\n".join(name for name in commands() if len(words) == 2 and name.startswith(words[1])))
+        is_verb = words[1:-1] == ["runs"]
+        names = docstrings(VERBS) if is_verb else commands() if len(words) == 2 else {}
+        print("\n".join(name for name in names if name.startswith(words[-1])))
+        if is_verb:
+            return 0  # no override stands there
         os.environ["COMP_LINE"] = without_command(line)
     app.shell_completion(config_name=config_name, overrides=request)
     return 0

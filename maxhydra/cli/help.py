@@ -29,6 +29,7 @@ EXAMPLES = {
     "maxhydra train.steps=1000 optimizer=muon run.name=muon": "longer, another optimizer; the same name again resumes",
     "maxhydra data=text data.path=my.txt": "on your own text",
     "maxhydra task=inspect model=llama3.1-405b task.devices=256": "what a model needs, without having the devices",
+    "maxhydra task=tune model=llama3.2-1b task.save_as=fast": "the fastest settings on this machine, as an experiment",
     "maxhydra -m optimizer.learning_rate=1e-3,3e-3 run.name=lr": "a sweep, in outputs/lr",
     "maxhydra runs best sweep=lr": "which of its runs won, and how to run it again",
     "maxhydra explain optimizer.learning_rate": "what a key means, and where its value comes from",

@@ -25,7 +25,7 @@ BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 def run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
     """Check, fix the folders, and hand over to Hydra's sweeper and launcher."""
     parsed = _parsed(composer, overrides)
-    controller, plan = planned(composer, overrides)
+    controller, plan = _planned(composer, overrides, parsed)
     if plan is not None:
         write_plan(plan)
     fixed = ["hydra.mode=MULTIRUN", *_folders(controller, parsed)]
@@ -34,9 +34,17 @@ def run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
     return 0
 
 
-def planned(composer: Composer, overrides: list[str]) -> tuple[DictConfig, Plan | None]:
+def planned(composer: Composer, overrides: list[str]) -> Plan | None:
     """A sweep that is checked, and not begun; no plan where a sweeper makes its own."""
-    parsed = _parsed(composer, overrides)
+    return _planned(composer, overrides, _parsed(composer, overrides))[1]
+
+
+def is_asked(overrides: list[str]) -> bool:
+    """Whether hydra.mode asks for a sweep in place of the flag."""
+    return "hydra.mode=MULTIRUN" in overrides
+
+
+def _planned(composer: Composer, overrides: list[str], parsed: list[Override]) -> tuple[DictConfig, Plan | None]:
     _check(composer, expand(parsed, product=False))
     controller = composer.loader.load_configuration(composer.config_name, overrides, RunMode.MULTIRUN)
     if controller.hydra.sweeper.get("_target_") != BASIC_SWEEPER:
@@ -45,11 +53,6 @@ def planned(composer: Composer, overrides: list[str]) -> tuple[DictConfig, Plan 
     jobs = expand([*_parsed(composer, params), *parsed], product=True)
     _check(composer, jobs)
     return controller, _plan(composer, controller, jobs, parsed)
-
-
-def is_asked(overrides: list[str]) -> bool:
-    """Whether hydra.mode asks for a sweep in place of the flag."""
-    return "hydra.mode=MULTIRUN" in overrides
 
 
 def _parsed(composer: Composer, overrides: list[str]) -> list[Override]:

@@ -28,7 +28,7 @@ from maxhydra.config.hydra_errors import COMPOSE_ERRORS, problem_of
 from maxhydra.config.located import Located, locate, read_yaml, shown
 from maxhydra.config.overrides import Groups, parse, place_override, sweep_problem
 from maxhydra.config.schema import Config
-from maxhydra.config.stated import Loader, folder_in, folder_problems, is_chosen, stated
+from maxhydra.config.stated import Loader, folder_problems, is_chosen, stated
 from maxhydra.config.validate import UNSURE, Builder
 from maxhydra.config.written import origin_to_show
 
@@ -108,7 +108,7 @@ class Composer:
         assembly.problems += parsed.problems
         sound = [override for override in parsed.overrides if self._is_sound(override, assembly)]
         defaults = self._select(sound, assembly)
-        folder = folder_in(sound)
+        folder = self.loader.folder(sound, defaults.defaults if defaults else [])
         for default in defaults.defaults if defaults else []:
             self._place_default(default, assembly)
             self._place_stated(folder, default, assembly)

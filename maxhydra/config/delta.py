@@ -10,6 +10,7 @@ from maxhydra.config.errors import Problem
 class DeltaBackend(Enum):
     auto = "auto"
     chunked = "chunked"
+    pallas_tpu = "pallas_tpu"
     reference = "reference"
 
 

@@ -7,6 +7,8 @@ from enum import Enum
 from typing import Any
 
 UNSET = object()
+# Options that an error lists; a group that has more has too many to read.
+SHOWN = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,15 @@ def show(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{','.join(f'{key}:{show(item)}' for key, item in value.items())}}}"
     return str(value)
+
+
+def options_shown(group: str, options: list[str], near: str = "") -> str:
+    """The options of a group; of very many those nearest to a name, and where the others are listed."""
+    if len(options) <= SHOWN:
+        return ", ".join(options)
+    nearest = difflib.get_close_matches(near, options, n=SHOWN, cutoff=0.0)
+    command = "maxhydra models" if group == "model" else "maxhydra --help"
+    return f"{', '.join(nearest)}, ... {len(options) - len(nearest)} more: `{command}`"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -70,6 +70,8 @@ class Hardware(Schema):
     """Device memory bandwidth, 10^9 bytes a second."""
     xla_flags: list[str] = option([])
     """Added to XLA_FLAGS (LIBTPU_INIT_ARGS on a TPU) before the backend starts; what the environment sets wins."""
+    flag_sets: dict[str, list[str]] = option({})
+    """Flags by a name of your choice that task=tune tries, each set over xla_flags."""
     compilation_cache: str | None = "~/.cache/maxhydra/xla"
     """Folder of compiled programs, so that a resumed run starts at once. null: none."""
     matmul_precision: Precision = Precision.default

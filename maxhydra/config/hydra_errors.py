@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from maxhydra.config.discover import groups
-from maxhydra.config.errors import Problem, did_you_mean
+from maxhydra.config.errors import Problem, did_you_mean, options_shown
 from maxhydra.config.located import shown
 
 # Raised while composing. Hydra uses ValueError for groups that are given something else than a name.
@@ -38,7 +38,8 @@ def _missing_option(error: MissingConfigException) -> Problem:
     options = [name for name in error.options or [] if isinstance(name, str)]
     if not group:
         return Problem(option, "no such config file", hint=f"{option}.yaml is looked for in the config folders")
-    return Problem(group, "no such option", option, ", ".join(options), did_you_mean(option, options))
+    accepted = options_shown(group, options, near=option)
+    return Problem(group, "no such option", option, accepted, did_you_mean(option, options))
 
 
 def _malformed_yaml(error: yaml.MarkedYAMLError) -> Problem:

@@ -22,6 +22,7 @@ LOGGED = {
     "sft": (*TRAINED, *LIKELIHOOD),
     "dpo": (*TRAINED, *PAIRS, "eval/loss", "eval/tokens", *(f"eval/{name}" for name in PAIRS)),
     "grpo": (*TRAINED, *ANSWERS, *GRADES),
+    "bench": ("loss", "step_time", *SPEED),
     "distill": (*TRAINED, "cross_entropy", "divergence", "features", *LIKELIHOOD, "eval/kl"),
 }
 

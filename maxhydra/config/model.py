@@ -86,6 +86,7 @@ class AttentionBackend(Enum):
     xla = "xla"
     cudnn = "cudnn"
     triton = "triton"
+    splash = "splash"
 
 
 class GroupedMatmulBackend(Enum):
@@ -93,6 +94,7 @@ class GroupedMatmulBackend(Enum):
     reference = "reference"
     xla = "xla"
     triton = "triton"
+    megablox = "megablox"
 
 
 class Projection(Enum):
@@ -230,7 +232,7 @@ class ModelKernels(Schema):
     grouped_matmul: GroupedMatmulBackend = GroupedMatmulBackend.auto
     """Products of tokens with the experts they were given to; auto as for attention."""
     delta: DeltaBackend = DeltaBackend.auto
-    """chunked, or the reference, token by token; auto takes the faster for the number of tokens."""
+    """chunked, on TPUs with a kernel (pallas_tpu), or the reference, token by token; auto as for attention."""
     projection: Projection = Projection.plain
     """Products with weights. outputs_first: for few rows on a CPU, joined: on a GPU, weights laid out for it; decoding
     sets them there."""

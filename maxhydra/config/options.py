@@ -6,9 +6,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from maxhydra.config.discover import CONF, description
-from maxhydra.config.errors import ConfigError
 from maxhydra.config.model import Model
-from maxhydra.config.validate import Builder
+from maxhydra.config.validate import section_from
 
 FOLDER = CONF / "model"
 OWN = "_self_"
@@ -26,14 +25,7 @@ def model_option(name: str) -> Model:
 
 def model_from(values: Any, *, source: str) -> Model:
     """The model config of values as YAML holds them; ConfigError with every problem, told of `source`."""
-    builder = Builder(origin=lambda path: source, unsure=frozenset())
-    node = OmegaConf.merge(OmegaConf.structured(Model), values)
-    assert isinstance(node, DictConfig)
-    model = builder.section(node, "model")
-    if builder.problems:
-        raise ConfigError(builder.problems)
-    assert isinstance(model, Model)
-    return model
+    return section_from(Model, values, path="model", source=source)
 
 
 def option_text(name: str) -> str:

@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
 from maxhydra.config.assemble import Assembly
-from maxhydra.config.errors import Problem, did_you_mean, show
+from maxhydra.config.errors import Problem, did_you_mean, options_shown, show
 from maxhydra.config.located import COMMAND_LINE, locate
 
 
@@ -81,13 +81,13 @@ class Groups:
         if override.is_delete():
             return None
         if value is None:
-            return Problem(
-                group, "is no option", None, ", ".join(options), f"~{group} takes the group out", COMMAND_LINE
-            )
+            hint = f"~{group} takes the group out"
+            return Problem(group, "is no option", None, options_shown(group, options), hint, COMMAND_LINE)
         for option in value if isinstance(value, list) else [value]:
             if option not in options:
                 hint = did_you_mean(str(option), options)
-                return Problem(group, "no such option", option, ", ".join(options), hint, COMMAND_LINE)
+                accepted = options_shown(group, options, near=str(option))
+                return Problem(group, "no such option", option, accepted, hint, COMMAND_LINE)
         return None
 
     def unknown(self, group: str, value: Any) -> Problem:

@@ -151,6 +151,11 @@ class Train(Schema):
     """bar, lines, none; auto shows a bar on a terminal and lines elsewhere."""
     sample: Sample = section(Sample)
 
+    def no_z_loss(self, *, task: str) -> Iterator[Problem]:
+        """Seen from the root of the config: the loss of a task has no such part."""
+        if self.z_loss:
+            yield Problem("train.z_loss", f"is not used by task={task}", value=self.z_loss, accepted="0")
+
     def check(self) -> Iterator[Problem]:
         if self.ramp.start is not None and self.ramp.start >= self.per_device_batch_size:
             yield Problem(

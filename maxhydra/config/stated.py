@@ -4,6 +4,7 @@ What the folder states stands where the option's own values do: over what comes 
 """
 
 import importlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -18,12 +19,6 @@ from maxhydra.config.overrides import parse
 
 KEY = "model.path"
 OPTION = "model/from_hf"
-
-
-def folder_in(overrides: list[Override]) -> str | None:
-    """The folder that the command line names."""
-    named = [override.value() for override in overrides if override.key_or_group == KEY and not override.is_delete()]
-    return str(named[-1]) if named and named[-1] is not None else None
 
 
 def stated(folder: str | None, option: str) -> dict[str, Any]:
@@ -50,13 +45,34 @@ def folder_problems(folder: str | None, choices: dict[str, str]) -> list[Problem
 class Loader(ConfigLoaderImpl):
     """Hydra's loader, to whose option files a folder's values are added."""
 
+    _overrides: Sequence[Override] = ()
     _folder: str | None = None
+
+    def folder(self, overrides: Sequence[Override], defaults: Sequence[ResultDefault]) -> str | None:
+        """The folder that the command line names, or else the last option file that names one."""
+        given = [override for override in overrides if override.key_or_group == KEY and not override.is_delete()]
+        named = [override.value() for override in given] or [*self._in_files(defaults)]
+        return str(named[-1]) if named and named[-1] is not None else None
 
     def load_configuration(
         self, config_name: str | None, overrides: list[str], run_mode: RunMode, *flags: bool, **named: bool
     ) -> DictConfig:
-        self._folder = folder_in(parse(overrides, self).overrides)
+        self._overrides = parse(overrides, self).overrides
         return super().load_configuration(config_name, overrides, run_mode, *flags, **named)
+
+    def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: Any) -> DictConfig:
+        self._folder = self.folder(self._overrides, defaults)
+        composed: DictConfig = super()._compose_config_from_defaults_list(defaults, repo)
+        return composed
+
+    def _in_files(self, defaults: Sequence[ResultDefault]) -> Iterator[Any]:
+        section, _, name = KEY.partition(".")
+        for default in defaults:
+            key = {"": KEY, section: name}.get(default.package or "")
+            result = self.repository.load_config(default.config_path or "") if key is not None else None
+            if result is not None and isinstance(result.config, DictConfig) and not result.is_schema_source:
+                value = OmegaConf.select(result.config, key)
+                yield from [] if value is None else [value]
 
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
         result: ConfigResult = super()._load_single_config(default, repo)

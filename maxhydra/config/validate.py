@@ -2,16 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable, Set
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from maxhydra.config.declare import Schema
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.schema import Config
 from maxhydra.config.spec import Spec, fields
 
 UNSURE = object()
+T = TypeVar("T", bound=Schema)
 
 
 class Builder:
@@ -86,6 +88,18 @@ def instantiate(node: DictConfig) -> Config:
         raise ConfigError(builder.problems)
     assert isinstance(config, Config)
     return config
+
+
+def section_from(cls: type[T], values: Any, *, path: str, source: str) -> T:
+    """A section alone, of values as YAML holds them; ConfigError with every problem, told of `source`."""
+    builder = Builder(origin=lambda path: source, unsure=frozenset())
+    node = OmegaConf.merge(OmegaConf.structured(cls), values)
+    assert isinstance(node, DictConfig)
+    section = builder.section(node, path)
+    if builder.problems:
+        raise ConfigError(builder.problems)
+    assert isinstance(section, cls)
+    return section
 
 
 def _first_line(error: OmegaConfBaseException) -> str:

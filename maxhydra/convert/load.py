@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.config.quantization import Quantization
 from maxhydra.convert.derive import is_hf_folder
 from maxhydra.convert.fill import fill, on_first_device
 from maxhydra.convert.gguf import gguf_source
@@ -18,9 +19,10 @@ from maxhydra.convert.hf import hf_source
 from maxhydra.convert.origin import origin
 from maxhydra.convert.peft_read import PeftFolder, is_peft_folder, open_peft
 from maxhydra.convert.source import Source
-from maxhydra.convert.stored import find_checkpoint, read_parameters
+from maxhydra.convert.stored import find_checkpoint, read_format, read_parameters
 from maxhydra.model import ModelDef, build, join, kept, mapped, merged, split
 from maxhydra.modelfiles import locate
+from maxhydra.sharding import is_axes
 
 Tree = Any
 ACCEPTED = "a run or checkpoint folder, a Hugging Face or PEFT folder with safetensors, a .gguf file, or package:NAME"
@@ -37,20 +39,44 @@ def load_weights(
 ) -> Tree:
     """The weights of the model's base in a dtype, each shard where `shardings` puts it; None: on the first device.
 
-    What the model keeps otherwise under its adapter is packed as soon as it is read; a run's adapter is merged into the
-    weights it was trained around. Anything that is not this model's is refused before memory is taken; `key` is the
-    config field that names `source`.
+    What the model keeps in fewer bits is packed as soon as it is read; a checkpoint that holds it so already is read as
+    it is. A run's adapter is merged into the weights it was trained around. Anything that is not this model's is
+    refused before memory is taken; `key` is the config field that names `source`.
     """
     began = time.monotonic()
     base, keep = model.base, partial(kept, model)
     shardings = on_first_device(base) if shardings is None else shardings
-    foreign = foreign_source(key, source)
-    if foreign is not None:
+    if (packed := stored_format(key, source)) is not None:
+        require_format(key, source, packed, model)
+        params = read_parameters(find_checkpoint(key, source), _packed(model, shardings, dtype))
+    elif (foreign := foreign_source(key, source)) is not None:
         params = fill(foreign, base, shardings=shardings, dtype=dtype, keep=keep)
     else:
         params = mapped(_own(key, source, base, shardings=shardings, dtype=dtype), keep)
     log.info("weights of %s in %.1f s", source, time.monotonic() - began)
     return params
+
+
+def stored_format(key: str, source: str) -> Quantization | None:
+    """The formats in which a checkpoint of ours keeps its weights; None for plain numbers, and for files of others."""
+    path = locate(key, source)
+    if not path.is_dir() or is_hf_folder(path) or is_peft_folder(path):
+        return None
+    return read_format(find_checkpoint(key, source))
+
+
+def require_format(key: str, source: str, stored: Quantization, model: ModelDef) -> None:
+    """Refuse a checkpoint that keeps its weights otherwise than the model does: rounded twice they would be others."""
+    told = stored.kind.value
+    if not model.is_packed or model.adapter is not None:
+        reason = f"holds weights in {told}, which are decoded with as they are and nothing else"
+        hint = "give the weights from which it was made"
+        raise ConfigError(Problem(key, reason, value=source, accepted="task=decode, serve or score", hint=hint))
+    if model.quantization != stored:
+        assert model.quantization is not None
+        reason = f"differs from that of {source}, which holds weights in {told}"
+        hint = f"leave quantization out: it is then taken from {source}"
+        raise ConfigError(Problem("quantization.kind", reason, value=model.quantization.kind, hint=hint))
 
 
 def foreign_source(key: str, source: str) -> Source | None:
@@ -103,6 +129,24 @@ def read_adapter(key: str, source: str, model: ModelDef, *, mesh: Mesh | None = 
     mesh = mesh or jax.tree.leaves(on_first_device(model))[0].mesh
     everywhere = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), shapes)
     return read_parameters(find_checkpoint(key, source), _abstract(shapes, everywhere, "float32"))
+
+
+def _packed(model: ModelDef, shardings: Tree, dtype: DTypeLike) -> Tree:
+    """What packed weights are read onto, given the shardings of plain ones: each axis is split as it is there."""
+
+    def walk(shapes: Tree, axes: Tree, plain: Tree, sharding: Tree) -> Tree:
+        if not is_axes(plain):
+            return {name: walk(below, axes[name], plain[name], sharding[name]) for name, below in shapes.items()}
+        if not isinstance(shapes, dict):
+            return jax.ShapeDtypeStruct(shapes.shape, dtype, sharding=sharding)
+        split = dict(zip(plain, sharding.spec, strict=False))
+        own = {name: PartitionSpec(*map(split.get, axes[name])) for name in shapes}
+        return {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(sharding.mesh, own[name]))
+            for name, leaf in shapes.items()
+        }
+
+    return walk(model.shapes, model.axes, model.base.axes, shardings)
 
 
 def _abstract(shapes: Tree, shardings: Tree, dtype: DTypeLike) -> Tree:

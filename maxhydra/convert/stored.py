@@ -6,10 +6,14 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from omegaconf import OmegaConf
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.config.quantization import Quantization
+from maxhydra.config.validate import section_from
 
 Tree = Any
+FORMAT = "quantization.yaml"
 # Orbax tells its own story at every turn, tracebacks of its threads included; what a user needs, our messages say.
 for noisy in ("absl", "asyncio"):
     logging.getLogger(noisy).setLevel(logging.CRITICAL)
@@ -41,6 +45,20 @@ def read_parameters(path: Path, abstract_params: Tree) -> Tree:
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         items = reader.restore(path, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params)))
     return items.params
+
+
+def write_format(folder: Path, quantization: Quantization) -> None:
+    """Say in a checkpoint in which formats its weights are kept."""
+    (folder / FORMAT).write_text(OmegaConf.to_yaml(OmegaConf.structured(quantization)), encoding="utf-8")
+
+
+def read_format(checkpoint: Path) -> Quantization | None:
+    """What `write_format` said; None where weights are plain numbers."""
+    path = checkpoint / FORMAT
+    if not path.is_file():
+        return None
+    values = OmegaConf.create(path.read_text(encoding="utf-8"))
+    return section_from(Quantization, values, path="quantization", source=str(path))
 
 
 def require_same(path: Path, item: str, wanted: Tree) -> None:

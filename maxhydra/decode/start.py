@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from maxhydra import model
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.decode import Engine as EngineConfig
-from maxhydra.config.quantization import QuantizationKind
-from maxhydra.convert.load import load_weights
+from maxhydra.config.quantization import TO_KEEP, TO_TRAIN, Quantization
+from maxhydra.convert.load import load_weights, stored_format
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.origin import check_origin
 from maxhydra.decode.prompts import Prompts
@@ -38,6 +38,23 @@ def check_start(config: Config, *, processes: int) -> None:
     check_origin(config, config.checkpoint.load_parameters)
 
 
+def weight_formats(config: Config) -> Quantization:
+    """In which formats weights are kept: as the config says, or as the checkpoint that it names holds them."""
+    asked = config.quantization
+    if wrong := sorted(kind.value for kind in asked.kinds if kind in TO_TRAIN):
+        accepted = ", ".join(kind.value for kind in TO_KEEP)
+        hint = "leave quantization out for plain weights, or for those of a checkpoint as it holds them"
+        reason = f"is a way to train, not to decode ({', '.join(wrong)})"
+        raise ConfigError(Problem("quantization.kind", reason, value=asked.kind, accepted=accepted, hint=hint))
+    source = config.checkpoint.load_parameters
+    assert source is not None
+    stored = stored_format("checkpoint.load_parameters", source)
+    if stored is None or asked.kinds:
+        return asked
+    log.info("%s holds weights in %s, which stay as they are", source, stored.kind.value)
+    return stored
+
+
 def open_engine(config: Config, engine: EngineConfig, prompts: Prompts) -> Engine:
     """Load the weights and start the engine.
 
@@ -46,10 +63,7 @@ def open_engine(config: Config, engine: EngineConfig, prompts: Prompts) -> Engin
     """
     assert config.checkpoint.load_parameters is not None
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
-    if config.quantization.kind is QuantizationKind.fp8:
-        hint = "try quantization=int8_weights, or leave it out"
-        raise ConfigError(Problem("quantization.kind", "is a way to train, not to decode", value="fp8", hint=hint))
-    decoder = model.build(config.model, quantization=config.quantization)
+    decoder = model.build(config.model, quantization=weight_formats(config))
     sharder.check(decoder.axes, decoder.shapes)
     params = load_weights(
         config.checkpoint.load_parameters,

@@ -7,6 +7,8 @@ from maxhydra.layers.context import Context
 from maxhydra.layers.delta import DeltaSpec
 from maxhydra.layers.dropout import dropout
 from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
+from maxhydra.layers.experts import ExpertMap
+from maxhydra.layers.formats import Format, formats_of
 from maxhydra.layers.mla import Mla, MlaSpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
 from maxhydra.layers.moe import Moe, MoeSpec
@@ -27,9 +29,11 @@ __all__ = [
     "DenseRoom",
     "Dtypes",
     "Embedding",
+    "ExpertMap",
     "Fed",
     "FeedForward",
     "FeedForwardSpec",
+    "Format",
     "Head",
     "LayerNorm",
     "LoraSpec",
@@ -57,4 +61,5 @@ __all__ = [
     "VocabularySpec",
     "WeightMaker",
     "dropout",
+    "formats_of",
 ]

@@ -13,13 +13,14 @@ def attend(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     request: Request,
+    ctx: Context,
     *,
     backend: str,
     **tokens: jax.Array | None,
 ) -> jax.Array:
     """What the queries gather; a backend that was asked for and cannot serve is the config's mistake."""
     with explained():
-        return attention(q_BTNH, k_BSKH, v_BSKH, request, backend=backend, **tokens)
+        return attention(q_BTNH, k_BSKH, v_BSKH, request, backend=backend, place=ctx.place, **tokens)
 
 
 def cached_positions(ctx: Context) -> jax.Array:

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config import model as config
 from maxhydra.kernels.attention import Request
 from maxhydra.kernels.einsum import Layout
-from maxhydra.kernels.paged_attention import Pages, can_serve, paged_attention
+from maxhydra.kernels.paged_attention import Pages, paged_attention, serving
 from maxhydra.layers.attend import attend, cached_positions
 from maxhydra.layers.cache import Cache, KeysValues, NoCache, Room
 from maxhydra.layers.chunks import chunks
@@ -138,7 +138,7 @@ class Attention(nnx.Module):
         if pages is None:
             mixed_BTNH, cache, seen = self._mix_heads(self._heads(x_BTD, ctx), ctx)
         else:
-            mixed_BTNH, cache = self._mix_pages(joined(self._inputs, x_BTD, ctx), pages, ctx)
+            mixed_BTNH, cache = self._mix_pages(self._joined_heads(x_BTD, ctx), pages, ctx)
         mixed_BTNH = ctx.constrain(mixed_BTNH, "act_batch", "act_length", "act_heads", None)
         mixed_BTNH = checkpoint_name(mixed_BTNH, "context")
         if self.gate is not None:
@@ -240,11 +240,16 @@ class Attention(nnx.Module):
         """The cache as the kernel for one new token a row takes it; None where that cannot serve."""
         inputs = self._inputs
         is_plain = are_alike(inputs) and all(projection.lora is None for projection in inputs) and self.spec.suits_pages
-        is_asked = self.spec.backend == "auto" and self.query.product.layout is Layout.joined and is_plain
-        if ctx.cache is None or not is_asked or x_BTD.shape[1] > 1:
+        if ctx.cache is None or self.spec.backend != "auto" or not is_plain or x_BTD.shape[1] > 1:
             return None
         pages: Pages | None = ctx.cache.pages(cached_positions(ctx), ctx.rows)
-        return pages if pages is not None and can_serve(pages, x_BTD.dtype.name, ctx.sharder.mesh.size) else None
+        return pages if pages is not None and serving(pages, x_BTD.dtype.name, ctx.place) else None
+
+    def _joined_heads(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+        """Heads of query, key and value in one array."""
+        if self.query.product.layout is Layout.joined:
+            return joined(self._inputs, x_BTD, ctx)
+        return jnp.concatenate([projection(x_BTD, ctx) for projection in self._inputs], axis=2)
 
     def _mix_pages(self, heads_B1MH: jax.Array, pages: Pages, ctx: Context) -> tuple[jax.Array, Any]:
         """What _mix_heads does, from the heads of all three in one array to the cache with the new token."""
@@ -254,7 +259,9 @@ class Attention(nnx.Module):
             q, k = (normed_heads(x, spec.qk_norm, norm) for x, norm in ((q, self.query_norm), (k, self.key_norm)))
             heads_BMH = jnp.concatenate([q, k, v], axis=1)
         turn = None if spec.rotation is None else turns(ctx.positions[:, 0], spec.rotation)
-        mixed_BNH, pages = paged_attention(heads_BMH, turn, pages, self._request(ctx))
+        backend = serving(pages, heads_BMH.dtype.name, ctx.place)
+        assert backend is not None
+        mixed_BNH, pages = paged_attention(heads_BMH, turn, pages, self._request(ctx), backend=backend)
         return mixed_BNH[:, None], ctx.cache.with_pages(pages)
 
     def _whole(self, kv_BSKH: jax.Array, ctx: Context) -> jax.Array:
@@ -265,7 +272,8 @@ class Attention(nnx.Module):
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ctx: Context, **tokens: jax.Array | None
     ) -> jax.Array:
         sinks_N = None if self.sinks is None else self.sinks[...]
-        return attend(q_BTNH, k_BSKH, v_BSKH, self._request(ctx), backend=self.spec.backend, sinks_N=sinks_N, **tokens)
+        request, backend = self._request(ctx), self.spec.backend
+        return attend(q_BTNH, k_BSKH, v_BSKH, request, ctx, backend=backend, sinks_N=sinks_N, **tokens)
 
     def _request(self, ctx: Context) -> Request:
         spec = self.spec

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from maxhydra.kernels.place import Place
 from maxhydra.layers.cache import Rows
 from maxhydra.sharding import Sharder
 
@@ -64,6 +65,13 @@ class Context:
     def is_length_split(self) -> bool:
         """Whether the tokens of a sequence lie on several devices. Those that meet a cache come a few at a time."""
         return self.cache is None and self.sharder.ways("act_length") > 1
+
+    @property
+    def place(self) -> Place:
+        """The devices as kernels see them."""
+        batch, heads = self.sharder.spec(("act_batch", "act_heads"))
+        kv_heads = self.sharder.spec(("act_batch", "act_kv_heads"))[1]
+        return Place(self.sharder.platform, self.sharder.mesh, batch, heads, kv_heads)
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Have the compiler split an activation by these logical axes."""

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config import model as config
 from maxhydra.kernels.gated_delta import gated_delta
+from maxhydra.layers.backends import explained
 from maxhydra.layers.cache import Cache, Kept, Room
 from maxhydra.layers.context import Context
 from maxhydra.layers.convolution import ShortConvolution
@@ -96,16 +97,18 @@ class Delta(nnx.Module):
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
         kept = self._kept(ctx)
         q_BTMK, k_BTMK, v_BTNV, tails = self._heads(x_BTD, ctx, kept)
-        mixed_BTNV, state_BNKV = gated_delta(
-            _unit(q_BTMK) * self.spec.key_dim**-0.5,
-            _unit(k_BTMK),
-            v_BTNV,
-            log_decay_BTN=self._log_decay(x_BTD, ctx),
-            rate_BTN=jax.nn.sigmoid(_wide(self.rate(x_BTD, ctx))),
-            state_BNKV=kept.get("state"),
-            segments_BT=ctx.segments,
-            backend=self.spec.backend,
-        )
+        with explained():
+            mixed_BTNV, state_BNKV = gated_delta(
+                _unit(q_BTMK) * self.spec.key_dim**-0.5,
+                _unit(k_BTMK),
+                v_BTNV,
+                log_decay_BTN=self._log_decay(x_BTD, ctx),
+                rate_BTN=jax.nn.sigmoid(_wide(self.rate(x_BTD, ctx))),
+                state_BNKV=kept.get("state"),
+                segments_BT=ctx.segments,
+                backend=self.spec.backend,
+                place=ctx.place,
+            )
         gate_BTNV = ctx.constrain(self.gate(x_BTD, ctx), "act_batch", "act_length", "act_heads", None)
         gated_BTNV = _wide(self.norm(mixed_BTNV)) * jax.nn.silu(_wide(gate_BTNV))
         gated_BTNV = gated_BTNV.astype(self.spec.dtypes.compute)

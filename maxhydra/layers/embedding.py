@@ -1,6 +1,8 @@
 """The two ends of the model: token ids to vectors, and vectors to logits over the vocabulary. B batch, T tokens."""
 
 import dataclasses
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,8 @@ from flax import nnx
 from maxhydra.config import model as config
 from maxhydra.kernels.einsum import Layout, projected
 from maxhydra.kernels.int8 import int8_product
-from maxhydra.layers.int8 import Int8, rows
+from maxhydra.layers.int8 import Int8, Int8Parts, quantized, rounded_weight, rows
+from maxhydra.layers.straight import Way, is_trained_for, straight, straight_product
 from maxhydra.layers.weights import Dtypes, WeightMaker
 
 
@@ -51,6 +54,7 @@ class Embedding(nnx.Module):
         # input the size of a row is free: every branch normalises the stream before reading it.
         std = spec.init_scale * spec.emb_dim**-0.5
         self.table = make.end("embedding", spec.vocab_size, spec.emb_dim, ("vocab", "embed"), std=std)
+        self.is_trained_for = is_trained_for(make.named("embedding")[1])
         count = spec.positions
         at = None if count is None else make.matrix((count,), (spec.emb_dim,), ("positions", "embed"), std=std)
         self.positions = at
@@ -58,11 +62,13 @@ class Embedding(nnx.Module):
     @jax.named_scope("embedding")
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """Rows of the tokens; an id outside the vocabulary gives NaN, which the loss then shows."""
+        compute = self.spec.dtypes.compute
         if isinstance(self.table, Int8):
-            found = rows(self.table.parts, tokens_BT, self.spec.dtypes.compute)
-        else:
-            found = jnp.take(self.table[...], tokens_BT, axis=0, mode="fill", fill_value=jnp.nan)
-        return self._placed(found.astype(self.spec.dtypes.compute), positions_BT)
+            return self._placed(rows(self.table.parts, tokens_BT, compute), positions_BT)
+        found = jnp.take(self.table[...], tokens_BT, axis=0, mode="fill", fill_value=jnp.nan).astype(compute)
+        if self.is_trained_for:
+            found = straight(partial(rounded_weight, over=(-1,)), found)
+        return self._placed(found, positions_BT)
 
     def _placed(self, rows_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """Rows at their scale and with their positions. Padding stands anywhere: what is out of reach is clipped."""
@@ -74,7 +80,8 @@ class Embedding(nnx.Module):
 
     def logits(self, hidden: jax.Array, *, is_alone: bool) -> jax.Array:
         """[..., D] to [..., V]; is_alone: on one device."""
-        return _logits("...D,VD->...V", hidden, self.table, self.spec, is_alone=is_alone)
+        form = _Form("...D,VD->...V", 1, self.is_trained_for, is_alone)
+        return _logits(form, hidden, self.table, self.spec)
 
 
 class Head(nnx.Module):
@@ -84,22 +91,44 @@ class Head(nnx.Module):
         self.spec = spec
         std = spec.init_scale * spec.emb_dim**-0.5
         self.kernel = make.end("head", spec.emb_dim, spec.vocab_size, ("embed", "vocab"), std=std)
+        self.is_trained_for = is_trained_for(make.named("head")[1])
 
     def logits(self, hidden: jax.Array, *, is_alone: bool) -> jax.Array:
         """[..., D] to [..., V]; is_alone: on one device."""
-        return _logits("...D,DV->...V", hidden, self.kernel, self.spec, is_alone=is_alone)
+        form = _Form("...D,DV->...V", 0, self.is_trained_for, is_alone)
+        return _logits(form, hidden, self.kernel, self.spec)
 
 
-def _logits(
-    equation: str, hidden: jax.Array, weight: nnx.Param | Int8, spec: VocabularySpec, *, is_alone: bool
-) -> jax.Array:
+class _Form(NamedTuple):
+    """What is static of a product with an end of the model."""
+
+    equation: str
+    summed: int
+    """The dimension of the weight that is summed over."""
+    is_trained_for: bool
+    """Whether it is rounded on its way through training."""
+    is_alone: bool
+
+
+def _logits(form: _Form, hidden: jax.Array, weight: nnx.Param | Int8, spec: VocabularySpec) -> jax.Array:
     """The product, then softcap * tanh(logits / softcap): logits within -softcap and softcap (Gemma 2, 2024)."""
+    dtypes = spec.dtypes
+
+    def packed(hidden: jax.Array, parts: Int8Parts) -> jax.Array:
+        codes_DV = parts.codes.T if form.summed else parts.codes
+        return int8_product(
+            hidden, codes_DV, parts.scales, layout=spec.layout, is_alone=form.is_alone, dtype=dtypes.logits
+        )
+
+    def plain(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+        return projected(form.equation, hidden, weight, layout=spec.layout, dtype=dtypes.logits)
+
     if isinstance(weight, Int8):
-        codes, scales_V = weight.parts.codes, weight.parts.scales
-        codes_DV = codes if ",DV->" in equation else codes.T
-        layout, dtype = spec.layout, spec.dtypes.logits
-        logits = int8_product(hidden, codes_DV, scales_V, layout=layout, is_alone=is_alone, dtype=dtype)
+        logits = packed(hidden, weight.parts)
+    elif form.is_trained_for:
+        over = (form.summed,)
+        way = Way(lambda x, weight: packed(x, quantized(weight, over)), partial(rounded_weight, over=over), plain)
+        logits = straight_product(way, hidden, weight[...].astype(dtypes.compute))
     else:
-        weights = weight[...].astype(spec.dtypes.compute)
-        logits = projected(equation, hidden, weights, layout=spec.layout, dtype=spec.dtypes.logits)
+        logits = plain(hidden, weight[...].astype(dtypes.compute))
     return logits if spec.softcap is None else spec.softcap * jnp.tanh(logits / spec.softcap)

@@ -15,16 +15,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from maxhydra.config import model as config
 from maxhydra.kernels.grouped_matmul import grouped_matmul
+from maxhydra.kernels.place import Place
 from maxhydra.layers.backends import explained
 from maxhydra.layers.context import Context
+from maxhydra.layers.int4 import Int4
+from maxhydra.layers.int8 import Int8
 from maxhydra.layers.mlp import gated
-from maxhydra.layers.weights import WeightMaker, residual_scale
+from maxhydra.layers.straight import is_trained_for, rounding, straight
+from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,7 @@ class ExpertsSpec:
     backend: str
     init_scale: float
     out_scale: float
+    compute: np.dtype
 
     @classmethod
     def of(cls, model: config.Model, moe: config.Moe) -> "ExpertsSpec":
@@ -58,6 +64,7 @@ class ExpertsSpec:
             backend=model.kernels.grouped_matmul.value,
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
+            compute=Dtypes.of(model.dtypes).compute,
         )
 
     def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -72,9 +79,23 @@ class ExpertsSpec:
 class ExpertMap(nnx.Module):
     """One linear map of every expert."""
 
-    def __init__(self, inputs: int, outputs: int, names: tuple[str, str], *, spec: ExpertsSpec, std: float, make: Any):
-        self.kernel = make.matrix((spec.experts, inputs), (outputs,), ("experts", *names), std=std)
-        self.bias = make.zeros((spec.experts, outputs), ("experts", names[1])) if spec.has_bias else None
+    def __init__(self, name: str, shape: tuple[int, int], axes: tuple[str, str], *, spec: ExpertsSpec, make: Any):
+        scale = spec.out_scale if name == "down" else spec.init_scale
+        self.name, self.format = make.named(name)
+        self.compute = spec.compute
+        self.kernel = make.experts(name, spec.experts, shape, axes, std=scale * shape[0] ** -0.5)
+        self.bias = make.zeros((spec.experts, shape[1]), ("experts", axes[1])) if spec.has_bias else None
+
+    @property
+    def weight(self) -> jax.Array:
+        """[E, inputs, outputs]. What is kept in fewer bits is made whole for each call: that saves memory, not time."""
+        if isinstance(self.kernel, Int8):
+            return self.kernel.unpacked(self.compute)
+        if isinstance(self.kernel, Int4):
+            return self.kernel.unpacked(self.kernel.parts, self.compute)
+        if self.format is not None and is_trained_for(self.format):
+            return straight(rounding(self.format, inputs=1, leading=1, name=self.name), self.kernel[...])
+        return self.kernel[...]
 
 
 class Given(NamedTuple):
@@ -101,10 +122,9 @@ class Experts(nnx.Module):
     def __init__(self, spec: ExpertsSpec, make: WeightMaker):
         self.spec = spec
         D, F = spec.emb_dim, spec.dim
-        into, out_of = spec.init_scale * D**-0.5, spec.out_scale * F**-0.5
-        self.gate = ExpertMap(D, F, ("embed", "mlp"), spec=spec, std=into, make=make)
-        self.up = ExpertMap(D, F, ("embed", "mlp"), spec=spec, std=into, make=make)
-        self.down = ExpertMap(F, D, ("mlp", "embed"), spec=spec, std=out_of, make=make)
+        self.gate = ExpertMap("gate", (D, F), ("embed", "mlp"), spec=spec, make=make)
+        self.up = ExpertMap("up", (D, F), ("embed", "mlp"), spec=spec, make=make)
+        self.down = ExpertMap("down", (F, D), ("mlp", "embed"), spec=spec, make=make)
 
     def __call__(self, given: Given, ctx: Context, *, capacity: int | None, is_real_BT: jax.Array | None) -> jax.Array:
         """[B, T, D] in float32. `capacity`: places of an expert in a sequence, which padding does not take."""
@@ -114,7 +134,7 @@ class Experts(nnx.Module):
             given = given._replace(weights_BTK=jnp.where(is_in_BTK, given.weights_BTK, 0))
             out_BTD = self._in_places(given, jnp.where(is_in_BTK, slots_BTK, capacity), ctx, capacity=capacity)
         elif ctx.sharder.mesh.size == 1:
-            out_BTD = _routed(self._weights(), given, self.spec)
+            out_BTD = _routed(self._weights(), given, self.spec, ctx.place)
         else:
             out_BTD = self._over_devices(given, ctx)
         if self.down.bias is None:
@@ -125,11 +145,11 @@ class Experts(nnx.Module):
 
     def _weights(self) -> Weights:
         biases = [None if one.bias is None else one.bias[...] for one in (self.gate, self.up)]
-        return Weights(self.gate.kernel[...], self.up.kernel[...], self.down.kernel[...], *biases)
+        return Weights(self.gate.weight, self.up.weight, self.down.weight, *biases)
 
     def _over_devices(self, given: Given, ctx: Context) -> jax.Array:
         """Each device with the experts it holds; its rows come to those of others, and what they make of them back."""
-        sharder = ctx.sharder
+        sharder, place = ctx.sharder, ctx.place
         length = "act_length" if ctx.is_length_split else None
         batch, along, hidden = sharder.spec(("act_batch", length, "act_mlp"))
         holders = sharder.mesh_axes("experts")
@@ -143,7 +163,7 @@ class Experts(nnx.Module):
             for axis, dim in reversed(gathers):
                 given = Given(*(jax.lax.all_gather(x, axis, axis=dim, tiled=True) for x in given))
             first = jax.lax.axis_index(holders) * weights.gate_EDF.shape[0] if holders else 0
-            out_BTD = _routed(weights, given._replace(ids_BTK=given.ids_BTK - first), self.spec)
+            out_BTD = _routed(weights, given._replace(ids_BTK=given.ids_BTK - first), self.spec, place)
             out_BTD = jax.lax.psum(out_BTD, _axes(hidden)) if hidden else out_BTD
             for axis, dim in gathers:
                 out_BTD = jax.lax.psum_scatter(out_BTD, axis, scatter_dimension=dim, tiled=True)
@@ -171,7 +191,7 @@ class Experts(nnx.Module):
             x_EBCD = (x_EBCD * weight_EBC[..., None]).astype(x_EBCD.dtype)
         x_EBCD = ctx.sharder.constrain(x_EBCD, "act_experts", "act_batch", None, "act_embed")
         hidden_EBCF = self.spec.hidden(*(self._mapped(one, x_EBCD, ctx) for one in (self.gate, self.up)))
-        out_EBCD = jnp.einsum("EBCF,EFD->EBCD", hidden_EBCF, self.down.kernel[...])
+        out_EBCD = jnp.einsum("EBCF,EFD->EBCD", hidden_EBCF, self.down.weight)
         out_EBCD = ctx.sharder.constrain(out_EBCD, "act_experts", "act_batch", None, "act_embed")
         out_BTKD = out_EBCD[ids_BR, rows_B1, jnp.minimum(slots_BR, C - 1)].reshape(B, T, -1, D)
         is_in_BTK = slots_BTK < C
@@ -179,13 +199,13 @@ class Experts(nnx.Module):
         return jnp.einsum("BTKD,BTK->BTD", out_BTKD.astype(jnp.float32), weights_BTK)
 
     def _mapped(self, one: ExpertMap, x_EBCD: jax.Array, ctx: Context) -> jax.Array:
-        out_EBCF = jnp.einsum("EBCD,EDF->EBCF", x_EBCD, one.kernel[...])
+        out_EBCF = jnp.einsum("EBCD,EDF->EBCF", x_EBCD, one.weight)
         if one.bias is not None:
             out_EBCF = out_EBCF + one.bias[...][:, None, None]
         return ctx.sharder.constrain(out_EBCF, "act_experts", "act_batch", None, "act_mlp")
 
 
-def _routed(weights: Weights, given: Given, spec: ExpertsSpec) -> jax.Array:
+def _routed(weights: Weights, given: Given, spec: ExpertsSpec, place: Place) -> jax.Array:
     """[B, T, D] in float32: what these experts make of the tokens given to them; those of ids out of range are others.
 
     Rows given to others are last, in no group. What the products leave there is kept out by selecting, both ways.
@@ -204,7 +224,7 @@ def _routed(weights: Weights, given: Given, spec: ExpertsSpec) -> jax.Array:
         rows_RD = jnp.where(is_own_R1, rows_RD, 0)
     if spec.scales_input:
         rows_RD = (rows_RD * weights_R[order_R][:, None]).astype(rows_RD.dtype)
-    product = partial(_product, sizes_E=sizes_E, backend=spec.backend)
+    product = partial(_product, sizes_E=sizes_E, backend=spec.backend, place=place)
     gate_RF, up_RF = (product(rows_RD, kernel_EDF) for kernel_EDF in (weights.gate_EDF, weights.up_EDF))
     if weights.gate_EF is not None and weights.up_EF is not None:
         group_R = ids_R[order_R]
@@ -220,9 +240,9 @@ def _routed(weights: Weights, given: Given, spec: ExpertsSpec) -> jax.Array:
     return summed.reshape(B, T, D)
 
 
-def _product(x_RD: jax.Array, w_EDF: jax.Array, *, sizes_E: jax.Array, backend: str) -> jax.Array:
+def _product(x_RD: jax.Array, w_EDF: jax.Array, *, sizes_E: jax.Array, backend: str, place: Place) -> jax.Array:
     with explained():
-        return grouped_matmul(x_RD, w_EDF, sizes_E, backend=backend)
+        return grouped_matmul(x_RD, w_EDF, sizes_E, backend=backend, place=place)
 
 
 def _slots(ids_BTK: jax.Array, is_real_BT: jax.Array | None, experts: int) -> jax.Array:

@@ -9,25 +9,26 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from maxhydra.kernels.einsum import Layout
 from maxhydra.kernels.fused_product import Activation, Around, fused_product, suits
 from maxhydra.layers.context import Context
 from maxhydra.layers.int8 import Int8, side_by_side
-from maxhydra.layers.nf4 import Nf4
 from maxhydra.layers.norm import RMSNorm
 from maxhydra.layers.projection import Projection, are_alike
 
 
 def can_fuse(projections: Sequence[Projection], x_BTD: jax.Array, ctx: Context) -> bool:
     """Whether the rows of x meet these projections in kernels that do what stands around them."""
-    is_bare = all(one.bias is None and (one.lora is None or not ctx.is_adapted) for one in projections)
-    if not (is_bare and are_alike(projections)) or projections[0].is_float8:
-        return False
     first, rows = projections[0], math.prod(x_BTD.shape[:2])
-    if isinstance(first.kernel, Nf4) or first.product.layout is not Layout.joined or ctx.sharder.mesh.size > 1:
+    is_bare = all(one.bias is None and (one.lora is None or not ctx.is_adapted) for one in projections)
+    is_bare = is_bare and are_alike(projections) and not first.is_rounded
+    if not is_bare or first.product.layout is not Layout.joined or ctx.sharder.mesh.size > 1:
         return False
-    return suits(rows, jnp.int8 if isinstance(first.kernel, Int8) else first.product.compute)
+    if isinstance(first.kernel, Int8):
+        return suits(rows, jnp.int8)
+    return isinstance(first.kernel, nnx.Param) and suits(rows, first.product.compute)
 
 
 def fused(

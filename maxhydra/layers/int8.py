@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxhydra.kernels.integer import rounded
 from maxhydra.layers.packed import Quantized
 from maxhydra.sharding import LogicalAxes
 
@@ -30,10 +31,13 @@ class Int8Parts:
 
 def quantized(weight: jax.Array, over: Sequence[int]) -> Int8Parts:
     """A weight in eight bits, a scale for what differs in these dimensions only."""
-    wide = weight.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(wide), axis=tuple(over), keepdims=True) / LARGEST
-    codes = jnp.round(wide / jnp.where(scales > 0, scales, 1)).astype(jnp.int8)
+    codes, scales = rounded(weight, over, largest=LARGEST)
     return Int8Parts(codes, jnp.squeeze(scales, tuple(over)))
+
+
+def rounded_weight(weight: jax.Array, over: Sequence[int]) -> jax.Array:
+    """A weight as it is after that, in its own number format."""
+    return rounded(weight, over, largest=LARGEST).wide(weight.dtype)
 
 
 def stored(weight: jax.Array, axes: LogicalAxes, of_scales: LogicalAxes) -> dict[str, jax.Array]:
@@ -44,8 +48,10 @@ def stored(weight: jax.Array, axes: LogicalAxes, of_scales: LogicalAxes) -> dict
 class Int8(nnx.Module):
     """A weight in eight bits; stacked over layers or not, as its array was."""
 
-    def __init__(self, weight: jax.Array, axes: LogicalAxes, *, summed: LogicalAxes):
-        """`summed`: axes that a product with the weight sums over."""
+    def __init__(self, weight: jax.Array, axes: LogicalAxes, *, summed: LogicalAxes, leading: int = 0):
+        """`summed`: axes that a product with the weight sums over; `leading`: dimensions of a layer's weight before
+        them."""
+        self.leading = leading
         of_scales = tuple(name for name in axes if name not in summed)
         parts = stored(weight, axes, of_scales)
         self.codes = Quantized(parts["codes"], axes=axes)
@@ -54,6 +60,12 @@ class Int8(nnx.Module):
     @property
     def parts(self) -> Int8Parts:
         return Int8Parts(self.codes[...], self.scales[...])
+
+    def unpacked(self, dtype: np.dtype) -> jax.Array:
+        """The weight, scales standing for what is summed behind the dimensions that lead."""
+        codes, scales = self.parts.codes, self.parts.scales
+        over = tuple(range(self.leading, self.leading + codes.ndim - scales.ndim))
+        return (codes.astype(jnp.float32) * jnp.expand_dims(scales, over)).astype(dtype)
 
 
 def side_by_side(parts: Sequence[Int8Parts]) -> Int8Parts:

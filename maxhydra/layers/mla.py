@@ -243,7 +243,7 @@ class Mla(nnx.Module):
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, ctx: Context) -> jax.Array:
         request = dataclasses.replace(self._request, is_length_split=ctx.is_length_split)
-        return attend(q, k, v, request, backend=self.spec.backend, **seen.tokens._asdict())
+        return attend(q, k, v, request, ctx, backend=self.spec.backend, **seen.tokens._asdict())
 
     def _visible(self, seen: Seen, queries: int) -> jax.Array:
         found = visible(self._request, seen.tokens, queries=range(queries), keys=range(seen.latent_BSR.shape[1]))

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.layers.packed import Quantized
+from maxhydra.layers.packed import Quantized, paired, parted
 from maxhydra.sharding import LogicalAxes
 
 BLOCK = 64
@@ -45,8 +45,7 @@ class Nf4Parts:
     def kernel(self, dtype: np.dtype) -> jax.Array:
         """[inputs, *outputs], multiplied in float32 and rounded once."""
         outputs = self.codes.shape[1:]
-        nibbles = jnp.stack([self.codes & 15, self.codes >> 4], axis=1)
-        levels = jnp.asarray(LEVELS, jnp.float32)[nibbles].reshape(-1, BLOCK, *outputs)
+        levels = jnp.asarray(LEVELS, jnp.float32)[parted(self.codes, 0)].reshape(-1, BLOCK, *outputs)
         mean, spread = (self.groups[:, i].reshape(-1, *[1] * len(outputs)) for i in range(2))
         scales = mean + spread * self.scales.astype(jnp.float32)
         return (levels * scales[:, None]).astype(dtype).reshape(-1, *outputs)
@@ -63,10 +62,9 @@ def quantized(kernel: jax.Array) -> Nf4Parts:
     scales = ((absmax - mean) / jnp.where(spread > 0, spread, 1)).astype(SCALE)
     between = (np.array(LEVELS[1:], np.float32) + np.array(LEVELS[:-1], np.float32)) / 2
     unit = blocks / jnp.where(absmax > 0, absmax, 1)[:, None]
-    codes = jnp.searchsorted(jnp.asarray(between), unit, method="compare_all").astype(jnp.uint8)
-    pairs = codes.reshape(-1, 2, *outputs)
+    codes = jnp.searchsorted(jnp.asarray(between), unit, method="compare_all").reshape(-1, *outputs)
     groups = jnp.stack([mean.reshape(-1), spread.reshape(-1)], axis=1)
-    return Nf4Parts(codes=pairs[:, 0] | pairs[:, 1] << 4, scales=scales, groups=groups)
+    return Nf4Parts(codes=paired(codes, 0), scales=scales, groups=groups)
 
 
 class Nf4(nnx.Module):

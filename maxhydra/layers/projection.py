@@ -6,6 +6,7 @@ Every weight of a layer that multiplies is one of these, so that there is one pl
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,13 +16,19 @@ from flax import nnx
 
 from maxhydra.config import adapter as config
 from maxhydra.config.patterns import matches
+from maxhydra.config.quantization import TO_TRAIN, QuantizationKind
 from maxhydra.kernels.einsum import Layout, projected
-from maxhydra.kernels.float8 import float8_product
+from maxhydra.kernels.float8 import delayed_product, float8_product
 from maxhydra.kernels.int8 import int8_product
+from maxhydra.kernels.integer import integer_product
 from maxhydra.layers.context import Context
 from maxhydra.layers.dropout import dropout
-from maxhydra.layers.int8 import Int8, side_by_side
+from maxhydra.layers.formats import Format, format_of
+from maxhydra.layers.history import History, shared
+from maxhydra.layers.int4 import Int4, Int4Parts
+from maxhydra.layers.int8 import Int8, quantized, side_by_side
 from maxhydra.layers.nf4 import Nf4, Nf4Parts
+from maxhydra.layers.straight import Product, Way, is_trained_for, rounding, straight, straight_product
 
 # Letters for the dimensions of a product; more than any weight has.
 INPUTS, OUTPUTS = "abcd", "wxyz"
@@ -65,10 +72,12 @@ class ProductSpec:
     compute: np.dtype
     layout: Layout
     lora: LoraSpec | None = None
-    float8: tuple[str, ...] = ()
-    """Projections whose products are in float8, as regular expressions on their names."""
-    int8: tuple[str, ...] = ()
-    """Weights that are kept in int8, likewise; the two ends of the model are `embedding` and `head`."""
+    formats: tuple[Format, ...] = ()
+    """Those of weights that are kept or multiplied in fewer bits."""
+
+    def format_of(self, name: str) -> Format | None:
+        """That of the weight of this name."""
+        return format_of(self.formats, name)
 
 
 class Lora(nnx.Module):
@@ -94,48 +103,81 @@ class Projection(nnx.Module):
 
     def __init__(
         self,
-        kernel: nnx.Param | Nf4 | Int8,
+        kernel: nnx.Param | Nf4 | Int8 | Int4,
         lora: Lora | None,
         product: ProductSpec,
         *,
         name: str,
         inputs: int,
         bias: nnx.Param | None,
+        history: History | None,
     ):
         """`name`: <layer kind>/<path in the layer>, by which configs choose among projections."""
-        self.kernel, self.lora, self.bias = kernel, lora, bias
+        self.kernel, self.lora, self.bias, self.history = kernel, lora, bias, history
         self.product, self.name, self.inputs = product, name, inputs
-        self.is_float8 = matches(product.float8, name)
+        self.format = product.format_of(name)
 
     def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
         return self.added(joined((self,), x, ctx), x, ctx)
 
-    def times(self, x: jax.Array, kernel: jax.Array, ctx: Context) -> jax.Array:
-        """x times a kernel, in this projection's number format."""
-        if not self.is_float8:
-            return _product(x, kernel, self.product, inputs=self.inputs)
+    def times(self, x: jax.Array, kernel: jax.Array, ctx: Context, histories: Sequence[jax.Array]) -> jax.Array:
+        """x times a kernel, in this projection's number format; `histories`: those of all whose kernels it holds."""
+        form, is_alone = self.format, ctx.sharder.mesh.size == 1
+        if histories:
+            history = shared(list(histories))
+            return self._as_matrices(lambda x, kernel: delayed_product(is_alone, x, kernel, history), x, kernel)
+        if form is not None and form.kind is QuantizationKind.fp8:
+            return self._as_matrices(partial(float8_product, is_alone), x, kernel)
+        if form is not None and form.kind is QuantizationKind.int8:
+            return self._as_matrices(partial(integer_product, form.is_wide_back), x, kernel)
+        if form is not None and is_trained_for(form):
+            return straight_product(self._way(form, is_alone=is_alone), x, kernel)
+        return _product(x, kernel, self.product, inputs=self.inputs)
+
+    def _way(self, form: Format, *, is_alone: bool) -> Way:
+        """How the kernel will be used after it was trained for its format."""
+        plain = partial(_product, spec=self.product, inputs=self.inputs)
+        rounded = rounding(form, inputs=self.inputs, name=self.name)
+        if form.kind is QuantizationKind.qat_int4:
+            return Way(lambda x, kernel: plain(x, rounded(kernel)), rounded, plain)
+
+        def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            parts = quantized(kernel, range(self.inputs))
+            return int8_product(x, parts.codes, parts.scales, layout=self.product.layout, is_alone=is_alone)
+
+        return Way(product, rounded, plain)
+
+    def _as_matrices(self, product: Product, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        """A product of matrices, of arrays with more dimensions."""
         rows, outputs = x.shape[: x.ndim - self.inputs], kernel.shape[self.inputs :]
         size = math.prod(kernel.shape[: self.inputs])
-        out = float8_product(ctx.sharder.mesh.size == 1, x.reshape(-1, size), kernel.reshape(size, -1))
-        return out.reshape(*rows, *outputs)
+        return product(x.reshape(-1, size), kernel.reshape(size, -1)).reshape(*rows, *outputs)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether operands are rounded on their way into the product, as training in fewer bits does."""
+        return self.format is not None and self.format.kind in TO_TRAIN
 
     @property
     def width(self) -> int:
         """The first dimension of the outputs."""
-        if isinstance(self.kernel, Nf4):
-            return self.kernel.codes[...].shape[1]
+        if isinstance(self.kernel, Nf4 | Int4):
+            return self.kernel.parts.scales.shape[1]
         return (self.kernel.codes if isinstance(self.kernel, Int8) else self.kernel)[...].shape[self.inputs]
 
     @property
-    def kept(self) -> jax.Array | Nf4Parts:
+    def kept(self) -> jax.Array | Nf4Parts | Int4Parts:
         """The kernel as it is kept."""
         assert not isinstance(self.kernel, Int8)
-        return self.kernel.parts if isinstance(self.kernel, Nf4) else self.kernel[...]
+        return self.kernel.parts if isinstance(self.kernel, Nf4 | Int4) else self.kernel[...]
 
-    def weight(self, kept: jax.Array | Nf4Parts) -> jax.Array:
+    def weight(self, kept: jax.Array | Nf4Parts | Int4Parts) -> jax.Array:
         """A kernel as it is kept -> [*inputs, *outputs] in the compute format. The one place where that is made."""
         if isinstance(self.kernel, Nf4):
             assert isinstance(kept, Nf4Parts)
+            return self.kernel.unpacked(kept, self.product.compute)
+        if isinstance(self.kernel, Int4):
+            assert isinstance(kept, Int4Parts)
             return self.kernel.unpacked(kept, self.product.compute)
         assert isinstance(kept, jax.Array)
         return kept.astype(self.product.compute)
@@ -143,10 +185,11 @@ class Projection(nnx.Module):
     def matrix(self, ctx: Context) -> jax.Array:
         """The whole map as an array [*inputs, *outputs], for those who multiply by parts of it; no dropout."""
         if isinstance(self.kernel, Int8):
-            parts = self.kernel.parts
-            whole = (parts.codes.astype(jnp.float32) * parts.scales).astype(self.product.compute)
+            whole = self.kernel.unpacked(self.product.compute)
         else:
             whole = self.weight(self.kept)
+        if self.format is not None and is_trained_for(self.format):
+            whole = straight(rounding(self.format, inputs=self.inputs, name=self.name), whole)
         if self.lora is None or not ctx.is_adapted:
             return whole
         return whole + self.lora.matrix().astype(whole.dtype)
@@ -173,7 +216,7 @@ def together(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> l
 
 def are_alike(projections: Sequence[Projection]) -> bool:
     """Whether they keep their kernels and make their products in the same number format."""
-    return len({(projection.is_float8, type(projection.kernel)) for projection in projections}) == 1
+    return len({(projection.format, type(projection.kernel)) for projection in projections}) == 1
 
 
 def joined(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> jax.Array:
@@ -189,10 +232,12 @@ def joined(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> jax
         out = int8_product(x, whole.codes, whole.scales, layout=first.product.layout, is_alone=is_alone)
         return _with_biases(projections, out)
 
+    histories = [projection.history[...] for projection in projections if projection.history is not None]
+
     def product(x: jax.Array, kept: list[Any]) -> jax.Array:
         kernels = [projection.weight(one) for projection, one in zip(projections, kept, strict=True)]
         whole = kernels[0] if len(kernels) == 1 else jnp.concatenate(kernels, axis=first.inputs)
-        return first.times(x, whole, ctx)
+        return first.times(x, whole, ctx, histories)
 
     is_packed = any(isinstance(projection.kernel, Nf4) for projection in projections)
     out = (jax.checkpoint(product) if is_packed else product)(x, [projection.kept for projection in projections])

@@ -12,7 +12,10 @@ import numpy as np
 from flax import nnx
 
 from maxhydra.config import model as config
-from maxhydra.config.patterns import matches
+from maxhydra.config.quantization import QuantizationKind
+from maxhydra.layers.formats import Format
+from maxhydra.layers.history import ARRAYS, History
+from maxhydra.layers.int4 import Int4, Shape
 from maxhydra.layers.int8 import Int8
 from maxhydra.layers.nf4 import Nf4
 from maxhydra.layers.projection import Lora, LoraSpec, ProductSpec, Projection
@@ -96,7 +99,18 @@ class WeightMaker:
         """A matrix between the vocabulary and the residual stream, whose products sum over the latter."""
         key = jax.random.fold_in(self._key, next(self._numbers))
         matrix = self._normal(key, (rows,), (columns,), axes, std=std, dtype=self._dtype)
-        return Int8(matrix[...], axes, summed=("embed",)) if matches(self._product.int8, name) else matrix
+        return Int8(matrix[...], axes, summed=("embed",)) if self._is_int8(name) else matrix
+
+    def experts(
+        self, name: str, count: int, shape: tuple[int, int], axes: tuple[str, str], *, std: float
+    ) -> nnx.Param | Nf4 | Int8 | Int4:
+        """A map [inputs, outputs] of each of so many experts."""
+        drawn = self.matrix((count, shape[0]), (shape[1],), ("experts", *axes), std=std)
+        return self._kept(drawn, Shape(len(self._stack), 1, 1), self._path + name)
+
+    def named(self, name: str) -> tuple[str, Format | None]:
+        """A weight of this part as configs name it, and its format."""
+        return self._path + name, self._product.format_of(self._path + name)
 
     def projection(
         self,
@@ -118,16 +132,33 @@ class WeightMaker:
         if spec is not None and spec.adds_to(name):
             key = jax.random.fold_in(key, 1)
             lora = self._lora(spec, key, inputs, outputs, axes, number=FREE_KEYS + number)
-        kept = self._kept(kernel, axes[: len(inputs)], name)
+        kept = self._kept(kernel, Shape(len(self._stack), 0, len(inputs)), name)
         bias = self.zeros(outputs, axes[len(inputs) :]) if has_bias else None
-        return Projection(kept, lora, self._product, name=name, inputs=len(inputs), bias=bias)
+        history = self._history(name)
+        return Projection(kept, lora, self._product, name=name, inputs=len(inputs), bias=bias, history=history)
 
-    def _kept(self, kernel: nnx.Param, summed: LogicalAxes, name: str) -> nnx.Param | Nf4 | Int8:
+    def _kept(self, kernel: nnx.Param, shape: Shape, name: str) -> nnx.Param | Nf4 | Int8 | Int4:
         """The kernel in the format that it is kept in."""
-        axes, lora = kernel.get_metadata("axes"), self._product.lora
-        if lora is not None and lora.over_nf4:
-            return Nf4(kernel[...], axes, inputs=len(summed), stacked=bool(self._stack), name=name)
-        return Int8(kernel[...], axes, summed=summed) if matches(self._product.int8, name) else kernel
+        axes, lora, form = kernel.get_metadata("axes"), self._product.lora, self._product.format_of(name)
+        if lora is not None and lora.over_nf4 and not shape.experts:
+            return Nf4(kernel[...], axes, inputs=shape.inputs, stacked=bool(self._stack), name=name)
+        if form is not None and form.kind is QuantizationKind.int4_weights:
+            return Int4(kernel[...], axes, shape, group=form.group, name=name)
+        first = shape.stacked + shape.experts
+        summed = axes[first : first + shape.inputs]
+        return Int8(kernel[...], axes, summed=summed, leading=shape.experts) if self._is_int8(name) else kernel
+
+    def _is_int8(self, name: str) -> bool:
+        form = self._product.format_of(name)
+        return form is not None and form.kind is QuantizationKind.int8_weights
+
+    def _history(self, name: str) -> History | None:
+        """Empty, where products are scaled by what was there before."""
+        form = self._product.format_of(name)
+        if form is None or form.history is None:
+            return None
+        empty = jnp.zeros((*self._stack, ARRAYS, form.history), jnp.float32)
+        return History(empty, axes=(*self._stack_axes, None, None))
 
     def _lora(
         self,

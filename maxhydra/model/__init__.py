@@ -1,9 +1,9 @@
 """The decoder as data: built from a config, seen from outside as plain functions over a plain tree of weights."""
 
-from maxhydra.model.adapted import kept, merged, parameter_counts
+from maxhydra.model.adapted import kept, merged, parameter_counts, part_kept
 from maxhydra.model.definition import ModelDef, build
 from maxhydra.model.flops import active_parameters, flops_per_token, parameter_count
-from maxhydra.model.trees import join, mapped, split
+from maxhydra.model.trees import join, mapped, remembered, split
 
 __all__ = [
     "ModelDef",
@@ -16,5 +16,7 @@ __all__ = [
     "merged",
     "parameter_count",
     "parameter_counts",
+    "part_kept",
+    "remembered",
     "split",
 ]

@@ -1,32 +1,42 @@
 """A model under its adapter or in fewer bits: how the base is kept there, and adapter and base as the latter alone."""
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.layers import LoraSpec, int8, nf4
+from maxhydra.layers import LoraSpec, int4, int8, nf4
 from maxhydra.model.definition import ModelDef
 from maxhydra.model.flops import parameter_count
 from maxhydra.model.trees import ADAPTER, split
 
 Tree = Any
+TO_NF4 = jax.jit(nf4.stored, static_argnames=("inputs", "stacked"))
+TO_INT4 = jax.jit(int4.stored, static_argnames=("inputs", "leading", "groups"))
+TO_INT8 = jax.jit(int8.stored, static_argnames=("axes", "of_scales"))
 
 
 def kept(model: ModelDef, keys: tuple[str, ...], weight: jax.Array) -> Tree:
     """A weight of the model's base, found below these keys, as the model keeps it."""
+    return part_kept(model, keys, weight, counted=0)
+
+
+def part_kept(model: ModelDef, keys: tuple[str, ...], weight: jax.Array, *, counted: int) -> Tree:
+    """The same of a part of the weight, at an index of so many of its leading axes."""
     place, axes = model.shapes, model.axes
     for key in keys:
         place, axes = place[key], axes[key]
     if not isinstance(place, dict):
         return weight
+    stacked = int(_is_stacked(keys))
     if "groups" in place:
-        pack = partial(nf4.stored, inputs=weight.ndim - place["codes"].ndim + 1, stacked=_is_stacked(keys))
-    else:
-        pack = partial(int8.stored, axes=axes["codes"], of_scales=axes["scales"])
-    return jax.jit(pack)(weight)
+        return TO_NF4(weight, inputs=weight.ndim - place["codes"].ndim + 1, stacked=bool(stacked))
+    if "nibbles" in place:
+        leading = stacked + (axes["nibbles"][stacked] == "experts")
+        inputs = weight.ndim + counted - place["nibbles"].ndim + 1
+        return TO_INT4(weight, inputs=inputs, leading=leading - counted, groups=place["scales"].shape[leading])
+    return TO_INT8(weight, axes=axes["codes"][counted:], of_scales=axes["scales"][counted:])
 
 
 def parameter_counts(model: ModelDef) -> tuple[int, int]:

@@ -20,6 +20,8 @@ from maxhydra.layers import (
     Context,
     Dtypes,
     Embedding,
+    ExpertMap,
+    Format,
     Head,
     LoraSpec,
     NormSpec,
@@ -61,8 +63,7 @@ class DecoderSpec:
         cls,
         model: config.Model,
         lora: LoraSpec | None = None,
-        float8: tuple[str, ...] = (),
-        int8: tuple[str, ...] = (),
+        formats: tuple[Format, ...] = (),
     ) -> "DecoderSpec":
         repeated = model.num_layers - len(model.prefix)
         repetitions, rest = divmod(repeated, len(model.pattern)) if repeated else (0, 0)
@@ -85,8 +86,7 @@ class DecoderSpec:
                 compute=Dtypes.of(model.dtypes).compute,
                 layout=Layout(model.kernels.projection.value),
                 lora=lora,
-                float8=float8,
-                int8=int8,
+                formats=formats,
             ),
             dtypes=Dtypes.of(model.dtypes),
         )
@@ -174,9 +174,13 @@ class Decoder(nnx.Module):
         """The caches of all blocks; those of the pattern hold every repetition, the others one layer."""
         return self._map_blocks(lambda block, layers: block.empty_cache(room, layers))
 
-    def projections(self) -> list[Projection]:
-        """Every linear map of every block."""
-        return [module for _, module in nnx.iter_modules(self) if isinstance(module, Projection)]
+    def projections(self) -> list[str]:
+        """The name of every linear map of every block."""
+        return [module.name for _, module in nnx.iter_modules(self) if isinstance(module, Projection)]
+
+    def expert_maps(self) -> list[str]:
+        """The name of every linear map of experts."""
+        return [module.name for _, module in nnx.iter_modules(self) if isinstance(module, ExpertMap)]
 
     def _map_blocks(self, function: Callable[[Block, int], Any]) -> dict[str, list[Any]]:
         """A function of every block and the layers that it stands for."""

@@ -12,8 +12,8 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
 from maxhydra.config.adapter import Adapter
 from maxhydra.config.patterns import matches
-from maxhydra.config.quantization import Quantization, QuantizationKind
-from maxhydra.layers import Context, LoraSpec, Room
+from maxhydra.config.quantization import TO_KEEP, Quantization, QuantizationKind, QuantizationRule
+from maxhydra.layers import Context, LoraSpec, Room, formats_of
 from maxhydra.model.decoder import Decoder, DecoderSpec, Forward
 from maxhydra.sharding import Sharder
 
@@ -35,29 +35,27 @@ class ModelDef:
     @property
     def base(self) -> "ModelDef":
         """The model without its adapter, its weights plain numbers."""
-        return dataclasses.replace(self, adapter=None, quantization=None if self._int8 else self.quantization)
+        own = None if self.is_packed or self.quantization is None else self.quantization.without_history()
+        return dataclasses.replace(self, adapter=None, quantization=own)
 
     @property
-    def _int8(self) -> tuple[str, ...]:
-        return self._targets(QuantizationKind.int8_weights)
-
-    def _targets(self, kind: QuantizationKind) -> tuple[str, ...]:
-        asked = self.quantization
-        return tuple(asked.targets) if asked is not None and asked.kind is kind else ()
+    def is_packed(self) -> bool:
+        """Whether weights are kept in fewer bits than they are used in, adapters aside."""
+        return self.quantization is not None and not self.quantization.kinds.isdisjoint(TO_KEEP)
 
     @cached_property
     def _spec(self) -> DecoderSpec:
-        float8 = self._targets(QuantizationKind.fp8)
-        return DecoderSpec.of(self.config, LoraSpec.of(self.adapter), float8, self._int8)
+        return DecoderSpec.of(self.config, LoraSpec.of(self.adapter), formats_of(self.quantization))
 
     @cached_property
     def _abstract(self) -> Decoder:
         """The module with shapes in place of arrays."""
         decoder = nnx.eval_shape(lambda: Decoder(self._spec, jax.random.key(0)))
-        names = [projection.name for projection in decoder.projections()]
-        ends = ["embedding", *(["head"] if decoder.head else [])] if self._int8 else []
-        asked = (("adapter.targets", self.adapter, names), ("quantization.targets", self.quantization, names + ends))
-        problems = [problem for section in asked for problem in _unmatched(*section)]
+        names = decoder.projections()
+        problems = list(_unmatched("adapter.targets", self.adapter, names))
+        for path, rule in (self.quantization.rules if self.quantization else {}).items():
+            key = ".".join(filter(None, ("quantization", path, "targets")))
+            problems += _unmatched(key, rule, [*names, *_others(rule, decoder)])
         if problems:
             raise ConfigError(problems)
         return decoder
@@ -134,7 +132,16 @@ def build(model: config.Model, adapter: Adapter | None = None, quantization: Qua
     return ModelDef(model, adapter, quantization)
 
 
-def _unmatched(key: str, section: Adapter | Quantization | None, names: list[str]) -> Iterator[Problem]:
+def _others(rule: QuantizationRule, decoder: Decoder) -> list[str]:
+    """Weights besides projections that a rule may be for: the products of experts and of the two ends of the model are
+    made in model.dtypes.compute, so that they have to do with formats of weights alone."""
+    is_int8 = rule.kind in (QuantizationKind.int8_weights, QuantizationKind.qat_int8)
+    is_int4 = rule.kind in (QuantizationKind.int4_weights, QuantizationKind.qat_int4)
+    ends = ["embedding", *(["head"] if decoder.head else [])] if is_int8 else []
+    return [*ends, *(decoder.expert_maps() if is_int8 or is_int4 else [])]
+
+
+def _unmatched(key: str, section: Adapter | QuantizationRule | None, names: list[str]) -> Iterator[Problem]:
     """Every target must name a projection: a typo would do less than was asked for, in silence."""
     targets = (section.targets if section else None) or []
     for target in targets:

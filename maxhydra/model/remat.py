@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from maxhydra.config import model as config
+from maxhydra.kernels.attention.request import KEPT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,7 @@ def _with_fused_attention(policy: Callable[..., Any]) -> Callable[..., Any]:
     """The policy, keeping also what an attention kernel returns: as small as its inputs, and dear to compute."""
 
     def keeps(primitive: Any, *args: Any, **params: Any) -> Any:
-        return primitive.name.startswith("dot_product_attention_fwd") or policy(primitive, *args, **params)
+        is_kept = primitive.name.startswith("dot_product_attention_fwd") or params.get("name") == KEPT
+        return is_kept or policy(primitive, *args, **params)
 
     return keeps

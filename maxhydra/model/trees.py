@@ -1,4 +1,4 @@
-"""The two parts of a model's weights: what is trained, and what stays as it is.
+"""The parts of a model's weights: what is trained, what stays as it is, and what layers remember of earlier steps.
 
 With an adapter its own weights are trained; without one all are. Trees are nested dicts with anything for leaves:
 arrays, shapes, axes, shardings.
@@ -10,11 +10,21 @@ from typing import Any
 Tree = Any
 # The key below which a projection keeps what its adapter adds.
 ADAPTER = "lora"
+# The key of what a projection remembers (layers/history.py).
+HISTORY = "history"
 
 
 def split(tree: Tree) -> tuple[Tree, Tree]:
-    """(what is trained, the rest, which is empty without an adapter); `join` undoes it."""
-    return (tree, {}) if not _has(tree, ADAPTER) else (_part(tree, adapter=True), _part(tree, adapter=False))
+    """(what is trained, the rest, which is empty without an adapter), without what layers remember."""
+    weights = _part(tree, HISTORY, within=False) if _has(tree, HISTORY) else tree
+    if not _has(weights, ADAPTER):
+        return weights, {}
+    return _part(weights, ADAPTER, within=True), _part(weights, ADAPTER, within=False)
+
+
+def remembered(tree: Tree) -> Tree:
+    """What layers remember alone; `join` of it and the parts of `split` is the tree."""
+    return _part(tree, HISTORY, within=True)
 
 
 def join(one: Tree, other: Tree) -> Tree:
@@ -35,16 +45,16 @@ def _has(tree: Tree, key: str) -> bool:
     return isinstance(tree, dict) and any(name == key or _has(below, key) for name, below in tree.items())
 
 
-def _part(tree: Tree, *, adapter: bool) -> Tree:
-    """The leaves below ADAPTER, or all others; no empty branches."""
+def _part(tree: Tree, key: str, *, within: bool) -> Tree:
+    """The leaves below a key, or all others; no empty branches."""
     if not isinstance(tree, dict):
-        return {} if adapter else tree
+        return {} if within else tree
     kept = {}
     for name, below in tree.items():
-        if name == ADAPTER:
-            part = below if adapter else {}
+        if name == key:
+            part = below if within else {}
         else:
-            part = _part(below, adapter=adapter)
+            part = _part(below, key, within=within)
         if not isinstance(part, dict) or part:
             kept[name] = part
     return kept

@@ -24,8 +24,7 @@ def _problems(config: Config, task: GrpoTask, processes: int) -> Iterator[Proble
         yield Problem("reward.terms", "is needed by task=grpo", value=None, accepted="a term or more", hint=hint)
     hint = "each record has a `prompt`, and the `answer` that rewards compare with"
     yield from config.data.other_shapes("prompts", task="grpo", hint=hint)
-    if config.train.z_loss:
-        yield Problem("train.z_loss", "is not used by task=grpo", value=config.train.z_loss, accepted="0")
+    yield from config.train.no_z_loss(task="grpo")
     if task.max_tokens >= config.train.seq_len:
         reason = f"leaves no room for a prompt in train.seq_len={config.train.seq_len}"
         yield Problem("task.max_tokens", reason, value=task.max_tokens, accepted=f"under {config.train.seq_len}")

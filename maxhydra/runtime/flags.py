@@ -16,6 +16,11 @@ def merge_flags(ours: list[str], existing: str) -> str:
     return " ".join([*(flag for flag in ours if _name(flag) not in kept), *existing.split()])
 
 
+def replaced_flags(flags: list[str], others: list[str]) -> list[str]:
+    """The flags, with others in place of those of the same name."""
+    return merge_flags(flags, " ".join(others)).split()
+
+
 def backend_environment(hardware: Hardware, env: Mapping[str, str]) -> dict[str, str]:
     """Variables to set before the backend starts."""
     wrong = [flag for flag in hardware.xla_flags if not flag.startswith("--xla_") or " " in flag]

@@ -48,10 +48,25 @@ def start(hardware: Hardware) -> Machine:
 
     The only place that touches the environment. A process starts jax once: another start must ask for the same.
     """
+    return _start(hardware, environment_before())
+
+
+def start_on_host() -> Machine:
+    """The CPU alone, whatever JAX_PLATFORMS says: for what only plans for devices, and leaves them to others."""
+    named = {name: value for name, value in environment_before().items() if name != "JAX_PLATFORMS"}
+    return _start(hardware_from({"platform": Platform.cpu}), named)
+
+
+def foreseen(hardware: Hardware) -> Hardware:
+    """The hardware that a process of its own, started as this one was, would find. Nothing is started."""
+    return resolve(hardware, detect(hardware.platform, environment_before(), Path("/")))[1]
+
+
+def _start(hardware: Hardware, before: Mapping[str, str]) -> Machine:
     found = detect(hardware.platform, os.environ, Path("/"))
     name, resolved = resolve(hardware, found)
     notes = [f"{found.seen}: hardware={name}"]
-    _set_environment(resolved)
+    _set_environment(resolved, before)
     notes += _configure(resolved, os.environ)
     meeting = find_meeting(resolved.distributed.cluster, os.environ, found)
     notes.append(str(meeting) if meeting else "one process")
@@ -76,20 +91,20 @@ def start(hardware: Hardware) -> Machine:
 
 
 @cache
-def _environment_before() -> dict[str, str]:
-    """The environment as it was before the first start in this process."""
+def environment_before() -> dict[str, str]:
+    """The environment as it was before the first start in this process: what a process of its own is given."""
     return dict(os.environ)
 
 
 _started_with: dict[str, str] = {}
 
 
-def _set_environment(hardware: Hardware) -> None:
-    variables = backend_environment(hardware, _environment_before())
+def _set_environment(hardware: Hardware, before: Mapping[str, str]) -> None:
+    variables = backend_environment(hardware, before)
     for name in sorted(variables.keys() | _started_with.keys()) if _started_with else ():
-        before, now = _started_with.get(name, ""), variables.get(name, "")
-        if before != now:
-            reason = f"this process has started jax with {name}={before}, and now needs {name}={now}"
+        then, now = _started_with.get(name, ""), variables.get(name, "")
+        if then != now:
+            reason = f"this process has started jax with {name}={then}, and now needs {name}={now}"
             raise ConfigError(Problem("hardware", reason, hint="run each kind of hardware in a process of its own"))
     _started_with.update(variables)
     os.environ.update(variables)
@@ -106,8 +121,8 @@ def _configure(hardware: Hardware, env: Mapping[str, str]) -> list[str]:
         # The same random numbers whatever the mesh.
         "jax_threefry_partitionable": True,
         "jax_compilation_cache_dir": folder,
-        # A program that compiles faster than this is cheaper to compile again than to find.
-        "jax_persistent_cache_min_compile_time_secs": 1.0,
+        # A program that compiles faster than this is cheaper to compile again than to find, as a rule.
+        "jax_persistent_cache_min_compile_time_secs": float(env.get("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", 1)),
     }
     for key, value in settings.items():
         jax.config.update(key, value)

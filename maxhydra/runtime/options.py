@@ -39,8 +39,9 @@ def resolve(hardware: Hardware, found: Found) -> tuple[str, Hardware]:
     default = hardware_from({})
     chosen = {field.name: getattr(hardware, field.name) for field in dataclasses.fields(Hardware)}
     changed = {key: value for key, value in chosen.items() if value != getattr(default, key)}
-    if "peak_tflops" in changed:
-        changed["peak_tflops"] = option.peak_tflops | changed["peak_tflops"]
+    for key in ("peak_tflops", "flag_sets"):
+        if key in changed:
+            changed[key] = getattr(option, key) | changed[key]
     return name, dataclasses.replace(option, **changed)
 
 

@@ -40,6 +40,12 @@ class Sharder:
         """The sharder of one device, which needs none: every spec is empty and `constrain` returns its input."""
         return cls(AbstractMesh((1,) * len(AXES), AXES, axis_types=AXIS_TYPES), RULES)
 
+    @property
+    def platform(self) -> str:
+        """Of the devices of the mesh, which may be another than JAX runs on here; where it names none, that one."""
+        device = self.mesh.abstract_mesh.abstract_device
+        return jax.default_backend() if device is None else device.platform
+
     def mesh_axes(self, name: str) -> tuple[str, ...]:
         """Mesh axes of more than one device over which a logical axis is split."""
         return tuple(axis for axis in dict(self.rules)[name] if self.mesh.shape[axis] > 1)

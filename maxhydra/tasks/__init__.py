@@ -5,10 +5,12 @@ anywhere) and whether it keeps a run (`KEEPS_RUN`; one that does not only prints
 its folder, keeps run.json true whatever happens, and says how it ended.
 """
 
+import contextlib
 import dataclasses
 import importlib
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,6 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.written import to_yaml
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, scrub_argv
 from maxhydra.runtime import Machine
-from maxhydra.runtime.options import hardware_from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Job:
     choices: dict[str, str]
     machine: Machine
     run: RunDirectory
+    overrides: tuple[str, ...] = ()
+    """What the config was composed from besides the choices; secrets may be among them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +63,11 @@ def run(config: Config, *, choices: dict[str, str], overrides: list[str], path: 
     `overrides` are kept with the run: with them it can be started again.
     """
     task = importlib.import_module(f"maxhydra.tasks.{config.task.name}")
-    machine = runtime.start(config.hardware if task.NEEDS_DEVICES else hardware_from({"platform": "cpu"}))
+    machine = runtime.start(config.hardware) if task.NEEDS_DEVICES else runtime.start_on_host()
     path = path or Path(config.run.outputs) / (config.run.name or _default_name(config, choices))
     is_main = machine.process_index == 0
-    job = Job(config, choices, machine, RunDirectory(path.absolute(), writes=is_main and task.KEEPS_RUN))
+    folder = RunDirectory(path.absolute(), writes=is_main and task.KEEPS_RUN)
+    job = Job(config, choices, machine, folder, tuple(overrides))
     if not task.KEEPS_RUN:
         with logging_to(None, console=False):
             return _result(job, task.run(job), path=None)
@@ -111,6 +115,22 @@ def _result(job: Job, outcome: Outcome, *, path: Path | None) -> Result:
         objective=outcome.metrics.get(job.config.objective),
         writes=job.machine.process_index == 0,
     )
+
+
+@contextlib.contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """The folder task.output to write, which takes its name once it is complete."""
+    if path.exists():
+        hint = "name another folder, or move it away"
+        raise ConfigError(Problem("task.output", "is there already", value=path, hint=hint))
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _default_name(config: Config, choices: dict[str, str]) -> str:

@@ -3,8 +3,6 @@
 import json
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 
 from maxhydra import data, model
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.quantization import TO_KEEP
 from maxhydra.config.tasks.convert import ConvertFormat, ConvertTask
 from maxhydra.convert.arrays import open_arrays
 from maxhydra.convert.derive import is_hf_folder
@@ -24,7 +23,7 @@ from maxhydra.data.tokenizers import check_vocabulary
 from maxhydra.data.tokenizers.hf import HuggingFaceTokenizer
 from maxhydra.decode.origin import check_origin
 from maxhydra.modelfiles import locate
-from maxhydra.tasks import Job, Outcome
+from maxhydra.tasks import Job, Outcome, appearing
 
 NEEDS_DEVICES = KEEPS_RUN = False
 
@@ -38,8 +37,9 @@ def run(job: Job) -> Outcome:
     source = config.checkpoint.load_parameters
     if source is None:
         raise ConfigError(Problem(KEY, "is needed: it says what to convert", value=None))
+    _check_format(config, task)
     check_origin(config, source)
-    with _appearing(Path(task.output).expanduser().absolute()) as folder:
+    with appearing(Path(task.output).expanduser().absolute()) as folder:
         WRITERS[task.format](config, task, source, folder)
     print(f"wrote {task.output}", file=sys.stderr)
     return Outcome("finished", "written")
@@ -54,8 +54,23 @@ def _write_hf(config: Config, task: ConvertTask, source: str, folder: Path) -> N
 
 
 def _write_own(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
-    whole, dtype = model.build(config.model), jnp.dtype((task.dtype or config.model.dtypes.weights).value)
-    write_own(folder, whole, open_arrays(KEY, source, whole, dtype=dtype), dtype=dtype)
+    whole = model.build(config.model, quantization=config.quantization)
+    # Weights are packed as decoding would have loaded them, and so give the same answers to the last bit.
+    own = config.model.dtypes.compute if whole.is_packed else config.model.dtypes.weights
+    dtype = jnp.dtype((task.dtype or own).value)
+    write_own(folder, whole, open_arrays(KEY, source, whole.base, dtype=dtype), dtype=dtype)
+
+
+def _check_format(config: Config, task: ConvertTask) -> None:
+    """Fewer bits are a matter of our own checkpoints."""
+    asked = config.quantization
+    written = TO_KEEP if task.format is ConvertFormat.maxhydra else ()
+    if asked.kinds <= set(written):
+        return
+    accepted = ", ".join(["none", *(kind.value for kind in written)])
+    reason = f"is not written by task.format={task.format.value}"
+    hint = "" if written else "task.format=maxhydra writes " + ", ".join(kind.value for kind in TO_KEEP)
+    raise ConfigError(Problem("quantization.kind", reason, value=asked.kind, accepted=accepted, hint=hint))
 
 
 def _write_peft(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
@@ -94,18 +109,3 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
     for pattern in TOKENIZER_FILES:
         for path in source.glob(pattern):
             shutil.copyfile(path, folder / path.name)
-
-
-@contextmanager
-def _appearing(path: Path) -> Iterator[Path]:
-    """A folder to write that takes its name once it is complete."""
-    if path.exists():
-        raise ConfigError(Problem("task.output", "is there already", value=path, hint="name another folder"))
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.rename(path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -79,8 +79,7 @@ def _problems(config: Config, task: DistillTask) -> Iterator[Problem]:
             accepted = "text, tokens, chat" if is_online else "teacher"
             reason = "does not go with task.teacher.weights"
             yield Problem(f"{path}.shape", reason, value=corpus.shape, accepted=accepted)
-    if config.train.z_loss:
-        yield Problem("train.z_loss", "is not used by task=distill", value=config.train.z_loss, accepted="0")
+    yield from config.train.no_z_loss(task="distill")
     if task.init_layers is not None and config.checkpoint.load_parameters is not None:
         reason = "is given beside checkpoint.load_parameters"
         yield Problem("task.init_layers", reason, value=task.init_layers, hint="keep one of the two")

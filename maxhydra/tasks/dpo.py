@@ -93,8 +93,7 @@ def _all_rows(config: Config, spec: BatchSpec) -> Generator[list[Row], None, Non
 def _problems(config: Config, reference: Reference) -> Iterator[Problem]:
     hint = "each record has `chosen` and `rejected`, and the `prompt` where they do not begin with it"
     yield from config.data.other_shapes("preference", task="dpo", hint=hint)
-    if config.train.z_loss:
-        yield Problem("train.z_loss", "is not used by task=dpo", value=config.train.z_loss, accepted="0")
+    yield from config.train.no_z_loss(task="dpo")
     if reference is Reference.adapter_off and config.adapter.kind is AdapterKind.none:
         reason = "needs an adapter to leave out"
         yield Problem("task.reference", reason, value=reference, accepted="auto, cached", hint="or set adapter=lora")

@@ -1,4 +1,5 @@
-"""What a model would need: every parameter's axes, sharding and bytes per device. Allocates nothing."""
+"""What a model would need: every parameter's axes, sharding and bytes per device, and on a TPU slice that need not be
+here what the compiled step takes. Allocates nothing."""
 
 import dataclasses
 import json
@@ -9,11 +10,14 @@ import jax
 import numpy as np
 
 from maxhydra import model, optim
+from maxhydra.config import Config
 from maxhydra.config.hardware import Hardware
 from maxhydra.config.tasks.inspect import Format, InspectTask
-from maxhydra.sharding import Sharder, abstract_mesh, bytes_per_device, is_axes
+from maxhydra.runtime.topology import slice_devices
+from maxhydra.sharding import Sharder, abstract_mesh, build_mesh, bytes_per_device, is_axes
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import plan_states
+from maxhydra.train.ahead import Ahead, compile_ahead
 
 NEEDS_DEVICES = KEEPS_RUN = False
 
@@ -33,7 +37,7 @@ class Row:
 def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, InspectTask)
-    sharder = Sharder(abstract_mesh(config.mesh, devices=task.devices, slices=task.slices), config.mesh.rules)
+    sharder = _sharder(config, task)
     states = plan_states(config, sharder)
     decoder, optimizer = states.model, states.optimizer
     shapes, axes = model.split(decoder.shapes)[0], model.split(decoder.axes)[0]
@@ -47,17 +51,32 @@ def run(job: Job) -> Outcome:
         "trained_parameters": trained,
         "flops_per_token": model.flops_per_token(config.model, config.train.seq_len),
         "mesh": {axis: size for axis, size in sharder.mesh.shape.items() if size > 1},
-        "devices": task.devices,
+        "devices": sharder.mesh.size,
         "bytes_per_device": {
             "parameters": sum(row.bytes_per_device for row in parameters),
             "optimizer": sum(row.bytes_per_device for row in moments),
         },
     }
+    ahead = None if task.topology is None else compile_ahead(config, sharder)
+    if ahead is not None:
+        facts["compiled"] = dataclasses.asdict(ahead)
     if task.format is Format.json:
         print(json.dumps({**facts, "arrays": [dataclasses.asdict(row) for row in parameters]}, indent=1))
     else:
-        _print(parameters, facts, config.hardware, config.model.dtypes.compute.value)
+        dtype = config.model.dtypes.compute.value
+        _print(parameters, facts, config.hardware, dtype)
+        for line in () if ahead is None else _compiled(ahead, config.hardware, dtype):
+            print(line)
     return Outcome("finished", "printed")
+
+
+def _sharder(config: Config, task: InspectTask) -> Sharder:
+    """Over the devices of a topology where one is named, over none in particular otherwise."""
+    if task.topology is None:
+        mesh = abstract_mesh(config.mesh, devices=task.devices, slices=task.slices)
+        return Sharder(mesh, config.mesh.rules)
+    devices = slice_devices(task.topology, slices=task.slices, hardware=config.hardware)
+    return Sharder(build_mesh(config.mesh, devices), config.mesh.rules)
 
 
 def _rows(shapes: object, axes: object, sharder: Sharder) -> list[Row]:
@@ -117,6 +136,19 @@ def _ceilings(facts: dict, hardware: Hardware, dtype: str) -> Iterator[str]:
     if hardware.bandwidth_gb_s:
         seconds = facts["bytes_per_device"]["parameters"] / (hardware.bandwidth_gb_s * 1e9)
         yield f"at {hardware.bandwidth_gb_s:g} GB/s: reading a device's weights once takes {seconds * 1e3:.3g} ms"
+
+
+def _compiled(ahead: Ahead, hardware: Hardware, dtype: str) -> Iterator[str]:
+    held = ahead.bytes_per_device
+    fits = f" of {hardware.memory_gib:g} GiB" if hardware.memory_gib else ""
+    parts = ", ".join(f"{name} {readable_bytes(size)}" for name, size in held.items())
+    yield f"\ncompiled for {ahead.devices} x {ahead.device} in {ahead.seconds:.0f} s"
+    yield f"per device: {readable_bytes(sum(held.values()))}{fits} ({parts})"
+    kernels = ", ".join(f"{count} x {name}" for name, count in sorted(ahead.kernels.items()))
+    yield f"kernels: {kernels or 'none but what XLA makes'}"
+    peak = hardware.peak_tflops.get(dtype)
+    least = f", {ahead.tflop_per_device / peak:.3g} s at least at {peak:g} TFLOP/s" if peak else ""
+    yield f"a step takes {ahead.tflop_per_device:,.1f} TFLOP a device{least}"
 
 
 def readable_bytes(count: int) -> str:

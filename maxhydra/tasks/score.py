@@ -10,7 +10,7 @@ from maxhydra.config.tasks.score import ScoreTask
 from maxhydra.convert.load import load_weights
 from maxhydra.decode.progress import open_progress
 from maxhydra.decode.prompts import Prompts
-from maxhydra.decode.start import check_start
+from maxhydra.decode.start import check_start, weight_formats
 from maxhydra.model import build
 from maxhydra.score.results import perplexity, write_results
 from maxhydra.score.scorer import Scored, SequenceScorer
@@ -51,7 +51,7 @@ def _open_scorer(job: Job, task: ScoreTask) -> SequenceScorer:
     config = job.config
     assert config.checkpoint.load_parameters is not None
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
-    model = build(config.model, quantization=config.quantization)
+    model = build(config.model, quantization=weight_formats(config))
     sharder.check(model.axes, model.shapes)
     weights = load_weights(
         config.checkpoint.load_parameters,

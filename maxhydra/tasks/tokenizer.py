@@ -5,8 +5,6 @@ import dataclasses
 import io
 import json
 import logging
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from maxhydra.config.tasks.tokenizer import TokenizerModel, TokenizerTask
 from maxhydra.config.tokenizer import Tokenizer as Words
 from maxhydra.data.optional import need
 from maxhydra.data.texts import texts
-from maxhydra.tasks import Job, Outcome
+from maxhydra.tasks import Job, Outcome, appearing
 
 NEEDS_DEVICES, KEEPS_RUN = False, True
 
@@ -42,12 +40,8 @@ def run(job: Job) -> Outcome:
     if job.machine.process_index:
         return Outcome("finished", "left to the first process")
     folder = Path(task.output).expanduser().absolute() if task.output else job.run.path / "tokenizer"
-    if folder.exists():
-        problem = Problem("task.output", "is there already", value=folder, hint="name another folder, or move it away")
-        raise ConfigError(problem)
-
     reader = _Reader(task, texts(job.config.data, seed=job.config.run.seed))
-    with reader.shown(), _whole(folder) as unfinished:
+    with appearing(folder) as unfinished, reader.shown():
         _TRAINERS[task.model](task, reader, unfinished)
 
     words = _settings(job.config.data.tokenizer, task.model, folder)
@@ -124,18 +118,6 @@ class _Reader:
             raise self._error
         if not self.characters:
             raise ConfigError(Problem("data", "holds no text to learn from"))
-
-
-@contextlib.contextmanager
-def _whole(folder: Path) -> Iterator[Path]:
-    """A folder that appears under its name when all of it is written."""
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _train_hugging_face(task: TokenizerTask, reader: _Reader, folder: Path) -> None:

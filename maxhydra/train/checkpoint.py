@@ -1,8 +1,8 @@
 """Checkpoints on Orbax: asynchronous, atomic, found again after a crash, refused when they hold another model.
 
-A checkpoint of step k is the folder checkpoints/k with three items: `params`, `rest` (step, optimizer, key, guard) and
-`data` (the loader's position, JSON). It appears by a rename once complete, so a killed save leaves nothing behind that
-could be mistaken for one.
+A checkpoint of step k is the folder checkpoints/k with three items: `params`, `rest` (step, optimizer, key, guard, what
+layers remember) and `data` (the loader's position, JSON). It appears by a rename once complete, so a killed save leaves
+nothing behind that could be mistaken for one.
 """
 
 import dataclasses
@@ -175,12 +175,13 @@ def read_state(path: Path, abstract: TrainState) -> Restored:
     )
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         items = reader.restore(path, args=items)
-    state = TrainState(params=items.params, frozen=abstract.frozen, **items.rest)
+    state = TrainState(params=items.params, frozen=abstract.frozen, **{"history": {}, **items.rest})
     return Restored(state=state, data=items.data, source=path)
 
 
 def _rest(state: TrainState) -> dict[str, Tree]:
-    return {"step": state.step, "opt_state": state.opt_state, "key": state.key, "guard": state.guard}
+    rest = {"step": state.step, "opt_state": state.opt_state, "key": state.key, "guard": state.guard}
+    return {**rest, "history": state.history} if state.history else rest
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from maxhydra.config import Config
+from maxhydra.config.run import Train
 from maxhydra.data import BatchSpec
 from maxhydra.model import flops_per_token, parameter_counts
 from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory, series
@@ -89,13 +90,18 @@ def train(training: Training, config: Config, *, run: RunDirectory, machine: Mac
 def compile_step(training: Training, config: Config, example: Mapping[str, Any]) -> tuple[StepFn, float]:
     """The step compiled for batches like the example, and how long that took. A state is given up to its successor."""
     began = time.perf_counter()
-    step = jax.jit(
-        make_step(training.loss, training.states.optimizer, config.train, training.states.model.settled),
-        donate_argnums=0,
-        out_shardings=(training.states.shardings(), None),
-    )
-    compiled = step.lower(training.states.abstract(), example).compile()
+    compiled = trace_step(training.states, training.loss, config.train, example).lower().compile()
     return compiled, time.perf_counter() - began
+
+
+def trace_step(states: StateDef, loss: LossFn, train: Train, example: Mapping[str, Any]) -> jax.stages.Traced:
+    """The step on its way to the compiler, for the devices of the states' mesh."""
+    step = jax.jit(
+        make_step(loss, states.optimizer, train, states.model.settled),
+        donate_argnums=0,
+        out_shardings=(states.shardings(), None),
+    )
+    return step.trace(states.abstract(), example)
 
 
 def _assemble(

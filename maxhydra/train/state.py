@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from maxhydra import model, optim
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.quantization import QuantizationKind
-from maxhydra.model import ModelDef, join, split
+from maxhydra.config.adapter import AdapterKind
+from maxhydra.config.quantization import QAT, TO_KEEP, TO_TRAIN
+from maxhydra.model import ModelDef, join, remembered, split
 from maxhydra.optim import Optimizer, state_axes
 from maxhydra.sharding import Sharder
 
@@ -60,11 +61,13 @@ class TrainState:
     opt_state: Tree
     key: jax.Array
     guard: Guard
+    history: Tree = dataclasses.field(default_factory=dict)
+    """What layers remember of earlier steps (layers/history.py)."""
 
     @property
     def weights(self) -> Tree:
         """All that a loss sees."""
-        return join(self.params, self.frozen)
+        return join(join(self.params, self.frozen), self.history)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +91,7 @@ class StateDef:
             opt_state=self.optimizer.transform.init(params),
             key=jax.random.key_data(rest),
             guard=Guard.fresh(),
+            history=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), remembered(self.model.shapes)),
         )
 
     def _weights(self, seed: jax.Array) -> Tree:
@@ -102,6 +106,7 @@ class StateDef:
             opt_state=state_axes(self.optimizer, split(self.model.shapes)[0], params),
             key=(None,),  # type: ignore[arg-type]
             guard=Guard(mean=(None,), variance=(None,), seen=(), skipped=(), halted=()),  # type: ignore[arg-type]
+            history=remembered(self.model.axes),
         )
         own = self.sharder.tree(axes)
         beside = jax.tree.map(lambda leaf: leaf.sharding, self.beside)
@@ -149,10 +154,15 @@ class StateDef:
 
 def plan_states(config: Config, sharder: Sharder, *, beside: Mapping[str, Tree] | None = None) -> StateDef:
     """The states of a config: its model with its adapter, and the optimizer of what is trained of them."""
-    if config.quantization.kind is QuantizationKind.int8_weights:
-        hint = "try quantization=fp8, or adapter=qlora"
+    if not config.quantization.kinds.isdisjoint(TO_KEEP):
+        accepted, hint = ", ".join(kind.value for kind in TO_TRAIN), "adapter=qlora trains over four bits"
         reason = "is a way to decode, not to train"
-        raise ConfigError(Problem("quantization.kind", reason, value="int8_weights", hint=hint))
+        value = config.quantization.kind
+        raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint=hint))
+    if not config.quantization.kinds.isdisjoint(QAT) and config.adapter.kind is not AdapterKind.none:
+        reason = "trains weights to be rounded, and those under an adapter are not trained"
+        value, accepted = config.quantization.kind, "none, fp8 or int8 with an adapter"
+        raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint="try adapter=none"))
     decoder = model.build(config.model, config.adapter, config.quantization)
     sharder.check(decoder.axes, decoder.shapes)
     shapes, axes = split(decoder.shapes)[0], split(decoder.axes)[0]

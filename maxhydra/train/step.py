@@ -40,15 +40,20 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train, settle: Settl
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
-        def loss_of(params: Tree, batch: Batch, key: jax.Array | None) -> Sums:
-            return loss_fn(join(params, state.frozen), batch, key)
+        def loss_of(changing: Tree, batch: Batch, key: jax.Array | None) -> Sums:
+            params, history = changing
+            return loss_fn(join(join(params, state.frozen), history), batch, key)
 
-        grads, sums = _gradients(loss_of, state.params, batch, key, micro_batches=train.grad_accum)
+        changing = (state.params, state.history)
+        (grads, seen), sums = _gradients(loss_of, changing, batch, key, micro_batches=train.grad_accum)
         told = sums.pop(TOLD, {})
         means = {name: total / _weight(sums) for name, total in sums.items() if name not in ("weight", "nll")}
         grad_norm = optax.tree.norm(grads)
 
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
+        for leaf in jax.tree.leaves(seen):
+            # What is clipped into a format's range would not show otherwise.
+            finite &= jnp.all(jnp.isfinite(leaf))
         halted = state.guard.halted | (~finite & (train.on_nonfinite is Nonfinite.stop))
         observed = jnp.stack([means["loss"], grad_norm]).astype(jnp.float32)
         # Without any gradient nothing was learned, and weight decay and momentum alone would move the weights.
@@ -57,7 +62,9 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train, settle: Settl
         with jax.named_scope("update"):
             updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
             params = settle(optax.apply_updates(state.params, updates), state.params, told)
-            params, opt_state = _select(apply)((params, opt_state), (state.params, state.opt_state))
+            history = jax.tree.map(_remembering, state.history, seen)
+            new, old = (params, opt_state, history), (state.params, state.opt_state, state.history)
+            params, opt_state, history = _select(apply)(new, old)
         new_state = TrainState(
             step=state.step + jnp.where(halted, 0, 1),
             params=params,
@@ -65,6 +72,7 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train, settle: Settl
             opt_state=opt_state,
             key=state.key,
             guard=_observe(state.guard, observed, train.spike, apply=apply, halted=halted),
+            history=history,
         )
         learning_rate = optimizer.schedule(state.step - state.guard.skipped)
         metrics = {
@@ -79,32 +87,42 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train, settle: Settl
     return step
 
 
-def _gradients(loss_fn: LossFn, params: Tree, batch: Batch, key: jax.Array, *, micro_batches: int) -> tuple[Tree, Sums]:
-    """Gradient of sum(loss) / sum(weight) over the whole batch, and the sums.
+def _gradients(
+    loss_fn: LossFn, changing: tuple[Tree, Tree], batch: Batch, key: jax.Array, *, micro_batches: int
+) -> tuple[tuple[Tree, Tree], Sums]:
+    """Gradient of sum(loss) / sum(weight) over the whole batch, with what stands as the gradient by what layers
+    remember; and the sums.
 
     Micro-batches add up gradients of sums, divided once by the total weight, so that they equal the big batch even
     where their token counts differ.
     """
 
-    def total_loss(params: Tree, batch: Batch, key: jax.Array) -> tuple[jax.Array, Sums]:
-        sums = loss_fn(params, batch, key)
+    def total_loss(changing: tuple[Tree, Tree], batch: Batch, key: jax.Array) -> tuple[jax.Array, Sums]:
+        sums = loss_fn(changing, batch, key)
         return sums["loss"], sums
 
     gradient = jax.grad(total_loss, has_aux=True)
     if micro_batches == 1:
-        grads, sums = gradient(params, batch, key)
+        (grads, seen), sums = gradient(changing, batch, key)
     else:
         # Row b * n + i goes to micro-batch i: each device cuts its own rows, nothing moves between devices.
         cut = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, micro_batches, *x.shape[1:]), 0, 1), batch)
         keys = jax.random.split(key, micro_batches)
 
         def add(total: tuple[Tree, Sums], part: tuple[Batch, jax.Array]) -> tuple[tuple[Tree, Sums], None]:
-            return jax.tree.map(jnp.add, total, gradient(params, *part)), None
+            ((grads, seen), sums), ((more, also), further) = total, gradient(changing, *part)
+            grads, sums = jax.tree.map(jnp.add, (grads, sums), (more, further))
+            return ((grads, jax.tree.map(jnp.maximum, seen, also)), sums), None
 
-        shapes = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], cut), keys[0])
+        shapes = jax.eval_shape(gradient, changing, jax.tree.map(lambda x: x[0], cut), keys[0])
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        (grads, sums), _ = jax.lax.scan(add, zeros, (cut, keys))
-    return jax.tree.map(lambda g: g / _weight(sums).astype(g.dtype), grads), sums
+        ((grads, seen), sums), _ = jax.lax.scan(add, zeros, (cut, keys))
+    return (jax.tree.map(lambda g: g / _weight(sums).astype(g.dtype), grads), seen), sums
+
+
+def _remembering(history: jax.Array, seen: jax.Array) -> jax.Array:
+    """Columns of the last steps, with what this step saw in front."""
+    return jnp.concatenate([seen[..., :1], history[..., :-1]], axis=-1)
 
 
 def _weight(sums: Sums) -> jax.Array:

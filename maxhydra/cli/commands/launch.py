@@ -37,7 +37,7 @@ def _render(arguments: list[str]) -> int:
 
     asked = parse_flags(arguments)
     composer = Composer(asked.config_dir, asked.config_name, searchpath(asked.overrides))
-    _, plan = translated(lambda: multirun.planned(composer, asked.overrides))
+    plan = translated(lambda: multirun.planned(composer, asked.overrides))
     if plan is None:
         hint = "leave out hydra/sweeper, and give each key one of its values"
         raise ConfigError(Problem("hydra/sweeper", "has no jobs yet: it proposes them one by one", hint=hint))

@@ -21,11 +21,13 @@ class ConvertTask(Task):
 
     format: ConvertFormat = ConvertFormat.hf
     """hf: a Hugging Face folder with config.json, safetensors and the tokenizer's files, adapters merged; peft: the
-    adapter of a run alone, as PEFT loads it; maxhydra: a checkpoint of ours with the weights alone, adapters merged."""
+    adapter of a run alone, as PEFT loads it; maxhydra: a checkpoint of ours with the weights alone, adapters merged, in
+    the format of quantization=int8_weights or int4_weights where one is given."""
     output: str | None = None
     """Folder to write, which must not be there yet; it appears when it is complete."""
     dtype: Dtype | None = None
-    """hf, maxhydra: number format of the weights in the folder. null: that of model.dtypes.weights."""
+    """hf, maxhydra: number format of the weights in the folder. null: that of model.dtypes.weights, or, of weights that
+    are then rounded to fewer bits, that of model.dtypes.compute."""
     model_type: str | None = None
     """Family as which the model is written, by Hugging Face's name. null: the first that can tell it."""
 

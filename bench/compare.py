@@ -1,0 +1,82 @@
+"""Ours and the peers that are installed, one after the other on this machine, each in a process of its own.
+
+    python bench/compare.py model=llama3.2-1b train.seq_len=4096 train.per_device_batch_size=8
+    python bench/compare.py decode model=llama3.2-1b batch=1,64 new=256
+    python bench/compare.py model=tiny                                          # on a CPU
+
+Prints the line of each, then one with the ratio of tokens a second. Peers are the scripts in bench/peers: they train
+or decode transformers' Llama in the sizes of the model, and print the same fields.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from decode import split_own
+
+from maxhydra import runtime
+from maxhydra.config.compose import compose
+from maxhydra.config.hardware import Platform
+
+HERE = Path(__file__).parent
+NEEDED = ("torch", "transformers")
+# Of a line of decoding, by which ours and a peer's belong together.
+SAME = ("batch", "prompt", "new")
+
+
+def main(arguments: list[str]) -> int:
+    what = "decode" if arguments[:1] == ["decode"] else "pretrain"
+    given = arguments[1:] if arguments[:1] in (["decode"], ["pretrain"]) else arguments
+    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    ours = run([str(HERE / f"{what}.py"), *given])
+    peers = [] if absent else run(peer_command(what, given))
+    if absent:
+        print(f"no peer: {', '.join(absent)} not installed", file=sys.stderr)
+    for line in ours:
+        for peer in peers:
+            if what == "pretrain" or all(line[name] == peer[name] for name in SAME):
+                print(json.dumps(ratio(what, line, peer)), flush=True)
+    return 0 if ours and (peers or absent) else 1
+
+
+def run(command: list[str]) -> list[dict[str, Any]]:
+    """The lines of a script, printed as they come; none where it fails, and its last words instead."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    found = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode:
+        words = done.stderr.strip().splitlines()[-8:]
+        print(f"{Path(command[0]).name} ended with {done.returncode}:", *words, sep="\n  ", file=sys.stderr)
+    for line in found:
+        print(line, flush=True)
+    return [json.loads(line) for line in found]
+
+
+def peer_command(what: str, given: list[str]) -> list[str]:
+    """The peer's script with the same sizes."""
+    own, overrides = split_own(given)
+    composed = compose(["task=bench", *overrides])
+    config = composed.config
+    device = "cuda" if runtime.foreseen(config.hardware).platform is Platform.gpu else "cpu"
+    sizes = ["--model", composed.choices["model"], "--device", device]
+    if what == "pretrain":
+        train = config.train
+        steps = ["--steps", str(config.task.steps)]
+        batch = str(int(train.per_device_batch_size * train.grad_accum))
+        return [str(HERE / "peers/train_hf.py"), *sizes, "--batch", batch, "--seq-len", str(train.seq_len), *steps]
+    batches = ["--batches", *own.get("batch", "1,8,32").split(",")]
+    rest = [part for name in ("prompt", "new", "repeats") if name in own for part in (f"--{name}", own[name])]
+    return [str(HERE / "peers/decode_hf.py"), *sizes, *batches, *rest]
+
+
+def ratio(what: str, ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
+    speeds = {name: line["tokens_per_second"] for name, line in (("ours", ours), ("peer", peer))}
+    about = {name: ours[name] for name in (*SAME, "model", "device", "date") if name in ours}
+    against = {"against": peer.get("peer") or peer.get("engine"), "ratio": round(speeds["ours"] / speeds["peer"], 3)}
+    return {"bench": "compare", "what": what, **about, **speeds, **against}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

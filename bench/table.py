@@ -1,0 +1,139 @@
+"""Writes the measured table of docs/performance.md from lines of JSON.
+
+    maxhydra task=bench ... | tee -a docs/performance.jsonl          # or outputs/RUN/bench.jsonl
+    python bench/table.py docs/performance.jsonl
+
+The lines are those of task=bench, bench/compare.py and bench/peers/*.py, in the order in which the rows shall stand;
+anything else is passed over. The text goes between the two marks in docs/performance.md.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+DOCS = Path(__file__).parent.parent / "docs" / "performance.md"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+# Overrides that say where a line was measured, not what.
+ASIDE = ("data=", "hardware.compilation_cache=", "model=", "task.what=", "objective=")
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def settings(line: Line) -> str:
+    """What was chosen besides the model, or who the peer is and what it was told."""
+    if who := line.get("peer") or line.get("engine"):
+        sizes = ("batch", "seq_len") if kind(line) == "pretrain" else ()
+        return ", ".join([who, *(f"{name} {line[name]}" for name in sizes)])
+    return ", ".join(text for text in line["overrides"] if not text.startswith(ASIDE)) or "as given"
+
+
+def model(line: Line) -> str:
+    return str(line.get("model", ""))
+
+
+Column = Callable[[Line], str]
+TABLES: dict[str, tuple[str, dict[str, Column]]] = {
+    "pretrain": (
+        "Training",
+        {
+            "model": model,
+            "settings": settings,
+            "tokens/s": lambda line: number(line["tokens_per_second"]),
+            "step ms": lambda line: number(line["step_ms"], 1),
+            "TFLOP/s": lambda line: number(line["tflops_per_device"], 0 if line["tflops_per_device"] >= 10 else 3),
+            "MFU": lambda line: share(line["mfu"]),
+            "peak GiB": lambda line: number(line["peak_memory_gib"], 1),
+            "compile s": lambda line: number(line["compile_s"]),
+        },
+    ),
+    "decode": (
+        "Decoding",
+        {
+            "model": model,
+            "settings": settings,
+            "batch": lambda line: str(line["batch"]),
+            "prompt, new": lambda line: f"{line['prompt']}, {line['new']}",
+            "tokens/s": lambda line: number(line["tokens_per_second"]),
+            "after the first": lambda line: number(line["tokens_per_second_after_first"]),
+            "to the last's first": lambda line: f"{1e3 * first_token(line):.0f} ms",
+        },
+    ),
+    "kernels": (
+        "Kernels",
+        {
+            "kernel": lambda line: str(line["operation"]),
+            "backend": lambda line: str(line["backend"]),
+            "shape": lambda line: " x ".join(map(str, next(iter(line["shapes"].values())))),
+            "forward ms": lambda line: number(line["forward_ms"], 3),
+            "with gradients ms": lambda line: number(line["both_ms"], 3),
+            "error": lambda line: f"{line['error']:.2g}",
+        },
+    ),
+    "compare": (
+        "Against peers",
+        {
+            "model": model,
+            "what": lambda line: f"{line['what']}, batch {line['batch']}" if "batch" in line else line["what"],
+            "peer": lambda line: line["against"],
+            "ours, tokens/s": lambda line: number(line["ours"]),
+            "theirs": lambda line: number(line["peer"]),
+            "ratio": lambda line: f"{line['ratio']:.2f}",
+        },
+    ),
+}
+
+
+def first_token(line: Line) -> float:
+    return line["first_token_s"] if "first_token_s" in line else line["seconds_to_first_token"]
+
+
+def kind(line: Line) -> str:
+    """The table of a line, or nothing; lines of a peer's decoding name no bench."""
+    name = str(line.get("bench", "decode"))
+    return "" if name == "kernels" and "operation" not in line else name
+
+
+def place(lines: Iterable[Line]) -> str:
+    """Devices, versions and days of the lines that tell them."""
+    told = [line for line in lines if "date" in line and "jax" in line]
+    machines = sorted({f"{line['devices']} x {line['device']}" for line in told})
+    versions = sorted({f"jax {line['jax']}, flax {line['flax']}" for line in told})
+    return "; ".join([*machines, *versions, *sorted({line["date"] for line in told})])
+
+
+def table(lines: list[Line]) -> str:
+    """The text between the marks: a table for each kind of line."""
+    parts = []
+    for name, (title, columns) in TABLES.items():
+        own = [line for line in lines if kind(line) == name]
+        if not own:
+            continue
+        rows = [list(columns), ["---"] * len(columns), *([cell(line) for cell in columns.values()] for line in own)]
+        about = f" ({where})" if (where := place(own)) else ""
+        parts.append(f"### {title}{about}\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def read_lines(paths: Iterable[Path]) -> list[Line]:
+    texts = [text for path in paths for text in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(text) for text in texts if text.startswith("{")]
+
+
+def placed(document: str, text: str) -> str:
+    before, rest = document.split(BEGIN)
+    return f"{before}{BEGIN}\n{text}{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    DOCS.write_text(placed(DOCS.read_text(), table(read_lines(map(Path, sys.argv[1:])))))

@@ -1,0 +1,73 @@
+"""Splash attention for TPUs, JAX's own flash attention (Dao, 2023) in Pallas, which skips the blocks that a mask hides.
+
+Its segments have no padding: what segment 0 gathers is set to zero here, and with it its gradient.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+from maxhydra.kernels.attention.request import KEPT, Request, Tokens
+
+# Queries and keys of a block, the largest that divides the length. Blocks of 512 with heads of up to 256 fit the 16 MiB
+# of vector memory that XLA gives a kernel on every TPU, in the backward pass too. Not measured: there was no TPU.
+BLOCKS = (512, 256, 128)
+# The kernels take whole vectors of tokens.
+LENGTH_MULTIPLE = min(BLOCKS)
+
+
+def attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    request: Request,
+    tokens: Tokens,
+    sinks_N: jax.Array | None,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    shape = q_BTNH.shape[1], k_BSKH.shape[1]
+    run = kernel.make_splash_mha_single_device(
+        mask=masks.MultiHeadMask([_mask(request, shape)] * q_BTNH.shape[2]),
+        block_sizes=_blocks(*shape),
+        attn_logits_soft_cap=request.softcap,
+        residual_checkpoint_name=KEPT,
+        interpret=interpret,
+    )
+    # The kernel has no scale of its own.
+    scaled = (q_BTNH.astype(jnp.float32) * request.scale).astype(q_BTNH.dtype)
+    q_BNTH, k_BKSH, v_BKSH = (x.swapaxes(1, 2) for x in (scaled, k_BSKH, v_BSKH))
+    if tokens.q_segments_BT is None or tokens.kv_segments_BS is None:
+        return jax.vmap(lambda q, k, v: run(q, k, v, None, sinks_N))(q_BNTH, k_BKSH, v_BKSH).swapaxes(1, 2)
+    segments = kernel.SegmentIds(tokens.q_segments_BT, tokens.kv_segments_BS)
+    out_BNTH = jax.vmap(lambda q, k, v, segments: run(q, k, v, segments, sinks_N))(q_BNTH, k_BKSH, v_BKSH, segments)
+    return jnp.where(tokens.q_segments_BT[:, :, None, None] != 0, out_BNTH.swapaxes(1, 2), 0)
+
+
+class _Chunks(masks.ChunkedCausalMask):
+    """JAX's own divides as Python does, by the sign, for which Pallas must know the chip; no index is negative."""
+
+    def __init__(self, shape: tuple[int, int], chunk: int):
+        super().__init__(shape, chunk)
+        self.mask_function = self._is_seen
+
+    def _is_seen(self, q: Any, k: Any) -> Any:
+        divided = np.floor_divide if isinstance(q, np.ndarray) else jax.lax.div
+        return (divided(q, self.chunk_size) == divided(k, self.chunk_size)) & (q >= k)
+
+
+def _mask(request: Request, shape: tuple[int, int]) -> masks.Mask:
+    if request.window is not None:
+        return masks.LocalMask(shape, (request.window - 1, 0), 0)
+    if request.chunk is not None:
+        return _Chunks(shape, request.chunk)
+    return masks.CausalMask(shape) if request.causal else masks.FullMask(shape)
+
+
+def _blocks(queries: int, keys: int) -> kernel.BlockSizes:
+    q, kv = (next(size for size in BLOCKS if length % size == 0) for length in (queries, keys))
+    return kernel.BlockSizes(block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, block_q_dq=q, block_kv_dq=kv)

@@ -1,0 +1,83 @@
+"""Arrays rounded to integers, and products of such for training: an array is codes times scales, each scale shared by
+the numbers that are summed into the same output.
+
+Forward a row of x has a scale, and so has an output of the weight, so that both are multiplied after the sum. The
+backward pass sums over other dimensions; there the scales of what was kept go into the gradient before that is rounded
+in turn, so that the codes of the forward pass serve again and nothing else waits for it. Qwix does the same, and is
+what the tests compare with; it works by patching modules, where a model here has one place that makes products.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["Rounded", "integer_product", "rounded"]
+
+LARGEST = 127
+
+
+class Rounded(NamedTuple):
+    """codes * scales is the array."""
+
+    codes: jax.Array
+    """int8."""
+    scales: jax.Array
+    """float32, of size 1 in the dimensions that share one."""
+
+    def wide(self, dtype: np.dtype) -> jax.Array:
+        return (self.codes.astype(jnp.float32) * self.scales).astype(dtype)
+
+
+def rounded(x: jax.Array, over: Sequence[int], *, largest: int) -> Rounded:
+    """An array in integers, a scale for what differs in these dimensions only; its largest magnitude becomes `largest`.
+
+    Not half a step more, which would use the codes more evenly: every largest number would then lie between two codes,
+    and become one or the other by the rounding of its scale, which is not the same in all programs.
+    """
+    wide = x.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(wide), axis=tuple(over), keepdims=True) / largest
+    return Rounded(jnp.round(wide / jnp.where(scales > 0, scales, 1)).astype(jnp.int8), scales)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def integer_product(is_wide_back: bool, x_MK: jax.Array, weight_KN: jax.Array) -> jax.Array:
+    """x times weight in int8; is_wide_back: gradients are multiplied as they come, not rounded."""
+    return _forward(is_wide_back, x_MK, weight_KN)[0]
+
+
+def _forward(is_wide_back: bool, x_MK: jax.Array, weight_KN: jax.Array) -> tuple[jax.Array, tuple[Rounded, Rounded]]:
+    x, weight = rounded(x_MK, (1,), largest=LARGEST), rounded(weight_KN, (0,), largest=LARGEST)
+    sums_MN = _dot(x.codes, weight.codes, (1, 0))
+    return (sums_MN * x.scales * weight.scales).astype(x_MK.dtype), (x, weight)
+
+
+def _backward(
+    is_wide_back: bool, operands: tuple[Rounded, Rounded], d_out_MN: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    (x, weight), dtype = operands, d_out_MN.dtype
+    d_x_MK = _gradient(d_out_MN * weight.scales, weight.codes, (1, 1), is_wide=is_wide_back, dtype=dtype)
+    d_weight_NK = _gradient(d_out_MN * x.scales, x.codes, (0, 0), is_wide=is_wide_back, dtype=dtype)
+    return d_x_MK, d_weight_NK.T
+
+
+integer_product.defvjp(_forward, _backward)
+
+
+def _gradient(
+    d_out: jax.Array, codes: jax.Array, over: tuple[int, int], *, is_wide: bool, dtype: np.dtype
+) -> jax.Array:
+    """A gradient times the codes of an operand, summed over one dimension of each."""
+    if is_wide:
+        return _dot(d_out.astype(dtype), codes.astype(dtype), over).astype(dtype)
+    d = rounded(d_out, (over[0],), largest=LARGEST)
+    return (_dot(d.codes, codes, over) * jnp.moveaxis(d.scales, over[0], -1).reshape(-1, 1)).astype(dtype)
+
+
+def _dot(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
+    dims = (((over[0],), (over[1],)), ((), ()))
+    wide = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=wide).astype(jnp.float32)

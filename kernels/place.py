@@ -1,0 +1,32 @@
+"""Where a call runs: the platform that it is compiled for, and how its arrays lie over the devices there."""
+
+import dataclasses
+from typing import TypeAlias
+
+import jax
+from jax.sharding import AbstractMesh
+
+# Mesh axes over which one dimension is split.
+Entry: TypeAlias = str | tuple[str, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The devices of a call, which need not be those of this process."""
+
+    platform: str
+    """cpu, gpu or tpu."""
+    mesh: jax.sharding.Mesh | AbstractMesh | None
+    """None: one device."""
+    batch: Entry
+    heads: Entry
+    kv_heads: Entry
+
+    @classmethod
+    def here(cls) -> "Place":
+        """One device of the platform that JAX runs on."""
+        return cls(jax.default_backend(), None, None, None, None)
+
+    @property
+    def devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size

@@ -1,0 +1,48 @@
+"""A line of JSON: what was measured, on what, and the numbers."""
+
+import dataclasses
+import datetime
+from importlib.metadata import version
+from typing import Any
+
+import jax
+
+from maxhydra.config import Config
+from maxhydra.record import scrub_argv
+from maxhydra.runtime import Machine
+
+Line = dict[str, Any]
+# The data option of a command that chooses none.
+UNCHOSEN = "demo"
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A config on a machine; what was chosen and overridden is told in every line."""
+
+    config: Config
+    machine: Machine
+    choices: dict[str, str]
+    overrides: tuple[str, ...]
+
+    def line(self, what: str, **measured: Any) -> Line:
+        model = self.choices.get("model")
+        return {
+            "bench": what,
+            **({"model": model} if model else {}),
+            "overrides": scrub_argv([text for text in self.overrides if not text.startswith(("run.", "task=bench"))]),
+            "device": self.machine.device_kind,
+            "devices": self.machine.devices,
+            "jax": jax.__version__,
+            "flax": version("flax"),
+            "date": datetime.date.today().isoformat(),
+            **measured,
+        }
+
+
+def on_random_tokens(config: Config, choices: dict[str, str], overrides: tuple[str, ...]) -> Config:
+    """The config with synthetic data, unless the command or an experiment chooses its own."""
+    is_chosen = choices.get("data", UNCHOSEN) != UNCHOSEN or any(text.startswith("data") for text in overrides)
+    return (
+        config if is_chosen else dataclasses.replace(config, data=dataclasses.replace(config.data, source="synthetic"))
+    )

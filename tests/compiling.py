@@ -1,0 +1,34 @@
+"""How tests compile: in a hurry, and each program once for all processes of a session. Does not import jax.
+
+Most of a test's time is compilation. Little optimisation halves it, and so does the older way of writing fused loops
+where XLA still has it; one piece of LLVM code instead of 32 saves some more where there are few cores.
+"""
+
+import os
+import tempfile
+from importlib.metadata import version
+
+FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+# XLA stops at a flag that it does not know, as it does at this one from jax 0.11 on.
+FLAGS += ["--xla_cpu_use_fusion_emitters=false"] if version("jax").startswith("0.10.") else []
+
+KEPT = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+
+
+def flags(devices: int | None = None) -> str:
+    """XLA_FLAGS of a process with so many simulated devices; None leaves them to whoever starts it."""
+    return " ".join([*FLAGS, *([] if devices is None else [f"--xla_force_host_platform_device_count={devices}"])])
+
+
+def kept() -> dict[str, str]:
+    """The variables that make a child find what others have compiled."""
+    return {name: os.environ[name] for name in KEPT if name in os.environ}
+
+
+def begin() -> str | None:
+    """Keep programs in a folder for the session, which its first process gets to remove; none where one is named."""
+    folder = None
+    if KEPT[0] not in os.environ:
+        folder = os.environ[KEPT[0]] = tempfile.mkdtemp(prefix="maxhydra-xla-")
+    os.environ.setdefault(KEPT[1], "0")
+    return folder
