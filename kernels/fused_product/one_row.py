@@ -18,31 +18,13 @@ from jax.experimental.pallas import triton as plt
 
 from maxhydra.kernels.fused_product.around import Around
 from maxhydra.kernels.fused_product.sizes import power_of_two_in
+from maxhydra.kernels.widen import TIMES_ADDED, assembled
 
-# Outputs from which on programs of one warp are many enough, and inputs from which on warps share a row.
-MANY, LONG = 8192, 8192
+# Outputs from which on programs of one warp are many enough, those up to which processors are left over, and inputs
+# from which on a warp takes more of them at a time.
+MANY, FEW, LONG = 8192, 2048, 8192
 LEAST_OUTPUTS, LEAST_INPUTS = 16, 64
 DTYPES = ("bfloat16", "float32")
-
-# Four codes to floats a, b, c, d. The processors turn 16 integers a cycle into floats, too few for the speed of memory;
-# so a code plus 128 becomes the last byte of 2^23 as a float, from which 2^23 + 128 is taken. Then they are multiplied
-# and added, in one instruction that the compiler would make two of.
-TIMES_ADDED = """{
-  .reg .b32 u, a, b, c, d;
-  xor.b32 u, $4, 0x80808080;
-  prmt.b32 a, u, 0x4B000000, 0x7650;
-  prmt.b32 b, u, 0x4B000000, 0x7651;
-  prmt.b32 c, u, 0x4B000000, 0x7652;
-  prmt.b32 d, u, 0x4B000000, 0x7653;
-  add.f32 a, a, 0fCB000080;
-  add.f32 b, b, 0fCB000080;
-  add.f32 c, c, 0fCB000080;
-  add.f32 d, d, 0fCB000080;
-  fma.rn.f32 $0, a, $5, $9;
-  fma.rn.f32 $1, b, $6, $10;
-  fma.rn.f32 $2, c, $7, $11;
-  fma.rn.f32 $3, d, $8, $12;
-}"""
 
 
 class Tile(NamedTuple):
@@ -55,11 +37,13 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile(N: int, K: int) -> Tile:
+def tile(N: int, K: int, H: int) -> Tile:
     """The fastest of those measured on an H200 for shapes of Llama 3.2 1B, cut down to what divides the sizes."""
     outputs, inputs = power_of_two_in(N), power_of_two_in(K)
     if N >= MANY:
-        return Tile(groups=min(4, outputs), rows=1, inputs=min(512, inputs), warps=1)
+        return Tile(groups=min(8 // H, outputs), rows=1, inputs=min(512, inputs), warps=1)
+    if N > FEW:
+        return Tile(groups=1, rows=min(4, outputs), inputs=min(2048, inputs), warps=4)
     return Tile(groups=1, rows=min(8, outputs), inputs=min(512 if K < LONG else 2048, inputs), warps=8)
 
 
@@ -82,7 +66,7 @@ def product(
     """[1, N], as the package says."""
     H, K = 1 if around.activation is None else 2, x_1K.shape[1]
     N = weight_NK.shape[0] // H
-    by = by or tile(N, K)
+    by = by or tile(N, K, H)
     G, size = by.groups, N // by.groups
     whole = pl.BlockSpec((1, K), lambda n: (0, 0))
     of_outputs = pl.BlockSpec((G, by.rows), lambda n: (0, n))
@@ -156,11 +140,4 @@ def _spread(row_ref: Any, start: int, shape: tuple[int, int], is_shared: bool) -
 def _times_added(part: jax.Array, x: jax.Array, so_far: jax.Array, *, interpret: bool) -> jax.Array:
     if interpret or part.dtype != jnp.int8:
         return part.astype(jnp.float32) * x + so_far
-    (made,) = plt.elementwise_inline_asm(
-        TIMES_ADDED,
-        args=[part, x, so_far],
-        constraints="=f,=f,=f,=f,r,f,f,f,f,f,f,f,f",
-        pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(part.shape, jnp.float32)],
-    )
-    return made
+    return assembled(TIMES_ADDED, jnp.float32, part, x, so_far)

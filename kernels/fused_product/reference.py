@@ -1,4 +1,4 @@
-"""One step after the other, each rounded to the format of x. Letters as in the package."""
+"""One step after the other. Letters as in the package."""
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ def product(
         out_MN = jnp.einsum("mk,nk->mn", x_MK, weight_NK.astype(x_MK.dtype))
     else:
         sums_MN = jnp.einsum("mk,nk->mn", x_MK, weight_NK.astype(x_MK.dtype), preferred_element_type=jnp.float32)
-        out_MN = (sums_MN * scales_N).astype(x_MK.dtype)
+        out_MN = sums_MN * scales_N
     if around.activation is not None:
         gate_MN, value_MN = (half.astype(jnp.float32) for half in jnp.split(out_MN, 2, axis=1))
-        out_MN = (around.activation(gate_MN) * value_MN).astype(x_MK.dtype)
-    return (out_MN if around.onto_MN is None else out_MN + around.onto_MN).astype(dtype)
+        out_MN = around.activation(gate_MN) * value_MN
+    return out_MN.astype(dtype) if around.onto_MN is None else (out_MN + around.onto_MN).astype(dtype)

@@ -18,14 +18,13 @@ from jax.experimental.pallas import triton as plt
 from maxhydra.kernels.attention.request import Request
 from maxhydra.kernels.paged_attention.pages import Pages
 
-# Rows and heads up to which processors are left over, and tokens up to which a program then reads all at once: one row
-# of 200 tokens and 8 heads of 64 takes 4.3 us on an H200, in two blocks 5.5. Beyond, such a row is cut in parts.
-FEW, AT_ONCE = 128, 256
-# Tokens that a program reads at a time, and those of a part of a row that is cut, where rows are few and where many.
+# Rows and heads up to which processors are left over, and tokens of a row that a program reads all at once where rows
+# are few, and where they are many. On an H200, 8 heads of 64: one row of 200 tokens 4.3 us, in two blocks 5.5; 64 rows
+# of 110 tokens 9.1 us, in blocks of 32 11.6.
+FEW, AT_ONCE, MANY_AT_ONCE = 128, 256, 128
+# Tokens that a program reads at a time of longer rows, and those of a part of a row that is cut. 64 rows of 200 tokens:
+# 16.5 us, with blocks of 64 20.4, with more on the way 17.7, in parts 19 and more.
 FEW_BLOCK, BLOCK, PART = 64, 32, 512
-# Bytes of keys and values that a program has on their way: those of many rows and heads together must cover the time
-# that memory takes to answer.
-ON_THE_WAY = 48 * 1024
 # The matrix unit takes no fewer rows.
 LEAST_ROWS = 16
 # Sums of values, the largest logit that they are relative to, and the sum of weights.
@@ -44,18 +43,14 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile(heads: int, W: int, Z: int, token: int) -> Tile:
-    """For so many heads of all rows, W pages of Z tokens a row and so many bytes of a token's key and value."""
-    tokens, widest = W * Z, 1 << (W.bit_length() - 1)
-    if heads <= FEW and tokens <= AT_ONCE:
-        return Tile(1 << (W - 1).bit_length(), 1, warps=8, stages=1)
-    if heads <= FEW:
-        pages = min(max(FEW_BLOCK // Z, 1), widest)
-        return Tile(pages, max(1, min(pl.cdiv(W, pages), FEW // heads)), warps=8, stages=1)
-    pages = min(max(BLOCK // Z, 1), widest)
-    # A stage for the table besides each for what it points to.
-    stages = 1 + 2 * max(1, ON_THE_WAY // (pages * Z * token))
-    return Tile(pages, max(1, min(pl.cdiv(W, pages), tokens // PART)), warps=2, stages=stages)
+def tile(heads: int, W: int, Z: int) -> Tile:
+    """For so many heads of all rows, and W pages of Z tokens a row."""
+    tokens, widest, is_few = W * Z, 1 << (W.bit_length() - 1), heads <= FEW
+    if tokens <= (AT_ONCE if is_few else MANY_AT_ONCE):
+        return Tile(1 << (W - 1).bit_length(), 1, warps=8 if is_few else 4, stages=1)
+    pages = min(max((FEW_BLOCK if is_few else BLOCK) // Z, 1), widest)
+    parts = FEW // heads if is_few else tokens // PART
+    return Tile(pages, max(1, min(pl.cdiv(W, pages), parts)), warps=8 if is_few else 2, stages=1 if is_few else 5)
 
 
 def attention(
@@ -72,7 +67,7 @@ def attention(
     N = M - 2 * K
     G = N // K
     W = pages.table_BW.shape[1]
-    by = by or tile(B * K, W, Z, 2 * H * pages.key_PKZH.dtype.itemsize)
+    by = by or tile(B * K, W, Z)
     at_a_time, parts = by.pages, by.parts
     blocks = pl.cdiv(W, at_a_time)
 
@@ -147,13 +142,8 @@ def _kernel(
         is_seen = place < before
         if request.window is not None:
             is_seen &= place > before - request.window
-        # A number that is not finite, left behind by another sequence, would get through a weight of zero.
-        shape = at_a_time, Z, H
-        is_read = jnp.broadcast_to((place < before).reshape(at_a_time, Z, 1), shape)
-        at = (found[:, None, None], jnp.arange(Z)[None, :, None], jnp.arange(H)[None, None, :])
-        at = tuple(jnp.broadcast_to(index, shape) for index in at)
         key = key_ref[found].reshape(tokens, H)
-        value = plt.load(value_ref.at[at], mask=is_read, other=0.0).reshape(tokens, H)
+        value = _written(value_ref, found, (place < before).reshape(at_a_time, Z, 1)).reshape(tokens, H)
         logits = _capped(jnp.dot(q, key.T, preferred_element_type=jnp.float32), request)
         return _taken_in(so_far, logits, is_seen, value)
 
@@ -175,6 +165,15 @@ def _kernel(
     plt.store(out_ref.at[heads, :], (sums / _nonzero(total)[:, None]).astype(out_ref.dtype), mask=is_head[:, None])
     plt.store(top_ref.at[heads], top, mask=is_head)
     plt.store(total_ref.at[heads], total, mask=is_head)
+
+
+def _written(value_ref: Any, found: jax.Array, is_written: jax.Array) -> jax.Array:
+    """Values of pages, zeros where none was written: a number that is not finite, left behind by another sequence,
+    would get through a weight of zero."""
+    shape = (*is_written.shape[:2], value_ref.shape[2])
+    axes = found[:, None, None], jnp.arange(shape[1])[None, :, None], jnp.arange(shape[2])[None, None, :]
+    at = tuple(jnp.broadcast_to(axis, shape) for axis in axes)
+    return plt.load(value_ref.at[at], mask=jnp.broadcast_to(is_written, shape), other=0.0)
 
 
 def _capped(logits: jax.Array, request: Request) -> jax.Array:
