@@ -5,9 +5,10 @@
 
 As bench/peers/decode_hf.py measures transformers: all prompts are asked at once, `tokens_per_second` is over the whole
 call, `tokens_per_second_after_first` over the tokens after each sequence's first, `tokens_per_second_steady` over the
-time in which all sequences run, and `first_token_s` the time until the first token of the last sequence; the best of
-`repeats`, after a warm-up in which programs are compiled, of `warm` seconds where they are compiled while others run.
-`maxhydra task=bench task.what=[decode]` measures the same, and keeps it as a run.
+time in which all sequences run, from the first token of the last to the end of the first, and `first_token_s` the time
+until the first token of the last sequence; the best of `repeats`, after a warm-up in which programs are compiled, of
+`warm` seconds where they are compiled while others run. `maxhydra task=bench task.what=[decode]` measures the same, and
+keeps it as a run.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Kernels on this GPU beside what XLA and cuDNN make of the same call. One line of JSON per case.
 
-    python bench/kernels.py [attention] [grouped_matmul] [int8]
+    python bench/kernels.py [attention] [grouped_matmul] [int8] [norm] [heads] [loss]
 
 Milliseconds are medians over calls of the host's clock, in programs of `REPEATS` calls each on other numbers, so that
 neither the host nor the cache is measured. `error` is against the reference, relative, by the norm.
@@ -8,9 +8,7 @@ neither the host nor the cache is measured. `error` is against the reference, re
 
 import dataclasses
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,11 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxhydra.kernels import attention, grouped_matmul
+from maxhydra.kernels import attention, grouped_matmul, linear_cross_entropy, rms_norm, rotated_heads
 from maxhydra.kernels.attention import Request
 from maxhydra.kernels.int8 import triton as int8
+from maxhydra.measure.kernels import distance as error
+from maxhydra.measure.kernels import milliseconds as timed
 
-REPEATS, CALLS = 6, 7
+REPEATS = 6
 CAPPED = Request(
     scale=0.1, causal=True, window=None, chunk=None, softcap=50.0, softmax_dtype="float32", is_length_split=False
 )
@@ -34,31 +34,13 @@ ATTENTION = (
     ("soft-cap", CAPPED, 4, 4096, 32, 8, 128, False),
     ("soft-cap", CAPPED, 2, 4096, 16, 8, 256, False),
     ("window and sinks", WINDOW, 2, 4096, 64, 8, 64, True),
+    ("plain", PLAIN, 4, 4096, 32, 8, 64, False),
     ("plain", PLAIN, 4, 4096, 32, 8, 128, False),
 )
 
 
 def draw(number: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(number), shape, jnp.bfloat16)
-
-
-def timed(function: Callable, sets: list[tuple]) -> float:
-    """Milliseconds of a call, each on a set of its own."""
-    run = jax.jit(lambda sets: [function(*one) for one in sets])
-    jax.block_until_ready(run(sets))
-    times = []
-    for _ in range(CALLS):
-        began = time.perf_counter()
-        jax.block_until_ready(run(sets))
-        times.append((time.perf_counter() - began) / len(sets) * 1e3)
-    return statistics.median(times)
-
-
-def error(found: Any, wanted: Any) -> float:
-    """The largest over all arrays."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]
-    return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in wide)
 
 
 def say(kernel: str, **facts: Any) -> None:
@@ -80,11 +62,18 @@ def bench_attention() -> None:
 
         small = tuple(x[:1, :512] for x in sets[0])
         facts = {"case": name, "shape": [B, T, N, K, H]}
-        for backend in ("triton", "xla", *(("cudnn",) if request is PLAIN else ())):
-            ms, all_ms = timed(partial(forward, backend), sets), timed(partial(both, backend), sets)
-            facts[backend] = {"forward_ms": round(ms, 3), "both_ms": round(all_ms, 3)}
-        off = error(jax.jit(partial(both, "triton"))(*small), jax.jit(partial(both, "reference"))(*small))
-        say("attention", **facts, error=round(off, 4))
+        wanted = jax.jit(partial(both, "reference"))(*small)
+        for backend in attention.BACKENDS:
+            if backend == "reference":
+                continue
+            try:
+                ms, all_ms = timed(partial(forward, backend), sets), timed(partial(both, backend), sets)
+            except attention.UnsupportedError as refusal:
+                facts[backend] = {"refused": refusal.reasons[0]}
+                continue
+            off = error(jax.jit(partial(both, backend))(*small), wanted)
+            facts[backend] = {"forward_ms": round(ms, 3), "both_ms": round(all_ms, 3), "error": round(off, 4)}
+        say("attention", **facts)
 
 
 def bench_grouped_matmul() -> None:
@@ -129,6 +118,64 @@ def bench_int8() -> None:
             say("int8", case=name, shape=[M, N, K], tb_per_second=round(N * K / ms / 1e9, 2), **facts)
 
 
+def backends_timed(kernel: str, calls: dict[str, Callable], sets: list[tuple], **facts: Any) -> None:
+    """The gradient alone (what it keeps of the forward pass is dead code), by each backend; and how they differ."""
+    found = {backend: round(timed(call, sets), 4) for backend, call in calls.items()}
+    ours, theirs = (jax.jit(call)(*sets[0]) for call in calls.values())
+    say(kernel, **facts, **{f"{backend}_ms": ms for backend, ms in found.items()}, error=round(error(ours, theirs), 4))
+
+
+def bench_norm() -> None:
+    """Of Llama 3.2 3B and 1B."""
+    for B, T, D in ((4, 4096, 3072), (8, 4096, 2048)):
+        scale = jnp.linspace(0.5, 2, D)
+
+        def both(backend: str, x: Any, stream: Any, normed: Any, scale: Any = scale) -> Any:
+            call = partial(rms_norm.rms_norm, eps=1e-5, dtype=jnp.bfloat16, backend=backend)
+            return jax.vjp(call, x, scale)[1]((stream, normed))
+
+        sets = [tuple(draw(3 * n + i, B, T, D) for i in range(3)) for n in range(REPEATS)]
+        backends_timed("rms_norm", {name: partial(both, name) for name in ("triton", "xla")}, sets, shape=[B, T, D])
+
+
+def bench_heads() -> None:
+    """Of the same."""
+    for B, T, N, K, H in ((4, 4096, 24, 8, 128), (8, 4096, 32, 8, 64)):
+        angles = jnp.arange(T)[None, :, None] * jnp.linspace(0.01, 1, H // 2) * jnp.ones((B, 1, 1))
+
+        def both(backend: str, x: Any, *d: Any, angles: Any = angles, sizes: Any = (N, K)) -> Any:
+            call = partial(rotated_heads.rotated_heads, num_heads=sizes[0], num_kv_heads=sizes[1], backend=backend)
+            return jax.vjp(lambda x: call(x, jnp.cos(angles), jnp.sin(angles)), x)[1](d)
+
+        counts = (N + 2 * K, N, K, K)
+        sets = [tuple(draw(4 * n + i, B, T, count, H) for i, count in enumerate(counts)) for n in range(REPEATS)]
+        calls = {name: partial(both, name) for name in ("triton", "xla")}
+        backends_timed("rotated_heads", calls, sets, shape=[B, T, N, K, H])
+
+
+def bench_loss() -> None:
+    """Softmax, loss and gradient of the logits; what the head's products take is not measured."""
+    M, V = 8192, 128256
+    targets, weights = jax.random.randint(jax.random.key(9), (M,), 0, V), jnp.ones((M,))
+
+    def both(per_token: Callable, x: Any, shift: Any) -> Any:
+        # The sum stands for the product that makes the logits, so that the gradient may take their place.
+        return per_token(x + shift, targets, weights, z_loss=0.0, dtype=jnp.dtype(jnp.bfloat16))
+
+    sets = [(draw(n, M, V), jnp.bfloat16(n)) for n in range(2)]
+    calls = {name: partial(both, linear_cross_entropy.BACKENDS[name].run) for name in ("triton", "xla")}
+    backends_timed("linear_cross_entropy", calls, sets, shape=[M, V])
+
+
+PARTS = {
+    "attention": bench_attention,
+    "grouped_matmul": bench_grouped_matmul,
+    "int8": bench_int8,
+    "norm": bench_norm,
+    "heads": bench_heads,
+    "loss": bench_loss,
+}
+
 if __name__ == "__main__":
-    for part in sys.argv[1:] or ["attention", "grouped_matmul", "int8"]:
-        {"attention": bench_attention, "grouped_matmul": bench_grouped_matmul, "int8": bench_int8}[part]()
+    for part in sys.argv[1:] or PARTS:
+        PARTS[part]()

@@ -17,7 +17,7 @@ Line = dict[str, Any]
 DOCS = Path(__file__).parent.parent / "docs" / "performance.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 # Overrides that say where a line was measured, not what.
-ASIDE = ("data=", "hardware.compilation_cache=", "model=", "task.what=", "objective=")
+ASIDE = ("data=", "hardware.compilation_cache=", "model=", "task.", "objective=")
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -64,6 +64,7 @@ TABLES: dict[str, tuple[str, dict[str, Column]]] = {
             "prompt, new": lambda line: f"{line['prompt']}, {line['new']}",
             "tokens/s": lambda line: number(line["tokens_per_second"]),
             "after the first": lambda line: number(line["tokens_per_second_after_first"]),
+            "all running": lambda line: number(line.get("tokens_per_second_steady")),
             "to the last's first": lambda line: f"{1e3 * first_token(line):.0f} ms",
         },
     ),

@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxhydra.kernels import attention, gated_delta, grouped_matmul, paged_attention
+from maxhydra.kernels import (
+    attention,
+    gated_delta,
+    grouped_matmul,
+    linear_cross_entropy,
+    paged_attention,
+    rms_norm,
+    rotated_heads,
+)
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "kernels.md"
 OPERATIONS: dict[str, Mapping[str, Any]] = {
@@ -14,6 +22,9 @@ OPERATIONS: dict[str, Mapping[str, Any]] = {
     "grouped_matmul": grouped_matmul.BACKENDS,
     "paged_attention": paged_attention.BACKENDS,
     "delta": gated_delta.BACKENDS,
+    "rms_norm": rms_norm.BACKENDS,
+    "rotated_heads": rotated_heads.BACKENDS,
+    "linear_cross_entropy": linear_cross_entropy.BACKENDS,
 }
 # What stands between the marks of an operation.
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

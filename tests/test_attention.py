@@ -18,6 +18,7 @@ from maxhydra.kernels.attention import (
     Request,
     UnsupportedError,
     attention,
+    capability,
     choose,
     triton,
     xla,
@@ -218,7 +219,7 @@ def test_a_query_without_keys_gives_zero_with_zero_gradient(backend):
 
 def make_call(**changes) -> Call:
     fields = {"request": make_request(), "platform": "gpu", "dtype": "bfloat16", "head_dim": 128, "length": 64}
-    fields |= {"devices": 1}
+    fields |= {"devices": 1, "capability": "9.0"}
     flags = dict.fromkeys(("has_segments", "has_positions", "has_chosen", "has_sinks"), False)
     return Call(**{**fields, **flags, "value_dim": changes.get("head_dim", 128), **changes})
 
@@ -274,6 +275,25 @@ def test_triton_refuses_what_it_cannot_serve(changes, reason):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"platform": "cpu"}, "runs on gpu, not cpu"),
+        ({"capability": "8.0"}, "needs a GPU of compute capability 9.0, not 8.0"),
+        ({"head_dim": 96}, "takes heads of 64 or 128 or 256, not 96"),
+        ({"length": 64}, "takes lengths in multiples of 128, not 64"),
+        ({"devices": 8}, "runs on one device, not 8"),
+    ],
+)
+def test_mosaic_refuses_what_it_cannot_serve(changes, reason):
+    capped = {"request": make_request(softcap=30.0), "length": 128}
+    assert choose("auto", make_call(**capped)) == "mosaic"
+    for window, taken in ((128, "triton"), (1024, "mosaic")):
+        assert choose("auto", make_call(**capped | {"request": make_request(softcap=30.0, window=window)})) == taken
+    with pytest.raises(UnsupportedError, match=reason):
+        choose("mosaic", make_call(**{**capped, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
         ({"platform": "gpu"}, "runs on tpu, not gpu"),
         ({"length": 200}, "takes lengths in multiples of 128, not 200"),
         ({"has_positions": True}, "cache"),
@@ -300,7 +320,8 @@ def test_the_pick_is_logged_once_with_its_reason(caplog):
         choose("auto", make_call(platform="cpu"))
         choose("auto", make_call(platform="cpu", has_positions=True))
     assert [record.getMessage() for record in caplog.records] == [
-        "attention runs on xla (cudnn runs on gpu, not cpu; triton runs on gpu, not cpu; splash runs on tpu, not cpu)"
+        "attention runs on xla (cudnn runs on gpu, not cpu; mosaic runs on gpu, not cpu; triton runs on gpu, not cpu; "
+        "splash runs on tpu, not cpu)"
     ]
 
 
@@ -365,11 +386,13 @@ def test_the_loss_is_the_same_on_every_backend_that_serves_a_request(mask):
     """Over the capability table, with what this machine can run; the others say why they cannot."""
     is_on_gpu = jax.default_backend() == "gpu"
     mask, dtype = dict(MASKS[mask]), jnp.bfloat16 if is_on_gpu else jnp.float32
-    arrays = tags(mask, 64)
-    inputs, request = make_inputs((4, 2), dtype, length=64, head_dim=64), make_request(**mask)
+    arrays = tags(mask, 128)
+    inputs, request = make_inputs((4, 2), dtype, length=128, head_dim=64), make_request(**mask)
     call = make_call(
         request=request,
         platform=jax.default_backend(),
+        capability=capability(),
+        length=128,
         devices=jax.device_count(),
         dtype=jnp.dtype(dtype).name,
         head_dim=64,
@@ -389,17 +412,22 @@ def test_the_loss_is_the_same_on_every_backend_that_serves_a_request(mask):
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-@pytest.mark.parametrize("backend", ["cudnn", "triton"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("backend", ["cudnn", "mosaic", "triton"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_gpu_backends_equal_the_reference_with_gradients(mask, heads, head_dim, backend):
     mask = dict(MASKS[mask])
-    arrays = tags(mask, 64)
-    inputs = make_inputs(HEADS[heads], jnp.bfloat16, length=64, head_dim=head_dim)
+    arrays = tags(mask, 256)
+    inputs = make_inputs(HEADS[heads], jnp.bfloat16, length=256, head_dim=head_dim)
     request = make_request(**mask)
     call = make_call(
-        request=request, head_dim=head_dim, has_segments="q_segments_BT" in arrays, has_sinks="sinks_N" in arrays
+        request=request,
+        capability=capability(),
+        length=256,
+        head_dim=head_dim,
+        has_segments="q_segments_BT" in arrays,
+        has_sinks="sinks_N" in arrays,
     )
     if BACKENDS[backend].refusals(call):
         with pytest.raises(UnsupportedError):

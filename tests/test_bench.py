@@ -1,5 +1,6 @@
 """task=bench: what it says is what was asked, and the arithmetic between its numbers holds."""
 
+import importlib
 import importlib.util
 import json
 import re
@@ -107,3 +108,19 @@ def test_the_measured_table_is_made_of_the_lines_that_are_kept() -> None:
     assert lines and page == table.placed(page, table.table(lines)), "python bench/table.py docs/performance.jsonl"
     for line in lines:
         assert f"{line.get('tokens_per_second', line.get('ours', 0)):,.0f}" in page
+
+
+def test_a_peer_is_asked_for_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    compare = importlib.import_module("compare")
+    asked = compare.peer_command("pretrain", ["model=tiny", "train.per_device_batch_size=4", "train.grad_accum=2"])
+    sizes = dict(zip(asked[1::2], asked[2::2], strict=True))
+    assert sizes == {
+        "--model": "tiny",
+        "--device": "cpu",
+        "--batch": "8",
+        "--seq-len": "128",
+        "--steps": "20",
+    }
+    ours, peer = {"tokens_per_second": 300, "model": "tiny"}, {"tokens_per_second": 200, "peer": "torch"}
+    assert compare.ratio("pretrain", ours, peer)["ratio"] == 1.5

@@ -104,7 +104,7 @@ def test_every_wrong_setting_is_named_at_once() -> None:
 
 
 def test_a_worker_needs_no_hydra_and_goes_on_with_its_run(tmp_path: Path) -> None:
-    shared = Shared(tmp_path / "sweep", (*SMALL, "checkpoint.every=2"), None)
+    shared = Shared(tmp_path / "sweep", (*SMALL, "checkpoint.every=2"), str(tmp_path))
     proposal = Proposal(0, "0_a", ("train.steps=3",))
     folder = shared.path(proposal)
     for steps in (3, 5):
@@ -117,6 +117,7 @@ def test_a_worker_needs_no_hydra_and_goes_on_with_its_run(tmp_path: Path) -> Non
     told = facts(folder)
     assert [(session["start_step"], session["end_step"]) for session in told["sessions"]] == [(0, 3), (3, 5)]
     assert told["choices"]["model"] == "tiny" and "train.steps=5" in told["overrides"]
+    assert told["config_dir"] == str(tmp_path)
 
 
 def test_an_order_that_cannot_be_read_lists_every_problem(tmp_path: Path) -> None:

@@ -240,6 +240,21 @@ def test_state_keeps_its_formats_in_bfloat16(kind):
     assert ("float32" in kinds) == bool(mu)
 
 
+@pytest.mark.parametrize("is_written_out", [False, True])
+def test_the_norm_is_that_of_all_that_is_trained(is_written_out):
+    """Whether layers are looked at one by one or not; it serves as the norm to clip by where it is known before."""
+    optimizer = build(
+        config(trainable=["layers", "embed"]), steps=STEPS, shapes=SHAPES, axes=AXES, is_written_out=is_written_out
+    )
+    grads = random_tree(0)
+    trained = [leaf.ravel() for path, leaf in flat(grads).items() if path.startswith(("layers", "embed"))]
+    np.testing.assert_allclose(optimizer.norm(grads), np.linalg.norm(np.concatenate(trained)), rtol=1e-6)
+    before = optimizer.transform.init(grads)
+    found, _ = optimizer.transform.update(grads, before, grads)
+    told, _ = optimizer.transform.update(grads, before, grads, norm=optimizer.norm(grads))
+    jax.tree.map(np.testing.assert_array_equal, found, told)
+
+
 def test_clipping_is_float32_for_bfloat16_gradients():
     """A sum of 2^16 squares of 1 stalls at 256 in bfloat16; the norm is 256 and each update 1/256."""
     shapes = {"w": jax.ShapeDtypeStruct((1 << 16,), jnp.bfloat16)}

@@ -12,6 +12,7 @@ import optax
 import pytest
 from test_float8 import draw
 
+from maxhydra.config import Config
 from maxhydra.config import model as config
 from maxhydra.config.compose import compose
 from maxhydra.config.quantization import Quantization, QuantizationKind
@@ -25,7 +26,7 @@ from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import plan_states
 from maxhydra.train.checkpoint import open_checkpointer, restore
 from maxhydra.train.objective import next_token_loss
-from maxhydra.train.state import Guard, TrainState
+from maxhydra.train.state import Guard, StateDef, TrainState
 from maxhydra.train.step import make_step
 
 SINGLE = Sharder.single()
@@ -89,28 +90,43 @@ def test_delayed_scales_are_those_of_the_history_and_it_is_told_what_was_seen(be
 
 
 def test_a_run_with_a_history_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    overrides = ["model.num_layers=2", "model.emb_dim=32", "model.mlp_dim=48", "model.num_heads=2", "model.head_dim=16"]
-    config = compose([*overrides, "quantization=fp8_delayed", "quantization.history=3", "train.grad_accum=2"]).config
-    states = plan_states(config, Sharder(build_mesh(config.mesh, jax.devices()[:1]), config.mesh.rules))
-    loss = next_token_loss(states.model, states.sharder, config.train)
-    step = jax.jit(make_step(loss, states.optimizer, config.train, states.model.settled))
-    state, batches = states.create(0), text(2, config.train.seq_len)
-    assert {leaf.shape for leaf in jax.tree.leaves(state.history)} == {(2, 3, 3)}
-    first, _ = step(state, {name: array[0] for name, array in batches.items()})
+    """On the same device to the last bit; on four, where heads are split, nearly."""
+    sizes = ["model.num_layers=2", "model.emb_dim=32", "model.mlp_dim=48", "model.num_heads=2", "model.head_dim=16"]
+    asked = ["quantization=fp8_delayed", "quantization.history=3", "train.grad_accum=2"]
+    alone, split = ([*sizes, *asked, *mesh] for mesh in ([], ["mesh.fsdp=2", "mesh.tensor=2"]))
+    states, step, config = started(alone, devices=1)
+    batches = text(2, config.train.seq_len)
+    first, _ = step(states.create(0), {name: array[0] for name, array in batches.items()})
+    assert {leaf.shape for leaf in jax.tree.leaves(first.history)} == {(2, 3, 3)}
     saver = open_checkpointer(tmp_path, config.checkpoint)
     saver.save(1, first, {}, {})
     saver.close()
-    found = restore(tmp_path, config.checkpoint, states.abstract())
-    assert found is not None
-    later = [step(one, {name: array[1] for name, array in batches.items()})[0] for one in (first, found.state)]
-    jax.tree.map(np.testing.assert_array_equal, *later)
 
+    def second(states: StateDef, step: Any) -> tuple[TrainState, float]:
+        found = restore(tmp_path, config.checkpoint, states.abstract())
+        assert found is not None
+        state, metrics = step(found.state, {name: array[1] for name, array in batches.items()})
+        return state, float(metrics["loss"])
+
+    expected, metrics = step(first, {name: array[1] for name, array in batches.items()})
+    jax.tree.map(np.testing.assert_array_equal, second(states, step)[0], expected)
     up = "pattern", "0", "mlp", "up"
-    history, kernel = at(later[0].history, *up, "history"), at(first.params, *up, "kernel")
-    largest = np.abs(np.asarray(kernel.astype(jnp.bfloat16), np.float32)).max((1, 2))
-    np.testing.assert_allclose(history[:, 1, 0], largest, rtol=1e-2)
+    history, kernel = np.asarray(at(expected.history, *up, "history")), at(first.params, *up, "kernel")
+    np.testing.assert_allclose(history[:, 1, 0], np.abs(kernel).max((1, 2)), rtol=1e-6)
     np.testing.assert_array_equal(history[..., 1:], at(first.history, *up, "history")[..., :-1])
-    assert (np.asarray(history)[:, :, :2] > 0).all() and not np.any(history[:, :, 2])
+    assert (history[:, :, :2] > 0).all() and not np.any(history[:, :, 2])
+
+    over_four, loss = second(*started(split, devices=4)[:2])
+    np.testing.assert_allclose(at(over_four.history, *up, "history"), history, rtol=1e-3)
+    np.testing.assert_allclose(loss, float(metrics["loss"]), rtol=1e-3)
+
+
+def started(overrides: list[str], *, devices: int) -> tuple[StateDef, Any, Config]:
+    config = compose(overrides).config
+    states = plan_states(config, Sharder(build_mesh(config.mesh, jax.devices()[:devices]), config.mesh.rules))
+    loss = next_token_loss(states.model, states.sharder, config.train)
+    step = make_step(loss, states.optimizer, config.train, states.model.settled)
+    return states, jax.jit(step), config
 
 
 def at(tree: Any, *keys: str) -> Any:

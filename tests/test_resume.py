@@ -92,7 +92,8 @@ def test_signals_save_and_the_same_command_goes_on(uninterrupted: Path, tmp_path
 
 def test_a_mixture_goes_on_after_a_kill(tmp_path: Path) -> None:
     """Experts, their router, and its correction, which moves by the load and not by a gradient."""
-    mixture = ["model=deepseek3-tiny", "train.seq_len=16", "train.per_device_batch_size=2", "train.steps=40"]
+    mixture = ["model=qwen3-moe-tiny", "model.kinds.layer.moe.router.bias_rate=0.001", "train.steps=40"]
+    mixture += ["train.seq_len=16", "train.per_device_batch_size=2"]
     mixture += ["train.log_every=1", "train.eval_batches=0", "train.sample.tokens=0", "checkpoint.every=2"]
     whole, killed = tmp_path / "outputs" / "whole", tmp_path / "outputs" / "killed"
     finished(*mixture, "run.name=whole", cwd=tmp_path)

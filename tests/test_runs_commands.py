@@ -192,6 +192,9 @@ def test_rerun_and_resume_give_the_overrides_again(runs, outputs):
     out = runs("rerun", "lr/1", "run.seed=1", "--anyway", "--dry-run")[1]
     words = ["maxhydra", "-cd", "my conf", "optimizer.learning_rate=0.001", "run.seed=1"]
     assert shlex.split(out) == ["cd", str(folder.parent), "&&", *words]
+    change_facts(folder, command=["maxhydra", "job", "job.yaml"], config_dir="/my conf")
+    out = runs("rerun", "lr/1", "--anyway", "--dry-run")[1]
+    assert shlex.split(out)[3:] == ["maxhydra", "--config-dir", "/my conf", "optimizer.learning_rate=0.001"]
     out = runs("resume", "lr/1", "optimizer.learning_rate=1", "--dry-run")[1]
     assert shlex.split(out)[-3:] == [
         "optimizer.learning_rate=1",

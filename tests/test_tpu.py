@@ -40,9 +40,10 @@ def test_kernels_are_lowered_for_a_tpu(name):
     assert lowered.as_text().count(KERNEL) == program.kernels
 
 
-def test_a_training_step_is_lowered_with_the_kernels_that_auto_takes():
-    """Attention forward, and backward for queries and for keys and values; on four devices that are only named."""
-    config = compose([*MODEL, "mesh=fsdp"], None).config
+@pytest.mark.parametrize("policy", ["none", "minimal"])
+def test_a_training_step_is_lowered_with_the_kernels_that_auto_takes(policy):
+    """Attention forward, once, and backward for queries and for keys; on four devices that are only named."""
+    config = compose([*MODEL, "mesh=fsdp", f"model.remat.policy={policy}"], None).config
     mesh = abstract_mesh(config.mesh, devices=4, slices=1).update(abstract_device=AbstractDevice("TPU v5e", 1, "tpu"))
     sharder = Sharder(mesh, config.mesh.rules)
     assert (sharder.platform, Sharder.single().platform) == ("tpu", "cpu")

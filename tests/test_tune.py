@@ -162,6 +162,7 @@ def test_a_search_survives_crashes_and_a_kill_and_its_experiment_runs(tmp_path: 
     assert lines.read_text().startswith(first)
     trials = [json.loads(line) for line in lines.read_text().splitlines()]
     assert [trial["status"] for trial in trials] == ["measured", "measured", "failed"]
+    assert trials[1]["line"]["model"] == "micro" and trials[1]["line"]["settings"]["data"] == "synthetic"
     assert "xla_no_such_flag" in done.stdout and "tokens/s" in done.stdout
     best = max(trials[:2], key=lambda trial: trial["line"]["tokens_per_second"])
     told = facts(tmp_path / "outputs" / "it")

@@ -1,10 +1,12 @@
-"""Which blocks of keys and queries meet, and what of them is hidden: shared by the kernels that go block by block.
+"""What the kernels that go block by block share: what goes in, which blocks of keys and queries meet, what of them is
+hidden.
 
 C queries and D keys of a block; `start` is the first token of the block at hand.
 """
 
+import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -13,32 +15,58 @@ from jax.experimental import pallas as pl
 
 from maxhydra.kernels.attention.request import Request
 
+LOG2E = math.log2(math.e)
+# Hidden logits; finite, since the difference of two infinities is not a number, and a power of two, so that a product
+# with it is exact and a fused multiply-add of a hidden logit and the top that comes of it gives zero.
+LOWEST = -(2.0**100)
+
+
+class Inputs(NamedTuple):
+    """What the kernels read; None where there is none."""
+
+    q_BTNH: Any
+    k_BSKH: Any
+    v_BSKH: Any
+    sinks_N: Any
+    q_segments_BT: Any
+    kv_segments_BS: Any
+
+
+class Rows(NamedTuple):
+    """What the backward pass has with the queries."""
+
+    d_out_BTNH: Any
+    total_BNT: Any
+    """log2 of the sum of each row's exponentials."""
+    mean_BNT: Any
+    """Of the gradients of the weights, by the weights."""
+
+    @classmethod
+    def of(cls, out_BTNH: jax.Array, total_BNT: jax.Array, d_out_BTNH: jax.Array) -> "Rows":
+        mean_BNT = jnp.einsum("BTNH,BTNH->BNT", out_BTNH, d_out_BTNH, preferred_element_type=jnp.float32)
+        return cls(d_out_BTNH, total_BNT, mean_BNT)
+
+    def d_sinks(self, inputs: Inputs) -> jax.Array | None:
+        if inputs.sinks_N is None:
+            return None
+        share_BNT = jnp.exp2(inputs.sinks_N.astype(jnp.float32)[:, None] * LOG2E - self.total_BNT)
+        return -jnp.sum(share_BNT * self.mean_BNT, axis=(0, 2)).astype(inputs.sinks_N.dtype)
+
 
 def seen(
-    request: Request,
-    first_query: jax.Array,
-    first_key: jax.Array,
-    shape: tuple[int, int],
-    of_queries: jax.Array | None,
-    of_keys: jax.Array | None,
-    *,
-    turned: bool = False,
+    request: Request, q: jax.Array, k: jax.Array, of_queries: jax.Array | None, of_keys: jax.Array | None
 ) -> jax.Array:
-    """Which keys of a block the queries of a block see, [C, D], or [D, C] if turned."""
-    column, row = (slice(None), None), (None, slice(None))
-    down: Any = row if turned else column
-    across: Any = column if turned else row
-    q, k = (first_query + jnp.arange(shape[0]))[down], (first_key + jnp.arange(shape[1]))[across]
-    is_seen = jnp.full(shape[::-1] if turned else shape, True)
+    """Which keys the queries see, where the numbers of tokens and their segments spread to one shape."""
+    masks = []
     if request.causal:
-        is_seen &= k <= q
+        masks.append(k <= q)
     if request.window is not None:
-        is_seen &= k > q - request.window
+        masks.append(k > q - request.window)
     if request.chunk is not None:
-        is_seen &= jax.lax.div(k, request.chunk) == jax.lax.div(q, request.chunk)
+        masks.append(jax.lax.div(k, request.chunk) == jax.lax.div(q, request.chunk))
     if of_queries is not None and of_keys is not None:
-        is_seen &= (of_queries[down] == of_keys[across]) & (of_queries[down] != 0)
-    return is_seen
+        masks.append((of_queries == of_keys) & (of_queries != 0))
+    return reduce(jnp.logical_and, masks) if masks else jnp.full(jnp.broadcast_shapes(q.shape, k.shape), True)
 
 
 class Ranges(NamedTuple):

@@ -15,15 +15,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.attention.blocks import key_ranges, over, query_ranges, seen
-from maxhydra.kernels.attention.request import Request, Tokens
+from maxhydra.kernels.attention.blocks import (
+    LOG2E,
+    LOWEST,
+    Inputs,
+    Rows,
+    key_ranges,
+    over,
+    query_ranges,
+    seen,
+)
+from maxhydra.kernels.attention.request import KEPT, Request, Tokens
 
-LOG2E = math.log2(math.e)
-# Hidden logits; finite, since the difference of two infinities is not a number.
-LOWEST = -1e30
 # Blocks are cut to what divides a length, and smaller ones than this waste the matrix unit.
 LENGTH_MULTIPLE = 64
 
@@ -60,17 +67,6 @@ class How:
     request: Request
     blocks: Blocks
     interpret: bool
-
-
-class Inputs(NamedTuple):
-    """What the kernels read; None where there is none."""
-
-    q_BTNH: jax.Array
-    k_BSKH: jax.Array
-    v_BSKH: jax.Array
-    sinks_N: jax.Array | None
-    q_segments_BT: jax.Array | None
-    kv_segments_BS: jax.Array | None
 
 
 def attention(
@@ -114,15 +110,20 @@ def _forward(how: How, inputs: Inputs) -> tuple[jax.Array, tuple[Inputs, jax.Arr
         interpret=how.interpret,
         name="attention_forward",
     )(inputs)
+    out_BTNH, total_BNT = checkpoint_name((out_BTNH, total_BNT), KEPT)
     return out_BTNH, (inputs, out_BTNH, total_BNT)
 
 
 def _backward(how: How, kept: tuple[Inputs, jax.Array, jax.Array], d_out_BTNH: jax.Array) -> tuple[Inputs]:
     inputs, out_BTNH, total_BNT = kept
+    rows = Rows.of(out_BTNH, total_BNT, d_out_BTNH)
+    return (Inputs(*gradients(how, inputs, rows), rows.d_sinks(inputs), None, None),)
+
+
+def gradients(how: How, inputs: Inputs, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of queries, keys and values."""
     q_BTNH, k_BSKH = inputs.q_BTNH, inputs.k_BSKH
     (B, T, N, _), (_, S, K, _) = q_BTNH.shape, k_BSKH.shape
-    mean_BNT = jnp.einsum("BTNH,BTNH->BNT", out_BTNH, d_out_BTNH, preferred_element_type=jnp.float32)
-    rows = (d_out_BTNH, total_BNT, mean_BNT)
 
     block = how.blocks.for_queries
     sizes = _Sizes.of(inputs, block)
@@ -130,7 +131,7 @@ def _backward(how: How, kept: tuple[Inputs, jax.Array, jax.Array], d_out_BTNH: j
     d_q_BTNH = pl.pallas_call(
         partial(_queries_kernel, how=how),
         grid=(T // sizes.C, N, B),
-        in_specs=[specs.inputs(inputs), (specs.q, specs.row, specs.row)],
+        in_specs=[specs.inputs(inputs), Rows(specs.q, specs.row, specs.row)],
         out_specs=specs.q,
         out_shape=jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype),
         compiler_params=plt.CompilerParams(num_warps=block.warps, num_stages=block.stages),
@@ -145,18 +146,14 @@ def _backward(how: How, kept: tuple[Inputs, jax.Array, jax.Array], d_out_BTNH: j
     d_k_BSKH, d_v_BSKH = pl.pallas_call(
         partial(_keys_kernel, how=how),
         grid=(S // sizes.D, K, B),
-        in_specs=[specs.inputs(inputs), (specs.q, specs.row, specs.row)],
+        in_specs=[specs.inputs(inputs), Rows(specs.q, specs.row, specs.row)],
         out_specs=[specs.kv, specs.kv],
         out_shape=[of_keys, of_keys],
         compiler_params=plt.CompilerParams(num_warps=block.warps, num_stages=block.stages),
         interpret=how.interpret,
         name="attention_backward_keys",
     )(inputs, rows)
-    d_sinks_N = None
-    if inputs.sinks_N is not None:
-        share_BNT = jnp.exp2(inputs.sinks_N.astype(jnp.float32)[:, None] * LOG2E - total_BNT)
-        d_sinks_N = -jnp.sum(share_BNT * mean_BNT, axis=(0, 2)).astype(inputs.sinks_N.dtype)
-    return (Inputs(d_q_BTNH, d_k_BSKH, d_v_BSKH, d_sinks_N, None, None),)
+    return d_q_BTNH, d_k_BSKH, d_v_BSKH
 
 
 _attend.defvjp(_forward, _backward)
@@ -231,7 +228,7 @@ def _forward_kernel(refs: Inputs, out_ref: Any, total_ref: Any, *, how: How) -> 
         logits_CD = _logits(q_CH, refs.k_BSKH[keys, :], how.request)[0]
         if masked:
             of_keys = None if refs.kv_segments_BS is None else refs.kv_segments_BS[keys]
-            is_seen = seen(how.request, start, j * D, (C, D), of_queries, of_keys)
+            is_seen = _seen(how.request, (start, j * D), (C, D), of_queries, of_keys)
             logits_CD = jnp.where(is_seen, logits_CD, LOWEST)
         new_top_C = jnp.maximum(top_C, logits_CD.max(axis=1))
         weights_CD = jnp.exp2(logits_CD - new_top_C[:, None])
@@ -265,7 +262,7 @@ def _queries_kernel(refs: Inputs, rows: Any, d_q_ref: Any, *, how: How) -> None:
         weights_CD = jnp.exp2(logits_CD - total_C[:, None])
         if masked:
             of_keys = None if refs.kv_segments_BS is None else refs.kv_segments_BS[keys]
-            is_seen = seen(how.request, start, j * D, (C, D), of_queries, of_keys)
+            is_seen = _seen(how.request, (start, j * D), (C, D), of_queries, of_keys)
             weights_CD = jnp.where(is_seen, weights_CD, 0.0)
         d_weights_CD = jnp.dot(d_out_CH, refs.v_BSKH[keys, :].T, preferred_element_type=jnp.float32)
         d_logits_CD = weights_CD * (d_weights_CD - mean_C[:, None]) * slope_CD
@@ -293,7 +290,7 @@ def _keys_kernel(refs: Inputs, rows: Any, d_k_ref: Any, d_v_ref: Any, *, how: Ho
         weights_DC = jnp.exp2(logits_DC - total_ref[g, queries][None, :])
         if masked:
             of_queries = None if refs.q_segments_BT is None else refs.q_segments_BT[queries]
-            is_seen = seen(how.request, i * C, start, (C, D), of_queries, of_keys, turned=True)
+            is_seen = _seen(how.request, (i * C, start), (C, D), of_queries, of_keys, turned=True)
             weights_DC = jnp.where(is_seen, weights_DC, 0.0)
         d_v_DH += jnp.dot(weights_DC.astype(d_out_CH.dtype), d_out_CH, preferred_element_type=jnp.float32)
         d_weights_DC = jnp.dot(v_DH, d_out_CH.T, preferred_element_type=jnp.float32)
@@ -306,6 +303,23 @@ def _keys_kernel(refs: Inputs, rows: Any, d_k_ref: Any, d_v_ref: Any, *, how: Ho
     d_k_DH, d_v_DH = jax.lax.fori_loop(0, G, lambda g, so_far: over(ranges, partial(step, g=g), so_far), (zeros, zeros))
     d_k_ref[...] = (d_k_DH * how.request.scale).astype(d_k_ref.dtype)
     d_v_ref[...] = d_v_DH.astype(d_v_ref.dtype)
+
+
+def _seen(
+    request: Request,
+    first: tuple[jax.Array, jax.Array],
+    shape: tuple[int, int],
+    of_queries: jax.Array | None,
+    of_keys: jax.Array | None,
+    *,
+    turned: bool = False,
+) -> jax.Array:
+    """Which keys of a block the queries of a block see, [C, D], or [D, C] if turned; of each the first token."""
+    column, row = (slice(None), None), (None, slice(None))
+    of: Any = (row, column) if turned else (column, row)
+    q, k = ((start + jnp.arange(size))[at] for start, size, at in zip(first, shape, of, strict=True))
+    segments = (None if one is None else one[at] for one, at in zip((of_queries, of_keys), of, strict=True))
+    return seen(request, q, k, *segments)
 
 
 def _logits(a: jax.Array, b: jax.Array, request: Request) -> tuple[jax.Array, jax.Array | float]:

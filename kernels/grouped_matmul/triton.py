@@ -32,6 +32,7 @@ class Tile(NamedTuple):
 
 # The fastest of those measured on an H200 with the shapes of Mixtral 8x7B.
 MEASURED = Tile(128, 256, 64, 8, 3, 8)
+MEASURED_SUMS = Tile(128, 256, 64, 8, 4, 8)
 # Tiles are cut to what divides the sizes, and smaller ones than this waste the matrix unit.
 MULTIPLE = 64
 
@@ -41,14 +42,21 @@ class How:
     """What is known when the kernels are compiled."""
 
     tile: Tile
+    tile_of_sums: Tile
     interpret: bool
 
 
 def grouped_matmul(
-    x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, *, tile: Tile = MEASURED, interpret: bool = False
+    x_MK: jax.Array,
+    w_EKN: jax.Array,
+    sizes_E: jax.Array,
+    *,
+    tile: Tile = MEASURED,
+    tile_of_sums: Tile = MEASURED_SUMS,
+    interpret: bool = False,
 ) -> jax.Array:
     """Rows of no group give zeros."""
-    return _grouped(How(tile, interpret), x_MK, w_EKN, sizes_E)
+    return _grouped(How(tile, tile_of_sums, interpret), x_MK, w_EKN, sizes_E)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -122,45 +130,54 @@ def _product_kernel(tiles_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any, *, til
 
 
 def _summed(how: How, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """[E, K, N]: x^T times d_out over the rows of each group."""
+    """[E, K, N]: x^T times d_out over the rows of each group.
+
+    The first and the last tile of a group may hold rows of others. They are read from a copy in which those are zero,
+    so that there is one loop over the tiles of a group, without a mask.
+    """
     (M, K), N, E = x_MK.shape, d_out_MN.shape[1], len(sizes_E)
-    tile = how.tile
-    C, D = math.gcd(tile.rows, K), math.gcd(tile.columns, N)
+    tile = how.tile_of_sums
+    C, D, S = math.gcd(tile.rows, K), math.gcd(tile.columns, N), math.gcd(tile.summed, M)
     end_E = jnp.cumsum(sizes_E.astype(jnp.int32))
-    bounds_E2 = jnp.stack([end_E - sizes_E, end_E], axis=1)
+    start_E = end_E - sizes_E
+    first_E = start_E // S
+    count_E = jnp.where(sizes_E > 0, -(-end_E // S) - first_E, 0)
+    x = jnp.concatenate([x_MK, _edges(x_MK, start_E, end_E, S)])
     return pl.pallas_call(
-        partial(_summed_kernel, tile=tile._replace(rows=C, columns=D, summed=math.gcd(tile.summed, M))),
+        partial(_summed_kernel, tile=tile._replace(rows=C, columns=D, summed=S), tiles=M // S),
         grid=((K // C) * (N // D), E),
         out_shape=jax.ShapeDtypeStruct((E, K, N), x_MK.dtype),
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=how.interpret,
         name="grouped_matmul_summed",
-    )(bounds_E2, x_MK, d_out_MN)
+    )(jnp.stack([first_E, count_E], axis=1), x, d_out_MN)
 
 
-def _summed_kernel(bounds_ref: Any, x_ref: Any, d_out_ref: Any, out_ref: Any, *, tile: Tile) -> None:
-    """Only the first and the last tile of a group may hold rows of others, and take a mask."""
+def _edges(x_MK: jax.Array, start_E: jax.Array, end_E: jax.Array, rows: int) -> jax.Array:
+    """The first and the last tile of each group, one after the other, rows of other groups zero."""
+    M, K = x_MK.shape
+    tile_T = jnp.stack([start_E // rows, jnp.maximum(end_E - 1, 0) // rows], axis=1).reshape(-1)
+    at_TR = (tile_T * rows)[:, None] + jnp.arange(rows)
+    is_own_TR = (at_TR >= jnp.repeat(start_E, 2)[:, None]) & (at_TR < jnp.repeat(end_E, 2)[:, None])
+    tiles_TRK = jnp.take(x_MK.reshape(M // rows, rows, K), tile_T, axis=0, mode="clip")
+    return jnp.where(is_own_TR[..., None], tiles_TRK, 0).reshape(-1, K)
+
+
+def _summed_kernel(groups_ref: Any, x_ref: Any, d_out_ref: Any, out_ref: Any, *, tile: Tile, tiles: int) -> None:
     K, N = out_ref.shape[1:]
     group = pl.program_id(1)
     row, column = _place(pl.program_id(0), K // tile.rows, N // tile.columns, tile.band)
     down, across = pl.ds(row * tile.rows, tile.rows), pl.ds(column * tile.columns, tile.columns)
-    start, end = bounds_ref[group, 0], bounds_ref[group, 1]
+    first, count = groups_ref[group, 0], groups_ref[group, 1]
+    edge = tiles + 2 * group
 
-    def add(step: jax.Array, sums: jax.Array, *, masked: bool) -> jax.Array:
-        part = pl.ds(step * tile.summed, tile.summed)
-        x = x_ref[part, down]
-        if masked:
-            at = step * tile.summed + jnp.arange(tile.summed)
-            x = jnp.where(((at >= start) & (at < end))[:, None], x, jnp.zeros_like(x))
-        return sums + jnp.dot(x.T, d_out_ref[part, across], preferred_element_type=jnp.float32)
+    def add(step: jax.Array, sums: jax.Array) -> jax.Array:
+        own = jnp.where(step == 0, edge, jnp.where(step == count - 1, edge + 1, first + step))
+        part = pl.ds(own * tile.summed, tile.summed)
+        d_out = d_out_ref[pl.ds((first + step) * tile.summed, tile.summed), across]
+        return sums + jnp.dot(x_ref[part, down].T, d_out, preferred_element_type=jnp.float32)
 
-    first, last = jax.lax.div(start, tile.summed), pl.cdiv(end, tile.summed)
-    last = jnp.where(start < end, last, first)
-    whole = jnp.minimum(pl.cdiv(start, tile.summed), last)
-    broken = jnp.maximum(jax.lax.div(end, tile.summed), whole)
-    sums = jnp.zeros((tile.rows, tile.columns), jnp.float32)
-    for begin, stop, masked in ((first, whole, True), (whole, broken, False), (broken, last, True)):
-        sums = jax.lax.fori_loop(begin, stop, partial(add, masked=masked), sums)
+    sums = jax.lax.fori_loop(0, count, add, jnp.zeros((tile.rows, tile.columns), jnp.float32))
     out_ref[group, down, across] = sums.astype(out_ref.dtype)
 
 

@@ -19,10 +19,15 @@ from maxhydra.tasks import Result
 INTERRUPTED = {"SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143}
 
 
-def execute(config: Config, choices: dict[str, str], *, overrides: list[str], path: Path | None) -> float | None:
-    """The objective of the run. `path` is its folder in a sweep; a run that stands alone is told how to go on."""
+def execute(
+    config: Config, choices: dict[str, str], *, overrides: list[str], path: Path | None, config_dir: str | None = None
+) -> float | None:
+    """The objective of the run. `path` is its folder in a sweep; a run that stands alone is told how to go on.
+
+    `config_dir`: the folder of options that the config was composed with, where the command does not name it.
+    """
     with _disk_errors_explained():
-        result = tasks.run(config, choices=choices, overrides=overrides, path=path)
+        result = tasks.run(config, choices=choices, overrides=overrides, path=path, config_dir=config_dir)
     if result.path is not None and result.writes:
         folder = RunDirectory(result.path, writes=False)
         try:

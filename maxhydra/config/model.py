@@ -34,6 +34,7 @@ __all__ = [
     "Head",
     "Indexer",
     "Kind",
+    "LinearCrossEntropyBackend",
     "Mixer",
     "Mla",
     "Mlp",
@@ -51,8 +52,10 @@ __all__ = [
     "QkNorm",
     "Remat",
     "RematPolicy",
+    "RmsNormBackend",
     "Rope",
     "RopeKind",
+    "RotatedHeadsBackend",
     "Router",
     "RouterScores",
     "Scaled",
@@ -85,6 +88,7 @@ class AttentionBackend(Enum):
     reference = "reference"
     xla = "xla"
     cudnn = "cudnn"
+    mosaic = "mosaic"
     triton = "triton"
     splash = "splash"
 
@@ -97,10 +101,36 @@ class GroupedMatmulBackend(Enum):
     megablox = "megablox"
 
 
+class RmsNormBackend(Enum):
+    auto = "auto"
+    reference = "reference"
+    xla = "xla"
+    triton = "triton"
+
+
+class RotatedHeadsBackend(Enum):
+    auto = "auto"
+    reference = "reference"
+    xla = "xla"
+    triton = "triton"
+
+
+class LinearCrossEntropyBackend(Enum):
+    auto = "auto"
+    reference = "reference"
+    xla = "xla"
+    triton = "triton"
+
+
 class Projection(Enum):
     plain = "plain"
     outputs_first = "outputs_first"
     joined = "joined"
+
+
+class FusedProductBackend(Enum):
+    auto = "auto"
+    none = "none"
 
 
 class Norm(Enum):
@@ -231,8 +261,17 @@ class ModelKernels(Schema):
     """auto takes the fastest that supports the request."""
     grouped_matmul: GroupedMatmulBackend = GroupedMatmulBackend.auto
     """Products of tokens with the experts they were given to; auto as for attention."""
+    rms_norm: RmsNormBackend = RmsNormBackend.auto
+    """Norms before attention and feed-forward, with the gradient of the stream beside them; auto as for attention."""
+    rotated_heads: RotatedHeadsBackend = RotatedHeadsBackend.auto
+    """Query, key and value out of one product with rotary positions, in training; auto as for attention."""
+    linear_cross_entropy: LinearCrossEntropyBackend = LinearCrossEntropyBackend.auto
+    """The head and the loss of its logits in training; auto as for attention."""
     delta: DeltaBackend = DeltaBackend.auto
     """chunked, on TPUs with a kernel (pallas_tpu), or the reference, token by token; auto as for attention."""
+    fused_product: FusedProductBackend = FusedProductBackend.auto
+    """To decode on one GPU: norm, gate and residual on the way of the products that they stand around, or (none) each
+    for itself."""
     projection: Projection = Projection.plain
     """Products with weights. outputs_first: for few rows on a CPU, joined: on a GPU, weights laid out for it; decoding
     sets them there."""

@@ -68,8 +68,8 @@ class Loader(ConfigLoaderImpl):
     def _in_files(self, defaults: Sequence[ResultDefault]) -> Iterator[Any]:
         section, _, name = KEY.partition(".")
         for default in defaults:
-            key = {"": KEY, section: name}.get(default.package or "")
-            result = self.repository.load_config(default.config_path or "") if key is not None else None
+            key = {"": KEY, section: name}.get(default.package or "", "")
+            result = self.repository.load_config(default.config_path or "") if key else None
             if result is not None and isinstance(result.config, DictConfig) and not result.is_schema_source:
                 value = OmegaConf.select(result.config, key)
                 yield from [] if value is None else [value]

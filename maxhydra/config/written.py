@@ -6,7 +6,6 @@ from maxhydra.config.assemble import DEFAULT, Assembly
 from maxhydra.config.discover import task_schemas
 from maxhydra.config.errors import ConfigError
 from maxhydra.config.located import parse_yaml
-from maxhydra.config.overrides import parse, place_override
 from maxhydra.config.schema import Config
 from maxhydra.config.spec import walk
 from maxhydra.config.validate import Builder
@@ -19,20 +18,11 @@ def to_yaml(config: Config) -> str:
 
 def from_yaml(text: str, source: str = "config.yaml") -> Config:
     """The config that `to_yaml` wrote, checked as any other; `source` is what its lines are called in problems."""
-    return _built(_assembled(text, source))
+    return built(assembled(text, source))
 
 
-def varied(config: Config, overrides: list[str]) -> Config:
-    """The config with single values changed, by overrides as on the command line, and checked as any other."""
-    assembly = _assembled(to_yaml(config), "config.yaml")
-    parsed = parse(overrides, loader=None)
-    assembly.problems += parsed.problems
-    for override in parsed.overrides:
-        place_override(assembly, override)
-    return _built(assembly)
-
-
-def _assembled(text: str, source: str) -> Assembly:
+def assembled(text: str, source: str) -> Assembly:
+    """What a config's text places, before it is checked."""
     content = parse_yaml(text, source)
     assembly = Assembly()
     task = content.value.get("task")
@@ -50,7 +40,8 @@ def _assembled(text: str, source: str) -> Assembly:
     return assembly
 
 
-def _built(assembly: Assembly) -> Config:
+def built(assembly: Assembly) -> Config:
+    """The valid config; all problems at once where there are any."""
     builder = Builder(origin=lambda path: origin_to_show(assembly.origin(path)), unsure=assembly.unsure)
     config = builder.section(assembly.config())
     if problems := [*assembly.problems, *builder.problems]:

@@ -4,6 +4,7 @@ A mistake shows as early as it can: the tokenizer takes a second, the weights mi
 """
 
 import logging
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -15,6 +16,7 @@ from maxhydra.convert.load import load_weights, stored_format
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.origin import check_origin
 from maxhydra.decode.prompts import Prompts
+from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder, build_mesh
 
 log = logging.getLogger("maxhydra")
@@ -47,28 +49,38 @@ def weight_formats(config: Config) -> Quantization:
         reason = f"is a way to train, not to decode ({', '.join(wrong)})"
         raise ConfigError(Problem("quantization.kind", reason, value=asked.kind, accepted=accepted, hint=hint))
     source = config.checkpoint.load_parameters
-    assert source is not None
-    stored = stored_format("checkpoint.load_parameters", source)
+    stored = None if source is None else stored_format("checkpoint.load_parameters", source)
     if stored is None or asked.kinds:
         return asked
     log.info("%s holds weights in %s, which stay as they are", source, stored.kind.value)
     return stored
 
 
-def open_engine(config: Config, engine: EngineConfig, prompts: Prompts) -> Engine:
-    """Load the weights and start the engine.
-
-    Weights are kept in the format of the computation, into which every product would turn them anyway, or in fewer
-    bits where the config says so.
-    """
-    assert config.checkpoint.load_parameters is not None
+def plan_weights(config: Config) -> tuple[ModelDef, Sharder]:
+    """The model as its weights are kept, and how they lie on the mesh."""
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
     decoder = model.build(config.model, quantization=weight_formats(config))
     sharder.check(decoder.axes, decoder.shapes)
-    params = load_weights(
+    return decoder, sharder
+
+
+def loaded(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:
+    """The weights that the config names.
+
+    They are kept in the format of the computation, into which every product would turn them anyway, or in fewer bits
+    where the config says so.
+    """
+    assert config.checkpoint.load_parameters is not None
+    return load_weights(
         config.checkpoint.load_parameters,
         decoder,
         shardings=sharder.tree(decoder.base.axes),
         dtype=jnp.dtype(config.model.dtypes.compute.value),
     )
+
+
+def open_engine(config: Config, engine: EngineConfig, prompts: Prompts) -> Engine:
+    """Load the weights and start the engine."""
+    decoder, sharder = plan_weights(config)
+    params = loaded(config, decoder, sharder)
     return Engine(decoder, params, prompts.tokenizer, engine, sharder=sharder, eos=prompts.ends)

@@ -1,5 +1,7 @@
 """From a proposal to the order that a worker is handed: composed and checked where Hydra is."""
 
+from pathlib import Path
+
 from maxhydra.config.compose import Composer
 from maxhydra.launch.jobs import Proposal, Shared
 from maxhydra.launch.order import Order
@@ -16,4 +18,7 @@ class Ordering:
         """ConfigError where the job's config is wrong."""
         overrides = self._shared.overrides(proposal)
         composed = self._composer.examine(overrides, with_hydra=False).composed()
-        return Order(composed.config, composed.choices, overrides)
+        folder = self._shared.config_dir
+        # The worker stands elsewhere.
+        absolute = None if folder is None else str(Path(folder).expanduser().absolute())
+        return Order(composed.config, composed.choices, overrides, absolute)

@@ -17,15 +17,16 @@ CONFIG, FACTS = "job.yaml", "job.json"
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """A valid config, the option chosen in each group, and the overrides that it was composed from."""
+    """A valid config, the option chosen in each group, and what it was composed from."""
 
     config: Config
     choices: dict[str, str]
     overrides: list[str]
+    config_dir: str | None
 
     def files(self) -> dict[str, str]:
         """Name -> content of the files to hand over. Overrides are there to be told, so secrets among them are not."""
-        facts = {"choices": self.choices, "overrides": scrub_argv(self.overrides)}
+        facts = {"choices": self.choices, "overrides": scrub_argv(self.overrides), "config_dir": self.config_dir}
         return {CONFIG: to_yaml(self.config), FACTS: json.dumps(facts, indent=1) + "\n"}
 
     def write(self, folder: Path) -> None:
@@ -41,7 +42,8 @@ def read_order(path: Path) -> Order:
         # run.json, of a run whose own config.yaml this is, tells the same.
         beside = [file for name in (FACTS, "run.json") if (file := path.with_name(name)).exists()]
         facts = json.loads(beside[0].read_text(encoding="utf-8")) if beside else {}
-        return Order(config, dict(facts.get("choices", {})), list(facts.get("overrides", [])))
+        overrides = list(facts.get("overrides", []))
+        return Order(config, dict(facts.get("choices", {})), overrides, facts.get("config_dir"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(Problem(str(path), f"cannot be read: {error}")) from None
     except (ValueError, TypeError, AttributeError) as error:

@@ -12,7 +12,7 @@ from maxhydra.layers.formats import Format, formats_of
 from maxhydra.layers.mla import Mla, MlaSpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
 from maxhydra.layers.moe import Moe, MoeSpec
-from maxhydra.layers.norm import LayerNorm, Norm, NormSpec, RMSNorm
+from maxhydra.layers.norm import LayerNorm, Norm, NormSpec, RMSNorm, tapped
 from maxhydra.layers.parts import Fed, FeedForward, FeedForwardSpec, Mixed, Mixer, MixerSpec, Side
 from maxhydra.layers.per_layer import PerLayerEmbedding, PerLayerInput, PerLayerSpec
 from maxhydra.layers.projection import LoraSpec, ProductSpec, Projection
@@ -62,4 +62,5 @@ __all__ = [
     "WeightMaker",
     "dropout",
     "formats_of",
+    "tapped",
 ]

@@ -18,16 +18,18 @@ from maxhydra.config import model as config
 from maxhydra.kernels.attention import Request
 from maxhydra.kernels.einsum import Layout
 from maxhydra.kernels.paged_attention import Pages, paged_attention, serving
+from maxhydra.kernels.rotated_heads import rotated_heads
 from maxhydra.layers.attend import attend, cached_positions
+from maxhydra.layers.backends import explained
 from maxhydra.layers.cache import Cache, KeysValues, NoCache, Room
 from maxhydra.layers.chunks import chunks
 from maxhydra.layers.context import Context
 from maxhydra.layers.fused import can_fuse, fused
 from maxhydra.layers.norm import Norm, NormSpec, PlainNorm, RMSNorm
 from maxhydra.layers.parts import Mixed, visible_in_chunk, visible_keys
-from maxhydra.layers.projection import Projection, are_alike, joined, together
+from maxhydra.layers.projection import Projection, are_bare, joined, together
 from maxhydra.layers.qk_norm import heads_norm, normed_heads
-from maxhydra.layers.rope import Rotation, rotate, turns
+from maxhydra.layers.rope import Rotation, cos_and_sin, rotate, turns
 from maxhydra.layers.temperature import tempered
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
@@ -57,6 +59,7 @@ class AttentionSpec:
     temperature: tuple[int, float] | None
     rotation: Rotation | None
     backend: str
+    heads_backend: str
     init_scale: float
     out_scale: float
     dtypes: Dtypes
@@ -87,6 +90,7 @@ class AttentionSpec:
             temperature=_temperature(own.temperature),
             rotation=Rotation.of(own.rope, head_dim),
             backend=model.kernels.attention.value,
+            heads_backend=model.kernels.rotated_heads.value,
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
@@ -102,6 +106,13 @@ class AttentionSpec:
         weights = self.emb_dim * self.head_dim * (of_queries * self.num_heads + of_keys * self.num_kv_heads)
         keys = visible_in_chunk(self.chunk, seq_len) if self.chunk else visible_keys(self.window, seq_len)
         return 2.0 * weights + 4.0 * self.num_heads * self.head_dim * keys
+
+    @property
+    def turns_plainly(self) -> bool:
+        """Whether nothing but positions changes the heads of a product of query, key and value."""
+        is_plain = self.qk_norm is config.QkNorm.none and not self.has_value_norm and self.shares is None
+        is_plain = is_plain and self.value is config.ValueSource.own
+        return is_plain and self.rotation is not None and self.rotation.turns_halves(self.head_dim)
 
     @property
     def suits_pages(self) -> bool:
@@ -159,7 +170,8 @@ class Attention(nnx.Module):
         pages, seen = self._pages(x_BTD, ctx), None
         if pages is None:
             starts = np.cumsum([projection.width for projection in self._inputs])[:-1]
-            mixed_BTNH, cache, seen = self._mix_heads(jnp.split(heads_BTMH, starts, axis=2), ctx)
+            heads = self._at_positions(jnp.split(heads_BTMH, starts, axis=2), ctx)
+            mixed_BTNH, cache, seen = self._mix_heads(heads, ctx)
         else:
             mixed_BTNH, cache = self._mix_pages(heads_BTMH, pages, ctx)
         return Mixed(fused((self.out,), mixed_BTNH, onto=x_BTD), cache, {}, seen if self.spec.hands_on else None)
@@ -177,38 +189,57 @@ class Attention(nnx.Module):
         """The projections of query, key and value that there are, in this order."""
         return tuple(one for one in (self.query, self.key, self.value) if one is not None)
 
-    def _heads(self, x_BTD: jax.Array, ctx: Context) -> list[jax.Array]:
-        """Heads of query, and of key and value if they are its own.
+    def _mix_heads(self, heads: tuple[jax.Array, ...], ctx: Context) -> tuple[jax.Array, Any, KeysValues]:
+        """What queries gather, the cache with this call's tokens, and the keys and values that were looked at; of heads
+        with their positions."""
+        q_BTNH, own = self._project(heads, ctx)
+        seen, cache = self._keep(own, ctx)
+        return self._mix(q_BTNH, seen, ctx), cache, seen
+
+    def _project(
+        self, heads: tuple[jax.Array, ...], ctx: Context
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Heads of query, and of key and value if they are its own, where they belong among the devices."""
+        q_BTNH, *own = heads
+        if self.spec.temperature is not None:
+            q_BTNH = tempered(q_BTNH, ctx.positions, *self.spec.temperature)
+        q_BTNH = checkpoint_name(ctx.constrain(q_BTNH, "act_batch", "act_length", "act_heads", None), "query")
+        if not own:
+            return q_BTNH, None
+        k_BTKH, v_BTKH = (ctx.constrain(heads, "act_batch", "act_length", "act_kv_heads", None) for heads in own)
+        return q_BTNH, (checkpoint_name(k_BTKH, "key"), checkpoint_name(v_BTKH, "value"))
+
+    def _heads(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, ...]:
+        """Of query, and where they are its own of key and value.
 
         In training one product where every device holds all heads, as on a single one: x is read once, and its gradient
         is written once instead of three times and added up. Heads that are split over devices would have to move for
         that, and to decode a token the weights would be copied for it unless they lie together.
         """
         is_whole = ctx.sharder.ways("heads") == ctx.sharder.ways("kv_heads") == 1
-        if (ctx.cache is None and is_whole) or self.query.product.layout is Layout.joined:
-            return together(self._inputs, x_BTD, ctx)
-        return [projection(x_BTD, ctx) for projection in self._inputs]
+        in_training = ctx.cache is None and is_whole
+        if in_training and self.spec.turns_plainly and are_bare(self._inputs):
+            return self._turned(joined(self._inputs, x_BTD, ctx), ctx)
+        if in_training or self.query.product.layout is Layout.joined:
+            return self._at_positions(together(self._inputs, x_BTD, ctx), ctx)
+        return self._at_positions([projection(x_BTD, ctx) for projection in self._inputs], ctx)
 
-    def _mix_heads(self, heads: list[jax.Array], ctx: Context) -> tuple[jax.Array, Any, KeysValues]:
-        """What the queries gather, the cache with this call's tokens, and the keys and values that were looked at."""
-        q_BTNH, own = self._place(heads, ctx)
-        seen, cache = self._keep(own, ctx)
-        return self._mix(q_BTNH, seen, ctx), cache, seen
-
-    def _place(self, heads: list[jax.Array], ctx: Context) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """Queries, and keys and values where there are any, with positions where they belong."""
+    def _at_positions(self, heads: list[jax.Array], ctx: Context) -> tuple[jax.Array, ...]:
+        """Heads as products make them, normalised and turned."""
         q_BTNH = self._placed(heads[0], self.query_norm, ctx)
-        if self.spec.temperature is not None:
-            q_BTNH = tempered(q_BTNH, ctx.positions, *self.spec.temperature)
-        q_BTNH = checkpoint_name(ctx.constrain(q_BTNH, "act_batch", "act_length", "act_heads", None), "query")
         if self.spec.shares is not None:
-            return q_BTNH, None
-        k_BTKH = self._placed(heads[1], self.key_norm, ctx)
+            return (q_BTNH,)
         v_BTKH = heads[-1] if self.value_norm is None else self.value_norm(heads[-1])
-        return q_BTNH, (
-            checkpoint_name(ctx.constrain(k_BTKH, "act_batch", "act_length", "act_kv_heads", None), "key"),
-            checkpoint_name(ctx.constrain(v_BTKH, "act_batch", "act_length", "act_kv_heads", None), "value"),
-        )
+        return q_BTNH, self._placed(heads[1], self.key_norm, ctx), v_BTKH
+
+    def _turned(self, heads_BTAH: jax.Array, ctx: Context) -> tuple[jax.Array, ...]:
+        """Query, key and value of a product of all three."""
+        spec = self.spec
+        assert spec.rotation is not None
+        cos_BTF, sin_BTF = cos_and_sin(ctx.positions[:, :, None], spec.rotation)
+        sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+        with explained():
+            return rotated_heads(heads_BTAH, cos_BTF, sin_BTF, **sizes, backend=spec.heads_backend, place=ctx.place)
 
     def _placed(self, heads: jax.Array, norm: Norm | None, ctx: Context) -> jax.Array:
         """Queries or keys, normalised and turned."""
@@ -239,7 +270,7 @@ class Attention(nnx.Module):
     def _pages(self, x_BTD: jax.Array, ctx: Context) -> Pages | None:
         """The cache as the kernel for one new token a row takes it; None where that cannot serve."""
         inputs = self._inputs
-        is_plain = are_alike(inputs) and all(projection.lora is None for projection in inputs) and self.spec.suits_pages
+        is_plain = are_bare(inputs) and self.spec.suits_pages
         if ctx.cache is None or self.spec.backend != "auto" or not is_plain or x_BTD.shape[1] > 1:
             return None
         pages: Pages | None = ctx.cache.pages(cached_positions(ctx), ctx.rows)

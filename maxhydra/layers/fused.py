@@ -24,7 +24,8 @@ def can_fuse(projections: Sequence[Projection], x_BTD: jax.Array, ctx: Context) 
     first, rows = projections[0], math.prod(x_BTD.shape[:2])
     is_bare = all(one.bias is None and (one.lora is None or not ctx.is_adapted) for one in projections)
     is_bare = is_bare and are_alike(projections) and not first.is_rounded
-    if not is_bare or first.product.layout is not Layout.joined or ctx.sharder.mesh.size > 1:
+    is_asked = first.product.is_fused and first.product.layout is Layout.joined
+    if not (is_asked and is_bare) or ctx.sharder.mesh.size > 1:
         return False
     if isinstance(first.kernel, Int8):
         return suits(rows, jnp.int8)

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.kernels.integer import rounded
+from maxhydra.kernels.integer import Rounded, rounded
 from maxhydra.layers.packed import Quantized, paired, parted
 from maxhydra.sharding import LogicalAxes
 
@@ -31,19 +31,32 @@ class Int4Parts:
     """float32 [*leading, groups, *outputs]."""
 
     def kernel(self, dtype: np.dtype, *, leading: int) -> jax.Array:
-        """[*leading, inputs, *outputs], multiplied in float32 and rounded once."""
-        codes = (parted(self.nibbles, leading).astype(jnp.int8) ^ 8) - 8
-        grouped = codes.reshape(*self.scales.shape[: leading + 1], -1, *self.scales.shape[leading + 1 :])
-        wide = grouped.astype(jnp.float32) * jnp.expand_dims(self.scales, leading + 1)
-        return wide.astype(dtype).reshape(codes.shape)
+        """[*leading, inputs, *outputs], multiplied in float32 and rounded once.
+
+        With inputs last on the way: that is how they lie in memory where a GPU decodes, and nothing is turned there.
+        """
+        nibbles, scales = (jnp.moveaxis(part, leading, -1) for part in (self.nibbles, self.scales))
+        codes = (parted(nibbles, nibbles.ndim - 1).astype(jnp.int8) ^ 8) - 8
+        grouped = codes.reshape(*scales.shape, -1).astype(jnp.float32) * scales[..., None]
+        return jnp.moveaxis(grouped.astype(dtype).reshape(codes.shape), -1, leading)
+
+
+def rounded_weight(kernel: jax.Array, *, inputs: int, leading: int, groups: int) -> jax.Array:
+    """What such a kernel becomes, in its own number format."""
+    return _rounded(kernel, inputs, leading, groups).wide(kernel.dtype).reshape(kernel.shape)
 
 
 def quantized(kernel: jax.Array, *, inputs: int, leading: int, groups: int) -> Int4Parts:
     """A kernel [*leading, *inputs, *outputs] in four bits, so many groups for each output."""
-    before, outputs = kernel.shape[:leading], kernel.shape[leading + inputs :]
-    codes, scales = rounded(kernel.reshape(*before, groups, -1, *outputs), (leading + 1,), largest=LARGEST)
-    flat = codes.reshape(*before, -1, *outputs)
+    codes, scales = _rounded(kernel, inputs, leading, groups)
+    flat = codes.reshape(*kernel.shape[:leading], -1, *kernel.shape[leading + inputs :])
     return Int4Parts(paired(flat, leading), jnp.squeeze(scales, leading + 1))
+
+
+def _rounded(kernel: jax.Array, inputs: int, leading: int, groups: int) -> Rounded:
+    """[*leading, groups, inputs of a group, *outputs]."""
+    before, outputs = kernel.shape[:leading], kernel.shape[leading + inputs :]
+    return rounded(kernel.reshape(*before, groups, -1, *outputs), (leading + 1,), largest=LARGEST)
 
 
 def stored(kernel: jax.Array, *, inputs: int, leading: int, groups: int) -> dict[str, jax.Array]:

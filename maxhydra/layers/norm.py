@@ -8,6 +8,10 @@ from flax import nnx
 
 from maxhydra.config import model as config
 from maxhydra.kernels.fused_product import Norm as Factors
+from maxhydra.kernels.place import Place
+from maxhydra.kernels.rms_norm import rms_norm
+from maxhydra.kernels.rms_norm.reference import unit_square
+from maxhydra.layers.backends import explained
 from maxhydra.layers.weights import Dtypes, WeightMaker
 
 
@@ -17,11 +21,12 @@ class NormSpec:
 
     kind: config.Norm
     eps: float
+    backend: str
     dtypes: Dtypes
 
     @classmethod
     def of(cls, model: config.Model) -> "NormSpec":
-        return cls(model.norm, model.norm_eps, Dtypes.of(model.dtypes))
+        return cls(model.norm, model.norm_eps, model.kernels.rms_norm.value, Dtypes.of(model.dtypes))
 
     def build(self, dim: int, make: WeightMaker) -> "Norm":
         """A norm over vectors of this size."""
@@ -43,9 +48,18 @@ class RMSNorm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
+        return (unit_square(x, self.eps) * self._factor).astype(self.dtypes.compute)
+
+    @jax.named_scope("norm")
+    def tapped(self, x: jax.Array, *, backend: str, place: Place) -> tuple[jax.Array, jax.Array]:
+        """x to go on with, and the norm of x: see `tapped`."""
+        with explained():
+            return rms_norm(x, self._factor, eps=self.eps, dtype=self.dtypes.compute, backend=backend, place=place)
+
+    @property
+    def _factor(self) -> jax.Array:
         scale = self.scale[...].astype(jnp.float32)
-        scale = 1 + scale if self.is_centred else scale
-        return (unit_square(x, self.eps) * scale).astype(self.dtypes.compute)
+        return 1 + scale if self.is_centred else scale
 
     @property
     def factors(self) -> Factors:
@@ -82,7 +96,11 @@ class LayerNorm(nnx.Module):
 Norm = RMSNorm | PlainNorm | LayerNorm
 
 
-def unit_square(x: jax.Array, eps: float) -> jax.Array:
-    """x in float32, scaled to a mean square of one."""
-    wide = x.astype(jnp.float32)
-    return wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+def tapped(norm: Norm | None, x: jax.Array, *, backend: str, place: Place) -> tuple[jax.Array, jax.Array]:
+    """A stream to go on with, and what a branch of it sees; where there is no norm, the stream.
+
+    Both come from one place, so that in the backward pass the gradients of both meet in one kernel where there is one.
+    """
+    if isinstance(norm, RMSNorm):
+        return norm.tapped(x, backend=backend, place=place)
+    return x, x if norm is None else norm(x)

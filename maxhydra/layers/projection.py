@@ -71,6 +71,8 @@ class ProductSpec:
 
     compute: np.dtype
     layout: Layout
+    is_fused: bool = True
+    """Whether what stands around products of a few rows may be done on their way, where a kernel can."""
     lora: LoraSpec | None = None
     formats: tuple[Format, ...] = ()
     """Those of weights that are kept or multiplied in fewer bits."""
@@ -217,6 +219,11 @@ def together(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> l
 def are_alike(projections: Sequence[Projection]) -> bool:
     """Whether they keep their kernels and make their products in the same number format."""
     return len({(projection.format, type(projection.kernel)) for projection in projections}) == 1
+
+
+def are_bare(projections: Sequence[Projection]) -> bool:
+    """Whether their products can be one, and nothing is added to any of them."""
+    return are_alike(projections) and all(projection.lora is None for projection in projections)
 
 
 def joined(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> jax.Array:

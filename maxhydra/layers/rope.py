@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.config import model as config
+from maxhydra.kernels.rotated_heads.reference import rotated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _amplitude(rope: config.Rope) -> float:
 
 def turns(positions_B: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array]:
     """(c, s), each [B, H], that rotate heads by x * c + y * s, where y is x with the halves of a head exchanged."""
-    cos, sin = _cos_and_sin(positions_B[:, None], rotation)
+    cos, sin = cos_and_sin(positions_B[:, None], rotation)
     return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
 
 
@@ -101,15 +102,14 @@ def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, rotation: Rotation) -> ja
 
     Angles and products are in float32: bfloat16 cannot tell position 257 from 256.
     """
-    cos, sin = _cos_and_sin(positions_BT[:, :, None, None], rotation)
+    cos, sin = cos_and_sin(positions_BT[:, :, None, None], rotation)
     size = 2 * len(rotation.frequencies)
     part = x_BTNH[..., :size] if rotation.pairs is config.Pairs.halves else as_halves(x_BTNH[..., :size])
-    a, b = jnp.split(part.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+    turned = rotated(part, cos, sin)
     return turned if size == x_BTNH.shape[-1] else jnp.concatenate([turned, x_BTNH[..., size:]], axis=-1)
 
 
-def _cos_and_sin(positions: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array]:
+def cos_and_sin(positions: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array]:
     """Of [..., 1] positions, each [..., F]."""
     angles = positions.astype(jnp.float32) * np.asarray(rotation.frequencies, np.float32)
     cos, sin = jnp.cos(angles), jnp.sin(angles)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config import model as config
-from maxhydra.layers.norm import unit_square
+from maxhydra.kernels.rms_norm.reference import unit_square
 from maxhydra.layers.weights import WeightMaker
 
 # Added to a sum of scores that is divided by.

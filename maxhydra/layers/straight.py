@@ -72,7 +72,6 @@ def rounding(form: Format, *, inputs: int, name: str, leading: int = 0) -> Round
 
     def to_int4(weight: jax.Array) -> jax.Array:
         groups = int4.groups_of(math.prod(weight.shape[leading : leading + inputs]), form.group, name)
-        parts = int4.quantized(weight, inputs=inputs, leading=leading, groups=groups)
-        return parts.kernel(weight.dtype, leading=leading).reshape(weight.shape)
+        return int4.rounded_weight(weight, inputs=inputs, leading=leading, groups=groups)
 
     return to_int4

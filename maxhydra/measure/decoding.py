@@ -1,12 +1,13 @@
-"""Speed of the decode engine: all prompts are asked at once, and it is noted when tokens come."""
+"""Speed of the decode engine: all prompts are asked at once."""
 
-import queue
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from queue import SimpleQueue
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,14 @@ from maxhydra import model
 from maxhydra.config import Config
 from maxhydra.config.decode import Engine as EngineConfig
 from maxhydra.config.tasks.bench import Load
-from maxhydra.convert.load import load_weights
 from maxhydra.data import tokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.request import Delta, Request
+from maxhydra.decode.start import loaded, plan_weights
 from maxhydra.measure.line import Line, Subject
 from maxhydra.measure.memory import memory_explained, peak_gib
-from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.model import ModelDef
+from maxhydra.sharding import Sharder
 
 WAY_OUT = "try smaller task.load.batches, shorter prompts and answers, quantization=int8_weights, or more devices"
 
@@ -47,19 +49,21 @@ def measure_decoding(subject: Subject, load: Load, engine: EngineConfig) -> Iter
 
 def open_engine(config: Config, load: Load, engine: EngineConfig) -> Engine:
     """The engine with room for the load, around weights of the config or fresh ones."""
-    sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
-    decoder = model.build(config.model, quantization=config.quantization)
-    shardings, compute = sharder.tree(decoder.base.axes), jnp.dtype(config.model.dtypes.compute.value)
-    if config.checkpoint.load_parameters is None:
-        made = jax.jit(
-            lambda key: jax.tree.map(lambda x: x.astype(compute), decoder.base.init(key)), out_shardings=shardings
-        )
-        params = model.mapped(made(jax.random.key(config.run.seed)), partial(model.kept, decoder))
-    else:
-        params = load_weights(config.checkpoint.load_parameters, decoder, shardings=shardings, dtype=compute)
+    decoder, sharder = plan_weights(config)
+    params = (_fresh if config.checkpoint.load_parameters is None else loaded)(config, decoder, sharder)
     most, length = max(load.batches), load.prompt + load.new
     sizes = replace(engine, max_batch=most, cache_tokens=2 * most * length, max_context=length)
     return Engine(decoder, params, tokenizer(config.data), sizes, sharder=sharder, eos=())
+
+
+def _fresh(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:
+    """Weights as training begins with them, kept as they would be for decoding."""
+    compute = jnp.dtype(config.model.dtypes.compute.value)
+    made = jax.jit(
+        lambda key: jax.tree.map(lambda x: x.astype(compute), decoder.base.init(key)),
+        out_shardings=sharder.tree(decoder.base.axes),
+    )
+    return model.mapped(made(jax.random.key(config.run.seed)), partial(model.kept, decoder))
 
 
 def _best(engine: Engine, prompts: np.ndarray, load: Load) -> dict[str, float]:
@@ -78,33 +82,32 @@ def _best(engine: Engine, prompts: np.ndarray, load: Load) -> dict[str, float]:
 
 
 def ask_all(engine: Engine, prompts: np.ndarray, *, new: int) -> dict[str, float]:
-    """Ask all prompts at once, and wait for every answer."""
+    """Ask all prompts at once, and note when tokens come."""
     request = Request(
         prompt=(0,), max_tokens=new, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=0,
         stop=(), ignore_eos=True,
     )  # fmt: skip
     came: list[list[tuple[float, int]]] = [[] for _ in prompts]
-    finishes: queue.SimpleQueue[str] = queue.SimpleQueue()
+    endings: SimpleQueue[str] = SimpleQueue()
 
     def note(row: list[tuple[float, int]], delta: Delta) -> None:
         row.append((time.perf_counter(), len(delta.tokens)))
         if delta.finish is not None:
-            finishes.put(delta.error or delta.finish)
+            endings.put(delta.error or delta.finish)
 
     began, used = time.perf_counter(), time.process_time()
-    handles = engine.submit_all(replace(request, prompt=tuple(map(int, prompt))) for prompt in prompts)
+    handles = engine.submit_all([replace(request, prompt=tuple(map(int, prompt))) for prompt in prompts])
     for handle, row in zip(handles, came, strict=True):
         handle.listen(partial(note, row))
-    faults = {finishes.get() for _ in prompts} - {"length"}
-    if faults:
+    if faults := {endings.get() for _ in prompts} - {"length"}:
         raise RuntimeError(f"the engine failed: {', '.join(sorted(faults))}")
+    whole = time.perf_counter() - began
     all_run, first_ends = max(row[0][0] for row in came), min(row[-1][0] for row in came)
     steady = sum(count for row in came for at, count in row if all_run < at <= first_ends)
-    whole, until_first = time.perf_counter() - began, all_run - began
     return {
         "tokens_per_second": len(prompts) * new / whole,
-        "tokens_per_second_after_first": len(prompts) * (new - 1) / (whole - until_first),
+        "tokens_per_second_after_first": len(prompts) * (new - 1) / (whole - (all_run - began)),
         "tokens_per_second_steady": steady / (first_ends - all_run) if first_ends > all_run else 0.0,
-        "first_token_s": until_first,
+        "first_token_s": all_run - began,
         "processor_s": time.process_time() - used,
     }

@@ -1,5 +1,6 @@
 """The kernels that a model calls in training: time of every backend that can serve, and its distance to the reference.
 
+A call is that of all devices together, and is made on one.
 Arrays are named with a letter for each dimension, by which a call is cut down to one that the reference can serve.
 """
 
@@ -29,6 +30,8 @@ CALLS, SETS = 7, 2
 # Of a call that is held against the reference: rows of a batch, tokens, keys, rows of a product.
 SMALL = {"B": 1, "T": 512, "S": 512, "M": 512}
 REFERENCE = "reference"
+# Arguments that say how a call is served, not what is asked.
+HOW = ("backend", "place")
 
 
 def measure_kernels(subject: Subject) -> Iterator[Line]:
@@ -77,10 +80,10 @@ def _arrays(called: Called) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _given(called: Called) -> dict[str, str]:
-    """What is not an array, the backend left out."""
+    """What is asked besides arrays."""
     arrays = _arrays(called)
     fixed = {name: value for name, value in called.arguments.items() if name not in arrays and value is not None}
-    return {name: str(value) for name, value in fixed.items() if name != "backend"}
+    return {name: str(value) for name, value in fixed.items() if name not in HOW}
 
 
 def _draw(called: Called, seed: int, largest: Mapping[str, int]) -> Arrays:
@@ -121,8 +124,9 @@ def _split(arrays: Arrays) -> tuple[Arrays, Arrays]:
 
 
 def _forward(called: Called, backend: str) -> Callable[[Arrays, Arrays], Any]:
-    fixed = {name: value for name, value in called.arguments.items() if not isinstance(value, jax.ShapeDtypeStruct)}
-    operation = partial(called.operation, **{**fixed, "backend": backend})
+    arrays = _arrays(called)
+    fixed = {name: value for name, value in called.arguments.items() if name not in arrays and name not in HOW}
+    operation = partial(called.operation, **fixed, backend=backend)
     return lambda smooth, others: operation(**smooth, **others)
 
 

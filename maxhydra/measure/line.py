@@ -14,6 +14,8 @@ from maxhydra.runtime import Machine
 Line = dict[str, Any]
 # The data option of a command that chooses none.
 UNCHOSEN = "demo"
+# Overrides that say how something is measured, and where it is kept.
+ASIDE = ("task", "run.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +29,11 @@ class Subject:
 
     def line(self, what: str, **measured: Any) -> Line:
         model = self.choices.get("model")
+        overrides = [text for text in self.overrides if not text.startswith(ASIDE)]
         return {
             "bench": what,
             **({"model": model} if model else {}),
-            "overrides": scrub_argv([text for text in self.overrides if not text.startswith(("run.", "task=bench"))]),
+            "overrides": scrub_argv(overrides),
             "device": self.machine.device_kind,
             "devices": self.machine.devices,
             "jax": jax.__version__,

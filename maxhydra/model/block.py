@@ -32,6 +32,7 @@ from maxhydra.layers import (
     Side,
     WeightMaker,
     dropout,
+    tapped,
 )
 
 MIXERS: dict[config.Mixer, type[AttentionSpec] | type[DeltaSpec] | type[MlaSpec]] = {
@@ -143,7 +144,8 @@ class Block(nnx.Module):
             whole = self.attention.onto(x_BTD, norm, ctx)
             if whole is not None:
                 return whole
-        mixed = self.attention(_normed(norm, x_BTD), ctx)
+        x_BTD, seen_BTD = tapped(norm, x_BTD, backend=self.spec.norm.backend, place=ctx.place)
+        mixed = self.attention(seen_BTD, ctx)
         branch_BTD = _normed(post_norm, mixed.out_BTD)
         return mixed._replace(out_BTD=x_BTD + dropout(branch_BTD, ctx.key(0), rate=self.spec.dropout))
 
@@ -155,7 +157,8 @@ class Block(nnx.Module):
             whole = self.mlp.onto(x_BTD, norm, ctx)
             if whole is not None:
                 return whole.out_BTD, {"mlp": whole.side}
-        fed = self.mlp(_normed(norm, x_BTD), ctx)
+        x_BTD, seen_BTD = tapped(norm, x_BTD, backend=self.spec.norm.backend, place=ctx.place)
+        fed = self.mlp(seen_BTD, ctx)
         sides = {"mlp": fed.side}
         if self.beside is not None:
             fed = self.beside(x_BTD, fed.out_BTD, ctx)

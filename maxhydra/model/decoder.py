@@ -34,6 +34,7 @@ from maxhydra.layers import (
     WeightMaker,
 )
 from maxhydra.model.block import Block, BlockSpec, Left
+from maxhydra.model.cast import cast_by_layer
 from maxhydra.model.mtp import Mtp
 from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder
@@ -85,11 +86,17 @@ class DecoderSpec:
             product=ProductSpec(
                 compute=Dtypes.of(model.dtypes).compute,
                 layout=Layout(model.kernels.projection.value),
+                is_fused=model.kernels.fused_product is config.FusedProductBackend.auto,
                 lora=lora,
                 formats=formats,
             ),
             dtypes=Dtypes.of(model.dtypes),
         )
+
+    @property
+    def is_written_out(self) -> bool:
+        """Whether the repetitions stand one after the other in the program, and not in a loop."""
+        return self.unroll == self.repetitions
 
     @property
     def layers(self) -> tuple[BlockSpec, ...]:
@@ -233,7 +240,9 @@ class Decoder(nnx.Module):
             is_matrix = isinstance(weight, nnx.Param) and len(own_axes) > 1
             if not is_matrix or weight.get_metadata("is_wide", False):
                 return weight
-            return weight.replace(weight[...].astype(self.spec.dtypes.compute))
+            wide, narrow = weight[...].dtype, self.spec.dtypes.compute
+            is_apart = len(own_axes) < len(weight.get_metadata("axes")) and self.spec.is_written_out
+            return weight.replace(cast_by_layer(wide, narrow, weight[...]) if is_apart else weight[...].astype(narrow))
 
         return graphdef, jax.tree.map(cast, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
@@ -247,7 +256,7 @@ class Decoder(nnx.Module):
         if not spec.repetitions:
             return _Run(x_BTD, caches, [], {}, ctx)
         splits = [self._split(block) for block in _in_order(self.pattern)]
-        in_loop = spec.repetitions > spec.unroll
+        in_loop = not spec.is_written_out
         runs = [spec.remat.wrap(_runner(graphdef), in_loop=in_loop) for graphdef, _ in splits]
 
         def repetition(carry: tuple[jax.Array, list[Any]], xs: tuple[jax.Array, list[Any], Any]) -> tuple[Any, Any]:

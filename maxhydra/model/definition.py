@@ -47,6 +47,11 @@ class ModelDef:
     def _spec(self) -> DecoderSpec:
         return DecoderSpec.of(self.config, LoraSpec.of(self.adapter), formats_of(self.quantization))
 
+    @property
+    def is_written_out(self) -> bool:
+        """Whether the layers of the pattern run one after the other in the program, and not in a loop."""
+        return self._spec.is_written_out
+
     @cached_property
     def _abstract(self) -> Decoder:
         """The module with shapes in place of arrays."""

@@ -18,7 +18,8 @@ from maxhydra.config.optimizer import Optimizer as OptimizerConfig
 from maxhydra.config.optimizer import OptimizerKind
 from maxhydra.config.patterns import matches
 from maxhydra.optim.adafactor import scale_by_adafactor
-from maxhydra.optim.parameters import Sides, axes_by_path, check_patterns, is_table, path_of, paths, sides
+from maxhydra.optim.norm import Norm, clipped
+from maxhydra.optim.parameters import Sides, axes_by_path, check_patterns, is_stacked, is_table, path_of, paths, sides
 from maxhydra.optim.schedule import Schedule, schedule
 from maxhydra.sharding import LogicalAxes
 
@@ -38,42 +39,57 @@ class OptimizerState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """`transform` turns gradients into updates to add; `schedule(applied)` is the learning rate of the next one."""
+    """`transform` turns gradients into updates to add; `schedule(applied)` is the learning rate of the next one.
+
+    `norm` is that of gradients, by which the transformation clips them; who has it at hand already may give it to
+    `update` as `norm`.
+    """
 
     transform: optax.GradientTransformation
     schedule: Schedule
+    norm: Callable[[Tree], jax.Array] = optax.tree.norm
 
 
-def build(config: OptimizerConfig, *, steps: int, shapes: Tree, axes: Tree) -> Optimizer:
-    """The optimizer of parameters with these shapes and logical axes, over a run of `steps` steps."""
+def build(config: OptimizerConfig, *, steps: int, shapes: Tree, axes: Tree, is_written_out: bool = False) -> Optimizer:
+    """The optimizer of parameters with these shapes and logical axes, over a run of `steps` steps.
+
+    is_written_out: gradients of stacked layers are made layer by layer, in no loop.
+    """
     names = paths(shapes)
     check_patterns(config.trainable, config.no_decay, jax.tree.leaves(names))
-    trained = [("scale", _SCALINGS[config.kind](config, axes_by_path(axes)))]
-    if config.clip_norm is not None:
-        trained.insert(0, ("clip", optax.clip_by_global_norm(config.clip_norm)))
+    own_axes = axes_by_path(axes)
+    trained = [("scale", _SCALINGS[config.kind](config, own_axes))]
     if config.weight_decay > 0:
         decayed = jax.tree.map(lambda path: not matches(config.no_decay, path), names)
         trained.append(("decay", optax.add_decayed_weights(config.weight_decay, mask=decayed)))
     labels = jax.tree.map(lambda path: "trained" if matches(config.trainable, path) else "frozen", names)
     inner = optax.partition({"trained": optax.named_chain(*trained), "frozen": optax.set_to_zero()}, labels)
     learning_rate = schedule(config.schedule, peak=config.learning_rate, steps=steps)
-    return Optimizer(transform=_descend(inner, learning_rate), schedule=learning_rate)
+    is_apart = jax.tree.map(
+        lambda path: is_written_out and len(own_axes[path]) > 2 and is_stacked(own_axes[path]), names
+    )
+    norm = Norm(is_trained=jax.tree.map(lambda label: label == "trained", labels), is_apart=is_apart)
+    return Optimizer(_descend(inner, learning_rate, norm, config.clip_norm), learning_rate, norm)
 
 
-def _descend(inner: optax.GradientTransformation, learning_rate: Schedule) -> optax.GradientTransformation:
-    """Minus the learning rate times `inner`, computed in float32."""
+def _descend(
+    inner: optax.GradientTransformation, learning_rate: Schedule, norm: Norm, clip_norm: float | None
+) -> optax.GradientTransformation:
+    """Minus the learning rate times `inner` of the clipped gradients, computed in float32."""
 
     def init(params: Tree) -> OptimizerState:
         return OptimizerState(jnp.zeros((), jnp.int32), inner.init(params))
 
-    def update(grads: Tree, state: OptimizerState, params: Tree) -> tuple[Tree, OptimizerState]:
+    def update(grads: Tree, state: OptimizerState, params: Tree, **known: jax.Array) -> tuple[Tree, OptimizerState]:
         wide_grads, wide_params = (jax.tree.map(lambda x: x.astype(jnp.float32), tree) for tree in (grads, params))
+        if clip_norm is not None:
+            wide_grads = clipped(wide_grads, known["norm"] if known else norm(wide_grads), clip_norm)
         updates, new_inner = inner.update(wide_grads, state.inner, wide_params)
         rate = -learning_rate(state.applied)
         stored = jax.tree.map(lambda new, old: new.astype(old.dtype), new_inner, state.inner)
         return jax.tree.map(lambda u: rate * u, updates), OptimizerState(state.applied + 1, stored)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 Axes = dict[str, LogicalAxes]

@@ -50,6 +50,11 @@ def sides(axes: LogicalAxes) -> Sides | None:
     return Sides(*groups) if len(groups) == 2 else None
 
 
+def is_stacked(axes: LogicalAxes) -> bool:
+    """Whether the layers of a repeated pattern lie on the first axis."""
+    return axes[0] == "layers"
+
+
 def is_table(axes: LogicalAxes) -> bool:
     return any(name in TABLES for name in axes)
 

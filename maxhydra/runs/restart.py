@@ -23,14 +23,14 @@ def arguments(facts: Facts, name: str | None, *changes: str) -> list[str]:
         hint = f"give it again: {' '.join(f'{key}=...' for key in hidden)}"
         raise ConfigError(Problem(hidden[0], "was a secret, and is not written down", hint=hint))
     named = [] if name is None else [f"run.name={_quoted(name)}"]
-    return [*_flags(facts.get("command") or []), *kept, *changes, *named]
+    return [*_flags(facts), *kept, *changes, *named]
 
 
 def rerun_command(facts: Facts) -> str:
     """The exact command for a shell, in the folder where it was given; a new run."""
     command, overrides = facts.get("command") or [], facts.get("overrides")
     unnamed = [] if overrides is None else [override for override in overrides if _key(override) != "run.name"]
-    words = command if overrides is None else ["maxhydra", *_flags(command), *unnamed]
+    words = command if overrides is None else ["maxhydra", *_flags(facts), *unnamed]
     return f"cd {shlex.quote(str(facts.get('folder')))} && {shlex.join(words)}"
 
 
@@ -53,9 +53,10 @@ def _key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def _flags(command: list[str]) -> list[str]:
-    """--config-dir and --config-name of the command, each with its value."""
-    found: list[str] = []
+def _flags(facts: Facts) -> list[str]:
+    """--config-dir and --config-name of the command, each with its value; a worker's command says neither."""
+    command: list[str] = facts.get("command") or []
+    found = ["--config-dir", facts["config_dir"]] if facts.get("config_dir") else []
     for word, value in zip(command, [*command[1:], ""], strict=True):
         if word in _FLAGS:
             found += [word, value]

@@ -57,10 +57,12 @@ class Result:
     """Whether this is the process that writes the folder."""
 
 
-def run(config: Config, *, choices: dict[str, str], overrides: list[str], path: Path | None) -> Result:
+def run(
+    config: Config, *, choices: dict[str, str], overrides: list[str], path: Path | None, config_dir: str | None = None
+) -> Result:
     """Start the machine and run the task. `path` is the run's folder where a launcher has fixed it already.
 
-    `overrides` are kept with the run: with them it can be started again.
+    `overrides` and `config_dir` are kept with the run: with them it can be started again.
     """
     task = importlib.import_module(f"maxhydra.tasks.{config.task.name}")
     machine = runtime.start(config.hardware) if task.NEEDS_DEVICES else runtime.start_on_host()
@@ -73,19 +75,20 @@ def run(config: Config, *, choices: dict[str, str], overrides: list[str], path: 
             return _result(job, task.run(job), path=None)
     with logging_to(job.run.log_path if is_main else None, console=is_main):
         try:
-            return _recorded(job, overrides, task.run)
+            return _recorded(job, config_dir, task.run)
         except RunInUseError as error:
             hint = "wait for it, or choose another run.name"
             raise ConfigError(Problem("run.name", str(error), value=config.run.name, hint=hint)) from None
 
 
-def _recorded(job: Job, overrides: list[str], task: Callable[[Job], Outcome]) -> Result:
+def _recorded(job: Job, config_dir: str | None, task: Callable[[Job], Outcome]) -> Result:
     """Run the task within a session of its run, and write down how it ended."""
     machine = job.machine
     facts = {
         "task": job.config.task.name,
         "choices": job.choices,
-        "overrides": scrub_argv(overrides),
+        "overrides": scrub_argv(list(job.overrides)),
+        **({} if config_dir is None else {"config_dir": config_dir}),
         "tags": job.config.run.tags,
         "notes": job.config.run.notes,
         "hardware": machine.name,

@@ -31,7 +31,9 @@ def run(job: Job) -> Outcome:
     space = axes(config, task, runtime.foreseen(config.hardware))
     total = expected_trials(space, task)
     with open_progress(config.train.progress, total=total, start=0, shown=True) as progress:
-        tuner = Tuner(config, task, space, job.run.path, runtime.environment_before(), progress)
+        tuner = Tuner(
+            config, task, space, job.choices, job.overrides, job.run.path, runtime.environment_before(), progress
+        )
         reason = tuner.run()
     print(table(tuner.journal.trials), flush=True)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from maxhydra.kernels.linear_cross_entropy.xla import at_targets, is_target
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
@@ -96,18 +97,6 @@ def of_targets(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return at_targets(logits.astype(jnp.float32), targets)[0]
 
 
-def at_targets(wide: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of float32 logits: log p(target), logsumexp, and which logit is the target's."""
-    normaliser = jax.nn.logsumexp(wide, axis=-1)
-    # A masked sum, not a gather: it fuses with the softmax and stays local when the vocabulary is sharded.
-    is_target = _is_target(wide, targets)
-    return jnp.sum(jnp.where(is_target, wide, 0), axis=-1) - normaliser, normaliser, is_target
-
-
-def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    return jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
-
-
 def _forward(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     logprobs, normaliser, _ = at_targets(logits.astype(jnp.float32), targets)
     return logprobs, (logits, targets, normaliser)
@@ -116,7 +105,7 @@ def _forward(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, tuple[ja
 def _backward(kept: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, None]:
     logits, targets, normaliser = kept
     softmax = jnp.exp(logits.astype(jnp.float32) - normaliser[..., None])
-    return (cotangent[..., None] * (_is_target(logits, targets) - softmax)).astype(logits.dtype), None
+    return (cotangent[..., None] * (is_target(logits, targets) - softmax)).astype(logits.dtype), None
 
 
 of_targets.defvjp(_forward, _backward)

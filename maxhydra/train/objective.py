@@ -30,6 +30,8 @@ def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
             lambda hidden: model.logits(params, hidden, sharder),
             z_loss=train.z_loss,
             chunk=train.loss_chunk,
+            backend=model.config.kernels.linear_cross_entropy.value,
+            place=context.place,
         )
         sums = with_sides(of_targets(forward.hidden_BTD, batch["targets"], batch["weights"]), forward.sides)
         if not forward.ahead:

@@ -166,5 +166,11 @@ def plan_states(config: Config, sharder: Sharder, *, beside: Mapping[str, Tree] 
     decoder = model.build(config.model, config.adapter, config.quantization)
     sharder.check(decoder.axes, decoder.shapes)
     shapes, axes = split(decoder.shapes)[0], split(decoder.axes)[0]
-    optimizer = optim.build(config.optimizer, steps=config.train.steps, shapes=shapes, axes=axes)
+    optimizer = optim.build(
+        config.optimizer,
+        steps=config.train.steps,
+        shapes=shapes,
+        axes=axes,
+        is_written_out=decoder.is_written_out,
+    )
     return StateDef(decoder, optimizer, sharder, beside or {})

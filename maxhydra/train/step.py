@@ -47,8 +47,11 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train, settle: Settl
         changing = (state.params, state.history)
         (grads, seen), sums = _gradients(loss_of, changing, batch, key, micro_batches=train.grad_accum)
         told = sums.pop(TOLD, {})
-        means = {name: total / _weight(sums) for name, total in sums.items() if name not in ("weight", "nll")}
-        grad_norm = optax.tree.norm(grads)
+        weight = _weight(sums)
+        means = {name: total / weight for name, total in sums.items() if name not in ("weight", "nll")}
+        # Before the division, while the gradients of layers that are written out are arrays of their own.
+        grad_norm = optimizer.norm(grads) / weight
+        grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
 
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
         for leaf in jax.tree.leaves(seen):
@@ -60,7 +63,8 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train, settle: Settl
         apply = finite & ~halted & ~_is_spike(state.guard, observed, train.spike) & (grad_norm > 0)
 
         with jax.named_scope("update"):
-            updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
+            transform = optax.with_extra_args_support(optimizer.transform)
+            updates, opt_state = transform.update(grads, state.opt_state, state.params, norm=grad_norm)
             params = settle(optax.apply_updates(state.params, updates), state.params, told)
             history = jax.tree.map(_remembering, state.history, seen)
             new, old = (params, opt_state, history), (state.params, state.opt_state, state.history)
@@ -90,11 +94,11 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train, settle: Settl
 def _gradients(
     loss_fn: LossFn, changing: tuple[Tree, Tree], batch: Batch, key: jax.Array, *, micro_batches: int
 ) -> tuple[tuple[Tree, Tree], Sums]:
-    """Gradient of sum(loss) / sum(weight) over the whole batch, with what stands as the gradient by what layers
-    remember; and the sums.
+    """Gradient of sum(loss) over the whole batch, with what stands as the gradient by what layers remember; and the
+    sums.
 
-    Micro-batches add up gradients of sums, divided once by the total weight, so that they equal the big batch even
-    where their token counts differ.
+    Micro-batches add up gradients of sums, to be divided once by the total weight, so that they equal the big batch
+    even where their token counts differ.
     """
 
     def total_loss(changing: tuple[Tree, Tree], batch: Batch, key: jax.Array) -> tuple[jax.Array, Sums]:
@@ -117,7 +121,7 @@ def _gradients(
         shapes = jax.eval_shape(gradient, changing, jax.tree.map(lambda x: x[0], cut), keys[0])
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         ((grads, seen), sums), _ = jax.lax.scan(add, zeros, (cut, keys))
-    return (jax.tree.map(lambda g: g / _weight(sums).astype(g.dtype), grads), seen), sums
+    return (grads, seen), sums
 
 
 def _remembering(history: jax.Array, seen: jax.Array) -> jax.Array:

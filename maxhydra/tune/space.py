@@ -11,7 +11,7 @@ from maxhydra.config.hardware import Hardware
 from maxhydra.config.model import FeedForward, Mixer, RematPolicy
 from maxhydra.config.overrides import parse, values
 from maxhydra.config.tasks.tune import Batch, TuneTask
-from maxhydra.config.written import varied
+from maxhydra.config.varied import varied
 from maxhydra.kernels import attention, grouped_matmul
 from maxhydra.runtime.flags import replaced_flags
 

@@ -119,12 +119,16 @@ class Journal:
         return sum(trial.seconds for trial in self.trials)
 
 
-def run_trial(config: Config, folder: Path, *, environment: Mapping[str, str], limit: float) -> tuple[str, str, list]:
-    """Run a benchmark in `folder` for so many seconds at most: status, reason and lines."""
+def run_trial(
+    config: Config, folder: Path, *, told: Mapping[str, Any], environment: Mapping[str, str], limit: float
+) -> tuple[str, str, list]:
+    """Run a benchmark in `folder` for so many seconds at most: status, reason and lines. `told` is what is known of the
+    config besides, as launchers leave it for a job."""
     # One that was killed in the middle leaves a folder behind.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     replace_file(folder / "job.yaml", to_yaml(config))
+    replace_file(folder / "job.json", to_json(told))
     command = [sys.executable, "-m", "maxhydra", "job", str(folder / "job.yaml"), "--run-dir", str(folder)]
     with open(folder / "console.txt", "wb") as console:
         process = subprocess.Popen(

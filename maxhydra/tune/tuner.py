@@ -3,11 +3,12 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.tasks.tune import Search, TuneTask
+from maxhydra.record import scrub_argv
 from maxhydra.train.progress import Progress
 from maxhydra.tune.search import OutOfTime, eliminate, grid, one_by_one
 from maxhydra.tune.space import POLICIES, Axis, Candidate, settled
@@ -28,6 +29,9 @@ class Tuner:
     config: Config
     task: TuneTask
     space: list[Axis]
+    choices: Mapping[str, str]
+    overrides: Sequence[str]
+    """What the config was composed from."""
     folder: Path
     environment: Mapping[str, str]
     """Of the trials' processes."""
@@ -81,8 +85,10 @@ class Tuner:
         if any(needs_less(other, config) for other in self._without_memory(steps)):
             reason = "needs more memory than one that had too little"
             return self.journal.trial(config, candidate, steps, status=HOPELESS, reason=reason)
+        overrides = [text for text in (*self.overrides, *candidate.values()) if not text.startswith("task")]
+        told = {"choices": {**self.choices, "task": "bench"}, "overrides": scrub_argv(overrides)}
         limit = 60 * self.task.trial_minutes
-        return self.journal.run(config, candidate, steps, environment=self.environment, limit=limit)
+        return self.journal.run(config, candidate, steps, told=told, environment=self.environment, limit=limit)
 
     def _without_memory(self, steps: int) -> list[Config]:
         lacking = [trial.candidate for trial in self.journal.trials if trial.status == NO_MEMORY]

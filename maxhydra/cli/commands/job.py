@@ -29,5 +29,5 @@ def main(arguments: list[str]) -> int:
         # jax comes in here, and not before the config is valid.
         from maxhydra.cli.execute import execute  # noqa: PLC0415
 
-        execute(order.config, order.choices, overrides=order.overrides, path=run_dir)
+        execute(order.config, order.choices, overrides=order.overrides, path=run_dir, config_dir=order.config_dir)
     return 0

@@ -1,11 +1,13 @@
-"""transformers' generate on the weights that `task=decode model=smollm2-135m-instruct` uses: what we measure against.
+"""transformers' generate beside `bench/decode.py`: what we measure against. One line of JSON per batch.
 
-    python bench/decode_peer.py        # batch 1, 8, 32; 64 tokens of prompt, 64 new ones; float32, two threads
+    python bench/peers/decode_hf.py                                        # on this CPU, float32
+    python bench/peers/decode_hf.py --model llama3.2-1b --device cuda --batches 1 64 --new 256
 
-Prints one line of JSON per batch: tokens per second over the whole call, over the tokens after the first, the time to
-the first token, and processor time per token after the first; the best of `--repeats`, after a warm-up. On a machine
-that others use, only the last means something, and only with --threads 1: torch's threads wait by spinning. Needs the
-parity and smollm2 extras.
+smollm2-135m-instruct has its own weights (parity and smollm2 extras), any other model fresh ones; on a GPU it is in
+bfloat16, its cache static and its step compiled. Tokens per second over the whole call, over the tokens after the
+first, the time to the first token, and processor time per token after the first; the best of `--repeats`, after a
+warm-up. On a machine that others use, only the last means something, and only with --threads 1: torch's threads wait
+by spinning.
 """
 
 import argparse
@@ -17,10 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from llama_hf import fresh_llama
 
 from maxhydra.config.compose import compose
 from maxhydra.convert.gguf import gguf_source
 from maxhydra.modelfiles import locate
+
+OWN_WEIGHTS = "smollm2-135m-instruct"
 
 
 def their_model() -> Any:
@@ -51,16 +56,18 @@ def _rows(source: Any, row: Any, layer: int | None) -> torch.Tensor:
 
 def measure(model: Any, prompts: torch.Tensor, *, new: int, repeats: int) -> dict[str, float]:
     """Seconds to the first token and for all of them: generate is called for one token and for all."""
+    cache = {"cache_implementation": "static"} if prompts.is_cuda else {}
 
     def seconds(tokens: int) -> tuple[float, float]:
         began, busy = time.perf_counter(), time.process_time()
         with torch.no_grad():
             out = model.generate(prompts, attention_mask=torch.ones_like(prompts), min_new_tokens=tokens,
-                                 max_new_tokens=tokens, do_sample=False, use_cache=True)  # fmt: skip
-        assert out.shape[1] == prompts.shape[1] + tokens
+                                 max_new_tokens=tokens, do_sample=False, use_cache=True, **cache)  # fmt: skip
+        assert out[:, -1].tolist() and out.shape[1] == prompts.shape[1] + tokens
         return time.perf_counter() - began, time.process_time() - busy
 
-    seconds(2)
+    # The longest first: a static cache of this size is what the compiled step then keeps.
+    seconds(new if prompts.is_cuda else 2)
     first, first_busy = np.min([seconds(1) for _ in range(repeats)], axis=0)
     whole, busy = np.min([seconds(new) for _ in range(repeats)], axis=0)
     batch = prompts.shape[0]
@@ -74,6 +81,8 @@ def measure(model: Any, prompts: torch.Tensor, *, new: int, repeats: int) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=OWN_WEIGHTS)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new", type=int, default=64)
@@ -83,14 +92,20 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model = their_model()
-    vocab = compose(["model=smollm2-135m-instruct"]).config.model.vocab_size
+    ours = compose([f"model={options.model}"]).config.model
+    if options.model == OWN_WEIGHTS:
+        model = their_model().to(options.device)
+    else:
+        dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+        model = fresh_llama(ours, dtype=dtype, device=options.device).eval()
     for batch in options.batches:
-        ids = np.random.default_rng(0).integers(1000, vocab, (batch, options.prompt))
+        ids = np.random.default_rng(0).integers(1000, ours.vocab_size, (batch, options.prompt))
         load = round(os.getloadavg()[0], 1)
-        found = measure(model, torch.tensor(ids), new=options.new, repeats=options.repeats)
+        found = measure(model, torch.tensor(ids, device=options.device), new=options.new, repeats=options.repeats)
         facts = {
             "engine": f"transformers {transformers.__version__}",
+            "model": options.model,
+            "device": options.device,
             "threads": options.threads,
             "batch": batch,
             "load_before": load,

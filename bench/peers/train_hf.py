@@ -1,0 +1,105 @@
+"""Training speed of transformers' Llama under torch.compile, beside that of `bench/pretrain.py`. One JSON line.
+
+    python bench/peers/train_hf.py --model llama3.2-1b --batch 8
+    python bench/peers/train_hf.py --model llama3.2-3b --batch 4
+
+The same work: AdamW (fused) over float32 weights, clipped, bfloat16 by autocast, flash attention, fresh weights and
+random tokens; the same fields, TFLOP/s by the same count. Where activations do not fit: --checkpointing. On a CPU
+(--device cpu) in float32 and not compiled.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+from llama_hf import fresh_llama
+
+from maxhydra.config.compose import compose
+from maxhydra.model import flops_per_token
+from maxhydra.runtime.options import hardware_options, matches
+
+WARM_UP = 3
+
+
+def training_step(model: transformers.LlamaForCausalLM, *, batch: int, seq_len: int) -> Callable[[], torch.Tensor]:
+    """Runs one step on tokens of its own, and gives the loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    device = model.device.type
+
+    @torch.compile(disable=device == "cpu")
+    def loss_of(ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+            return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    def step() -> torch.Tensor:
+        loss = loss_of(torch.randint(0, model.config.vocab_size, (batch, seq_len), device=device))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds(run: Callable[[], torch.Tensor], times: int) -> tuple[float, float]:
+    """Of one run on average, and what the last gave."""
+    finish()
+    began = time.perf_counter()
+    for _ in range(times):
+        last = run()
+    finish()
+    return (time.perf_counter() - began) / times, last.item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="llama3.2-1b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--checkpointing", action="store_true")
+    options = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    ours = compose([f"model={options.model}"]).config.model
+    model = fresh_llama(ours, dtype=torch.float32, device=options.device).train()
+    if options.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    step = training_step(model, batch=options.batch, seq_len=options.seq_len)
+    compile_seconds, first = seconds(step, 1)
+    seconds(step, WARM_UP - 1)
+    step_time, last = seconds(step, options.steps)
+
+    tokens = options.batch * options.seq_len
+    device = torch.cuda.get_device_name() if options.device == "cuda" else options.device
+    tflops = tokens * flops_per_token(ours, options.seq_len) / step_time / 1e12
+    known = [hardware for hardware in hardware_options().values() if matches(hardware, device)]
+    peak = next((hardware.peak_tflops.get("bfloat16") for hardware in known), None)
+    line = {
+        "bench": "pretrain",
+        "peer": f"transformers {transformers.__version__}, torch {torch.__version__}",
+        **vars(options),
+        "device": device,
+        "tokens_per_second": round(tokens / step_time),
+        "step_ms": round(step_time * 1e3, 2),
+        "tflops_per_device": round(tflops, 1),
+        "mfu": round(tflops / peak, 4) if peak else None,
+        "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else None,
+        "compile_s": round(compile_seconds, 1),
+        "loss": [round(first, 4), round(last, 4)],
+    }
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

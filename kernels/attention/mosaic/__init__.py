@@ -1,0 +1,74 @@
+"""Flash attention (Shah et al., 2024) for Hopper GPUs, in Pallas for Mosaic: products run while memory moves and the
+softmax is made. Logits are in units of log 2, since the processors have 2^x and no e^x. Both kernels are jitted, so
+that the layers of a model that are written out share one of each.
+
+Shapes as in request.py; C queries and D keys of a block.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from maxhydra.kernels.attention import triton
+from maxhydra.kernels.attention.blocks import Inputs, Rows
+from maxhydra.kernels.attention.mosaic.backward import backward
+from maxhydra.kernels.attention.mosaic.forward import forward
+from maxhydra.kernels.attention.mosaic.parts import How, Tile, Tiles
+from maxhydra.kernels.attention.request import KEPT, Request, Tokens
+
+# Of the sequence length: two warpgroups' rows.
+LENGTH_MULTIPLE = 128
+# By head size, keys of a step forward and queries of a step backward. With heads of 256, the gradients of 64 keys and
+# values are more than a warpgroup's registers hold.
+TILES = {
+    64: Tiles(Tile(128, 3), Tile(128, 2)),
+    128: Tiles(Tile(128, 2), Tile(64, 2)),
+    256: Tiles(Tile(64, 2), None),
+}
+
+
+def attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    request: Request,
+    tokens: Tokens,
+    sinks_N: jax.Array | None,
+    *,
+    tiles: Tiles | None = None,
+) -> jax.Array:
+    how = How(request, tiles or TILES[q_BTNH.shape[3]], _processors())
+    inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)
+    return _attend(how, inputs)
+
+
+def _processors() -> int:
+    """Of this host's GPU; of an H100 or H200 where there is none and the kernels are only lowered."""
+    device: Any = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else 132
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(how: How, inputs: Inputs) -> jax.Array:
+    return forward(how, inputs)[0]
+
+
+def _forward(how: How, inputs: Inputs) -> tuple[jax.Array, tuple[Inputs, jax.Array, jax.Array]]:
+    out_BTNH, total_BNT = checkpoint_name(forward(how, inputs), KEPT)
+    return out_BTNH, (inputs, out_BTNH, total_BNT)
+
+
+def _backward(how: How, kept: tuple[Inputs, jax.Array, jax.Array], d_out_BTNH: jax.Array) -> tuple[Inputs]:
+    inputs, out_BTNH, total_BNT = kept
+    rows = Rows.of(out_BTNH, total_BNT, d_out_BTNH)
+    if how.tiles.backward is None:
+        blocks = triton.BLOCKS[inputs.q_BTNH.shape[3]]
+        of_inputs = triton.gradients(triton.How(how.request, blocks, interpret=False), inputs, rows)
+    else:
+        of_inputs = backward(how, how.tiles.backward, inputs, rows)
+    return (Inputs(*of_inputs, rows.d_sinks(inputs), None, None),)
+
+
+_attend.defvjp(_forward, _backward)

@@ -1,0 +1,29 @@
+"""Softmax, loss and the gradient of the logits as XLA fuses them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def at_targets(wide: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of float32 logits: log p(target), logsumexp, and which logit is the target's."""
+    normaliser = jax.nn.logsumexp(wide, axis=-1)
+    # A masked sum, not a gather: it fuses with the softmax and stays local when the vocabulary is sharded.
+    is_its = is_target(wide, targets)
+    return jnp.sum(jnp.where(is_its, wide, 0), axis=-1) - normaliser, normaliser, is_its
+
+
+def is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
+
+
+def per_token(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array, *, z_loss: float, dtype: np.dtype
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    wide = logits.astype(jnp.float32)
+    logprobs, normaliser, is_its = at_targets(wide, targets)
+    softmax = jnp.exp(wide - normaliser[..., None])
+    slope = softmax * (1 + 2 * z_loss * normaliser)[..., None] - is_its
+    # Kept from being fused into the two products that read it: each would take the exponentials again.
+    d_logits = jax.lax.optimization_barrier((weights[..., None] * slope).astype(dtype))
+    return z_loss * jnp.square(normaliser) - logprobs, -logprobs, d_logits

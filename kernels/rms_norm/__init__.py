@@ -1,0 +1,105 @@
+"""RMSNorm (Zhang and Sennrich, 2019) of a stream that goes on beside it.
+
+`rms_norm` is the one way in. BACKENDS says what serves what, fastest first: `auto` takes the first that serves the
+call, and a backend that was asked for by name and cannot is an error. B batch, T tokens, D numbers of a row, M rows.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+
+from maxhydra.kernels.choice import UnsupportedError, chosen
+from maxhydra.kernels.place import Place
+from maxhydra.kernels.rms_norm import reference, triton
+from maxhydra.kernels.watch import watched
+
+__all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "rms_norm"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a backend must cope with, known before anything runs."""
+
+    platform: str
+    devices: int
+    dtype: str
+    rows: int
+    dim: int
+
+
+class Run(Protocol):
+    def __call__(
+        self, x_MD: jax.Array, scale_D: jax.Array, *, eps: float, dtype: Any
+    ) -> tuple[jax.Array, jax.Array]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One row of the capability table."""
+
+    run: Run
+    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+    devices: int | None = None
+    """As many as it can be spread over; None: any number."""
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    row_multiple: int = 1
+    dim_multiple: int = 1
+    min_rows: int = 1
+    max_dim: int | None = None
+
+    def refusals(self, call: Call) -> tuple[str, ...]:
+        """Why this backend cannot serve the call; empty if it can."""
+        needs = (
+            (call.platform in self.platforms, f"runs on {' or '.join(self.platforms)}, not {call.platform}"),
+            (self.devices in (None, call.devices), f"runs on {self.devices} device, not {call.devices}"),
+            (call.dtype in self.dtypes, f"takes {' or '.join(self.dtypes)}, not {call.dtype}"),
+            (
+                call.rows >= self.min_rows and call.rows % self.row_multiple == 0,
+                f"takes {self.min_rows} rows or more in multiples of {self.row_multiple}, not {call.rows}",
+            ),
+            (
+                call.dim % self.dim_multiple == 0 and (self.max_dim is None or call.dim <= self.max_dim),
+                f"takes rows in multiples of {self.dim_multiple} up to {self.max_dim} numbers, not {call.dim}",
+            ),
+        )
+        return tuple(reason for is_met, reason in needs if not is_met)
+
+
+# Fastest first.
+BACKENDS: dict[str, Backend] = {
+    "triton": Backend(
+        run=triton.rms_norm,
+        platforms=("gpu",),
+        devices=1,
+        dtypes=("bfloat16", "float16"),
+        row_multiple=triton.MULTIPLE,
+        dim_multiple=triton.PIECE,
+        min_rows=triton.FEWEST,
+        max_dim=triton.LONGEST,
+    ),
+    # XLA makes good kernels of the formula as it stands.
+    "xla": Backend(run=reference.rms_norm),
+    "reference": Backend(run=reference.rms_norm),
+}
+
+
+def choose(backend: str, call: Call) -> str:
+    """The backend that serves the call: the one asked for, or under `auto` the fastest that can."""
+    return chosen("rms_norm", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
+
+
+@watched
+def rms_norm(
+    x_BTD: jax.Array, scale_D: jax.Array, *, eps: float, dtype: Any, backend: str, place: Place | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """x itself, and x / sqrt(mean(x^2) + eps) * scale in a format of its own, made in float32.
+
+    Who goes on with both takes both from here: their gradients then meet in the kernel, and not in a pass of their own.
+    place: None is one device of the platform that JAX runs on.
+    """
+    x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    place = place or Place.here()
+    call = Call(place.platform, place.devices, x_MD.dtype.name, rows=x_MD.shape[0], dim=x_MD.shape[1])
+    stream_MD, normed_MD = BACKENDS[choose(backend, call)].run(x_MD, scale_D, eps=eps, dtype=dtype)
+    return stream_MD.reshape(x_BTD.shape), normed_MD.reshape(x_BTD.shape)

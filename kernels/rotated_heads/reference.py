@@ -1,0 +1,17 @@
+"""The oracle, and what XLA fuses: parts of the product, turned one by one."""
+
+import jax
+import jax.numpy as jnp
+
+
+def rotated_heads(
+    heads_MAH: jax.Array, cos_MF: jax.Array, sin_MF: jax.Array, *, num_heads: int, num_kv_heads: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q_MNH, k_MKH, v_MKH = jnp.split(heads_MAH, (num_heads, num_heads + num_kv_heads), axis=1)
+    return rotated(q_MNH, cos_MF[:, None], sin_MF[:, None]), rotated(k_MKH, cos_MF[:, None], sin_MF[:, None]), v_MKH
+
+
+def rotated(heads: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """The halves of the last dimension as pairs, turned in float32."""
+    a, b = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(heads.dtype)

@@ -1,0 +1,87 @@
+"""Attention for Hopper where there is none: the kernels lower for it, the matrix unit's layouts included, and all tiles
+of queries are dealt out once. Values and gradients need the GPU, by test_attention.py and bench/kernels.py: Mosaic's
+interpreter has neither accumulators that go on nor sums in memory."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxhydra.kernels.attention import triton
+from maxhydra.kernels.attention.blocks import Inputs
+from maxhydra.kernels.attention.mosaic import TILES, attention
+from maxhydra.kernels.attention.mosaic.parts import How, meetings
+from maxhydra.kernels.attention.mosaic.plan import Plan
+from maxhydra.kernels.attention.request import KEPT, Request, Tokens
+
+PLAIN = {"scale": 0.1, "causal": True, "window": None, "chunk": None, "softcap": None}
+
+
+def make_request(**changes) -> Request:
+    return Request(**{**PLAIN, "softmax_dtype": "float32", "is_length_split": False, **changes})
+
+
+def make_inputs(B: int, T: int, N: int, K: int, H: int) -> Inputs:
+    q, k = (jax.ShapeDtypeStruct((B, T, heads, H), jnp.bfloat16) for heads in (N, K))
+    return Inputs(q, k, k, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "changes", "is_tagged", "has_sinks"),
+    [(128, {}, False, False), (64, {"window": 100, "softcap": 20.0}, False, True), (128, {"chunk": 64}, True, False)],
+)
+def test_the_kernels_lower_for_hopper_with_their_gradients(head_dim, changes, is_tagged, has_sinks):
+    inputs, request = make_inputs(1, 256, 2, 1, head_dim), make_request(**changes)
+    segments = jax.ShapeDtypeStruct((1, 256), jnp.int32) if is_tagged else None
+    sinks = jax.ShapeDtypeStruct((2,), jnp.float32) if has_sinks else None
+
+    def gradients(q, k, v, sinks, segments, d):
+        tokens = Tokens(segments, segments, None, None)
+        return jax.vjp(lambda q, k, v, sinks: attention(q, k, v, request, tokens, sinks), q, k, v, sinks)[1](d)
+
+    traced = jax.jit(gradients).trace(*inputs[:3], sinks, segments, inputs.q_BTNH)
+    assert [one.dtype for one in traced.out_info[:3]] == [jnp.bfloat16] * 3
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
+
+
+@pytest.mark.parametrize("run", [attention, triton.attention])
+def test_a_layer_can_keep_what_the_kernels_return(run):
+    """The values and the sums that the backward pass reads, next to the layer's inputs."""
+    inputs, nothing = make_inputs(1, 256, 2, 1, 64), Tokens(None, None, None, None)
+
+    def layer(q, k, v):
+        return run(q, k, v, make_request(), nothing, None)
+
+    kept = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(KEPT))
+    backward = jax.eval_shape(lambda *inputs: jax.vjp(kept, *inputs)[1], *inputs[:3])
+    shapes = Counter((leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(backward))
+    assert shapes[(1, 2, 256), "float32"] == 1 and shapes[(1, 256, 2, 64), "bfloat16"] == 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"causal": False}, {"window": 200}, {"chunk": 256}])
+def test_each_tile_of_queries_is_dealt_out_once_and_evenly(changes):
+    inputs = make_inputs(2, 1024, 8, 2, 64)
+    how = How(make_request(**changes), TILES[64], 10)
+    plan = Plan.of(inputs, how)
+    dealt = [[int(tile) for tile in row[1 : row[0] + 1]] for row in plan.schedule(how)]
+    places = Counter(tuple(map(int, plan.place(jnp.int32(tile)))) for row in dealt for tile in row)
+    assert set(places.values()) == {1}
+    assert set(places) == {(b, n, start) for b in range(2) for n in range(8) for start in range(0, 1024, 128)}
+    keys = [sum(int(plan.place(jnp.int32(tile))[2]) + 256 for tile in row) for row in dealt]
+    assert len(dealt) == 10 and (changes or max(keys) - min(keys) <= 1024)
+
+
+def test_every_pair_of_one_segment_lies_between_the_blocks_that_meet():
+    rng = np.random.default_rng(0)
+    q, kv = rng.integers(0, 4, (3, 12)).cumsum(axis=1) % 9, np.sort(rng.integers(0, 9, (3, 16)), axis=1)
+    found = np.asarray(meetings(jnp.asarray(q), jnp.asarray(kv), rows=3, columns=2))
+    for b, block in np.ndindex(3, 4):
+        of_block = q[b, 3 * block : 3 * block + 3]
+        met = [
+            j for j in range(8) if np.any((of_block[:, None] == kv[b, 2 * j : 2 * j + 2]) & (of_block[:, None] != 0))
+        ]
+        first, beyond = found[b, block]
+        assert all(first <= j < beyond for j in met)
+    assert (found[..., 1] - found[..., 0]).mean() < 6
