@@ -1,6 +1,7 @@
 """The kernel over pages against the oracle over the same keys and values in a row."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,20 +41,14 @@ def expected(q_BKGH: np.ndarray, pages: Pages, asked: Request) -> np.ndarray:
 
 
 CHANGES = [{}, {"window": 9}, {"softcap": 2.0}]
+TILES = [None, triton.Tile(2, 3, warps=2, stages=3), triton.Tile(8, 1, warps=8, stages=1)]
 
 
-@pytest.mark.parametrize("changes", CHANGES)
-@pytest.mark.parametrize("part", [8, 512])
-@pytest.mark.parametrize("turned", [False, True])
-def test_pages_give_what_a_row_gives(
-    changes: dict[str, float], part: int, turned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one part and in several."""
-    monkeypatch.setattr(triton, "PART", part)
-    monkeypatch.setattr(triton, "BLOCK", 8)
-    # Few rows are read in larger blocks: both ways.
-    monkeypatch.setattr(triton, "FEW", 0 if part == 8 else 128)
-    assert_pages_give_what_a_row_gives(triton.attention, changes, turned)
+@pytest.mark.parametrize(("changes", "turned"), [(CHANGES[0], False), (CHANGES[1], True), (CHANGES[2], True)])
+@pytest.mark.parametrize("by", TILES)
+def test_pages_give_what_a_row_gives(changes: dict[str, float], turned: bool, by: triton.Tile | None) -> None:
+    """All at once, and in parts of several blocks."""
+    assert_pages_give_what_a_row_gives(partial(triton.attention, by=by), changes, turned)
 
 
 @pytest.mark.parametrize("changes", CHANGES)

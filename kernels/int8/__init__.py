@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from maxhydra.kernels.einsum import Layout, projected
+from maxhydra.kernels.fused_product import Around, fused_product
 from maxhydra.kernels.int8 import triton
 
 __all__ = ["int8_product"]
@@ -29,11 +30,16 @@ def int8_product(
     """
     inputs = codes.ndim - scales.ndim
     rows, dtype = x.shape[: x.ndim - inputs], dtype or x.dtype
-    size = math.prod(codes.shape[:inputs])
-    if is_alone and layout is Layout.joined and triton.can_serve(math.prod(rows), scales.size, size, x.dtype.name):
+    size, count = math.prod(codes.shape[:inputs]), math.prod(rows)
+    is_few = count == 1 or triton.can_serve(count, scales.size, size, x.dtype.name)
+    if is_alone and layout is Layout.joined and is_few:
         codes_NK = jnp.moveaxis(codes, range(inputs), range(-inputs, 0)).reshape(-1, size)
-        out = triton.product(x.reshape(-1, size), codes_NK, scales.reshape(-1), jnp.dtype(dtype), interpret=False)
-        return out.reshape(*rows, *scales.shape)
+        x_MK, scales_N, dtype = x.reshape(-1, size), scales.reshape(-1), jnp.dtype(dtype)
+        if count == 1:
+            out_MN = fused_product(x_MK, codes_NK, scales_N, Around(), dtype=dtype)
+        else:
+            out_MN = triton.product(x_MK, codes_NK, scales_N, dtype, interpret=False)
+        return out_MN.reshape(*rows, *scales.shape)
     contracted, left = INPUTS[:inputs], OUTPUTS[: scales.ndim]
     equation = f"...{contracted},{contracted}{left}->...{left}"
     sums = projected(equation, x, codes.astype(x.dtype), layout=layout, dtype=jnp.float32)

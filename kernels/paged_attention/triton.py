@@ -5,9 +5,10 @@ In Pallas for Triton, which the JAX versions of this project all have, though it
 package, M parts of a row.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +18,39 @@ from jax.experimental.pallas import triton as plt
 from maxhydra.kernels.attention.request import Request
 from maxhydra.kernels.paged_attention.pages import Pages
 
-# Tokens that a program reads at a time, and those of a part of a row: long rows are cut, and shorter where there are
-# few rows and heads for the processors. On an H200, 64 rows of 300 tokens and 8 heads of 64: 21 us, with 4 warps 24,
-# with 128 tokens at a time 27; one row of 3,000: 15 us, in parts of 512 17.
-BLOCK, PART, FEW = 64, 512, 128
-# The same where rows and heads are few, and the warps and stages of each: a row of 300 tokens in 8.5 us instead of 11.
-FEW_BLOCK, WARPS, FEW_WARPS = 128, (2, 3), (4, 1)
+# Rows and heads up to which processors are left over, and tokens of a row that a program reads all at once where rows
+# are few, and where they are many. On an H200, 8 heads of 64: one row of 200 tokens 4.3 us, in two blocks 5.5; 64 rows
+# of 110 tokens 9.1 us, in blocks of 32 11.6.
+FEW, AT_ONCE, MANY_AT_ONCE = 128, 256, 128
+# Tokens that a program reads at a time of longer rows, and those of a part of a row that is cut. 64 rows of 200 tokens:
+# 16.5 us, with blocks of 64 20.4, with more on the way 17.7, in parts 19 and more.
+FEW_BLOCK, BLOCK, PART = 64, 32, 512
 # The matrix unit takes no fewer rows.
 LEAST_ROWS = 16
 # Sums of values, the largest logit that they are relative to, and the sum of weights.
 SoFar = tuple[jax.Array, jax.Array, jax.Array]
+LOG2_E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+class Tile(NamedTuple):
+    """What a program does at a time."""
+
+    pages: int
+    parts: int
+    """Programs that share a row."""
+    warps: int
+    stages: int
+
+
+def tile(heads: int, W: int, Z: int) -> Tile:
+    """For so many heads of all rows, and W pages of Z tokens a row."""
+    tokens, widest, is_few = W * Z, 1 << (W.bit_length() - 1), heads <= FEW
+    if tokens <= (AT_ONCE if is_few else MANY_AT_ONCE):
+        return Tile(1 << (W - 1).bit_length(), 1, warps=8 if is_few else 4, stages=1)
+    pages = min(max((FEW_BLOCK if is_few else BLOCK) // Z, 1), widest)
+    parts = FEW // heads if is_few else tokens // PART
+    return Tile(pages, max(1, min(pl.cdiv(W, pages), parts)), warps=8 if is_few else 2, stages=1 if is_few else 5)
 
 
 def attention(
@@ -37,17 +60,16 @@ def attention(
     request: Request,
     *,
     interpret: bool = False,
+    by: Tile | None = None,
 ) -> tuple[jax.Array, Pages]:
     B, M, H = heads_BMH.shape
     P, K, Z, _ = pages.key_PKZH.shape
     N = M - 2 * K
     G = N // K
     W = pages.table_BW.shape[1]
-    is_few = B * K <= FEW
-    at_a_time = min(max((FEW_BLOCK if is_few else BLOCK) // Z, 1), 1 << (W.bit_length() - 1))
+    by = by or tile(B * K, W, Z)
+    at_a_time, parts = by.pages, by.parts
     blocks = pl.cdiv(W, at_a_time)
-    parts = max(1, min(blocks, W * Z // (PART // 2 if is_few else PART)))
-    warps, stages = FEW_WARPS if is_few else WARPS
 
     queries = pl.BlockSpec((None, G, H), lambda b, k, m: (b, k, 0))
     new_key = pl.BlockSpec((None, None, H), lambda b, k, m: (b, N + k, 0))
@@ -72,14 +94,14 @@ def attention(
             wide,
         ],
         input_output_aliases={0: 0, 1: 1},
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
+        compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
         interpret=interpret,
         name="paged_attention",
     )(pages.key_PKZH, pages.value_PKZH, heads_BMH, heads_BMH, heads_BMH, pages.table_BW, pages.length_B, *(turns or ()))
     pages = pages._replace(key_PKZH=key_PKZH, value_PKZH=value_PKZH)
     if parts == 1:
         return out_BKMGH.reshape(B, N, H), pages
-    weight_BKMG = total_BKMG * jnp.exp(top_BKMG - jnp.max(top_BKMG, axis=2, keepdims=True))
+    weight_BKMG = total_BKMG * jnp.exp2(top_BKMG - jnp.max(top_BKMG, axis=2, keepdims=True))
     share_BKMG = weight_BKMG / _nonzero(jnp.sum(weight_BKMG, axis=2, keepdims=True))
     out_BKGH = jnp.sum(out_BKMGH * share_BKMG[..., None], axis=2)
     return out_BKGH.reshape(B, N, H).astype(heads_BMH.dtype), pages
@@ -116,11 +138,12 @@ def _kernel(
     def read(block: jax.Array, so_far: SoFar) -> SoFar:
         slots = block * at_a_time + jnp.arange(at_a_time)
         found = plt.load(table_ref.at[pl.ds(block * at_a_time, at_a_time)], mask=slots < table_ref.shape[0], other=0)
-        key, value = key_ref[found].reshape(tokens, H), value_ref[found].reshape(tokens, H)
         place = block * tokens + jnp.arange(tokens)
         is_seen = place < before
         if request.window is not None:
             is_seen &= place > before - request.window
+        key = key_ref[found].reshape(tokens, H)
+        value = _written(value_ref, found, (place < before).reshape(at_a_time, Z, 1)).reshape(tokens, H)
         logits = _capped(jnp.dot(q, key.T, preferred_element_type=jnp.float32), request)
         return _taken_in(so_far, logits, is_seen, value)
 
@@ -144,9 +167,20 @@ def _kernel(
     plt.store(total_ref.at[heads], total, mask=is_head)
 
 
+def _written(value_ref: Any, found: jax.Array, is_written: jax.Array) -> jax.Array:
+    """Values of pages, zeros where none was written: a number that is not finite, left behind by another sequence,
+    would get through a weight of zero."""
+    shape = (*is_written.shape[:2], value_ref.shape[2])
+    axes = found[:, None, None], jnp.arange(shape[1])[None, :, None], jnp.arange(shape[2])[None, None, :]
+    at = tuple(jnp.broadcast_to(axis, shape) for axis in axes)
+    return plt.load(value_ref.at[at], mask=jnp.broadcast_to(is_written, shape), other=0.0)
+
+
 def _capped(logits: jax.Array, request: Request) -> jax.Array:
-    scaled = logits * request.scale
-    return scaled if request.softcap is None else request.softcap * jnp.tanh(scaled / request.softcap)
+    """Powers of two, which the processors take at once; other powers take them several instructions more."""
+    if request.softcap is None:
+        return logits * (request.scale * LOG2_E)
+    return (request.softcap * LOG2_E) * jnp.tanh(logits * (request.scale / request.softcap))
 
 
 def _taken_in(so_far: SoFar, logits: jax.Array, is_seen: jax.Array, value: jax.Array) -> SoFar:
@@ -154,10 +188,8 @@ def _taken_in(so_far: SoFar, logits: jax.Array, is_seen: jax.Array, value: jax.A
     sums, top, total = so_far
     logits = jnp.where(is_seen[None, :], logits, LOWEST)
     new_top = jnp.maximum(top, logits.max(axis=1))
-    weights = jnp.where(is_seen[None, :], jnp.exp(logits - new_top[:, None]), 0.0)
-    kept = jnp.exp(top - new_top)
-    # A number that is not finite, left behind by another sequence, would get through a weight of zero.
-    value = jnp.where(is_seen[:, None], value, jnp.zeros_like(value))
+    weights = jnp.where(is_seen[None, :], jnp.exp2(logits - new_top[:, None]), 0.0)
+    kept = jnp.exp2(top - new_top)
     added = jnp.dot(weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
     return sums * kept[:, None] + added, new_top, total * kept + weights.sum(axis=1)
 

@@ -128,6 +128,11 @@ class Projection(Enum):
     joined = "joined"
 
 
+class FusedProductBackend(Enum):
+    auto = "auto"
+    none = "none"
+
+
 class Norm(Enum):
     rms = "rms"
     rms_plus_one = "rms_plus_one"
@@ -264,6 +269,9 @@ class ModelKernels(Schema):
     """The head and the loss of its logits in training; auto as for attention."""
     delta: DeltaBackend = DeltaBackend.auto
     """chunked, on TPUs with a kernel (pallas_tpu), or the reference, token by token; auto as for attention."""
+    fused_product: FusedProductBackend = FusedProductBackend.auto
+    """To decode on one GPU: norm, gate and residual on the way of the products that they stand around, or (none) each
+    for itself."""
     projection: Projection = Projection.plain
     """Products with weights. outputs_first: for few rows on a CPU, joined: on a GPU, weights laid out for it; decoding
     sets them there."""

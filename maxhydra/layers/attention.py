@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -23,7 +24,8 @@ from maxhydra.layers.backends import explained
 from maxhydra.layers.cache import Cache, KeysValues, NoCache, Room
 from maxhydra.layers.chunks import chunks
 from maxhydra.layers.context import Context
-from maxhydra.layers.norm import Norm, NormSpec, PlainNorm
+from maxhydra.layers.fused import can_fuse, fused
+from maxhydra.layers.norm import Norm, NormSpec, PlainNorm, RMSNorm
 from maxhydra.layers.parts import Mixed, visible_in_chunk, visible_keys
 from maxhydra.layers.projection import Projection, are_bare, joined, together
 from maxhydra.layers.qk_norm import heads_norm, normed_heads
@@ -145,11 +147,9 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
         pages, seen = self._pages(x_BTD, ctx), None
         if pages is None:
-            q_BTNH, own = self._project(x_BTD, ctx)
-            seen, cache = self._keep(own, ctx)
-            mixed_BTNH = self._mix(q_BTNH, seen, ctx)
+            mixed_BTNH, cache, seen = self._mix_heads(self._heads(x_BTD, ctx), ctx)
         else:
-            mixed_BTNH, cache = self._mix_pages(x_BTD, pages, ctx)
+            mixed_BTNH, cache = self._mix_pages(self._joined_heads(x_BTD, ctx), pages, ctx)
         mixed_BTNH = ctx.constrain(mixed_BTNH, "act_batch", "act_length", "act_heads", None)
         mixed_BTNH = checkpoint_name(mixed_BTNH, "context")
         if self.gate is not None:
@@ -158,6 +158,23 @@ class Attention(nnx.Module):
         out_BTD = self.out(mixed_BTNH, ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
         return Mixed(checkpoint_name(out_BTD, "attention_out"), cache, {}, seen if self.spec.hands_on else None)
+
+    @jax.named_scope("attention")
+    def onto(self, x_BTD: jax.Array, norm: Norm | None, ctx: Context) -> Mixed | None:
+        """x + attention(norm(x)) of a few tokens, by kernels that norm and add on the way; None where they cannot."""
+        if not isinstance(norm, RMSNorm) or self.gate is not None:
+            return None
+        if not (can_fuse(self._inputs, x_BTD, ctx) and can_fuse((self.out,), x_BTD, ctx)):
+            return None
+        heads_BTMH = fused(self._inputs, x_BTD, norm=norm)
+        pages, seen = self._pages(x_BTD, ctx), None
+        if pages is None:
+            starts = np.cumsum([projection.width for projection in self._inputs])[:-1]
+            heads = self._at_positions(jnp.split(heads_BTMH, starts, axis=2), ctx)
+            mixed_BTNH, cache, seen = self._mix_heads(heads, ctx)
+        else:
+            mixed_BTNH, cache = self._mix_pages(heads_BTMH, pages, ctx)
+        return Mixed(fused((self.out,), mixed_BTNH, onto=x_BTD), cache, {}, seen if self.spec.hands_on else None)
 
     def empty_cache(self, room: Room, layers: int) -> Cache:
         spec = self.spec
@@ -172,9 +189,18 @@ class Attention(nnx.Module):
         """The projections of query, key and value that there are, in this order."""
         return tuple(one for one in (self.query, self.key, self.value) if one is not None)
 
-    def _project(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """Heads of query, and of key and value if they are its own, with positions where they belong."""
-        q_BTNH, *own = self._heads(x_BTD, ctx)
+    def _mix_heads(self, heads: tuple[jax.Array, ...], ctx: Context) -> tuple[jax.Array, Any, KeysValues]:
+        """What queries gather, the cache with this call's tokens, and the keys and values that were looked at; of heads
+        with their positions."""
+        q_BTNH, own = self._project(heads, ctx)
+        seen, cache = self._keep(own, ctx)
+        return self._mix(q_BTNH, seen, ctx), cache, seen
+
+    def _project(
+        self, heads: tuple[jax.Array, ...], ctx: Context
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Heads of query, and of key and value if they are its own, where they belong among the devices."""
+        q_BTNH, *own = heads
         if self.spec.temperature is not None:
             q_BTNH = tempered(q_BTNH, ctx.positions, *self.spec.temperature)
         q_BTNH = checkpoint_name(ctx.constrain(q_BTNH, "act_batch", "act_length", "act_heads", None), "query")
@@ -195,9 +221,11 @@ class Attention(nnx.Module):
         if in_training and self.spec.turns_plainly and are_bare(self._inputs):
             return self._turned(joined(self._inputs, x_BTD, ctx), ctx)
         if in_training or self.query.product.layout is Layout.joined:
-            heads = together(self._inputs, x_BTD, ctx)
-        else:
-            heads = [projection(x_BTD, ctx) for projection in self._inputs]
+            return self._at_positions(together(self._inputs, x_BTD, ctx), ctx)
+        return self._at_positions([projection(x_BTD, ctx) for projection in self._inputs], ctx)
+
+    def _at_positions(self, heads: list[jax.Array], ctx: Context) -> tuple[jax.Array, ...]:
+        """Heads as products make them, normalised and turned."""
         q_BTNH = self._placed(heads[0], self.query_norm, ctx)
         if self.spec.shares is not None:
             return (q_BTNH,)
@@ -248,19 +276,21 @@ class Attention(nnx.Module):
         pages: Pages | None = ctx.cache.pages(cached_positions(ctx), ctx.rows)
         return pages if pages is not None and serving(pages, x_BTD.dtype.name, ctx.place) else None
 
-    def _mix_pages(self, x_B1D: jax.Array, pages: Pages, ctx: Context) -> tuple[jax.Array, Any]:
-        """The same as _project and _mix, from the heads of all three in one array to the cache with the new token."""
-        spec = self.spec
+    def _joined_heads(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+        """Heads of query, key and value in one array."""
         if self.query.product.layout is Layout.joined:
-            heads_BMH = joined(self._inputs, x_B1D, ctx)[:, 0]
-        else:
-            heads_BMH = jnp.concatenate([projection(x_B1D, ctx)[:, 0] for projection in self._inputs], axis=1)
+            return joined(self._inputs, x_BTD, ctx)
+        return jnp.concatenate([projection(x_BTD, ctx) for projection in self._inputs], axis=2)
+
+    def _mix_pages(self, heads_B1MH: jax.Array, pages: Pages, ctx: Context) -> tuple[jax.Array, Any]:
+        """What _mix_heads does, from the heads of all three in one array to the cache with the new token."""
+        spec, heads_BMH = self.spec, heads_B1MH[:, 0]
         if self.query_norm is not None:
             q, k, v = jnp.split(heads_BMH, (spec.num_heads, spec.num_heads + spec.num_kv_heads), axis=1)
             q, k = (normed_heads(x, spec.qk_norm, norm) for x, norm in ((q, self.query_norm), (k, self.key_norm)))
             heads_BMH = jnp.concatenate([q, k, v], axis=1)
         turn = None if spec.rotation is None else turns(ctx.positions[:, 0], spec.rotation)
-        backend = serving(pages, x_B1D.dtype.name, ctx.place)
+        backend = serving(pages, heads_BMH.dtype.name, ctx.place)
         assert backend is not None
         mixed_BNH, pages = paged_attention(heads_BMH, turn, pages, self._request(ctx), backend=backend)
         return mixed_BNH[:, None], ctx.cache.with_pages(pages)

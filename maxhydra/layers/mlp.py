@@ -13,6 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config import model as config
 from maxhydra.kernels.einsum import Layout
 from maxhydra.layers.context import Context
+from maxhydra.layers.fused import can_fuse, fused
+from maxhydra.layers.norm import Norm, RMSNorm
 from maxhydra.layers.parts import Fed, Side
 from maxhydra.layers.projection import Projection, together
 from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
@@ -79,6 +81,16 @@ class Mlp(nnx.Module):
         out_BTD = self.down(self._hidden(x_BTD, ctx), ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
         return Fed(checkpoint_name(out_BTD, "mlp_out"), {})
+
+    @jax.named_scope("mlp")
+    def onto(self, x_BTD: jax.Array, norm: Norm | None, ctx: Context) -> Fed | None:
+        """x + mlp(norm(x)) of a few tokens, by kernels that norm, gate and add on the way; None where they cannot."""
+        if not isinstance(norm, RMSNorm) or self.gate is None:
+            return None
+        if not (can_fuse((self.gate, self.up), x_BTD, ctx) and can_fuse((self.down,), x_BTD, ctx)):
+            return None
+        hidden_BTF = fused((self.gate, self.up), x_BTD, norm=norm, activation=ACTIVATIONS[self.spec.activation])
+        return Fed(fused((self.down,), hidden_BTF, onto=x_BTD), {})
 
     def _hidden(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         if self.gate is None:

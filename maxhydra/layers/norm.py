@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config import model as config
+from maxhydra.kernels.fused_product import Norm as Factors
 from maxhydra.kernels.place import Place
 from maxhydra.kernels.rms_norm import rms_norm
 from maxhydra.kernels.rms_norm.reference import unit_square
@@ -59,6 +60,11 @@ class RMSNorm(nnx.Module):
     def _factor(self) -> jax.Array:
         scale = self.scale[...].astype(jnp.float32)
         return 1 + scale if self.is_centred else scale
+
+    @property
+    def factors(self) -> Factors:
+        """The same for a kernel that does it on the way to a product."""
+        return Factors(self.scale[...], offset=float(self.is_centred), eps=self.eps)
 
 
 class PlainNorm(nnx.Module):

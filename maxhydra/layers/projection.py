@@ -71,6 +71,8 @@ class ProductSpec:
 
     compute: np.dtype
     layout: Layout
+    is_fused: bool = True
+    """Whether what stands around products of a few rows may be done on their way, where a kernel can."""
     lora: LoraSpec | None = None
     formats: tuple[Format, ...] = ()
     """Those of weights that are kept or multiplied in fewer bits."""

@@ -8,6 +8,7 @@ from flax import nnx
 
 from maxhydra.config import model as config
 from maxhydra.layers import (
+    Attention,
     AttentionSpec,
     Beside,
     BesideSpec,
@@ -16,9 +17,11 @@ from maxhydra.layers import (
     DeltaSpec,
     FeedForward,
     FeedForwardSpec,
+    Mixed,
     Mixer,
     MixerSpec,
     MlaSpec,
+    Mlp,
     MlpSpec,
     MoeSpec,
     Norm,
@@ -125,23 +128,43 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Left:
         x_BTD = ctx.constrain(x_BTD, "act_batch", "act_length", "act_embed")
-        x_BTD, seen_BTD = tapped(self.attention_norm, x_BTD, backend=self.spec.norm.backend, place=ctx.place)
-        mixed = self.attention(seen_BTD, ctx)
-        branch_BTD = _normed(self.attention_post_norm, mixed.out_BTD)
-        x_BTD = x_BTD + dropout(branch_BTD, ctx.key(0), rate=self.spec.dropout)
-        x_BTD, seen_BTD = tapped(self.mlp_norm, x_BTD, backend=self.spec.norm.backend, place=ctx.place)
-        fed = self.mlp(seen_BTD, ctx)
-        sides = {"attention": mixed.side, "mlp": fed.side}
-        if self.beside is not None:
-            fed = self.beside(x_BTD, fed.out_BTD, ctx)
-            sides["beside"] = fed.side
-        branch_BTD = _normed(self.mlp_post_norm, fed.out_BTD)
-        x_BTD = x_BTD + dropout(branch_BTD, ctx.key(1), rate=self.spec.dropout)
+        mixed = self._mixed(x_BTD, ctx)
+        x_BTD, sides = self._fed(mixed.out_BTD, ctx)
+        sides["attention"] = mixed.side
         if self.per_layer is not None:
             x_BTD = x_BTD + self.per_layer(x_BTD, ctx)
         if self.scale is not None:
             x_BTD = x_BTD * jax.lax.stop_gradient(self.scale[...]).astype(x_BTD.dtype)
         return Left(x_BTD, mixed.cache, {name: side for name, side in sides.items() if side}, mixed.handed)
+
+    def _mixed(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
+        """x + attention(norm(x)), and what the mixer gives besides."""
+        norm, post_norm = self.attention_norm, self.attention_post_norm
+        if isinstance(self.attention, Attention) and post_norm is None and ctx.dropout_key is None:
+            whole = self.attention.onto(x_BTD, norm, ctx)
+            if whole is not None:
+                return whole
+        x_BTD, seen_BTD = tapped(norm, x_BTD, backend=self.spec.norm.backend, place=ctx.place)
+        mixed = self.attention(seen_BTD, ctx)
+        branch_BTD = _normed(post_norm, mixed.out_BTD)
+        return mixed._replace(out_BTD=x_BTD + dropout(branch_BTD, ctx.key(0), rate=self.spec.dropout))
+
+    def _fed(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, Side]]:
+        """x + mlp(norm(x)), and what the feed-forward tells besides."""
+        norm, post_norm = self.mlp_norm, self.mlp_post_norm
+        is_alone = self.beside is None and post_norm is None and ctx.dropout_key is None
+        if isinstance(self.mlp, Mlp) and is_alone:
+            whole = self.mlp.onto(x_BTD, norm, ctx)
+            if whole is not None:
+                return whole.out_BTD, {"mlp": whole.side}
+        x_BTD, seen_BTD = tapped(norm, x_BTD, backend=self.spec.norm.backend, place=ctx.place)
+        fed = self.mlp(seen_BTD, ctx)
+        sides = {"mlp": fed.side}
+        if self.beside is not None:
+            fed = self.beside(x_BTD, fed.out_BTD, ctx)
+            sides["beside"] = fed.side
+        branch_BTD = _normed(post_norm, fed.out_BTD)
+        return x_BTD + dropout(branch_BTD, ctx.key(1), rate=self.spec.dropout), sides
 
     @property
     def name(self) -> str:

@@ -86,6 +86,7 @@ class DecoderSpec:
             product=ProductSpec(
                 compute=Dtypes.of(model.dtypes).compute,
                 layout=Layout(model.kernels.projection.value),
+                is_fused=model.kernels.fused_product is config.FusedProductBackend.auto,
                 lora=lora,
                 formats=formats,
             ),

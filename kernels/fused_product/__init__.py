@@ -1,0 +1,35 @@
+"""The product of a few rows with a weight, and what stands around it: a norm before, a gate or a residual after.
+
+To decode a token is to read every weight once for a few rows. A kernel takes about 3 us before and after its bytes, as
+long as the bytes of a small weight take, so that what is done on the way to or from a product is done for nothing.
+
+Shapes: M rows, K inputs, N outputs, of which the weight has twice as many where they are gated.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from maxhydra.kernels.fused_product import few_rows, one_row, reference
+from maxhydra.kernels.fused_product.around import Activation, Around, Norm
+
+__all__ = ["Activation", "Around", "Norm", "fused_product", "suits"]
+
+
+def suits(rows: int, weight: DTypeLike) -> bool:
+    """Whether so many rows with weights of this format are better off here than by parts: one row with codes, which XLA
+    would widen by itself, or a few with others, for which the library's products leave memory waiting."""
+    return rows == 1 if weight == jnp.int8 else 1 < rows <= few_rows.MOST_ROWS
+
+
+def fused_product(
+    x_MK: jax.Array, weight_NK: jax.Array, scales_N: jax.Array | None, around: Around, *, dtype: DTypeLike
+) -> jax.Array:
+    """[M, N]: x times the transpose of the weight, times scales where there are any, with what stands around it."""
+    dtype, (rows, inputs), is_gated = jnp.dtype(dtype), x_MK.shape, around.activation is not None
+    outputs, format = weight_NK.shape[0] // (2 if is_gated else 1), x_MK.dtype.name
+    if rows == 1 and one_row.can_serve(outputs, inputs, format):
+        return one_row.product(x_MK, weight_NK, scales_N, around, dtype, interpret=False)
+    if scales_N is None and few_rows.can_serve(rows, outputs, inputs, format, is_gated=is_gated):
+        return few_rows.product(x_MK, weight_NK, around, dtype, interpret=False)
+    return reference.product(x_MK, weight_NK, scales_N, around, dtype)

@@ -1,0 +1,153 @@
+"""Products of few rows with what stands around them, against NumPy; and a model whose layers are made of them."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxhydra.config import model as config
+from maxhydra.config.quantization import Quantization, QuantizationKind
+from maxhydra.decode.arrange import arrange
+from maxhydra.kernels.fused_product import Around, Norm, few_rows, fused_product, one_row
+from maxhydra.layers import Context, PagedRoom, Rows
+from maxhydra.layers import fused as fused_layers
+from maxhydra.model import ModelDef, build, kept, mapped
+from maxhydra.sharding import Sharder
+
+SINGLE = Sharder.single()
+FLOAT32 = jnp.dtype(jnp.float32)
+
+
+def draw(*shape: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def expected(x: np.ndarray, weight: np.ndarray, around: Around) -> np.ndarray:
+    """A transcription in float64."""
+    x, weight = x.astype(np.float64), weight.astype(np.float64)
+    if around.norm is not None:
+        scale = np.asarray(around.norm.scale_K, np.float64) + around.norm.offset
+        x = x / np.sqrt(np.mean(x**2, axis=1, keepdims=True) + around.norm.eps) * scale
+    out = x @ weight.T
+    if around.activation is not None:
+        gate, value = np.split(out, 2, axis=1)
+        out = silu(gate) * value
+    return out if around.onto_MN is None else out + np.asarray(around.onto_MN, np.float64)
+
+
+def surroundings(rows: int, inputs: int, outputs: int, dtype: jnp.dtype) -> dict[str, Around]:
+    norm = Norm(jnp.asarray(draw(inputs, seed=3), dtype), offset=1.0, eps=0.1)
+    onto = jnp.asarray(draw(rows, outputs, seed=4), dtype)
+    return {
+        "nothing": Around(),
+        "norm and gate": Around(norm=norm, activation=jax.nn.silu),
+        "norm and onto": Around(norm=norm._replace(offset=0.0), onto_MN=onto),
+    }
+
+
+@pytest.mark.parametrize("name", ["nothing", "norm and gate", "norm and onto"])
+@pytest.mark.parametrize(
+    ("tile", "is_int8", "dtype"),
+    [
+        (one_row.Tile(2, 1, 64, 1), True, jnp.bfloat16),
+        (one_row.Tile(1, 4, 32, 4), True, jnp.float32),
+        (one_row.Tile(2, 4, 64, 1), False, jnp.bfloat16),
+    ],
+)
+def test_one_row_equals_numpy(tile: one_row.Tile, is_int8: bool, dtype: jnp.dtype, name: str) -> None:
+    outputs, inputs = 16, 128
+    around = surroundings(1, inputs, outputs, dtype)[name]
+    halves = 1 if around.activation is None else 2
+    x = jnp.asarray(draw(1, inputs, seed=0), dtype)
+    if is_int8:
+        weight = np.random.default_rng(1).integers(-127, 128, (halves * outputs, inputs)).astype(np.int8)
+        scales = 0.01 * np.abs(draw(halves * outputs, seed=2)) + 0.001
+        whole = weight * scales[:, None]
+    else:
+        weight = whole = np.asarray(jnp.asarray(draw(halves * outputs, inputs, seed=1), dtype), np.float32)
+        scales = None
+    found = one_row.product(
+        x,
+        jnp.asarray(weight, jnp.int8 if is_int8 else dtype),
+        None if scales is None else jnp.asarray(scales),
+        around,
+        FLOAT32,
+        interpret=True,
+        by=tile,
+    )
+    np.testing.assert_allclose(found, expected(np.asarray(x, np.float32), whole, around), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["nothing", "norm and gate", "norm and onto"])
+@pytest.mark.parametrize(("rows", "parts", "is_left"), [(5, 1, False), (5, 2, True), (16, 1, True)])
+def test_few_rows_equal_numpy(rows: int, parts: int, is_left: bool, name: str) -> None:
+    """A gate is no sum, so that there the inputs are not parted."""
+    outputs, inputs = 32, 64
+    around = surroundings(rows, inputs, outputs, FLOAT32)[name]
+    x, weight = draw(rows, inputs, seed=0), draw(outputs * (2 if around.activation else 1), inputs, seed=1)
+    by = few_rows.Tile(16, 16, 1 if around.activation else parts, is_left=is_left, warps=4, stages=2)
+    found = few_rows.product(jnp.asarray(x), jnp.asarray(weight), around, FLOAT32, interpret=True, by=by)
+    np.testing.assert_allclose(found, expected(x, weight, around), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_without_a_kernel_it_is_the_same(rows: int) -> None:
+    around = surroundings(rows, 64, 16, FLOAT32)["norm and gate"]
+    x, weight = draw(rows, 64, seed=0), draw(32, 64, seed=1)
+    found = fused_product(jnp.asarray(x), jnp.asarray(weight), None, around, dtype=jnp.float32)
+    np.testing.assert_allclose(found, expected(x, weight, around), rtol=1e-4, atol=1e-4)
+
+
+def model(is_int8: bool) -> ModelDef:
+    """Two layers that can be fused, and between them one that cannot: it has norms behind its parts."""
+    sizes = {"num_layers": 3, "emb_dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    kinds = {"plain": config.Kind(), "sandwich": config.Kind(norms=config.Norms.sandwich)}
+    pattern = ["plain", "sandwich", "plain"]
+    fields = {**sizes, "vocab_size": 50, "context_length": 64, "kinds": kinds, "pattern": pattern}
+    dtypes = config.Dtypes(compute=config.Dtype.float32)
+    kind = QuantizationKind.int8_weights if is_int8 else QuantizationKind.none
+    targets = ["attention/", "mlp/"] if is_int8 else []
+    return build(config.Model(**fields, dtypes=dtypes), None, Quantization(kind=kind, targets=targets))
+
+
+def tokens_drawn(model: ModelDef, params: dict, rows: int) -> list[list[int]]:
+    """Six tokens of each row, each the likeliest after those before it, over pages."""
+    cache = model.empty_cache(PagedRoom(2 * rows, 4, slots=rows, storage=None))
+    place = Rows(jnp.arange(2 * rows).reshape(rows, 2), jnp.arange(rows))
+    last, drawn = jnp.arange(1, rows + 1)[:, None], []
+
+    @jax.jit
+    def step(cache: dict, last: jax.Array, position: jax.Array) -> tuple[jax.Array, dict]:
+        positions = jnp.full((rows, 1), position)
+        segments = jnp.ones((rows, 1), jnp.int32)
+        context = Context(
+            positions=positions, segments=segments, sharder=SINGLE, cache=cache, dropout_key=None, rows=place
+        )
+        hidden, cache = model.hidden(params, last, context)
+        return jnp.argmax(model.logits(params, hidden, SINGLE), axis=-1), cache
+
+    for position in range(6):
+        last, cache = step(cache, last, jnp.int32(position))
+        drawn.append(np.asarray(last)[:, 0].tolist())
+    return drawn
+
+
+@pytest.mark.parametrize(("rows", "is_int8"), [(1, True), (3, False)])
+def test_greedy_tokens_are_the_same_with_and_without(rows: int, is_int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = model(is_int8)
+    plain = packed.base.init(jax.random.key(0))
+    params = mapped(plain, partial(kept, packed)) if is_int8 else plain
+    arranged = arrange(packed, SINGLE, "gpu")
+    used = arranged.use(arranged.keep(params))
+    calls = []
+    monkeypatch.setattr(fused_layers, "fused_product", lambda *a, **k: calls.append(1) or fused_product(*a, **k))
+    fused = tokens_drawn(arranged.model, used, rows)
+    assert len(calls) == 2 * 4, "two layers of four products each"
+    assert fused == tokens_drawn(packed, params, rows)
+    assert len({tuple(step) for step in fused}) > 1
