@@ -12,7 +12,8 @@ import pytest
 from maxhydra.kernels.attention import triton
 from maxhydra.kernels.attention.blocks import Inputs
 from maxhydra.kernels.attention.mosaic import TILES, attention
-from maxhydra.kernels.attention.mosaic.parts import How, meetings
+from maxhydra.kernels.attention.mosaic.how import How
+from maxhydra.kernels.attention.mosaic.parts import meetings
 from maxhydra.kernels.attention.mosaic.plan import Plan
 from maxhydra.kernels.attention.request import KEPT, Request, Tokens
 

@@ -5,18 +5,13 @@ that the layers of a model that are written out share one of each.
 Shapes as in request.py; C queries and D keys of a block.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
-from maxhydra.kernels.attention import triton
-from maxhydra.kernels.attention.blocks import Inputs, Rows
-from maxhydra.kernels.attention.mosaic.backward import backward
-from maxhydra.kernels.attention.mosaic.forward import forward
-from maxhydra.kernels.attention.mosaic.parts import How, Tile, Tiles
-from maxhydra.kernels.attention.request import KEPT, Request, Tokens
+from maxhydra.kernels.attention.blocks import Inputs
+from maxhydra.kernels.attention.mosaic.how import How, Tile, Tiles
+from maxhydra.kernels.attention.request import Request, Tokens
 
 # Of the sequence length: two warpgroups' rows.
 LENGTH_MULTIPLE = 128
@@ -39,36 +34,15 @@ def attention(
     *,
     tiles: Tiles | None = None,
 ) -> jax.Array:
+    # Mosaic takes half a second to import, which no machine without such a GPU should wait for.
+    from maxhydra.kernels.attention.mosaic.flash import attend  # noqa: PLC0415
+
     how = How(request, tiles or TILES[q_BTNH.shape[3]], _processors())
     inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)
-    return _attend(how, inputs)
+    return attend(how, inputs)
 
 
 def _processors() -> int:
     """Of this host's GPU; of an H100 or H200 where there is none and the kernels are only lowered."""
     device: Any = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else 132
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(how: How, inputs: Inputs) -> jax.Array:
-    return forward(how, inputs)[0]
-
-
-def _forward(how: How, inputs: Inputs) -> tuple[jax.Array, tuple[Inputs, jax.Array, jax.Array]]:
-    out_BTNH, total_BNT = checkpoint_name(forward(how, inputs), KEPT)
-    return out_BTNH, (inputs, out_BTNH, total_BNT)
-
-
-def _backward(how: How, kept: tuple[Inputs, jax.Array, jax.Array], d_out_BTNH: jax.Array) -> tuple[Inputs]:
-    inputs, out_BTNH, total_BNT = kept
-    rows = Rows.of(out_BTNH, total_BNT, d_out_BTNH)
-    if how.tiles.backward is None:
-        blocks = triton.BLOCKS[inputs.q_BTNH.shape[3]]
-        of_inputs = triton.gradients(triton.How(how.request, blocks, interpret=False), inputs, rows)
-    else:
-        of_inputs = backward(how, how.tiles.backward, inputs, rows)
-    return (Inputs(*of_inputs, rows.d_sinks(inputs), None, None),)
-
-
-_attend.defvjp(_forward, _backward)

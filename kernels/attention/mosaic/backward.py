@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.attention.blocks import Inputs, Ranges, Rows, query_ranges
+from maxhydra.kernels.attention.mosaic.how import How, Tile
 from maxhydra.kernels.attention.mosaic.parts import (
     COLUMN,
     MATRIX,
@@ -23,8 +24,6 @@ from maxhydra.kernels.attention.mosaic.parts import (
     ROW,
     ROWS,
     WORKERS,
-    How,
-    Tile,
     across,
     hidden_as,
     logits,

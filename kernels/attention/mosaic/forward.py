@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.attention.blocks import LOG2E, LOWEST, Inputs, Ranges, key_ranges
+from maxhydra.kernels.attention.mosaic.how import How
 from maxhydra.kernels.attention.mosaic.parts import (
     COLUMN,
     MATRIX,
@@ -23,7 +24,6 @@ from maxhydra.kernels.attention.mosaic.parts import (
     ROW,
     ROWS,
     WORKERS,
-    How,
     down,
     hidden_as,
     logits,

@@ -1,15 +1,15 @@
 """What the forward and the backward kernel share: logits, masks, loops, and arrays as the matrix unit wants them."""
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.attention.blocks import LOG2E, Ranges, seen
+from maxhydra.kernels.attention.mosaic.how import How
 from maxhydra.kernels.attention.request import Request
 
 # Rows of a product of the matrix unit, which a warpgroup has of its own.
@@ -20,31 +20,6 @@ WORKERS = 2
 MATRIX = plgpu.Layout.WGMMA
 COLUMN, ROW = MATRIX.reduce(1), MATRIX.reduce(0)
 PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
-
-
-class Tile(NamedTuple):
-    """What a program holds at a time: the moving side of a step, and how many steps are in flight."""
-
-    size: int
-    stages: int
-
-
-class Tiles(NamedTuple):
-    """The tiles of the two kernels."""
-
-    forward: Tile
-    backward: Tile | None
-    """None: the gradients are Triton's."""
-
-
-@dataclasses.dataclass(frozen=True)
-class How:
-    """What is known when the kernels are compiled."""
-
-    request: Request
-    tiles: Tiles
-    programs: int
-    """The most at a time: the GPU's processors."""
 
 
 def memory(*shape: int, dtype: Any) -> Any:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.kernels.attention.blocks import Inputs
-from maxhydra.kernels.attention.mosaic.parts import ROWS, WORKERS, How
+from maxhydra.kernels.attention.mosaic.how import How
+from maxhydra.kernels.attention.mosaic.parts import ROWS, WORKERS
 from maxhydra.kernels.attention.request import Request
 
 # Queries of a tile.
