@@ -11,8 +11,9 @@ import shutil
 import sys
 from pathlib import Path
 
-import compiling
 import pytest
+
+from tests import compiling
 
 COMPILED = compiling.begin()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-import compiling
 import numpy as np
 import orbax.checkpoint as ocp
 
 from maxhydra.config.metrics import LOGGED
+from tests import compiling
 
 ROOT = Path(__file__).parent.parent
 

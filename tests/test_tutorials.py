@@ -5,9 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import compiling
 import pytest
 from running import ROOT, environment
+
+from tests import compiling
 
 BLOCK = re.compile(r"^```console(?: exit=(\d+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if BLOCK.search(page.read_text())]
