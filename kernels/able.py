@@ -37,4 +37,4 @@ class Able(Generic[Call]):
 
     def needs(self, call: Call) -> tuple[tuple[bool, str], ...]:
         """What else must be met, and what to say where it is not."""
-        raise NotImplementedError
+        return ()

@@ -9,6 +9,13 @@ from maxhydra.config.delta import Delta, DeltaBackend
 from maxhydra.config.embedding import Embedding, EmbeddingScale, Positions
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.feedforward import Activation, Mlp, MlpKind
+from maxhydra.config.kernels import (
+    AttentionBackend,
+    FusedProductBackend,
+    GroupedMatmulBackend,
+    ModelKernels,
+    Projection,
+)
 from maxhydra.config.mla import Indexer, Mla
 from maxhydra.config.moe import Gate, GroupScore, Moe, Router, RouterScores, Scaled, Shared
 from maxhydra.config.mtp import Mtp
@@ -28,13 +35,13 @@ __all__ = [
     "Embedding",
     "EmbeddingScale",
     "FeedForward",
+    "FusedProductBackend",
     "Gate",
     "GroupScore",
     "GroupedMatmulBackend",
     "Head",
     "Indexer",
     "Kind",
-    "LinearCrossEntropyBackend",
     "Mixer",
     "Mla",
     "Mlp",
@@ -52,10 +59,8 @@ __all__ = [
     "QkNorm",
     "Remat",
     "RematPolicy",
-    "RmsNormBackend",
     "Rope",
     "RopeKind",
-    "RotatedHeadsBackend",
     "Router",
     "RouterScores",
     "Scaled",
@@ -81,56 +86,6 @@ class RematPolicy(Enum):
     full = "full"
     minimal = "minimal"
     custom = "custom"
-
-
-class AttentionBackend(Enum):
-    auto = "auto"
-    reference = "reference"
-    xla = "xla"
-    cudnn = "cudnn"
-    mosaic = "mosaic"
-    triton = "triton"
-    splash = "splash"
-
-
-class GroupedMatmulBackend(Enum):
-    auto = "auto"
-    reference = "reference"
-    xla = "xla"
-    triton = "triton"
-    megablox = "megablox"
-
-
-class RmsNormBackend(Enum):
-    auto = "auto"
-    reference = "reference"
-    xla = "xla"
-    triton = "triton"
-
-
-class RotatedHeadsBackend(Enum):
-    auto = "auto"
-    reference = "reference"
-    xla = "xla"
-    triton = "triton"
-
-
-class LinearCrossEntropyBackend(Enum):
-    auto = "auto"
-    reference = "reference"
-    xla = "xla"
-    triton = "triton"
-
-
-class Projection(Enum):
-    plain = "plain"
-    outputs_first = "outputs_first"
-    joined = "joined"
-
-
-class FusedProductBackend(Enum):
-    auto = "auto"
-    none = "none"
 
 
 class Norm(Enum):
@@ -251,30 +206,6 @@ class Remat(Schema):
 
 
 ACTIVATIONS = ("query", "key", "value", "context", "attention_out", "mlp_gate", "mlp_up", "mlp_out")
-
-
-@schema
-class ModelKernels(Schema):
-    """Which implementation serves each operation; a backend named here that cannot serve is an error."""
-
-    attention: AttentionBackend = AttentionBackend.auto
-    """auto takes the fastest that supports the request."""
-    grouped_matmul: GroupedMatmulBackend = GroupedMatmulBackend.auto
-    """Products of tokens with the experts they were given to; auto as for attention."""
-    rms_norm: RmsNormBackend = RmsNormBackend.auto
-    """Norms before attention and feed-forward, with the gradient of the stream beside them; auto as for attention."""
-    rotated_heads: RotatedHeadsBackend = RotatedHeadsBackend.auto
-    """Query, key and value out of one product with rotary positions, in training; auto as for attention."""
-    linear_cross_entropy: LinearCrossEntropyBackend = LinearCrossEntropyBackend.auto
-    """The head and the loss of its logits in training; auto as for attention."""
-    delta: DeltaBackend = DeltaBackend.auto
-    """chunked, on TPUs with a kernel (pallas_tpu), or the reference, token by token; auto as for attention."""
-    fused_product: FusedProductBackend = FusedProductBackend.auto
-    """To decode on one GPU: norm, gate and residual on the way of the products that they stand around, or (none) each
-    for itself."""
-    projection: Projection = Projection.plain
-    """Products with weights. outputs_first: for few rows on a CPU, joined: on a GPU, weights laid out for it; decoding
-    sets them there."""
 
 
 @schema

@@ -1,0 +1,68 @@
+"""Which implementation serves each operation of a model."""
+
+from enum import Enum
+
+from maxhydra.config.declare import Schema, schema
+from maxhydra.config.delta import DeltaBackend
+
+
+class AttentionBackend(Enum):
+    auto = "auto"
+    reference = "reference"
+    xla = "xla"
+    cudnn = "cudnn"
+    mosaic = "mosaic"
+    triton = "triton"
+    splash = "splash"
+
+
+class GroupedMatmulBackend(Enum):
+    auto = "auto"
+    reference = "reference"
+    xla = "xla"
+    triton = "triton"
+    megablox = "megablox"
+
+
+class TritonBackend(Enum):
+    """Of operations that have no more than one kernel."""
+
+    auto = "auto"
+    reference = "reference"
+    xla = "xla"
+    triton = "triton"
+
+
+class Projection(Enum):
+    plain = "plain"
+    outputs_first = "outputs_first"
+    joined = "joined"
+
+
+class FusedProductBackend(Enum):
+    auto = "auto"
+    none = "none"
+
+
+@schema
+class ModelKernels(Schema):
+    """Which implementation serves each operation; a backend named here that cannot serve is an error."""
+
+    attention: AttentionBackend = AttentionBackend.auto
+    """auto takes the fastest that supports the request."""
+    grouped_matmul: GroupedMatmulBackend = GroupedMatmulBackend.auto
+    """Products of tokens with the experts they were given to; auto as for attention."""
+    rms_norm: TritonBackend = TritonBackend.auto
+    """Norms before attention and feed-forward, with the gradient of the stream beside them; auto as for attention."""
+    rotated_heads: TritonBackend = TritonBackend.auto
+    """Query, key and value out of one product with rotary positions, in training; auto as for attention."""
+    linear_cross_entropy: TritonBackend = TritonBackend.auto
+    """The head and the loss of its logits in training; auto as for attention."""
+    delta: DeltaBackend = DeltaBackend.auto
+    """chunked, on TPUs with a kernel (pallas_tpu), or the reference, token by token; auto as for attention."""
+    fused_product: FusedProductBackend = FusedProductBackend.auto
+    """To decode on one GPU: norm, gate and residual on the way of the products that they stand around, or (none) each
+    for itself."""
+    projection: Projection = Projection.plain
+    """Products with weights. outputs_first: for few rows on a CPU, joined: on a GPU, weights laid out for it; decoding
+    sets them there."""
