@@ -81,7 +81,8 @@ class Backend:
             (call.platform in self.platforms, f"runs on {_either(self.platforms)}, not {call.platform}"),
             (
                 self.capabilities is None or call.capability in self.capabilities,
-                f"needs a GPU of compute capability {_either(self.capabilities or ())}, not {call.capability}",
+                f"needs a GPU of compute capability {_either(self.capabilities or ())}, "
+                f"not {call.capability or call.platform}",
             ),
             (call.dtype in self.dtypes, f"takes {_either(self.dtypes)}, not {call.dtype}"),
             (
