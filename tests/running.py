@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -14,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from maxhydra.config.metrics import LOGGED
-from tests import compiling
+from tests import compiling, warm
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,7 +39,8 @@ SMALL = [
 
 def environment(devices: int = 1, **extra: str) -> dict[str, str]:
     """A clean environment with so many simulated devices."""
-    keep = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_", "SLURM_"))}
+    left = ("XLA_", "JAX_", "SLURM_", "PYTHONDONTWRITEBYTECODE")
+    keep = {name: value for name, value in os.environ.items() if not name.startswith(left)}
     own = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": compiling.flags(devices)}
     return {**keep, **compiling.kept(), **own, **extra}
 
@@ -50,9 +52,19 @@ def command(*overrides: str) -> list[str]:
 def run(
     *overrides: str, cwd: Path, devices: int = 1, timeout: float = 240, **extra: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*overrides), cwd=cwd, env=environment(devices, **extra), capture_output=True, text=True, timeout=timeout
-    )
+    assert not any(name.startswith("JAX_") for name in extra), "jax reads these when it is imported"
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors, open(os.devnull) as nothing:
+        code = warm.ask(
+            warm.server(),
+            overrides,
+            folder=str(cwd),
+            environment=environment(devices, **extra),
+            streams=[stream.fileno() for stream in (nothing, out, errors)],
+            timeout=timeout,
+        )
+        out.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(command(*overrides), code, out.read(), errors.read())
 
 
 def finished(*overrides: str, cwd: Path, devices: int = 1, **extra: str) -> subprocess.CompletedProcess[str]:
