@@ -1,8 +1,7 @@
 """A process that has imported what a run imports, and forks itself for each command.
 
 Half of a short run are imports, and the tests give hundreds of commands. A fork is a process like any other: it has the
-folder, the environment and the streams of the one who asks, and leaves by the usual way out. What a test is going to
-kill or to signal is started afresh instead, as `running.command` says it.
+folder, the environment and the streams of the one who asks, can be killed, and leaves by the usual way out.
 
     python -m tests.warm NUMBER                 serves a listening socket until the process that started it is gone
     python tests/warm.py SOCKET ARGUMENTS...    `maxhydra ARGUMENTS...`
@@ -50,30 +49,49 @@ def server() -> str:
     return address
 
 
-def ask(
-    address: str,
-    arguments: Sequence[str],
-    *,
-    folder: str,
-    environment: Mapping[str, str],
-    streams: Sequence[int] = STREAMS,
-    timeout: float | None = None,
-) -> int:
-    """Exit code of a command as subprocess tells it; TimeoutError where it takes longer, and then it is killed."""
-    request = {"arguments": list(arguments), "folder": folder, "environment": dict(environment)}
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(address)
-        socket.send_fds(connection, [b"\n"], list(streams))
-        connection.sendall(json.dumps(request).encode())
-        connection.shutdown(socket.SHUT_WR)
-        connection.settimeout(timeout)
-        with connection.makefile("r") as answers:
-            process = int(answers.readline())
+class Command:
+    """One that runs; what it leaves is in its folder and behind its streams."""
+
+    def __init__(
+        self,
+        address: str,
+        arguments: Sequence[str],
+        *,
+        folder: str,
+        environment: Mapping[str, str],
+        streams: Sequence[int] = STREAMS,
+    ):
+        request = {"arguments": list(arguments), "folder": folder, "environment": dict(environment)}
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(address)
+        socket.send_fds(self._connection, [b"\n"], list(streams))
+        self._connection.sendall(json.dumps(request).encode())
+        self._connection.shutdown(socket.SHUT_WR)
+        self.pid = int(self._line())
+
+    def runs(self) -> bool:
+        return not select.select([self._connection], [], [], 0)[0]
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code as subprocess tells it; TimeoutError where it takes longer, and then it is killed."""
+        self._connection.settimeout(timeout)
+        with self._connection:
             try:
-                return int(answers.readline())
+                return int(self._line())
             except TimeoutError:
-                os.kill(process, signal.SIGKILL)
+                self.kill()
                 raise
+
+    def _line(self) -> str:
+        """An answer. They come one by one, and nothing is read ahead of what is asked for."""
+        text = b""
+        while not text.endswith(b"\n"):
+            text += self._connection.recv(1) or b"\n"
+        return text.decode()
 
 
 def _serve(listener: socket.socket) -> dict[str, Any]:
@@ -134,4 +152,4 @@ if __name__ == "__main__":
         _import()
         _become(_serve(socket.socket(fileno=int(sys.argv[1]))))
     else:
-        sys.exit(ask(sys.argv[1], sys.argv[2:], folder=os.getcwd(), environment=os.environ))
+        sys.exit(Command(sys.argv[1], sys.argv[2:], folder=os.getcwd(), environment=os.environ).wait())
