@@ -55,7 +55,7 @@ def started(*overrides: str, cwd: Path, streams: Sequence[IO[str]], devices: int
     assert not any(name.startswith("JAX_") for name in extra), "jax reads these when it is imported"
     numbers = [stream.fileno() for stream in streams]
     given = environment(devices, **extra)
-    return warm.Command(warm.server(), overrides, folder=str(cwd), environment=given, streams=numbers)
+    return warm.Command(warm.server(compiling.PREFIX), overrides, folder=str(cwd), environment=given, streams=numbers)
 
 
 def silent(*overrides: str, cwd: Path, **extra: str) -> warm.Command:

@@ -27,7 +27,9 @@ def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     binaries = tmp_path / ".bin"
     binaries.mkdir()
     script = binaries / "maxhydra"
-    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I "{warm.__file__}" "{warm.server()}" "$@"\n')
+    script.write_text(
+        f'#!/bin/sh\nexec "{sys.executable}" -I "{warm.__file__}" "{warm.server(compiling.PREFIX)}" "$@"\n'
+    )
     script.chmod(0o755)
     env = environment()
     env["PATH"] = f"{binaries}:{Path(sys.executable).parent}:{env['PATH']}"

@@ -32,9 +32,9 @@ STREAMS = (0, 1, 2)
 
 
 @functools.cache
-def server() -> str:
-    """Where commands are taken; the first that asks starts it."""
-    folder = tempfile.mkdtemp(prefix="maxhydra-warm-")
+def server(prefix: str) -> str:
+    """Where commands are taken, in a folder of that name; the first that asks starts it."""
+    folder = tempfile.mkdtemp(prefix=prefix)
     address = f"{folder}/socket"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
