@@ -49,18 +49,21 @@ def misfits(call: Call, cut: Callable[[Call], Mapping[str, int]] | None) -> tupl
         return ()
     if cut is None:
         return ("has no tile whose sizes can be chosen",)
-    return tuple(f"cannot cut {whole} by {name}={size}" for name, size, whole in _uneven(call.sizes, cut(call)))
+    uneven = _uneven(call.sizes, cut(call))
+    return tuple(f"cannot cut {whole} by {name}={size}, which does not divide it" for name, size, whole in uneven)
 
 
 def _uneven(sizes: Sizes, cut: Mapping[str, int]) -> list[tuple[str, int, int]]:
     return [(name, size, cut[name]) for name, size in sizes if name in cut and cut[name] % size]
 
 
-def candidates(tried: Tried, cut: Mapping[str, int]) -> dict[str, list[dict[str, int]]]:
-    """Of each kernel of an operation, the sizes that are worth a trial and can be had."""
+def candidates(tried: Tried, measured: Any, cut: Mapping[str, int]) -> dict[str, list[dict[str, int]]]:
+    """Of each kernel of an operation, the sizes that are worth a trial beside those that were measured, and can be
+    had."""
     found: dict[str, list[dict[str, int]]] = {}
     for kernel, tiles in tried.items():
         own = {name.rpartition(".")[2]: whole for name, whole in cut.items() if name.rpartition(".")[0] == kernel}
-        sizes = [tile._asdict() for tile in tiles]
+        known = getattr(measured, kernel) if kernel else measured
+        sizes = [tile._asdict() for tile in tiles if tile != known]
         found[kernel] = [one for one in sizes if not _uneven(tuple(one.items()), own)]
     return found

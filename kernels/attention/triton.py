@@ -83,7 +83,8 @@ def tried(head_dim: int, length: int) -> dict[str, list[dict[str, int]]]:
     """Sizes to try for each kernel; none for heads that it does not take."""
     if head_dim not in BLOCKS:
         return {}
-    return candidates(dict.fromkeys(Blocks._fields, TRIED_LARGE if head_dim >= LARGE else TRIED), cut(length))
+    blocks = TRIED_LARGE if head_dim >= LARGE else TRIED
+    return candidates(dict.fromkeys(Blocks._fields, blocks), BLOCKS[head_dim], cut(length))
 
 
 def attention(

@@ -77,7 +77,7 @@ def cut(rows: int, inputs: int, outputs: int) -> dict[str, int]:
 
 def tried(rows: int, inputs: int, outputs: int) -> dict[str, list[dict[str, int]]]:
     """Sizes to try for each kernel."""
-    return candidates({"products": TRIED, "sums": TRIED}, cut(rows, inputs, outputs))
+    return candidates({"products": TRIED, "sums": TRIED}, MEASURED, cut(rows, inputs, outputs))
 
 
 def grouped_matmul(

@@ -54,7 +54,7 @@ def cut(vocabulary: int) -> dict[str, int]:
 
 def tried(vocabulary: int) -> dict[str, list[dict[str, int]]]:
     """Sizes to try."""
-    return candidates({"": TRIED}, cut(vocabulary))
+    return candidates({"": TRIED}, MEASURED, cut(vocabulary))
 
 
 def _largest(vocabulary: int) -> int:

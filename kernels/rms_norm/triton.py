@@ -65,7 +65,7 @@ def cut(rows: int) -> dict[str, int]:
 
 def tried(rows: int) -> dict[str, list[dict[str, int]]]:
     """Sizes to try for each kernel."""
-    return candidates(TRIED, cut(rows))
+    return candidates(TRIED, MEASURED, cut(rows))
 
 
 def rms_norm(

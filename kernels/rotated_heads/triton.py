@@ -59,7 +59,7 @@ def cut(tokens: int) -> dict[str, int]:
 
 def tried(tokens: int) -> dict[str, list[dict[str, int]]]:
     """Sizes to try."""
-    return candidates({"": TRIED}, cut(tokens))
+    return candidates({"": TRIED}, MEASURED, cut(tokens))
 
 
 def rotated_heads(
