@@ -24,7 +24,7 @@ def closing_sample(config: Config, states: StateDef, ending: Ending) -> dict[str
     if not config.train.sample.tokens or ending.status != "finished":
         return {}
     # A backend or a tile that is named is for training, and few tokens with a cache are another call.
-    freely = dataclasses.replace(states.model.config, kernels=ModelKernels())
+    freely = dataclasses.replace(states.model.config, kernels=ModelKernels())  # type: ignore[call-arg]
     text = write_sample(
         dataclasses.replace(states.model, config=freely),
         ending.state.weights,
