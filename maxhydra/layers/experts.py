@@ -20,6 +20,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
 from maxhydra.kernels.grouped_matmul import grouped_matmul
 from maxhydra.kernels.place import Place
@@ -82,6 +83,10 @@ class ExpertMap(nnx.Module):
     def __init__(self, name: str, shape: tuple[int, int], axes: tuple[str, str], *, spec: ExpertsSpec, make: Any):
         scale = spec.out_scale if name == "down" else spec.init_scale
         self.name, self.format = make.named(name)
+        if self.format is not None and self.format.rounds_inputs:
+            reason = f"{self.name} belongs to experts, whose products take them as they are"
+            hint = f"+quantization.besides.experts={{kind: {self.format.kind.value}, targets: [{self.name}]}}"
+            raise ConfigError(Problem("quantization.activations", reason, value="int8", accepted="compute", hint=hint))
         self.compute = spec.compute
         self.kernel = make.experts(name, spec.experts, shape, axes, std=scale * shape[0] ** -0.5)
         self.bias = make.zeros((spec.experts, shape[1]), ("experts", axes[1])) if spec.has_bias else None
