@@ -12,6 +12,7 @@ import jax
 from maxhydra.kernels.attention.blocks import Inputs
 from maxhydra.kernels.attention.mosaic.how import How, Tile, Tiles
 from maxhydra.kernels.attention.request import Request, Tokens
+from maxhydra.kernels.tile import Sizes, candidates, resized
 
 # Of the sequence length: two warpgroups' rows.
 LENGTH_MULTIPLE = 128
@@ -22,6 +23,27 @@ TILES = {
     128: Tiles(Tile(128, 2), Tile(64, 2)),
     256: Tiles(Tile(64, 2), None),
 }
+# Worth a trial for other masks and lengths; what shared memory does not hold fails as it is compiled.
+TRIED = {
+    "forward": (Tile(128, 2), Tile(128, 3), Tile(64, 3), Tile(64, 4)),
+    "backward": (Tile(64, 2), Tile(64, 3), Tile(128, 2)),
+}
+
+
+def cut(head_dim: int, length: int) -> dict[str, int]:
+    """What the sizes of the tiles must divide, by name; nothing of kernels that are not there."""
+    return {f"{kernel}.size": length for kernel in _kernels(head_dim)}
+
+
+def tried(head_dim: int, length: int) -> dict[str, list[dict[str, int]]]:
+    """Sizes to try for each kernel; none for heads that it does not take."""
+    there = {kernel: TRIED[kernel] for kernel in _kernels(head_dim)}
+    return candidates(there, TILES[head_dim], cut(head_dim, length)) if there else {}
+
+
+def _kernels(head_dim: int) -> list[str]:
+    tiles = TILES[head_dim]._asdict() if head_dim in TILES else {}
+    return [kernel for kernel, tile in tiles.items() if tile is not None]
 
 
 def attention(
@@ -33,11 +55,12 @@ def attention(
     sinks_N: jax.Array | None,
     *,
     tiles: Tiles | None = None,
+    sizes: Sizes = (),
 ) -> jax.Array:
     # Mosaic takes half a second to import, which no machine without such a GPU should wait for.
     from maxhydra.kernels.attention.mosaic.flash import attend  # noqa: PLC0415
 
-    how = How(request, tiles or TILES[q_BTNH.shape[3]], _processors())
+    how = How(request, resized(tiles or TILES[q_BTNH.shape[3]], sizes), _processors())
     inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)
     return attend(how, inputs)
 
