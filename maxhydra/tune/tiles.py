@@ -43,11 +43,8 @@ def _offered(config: Config) -> Iterator[tuple[str, str, Offered]]:
         yield "mosaic", "attention", mosaic.tried(head_dim, length)
         yield "triton", "attention", triton.tried(head_dim, length)
     for moe in [kind.moe for kind in used if kind.feed_forward is FeedForward.moe][:1]:
-        yield (
-            "triton",
-            "grouped_matmul",
-            grouped_matmul.tried(length * moe.top_k, model.emb_dim, moe.dim or model.mlp_dim),
-        )
+        rows, dim = length * moe.top_k, moe.dim or model.mlp_dim
+        yield "triton", "grouped_matmul", grouped_matmul.tried(rows, model.emb_dim, dim)
     yield "triton", "linear_cross_entropy", linear_cross_entropy.tried(model.vocab_size)
     if model.norm is not Norm.layer:
         yield "triton", "rms_norm", rms_norm.tried(length)
