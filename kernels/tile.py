@@ -49,16 +49,8 @@ def misfits(call: Call, cut: Callable[[Call], Mapping[str, int]] | None) -> tupl
         return ()
     if cut is None:
         return ("has no tile whose sizes can be chosen",)
-    wholes = cut(call)
-    there = {_kernel(name) for name in wholes}
-    absent = [f"has no kernel with {name}={size}" for name, size in call.sizes if _kernel(name) not in there]
-    uneven = _uneven(call.sizes, wholes)
-    return *absent, *(f"cannot cut {whole} by {name}={size}, which does not divide it" for name, size, whole in uneven)
-
-
-def _kernel(name: str) -> str:
-    """To which kernel of an operation a size belongs."""
-    return name.rpartition(".")[0]
+    uneven = _uneven(call.sizes, cut(call))
+    return tuple(f"cannot cut {whole} by {name}={size}, which does not divide it" for name, size, whole in uneven)
 
 
 def _uneven(sizes: Sizes, cut: Mapping[str, int]) -> list[tuple[str, int, int]]:
@@ -70,7 +62,7 @@ def candidates(tried: Tried, measured: Any, cut: Mapping[str, int]) -> dict[str,
     had."""
     found: dict[str, list[dict[str, int]]] = {}
     for kernel, tiles in tried.items():
-        own = {name.rpartition(".")[2]: whole for name, whole in cut.items() if _kernel(name) == kernel}
+        own = {name.rpartition(".")[2]: whole for name, whole in cut.items() if name.rpartition(".")[0] == kernel}
         known = getattr(measured, kernel) if kernel else measured
         sizes = [tile._asdict() for tile in tiles if tile != known]
         found[kernel] = [one for one in sizes if not _uneven(tuple(one.items()), own)]

@@ -57,20 +57,19 @@ class AttentionTile(Tile):
 
 @schema
 class StepTile(Tile):
-    """What a step of one of attention's kernels on Hopper takes."""
+    """What a step of attention on Hopper takes."""
 
     size: int | None = option(None, ge=64, le=128)
-    """Keys of a step forward, queries backward."""
+    """Keys of a step."""
     stages: int | None = option(None, ge=1, le=16)
     """Steps whose loads are on their way at a time."""
 
 
 @schema
 class HopperAttentionTile(Tile):
-    """The kernels of attention on Hopper; with heads of 256 there is none backward."""
+    """Attention on Hopper forward; backward, registers leave no choice."""
 
     forward: StepTile = section(StepTile)
-    backward: StepTile = section(StepTile)
 
 
 @schema

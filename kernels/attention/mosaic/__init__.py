@@ -23,27 +23,21 @@ TILES = {
     128: Tiles(Tile(128, 2), Tile(64, 2)),
     256: Tiles(Tile(64, 2), None),
 }
-# Worth a trial for other masks and lengths; what shared memory does not hold fails as it is compiled.
-TRIED = {
-    "forward": (Tile(128, 2), Tile(128, 3), Tile(64, 3), Tile(64, 4)),
-    "backward": (Tile(64, 2), Tile(64, 3), Tile(128, 2)),
-}
+# Forward, worth a trial for other masks and lengths; of heads of 256, shared memory holds no more. Backward, registers
+# and layouts leave no choice.
+TRIED = {64: (Tile(128, 2), Tile(64, 3), Tile(64, 4)), 128: (Tile(64, 3), Tile(64, 4)), 256: ()}
 
 
-def cut(head_dim: int, length: int) -> dict[str, int]:
-    """What the sizes of the tiles must divide, by name; nothing of kernels that are not there."""
-    return {f"{kernel}.size": length for kernel in _kernels(head_dim)}
+def cut(length: int) -> dict[str, int]:
+    """What the sizes of the tiles must divide, by name."""
+    return {"forward.size": length}
 
 
 def tried(head_dim: int, length: int) -> dict[str, list[dict[str, int]]]:
-    """Sizes to try for each kernel; none for heads that it does not take."""
-    there = {kernel: TRIED[kernel] for kernel in _kernels(head_dim)}
-    return candidates(there, TILES[head_dim], cut(head_dim, length)) if there else {}
-
-
-def _kernels(head_dim: int) -> list[str]:
-    tiles = TILES[head_dim]._asdict() if head_dim in TILES else {}
-    return [kernel for kernel, tile in tiles.items() if tile is not None]
+    """Sizes to try; none for heads that it does not take."""
+    if head_dim not in TILES:
+        return {}
+    return candidates({"forward": TRIED[head_dim]}, TILES[head_dim], cut(length))
 
 
 def attention(
