@@ -1,5 +1,6 @@
 """Sizes of tiles: what a config can ask for, that a training step is cut by it, and what can be tried."""
 
+import dataclasses
 from collections import namedtuple
 from collections.abc import Iterator
 from functools import reduce
@@ -16,6 +17,7 @@ from maxhydra.config.tasks.tune import TuneTask
 from maxhydra.config.tiles import MosaicTiles, Tiles, TritonTiles
 from maxhydra.config.validate import section_from
 from maxhydra.kernels import attention, grouped_matmul, linear_cross_entropy, rms_norm, rotated_heads
+from maxhydra.kernels.choice import UnsupportedError
 from maxhydra.kernels.tile import resized
 from maxhydra.runtime.options import hardware_options
 from maxhydra.sharding import Sharder, abstract_mesh
@@ -174,3 +176,13 @@ def test_no_tile_is_tried_that_is_known_or_does_not_divide() -> None:
         assert attention.triton.Block(**offered[0]) != getattr(attention.triton.BLOCKS[128], kernel)
     assert not attention.triton.tried(80, 4096) and not attention.mosaic.tried(80, 4096)
     assert {sizes["logits"] for sizes in linear_cross_entropy.triton.tried(5000)[""]} == {4096}
+
+
+def test_sizes_are_never_left_out() -> None:
+    """A backend without them refuses; auto takes one that has them, or says why none can."""
+    call = rms_norm.Call(platform="gpu", devices=1, dtype="bfloat16", rows=512, dim=256, sizes=(("forward.rows", 2),))
+    assert rms_norm.choose("auto", call) == "triton"
+    with pytest.raises(UnsupportedError, match="has no tile whose sizes can be chosen"):
+        rms_norm.choose("xla", call)
+    with pytest.raises(UnsupportedError, match=r"triton runs on gpu, not cpu; xla has no tile"):
+        rms_norm.choose("auto", dataclasses.replace(call, platform="cpu"))
