@@ -97,7 +97,7 @@ def compile_step(training: Training, config: Config, example: Mapping[str, Any])
 def trace_step(states: StateDef, loss: LossFn, train: Train, example: Mapping[str, Any]) -> jax.stages.Traced:
     """The step on its way to the compiler, for the devices of the states' mesh."""
     step = jax.jit(
-        make_step(loss, states.optimizer, train, states.model.settled),
+        make_step(loss, states.optimizer, train, states.model.settled, states.model.cast),
         donate_argnums=0,
         out_shardings=(states.shardings(), None),
     )

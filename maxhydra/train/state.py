@@ -11,6 +11,7 @@ from maxhydra import model, optim
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.adapter import AdapterKind
 from maxhydra.config.quantization import QAT, TO_KEEP, TO_TRAIN
+from maxhydra.kernels.place import Place
 from maxhydra.model import ModelDef, join, remembered, split
 from maxhydra.optim import Optimizer, state_axes
 from maxhydra.sharding import Sharder
@@ -172,5 +173,6 @@ def plan_states(config: Config, sharder: Sharder, *, beside: Mapping[str, Tree] 
         shapes=shapes,
         axes=axes,
         is_written_out=decoder.is_written_out,
+        place=Place(sharder.platform, sharder.mesh, None, None, None),
     )
     return StateDef(decoder, optimizer, sharder, beside or {})
