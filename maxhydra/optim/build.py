@@ -83,7 +83,7 @@ def build(
     is_trained = jax.tree.map(lambda label: label == "trained", labels)
     norm = Norm(is_trained=is_trained, is_apart=is_apart)
     in_place = plan(
-        config, shapes, is_apart=is_apart, decays=decayed, is_trained=is_trained, place=place or Place.here()
+        config, shapes, is_apart=is_apart, is_decayed=decayed, is_trained=is_trained, place=place or Place.here()
     )
     return Optimizer(_descend(inner, learning_rate, norm, config.clip_norm), learning_rate, norm, in_place)
 

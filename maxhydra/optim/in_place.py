@@ -21,6 +21,8 @@ from maxhydra.optim.parameters import own_keys
 
 Tree = Any
 Keys = jax.tree_util.KeyPath
+# The backend that is worth leaving optax's path for.
+KERNEL = "triton"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,7 @@ class InPlace:
 
     leaves: Mapping[Keys, Leaf] = dataclasses.field(default_factory=dict)
     clip_norm: float | None = None
+    backend: str = KERNEL
 
     def rest(self, tree: Tree) -> Tree:
         """A tree with nothing in the places of these weights, over which an optimizer may go as ever."""
@@ -95,7 +98,7 @@ class InPlace:
             apply=measured.apply,
         )
         parts = [grad[i] for i in range(leaf.parts)] if leaf.parts > 1 else [grad]
-        return BACKENDS["triton"].run(held, parts, now, leaf.rule)
+        return BACKENDS[self.backend].run(held, parts, now, leaf.rule)
 
 
 def _role(path: Keys, keys: Keys) -> str:
@@ -104,27 +107,25 @@ def _role(path: Keys, keys: Keys) -> str:
 
 
 def plan(
-    config: OptimizerConfig, shapes: Tree, *, is_apart: Tree, decays: Tree, is_trained: Tree, place: Place
+    config: OptimizerConfig, shapes: Tree, *, is_apart: Tree, is_decayed: Tree, is_trained: Tree, place: Place
 ) -> InPlace:
-    """The weights that the kernel can update. The trees say of each whether its layers' gradients come one by one,
-    whether it decays, and whether it is trained."""
+    """The weights that the kernel can update. The trees say of each whether the gradients of its layers come one by
+    one, whether it decays, and whether it is trained."""
     if config.kind is not OptimizerKind.adamw or config.backend is UpdateBackend.xla:
         return InPlace()
     assert config.b1 is not None and config.b2 is not None and config.eps is not None
-    leaves, refusals = {}, {}
-    flags = zip(*map(jax.tree.leaves, (is_apart, decays, is_trained)), strict=True)
-    for (keys, shape), (apart, decayed, trained) in zip(
-        jax.tree_util.tree_leaves_with_path(shapes), flags, strict=True
-    ):
+    leaves, reasons = {}, {}
+    flags = map(jax.tree.leaves, (is_apart, is_decayed, is_trained))
+    of_each = zip(jax.tree_util.tree_leaves_with_path(shapes), *flags, strict=True)
+    for (keys, shape), apart, decayed, trained in of_each:
         parts = shape.shape[0] if apart else 1
         call = Call(
             platform=place.platform, devices=place.devices, dtype=shape.dtype.name, size=shape.size, parts=parts
         )
-        refusals[shape.size] = BACKENDS["triton"].refusals(call)
-        if trained and not refusals[shape.size]:
-            rule = Rule(config.b1, config.b2, config.eps, config.weight_decay if decayed else 0.0)
-            leaves[keys] = Leaf(rule, parts)
+        reasons[shape.size] = BACKENDS[KERNEL].refusals(call)
+        if trained and not reasons[shape.size]:
+            leaves[keys] = Leaf(Rule(config.b1, config.b2, config.eps, config.weight_decay * decayed), parts)
     if config.backend is UpdateBackend.triton and not leaves:
-        reason = f"cannot update any of the weights: {'; '.join(refusals[max(refusals)])}"
-        raise ConfigError(Problem("optimizer.backend", reason, value="triton", accepted="auto, xla"))
+        reason = f"cannot update any of the weights: {'; '.join(reasons[max(reasons)])}"
+        raise ConfigError(Problem("optimizer.backend", reason, value=KERNEL, accepted="auto, xla"))
     return InPlace(leaves, config.clip_norm)

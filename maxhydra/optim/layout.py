@@ -15,7 +15,8 @@ Tree = Any
 def state_axes(optimizer: Optimizer, shapes: Tree, axes: Tree) -> Tree:
     """A tree with the structure of `transform.init`'s result and the axes of each leaf in its place.
 
-    A moment has its parameter's axes; a factored one those of the dimensions it keeps; counts and constants are whole everywhere.
+    A moment has its parameter's axes; a factored one those of the dimensions it keeps; counts and constants are whole
+    everywhere.
     """
     state = jax.eval_shape(optimizer.transform.init, shapes)
     by_keys = {
