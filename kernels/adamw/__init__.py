@@ -1,7 +1,6 @@
-"""The update of AdamW in one pass over weights, moments and gradients.
+"""The update of AdamW in one pass over weights, moments and gradients. BACKENDS says what serves what.
 
-`adamw` is the one way in. BACKENDS says what serves what, fastest first: `auto` takes the first that serves the call,
-and a backend that was asked for by name and cannot is an error.
+What none of the kernels serves is updated by optax (maxhydra/optim), whose arithmetic XLA makes kernels of.
 """
 
 import dataclasses
@@ -12,9 +11,8 @@ import jax
 from maxhydra.kernels.able import Able, Asked
 from maxhydra.kernels.adamw import reference, triton
 from maxhydra.kernels.adamw.rule import Held, Now, Rule
-from maxhydra.kernels.choice import UnsupportedError, chosen
 
-__all__ = ["BACKENDS", "Backend", "Call", "Held", "Now", "Rule", "UnsupportedError", "adamw", "choose"]
+__all__ = ["BACKENDS", "Backend", "Call", "Held", "Now", "Rule"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +24,8 @@ class Call(Asked):
 
 
 class Run(Protocol):
+    """What is held after a step, given the gradients of its parts in order."""
+
     def __call__(self, held: Held, grads: list[jax.Array], now: Now, rule: Rule) -> Held: ...
 
 
@@ -59,16 +59,5 @@ BACKENDS: dict[str, Backend] = {
         max_size=triton.LARGEST,
         part_multiple=triton.MULTIPLE,
     ),
-    "xla": Backend(run=reference.adamw),
     "reference": Backend(run=reference.adamw),
 }
-
-
-def choose(backend: str, call: Call) -> str:
-    """The backend that serves the call: the one asked for, or under `auto` the fastest that can."""
-    return chosen("adamw", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
-
-
-def adamw(held: Held, grads: list[jax.Array], now: Now, rule: Rule, *, backend: str) -> Held:
-    """What is held after a step, given the gradients of its parts in order; `backend`: as `choose` names it."""
-    return BACKENDS[backend].run(held, grads, now, rule)
