@@ -8,13 +8,14 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from typing import Any
 
 import jax
 
 from maxhydra.config import Config
+from maxhydra.config.hardware import Platform
 from maxhydra.config.run import Train
 from maxhydra.data import BatchSpec
 from maxhydra.model import flops_per_token, parameter_counts
@@ -60,6 +61,10 @@ def train(training: Training, config: Config, *, run: RunDirectory, machine: Mac
         example = training.batches.peek()
         # The step compiles while the weights are made or read: on a small model either takes as long as the other.
         compiling = stack.enter_context(ThreadPoolExecutor(1)).submit(compile_step, training, config, example)
+        if machine.hardware.platform is Platform.gpu:
+            # There the compiler tries kernels on arrays as large as those of the step, and weights that are made
+            # meanwhile would come to lie behind them, in the middle of what is free afterwards.
+            wait([compiling])
         start = begin(
             training.states,
             run.checkpoints,
