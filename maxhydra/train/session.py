@@ -28,6 +28,7 @@ from maxhydra.train.loop import Ending, Parts, fit
 from maxhydra.train.meter import Meter, Work
 from maxhydra.train.objective import Evaluate
 from maxhydra.train.progress import open_progress
+from maxhydra.train.room import room_for_small_arrays
 from maxhydra.train.source import Batches
 from maxhydra.train.start import Start, begin
 from maxhydra.train.state import StateDef, Tree
@@ -65,14 +66,15 @@ def train(training: Training, config: Config, *, run: RunDirectory, machine: Mac
             # There the compiler tries kernels on arrays as large as those of the step, and weights that are made
             # meanwhile would come to lie behind them, in the middle of what is free afterwards.
             wait([compiling])
-        start = begin(
-            training.states,
-            run.checkpoints,
-            config.checkpoint,
-            training.batches,
-            seed=config.run.seed,
-            initial=training.initial,
-        )
+        with room_for_small_arrays(training.states.sharder):
+            start = begin(
+                training.states,
+                run.checkpoints,
+                config.checkpoint,
+                training.batches,
+                seed=config.run.seed,
+                initial=training.initial,
+            )
         parameters, trained = parameter_counts(training.states.model)
         log.info("%s", "; ".join(machine.notes))
         of_them = "" if trained == parameters else f", {trained:,} of them trained"
