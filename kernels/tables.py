@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.kernels import (
-    adamw,
     attention,
     gated_delta,
     grouped_matmul,
@@ -26,7 +25,6 @@ OPERATIONS: dict[str, Mapping[str, Any]] = {
     "rms_norm": rms_norm.BACKENDS,
     "rotated_heads": rotated_heads.BACKENDS,
     "linear_cross_entropy": linear_cross_entropy.BACKENDS,
-    "adamw": adamw.BACKENDS,
 }
 # What stands between the marks of an operation.
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

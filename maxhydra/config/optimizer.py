@@ -29,12 +29,6 @@ class DecayStyle(Enum):
     cosine = "cosine"
 
 
-class UpdateBackend(Enum):
-    auto = "auto"
-    xla = "xla"
-    triton = "triton"
-
-
 @schema
 class Schedule(Schema):
     """Learning rate over the run: warm up, then the kind's shape."""
@@ -101,14 +95,8 @@ class Optimizer(Schema):
     """adafactor: matrices whose two largest sides reach this are factored."""
     mu_dtype: Dtype | None = None
     """Number format of the first moment. null: that of the weights."""
-    backend: UpdateBackend = UpdateBackend.auto
-    """Large weights are updated in one pass by a kernel (triton: adamw on one GPU), or as XLA makes of it; auto takes
-    the kernel where it can."""
 
     def check(self) -> Iterator[Problem]:
-        if self.backend is UpdateBackend.triton and self.kind is not OptimizerKind.adamw:
-            reason = f"has a kernel for kind=adamw alone, not {self.kind.value}"
-            yield Problem("backend", reason, value="triton", accepted="auto, xla")
         specific = sorted({field for fields in USES.values() for field in fields})
         yield from _used(self, "optimizer", {field: field in USES[self.kind] for field in specific})
 

@@ -17,9 +17,7 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from maxhydra.config.optimizer import Optimizer as OptimizerConfig
 from maxhydra.config.optimizer import OptimizerKind
 from maxhydra.config.patterns import matches
-from maxhydra.kernels.place import Place
 from maxhydra.optim.adafactor import scale_by_adafactor
-from maxhydra.optim.in_place import InPlace, plan
 from maxhydra.optim.norm import Norm, clipped
 from maxhydra.optim.parameters import Sides, axes_by_path, check_patterns, is_stacked, is_table, path_of, paths, sides
 from maxhydra.optim.schedule import Schedule, schedule
@@ -44,35 +42,25 @@ class Optimizer:
     """`transform` turns gradients into updates to add; `schedule(applied)` is the learning rate of the next one.
 
     `norm` is that of gradients, by which the transformation clips them; who has it at hand already may give it to
-    `update` as `norm`. `in_place` updates some of the weights, and leaves the others to the transformation.
+    `update` as `norm`.
     """
 
     transform: optax.GradientTransformation
     schedule: Schedule
     norm: Callable[[Tree], jax.Array] = optax.tree.norm
-    in_place: InPlace = dataclasses.field(default_factory=InPlace)
 
 
-def build(
-    config: OptimizerConfig,
-    *,
-    steps: int,
-    shapes: Tree,
-    axes: Tree,
-    is_written_out: bool = False,
-    place: Place | None = None,
-) -> Optimizer:
+def build(config: OptimizerConfig, *, steps: int, shapes: Tree, axes: Tree, is_written_out: bool = False) -> Optimizer:
     """The optimizer of parameters with these shapes and logical axes, over a run of `steps` steps.
 
-    is_written_out: gradients of stacked layers are made layer by layer, in no loop. place: where they are; None is one
-    device of the platform that JAX runs on.
+    is_written_out: gradients of stacked layers are made layer by layer, in no loop.
     """
     names = paths(shapes)
     check_patterns(config.trainable, config.no_decay, jax.tree.leaves(names))
     own_axes = axes_by_path(axes)
     trained = [("scale", _SCALINGS[config.kind](config, own_axes))]
-    decayed = jax.tree.map(lambda path: not matches(config.no_decay, path), names)
     if config.weight_decay > 0:
+        decayed = jax.tree.map(lambda path: not matches(config.no_decay, path), names)
         trained.append(("decay", optax.add_decayed_weights(config.weight_decay, mask=decayed)))
     labels = jax.tree.map(lambda path: "trained" if matches(config.trainable, path) else "frozen", names)
     inner = optax.partition({"trained": optax.named_chain(*trained), "frozen": optax.set_to_zero()}, labels)
@@ -80,12 +68,8 @@ def build(
     is_apart = jax.tree.map(
         lambda path: is_written_out and len(own_axes[path]) > 2 and is_stacked(own_axes[path]), names
     )
-    is_trained = jax.tree.map(lambda label: label == "trained", labels)
-    norm = Norm(is_trained=is_trained, is_apart=is_apart)
-    in_place = plan(
-        config, shapes, is_apart=is_apart, is_decayed=decayed, is_trained=is_trained, place=place or Place.here()
-    )
-    return Optimizer(_descend(inner, learning_rate, norm, config.clip_norm), learning_rate, norm, in_place)
+    norm = Norm(is_trained=jax.tree.map(lambda label: label == "trained", labels), is_apart=is_apart)
+    return Optimizer(_descend(inner, learning_rate, norm, config.clip_norm), learning_rate, norm)
 
 
 def _descend(

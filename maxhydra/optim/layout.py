@@ -6,7 +6,7 @@ import jax
 
 from maxhydra.optim.adafactor import Factored
 from maxhydra.optim.build import Optimizer
-from maxhydra.optim.parameters import own_keys, path_of, sides
+from maxhydra.optim.parameters import path_of, sides
 from maxhydra.sharding import LogicalAxes, is_axes
 
 Tree = Any
@@ -15,8 +15,8 @@ Tree = Any
 def state_axes(optimizer: Optimizer, shapes: Tree, axes: Tree) -> Tree:
     """A tree with the structure of `transform.init`'s result and the axes of each leaf in its place.
 
-    A moment has its parameter's axes; a factored one those of the dimensions it keeps; counts and constants are whole
-    everywhere.
+    Every tree of moments repeats the parameters' keys, so the end of a leaf's path names its parameter. A moment has
+    its parameter's axes; a factored one those of the dimensions it keeps; counts and constants are whole everywhere.
     """
     state = jax.eval_shape(optimizer.transform.init, shapes)
     by_keys = {
@@ -25,10 +25,10 @@ def state_axes(optimizer: Optimizer, shapes: Tree, axes: Tree) -> Tree:
     whole = {path_of(keys): leaf.shape for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
 
     def name(keys: jax.tree_util.KeyPath, leaf: Any) -> LogicalAxes | Factored:
-        own = own_keys(keys, by_keys)
-        if own is None:
+        parameter = next((by_keys[keys[i:]] for i in range(len(keys)) if keys[i:] in by_keys), None)
+        if parameter is None:
             return (None,) * len(leaf.shape)
-        path, names = by_keys[own]
+        path, names = parameter
         if isinstance(leaf, Factored):
             return _factored(names)
         if leaf.shape != whole[path]:

@@ -41,8 +41,3 @@ def _by_layer(stack: jax.Array) -> jax.Array:
 def clipped(grads: Tree, norm: jax.Array, limit: float) -> Tree:
     """The gradients, scaled down to a norm of `limit` where theirs is larger (Pascanu et al., 2012)."""
     return jax.tree.map(lambda g: jnp.where(norm < limit, g, (g / norm) * limit), grads)
-
-
-def clip_scale(norm: jax.Array, limit: float | None) -> jax.Array:
-    """What gradients are multiplied with to be so clipped. No limit: one."""
-    return jnp.ones(()) if limit is None else jnp.where(norm < limit, 1.0, limit / norm)

@@ -7,7 +7,7 @@ shapes do not.
 
 import dataclasses
 import difflib
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -62,11 +62,6 @@ def is_table(axes: LogicalAxes) -> bool:
 def path_of(keys: jax.tree_util.KeyPath) -> str:
     """`pattern/0/attention/query/kernel`."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
-
-
-def own_keys(path: jax.tree_util.KeyPath, known: Container[jax.tree_util.KeyPath]) -> jax.tree_util.KeyPath | None:
-    """The keys of the parameter that a leaf belongs to: trees of moments repeat them, so that they end its path."""
-    return next((path[i:] for i in range(len(path)) if path[i:] in known), None)
 
 
 def paths(tree: Tree) -> Tree:

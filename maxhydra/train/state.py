@@ -11,7 +11,6 @@ from maxhydra import model, optim
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.adapter import AdapterKind
 from maxhydra.config.quantization import QAT, TO_KEEP, TO_TRAIN
-from maxhydra.kernels.place import Place
 from maxhydra.model import ModelDef, join, remembered, split
 from maxhydra.optim import Optimizer, state_axes
 from maxhydra.sharding import Sharder
@@ -174,6 +173,5 @@ def plan_states(config: Config, sharder: Sharder, *, beside: Mapping[str, Tree] 
         axes=axes,
         # Micro-batches are a loop, which adds up whole stacks.
         is_written_out=decoder.is_written_out and config.train.grad_accum == 1,
-        place=Place(sharder.platform, sharder.mesh, None, None, None),
     )
     return StateDef(decoder, optimizer, sharder, beside or {})

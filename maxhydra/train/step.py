@@ -9,7 +9,7 @@ import optax
 
 from maxhydra.config.run import Nonfinite, Spike, Train
 from maxhydra.model import join
-from maxhydra.optim import Measured, Optimizer
+from maxhydra.optim import Optimizer
 from maxhydra.train.loss import Sums
 from maxhydra.train.sides import TOLD, load_metrics
 from maxhydra.train.state import Guard, TrainState
@@ -57,7 +57,9 @@ def make_step(
         told = sums.pop(TOLD, {})
         weight = _weight(sums)
         means = {name: total / weight for name, total in sums.items() if name not in ("weight", "nll")}
+        # Before the division, while the gradients of layers that are written out are arrays of their own.
         grad_norm = optimizer.norm(grads) / weight
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
 
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
         for leaf in jax.tree.leaves(seen):
@@ -68,12 +70,13 @@ def make_step(
         # Without any gradient nothing was learned, and weight decay and momentum alone would move the weights.
         apply = finite & ~halted & ~_is_spike(state.guard, observed, train.spike) & (grad_norm > 0)
 
-        applied = state.step - state.guard.skipped
-        learning_rate = optimizer.schedule(applied)
         with jax.named_scope("update"):
-            measured = Measured(weight, grad_norm, applied, learning_rate, apply)
-            params, opt_state = _updated(state, grads, told, measured, optimizer, settle)
-            history = _select(apply)(jax.tree.map(_remembering, state.history, seen), state.history)
+            transform = optax.with_extra_args_support(optimizer.transform)
+            updates, opt_state = transform.update(grads, state.opt_state, state.params, norm=grad_norm)
+            params = settle(optax.apply_updates(state.params, updates), state.params, told)
+            history = jax.tree.map(_remembering, state.history, seen)
+            new, old = (params, opt_state, history), (state.params, state.opt_state, state.history)
+            params, opt_state, history = _select(apply)(new, old)
         new_state = TrainState(
             step=state.step + jnp.where(halted, 0, 1),
             params=params,
@@ -83,6 +86,7 @@ def make_step(
             guard=_observe(state.guard, observed, train.spike, apply=apply, halted=halted),
             history=history,
         )
+        learning_rate = optimizer.schedule(state.step - state.guard.skipped)
         metrics = {
             **means,
             **load_metrics(told),
@@ -93,22 +97,6 @@ def make_step(
         return new_state, {**metrics, "skipped": new_state.guard.skipped, "halted": new_state.guard.halted}
 
     return step
-
-
-def _updated(
-    state: TrainState, grads: Tree, told: Tree, measured: Measured, optimizer: Optimizer, settle: Settle
-) -> tuple[Tree, Tree]:
-    """Weights and the optimizer's state after the update, or as they were where it is not to be made."""
-    in_place = optimizer.in_place
-    before = {"weight": state.params, "state": state.opt_state}
-    old = in_place.rest(before)
-    wide = jax.tree.map(lambda g: g.astype(jnp.float32) / measured.weight, in_place.rest(grads))
-    transform = optax.with_extra_args_support(optimizer.transform)
-    updates, opt_state = transform.update(wide, old["state"], old["weight"], norm=measured.norm)
-    params = settle(optax.apply_updates(old["weight"], updates), old["weight"], told)
-    rest = _select(measured.apply)({"weight": params, "state": opt_state}, old)
-    new = in_place.filled(rest, before, grads, measured)
-    return new["weight"], new["state"]
 
 
 def _gradients(
