@@ -16,12 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax.lax import DotAlgorithmPreset as Algorithm
 
+from maxhydra.kernels.gated_delta.chunked import CHUNK
 from maxhydra.kernels.gated_delta.request import Inputs
 from maxhydra.kernels.gated_delta.triton import gradients, scan
-from maxhydra.kernels.gated_delta.triton.parts import CHUNK, How, Tile, Tiles
+from maxhydra.kernels.gated_delta.triton.parts import How, Tile, Tiles
 from maxhydra.kernels.gated_delta.triton.systems import Tokens, systems
 
 Pair = tuple[jax.Array, jax.Array]
+
+# Powers of two that the matrix unit takes, up to those whose states fit beside everything else.
+HEAD_DIMS = (16, 32, 64, 128)
 
 HOW = {
     "bfloat16": How(
@@ -45,19 +49,25 @@ def gated_delta(inputs: Inputs, *, how: How | None = None) -> Pair:
     """What every token reads, [B, T, M, G, V], and the state after the last."""
     B, T, M, G, V = inputs.value_BTMGV.shape
     how = how or HOW[inputs.value_BTMGV.dtype.name]
-    query, key, value = (x.astype(how.dtype) for x in inputs[:3])
     starts_BT = jnp.zeros((B, T), bool) if inputs.starts_BT is None else inputs.starts_BT
-    log_decay_BNT, rate_BNT = (x.reshape(B, T, M * G).swapaxes(1, 2) for x in inputs[3:5])
-    # Tokens that are added are zeros, which leave the state alone.
-    added = -T % CHUNK
     tokens = Tokens(
-        *(jnp.pad(x, ((0, 0), (0, added), (0, 0), (0, 0))) for x in (query, key, value.reshape(B, T, M * G, V))),
-        *(jnp.pad(x, ((0, 0), (0, 0), (0, added))) for x in (log_decay_BNT, rate_BNT)),
-        resets_BT=_resets(jnp.pad(starts_BT, ((0, 0), (0, added)))),
+        query_BTMK=_whole(inputs.query_BTMK.astype(how.dtype), 1),
+        key_BTMK=_whole(inputs.key_BTMK.astype(how.dtype), 1),
+        value_BTNV=_whole(inputs.value_BTMGV.astype(how.dtype).reshape(B, T, M * G, V), 1),
+        log_decay_BNT=_whole(inputs.log_decay_BTMG.reshape(B, T, M * G).swapaxes(1, 2), 2),
+        rate_BNT=_whole(inputs.rate_BTMG.reshape(B, T, M * G).swapaxes(1, 2), 2),
+        resets_BT=_resets(_whole(starts_BT, 1)),
     )
     K = tokens.key_BTMK.shape[3]
     out_BTNV, state_BNKV = _run(how, tokens, inputs.state_BMGKV.reshape(B, M * G, K, V))
     return out_BTNV[:, :T].reshape(B, T, M, G, V), state_BNKV.reshape(inputs.state_BMGKV.shape)
+
+
+def _whole(x: jax.Array, axis: int) -> jax.Array:
+    """In whole chunks. Tokens that are added are zeros, which leave the state alone."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % CHUNK)
+    return jnp.pad(x, widths)
 
 
 def _resets(starts_BT: jax.Array) -> jax.Array:
@@ -82,8 +92,8 @@ def _backward(how: How, kept: tuple[Tokens, jax.Array], d_results: Pair) -> tupl
     there = scan.forward(how, tokens, made, state_BNKV, is_kept=True)
     back = scan.backward(how, tokens, made, d_out_BTNV, d_left_BNKV)
     found = gradients.gradients(how, tokens, made, d_out_BTNV, there, back)
-    narrow = (gradient.astype(x.dtype) for gradient, x in zip(found[:5], tokens[:5], strict=True))
-    return Tokens(*narrow, None), back.d_state_BNKV  # type: ignore[arg-type]
+    d_tokens: Any = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), found, tokens)
+    return d_tokens._replace(resets_BT=None), back.d_state_BNKV
 
 
 _run.defvjp(_forward, _backward)

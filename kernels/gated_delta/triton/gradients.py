@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.gated_delta.triton.parts import CHUNK, How, decays, places
+from maxhydra.kernels.gated_delta.chunked import CHUNK
+from maxhydra.kernels.gated_delta.triton.parts import How, decays, places
 from maxhydra.kernels.gated_delta.triton.scan import Passed, PassedBack
 from maxhydra.kernels.gated_delta.triton.systems import Systems, Tokens
 
@@ -25,7 +26,9 @@ class Refs(NamedTuple):
     d_states_BNCKV: Any
 
 
-def gradients(how: How, tokens: Tokens, made: Systems, d_out_BTNV: jax.Array, there: Passed, back: PassedBack) -> Tokens:
+def gradients(
+    how: How, tokens: Tokens, made: Systems, d_out_BTNV: jax.Array, there: Passed, back: PassedBack
+) -> Tokens:
     """Of queries, keys and decays in float32; those of value heads that share a key head are added up."""
     (B, T, M, K), (*_, N, V) = tokens.key_BTMK.shape, tokens.value_BTNV.shape
     tile, of_heads = how.tiles.gradients, jax.ShapeDtypeStruct((B, T, N, K), jnp.float32)

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import DotAlgorithmPreset as Algorithm
 
-# Tokens of a chunk: the arithmetic within chunks grows with it, the number of steps between them falls.
-CHUNK = 64
+from maxhydra.kernels.gated_delta.chunked import CHUNK
 
 
 class Tile(NamedTuple):

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.gated_delta.triton.parts import CHUNK, How, Tile
+from maxhydra.kernels.gated_delta.chunked import CHUNK
+from maxhydra.kernels.gated_delta.triton.parts import How, Tile
 from maxhydra.kernels.gated_delta.triton.systems import Systems, Tokens
 
 
@@ -44,9 +45,7 @@ def forward(how: How, tokens: Tokens, made: Systems, state_BNKV: jax.Array, *, i
     return Passed(*found, *(() if is_kept else (None, None)))
 
 
-def backward(
-    how: How, tokens: Tokens, made: Systems, d_out_BTNV: jax.Array, d_state_BNKV: jax.Array
-) -> PassedBack:
+def backward(how: How, tokens: Tokens, made: Systems, d_out_BTNV: jax.Array, d_state_BNKV: jax.Array) -> PassedBack:
     values, states = _shapes(how, tokens)
     out_shape = [jax.ShapeDtypeStruct(d_state_BNKV.shape, jnp.float32), values, states]
     found = _call(_backward_kernel, how, how.tiles.backward, tokens, out_shape, name="gated_delta_backward")(

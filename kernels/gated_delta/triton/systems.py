@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.gated_delta.triton.parts import CHUNK, How, decays, places
+from maxhydra.kernels.gated_delta.chunked import CHUNK
+from maxhydra.kernels.gated_delta.triton.parts import How, decays, places
 
 
 class Tokens(NamedTuple):
