@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 
+from maxhydra.kernels.able import Able, Asked
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.grouped_matmul import megablox, reference, triton, xla
 from maxhydra.kernels.place import Place
@@ -17,12 +18,10 @@ from maxhydra.kernels.watch import watched
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "grouped_matmul"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What a backend must cope with, known before anything runs."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call(Asked):
+    """Rows of so many groups, by matrices of inputs and outputs."""
 
-    platform: str
-    dtype: str
     rows: int
     groups: int
     inputs: int
@@ -35,23 +34,18 @@ class Call:
         return max(sides)
 
 
-@dataclasses.dataclass(frozen=True)
-class Backend:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend(Able[Call]):
     """One row of the capability table."""
 
     run: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
-    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     multiple: int = 1
     """Of rows, inputs and outputs."""
     max_size: int | None = None
     """Numbers of the largest array; None: any."""
 
-    def refusals(self, call: Call) -> tuple[str, ...]:
-        """Why this backend cannot serve the call; empty if it can."""
-        needs = (
-            (call.platform in self.platforms, f"runs on {' or '.join(self.platforms)}, not {call.platform}"),
-            (call.dtype in self.dtypes, f"takes {' or '.join(self.dtypes)}, not {call.dtype}"),
+    def needs(self, call: Call) -> tuple[tuple[bool, str], ...]:
+        return (
             (
                 all(size % self.multiple == 0 for size in (call.rows, call.inputs, call.outputs)),
                 f"takes rows, inputs and outputs in multiples of {self.multiple}, "
@@ -62,7 +56,6 @@ class Backend:
                 f"takes arrays of up to {self.max_size} numbers, not {call.largest}",
             ),
         )
-        return tuple(reason for is_met, reason in needs if not is_met)
 
 
 # Fastest first.
@@ -103,6 +96,7 @@ def grouped_matmul(
     if inputs != D or sizes_E.shape != (E,) or x_MD.dtype != w_EDF.dtype:
         shapes = f"{x_MD.dtype} {x_MD.shape}, {w_EDF.dtype} {w_EDF.shape}, {sizes_E.shape}"
         raise ValueError(f"rows, matrices and sizes do not fit together: {shapes}")
-    platform = (place or Place.here()).platform
-    call = Call(platform, x_MD.dtype.name, rows=M, groups=E, inputs=D, outputs=F)
+    place = place or Place.here()
+    sizes = {"rows": M, "groups": E, "inputs": D, "outputs": F}
+    call = Call(platform=place.platform, devices=place.devices, dtype=x_MD.dtype.name, **sizes)
     return BACKENDS[choose(backend, call)].run(x_MD, w_EDF, sizes_E)

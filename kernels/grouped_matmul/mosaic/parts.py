@@ -72,7 +72,14 @@ class Loop:
         def _free() -> None:
             plgpu.barrier_arrive(self.barriers.free.at[slot_of(n, self.stages)])
 
-    def run(self, over_tiles: Callable[[Callable], None], load: Callable, multiply: Callable, write: Callable, shape: tuple[int, int]) -> None:
+    def run(
+        self,
+        over_tiles: Callable[[Callable], None],
+        load: Callable,
+        multiply: Callable,
+        write: Callable,
+        shape: tuple[int, int],
+    ) -> None:
         worker = jax.lax.axis_index("warpgroup")
 
         @pl.when(worker == WORKERS)

@@ -26,6 +26,7 @@ from maxhydra.kernels.grouped_matmul.mosaic.parts import write as write_all
 
 from maxhydra.kernels.grouped_matmul.triton import _tiles as table
 
+
 @partial(jax.jit, static_argnames=("tile", "turned", "programs"))
 def product(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, tile: Tile, turned: bool, programs: int) -> jax.Array:
     """x times w [E, K, N], or [E, N, K] if turned."""
@@ -40,7 +41,9 @@ def product(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, tile: Tile, tu
         few=plgpu.SMEM((WORKERS, ROWS, WRITTEN), dtype),
     )
 
-    def kernel(tiles_ref: Any, used_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any, memory: Memory, barriers: Barriers) -> None:
+    def kernel(
+        tiles_ref: Any, used_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any, memory: Memory, barriers: Barriers
+    ) -> None:
         def over_tiles(act: Any) -> None:
             program, used = jax.lax.axis_index("program"), used_ref[0]
             total = used * (N // C)

@@ -45,7 +45,9 @@ def summed(x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array, *, tile: Ti
     down, across = K // TILE, N // C
     tiles = E * down * across
 
-    def kernel(groups_ref: Any, x_ref: Any, edges_ref: Any, d_out_ref: Any, out_ref: Any, memory: Memory, barriers: Barriers) -> None:
+    def kernel(
+        groups_ref: Any, x_ref: Any, edges_ref: Any, d_out_ref: Any, out_ref: Any, memory: Memory, barriers: Barriers
+    ) -> None:
         def over_tiles(act: Any) -> None:
             program = jax.lax.axis_index("program")
 
@@ -66,7 +68,9 @@ def summed(x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array, *, tile: Ti
             def left(ref: Any, block: Any) -> None:
                 for worker in range(WORKERS):
                     some = pl.ds(row + worker * ROWS, ROWS)
-                    plgpu.copy_gmem_to_smem(ref.at[pl.ds(block * SUMMED, SUMMED), some], memory.left.at[slot, worker], here)
+                    plgpu.copy_gmem_to_smem(
+                        ref.at[pl.ds(block * SUMMED, SUMMED), some], memory.left.at[slot, worker], here
+                    )
 
             pl.when(is_edge)(lambda: left(edges_ref, 2 * group + jnp.where(k == 0, 0, 1)))
             pl.when(jnp.logical_not(is_edge))(lambda: left(x_ref, first + k))
