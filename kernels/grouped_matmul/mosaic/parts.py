@@ -1,13 +1,16 @@
-"""What the kernels share: sizes of tiles, shared memory, and the loop of programs over tiles."""
+"""What the kernels share: shared memory, and the steps of a program over its tiles."""
 
+import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from maxhydra.kernels.grouped_matmul.mosaic.how import How, Tile
 
 # Rows of a product of the matrix unit, which a warpgroup has of its own.
 ROWS = 64
@@ -15,21 +18,8 @@ ROWS = 64
 WORKERS = 2
 # Rows of a tile.
 TILE = WORKERS * ROWS
-# Terms of a sum at a time: a row of a swizzled block.
-SUMMED = 64
-# Columns of a tile that are written at a time.
-WRITTEN = 64
-PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
-
-
-class Tile(NamedTuple):
-    """How a program makes its products."""
-
-    columns: int
-    stages: int
-    band: int
-    delay: int
-    """Tiles of rows that pass over the columns together, so that both operands are found in the cache."""
+# Terms of a sum at a time, and columns that are written at a time: a row of a block as the matrix unit wants it.
+WIDTH = 64
 
 
 def memory(*shape: int, dtype: Any) -> Any:
@@ -44,105 +34,157 @@ class Memory(NamedTuple):
     right: Any
     out: Any
     few: Any
-    """Rows that do not fill a block."""
-
-
-class Barriers(NamedTuple):
-    here: Any
-    free: Any
+    """Of rows that do not fill a block."""
 
     @classmethod
-    def of(cls, copies: int, stages: int) -> "Barriers":
+    def of(cls, tile: Tile, left: tuple[int, int], right: tuple[int, int], *, dtype: Any) -> "Memory":
         return cls(
-            here=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-            free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=stages),
+            left=memory(tile.stages, WORKERS, *left, dtype=dtype),
+            right=memory(tile.stages, *right, dtype=dtype),
+            out=memory(WORKERS, ROWS, WIDTH, dtype=dtype),
+            few=plgpu.SMEM((WORKERS, ROWS, WIDTH), dtype),
         )
 
 
+class Barriers(NamedTuple):
+    """Of what has arrived in shared memory, and of what may be written over."""
+
+    here: Any
+    free: Any
+
+
 @dataclasses.dataclass(frozen=True)
-class Loop:
-    """What a program does with its tiles: a warpgroup loads, the others multiply."""
+class Program(abc.ABC):
+    """A kernel's program: its tiles, and what a warpgroup does with each."""
 
+    name: ClassVar[str]
+    tile: Tile
+    programs: int
+    refs: Any
+    out_ref: Any
+    memory: Memory
     barriers: Barriers
-    stages: int
-    delay: int
 
-    def free_if(self, condition: Any, n: Any) -> None:
-        @pl.when(condition)
-        def _free() -> None:
-            plgpu.barrier_arrive(self.barriers.free.at[slot_of(n, self.stages)])
+    @abc.abstractmethod
+    def place(self, number: Any) -> tuple[Any, Any]:
+        """Where the tile of a number is, and of how many steps."""
 
-    def run(
-        self,
-        over_tiles: Callable[[Callable], None],
-        load: Callable,
-        multiply: Callable,
-        write: Callable,
-        shape: tuple[int, int],
-    ) -> None:
+    @property
+    @abc.abstractmethod
+    def count(self) -> Any:
+        """Tiles of all programs."""
+
+    @abc.abstractmethod
+    def load(self, place: Any, k: Any, slot: Any) -> None:
+        """Begin the copies of a step: two of the left side and one of the right."""
+
+    @abc.abstractmethod
+    def multiply(self, sums_ref: Any, worker: Any, slot: Any) -> None: ...
+
+    @abc.abstractmethod
+    def write(self, place: Any, worker: Any, sums: jax.Array) -> None: ...
+
+    def run(self) -> None:
         worker = jax.lax.axis_index("warpgroup")
 
         @pl.when(worker == WORKERS)
         def _load() -> None:
             plgpu.set_max_registers(40, action="decrease")
-
-            def one(tile: Any, steps: Any, n: Any) -> None:
-                def step(k: Any, _: Any) -> None:
-                    slot = slot_of(n + k, self.stages)
-                    plgpu.barrier_wait(self.barriers.free.at[slot])
-                    load(tile, k, slot, self.barriers.here.at[slot])
-
-                jax.lax.fori_loop(0, steps, step, None)
-
-            over_tiles(one)
+            self.over_tiles(self.load_all)
 
         @pl.when(worker < WORKERS)
         def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
-            for slot in range(self.stages):
+            for slot in range(self.tile.stages):
                 plgpu.barrier_arrive(self.barriers.free.at[slot])
 
-            def one(tile: Any, steps: Any, n: Any) -> None:
+            def one(place: Any, steps: Any, n: Any) -> None:
                 def product(sums_ref: Any) -> jax.Array:
-                    def step(k: Any, _: Any) -> None:
-                        slot = slot_of(n + k, self.stages)
-                        plgpu.barrier_wait(self.barriers.here.at[slot])
-                        multiply(sums_ref, worker, slot)
-                        plgpu.wgmma_wait(self.delay)
-                        if self.delay:
-                            self.free_if(k > 0, n + k - 1)
-                        else:
-                            plgpu.barrier_arrive(self.barriers.free.at[slot])
+                    return self.product(sums_ref, worker, steps, n)
 
-                    jax.lax.fori_loop(0, steps, step, None)
-                    if self.delay:
-                        plgpu.wgmma_wait(0)
-                        self.free_if(steps > 0, n + steps - 1)
-                    return sums_ref[...]
+                sums = pl.run_scoped(product, plgpu.ACC((ROWS, self.tile.columns), jnp.float32))
+                self.write(place, worker, sums)
 
-                write(tile, worker, pl.run_scoped(product, plgpu.ACC(shape, jnp.float32)))
-
-            over_tiles(one)
+            self.over_tiles(one)
             plgpu.wait_smem_to_gmem(0)
 
+    def over_tiles(self, act: Callable[[Any, Any, Any], None]) -> None:
+        """`act` on every tile of this program: where it is, its steps, and those before it."""
+        program, programs = jax.lax.axis_index("program"), jnp.int32(self.programs)
 
-def write(out_ref: Any, worker: Any, parts: list, target_ref: Any, rows: Any) -> None:
-    """Columns of a block of rows, some at a time."""
-    for part, columns in parts:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out_ref[worker] = part
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_ref.at[worker], target_ref.at[rows, columns])
+        def one(i: Any, n: Any) -> Any:
+            place, steps = self.place(program + i * programs)
+            act(place, steps, n)
+            return n + steps
+
+        jax.lax.fori_loop(0, jax.lax.div(self.count - program + programs - 1, programs), one, jnp.int32(0))
+
+    def load_all(self, place: Any, steps: Any, n: Any) -> None:
+        def step(k: Any, _: Any) -> None:
+            slot = self.slot(n + k)
+            plgpu.barrier_wait(self.barriers.free.at[slot])
+            self.load(place, k, slot)
+
+        jax.lax.fori_loop(0, steps, step, None)
+
+    def product(self, sums_ref: Any, worker: Any, steps: Any, n: Any) -> jax.Array:
+        running = self.tile.running
+
+        def step(k: Any, _: Any) -> None:
+            slot = self.slot(n + k)
+            plgpu.barrier_wait(self.barriers.here.at[slot])
+            self.multiply(sums_ref, worker, slot)
+            plgpu.wgmma_wait(running)
+            self.free(n + k - running, k >= running)
+
+        jax.lax.fori_loop(0, steps, step, None)
+        if running:
+            plgpu.wgmma_wait(0)
+            self.free(n + steps - 1, steps > 0)
+        return sums_ref[...]
+
+    def free(self, n: Any, is_done: Any) -> None:
+        """The room of step n, if there was one."""
+
+        @pl.when(is_done)
+        def _free() -> None:
+            plgpu.barrier_arrive(self.barriers.free.at[self.slot(n)])
+
+    def slot(self, n: Any) -> Any:
+        """Where step n finds what was loaded for it."""
+        return jax.lax.rem(n, jnp.int32(self.tile.stages))
+
+    def write_block(self, sums: jax.Array, worker: Any, out_ref: Any, column: Any) -> None:
+        """To rows of the output that are all written."""
+        short = sums.astype(out_ref.dtype)
+        for c in range(0, self.tile.columns, WIDTH):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.memory.out[worker] = short[:, c : c + WIDTH]
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(self.memory.out.at[worker], out_ref.at[:, pl.ds(column + c, WIDTH)])
 
 
-def place(number: Any, rows: Any, columns: int, band: int) -> tuple[Any, Any]:
-    """Row and column of a tile: down the rows of a band, then on to the next column."""
-    size = jnp.int32(band * columns)
-    first = jax.lax.div(number, size) * band
-    height = jnp.minimum(rows - first, band)
-    within = jax.lax.rem(number, size)
-    return first + jax.lax.rem(within, height), jax.lax.div(within, height)
+def launch(
+    kind: type[Program], how: How, tile: Tile, memory: Memory, out: jax.ShapeDtypeStruct, refs: Any
+) -> jax.Array:
+    """The kernel of a kind of program on what it reads."""
+    barriers = Barriers(
+        here=plgpu.Barrier(num_arrivals=WORKERS + 1, num_barriers=tile.stages),
+        free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=tile.stages),
+    )
 
+    def kernel(*arrays: Any) -> None:
+        kind(tile, how.programs, *arrays).run()
 
-def slot_of(n: Any, stages: int) -> Any:
-    return jax.lax.rem(n, jnp.int32(stages))
+    made: jax.Array = plgpu.kernel(
+        kernel,
+        out_type=out,
+        scratch_types=(memory, barriers),
+        grid=(how.programs,),
+        grid_names=("program",),
+        num_threads=WORKERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        kernel_name=kind.name,
+    )(refs)
+    return made

@@ -1,117 +1,121 @@
-"""Rows by the matrix of their group."""
+"""Rows by the matrix of their group. A tile that two groups share is made once for each of them."""
 
+import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxhydra.kernels.grouped_matmul.mosaic.parts import (
-    PARAMS,
-    ROWS,
-    SUMMED,
-    TILE,
-    WORKERS,
-    WRITTEN,
-    Barriers,
-    Loop,
-    Memory,
-    Tile,
-    memory,
-    place,
-)
-from maxhydra.kernels.grouped_matmul.mosaic.parts import write as write_all
-
-from maxhydra.kernels.grouped_matmul.triton import _tiles as table
+from maxhydra.kernels.grouped_matmul.mosaic.how import How
+from maxhydra.kernels.grouped_matmul.mosaic.parts import ROWS, TILE, WIDTH, WORKERS, Memory, Program, launch
+from maxhydra.kernels.grouped_matmul.tiles import place, tiles
 
 
-@partial(jax.jit, static_argnames=("tile", "turned", "programs"))
-def product(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, tile: Tile, turned: bool, programs: int) -> jax.Array:
+class Refs(NamedTuple):
+    tiles: Any
+    """Group, number among the tiles of rows, first row, end."""
+    used: Any
+    """How many of them there are."""
+    x_MK: Any
+    w: Any
+    """[E, K, N], or [E, N, K]."""
+
+
+@partial(jax.jit, static_argnames=("how", "turned"))
+def product(how: How, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, turned: bool) -> jax.Array:
     """x times w [E, K, N], or [E, N, K] if turned."""
-    (M, K), E, dtype = x_MK.shape, w.shape[0], x_MK.dtype
-    N = w.shape[1] if turned else w.shape[2]
-    C = tile.columns
-    right = (tile.stages, C, SUMMED) if turned else (tile.stages, SUMMED, C)
-    shared = Memory(
-        left=memory(tile.stages, WORKERS, ROWS, SUMMED, dtype=dtype),
-        right=memory(*right, dtype=dtype),
-        out=memory(WORKERS, ROWS, WRITTEN, dtype=dtype),
-        few=plgpu.SMEM((WORKERS, ROWS, WRITTEN), dtype),
-    )
+    M, N, dtype = x_MK.shape[0], w.shape[1] if turned else w.shape[2], x_MK.dtype
+    tile = how.tiles.turned if turned else how.tiles.product
+    right = (tile.columns, WIDTH) if turned else (WIDTH, tile.columns)
+    found = tiles(sizes_E, M, TILE)
+    used = jnp.sum(found[:, 2] < found[:, 3], dtype=jnp.int32)[None]
+    memory = Memory.of(tile, (ROWS, WIDTH), right, dtype=dtype)
+    out = jax.ShapeDtypeStruct((M, N), dtype)
+    return launch(_Turned if turned else _Product, how, tile, memory, out, Refs(found, used, x_MK, w))
 
-    def kernel(
-        tiles_ref: Any, used_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any, memory: Memory, barriers: Barriers
-    ) -> None:
-        def over_tiles(act: Any) -> None:
-            program, used = jax.lax.axis_index("program"), used_ref[0]
-            total = used * (N // C)
 
-            def one(i: Any, n: Any) -> Any:
-                t, column = place(program + i * programs, used, N // C, tile.band)
-                group, block, first, end = (tiles_ref[t, j] for j in range(4))
-                steps = jnp.where((group < E) & (first < end), jnp.int32(K // SUMMED), 0)
-                act((group, block * TILE, (first, end), column * C), steps, n)
-                return n + steps
+class _Place(NamedTuple):
+    group: Any
+    block: Any
+    """First row of the tile."""
+    first: Any
+    """Row of the group."""
+    end: Any
+    column: Any
 
-            count = jax.lax.div(total - program + (programs - 1), jnp.int32(programs))
-            jax.lax.fori_loop(0, count, one, jnp.int32(0))
 
-        def load(of_tile: Any, k: Any, slot: Any, here: Any) -> None:
-            group, start, _, column = of_tile
-            part, columns = pl.ds(k * SUMMED, SUMMED), pl.ds(column, C)
-            for worker in range(WORKERS):
-                rows = pl.ds(start + worker * ROWS, ROWS)
-                plgpu.copy_gmem_to_smem(x_ref.at[rows, part], memory.left.at[slot, worker], here)
-            own = w_ref.at[group, columns, part] if turned else w_ref.at[group, part, columns]
-            plgpu.copy_gmem_to_smem(own, memory.right.at[slot], here)
+@dataclasses.dataclass(frozen=True)
+class _Product(Program):
+    name: ClassVar[str] = "grouped_matmul"
 
-        def multiply(sums_ref: Any, worker: Any, slot: Any) -> None:
-            right = memory.right.at[slot]
-            plgpu.wgmma(sums_ref, memory.left.at[slot, worker], right.transpose((1, 0)) if turned else right)
+    @property
+    def across(self) -> int:
+        return int(self.out_ref.shape[1]) // self.tile.columns
 
-        def write(of_tile: Any, worker: Any, sums: jax.Array) -> None:
-            _, start, (first, end), column = of_tile
-            start, short = start + worker * ROWS, sums.astype(dtype)
-            first, end = jnp.maximum(first - start, 0), jnp.minimum(end - start, ROWS)
-            rows = end - first
-            parts = [(short[:, c : c + WRITTEN], pl.ds(column + c, WRITTEN)) for c in range(0, C, WRITTEN)]
+    @property
+    def count(self) -> Any:
+        return self.refs.used[0] * self.across
 
-            @pl.when(rows == ROWS)
-            def _all() -> None:
-                write_all(memory.out, worker, parts, out_ref, pl.ds(start, ROWS))
+    def place(self, number: Any) -> tuple[_Place, Any]:
+        refs: Refs = self.refs
+        t, column = place(number, refs.used[0], self.across, self.tile.band)
+        group, block, first, end = (refs.tiles[t, i] for i in range(4))
+        steps = jnp.where(group < refs.w.shape[0], jnp.int32(refs.x_MK.shape[1] // WIDTH), 0)
+        return _Place(group, block * TILE, first, end, column * self.tile.columns), steps
 
-            @pl.when((rows > 0) & (rows < ROWS))
-            def _few() -> None:
-                for part, columns in parts:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    memory.few[worker] = part
-                    plgpu.commit_smem()
-                    # Copies are of a size that is known beforehand: those of the bits of the number of rows.
-                    size = ROWS // 2
-                    while size:
-                        before = first + (rows & ~(2 * size - 1))
+    def load(self, place: _Place, k: Any, slot: Any) -> None:
+        some, here = pl.ds(k * WIDTH, WIDTH), self.barriers.here.at[slot]
+        for worker in range(WORKERS):
+            rows = self.refs.x_MK.at[pl.ds(place.block + worker * ROWS, ROWS), some]
+            plgpu.copy_gmem_to_smem(rows, self.memory.left.at[slot, worker], here)
+        columns = pl.ds(place.column, self.tile.columns)
+        plgpu.copy_gmem_to_smem(self.right(place.group, some, columns), self.memory.right.at[slot], here)
 
-                        @pl.when(rows & size != 0)
-                        def _copy(size: int = size, before: Any = before, columns: Any = columns) -> None:
-                            some = memory.few.at[worker, pl.ds(before, size)]
-                            plgpu.copy_smem_to_gmem(some, out_ref.at[pl.ds(start + before, size), columns])
+    def right(self, group: Any, some: Any, columns: Any) -> Any:
+        return self.refs.w.at[group, some, columns]
 
-                        size //= 2
+    def multiply(self, sums_ref: Any, worker: Any, slot: Any) -> None:
+        plgpu.wgmma(sums_ref, self.memory.left.at[slot, worker], self.memory.right.at[slot])
 
-        Loop(barriers, tile.stages, tile.delay).run(over_tiles, load, multiply, write, (ROWS, C))
+    def write(self, place: _Place, worker: Any, sums: jax.Array) -> None:
+        """Rows of the group alone: another program has the others."""
+        block = place.block + worker * ROWS
+        first, end = jnp.maximum(place.first - block, 0), jnp.minimum(place.end - block, ROWS)
 
-    tiles = table(sizes_E, M, TILE)
-    used = jnp.sum(tiles[:, 2] < tiles[:, 3], dtype=jnp.int32)[None]
-    return plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((M, N), dtype),
-        scratch_types=(shared, Barriers.of(WORKERS + 1, tile.stages)),
-        grid=(programs,),
-        grid_names=("program",),
-        num_threads=WORKERS + 1,
-        thread_name="warpgroup",
-        compiler_params=PARAMS,
-        kernel_name="grouped_matmul",
-    )(tiles, used, x_MK, w)
+        @pl.when(end - first == ROWS)
+        def _all() -> None:
+            self.write_block(sums, worker, self.out_ref.at[pl.ds(block, ROWS)], place.column)
+
+        @pl.when((end - first > 0) & (end - first < ROWS))
+        def _few() -> None:
+            self.write_few(sums, worker, (block, first, end - first), place.column)
+
+    def write_few(self, sums: jax.Array, worker: Any, rows: tuple[Any, Any, Any], column: Any) -> None:
+        """Copies are of sizes that are known beforehand: one for each bit of the number of rows."""
+        (block, first, count), few, short = rows, self.memory.few, sums.astype(self.out_ref.dtype)
+        for c in range(0, self.tile.columns, WIDTH):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            few[worker] = short[:, c : c + WIDTH]
+            plgpu.commit_smem()
+            for bit in range(ROWS.bit_length() - 1):
+                size = 1 << bit
+                start = first + (count & ~(2 * size - 1))
+                own = few.at[worker, pl.ds(start, size)]
+                there = self.out_ref.at[pl.ds(block + start, size), pl.ds(column + c, WIDTH)]
+                pl.when(count & size != 0)(partial(plgpu.copy_smem_to_gmem, own, there))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turned(_Product):
+    """With matrices [E, N, K]."""
+
+    name: ClassVar[str] = "grouped_matmul_turned"
+
+    def right(self, group: Any, some: Any, columns: Any) -> Any:
+        return self.refs.w.at[group, columns, some]
+
+    def multiply(self, sums_ref: Any, worker: Any, slot: Any) -> None:
+        plgpu.wgmma(sums_ref, self.memory.left.at[slot, worker], self.memory.right.at[slot].transpose((1, 0)))
