@@ -13,6 +13,7 @@ from maxhydra.kernels.able import Able, Asked
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.grouped_matmul import megablox, reference, triton, xla
 from maxhydra.kernels.place import Place
+from maxhydra.kernels.tile import Sizes, sized
 from maxhydra.kernels.watch import watched
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "grouped_matmul"]
@@ -38,7 +39,7 @@ class Call(Asked):
 class Backend(Able[Call]):
     """One row of the capability table."""
 
-    run: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    run: Callable[..., jax.Array]
     multiple: int = 1
     """Of rows, inputs and outputs."""
     max_size: int | None = None
@@ -66,6 +67,7 @@ BACKENDS: dict[str, Backend] = {
         dtypes=("bfloat16", "float16"),
         multiple=triton.MULTIPLE,
         max_size=2**31 - 1,
+        cut=lambda call: triton.cut(call.rows, call.inputs, call.outputs),
     ),
     "megablox": Backend(
         run=megablox.grouped_matmul,
@@ -85,11 +87,18 @@ def choose(backend: str, call: Call) -> str:
 
 @watched
 def grouped_matmul(
-    x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, backend: str, place: Place | None = None
+    x_MD: jax.Array,
+    w_EDF: jax.Array,
+    sizes_E: jax.Array,
+    *,
+    backend: str,
+    sizes: Sizes = (),
+    place: Place | None = None,
 ) -> jax.Array:
     """[M, F]: the first sizes[0] rows of x times w[0], the next sizes[1] rows times w[1], and so on.
 
-    Over a mesh, this is a call of each device with what lies there. place: None is the platform that JAX runs on.
+    Over a mesh, this is a call of each device with what lies there. sizes: asked of the kernel's tile. place: None is
+    the platform that JAX runs on.
     Rows after the last group, and the gradient by them, are whatever the backend leaves there.
     """
     (M, D), (E, inputs, F) = x_MD.shape, w_EDF.shape
@@ -97,6 +106,6 @@ def grouped_matmul(
         shapes = f"{x_MD.dtype} {x_MD.shape}, {w_EDF.dtype} {w_EDF.shape}, {sizes_E.shape}"
         raise ValueError(f"rows, matrices and sizes do not fit together: {shapes}")
     place = place or Place.here()
-    sizes = {"rows": M, "groups": E, "inputs": D, "outputs": F}
-    call = Call(platform=place.platform, devices=place.devices, dtype=x_MD.dtype.name, **sizes)
-    return BACKENDS[choose(backend, call)].run(x_MD, w_EDF, sizes_E)
+    shape = {"rows": M, "groups": E, "inputs": D, "outputs": F}
+    call = Call(platform=place.platform, devices=place.devices, dtype=x_MD.dtype.name, sizes=sizes, **shape)
+    return sized(BACKENDS[choose(backend, call)].run, sizes)(x_MD, w_EDF, sizes_E)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
-def tiles(sizes_E: jax.Array, M: int, rows: int) -> jax.Array:
+def tile_table(sizes_E: jax.Array, M: int, rows: int) -> jax.Array:
     """[tiles, 4]: group, number among the tiles of rows, first row, end; a group more holds the rows of no group."""
     sizes_E = sizes_E.astype(jnp.int32)
     sizes_G = jnp.append(sizes_E, M - jnp.sum(sizes_E))

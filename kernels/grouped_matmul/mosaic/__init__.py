@@ -6,11 +6,11 @@ Shapes: M rows, E groups, K inputs, N outputs; of a gradient, outputs are inputs
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 
 from maxhydra.kernels.grouped_matmul.mosaic.how import MEASURED, How, Tiles
+from maxhydra.kernels.place import processors
 
 # Of rows, inputs and outputs: columns of a tile.
 MULTIPLE = 256
@@ -18,7 +18,7 @@ MULTIPLE = 256
 
 def grouped_matmul(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, *, tiles: Tiles = MEASURED) -> jax.Array:
     """Rows of no group give zeros."""
-    return _grouped(How(tiles, _processors()), x_MK, w_EKN, sizes_E)
+    return _grouped(How(tiles, processors()), x_MK, w_EKN, sizes_E)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -43,9 +43,3 @@ def _backward(how: How, kept: tuple, d_out_MN: jax.Array) -> tuple[jax.Array, ja
 
 
 _grouped.defvjp(_forward, _backward)
-
-
-def _processors() -> int:
-    """Of this host's GPU; of an H100 or H200 where there is none and the kernels are only lowered."""
-    device: Any = jax.devices()[0]
-    return device.core_count if device.platform == "gpu" else 132

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.grouped_matmul.mosaic.how import How
 from maxhydra.kernels.grouped_matmul.mosaic.parts import ROWS, TILE, WIDTH, WORKERS, Memory, Program, launch
-from maxhydra.kernels.grouped_matmul.tiles import place, tiles
+from maxhydra.kernels.grouped_matmul.tiles import place, tile_table
 
 
 class Refs(NamedTuple):
@@ -30,7 +30,7 @@ def product(how: How, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, turn
     M, N, dtype = x_MK.shape[0], w.shape[1] if turned else w.shape[2], x_MK.dtype
     tile = how.tiles.turned if turned else how.tiles.product
     right = (tile.columns, WIDTH) if turned else (WIDTH, tile.columns)
-    found = tiles(sizes_E, M, TILE)
+    found = tile_table(sizes_E, M, TILE)
     used = jnp.sum(found[:, 2] < found[:, 3], dtype=jnp.int32)[None]
     memory = Memory.of(tile, (ROWS, WIDTH), right, dtype=dtype)
     out = jax.ShapeDtypeStruct((M, N), dtype)
