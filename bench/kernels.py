@@ -80,11 +80,11 @@ def bench_delta() -> None:
     """Of Qwen3-Next: 16 key heads, 32 value heads, all of 128; the error is that of 512 tokens."""
     T, M, N, H = 4096, 16, 32, 128
 
-    def drawn(n: int, B: int, dtype: Any) -> tuple[jax.Array, ...]:
+    def drawn(n: int, B: int) -> tuple[jax.Array, ...]:
         q, k, v, d_out = (draw(4 * n + i, B, T, heads, H) for i, heads in enumerate((M, M, N, N)))
         k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
         decay, rate = -jax.nn.softplus(draw(n, B, T, N)), jax.nn.sigmoid(draw(n + 1, B, T, N))
-        return q.astype(dtype) * H**-0.5, k.astype(dtype), v.astype(dtype), decay, rate, d_out.astype(jnp.float32)
+        return q * H**-0.5, k, v, decay, rate, d_out.astype(jnp.float32)
 
     def forward(backend: str, q: Any, k: Any, v: Any, decay: Any, rate: Any, d_out: Any) -> Any:
         given = {"log_decay_BTN": decay, "rate_BTN": rate, "state_BNKV": None, "segments_BT": None}
@@ -95,11 +95,11 @@ def bench_delta() -> None:
         (_, state), pull = jax.vjp(lambda *rest: forward(backend, *rest, d_out), *rest)
         return pull((d_out, state))
 
-    for B, dtype in ((1, jnp.bfloat16), (4, jnp.bfloat16), (4, jnp.float32)):
-        sets = [drawn(n, B, dtype) for n in range(2)]
+    for B in (1, 4):
+        sets = [drawn(n, B) for n in range(2)]
         small = tuple(x[:1, :512] for x in sets[0])
         wanted = jax.jit(partial(both, "reference"))(*small)
-        facts: dict[str, Any] = {"shape": [B, T, M, N, H], "dtype": jnp.dtype(dtype).name}
+        facts: dict[str, Any] = {"shape": [B, T, M, N, H]}
         for backend in ("triton", "chunked"):
             ms, all_ms = timed(partial(forward, backend), sets), timed(partial(both, backend), sets)
             off = error(jax.jit(partial(both, backend))(*small), wanted)

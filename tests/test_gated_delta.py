@@ -156,6 +156,8 @@ def test_the_fastest_serves_and_a_kernel_asked_for_elsewhere_is_refused():
         assert choose("auto", call(is_auto=True, platform=platform)) == backend
         assert choose("auto", call(is_auto=True, platform=platform, length=1)) == "reference"
         assert choose("reference", call(platform=platform)) == "reference"
+    assert choose("auto", call(is_auto=True, dtype="float32")) == "chunked"
+    assert choose("triton", call(dtype="float32")) == "triton"
     with pytest.raises(UnsupportedError, match="runs on tpu, not cpu"):
         choose("pallas_tpu", call(platform="cpu"))
 

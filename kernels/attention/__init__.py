@@ -7,6 +7,7 @@ call whole, and a backend that was asked for by name and cannot is an error. No 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
@@ -14,7 +15,7 @@ from maxhydra.kernels.attention import cudnn, mosaic, reference, splash, triton,
 from maxhydra.kernels.attention.devices import over_devices
 from maxhydra.kernels.attention.request import Request, Tokens
 from maxhydra.kernels.choice import UnsupportedError, chosen
-from maxhydra.kernels.place import Place, capability
+from maxhydra.kernels.place import Place
 from maxhydra.kernels.tile import Sizes, misfits, sized
 from maxhydra.kernels.watch import watched
 
@@ -199,6 +200,12 @@ def _fastest_first(call: Call) -> list[str]:
     else:
         place = names.index("cudnn") + (window is not None or call.head_dim > SMALL_HEAD)
     return [*names[:place], "mosaic", *names[place:]]
+
+
+def capability() -> str | None:
+    """Compute capability of this host's GPUs; None where there are none."""
+    device: Any = jax.devices()[0]
+    return device.compute_capability if device.platform == "gpu" else None
 
 
 @watched

@@ -42,6 +42,8 @@ class Backend(Able[Call]):
     run: Run
     fastest_to: int | None = None
     """Tokens of a call up to which `auto` takes it; None: any number."""
+    fastest_dtypes: tuple[str, ...] | None = None
+    """Formats in which `auto` takes it; None: all."""
     head_dims: tuple[int, ...] | None = None
     """Sizes of keys and values; None: any."""
     max_states: int | None = None
@@ -53,6 +55,10 @@ class Backend(Able[Call]):
             (
                 not call.is_auto or call.length <= (self.fastest_to or call.length),
                 f"is for up to {self.fastest_to} tokens",
+            ),
+            (
+                not call.is_auto or call.dtype in (self.fastest_dtypes or self.dtypes),
+                f"is not known to be the fastest in {call.dtype}",
             ),
             (
                 self.head_dims is None or set(call.head_dims) <= set(self.head_dims),
@@ -73,6 +79,7 @@ BACKENDS: dict[str, Backend] = {
         run=triton.gated_delta,
         platforms=("gpu",),
         dtypes=tuple(triton.HOW),
+        fastest_dtypes=("bfloat16",),
         head_dims=triton.HEAD_DIMS,
         max_states=2**31 - 1,
         by_device=True,

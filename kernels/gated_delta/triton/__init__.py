@@ -3,7 +3,7 @@
 Forward, a kernel makes what chunks are without a state, all at once, and another takes the state through them. Nothing
 but the arguments is kept for the gradient: both run again, then one takes the gradient of the state back through the
 chunks, and one makes the gradients of all chunks at once. Products are in the format of the values, with sums in
-float32; the state is float32. Of float32, products are made of three in TF32 each, which loses nothing that matters.
+float32; the state is float32. A product of float32 is three in TF32, which leaves some 21 bits of each number.
 
 Shapes as in request.py; N value heads of all key heads, C chunks, I and J tokens of a chunk. With A for the system of
 chunked.py and R for the rates, what is written is (1 + A)^-1 R (v - found).
@@ -31,15 +31,16 @@ HOW = {
     "bfloat16": How(
         dtype=jnp.bfloat16,
         algorithm=Algorithm.BF16_BF16_F32,
+        # In bfloat16 the inverse would err seven times as much as its rounding does, where keys are alike.
         of_inverse=Algorithm.TF32_TF32_F32,
-        tiles=Tiles(Tile(0, 4, 1), Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 8, 2)),
+        tiles=Tiles(4, Tile(64, 4, 2), Tile(64, 4, 2), Tile(64, 8, 2)),
         interpret=False,
     ),
     "float32": How(
         dtype=jnp.float32,
         algorithm=Algorithm.TF32_TF32_F32_X3,
         of_inverse=Algorithm.TF32_TF32_F32_X3,
-        tiles=Tiles(Tile(0, 4, 1), Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 8, 1)),
+        tiles=Tiles(4, Tile(32, 4, 1), Tile(32, 4, 1), Tile(32, 8, 1)),
         interpret=False,
     ),
 }

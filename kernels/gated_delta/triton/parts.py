@@ -22,7 +22,7 @@ class Tile(NamedTuple):
 class Tiles(NamedTuple):
     """Of each kernel."""
 
-    systems: Tile
+    warps_of_systems: int
     forward: Tile
     backward: Tile
     gradients: Tile

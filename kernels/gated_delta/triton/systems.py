@@ -48,12 +48,11 @@ def systems(how: How, tokens: Tokens) -> Systems:
     B, T, N, _ = tokens.value_BTNV.shape
     square = jax.ShapeDtypeStruct((B, N, T, CHUNK), how.dtype)
     vector = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
-    tile = how.tiles.systems
     made = pl.pallas_call(
         partial(_kernel, how=how, shared=tokens.shared),
         grid=tokens.grid,
         out_shape=(square, square, vector, vector),
-        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        compiler_params=plt.CompilerParams(num_warps=how.tiles.warps_of_systems, num_stages=1),
         interpret=how.interpret,
         name="gated_delta_systems",
     )(tokens.query_BTMK, tokens.key_BTMK, tokens.log_decay_BNT, tokens.rate_BNT, tokens.resets_BT)
