@@ -62,7 +62,7 @@ class Backend(Able[Call]):
             ),
             (
                 self.head_dims is None or set(call.head_dims) <= set(self.head_dims),
-                f"takes keys and values of {self.head_dims}, not {call.head_dims}",
+                f"takes keys and values of {_either(self.head_dims or ())}, not {_either(call.head_dims)}",
             ),
             (
                 self.max_states is None or call.states <= self.max_states,
@@ -86,6 +86,10 @@ BACKENDS: dict[str, Backend] = {
     ),
     "chunked": Backend(run=chunked.gated_delta),
 }
+
+
+def _either(sizes: tuple[int, ...]) -> str:
+    return " or ".join(map(str, sizes))
 
 
 def choose(backend: str, call: Call) -> str:
