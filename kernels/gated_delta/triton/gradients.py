@@ -1,4 +1,13 @@
-"""Gradients of what is known of the tokens of a chunk, from the states before and after it and their gradients."""
+"""Gradients of what is known of the tokens of a chunk, from the states before and after it and their gradients.
+
+With S before and S' after the chunk, W for what is written, and Y for the gradient of what the inverse is applied to,
+which is R (v - from_start (k S)):
+
+    d v = R Y
+    d rate = Y . (v - from_start (k S) - (k k^T pairs) W)
+    d q = from_start (d_out S^T) + E k                                       E = (d_out W^T) pairs
+    d k = to_end (W d_S'^T) - from_start R (Y S^T) + E^T q + (D + D^T) k     D = -R (Y W^T) pairs, below the diagonal
+"""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -85,10 +94,10 @@ def _kernel(
         sums.solved_by_value_J - from_start_I * of_key_I - jnp.sum(alike_IJ * sums.solved_by_written_IJ, axis=1)
     )
     d_query_ref[b, rows, n, :] = from_start_I[:, None] * sums.out_by_state_IK + dot(d_seen_IJ, k_JK)
-    d_pairs_IJ = pairs_below_IJ * d_alike_IJ
+    d_keys_IJ = pairs_below_IJ * d_alike_IJ
     d_key_JK = to_end_J[:, None] * sums.written_by_d_state_JK
     d_key_JK -= (from_start_I * rate_I)[:, None] * sums.solved_by_state_JK
-    d_key_JK += dot(d_seen_IJ.T, q_IK) + dot(d_pairs_IJ, k_JK) + dot(d_pairs_IJ.T, k_JK)
+    d_key_JK += dot(d_seen_IJ.T, q_IK) + dot(d_keys_IJ, k_JK) + dot(d_keys_IJ.T, k_JK)
     d_key_ref[b, rows, n, :] = d_key_JK
 
     # Of the logarithms of what decays leave: of each pair, of the state at a token, and of the last at the end.
