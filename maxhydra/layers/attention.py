@@ -162,9 +162,15 @@ class Attention(nnx.Module):
     @jax.named_scope("attention")
     def onto(self, x_BTD: jax.Array, norm: Norm | None, ctx: Context) -> Mixed | None:
         """x + attention(norm(x)) of a few tokens, by kernels that norm and add on the way; None where they cannot."""
-        if not isinstance(norm, RMSNorm) or self.gate is not None:
+        if not can_fuse((self.out,), x_BTD, ctx):
             return None
-        if not (can_fuse(self._inputs, x_BTD, ctx) and can_fuse((self.out,), x_BTD, ctx)):
+        mixed = self.gathered(x_BTD, norm, ctx)
+        return None if mixed is None else mixed._replace(out_BTD=fused((self.out,), mixed.out_BTD, onto=x_BTD))
+
+    @jax.named_scope("attention")
+    def gathered(self, x_BTD: jax.Array, norm: Norm | None, ctx: Context) -> Mixed | None:
+        """What `out` is to multiply of a few tokens, with a norm on the way; None where no kernel can."""
+        if not isinstance(norm, RMSNorm) or self.gate is not None or not can_fuse(self._inputs, x_BTD, ctx):
             return None
         heads_BTMH = fused(self._inputs, x_BTD, norm=norm)
         pages, seen = self._pages(x_BTD, ctx), None
@@ -174,7 +180,7 @@ class Attention(nnx.Module):
             mixed_BTNH, cache, seen = self._mix_heads(heads, ctx)
         else:
             mixed_BTNH, cache = self._mix_pages(heads_BTMH, pages, ctx)
-        return Mixed(fused((self.out,), mixed_BTNH, onto=x_BTD), cache, {}, seen if self.spec.hands_on else None)
+        return Mixed(mixed_BTNH, cache, {}, seen if self.spec.hands_on else None)
 
     def empty_cache(self, room: Room, layers: int) -> Cache:
         spec = self.spec

@@ -28,6 +28,7 @@ from maxhydra.layers import (
     NormSpec,
     PerLayerInput,
     PerLayerSpec,
+    RMSNorm,
     Room,
     Side,
     WeightMaker,
@@ -128,14 +129,30 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Left:
         x_BTD = ctx.constrain(x_BTD, "act_batch", "act_length", "act_embed")
-        mixed = self._mixed(x_BTD, ctx)
-        x_BTD, sides = self._fed(mixed.out_BTD, ctx)
-        sides["attention"] = mixed.side
+        mixed, sides = self._chained(x_BTD, ctx), {}
+        if mixed is None:
+            mixed = self._mixed(x_BTD, ctx)
+            fed_BTD, sides = self._fed(mixed.out_BTD, ctx)
+            mixed = mixed._replace(out_BTD=fed_BTD)
+        x_BTD, sides["attention"] = mixed.out_BTD, mixed.side
         if self.per_layer is not None:
             x_BTD = x_BTD + self.per_layer(x_BTD, ctx)
         if self.scale is not None:
             x_BTD = x_BTD * jax.lax.stop_gradient(self.scale[...]).astype(x_BTD.dtype)
         return Left(x_BTD, mixed.cache, {name: side for name, side in sides.items() if side}, mixed.handed)
+
+    def _chained(self, x_BTD: jax.Array, ctx: Context) -> Mixed | None:
+        """The same for a few tokens, with all that is behind attention by one kernel; None where there is none."""
+        attention, mlp, norm = self.attention, self.mlp, self.mlp_norm
+        if not (isinstance(attention, Attention) and isinstance(mlp, Mlp) and isinstance(norm, RMSNorm)):
+            return None
+        is_plain = self.beside is self.attention_post_norm is self.mlp_post_norm is ctx.dropout_key is None
+        if not is_plain or not mlp.goes_behind(attention.out, x_BTD, ctx):
+            return None
+        mixed = attention.gathered(x_BTD, self.attention_norm, ctx)
+        if mixed is None:
+            return None
+        return mixed._replace(out_BTD=mlp.behind(attention.out, mixed.out_BTD, x_BTD, norm, ctx))
 
     def _mixed(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
         """x + attention(norm(x)), and what the mixer gives besides."""

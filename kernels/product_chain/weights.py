@@ -1,0 +1,13 @@
+"""The weights of the products behind attention."""
+
+from typing import NamedTuple
+
+import jax
+
+
+class Weights(NamedTuple):
+    """Outputs first."""
+
+    out_DA: jax.Array
+    gate_up_2FD: jax.Array
+    down_DF: jax.Array
