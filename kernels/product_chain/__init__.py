@@ -34,13 +34,11 @@ def suits(rows: int, sizes: tuple[int, int, int], dtype: DTypeLike) -> bool:
 def product_chain(
     mixed_MA: jax.Array, onto_MD: jax.Array, weights: Weights, norm: Norm, activation: Activation
 ) -> jax.Array:
-    """[M, D] of the layer, in the format of `onto`; the sum of parts is left to the compiler, which makes one kernel of
-    it and the norm that follows."""
+    """[M, D] behind the layer."""
     sizes = (mixed_MA.shape[1], onto_MD.shape[1], weights.down_DF.shape[1])
     if not suits(mixed_MA.shape[0], sizes, mixed_MA.dtype):
         return reference.chain(mixed_MA, onto_MD, weights, norm, activation)
     # Mosaic takes half a second to import, which no machine without such a GPU should wait for.
     from maxhydra.kernels.product_chain.mosaic import chain  # noqa: PLC0415
 
-    stream_MD, sums_SMD = chain(mixed_MA, onto_MD, weights, norm, activation, plan=Plan(*sizes))
-    return (jnp.sum(sums_SMD, axis=0) + stream_MD.astype(jnp.float32)).astype(onto_MD.dtype)
+    return chain(mixed_MA, onto_MD, weights, (norm,), activation, plan=Plan(*sizes))[0]

@@ -1,15 +1,16 @@
 """The products of a layer behind attention in one kernel, for Hopper GPUs, in Pallas for Mosaic: out with the residual,
-norm, gate and up, down.
+norm, gate and up, down with the residual, and where asked the norm and the heads of the next layer.
 
 A kernel for each of them leaves memory waiting while it begins and ends. Here every program streams its weights of all
-three through shared memory without a pause; only the rows between two products wait until all programs have written
+of them through shared memory without a pause; only the rows between two products wait until all programs have written
 them. One warpgroup loads weights, one loads rows, one multiplies. All programs must run at the same time, so that there
 are no more of them than processors.
 
-The norm is two factors: that of a column is multiplied where the column is made, that of a row, the inverse root of the
+A norm is two factors: that of a column is multiplied where the column is made, that of a row, the inverse root of the
 mean of its squares, behind the next product.
 
-Shapes: M = 64 rows, A heads of attention, D residual stream, F hidden, P programs, S sums of a part of the inputs each.
+Shapes: M = 64 rows, A heads of attention, D residual stream, F hidden, Q heads of the next layer, P programs, S parts of
+the inputs of `down`.
 """
 
 import dataclasses
@@ -22,11 +23,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.fused_product.around import Activation, Norm
-from maxhydra.kernels.product_chain.plan import BLOCK, PIECE, ROWS, Plan
+from maxhydra.kernels.product_chain.plan import BLOCK, ROWS, Plan, Share
 from maxhydra.kernels.product_chain.weights import Weights
 
-# Blocks of weights and of rows on their way at a time: what fits.
-WEIGHTS, BLOCKS = 6, 4
+# Slots of weights and blocks of rows on their way at a time: what fits. A slot comes in so many copies.
+SLOTS, BLOCKS, COPIES = 9, 5, 4
 MATRIX = plgpu.Layout.WGMMA
 COLUMN, ROW = MATRIX.reduce(1), MATRIX.reduce(0)
 PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
@@ -35,44 +36,46 @@ PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.Lowerin
 def memory(*shape: int, dtype: Any) -> Any:
     """Shared memory for matrices, in the order in which the matrix unit and the copies want them."""
     size = jnp.dtype(dtype).itemsize
-    swizzle = next(width for width in (128, 64, 32, 16) if shape[-1] * size % width == 0)
+    swizzle = next((width for width in (128, 64, 32) if shape[-1] * size % width == 0), None)
+    if swizzle is None:
+        return plgpu.SMEM(shape, dtype)
     transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 class Memory(NamedTuple):
-    out: Any
     weights: Any
     rows: Any
     onto: Any
-    scale: Any
+    scales: Any
+    """Of the norms' columns of this program."""
     stream: Any
     scaled: Any
     squares: Any
     hidden: Any
     sums: Any
+    heads: Any
 
     @classmethod
     def of(cls, plan: Plan, dtype: Any, scale: Any) -> "Memory":
-        tile = partial(memory, ROWS, plan.of_out, dtype=dtype)
+        tile = partial(memory, ROWS, plan.out.outputs, dtype=dtype)
         return cls(
-            out=memory(plan.A // PIECE, plan.of_out, PIECE, dtype=dtype),
-            weights=memory(WEIGHTS, 2 * plan.of_hidden, BLOCK, dtype=dtype),
+            weights=memory(SLOTS, plan.slot, BLOCK, dtype=dtype),
             rows=memory(BLOCKS, ROWS, BLOCK, dtype=dtype),
             onto=tile(),
-            scale=plgpu.SMEM((plan.of_out,), scale),
+            scales=[plgpu.SMEM((plan.out.outputs,), scale) for _ in range(plan.norms)],
             stream=tile(),
             scaled=tile(),
             squares=plgpu.SMEM((ROWS,), jnp.float32),
-            hidden=memory(ROWS, plan.of_hidden, dtype=dtype),
-            sums=memory(ROWS, plan.of_down, dtype=jnp.float32),
+            hidden=memory(ROWS, plan.hidden.outputs // 2, dtype=dtype),
+            sums=memory(ROWS, plan.down.outputs, dtype=jnp.float32),
+            heads=None if plan.heads is None else memory(ROWS, plan.heads.outputs, dtype=dtype),
         )
 
 
 class Barriers(NamedTuple):
     """Of what has arrived in shared memory, and of what may be written over."""
 
-    out_here: Any
     weights_here: Any
     rows_here: Any
     around_here: Any
@@ -82,21 +85,21 @@ class Barriers(NamedTuple):
     @classmethod
     def of(cls, plan: Plan) -> "Barriers":
         return cls(
-            out_here=plgpu.Barrier(num_barriers=plan.A // PIECE),
-            weights_here=plgpu.Barrier(num_arrivals=2, num_barriers=WEIGHTS),
+            weights_here=plgpu.Barrier(num_arrivals=COPIES, num_barriers=SLOTS),
             rows_here=plgpu.Barrier(num_barriers=BLOCKS),
-            around_here=plgpu.Barrier(num_arrivals=2),
-            weights_free=plgpu.Barrier(num_barriers=WEIGHTS),
+            around_here=plgpu.Barrier(num_arrivals=1 + plan.norms),
+            weights_free=plgpu.Barrier(num_barriers=SLOTS),
             rows_free=plgpu.Barrier(num_barriers=BLOCKS),
         )
 
 
 class Written(NamedTuple):
     stream_MD: Any
+    heads_MQ: Any
     scaled_MD: Any
-    """The stream times the norm's factors of columns."""
+    """For each norm the stream times its factors of columns."""
     squares_PM: Any
-    """Sums of squares of each program's columns of the stream."""
+    """For each norm the sums of squares of each program's columns of the stream."""
     hidden_MF: Any
     sums_SMD: Any
 
@@ -111,44 +114,68 @@ class How(NamedTuple):
 
 
 def chain(
-    mixed_MA: jax.Array, onto_MD: jax.Array, weights: Weights, norm: Norm, activation: Activation, *, plan: Plan
-) -> tuple[jax.Array, jax.Array]:
-    """x = onto + out(mixed) [M, D], and [S, M, D] in float32 whose sum is the feed-forward of norm(x)."""
-    how = How(plan, activation, norm.offset, norm.eps)
-    return _chain(how, mixed_MA, onto_MD, weights, norm.scale_K)
+    mixed_MA: jax.Array,
+    onto_MD: jax.Array,
+    weights: Weights,
+    norms: tuple[Norm, ...],
+    activation: Activation,
+    *,
+    plan: Plan,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The stream [M, D] behind the layer, and the heads [M, Q] of the next where the weights have them; `norms` before
+    the feed-forward and before the heads, alike but for their scales."""
+    how = How(plan, activation, norms[0].offset, norms[0].eps)
+    return _chain(how, mixed_MA, onto_MD, weights, tuple(norm.scale_K for norm in norms))
 
 
 @partial(jax.jit, static_argnums=0)
 def _chain(
-    how: How, mixed_MA: jax.Array, onto_MD: jax.Array, weights: Weights, scale_D: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    how: How, mixed_MA: jax.Array, onto_MD: jax.Array, weights: Weights, scales: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array | None]:
     """Jitted, so that the layers of a model that are written out share one."""
     shape, plan, dtype = jax.ShapeDtypeStruct, how.plan, mixed_MA.dtype
 
-    def kernel(mixed: Any, onto: Any, weights: Any, scale: Any, *rest: Any) -> None:
+    def kernel(mixed: Any, onto: Any, weights: Any, scales: Any, *rest: Any) -> None:
         *written, memory, barriers = rest
-        _Program(how, mixed, onto, weights, scale, Written(*written), memory, barriers).run()
+        _Program(how, mixed, onto, weights, scales, Written(*written), memory, barriers).run()
 
+    stream = shape((ROWS, plan.D), dtype)
     written = Written(
         *plgpu.kernel(
             kernel,
             out_type=Written(
-                stream_MD=shape((ROWS, plan.D), dtype),
-                scaled_MD=shape((ROWS, plan.D), dtype),
-                squares_PM=shape((plan.programs, ROWS), jnp.float32),
+                stream_MD=stream,
+                heads_MQ=None if plan.heads is None else shape((ROWS, plan.Q), dtype),
+                scaled_MD=[stream] * plan.norms,
+                squares_PM=[shape((plan.programs, ROWS), jnp.float32)] * plan.norms,
                 hidden_MF=shape((ROWS, plan.F), dtype),
                 sums_SMD=shape((plan.parts, ROWS, plan.D), jnp.float32),
             ),
-            scratch_types=(Memory.of(plan, dtype, scale_D.dtype), Barriers.of(plan)),
+            scratch_types=(Memory.of(plan, dtype, scales[0].dtype), Barriers.of(plan)),
             grid=(plan.programs,),
             grid_names=("program",),
             num_threads=3,
             thread_name="warpgroup",
             compiler_params=PARAMS,
             kernel_name="product_chain",
-        )(mixed_MA, onto_MD, weights, scale_D)
+        )(mixed_MA, onto_MD, weights, scales)
     )
-    return written.stream_MD, written.sums_SMD
+    return written.stream_MD, written.heads_MQ
+
+
+class _Step(NamedTuple):
+    """One product, and where its rows and weights come from."""
+
+    share: Share
+    weight_ref: Any
+    starts: tuple[Any, ...]
+    """First outputs of each copy of a block."""
+    rows_ref: Any
+    first: Any
+    """Block of the inputs."""
+    rows_before: int
+    """Blocks of rows that came before, and slots of weights."""
+    slots_before: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,46 +184,54 @@ class _Program:
     mixed_ref: Any
     onto_ref: Any
     weight_refs: Weights
-    scale_ref: Any
+    scale_refs: tuple[Any, ...]
     written: Written
     memory: Memory
     barriers: Barriers
 
     def run(self) -> None:
-        worker, done = jax.lax.axis_index("warpgroup"), pl.get_global(plgpu.SemaphoreType.REGULAR((2,)))
+        plan, steps = self.how.plan, self.steps()
+        worker, tiles = jax.lax.axis_index("warpgroup"), plan.programs // plan.parts
+        done = pl.get_global(plgpu.SemaphoreType.REGULAR((3 + tiles,)))
 
         @pl.when(worker == 0)
         def _multiply() -> None:
-            for slot in range(WEIGHTS):
+            for slot in range(SLOTS):
                 plgpu.barrier_arrive(self.barriers.weights_free.at[slot])
             for slot in range(BLOCKS):
                 plgpu.barrier_arrive(self.barriers.rows_free.at[slot])
-            self.add_out()
+            self.add_out(steps[0])
             pl.semaphore_signal(done.at[0])
-            self.gate()
+            self.gate(steps[1])
             pl.semaphore_signal(done.at[1])
-            self.sum_down()
+            tile = 3 + jax.lax.div(self.program, jnp.int32(plan.parts))
+            self.sum_down(steps[2])
+            pl.semaphore_signal(done.at[tile])
+            pl.semaphore_wait(done.at[tile], plan.parts, decrement=False)
+            self.add_down()
+            if plan.heads is not None:
+                pl.semaphore_signal(done.at[2])
+                self.project(steps[3])
 
         @pl.when(worker == 1)
         def _load_weights() -> None:
-            self.load_weights()
-            for slot in range(WEIGHTS):
+            for step in steps:
+                self.load_weights(step)
+            for slot in range(SLOTS):
                 plgpu.barrier_wait(self.barriers.weights_free.at[slot])
 
         @pl.when(worker == 2)
         def _load_rows() -> None:
-            self.load_rows(self.mixed_ref, self.plan.A // BLOCK, 0, 0)
-            pl.semaphore_wait(done.at[0], self.plan.programs, decrement=False)
-            self.load_rows(self.written.scaled_MD, self.plan.D // BLOCK, 0, self.plan.A // BLOCK)
-            pl.semaphore_wait(done.at[1], self.plan.programs, decrement=False)
-            before = (self.plan.A + self.plan.D) // BLOCK
-            self.load_rows(self.written.hidden_MF, self.plan.down_blocks, self.part * self.plan.down_blocks, before)
+            own, here = self.columns(plan.out.outputs), self.barriers.around_here
+            plgpu.copy_gmem_to_smem(self.onto_ref.at[:, own], self.memory.onto, here)
+            for scale_ref, scale in zip(self.scale_refs, self.memory.scales, strict=True):
+                plgpu.copy_gmem_to_smem(scale_ref.at[own], scale, here)
+            for number, step in enumerate(steps):
+                if number > 0:
+                    pl.semaphore_wait(done.at[number - 1], plan.programs, decrement=False)
+                self.load_rows(step)
             for slot in range(BLOCKS):
                 plgpu.barrier_wait(self.barriers.rows_free.at[slot])
-
-    @property
-    def plan(self) -> Plan:
-        return self.how.plan
 
     @property
     def program(self) -> Any:
@@ -205,152 +240,154 @@ class _Program:
     @property
     def part(self) -> Any:
         """Of the inputs of `down`."""
-        return jax.lax.rem(self.program, jnp.int32(self.plan.parts))
+        return jax.lax.rem(self.program, jnp.int32(self.how.plan.parts))
 
     def columns(self, width: int) -> Any:
         return pl.ds(self.program * width, width)
 
-    def turned(self, j: Any, blocks: int) -> Any:
-        """The block of step j: programs begin at different ones, so that they do not all ask for the same memory."""
-        return jax.lax.rem(j + self.program, jnp.int32(blocks))
+    def steps(self) -> list[_Step]:
+        plan, program, written = self.how.plan, self.program, self.written
+        gate, down = program * (plan.hidden.outputs // 2), jax.lax.div(program, jnp.int32(plan.parts))
+        sources = [
+            (plan.out, self.weight_refs.out_DA, (program * plan.out.outputs,), self.mixed_ref, 0),
+            (plan.hidden, self.weight_refs.gate_up_2FD, (gate, gate + plan.F), written.scaled_MD[0], 0),
+            (plan.down, self.weight_refs.down_DF, (down * plan.down.outputs,), written.hidden_MF, self.part),
+        ]
+        if plan.heads is not None:
+            heads = (program * plan.heads.outputs,)
+            sources.append((plan.heads, self.weight_refs.heads_QD, heads, written.scaled_MD[1], 0))
+        steps, rows, slots = [], 0, 0
+        for share, weight_ref, starts, rows_ref, part in sources:
+            steps.append(_Step(share, weight_ref, starts, rows_ref, part * share.blocks, rows, slots))
+            rows, slots = rows + share.blocks, slots + share.slots
+        return steps
 
-    def load_rows(self, source_ref: Any, blocks: int, first: Any, before: int) -> None:
-        """Blocks of rows, from the first on; `before`: blocks loaded earlier."""
-        if before == 0:
-            own = self.columns(self.plan.of_out)
-            plgpu.copy_gmem_to_smem(self.onto_ref.at[:, own], self.memory.onto, self.barriers.around_here)
-            plgpu.copy_gmem_to_smem(self.scale_ref.at[own], self.memory.scale, self.barriers.around_here)
+    def block(self, step: _Step, j: Any) -> Any:
+        """Inputs of step j: programs begin at different ones, so that they do not all ask for the same memory."""
+        return pl.ds((step.first + jax.lax.rem(j + self.program, jnp.int32(step.share.blocks))) * BLOCK, BLOCK)
 
-        def step(j: Any, _: Any) -> None:
-            slot = jax.lax.rem(before + j, jnp.int32(BLOCKS))
-            across = pl.ds((first + self.turned(j, blocks)) * BLOCK, BLOCK)
+    def load_rows(self, step: _Step) -> None:
+        def load(j: Any, _: Any) -> None:
+            slot, here = jax.lax.rem(step.rows_before + j, jnp.int32(BLOCKS)), self.barriers.rows_here
             plgpu.barrier_wait(self.barriers.rows_free.at[slot])
-            plgpu.copy_gmem_to_smem(
-                source_ref.at[:, across], self.memory.rows.at[slot], self.barriers.rows_here.at[slot]
-            )
+            source = step.rows_ref.at[:, self.block(step, j)]
+            plgpu.copy_gmem_to_smem(source, self.memory.rows.at[slot], here.at[slot])
 
-        jax.lax.fori_loop(0, blocks, step, None)
+        jax.lax.fori_loop(0, step.share.blocks, load, None)
 
-    def load_weights(self) -> None:
-        plan, refs, here = self.plan, self.weight_refs, self.barriers.weights_here
-        own, half = self.columns(plan.of_out), plan.of_down // 2
-        for piece in range(plan.A // PIECE):
-            across = pl.ds(piece * PIECE, PIECE)
-            plgpu.copy_gmem_to_smem(
-                refs.out_DA.at[own, across], self.memory.out.at[piece], self.barriers.out_here.at[piece]
-            )
+    def load_weights(self, step: _Step) -> None:
+        share, here = step.share, self.barriers.weights_here
+        copies = COPIES // share.in_slot
+        height, each = share.outputs // copies, copies // len(step.starts)
 
-        def load(slot: Any, ref: Any, starts: tuple[Any, Any], height: int, block: Any) -> None:
+        def load(j: Any, _: Any) -> None:
+            slot = jax.lax.rem(step.slots_before + j, jnp.int32(SLOTS))
             plgpu.barrier_wait(self.barriers.weights_free.at[slot])
-            for number, start in enumerate(starts):
-                target = self.memory.weights.at[slot, pl.ds(number * height, height)]
-                source = ref.at[pl.ds(start, height), pl.ds(block * BLOCK, BLOCK)]
-                plgpu.copy_gmem_to_smem(source, target, here.at[slot])
+            for n in range(COPIES):
+                block, copy = divmod(n, copies)
+                start = step.starts[copy // each] + copy % each * height
+                source = step.weight_ref.at[pl.ds(start, height), self.block(step, j * share.in_slot + block)]
+                plgpu.copy_gmem_to_smem(source, self.memory.weights.at[slot, pl.ds(n * height, height)], here.at[slot])
 
-        def of_hidden(j: Any, _: Any) -> None:
-            start = self.program * plan.of_hidden
-            block = self.turned(j, plan.D // BLOCK)
-            slot = jax.lax.rem(j, jnp.int32(WEIGHTS))
-            load(slot, refs.gate_up_2FD, (start, start + plan.F), plan.of_hidden, block)
+        jax.lax.fori_loop(0, share.slots, load, None)
 
-        def of_down(j: Any, _: Any) -> None:
-            start = jax.lax.div(self.program, jnp.int32(plan.parts)) * plan.of_down
-            block = self.part * self.plan.down_blocks + self.turned(j, self.plan.down_blocks)
-            slot = jax.lax.rem(plan.D // BLOCK + j, jnp.int32(WEIGHTS))
-            load(slot, refs.down_DF, (start, start + half), half, block)
+    def add_out(self, step: _Step) -> None:
+        """The stream with what `out` adds to it."""
+        sums = self.product(step)
+        plgpu.barrier_wait(self.barriers.around_here)
+        self.write_stream(sums + plgpu.layout_cast(self.memory.onto[...], MATRIX).astype(jnp.float32), norm=0)
 
-        jax.lax.fori_loop(0, plan.D // BLOCK, of_hidden, None)
-        jax.lax.fori_loop(0, self.plan.down_blocks, of_down, None)
+    def add_down(self) -> None:
+        """The same with the sum of `down`, of which other programs have the other parts."""
+        plan, own = self.how.plan, self.columns(self.how.plan.out.outputs)
+        sums = plgpu.layout_cast(self.memory.stream[...], MATRIX).astype(jnp.float32)
+        for part in range(plan.parts):
+            sums = sums + plgpu.load(self.written.sums_SMD.at[part, :, own], layout=MATRIX, optimized=False)
+        self.write_stream(sums, norm=1)
 
-    def add_out(self) -> None:
-        """The stream with what `out` adds to it, its scaled copy and its squares."""
-        plan, memory, barriers, blocks = self.plan, self.memory, self.barriers, self.plan.A // BLOCK
-        for piece in range(plan.A // PIECE):
-            plgpu.barrier_wait(barriers.out_here.at[piece])
-
-        def product(sums_ref: Any) -> jax.Array:
-            def step(j: Any, _: Any) -> None:
-                slot = jax.lax.rem(j, jnp.int32(BLOCKS))
-                plgpu.barrier_wait(barriers.rows_here.at[slot])
-                block, in_piece = self.turned(j, blocks), jnp.int32(PIECE // BLOCK)
-                across = pl.ds(jax.lax.rem(block, in_piece) * BLOCK, BLOCK)
-                weight = memory.out.at[jax.lax.div(block, in_piece), :, across]
-                plgpu.wgmma(sums_ref, memory.rows.at[slot], weight.transpose((1, 0)))
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(barriers.rows_free.at[slot])
-
-            jax.lax.fori_loop(0, blocks, step, None)
-            return sums_ref[...]
-
-        sums = pl.run_scoped(product, plgpu.ACC((ROWS, plan.of_out), jnp.float32))
-        plgpu.barrier_wait(barriers.around_here)
-        onto = plgpu.layout_cast(memory.onto[...], MATRIX).astype(jnp.float32)
-        stream = (sums + onto).astype(memory.stream.dtype)
+    def write_stream(self, wide: jax.Array, *, norm: int) -> None:
+        """This program's columns of the stream, and what the norm of this number needs of them."""
+        memory, written, own = self.memory, self.written, self.columns(self.how.plan.out.outputs)
+        stream = wide.astype(memory.stream.dtype)
         memory.stream[...] = stream
+        if norm == self.how.plan.norms:
+            self.store(memory.stream, written.stream_MD.at[:, own])
+            return
         wide = stream.astype(jnp.float32)
-        factor = plgpu.layout_cast(memory.scale[...], ROW).astype(jnp.float32) + self.how.offset
+        factor = plgpu.layout_cast(memory.scales[norm][...], ROW).astype(jnp.float32) + self.how.offset
         memory.scaled[...] = (wide * jax.lax.broadcast_in_dim(factor, wide.shape, [1])).astype(memory.scaled.dtype)
         memory.squares[...] = jnp.sum(wide * wide, axis=1)
-        own, written = self.columns(plan.of_out), self.written
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(memory.stream, written.stream_MD.at[:, own])
-        plgpu.copy_smem_to_gmem(memory.scaled, written.scaled_MD.at[:, own])
-        plgpu.copy_smem_to_gmem(memory.squares, written.squares_PM.at[self.program])
+        if norm == 1:
+            plgpu.copy_smem_to_gmem(memory.stream, written.stream_MD.at[:, own])
+        plgpu.copy_smem_to_gmem(memory.scaled, written.scaled_MD[norm].at[:, own])
+        self.store(memory.squares, written.squares_PM[norm].at[self.program])
+
+    def gate(self, step: _Step) -> None:
+        factor, both, width = self.row_factor(step, 0), self.product(step, is_first_here=True), step.share.outputs // 2
+        factor = jax.lax.broadcast_in_dim(factor, (ROWS, width), [0])
+        gate, up = both[:, :width] * factor, both[:, width:] * factor
+        self.memory.hidden[...] = (self.how.activation(gate) * up).astype(self.memory.hidden.dtype)
+        self.store(self.memory.hidden, self.written.hidden_MF.at[:, self.columns(width)])
+
+    def sum_down(self, step: _Step) -> None:
+        self.memory.sums[...] = self.product(step)
+        columns = pl.ds(step.starts[0], step.share.outputs)
+        self.store(self.memory.sums, self.written.sums_SMD.at[self.part, :, columns])
+
+    def project(self, step: _Step) -> None:
+        """The next layer's heads."""
+        factor, sums, width = self.row_factor(step, 1), self.product(step, is_first_here=True), step.share.outputs
+        heads = sums * jax.lax.broadcast_in_dim(factor, (ROWS, width), [0])
+        self.memory.heads[...] = heads.astype(self.memory.heads.dtype)
+        self.store(self.memory.heads, self.written.heads_MQ.at[:, self.columns(width)])
+
+    def row_factor(self, step: _Step, norm: int) -> jax.Array:
+        """[M], when the first block of rows is here: then all programs have written their squares."""
+        memory = self.memory
+        plgpu.barrier_wait(self.barriers.rows_here.at[step.rows_before % BLOCKS])
+        squares_PM = plgpu.load(self.written.squares_PM[norm], layout=MATRIX, optimized=False)
+        memory.squares[...] = jax.lax.rsqrt(jnp.sum(squares_PM, axis=0) / self.how.plan.D + self.how.eps)
+        return plgpu.layout_cast(memory.squares[...], COLUMN)
+
+    def store(self, source: Any, target: Any) -> None:
+        """To memory, for other programs to see."""
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(source, target)
         plgpu.wait_smem_to_gmem(0)
 
-    def gate(self) -> None:
-        plan, memory, blocks = self.plan, self.memory, self.plan.D // BLOCK
-        # When the first block is here, all programs have written their squares.
-        plgpu.barrier_wait(self.barriers.rows_here.at[plan.A // BLOCK % BLOCKS])
-        squares_PM = plgpu.load(self.written.squares_PM, layout=MATRIX, optimized=False)
-        memory.squares[...] = jax.lax.rsqrt(jnp.sum(squares_PM, axis=0) / plan.D + self.how.eps)
-        factor = jax.lax.broadcast_in_dim(plgpu.layout_cast(memory.squares[...], COLUMN), (ROWS, plan.of_hidden), [0])
-        product = partial(self.streamed, blocks=blocks, before=(plan.A // BLOCK, 0), is_first_here=True)
-        both = pl.run_scoped(product, plgpu.ACC((ROWS, 2 * plan.of_hidden), jnp.float32))
-        gate, up = both[:, : plan.of_hidden] * factor, both[:, plan.of_hidden :] * factor
-        memory.hidden[...] = (self.how.activation(gate) * up).astype(memory.hidden.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(memory.hidden, self.written.hidden_MF.at[:, self.columns(plan.of_hidden)])
-        plgpu.wait_smem_to_gmem(0)
+    def product(self, step: _Step, *, is_first_here: bool = False) -> jax.Array:
+        """Rows times weights as both come."""
+        sums = plgpu.ACC((ROWS, step.share.outputs), jnp.float32)
+        return pl.run_scoped(partial(self.stream, step=step, is_first_here=is_first_here), sums)
 
-    def sum_down(self) -> None:
-        plan, memory = self.plan, self.memory
-        before = ((plan.A + plan.D) // BLOCK, plan.D // BLOCK)
-        product = partial(self.streamed, blocks=self.plan.down_blocks, before=before, is_first_here=False)
-        memory.sums[...] = pl.run_scoped(product, plgpu.ACC((ROWS, plan.of_down), jnp.float32))
-        plgpu.commit_smem()
-        tile = jax.lax.div(self.program, jnp.int32(plan.parts))
-        columns = pl.ds(tile * plan.of_down, plan.of_down)
-        plgpu.copy_smem_to_gmem(memory.sums, self.written.sums_SMD.at[self.part, :, columns])
-        plgpu.wait_smem_to_gmem(0)
+    def stream(self, sums_ref: Any, *, step: _Step, is_first_here: bool) -> jax.Array:
+        """What a block was read from is free when the next product has begun."""
+        memory, barriers, share = self.memory, self.barriers, step.share
 
-    def streamed(self, sums_ref: Any, *, blocks: int, before: tuple[int, int], is_first_here: bool) -> jax.Array:
-        """Rows times weights as both come, behind so many blocks of each; a block is free when the next is begun."""
-        memory, barriers, outputs = self.memory, self.barriers, sums_ref.shape[1]
+        def rows(k: Any) -> Any:
+            return jax.lax.rem(step.rows_before + k, jnp.int32(BLOCKS))
 
-        def slots(j: Any) -> tuple[Any, Any]:
-            return jax.lax.rem(before[0] + j, jnp.int32(BLOCKS)), jax.lax.rem(before[1] + j, jnp.int32(WEIGHTS))
+        def weights(j: Any) -> Any:
+            return jax.lax.rem(step.slots_before + j, jnp.int32(SLOTS))
 
-        def free(j: Any) -> None:
-            rows, weights = slots(j)
-            plgpu.barrier_arrive(barriers.rows_free.at[rows])
-            plgpu.barrier_arrive(barriers.weights_free.at[weights])
+        def one(j: Any, _: Any, *, is_first: bool = False) -> None:
+            plgpu.barrier_wait(barriers.weights_here.at[weights(j)])
+            for n in range(share.in_slot):
+                k = j * share.in_slot + n
+                if not (is_first and n == 0 and is_first_here):
+                    plgpu.barrier_wait(barriers.rows_here.at[rows(k)])
+                weight = memory.weights.at[weights(j), pl.ds(n * share.outputs, share.outputs)]
+                plgpu.wgmma(sums_ref, memory.rows.at[rows(k)], weight.transpose((1, 0)))
+                plgpu.wgmma_wait(1)
+                if not (is_first and n == 0):
+                    plgpu.barrier_arrive(barriers.rows_free.at[rows(k - 1)])
+                if n == 0 and not is_first:
+                    plgpu.barrier_arrive(barriers.weights_free.at[weights(j - 1)])
 
-        def begin(j: Any, *, is_here: bool) -> None:
-            rows, weights = slots(j)
-            if not is_here:
-                plgpu.barrier_wait(barriers.rows_here.at[rows])
-            plgpu.barrier_wait(barriers.weights_here.at[weights])
-            weight = memory.weights.at[weights, pl.ds(0, outputs)]
-            plgpu.wgmma(sums_ref, memory.rows.at[rows], weight.transpose((1, 0)))
-
-        def step(j: Any, _: Any) -> None:
-            begin(j, is_here=False)
-            plgpu.wgmma_wait(1)
-            free(j - 1)
-
-        begin(jnp.int32(0), is_here=is_first_here)
-        jax.lax.fori_loop(1, blocks, step, None)
+        one(jnp.int32(0), None, is_first=True)
+        jax.lax.fori_loop(1, share.slots, one, None)
         plgpu.wgmma_wait(0)
-        free(jnp.int32(blocks - 1))
+        plgpu.barrier_arrive(barriers.rows_free.at[rows(jnp.int32(share.blocks - 1))])
+        plgpu.barrier_arrive(barriers.weights_free.at[weights(jnp.int32(share.slots - 1))])
         return sums_ref[...]

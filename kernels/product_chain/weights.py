@@ -11,3 +11,5 @@ class Weights(NamedTuple):
     out_DA: jax.Array
     gate_up_2FD: jax.Array
     down_DF: jax.Array
+    heads_QD: jax.Array | None = None
+    """Of the next layer's query, key and value."""
