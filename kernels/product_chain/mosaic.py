@@ -248,7 +248,7 @@ class _Program:
     def steps(self) -> list[_Step]:
         plan, program, written = self.how.plan, self.program, self.written
         gate, down = program * (plan.hidden.outputs // 2), jax.lax.div(program, jnp.int32(plan.parts))
-        sources = [
+        sources: list[tuple[Share, Any, tuple[Any, ...], Any, Any]] = [
             (plan.out, self.weight_refs.out_DA, (program * plan.out.outputs,), self.mixed_ref, 0),
             (plan.hidden, self.weight_refs.gate_up_2FD, (gate, gate + plan.F), written.scaled_MD[0], 0),
             (plan.down, self.weight_refs.down_DF, (down * plan.down.outputs,), written.hidden_MF, self.part),
@@ -302,7 +302,7 @@ class _Program:
         plan, own = self.how.plan, self.columns(self.how.plan.out.outputs)
         sums = plgpu.layout_cast(self.memory.stream[...], MATRIX).astype(jnp.float32)
         for part in range(plan.parts):
-            sums = sums + plgpu.load(self.written.sums_SMD.at[part, :, own], layout=MATRIX, optimized=False)
+            sums = sums + self.seen(self.written.sums_SMD.at[part, :, own])
         self.write_stream(sums, norm=1)
 
     def write_stream(self, wide: jax.Array, *, norm: int) -> None:
@@ -346,9 +346,13 @@ class _Program:
         """[M], when the first block of rows is here: then all programs have written their squares."""
         memory = self.memory
         plgpu.barrier_wait(self.barriers.rows_here.at[step.rows_before % BLOCKS])
-        squares_PM = plgpu.load(self.written.squares_PM[norm], layout=MATRIX, optimized=False)
+        squares_PM = self.seen(self.written.squares_PM[norm])
         memory.squares[...] = jax.lax.rsqrt(jnp.sum(squares_PM, axis=0) / self.how.plan.D + self.how.eps)
         return plgpu.layout_cast(memory.squares[...], COLUMN)
+
+    def seen(self, ref: Any) -> jax.Array:
+        """What other programs have written to memory; so little that it need not come by a copy."""
+        return plgpu.load(ref, (), layout=MATRIX, optimized=False)
 
     def store(self, source: Any, target: Any) -> None:
         """To memory, for other programs to see."""

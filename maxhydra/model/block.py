@@ -129,7 +129,8 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Left:
         x_BTD = ctx.constrain(x_BTD, "act_batch", "act_length", "act_embed")
-        mixed, sides = self._chained(x_BTD, ctx), {}
+        sides: dict[str, Side] = {}
+        mixed = self._chained(x_BTD, ctx)
         if mixed is None:
             mixed = self._mixed(x_BTD, ctx)
             fed_BTD, sides = self._fed(mixed.out_BTD, ctx)
