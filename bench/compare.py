@@ -3,19 +3,23 @@
     python bench/compare.py model=llama3.2-1b train.seq_len=4096 train.per_device_batch_size=8
     python bench/compare.py decode model=llama3.2-1b batch=1,64 new=256
     python bench/compare.py model=tiny                                          # on a CPU
+    python bench/compare.py of one_gpu.jsonl                                    # lines that were measured before
 
-Prints the line of each, then one with the ratio of tokens a second. Peers are the scripts in bench/peers: they train
-or decode transformers' Llama in the sizes of the model, and print the same fields.
+Prints the line of each, then one with the ratio of tokens a second; of lines measured before the ratios alone, each
+peer against our fastest of its model in as many bits. Peers are the scripts in bench/peers: they train or decode
+transformers' Llama in the sizes of the model, and print the same fields.
 """
 
 import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from decode import split_own
+from table import kind, read_lines
 
 from maxhydra import runtime
 from maxhydra.config.compose import compose
@@ -28,6 +32,10 @@ SAME = ("batch", "prompt", "new")
 
 
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["of"]:
+        for line in ratios(read_lines(map(Path, arguments[1:]))):
+            print(json.dumps(line), flush=True)
+        return 0
     what = "decode" if arguments[:1] == ["decode"] else "pretrain"
     given = arguments[1:] if arguments[:1] in (["decode"], ["pretrain"]) else arguments
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -37,7 +45,7 @@ def main(arguments: list[str]) -> int:
         print(f"no peer: {', '.join(absent)} not installed", file=sys.stderr)
     for line in ours:
         for peer in peers:
-            if what == "pretrain" or all(line[name] == peer[name] for name in SAME):
+            if is_same_work(line, peer):
                 print(json.dumps(ratio(what, line, peer)), flush=True)
     return 0 if ours and (peers or absent) else 1
 
@@ -69,6 +77,22 @@ def peer_command(what: str, given: list[str]) -> list[str]:
     batches = ["--batches", *own.get("batch", "1,8,32").split(",")]
     rest = [part for name in ("prompt", "new", "repeats") if name in own for part in (f"--{name}", own[name])]
     return [str(HERE / "peers/decode_hf.py"), *sizes, *batches, *rest]
+
+
+def is_same_work(ours: dict[str, Any], peer: dict[str, Any]) -> bool:
+    """Batches of training differ: each side may take the one that suits it."""
+    names = ("model",) if ours["bench"] == "pretrain" else ("model", *SAME)
+    return ours["bench"] == kind(peer) and all(ours[name] == peer[name] for name in names)
+
+
+def ratios(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    ours = [line for line in lines if line.get("bench") in ("pretrain", "decode") and "peer" not in line]
+    unrounded = [line for line in ours if not any(text.startswith("quantization=") for text in line["overrides"])]
+    for peer in lines:
+        if "peer" in peer or "engine" in peer:
+            same = [line for line in unrounded if is_same_work(line, peer)]
+            if same:
+                yield ratio(kind(peer), max(same, key=lambda line: line["tokens_per_second"]), peer)
 
 
 def ratio(what: str, ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Everything that docs/performance.md says of one GPU, ours and transformers beside it, in one go: lines of JSON to
-# LINES (one_gpu.jsonl). Each measurement is a process of its own, with a limit in seconds after which it is given up;
-# about 15 minutes on an H200.
+# Everything that docs/performance.md says of one GPU, ours and transformers beside it: lines of JSON to LINES
+# (one_gpu.jsonl). Each measurement is a process of its own, with a limit in seconds after which it is given up. All
+# parts take about 13 minutes on an H200; name some to run them alone.
 #
-#   bash bench/one_gpu.sh && python bench/table.py one_gpu.jsonl
+#   bash bench/one_gpu.sh [train] [memory] [decode] [peers] [kernels] [formats] && python bench/table.py one_gpu.jsonl
 set -u
 cd "$(dirname "$0")/.."
 lines=${LINES:-one_gpu.jsonl}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-.95}
 
 measure() {
-  local limit=$1; shift
+  local limit=$1 began=$SECONDS; shift
   echo "== $*" >&2
   timeout -k 5 "$limit" python3 "$@" 2> >(tail -n 3 >&2) | grep --line-buffered '^{' | tee -a "$lines"
+  echo "== $((SECONDS - began)) s" >&2
   # A process that was ended may hold the GPU's memory a little longer, and the next would get less.
   sleep 3
 }
@@ -22,21 +23,47 @@ of_3b=(model=llama3.2-3b model.scan_unroll=28)
 fast=(train.seq_len=4096 hardware.compilation_cache=null model.remat.policy=none model.dtypes.logits=bfloat16)
 frugal=(train.seq_len=4096 hardware.compilation_cache=null model.dtypes.logits=bfloat16 train.loss_chunk=1024)
 large=(train.per_device_batch_size=8 train.loss_chunk=2048)
-decode=(bench/decode.py model=llama3.2-1b data=synthetic prompt=64 new=256)
 
-measure 90 bench/pretrain.py "${of_1b[@]}" "${fast[@]}" train.per_device_batch_size=8
-measure 90 bench/pretrain.py "${of_1b[@]}" "${fast[@]}" train.per_device_batch_size=16
-measure 90 bench/pretrain.py "${of_3b[@]}" "${fast[@]}" train.per_device_batch_size=4
-measure 120 bench/pretrain.py "${of_3b[@]}" "${fast[@]}" "${large[@]}"
-measure 120 bench/pretrain.py "${of_3b[@]}" "${fast[@]}" "${large[@]}" quantization=fp8
-measure 90 bench/pretrain.py "${of_3b[@]}" "${frugal[@]}" train.per_device_batch_size=4 model.remat.policy=custom \
-  'model.remat.save=[query,key,value,context,mlp_gate,mlp_up]'
-measure 90 bench/pretrain.py model=llama3.1-8b "${frugal[@]}" train.per_device_batch_size=1 model.remat.policy=minimal \
-  model.dtypes.weights=bfloat16 optimizer=adafactor
-measure 120 "${decode[@]}" batch=1 warm=25
-measure 150 "${decode[@]}" batch=1 warm=60 quantization=int8_weights
-measure 120 "${decode[@]}" batch=64 warm=25
-measure 180 bench/peers/train_hf.py --model llama3.2-1b --device cuda --batch 8
-measure 180 bench/peers/train_hf.py --model llama3.2-3b --device cuda --batch 4
-measure 180 bench/peers/decode_hf.py --model llama3.2-1b --device cuda --batches 1 64 --prompt 64 --new 256
-measure 180 bench/kernels.py
+train() {
+  measure 90 bench/pretrain.py "${of_1b[@]}" "${fast[@]}" train.per_device_batch_size=16
+  measure 120 bench/pretrain.py "${of_3b[@]}" "${fast[@]}" "${large[@]}"
+  measure 120 bench/pretrain.py "${of_3b[@]}" "${fast[@]}" "${large[@]}" quantization=fp8
+}
+
+memory() {
+  measure 90 bench/pretrain.py "${of_3b[@]}" "${frugal[@]}" train.per_device_batch_size=4 model.remat.policy=custom \
+    'model.remat.save=[query,key,value,context,mlp_gate,mlp_up]'
+  measure 90 bench/pretrain.py model=llama3.1-8b "${frugal[@]}" train.per_device_batch_size=1 \
+    model.remat.policy=minimal model.dtypes.weights=bfloat16 optimizer=adafactor
+}
+
+decode() {
+  local sizes=(bench/decode.py model=llama3.2-1b data=synthetic prompt=64 new=256)
+  measure 120 "${sizes[@]}" batch=1 warm=25
+  measure 150 "${sizes[@]}" batch=1 warm=60 quantization=int8_weights
+  measure 120 "${sizes[@]}" batch=64 warm=25
+}
+
+peers() {
+  measure 180 bench/peers/train_hf.py --model llama3.2-1b --device cuda --batch 8 --steps 10
+  measure 180 bench/peers/train_hf.py --model llama3.2-3b --device cuda --batch 4 --steps 10
+  measure 180 bench/peers/decode_hf.py --model llama3.2-1b --device cuda --batches 1 64 --prompt 64 --new 256
+  python3 bench/compare.py of "$lines" | tee -a "$lines"
+}
+
+kernels() { measure 240 bench/kernels.py; }
+
+formats() {
+  measure 180 bench/same_loss.py formats=none,fp8 model=llama3.2-1b model.num_layers=12 model.emb_dim=1024 \
+    model.mlp_dim=4096 model.num_heads=16 model.vocab_size=320 model.scan_unroll=12 data=demo train.steps=500 \
+    train.seq_len=512 train.per_device_batch_size=16 train.log_every=10 train.eval_every=250 train.eval_batches=20 \
+    optimizer.learning_rate=6e-4
+}
+
+for part in "${@:-all}"; do
+  case $part in
+    all) train; memory; decode; peers; kernels; formats ;;
+    train | memory | decode | peers | kernels | formats) "$part" ;;
+    *) echo "no part '$part': train, memory, decode, peers, kernels or formats" >&2; exit 2 ;;
+  esac
+done

@@ -125,5 +125,10 @@ def test_a_peer_is_asked_for_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> 
         "--seq-len": "128",
         "--steps": "20",
     }
-    ours, peer = {"tokens_per_second": 300, "model": "tiny"}, {"tokens_per_second": 200, "peer": "torch"}
-    assert compare.ratio("pretrain", ours, peer)["ratio"] == 1.5
+    ours = {"bench": "pretrain", "tokens_per_second": 300, "model": "tiny", "overrides": []}
+    slower = {**ours, "tokens_per_second": 250}
+    rounded = {**ours, "tokens_per_second": 400, "overrides": ["quantization=int8"]}
+    peer = {"bench": "pretrain", "tokens_per_second": 200, "peer": "torch", "model": "tiny"}
+    other = {**peer, "model": "large"}
+    (line,) = compare.ratios([slower, ours, rounded, peer, other])
+    assert line["ratio"] == 1.5
