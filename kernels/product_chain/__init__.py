@@ -1,4 +1,5 @@
-"""All products of a layer behind attention for a few rows: x = onto + out(mixed), then x + down(gate(norm(x))).
+"""All products of a layer behind attention for a few rows: x = onto + out(mixed), then x + down(gate(norm(x))); and of
+that the next layer's before its attention.
 
 To decode a token is to read every weight once for a few rows, and a kernel for each product leaves memory waiting while
 it begins and ends, here as long as for a third of the bytes.
@@ -32,13 +33,19 @@ def suits(rows: int, sizes: tuple[int, int, int], dtype: DTypeLike) -> bool:
 
 
 def product_chain(
-    mixed_MA: jax.Array, onto_MD: jax.Array, weights: Weights, norm: Norm, activation: Activation
-) -> jax.Array:
-    """[M, D] behind the layer."""
-    sizes = (mixed_MA.shape[1], onto_MD.shape[1], weights.down_DF.shape[1])
-    if not suits(mixed_MA.shape[0], sizes, mixed_MA.dtype):
-        return reference.chain(mixed_MA, onto_MD, weights, norm, activation)
+    mixed_MA: jax.Array, onto_MD: jax.Array, weights: Weights, norms: tuple[Norm, ...], activation: Activation
+) -> tuple[jax.Array, jax.Array | None]:
+    """The stream [M, D] behind the layer, and the next layer's heads [M, Q] where its weights are given and there is
+    room; `norms`: before the feed-forward and before these heads, alike but for their scales."""
+    rows, sizes = mixed_MA.shape[0], (mixed_MA.shape[1], onto_MD.shape[1], weights.down_DF.shape[1])
+    if not suits(rows, sizes, mixed_MA.dtype):
+        return reference.chain(mixed_MA, onto_MD, weights, norms, activation)
     # Mosaic takes half a second to import, which no machine without such a GPU should wait for.
     from maxhydra.kernels.product_chain.mosaic import chain  # noqa: PLC0415
 
-    return chain(mixed_MA, onto_MD, weights, (norm,), activation, plan=Plan(*sizes))[0]
+    plan = Plan(*sizes)
+    if weights.heads_QD is not None:
+        whole = Plan(*sizes, Q=weights.heads_QD.shape[0])
+        plan = whole if whole.fits else plan
+    weights = weights if plan.Q is not None else weights._replace(heads_QD=None)
+    return chain(mixed_MA, onto_MD, weights, norms[: plan.norms], activation, plan=plan)

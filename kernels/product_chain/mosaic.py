@@ -9,8 +9,8 @@ are no more of them than processors.
 A norm is two factors: that of a column is multiplied where the column is made, that of a row, the inverse root of the
 mean of its squares, behind the next product.
 
-Shapes: M = 64 rows, A heads of attention, D residual stream, F hidden, Q heads of the next layer, P programs, S parts of
-the inputs of `down`.
+Shapes: M = 64 rows, A heads of attention, D residual stream, F hidden, Q heads of the next layer, P programs, S parts
+of the inputs of `down`.
 """
 
 import dataclasses

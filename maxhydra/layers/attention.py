@@ -23,8 +23,8 @@ from maxhydra.layers.attend import attend, cached_positions
 from maxhydra.layers.backends import explained
 from maxhydra.layers.cache import Cache, KeysValues, NoCache, Room
 from maxhydra.layers.chunks import chunks
-from maxhydra.layers.context import Context
-from maxhydra.layers.fused import can_fuse, fused
+from maxhydra.layers.context import Context, Following
+from maxhydra.layers.fused import can_fuse, fused, side_by_side
 from maxhydra.layers.norm import Norm, NormSpec, PlainNorm, RMSNorm
 from maxhydra.layers.parts import Mixed, visible_in_chunk, visible_keys
 from maxhydra.layers.projection import Projection, are_bare, joined, together
@@ -172,7 +172,7 @@ class Attention(nnx.Module):
         """What `out` is to multiply of a few tokens, with a norm on the way; None where no kernel can."""
         if not isinstance(norm, RMSNorm) or self.gate is not None or not can_fuse(self._inputs, x_BTD, ctx):
             return None
-        heads_BTMH = fused(self._inputs, x_BTD, norm=norm)
+        heads_BTMH = fused(self._inputs, x_BTD, norm=norm) if ctx.heads is None else ctx.heads
         pages, seen = self._pages(x_BTD, ctx), None
         if pages is None:
             starts = np.cumsum([projection.width for projection in self._inputs])[:-1]
@@ -181,6 +181,14 @@ class Attention(nnx.Module):
         else:
             mixed_BTNH, cache = self._mix_pages(heads_BTMH, pages, ctx)
         return Mixed(mixed_BTNH, cache, {}, seen if self.spec.hands_on else None)
+
+    def asked_of_the_layer_before(self, x_BTD: jax.Array, norm: Norm | None, ctx: Context) -> Following | None:
+        """What makes the heads that `gathered` begins with; None where it would make them otherwise."""
+        if not isinstance(norm, RMSNorm) or self.gate is not None or not can_fuse(self._inputs, x_BTD, ctx):
+            return None
+        if not isinstance(self.query.kernel, nnx.Param):
+            return None
+        return Following(norm.scale[...], side_by_side(self._inputs))
 
     def empty_cache(self, room: Room, layers: int) -> Cache:
         spec = self.spec

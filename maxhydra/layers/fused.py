@@ -14,8 +14,10 @@ from flax import nnx
 from maxhydra.kernels import product_chain
 from maxhydra.kernels.einsum import Layout
 from maxhydra.kernels.fused_product import Activation, Around, fused_product, suits
-from maxhydra.layers.context import Context
-from maxhydra.layers.int8 import Int8, side_by_side
+from maxhydra.kernels.fused_product import Norm as Factors
+from maxhydra.layers.context import Context, Following
+from maxhydra.layers.int8 import Int8
+from maxhydra.layers.int8 import side_by_side as codes_side_by_side
 from maxhydra.layers.norm import RMSNorm
 from maxhydra.layers.projection import Projection, are_alike
 
@@ -46,10 +48,10 @@ def fused(
     first = projections[0]
     packed = [one.kernel.parts for one in projections if isinstance(one.kernel, Int8)]
     if packed:
-        whole = side_by_side(packed)
+        whole = codes_side_by_side(packed)
         kernel, scales_N = whole.codes, whole.scales.reshape(-1)
     else:
-        kernel, scales_N = _side_by_side(projections), None
+        kernel, scales_N = side_by_side(projections), None
     width, *rest = kernel.shape[first.inputs :]
     weight_NK = _outputs_first(kernel, first.inputs)
     around = Around(
@@ -81,16 +83,26 @@ def chained(
     *,
     norm: RMSNorm,
     activation: Activation,
-) -> jax.Array:
-    """x = onto + out(mixed), then x + down(gate(norm(x))), by one kernel."""
+    following: Following | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """x = onto + out(mixed), then x + down(gate(norm(x))), by one kernel; and of that the next layer's heads, where the
+    kernel makes them too."""
     groups = ((out,), hidden, (down,))
-    weights = product_chain.Weights(*(_outputs_first(_side_by_side(group), group[0].inputs) for group in groups))
+    weights = product_chain.Weights(*(_outputs_first(side_by_side(group), group[0].inputs) for group in groups))
     mixed_MA, onto_MD = mixed_BTNH.reshape(-1, weights.out_DA.shape[1]), onto_BTD.reshape(-1, onto_BTD.shape[-1])
-    made_MD = product_chain.product_chain(mixed_MA, onto_MD, weights, norm.factors, activation)
-    return made_MD.reshape(onto_BTD.shape)
+    norms: tuple[Factors, ...] = (norm.factors,)
+    if following is not None:
+        weights = weights._replace(heads_QD=_outputs_first(following.kernel_DNH, 1))
+        norms = (*norms, norm.factors._replace(scale_K=following.scale_D))
+    x_MD, heads_MQ = product_chain.product_chain(mixed_MA, onto_MD, weights, norms, activation)
+    x_BTD = x_MD.reshape(onto_BTD.shape)
+    if heads_MQ is None or following is None:
+        return x_BTD, None
+    return x_BTD, heads_MQ.reshape(*onto_BTD.shape[:2], *following.kernel_DNH.shape[1:])
 
 
-def _side_by_side(projections: Sequence[Projection]) -> jax.Array:
+def side_by_side(projections: Sequence[Projection]) -> jax.Array:
+    """Their kernels as one, in the first dimension of the outputs."""
     return jnp.concatenate([one.weight(one.kept) for one in projections], axis=projections[0].inputs)
 
 

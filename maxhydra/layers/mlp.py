@@ -95,11 +95,11 @@ class Mlp(nnx.Module):
     @jax.named_scope("mlp")
     def behind(
         self, out: Projection, mixed_BTNH: jax.Array, x_BTD: jax.Array, norm: RMSNorm, ctx: Context
-    ) -> jax.Array:
-        """x + out(mixed), and that with the feed-forward of its norm, by one kernel."""
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """x + out(mixed) with the feed-forward of its norm, by one kernel; the next layer's heads if it makes them."""
         assert self.gate is not None
-        activation = ACTIVATIONS[self.spec.activation]
-        return chained(out, (self.gate, self.up), self.down, mixed_BTNH, x_BTD, norm=norm, activation=activation)
+        groups, activation = (out, (self.gate, self.up), self.down), ACTIVATIONS[self.spec.activation]
+        return chained(*groups, mixed_BTNH, x_BTD, norm=norm, activation=activation, following=ctx.following)
 
     def goes_behind(self, out: Projection, x_BTD: jax.Array, ctx: Context) -> bool:
         """Whether `behind` can be had for the rows of x."""
