@@ -27,7 +27,7 @@ from maxhydra.kernels.product_chain.plan import BLOCK, ROWS, Plan, Share
 from maxhydra.kernels.product_chain.weights import Weights
 
 # Slots of weights and blocks of rows on their way at a time: what fits. A slot comes in so many copies.
-SLOTS, BLOCKS, COPIES = 9, 5, 4
+SLOTS, BLOCKS, COPIES = 6, 11, 4
 MATRIX = plgpu.Layout.WGMMA
 COLUMN, ROW = MATRIX.reduce(1), MATRIX.reduce(0)
 PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
@@ -84,12 +84,15 @@ class Barriers(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan) -> "Barriers":
+        free: Any = plgpu.Barrier(num_barriers=BLOCKS)
+        if plan.cluster > 1:
+            free = plgpu.ClusterBarrier(collective_axes=("member",), num_barriers=BLOCKS)
         return cls(
             weights_here=plgpu.Barrier(num_arrivals=COPIES, num_barriers=SLOTS),
             rows_here=plgpu.Barrier(num_barriers=BLOCKS),
             around_here=plgpu.Barrier(num_arrivals=1 + plan.norms),
             weights_free=plgpu.Barrier(num_barriers=SLOTS),
-            rows_free=plgpu.Barrier(num_barriers=BLOCKS),
+            rows_free=free,
         )
 
 
@@ -152,8 +155,10 @@ def _chain(
                 sums_SMD=shape((plan.parts, ROWS, plan.D), jnp.float32),
             ),
             scratch_types=(Memory.of(plan, dtype, scales[0].dtype), Barriers.of(plan)),
-            grid=(plan.programs,),
-            grid_names=("program",),
+            grid=(plan.programs // plan.cluster,),
+            grid_names=("group",),
+            cluster=(plan.cluster,),
+            cluster_names=("member",),
             num_threads=3,
             thread_name="warpgroup",
             compiler_params=PARAMS,
@@ -204,10 +209,10 @@ class _Program:
             pl.semaphore_signal(done.at[0])
             self.gate(steps[1])
             pl.semaphore_signal(done.at[1])
-            tile = 3 + jax.lax.div(self.program, jnp.int32(plan.parts))
             self.sum_down(steps[2])
-            pl.semaphore_signal(done.at[tile])
-            pl.semaphore_wait(done.at[tile], plan.parts, decrement=False)
+            pl.semaphore_signal(done.at[3 + self.tile])
+            own = 3 + jax.lax.div(self.program, jnp.int32(plan.parts))
+            pl.semaphore_wait(done.at[own], plan.parts, decrement=False)
             self.add_down()
             if plan.heads is not None:
                 pl.semaphore_signal(done.at[2])
@@ -234,24 +239,35 @@ class _Program:
                 plgpu.barrier_wait(self.barriers.rows_free.at[slot])
 
     @property
+    def group(self) -> Any:
+        """Of programs that read the same rows."""
+        return jax.lax.axis_index("group")
+
+    @property
     def program(self) -> Any:
-        return jax.lax.axis_index("program")
+        return self.group * self.how.plan.cluster + jax.lax.axis_index("member")
 
     @property
     def part(self) -> Any:
         """Of the inputs of `down`."""
-        return jax.lax.rem(self.program, jnp.int32(self.how.plan.parts))
+        return jax.lax.rem(self.group, jnp.int32(self.how.plan.parts))
+
+    @property
+    def tile(self) -> Any:
+        """Of the outputs of `down`."""
+        plan = self.how.plan
+        return jax.lax.div(self.group, jnp.int32(plan.parts)) * plan.cluster + jax.lax.axis_index("member")
 
     def columns(self, width: int) -> Any:
         return pl.ds(self.program * width, width)
 
     def steps(self) -> list[_Step]:
         plan, program, written = self.how.plan, self.program, self.written
-        gate, down = program * (plan.hidden.outputs // 2), jax.lax.div(program, jnp.int32(plan.parts))
+        gate = program * (plan.hidden.outputs // 2)
         sources: list[tuple[Share, Any, tuple[Any, ...], Any, Any]] = [
             (plan.out, self.weight_refs.out_DA, (program * plan.out.outputs,), self.mixed_ref, 0),
             (plan.hidden, self.weight_refs.gate_up_2FD, (gate, gate + plan.F), written.scaled_MD[0], 0),
-            (plan.down, self.weight_refs.down_DF, (down * plan.down.outputs,), written.hidden_MF, self.part),
+            (plan.down, self.weight_refs.down_DF, (self.tile * plan.down.outputs,), written.hidden_MF, self.part),
         ]
         if plan.heads is not None:
             heads = (program * plan.heads.outputs,)
@@ -263,16 +279,17 @@ class _Program:
         return steps
 
     def block(self, step: _Step, j: Any) -> Any:
-        """Inputs of step j: programs begin at different ones, so that they do not all ask for the same memory."""
-        return pl.ds((step.first + jax.lax.rem(j + self.program, jnp.int32(step.share.blocks))) * BLOCK, BLOCK)
+        """Inputs of step j: groups begin at different ones, so that they do not all ask for the same memory."""
+        return pl.ds((step.first + jax.lax.rem(j + self.group, jnp.int32(step.share.blocks))) * BLOCK, BLOCK)
 
     def load_rows(self, step: _Step) -> None:
         def load(j: Any, _: Any) -> None:
             slot, here = jax.lax.rem(step.rows_before + j, jnp.int32(BLOCKS)), self.barriers.rows_here
             plgpu.barrier_wait(self.barriers.rows_free.at[slot])
             source = step.rows_ref.at[:, self.block(step, j)]
-            plgpu.copy_gmem_to_smem(source, self.memory.rows.at[slot], here.at[slot])
+            plgpu.copy_gmem_to_smem(source, self.memory.rows.at[slot], here.at[slot], collective_axes=shared)
 
+        shared = "member" if self.how.plan.cluster > 1 else None
         jax.lax.fori_loop(0, step.share.blocks, load, None)
 
     def load_weights(self, step: _Step) -> None:

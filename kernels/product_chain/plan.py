@@ -7,6 +7,8 @@ from typing import NamedTuple
 ROWS, BLOCK = 64, 64
 # Programs, which must all run at the same time: an H100 or H200 has 132 processors.
 PROGRAMS = 128
+# Programs that read the same rows at the same time, which the second level cache then hands out once.
+CLUSTER = 2
 # Outputs of a slot of weights at most.
 MOST_OUTPUTS = 128
 
@@ -40,11 +42,12 @@ class Plan:
     Q: int | None = None
     """None: the next layer has no heads to be made here."""
     programs: int = PROGRAMS
+    cluster: int = CLUSTER
 
     @property
     def parts(self) -> int:
         """Programs that share the inputs of `down`: more of them read fewer rows each, and write more sums."""
-        return min(4, self.programs)
+        return min(4, self.programs // self.cluster)
 
     @property
     def norms(self) -> int:
