@@ -1,6 +1,6 @@
 """The products of a layer behind attention as one: the oracle against NumPy, a model whose layers are made of it, and
 the kernel where there is no Hopper: it lowers for one, and every weight has one program. Its values need the GPU, by
-bench/product_chain.py: Mosaic's interpreter has no semaphores."""
+`bench/kernels.py chain`: Mosaic's interpreter has no semaphores."""
 
 from types import SimpleNamespace
 
