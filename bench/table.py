@@ -3,8 +3,8 @@
     maxhydra task=bench ... | tee -a docs/performance.jsonl          # or outputs/RUN/bench.jsonl
     python bench/table.py docs/performance.jsonl
 
-The lines are those of task=bench, bench/compare.py and bench/peers/*.py, in the order in which the rows shall stand;
-anything else is passed over. The text goes between the two marks in docs/performance.md.
+The lines are those of task=bench, bench/kernels.py, bench/compare.py and bench/peers/*.py, in the order in which the
+rows shall stand; anything else is passed over. The text goes between the two marks in docs/performance.md.
 """
 
 import json
@@ -16,6 +16,8 @@ from typing import Any
 Line = dict[str, Any]
 DOCS = Path(__file__).parent.parent / "docs" / "performance.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+# What bench/kernels.py says of a case, besides what it has measured.
+CASE = ("bench", "device", "jax", "kernel", "case", "shape")
 # Overrides that say where a line was measured, not what.
 ASIDE = ("data=", "hardware.compilation_cache=", "model=", "task.", "objective=")
 
@@ -38,6 +40,17 @@ def settings(line: Line) -> str:
 
 def model(line: Line) -> str:
     return str(line.get("model", ""))
+
+
+def told(facts: dict[str, Any]) -> str:
+    """Measurements by name, and by name within these."""
+    values = {name: f"({told(fact)})" if isinstance(fact, dict) else fact for name, fact in facts.items()}
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+
+
+def beside(line: Line) -> str:
+    """What bench/kernels.py has measured of one case."""
+    return told({name: value for name, value in line.items() if name not in CASE})
 
 
 Column = Callable[[Line], str]
@@ -79,6 +92,14 @@ TABLES: dict[str, tuple[str, dict[str, Column]]] = {
             "error": lambda line: f"{line['error']:.2g}",
         },
     ),
+    "beside": (
+        "Kernels beside what XLA and cuDNN make of the same call",
+        {
+            "kernel": lambda line: ", ".join(str(line[name]) for name in ("kernel", "case") if name in line),
+            "shape": lambda line: " x ".join(map(str, line["shape"])),
+            "measured": beside,
+        },
+    ),
     "compare": (
         "Against peers",
         {
@@ -98,17 +119,17 @@ def first_token(line: Line) -> float:
 
 
 def kind(line: Line) -> str:
-    """The table of a line, or nothing; lines of a peer's decoding name no bench."""
+    """The table of a line; lines of a peer's decoding name no bench, those of bench/kernels.py no operation."""
     name = str(line.get("bench", "decode"))
-    return "" if name == "kernels" and "operation" not in line else name
+    return "beside" if name == "kernels" and "operation" not in line else name
 
 
 def place(lines: Iterable[Line]) -> str:
     """Devices, versions and days of the lines that tell them."""
-    told = [line for line in lines if "date" in line and "jax" in line]
-    machines = sorted({f"{line['devices']} x {line['device']}" for line in told})
-    versions = sorted({f"jax {line['jax']}, flax {line['flax']}" for line in told})
-    return "; ".join([*machines, *versions, *sorted({line["date"] for line in told})])
+    named = [line for line in lines if "device" in line and "jax" in line]
+    machines = sorted({f"{line.get('devices', 1)} x {line['device']}" for line in named})
+    versions = sorted({", ".join(f"{name} {line[name]}" for name in ("jax", "flax") if name in line) for line in named})
+    return "; ".join([*machines, *versions, *sorted({line["date"] for line in named if "date" in line})])
 
 
 def table(lines: list[Line]) -> str:

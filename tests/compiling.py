@@ -5,12 +5,18 @@ where XLA still has it; one piece of LLVM code instead of 32 saves some more whe
 """
 
 import os
+import shutil
 import tempfile
+import time
 from importlib.metadata import version
+from pathlib import Path
 
 FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
 # XLA stops at a flag that it does not know, as it does at this one from jax 0.11 on.
 FLAGS += ["--xla_cpu_use_fusion_emitters=false"] if version("jax").startswith("0.10.") else []
+
+# Folders of a session that has not been heard of for so long are those of one that was killed.
+PREFIX, ABANDONED = "maxhydra-tests-", 6 * 3600
 
 KEPT = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
 
@@ -29,6 +35,9 @@ def begin() -> str | None:
     """Keep programs in a folder for the session, which its first process gets to remove; none where one is named."""
     folder = None
     if KEPT[0] not in os.environ:
-        folder = os.environ[KEPT[0]] = tempfile.mkdtemp(prefix="maxhydra-xla-")
+        for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+            if time.time() - path.stat().st_mtime > ABANDONED:
+                shutil.rmtree(path, ignore_errors=True)
+        folder = os.environ[KEPT[0]] = tempfile.mkdtemp(prefix=PREFIX)
     os.environ.setdefault(KEPT[1], "0")
     return folder

@@ -5,16 +5,18 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import orbax.checkpoint as ocp
 
 from maxhydra.config.metrics import LOGGED
-from tests import compiling
+from tests import compiling, warm
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,7 +40,8 @@ SMALL = [
 
 def environment(devices: int = 1, **extra: str) -> dict[str, str]:
     """A clean environment with so many simulated devices."""
-    keep = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_", "SLURM_"))}
+    left = ("XLA_", "JAX_", "SLURM_", "PYTHONDONTWRITEBYTECODE")
+    keep = {name: value for name, value in os.environ.items() if not name.startswith(left)}
     own = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": compiling.flags(devices)}
     return {**keep, **compiling.kept(), **own, **extra}
 
@@ -47,12 +50,27 @@ def command(*overrides: str) -> list[str]:
     return [sys.executable, "-m", "maxhydra", *overrides]
 
 
+def started(*overrides: str, cwd: Path, streams: Sequence[IO[str]], devices: int = 1, **extra: str) -> warm.Command:
+    """The command under way, with these as its input, output and errors."""
+    assert not any(name.startswith("JAX_") for name in extra), "jax reads these when it is imported"
+    numbers = [stream.fileno() for stream in streams]
+    given = environment(devices, **extra)
+    return warm.Command(warm.server(compiling.PREFIX), overrides, folder=str(cwd), environment=given, streams=numbers)
+
+
+def silent(*overrides: str, cwd: Path, **extra: str) -> warm.Command:
+    with open(os.devnull, "r+") as nothing:
+        return started(*overrides, cwd=cwd, streams=[nothing] * 3, **extra)
+
+
 def run(
     *overrides: str, cwd: Path, devices: int = 1, timeout: float = 240, **extra: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*overrides), cwd=cwd, env=environment(devices, **extra), capture_output=True, text=True, timeout=timeout
-    )
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors, open(os.devnull) as nothing:
+        code = started(*overrides, cwd=cwd, devices=devices, streams=(nothing, out, errors), **extra).wait(timeout)
+        out.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(command(*overrides), code, out.read(), errors.read())
 
 
 def finished(*overrides: str, cwd: Path, devices: int = 1, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -65,12 +83,10 @@ def finished(*overrides: str, cwd: Path, devices: int = 1, **extra: str) -> subp
 def kill_when(arguments: Sequence[str], sign: Path, *, cwd: Path) -> None:
     """Start the command and kill -9 it as soon as a file has grown."""
     before = sign.stat().st_size if sign.exists() else 0
-    process = subprocess.Popen(
-        command(*arguments), cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    while process.poll() is None and not (sign.exists() and sign.stat().st_size > before):
+    process = silent(*arguments, cwd=cwd)
+    while process.runs() and not (sign.exists() and sign.stat().st_size > before):
         time.sleep(0.002)
-    assert process.poll() is None, "it ended before it could be killed"
+    assert process.runs(), "it ended before it could be killed"
     process.kill()
     process.wait()
 

@@ -109,6 +109,9 @@ def test_the_measured_table_is_made_of_the_lines_that_are_kept() -> None:
     spec.loader.exec_module(table)
     page, lines = table.DOCS.read_text(), table.read_lines([ROOT / "docs" / "performance.jsonl"])
     assert lines and page == table.placed(page, table.table(lines)), "python bench/table.py docs/performance.jsonl"
+    kernel = {"bench": "kernels", "device": "a", "jax": "1", "kernel": "attention", "case": "plain", "shape": [4, 64]}
+    said = table.table([{**kernel, "xla": {"forward_ms": 2.5, "error": 0.1}, "triton": {"refused": "no"}}])
+    assert said.endswith("| attention, plain | 4 x 64 | xla (forward ms 2.5, error 0.1), triton (refused no) |\n")
     for line in lines:
         assert f"{line.get('tokens_per_second', line.get('ours', 0)):,.0f}" in page
 

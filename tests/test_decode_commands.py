@@ -13,7 +13,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from running import SMALL, command, environment, finished
+from running import SMALL, command, environment, finished, silent
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose import compose
@@ -65,9 +65,9 @@ def test_a_killed_file_goes_on_and_answers_each_prompt_once(folder: Path) -> Non
     records = [{"prompt": f"prompt {n}", "id": n, "sampling": {"max_tokens": 5 + n}} for n in range(30)]
     (folder / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     ask = [*DECODE, "task.input=in.jsonl", "task.output=out.jsonl", "task.sampling.temperature=0.9"]
-    process = subprocess.Popen(command(*ask), cwd=folder, env=environment(), stderr=subprocess.DEVNULL)
+    process = silent(*ask, cwd=folder)
     output, until = folder / "out.jsonl", time.monotonic() + SECONDS
-    while process.poll() is None and not (output.exists() and output.stat().st_size) and time.monotonic() < until:
+    while process.runs() and not (output.exists() and output.stat().st_size) and time.monotonic() < until:
         time.sleep(0.005)
     process.kill()
     process.wait()

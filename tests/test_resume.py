@@ -25,27 +25,21 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def kill_when(folder: Path, cwd: Path, moment: str, rng: random.Random) -> None:
-    """Start the run and kill -9 it: some time after start-up, or while a checkpoint is being written."""
-    process = subprocess.Popen(
-        command(*RUN, "run.name=killed"),
-        cwd=cwd,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    """Start the run and kill -9 it: some time after its start, or while a checkpoint is being written."""
+    process = running.silent(*RUN, "run.name=killed", cwd=cwd)
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text().count("\n") if metrics.exists() else 0
     deadline = time.time() + 120
     if moment == "start":
-        time.sleep(rng.uniform(0.5, 5))
-    while moment != "start" and process.poll() is None and time.time() < deadline:
+        time.sleep(rng.uniform(0.2, 2))
+    while moment != "start" and process.runs() and time.time() < deadline:
         if moment == "step" and metrics.exists() and metrics.read_text().count("\n") > lines:
             time.sleep(rng.uniform(0, 0.2))
             break
         if moment == "save" and any("tmp" in name for name in list_names(folder / "checkpoints")):
             break
         time.sleep(0.0005)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
 
 

@@ -1,10 +1,7 @@
 """Fine-tuning as a user runs it: with an adapter around another run's weights, killed, loaded, asked, moved."""
 
 import dataclasses
-import os
 import shutil
-import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from running import SMALL, command, environment, facts, finished, losses, parameter_hash
+from running import SMALL, facts, finished, losses, parameter_hash, silent
 
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose import compose
@@ -87,13 +84,11 @@ def test_a_run_of_an_adapter_loads_as_the_merged_model(here: Path, monkeypatch: 
 
 def test_killed_and_started_again_it_ends_the_same(here: Path) -> None:
     folder = here / "outputs/killed"
-    process = subprocess.Popen(
-        command(*LORA, "run.name=killed"), cwd=here, env=environment(), stderr=subprocess.DEVNULL
-    )
+    process = silent(*LORA, "run.name=killed", cwd=here)
     deadline = time.time() + 120
-    while process.poll() is None and time.time() < deadline and not (folder / "checkpoints/8").is_dir():
+    while process.runs() and time.time() < deadline and not (folder / "checkpoints/8").is_dir():
         time.sleep(0.001)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     done = finished(*LORA, "run.name=killed", cwd=here)
     assert "going on from step" in done.stderr and facts(folder)["start_step"] < STEPS

@@ -117,7 +117,7 @@ def test_six_jobs_outlive_their_controller(scheduler: dict[str, str], tmp_path: 
 @pytest.mark.slow
 def test_two_nodes_are_preempted_and_equal_one_process(scheduler: dict[str, str], tmp_path: Path) -> None:
     """Detached; told by SIGUSR1 to save, as before a time limit; back in the queue, and on to the end by itself."""
-    arguments = [*SMALL, "train.steps=400", "mesh.fsdp=2", "train.per_device_batch_size=4", "checkpoint.every=1000"]
+    arguments = [*SMALL, "train.steps=150", "mesh.fsdp=2", "train.per_device_batch_size=4", "checkpoint.every=1000"]
     launcher = [*LAUNCHER, "hydra.launcher.nodes=2", "hydra.launcher.detach=true"]
     done = finished(*launcher, *arguments, "run.name=two", cwd=tmp_path, **scheduler)
     identity = re.search(r"job 0: slurm (\d+) ", done.stdout)
@@ -134,7 +134,7 @@ def test_two_nodes_are_preempted_and_equal_one_process(scheduler: dict[str, str]
     assert told["processes"] == 2 and told["variables"]["SLURM_RESTART_COUNT"] == "1"
     assert "SIGUSR1" in told["sessions"][0]["reason"]
     one, two = losses(tmp_path / "outputs" / "one"), losses(folder)
-    assert list(one) == list(two) == list(range(1, 401))
+    assert list(one) == list(two) == list(range(1, 151))
     np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=TOLERANCE)
 
 

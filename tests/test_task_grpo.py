@@ -2,15 +2,13 @@
 
 import json
 import os
-import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from running import ROOT, SMALL, command, environment, facts, finished, losses, parameter_hash, run
+from running import ROOT, SMALL, facts, finished, losses, parameter_hash, run, silent
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose import compose
@@ -93,16 +91,10 @@ def test_a_killed_run_reaches_the_same_weights(tmp_path: Path) -> None:
     """Answers written ahead, and a batch in the middle of its updates, outlive the process."""
     finished(*KILLED, "run.name=whole", cwd=tmp_path, PYTHONPATH=PATHS)
     whole, folder = (tmp_path / "outputs" / name for name in ("whole", "killed"))
-    process = subprocess.Popen(
-        command(*KILLED, "run.name=killed"),
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=PATHS),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    while process.poll() is None and not _has_lines(folder / "metrics.jsonl", 4):
+    process = silent(*KILLED, "run.name=killed", cwd=tmp_path, PYTHONPATH=PATHS)
+    while process.runs() and not _has_lines(folder / "metrics.jsonl", 4):
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     done = finished(*KILLED, "run.name=killed", cwd=tmp_path, PYTHONPATH=PATHS)
     assert "going on from step 3" in done.stderr

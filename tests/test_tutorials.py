@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from running import ROOT, environment
 
-from tests import compiling
+from tests import compiling, warm
 
 BLOCK = re.compile(r"^```console(?: exit=(\d+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if BLOCK.search(page.read_text())]
@@ -26,9 +26,11 @@ def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     assert commands
     binaries = tmp_path / ".bin"
     binaries.mkdir()
-    for name, target in {"maxhydra": f'exec "{sys.executable}" -m maxhydra "$@"'}.items():
-        (binaries / name).write_text(f"#!/bin/sh\n{target}\n")
-        (binaries / name).chmod(0o755)
+    script = binaries / "maxhydra"
+    script.write_text(
+        f'#!/bin/sh\nexec "{sys.executable}" -I "{warm.__file__}" "{warm.server(compiling.PREFIX)}" "$@"\n'
+    )
+    script.chmod(0o755)
     env = environment()
     env["PATH"] = f"{binaries}:{Path(sys.executable).parent}:{env['PATH']}"
     # The commands say for themselves on how many devices they run.

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from maxhydra.kernels.tile import Sizes, candidates, resized
+
 
 class Tile(NamedTuple):
     """What a program does, and how."""
@@ -32,6 +34,11 @@ class Tiles(NamedTuple):
 
 # The fastest of those measured on an H200 with rows of 2,048 and 3,072 numbers.
 MEASURED = Tiles(Tile(4, 4), Tile(16, 4))
+# Worth a trial on other rows and cards.
+TRIED = {
+    "forward": (Tile(1, 4), Tile(2, 4), Tile(4, 8), Tile(8, 4)),
+    "backward": (Tile(8, 4), Tile(16, 8), Tile(32, 4), Tile(32, 8)),
+}
 # Of a row, so that its pieces are few and each warp has some of each; and of the rows of a program.
 PIECE, MULTIPLE = 256, 16
 # The largest piece, and the longest row that registers hold.
@@ -51,10 +58,27 @@ class How:
     interpret: bool
 
 
+def cut(rows: int) -> dict[str, int]:
+    """What the sizes of a tile must divide, by name."""
+    return {"forward.rows": rows, "backward.rows": rows}
+
+
+def tried(rows: int) -> dict[str, list[dict[str, int]]]:
+    """Sizes to try for each kernel."""
+    return candidates(TRIED, MEASURED, cut(rows))
+
+
 def rms_norm(
-    x_MD: jax.Array, scale_D: jax.Array, *, eps: float, dtype: Any, tiles: Tiles = MEASURED, interpret: bool = False
+    x_MD: jax.Array,
+    scale_D: jax.Array,
+    *,
+    eps: float,
+    dtype: Any,
+    tiles: Tiles = MEASURED,
+    sizes: Sizes = (),
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    return _normed(How(eps, jnp.dtype(dtype), tiles, interpret), x_MD, scale_D)
+    return _normed(How(eps, jnp.dtype(dtype), resized(tiles, sizes), interpret), x_MD, scale_D)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

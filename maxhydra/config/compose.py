@@ -73,7 +73,14 @@ class Examination:
 
 def compose(overrides: list[str], config_dir: str | None = None) -> Composed:
     """The config that `maxhydra OVERRIDES` would run with."""
-    return Composer(config_dir).examine(overrides).composed()
+    composer = _own_options() if config_dir is None else Composer(config_dir)
+    return composer.examine(overrides).composed()
+
+
+@cache
+def _own_options() -> "Composer":
+    """One for all who ask: no file of ours changes."""
+    return Composer()
 
 
 class Composer:
@@ -94,7 +101,7 @@ class Composer:
             search_path.append("hydra.searchpath in command-line", place)
         search_path.get_path().append(schema)
         self.loader = Loader(config_search_path=search_path)
-        self.groups = Groups(self.loader)
+        self.groups = Groups(self.loader.repository)
         self._defaults: dict[tuple[str, ...], DefaultsList] = {}
 
     def examine(self, overrides: list[str], *, with_hydra: bool = True) -> Examination:

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from hydra._internal.config_repository import ConfigRepository
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -55,13 +56,13 @@ def searchpath(texts: list[str]) -> list[str]:
 class Groups:
     """The config groups that Hydra sees, and their options."""
 
-    def __init__(self, loader: ConfigLoader):
-        self._loader = loader
+    def __init__(self, repository: ConfigRepository):
+        self._repository = repository
         self._options: dict[str, list[str]] = {}
 
     def options(self, group: str) -> list[str]:
         if group not in self._options:
-            self._options[group] = self._loader.get_group_options(group, results_filter=ObjectType.CONFIG)
+            self._options[group] = self._repository.get_group_options(group, ObjectType.CONFIG)
         return self._options[group]
 
     def is_choice(self, override: Override) -> bool:
@@ -69,7 +70,7 @@ class Groups:
         return bool(self.options(override.key_or_group)) and not isinstance(override.value(), dict)
 
     def all(self, parent: str = "") -> Iterator[str]:
-        for name in self._loader.list_groups(parent):
+        for name in self._repository.get_group_options(parent, ObjectType.GROUP):
             group = f"{parent}/{name}" if parent else name
             if self.options(group):
                 yield group

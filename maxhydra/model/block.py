@@ -174,7 +174,7 @@ class Block(nnx.Module):
             whole = self.attention.onto(x_BTD, norm, ctx)
             if whole is not None:
                 return whole
-        x_BTD, seen_BTD = tapped(norm, x_BTD, backend=self.spec.norm.backend, place=ctx.place)
+        x_BTD, seen_BTD = tapped(norm, x_BTD, wanted=self.spec.norm.wanted, place=ctx.place)
         mixed = self.attention(seen_BTD, ctx)
         branch_BTD = _normed(post_norm, mixed.out_BTD)
         return mixed._replace(out_BTD=x_BTD + dropout(branch_BTD, ctx.key(0), rate=self.spec.dropout))
@@ -187,7 +187,7 @@ class Block(nnx.Module):
             whole = self.mlp.onto(x_BTD, norm, ctx)
             if whole is not None:
                 return whole.out_BTD, {"mlp": whole.side}
-        x_BTD, seen_BTD = tapped(norm, x_BTD, backend=self.spec.norm.backend, place=ctx.place)
+        x_BTD, seen_BTD = tapped(norm, x_BTD, wanted=self.spec.norm.wanted, place=ctx.place)
         fed = self.mlp(seen_BTD, ctx)
         sides = {"mlp": fed.side}
         if self.beside is not None:

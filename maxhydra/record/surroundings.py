@@ -122,5 +122,7 @@ def _run_git(folder: Path, *arguments: str) -> str | None:
 
 def _packages() -> dict[str, str]:
     """Every installed distribution and its version."""
-    found = {dist.name: dist.version for dist in importlib.metadata.distributions() if dist.name}
+    # Asked for by name, each value would have its file parsed again.
+    told = [distribution.metadata for distribution in importlib.metadata.distributions()]
+    found = {metadata["Name"]: metadata["Version"] for metadata in told if "Name" in metadata}
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
