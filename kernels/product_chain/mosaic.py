@@ -27,7 +27,7 @@ from maxhydra.kernels.product_chain.plan import BLOCK, ROWS, Plan, Share
 from maxhydra.kernels.product_chain.weights import Weights
 
 # Slots of weights and blocks of rows on their way at a time: what fits. A slot comes in so many copies.
-SLOTS, BLOCKS, COPIES = 6, 11, 4
+SLOTS, BLOCKS, COPIES = 7, 9, 4
 MATRIX = plgpu.Layout.WGMMA
 COLUMN, ROW = MATRIX.reduce(1), MATRIX.reduce(0)
 PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
