@@ -1,5 +1,7 @@
 """Sizes of tiles: what a config can ask for, that a training step is cut by it, and what can be tried."""
 
+import dataclasses
+from collections import namedtuple
 from collections.abc import Iterator
 from functools import reduce
 from typing import Any
@@ -12,15 +14,17 @@ from maxhydra.config import ConfigError
 from maxhydra.config.compose import compose
 from maxhydra.config.overrides import parse
 from maxhydra.config.tasks.tune import TuneTask
-from maxhydra.config.tiles import TritonTiles
+from maxhydra.config.tiles import MosaicTiles, Tiles, TritonTiles
 from maxhydra.config.validate import section_from
 from maxhydra.kernels import attention, grouped_matmul, linear_cross_entropy, rms_norm, rotated_heads
+from maxhydra.kernels.choice import UnsupportedError
 from maxhydra.kernels.tile import resized
 from maxhydra.runtime.options import hardware_options
 from maxhydra.sharding import Sharder, abstract_mesh
 from maxhydra.train.ahead import traced_step
 from maxhydra.tune.space import Axis, axes
 
+MOSAIC = {"attention": namedtuple("Forward", "forward")(attention.mosaic.TILES[64].forward)}
 MEASURED: dict[str, Any] = {
     "attention": attention.triton.BLOCKS[64],
     "grouped_matmul": grouped_matmul.triton.MEASURED,
@@ -28,7 +32,8 @@ MEASURED: dict[str, Any] = {
     "rotated_heads": rotated_heads.triton.MEASURED,
     "linear_cross_entropy": linear_cross_entropy.triton.MEASURED,
 }
-TRITON = "model.kernels.tiles.triton."
+TILES = "model.kernels.tiles."
+TRITON = f"{TILES}triton."
 MODEL = [
     "model=mixtral-tiny",
     "model.num_layers=1",
@@ -60,12 +65,13 @@ def nested(sizes: dict[str, int]) -> dict[str, Any]:
     return found
 
 
-def test_the_schema_has_the_sizes_that_the_kernels_have() -> None:
+@pytest.mark.parametrize(("schema", "kernels"), [(TritonTiles, MEASURED), (MosaicTiles, MOSAIC)])
+def test_the_schema_has_the_sizes_that_the_kernels_have(schema: type, kernels: dict[str, Any]) -> None:
     """And takes those that were measured."""
-    given = {operation: nested(sizes_of(measured)) for operation, measured in MEASURED.items()}
-    tiles = vars(section_from(TritonTiles, given, path="", source=""))
-    assert set(tiles) == set(MEASURED)
-    for operation, measured in MEASURED.items():
+    given = {operation: nested(sizes_of(measured)) for operation, measured in kernels.items()}
+    tiles = vars(section_from(schema, given, path="", source=""))
+    assert set(tiles) == set(kernels)
+    for operation, measured in kernels.items():
         assert tiles[operation].sizes == tuple(sizes_of(measured).items())
         assert resized(measured, tiles[operation].sizes) == measured
         (name, size), *_ = doubled = [(name, 2 * size) for name, size in sizes_of(measured).items()]
@@ -128,7 +134,7 @@ def test_a_training_step_is_cut_as_asked() -> None:
         "attention_backward_keys": ((512 // 128, 2, 1), 4),
         "grouped_matmul": ((12 * 256 // 64,), 8),
         "grouped_matmul_summed": ((2, 4), 8),
-        "rms_norm": ((512 // 4,), 2),
+        "rms_norm": ((512 // 16,), 2),
         "rms_norm_backward": ((512 // 4,), 4),
         "rotated_heads": ((512 // 16, 8), 8),
         "cross_entropy": ((512,), 8),
@@ -159,8 +165,8 @@ def test_tiles_of_kernels_that_a_model_calls_are_tried_on_a_gpu(model: str, miss
     for axis in found:
         sizes = [override.value() for override in parse(list(axis.values), loader=None).overrides]
         for one in sizes:
-            tile = nested({f"{axis.key.removeprefix(TRITON)}.{name}": size for name, size in one.items()})
-            section_from(TritonTiles, tile, path="", source="")
+            tile = nested({f"{axis.key.removeprefix(TILES)}.{name}": size for name, size in one.items()})
+            section_from(Tiles, tile, path="", source="")
     assert not tile_axes(model, "cpu")
 
 
@@ -168,5 +174,15 @@ def test_no_tile_is_tried_that_is_known_or_does_not_divide() -> None:
     for kernel, offered in attention.triton.tried(128, 64 * 9).items():
         assert {sizes["queries"] for sizes in offered} == {sizes["keys"] for sizes in offered} == {64}
         assert attention.triton.Block(**offered[0]) != getattr(attention.triton.BLOCKS[128], kernel)
-    assert not attention.triton.tried(80, 4096)
+    assert not attention.triton.tried(80, 4096) and not attention.mosaic.tried(80, 4096)
     assert {sizes["logits"] for sizes in linear_cross_entropy.triton.tried(5000)[""]} == {4096}
+
+
+def test_sizes_are_never_left_out() -> None:
+    """A backend without them refuses; auto takes one that has them, or says why none can."""
+    call = rms_norm.Call(platform="gpu", devices=1, dtype="bfloat16", rows=512, dim=256, sizes=(("forward.rows", 2),))
+    assert rms_norm.choose("auto", call) == "triton"
+    with pytest.raises(UnsupportedError, match="has no tile whose sizes can be chosen"):
+        rms_norm.choose("xla", call)
+    with pytest.raises(UnsupportedError, match=r"triton runs on gpu, not cpu; xla has no tile"):
+        rms_norm.choose("auto", dataclasses.replace(call, platform="cpu"))

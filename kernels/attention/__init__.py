@@ -149,6 +149,7 @@ BACKENDS: dict[str, Backend] = {
         value_dim=False,
         split_length=False,
         devices=1,
+        cut=lambda call: mosaic.cut(call.length),
     ),
     "triton": Backend(
         run=triton.attention,

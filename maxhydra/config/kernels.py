@@ -75,7 +75,8 @@ class ModelKernels(Schema):
         """Those that are asked of the backend that is named for an operation."""
         backend = getattr(self, operation).value
         tiles = vars(self.tiles).get(backend)
-        return () if tiles is None else vars(tiles)[operation].sizes
+        tile = None if tiles is None else vars(tiles).get(operation)
+        return () if tile is None else tile.sizes
 
     def check(self) -> Iterator[Problem]:
         for backend, tiles in vars(self.tiles).items():

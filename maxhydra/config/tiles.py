@@ -56,6 +56,23 @@ class AttentionTile(Tile):
 
 
 @schema
+class StepTile(Tile):
+    """What a step of attention on Hopper takes."""
+
+    size: int | None = option(None, ge=64, le=128)
+    """Keys of a step."""
+    stages: int | None = option(None, ge=1, le=16)
+    """Steps whose loads are on their way at a time."""
+
+
+@schema
+class HopperAttentionTile(Tile):
+    """Attention on Hopper forward; backward, registers leave no choice."""
+
+    forward: StepTile = section(StepTile)
+
+
+@schema
 class ProductTile(Tile):
     """What a program of a grouped product makes."""
 
@@ -133,7 +150,15 @@ class TritonTiles(Schema):
 
 
 @schema
+class MosaicTiles(Schema):
+    """Sizes of the kernels in Mosaic, by operation; each needs model.kernels.<operation>=mosaic."""
+
+    attention: HopperAttentionTile = section(HopperAttentionTile)
+
+
+@schema
 class Tiles(Schema):
     """By backend."""
 
+    mosaic: MosaicTiles = section(MosaicTiles)
     triton: TritonTiles = section(TritonTiles)

@@ -14,7 +14,7 @@ from maxhydra.config.tasks.tune import Batch, Search, TuneTask
 from maxhydra.config.varied import varied
 from maxhydra.kernels import attention, grouped_matmul
 from maxhydra.runtime.flags import replaced_flags
-from maxhydra.tune.tiles import BACKEND, tiles
+from maxhydra.tune.tiles import tiles
 
 # Key -> override, such as `train.loss_chunk=1024`; what is not among them stays as it is.
 Candidate = dict[str, str]
@@ -112,7 +112,7 @@ def _default(config: Config, task: TuneTask, hardware: Hardware) -> Iterator[Axi
     # All combinations of tiles would be more than anybody waits for.
     if task.search is Search.one_by_one:
         for backend, key, sizes in tiles(config, hardware):
-            yield Axis(key, _overrides(key, sizes), under={backend: f"{backend}={BACKEND}"})
+            yield Axis(key, _overrides(key, sizes), under={backend.partition("=")[0]: backend})
 
 
 def _batches(config: Config, batch: Batch) -> list[str]:
