@@ -1,6 +1,6 @@
 """Kernels on this GPU beside what XLA and cuDNN make of the same call. One line of JSON per case.
 
-    python bench/kernels.py [attention] [grouped_matmul] [int8] [chain] [norm] [heads] [loss]
+    python bench/kernels.py [attention] [grouped_matmul] [int8] [norm] [heads] [loss]
 
 Milliseconds are medians over calls of the host's clock, in programs of `REPEATS` calls each on other numbers, so that
 neither the host nor the cache is measured. `error` is against the reference, relative, by the norm.
@@ -16,9 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxhydra.kernels import attention, grouped_matmul, linear_cross_entropy, product_chain, rms_norm, rotated_heads
+from maxhydra.kernels import attention, grouped_matmul, linear_cross_entropy, rms_norm, rotated_heads
 from maxhydra.kernels.attention import Request
-from maxhydra.kernels.fused_product import Around, Norm, fused_product
 from maxhydra.kernels.int8 import triton as int8
 from maxhydra.measure.kernels import distance as error
 from maxhydra.measure.kernels import milliseconds as timed
@@ -119,37 +118,6 @@ def bench_int8() -> None:
             say("int8", case=name, shape=[M, N, K], tb_per_second=round(N * K / ms / 1e9, 2), **facts)
 
 
-def bench_chain() -> None:
-    """What Llama 3.2 1B does between attention and attention when it decodes 64 rows, in one kernel and by products."""
-    A, D, F, Q = 2048, 2048, 8192, 3072
-
-    def norms(scale: Any) -> tuple[Norm, Norm]:
-        return Norm(scale, 0.0, 1e-5), Norm(scale, 0.0, 1e-5)
-
-    def chained(mixed: Any, onto: Any, scale: Any, weights: Any) -> Any:
-        return product_chain.product_chain(mixed, onto, weights, norms(scale), jax.nn.silu)
-
-    def by_products(mixed: Any, onto: Any, scale: Any, weights: Any) -> Any:
-        norm, product = norms(scale)[0], partial(fused_product, dtype=jnp.bfloat16)
-        x = product(mixed, weights.out_DA, None, Around(onto_MN=onto))
-        hidden = product(x, weights.gate_up_2FD, None, Around(norm=norm, activation=jax.nn.silu))
-        x = product(hidden, weights.down_DF, None, Around(onto_MN=x))
-        return x, product(x, weights.heads_QD, None, Around(norm=norm))
-
-    sizes = ((D, A), (2 * F, D), (D, F), (Q, D))
-    sets = []
-    for n in range(REPEATS):
-        weights = product_chain.Weights(*(0.03 * draw(8 * n + i, *size) for i, size in enumerate(sizes)))
-        sets.append((draw(8 * n + 5, 64, A), draw(8 * n + 6, 64, D), jnp.ones((D,), jnp.bfloat16), weights))
-    with jax.default_matmul_precision("highest"):
-        wide = jax.tree.map(lambda array: array.astype(jnp.float32), sets[0])
-        wanted = product_chain.reference.chain(*wide[:2], wide[3], norms(wide[2]), jax.nn.silu)
-    for name, call in (("one kernel", chained), ("by products", by_products)):
-        us, found = timed(call, sets) * 1e3, jax.jit(call)(*sets[0])
-        again = max(error(jax.jit(call)(*sets[0]), found) for _ in range(20))
-        say("product_chain", case=name, us=round(us, 1), error=round(error(found, wanted), 4), differs_by=again)
-
-
 def backends_timed(kernel: str, calls: dict[str, Callable], sets: list[tuple], **facts: Any) -> None:
     """The gradient alone (what it keeps of the forward pass is dead code), by each backend; and how they differ."""
     found = {backend: round(timed(call, sets), 4) for backend, call in calls.items()}
@@ -203,7 +171,6 @@ PARTS = {
     "attention": bench_attention,
     "grouped_matmul": bench_grouped_matmul,
     "int8": bench_int8,
-    "chain": bench_chain,
     "norm": bench_norm,
     "heads": bench_heads,
     "loss": bench_loss,

@@ -3,7 +3,7 @@
 from maxhydra.layers.attention import Attention, AttentionSpec
 from maxhydra.layers.beside import Beside, BesideSpec
 from maxhydra.layers.cache import Cache, DenseRoom, PagedRoom, Room, Rows
-from maxhydra.layers.context import Context, Following
+from maxhydra.layers.context import Context
 from maxhydra.layers.delta import DeltaSpec
 from maxhydra.layers.dropout import dropout
 from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
@@ -33,7 +33,6 @@ __all__ = [
     "Fed",
     "FeedForward",
     "FeedForwardSpec",
-    "Following",
     "Format",
     "Head",
     "LayerNorm",

@@ -23,8 +23,8 @@ from maxhydra.layers.attend import attend, cached_positions
 from maxhydra.layers.backends import Wanted, explained
 from maxhydra.layers.cache import Cache, KeysValues, NoCache, Room
 from maxhydra.layers.chunks import chunks
-from maxhydra.layers.context import Context, Following
-from maxhydra.layers.fused import can_fuse, fused, side_by_side
+from maxhydra.layers.context import Context
+from maxhydra.layers.fused import can_fuse, fused
 from maxhydra.layers.norm import Norm, NormSpec, PlainNorm, RMSNorm
 from maxhydra.layers.parts import Mixed, visible_in_chunk, visible_keys
 from maxhydra.layers.projection import Projection, are_bare, joined, together
@@ -162,17 +162,11 @@ class Attention(nnx.Module):
     @jax.named_scope("attention")
     def onto(self, x_BTD: jax.Array, norm: Norm | None, ctx: Context) -> Mixed | None:
         """x + attention(norm(x)) of a few tokens, by kernels that norm and add on the way; None where they cannot."""
-        if not can_fuse((self.out,), x_BTD, ctx):
+        if not isinstance(norm, RMSNorm) or self.gate is not None:
             return None
-        mixed = self.gathered(x_BTD, norm, ctx)
-        return None if mixed is None else mixed._replace(out_BTD=fused((self.out,), mixed.out_BTD, onto=x_BTD))
-
-    @jax.named_scope("attention")
-    def gathered(self, x_BTD: jax.Array, norm: Norm | None, ctx: Context) -> Mixed | None:
-        """What `out` is to multiply of a few tokens, with a norm on the way; None where no kernel can."""
-        if not isinstance(norm, RMSNorm) or self.gate is not None or not can_fuse(self._inputs, x_BTD, ctx):
+        if not (can_fuse(self._inputs, x_BTD, ctx) and can_fuse((self.out,), x_BTD, ctx)):
             return None
-        heads_BTMH = fused(self._inputs, x_BTD, norm=norm) if ctx.heads is None else ctx.heads
+        heads_BTMH = fused(self._inputs, x_BTD, norm=norm)
         pages, seen = self._pages(x_BTD, ctx), None
         if pages is None:
             starts = np.cumsum([projection.width for projection in self._inputs])[:-1]
@@ -180,15 +174,7 @@ class Attention(nnx.Module):
             mixed_BTNH, cache, seen = self._mix_heads(heads, ctx)
         else:
             mixed_BTNH, cache = self._mix_pages(heads_BTMH, pages, ctx)
-        return Mixed(mixed_BTNH, cache, {}, seen if self.spec.hands_on else None)
-
-    def asked_of_the_layer_before(self, x_BTD: jax.Array, norm: Norm | None, ctx: Context) -> Following | None:
-        """What makes the heads that `gathered` begins with; None where it would make them otherwise."""
-        if not isinstance(norm, RMSNorm) or self.gate is not None or not can_fuse(self._inputs, x_BTD, ctx):
-            return None
-        if not isinstance(self.query.kernel, nnx.Param):
-            return None
-        return Following(norm.scale[...], side_by_side(self._inputs))
+        return Mixed(fused((self.out,), mixed_BTNH, onto=x_BTD), cache, {}, seen if self.spec.hands_on else None)
 
     def empty_cache(self, room: Room, layers: int) -> Cache:
         spec = self.spec

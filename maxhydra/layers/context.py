@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -12,27 +12,9 @@ from maxhydra.layers.cache import Rows
 from maxhydra.sharding import Sharder
 
 
-class Following(NamedTuple):
-    """The norm and the weights of the next layer's query, key and value. Norms of a model differ in their scales."""
-
-    scale_D: jax.Array
-    kernel_DNH: jax.Array
-    """Of all three, side by side."""
-
-
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=[
-        "positions",
-        "segments",
-        "cache",
-        "dropout_key",
-        "rows",
-        "layer_input",
-        "shared",
-        "heads",
-        "following",
-    ],
+    data_fields=["positions", "segments", "cache", "dropout_key", "rows", "layer_input", "shared"],
     meta_fields=["sharder", "is_adapted"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,10 +39,6 @@ class Context:
     """[B, T, P] embedding of the tokens for this very layer; None where layers have none."""
     shared: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """By layer kind what its last layer so far handed on to others."""
-    heads: jax.Array | None = None
-    """[B, T, N, H] of this layer's query, key and value, where the layer before made them along."""
-    following: Following | None = None
-    """What makes those of the next layer, for a layer that can make them along."""
     is_adapted: bool = True
     """Whether an adapter adds to the model; without, it answers as it did before the adapter was trained."""
 

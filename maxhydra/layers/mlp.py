@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config import model as config
 from maxhydra.kernels.einsum import Layout
 from maxhydra.layers.context import Context
-from maxhydra.layers.fused import can_chain, can_fuse, chained, fused
+from maxhydra.layers.fused import can_fuse, fused
 from maxhydra.layers.norm import Norm, RMSNorm
 from maxhydra.layers.parts import Fed, Side
 from maxhydra.layers.projection import Projection, together
@@ -91,19 +91,6 @@ class Mlp(nnx.Module):
             return None
         hidden_BTF = fused((self.gate, self.up), x_BTD, norm=norm, activation=ACTIVATIONS[self.spec.activation])
         return Fed(fused((self.down,), hidden_BTF, onto=x_BTD), {})
-
-    @jax.named_scope("mlp")
-    def behind(
-        self, out: Projection, mixed_BTNH: jax.Array, x_BTD: jax.Array, norm: RMSNorm, ctx: Context
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """x + out(mixed) with the feed-forward of its norm, by one kernel; the next layer's heads if it makes them."""
-        assert self.gate is not None
-        groups, activation = (out, (self.gate, self.up), self.down), ACTIVATIONS[self.spec.activation]
-        return chained(*groups, mixed_BTNH, x_BTD, norm=norm, activation=activation, following=ctx.following)
-
-    def goes_behind(self, out: Projection, x_BTD: jax.Array, ctx: Context) -> bool:
-        """Whether `behind` can be had for the rows of x."""
-        return self.gate is not None and can_chain(out, (self.gate, self.up), self.down, x_BTD, ctx)
 
     def _hidden(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         if self.gate is None:

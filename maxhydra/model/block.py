@@ -17,7 +17,6 @@ from maxhydra.layers import (
     DeltaSpec,
     FeedForward,
     FeedForwardSpec,
-    Following,
     Mixed,
     Mixer,
     MixerSpec,
@@ -29,7 +28,6 @@ from maxhydra.layers import (
     NormSpec,
     PerLayerInput,
     PerLayerSpec,
-    RMSNorm,
     Room,
     Side,
     WeightMaker,
@@ -58,8 +56,6 @@ class Left(NamedTuple):
     """What its mixer and its feed-forward tell besides, where they do."""
     handed: Any
     """What its mixer hands on to later layers; None: nothing."""
-    heads_BTNH: jax.Array | None = None
-    """Of the next layer's query, key and value, where it made them along."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,40 +128,14 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Left:
         x_BTD = ctx.constrain(x_BTD, "act_batch", "act_length", "act_embed")
-        sides: dict[str, Side] = {}
-        mixed, heads_BTNH = self._chained(x_BTD, ctx)
-        if mixed is None:
-            mixed = self._mixed(x_BTD, ctx)
-            fed_BTD, sides = self._fed(mixed.out_BTD, ctx)
-            mixed = mixed._replace(out_BTD=fed_BTD)
-        x_BTD, sides["attention"] = mixed.out_BTD, mixed.side
+        mixed = self._mixed(x_BTD, ctx)
+        x_BTD, sides = self._fed(mixed.out_BTD, ctx)
+        sides["attention"] = mixed.side
         if self.per_layer is not None:
             x_BTD = x_BTD + self.per_layer(x_BTD, ctx)
         if self.scale is not None:
             x_BTD = x_BTD * jax.lax.stop_gradient(self.scale[...]).astype(x_BTD.dtype)
-        return Left(x_BTD, mixed.cache, {name: side for name, side in sides.items() if side}, mixed.handed, heads_BTNH)
-
-    def asked_of_the_layer_before(self, x_BTD: jax.Array, ctx: Context) -> Following | None:
-        """What makes the heads that this layer begins with, where the layer before could make them along."""
-        if not isinstance(self.attention, Attention) or self.attention_post_norm is not None:
-            return None
-        return self.attention.asked_of_the_layer_before(x_BTD, self.attention_norm, ctx)
-
-    def _chained(self, x_BTD: jax.Array, ctx: Context) -> tuple[Mixed | None, jax.Array | None]:
-        """The layer for a few tokens, with all that is behind attention by one kernel, and what that made for the next;
-        None where there is none."""
-        attention, mlp, norm = self.attention, self.mlp, self.mlp_norm
-        if not (isinstance(attention, Attention) and isinstance(mlp, Mlp) and isinstance(norm, RMSNorm)):
-            return None, None
-        is_plain = self.beside is self.attention_post_norm is self.mlp_post_norm is ctx.dropout_key is None
-        is_plain = is_plain and self.per_layer is self.scale is None
-        if not is_plain or not mlp.goes_behind(attention.out, x_BTD, ctx):
-            return None, None
-        mixed = attention.gathered(x_BTD, self.attention_norm, ctx)
-        if mixed is None:
-            return None, None
-        out_BTD, heads_BTNH = mlp.behind(attention.out, mixed.out_BTD, x_BTD, norm, ctx)
-        return mixed._replace(out_BTD=out_BTD), heads_BTNH
+        return Left(x_BTD, mixed.cache, {name: side for name, side in sides.items() if side}, mixed.handed)
 
     def _mixed(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
         """x + attention(norm(x)), and what the mixer gives besides."""
