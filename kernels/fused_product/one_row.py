@@ -16,7 +16,6 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.early import next_may_start
 from maxhydra.kernels.fused_product.around import Around
 from maxhydra.kernels.fused_product.sizes import power_of_two_in
 from maxhydra.kernels.widen import TIMES_ADDED, assembled
@@ -104,8 +103,7 @@ def _kernel(
     onto_ref = None if around.onto_MN is None else next(refs)
     (groups, N, K), step = weight_ref.shape, by.inputs
     spread = partial(_spread, shape=(N, step), is_shared=by.warps < N)
-    zero = next_may_start(0, interpret=interpret).astype(jnp.float32)
-    starts, squares = range(0, K, step), jnp.full((N, step), zero)
+    starts, squares = range(0, K, step), jnp.zeros((N, step), jnp.float32)
     inputs = [spread(x_ref, start) for start in starts]
     if around.norm is not None:
         squares = sum((x_NK * x_NK for x_NK in inputs), squares)
@@ -113,7 +111,7 @@ def _kernel(
         inputs = [x_NK * factor_NK for x_NK, factor_NK in zip(inputs, factors, strict=True)]
     outs = []
     for group in range(groups):
-        sums = jnp.full((N, step), zero)
+        sums = jnp.zeros((N, step), jnp.float32)
         for start, x_NK in zip(starts, inputs, strict=True):
             sums = _times_added(weight_ref[group, :, pl.ds(start, step)], x_NK, sums, interpret=interpret)
         outs.append(jnp.sum(sums, axis=1))
