@@ -134,7 +134,7 @@ def test_a_training_step_is_cut_as_asked() -> None:
         "attention_backward_keys": ((512 // 128, 2, 1), 4),
         "grouped_matmul": ((12 * 256 // 64,), 8),
         "grouped_matmul_summed": ((2, 4), 8),
-        "rms_norm": ((512 // 4,), 2),
+        "rms_norm": ((512 // 16,), 2),
         "rms_norm_backward": ((512 // 4,), 4),
         "rotated_heads": ((512 // 16, 8), 8),
         "cross_entropy": ((512,), 8),
