@@ -287,8 +287,12 @@ def test_mosaic_refuses_what_it_cannot_serve(changes, reason):
     assert choose("auto", make_call(**capped)) == "mosaic"
     for window, taken in ((128, "triton"), (1024, "mosaic")):
         assert choose("auto", make_call(**capped | {"request": make_request(softcap=30.0, window=window)})) == taken
-    for size, taken in ((64, "mosaic"), (128, "cudnn")):
-        assert choose("auto", make_call(head_dim=size, value_dim=size, length=128)) == taken
+    for plain, taken in (
+        ({"head_dim": 64}, "mosaic"),
+        ({}, "mosaic"),
+        ({"request": make_request(causal=False)}, "cudnn"),
+    ):
+        assert choose("auto", make_call(length=128, **plain)) == taken
     with pytest.raises(UnsupportedError, match=reason):
         choose("mosaic", make_call(**{**capped, **changes}))
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from maxhydra.kernels.early import next_may_start
 from maxhydra.kernels.fused_product.around import Activation, Around
 from maxhydra.kernels.fused_product.sizes import power_of_two_in
 
@@ -72,7 +73,7 @@ def summands(
     by = by or tile(N, K, H)
     size, is_whole = K // by.parts, by.parts == 1 and around.onto_MN is None
     return pl.pallas_call(
-        partial(_kernel, by=by, activation=around.activation),
+        partial(_kernel, by=by, activation=around.activation, interpret=interpret),
         grid=(N // by.outputs, by.parts),
         in_specs=[
             pl.BlockSpec((M, size), lambda n, p: (0, p)),
@@ -86,7 +87,9 @@ def summands(
     )(x_MK, weight_NK.reshape(H, N, K))
 
 
-def _kernel(x_ref: Any, weight_ref: Any, out_ref: Any, *, by: Tile, activation: Activation | None) -> None:
+def _kernel(
+    x_ref: Any, weight_ref: Any, out_ref: Any, *, by: Tile, activation: Activation | None, interpret: bool
+) -> None:
     M = x_ref.shape[0]
     H, N, K = weight_ref.shape
     rows = max(LEAST_ROWS, 1 << (M - 1).bit_length())
@@ -102,7 +105,8 @@ def _kernel(x_ref: Any, weight_ref: Any, out_ref: Any, *, by: Tile, activation: 
         products = [jnp.dot(*pair, preferred_element_type=jnp.float32) for pair in pairs]
         return [so_far + product for so_far, product in zip(sums, products, strict=True)]
 
-    zeros = jnp.zeros((N, rows) if by.is_left else (rows, N), jnp.float32)
+    zero = next_may_start(0, interpret=interpret).astype(jnp.float32)
+    zeros = jnp.full((N, rows) if by.is_left else (rows, N), zero)
     sums = jax.lax.fori_loop(0, K // by.inputs, add, [zeros] * H)
     out = sums[0] if activation is None else activation(sums[0]) * sums[1]
     out_MN = (out.T if by.is_left else out).astype(out_ref.dtype)

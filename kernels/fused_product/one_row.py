@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from maxhydra.kernels.early import next_may_start
 from maxhydra.kernels.fused_product.around import Around
 from maxhydra.kernels.fused_product.sizes import power_of_two_in
 from maxhydra.kernels.widen import TIMES_ADDED, assembled
@@ -103,7 +104,8 @@ def _kernel(
     onto_ref = None if around.onto_MN is None else next(refs)
     (groups, N, K), step = weight_ref.shape, by.inputs
     spread = partial(_spread, shape=(N, step), is_shared=by.warps < N)
-    starts, squares = range(0, K, step), jnp.zeros((N, step), jnp.float32)
+    zero = next_may_start(0, interpret=interpret).astype(jnp.float32)
+    starts, squares = range(0, K, step), jnp.full((N, step), zero)
     inputs = [spread(x_ref, start) for start in starts]
     if around.norm is not None:
         squares = sum((x_NK * x_NK for x_NK in inputs), squares)
@@ -111,7 +113,7 @@ def _kernel(
         inputs = [x_NK * factor_NK for x_NK, factor_NK in zip(inputs, factors, strict=True)]
     outs = []
     for group in range(groups):
-        sums = jnp.zeros((N, step), jnp.float32)
+        sums = jnp.full((N, step), zero)
         for start, x_NK in zip(starts, inputs, strict=True):
             sums = _times_added(weight_ref[group, :, pl.ds(start, step)], x_NK, sums, interpret=interpret)
         outs.append(jnp.sum(sums, axis=1))

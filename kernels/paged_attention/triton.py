@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from maxhydra.kernels.attention.request import Request
+from maxhydra.kernels.early import next_may_start
 from maxhydra.kernels.paged_attention.pages import Pages
 
 # The matrix unit takes no fewer rows, which are queries or tokens.
@@ -85,7 +86,13 @@ def attention(
     stored = jax.ShapeDtypeStruct(pages.key_PKZH.shape, pages.key_PKZH.dtype)
     wide = jax.ShapeDtypeStruct((B, K, parts, G), jnp.float32)
     key_PKZH, value_PKZH, out_BKMGH, top_BKMG, total_BKMG = pl.pallas_call(
-        partial(_kernel, request=request, T=by.tokens, each=pl.cdiv(pl.cdiv(W * Z, by.tokens), parts)),
+        partial(
+            _kernel,
+            request=request,
+            T=by.tokens,
+            each=pl.cdiv(pl.cdiv(W * Z, by.tokens), parts),
+            interpret=interpret,
+        ),
         grid=(B, K, parts),
         in_specs=[of_pages, of_pages, queries, new_key, new_value, row, one, *([] if turns is None else [turn, turn])],
         out_specs=[of_pages, of_pages, part, size, size],
@@ -139,6 +146,7 @@ def _kernel(
     request: Request,
     T: int,
     each: int,
+    interpret: bool,
 ) -> None:
     """The softmax is taken as the blocks come (Milakov and Gimelshein, 2018). The new token comes last, when no memory
     waits for it, and is not read back from where it is written. `each`: blocks of a part."""
@@ -156,7 +164,7 @@ def _kernel(
         tokens = _block(key_ref, value_ref, table_ref, block * T + jnp.arange(T), before, request)
         return _taken_in(so_far, q, tokens, request)
 
-    start = pl.program_id(2) * each
+    start = next_may_start(pl.program_id(2) * each, interpret=interpret)
     stop = jnp.minimum(start + each, pl.cdiv(before, T))
     if request.window is not None:
         start = jnp.maximum(start, jnp.maximum(before - request.window + 1, 0) // T)

@@ -4,11 +4,16 @@ Everything is turned, keys by queries, so that the weights and their gradients a
 registers; the gradients of keys and values stay there too. The gradients of the logits also go through shared memory,
 where both warpgroups find those of all 128 keys, and make a half each of what these add to the gradient of the queries.
 It is summed in float32 in the order in which programs come to it, so two runs differ by rounding.
+
+Where registers allow, the product of the next step's logits is begun behind those of this one's gradients, so that the
+matrix unit has work while the loop turns. Each warpgroup then has code of its own: with its number known, places in
+shared memory are constants, where they would take registers that the sums need.
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +24,6 @@ from maxhydra.kernels.attention.blocks import Inputs, Ranges, Rows, query_ranges
 from maxhydra.kernels.attention.mosaic.how import How, Tile
 from maxhydra.kernels.attention.mosaic.parts import (
     COLUMN,
-    MATRIX,
     PARAMS,
     ROW,
     ROWS,
@@ -28,96 +32,11 @@ from maxhydra.kernels.attention.mosaic.parts import (
     hidden_as,
     logits,
     meetings,
-    memory,
     narrowed,
     over,
     slot_of,
-    zeros,
 )
-
-# Of the gradients of the logits: a block is written while the other warpgroup may still read that of the step before.
-BUFFERS = 2
-# Keys of a program.
-KEYS = WORKERS * ROWS
-
-
-class Sizes(NamedTuple):
-    T: int
-    G: int
-    H: int
-    C: int
-    stages: int
-
-    @classmethod
-    def of(cls, inputs: Inputs, tile: Tile) -> "Sizes":
-        (_, T, N, H), K = inputs.q_BTNH.shape, inputs.k_BSKH.shape[2]
-        return cls(T, N // K, H, tile.size, tile.stages)
-
-    @property
-    def block(self) -> tuple[int, int]:
-        return ROWS, self.C
-
-    @property
-    def is_split_by_query(self) -> bool:
-        """Whether a warpgroup makes the gradient of half of the queries of a step, or half of the gradient of each."""
-        return self.C == WORKERS * ROWS
-
-    @property
-    def columns(self) -> int:
-        """Of the gradient of the queries that a warpgroup makes."""
-        return self.H if self.is_split_by_query else self.H // WORKERS
-
-
-class Memory(NamedTuple):
-    k: Any
-    v: Any
-    q: Any
-    d_out: Any
-    total: Any
-    mean: Any
-    d_logits: Any
-    d_q: Any
-    q_segments: Any
-    kv_segments: Any
-
-    @classmethod
-    def of(cls, sizes: Sizes, dtype: Any, *, is_tagged: bool) -> "Memory":
-        H, columns, moving = sizes.H, sizes.columns, (sizes.stages, sizes.C)
-        return cls(
-            k=memory(WORKERS, H // columns, ROWS, columns, dtype=dtype),
-            v=memory(WORKERS, ROWS, H, dtype=dtype),
-            q=memory(*moving, H, dtype=dtype),
-            d_out=memory(*moving, H, dtype=dtype),
-            total=plgpu.SMEM(moving, jnp.float32),
-            mean=plgpu.SMEM(moving, jnp.float32),
-            d_logits=memory(BUFFERS, WORKERS, *sizes.block, dtype=dtype),
-            d_q=memory(WORKERS, ROWS, columns, dtype=jnp.float32),
-            q_segments=plgpu.SMEM(moving, jnp.int32) if is_tagged else None,
-            kv_segments=plgpu.SMEM((WORKERS, ROWS), jnp.int32) if is_tagged else None,
-        )
-
-
-class Barriers(NamedTuple):
-    """Of what has arrived in shared memory, and of what may be written over."""
-
-    kv_here: Any
-    q_here: Any
-    d_out_here: Any
-    q_free: Any
-    d_out_free: Any
-    d_logits_here: Any
-
-    @classmethod
-    def of(cls, sizes: Sizes, *, is_tagged: bool) -> "Barriers":
-        copies = 1 + sizes.H // sizes.columns + is_tagged
-        return cls(
-            kv_here=plgpu.Barrier(num_arrivals=copies, num_barriers=WORKERS),
-            q_here=plgpu.Barrier(num_arrivals=2 + is_tagged, num_barriers=sizes.stages),
-            d_out_here=plgpu.Barrier(num_arrivals=2, num_barriers=sizes.stages),
-            q_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=sizes.stages),
-            d_out_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=sizes.stages),
-            d_logits_here=plgpu.Barrier(num_arrivals=WORKERS),
-        )
+from maxhydra.kernels.attention.mosaic.room import BUFFERS, KEYS, Barriers, Memory, Sizes
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -190,16 +109,21 @@ class _Program:
             self.load_keys()
             self.load_queries(ranges)
 
-        @pl.when(worker < WORKERS)
-        def _compute() -> None:
-            plgpu.set_max_registers(240, action="increase")
-            _Worker(self, worker).run(ranges)
+        if not self.sizes.is_ahead:
+            pl.when(worker < WORKERS)(partial(self.compute, worker, ranges))
+            return
+        for known in range(WORKERS):
+            pl.when(worker == known)(partial(self.compute, known, ranges))
+
+    def compute(self, worker: Any, ranges: Ranges) -> None:
+        plgpu.set_max_registers(240, action="increase")
+        _Worker(self, worker).run(ranges)
 
     def load_keys(self) -> None:
         (b, k, start), refs, memory, columns = self.place, self.refs, self.memory, self.sizes.columns
         for worker in range(WORKERS):
             here, keys = self.barriers.kv_here.at[worker], pl.ds(start + worker * ROWS, ROWS)
-            for part in range(self.sizes.H // columns):
+            for part in range(self.sizes.parts):
                 some = pl.ds(part * columns, columns)
                 plgpu.copy_gmem_to_smem(refs.k_BSKH.at[b, keys, k, some], memory.k.at[worker, part], here)
             plgpu.copy_gmem_to_smem(refs.v_BSKH.at[b, keys, k], memory.v.at[worker], here)
@@ -207,17 +131,12 @@ class _Program:
                 plgpu.copy_gmem_to_smem(refs.kv_segments_BS.at[b, keys], memory.kv_segments.at[worker], here)
 
     def load_queries(self, ranges: Ranges) -> None:
-        (b, k, _), refs, rows, memory, barriers = self.place, self.refs, self.rows, self.memory, self.barriers
+        (b, k, _), rows, memory, barriers = self.place, self.rows, self.memory, self.barriers
         C, G, stages = self.sizes.C, self.sizes.G, self.sizes.stages
 
         def step(i: Any, n: Any, *, head: Any) -> Any:
+            self.load_query(i, n, head)
             slot, queries = slot_of(n, stages), pl.ds(i * C, C)
-            here = barriers.q_here.at[slot]
-            plgpu.barrier_wait(barriers.q_free.at[slot])
-            plgpu.copy_gmem_to_smem(refs.q_BTNH.at[b, queries, head], memory.q.at[slot], here)
-            plgpu.copy_gmem_to_smem(rows.total_BNT.at[b, head, queries], memory.total.at[slot], here)
-            if self.is_tagged:
-                plgpu.copy_gmem_to_smem(refs.q_segments_BT.at[b, queries], memory.q_segments.at[slot], here)
             here = barriers.d_out_here.at[slot]
             plgpu.barrier_wait(barriers.d_out_free.at[slot])
             plgpu.copy_gmem_to_smem(rows.d_out_BTNH.at[b, queries, head], memory.d_out.at[slot], here)
@@ -227,7 +146,20 @@ class _Program:
         def of_head(g: Any, n: Any) -> Any:
             return jax.lax.fori_loop(ranges.first, ranges.last, partial(step, head=k * G + g), n)
 
-        jax.lax.fori_loop(0, G, of_head, jnp.int32(0))
+        steps = jax.lax.fori_loop(0, G, of_head, jnp.int32(0))
+        if self.sizes.is_ahead:
+            # For the product that the last step begins, which nobody uses.
+            self.load_query(0, steps, k * G)
+
+    def load_query(self, i: Any, n: Any, head: Any) -> None:
+        b, refs, memory, barriers = self.place[0], self.refs, self.memory, self.barriers
+        slot, queries = slot_of(n, self.sizes.stages), pl.ds(i * self.sizes.C, self.sizes.C)
+        here = barriers.q_here.at[slot]
+        plgpu.barrier_wait(barriers.q_free.at[slot])
+        plgpu.copy_gmem_to_smem(refs.q_BTNH.at[b, queries, head], memory.q.at[slot], here)
+        plgpu.copy_gmem_to_smem(self.rows.total_BNT.at[b, head, queries], memory.total.at[slot], here)
+        if self.is_tagged:
+            plgpu.copy_gmem_to_smem(refs.q_segments_BT.at[b, queries], memory.q_segments.at[slot], here)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,57 +188,92 @@ class _Worker:
 
     def gradients(self, ranges: Ranges) -> tuple[jax.Array, jax.Array]:
         """Of the keys, still without the scale, and the values."""
-        program, G = self.program, self.program.sizes.G
-        (_, k, _), nothing = program.place, zeros(ROWS, program.sizes.H, layout=MATRIX)
+        program, sizes, k = self.program, self.program.sizes, self.program.place[1]
 
-        def of_head(g: Any, so_far: Any) -> Any:
-            step = partial(self.step, head=k * G + g)
-            return over(ranges, step, so_far, program.how, is_tagged=program.is_tagged, backwards=False)
+        def sums(d_k_ref: Any, d_v_ref: Any) -> tuple[jax.Array, jax.Array]:
+            def of_head(g: Any, so_far: Any) -> Any:
+                step = partial(self.step, head=k * sizes.G + g, sums=(d_k_ref, d_v_ref))
+                return over(ranges, step, so_far, program.how, is_tagged=program.is_tagged, backwards=False)
 
-        d_k_DH, d_v_DH, _ = jax.lax.fori_loop(0, G, of_head, (nothing, nothing, jnp.int32(0)))
-        return d_k_DH, d_v_DH
+            product_DC = None
+            if sizes.is_ahead:
+                plgpu.barrier_wait(program.barriers.q_here.at[0])
+                product_DC = self.scoped(self.begin)
+            jax.lax.fori_loop(0, sizes.G, of_head, (jnp.int32(0), product_DC))
+            return plgpu.wgmma_accumulator_load(d_k_ref), plgpu.wgmma_accumulator_load(d_v_ref)
 
-    def step(self, i: Any, so_far: Any, *, masked: bool, head: Any) -> Any:
-        d_k_DH, d_v_DH, n = so_far
-        sizes, barriers, slot = self.program.sizes, self.program.barriers, slot_of(n, self.program.sizes.stages)
-        d_logits = self.program.memory.d_logits.at[slot_of(n, BUFFERS)]
-        plgpu.barrier_wait(barriers.q_here.at[slot])
-        plgpu.barrier_wait(barriers.d_out_here.at[slot])
+        of_keys = plgpu.ACC((ROWS, sizes.H), jnp.float32)
+        return pl.run_scoped(sums, of_keys, of_keys)
 
-        def finish(part_ref: Any, *, d_k_ref: Any, d_logits_DC: jax.Array) -> None:
+    def scoped(self, act: Callable[[Any], jax.Array]) -> jax.Array:
+        """What is done with an accumulator of a block of logits."""
+        return pl.run_scoped(act, plgpu.ACC(self.program.sizes.block, jnp.float32))
+
+    def begin(self, product_ref: Any) -> jax.Array:
+        self.multiply(product_ref, jnp.int32(0))
+        return plgpu.wgmma_accumulator_load(product_ref)
+
+    def multiply(self, product_ref: Any, n: Any) -> None:
+        """Keys and queries of step n."""
+        sizes, memory, slot = self.program.sizes, self.program.memory, slot_of(n, self.program.sizes.stages)
+        for part in range(sizes.parts):
+            some = memory.q.at[slot, :, pl.ds(part * sizes.columns, sizes.columns)]
+            plgpu.wgmma(product_ref, memory.k.at[self.worker, part], some.transpose((1, 0)))
+
+    def step(self, i: Any, so_far: Any, *, masked: bool, head: Any, sums: tuple[Any, Any]) -> Any:
+        (n, product_DC), (d_k_ref, d_v_ref) = so_far, sums
+        sizes, barriers, memory = self.program.sizes, self.program.barriers, self.program.memory
+        slot, d_logits = slot_of(n, sizes.stages), memory.d_logits.at[slot_of(n, BUFFERS)]
+        of_block = partial(self.d_logits, i=i, slot=slot, masked=masked, d_v_ref=d_v_ref)
+        if sizes.is_ahead:
+            plgpu.barrier_wait(barriers.d_out_here.at[slot])
+            d_logits_DC = self.scoped(partial(of_block, lambda: product_DC))
+        else:
+            plgpu.barrier_wait(barriers.q_here.at[slot])
+            plgpu.barrier_wait(barriers.d_out_here.at[slot])
+            d_logits_DC = self.scoped(lambda product_ref: self.scoped(partial(of_block, self.product(product_ref, n))))
+        d_logits[self.worker] = d_logits_DC
+        plgpu.commit_smem()
+        if sizes.is_ahead:
+            # What the gradient of the values has read would take registers from what comes next.
+            plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(barriers.d_logits_here)
+        plgpu.barrier_wait(barriers.d_logits_here)
+
+        def finish(part_ref: Any) -> jax.Array | None:
             self.d_queries(part_ref, d_logits)
-            plgpu.wgmma(d_k_ref, d_logits_DC, self.program.memory.q.at[slot])
-            # While the gradient of the keys is made.
-            self.add_to_queries(plgpu.wgmma_accumulator_load(part_ref, wait_n=1), i, head)
+            plgpu.wgmma(d_k_ref, d_logits_DC, memory.q.at[slot])
+            # While the gradient of the keys and the next product are made.
+            add = partial(self.add_to_queries, part_ref, i, head)
+            if not sizes.is_ahead:
+                return add(behind=1)
+            plgpu.barrier_wait(barriers.q_here.at[slot_of(n + 1, sizes.stages)])
+            return self.scoped(partial(self.next_product, n=n + 1, add=partial(add, behind=1 + sizes.parts)))
 
-        def products(refs: Any) -> None:
-            d_k_ref, d_v_ref = refs
-            begin = partial(self.d_logits, i=i, slot=slot, masked=masked, d_v_ref=d_v_ref)
-            d_logits_DC = pl.run_scoped(begin, *[plgpu.ACC(sizes.block, jnp.float32)] * 2)
-            d_logits[self.worker] = d_logits_DC
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(barriers.d_logits_here)
-            plgpu.barrier_wait(barriers.d_logits_here)
-            end = partial(finish, d_k_ref=d_k_ref, d_logits_DC=d_logits_DC)
-            pl.run_scoped(end, plgpu.ACC((ROWS, sizes.columns), jnp.float32))
-
-        d_k_DH, d_v_DH = pl.run_state(products)((plgpu.ACC.init(d_k_DH), plgpu.ACC.init(d_v_DH)))
+        product_DC = pl.run_scoped(finish, plgpu.ACC((ROWS, sizes.columns), jnp.float32))
+        plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(barriers.q_free.at[slot])
         plgpu.barrier_arrive(barriers.d_out_free.at[slot])
-        return d_k_DH, d_v_DH, n + 1
+        return n + 1, product_DC
+
+    def product(self, product_ref: Any, n: Any) -> Callable[[], jax.Array]:
+        """Begun now, waited for when another has been begun behind it."""
+        self.multiply(product_ref, n)
+        return partial(plgpu.wgmma_accumulator_load, product_ref, wait_n=1)
+
+    def next_product(self, product_ref: Any, *, n: Any, add: Callable[[], None]) -> jax.Array:
+        self.multiply(product_ref, n)
+        add()
+        return plgpu.wgmma_accumulator_load(product_ref)
 
     def d_logits(
-        self, product_ref: Any, d_weights_ref: Any, *, i: Any, slot: Any, masked: bool, d_v_ref: Any
+        self, product: Callable[[], jax.Array], d_weights_ref: Any, *, i: Any, slot: Any, masked: bool, d_v_ref: Any
     ) -> jax.Array:
         """Gradients of the logits of a block; on the way the weights are added up into that of the values."""
         program, memory, worker = self.program, self.program.memory, self.worker
-        sizes, request, dtype = program.sizes, program.how.request, memory.v.dtype
-        q, d_out = memory.q.at[slot], memory.d_out.at[slot]
-        for part in range(sizes.H // sizes.columns):
-            some = q.at[:, pl.ds(part * sizes.columns, sizes.columns)]
-            plgpu.wgmma(product_ref, memory.k.at[worker, part], some.transpose((1, 0)))
+        sizes, request, dtype, d_out = program.sizes, program.how.request, memory.v.dtype, memory.d_out.at[slot]
         plgpu.wgmma(d_weights_ref, memory.v.at[worker], d_out.transpose((1, 0)))
-        logits_DC, factor, slope_DC = logits(plgpu.wgmma_accumulator_load(product_ref, wait_n=1), request)
+        logits_DC, factor, slope_DC = logits(product(), request)
         total_C = plgpu.layout_cast(memory.total.at[slot][...], ROW)
         weights_DC = jnp.exp2(logits_DC * factor - across(total_C, sizes.block))
         if masked:
@@ -332,8 +299,10 @@ class _Worker:
                 left, right = d_logits.at[other], self.program.memory.k.at[other, self.worker]
             plgpu.wgmma(part_ref, left.transpose((1, 0)), right)
 
-    def add_to_queries(self, part: jax.Array, i: Any, head: Any) -> None:
+    def add_to_queries(self, part_ref: Any, i: Any, head: Any, *, behind: int) -> None:
+        """With so many products begun behind it."""
         program, sizes, worker = self.program, self.program.sizes, self.worker
+        part = plgpu.wgmma_accumulator_load(part_ref, wait_n=behind)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         program.memory.d_q[worker] = part
         plgpu.commit_smem()

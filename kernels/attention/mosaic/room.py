@@ -1,0 +1,103 @@
+"""What the backward kernel holds in shared memory, and the barriers that say when."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from maxhydra.kernels.attention.blocks import Inputs
+from maxhydra.kernels.attention.mosaic.how import Tile
+from maxhydra.kernels.attention.mosaic.parts import ROWS, WORKERS, memory
+
+# Of the gradients of the logits: a block is written while the other warpgroup may still read that of the step before.
+BUFFERS = 2
+# Keys of a program.
+KEYS = WORKERS * ROWS
+
+
+class Sizes(NamedTuple):
+    T: int
+    G: int
+    H: int
+    C: int
+    stages: int
+
+    @classmethod
+    def of(cls, inputs: Inputs, tile: Tile) -> "Sizes":
+        (_, T, N, H), K = inputs.q_BTNH.shape, inputs.k_BSKH.shape[2]
+        return cls(T, N // K, H, tile.size, tile.stages)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return ROWS, self.C
+
+    @property
+    def is_split_by_query(self) -> bool:
+        """Whether a warpgroup makes the gradient of half of the queries of a step, or half of the gradient of each."""
+        return self.C == WORKERS * ROWS
+
+    @property
+    def columns(self) -> int:
+        """Of the gradient of the queries that a warpgroup makes."""
+        return self.H // self.parts
+
+    @property
+    def parts(self) -> int:
+        return 1 if self.is_split_by_query else WORKERS
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step begins the product of the next, which blocks of so few queries leave registers for."""
+        return self.C == ROWS
+
+
+class Memory(NamedTuple):
+    k: Any
+    v: Any
+    q: Any
+    d_out: Any
+    total: Any
+    mean: Any
+    d_logits: Any
+    d_q: Any
+    q_segments: Any
+    kv_segments: Any
+
+    @classmethod
+    def of(cls, sizes: Sizes, dtype: Any, *, is_tagged: bool) -> "Memory":
+        H, columns, moving = sizes.H, sizes.columns, (sizes.stages, sizes.C)
+        return cls(
+            k=memory(WORKERS, sizes.parts, ROWS, columns, dtype=dtype),
+            v=memory(WORKERS, ROWS, H, dtype=dtype),
+            q=memory(*moving, H, dtype=dtype),
+            d_out=memory(*moving, H, dtype=dtype),
+            total=plgpu.SMEM(moving, jnp.float32),
+            mean=plgpu.SMEM(moving, jnp.float32),
+            d_logits=memory(BUFFERS, WORKERS, *sizes.block, dtype=dtype),
+            d_q=memory(WORKERS, ROWS, columns, dtype=jnp.float32),
+            q_segments=plgpu.SMEM(moving, jnp.int32) if is_tagged else None,
+            kv_segments=plgpu.SMEM((WORKERS, ROWS), jnp.int32) if is_tagged else None,
+        )
+
+
+class Barriers(NamedTuple):
+    """Of what has arrived in shared memory, and of what may be written over."""
+
+    kv_here: Any
+    q_here: Any
+    d_out_here: Any
+    q_free: Any
+    d_out_free: Any
+    d_logits_here: Any
+
+    @classmethod
+    def of(cls, sizes: Sizes, *, is_tagged: bool) -> "Barriers":
+        copies = 1 + sizes.parts + is_tagged
+        return cls(
+            kv_here=plgpu.Barrier(num_arrivals=copies, num_barriers=WORKERS),
+            q_here=plgpu.Barrier(num_arrivals=2 + is_tagged, num_barriers=sizes.stages),
+            d_out_here=plgpu.Barrier(num_arrivals=2, num_barriers=sizes.stages),
+            q_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=sizes.stages),
+            d_out_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=sizes.stages),
+            d_logits_here=plgpu.Barrier(num_arrivals=WORKERS),
+        )
