@@ -10,8 +10,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import jax
-
 from maxhydra import data
 from maxhydra.config.compose import compose
 from maxhydra.config.run import Checkpoint, SaveMode
@@ -19,8 +17,8 @@ from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train.batching import plan_batches
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.objective import next_token_loss
+from maxhydra.train.session import trace_step
 from maxhydra.train.state import plan_states
-from maxhydra.train.step import make_step
 
 
 def main() -> None:
@@ -33,11 +31,9 @@ def main() -> None:
     config = compose([]).config
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
     states = plan_states(config, sharder)
-    step = jax.jit(
-        make_step(next_token_loss(states.model, sharder, config.train), states.optimizer, config.train),
-        donate_argnums=0,
-    )
     loader = data.train_loader(config.data, plan_batches(config, sharder))
+    loss = next_token_loss(states.model, sharder, config.train)
+    step = trace_step(states, loss, config.train, loader.peek()).lower().compile()
 
     def round_time(mode: SaveMode) -> float:
         state = states.create(0)

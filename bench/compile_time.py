@@ -13,8 +13,8 @@ from maxhydra.config.compose import compose
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train.batching import plan_batches
 from maxhydra.train.objective import next_token_loss
+from maxhydra.train.session import trace_step
 from maxhydra.train.state import plan_states
-from maxhydra.train.step import make_step
 
 
 def seconds(layers: int) -> float:
@@ -26,8 +26,7 @@ def seconds(layers: int) -> float:
     batch = loader.peek()
     began = time.perf_counter()
     states = plan_states(config, sharder)
-    step = make_step(next_token_loss(states.model, sharder, config.train), states.optimizer, config.train)
-    jax.jit(step, donate_argnums=0).lower(states.abstract(), batch).compile()
+    trace_step(states, next_token_loss(states.model, sharder, config.train), config.train, batch).lower().compile()
     took = time.perf_counter() - began
     loader.close()
     return took

@@ -1,7 +1,10 @@
 """What the tables of operations on one device have in common: platforms, devices and number formats."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
+
+from maxhydra.kernels.tile import Sizes, misfits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -11,6 +14,8 @@ class Asked:
     platform: str
     devices: int
     dtype: str
+    sizes: Sizes = ()
+    """Asked of the kernel's tile."""
 
 
 Call = TypeVar("Call", bound=Asked)
@@ -24,6 +29,8 @@ class Able(Generic[Call]):
     devices: int | None = None
     """As many as it can be spread over; None: any number."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    cut: Callable[[Call], Mapping[str, int]] | None = None
+    """What the sizes of its tile must divide, by name; None: it has none to choose."""
 
     def refusals(self, call: Call) -> tuple[str, ...]:
         """Why this backend cannot serve the call; empty if it can."""
@@ -33,7 +40,7 @@ class Able(Generic[Call]):
             (call.dtype in self.dtypes, f"takes {' or '.join(self.dtypes)}, not {call.dtype}"),
             *self.needs(call),
         )
-        return tuple(reason for is_met, reason in needs if not is_met)
+        return (*(reason for is_met, reason in needs if not is_met), *misfits(call, self.cut))
 
     def needs(self, call: Call) -> tuple[tuple[bool, str], ...]:
         """What else must be met, and what to say where it is not."""

@@ -22,6 +22,9 @@ def chosen(operation: str, backend: str, refusals: Mapping[str, tuple[str, ...]]
         if refusals[backend]:
             raise UnsupportedError(operation, backend, refusals[backend], able)
         return backend
+    if not able:
+        reasons = tuple(f"{name} {'; '.join(reasons)}" for name, reasons in refusals.items())
+        raise UnsupportedError(operation, backend, reasons, able)
     faster = list(refusals.items())[: list(refusals).index(able[0])]
     _announce(operation, able[0], tuple(f"{name} {reasons[0]}" for name, reasons in faster))
     return able[0]

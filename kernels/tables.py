@@ -39,7 +39,7 @@ def table(backends: Mapping[str, Any]) -> str:
     """A column for each backend, fastest first, a row for what it says of itself."""
     rows = [("", *(f"`{name}`" for name in backends)), ("---",) * (len(backends) + 1)]
     for field in dataclasses.fields(next(iter(backends.values()))):
-        if field.name != "run":
+        if field.name not in ("run", "cut"):
             values = (_shown(getattr(backend, field.name)) for backend in backends.values())
             rows.append((field.name.replace("_", " "), *values))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

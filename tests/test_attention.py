@@ -287,6 +287,8 @@ def test_mosaic_refuses_what_it_cannot_serve(changes, reason):
     assert choose("auto", make_call(**capped)) == "mosaic"
     for window, taken in ((128, "triton"), (1024, "mosaic")):
         assert choose("auto", make_call(**capped | {"request": make_request(softcap=30.0, window=window)})) == taken
+    for size, taken in ((64, "mosaic"), (128, "cudnn")):
+        assert choose("auto", make_call(head_dim=size, value_dim=size, length=128)) == taken
     with pytest.raises(UnsupportedError, match=reason):
         choose("mosaic", make_call(**{**capped, **changes}))
 

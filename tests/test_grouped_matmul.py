@@ -13,7 +13,7 @@ from maxhydra.kernels.grouped_matmul import Call, UnsupportedError, choose, mega
 TILE = triton.Tile(rows=16, columns=16, summed=16, warps=4, stages=1, band=3)
 M, K, N = 48, 16, 32
 KERNELS = {
-    "triton": partial(triton.grouped_matmul, tile=TILE, tile_of_sums=TILE, interpret=True),
+    "triton": partial(triton.grouped_matmul, tiles=triton.Tiles(TILE, TILE), interpret=True),
     "megablox": partial(megablox.grouped_matmul, columns=16, interpret=True),
 }
 

@@ -172,6 +172,7 @@ def test_the_first_rule_that_matches_holds() -> None:
         (["quantization=int8_weights", "quantization.history=4"], "is not used by kind=int8_weights"),
         (["quantization=fp8", "quantization.backward=compute"], "is not used by kind=fp8"),
         (["quantization=int4_weights", "quantization.group=5"], "is odd"),
+        (["quantization=int8_weights", "quantization.activations=int8"], "is not used by kind=int8_weights"),
         (["+quantization.besides={a:{kind:fp8,targets:[mlp/]}}"], "exceptions to a rule"),
     ],
 )

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from maxhydra.kernels.einsum import widening_einsum
+from maxhydra.layers.backends import Wanted
 from maxhydra.train.loss import cross_entropy
 
 B, S, D, V = 3, 12, 8, 17
+XLA = Wanted("xla", ())
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def sums(case: dict, head: jax.Array, z_loss: float, chunk: int) -> dict:
         jnp.asarray(case["weights"]),
         z_loss=z_loss,
         chunk=chunk,
-        backend="xla",
+        wanted=XLA,
     )
 
 
@@ -68,7 +70,7 @@ def test_gradients_match_those_of_the_formula(case: dict, chunk: int, z_loss: fl
             weights,
             z_loss=z_loss,
             chunk=chunk,
-            backend="xla",
+            wanted=XLA,
         )
         return sums["loss"] / jnp.sum(case["weights"])
 
@@ -86,7 +88,7 @@ def test_bfloat16_products_give_the_gradient_within_their_rounding(case: dict, d
             return widening_einsum("...D,DV->...V", h, head.astype(h.dtype), dtype=dtype if narrow else "float32")
 
         targets, weights = jnp.asarray(case["targets"]), jnp.asarray(case["weights"])
-        return cross_entropy(logits_of, hidden, targets, weights, z_loss=0.0, chunk=4, backend="xla")["loss"]
+        return cross_entropy(logits_of, hidden, targets, weights, z_loss=0.0, chunk=4, wanted=XLA)["loss"]
 
     narrow = False
     expected = jax.grad(loss, (0, 1))(case["hidden"], case["head"])

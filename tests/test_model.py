@@ -410,3 +410,19 @@ def test_a_mesh_changes_nothing():
     expected, expected_gradients = plain_loss_and_gradients()
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert_trees_close(gradients, expected_gradients, atol=1e-6)
+
+
+def test_gradients_by_cast_weights_are_those_by_the_weights():
+    """In the compute format for the layers' matrices, as they are for all else; a part of the weights is cast alike."""
+    model = make(dtypes={"compute": config.Dtype.bfloat16}, scan_unroll=3)
+    params = weights(model)
+    cast = model.cast(params)
+    narrow = jax.tree.map(lambda leaf: leaf.dtype == jnp.bfloat16, cast)
+    block, others = narrow.pop("pattern")["0"], jax.tree.leaves(narrow)
+    assert not any(others) and not block["attention_norm"]["scale"] and not block["mlp_norm"]["scale"]
+    assert all(jax.tree.leaves([block["attention"], block["mlp"]]))
+    _, wanted = loss_and_gradients(model, params)
+    _, found = loss_and_gradients(model, cast)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(b.dtype), b), found, wanted)
+    part = {"pattern": {"0": {"mlp": params["pattern"]["0"]["mlp"]}}}
+    jax.tree.map(np.testing.assert_array_equal, model.cast(part)["pattern"]["0"]["mlp"], cast["pattern"]["0"]["mlp"])

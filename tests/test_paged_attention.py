@@ -41,7 +41,7 @@ def expected(q_BKGH: np.ndarray, pages: Pages, asked: Request) -> np.ndarray:
 
 
 CHANGES = [{}, {"window": 9}, {"softcap": 2.0}]
-TILES = [None, triton.Tile(2, 3, warps=2, stages=3), triton.Tile(8, 1, warps=8, stages=1)]
+TILES = [None, triton.Tile(8, 3, warps=2, stages=3), triton.Tile(32, 1, warps=8, stages=1)]
 
 
 @pytest.mark.parametrize(("changes", "turned"), [(CHANGES[0], False), (CHANGES[1], True), (CHANGES[2], True)])

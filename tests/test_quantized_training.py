@@ -1,5 +1,6 @@
 """Training in int8 and in float8 with delayed scales, against Qwix and NumPy; and training for four bits."""
 
+import dataclasses
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,22 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from test_float8 import draw
 
-from maxhydra.config import Config
+from maxhydra.config import Config, ConfigError
 from maxhydra.config import model as config
 from maxhydra.config.compose import compose
-from maxhydra.config.quantization import Quantization, QuantizationKind
+from maxhydra.config.quantization import Activations, Quantization, QuantizationKind, QuantizationRule
 from maxhydra.config.run import Train
 from maxhydra.data.sources import demo
+from maxhydra.kernels.einsum import Layout
 from maxhydra.kernels.float8 import delayed_product
 from maxhydra.kernels.integer import integer_product
+from maxhydra.layers import Context
+from maxhydra.layers.formats import Format
+from maxhydra.layers.projection import ProductSpec, Projection
+from maxhydra.layers.straight import rounding, straight
 from maxhydra.model import build, kept, mapped
 from maxhydra.optim import Optimizer
 from maxhydra.sharding import Sharder, build_mesh
@@ -57,6 +64,50 @@ def test_a_product_of_integers_and_its_gradients_are_those_of_qwix(is_wide_back:
         np.testing.assert_allclose(found, other, rtol=1e-4, atol=1e-4)
     exact = np.asarray(x) @ np.asarray(weight)
     assert 1e-4 < np.abs(out - exact).max() / np.abs(exact).max() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"), [(QuantizationKind.qat_int8, jnp.int8), (QuantizationKind.qat_int4, jnp.int4)]
+)
+def test_training_for_rounded_activations_is_that_of_qwix(kind: QuantizationKind, bits: Any) -> None:
+    """Values and gradients of a projection; a token has a scale, and the gradient is that of what was rounded."""
+    qt = pytest.importorskip("qwix._src.core.dot_general_qt", reason="needs the parity extra")
+    x, kernel, d_out = (
+        jnp.asarray(draw(*shape, seed=i, size=1.0)) for i, shape in enumerate([(3, 2, 32), (32, 16), (3, 2, 16)])
+    )
+    largest = 127 if bits == jnp.int8 else 7
+    theirs = qt.DotGeneralQtConfig(
+        lhs_qtype=jnp.int8,
+        rhs_qtype=bits,
+        lhs_calibration_method=f"absmax,{127.5 / 127}",
+        rhs_calibration_method=f"absmax,{(largest + 0.5) / largest}",
+        disable_gradient_clipping=True,
+    )
+    product = partial(qt.dot_general_qt, dimension_numbers=(((2,), (0,)), ((), ())), config=theirs)
+    expected, pull_back = jax.vjp(product, x, kernel)
+
+    rule = QuantizationRule(kind=kind, targets=["up"], activations=Activations.int8)
+    spec = ProductSpec(np.dtype(np.float32), Layout.plain, formats=(Format.of(rule),))
+    context = Context(positions=jnp.zeros((3, 2)), segments=None, sharder=SINGLE, cache=None, dropout_key=None)
+
+    def projected(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        own = Projection(nnx.Param(kernel), None, spec, name="up", inputs=1, bias=None, history=None)
+        return own(x, context)
+
+    out, own_pull_back = jax.vjp(projected, x, kernel)
+    for found, other in zip((out, *own_pull_back(d_out)), (expected, *pull_back(d_out)), strict=True):
+        np.testing.assert_allclose(found, other, rtol=1e-4, atol=1e-4)
+    weights_alone = np.asarray(x) @ np.asarray(straight(rounding(Format.of(rule), inputs=1, name="up"), kernel))
+    assert 1e-4 < np.abs(out - weights_alone).max() / np.abs(weights_alone).max() < 0.02
+
+
+def test_experts_say_that_they_take_activations_as_they_are() -> None:
+    moe = config.Kind(feed_forward=config.FeedForward.moe, moe=config.Moe(experts=4, dim=32))
+    rounds = Quantization(kind=QuantizationKind.qat_int8, targets=LAYERS, activations=Activations.int8)
+    with pytest.raises(ConfigError, match=r"quantization\.activations=int8: layer/mlp/experts/gate belongs to experts"):
+        _ = model(rounds, moe).shapes
+    besides = {"experts": QuantizationRule(kind=QuantizationKind.qat_int8, targets=["experts/"])}
+    assert model(dataclasses.replace(rounds, besides=besides), moe).shapes
 
 
 def narrowed(x: np.ndarray, dtype: Any, before: np.ndarray) -> np.ndarray:
@@ -145,9 +196,9 @@ def text(steps: int, length: int, rows: int = 8, first: int = 0) -> dict[str, np
     return {"tokens": tokens[..., :-1], "targets": tokens[..., 1:], "positions": positions, "weights": weights}
 
 
-def model(quantization: Quantization) -> Any:
+def model(quantization: Quantization, kind: config.Kind | None = None) -> Any:
     sizes = {"num_layers": 2, "emb_dim": 32, "mlp_dim": 64, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
-    fields = {**sizes, "vocab_size": 256, "context_length": 64, "kinds": {"layer": config.Kind()}}
+    fields = {**sizes, "vocab_size": 256, "context_length": 64, "kinds": {"layer": kind or config.Kind()}}
     return build(config.Model(**fields, dtypes=config.Dtypes(compute=config.Dtype.float32)), None, quantization)
 
 

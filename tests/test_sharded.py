@@ -42,7 +42,8 @@ class Run:
         self.states = StateDef(decoder, optimizer, self.sharder)
         self.loader = data.train_loader(self.config.data, plan_batches(self.config, self.sharder))
         loss = next_token_loss(decoder, self.sharder, self.config.train)
-        self.step = jax.jit(make_step(loss, optimizer, self.config.train), donate_argnums=0)
+        step = make_step(loss, optimizer, self.config.train, decoder.settled, decoder.cast)
+        self.step = jax.jit(step, donate_argnums=0)
 
     def train(self, state: TrainState, steps: int) -> tuple[TrainState, np.ndarray]:
         seen = []

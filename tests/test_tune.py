@@ -61,6 +61,27 @@ def test_where_nothing_runs_the_search_goes_towards_less_memory() -> None:
     assert math.isinf(oven({}, 1)) and any(math.isfinite(oven(one, 1)) for one in tried)
 
 
+@pytest.mark.parametrize(("cost", "is_close"), [(1.01, True), (1.3, False)])
+def test_parts_of_a_setting_are_tried_where_it_is_close_and_fall_with_it(cost: float, is_close: bool) -> None:
+    """Kind b costs more than a; its part 2 makes it better than a, until x comes, with which a is the best of all."""
+    space = [
+        Axis("kind", ("kind=a", "kind=b")),
+        Axis("part", ("part=1", "part=2"), under={"kind": "kind=b"}),
+        Axis("x", ("x=0", "x=1")),
+    ]
+    asked: list[Candidate] = []
+
+    def time(candidate: Candidate, steps: int) -> float:
+        asked.append(candidate)
+        is_b, is_2, is_x = (one in candidate.values() for one in ("kind=b", "part=2", "x=1"))
+        return (cost if is_b else 1.0) - 0.1 * is_2 - is_x * (0.3 if is_b else 0.5)
+
+    best = min(one_by_one(space, time, steps=1), key=lambda one: time(one, 1))
+    assert best["x"] == "x=1" and "kind=b" not in best.values()
+    assert ({"kind": "kind=b", "part": "part=2"} in asked) == is_close
+    assert all(one["kind"] == "kind=b" for one in asked if "part" in one)
+
+
 def test_finalists_are_timed_over_more_steps_and_halved() -> None:
     oven = Oven()
     tried = grid(SPACE, oven, steps=3)

@@ -6,7 +6,7 @@ call whole, and a backend that was asked for by name and cannot is an error. No 
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from maxhydra.kernels.attention.devices import over_devices
 from maxhydra.kernels.attention.request import Request, Tokens
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.place import Place
+from maxhydra.kernels.tile import Sizes, misfits, sized
 from maxhydra.kernels.watch import watched
 
 __all__ = ["BACKENDS", "Backend", "Call", "Request", "UnsupportedError", "attention", "capability", "choose"]
@@ -41,13 +42,15 @@ class Call:
     has_sinks: bool
     has_split_groups: bool = False
     """Query heads lie on other devices than the key heads they share."""
+    sizes: Sizes = ()
+    """Asked of the kernel's tile."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """One row of the capability table."""
 
-    run: Callable[[jax.Array, jax.Array, jax.Array, Request, Tokens, Any], jax.Array]
+    run: Callable[..., jax.Array]
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     capabilities: tuple[str, ...] | None = None
     """Compute capabilities of the GPUs; None: any."""
@@ -73,6 +76,8 @@ class Backend:
     """The most devices of a call; None: any number, over which the compiler can split it."""
     by_device: bool = False
     """A kernel of one device, which is given the rows and heads that lie there."""
+    cut: Callable[[Call], Mapping[str, int]] | None = None
+    """What the sizes of its tile must divide, by name; None: it has none to choose."""
 
     def refusals(self, call: Call) -> tuple[str, ...]:
         """Why this backend cannot serve the call; empty if it can."""
@@ -111,7 +116,7 @@ class Backend:
             (self.split_length or not call.request.is_length_split, "needs whole sequences on each device"),
             (not (self.by_device and call.has_split_groups), "needs query and key heads split alike"),
         )
-        return tuple(reason for is_met, reason in needs if not is_met)
+        return (*(reason for is_met, reason in needs if not is_met), *misfits(call, self.cut))
 
 
 # Fastest first. cuDNN: heads up to 256 exist on Hopper only; 128 holds on every GPU from Ampere on. Its masks, which
@@ -144,6 +149,7 @@ BACKENDS: dict[str, Backend] = {
         value_dim=False,
         split_length=False,
         devices=1,
+        cut=lambda call: mosaic.cut(call.length),
     ),
     "triton": Backend(
         run=triton.attention,
@@ -156,6 +162,7 @@ BACKENDS: dict[str, Backend] = {
         value_dim=False,
         split_length=False,
         devices=1,
+        cut=lambda call: triton.cut(call.length),
     ),
     "splash": Backend(
         run=splash.attention,
@@ -175,15 +182,25 @@ BACKENDS: dict[str, Backend] = {
 # Windows of a block leave Mosaic's few programs little to overlap: of 128 tokens, 64 heads of 64, forward 0.17 ms with
 # Triton and 0.23 with Mosaic, and 0.64 and 0.78 with gradients.
 SHORT_WINDOW = 128
+# Where Mosaic's backward pass makes up for more than its forward pass loses to cuDNN's: batch 8, 4,096 tokens, 32 heads
+# over 8 of 64, forward 1.57 ms and 1.46 with cuDNN, and 5.02 and 5.41 with gradients; 24 heads over 8 of 128, 1.49 and
+# 1.59, and 6.36 and 6.26.
+SMALL_HEAD = 64
 
 
 def choose(backend: str, call: Call) -> str:
     """The backend that serves the call: the one asked for, or under `auto` the fastest that can."""
-    names = list(BACKENDS)
-    if call.request.window is not None and call.request.window <= SHORT_WINDOW:
-        names.remove("mosaic")
-        names.insert(names.index("triton") + 1, "mosaic")
-    return chosen("attention", backend, {name: BACKENDS[name].refusals(call) for name in names})
+    return chosen("attention", backend, {name: BACKENDS[name].refusals(call) for name in _fastest_first(call)})
+
+
+def _fastest_first(call: Call) -> list[str]:
+    """The table's order, but where measurement says otherwise of a call."""
+    names, window = [name for name in BACKENDS if name != "mosaic"], call.request.window
+    if window is not None and window <= SHORT_WINDOW:
+        place = names.index("triton") + 1
+    else:
+        place = names.index("cudnn") + (window is not None or call.head_dim > SMALL_HEAD)
+    return [*names[:place], "mosaic", *names[place:]]
 
 
 def capability() -> str | None:
@@ -206,11 +223,12 @@ def attention(
     kv_positions_BS: jax.Array | None = None,
     chosen_BTS: jax.Array | None = None,
     sinks_N: jax.Array | None = None,
+    sizes: Sizes = (),
     place: Place | None = None,
 ) -> jax.Array:
     """Values [B, T, N, H] that the queries gather; `Tokens` says what segments, positions and a choice of keys mean.
 
-    place: None is one device of the platform that JAX runs on.
+    sizes: asked of the kernel's tile. place: None is one device of the platform that JAX runs on.
     sinks: a logit for each query head that joins the sum by which its weights are divided, and gathers nothing.
     """
     tokens = Tokens(q_segments_BT, kv_segments_BS, q_positions_BT, kv_positions_BS, chosen_BTS)
@@ -230,9 +248,11 @@ def attention(
         has_chosen=chosen_BTS is not None,
         has_sinks=sinks_N is not None,
         has_split_groups=place.heads != place.kv_heads and k_BSKH.shape[2] > 1,
+        sizes=sizes,
     )
     chosen_one = BACKENDS[choose(backend, call)]
-    run = over_devices(chosen_one.run, place) if chosen_one.by_device else chosen_one.run
+    run = sized(chosen_one.run, sizes)
+    run = over_devices(run, place) if chosen_one.by_device else run
     return run(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
 
 

@@ -30,6 +30,7 @@ from maxhydra.kernels.attention.blocks import (
     seen,
 )
 from maxhydra.kernels.attention.request import KEPT, Request, Tokens
+from maxhydra.kernels.tile import Sizes, candidates, resized
 
 # Blocks are cut to what divides a length, and smaller ones than this waste the matrix unit.
 LENGTH_MULTIPLE = 64
@@ -58,6 +59,10 @@ BLOCKS = {
     128: Blocks(Block(128, 64, 4, 2), Block(128, 64, 8, 3), Block(64, 64, 4, 2)),
     256: Blocks(Block(128, 64, 8, 2), Block(128, 32, 8, 2), Block(64, 32, 4, 2)),
 }
+# Worth a trial for other masks, lengths and cards; small blocks where heads are large.
+TRIED = (Block(64, 64, 4, 3), Block(128, 64, 4, 2), Block(128, 64, 8, 3), Block(64, 128, 4, 2), Block(128, 128, 8, 2))
+TRIED_LARGE = (Block(64, 64, 4, 2), Block(64, 32, 4, 2), Block(128, 32, 8, 2), Block(128, 64, 8, 2))
+LARGE = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +74,19 @@ class How:
     interpret: bool
 
 
+def cut(length: int) -> dict[str, int]:
+    """What the sizes of the blocks must divide, by name."""
+    return {f"{kernel}.{side}": length for kernel in Blocks._fields for side in ("queries", "keys")}
+
+
+def tried(head_dim: int, length: int) -> dict[str, list[dict[str, int]]]:
+    """Sizes to try for each kernel; none for heads that it does not take."""
+    if head_dim not in BLOCKS:
+        return {}
+    blocks = TRIED_LARGE if head_dim >= LARGE else TRIED
+    return candidates(dict.fromkeys(Blocks._fields, blocks), BLOCKS[head_dim], cut(length))
+
+
 def attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -78,9 +96,10 @@ def attention(
     sinks_N: jax.Array | None,
     *,
     blocks: Blocks | None = None,
+    sizes: Sizes = (),
     interpret: bool = False,
 ) -> jax.Array:
-    how = How(request, blocks or BLOCKS[q_BTNH.shape[3]], interpret)
+    how = How(request, resized(blocks or BLOCKS[q_BTNH.shape[3]], sizes), interpret)
     inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)
     return _attend(how, inputs)
 

@@ -5,13 +5,14 @@ the call, and a backend that was asked for by name and cannot is an error. M row
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.grouped_matmul import megablox, reference, triton, xla
 from maxhydra.kernels.place import Place
+from maxhydra.kernels.tile import Sizes, misfits, sized
 from maxhydra.kernels.watch import watched
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "grouped_matmul"]
@@ -27,6 +28,8 @@ class Call:
     groups: int
     inputs: int
     outputs: int
+    sizes: Sizes = ()
+    """Asked of the kernel's tile."""
 
     @property
     def largest(self) -> int:
@@ -39,13 +42,15 @@ class Call:
 class Backend:
     """One row of the capability table."""
 
-    run: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    run: Callable[..., jax.Array]
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     multiple: int = 1
     """Of rows, inputs and outputs."""
     max_size: int | None = None
     """Numbers of the largest array; None: any."""
+    cut: Callable[[Call], Mapping[str, int]] | None = None
+    """What the sizes of its tile must divide, by name; None: it has none to choose."""
 
     def refusals(self, call: Call) -> tuple[str, ...]:
         """Why this backend cannot serve the call; empty if it can."""
@@ -62,7 +67,7 @@ class Backend:
                 f"takes arrays of up to {self.max_size} numbers, not {call.largest}",
             ),
         )
-        return tuple(reason for is_met, reason in needs if not is_met)
+        return (*(reason for is_met, reason in needs if not is_met), *misfits(call, self.cut))
 
 
 # Fastest first.
@@ -73,6 +78,7 @@ BACKENDS: dict[str, Backend] = {
         dtypes=("bfloat16", "float16"),
         multiple=triton.MULTIPLE,
         max_size=2**31 - 1,
+        cut=lambda call: triton.cut(call.rows, call.inputs, call.outputs),
     ),
     "megablox": Backend(
         run=megablox.grouped_matmul,
@@ -92,11 +98,18 @@ def choose(backend: str, call: Call) -> str:
 
 @watched
 def grouped_matmul(
-    x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, backend: str, place: Place | None = None
+    x_MD: jax.Array,
+    w_EDF: jax.Array,
+    sizes_E: jax.Array,
+    *,
+    backend: str,
+    sizes: Sizes = (),
+    place: Place | None = None,
 ) -> jax.Array:
     """[M, F]: the first sizes[0] rows of x times w[0], the next sizes[1] rows times w[1], and so on.
 
-    Over a mesh, this is a call of each device with what lies there. place: None is the platform that JAX runs on.
+    Over a mesh, this is a call of each device with what lies there. sizes: asked of the kernel's tile. place: None is
+    the platform that JAX runs on.
     Rows after the last group, and the gradient by them, are whatever the backend leaves there.
     """
     (M, D), (E, inputs, F) = x_MD.shape, w_EDF.shape
@@ -104,5 +117,5 @@ def grouped_matmul(
         shapes = f"{x_MD.dtype} {x_MD.shape}, {w_EDF.dtype} {w_EDF.shape}, {sizes_E.shape}"
         raise ValueError(f"rows, matrices and sizes do not fit together: {shapes}")
     platform = (place or Place.here()).platform
-    call = Call(platform, x_MD.dtype.name, rows=M, groups=E, inputs=D, outputs=F)
-    return BACKENDS[choose(backend, call)].run(x_MD, w_EDF, sizes_E)
+    call = Call(platform, x_MD.dtype.name, rows=M, groups=E, inputs=D, outputs=F, sizes=sizes)
+    return sized(BACKENDS[choose(backend, call)].run, sizes)(x_MD, w_EDF, sizes_E)

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from maxhydra.kernels.tile import Sizes, candidates, resized
+
 
 class Tile(NamedTuple):
     """What a program makes, and how."""
@@ -30,9 +32,24 @@ class Tile(NamedTuple):
     """Tiles of rows that pass over the columns together, so that both operands are found in the cache."""
 
 
+class Tiles(NamedTuple):
+    """The tiles of the two kernels: products, and the sums over rows that are the gradient of the matrices."""
+
+    products: Tile
+    sums: Tile
+
+
 # The fastest of those measured on an H200 with the shapes of Mixtral 8x7B.
-MEASURED = Tile(128, 256, 64, 8, 3, 8)
-MEASURED_SUMS = Tile(128, 256, 64, 8, 4, 8)
+MEASURED = Tiles(Tile(128, 256, 64, 8, 3, 8), Tile(128, 256, 64, 8, 4, 8))
+# Worth a trial on other shapes and cards.
+TRIED = (
+    Tile(128, 256, 64, 8, 3, 8),
+    Tile(128, 256, 64, 8, 4, 8),
+    Tile(128, 128, 64, 8, 4, 8),
+    Tile(128, 128, 64, 4, 4, 8),
+    Tile(64, 256, 64, 4, 4, 16),
+    Tile(128, 256, 32, 8, 4, 8),
+)
 # Tiles are cut to what divides the sizes, and smaller ones than this waste the matrix unit.
 MULTIPLE = 64
 
@@ -41,9 +58,26 @@ MULTIPLE = 64
 class How:
     """What is known when the kernels are compiled."""
 
-    tile: Tile
-    tile_of_sums: Tile
+    tiles: Tiles
     interpret: bool
+
+
+def cut(rows: int, inputs: int, outputs: int) -> dict[str, int]:
+    """What the sizes of a tile must divide, by name: the gradient of the rows has inputs for outputs."""
+    either = math.gcd(inputs, outputs)
+    return {
+        "products.rows": rows,
+        "products.columns": either,
+        "products.summed": either,
+        "sums.rows": inputs,
+        "sums.columns": outputs,
+        "sums.summed": rows,
+    }
+
+
+def tried(rows: int, inputs: int, outputs: int) -> dict[str, list[dict[str, int]]]:
+    """Sizes to try for each kernel."""
+    return candidates({"products": TRIED, "sums": TRIED}, MEASURED, cut(rows, inputs, outputs))
 
 
 def grouped_matmul(
@@ -51,12 +85,12 @@ def grouped_matmul(
     w_EKN: jax.Array,
     sizes_E: jax.Array,
     *,
-    tile: Tile = MEASURED,
-    tile_of_sums: Tile = MEASURED_SUMS,
+    tiles: Tiles = MEASURED,
+    sizes: Sizes = (),
     interpret: bool = False,
 ) -> jax.Array:
     """Rows of no group give zeros."""
-    return _grouped(How(tile, tile_of_sums, interpret), x_MK, w_EKN, sizes_E)
+    return _grouped(How(resized(tiles, sizes), interpret), x_MK, w_EKN, sizes_E)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -81,7 +115,7 @@ def _product(how: How, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, tur
     """x times w [E, K, N], or [E, N, K] if turned."""
     (M, K), E = x_MK.shape, w.shape[0]
     N = w.shape[1] if turned else w.shape[2]
-    tile = how.tile
+    tile = how.tiles.products
     C, D = math.gcd(tile.rows, M), math.gcd(tile.columns, N)
     tiles = M // C + E
     return pl.pallas_call(
@@ -136,7 +170,7 @@ def _summed(how: How, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) 
     so that there is one loop over the tiles of a group, without a mask.
     """
     (M, K), N, E = x_MK.shape, d_out_MN.shape[1], len(sizes_E)
-    tile = how.tile_of_sums
+    tile = how.tiles.sums
     C, D, S = math.gcd(tile.rows, K), math.gcd(tile.columns, N), math.gcd(tile.summed, M)
     end_E = jnp.cumsum(sizes_E.astype(jnp.int32))
     start_E = end_E - sizes_E

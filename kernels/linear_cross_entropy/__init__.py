@@ -15,6 +15,7 @@ from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.linear_cross_entropy import reference, triton, xla
 from maxhydra.kernels.linear_cross_entropy.chunks import Objective, PerToken, sums
 from maxhydra.kernels.place import Place
+from maxhydra.kernels.tile import Sizes, sized
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "linear_cross_entropy"]
 
@@ -49,7 +50,13 @@ class Backend(Able[Call]):
 
 # Fastest first.
 BACKENDS: dict[str, Backend] = {
-    "triton": Backend(run=triton.per_token, platforms=("gpu",), devices=1, multiple=triton.MULTIPLE),
+    "triton": Backend(
+        run=triton.per_token,
+        platforms=("gpu",),
+        devices=1,
+        multiple=triton.MULTIPLE,
+        cut=lambda call: triton.cut(call.vocabulary),
+    ),
     "xla": Backend(run=xla.per_token),
     "reference": Backend(run=None),
 }
@@ -69,14 +76,15 @@ def linear_cross_entropy(
     z_loss: float,
     chunk: int,
     backend: str,
+    sizes: Sizes = (),
     place: Place | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums over the tokens [B, S] of weight * (nll + z_loss * logsumexp(z)^2), and of weight * nll, where
     nll = logsumexp(z) - z[target].
 
     With `chunk`, the logits of only so many positions of each sequence exist at a time (0: all). The first sum is to be
-    differentiated, by `hidden`, `weights` and what `logits_of` closes over; the second is a constant to that. place:
-    None is one device of the platform that JAX runs on.
+    differentiated, by `hidden`, `weights` and what `logits_of` closes over; the second is a constant to that. sizes:
+    asked of the kernel's tile. place: None is one device of the platform that JAX runs on.
     """
     length = targets.shape[1]
     size = chunk if 0 < chunk < length else length
@@ -88,11 +96,13 @@ def linear_cross_entropy(
         dtype=logits.dtype.name,
         vocabulary=logits.shape[-1],
         is_cut=size < length,
+        sizes=sizes,
     )
     per_token = BACKENDS[choose(backend, call)].run
     if per_token is None:
         loss, nll = reference.sums(logits_of, hidden, targets, weights, z_loss=z_loss)
     else:
         head, held = jax.closure_convert(logits_of, hidden[:, :size])
-        loss, nll = sums(Objective(head, per_token, z_loss, size), (hidden, weights, held), targets)
+        objective = Objective(head, sized(per_token, sizes), z_loss, size)
+        loss, nll = sums(objective, (hidden, weights, held), targets)
     return loss, jax.lax.stop_gradient(nll)

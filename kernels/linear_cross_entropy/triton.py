@@ -21,6 +21,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from maxhydra.kernels.tile import Sizes, candidates, resized
+
 LOG2E = math.log2(math.e)
 # Below any logit; finite, since the difference of two infinities is not a number.
 LOWEST = -1e30
@@ -39,8 +41,24 @@ class Tile(NamedTuple):
 
 # The fastest of those measured on an H200 with 128,256 logits.
 MEASURED = Tile(8192, 4, 32)
+# Worth a trial on other vocabularies and cards.
+TRIED = (Tile(4096, 4, 16), Tile(8192, 2, 32), Tile(4096, 8, 32), Tile(16384, 2, 32), Tile(8192, 4, 16))
 # Of the vocabulary, so that rows begin where loads of 16 bytes may.
 MULTIPLE = 64
+
+
+def cut(vocabulary: int) -> dict[str, int]:
+    """What the sizes of the tile must divide, by name: the largest piece of a row."""
+    return {"logits": _largest(vocabulary)}
+
+
+def tried(vocabulary: int) -> dict[str, list[dict[str, int]]]:
+    """Sizes to try."""
+    return candidates({"": TRIED}, MEASURED, cut(vocabulary))
+
+
+def _largest(vocabulary: int) -> int:
+    return 1 << (vocabulary.bit_length() - 1)
 
 
 def per_token(
@@ -51,11 +69,13 @@ def per_token(
     z_loss: float,
     dtype: np.dtype,
     tile: Tile = MEASURED,
+    sizes: Sizes = (),
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     V = logits.shape[-1]
     M = logits.size // V
-    size = min(tile.logits, 1 << (V.bit_length() - 1))
+    tile = resized(tile, sizes)
+    size = min(tile.logits, _largest(V))
     losses_M, nll_M, d_logits_MV = pl.pallas_call(
         partial(_kernel, size=size, at_once=tile.at_once, z_loss=z_loss),
         grid=(M,),

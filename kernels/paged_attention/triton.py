@@ -1,8 +1,8 @@
-"""The kernel for GPUs: a program writes the new key and value of one row and head and reads the pages before them, or a
-part of the pages where the row is long.
+"""The kernel for GPUs: a program writes the new key and value of one row and head and reads the tokens before them, or
+those of a part where the row is long.
 
 In Pallas for Triton, which the JAX versions of this project all have, though it is on its way out. Letters as in the
-package, M parts of a row.
+package, M parts of a row, T tokens of a block.
 """
 
 import math
@@ -18,17 +18,12 @@ from jax.experimental.pallas import triton as plt
 from maxhydra.kernels.attention.request import Request
 from maxhydra.kernels.paged_attention.pages import Pages
 
-# Rows and heads up to which processors are left over, and tokens of a row that a program reads all at once where rows
-# are few, and where they are many. On an H200, 8 heads of 64: one row of 200 tokens 4.3 us, in two blocks 5.5; 64 rows
-# of 110 tokens 9.1 us, in blocks of 32 11.6.
-FEW, AT_ONCE, MANY_AT_ONCE = 128, 256, 128
-# Tokens that a program reads at a time of longer rows, and those of a part of a row that is cut. 64 rows of 200 tokens:
-# 16.5 us, with blocks of 64 20.4, with more on the way 17.7, in parts 19 and more.
-FEW_BLOCK, BLOCK, PART = 64, 32, 512
-# The matrix unit takes no fewer rows.
+# The matrix unit takes no fewer rows, which are queries or tokens.
 LEAST_ROWS = 16
-# Sums of values, the largest logit that they are relative to, and the sum of weights.
-SoFar = tuple[jax.Array, jax.Array, jax.Array]
+# Programs up to which processors are left over, and those that keep all of them busy.
+FEW, ENOUGH = 128, 512
+# Tokens that a program reads all at once where programs are few, for keys of so many bytes; longer ones have fewer.
+AT_ONCE, KEY_BYTES = 256, 128
 LOG2_E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -36,21 +31,31 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 class Tile(NamedTuple):
     """What a program does at a time."""
 
-    pages: int
+    tokens: int
+    """Of a block."""
     parts: int
     """Programs that share a row."""
     warps: int
     stages: int
+    """How far ahead memory is read: a block for every two, since where a page lies is read before it."""
 
 
-def tile(heads: int, W: int, Z: int) -> Tile:
-    """For so many heads of all rows, and W pages of Z tokens a row."""
-    tokens, widest, is_few = W * Z, 1 << (W.bit_length() - 1), heads <= FEW
-    if tokens <= (AT_ONCE if is_few else MANY_AT_ONCE):
-        return Tile(1 << (W - 1).bit_length(), 1, warps=8 if is_few else 4, stages=1)
-    pages = min(max((FEW_BLOCK if is_few else BLOCK) // Z, 1), widest)
-    parts = FEW // heads if is_few else tokens // PART
-    return Tile(pages, max(1, min(pl.cdiv(W, pages), parts)), warps=8 if is_few else 2, stages=1 if is_few else 5)
+def tile(heads: int, tokens: int, size: int) -> Tile:
+    """For so many heads of all rows, tokens of a row, and bytes of a key.
+
+    Measured on an H200 with 8 key heads of 64 in bfloat16, us. 64 rows of 200 tokens: 11.0 in blocks of 32, two ahead
+    (three 11.6, four 12.2, one 12.7; with 4 warps 12.0), of 64 11.9, of 128 12.0; of 300 14.4 (of 64 14.6), of 96 7.6
+    (all at once 8.3); of 2,000 with three ahead 68.6 (in four parts 75.1). A row of 200 tokens: 4.0 all at once (with 8
+    warps 4.1), 4.5 in four parts, of which 2.0 is their sum; 8 rows 5.0 (blocks of 128 5.5). Four rows of 4,000
+    tokens: 15.3 in 16 parts of such blocks (of 128 20.8), 17.2 in 32.
+    """
+    unit, parts = max(size // KEY_BYTES, 1), 1
+    if heads <= FEW and tokens * unit > AT_ONCE:
+        parts = max(min(tokens // 64, FEW // heads), min(tokens // 256, ENOUGH // heads))
+    each = pl.cdiv(tokens, parts)
+    if heads * parts <= FEW and each * unit <= AT_ONCE:
+        return Tile(max(1 << (each - 1).bit_length(), LEAST_ROWS), parts, warps=4, stages=1)
+    return Tile(max(32 // unit, LEAST_ROWS), parts, warps=2, stages=5)
 
 
 def attention(
@@ -65,11 +70,9 @@ def attention(
     B, M, H = heads_BMH.shape
     P, K, Z, _ = pages.key_PKZH.shape
     N = M - 2 * K
-    G = N // K
-    W = pages.table_BW.shape[1]
-    by = by or tile(B * K, W, Z)
-    at_a_time, parts = by.pages, by.parts
-    blocks = pl.cdiv(W, at_a_time)
+    G, W = N // K, pages.table_BW.shape[1]
+    by = by or tile(B * K, W * Z, H * heads_BMH.dtype.itemsize)
+    parts = by.parts
 
     queries = pl.BlockSpec((None, G, H), lambda b, k, m: (b, k, 0))
     new_key = pl.BlockSpec((None, None, H), lambda b, k, m: (b, N + k, 0))
@@ -82,7 +85,7 @@ def attention(
     stored = jax.ShapeDtypeStruct(pages.key_PKZH.shape, pages.key_PKZH.dtype)
     wide = jax.ShapeDtypeStruct((B, K, parts, G), jnp.float32)
     key_PKZH, value_PKZH, out_BKMGH, top_BKMG, total_BKMG = pl.pallas_call(
-        partial(_kernel, request=request, at_a_time=at_a_time, each=pl.cdiv(blocks, parts)),
+        partial(_kernel, request=request, T=by.tokens, each=pl.cdiv(pl.cdiv(W * Z, by.tokens), parts)),
         grid=(B, K, parts),
         in_specs=[of_pages, of_pages, queries, new_key, new_value, row, one, *([] if turns is None else [turn, turn])],
         out_specs=[of_pages, of_pages, part, size, size],
@@ -107,6 +110,23 @@ def attention(
     return out_BKGH.reshape(B, N, H).astype(heads_BMH.dtype), pages
 
 
+class _SoFar(NamedTuple):
+    sums: jax.Array
+    """Of values, [rows, H]."""
+    top: jax.Array
+    """The largest logit, which they are relative to."""
+    total: jax.Array
+    """Of weights."""
+
+
+class _Tokens(NamedTuple):
+    """Of a block."""
+
+    key: jax.Array
+    value: jax.Array
+    is_seen: jax.Array
+
+
 def _kernel(
     key_ref: Any,
     value_ref: Any,
@@ -117,63 +137,73 @@ def _kernel(
     length_ref: Any,
     *rest: Any,
     request: Request,
-    at_a_time: int,
+    T: int,
     each: int,
 ) -> None:
-    """The softmax is taken as the pages come (Milakov and Gimelshein, 2018): the sums so far, the largest logit they
-    are relative to, and the sum of weights. The new token is not read back from where it is written."""
+    """The softmax is taken as the blocks come (Milakov and Gimelshein, 2018). The new token comes last, when no memory
+    waits for it, and is not read back from where it is written. `each`: blocks of a part."""
     *turn_refs, key_out_ref, value_out_ref, out_ref, top_ref, total_ref = rest
     G, H = q_ref.shape
-    Z = key_ref.shape[1]
-    rows, tokens = max(LEAST_ROWS, 1 << (G - 1).bit_length()), at_a_time * Z
+    rows = max(LEAST_ROWS, 1 << (G - 1).bit_length())
     is_head, heads = jnp.arange(rows) < G, pl.ds(0, rows)
-    q = plt.load(q_ref.at[heads, :], mask=is_head[:, None], other=0.0)
-    new_key, new_value = new_key_ref[...], new_value_ref[...]
-    if turn_refs:
-        across, down = (jnp.arange(H) + H // 2) % H, jnp.arange(rows)
-        exchanged = plt.load(q_ref.at[down[:, None], across[None, :]], mask=is_head[:, None], other=0.0)
-        q, new_key = _turned(q, exchanged, turn_refs), _turned(new_key, new_key_ref[across], turn_refs)
-    before = length_ref[...] - 1
+    before, Z = length_ref[...] - 1, key_ref.shape[1]
+    q = _queries(q_ref, turn_refs, rows)
+    new_key, new_value = _turned(new_key_ref, turn_refs), new_value_ref[...]
+    last = jnp.maximum(before, 0)
+    page = table_ref[last // Z]
 
-    def read(block: jax.Array, so_far: SoFar) -> SoFar:
-        slots = block * at_a_time + jnp.arange(at_a_time)
-        found = plt.load(table_ref.at[pl.ds(block * at_a_time, at_a_time)], mask=slots < table_ref.shape[0], other=0)
-        place = block * tokens + jnp.arange(tokens)
-        is_seen = place < before
-        if request.window is not None:
-            is_seen &= place > before - request.window
-        key = key_ref[found].reshape(tokens, H)
-        value = _written(value_ref, found, (place < before).reshape(at_a_time, Z, 1)).reshape(tokens, H)
-        logits = _capped(jnp.dot(q, key.T, preferred_element_type=jnp.float32), request)
-        return _taken_in(so_far, logits, is_seen, value)
+    def read(block: jax.Array, so_far: _SoFar) -> _SoFar:
+        tokens = _block(key_ref, value_ref, table_ref, block * T + jnp.arange(T), before, request)
+        return _taken_in(so_far, q, tokens, request)
 
-    own = jnp.sum(q.astype(jnp.float32) * new_key.astype(jnp.float32)[None, :], axis=1)
-    is_own = (before >= 0) & (pl.program_id(2) == 0)
-    sums = jnp.where(is_own, jnp.broadcast_to(new_value.astype(jnp.float32)[None, :], (rows, H)), 0.0)
-    top = jnp.where(is_own, _capped(own, request), LOWEST)
-    total = jnp.where(is_own, jnp.ones((rows,), jnp.float32), 0.0)
-    page, slot = table_ref[jnp.maximum(before, 0) // Z], jnp.maximum(before, 0) % Z
-    everything = jnp.full((H,), is_own)
-    plt.store(key_out_ref.at[page, slot, :], new_key, mask=everything)
-    plt.store(value_out_ref.at[page, slot, :], new_value, mask=everything)
-
-    first = pl.program_id(2) * each
-    last = jnp.minimum(first + each, pl.cdiv(before, tokens))
+    start = pl.program_id(2) * each
+    stop = jnp.minimum(start + each, pl.cdiv(before, T))
     if request.window is not None:
-        first = jnp.maximum(first, jnp.maximum(before - request.window + 1, 0) // tokens)
-    sums, top, total = jax.lax.fori_loop(first, last, read, (sums, top, total))
+        start = jnp.maximum(start, jnp.maximum(before - request.window + 1, 0) // T)
+    nothing = _SoFar(
+        jnp.zeros((rows, H), jnp.float32), jnp.full((rows,), LOWEST / 2, jnp.float32), jnp.zeros((rows,), jnp.float32)
+    )
+    so_far = jax.lax.fori_loop(start, stop, read, nothing)
+    is_own = (before >= 0) & (pl.program_id(2) == 0)
+    sums, top, total = _with_own(so_far, q, new_key, new_value, is_own, request)
+    for ref, new in ((key_out_ref, new_key), (value_out_ref, new_value)):
+        plt.store(ref.at[page, last % Z, :], new, mask=jnp.full((H,), is_own))
     plt.store(out_ref.at[heads, :], (sums / _nonzero(total)[:, None]).astype(out_ref.dtype), mask=is_head[:, None])
     plt.store(top_ref.at[heads], top, mask=is_head)
     plt.store(total_ref.at[heads], total, mask=is_head)
 
 
-def _written(value_ref: Any, found: jax.Array, is_written: jax.Array) -> jax.Array:
-    """Values of pages, zeros where none was written: a number that is not finite, left behind by another sequence,
-    would get through a weight of zero."""
-    shape = (*is_written.shape[:2], value_ref.shape[2])
-    axes = found[:, None, None], jnp.arange(shape[1])[None, :, None], jnp.arange(shape[2])[None, None, :]
-    at = tuple(jnp.broadcast_to(axis, shape) for axis in axes)
-    return plt.load(value_ref.at[at], mask=jnp.broadcast_to(is_written, shape), other=0.0)
+def _block(
+    key_ref: Any, value_ref: Any, table_ref: Any, place: jax.Array, before: jax.Array, request: Request
+) -> _Tokens:
+    """Tokens of these places, zeros for those not seen: a number that is not finite, left behind by another sequence,
+    would get through a weight of zero.
+
+    A place is an address of its own, so that what is read goes to the matrix unit in the order in which it comes. The
+    table does not wait for the row's length.
+    """
+    Z, H = key_ref.shape[1:]
+    is_seen = place < before
+    if request.window is not None:
+        is_seen &= place > before - request.window
+    page = plt.load(table_ref.at[jnp.minimum(place // Z, table_ref.shape[0] - 1)])
+    shape = (place.shape[0], H)
+    axes = page[:, None], (place % Z)[:, None], jnp.arange(H)[None, :]
+    at, mask = tuple(jnp.broadcast_to(axis, shape) for axis in axes), jnp.broadcast_to(is_seen[:, None], shape)
+    key, value = (plt.load(ref.at[at], mask=mask, other=0.0) for ref in (key_ref, value_ref))
+    return _Tokens(key, value, is_seen)
+
+
+def _taken_in(so_far: _SoFar, q: jax.Array, tokens: _Tokens, request: Request) -> _SoFar:
+    """The sums with some more tokens: those before are scaled to the largest logit of all."""
+    sums, top, total = so_far
+    logits = _capped(jnp.dot(q, tokens.key.T, preferred_element_type=jnp.float32), request)
+    logits = jnp.where(tokens.is_seen[None, :], logits, -jnp.inf)
+    new_top = jnp.maximum(top, logits.max(axis=1))
+    weights = jnp.exp2(logits - new_top[:, None])
+    kept = jnp.exp2(top - new_top)
+    added = jnp.dot(weights.astype(tokens.value.dtype), tokens.value, preferred_element_type=jnp.float32)
+    return _SoFar(sums * kept[:, None] + added, new_top, total * kept + weights.sum(axis=1))
 
 
 def _capped(logits: jax.Array, request: Request) -> jax.Array:
@@ -183,20 +213,44 @@ def _capped(logits: jax.Array, request: Request) -> jax.Array:
     return (request.softcap * LOG2_E) * jnp.tanh(logits * (request.scale / request.softcap))
 
 
-def _taken_in(so_far: SoFar, logits: jax.Array, is_seen: jax.Array, value: jax.Array) -> SoFar:
-    """The sums with some more tokens: those before are scaled to the largest logit of all."""
+def _with_own(
+    so_far: _SoFar, q: jax.Array, new_key: jax.Array, new_value: jax.Array, is_own: jax.Array, request: Request
+) -> _SoFar:
+    """The sums with the new token, where that is the program's."""
     sums, top, total = so_far
-    logits = jnp.where(is_seen[None, :], logits, LOWEST)
-    new_top = jnp.maximum(top, logits.max(axis=1))
-    weights = jnp.where(is_seen[None, :], jnp.exp2(logits - new_top[:, None]), 0.0)
-    kept = jnp.exp2(top - new_top)
-    added = jnp.dot(weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
-    return sums * kept[:, None] + added, new_top, total * kept + weights.sum(axis=1)
+    logits = _capped(jnp.sum(q.astype(jnp.float32) * new_key.astype(jnp.float32)[None, :], axis=1), request)
+    logits = jnp.where(is_own, logits, -jnp.inf)
+    new_top = jnp.maximum(top, logits)
+    weights, kept = jnp.exp2(logits - new_top), jnp.exp2(top - new_top)
+    added = weights[:, None] * new_value.astype(jnp.float32)[None, :]
+    return _SoFar(sums * kept[:, None] + added, new_top, total * kept + weights)
 
 
-def _turned(x: jax.Array, exchanged: jax.Array, turn_refs: Sequence[Any]) -> jax.Array:
-    wide = x.astype(jnp.float32) * turn_refs[0][...] + exchanged.astype(jnp.float32) * turn_refs[1][...]
-    return wide.astype(x.dtype)
+def _queries(q_ref: Any, turn_refs: Sequence[Any], rows: int) -> jax.Array:
+    """Turned by their position and filled up to so many rows. Turns are read for every row, which takes less time than
+    to hand them from threads to others."""
+    G, H = q_ref.shape
+    down, across, shape = jnp.arange(rows)[:, None], jnp.arange(H)[None, :], (rows, H)
+
+    def read(ref: Any, *axes: jax.Array) -> jax.Array:
+        at = tuple(jnp.broadcast_to(axis, shape) for axis in axes)
+        return plt.load(ref.at[at], mask=jnp.broadcast_to(down < G, shape), other=0.0)
+
+    q = read(q_ref, down, across)
+    if not turn_refs:
+        return q
+    exchanged = read(q_ref, down, (across + H // 2) % H)
+    by, other = (read(ref, across) for ref in turn_refs)
+    return (q.astype(jnp.float32) * by + exchanged.astype(jnp.float32) * other).astype(q.dtype)
+
+
+def _turned(new_key_ref: Any, turn_refs: Sequence[Any]) -> jax.Array:
+    """The new key, turned by its position."""
+    key, H = new_key_ref[...], new_key_ref.shape[0]
+    if not turn_refs:
+        return key
+    exchanged, (by, other) = new_key_ref[(jnp.arange(H) + H // 2) % H], (ref[...] for ref in turn_refs)
+    return (key.astype(jnp.float32) * by + exchanged.astype(jnp.float32) * other).astype(key.dtype)
 
 
 def _nonzero(total: jax.Array) -> jax.Array:

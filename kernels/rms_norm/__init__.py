@@ -13,6 +13,7 @@ from maxhydra.kernels.able import Able, Asked
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.place import Place
 from maxhydra.kernels.rms_norm import reference, triton
+from maxhydra.kernels.tile import Sizes, sized
 from maxhydra.kernels.watch import watched
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "rms_norm"]
@@ -66,6 +67,7 @@ BACKENDS: dict[str, Backend] = {
         dim_multiple=triton.PIECE,
         min_rows=triton.FEWEST,
         max_dim=triton.LONGEST,
+        cut=lambda call: triton.cut(call.rows),
     ),
     # XLA makes good kernels of the formula as it stands.
     "xla": Backend(run=reference.rms_norm),
@@ -80,16 +82,24 @@ def choose(backend: str, call: Call) -> str:
 
 @watched
 def rms_norm(
-    x_BTD: jax.Array, scale_D: jax.Array, *, eps: float, dtype: Any, backend: str, place: Place | None = None
+    x_BTD: jax.Array,
+    scale_D: jax.Array,
+    *,
+    eps: float,
+    dtype: Any,
+    backend: str,
+    sizes: Sizes = (),
+    place: Place | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """x itself, and x / sqrt(mean(x^2) + eps) * scale in a format of its own, made in float32.
 
     Who goes on with both takes both from here: their gradients then meet in the kernel, and not in a pass of their own.
-    place: None is one device of the platform that JAX runs on.
+    sizes: asked of the kernel's tile. place: None is one device of the platform that JAX runs on.
     """
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     place = place or Place.here()
     (M, D), dtype_name = x_MD.shape, x_MD.dtype.name
-    call = Call(platform=place.platform, devices=place.devices, dtype=dtype_name, rows=M, dim=D)
-    stream_MD, normed_MD = BACKENDS[choose(backend, call)].run(x_MD, scale_D, eps=eps, dtype=dtype)
+    call = Call(platform=place.platform, devices=place.devices, dtype=dtype_name, rows=M, dim=D, sizes=sizes)
+    run = sized(BACKENDS[choose(backend, call)].run, sizes)
+    stream_MD, normed_MD = run(x_MD, scale_D, eps=eps, dtype=dtype)
     return stream_MD.reshape(x_BTD.shape), normed_MD.reshape(x_BTD.shape)

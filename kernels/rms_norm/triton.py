@@ -1,8 +1,9 @@
 """RMSNorm and its gradient for GPUs, in Pallas for Triton.
 
-A program takes a few rows one after the other. A row is read once and stays in registers, in pieces of a power of two,
-which is what Triton takes. In the backward pass the gradient of the stream that went on beside the norm is added on the
-way, and each program leaves a sum over its rows for the gradient of the scale.
+A program takes a few rows one after the other, and has the next on its way while it works on one. A row is read once
+and stays in registers, in pieces of a power of two, which is what Triton takes. In the backward pass the gradient of
+the stream that went on beside the norm is added on the way, and each program leaves a sum over its rows for the
+gradient of the scale.
 
 Shapes: M rows, D numbers of a row, P programs.
 """
@@ -16,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+
+from maxhydra.kernels.tile import Sizes, candidates, resized
 
 
 class Tile(NamedTuple):
@@ -31,7 +34,12 @@ class Tiles(NamedTuple):
 
 
 # The fastest of those measured on an H200 with rows of 2,048 and 3,072 numbers.
-MEASURED = Tiles(Tile(4, 4), Tile(16, 4))
+MEASURED = Tiles(Tile(16, 4), Tile(32, 4))
+# Worth a trial on other rows and cards.
+TRIED = {
+    "forward": (Tile(4, 4), Tile(8, 4), Tile(8, 8), Tile(32, 4)),
+    "backward": (Tile(8, 4), Tile(16, 4), Tile(16, 8), Tile(64, 4)),
+}
 # Of a row, so that its pieces are few and each warp has some of each; and of the rows of a program.
 PIECE, MULTIPLE = 256, 16
 # The largest piece, and the longest row that registers hold.
@@ -51,10 +59,27 @@ class How:
     interpret: bool
 
 
+def cut(rows: int) -> dict[str, int]:
+    """What the sizes of a tile must divide, by name."""
+    return {"forward.rows": rows, "backward.rows": rows}
+
+
+def tried(rows: int) -> dict[str, list[dict[str, int]]]:
+    """Sizes to try for each kernel."""
+    return candidates(TRIED, MEASURED, cut(rows))
+
+
 def rms_norm(
-    x_MD: jax.Array, scale_D: jax.Array, *, eps: float, dtype: Any, tiles: Tiles = MEASURED, interpret: bool = False
+    x_MD: jax.Array,
+    scale_D: jax.Array,
+    *,
+    eps: float,
+    dtype: Any,
+    tiles: Tiles = MEASURED,
+    sizes: Sizes = (),
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    return _normed(How(eps, jnp.dtype(dtype), tiles, interpret), x_MD, scale_D)
+    return _normed(How(eps, jnp.dtype(dtype), resized(tiles, sizes), interpret), x_MD, scale_D)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -103,8 +128,12 @@ def _pieces(D: int) -> list[Any]:
     return [pl.ds(start, size) for start in range(0, D, size)]
 
 
-def _wide(ref: Any, row: jax.Array, pieces: list[Any]) -> list[jax.Array]:
-    return [ref[row, piece].astype(jnp.float32) for piece in pieces]
+def _read(ref: Any, row: jax.Array, pieces: list[Any]) -> list[jax.Array]:
+    return [ref[row, piece] for piece in pieces]
+
+
+def _wide(parts: list[jax.Array]) -> list[jax.Array]:
+    return [part.astype(jnp.float32) for part in parts]
 
 
 def _dot(a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
@@ -121,14 +150,16 @@ def _forward_kernel(x_ref: Any, scale_ref: Any, out_ref: Any, *, eps: float, row
     scale = [scale_ref[piece].astype(jnp.float32) for piece in pieces]
     first = pl.program_id(0) * rows
 
-    def one(i: jax.Array, _: None) -> None:
+    def one(i: jax.Array, read: list[jax.Array]) -> list[jax.Array]:
         row = first + i
-        x = _wide(x_ref, row, pieces)
+        ahead = _read(x_ref, jnp.minimum(row + 1, first + rows - 1), pieces)
+        x = _wide(read)
         inverse = jax.lax.rsqrt(_dot(x, x) / D + eps)
         for piece, part, factor in zip(pieces, x, scale, strict=True):
             out_ref[row, piece] = (part * inverse * factor).astype(out_ref.dtype)
+        return ahead
 
-    jax.lax.fori_loop(0, rows, one, None)
+    jax.lax.fori_loop(0, rows, one, _read(x_ref, first, pieces))
 
 
 def _backward_kernel(
@@ -147,18 +178,24 @@ def _backward_kernel(
     pieces = _pieces(D)
     scale = [scale_ref[piece].astype(jnp.float32) for piece in pieces]
     program = pl.program_id(0)
+    first = program * rows
 
-    def one(i: jax.Array, d_scale: list[jax.Array]) -> list[jax.Array]:
-        row = program * rows + i
-        x, d_normed, d_stream = (_wide(ref, row, pieces) for ref in (x_ref, normed_ref, stream_ref))
+    def read(row: jax.Array) -> list[list[jax.Array]]:
+        return [_read(ref, row, pieces) for ref in (x_ref, normed_ref, stream_ref)]
+
+    def one(i: jax.Array, carried: tuple[list[list[jax.Array]], list[jax.Array]]) -> Any:
+        here, d_scale = carried
+        row = first + i
+        ahead = read(jnp.minimum(row + 1, first + rows - 1))
+        x, d_normed, d_stream = map(_wide, here)
         g = [part * factor for part, factor in zip(d_normed, scale, strict=True)]
         inverse = jax.lax.rsqrt(_dot(x, x) / D + eps)
         slope = _dot(g, x) * inverse * inverse / D
         for n, piece in enumerate(pieces):
             d_x_ref[row, piece] = (d_stream[n] + (g[n] - x[n] * slope) * inverse).astype(d_x_ref.dtype)
-        return [total + part * own * inverse for total, part, own in zip(d_scale, d_normed, x, strict=True)]
+        return ahead, [total + part * own * inverse for total, part, own in zip(d_scale, d_normed, x, strict=True)]
 
     zeros = [jnp.zeros((piece.size,), jnp.float32) for piece in pieces]
-    d_scale = jax.lax.fori_loop(0, rows, one, zeros)
+    _, d_scale = jax.lax.fori_loop(0, rows, one, (read(first), zeros))
     for piece, total in zip(pieces, d_scale, strict=True):
         d_scale_ref[program, piece] = total

@@ -14,6 +14,7 @@ from maxhydra.kernels.able import Able, Asked
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.place import Place
 from maxhydra.kernels.rotated_heads import reference, triton
+from maxhydra.kernels.tile import Sizes, sized
 from maxhydra.kernels.watch import watched
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "rotated_heads"]
@@ -64,6 +65,7 @@ BACKENDS: dict[str, Backend] = {
         dtypes=("bfloat16", "float16"),
         token_multiple=triton.MULTIPLE,
         head_dims=(64, 128, 256),
+        cut=lambda call: triton.cut(call.tokens),
     ),
     # XLA makes kernels of the formula as it stands.
     "xla": Backend(run=reference.rotated_heads),
@@ -85,18 +87,20 @@ def rotated_heads(
     num_heads: int,
     num_kv_heads: int,
     backend: str,
+    sizes: Sizes = (),
     place: Place | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries [B, T, N, H], keys and values [B, T, K, H]: pairs of the halves of a head, turned in float32.
 
-    Positions are not learned: cosines and sines have no gradient. place: None is one device of the platform that JAX
-    runs on.
+    Positions are not learned: cosines and sines have no gradient. sizes: asked of the kernel's tile. place: None is one
+    device of the platform that JAX runs on.
     """
     B, T, A, H = heads_BTAH.shape
     place = place or Place.here()
     dtype = heads_BTAH.dtype.name
-    call = Call(platform=place.platform, devices=place.devices, dtype=dtype, tokens=B * T, head_dim=H)
-    parts = BACKENDS[choose(backend, call)].run(
+    call = Call(platform=place.platform, devices=place.devices, dtype=dtype, tokens=B * T, head_dim=H, sizes=sizes)
+    run = sized(BACKENDS[choose(backend, call)].run, sizes)
+    parts = run(
         heads_BTAH.reshape(B * T, A, H),
         jax.lax.stop_gradient(cos_BTF).reshape(B * T, -1),
         jax.lax.stop_gradient(sin_BTF).reshape(B * T, -1),

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from maxhydra.kernels.rotated_heads import reference
+from maxhydra.kernels.tile import Sizes, candidates, resized
 
 
 class Tile(NamedTuple):
@@ -29,6 +30,8 @@ class Tile(NamedTuple):
 
 # The fastest of those measured on an H200.
 MEASURED = Tile(64, 8)
+# Worth a trial on other heads and cards.
+TRIED = (Tile(32, 4), Tile(64, 4), Tile(128, 8), Tile(32, 8))
 # Tiles are cut to what divides the tokens, and smaller ones than this waste time.
 MULTIPLE = 16
 
@@ -49,6 +52,16 @@ class How:
         return N, N + K, N + 2 * K
 
 
+def cut(tokens: int) -> dict[str, int]:
+    """What the sizes of the tile must divide, by name."""
+    return {"tokens": tokens}
+
+
+def tried(tokens: int) -> dict[str, list[dict[str, int]]]:
+    """Sizes to try."""
+    return candidates({"": TRIED}, MEASURED, cut(tokens))
+
+
 def rotated_heads(
     heads_MAH: jax.Array,
     cos_MF: jax.Array,
@@ -57,9 +70,10 @@ def rotated_heads(
     num_heads: int,
     num_kv_heads: int,
     tile: Tile = MEASURED,
+    sizes: Sizes = (),
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return _rotated(How(num_heads, num_kv_heads, tile, interpret), heads_MAH, cos_MF, sin_MF)
+    return _rotated(How(num_heads, num_kv_heads, resized(tile, sizes), interpret), heads_MAH, cos_MF, sin_MF)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,9 +1,12 @@
 """Which implementation serves each operation of a model."""
 
+from collections.abc import Iterator
 from enum import Enum
 
-from maxhydra.config.declare import Schema, schema
+from maxhydra.config.declare import Schema, schema, section
 from maxhydra.config.delta import DeltaBackend
+from maxhydra.config.errors import Problem
+from maxhydra.config.tiles import Sizes, Tiles
 
 
 class AttentionBackend(Enum):
@@ -66,3 +69,20 @@ class ModelKernels(Schema):
     projection: Projection = Projection.plain
     """Products with weights. outputs_first: for few rows on a CPU, joined: on a GPU, weights laid out for it; decoding
     sets them there."""
+    tiles: Tiles = section(Tiles)
+
+    def sizes(self, operation: str) -> Sizes:
+        """Those that are asked of the backend that is named for an operation."""
+        backend = getattr(self, operation).value
+        tiles = vars(self.tiles).get(backend)
+        tile = None if tiles is None else vars(tiles).get(operation)
+        return () if tile is None else tile.sizes
+
+    def check(self) -> Iterator[Problem]:
+        for backend, tiles in vars(self.tiles).items():
+            for operation, tile in vars(tiles).items():
+                named = getattr(self, operation).value
+                if tile.sizes and named != backend:
+                    reason = f"has sizes of a kernel that model.kernels.{operation}={named} need not take"
+                    hint = f"set model.kernels.{operation}={backend}"
+                    yield Problem(f"tiles.{backend}.{operation}", reason, value=dict(tile.sizes), hint=hint)

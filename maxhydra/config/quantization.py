@@ -24,6 +24,11 @@ class Backward(Enum):
     compute = "compute"
 
 
+class Activations(Enum):
+    compute = "compute"
+    int8 = "int8"
+
+
 # Ways to train, and ways in which weights are kept that are trained no more.
 QAT = (QuantizationKind.qat_int8, QuantizationKind.qat_int4)
 TO_TRAIN = (QuantizationKind.fp8, QuantizationKind.int8, *QAT)
@@ -55,6 +60,11 @@ class QuantizationRule(Schema):
     """int8: the two products of the backward pass; quantized: of integers too, the gradient with scales of its own;
     compute: in model.dtypes.compute."""
 
+    activations: Activations = Activations.compute
+    """qat_int8, qat_int4: what weights are multiplied with, those of experts left out; int8: rounded too, a scale for
+    each token, with the gradient as it is, for engines that multiply integers; compute: as it is, which is what
+    int8_weights and int4_weights do here."""
+
     def check(self) -> Iterator[Problem]:
         kind = self.kind
         if kind is not QuantizationKind.none and not self.targets:
@@ -65,6 +75,7 @@ class QuantizationRule(Schema):
             ("group", self.group, GROUPED),
             ("history", self.history, (QuantizationKind.fp8,)),
             ("backward", None if self.backward is Backward.quantized else self.backward, (QuantizationKind.int8,)),
+            ("activations", None if self.activations is Activations.compute else self.activations, QAT),
         ):
             if value is not None and kind not in users:
                 told = ", ".join(user.value for user in users)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from maxhydra.kernels.attention import Request, attention
-from maxhydra.layers.backends import explained
+from maxhydra.layers.backends import Wanted, explained
 from maxhydra.layers.context import Context
 
 
@@ -15,12 +15,13 @@ def attend(
     request: Request,
     ctx: Context,
     *,
-    backend: str,
+    wanted: Wanted,
     **tokens: jax.Array | None,
 ) -> jax.Array:
     """What the queries gather; a backend that was asked for and cannot serve is the config's mistake."""
+    backend, sizes = wanted
     with explained():
-        return attention(q_BTNH, k_BSKH, v_BSKH, request, backend=backend, place=ctx.place, **tokens)
+        return attention(q_BTNH, k_BSKH, v_BSKH, request, backend=backend, sizes=sizes, place=ctx.place, **tokens)
 
 
 def cached_positions(ctx: Context) -> jax.Array:

@@ -20,7 +20,7 @@ from maxhydra.kernels.einsum import Layout
 from maxhydra.kernels.paged_attention import Pages, paged_attention, serving
 from maxhydra.kernels.rotated_heads import rotated_heads
 from maxhydra.layers.attend import attend, cached_positions
-from maxhydra.layers.backends import explained
+from maxhydra.layers.backends import Wanted, explained
 from maxhydra.layers.cache import Cache, KeysValues, NoCache, Room
 from maxhydra.layers.chunks import chunks
 from maxhydra.layers.context import Context
@@ -58,8 +58,8 @@ class AttentionSpec:
     """Whether layers of other kinds see the keys and values of this one."""
     temperature: tuple[int, float] | None
     rotation: Rotation | None
-    backend: str
-    heads_backend: str
+    wanted: Wanted
+    heads_wanted: Wanted
     init_scale: float
     out_scale: float
     dtypes: Dtypes
@@ -89,8 +89,8 @@ class AttentionSpec:
             hands_on=any(model.kinds[other] is kind for other in sources if other is not None),
             temperature=_temperature(own.temperature),
             rotation=Rotation.of(own.rope, head_dim),
-            backend=model.kernels.attention.value,
-            heads_backend=model.kernels.rotated_heads.value,
+            wanted=Wanted(model.kernels.attention.value, model.kernels.sizes("attention")),
+            heads_wanted=Wanted(model.kernels.rotated_heads.value, model.kernels.sizes("rotated_heads")),
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
@@ -237,9 +237,16 @@ class Attention(nnx.Module):
         spec = self.spec
         assert spec.rotation is not None
         cos_BTF, sin_BTF = cos_and_sin(ctx.positions[:, :, None], spec.rotation)
-        sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
         with explained():
-            return rotated_heads(heads_BTAH, cos_BTF, sin_BTF, **sizes, backend=spec.heads_backend, place=ctx.place)
+            return rotated_heads(
+                heads_BTAH,
+                cos_BTF,
+                sin_BTF,
+                num_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                **spec.heads_wanted._asdict(),
+                place=ctx.place,
+            )
 
     def _placed(self, heads: jax.Array, norm: Norm | None, ctx: Context) -> jax.Array:
         """Queries or keys, normalised and turned."""
@@ -271,7 +278,7 @@ class Attention(nnx.Module):
         """The cache as the kernel for one new token a row takes it; None where that cannot serve."""
         inputs = self._inputs
         is_plain = are_bare(inputs) and self.spec.suits_pages
-        if ctx.cache is None or self.spec.backend != "auto" or not is_plain or x_BTD.shape[1] > 1:
+        if ctx.cache is None or self.spec.wanted.backend != "auto" or not is_plain or x_BTD.shape[1] > 1:
             return None
         pages: Pages | None = ctx.cache.pages(cached_positions(ctx), ctx.rows)
         return pages if pages is not None and serving(pages, x_BTD.dtype.name, ctx.place) else None
@@ -303,8 +310,8 @@ class Attention(nnx.Module):
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ctx: Context, **tokens: jax.Array | None
     ) -> jax.Array:
         sinks_N = None if self.sinks is None else self.sinks[...]
-        request, backend = self._request(ctx), self.spec.backend
-        return attend(q_BTNH, k_BSKH, v_BSKH, request, ctx, backend=backend, sinks_N=sinks_N, **tokens)
+        request, wanted = self._request(ctx), self.spec.wanted
+        return attend(q_BTNH, k_BSKH, v_BSKH, request, ctx, wanted=wanted, sinks_N=sinks_N, **tokens)
 
     def _request(self, ctx: Context) -> Request:
         spec = self.spec

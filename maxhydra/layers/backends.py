@@ -1,10 +1,20 @@
-"""A backend that was asked for and cannot serve is the config's mistake."""
+"""What a config asks of kernels. A backend that was asked for and cannot serve is the config's mistake."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.kernels.choice import UnsupportedError
+from maxhydra.kernels.tile import Sizes
+
+
+class Wanted(NamedTuple):
+    """Of one operation, by the names of its arguments."""
+
+    backend: str
+    sizes: Sizes
+    """Of the tile of the backend's kernel."""
 
 
 @contextmanager

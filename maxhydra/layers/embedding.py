@@ -11,8 +11,9 @@ from flax import nnx
 from maxhydra.config import model as config
 from maxhydra.kernels.einsum import Layout, projected
 from maxhydra.kernels.int8 import int8_product
+from maxhydra.layers.formats import Format
 from maxhydra.layers.int8 import Int8, Int8Parts, quantized, rounded_weight, rows
-from maxhydra.layers.straight import Way, is_trained_for, straight, straight_product
+from maxhydra.layers.straight import Way, entering, is_trained_for, straight, straight_product
 from maxhydra.layers.weights import Dtypes, WeightMaker
 
 
@@ -54,7 +55,7 @@ class Embedding(nnx.Module):
         # input the size of a row is free: every branch normalises the stream before reading it.
         std = spec.init_scale * spec.emb_dim**-0.5
         self.table = make.end("embedding", spec.vocab_size, spec.emb_dim, ("vocab", "embed"), std=std)
-        self.is_trained_for = is_trained_for(make.named("embedding")[1])
+        self.format = make.named("embedding")[1]
         count = spec.positions
         at = None if count is None else make.matrix((count,), (spec.emb_dim,), ("positions", "embed"), std=std)
         self.positions = at
@@ -66,7 +67,7 @@ class Embedding(nnx.Module):
         if isinstance(self.table, Int8):
             return self._placed(rows(self.table.parts, tokens_BT, compute), positions_BT)
         found = jnp.take(self.table[...], tokens_BT, axis=0, mode="fill", fill_value=jnp.nan).astype(compute)
-        if self.is_trained_for:
+        if is_trained_for(self.format):
             found = straight(partial(rounded_weight, over=(-1,)), found)
         return self._placed(found, positions_BT)
 
@@ -80,7 +81,7 @@ class Embedding(nnx.Module):
 
     def logits(self, hidden: jax.Array, *, is_alone: bool) -> jax.Array:
         """[..., D] to [..., V]; is_alone: on one device."""
-        form = _Form("...D,VD->...V", 1, self.is_trained_for, is_alone)
+        form = _Form("...D,VD->...V", 1, self.format, is_alone)
         return _logits(form, hidden, self.table, self.spec)
 
 
@@ -91,11 +92,11 @@ class Head(nnx.Module):
         self.spec = spec
         std = spec.init_scale * spec.emb_dim**-0.5
         self.kernel = make.end("head", spec.emb_dim, spec.vocab_size, ("embed", "vocab"), std=std)
-        self.is_trained_for = is_trained_for(make.named("head")[1])
+        self.format = make.named("head")[1]
 
     def logits(self, hidden: jax.Array, *, is_alone: bool) -> jax.Array:
         """[..., D] to [..., V]; is_alone: on one device."""
-        form = _Form("...D,DV->...V", 0, self.is_trained_for, is_alone)
+        form = _Form("...D,DV->...V", 0, self.format, is_alone)
         return _logits(form, hidden, self.kernel, self.spec)
 
 
@@ -105,8 +106,8 @@ class _Form(NamedTuple):
     equation: str
     summed: int
     """The dimension of the weight that is summed over."""
-    is_trained_for: bool
-    """Whether it is rounded on its way through training."""
+    format: Format | None
+    """Of the weight."""
     is_alone: bool
 
 
@@ -125,10 +126,10 @@ def _logits(form: _Form, hidden: jax.Array, weight: nnx.Param | Int8, spec: Voca
 
     if isinstance(weight, Int8):
         logits = packed(hidden, weight.parts)
-    elif form.is_trained_for:
+    elif is_trained_for(form.format):
         over = (form.summed,)
         way = Way(lambda x, weight: packed(x, quantized(weight, over)), partial(rounded_weight, over=over), plain)
-        logits = straight_product(way, hidden, weight[...].astype(dtypes.compute))
+        logits = straight_product(way, entering(form.format, hidden, inputs=1), weight[...].astype(dtypes.compute))
     else:
         logits = plain(hidden, weight[...].astype(dtypes.compute))
     return logits if spec.softcap is None else spec.softcap * jnp.tanh(logits / spec.softcap)

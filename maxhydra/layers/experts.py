@@ -20,10 +20,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from maxhydra.config import ConfigError, Problem
 from maxhydra.config import model as config
 from maxhydra.kernels.grouped_matmul import grouped_matmul
 from maxhydra.kernels.place import Place
-from maxhydra.layers.backends import explained
+from maxhydra.layers.backends import Wanted, explained
 from maxhydra.layers.context import Context
 from maxhydra.layers.int4 import Int4
 from maxhydra.layers.int8 import Int8
@@ -44,7 +45,7 @@ class ExpertsSpec:
     clamp: float | None
     clamp_slope: float
     scales_input: bool
-    backend: str
+    wanted: Wanted
     init_scale: float
     out_scale: float
     compute: np.dtype
@@ -61,7 +62,7 @@ class ExpertsSpec:
             clamp=moe.clamp,
             clamp_slope=moe.clamp_slope,
             scales_input=moe.router.scaled is config.Scaled.input,
-            backend=model.kernels.grouped_matmul.value,
+            wanted=Wanted(model.kernels.grouped_matmul.value, model.kernels.sizes("grouped_matmul")),
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             compute=Dtypes.of(model.dtypes).compute,
@@ -82,6 +83,10 @@ class ExpertMap(nnx.Module):
     def __init__(self, name: str, shape: tuple[int, int], axes: tuple[str, str], *, spec: ExpertsSpec, make: Any):
         scale = spec.out_scale if name == "down" else spec.init_scale
         self.name, self.format = make.named(name)
+        if self.format is not None and self.format.rounds_inputs:
+            reason = f"{self.name} belongs to experts, whose products take them as they are"
+            hint = f"+quantization.besides.experts={{kind: {self.format.kind.value}, targets: [{self.name}]}}"
+            raise ConfigError(Problem("quantization.activations", reason, value="int8", accepted="compute", hint=hint))
         self.compute = spec.compute
         self.kernel = make.experts(name, spec.experts, shape, axes, std=scale * shape[0] ** -0.5)
         self.bias = make.zeros((spec.experts, shape[1]), ("experts", axes[1])) if spec.has_bias else None
@@ -224,7 +229,7 @@ def _routed(weights: Weights, given: Given, spec: ExpertsSpec, place: Place) -> 
         rows_RD = jnp.where(is_own_R1, rows_RD, 0)
     if spec.scales_input:
         rows_RD = (rows_RD * weights_R[order_R][:, None]).astype(rows_RD.dtype)
-    product = partial(_product, sizes_E=sizes_E, backend=spec.backend, place=place)
+    product = partial(_product, sizes_E=sizes_E, wanted=spec.wanted, place=place)
     gate_RF, up_RF = (product(rows_RD, kernel_EDF) for kernel_EDF in (weights.gate_EDF, weights.up_EDF))
     if weights.gate_EF is not None and weights.up_EF is not None:
         group_R = ids_R[order_R]
@@ -240,9 +245,9 @@ def _routed(weights: Weights, given: Given, spec: ExpertsSpec, place: Place) -> 
     return summed.reshape(B, T, D)
 
 
-def _product(x_RD: jax.Array, w_EDF: jax.Array, *, sizes_E: jax.Array, backend: str, place: Place) -> jax.Array:
+def _product(x_RD: jax.Array, w_EDF: jax.Array, *, sizes_E: jax.Array, wanted: Wanted, place: Place) -> jax.Array:
     with explained():
-        return grouped_matmul(x_RD, w_EDF, sizes_E, backend=backend, place=place)
+        return grouped_matmul(x_RD, w_EDF, sizes_E, **wanted._asdict(), place=place)
 
 
 def _slots(ids_BTK: jax.Array, is_real_BT: jax.Array | None, experts: int) -> jax.Array:

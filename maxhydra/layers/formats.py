@@ -3,7 +3,7 @@
 import dataclasses
 
 from maxhydra.config.patterns import matches
-from maxhydra.config.quantization import Backward, Quantization, QuantizationKind, QuantizationRule
+from maxhydra.config.quantization import Activations, Backward, Quantization, QuantizationKind, QuantizationRule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +17,19 @@ class Format:
     history: int | None = None
     is_wide_back: bool = False
     """Whether gradients are multiplied as they come."""
+    rounds_inputs: bool = False
+    """Whether what enters a product is rounded to int8."""
 
     @classmethod
     def of(cls, rule: QuantizationRule) -> "Format":
-        is_wide_back = rule.backward is Backward.compute
-        return cls(rule.kind, tuple(rule.targets), rule.group, rule.history, is_wide_back)
+        return cls(
+            kind=rule.kind,
+            targets=tuple(rule.targets),
+            group=rule.group,
+            history=rule.history,
+            is_wide_back=rule.backward is Backward.compute,
+            rounds_inputs=rule.activations is Activations.int8,
+        )
 
 
 def formats_of(quantization: Quantization | None) -> tuple[Format, ...]:

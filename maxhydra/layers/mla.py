@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config import model as config
 from maxhydra.kernels.attention.request import Request, Tokens, visible
 from maxhydra.layers.attend import attend, cached_positions
+from maxhydra.layers.backends import Wanted
 from maxhydra.layers.cache import Cache, KeysValues, Room
 from maxhydra.layers.context import Context
 from maxhydra.layers.indexer import Indexer, IndexerSpec
@@ -48,7 +49,7 @@ class MlaSpec:
     scale: float
     rotation: Rotation | None
     indexer: IndexerSpec | None
-    backend: str
+    wanted: Wanted
     init_scale: float
     out_scale: float
     dtypes: Dtypes
@@ -68,7 +69,7 @@ class MlaSpec:
             scale=_sharpness(own) * (plain_dim + own.qk_rope_head_dim) ** -0.5,
             rotation=Rotation.of(own.rope, own.qk_rope_head_dim),
             indexer=IndexerSpec.of(model, kind),
-            backend=model.kernels.attention.value,
+            wanted=Wanted(model.kernels.attention.value, model.kernels.sizes("attention")),
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
@@ -243,7 +244,7 @@ class Mla(nnx.Module):
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, ctx: Context) -> jax.Array:
         request = dataclasses.replace(self._request, is_length_split=ctx.is_length_split)
-        return attend(q, k, v, request, ctx, backend=self.spec.backend, **seen.tokens._asdict())
+        return attend(q, k, v, request, ctx, wanted=self.spec.wanted, **seen.tokens._asdict())
 
     def _visible(self, seen: Seen, queries: int) -> jax.Array:
         found = visible(self._request, seen.tokens, queries=range(queries), keys=range(seen.latent_BSR.shape[1]))

@@ -11,7 +11,7 @@ from maxhydra.kernels.fused_product import Norm as Factors
 from maxhydra.kernels.place import Place
 from maxhydra.kernels.rms_norm import rms_norm
 from maxhydra.kernels.rms_norm.reference import unit_square
-from maxhydra.layers.backends import explained
+from maxhydra.layers.backends import Wanted, explained
 from maxhydra.layers.weights import Dtypes, WeightMaker
 
 
@@ -21,12 +21,13 @@ class NormSpec:
 
     kind: config.Norm
     eps: float
-    backend: str
+    wanted: Wanted
     dtypes: Dtypes
 
     @classmethod
     def of(cls, model: config.Model) -> "NormSpec":
-        return cls(model.norm, model.norm_eps, model.kernels.rms_norm.value, Dtypes.of(model.dtypes))
+        wanted = Wanted(model.kernels.rms_norm.value, model.kernels.sizes("rms_norm"))
+        return cls(model.norm, model.norm_eps, wanted, Dtypes.of(model.dtypes))
 
     def build(self, dim: int, make: WeightMaker) -> "Norm":
         """A norm over vectors of this size."""
@@ -51,10 +52,10 @@ class RMSNorm(nnx.Module):
         return (unit_square(x, self.eps) * self._factor).astype(self.dtypes.compute)
 
     @jax.named_scope("norm")
-    def tapped(self, x: jax.Array, *, backend: str, place: Place) -> tuple[jax.Array, jax.Array]:
+    def tapped(self, x: jax.Array, *, wanted: Wanted, place: Place) -> tuple[jax.Array, jax.Array]:
         """x to go on with, and the norm of x: see `tapped`."""
         with explained():
-            return rms_norm(x, self._factor, eps=self.eps, dtype=self.dtypes.compute, backend=backend, place=place)
+            return rms_norm(x, self._factor, eps=self.eps, dtype=self.dtypes.compute, **wanted._asdict(), place=place)
 
     @property
     def _factor(self) -> jax.Array:
@@ -96,11 +97,11 @@ class LayerNorm(nnx.Module):
 Norm = RMSNorm | PlainNorm | LayerNorm
 
 
-def tapped(norm: Norm | None, x: jax.Array, *, backend: str, place: Place) -> tuple[jax.Array, jax.Array]:
+def tapped(norm: Norm | None, x: jax.Array, *, wanted: Wanted, place: Place) -> tuple[jax.Array, jax.Array]:
     """A stream to go on with, and what a branch of it sees; where there is no norm, the stream.
 
     Both come from one place, so that in the backward pass the gradients of both meet in one kernel where there is one.
     """
     if isinstance(norm, RMSNorm):
-        return norm.tapped(x, backend=backend, place=place)
+        return norm.tapped(x, wanted=wanted, place=place)
     return x, x if norm is None else norm(x)

@@ -28,7 +28,7 @@ from maxhydra.layers.history import History, shared
 from maxhydra.layers.int4 import Int4, Int4Parts
 from maxhydra.layers.int8 import Int8, quantized, side_by_side
 from maxhydra.layers.nf4 import Nf4, Nf4Parts
-from maxhydra.layers.straight import Product, Way, is_trained_for, rounding, straight, straight_product
+from maxhydra.layers.straight import Product, Way, entering, is_trained_for, rounding, straight, straight_product
 
 # Letters for the dimensions of a product; more than any weight has.
 INPUTS, OUTPUTS = "abcd", "wxyz"
@@ -133,6 +133,7 @@ class Projection(nnx.Module):
         if form is not None and form.kind is QuantizationKind.int8:
             return self._as_matrices(partial(integer_product, form.is_wide_back), x, kernel)
         if form is not None and is_trained_for(form):
+            x = entering(form, x, inputs=self.inputs)
             return straight_product(self._way(form, is_alone=is_alone), x, kernel)
         return _product(x, kernel, self.product, inputs=self.inputs)
 

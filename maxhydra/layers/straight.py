@@ -1,8 +1,9 @@
-"""Training for weights that will be rounded: forward with rounded weights, backward as if they were not.
+"""Training for numbers that will be rounded: forward with rounded weights, and perhaps activations, backward as if
+rounding were not there.
 
-Rounding has no slope, so the gradient of the rounded weight is taken for that of the weight (straight-through
-estimator, Bengio et al., 2013). Forward is the very product that decoding makes of the rounded weight, which it then
-repeats bit for bit.
+Rounding has no slope, so the gradient of what is rounded is taken for that of what it was (straight-through estimator,
+Bengio et al., 2013). Forward is the very product that decoding makes of the rounded weight, which it then repeats bit
+for bit where activations are as they are.
 """
 
 import math
@@ -63,6 +64,13 @@ straight.defvjp(lambda rounded, weight: (rounded(weight), None), lambda rounded,
 def is_trained_for(form: Format | None) -> bool:
     """Whether weights in this format are rounded on their way through training."""
     return form is not None and form.kind in QAT
+
+
+def entering(form: Format | None, x: jax.Array, *, inputs: int) -> jax.Array:
+    """What a product takes of x [..., *inputs]: rounded, a scale for each token, where its format says so."""
+    if form is None or not form.rounds_inputs:
+        return x
+    return straight(partial(int8.rounded_weight, over=tuple(range(x.ndim - inputs, x.ndim))), x)
 
 
 def rounding(form: Format, *, inputs: int, name: str, leading: int = 0) -> Rounding:

@@ -31,7 +31,7 @@ CALLS, SETS = 7, 2
 SMALL = {"B": 1, "T": 512, "S": 512, "M": 512}
 REFERENCE = "reference"
 # Arguments that say how a call is served, not what is asked.
-HOW = ("backend", "place")
+HOW = ("backend", "sizes", "place")
 
 
 def measure_kernels(subject: Subject) -> Iterator[Line]:
@@ -126,7 +126,9 @@ def _split(arrays: Arrays) -> tuple[Arrays, Arrays]:
 def _forward(called: Called, backend: str) -> Callable[[Arrays, Arrays], Any]:
     arrays = _arrays(called)
     fixed = {name: value for name, value in called.arguments.items() if name not in arrays and name not in HOW}
-    operation = partial(called.operation, **fixed, backend=backend)
+    asked = called.arguments
+    sizes = {"sizes": asked["sizes"]} if "sizes" in asked and backend == asked["backend"] else {}
+    operation = partial(called.operation, **fixed, **sizes, backend=backend)
     return lambda smooth, others: operation(**smooth, **others)
 
 

@@ -15,6 +15,7 @@ from maxhydra.measure.memory import OutOfMemoryError, lower_in_training, memory_
 from maxhydra.runtime import Machine
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import LoadedBatches, Training, next_token_loss, plan_batches, plan_states
+from maxhydra.train.room import room_for_small_arrays
 from maxhydra.train.session import compile_step
 
 log = logging.getLogger("maxhydra")
@@ -74,7 +75,9 @@ def measure_training(subject: Subject, *, warm_up: int, steps: int) -> Line:
 
 def timed_steps(prepared: Prepared, *, warm_up: int, steps: int) -> tuple[float, list[float]]:
     """Seconds of a step, and the losses of the first and the last."""
-    state = prepared.training.states.create(prepared.config.run.seed)
+    states = prepared.training.states
+    with room_for_small_arrays(states.sharder):
+        state = states.create(prepared.config.run.seed)
     losses: list[jax.Array] = []
     log.info("%d steps, %d before them", steps, warm_up)
     for number in range(warm_up + steps):

@@ -144,10 +144,10 @@ class Block(nnx.Module):
             whole = self.attention.onto(x_BTD, norm, ctx)
             if whole is not None:
                 return whole
-        x_BTD, seen_BTD = tapped(norm, x_BTD, backend=self.spec.norm.backend, place=ctx.place)
+        x_BTD, seen_BTD = tapped(norm, x_BTD, wanted=self.spec.norm.wanted, place=ctx.place)
         mixed = self.attention(seen_BTD, ctx)
         branch_BTD = _normed(post_norm, mixed.out_BTD)
-        return mixed._replace(out_BTD=x_BTD + dropout(branch_BTD, ctx.key(0), rate=self.spec.dropout))
+        return mixed._replace(out_BTD=_sum(x_BTD, dropout(branch_BTD, ctx.key(0), rate=self.spec.dropout), ctx))
 
     def _fed(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, Side]]:
         """x + mlp(norm(x)), and what the feed-forward tells besides."""
@@ -157,14 +157,14 @@ class Block(nnx.Module):
             whole = self.mlp.onto(x_BTD, norm, ctx)
             if whole is not None:
                 return whole.out_BTD, {"mlp": whole.side}
-        x_BTD, seen_BTD = tapped(norm, x_BTD, backend=self.spec.norm.backend, place=ctx.place)
+        x_BTD, seen_BTD = tapped(norm, x_BTD, wanted=self.spec.norm.wanted, place=ctx.place)
         fed = self.mlp(seen_BTD, ctx)
         sides = {"mlp": fed.side}
         if self.beside is not None:
             fed = self.beside(x_BTD, fed.out_BTD, ctx)
             sides["beside"] = fed.side
         branch_BTD = _normed(post_norm, fed.out_BTD)
-        return x_BTD + dropout(branch_BTD, ctx.key(1), rate=self.spec.dropout), sides
+        return _sum(x_BTD, dropout(branch_BTD, ctx.key(1), rate=self.spec.dropout), ctx), sides
 
     @property
     def name(self) -> str:
@@ -179,3 +179,12 @@ class Block(nnx.Module):
 
 def _normed(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
     return x_BTD if norm is None else norm(x_BTD)
+
+
+def _sum(x_BTD: jax.Array, branch_BTD: jax.Array, ctx: Context) -> jax.Array:
+    """x + branch. On one device as rows, which is what products make and norms read: a product that adds to its result
+    then sees that others read the stream too, where it takes a view of it for its own, to be copied and overwritten."""
+    if ctx.sharder.mesh.size > 1:
+        return x_BTD + branch_BTD
+    rows = (-1, x_BTD.shape[-1])
+    return (x_BTD.reshape(rows) + branch_BTD.reshape(rows)).reshape(x_BTD.shape)

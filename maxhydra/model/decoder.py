@@ -34,7 +34,6 @@ from maxhydra.layers import (
     WeightMaker,
 )
 from maxhydra.model.block import Block, BlockSpec, Left
-from maxhydra.model.cast import cast_by_layer
 from maxhydra.model.mtp import Mtp
 from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder
@@ -189,6 +188,12 @@ class Decoder(nnx.Module):
         """The name of every linear map of experts."""
         return [module.name for _, module in nnx.iter_modules(self) if isinstance(module, ExpertMap)]
 
+    def cast_weights(self) -> set[tuple[str, ...]]:
+        """Where the weights lie that blocks use in the compute format."""
+        blocks = ("prefix", "pattern", "remainder", "mtp")
+        weights = ((path, weight) for path, weight in nnx.to_flat_state(nnx.state(self)) if path[0] in blocks)
+        return {path for path, weight in weights if _is_cast(weight)}
+
     def _map_blocks(self, function: Callable[[Block, int], Any]) -> dict[str, list[Any]]:
         """A function of every block and the layers that it stands for."""
         groups = {"prefix": (self.prefix, 1), "pattern": (self.pattern, self.spec.repetitions)}
@@ -229,20 +234,13 @@ class Decoder(nnx.Module):
     def _split(self, block: Block) -> tuple[Any, nnx.State]:
         """The block without its weights, and the weights, matrices in the compute format.
 
-        They are cast here, once a step and outside what is computed again: a layer that casts its own does it twice,
-        and hands back a gradient of twice the bytes. Vectors (norms) are few, and used in the format they are kept in,
-        as are wide matrices (routers) and weights that are no plain numbers.
+        They are cast here, outside what is computed again, unless that was done before: a layer that casts its own does
+        it twice, and hands back a gradient of twice the bytes.
         """
         graphdef, weights = nnx.split(block)
 
         def cast(weight: nnx.Variable) -> nnx.Variable:
-            own_axes = [name for name in weight.get_metadata("axes") if name != "layers"]
-            is_matrix = isinstance(weight, nnx.Param) and len(own_axes) > 1
-            if not is_matrix or weight.get_metadata("is_wide", False):
-                return weight
-            wide, narrow = weight[...].dtype, self.spec.dtypes.compute
-            is_apart = len(own_axes) < len(weight.get_metadata("axes")) and self.spec.is_written_out
-            return weight.replace(cast_by_layer(wide, narrow, weight[...]) if is_apart else weight[...].astype(narrow))
+            return weight.replace(weight[...].astype(self.spec.dtypes.compute)) if _is_cast(weight) else weight
 
         return graphdef, jax.tree.map(cast, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
@@ -284,6 +282,13 @@ class Decoder(nnx.Module):
         places = len(self.pattern)
         own = ctx.layer_input[len(self.prefix) : len(self.prefix) + self.spec.repetitions * places]
         return own.reshape(self.spec.repetitions, places, *own.shape[1:])
+
+
+def _is_cast(weight: nnx.Variable) -> bool:
+    """Whether a weight is used in the compute format. Vectors (norms) are few, and used in the format they are kept in,
+    as are wide matrices (routers) and weights that are no plain numbers."""
+    own_axes = [name for name in weight.get_metadata("axes") if name != "layers"]
+    return isinstance(weight, nnx.Param) and len(own_axes) > 1 and not weight.get_metadata("is_wide", False)
 
 
 def _told(sides: list[Any]) -> dict[str, Any]:

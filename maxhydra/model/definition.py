@@ -81,6 +81,10 @@ class ModelDef:
         axes = {path: weight.get_metadata("axes") for path, weight in weights}
         return nnx.traversals.unflatten_mapping(axes)
 
+    @cached_property
+    def _cast_weights(self) -> set[tuple[str, ...]]:
+        return self._abstract.cast_weights()
+
     def init(self, key: jax.Array) -> Tree:
         """Initial weights. The same under any sharding; jit with out_shardings to make each shard where it belongs."""
         return nnx.to_pure_dict(nnx.state(Decoder(self._spec, key)))
@@ -107,6 +111,14 @@ class ModelDef:
     def logits(self, params: Tree, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """Logits [B, T, V] of hidden states, in dtypes.logits, soft-capped."""
         return self._bind(params).logits(hidden, sharder)
+
+    def cast(self, weights: Tree) -> Tree:
+        """Weights, or a part of them, with the layers' matrices in the compute format, which layers would cast by
+        themselves: who differentiates by these has gradients as the products make them, in half the bytes."""
+        compute, paths = self._spec.dtypes.compute, self._cast_weights
+        return jax.tree_util.tree_map_with_path(
+            lambda keys, leaf: leaf.astype(compute) if tuple(key.key for key in keys) in paths else leaf, weights
+        )
 
     def settled(self, new: Tree, old: Tree, told: Tree) -> Tree:
         """The weights that a training step made of old ones, with what layers change in themselves by what they told.

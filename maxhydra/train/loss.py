@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from maxhydra.kernels.linear_cross_entropy import linear_cross_entropy
 from maxhydra.kernels.place import Place
-from maxhydra.layers.backends import explained
+from maxhydra.layers.backends import Wanted, explained
 
 # Arrays that add up over micro-batches, by name; `told` among them is a tree of such.
 Sums = dict[str, Any]
@@ -22,7 +22,7 @@ def cross_entropy(
     *,
     z_loss: float,
     chunk: int,
-    backend: str,
+    wanted: Wanted,
     place: Place | None = None,
 ) -> Sums:
     """Sums over tokens of weight, nll = logsumexp(z) - z[target], and loss = nll + z_loss * logsumexp(z)^2.
@@ -31,6 +31,6 @@ def cross_entropy(
     """
     with jax.named_scope("loss"), explained():
         loss, nll = linear_cross_entropy(
-            logits_of, hidden, targets, weights, z_loss=z_loss, chunk=chunk, backend=backend, place=place
+            logits_of, hidden, targets, weights, z_loss=z_loss, chunk=chunk, **wanted._asdict(), place=place
         )
         return {"loss": loss, "nll": nll, "weight": jax.lax.stop_gradient(jnp.sum(weights))}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from maxhydra.config.run import Train
 from maxhydra.layers import Context
+from maxhydra.layers.backends import Wanted
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 from maxhydra.train.loss import Sums, cross_entropy
@@ -22,6 +23,8 @@ Evaluate = Callable[[TrainState], dict[str, float]]
 def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
     """Cross-entropy of each next token, and what layers add to it; without a key, dropout is off."""
 
+    kernels = model.config.kernels
+
     def loss(params: Tree, batch: Batch, key: jax.Array | None) -> Sums:
         context = Context.of_batch(batch, sharder, key)
         forward = model.forward(params, batch["tokens"], context, ahead=True)
@@ -30,7 +33,7 @@ def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
             lambda hidden: model.logits(params, hidden, sharder),
             z_loss=train.z_loss,
             chunk=train.loss_chunk,
-            backend=model.config.kernels.linear_cross_entropy.value,
+            wanted=Wanted(kernels.linear_cross_entropy.value, kernels.sizes("linear_cross_entropy")),
             place=context.place,
         )
         sums = with_sides(of_targets(forward.hidden_BTD, batch["targets"], batch["weights"]), forward.sides)

@@ -1,11 +1,14 @@
 """A little text from the model at the end of a run, through the same forward with a cache."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.config import Config
 from maxhydra.config.data import Data
+from maxhydra.config.kernels import ModelKernels
 from maxhydra.config.run import Sample
 from maxhydra.data import Tokenizer, tokenizer
 from maxhydra.data.chat import render_prompt
@@ -20,8 +23,10 @@ def closing_sample(config: Config, states: StateDef, ending: Ending) -> dict[str
     """`sample`, where the config asks for one and the run came to its end."""
     if not config.train.sample.tokens or ending.status != "finished":
         return {}
+    # A backend or a tile that is named is for training, and few tokens with a cache are another call.
+    freely = dataclasses.replace(states.model.config, kernels=ModelKernels())  # type: ignore[call-arg]
     text = write_sample(
-        states.model,
+        dataclasses.replace(states.model, config=freely),
         ending.state.weights,
         config.data,
         config.train.sample,

@@ -8,13 +8,14 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from typing import Any
 
 import jax
 
 from maxhydra.config import Config
+from maxhydra.config.hardware import Platform
 from maxhydra.config.run import Train
 from maxhydra.data import BatchSpec
 from maxhydra.model import flops_per_token, parameter_counts
@@ -27,6 +28,7 @@ from maxhydra.train.loop import Ending, Parts, fit
 from maxhydra.train.meter import Meter, Work
 from maxhydra.train.objective import Evaluate
 from maxhydra.train.progress import open_progress
+from maxhydra.train.room import room_for_small_arrays
 from maxhydra.train.source import Batches
 from maxhydra.train.start import Start, begin
 from maxhydra.train.state import StateDef, Tree
@@ -60,14 +62,19 @@ def train(training: Training, config: Config, *, run: RunDirectory, machine: Mac
         example = training.batches.peek()
         # The step compiles while the weights are made or read: on a small model either takes as long as the other.
         compiling = stack.enter_context(ThreadPoolExecutor(1)).submit(compile_step, training, config, example)
-        start = begin(
-            training.states,
-            run.checkpoints,
-            config.checkpoint,
-            training.batches,
-            seed=config.run.seed,
-            initial=training.initial,
-        )
+        if machine.hardware.platform is Platform.gpu:
+            # There the compiler tries kernels on arrays as large as those of the step, and weights that are made
+            # meanwhile would come to lie behind them, in the middle of what is free afterwards.
+            wait([compiling])
+        with room_for_small_arrays(training.states.sharder):
+            start = begin(
+                training.states,
+                run.checkpoints,
+                config.checkpoint,
+                training.batches,
+                seed=config.run.seed,
+                initial=training.initial,
+            )
         parameters, trained = parameter_counts(training.states.model)
         log.info("%s", "; ".join(machine.notes))
         of_them = "" if trained == parameters else f", {trained:,} of them trained"
@@ -97,7 +104,7 @@ def compile_step(training: Training, config: Config, example: Mapping[str, Any])
 def trace_step(states: StateDef, loss: LossFn, train: Train, example: Mapping[str, Any]) -> jax.stages.Traced:
     """The step on its way to the compiler, for the devices of the states' mesh."""
     step = jax.jit(
-        make_step(loss, states.optimizer, train, states.model.settled),
+        make_step(loss, states.optimizer, train, states.model.settled, states.model.cast),
         donate_argnums=0,
         out_shardings=(states.shardings(), None),
     )

@@ -171,6 +171,7 @@ def plan_states(config: Config, sharder: Sharder, *, beside: Mapping[str, Tree] 
         steps=config.train.steps,
         shapes=shapes,
         axes=axes,
-        is_written_out=decoder.is_written_out,
+        # Micro-batches are a loop, which adds up whole stacks.
+        is_written_out=decoder.is_written_out and config.train.grad_accum == 1,
     )
     return StateDef(decoder, optimizer, sharder, beside or {})

@@ -23,6 +23,8 @@ LossFn = Callable[[Tree, Batch, jax.Array | None], Sums]
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 # (new, old, what layers told) -> the new weights, with what layers change in themselves.
 Settle = Callable[[Tree, Tree, Tree], Tree]
+# Trained weights -> the same in the number formats that the loss uses them in, by which it is differentiated.
+Cast = Callable[[Tree], Tree]
 
 
 def sequences_in(batch: Mapping[str, Any]) -> int:
@@ -34,7 +36,13 @@ def _as_they_are(new: Tree, old: Tree, told: Tree) -> Tree:
     return new
 
 
-def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train, settle: Settle = _as_they_are) -> StepFn:
+def _uncast(weights: Tree) -> Tree:
+    return weights
+
+
+def make_step(
+    loss_fn: LossFn, optimizer: Optimizer, train: Train, settle: Settle = _as_they_are, cast: Cast = _uncast
+) -> StepFn:
     """A pure function (state, batch) -> (state, metrics), to be jitted with the state donated."""
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -44,14 +52,14 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train, settle: Settl
             params, history = changing
             return loss_fn(join(join(params, state.frozen), history), batch, key)
 
-        changing = (state.params, state.history)
-        (grads, seen), sums = _gradients(loss_of, changing, batch, key, micro_batches=train.grad_accum)
+        changing = (cast(state.params), state.history)
+        (grads, seen), sums = _gradients(loss_of, changing, batch, key, train.grad_accum, kept=state.params)
         told = sums.pop(TOLD, {})
         weight = _weight(sums)
         means = {name: total / weight for name, total in sums.items() if name not in ("weight", "nll")}
         # Before the division, while the gradients of layers that are written out are arrays of their own.
         grad_norm = optimizer.norm(grads) / weight
-        grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
 
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
         for leaf in jax.tree.leaves(seen):
@@ -92,13 +100,13 @@ def make_step(loss_fn: LossFn, optimizer: Optimizer, train: Train, settle: Settl
 
 
 def _gradients(
-    loss_fn: LossFn, changing: tuple[Tree, Tree], batch: Batch, key: jax.Array, *, micro_batches: int
+    loss_fn: LossFn, changing: tuple[Tree, Tree], batch: Batch, key: jax.Array, micro_batches: int, *, kept: Tree
 ) -> tuple[tuple[Tree, Tree], Sums]:
     """Gradient of sum(loss) over the whole batch, with what stands as the gradient by what layers remember; and the
     sums.
 
     Micro-batches add up gradients of sums, to be divided once by the total weight, so that they equal the big batch
-    even where their token counts differ.
+    even where their token counts differ. They add up in the formats of the weights as they are `kept`.
     """
 
     def total_loss(changing: tuple[Tree, Tree], batch: Batch, key: jax.Array) -> tuple[jax.Array, Sums]:
@@ -115,11 +123,12 @@ def _gradients(
 
         def add(total: tuple[Tree, Sums], part: tuple[Batch, jax.Array]) -> tuple[tuple[Tree, Sums], None]:
             ((grads, seen), sums), ((more, also), further) = total, gradient(changing, *part)
-            grads, sums = jax.tree.map(jnp.add, (grads, sums), (more, further))
+            grads, sums = jax.tree.map(lambda sum, one: sum + one.astype(sum.dtype), (grads, sums), (more, further))
             return ((grads, jax.tree.map(jnp.maximum, seen, also)), sums), None
 
         shapes = jax.eval_shape(gradient, changing, jax.tree.map(lambda x: x[0], cut), keys[0])
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        (_, seen), sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        zeros = ((jax.tree.map(jnp.zeros_like, kept), seen), sums)
         ((grads, seen), sums), _ = jax.lax.scan(add, zeros, (cut, keys))
     return (grads, seen), sums
 

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 
 from maxhydra.tune.space import Axis, Candidate
 
+# Times of what is as fast as the best but for this much are worth a look at what is a part of it, such as the tiles of
+# a kernel: sizes change a step's time by a few per cent.
+CLOSE = 1.05
 # (candidate, steps) -> seconds a token; infinite where it does not run. May raise OutOfTime.
 Measure = Callable[[Candidate, int], float]
 
@@ -19,7 +22,8 @@ class OutOfTime(Exception):
 def one_by_one(space: Sequence[Axis], measure: Measure, *, steps: int) -> list[Candidate]:
     """All candidates that were tried: each setting in turn with the best of the others, until a round changes nothing.
 
-    Where none of a setting's values runs, the last is kept, which needs the least memory.
+    Where none of a setting's values runs, the last is kept, which needs the least memory. What is a part of another
+    setting is tried where that one is close to the best.
     """
     tried: list[Candidate] = [{}]
     best: Candidate = {}
@@ -27,7 +31,11 @@ def one_by_one(space: Sequence[Axis], measure: Measure, *, steps: int) -> list[C
     while True:
         before = time
         for axis in space:
-            options = [{**best, axis.key: override} for override in axis.values]
+            options = [_standing({**best, **axis.under, axis.key: override}, space) for override in axis.values]
+            if axis.under:
+                options.insert(0, {**best, **axis.under})
+                if not measure(options[0], steps) < CLOSE * time:
+                    continue
             times = [measure(option, steps) for option in options]
             tried += [option for option in options if option not in tried]
             fastest = min(times)
@@ -36,6 +44,12 @@ def one_by_one(space: Sequence[Axis], measure: Measure, *, steps: int) -> list[C
                 best, time = options[last], fastest
         if time == before:
             return tried
+
+
+def _standing(candidate: Candidate, space: Sequence[Axis]) -> Candidate:
+    """Without the parts of settings that it has no more."""
+    fallen = {axis.key for axis in space if not axis.under.items() <= candidate.items()}
+    return {key: override for key, override in candidate.items() if key not in fallen}
 
 
 def grid(space: Sequence[Axis], measure: Measure, *, steps: int) -> list[Candidate]:

@@ -10,10 +10,11 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.hardware import Hardware
 from maxhydra.config.model import FeedForward, Mixer, RematPolicy
 from maxhydra.config.overrides import parse, values
-from maxhydra.config.tasks.tune import Batch, TuneTask
+from maxhydra.config.tasks.tune import Batch, Search, TuneTask
 from maxhydra.config.varied import varied
 from maxhydra.kernels import attention, grouped_matmul
 from maxhydra.runtime.flags import replaced_flags
+from maxhydra.tune.tiles import tiles
 
 # Key -> override, such as `train.loss_chunk=1024`; what is not among them stays as it is.
 Candidate = dict[str, str]
@@ -32,12 +33,14 @@ class Axis:
 
     key: str
     values: tuple[str, ...]
+    under: Candidate = dataclasses.field(default_factory=dict)
+    """What it is a part of, and falls with."""
 
 
 def axes(config: Config, task: TuneTask, hardware: Hardware) -> list[Axis]:
     """The settings to try; ConfigError where one that was asked for cannot be."""
     if not task.space:
-        return [axis for axis in _default(config, task, hardware) if len(axis.values) > 1]
+        return [axis for axis in _default(config, task, hardware) if len(axis.values) > 1 or axis.under]
     parsed = parse(task.space, loader=None)
     problems = [dataclasses.replace(problem, path=f"task.space {problem.path}") for problem in parsed.problems]
     found = [Axis(o.key_or_group, _overrides(o.key_or_group, _values(o))) for o in parsed.overrides if _is_plain(o)]
@@ -106,6 +109,10 @@ def _default(config: Config, task: TuneTask, hardware: Hardware) -> Iterator[Axi
     sets = [replaced_flags(hardware.xla_flags, flags) for flags in hardware.flag_sets.values()]
     yield Axis(FLAGS, _overrides(FLAGS, map(_listed, (config.hardware.xla_flags, *sets))))
     yield from _backends(config, hardware)
+    # All combinations of tiles would be more than anybody waits for.
+    if task.search is Search.one_by_one:
+        for backend, key, sizes in tiles(config, hardware):
+            yield Axis(key, _overrides(key, sizes), under={backend.partition("=")[0]: backend})
 
 
 def _batches(config: Config, batch: Batch) -> list[str]:

@@ -12,6 +12,7 @@ import jax
 from maxhydra.kernels.attention.blocks import Inputs
 from maxhydra.kernels.attention.mosaic.how import How, Tile, Tiles
 from maxhydra.kernels.attention.request import Request, Tokens
+from maxhydra.kernels.tile import Sizes, candidates, resized
 
 # Of the sequence length: two warpgroups' rows.
 LENGTH_MULTIPLE = 128
@@ -22,6 +23,21 @@ TILES = {
     128: Tiles(Tile(128, 2), Tile(64, 2)),
     256: Tiles(Tile(64, 2), None),
 }
+# Forward, worth a trial for other masks and lengths; of heads of 256, shared memory holds no more. Backward, registers
+# and layouts leave no choice.
+TRIED = {64: (Tile(128, 2), Tile(64, 3), Tile(64, 4)), 128: (Tile(64, 3), Tile(64, 4)), 256: ()}
+
+
+def cut(length: int) -> dict[str, int]:
+    """What the sizes of the tiles must divide, by name."""
+    return {"forward.size": length}
+
+
+def tried(head_dim: int, length: int) -> dict[str, list[dict[str, int]]]:
+    """Sizes to try; none for heads that it does not take."""
+    if head_dim not in TILES:
+        return {}
+    return candidates({"forward": TRIED[head_dim]}, TILES[head_dim], cut(length))
 
 
 def attention(
@@ -33,11 +49,12 @@ def attention(
     sinks_N: jax.Array | None,
     *,
     tiles: Tiles | None = None,
+    sizes: Sizes = (),
 ) -> jax.Array:
     # Mosaic takes half a second to import, which no machine without such a GPU should wait for.
     from maxhydra.kernels.attention.mosaic.flash import attend  # noqa: PLC0415
 
-    how = How(request, tiles or TILES[q_BTNH.shape[3]], _processors())
+    how = How(request, resized(tiles or TILES[q_BTNH.shape[3]], sizes), _processors())
     inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)
     return attend(how, inputs)
 

@@ -24,8 +24,8 @@ class TuneTask(Task):
 
     space: list[str] = option([])
     """Settings to try, each as in a sweep: ['model.remat.policy=none,minimal','train.loss_chunk=0,1024'], values that
-    need the least memory last. Empty: batch, remat policy, scan_unroll, loss_chunk, backends and hardware.flag_sets, as
-    model and hardware suggest."""
+    need the least memory last. Empty: batch, remat policy, scan_unroll, loss_chunk, hardware.flag_sets, backends and,
+    with one_by_one, tiles of their kernels, as model and hardware suggest."""
     batch: Batch = Batch.same
     """same: an optimizer step keeps its sequences, so that a smaller train.per_device_batch_size comes with more
     train.grad_accum; any: it need not, and the tuned run learns otherwise."""
