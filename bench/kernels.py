@@ -1,6 +1,6 @@
 """Kernels on this GPU beside what XLA and cuDNN make of the same call. One line of JSON per case.
 
-    python bench/kernels.py [attention] [grouped_matmul] [int8] [norm] [heads] [loss]
+    python bench/kernels.py [attention] [delta] [grouped_matmul] [int8] [norm] [heads] [loss]
 
 Milliseconds are medians over calls of the host's clock, in programs of `REPEATS` calls each on other numbers, so that
 neither the host nor the cache is measured. `error` is against the reference, relative, by the norm.
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxhydra.kernels import attention, grouped_matmul, linear_cross_entropy, rms_norm, rotated_heads
+from maxhydra.kernels import attention, gated_delta, grouped_matmul, linear_cross_entropy, rms_norm, rotated_heads
 from maxhydra.kernels.attention import Request
 from maxhydra.kernels.int8 import triton as int8
 from maxhydra.measure.kernels import distance as error
@@ -74,6 +74,37 @@ def bench_attention() -> None:
             off = error(jax.jit(partial(both, backend))(*small), wanted)
             facts[backend] = {"forward_ms": round(ms, 3), "both_ms": round(all_ms, 3), "error": round(off, 4)}
         say("attention", **facts)
+
+
+def bench_delta() -> None:
+    """Of Qwen3-Next: 16 key heads, 32 value heads, all of 128; the error is that of 512 tokens."""
+    T, M, N, H = 4096, 16, 32, 128
+
+    def drawn(n: int, B: int) -> tuple[jax.Array, ...]:
+        q, k, v, d_out = (draw(4 * n + i, B, T, heads, H) for i, heads in enumerate((M, M, N, N)))
+        k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+        decay, rate = -jax.nn.softplus(draw(n, B, T, N)), jax.nn.sigmoid(draw(n + 1, B, T, N))
+        return q * H**-0.5, k, v, decay, rate, d_out.astype(jnp.float32)
+
+    def forward(backend: str, q: Any, k: Any, v: Any, decay: Any, rate: Any, d_out: Any) -> Any:
+        given = {"log_decay_BTN": decay, "rate_BTN": rate, "state_BNKV": None, "segments_BT": None}
+        return gated_delta.gated_delta(q, k, v, **given, backend=backend)
+
+    def both(backend: str, *given: Any) -> Any:
+        (*rest, d_out) = given
+        (_, state), pull = jax.vjp(lambda *rest: forward(backend, *rest, d_out), *rest)
+        return pull((d_out, state))
+
+    for B in (1, 4):
+        sets = [drawn(n, B) for n in range(2)]
+        small = tuple(x[:1, :512] for x in sets[0])
+        wanted = jax.jit(partial(both, "reference"))(*small)
+        facts: dict[str, Any] = {"shape": [B, T, M, N, H]}
+        for backend in ("triton", "chunked"):
+            ms, all_ms = timed(partial(forward, backend), sets), timed(partial(both, backend), sets)
+            off = error(jax.jit(partial(both, backend))(*small), wanted)
+            facts[backend] = {"forward_ms": round(ms, 3), "both_ms": round(all_ms, 3), "error": float(f"{off:.2g}")}
+        say("gated_delta", **facts)
 
 
 def bench_grouped_matmul() -> None:
@@ -169,6 +200,7 @@ def bench_loss() -> None:
 
 PARTS = {
     "attention": bench_attention,
+    "delta": bench_delta,
     "grouped_matmul": bench_grouped_matmul,
     "int8": bench_int8,
     "norm": bench_norm,

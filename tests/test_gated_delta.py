@@ -1,5 +1,6 @@
 """The gated delta rule: chunks equal the recurrence, and both the paper's formula in NumPy."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -9,7 +10,6 @@ import pytest
 from jax.sharding import AxisType
 
 from maxhydra.kernels.gated_delta import (
-    BACKENDS,
     Call,
     UnsupportedError,
     choose,
@@ -18,6 +18,7 @@ from maxhydra.kernels.gated_delta import (
     over_devices,
     pallas_tpu,
     request,
+    triton,
 )
 from maxhydra.kernels.place import Place
 
@@ -113,7 +114,15 @@ def test_strong_decay_over_a_chunk_stays_finite():
     np.testing.assert_allclose(state, expected_state, atol=1e-5)
 
 
-def test_the_kernel_for_tpus_is_chunked_over_a_mesh_too():
+KERNELS = {
+    "pallas_tpu": (partial(pallas_tpu.gated_delta, interpret=True), 1e-5),
+    "float32": (partial(triton.gated_delta, how=dataclasses.replace(triton.HOW["float32"], interpret=True)), 1e-5),
+    "bfloat16": (partial(triton.gated_delta, how=dataclasses.replace(triton.HOW["bfloat16"], interpret=True)), 1.5e-2),
+}
+
+
+@pytest.mark.parametrize(("kernel", "tolerance"), KERNELS.values(), ids=KERNELS)
+def test_kernels_are_chunked_over_a_mesh_too(kernel, tolerance):
     """Rows over two devices, key heads over two; values, the last state and all gradients."""
     rng, T = np.random.default_rng(0), 70
     heads = {"query_BTMK": (M, K), "key_BTMK": (M, K), "value_BTMGV": (M, 2, V), "rate_BTMG": (M, 2)}
@@ -121,7 +130,7 @@ def test_the_kernel_for_tpus_is_chunked_over_a_mesh_too():
     arrays |= {"log_decay_BTMG": -rng.exponential(size=(B, T, M, 2)), "state_BMGKV": rng.normal(size=(B, M, 2, K, V))}
     given = {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    kernel = over_devices(partial(pallas_tpu.gated_delta, interpret=True), Place("tpu", mesh, "rows", None, "heads"))
+    kernel = over_devices(kernel, Place("tpu", mesh, "rows", None, "heads"))
 
     @partial(jax.jit, static_argnums=1)
     def value_and_grads(given, run):
@@ -133,14 +142,36 @@ def test_the_kernel_for_tpus_is_chunked_over_a_mesh_too():
 
     expected = jax.tree.leaves(value_and_grads(given, chunked.gated_delta))
     for got, want in zip(jax.tree.leaves(value_and_grads(given, kernel)), expected, strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-4)
+        assert jnp.linalg.norm(got - want) < tolerance * jnp.linalg.norm(want)
+
+
+def call(**changes) -> Call:
+    usual = {"platform": "gpu", "devices": 1, "dtype": "bfloat16", "length": 64, "head_dims": (128, 128), "states": 1}
+    return Call(**{**usual, "is_auto": False, **changes})
 
 
 def test_the_fastest_serves_and_a_kernel_asked_for_elsewhere_is_refused():
-    assert [choose("auto", Call(platform, 64)) for platform in ("cpu", "gpu", "tpu")] == ["chunked"] * 2 + [
-        "pallas_tpu"
-    ]
-    assert [choose("auto", Call(platform, 1)) for platform in ("cpu", "tpu")] == ["reference"] * 2
-    assert all(choose(name, Call("tpu", 64)) == name for name in BACKENDS)
+    fastest = {"cpu": "chunked", "gpu": "triton", "tpu": "pallas_tpu"}
+    for platform, backend in fastest.items():
+        assert choose("auto", call(is_auto=True, platform=platform)) == backend
+        assert choose("auto", call(is_auto=True, platform=platform, length=1)) == "reference"
+        assert choose("reference", call(platform=platform)) == "reference"
+    assert choose("auto", call(is_auto=True, dtype="float32")) == "chunked"
+    assert choose("triton", call(dtype="float32")) == "triton"
     with pytest.raises(UnsupportedError, match="runs on tpu, not cpu"):
-        choose("pallas_tpu", Call("cpu", 64))
+        choose("pallas_tpu", call(platform="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"platform": "cpu"}, "runs on gpu, not cpu"),
+        ({"dtype": "float16"}, "takes bfloat16 or float32, not float16"),
+        ({"head_dims": (128, 64)}, "takes keys and values of 128, not 128 or 64"),
+        ({"states": 2**31}, "up to 2147483647 numbers, not 2147483648"),
+    ],
+)
+def test_the_kernel_for_gpus_says_what_it_does_not_take(change, reason):
+    with pytest.raises(UnsupportedError, match=reason):
+        choose("triton", call(**change))
+    assert choose("auto", call(is_auto=True, **change)) == "chunked"

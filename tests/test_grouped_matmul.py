@@ -17,6 +17,8 @@ KERNELS = {
     "megablox": partial(megablox.grouped_matmul, columns=16, interpret=True),
 }
 
+LARGE = {"devices": 1, "dtype": "bfloat16", "rows": 256, "groups": 8, "inputs": 128}
+
 
 def by_hand(x: np.ndarray, w: np.ndarray, d_out: np.ndarray, sizes: list[int]) -> tuple[np.ndarray, ...]:
     out, d_x, d_w = np.zeros((M, N)), np.zeros((M, K)), np.zeros((4, K, N))
@@ -52,7 +54,7 @@ def test_products_and_gradients_are_those_of_numpy(kernel: Callable[..., jax.Arr
 
 
 def test_the_kernel_serves_large_shapes_on_a_gpu_and_says_why_not_otherwise() -> None:
-    large = {"platform": "gpu", "dtype": "bfloat16", "rows": 256, "groups": 8, "inputs": 128, "outputs": 192}
+    large = LARGE | {"platform": "gpu", "outputs": 192}
     assert choose("auto", Call(**large)) == "triton"
     for change, reason in (
         ({"platform": "cpu"}, "runs on gpu, not cpu"),
@@ -67,7 +69,7 @@ def test_the_kernel_serves_large_shapes_on_a_gpu_and_says_why_not_otherwise() ->
 
 
 def test_the_kernels_of_tpus_are_chosen_there() -> None:
-    large = {"platform": "tpu", "dtype": "bfloat16", "rows": 256, "groups": 8, "inputs": 128, "outputs": 384}
+    large = LARGE | {"platform": "tpu", "outputs": 384}
     assert choose("auto", Call(**large)) == "megablox"
     with pytest.raises(UnsupportedError, match="in multiples of 128, not 256, 192, 384"):
         choose("megablox", Call(**{**large, "inputs": 192}))

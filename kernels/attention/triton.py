@@ -59,9 +59,9 @@ BLOCKS = {
     128: Blocks(Block(128, 64, 4, 2), Block(128, 64, 8, 3), Block(64, 64, 4, 2)),
     256: Blocks(Block(128, 64, 8, 2), Block(128, 32, 8, 2), Block(64, 32, 4, 2)),
 }
-# Worth a trial for other masks, lengths and cards; small blocks where heads are large.
+# Worth a trial for other masks, lengths and cards; small blocks where heads are large, for shared memory holds them.
 TRIED = (Block(64, 64, 4, 3), Block(128, 64, 4, 2), Block(128, 64, 8, 3), Block(64, 128, 4, 2), Block(128, 128, 8, 2))
-TRIED_LARGE = (Block(64, 64, 4, 2), Block(64, 32, 4, 2), Block(128, 32, 8, 2), Block(128, 64, 8, 2))
+TRIED_LARGE = (Block(64, 64, 4, 2), Block(64, 32, 4, 2), Block(128, 32, 8, 2))
 LARGE = 256
 
 

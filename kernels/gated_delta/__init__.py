@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from maxhydra.kernels.able import Able, Asked
 from maxhydra.kernels.choice import UnsupportedError, chosen
-from maxhydra.kernels.gated_delta import chunked, pallas_tpu, reference
+from maxhydra.kernels.gated_delta import chunked, pallas_tpu, reference, triton
 from maxhydra.kernels.gated_delta.request import Inputs, masked
 from maxhydra.kernels.place import Place
 from maxhydra.kernels.watch import watched
@@ -22,46 +23,78 @@ __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "gated_d
 Run = Callable[[Inputs], tuple[jax.Array, jax.Array]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What a backend must cope with, known before anything runs."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call(Asked):
+    """So many tokens of a row; the format is that of the values."""
 
-    platform: str
+    is_auto: bool
     length: int
+    head_dims: tuple[int, int]
+    """Of a key and of a value."""
+    states: int
+    """Numbers of the states between chunks, all together: the largest array there is."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Backend:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend(Able[Call]):
     """One row of the capability table."""
 
     run: Run
-    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     fastest_to: int | None = None
-    """Tokens of a call up to which it is the fastest; None: any number."""
+    """Tokens of a call up to which `auto` takes it; None: any number."""
+    fastest_dtypes: tuple[str, ...] | None = None
+    """Formats in which `auto` takes it; None: all."""
+    head_dims: tuple[int, ...] | None = None
+    """Sizes of keys and values; None: any."""
+    max_states: int | None = None
     by_device: bool = False
     """A kernel of one device, which is given the rows and heads that lie there."""
 
-    def refusals(self, call: Call, *, is_asked: bool) -> tuple[str, ...]:
-        """Why this backend does not serve the call, asked for by name or not; empty if it does."""
-        needs = (
-            (call.platform in self.platforms, f"runs on {' or '.join(self.platforms)}, not {call.platform}"),
-            (is_asked or call.length <= (self.fastest_to or call.length), f"is for up to {self.fastest_to} tokens"),
+    def needs(self, call: Call) -> tuple[tuple[bool, str], ...]:
+        return (
+            (
+                not call.is_auto or call.length <= (self.fastest_to or call.length),
+                f"is for up to {self.fastest_to} tokens",
+            ),
+            (
+                not call.is_auto or call.dtype in (self.fastest_dtypes or self.dtypes),
+                f"is not known to be the fastest in {call.dtype}",
+            ),
+            (
+                self.head_dims is None or set(call.head_dims) <= set(self.head_dims),
+                f"takes keys and values of {_either(self.head_dims or ())}, not {_either(call.head_dims)}",
+            ),
+            (
+                self.max_states is None or call.states <= self.max_states,
+                f"takes states of up to {self.max_states} numbers, not {call.states}",
+            ),
         )
-        return tuple(reason for is_met, reason in needs if not is_met)
 
 
 # Fastest first. A single token is a step of the recurrence, and nothing else.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(run=reference.gated_delta, fastest_to=1),
     "pallas_tpu": Backend(run=pallas_tpu.gated_delta, platforms=("tpu",), by_device=True),
+    "triton": Backend(
+        run=triton.gated_delta,
+        platforms=("gpu",),
+        dtypes=tuple(triton.HOW),
+        fastest_dtypes=("bfloat16",),
+        head_dims=triton.HEAD_DIMS,
+        max_states=2**31 - 1,
+        by_device=True,
+    ),
     "chunked": Backend(run=chunked.gated_delta),
 }
 
 
+def _either(sizes: tuple[int, ...]) -> str:
+    return " or ".join(map(str, sizes))
+
+
 def choose(backend: str, call: Call) -> str:
     """The backend that serves the call: the one asked for, or under `auto` the fastest that can."""
-    refusals = {name: row.refusals(call, is_asked=name == backend) for name, row in BACKENDS.items()}
-    return chosen("delta", backend, refusals)
+    return chosen("delta", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
 
 
 @watched
@@ -91,16 +124,25 @@ def gated_delta(
     if state_BNKV is None:
         state_BNKV = jnp.zeros((B, N, K, V), jnp.float32)
     inputs = Inputs(
-        query_BTMK=query_BTMK.astype(jnp.float32),
-        key_BTMK=key_BTMK.astype(jnp.float32),
-        value_BTMGV=value_BTNV.astype(jnp.float32).reshape(B, T, *heads, V),
+        query_BTMK=query_BTMK,
+        key_BTMK=key_BTMK,
+        value_BTMGV=value_BTNV.reshape(B, T, *heads, V),
         log_decay_BTMG=log_decay_BTN.astype(jnp.float32).reshape(B, T, *heads),
         rate_BTMG=rate_BTN.astype(jnp.float32).reshape(B, T, *heads),
         state_BMGKV=state_BNKV.reshape(B, *heads, K, V),
         starts_BT=None,
     )
     place = place or Place.here()
-    row = BACKENDS[choose(backend, Call(place.platform, T))]
+    call = Call(
+        platform=place.platform,
+        devices=place.devices,
+        dtype=value_BTNV.dtype.name,
+        is_auto=backend == "auto",
+        length=T,
+        head_dims=(K, V),
+        states=B * N * -(-T // chunked.CHUNK) * K * V,
+    )
+    row = BACKENDS[choose(backend, call)]
     run = over_devices(row.run, place) if row.by_device else row.run
     out_BTMGV, state_BMGKV = run(masked(inputs, segments_BT))
     return out_BTMGV.reshape(B, T, N, V), state_BMGKV.reshape(B, N, K, V)

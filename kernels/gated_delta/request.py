@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 class Inputs(NamedTuple):
-    """A call of the gated delta rule. All numbers are float32."""
+    """A call of the gated delta rule. Decays, rates and the state are float32; heads are in formats of their own."""
 
     query_BTMK: jax.Array
     """Already scaled."""
@@ -25,6 +25,11 @@ class Inputs(NamedTuple):
     """What the tokens before these left."""
     starts_BT: jax.Array | None
     """Tokens that begin anew, without what was before them; None where none does."""
+
+    def wide(self) -> "Inputs":
+        """With heads in float32 too."""
+        query, key, value = (heads.astype(jnp.float32) for heads in self[:3])
+        return self._replace(query_BTMK=query, key_BTMK=key, value_BTMGV=value)
 
 
 def masked(inputs: Inputs, segments_BT: jax.Array | None) -> Inputs:

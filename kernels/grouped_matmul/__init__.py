@@ -5,31 +5,28 @@ the call, and a backend that was asked for by name and cannot is an error. M row
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 
+from maxhydra.kernels.able import Able, Asked
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.grouped_matmul import megablox, reference, triton, xla
 from maxhydra.kernels.place import Place
-from maxhydra.kernels.tile import Sizes, misfits, sized
+from maxhydra.kernels.tile import Sizes, sized
 from maxhydra.kernels.watch import watched
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "grouped_matmul"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What a backend must cope with, known before anything runs."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call(Asked):
+    """Rows of so many groups, by matrices of inputs and outputs."""
 
-    platform: str
-    dtype: str
     rows: int
     groups: int
     inputs: int
     outputs: int
-    sizes: Sizes = ()
-    """Asked of the kernel's tile."""
 
     @property
     def largest(self) -> int:
@@ -38,25 +35,18 @@ class Call:
         return max(sides)
 
 
-@dataclasses.dataclass(frozen=True)
-class Backend:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend(Able[Call]):
     """One row of the capability table."""
 
     run: Callable[..., jax.Array]
-    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
-    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     multiple: int = 1
     """Of rows, inputs and outputs."""
     max_size: int | None = None
     """Numbers of the largest array; None: any."""
-    cut: Callable[[Call], Mapping[str, int]] | None = None
-    """What the sizes of its tile must divide, by name; None: it has none to choose."""
 
-    def refusals(self, call: Call) -> tuple[str, ...]:
-        """Why this backend cannot serve the call; empty if it can."""
-        needs = (
-            (call.platform in self.platforms, f"runs on {' or '.join(self.platforms)}, not {call.platform}"),
-            (call.dtype in self.dtypes, f"takes {' or '.join(self.dtypes)}, not {call.dtype}"),
+    def needs(self, call: Call) -> tuple[tuple[bool, str], ...]:
+        return (
             (
                 all(size % self.multiple == 0 for size in (call.rows, call.inputs, call.outputs)),
                 f"takes rows, inputs and outputs in multiples of {self.multiple}, "
@@ -67,7 +57,6 @@ class Backend:
                 f"takes arrays of up to {self.max_size} numbers, not {call.largest}",
             ),
         )
-        return (*(reason for is_met, reason in needs if not is_met), *misfits(call, self.cut))
 
 
 # Fastest first.
@@ -116,6 +105,7 @@ def grouped_matmul(
     if inputs != D or sizes_E.shape != (E,) or x_MD.dtype != w_EDF.dtype:
         shapes = f"{x_MD.dtype} {x_MD.shape}, {w_EDF.dtype} {w_EDF.shape}, {sizes_E.shape}"
         raise ValueError(f"rows, matrices and sizes do not fit together: {shapes}")
-    platform = (place or Place.here()).platform
-    call = Call(platform, x_MD.dtype.name, rows=M, groups=E, inputs=D, outputs=F, sizes=sizes)
+    place = place or Place.here()
+    shape = {"rows": M, "groups": E, "inputs": D, "outputs": F}
+    call = Call(platform=place.platform, devices=place.devices, dtype=x_MD.dtype.name, sizes=sizes, **shape)
     return sized(BACKENDS[choose(backend, call)].run, sizes)(x_MD, w_EDF, sizes_E)

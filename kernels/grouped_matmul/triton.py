@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from maxhydra.kernels.grouped_matmul.tiles import edges, place, spans, tile_table
 from maxhydra.kernels.tile import Sizes, candidates, resized
 
 
@@ -125,29 +126,12 @@ def _product(how: How, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, tur
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=how.interpret,
         name="grouped_matmul",
-    )(_tiles(sizes_E, M, C), x_MK, w)
-
-
-def _tiles(sizes_E: jax.Array, M: int, rows: int) -> jax.Array:
-    """[tiles, 4]: group, number among the tiles of rows, first row, end; a group more holds the rows of no group."""
-    sizes_E = sizes_E.astype(jnp.int32)
-    sizes_G = jnp.append(sizes_E, M - jnp.sum(sizes_E))
-    end_G = jnp.cumsum(sizes_G)
-    start_G = end_G - sizes_G
-    count_G = jnp.where(sizes_G > 0, -(-end_G // rows) - start_G // rows, 0)
-    below_G = jnp.cumsum(count_G)
-    tile_T = jnp.arange(M // rows + len(sizes_E))
-    group_T = jnp.sum(tile_T[:, None] >= below_G[None, :], axis=1)
-    is_used_T, own_T = group_T < len(sizes_G), jnp.minimum(group_T, len(sizes_E))
-    block_T = start_G[own_T] // rows + tile_T - (below_G - count_G)[own_T]
-    first_T, end_T = jnp.maximum(start_G[own_T], block_T * rows), jnp.minimum(end_G[own_T], (block_T + 1) * rows)
-    found = jnp.stack([own_T, block_T, first_T, end_T], axis=1)
-    return jnp.where(is_used_T[:, None], found, jnp.array([len(sizes_E), 0, 0, 0]))
+    )(tile_table(sizes_E, M, C), x_MK, w)
 
 
 def _product_kernel(tiles_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any, *, tile: Tile, turned: bool) -> None:
     (_, K), (E, *_), N = x_ref.shape, w_ref.shape, out_ref.shape[1]
-    t, column = _place(pl.program_id(0), tiles_ref.shape[0], N // tile.columns, tile.band)
+    t, column = place(pl.program_id(0), tiles_ref.shape[0], N // tile.columns, tile.band)
     group, block, first, end = (tiles_ref[t, i] for i in range(4))
     rows, columns = pl.ds(block * tile.rows, tile.rows), pl.ds(column * tile.columns, tile.columns)
 
@@ -172,11 +156,7 @@ def _summed(how: How, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) 
     (M, K), N, E = x_MK.shape, d_out_MN.shape[1], len(sizes_E)
     tile = how.tiles.sums
     C, D, S = math.gcd(tile.rows, K), math.gcd(tile.columns, N), math.gcd(tile.summed, M)
-    end_E = jnp.cumsum(sizes_E.astype(jnp.int32))
-    start_E = end_E - sizes_E
-    first_E = start_E // S
-    count_E = jnp.where(sizes_E > 0, -(-end_E // S) - first_E, 0)
-    x = jnp.concatenate([x_MK, _edges(x_MK, start_E, end_E, S)])
+    x = jnp.concatenate([x_MK, edges(x_MK, sizes_E, S)])
     return pl.pallas_call(
         partial(_summed_kernel, tile=tile._replace(rows=C, columns=D, summed=S), tiles=M // S),
         grid=((K // C) * (N // D), E),
@@ -184,23 +164,13 @@ def _summed(how: How, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) 
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=how.interpret,
         name="grouped_matmul_summed",
-    )(jnp.stack([first_E, count_E], axis=1), x, d_out_MN)
-
-
-def _edges(x_MK: jax.Array, start_E: jax.Array, end_E: jax.Array, rows: int) -> jax.Array:
-    """The first and the last tile of each group, one after the other, rows of other groups zero."""
-    M, K = x_MK.shape
-    tile_T = jnp.stack([start_E // rows, jnp.maximum(end_E - 1, 0) // rows], axis=1).reshape(-1)
-    at_TR = (tile_T * rows)[:, None] + jnp.arange(rows)
-    is_own_TR = (at_TR >= jnp.repeat(start_E, 2)[:, None]) & (at_TR < jnp.repeat(end_E, 2)[:, None])
-    tiles_TRK = jnp.take(x_MK.reshape(M // rows, rows, K), tile_T, axis=0, mode="clip")
-    return jnp.where(is_own_TR[..., None], tiles_TRK, 0).reshape(-1, K)
+    )(spans(sizes_E, S), x, d_out_MN)
 
 
 def _summed_kernel(groups_ref: Any, x_ref: Any, d_out_ref: Any, out_ref: Any, *, tile: Tile, tiles: int) -> None:
     K, N = out_ref.shape[1:]
     group = pl.program_id(1)
-    row, column = _place(pl.program_id(0), K // tile.rows, N // tile.columns, tile.band)
+    row, column = place(pl.program_id(0), K // tile.rows, N // tile.columns, tile.band)
     down, across = pl.ds(row * tile.rows, tile.rows), pl.ds(column * tile.columns, tile.columns)
     first, count = groups_ref[group, 0], groups_ref[group, 1]
     edge = tiles + 2 * group
@@ -213,12 +183,3 @@ def _summed_kernel(groups_ref: Any, x_ref: Any, d_out_ref: Any, out_ref: Any, *,
 
     sums = jax.lax.fori_loop(0, count, add, jnp.zeros((tile.rows, tile.columns), jnp.float32))
     out_ref[group, down, across] = sums.astype(out_ref.dtype)
-
-
-def _place(number: jax.Array, rows: int, columns: int, band: int) -> tuple[jax.Array, jax.Array]:
-    """Row and column of a program: down the rows of a band, then on to the next column."""
-    size = band * columns
-    first = jax.lax.div(number, size) * band
-    height = jnp.minimum(rows - first, band)
-    within = jax.lax.rem(number, size)
-    return first + jax.lax.rem(within, height), jax.lax.div(within, height)

@@ -11,6 +11,7 @@ class DeltaBackend(Enum):
     auto = "auto"
     chunked = "chunked"
     pallas_tpu = "pallas_tpu"
+    triton = "triton"
     reference = "reference"
 
 

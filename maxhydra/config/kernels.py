@@ -62,7 +62,8 @@ class ModelKernels(Schema):
     linear_cross_entropy: TritonBackend = TritonBackend.auto
     """The head and the loss of its logits in training; auto as for attention."""
     delta: DeltaBackend = DeltaBackend.auto
-    """chunked, on TPUs with a kernel (pallas_tpu), or the reference, token by token; auto as for attention."""
+    """chunked, with kernels for TPUs (pallas_tpu) or GPUs (triton), or the reference, token by token; auto as for
+    attention."""
     fused_product: FusedProductBackend = FusedProductBackend.auto
     """To decode on one GPU: norm, gate and residual on the way of the products that they stand around, or (none) each
     for itself."""

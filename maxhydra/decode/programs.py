@@ -202,9 +202,10 @@ def _forward(arrangement: Arrangement, sharder: Sharder, *, is_prompt: bool) -> 
         )
         tokens_BT = tokens if is_prompt else tokens[slots_B][:, None]
         hidden_BTD, cache = model.hidden(params, tokens_BT, context)
-        last_B = jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0)
-        hidden_B1D = jnp.take_along_axis(hidden_BTD, last_B[:, None, None], axis=1)
-        return model.logits(params, hidden_B1D, sharder)[:, 0], cache
+        if is_prompt:
+            last_B = jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0)
+            hidden_BTD = jnp.take_along_axis(hidden_BTD, last_B[:, None, None], axis=1)
+        return model.logits(params, hidden_BTD, sharder)[:, 0], cache
 
     return forward
 

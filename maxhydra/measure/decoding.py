@@ -95,8 +95,9 @@ def ask_all(engine: Engine, prompts: np.ndarray, *, new: int) -> dict[str, float
         if delta.finish is not None:
             endings.put(delta.error or delta.finish)
 
+    requests = [replace(request, prompt=tuple(prompt)) for prompt in prompts.tolist()]
     began, used = time.perf_counter(), time.process_time()
-    handles = engine.submit_all([replace(request, prompt=tuple(map(int, prompt))) for prompt in prompts])
+    handles = engine.submit_all(requests)
     for handle, row in zip(handles, came, strict=True):
         handle.listen(partial(note, row))
     if faults := {endings.get() for _ in prompts} - {"length"}:
