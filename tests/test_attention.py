@@ -107,7 +107,7 @@ def assert_near_in_bfloat16(got, want):
 
 def value_and_grads(backend: str, inputs, request: Request, sinks_N=None, **arrays):
     """Output, and the gradient of a fixed random projection of it, with respect to sinks too where there are any."""
-    probe = jax.random.normal(jax.random.key(1), inputs[0].shape)
+    probe = jax.random.normal(jax.random.key(1), (*inputs[0].shape[:3], inputs[2].shape[3]))
 
     def project(varied):
         q, k, v, *sinks = varied
@@ -224,7 +224,7 @@ def make_call(**changes) -> Call:
     return Call(**{**fields, **flags, "value_dim": changes.get("head_dim", 128), **changes})
 
 
-TO_TRITON = ("soft-cap", "chunks", "sinks", "up to 128, not 256")
+TO_TRITON = ("soft-cap", "chunks", "sinks", "up to 128, not 256", "not 192", "multiples of 8", "not 64 and 128")
 
 
 @pytest.mark.parametrize(
@@ -234,6 +234,7 @@ TO_TRITON = ("soft-cap", "chunks", "sinks", "up to 128, not 256")
         ({"dtype": "float32"}, "takes bfloat16 or float16, not float32"),
         ({"head_dim": 256}, "up to 128, not 256"),
         ({"head_dim": 60}, "multiples of 8"),
+        ({"head_dim": 192, "value_dim": 128}, "up to 128, not 192"),
         ({"request": make_request(softcap=30.0)}, "no soft-cap"),
         ({"value_dim": 64}, "takes values of the size of keys, not 64 and 128"),
         ({"has_chosen": True}, "no choice of keys"),
@@ -257,9 +258,9 @@ def test_cudnn_refuses_what_it_cannot_serve_and_auto_goes_on(changes, reason):
     [
         ({"platform": "cpu"}, "runs on gpu, not cpu"),
         ({"devices": 8}, "runs on one device, not 8"),
-        ({"head_dim": 96}, "takes heads of 64 or 128 or 256, not 96"),
+        ({"head_dim": 320}, "up to 256, not 320"),
+        ({"value_dim": 512}, "up to 256, not 512"),
         ({"length": 96}, "takes lengths in multiples of 64, not 96"),
-        ({"value_dim": 64}, "takes values of the size of keys"),
         ({"has_chosen": True}, "no choice of keys"),
         ({"has_positions": True}, "cache"),
         ({"request": make_request(softcap=30.0, is_length_split=True)}, "whole sequences"),
@@ -387,6 +388,15 @@ def test_triton_interpreted_equals_the_reference_with_gradients(mask, dtype, mon
             assert_near_in_bfloat16(got, want)
 
 
+def test_triton_interpreted_fills_up_heads_and_values_of_other_sizes(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "triton", Backend(run=partial(triton.attention, interpret=True)))
+    (q, k, _), (_, _, v) = make_inputs((4, 2), length=64, head_dim=96), make_inputs((4, 2), length=64, head_dim=40)
+    request = make_request(softcap=2.0)
+    expected = value_and_grads("reference", (q, k, v), request)
+    for got, want in zip(value_and_grads("triton", (q, k, v), request), expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 @pytest.mark.parametrize("mask", ["window", "softcap", "segments", "chunk", "sinks", "everything"])
 def test_the_loss_is_the_same_on_every_backend_that_serves_a_request(mask):
     """Over the capability table, with what this machine can run; the others say why they cannot."""
@@ -419,7 +429,7 @@ def test_the_loss_is_the_same_on_every_backend_that_serves_a_request(mask):
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize("backend", ["cudnn", "mosaic", "triton"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_gpu_backends_equal_the_reference_with_gradients(mask, heads, head_dim, backend):

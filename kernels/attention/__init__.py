@@ -81,6 +81,7 @@ class Backend:
 
     def refusals(self, call: Call) -> tuple[str, ...]:
         """Why this backend cannot serve the call; empty if it can."""
+        largest = max(call.head_dim, call.value_dim)
         length_fits = not call.has_segments or call.length % self.segment_length_multiple == 0
         needs = (
             (call.platform in self.platforms, f"runs on {_either(self.platforms)}, not {call.platform}"),
@@ -91,8 +92,8 @@ class Backend:
             ),
             (call.dtype in self.dtypes, f"takes {_either(self.dtypes)}, not {call.dtype}"),
             (
-                call.head_dim <= (self.max_head_dim or call.head_dim) and call.head_dim % self.head_dim_multiple == 0,
-                f"takes heads in multiples of {self.head_dim_multiple} up to {self.max_head_dim}, not {call.head_dim}",
+                largest <= (self.max_head_dim or largest) and call.head_dim % self.head_dim_multiple == 0,
+                f"takes heads in multiples of {self.head_dim_multiple} up to {self.max_head_dim}, not {largest}",
             ),
             (
                 self.head_dims is None or call.head_dim in self.head_dims,
@@ -155,11 +156,10 @@ BACKENDS: dict[str, Backend] = {
         run=triton.attention,
         platforms=("gpu",),
         dtypes=("bfloat16", "float16"),
-        head_dims=tuple(triton.BLOCKS),
+        max_head_dim=triton.LARGE,
         length_multiple=triton.LENGTH_MULTIPLE,
         positions=False,
         chosen=False,
-        value_dim=False,
         split_length=False,
         devices=1,
         cut=lambda call: triton.cut(call.length),

@@ -81,10 +81,15 @@ def cut(length: int) -> dict[str, int]:
 
 def tried(head_dim: int, length: int) -> dict[str, list[dict[str, int]]]:
     """Sizes to try for each kernel; none for heads that it does not take."""
-    if head_dim not in BLOCKS:
+    if head_dim > LARGE:
         return {}
-    blocks = TRIED_LARGE if head_dim >= LARGE else TRIED
-    return candidates(dict.fromkeys(Blocks._fields, blocks), BLOCKS[head_dim], cut(length))
+    blocks = TRIED_LARGE if width(head_dim) == LARGE else TRIED
+    return candidates(dict.fromkeys(Blocks._fields, blocks), BLOCKS[width(head_dim)], cut(length))
+
+
+def width(head_dim: int) -> int:
+    """What heads of this size are filled up to."""
+    return min(size for size in BLOCKS if size >= head_dim)
 
 
 def attention(
@@ -99,9 +104,12 @@ def attention(
     sizes: Sizes = (),
     interpret: bool = False,
 ) -> jax.Array:
-    how = How(request, resized(blocks or BLOCKS[q_BTNH.shape[3]], sizes), interpret)
-    inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)
-    return _attend(how, inputs)
+    """Heads of other sizes than those of BLOCKS are filled up with zeros, which add nothing to logits and values."""
+    wide = width(max(q_BTNH.shape[3], v_BSKH.shape[3]))
+    how = How(request, resized(blocks or BLOCKS[wide], sizes), interpret)
+    heads = [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wide - x.shape[3]))) for x in (q_BTNH, k_BSKH, v_BSKH)]
+    out_BTNH = _attend(how, Inputs(*heads, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS))
+    return out_BTNH[..., : v_BSKH.shape[3]]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
