@@ -174,7 +174,7 @@ def test_no_tile_is_tried_that_is_known_or_does_not_divide() -> None:
     for kernel, offered in attention.triton.tried(128, 64 * 9).items():
         assert {sizes["queries"] for sizes in offered} == {sizes["keys"] for sizes in offered} == {64}
         assert attention.triton.Block(**offered[0]) != getattr(attention.triton.BLOCKS[128], kernel)
-    assert not attention.triton.tried(80, 4096) and not attention.mosaic.tried(80, 4096)
+    assert not attention.triton.tried(320, 4096) and not attention.mosaic.tried(80, 4096)
     assert {sizes["logits"] for sizes in linear_cross_entropy.triton.tried(5000)[""]} == {4096}
 
 
