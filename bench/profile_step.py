@@ -102,7 +102,7 @@ def group(kernels: list, known: dict[str, tuple[str, str, str]]) -> tuple[dict, 
         shape, what, operation = known.get(instruction, ("", "", ""))
         part = next((scope for scope in reversed(re.findall(r"\w+", operation)) if scope in SCOPES), "other")
         direction = "backward" if "transpose(" in operation else "forward" if "jvp(" in operation else "update"
-        if "fmha" in what or "cudnn" in kernel.lower():
+        if "fmha" in what or re.search("cudnn|attention_(forward|backward)", kernel.lower()):
             kind = "flash attention"
         elif "gemm" in what or "matmul" in what or re.search("gemm|nvjet|xmma", kernel):
             kind = "product"

@@ -326,7 +326,7 @@ def test_the_pick_is_logged_once_with_its_reason(caplog):
         choose("auto", make_call(platform="cpu"))
         choose("auto", make_call(platform="cpu", has_positions=True))
     assert [record.getMessage() for record in caplog.records] == [
-        "attention runs on xla (cudnn runs on gpu, not cpu; mosaic runs on gpu, not cpu; triton runs on gpu, not cpu; "
+        "attention runs on xla (mosaic runs on gpu, not cpu; cudnn runs on gpu, not cpu; triton runs on gpu, not cpu; "
         "splash runs on tpu, not cpu)"
     ]
 

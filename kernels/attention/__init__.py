@@ -193,7 +193,7 @@ def _fastest_first(call: Call) -> list[str]:
     """The table's order, but where measurement says otherwise of a call.
 
     With gradients, causal, batch 8, 4,096 tokens: 32 heads over 8 of 64 take 5.02 ms with Mosaic and 5.41 with cuDNN,
-    24 over 8 of 128 take 6.03 and 6.26. Forward alone 1.57 and 1.46, 1.49 and 1.59.
+    24 over 8 of 128 take 5.86 and, on another card, 6.31. Forward alone 1.57 and 1.46, 1.49 and 1.59.
     """
     names, request = [name for name in BACKENDS if name != "mosaic"], call.request
     if request.window is not None and request.window <= SHORT_WINDOW:
