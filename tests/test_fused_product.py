@@ -10,7 +10,8 @@ import pytest
 from maxhydra.config import model as config
 from maxhydra.config.quantization import Quantization, QuantizationKind
 from maxhydra.decode.arrange import arrange
-from maxhydra.kernels.fused_product import Around, Norm, few_rows, fused_product, one_row
+from maxhydra.kernels.fused_product import Around, Norm, few_rows, fused_product, one_row, product_and_norm
+from maxhydra.kernels.fused_product import rows as row_kernel
 from maxhydra.layers import Context, PagedRoom, Rows
 from maxhydra.layers import fused as fused_layers
 from maxhydra.model import ModelDef, build, kept, mapped
@@ -96,6 +97,18 @@ def test_few_rows_equal_numpy(rows: int, parts: int, is_left: bool, name: str) -
     np.testing.assert_allclose(found, expected(x, weight, around), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("numbers", [256, 768])
+def test_the_sum_of_parts_and_its_norm_equal_numpy(numbers: int) -> None:
+    parts, onto, scale = draw(4, 5, numbers, seed=0), draw(5, numbers, seed=1), draw(numbers, seed=2)
+    norm = Norm(jnp.asarray(scale), offset=1.0, eps=0.1)
+    found = row_kernel.summed(jnp.asarray(parts), jnp.asarray(onto), norm, FLOAT32, interpret=True)
+    stream = onto + np.sum(parts.astype(np.float64), axis=0)
+    unit = stream / np.sqrt(np.mean(stream**2, axis=1, keepdims=True) + norm.eps)
+    np.testing.assert_allclose(found[0], stream, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found[1], unit * (scale + norm.offset), rtol=1e-5, atol=1e-5)
+    assert row_kernel.can_serve(numbers) and not row_kernel.can_serve(numbers + 64)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_without_a_kernel_it_is_the_same(rows: int) -> None:
     around = surroundings(rows, 64, 16, FLOAT32)["norm and gate"]
@@ -105,10 +118,10 @@ def test_without_a_kernel_it_is_the_same(rows: int) -> None:
 
 
 def model(is_int8: bool) -> ModelDef:
-    """Two layers that can be fused, and between them one that cannot: it has norms behind its parts."""
+    """Two layers that can be fused, and between or behind them one that cannot: it has norms behind its parts."""
     sizes = {"num_layers": 3, "emb_dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     kinds = {"plain": config.Kind(), "sandwich": config.Kind(norms=config.Norms.sandwich)}
-    pattern = ["plain", "sandwich", "plain"]
+    pattern = ["plain", "sandwich", "plain"] if is_int8 else ["plain", "plain", "sandwich"]
     fields = {**sizes, "vocab_size": 50, "context_length": 64, "kinds": kinds, "pattern": pattern}
     dtypes = config.Dtypes(compute=config.Dtype.float32)
     kind = QuantizationKind.int8_weights if is_int8 else QuantizationKind.none
@@ -138,16 +151,22 @@ def tokens_drawn(model: ModelDef, params: dict, rows: int) -> list[list[int]]:
     return drawn
 
 
-@pytest.mark.parametrize(("rows", "is_int8"), [(1, True), (3, False)])
-def test_greedy_tokens_are_the_same_with_and_without(rows: int, is_int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rows", "is_int8", "normed"), [(1, True, 0), (3, False, 3)])
+def test_greedy_tokens_are_the_same_with_and_without(
+    rows: int, is_int8: bool, normed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers of four products each; of several rows some leave the norm that comes next: after attention, and
+    before a layer that takes it."""
     packed = model(is_int8)
     plain = packed.base.init(jax.random.key(0))
     params = mapped(plain, partial(kept, packed)) if is_int8 else plain
     arranged = arrange(packed, SINGLE, "gpu")
     used = arranged.use(arranged.keep(params))
     calls = []
-    monkeypatch.setattr(fused_layers, "fused_product", lambda *a, **k: calls.append(1) or fused_product(*a, **k))
+    for product in (fused_product, product_and_norm):
+        counted = partial(lambda product, *a, **k: calls.append(product) or product(*a, **k), product)
+        monkeypatch.setattr(fused_layers, product.__name__, counted)
     fused = tokens_drawn(arranged.model, used, rows)
-    assert len(calls) == 2 * 4, "two layers of four products each"
+    assert (calls.count(fused_product), calls.count(product_and_norm)) == (8 - normed, normed)
     assert fused == tokens_drawn(packed, params, rows)
     assert len({tuple(step) for step in fused}) > 1

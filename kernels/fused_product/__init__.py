@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from maxhydra.kernels.fused_product import few_rows, one_row, reference
+from maxhydra.kernels.fused_product import few_rows, one_row, reference, rows
 from maxhydra.kernels.fused_product.around import Activation, Around, Norm
 
-__all__ = ["Activation", "Around", "Norm", "fused_product", "suits"]
+__all__ = ["Activation", "Around", "Norm", "fused_product", "product_and_norm", "suits"]
 
 
 def suits(rows: int, weight: DTypeLike) -> bool:
@@ -26,10 +26,23 @@ def fused_product(
     x_MK: jax.Array, weight_NK: jax.Array, scales_N: jax.Array | None, around: Around, *, dtype: DTypeLike
 ) -> jax.Array:
     """[M, N]: x times the transpose of the weight, times scales where there are any, with what stands around it."""
-    dtype, (rows, inputs), is_gated = jnp.dtype(dtype), x_MK.shape, around.activation is not None
+    dtype, (count, inputs), is_gated = jnp.dtype(dtype), x_MK.shape, around.activation is not None
     outputs, format = weight_NK.shape[0] // (2 if is_gated else 1), x_MK.dtype.name
-    if rows == 1 and one_row.can_serve(outputs, inputs, format):
+    if count == 1 and one_row.can_serve(outputs, inputs, format):
         return one_row.product(x_MK, weight_NK, scales_N, around, dtype, interpret=False)
-    if scales_N is None and few_rows.can_serve(rows, outputs, inputs, format, is_gated=is_gated):
+    if scales_N is None and few_rows.can_serve(count, outputs, inputs, format, is_gated=is_gated):
         return few_rows.product(x_MK, weight_NK, around, dtype, interpret=False)
     return reference.product(x_MK, weight_NK, scales_N, around, dtype)
+
+
+def product_and_norm(
+    x_MK: jax.Array, weight_NK: jax.Array, onto_MN: jax.Array, norm: Norm, *, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """[M, N] twice: onto with x times the transpose of the weight, and the norm of that."""
+    dtype, (count, inputs), outputs = jnp.dtype(dtype), x_MK.shape, weight_NK.shape[0]
+    around = Around(onto_MN=onto_MN)
+    if few_rows.can_serve(count, outputs, inputs, x_MK.dtype.name, is_gated=False) and rows.can_serve(outputs):
+        parts_PMN = few_rows.summands(x_MK, weight_NK, around, dtype, interpret=False)
+        return rows.summed(parts_PMN, onto_MN, norm, dtype, interpret=False)
+    stream_MN = fused_product(x_MK, weight_NK, None, around, dtype=dtype)
+    return stream_MN, norm(stream_MN)

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config import model as config
 from maxhydra.kernels.attention import Request
 from maxhydra.kernels.einsum import Layout
+from maxhydra.kernels.fused_product import Norm as Factors
 from maxhydra.kernels.paged_attention import Pages, paged_attention, serving
 from maxhydra.kernels.rotated_heads import rotated_heads
 from maxhydra.layers.attend import attend, cached_positions
@@ -24,7 +25,7 @@ from maxhydra.layers.backends import Wanted, explained
 from maxhydra.layers.cache import Cache, KeysValues, NoCache, Room
 from maxhydra.layers.chunks import chunks
 from maxhydra.layers.context import Context
-from maxhydra.layers.fused import can_fuse, fused
+from maxhydra.layers.fused import added, can_fuse, fused
 from maxhydra.layers.norm import Norm, NormSpec, PlainNorm, RMSNorm
 from maxhydra.layers.parts import Mixed, visible_in_chunk, visible_keys
 from maxhydra.layers.projection import Projection, are_bare, joined, together
@@ -160,13 +161,17 @@ class Attention(nnx.Module):
         return Mixed(checkpoint_name(out_BTD, "attention_out"), cache, {}, seen if self.spec.hands_on else None)
 
     @jax.named_scope("attention")
-    def onto(self, x_BTD: jax.Array, norm: Norm | None, ctx: Context) -> Mixed | None:
-        """x + attention(norm(x)) of a few tokens, by kernels that norm and add on the way; None where they cannot."""
+    def onto(self, x_BTD: jax.Array, norm: Norm | None, ctx: Context, *, then: Factors | None) -> Mixed | None:
+        """x + attention(norm(x)) of a few tokens, by kernels that norm and add on the way, perhaps with the norm that
+        comes then; None where they cannot."""
         if not isinstance(norm, RMSNorm) or self.gate is not None:
             return None
         if not (can_fuse(self._inputs, x_BTD, ctx) and can_fuse((self.out,), x_BTD, ctx)):
             return None
-        heads_BTMH = fused(self._inputs, x_BTD, norm=norm)
+        if ctx.normed is None:
+            heads_BTMH = fused(self._inputs, x_BTD, norm=norm)
+        else:
+            heads_BTMH = fused(self._inputs, ctx.normed)
         pages, seen = self._pages(x_BTD, ctx), None
         if pages is None:
             starts = np.cumsum([projection.width for projection in self._inputs])[:-1]
@@ -174,7 +179,8 @@ class Attention(nnx.Module):
             mixed_BTNH, cache, seen = self._mix_heads(heads, ctx)
         else:
             mixed_BTNH, cache = self._mix_pages(heads_BTMH, pages, ctx)
-        return Mixed(fused((self.out,), mixed_BTNH, onto=x_BTD), cache, {}, seen if self.spec.hands_on else None)
+        out_BTD, normed_BTD = added(self.out, mixed_BTNH, x_BTD, then=then)
+        return Mixed(out_BTD, cache, {}, seen if self.spec.hands_on else None, normed_BTD)
 
     def empty_cache(self, room: Room, layers: int) -> Cache:
         spec = self.spec

@@ -14,7 +14,17 @@ from maxhydra.sharding import Sharder
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["positions", "segments", "cache", "dropout_key", "rows", "layer_input", "shared"],
+    data_fields=[
+        "positions",
+        "segments",
+        "cache",
+        "dropout_key",
+        "rows",
+        "layer_input",
+        "shared",
+        "normed",
+        "following",
+    ],
     meta_fields=["sharder", "is_adapted"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +49,10 @@ class Context:
     """[B, T, P] embedding of the tokens for this very layer; None where layers have none."""
     shared: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """By layer kind what its last layer so far handed on to others."""
+    normed: jax.Array | None = None
+    """[B, T, D] what this layer's first norm makes of its input, where the layer before made it along."""
+    following: jax.Array | None = None
+    """[D] scale of the next layer's first norm, for a layer that can make it along. Norms of a model differ in that."""
     is_adapted: bool = True
     """Whether an adapter adds to the model; without, it answers as it did before the adapter was trained."""
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.kernels.einsum import Layout
-from maxhydra.kernels.fused_product import Activation, Around, fused_product, suits
+from maxhydra.kernels.fused_product import Activation, Around, fused_product, product_and_norm, suits
+from maxhydra.kernels.fused_product import Norm as Factors
 from maxhydra.layers.context import Context
 from maxhydra.layers.int8 import Int8, side_by_side
 from maxhydra.layers.norm import RMSNorm
@@ -48,14 +49,31 @@ def fused(
         whole = side_by_side(packed)
         kernel, scales_N = whole.codes, whole.scales.reshape(-1)
     else:
-        kernel = jnp.concatenate([one.weight(one.kept) for one in projections], axis=first.inputs)
-        scales_N = None
-    size, (width, *rest) = math.prod(kernel.shape[: first.inputs]), kernel.shape[first.inputs :]
-    weight_NK = jnp.moveaxis(kernel, range(first.inputs), range(-first.inputs, 0)).reshape(-1, size)
+        kernel, scales_N = jnp.concatenate([one.weight(one.kept) for one in projections], axis=first.inputs), None
+    width, *rest = kernel.shape[first.inputs :]
+    weight_NK = _outputs_first(kernel, first.inputs)
     around = Around(
         norm=None if norm is None else norm.factors,
         activation=activation,
         onto_MN=None if onto is None else onto.reshape(-1, onto.shape[-1]),
     )
-    out_MN = fused_product(x.reshape(-1, size), weight_NK, scales_N, around, dtype=x.dtype)
+    out_MN = fused_product(x.reshape(-1, weight_NK.shape[1]), weight_NK, scales_N, around, dtype=x.dtype)
     return out_MN.reshape(*x.shape[:2], width if activation is None else width // 2, *rest)
+
+
+def added(
+    projection: Projection, x: jax.Array, onto_BTD: jax.Array, *, then: Factors | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """onto + projection(x), and the norm of that where it is asked for and does not come on the way to a product."""
+    if then is None or isinstance(projection.kernel, Int8):
+        return fused((projection,), x, onto=onto_BTD), None
+    weight_NK = _outputs_first(projection.weight(projection.kept), projection.inputs)
+    x_MK, onto_MN = x.reshape(-1, weight_NK.shape[1]), onto_BTD.reshape(-1, onto_BTD.shape[-1])
+    stream_MN, normed_MN = product_and_norm(x_MK, weight_NK, onto_MN, then, dtype=x.dtype)
+    return stream_MN.reshape(onto_BTD.shape), normed_MN.reshape(onto_BTD.shape)
+
+
+def _outputs_first(kernel: jax.Array, inputs: int) -> jax.Array:
+    """[N, K]."""
+    size = math.prod(kernel.shape[:inputs])
+    return jnp.moveaxis(kernel, range(inputs), range(-inputs, 0)).reshape(-1, size)

@@ -12,8 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config import model as config
 from maxhydra.kernels.einsum import Layout
+from maxhydra.kernels.fused_product import Norm as Factors
 from maxhydra.layers.context import Context
-from maxhydra.layers.fused import can_fuse, fused
+from maxhydra.layers.fused import added, can_fuse, fused
 from maxhydra.layers.norm import Norm, RMSNorm
 from maxhydra.layers.parts import Fed, Side
 from maxhydra.layers.projection import Projection, together
@@ -83,14 +84,20 @@ class Mlp(nnx.Module):
         return Fed(checkpoint_name(out_BTD, "mlp_out"), {})
 
     @jax.named_scope("mlp")
-    def onto(self, x_BTD: jax.Array, norm: Norm | None, ctx: Context) -> Fed | None:
-        """x + mlp(norm(x)) of a few tokens, by kernels that norm, gate and add on the way; None where they cannot."""
+    def onto(self, x_BTD: jax.Array, norm: Norm | None, ctx: Context, *, then: Factors | None) -> Fed | None:
+        """x + mlp(norm(x)) of a few tokens, by kernels that norm, gate and add on the way, perhaps with the norm that
+        comes then; None where they cannot. ctx.normed is norm(x) where it is there already."""
         if not isinstance(norm, RMSNorm) or self.gate is None:
             return None
         if not (can_fuse((self.gate, self.up), x_BTD, ctx) and can_fuse((self.down,), x_BTD, ctx)):
             return None
-        hidden_BTF = fused((self.gate, self.up), x_BTD, norm=norm, activation=ACTIVATIONS[self.spec.activation])
-        return Fed(fused((self.down,), hidden_BTF, onto=x_BTD), {})
+        both, activation = (self.gate, self.up), ACTIVATIONS[self.spec.activation]
+        if ctx.normed is None:
+            hidden_BTF = fused(both, x_BTD, norm=norm, activation=activation)
+        else:
+            hidden_BTF = fused(both, ctx.normed, activation=activation)
+        out_BTD, normed_BTD = added(self.down, hidden_BTF, x_BTD, then=then)
+        return Fed(out_BTD, {}, normed_BTD)
 
     def _hidden(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         if self.gate is None:

@@ -25,6 +25,8 @@ class Mixed(NamedTuple):
     side: Side
     handed: Any = None
     """What later layers find under this layer's kind in `ctx.shared`; None: nothing."""
+    normed_BTD: jax.Array | None = None
+    """The norm of what it gives, where that was asked for and made along."""
 
 
 class Fed(NamedTuple):
@@ -32,6 +34,8 @@ class Fed(NamedTuple):
 
     out_BTD: jax.Array
     side: Side
+    normed_BTD: jax.Array | None = None
+    """As of a mixer."""
 
 
 class Mixer(Protocol):

@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 
 from maxhydra.config import model as config
+from maxhydra.kernels.fused_product import Norm as Factors
 from maxhydra.layers import (
     Attention,
     AttentionSpec,
@@ -15,6 +16,7 @@ from maxhydra.layers import (
     Cache,
     Context,
     DeltaSpec,
+    Fed,
     FeedForward,
     FeedForwardSpec,
     Mixed,
@@ -28,6 +30,7 @@ from maxhydra.layers import (
     NormSpec,
     PerLayerInput,
     PerLayerSpec,
+    RMSNorm,
     Room,
     Side,
     WeightMaker,
@@ -56,6 +59,8 @@ class Left(NamedTuple):
     """What its mixer and its feed-forward tell besides, where they do."""
     handed: Any
     """What its mixer hands on to later layers; None: nothing."""
+    normed_BTD: jax.Array | None = None
+    """What the next layer's first norm makes of it, where it was made along."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,19 +134,21 @@ class Block(nnx.Module):
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Left:
         x_BTD = ctx.constrain(x_BTD, "act_batch", "act_length", "act_embed")
         mixed = self._mixed(x_BTD, ctx)
-        x_BTD, sides = self._fed(mixed.out_BTD, ctx)
-        sides["attention"] = mixed.side
+        fed, sides = self._fed(mixed.out_BTD, dataclasses.replace(ctx, normed=mixed.normed_BTD))
+        x_BTD, sides["attention"] = fed.out_BTD, mixed.side
         if self.per_layer is not None:
             x_BTD = x_BTD + self.per_layer(x_BTD, ctx)
         if self.scale is not None:
             x_BTD = x_BTD * jax.lax.stop_gradient(self.scale[...]).astype(x_BTD.dtype)
-        return Left(x_BTD, mixed.cache, {name: side for name, side in sides.items() if side}, mixed.handed)
+        return Left(
+            x_BTD, mixed.cache, {name: side for name, side in sides.items() if side}, mixed.handed, fed.normed_BTD
+        )
 
     def _mixed(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
         """x + attention(norm(x)), and what the mixer gives besides."""
         norm, post_norm = self.attention_norm, self.attention_post_norm
         if isinstance(self.attention, Attention) and post_norm is None and ctx.dropout_key is None:
-            whole = self.attention.onto(x_BTD, norm, ctx)
+            whole = self.attention.onto(x_BTD, norm, ctx, then=_factors(self.mlp_norm))
             if whole is not None:
                 return whole
         x_BTD, seen_BTD = tapped(norm, x_BTD, wanted=self.spec.norm.wanted, place=ctx.place)
@@ -149,14 +156,14 @@ class Block(nnx.Module):
         branch_BTD = _normed(post_norm, mixed.out_BTD)
         return mixed._replace(out_BTD=_sum(x_BTD, dropout(branch_BTD, ctx.key(0), rate=self.spec.dropout), ctx))
 
-    def _fed(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, Side]]:
-        """x + mlp(norm(x)), and what the feed-forward tells besides."""
+    def _fed(self, x_BTD: jax.Array, ctx: Context) -> tuple[Fed, dict[str, Side]]:
+        """x + mlp(norm(x)), and what the parts of the feed-forward tell besides."""
         norm, post_norm = self.mlp_norm, self.mlp_post_norm
         is_alone = self.beside is None and post_norm is None and ctx.dropout_key is None
         if isinstance(self.mlp, Mlp) and is_alone:
-            whole = self.mlp.onto(x_BTD, norm, ctx)
+            whole = self.mlp.onto(x_BTD, norm, ctx, then=self._then(ctx))
             if whole is not None:
-                return whole.out_BTD, {"mlp": whole.side}
+                return whole, {"mlp": whole.side}
         x_BTD, seen_BTD = tapped(norm, x_BTD, wanted=self.spec.norm.wanted, place=ctx.place)
         fed = self.mlp(seen_BTD, ctx)
         sides = {"mlp": fed.side}
@@ -164,7 +171,20 @@ class Block(nnx.Module):
             fed = self.beside(x_BTD, fed.out_BTD, ctx)
             sides["beside"] = fed.side
         branch_BTD = _normed(post_norm, fed.out_BTD)
-        return _sum(x_BTD, dropout(branch_BTD, ctx.key(1), rate=self.spec.dropout), ctx), sides
+        return Fed(_sum(x_BTD, dropout(branch_BTD, ctx.key(1), rate=self.spec.dropout), ctx), {}), sides
+
+    def first_scale(self) -> jax.Array | None:
+        """Of the norm that the layer before can make along; None where this one would not take it."""
+        takes = isinstance(self.attention, Attention) and self.attention_post_norm is None
+        factors = _factors(self.attention_norm) if takes else None
+        return None if factors is None else factors.scale_K
+
+    def _then(self, ctx: Context) -> Factors | None:
+        """The next layer's first norm, where nothing changes the stream before it."""
+        own, is_changed = _factors(self.mlp_norm), self.per_layer is not None or self.scale is not None
+        if own is None or ctx.following is None or is_changed:
+            return None
+        return own._replace(scale_K=ctx.following)
 
     @property
     def name(self) -> str:
@@ -175,6 +195,10 @@ class Block(nnx.Module):
 
     def _norm(self, make: WeightMaker, is_there: bool) -> Norm | None:
         return self.spec.norm.build(self.spec.emb_dim, make) if is_there else None
+
+
+def _factors(norm: Norm | None) -> Factors | None:
+    return norm.factors if isinstance(norm, RMSNorm) else None
 
 
 def _normed(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:

@@ -204,12 +204,15 @@ class Decoder(nnx.Module):
 
     def _run_blocks(self, blocks: nnx.Dict, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, first: int) -> _Run:
         """Blocks one after the other, the first of them layer number `first`."""
-        new_caches, kept, sides = [], [], []
+        new_caches, kept, sides, normed = [], [], [], None
+        scales = [block.first_scale() for block in _in_order(blocks)[1:]] if ctx.cache is not None else []
         for index, (block, cache) in enumerate(zip(_in_order(blocks), caches, strict=True), start=first):
             graphdef, weights = self._split(block)
             run = self.spec.remat.wrap(_runner(graphdef), in_loop=False)
             own_input = None if ctx.layer_input is None else ctx.layer_input[index]
-            x_BTD, view, side, handed = run(weights, x_BTD, ctx.at_layer(index, _seen(cache, 0), own_input))
+            following = scales[index - first] if index - first < len(scales) else None
+            own = dataclasses.replace(ctx, normed=normed, following=following)
+            x_BTD, view, side, handed, normed = run(weights, x_BTD, own.at_layer(index, _seen(cache, 0), own_input))
             if handed is not None:
                 ctx = dataclasses.replace(ctx, shared={**ctx.shared, block.name: handed})
             new_caches.append(_merged(cache, view))
@@ -226,7 +229,7 @@ class Decoder(nnx.Module):
             graphdef, weights = self._split(layer)
             run = self.spec.remat.wrap(_runner(graphdef, Mtp.ahead), in_loop=False)
             own_ctx = ctx.at_layer(len(self.spec.layers) + index, None, None)
-            x_BTD, _, side, _ = run(weights, x_BTD, later_BTD, own_ctx)
+            x_BTD, _, side, *_ = run(weights, x_BTD, later_BTD, own_ctx)
             kept.append(x_BTD)
             sides.append(side)
         return _Run(x_BTD, [], kept, _told(sides), ctx)
@@ -264,7 +267,7 @@ class Decoder(nnx.Module):
                 layer = len(self.prefix) + index * len(runs) + place
                 own_input = None if inputs is None else inputs[place]
                 own_ctx = ctx.at_layer(layer, _seen(cache, index), own_input)
-                x_BTD, view, side, _ = run(weights[place], x_BTD, own_ctx)
+                x_BTD, view, side, *_ = run(weights[place], x_BTD, own_ctx)
                 new_caches.append(_merged(cache, view))
                 kept.append(x_BTD)
                 sides.append(side)
