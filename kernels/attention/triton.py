@@ -107,8 +107,8 @@ def attention(
     """Heads of other sizes than those of BLOCKS are filled up with zeros, which add nothing to logits and values."""
     wide = width(max(q_BTNH.shape[3], v_BSKH.shape[3]))
     how = How(request, resized(blocks or BLOCKS[wide], sizes), interpret)
-    heads = [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wide - x.shape[3]))) for x in (q_BTNH, k_BSKH, v_BSKH)]
-    out_BTNH = _attend(how, Inputs(*heads, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS))
+    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wide - x.shape[3]))) for x in (q_BTNH, k_BSKH, v_BSKH))
+    out_BTNH = _attend(how, Inputs(q, k, v, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS))
     return out_BTNH[..., : v_BSKH.shape[3]]
 
 
