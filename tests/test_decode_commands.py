@@ -120,10 +120,11 @@ def test_a_chat_at_a_terminal(folder: Path) -> None:
         os.execvpe(sys.executable, command(*words), environment(TERM="xterm"))
     shown = ""
 
-    def until(text: str, *, after: int = 0) -> None:
+    def until(text: str, *, after: int = 0, more: int = 0) -> None:
+        """Until the text is shown, and so many characters behind it."""
         nonlocal shown
         end = time.monotonic() + SECONDS
-        while text not in shown[after:]:
+        while text not in shown[after : len(shown) - more]:
             assert select.select([terminal], [], [], max(0, end - time.monotonic()))[0], shown
             try:
                 shown += os.read(terminal, 4096).decode(errors="replace")
@@ -134,8 +135,7 @@ def test_a_chat_at_a_terminal(folder: Path) -> None:
     for _ in range(2):
         start = len(shown)
         os.write(terminal, b"go on\n")
-        until("go on", after=start)
-        time.sleep(0.5)
+        until("go on", after=start, more=20)
         os.write(terminal, b"\x03")
         until("[stopped]", after=start)
         until("> ", after=shown.index("[stopped]", start))
