@@ -32,7 +32,7 @@ train() {
 
 memory() {
   measure 90 bench/pretrain.py "${of_3b[@]}" "${frugal[@]}" train.per_device_batch_size=4 model.remat.policy=custom \
-    'model.remat.save=[query,key,value,context,mlp_gate,mlp_up]'
+    'model.remat.save=[query,key,value,context,mlp_gate]'
   measure 90 bench/pretrain.py model=llama3.1-8b "${frugal[@]}" train.per_device_batch_size=1 \
     model.remat.policy=minimal model.dtypes.weights=bfloat16 optimizer=adafactor
 }
@@ -45,7 +45,7 @@ decode() {
 }
 
 peers() {
-  measure 180 bench/peers/train_hf.py --model llama3.2-1b --device cuda --batch 8 --steps 10
+  measure 180 bench/peers/train_hf.py --model llama3.2-1b --device cuda --batch 4 --steps 10
   measure 180 bench/peers/train_hf.py --model llama3.2-3b --device cuda --batch 4 --steps 10
   measure 180 bench/peers/decode_hf.py --model llama3.2-1b --device cuda --batches 1 64 --prompt 64 --new 256
   python3 bench/compare.py of "$lines" | tee -a "$lines"
