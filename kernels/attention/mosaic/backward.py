@@ -56,7 +56,7 @@ def backward(how: How, tile: Tile, inputs: Inputs, rows: Rows) -> tuple[jax.Arra
     if is_tagged:
         met = meetings(inputs.kv_segments_BS, inputs.q_segments_BT, rows=KEYS, columns=sizes.C)
     of_keys = jax.ShapeDtypeStruct((B, S, K, H), dtype)
-    d_q_ref = jax.new_ref(jnp.zeros(inputs.q_BTNH.shape, jnp.float32))
+    d_q_ref = jax.new_ref(_zeros_once_there(rows, inputs.q_BTNH.shape))
     d_k_BSKH, d_v_BSKH = pl.kernel(
         kernel,
         out_type=(of_keys, of_keys),
@@ -71,6 +71,13 @@ def backward(how: How, tile: Tile, inputs: Inputs, rows: Rows) -> tuple[jax.Arra
     )(inputs, rows, met, d_q_ref)
     d_q_BTNH = (d_q_ref[...] * how.request.scale).astype(dtype)
     return d_q_BTNH, d_k_BSKH, d_v_BSKH
+
+
+def _zeros_once_there(rows: Rows, shape: tuple[int, ...]) -> jax.Array:
+    """Float32 zeros, made when the rows are there: else the compiler makes those of all layers at once, at the start of
+    the backward pass, which then holds them all."""
+    zero, _ = jax.lax.optimization_barrier((jnp.zeros((), jnp.float32), rows))
+    return jnp.broadcast_to(zero, shape)
 
 
 @dataclasses.dataclass(frozen=True)
