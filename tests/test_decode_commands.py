@@ -1,8 +1,6 @@
 """task=decode and task=serve as commands, with a model that was trained a moment ago and the engine that serves it."""
 
 import json
-import os
-import pty
 import re
 import select
 import signal
@@ -112,37 +110,36 @@ def test_the_server_answers_and_ends_when_told(folder: Path) -> None:
     assert process.returncode == 0 and b"sesame" not in out + err and b"Traceback" not in err, err.decode()
 
 
+# A terminal around a command, its keyboard and its screen as pipes. Made by a process of its own: this one has threads,
+# which a fork would leave behind with their locks.
+IN_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+
+
 def test_a_chat_at_a_terminal(folder: Path) -> None:
     words = [*DECODE, "task.sampling.max_tokens=900", "task.sampling.ignore_eos=true", "task.sampling.temperature=1"]
-    number, terminal = pty.fork()
-    if number == 0:
-        os.chdir(folder)
-        os.execvpe(sys.executable, command(*words), environment(TERM="xterm"))
-    shown = ""
+    around = [sys.executable, "-c", IN_TERMINAL, *command(*words)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+    with subprocess.Popen(around, cwd=folder, env=environment(TERM="xterm"), **pipes) as process:
+        shown = ""
 
-    def until(text: str, *, after: int = 0, more: int = 0) -> None:
-        """Until the text is shown, and so many characters behind it."""
-        nonlocal shown
-        end = time.monotonic() + SECONDS
-        while text not in shown[after : len(shown) - more]:
-            assert select.select([terminal], [], [], max(0, end - time.monotonic()))[0], shown
-            try:
-                shown += os.read(terminal, 4096).decode(errors="replace")
-            except OSError:
-                raise AssertionError(shown) from None
+        def until(text: str, *, after: int = 0, more: int = 0) -> None:
+            """Until the text is shown, and so many characters behind it."""
+            nonlocal shown
+            end = time.monotonic() + SECONDS
+            while text not in shown[after : len(shown) - more]:
+                assert select.select([process.stdout], [], [], max(0, end - time.monotonic()))[0], shown
+                read = process.stdout.read(4096)
+                assert read, shown
+                shown += read.decode(errors="replace")
 
-    until("> ")
-    for _ in range(2):
-        start = len(shown)
-        os.write(terminal, b"go on\n")
-        until("go on", after=start, more=20)
-        os.write(terminal, b"\x03")
-        until("[stopped]", after=start)
-        until("> ", after=shown.index("[stopped]", start))
-    os.write(terminal, b"/exit\n")
-    try:
-        while os.read(terminal, 4096):
-            pass
-    except OSError:
-        pass
-    assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 0
+        until("> ")
+        for _ in range(2):
+            start = len(shown)
+            process.stdin.write(b"go on\n")
+            until("go on", after=start, more=20)
+            process.stdin.write(b"\x03")
+            until("[stopped]", after=start)
+            until("> ", after=shown.index("[stopped]", start))
+        process.stdin.write(b"/exit\n")
+        process.stdout.read()
+        assert process.wait() == 0
