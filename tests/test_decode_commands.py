@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import openai
@@ -115,11 +117,20 @@ def test_the_server_answers_and_ends_when_told(folder: Path) -> None:
 IN_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 
 
+@contextmanager
+def ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Whatever happens inside, it has ended then."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 def test_a_chat_at_a_terminal(folder: Path) -> None:
     words = [*DECODE, "task.sampling.max_tokens=900", "task.sampling.ignore_eos=true", "task.sampling.temperature=1"]
     around = [sys.executable, "-c", IN_TERMINAL, *command(*words)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-    with subprocess.Popen(around, cwd=folder, env=environment(TERM="xterm"), **pipes) as process:
+    with subprocess.Popen(around, cwd=folder, env=environment(TERM="xterm"), **pipes) as process, ending(process):
         shown = ""
 
         def until(text: str, *, after: int = 0, more: int = 0) -> None:
