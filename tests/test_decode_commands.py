@@ -113,8 +113,12 @@ def test_the_server_answers_and_ends_when_told(folder: Path) -> None:
 
 
 # A terminal around a command, its keyboard and its screen as pipes. Made by a process of its own: this one has threads,
-# which a fork would leave behind with their locks.
-IN_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+# which a fork would leave behind with their locks, and may be one of those in the background that know no Ctrl-C.
+IN_TERMINAL = """
+import os, pty, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
+"""
 
 
 @contextmanager
