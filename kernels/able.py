@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
+from maxhydra.kernels.choice import either
 from maxhydra.kernels.tile import Sizes, misfits
 
 
@@ -35,9 +36,9 @@ class Able(Generic[Call]):
     def refusals(self, call: Call) -> tuple[str, ...]:
         """Why this backend cannot serve the call; empty if it can."""
         needs = (
-            (call.platform in self.platforms, f"runs on {' or '.join(self.platforms)}, not {call.platform}"),
+            (call.platform in self.platforms, f"runs on {either(self.platforms)}, not {call.platform}"),
             (self.devices in (None, call.devices), f"runs on {self.devices} device, not {call.devices}"),
-            (call.dtype in self.dtypes, f"takes {' or '.join(self.dtypes)}, not {call.dtype}"),
+            (call.dtype in self.dtypes, f"takes {either(self.dtypes)}, not {call.dtype}"),
             *self.needs(call),
         )
         return (*(reason for is_met, reason in needs if not is_met), *misfits(call, self.cut))

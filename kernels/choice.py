@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 logger = logging.getLogger("maxhydra")
 
@@ -13,6 +13,11 @@ class UnsupportedError(Exception):
     def __init__(self, operation: str, backend: str, reasons: tuple[str, ...], able: tuple[str, ...]):
         self.operation, self.backend, self.reasons, self.able = operation, backend, reasons, able
         super().__init__(f"{operation} on {backend}: {'; '.join(reasons)} (able: {', '.join(able)})")
+
+
+def either(names: Iterable[object]) -> str:
+    """As a refusal tells what would be taken."""
+    return " or ".join(map(str, names))
 
 
 def chosen(operation: str, backend: str, refusals: Mapping[str, tuple[str, ...]]) -> str:

@@ -110,7 +110,8 @@ def test_a_full_state_goes_on_around_the_same_weights(here: Path, monkeypatch: p
 
 def test_a_run_of_an_adapter_is_asked_like_any_other(here: Path) -> None:
     asked = ["task=decode", "data=arithmetic", *SMALL[:6], "model.emb_dim=64", "task.sampling.max_tokens=4"]
-    finished(*asked, "checkpoint.load_parameters=outputs/whole", "task.prompt='1+2='", cwd=here)
+    done = finished(*asked, "checkpoint.load_parameters=outputs/whole", "task.prompt='1+2='", cwd=here)
+    assert done.stdout.strip("\n")
 
 
 def test_weights_that_are_gone_are_named(here: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import jax
 from maxhydra.kernels.attention import cudnn, mosaic, reference, splash, triton, xla
 from maxhydra.kernels.attention.devices import over_devices
 from maxhydra.kernels.attention.request import Request, Tokens
-from maxhydra.kernels.choice import UnsupportedError, chosen
+from maxhydra.kernels.choice import UnsupportedError, chosen, either
 from maxhydra.kernels.place import Place
 from maxhydra.kernels.tile import Sizes, misfits, sized
 from maxhydra.kernels.watch import watched
@@ -84,20 +84,20 @@ class Backend:
         largest = max(call.head_dim, call.value_dim)
         length_fits = not call.has_segments or call.length % self.segment_length_multiple == 0
         needs = (
-            (call.platform in self.platforms, f"runs on {_either(self.platforms)}, not {call.platform}"),
+            (call.platform in self.platforms, f"runs on {either(self.platforms)}, not {call.platform}"),
             (
                 self.capabilities is None or call.capability in self.capabilities,
-                f"needs a GPU of compute capability {_either(self.capabilities or ())}, "
+                f"needs a GPU of compute capability {either(self.capabilities or ())}, "
                 f"not {call.capability or call.platform}",
             ),
-            (call.dtype in self.dtypes, f"takes {_either(self.dtypes)}, not {call.dtype}"),
+            (call.dtype in self.dtypes, f"takes {either(self.dtypes)}, not {call.dtype}"),
             (
                 largest <= (self.max_head_dim or largest) and call.head_dim % self.head_dim_multiple == 0,
                 f"takes heads in multiples of {self.head_dim_multiple} up to {self.max_head_dim}, not {largest}",
             ),
             (
                 self.head_dims is None or call.head_dim in self.head_dims,
-                f"takes heads of {_either(self.head_dims or ())}, not {call.head_dim}",
+                f"takes heads of {either(self.head_dims or ())}, not {call.head_dim}",
             ),
             (
                 call.length % self.length_multiple == 0,
@@ -288,7 +288,3 @@ def _check_shapes(
         raise ValueError(f"a choice {tokens.chosen_BTS.shape} for {(B, T, S)}")
     if request.causal and tokens.q_positions_BT is None and T != S:
         raise ValueError(f"{T} queries and {S} keys: which is later than which needs positions")
-
-
-def _either(names: tuple[str, ...] | tuple[int, ...]) -> str:
-    return " or ".join(map(str, names))

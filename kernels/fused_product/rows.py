@@ -52,7 +52,7 @@ def _kernel(
     parts_ref: Any, onto_ref: Any, scale_ref: Any, stream_ref: Any, normed_ref: Any, *, offset: float, eps: float
 ) -> None:
     P, N = parts_ref.shape
-    size = min(power_of_two_in(N), N)
+    size = power_of_two_in(N)
     places, pieces = [pl.ds(start, size) for start in range(0, N, size)], []
     for place in places:
         wide = sum((parts_ref[part, place] for part in range(1, P)), parts_ref[0, place])

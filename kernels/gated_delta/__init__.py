@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from maxhydra.kernels.able import Able, Asked
-from maxhydra.kernels.choice import UnsupportedError, chosen
+from maxhydra.kernels.choice import UnsupportedError, chosen, either
 from maxhydra.kernels.gated_delta import chunked, pallas_tpu, reference, triton
 from maxhydra.kernels.gated_delta.request import Inputs, masked
 from maxhydra.kernels.place import Place
@@ -62,7 +62,7 @@ class Backend(Able[Call]):
             ),
             (
                 self.head_dims is None or set(call.head_dims) <= set(self.head_dims),
-                f"takes keys and values of {_either(self.head_dims or ())}, not {_either(call.head_dims)}",
+                f"takes keys and values of {either(self.head_dims or ())}, not {either(call.head_dims)}",
             ),
             (
                 self.max_states is None or call.states <= self.max_states,
@@ -86,10 +86,6 @@ BACKENDS: dict[str, Backend] = {
     ),
     "chunked": Backend(run=chunked.gated_delta),
 }
-
-
-def _either(sizes: tuple[int, ...]) -> str:
-    return " or ".join(map(str, sizes))
 
 
 def choose(backend: str, call: Call) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import jax
 
 from maxhydra.kernels.attention.request import Request
+from maxhydra.kernels.choice import either
 from maxhydra.kernels.paged_attention import pallas_tpu, triton
 from maxhydra.kernels.paged_attention.pages import Pages
 from maxhydra.kernels.place import Place
@@ -54,7 +55,7 @@ class Backend:
         needs = (
             (call.platform == self.platform, f"runs on {self.platform}, not {call.platform}"),
             (call.devices == 1, f"runs on one device, not {call.devices}"),
-            (call.dtype in self.dtypes, f"takes {' or '.join(self.dtypes)}, not {call.dtype}"),
+            (call.dtype in self.dtypes, f"takes {either(self.dtypes)}, not {call.dtype}"),
             (call.storage == call.dtype, f"takes a cache like its queries, not {call.storage}"),
             (
                 is_power or not self.powers_of_two,

@@ -11,7 +11,7 @@ from typing import Protocol
 import jax
 
 from maxhydra.kernels.able import Able, Asked
-from maxhydra.kernels.choice import UnsupportedError, chosen
+from maxhydra.kernels.choice import UnsupportedError, chosen, either
 from maxhydra.kernels.place import Place
 from maxhydra.kernels.rotated_heads import reference, triton
 from maxhydra.kernels.tile import Sizes, sized
@@ -51,7 +51,7 @@ class Backend(Able[Call]):
             ),
             (
                 self.head_dims is None or call.head_dim in self.head_dims,
-                f"takes heads of {' or '.join(map(str, self.head_dims or ()))}, not {call.head_dim}",
+                f"takes heads of {either(self.head_dims or ())}, not {call.head_dim}",
             ),
         )
 

@@ -25,7 +25,7 @@ from maxhydra.layers.backends import Wanted, explained
 from maxhydra.layers.cache import Cache, KeysValues, NoCache, Room
 from maxhydra.layers.chunks import chunks
 from maxhydra.layers.context import Context
-from maxhydra.layers.fused import added, can_fuse, fused
+from maxhydra.layers.fused import added, can_fuse, fused_normed
 from maxhydra.layers.norm import Norm, NormSpec, PlainNorm, RMSNorm
 from maxhydra.layers.parts import Mixed, visible_in_chunk, visible_keys
 from maxhydra.layers.projection import Projection, are_bare, joined, together
@@ -168,10 +168,7 @@ class Attention(nnx.Module):
             return None
         if not (can_fuse(self._inputs, x_BTD, ctx) and can_fuse((self.out,), x_BTD, ctx)):
             return None
-        if ctx.normed is None:
-            heads_BTMH = fused(self._inputs, x_BTD, norm=norm)
-        else:
-            heads_BTMH = fused(self._inputs, ctx.normed)
+        heads_BTMH = fused_normed(self._inputs, x_BTD, norm, ctx)
         pages, seen = self._pages(x_BTD, ctx), None
         if pages is None:
             starts = np.cumsum([projection.width for projection in self._inputs])[:-1]

@@ -61,6 +61,19 @@ def fused(
     return out_MN.reshape(*x.shape[:2], width if activation is None else width // 2, *rest)
 
 
+def fused_normed(
+    projections: Sequence[Projection],
+    x_BTD: jax.Array,
+    norm: RMSNorm,
+    ctx: Context,
+    activation: Activation | None = None,
+) -> jax.Array:
+    """`fused` of norm(x), which the layer before may have made along."""
+    if ctx.normed is None:
+        return fused(projections, x_BTD, norm=norm, activation=activation)
+    return fused(projections, ctx.normed, activation=activation)
+
+
 def added(
     projection: Projection, x: jax.Array, onto_BTD: jax.Array, *, then: Factors | None
 ) -> tuple[jax.Array, jax.Array | None]:
