@@ -50,12 +50,14 @@ def command(*overrides: str) -> list[str]:
     return [sys.executable, "-m", "maxhydra", *overrides]
 
 
-def started(*overrides: str, cwd: Path, streams: Sequence[IO[str]], devices: int = 1, **extra: str) -> warm.Command:
-    """The command under way, with these as its input, output and errors."""
+def started(
+    *arguments: str, cwd: Path, streams: Sequence[IO[str]], devices: int = 1, module: str = "maxhydra", **extra: str
+) -> warm.Command:
+    """`python -m MODULE ARGUMENTS...` under way, with these as its input, output and errors."""
     assert not any(name.startswith("JAX_") for name in extra), "jax reads these when it is imported"
-    numbers = [stream.fileno() for stream in streams]
-    given = environment(devices, **extra)
-    return warm.Command(warm.server(compiling.PREFIX), overrides, folder=str(cwd), environment=given, streams=numbers)
+    numbers, given = [stream.fileno() for stream in streams], environment(devices, **extra)
+    address = warm.server(compiling.PREFIX)
+    return warm.Command(address, arguments, folder=str(cwd), environment=given, streams=numbers, module=module)
 
 
 def silent(*overrides: str, cwd: Path, **extra: str) -> warm.Command:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import running
-from running import SMALL, command, environment, facts, finished, losses, parameter_hash, run
+from running import SMALL, facts, finished, losses, parameter_hash, run
 
 STEPS = 60
 RUN = [*SMALL, f"train.steps={STEPS}", "checkpoint.every=4", "checkpoint.keep=2", "model.dropout=0.1"]
@@ -38,7 +38,7 @@ def kill_when(folder: Path, cwd: Path, moment: str, rng: random.Random) -> None:
             break
         if moment == "save" and any("tmp" in name for name in list_names(folder / "checkpoints")):
             break
-        time.sleep(0.0005)
+        time.sleep(0.002)
     process.kill()
     process.wait()
 
@@ -70,13 +70,12 @@ def test_signals_save_and_the_same_command_goes_on(uninterrupted: Path, tmp_path
     metrics = folder / "metrics.jsonl"
     for number, code in ((signal.SIGTERM, 143), (signal.SIGUSR1, 138)):
         before = metrics.stat().st_size if metrics.exists() else 0
-        process = subprocess.Popen(
-            command(*arguments), cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
-        )
-        while process.poll() is None and not (metrics.exists() and metrics.stat().st_size > before):
-            time.sleep(0.002)
-        process.send_signal(number)
-        assert process.wait(60) == code, process.stderr.read()
+        with open(tmp_path / "told", "w") as told, open(os.devnull) as nothing:
+            process = running.started(*arguments, cwd=tmp_path, streams=(nothing, told, told))
+        while process.runs() and not (metrics.exists() and metrics.stat().st_size > before):
+            time.sleep(0.005)
+        process.signal(number)
+        assert process.wait(60) == code, (tmp_path / "told").read_text()
         assert facts(folder)["status"] == "preempted" and number.name in facts(folder)["reason"]
         assert len(list_names(folder / "checkpoints")) >= 1
     finished(*arguments, cwd=tmp_path)
