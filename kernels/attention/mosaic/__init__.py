@@ -21,7 +21,7 @@ LENGTH_MULTIPLE = 128
 TILES = {
     64: Tiles(Tile(128, 3), Tile(128, 2)),
     128: Tiles(Tile(128, 2), Tile(64, 2)),
-    256: Tiles(Tile(64, 2), None),
+    256: Tiles(Tile(64, 2), Tile(64, 2)),
 }
 # Forward, worth a trial for other masks and lengths; of heads of 256, shared memory holds no more. Backward, registers
 # and layouts leave no choice.
