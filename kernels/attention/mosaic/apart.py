@@ -1,7 +1,7 @@
 """The backward kernel where each warpgroup has 64 keys of its own.
 
-The gradients of keys and values stay in registers. The gradients of the logits also go through shared memory, where both
-warpgroups find those of all 128 keys, and make a half each of what these add to the gradient of the queries.
+The gradients of the logits also go through shared memory, where both warpgroups find those of all 128 keys, and make a
+half each of what these add to the gradient of the queries.
 
 Where registers allow, the product of the next step's logits is begun behind those of this one's gradients, so that the
 matrix unit has work while the loop turns.

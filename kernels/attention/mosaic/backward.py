@@ -19,18 +19,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.attention.blocks import Inputs, Ranges, Rows
 from maxhydra.kernels.attention.mosaic.apart import Apart
-from maxhydra.kernels.attention.mosaic.how import How, Tile
+from maxhydra.kernels.attention.mosaic.how import How
 from maxhydra.kernels.attention.mosaic.parts import PARAMS, WORKERS, meetings
 from maxhydra.kernels.attention.mosaic.program import Program
 from maxhydra.kernels.attention.mosaic.room import Barriers, Memory, Sizes
 from maxhydra.kernels.attention.mosaic.together import OfKeys, OfValues
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def backward(how: How, tile: Tile, inputs: Inputs, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
+@partial(jax.jit, static_argnums=0)
+def backward(how: How, inputs: Inputs, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of queries, keys and values."""
     (B, S, K, H), dtype = inputs.k_BSKH.shape, inputs.k_BSKH.dtype
-    sizes, is_tagged = Sizes.of(inputs, tile), inputs.q_segments_BT is not None
+    sizes, is_tagged = Sizes.of(inputs, how.tiles.backward), inputs.q_segments_BT is not None
     scratch = Memory.of(sizes, dtype, is_tagged=is_tagged), Barriers.of(sizes, is_tagged=is_tagged)
 
     def kernel(*arrays: Any) -> None:

@@ -43,9 +43,7 @@ class Program:
     def ranges(self) -> Ranges:
         """Of the queries that see its keys."""
         (b, _, start), sizes = self.place, self.sizes
-        ranges = query_ranges(
-            self.how.request, start, C=sizes.C, D=sizes.keys, T=sizes.T, is_tagged=self.is_tagged
-        )
+        ranges = query_ranges(self.how.request, start, C=sizes.C, D=sizes.keys, T=sizes.T, is_tagged=self.is_tagged)
         if self.is_tagged:
             ranges = narrowed(ranges, self.meetings_ref, b, jax.lax.div(start, jnp.int32(sizes.keys)))
         return ranges
