@@ -131,4 +131,4 @@ class Apart(Worker):
             to = of_sequence.at[pl.ds(i * sizes.C + worker * ROWS, ROWS), head]
         else:
             to = of_sequence.at[pl.ds(i * sizes.C, ROWS), head, pl.ds(worker * sizes.columns, sizes.columns)]
-        self.add_to_queries(part, to)
+        self.add_to_queries(part, worker, to, on_their_way=0)

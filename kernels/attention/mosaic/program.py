@@ -154,11 +154,12 @@ class Worker:
         mean_C = plgpu.layout_cast(self.program.memory.mean.at[slot][...], ROW)
         return d_weights_DC - across(mean_C, self.program.sizes.block)
 
-    def add_to_queries(self, part: jax.Array, to: Any) -> None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.program.memory.d_q[self.worker] = part
+    def add_to_queries(self, part: jax.Array, room: Any, to: Any, *, on_their_way: int) -> None:
+        """From there; so many others may still be read."""
+        plgpu.wait_smem_to_gmem(on_their_way, wait_read_only=True)
+        self.program.memory.d_q[room] = part
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self.program.memory.d_q.at[self.worker], to, reduction_op="add")
+        plgpu.copy_smem_to_gmem(self.program.memory.d_q.at[room], to, reduction_op="add")
 
     def write(self, gradient: jax.Array, room: Any, to: Any) -> None:
         """Of keys or values, by way of memory that nobody needs any more."""

@@ -61,6 +61,11 @@ class Sizes(NamedTuple):
         return 1 if self.is_split_by_query else WORKERS
 
     @property
+    def rooms(self) -> int:
+        """For what is added to the gradient of the queries."""
+        return WORKERS + self.is_shared
+
+    @property
     def is_ahead(self) -> bool:
         """Whether a step begins the product of the next, which blocks of so few queries leave registers for."""
         return self.C == ROWS
@@ -102,7 +107,7 @@ class Memory(NamedTuple):
             mean=plgpu.SMEM(d_out, jnp.float32),
             weights=memory(*sizes.block, dtype=dtype) if sizes.is_shared else None,
             d_logits=memory(sizes.buffers, sizes.blocks, *sizes.block, dtype=dtype),
-            d_q=memory(WORKERS, ROWS, sizes.columns, dtype=jnp.float32),
+            d_q=memory(sizes.rooms, ROWS, sizes.columns, dtype=jnp.float32),
             q_segments=plgpu.SMEM(moving, jnp.int32) if is_tagged else None,
             kv_segments=plgpu.SMEM((sizes.blocks, ROWS), jnp.int32) if is_tagged else None,
         )

@@ -12,8 +12,9 @@ work while weights are made.
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,11 @@ ONE = 0
 
 
 class _Together(Worker):
+    parts: ClassVar[tuple[int, ...]]
+    """Of the gradient of the queries."""
+    rooms: ClassVar[tuple[int, ...]]
+    """From where they are added, in turn."""
+
     @property
     def keys(self) -> tuple[Any, Any, Any]:
         """Their place in what is written for them."""
@@ -44,23 +50,38 @@ class _Together(Worker):
 
         return jax.lax.fori_loop(0, program.sizes.G, of_head, so_far)
 
-    def d_queries(self, part_ref: Any, part: int) -> None:
+    def d_queries(self, part_ref: Any, which: int) -> None:
         memory = self.program.memory
-        plgpu.wgmma(part_ref, memory.d_logits.at[0, ONE].transpose((1, 0)), memory.k.at[ONE, part])
+        plgpu.wgmma(part_ref, memory.d_logits.at[0, ONE].transpose((1, 0)), memory.k.at[ONE, self.parts[which]])
 
-    def add(self, part_ref: Any, part: int, i: Any, head: Any, *, behind: int) -> None:
+    def add(self, part_ref: Any, which: int, i: Any, head: Any, *, behind: int) -> None:
         """With so many products begun behind it."""
         program, columns = self.program, self.program.sizes.columns
         of_sequence = program.d_q_ref.at[program.place[0]]
-        to = of_sequence.at[pl.ds(i * ROWS, ROWS), head, pl.ds(part * columns, columns)]
-        self.add_to_queries(plgpu.wgmma_accumulator_load(part_ref, wait_n=behind), to)
+        to = of_sequence.at[pl.ds(i * ROWS, ROWS), head, pl.ds(self.parts[which] * columns, columns)]
+        part = plgpu.wgmma_accumulator_load(part_ref, wait_n=behind)
+        room = self.rooms[which % len(self.rooms)]
+        self.add_to_queries(part, room, to, on_their_way=min(which, len(self.rooms) - 1))
 
-    def scoped_part(self, act: Any) -> Any:
+    def others(self, i: Any, head: Any) -> None:
+        """The parts behind the first."""
+
+        def one(part_ref: Any, *, which: int) -> None:
+            self.d_queries(part_ref, which)
+            self.add(part_ref, which, i, head, behind=0)
+
+        for which in range(1, len(self.parts)):
+            self.scoped_part(partial(one, which=which))
+
+    def scoped_part(self, act: Callable[[Any], Any]) -> Any:
         return pl.run_scoped(act, plgpu.ACC((ROWS, self.program.sizes.columns), jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
 class OfValues(_Together):
+    parts = (0,)
+    rooms = (0,)
+
     def run(self, ranges: Ranges) -> None:
         program = self.program
         self.begin(ONE)
@@ -86,6 +107,9 @@ class OfValues(_Together):
         plgpu.barrier_arrive(barriers.weights_here)
         plgpu.barrier_wait(barriers.d_out_here.at[ONE])
         plgpu.wgmma(d_v_ref, weights_DC.astype(dtype), memory.d_out.at[ONE])
+        # What it has read would take registers from what comes next.
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(barriers.d_out_free.at[ONE])
         plgpu.barrier_wait(barriers.d_logits_here)
 
         def finish(part_ref: Any) -> jax.Array:
@@ -95,21 +119,18 @@ class OfValues(_Together):
 
         def next_product(part_ref: Any, product_ref: Any) -> jax.Array:
             self.multiply(product_ref, n + 1, ONE)
-            plgpu.wgmma_wait(1 + sizes.parts)
-            plgpu.barrier_arrive(barriers.d_out_free.at[ONE])
             self.add(part_ref, 0, i, head, behind=sizes.parts)
-            self.scoped_part(second)
+            self.others(i, head)
             return plgpu.wgmma_accumulator_load(product_ref)
-
-        def second(part_ref: Any) -> None:
-            self.d_queries(part_ref, 1)
-            self.add(part_ref, 1, i, head, behind=0)
 
         return n + 1, self.scoped_part(finish)
 
 
 @dataclasses.dataclass(frozen=True)
 class OfKeys(_Together):
+    parts = (1, 2, 3)
+    rooms = (1, 2)
+
     def run(self, ranges: Ranges) -> None:
         program, sizes = self.program, self.program.sizes
         self.begin(ONE)
@@ -141,16 +162,12 @@ class OfKeys(_Together):
         plgpu.barrier_wait(barriers.q_here.at[slot])
 
         def first(part_ref: Any) -> None:
-            self.d_queries(part_ref, 2)
+            self.d_queries(part_ref, 0)
             plgpu.wgmma(d_k_ref, d_logits_DC, memory.q.at[slot])
-            self.add(part_ref, 2, i, head, behind=1)
-
-        def second(part_ref: Any) -> None:
-            self.d_queries(part_ref, 3)
-            self.add(part_ref, 3, i, head, behind=0)
+            self.add(part_ref, 0, i, head, behind=1)
 
         self.scoped_part(first)
-        self.scoped_part(second)
+        self.others(i, head)
         plgpu.barrier_arrive(barriers.q_free.at[slot])
         return n + 1
 
