@@ -21,7 +21,7 @@ from maxhydra.kernels.attention.blocks import Inputs, Ranges, Rows
 from maxhydra.kernels.attention.mosaic.apart import Apart
 from maxhydra.kernels.attention.mosaic.how import How
 from maxhydra.kernels.attention.mosaic.parts import PARAMS, WORKERS, meetings
-from maxhydra.kernels.attention.mosaic.program import Program
+from maxhydra.kernels.attention.mosaic.program import Program, Worker
 from maxhydra.kernels.attention.mosaic.room import Barriers, Memory, Sizes
 from maxhydra.kernels.attention.mosaic.together import OfKeys, OfValues
 
@@ -73,11 +73,11 @@ def _run(program: Program) -> None:
     if not program.sizes.is_ahead:
         pl.when(worker < WORKERS)(partial(_compute, Apart(program, worker), ranges))
         return
-    kinds = (OfValues, OfKeys) if program.sizes.is_shared else (Apart, Apart)
+    kinds: tuple[type[Worker], type[Worker]] = (OfValues, OfKeys) if program.sizes.is_shared else (Apart, Apart)
     for known, kind in enumerate(kinds):
         pl.when(worker == known)(partial(_compute, kind(program, known), ranges))
 
 
-def _compute(worker: Apart | OfKeys | OfValues, ranges: Ranges) -> None:
+def _compute(worker: Worker, ranges: Ranges) -> None:
     plgpu.set_max_registers(240, action="increase")
     worker.run(ranges)

@@ -25,7 +25,8 @@ def _forward(how: How, inputs: Inputs) -> tuple[jax.Array, tuple[Inputs, jax.Arr
 def _backward(how: How, kept: tuple[Inputs, jax.Array, jax.Array], d_out_BTNH: jax.Array) -> tuple[Inputs]:
     inputs, out_BTNH, total_BNT = kept
     rows = Rows.of(out_BTNH, total_BNT, d_out_BTNH)
-    return (Inputs(*backward(how, inputs, rows), rows.d_sinks(inputs), None, None),)
+    d_q_BTNH, d_k_BSKH, d_v_BSKH = backward(how, inputs, rows)
+    return (Inputs(d_q_BTNH, d_k_BSKH, d_v_BSKH, rows.d_sinks(inputs), None, None),)
 
 
 attend.defvjp(_forward, _backward)

@@ -1,5 +1,6 @@
 """A program of the backward kernel: what it works on, what is loaded for it, and what all its warpgroups do alike."""
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -97,11 +98,15 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True)
-class Worker:
+class Worker(abc.ABC):
     """A warpgroup that computes."""
 
     program: Program
     worker: Any
+
+    @abc.abstractmethod
+    def run(self, ranges: Ranges) -> None:
+        """The gradients of its keys or values, and its part of that of the queries."""
 
     def begin(self, block: Any) -> None:
         """Its memory may be loaded; the keys are waited for."""
