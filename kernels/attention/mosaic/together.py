@@ -41,14 +41,9 @@ class _Together(Worker):
         b, k, start = self.program.place
         return b, pl.ds(start, ROWS), k
 
-    def over_queries(self, ranges: Ranges, step: Any, so_far: Any) -> Any:
-        program, k = self.program, self.program.place[1]
-
-        def of_head(g: Any, so_far: Any) -> Any:
-            of_head = partial(step, head=k * program.sizes.G + g)
-            return over(ranges, of_head, so_far, program.how, is_tagged=program.is_tagged, backwards=False)
-
-        return jax.lax.fori_loop(0, program.sizes.G, of_head, so_far)
+    def over_heads(self, act: Callable[..., Any], so_far: Any) -> Any:
+        G, k = self.program.sizes.G, self.program.place[1]
+        return jax.lax.fori_loop(0, G, lambda g, so_far: act(so_far, head=k * G + g), so_far)
 
     def d_queries(self, part_ref: Any, which: int) -> None:
         memory = self.program.memory
@@ -87,8 +82,11 @@ class OfValues(_Together):
         self.begin(ONE)
 
         def total(d_v_ref: Any) -> jax.Array:
-            so_far = (jnp.int32(0), self.first_product(ONE))
-            self.over_queries(ranges, partial(self.step, d_v_ref=d_v_ref), so_far)
+            def of_head(so_far: Any, *, head: Any) -> Any:
+                step = partial(self.step, head=head, d_v_ref=d_v_ref)
+                return over(ranges, step, so_far, program.how, is_tagged=program.is_tagged, backwards=False)
+
+            self.over_heads(of_head, (jnp.int32(0), self.first_product(ONE)))
             return plgpu.wgmma_accumulator_load(d_v_ref)
 
         d_v_DH = pl.run_scoped(total, plgpu.ACC((ROWS, program.sizes.H), jnp.float32))
@@ -136,7 +134,11 @@ class OfKeys(_Together):
         self.begin(ONE)
 
         def total(d_k_ref: Any) -> tuple[jax.Array, Any]:
-            n = self.over_queries(ranges, partial(self.step, d_k_ref=d_k_ref), jnp.int32(0))
+            def of_head(n: Any, *, head: Any) -> Any:
+                # One loop, since what is hidden has no weight already.
+                return jax.lax.fori_loop(ranges.first, ranges.last, partial(self.step, head=head, d_k_ref=d_k_ref), n)
+
+            n = self.over_heads(of_head, jnp.int32(0))
             return plgpu.wgmma_accumulator_load(d_k_ref), n
 
         d_k_DH, n = pl.run_scoped(total, plgpu.ACC((ROWS, sizes.H), jnp.float32))
@@ -145,9 +147,7 @@ class OfKeys(_Together):
         self.write(d_k_DH * program.how.request.scale, room, program.d_k_ref.at[self.keys])
         plgpu.wait_smem_to_gmem(0)
 
-    def step(self, i: Any, n: Any, *, masked: bool, head: Any, d_k_ref: Any) -> Any:
-        """What is hidden has no weight already."""
-        del masked
+    def step(self, i: Any, n: Any, *, head: Any, d_k_ref: Any) -> Any:
         memory, barriers, dtype = self.program.memory, self.program.barriers, self.program.memory.v.dtype
         slot = slot_of(n, self.program.sizes.stages)
         plgpu.barrier_wait(barriers.d_out_here.at[ONE])
