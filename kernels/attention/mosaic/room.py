@@ -1,5 +1,6 @@
 """What the backward kernel holds in shared memory, and the barriers that say when."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -136,15 +137,16 @@ class Barriers(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sizes, *, is_tagged: bool) -> "Barriers":
-        copies, free = 1 + sizes.parts + is_tagged, partial(plgpu.Barrier, num_arrivals=WORKERS)
+        copies = 1 + sizes.parts + is_tagged
+        free: Callable[..., Any] = plgpu.Barrier
         if sizes.together:
-            free = partial(plgpu.ClusterBarrier, collective_axes=(sizes.together,), num_arrivals=WORKERS)
+            free = partial(plgpu.ClusterBarrier, collective_axes=(sizes.together,))
         return cls(
             kv_here=plgpu.Barrier(num_arrivals=copies, num_barriers=sizes.blocks),
             q_here=plgpu.Barrier(num_arrivals=2 + is_tagged, num_barriers=sizes.stages),
             d_out_here=plgpu.Barrier(num_arrivals=2, num_barriers=sizes.d_out_stages),
-            q_free=free(num_barriers=sizes.stages),
-            d_out_free=free(num_barriers=sizes.d_out_stages),
+            q_free=free(num_arrivals=WORKERS, num_barriers=sizes.stages),
+            d_out_free=free(num_arrivals=WORKERS, num_barriers=sizes.d_out_stages),
             weights_here=plgpu.Barrier() if sizes.is_shared else None,
             d_logits_here=plgpu.Barrier(num_arrivals=1 if sizes.is_shared else WORKERS),
         )
