@@ -1,6 +1,5 @@
 """What the backward kernel holds in shared memory, and the barriers that say when."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -137,16 +136,15 @@ class Barriers(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sizes, *, is_tagged: bool) -> "Barriers":
-        copies = 1 + sizes.parts + is_tagged
-        free: Callable[..., Any] = plgpu.Barrier
+        copies, free = 1 + sizes.parts + is_tagged, partial(plgpu.Barrier, num_arrivals=WORKERS)
         if sizes.together:
-            free = partial(plgpu.ClusterBarrier, collective_axes=(sizes.together,))
+            free = partial(plgpu.ClusterBarrier, collective_axes=(sizes.together,), num_arrivals=WORKERS)
         return cls(
             kv_here=plgpu.Barrier(num_arrivals=copies, num_barriers=sizes.blocks),
             q_here=plgpu.Barrier(num_arrivals=2 + is_tagged, num_barriers=sizes.stages),
             d_out_here=plgpu.Barrier(num_arrivals=2, num_barriers=sizes.d_out_stages),
-            q_free=free(num_arrivals=WORKERS, num_barriers=sizes.stages),
-            d_out_free=free(num_arrivals=WORKERS, num_barriers=sizes.d_out_stages),
+            q_free=free(num_barriers=sizes.stages),
+            d_out_free=free(num_barriers=sizes.d_out_stages),
             weights_here=plgpu.Barrier() if sizes.is_shared else None,
             d_logits_here=plgpu.Barrier(num_arrivals=1 if sizes.is_shared else WORKERS),
         )
