@@ -22,7 +22,7 @@ from maxhydra.kernels.attention.mosaic.apart import Apart
 from maxhydra.kernels.attention.mosaic.how import How
 from maxhydra.kernels.attention.mosaic.parts import PARAMS, WORKERS, meetings
 from maxhydra.kernels.attention.mosaic.program import Program, Worker
-from maxhydra.kernels.attention.mosaic.room import KEYS, Barriers, Memory, Sizes
+from maxhydra.kernels.attention.mosaic.room import Barriers, Memory, Sizes
 from maxhydra.kernels.attention.mosaic.together import OfKeys, OfValues
 
 
@@ -41,17 +41,15 @@ def backward(how: How, inputs: Inputs, rows: Rows) -> tuple[jax.Array, jax.Array
 
     met = None
     if is_tagged:
-        met = meetings(inputs.kv_segments_BS, inputs.q_segments_BT, rows=KEYS, columns=sizes.C)
+        met = meetings(inputs.kv_segments_BS, inputs.q_segments_BT, rows=sizes.keys, columns=sizes.C)
     of_keys = jax.ShapeDtypeStruct((B, S, K, H), dtype)
     d_q_ref = jax.new_ref(_zeros_once_there(rows, inputs.q_BTNH.shape))
     d_k_BSKH, d_v_BSKH = pl.kernel(
         kernel,
         out_type=(of_keys, of_keys),
         mesh=plgpu.Mesh(
-            grid=(B, K, S // KEYS),
+            grid=(B, K, S // sizes.keys),
             grid_names=("b", "k", "block"),
-            cluster=(sizes.programs,) if sizes.together else (),
-            cluster_names=(sizes.together,) if sizes.together else (),
             num_threads=WORKERS + 1,
             thread_name="warpgroup",
         ),

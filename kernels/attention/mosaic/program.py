@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from maxhydra.kernels.attention.blocks import Inputs, Ranges, Rows, query_ranges
 from maxhydra.kernels.attention.mosaic.how import How
 from maxhydra.kernels.attention.mosaic.parts import COLUMN, ROW, ROWS, across, hidden_as, logits, narrowed, slot_of
-from maxhydra.kernels.attention.mosaic.room import KEYS, Barriers, Memory, Sizes
+from maxhydra.kernels.attention.mosaic.room import Barriers, Memory, Sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +38,16 @@ class Program:
     def place(self) -> tuple[Any, Any, Any]:
         """Sequence, head and first key."""
         b, k, block = (jax.lax.axis_index(name) for name in ("b", "k", "block"))
-        start = block * KEYS
-        if self.sizes.together:
-            start += jax.lax.axis_index(self.sizes.together) * ROWS
-        return b, k, start
+        return b, k, block * self.sizes.keys
 
     @property
     def ranges(self) -> Ranges:
-        """Of the queries that see its keys, or those of programs that load together."""
-        b, block, sizes = self.place[0], jax.lax.axis_index("block"), self.sizes
-        request, is_tagged = self.how.request, self.is_tagged
-        ranges = query_ranges(request, block * KEYS, C=sizes.C, D=KEYS, T=sizes.T, is_tagged=is_tagged)
-        return narrowed(ranges, self.meetings_ref, b, block) if is_tagged else ranges
+        """Of the queries that see its keys."""
+        (b, _, start), sizes = self.place, self.sizes
+        ranges = query_ranges(self.how.request, start, C=sizes.C, D=sizes.keys, T=sizes.T, is_tagged=self.is_tagged)
+        if self.is_tagged:
+            ranges = narrowed(ranges, self.meetings_ref, b, jax.lax.div(start, jnp.int32(sizes.keys)))
+        return ranges
 
     def load(self, ranges: Ranges) -> None:
         plgpu.set_max_registers(24, action="decrease")
@@ -76,8 +74,8 @@ class Program:
             slot, queries = slot_of(n, self.sizes.d_out_stages), pl.ds(i * C, C)
             here = barriers.d_out_here.at[slot]
             plgpu.barrier_wait(barriers.d_out_free.at[slot])
-            self.copy(rows.d_out_BTNH.at[b, queries, head], memory.d_out.at[slot], here)
-            self.copy(rows.mean_BNT.at[b, head, queries], memory.mean.at[slot], here)
+            plgpu.copy_gmem_to_smem(rows.d_out_BTNH.at[b, queries, head], memory.d_out.at[slot], here)
+            plgpu.copy_gmem_to_smem(rows.mean_BNT.at[b, head, queries], memory.mean.at[slot], here)
             return n + 1
 
         def of_head(g: Any, n: Any) -> Any:
@@ -87,24 +85,16 @@ class Program:
         if self.sizes.is_ahead:
             # For the product that the last step begins, which nobody uses.
             self.load_query(0, steps, k * G)
-        if self.sizes.together:
-            # The other program may still say here that it is done.
-            plgpu.barrier_wait(barriers.q_free.at[slot_of(steps + 1, self.sizes.stages)])
-            plgpu.barrier_wait(barriers.d_out_free.at[0])
 
     def load_query(self, i: Any, n: Any, head: Any) -> None:
         b, refs, memory, barriers = self.place[0], self.refs, self.memory, self.barriers
         slot, queries = slot_of(n, self.sizes.stages), pl.ds(i * self.sizes.C, self.sizes.C)
         here = barriers.q_here.at[slot]
         plgpu.barrier_wait(barriers.q_free.at[slot])
-        self.copy(refs.q_BTNH.at[b, queries, head], memory.q.at[slot], here)
-        self.copy(self.rows.total_BNT.at[b, head, queries], memory.total.at[slot], here)
+        plgpu.copy_gmem_to_smem(refs.q_BTNH.at[b, queries, head], memory.q.at[slot], here)
+        plgpu.copy_gmem_to_smem(self.rows.total_BNT.at[b, head, queries], memory.total.at[slot], here)
         if self.is_tagged:
-            self.copy(refs.q_segments_BT.at[b, queries], memory.q_segments.at[slot], here)
-
-    def copy(self, source: Any, to: Any, here: Any) -> None:
-        """For all that load together, each of which reads a part."""
-        plgpu.copy_gmem_to_smem(source, to, here, collective_axes=self.sizes.together)
+            plgpu.copy_gmem_to_smem(refs.q_segments_BT.at[b, queries], memory.q_segments.at[slot], here)
 
 
 @dataclasses.dataclass(frozen=True)

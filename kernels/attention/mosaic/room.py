@@ -1,6 +1,5 @@
 """What the backward kernel holds in shared memory, and the barriers that say when."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,12 +9,8 @@ from maxhydra.kernels.attention.blocks import Inputs
 from maxhydra.kernels.attention.mosaic.how import Tile
 from maxhydra.kernels.attention.mosaic.parts import ROWS, WORKERS, memory
 
-# That go over the same queries: two warpgroups', of one program, or of two that load together.
-KEYS = WORKERS * ROWS
 # The gradients of 64 keys and of their values are two sums in the registers of one warpgroup up to this head size.
 OWN_KEYS = 128
-# The axis of programs that load together.
-PAIR = "pair"
 
 
 class Sizes(NamedTuple):
@@ -41,13 +36,8 @@ class Sizes(NamedTuple):
         return 1 if self.is_shared else WORKERS
 
     @property
-    def programs(self) -> int:
-        """That load together."""
-        return KEYS // (self.blocks * ROWS)
-
-    @property
-    def together(self) -> str | None:
-        return PAIR if self.programs > 1 else None
+    def keys(self) -> int:
+        return self.blocks * ROWS
 
     @property
     def block(self) -> tuple[int, int]:
@@ -136,15 +126,13 @@ class Barriers(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sizes, *, is_tagged: bool) -> "Barriers":
-        copies, free = 1 + sizes.parts + is_tagged, partial(plgpu.Barrier, num_arrivals=WORKERS)
-        if sizes.together:
-            free = partial(plgpu.ClusterBarrier, collective_axes=(sizes.together,), num_arrivals=WORKERS)
+        copies = 1 + sizes.parts + is_tagged
         return cls(
             kv_here=plgpu.Barrier(num_arrivals=copies, num_barriers=sizes.blocks),
             q_here=plgpu.Barrier(num_arrivals=2 + is_tagged, num_barriers=sizes.stages),
             d_out_here=plgpu.Barrier(num_arrivals=2, num_barriers=sizes.d_out_stages),
-            q_free=free(num_barriers=sizes.stages),
-            d_out_free=free(num_barriers=sizes.d_out_stages),
+            q_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=sizes.stages),
+            d_out_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=sizes.d_out_stages),
             weights_here=plgpu.Barrier() if sizes.is_shared else None,
             d_logits_here=plgpu.Barrier(num_arrivals=1 if sizes.is_shared else WORKERS),
         )
