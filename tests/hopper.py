@@ -1,0 +1,461 @@
+"""A Hopper GPU in NumPy, which runs Pallas kernels for Mosaic as they stand: `run(f, *arrays)` is f(*arrays).
+
+Values alone would hide most mistakes of such kernels, so nothing happens before it must: a product of the matrix unit is
+made when it is waited for, a copy at any time before its barrier is, and warpgroups take turns at random. What is read
+too early, or written over while an asynchronous unit may still read it, is a Race or not a number; a wait for what
+never comes is a Deadlock. Layouts of registers and shared memory are left to the compiler, as are programs that speak
+to each other: clusters and semaphores.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+
+# Reversed where memory is made: it has its logical shape from the start.
+LAYOUTS = ("UnswizzleRef", "UntilingTransform")
+NOTHING = ("set_max_registers_p", "commit_group")
+INNER = ("jaxpr", "call", "call_jaxpr", "fun_jaxpr")
+
+
+class Race(Exception):
+    """Something depends on what comes first."""
+
+
+class Deadlock(Exception):
+    """All warpgroups wait."""
+
+
+def run(function: Callable[..., Any], *arguments: Any, seed: int = 0) -> Any:
+    traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    host = Warpgroup(Program({}, 1, np.random.default_rng(seed)), 0)
+    outcome = _last(host.evaluate(traced, jax.tree.leaves(arguments)))
+    return jax.tree.unflatten(jax.tree.structure(shapes), outcome)
+
+
+def _last(steps: Generator[Any, None, Any]) -> Any:
+    try:
+        while True:
+            next(steps)
+    except StopIteration as stop:
+        return stop.value
+
+
+class Memory:
+    def __init__(self, values: np.ndarray, space: str) -> None:
+        self.values, self.space = values, space
+        # Who wrote a number of shared memory and has not yet said so to the asynchronous units; zero: nobody.
+        self.writers = np.zeros(values.shape, np.int8) if space == "smem" else None
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: Any, space: str) -> "Memory":
+        memory = cls(np.zeros(shape, dtype), space)
+        if space != "regs":
+            poison(memory.values)
+        return memory
+
+    def at(self, transforms: Iterable[Any]) -> "View":
+        return View(self, tuple(itertools.dropwhile(lambda one: type(one).__name__ in LAYOUTS, transforms)))
+
+
+def poison(values: np.ndarray) -> None:
+    values[...] = np.iinfo(values.dtype).min if np.issubdtype(values.dtype, np.integer) else np.nan
+
+
+class View(NamedTuple):
+    memory: Memory
+    transforms: tuple[Any, ...]
+
+    @property
+    def values(self) -> np.ndarray:
+        return self.of(self.memory.values)
+
+    @property
+    def writers(self) -> np.ndarray:
+        return self.of(self.memory.writers)
+
+    def of(self, values: np.ndarray) -> np.ndarray:
+        for transform in self.transforms:
+            match type(transform).__name__:
+                case "NDIndexer":
+                    # Copies from and to global memory may reach beyond its end.
+                    reach = None if self.memory.space == "gmem" else values.shape
+                    values = values[(*_places(transform.indices, reach), ...)]
+                case "TransposeTransform":
+                    values = values.transpose(transform.permutation)
+                case other:
+                    raise NotImplementedError(f"memory seen through {other}")
+        return values
+
+    def sent(self) -> np.ndarray:
+        """As an asynchronous unit reads it."""
+        if self.memory.writers is not None and self.writers.any():
+            raise Race("shared memory is read before commit_smem() has made known what was written")
+        return self.values.copy()
+
+
+def _places(indices: Iterable[Any], reach: tuple[int, ...] | None) -> Iterable[Any]:
+    for axis, index in enumerate(indices):
+        if not hasattr(index, "stride"):
+            assert np.ndim(index) == 0, "an array of indices"
+            first, place, beyond = int(index), int(index), int(index) + 1
+        else:
+            first, beyond = int(index.start), int(index.start) + (int(index.size) - 1) * index.stride + 1
+            place = slice(first, beyond, index.stride)
+        if first < 0 or (reach is not None and beyond > reach[axis]):
+            raise IndexError(f"{first}:{beyond} of {reach}")
+        yield place
+
+
+class Barrier:
+    def __init__(self, arrivals: int) -> None:
+        self.arrivals, self.arrived, self.phases = arrivals, 0, 0
+        self.seen: dict[int, int] = {}
+
+    def arrive(self) -> None:
+        self.arrived += 1
+        if self.arrived == self.arrivals:
+            self.arrived, self.phases = 0, self.phases + 1
+
+    def has_passed(self, number: int) -> bool:
+        ahead = self.phases - self.seen.get(number, 0)
+        if ahead > 1:
+            # A wait knows phases by their parity.
+            raise Race("a barrier went on by two phases while a warpgroup was to wait for the first")
+        return ahead == 1
+
+    def pass_by(self, number: int) -> None:
+        self.seen[number] = self.seen.get(number, 0) + 1
+
+
+class Product:
+    """acc += left @ right, of the matrix unit; its operands in shared memory are read at any time before it ends."""
+
+    def __init__(self, acc: View, *operands: Any) -> None:
+        self.acc, self.operands = acc, operands
+        self.first_read = self.read()
+
+    def read(self) -> list[np.ndarray]:
+        return [one.sent() if isinstance(one, View) else np.asarray(one) for one in self.operands]
+
+    def finish(self) -> None:
+        left, right = _unchanged(self.first_read, self.read())
+        wide = self.acc.values.dtype
+        self.acc.values[...] += np.matmul(left.astype(wide), right.astype(wide))
+
+
+class Store:
+    """From shared to global memory."""
+
+    def __init__(self, source: View, target: View, operation: str | None) -> None:
+        self.source, self.target, self.operation = source, target, operation
+        self.first_read = source.sent()
+
+    def finish(self) -> None:
+        (values,) = _unchanged([self.first_read], [self.source.sent()])
+        target = self.target.values
+        values = values[tuple(map(slice, target.shape))]
+        combine = {None: lambda _, new: new, "add": np.add, "min": np.minimum, "max": np.maximum}[self.operation]
+        target[...] = combine(target, values)
+
+
+class Load(NamedTuple):
+    """From global to shared memory."""
+
+    source: View
+    target: View
+    barrier: Barrier
+
+    def finish(self) -> None:
+        source, target = self.source.values, self.target.values
+        target[...] = 0
+        target[tuple(map(slice, source.shape))] = source
+        self.barrier.arrive()
+
+
+def _unchanged(before: list[np.ndarray], now: list[np.ndarray]) -> list[np.ndarray]:
+    if any(one.tobytes() != other.tobytes() for one, other in zip(before, now, strict=True)):
+        raise Race("shared memory is written over while an asynchronous unit may still read it")
+    return now
+
+
+class Program:
+    """One place of the grid with its warpgroups; `place` by axis name."""
+
+    def __init__(self, place: dict[str, int], threads: int, rng: np.random.Generator) -> None:
+        self.place, self.threads, self.rng = place, threads, rng
+        self.loads: list[Load] = []
+        self.scopes: dict[tuple[int, int], list[Any]] = {}
+
+    def run(self, jaxpr: Any, memories: list[Memory], thread_name: str | None) -> None:
+        groups = [Warpgroup(self, number, thread_name) for number in range(self.threads)]
+        steps = {group: group.evaluate(jaxpr, memories) for group in groups}
+        waits: dict[Warpgroup, Any] = {group: None for group in groups}
+        while steps:
+            able = [group for group in steps if waits[group] is None or waits[group].has_passed(group.number)]
+            if not able and not self.loads:
+                raise Deadlock(", ".join(f"warpgroup {group.number} at {group.at}" for group in steps))
+            chosen = int(self.rng.integers(len(able) + len(self.loads)))
+            if chosen >= len(able):
+                self.loads.pop(chosen - len(able)).finish()
+                continue
+            group = able[chosen]
+            if waits[group] is not None:
+                waits[group].pass_by(group.number)
+            try:
+                waits[group] = next(steps[group])
+            except StopIteration:
+                del steps[group]
+        if self.loads or any(group.products or group.stores for group in groups):
+            raise Race("a program ends before what it has begun")
+
+
+class Warpgroup:
+    """Goes through a program's equations; a generator of barriers to wait for, None where others may go first."""
+
+    def __init__(self, program: Program, number: int, name: str | None = None) -> None:
+        self.program, self.number = program, number
+        self.place = {**program.place, **({} if name is None else {name: number})}
+        self.products: deque[Product] = deque()
+        self.stores: deque[Store] = deque()
+        self.written: list[View] = []
+        self.visits: dict[int, int] = {}
+        self.at = ""
+
+    def evaluate(self, jaxpr: Any, arguments: Iterable[Any]) -> Generator[Barrier | None, None, list[Any]]:
+        consts = []
+        if isinstance(jaxpr, ClosedJaxpr):
+            jaxpr, consts = jaxpr.jaxpr, jaxpr.consts
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+
+        def value(var: Any) -> Any:
+            return var.val if isinstance(var, Literal) else known[var]
+
+        for equation in jaxpr.eqns:
+            name, values = equation.primitive.name, list(map(value, equation.invars))
+            self.at = name
+            if rule := RULES.get(name):
+                outcome = rule(self, equation, *values)
+                if isinstance(outcome, Generator):
+                    outcome = yield from outcome
+            elif inner := next((equation.params[key] for key in INNER if key in equation.params), None):
+                outcome = yield from self.evaluate(inner, values)
+            elif name in NOTHING:
+                outcome = []
+            else:
+                outcome = equation.primitive.bind(*values, **equation.params)
+                outcome = outcome if equation.primitive.multiple_results else [outcome]
+            known.update(zip(equation.outvars, outcome or [], strict=True))
+        return list(map(value, jaxpr.outvars))
+
+    def finish(self, begun: deque, but: int) -> None:
+        while len(begun) > but:
+            begun.popleft().finish()
+
+    def settled(self, memory: Memory) -> np.ndarray:
+        if any(product.acc.memory is memory for product in self.products):
+            raise Race("an accumulator is read before its product has ended")
+        return memory.values.copy()
+
+
+def _views(equation: Any, leaves: Iterable[Any], *memories: tuple[Any, Any]) -> Iterable[Any]:
+    """Memories as seen through transforms whose leaves follow each other; an array as it is."""
+    leaves = iter(leaves)
+    for memory, tree in memories:
+        count = 0 if tree is None else tree.num_leaves
+        some = list(itertools.islice(leaves, count))
+        transforms = () if tree is None else jax.tree.unflatten(tree, some)
+        yield memory.at(transforms) if isinstance(memory, Memory) else memory
+    assert not list(leaves), f"{equation.primitive.name} with a predicate"
+
+
+def _axis_index(self: Warpgroup, equation: Any) -> Any:
+    return [np.int32(self.place[equation.params["axis_name"]])]
+
+
+def _cond(self: Warpgroup, equation: Any, which: Any, *values: Any) -> Any:
+    return (yield from self.evaluate(equation.params["branches"][int(which)], values))
+
+
+def _while(self: Warpgroup, equation: Any, *values: Any) -> Any:
+    params = equation.params
+    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    of_cond, of_body, carry = values[:first], values[first:second], list(values[second:])
+    while (yield from self.evaluate(params["cond_jaxpr"], [*of_cond, *carry]))[0]:
+        carry = yield from self.evaluate(params["body_jaxpr"], [*of_body, *carry])
+    return carry
+
+
+def _scan(self: Warpgroup, equation: Any, *values: Any) -> Any:
+    params, inner = equation.params, getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
+    # What goes around has the shape of the loop's own; what is taken or given step by step has one more axis.
+    carried = _alike(equation.outvars, inner.outvars)
+    beyond = _alike(equation.invars, inner.invars)
+    consts, carry, every = values[: beyond - carried], list(values[beyond - carried : beyond]), values[beyond:]
+    steps, outs = range(params["length"]), []
+    for i in reversed(steps) if params["reverse"] else steps:
+        out = yield from self.evaluate(params["jaxpr"], [*consts, *carry, *(one[i] for one in every)])
+        carry = out[:carried]
+        outs.append(out[carried:])
+    outs = outs[::-1] if params["reverse"] else outs
+    return [*carry, *(np.stack(one) for one in zip(*outs, strict=True))]
+
+
+def _alike(outer: Iterable[Any], inner: Iterable[Any]) -> int:
+    return sum(one.aval.shape == other.aval.shape for one, other in zip(outer, inner, strict=True))
+
+
+def _run_scoped(self: Warpgroup, equation: Any, *values: Any) -> Any:
+    params = equation.params
+    visit = self.visits[id(equation)] = self.visits.get(id(equation), 0) + 1
+
+    def made() -> list[Any]:
+        new = params["jaxpr"].invars
+        return [_made(var.aval, layouts) for var, layouts in zip(new, params["ref_transforms"], strict=True)]
+
+    key = (id(equation), visit)
+    scope = self.program.scopes.setdefault(key, made()) if params["collective_axes"] else made()
+    outcome = yield from self.evaluate(ClosedJaxpr(params["jaxpr"], values), scope)
+    for memory in scope:
+        if isinstance(memory, Memory) and memory.space == "regs":
+            self.settled(memory)
+    return outcome
+
+
+def _made(aval: Any, layouts: Iterable[Any]) -> Any:
+    """Memory or barriers of a scope."""
+    inner, space = aval.inner_aval, str(aval.memory_space)
+    if hasattr(inner.dtype, "num_arrivals"):
+        barriers = np.empty(inner.shape, object)
+        for i in range(barriers.size):
+            barriers.flat[i] = Barrier(inner.dtype.num_arrivals)
+        return Memory(barriers, "barriers")
+    for layout in layouts:
+        inner = layout.transform_type(inner)
+    return Memory.empty(inner.shape, inner.dtype, space)
+
+
+def _run_state(self: Warpgroup, equation: Any, *values: Any) -> Any:
+    params = equation.params
+    assert all(params["is_initialized"])
+    refs = [
+        one if isinstance(one, Memory) else Memory(np.array(one), str(var.aval.memory_space))
+        for one, var in zip(values, params["jaxpr"].invars, strict=True)
+    ]
+    yield from self.evaluate(params["jaxpr"], refs)
+    if any(ref.space == "regs" for ref in refs):
+        self.finish(self.products, 0)
+    return [one if isinstance(one, Memory) else ref.values for one, ref in zip(values, refs, strict=True)]
+
+
+def _new_ref(self: Warpgroup, equation: Any, value: Any) -> Any:
+    return [Memory(np.array(value), "gmem")]
+
+
+def _launch(self: Warpgroup, equation: Any, *values: Any) -> Any:
+    (jaxpr,), (mesh,) = equation.params["jaxprs"], equation.params["meshes"]
+    assert not mesh.cluster and not equation.params["input_output_aliases"], mesh
+    memories = [one if isinstance(one, Memory) else Memory(np.array(one), "gmem") for one in values]
+    outs = [Memory.empty(var.aval.shape, var.aval.dtype, "gmem") for var in equation.outvars]
+    for place in np.ndindex(*mesh.grid):
+        named = dict(zip(mesh.grid_names, place, strict=True))
+        program = Program(named, int(mesh.num_threads or 1), self.program.rng)
+        program.run(jaxpr, [*memories, *outs], mesh.thread_name)
+    return [out.values for out in outs]
+
+
+def _get(self: Warpgroup, equation: Any, memory: Memory, *leaves: Any) -> Any:
+    (view,) = _views(equation, leaves, (memory, equation.params["tree"]))
+    self.settled(memory)
+    return [view.values.copy()]
+
+
+def _swap(self: Warpgroup, equation: Any, memory: Memory, value: Any, *leaves: Any) -> Any:
+    (view,) = _views(equation, leaves, (memory, equation.params["tree"]))
+    self.settled(memory)
+    before = view.values.copy()
+    view.values[...] = value
+    if memory.writers is not None:
+        view.writers[...] = self.number + 1
+        self.written.append(view)
+    return [before]
+
+
+def _commit_smem(self: Warpgroup, equation: Any) -> None:
+    for view in self.written:
+        view.writers[view.writers == self.number + 1] = 0
+    self.written.clear()
+
+
+def _arrive(self: Warpgroup, equation: Any, barriers: Memory, *leaves: Any) -> Any:
+    (view,) = _views(equation, leaves, (barriers, equation.params["transforms_treedef"]))
+    view.values.item().arrive()
+    yield None
+
+
+def _wait(self: Warpgroup, equation: Any, barriers: Memory, *leaves: Any) -> Any:
+    (view,) = _views(equation, leaves, (barriers, equation.params["transforms_treedef"]))
+    yield view.values.item()
+
+
+def _load(self: Warpgroup, equation: Any, source: Memory, target: Memory, barriers: Memory, *leaves: Any) -> None:
+    params = equation.params
+    assert not params["collective_axes"]
+    trees = (params[f"{one}_transforms_treedef"] for one in ("src", "dst", "barrier"))
+    from_, to, barrier = _views(equation, leaves, *zip((source, target, barriers), trees, strict=True))
+    poison(to.values)
+    self.program.loads.append(Load(from_, to, barrier.values.item()))
+
+
+def _store(self: Warpgroup, equation: Any, source: Memory, target: Memory, *leaves: Any) -> None:
+    params = equation.params
+    assert params["commit_group"]
+    trees = (params[f"{one}_transforms_treedef"] for one in ("src", "dst"))
+    from_, to = _views(equation, leaves, *zip((source, target), trees, strict=True))
+    self.stores.append(Store(from_, to, params["reduction_op"]))
+
+
+def _wgmma(self: Warpgroup, equation: Any, acc: Memory, left: Any, right: Any, *leaves: Any) -> None:
+    trees = (equation.params[f"{one}_transforms_tree"] for one in ("acc", "a", "b"))
+    self.products.append(Product(*_views(equation, leaves, *zip((acc, left, right), trees, strict=True))))
+
+
+def _deref(self: Warpgroup, equation: Any, acc: Memory) -> Any:
+    self.finish(self.products, equation.params["wait_n"] or 0)
+    return [self.settled(acc)]
+
+
+def _wgmma_wait(self: Warpgroup, equation: Any, *n: Any) -> None:
+    self.finish(self.products, int(equation.params.get("n", *n)))
+
+
+def _wait_store(self: Warpgroup, equation: Any, *n: Any) -> None:
+    self.finish(self.stores, int(equation.params.get("n", *n)))
+
+
+RULES = {
+    "axis_index": _axis_index,
+    "layout_cast": lambda self, equation, value: [value],
+    "cond": _cond,
+    "while": _while,
+    "scan": _scan,
+    "run_scoped": _run_scoped,
+    "run_state": _run_state,
+    "new_ref": _new_ref,
+    "mpmd_map": _launch,
+    "get": _get,
+    "swap": _swap,
+    "commit_smem": _commit_smem,
+    "barrier_arrive": _arrive,
+    "barrier_wait": _wait,
+    "copy_gmem_to_smem": _load,
+    "copy_smem_to_gmem": _store,
+    "wait_smem_to_gmem": _wait_store,
+    "wgmma_ref": _wgmma,
+    "wgmma_accumulator_deref_p": _deref,
+    "wgmma_wait": _wgmma_wait,
+}
