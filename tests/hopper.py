@@ -1,29 +1,24 @@
 """A Hopper GPU in NumPy, which runs Pallas kernels for Mosaic as they stand: `run(f, *arrays)` is f(*arrays).
 
-Values alone would hide most mistakes of such kernels, so nothing happens before it must: a product of the matrix unit is
-made when it is waited for, a copy at any time before its barrier is, and warpgroups take turns at random. What is read
-too early, or written over while an asynchronous unit may still read it, is a Race or not a number; a wait for what
-never comes is a Deadlock. Layouts of registers and shared memory are left to the compiler, as are programs that speak
-to each other: clusters and semaphores.
+Values alone would hide most mistakes of such kernels, so nothing happens before it must: a product of the matrix unit
+is made when it is waited for, a copy at any time before its barrier has passed, and warpgroups take turns at random.
+hopper_memory.py says what is a Race then; a wait for what never comes is a Deadlock. Layouts of registers and of shared
+memory are left to the compiler, which the lowering shows. There are no clusters and no semaphores.
 """
 
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
+from hopper_memory import Barrier, Load, Memory, Product, Race, Store, View
 from jax.extend.core import ClosedJaxpr, Literal
 
-# Reversed where memory is made: it has its logical shape from the start.
-LAYOUTS = ("UnswizzleRef", "UntilingTransform")
 NOTHING = ("set_max_registers_p", "commit_group")
+# Where an equation has another program inside.
 INNER = ("jaxpr", "call", "call_jaxpr", "fun_jaxpr")
-
-
-class Race(Exception):
-    """Something depends on what comes first."""
 
 
 class Deadlock(Exception):
@@ -45,144 +40,6 @@ def _last(steps: Generator[Any, None, Any]) -> Any:
         return stop.value
 
 
-class Memory:
-    def __init__(self, values: np.ndarray, space: str) -> None:
-        self.values, self.space = values, space
-        # Who wrote a number of shared memory and has not yet said so to the asynchronous units; zero: nobody.
-        self.writers = np.zeros(values.shape, np.int8) if space == "smem" else None
-
-    @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: Any, space: str) -> "Memory":
-        memory = cls(np.zeros(shape, dtype), space)
-        if space != "regs":
-            poison(memory.values)
-        return memory
-
-    def at(self, transforms: Iterable[Any]) -> "View":
-        return View(self, tuple(itertools.dropwhile(lambda one: type(one).__name__ in LAYOUTS, transforms)))
-
-
-def poison(values: np.ndarray) -> None:
-    values[...] = np.iinfo(values.dtype).min if np.issubdtype(values.dtype, np.integer) else np.nan
-
-
-class View(NamedTuple):
-    memory: Memory
-    transforms: tuple[Any, ...]
-
-    @property
-    def values(self) -> np.ndarray:
-        return self.of(self.memory.values)
-
-    @property
-    def writers(self) -> np.ndarray:
-        return self.of(self.memory.writers)
-
-    def of(self, values: np.ndarray) -> np.ndarray:
-        for transform in self.transforms:
-            match type(transform).__name__:
-                case "NDIndexer":
-                    # Copies from and to global memory may reach beyond its end.
-                    reach = None if self.memory.space == "gmem" else values.shape
-                    values = values[(*_places(transform.indices, reach), ...)]
-                case "TransposeTransform":
-                    values = values.transpose(transform.permutation)
-                case other:
-                    raise NotImplementedError(f"memory seen through {other}")
-        return values
-
-    def sent(self) -> np.ndarray:
-        """As an asynchronous unit reads it."""
-        if self.memory.writers is not None and self.writers.any():
-            raise Race("shared memory is read before commit_smem() has made known what was written")
-        return self.values.copy()
-
-
-def _places(indices: Iterable[Any], reach: tuple[int, ...] | None) -> Iterable[Any]:
-    for axis, index in enumerate(indices):
-        if not hasattr(index, "stride"):
-            assert np.ndim(index) == 0, "an array of indices"
-            first, place, beyond = int(index), int(index), int(index) + 1
-        else:
-            first, beyond = int(index.start), int(index.start) + (int(index.size) - 1) * index.stride + 1
-            place = slice(first, beyond, index.stride)
-        if first < 0 or (reach is not None and beyond > reach[axis]):
-            raise IndexError(f"{first}:{beyond} of {reach}")
-        yield place
-
-
-class Barrier:
-    def __init__(self, arrivals: int) -> None:
-        self.arrivals, self.arrived, self.phases = arrivals, 0, 0
-        self.seen: dict[int, int] = {}
-
-    def arrive(self) -> None:
-        self.arrived += 1
-        if self.arrived == self.arrivals:
-            self.arrived, self.phases = 0, self.phases + 1
-
-    def has_passed(self, number: int) -> bool:
-        ahead = self.phases - self.seen.get(number, 0)
-        if ahead > 1:
-            # A wait knows phases by their parity.
-            raise Race("a barrier went on by two phases while a warpgroup was to wait for the first")
-        return ahead == 1
-
-    def pass_by(self, number: int) -> None:
-        self.seen[number] = self.seen.get(number, 0) + 1
-
-
-class Product:
-    """acc += left @ right, of the matrix unit; its operands in shared memory are read at any time before it ends."""
-
-    def __init__(self, acc: View, *operands: Any) -> None:
-        self.acc, self.operands = acc, operands
-        self.first_read = self.read()
-
-    def read(self) -> list[np.ndarray]:
-        return [one.sent() if isinstance(one, View) else np.asarray(one) for one in self.operands]
-
-    def finish(self) -> None:
-        left, right = _unchanged(self.first_read, self.read())
-        wide = self.acc.values.dtype
-        self.acc.values[...] += np.matmul(left.astype(wide), right.astype(wide))
-
-
-class Store:
-    """From shared to global memory."""
-
-    def __init__(self, source: View, target: View, operation: str | None) -> None:
-        self.source, self.target, self.operation = source, target, operation
-        self.first_read = source.sent()
-
-    def finish(self) -> None:
-        (values,) = _unchanged([self.first_read], [self.source.sent()])
-        target = self.target.values
-        values = values[tuple(map(slice, target.shape))]
-        combine = {None: lambda _, new: new, "add": np.add, "min": np.minimum, "max": np.maximum}[self.operation]
-        target[...] = combine(target, values)
-
-
-class Load(NamedTuple):
-    """From global to shared memory."""
-
-    source: View
-    target: View
-    barrier: Barrier
-
-    def finish(self) -> None:
-        source, target = self.source.values, self.target.values
-        target[...] = 0
-        target[tuple(map(slice, source.shape))] = source
-        self.barrier.arrive()
-
-
-def _unchanged(before: list[np.ndarray], now: list[np.ndarray]) -> list[np.ndarray]:
-    if any(one.tobytes() != other.tobytes() for one, other in zip(before, now, strict=True)):
-        raise Race("shared memory is written over while an asynchronous unit may still read it")
-    return now
-
-
 class Program:
     """One place of the grid with its warpgroups; `place` by axis name."""
 
@@ -194,11 +51,11 @@ class Program:
     def run(self, jaxpr: Any, memories: list[Memory], thread_name: str | None) -> None:
         groups = [Warpgroup(self, number, thread_name) for number in range(self.threads)]
         steps = {group: group.evaluate(jaxpr, memories) for group in groups}
-        waits: dict[Warpgroup, Any] = {group: None for group in groups}
+        waits: dict[Warpgroup, Any] = dict.fromkeys(groups)
         while steps:
             able = [group for group in steps if waits[group] is None or waits[group].has_passed(group.number)]
             if not able and not self.loads:
-                raise Deadlock(", ".join(f"warpgroup {group.number} at {group.at}" for group in steps))
+                raise Deadlock(", ".join(group.where for group in steps))
             chosen = int(self.rng.integers(len(able) + len(self.loads)))
             if chosen >= len(able):
                 self.loads.pop(chosen - len(able)).finish()
@@ -210,6 +67,9 @@ class Program:
                 waits[group] = next(steps[group])
             except StopIteration:
                 del steps[group]
+            except Race as race:
+                race.add_note(group.where)
+                raise
         if self.loads or any(group.products or group.stores for group in groups):
             raise Race("a program ends before what it has begun")
 
@@ -224,7 +84,7 @@ class Warpgroup:
         self.stores: deque[Store] = deque()
         self.written: list[View] = []
         self.visits: dict[int, int] = {}
-        self.at = ""
+        self.equation: Any = None
 
     def evaluate(self, jaxpr: Any, arguments: Iterable[Any]) -> Generator[Barrier | None, None, list[Any]]:
         consts = []
@@ -237,7 +97,7 @@ class Warpgroup:
 
         for equation in jaxpr.eqns:
             name, values = equation.primitive.name, list(map(value, equation.invars))
-            self.at = name
+            self.equation = equation
             if rule := RULES.get(name):
                 outcome = rule(self, equation, *values)
                 if isinstance(outcome, Generator):
@@ -251,6 +111,12 @@ class Warpgroup:
                 outcome = outcome if equation.primitive.multiple_results else [outcome]
             known.update(zip(equation.outvars, outcome or [], strict=True))
         return list(map(value, jaxpr.outvars))
+
+    @property
+    def where(self) -> str:
+        frames = self.equation.source_info.traceback.frames
+        own = next(frame for frame in frames if "site-packages" not in frame.file_name)
+        return f"warpgroup {self.number} at {own.file_name}:{own.line_num}, {self.equation.primitive.name}"
 
     def finish(self, begun: deque, but: int) -> None:
         while len(begun) > but:
@@ -407,7 +273,7 @@ def _load(self: Warpgroup, equation: Any, source: Memory, target: Memory, barrie
     assert not params["collective_axes"]
     trees = (params[f"{one}_transforms_treedef"] for one in ("src", "dst", "barrier"))
     from_, to, barrier = _views(equation, leaves, *zip((source, target, barriers), trees, strict=True))
-    poison(to.values)
+    to.spoil()
     self.program.loads.append(Load(from_, to, barrier.values.item()))
 
 
