@@ -3,12 +3,13 @@
 Values alone would hide most mistakes of such kernels, so nothing happens before it must: a product of the matrix unit
 is made when it is waited for, a copy at any time before its barrier has passed, and warpgroups take turns at random.
 hopper_memory.py says what is a Race then; a wait for what never comes is a Deadlock. Layouts of registers and of shared
-memory are left to the compiler, which the lowering shows. There are no clusters and no semaphores.
+memory are left to the compiler, which the lowering shows. There are no semaphores.
 """
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from hopper_arithmetic import computed
 from hopper_memory import Barrier, Load, Memory, Product, Race, Store, View
 from jax.extend.core import ClosedJaxpr, Literal
 
-NOTHING = ("set_max_registers_p", "commit_group")
+NOTHING = ("set_max_registers_p", "commit_group", "async_prefetch")
 # Where an equation has another program inside.
 INNER = ("jaxpr", "call", "call_jaxpr", "fun_jaxpr")
 
@@ -28,7 +29,7 @@ class Deadlock(Exception):
 
 def run(function: Callable[..., Any], *arguments: Any, seed: int = 0) -> Any:
     traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    host = Warpgroup(Program({}, 1, np.random.default_rng(seed)), 0)
+    host = Warpgroup(Cluster([{}], np.random.default_rng(seed)), 0, {}, 0)
     outcome = _last(host.evaluate(traced, jax.tree.leaves(arguments)))
     return jax.tree.unflatten(jax.tree.structure(shapes), outcome)
 
@@ -41,16 +42,37 @@ def _last(steps: Generator[Any, None, Any]) -> Any:
         return stop.value
 
 
-class Program:
-    """One place of the grid with its warpgroups; `place` by axis name."""
+class Cluster:
+    """Programs that run at the same time, mostly one; `members` are their places by the names of axes."""
 
-    def __init__(self, place: dict[str, int], threads: int, rng: np.random.Generator) -> None:
-        self.place, self.threads, self.rng = place, threads, rng
+    def __init__(self, members: list[dict[str, int]], rng: np.random.Generator) -> None:
+        self.members, self.rng = members, rng
         self.loads: list[Load] = []
-        self.scopes: dict[tuple[int, int], list[Any]] = {}
+        # What all of them must ask for before it comes.
+        self.shared_loads: dict[Any, list[Load]] = {}
+        self.scopes: dict[tuple[int, int], list[list[Memory]]] = {}
 
-    def run(self, jaxpr: Any, memories: list[Memory], thread_name: str | None) -> None:
-        groups = [Warpgroup(self, number, thread_name) for number in range(self.threads)]
+    def others(self, member: int, axes: str | tuple[str, ...]) -> list[int]:
+        """The member and those that differ from it in these axes alone."""
+        axes = (axes,) if isinstance(axes, str) else axes
+        own = [(name, i) for name, i in self.members[member].items() if name not in axes]
+        return [number for number, place in enumerate(self.members) if all(place[name] == i for name, i in own)]
+
+    def scope(self, key: tuple[int, int], made: Callable[[int], list[Memory]]) -> list[list[Memory]]:
+        """Shared memory and barriers of each member."""
+        if key not in self.scopes:
+            self.scopes[key] = [made(member) for member in range(len(self.members))]
+            for same in zip(*self.scopes[key], strict=True):
+                for memory in same:
+                    memory.everywhere = same
+        return self.scopes[key]
+
+    def run(self, jaxpr: Any, memories: list[Memory], threads: int, thread_name: str | None) -> None:
+        groups = [
+            Warpgroup(self, member, {**place, **({} if thread_name is None else {thread_name: number})}, number)
+            for member, place in enumerate(self.members)
+            for number in range(threads)
+        ]
         steps = {group: group.evaluate(jaxpr, memories) for group in groups}
         waits: dict[Warpgroup, Any] = dict.fromkeys(groups)
         while steps:
@@ -71,21 +93,25 @@ class Program:
             except Race as race:
                 race.add_note(group.where)
                 raise
-        if self.loads or any(group.products or group.stores for group in groups):
+        if self.loads or self.shared_loads or any(group.products or group.stores for group in groups):
             raise Race("a program ends before what it has begun")
 
 
 class Warpgroup:
     """Goes through a program's equations; a generator of barriers to wait for, None where others may go first."""
 
-    def __init__(self, program: Program, number: int, name: str | None = None) -> None:
-        self.program, self.number = program, number
-        self.place = {**program.place, **({} if name is None else {name: number})}
+    def __init__(self, cluster: Cluster, member: int, place: dict[str, int], number: int) -> None:
+        self.cluster, self.member, self.place, self.number = cluster, member, place, number
         self.products: deque[Product] = deque()
         self.stores: deque[Store] = deque()
         self.written: list[View] = []
-        self.visits: dict[int, int] = {}
+        self.visits: Counter[int] = Counter()
         self.equation: Any = None
+
+    def visit(self, equation: Any) -> tuple[int, int]:
+        """Names this time at an equation, as other warpgroups name it."""
+        self.visits[id(equation)] += 1
+        return id(equation), self.visits[id(equation)]
 
     def evaluate(self, jaxpr: Any, arguments: Iterable[Any]) -> Generator[Barrier | None, None, list[Any]]:
         consts = []
@@ -180,32 +206,34 @@ def _alike(outer: Iterable[Any], inner: Iterable[Any]) -> int:
 
 def _run_scoped(self: Warpgroup, equation: Any, *values: Any) -> Any:
     params = equation.params
-    visit = self.visits[id(equation)] = self.visits.get(id(equation), 0) + 1
 
-    def made() -> list[Any]:
-        new = params["jaxpr"].invars
-        return [_made(var.aval, layouts) for var, layouts in zip(new, params["ref_transforms"], strict=True)]
+    def made(member: int) -> list[Memory]:
+        pairs = zip(params["jaxpr"].invars, params["ref_transforms"], strict=True)
+        return [_made(var.aval, layouts, partial(self.cluster.others, member)) for var, layouts in pairs]
 
-    key = (id(equation), visit)
-    scope = self.program.scopes.setdefault(key, made()) if params["collective_axes"] else made()
+    if params["collective_axes"]:
+        scope = self.cluster.scope(self.visit(equation), made)[self.member]
+    else:
+        scope = made(self.member)
     outcome = yield from self.evaluate(ClosedJaxpr(params["jaxpr"], values), scope)
     for memory in scope:
-        if isinstance(memory, Memory) and memory.space == "regs":
-            self.settled(memory)
+        self.settled(memory)
     return outcome
 
 
-def _made(aval: Any, layouts: Iterable[Any]) -> Any:
+def _made(aval: Any, layouts: Iterable[Any], others: Callable[[Any], list[int]]) -> Memory:
     """Memory or barriers of a scope."""
-    inner, space = aval.inner_aval, str(aval.memory_space)
-    if hasattr(inner.dtype, "num_arrivals"):
-        barriers = np.empty(inner.shape, object)
-        for i in range(barriers.size):
-            barriers.flat[i] = Barrier(inner.dtype.num_arrivals)
-        return Memory(barriers, "barriers")
-    for layout in layouts:
-        inner = layout.transform_type(inner)
-    return Memory.empty(inner.shape, inner.dtype, space)
+    inner = aval.inner_aval
+    if not hasattr(inner.dtype, "num_arrivals"):
+        for layout in layouts:
+            inner = layout.transform_type(inner)
+        return Memory.empty(inner.shape, inner.dtype, str(aval.memory_space))
+    barriers = Memory(np.empty(inner.shape, object), "barriers")
+    for axes in getattr(inner.dtype, "collective_axes", ()):
+        barriers.reached |= set(others(axes))
+    for i in range(barriers.values.size):
+        barriers.values.flat[i] = Barrier(inner.dtype.num_arrivals * max(1, len(barriers.reached)))
+    return barriers
 
 
 def _run_state(self: Warpgroup, equation: Any, *values: Any) -> Any:
@@ -227,13 +255,14 @@ def _new_ref(self: Warpgroup, equation: Any, value: Any) -> Any:
 
 def _launch(self: Warpgroup, equation: Any, *values: Any) -> Any:
     (jaxpr,), (mesh,) = equation.params["jaxprs"], equation.params["meshes"]
-    assert not mesh.cluster and not equation.params["input_output_aliases"], mesh
+    assert not equation.params["input_output_aliases"]
     memories = [one if isinstance(one, Memory) else Memory(np.array(one), "gmem") for one in values]
     outs = [Memory.empty(var.aval.shape, var.aval.dtype, "gmem") for var in equation.outvars]
     for place in np.ndindex(*mesh.grid):
         named = dict(zip(mesh.grid_names, place, strict=True))
-        program = Program(named, int(mesh.num_threads or 1), self.program.rng)
-        program.run(jaxpr, [*memories, *outs], mesh.thread_name)
+        inside = [dict(zip(mesh.cluster_names, member, strict=True)) for member in np.ndindex(*mesh.cluster)]
+        cluster = Cluster([named | member for member in inside], self.cluster.rng)
+        cluster.run(jaxpr, [*memories, *outs], int(mesh.num_threads or 1), mesh.thread_name)
     return [out.values for out in outs]
 
 
@@ -261,8 +290,9 @@ def _commit_smem(self: Warpgroup, equation: Any) -> None:
 
 
 def _arrive(self: Warpgroup, equation: Any, barriers: Memory, *leaves: Any) -> Any:
-    (view,) = _views(equation, leaves, (barriers, equation.params["transforms_treedef"]))
-    view.values.item().arrive()
+    for one in [barriers.everywhere[member] for member in barriers.reached] or [barriers]:
+        (view,) = _views(equation, leaves, (one, equation.params["transforms_treedef"]))
+        view.values.item().arrive()
     yield None
 
 
@@ -273,11 +303,22 @@ def _wait(self: Warpgroup, equation: Any, barriers: Memory, *leaves: Any) -> Any
 
 def _load(self: Warpgroup, equation: Any, source: Memory, target: Memory, barriers: Memory, *leaves: Any) -> None:
     params = equation.params
-    assert not params["collective_axes"]
     trees = (params[f"{one}_transforms_treedef"] for one in ("src", "dst", "barrier"))
     from_, to, barrier = _views(equation, leaves, *zip((source, target, barriers), trees, strict=True))
-    to.spoil()
-    self.program.loads.append(Load(from_, to, barrier.values.item()))
+    load = Load(from_, to, barrier.values.item())
+    if not params["collective_axes"]:
+        to.spoil()
+        self.cluster.loads.append(load)
+        return
+    # Each member brings a part of what all get.
+    members = self.cluster.others(self.member, params["collective_axes"])
+    for member in members:
+        View(target.everywhere[member], to.transforms).spoil()
+    key = (self.visit(equation), *members)
+    so_far = self.cluster.shared_loads.setdefault(key, [])
+    so_far.append(load)
+    if len(so_far) == len(members):
+        self.cluster.loads.extend(self.cluster.shared_loads.pop(key))
 
 
 def _store(self: Warpgroup, equation: Any, source: Memory, target: Memory, *leaves: Any) -> None:

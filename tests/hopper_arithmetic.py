@@ -1,6 +1,7 @@
 """What processors do with registers, in NumPy: a program of JAX for each would have to be compiled first."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,11 +51,13 @@ WITH_PARAMS: dict[str, Callable[..., Any]] = {
 
 def computed(equation: Any, values: list[Any]) -> np.ndarray | None:
     """What the equation gives; None: it is not in the tables."""
-    name, out = equation.primitive.name, equation.outvars[0].aval
-    if act := PLAIN.get(name):
-        found = act(*values)
-    elif act := WITH_PARAMS.get(name):
-        found = act(equation.params, *values)
+    name = equation.primitive.name
+    if name in PLAIN:
+        act = PLAIN[name]
+    elif name in WITH_PARAMS:
+        act = partial(WITH_PARAMS[name], equation.params)
     else:
         return None
-    return np.asarray(found).astype(out.dtype)
+    # What is not a number is looked for in what comes out.
+    with np.errstate(all="ignore"):
+        return np.asarray(act(*values)).astype(equation.outvars[0].aval.dtype)

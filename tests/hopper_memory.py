@@ -6,6 +6,7 @@ when it begins and when it must have ended, and both must agree.
 """
 
 import itertools
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,9 @@ class Memory:
         self.values, self.space = values, space
         # Who wrote a number of shared memory and has not yet said so to the asynchronous units; zero: nobody.
         self.writers = np.zeros(values.shape, np.int8) if space == "smem" else None
+        # The same in the programs of a cluster, and whom of them a barrier tells.
+        self.everywhere: tuple[Memory, ...] = (self,)
+        self.reached: set[int] = set()
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: Any, space: str) -> "Memory":
@@ -58,14 +62,28 @@ class View(NamedTuple):
                     values = values[(*_places(transform.indices, reach), ...)]
                 case "TransposeTransform":
                     values = values.transpose(transform.permutation)
+                case "ExtractAliasedRef":
+                    values = self.part(values, transform)
+                case "UnswizzleRef":
+                    pass
+                case "UntilingTransform":
+                    *outer, down, across, rows, columns = values.shape
+                    tiled, values = values, values.swapaxes(-2, -3).reshape(*outer, down * rows, across * columns)
+                    assert np.shares_memory(tiled, values), "several tiles side by side in memory with several uses"
                 case other:
                     raise NotImplementedError(f"memory seen through {other}")
         return values
 
+    def part(self, values: np.ndarray, transform: Any) -> np.ndarray:
+        """Of bytes, what is there in one of their uses; of their writers, those of each number's first byte."""
+        dtype = np.dtype(transform.dtype)
+        some = values[transform.offset : transform.offset + dtype.itemsize * math.prod(transform.shape)]
+        return (some.view(dtype) if values is self.memory.values else some[:: dtype.itemsize]).reshape(transform.shape)
+
     def spoil(self) -> None:
         """Nobody knows what is there."""
         values = self.values
-        values[...] = np.iinfo(values.dtype).min if np.issubdtype(values.dtype, np.integer) else np.nan
+        values[...] = np.array(-1).astype(values.dtype) if np.issubdtype(values.dtype, np.integer) else np.nan
         if self.memory.writers is not None:
             self.writers[...] = 0
 
