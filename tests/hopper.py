@@ -75,15 +75,20 @@ class Cluster:
         ]
         steps = {group: group.evaluate(jaxpr, memories) for group in groups}
         waits: dict[Warpgroup, Any] = dict.fromkeys(groups)
+        # How likely a copy ends while somebody can go on, and how likely that is who went last: by chance, since some
+        # mistakes show when copies are late, others when one warpgroup is far ahead.
+        haste, persistence = self.rng.random(2)
+        last: list[Warpgroup] = []
         while steps:
             able = [group for group in steps if waits[group] is None or waits[group].has_passed(group.number)]
             if not able and not self.loads:
                 raise Deadlock(", ".join(group.where for group in steps))
-            chosen = int(self.rng.integers(len(able) + len(self.loads)))
-            if chosen >= len(able):
-                self.loads.pop(chosen - len(able)).finish()
+            if self.loads and (not able or self.rng.random() < haste):
+                self.loads.pop(self.rng.integers(len(self.loads))).finish()
                 continue
-            group = able[chosen]
+            again = [group for group in last if group in able and self.rng.random() < persistence]
+            group = (again or able)[self.rng.integers(len(again or able))]
+            last = [group]
             if waits[group] is not None:
                 waits[group].pass_by(group.number)
             try:

@@ -52,20 +52,20 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_are_those_of_the_reference(case):
-    """With fewer programs than tiles, so that one goes on to the next tile; halves of 16 bits in turn."""
+    """One program goes over all tiles forward, and over its rings of shared memory several times."""
     head_dim, (N, K), asked = CASES[case]
     asked, dtype = dict(asked), jnp.float16 if "chunk" in case else jnp.bfloat16
     shapes = [(1, LENGTH, heads, head_dim) for heads in (N, K, K, N)]
     rng = np.random.default_rng(0)
     q, k, v, d = (rng.normal(size=shape).astype(dtype) for shape in shapes)
-    sinks = np.linspace(-1, 2, N, dtype=np.float32) if asked.pop("sinks", False) else None
+    sinks = np.linspace(4, 6, N, dtype=np.float32) if asked.pop("sinks", False) else None
     tags = None
     if asked.pop("segments", False):
         tags = np.repeat([[1, 2, 3, 0]], [70, 30, 140, 16], axis=1).astype(np.int32)
     request = make_request(**asked)
     tiles = TILES[head_dim]
     has_gradients = tiles.backward is not None
-    how = How(request, tiles._replace(forward=Tile(64, 3)) if case == "all 128" else tiles, 2)
+    how = How(request, tiles._replace(forward=Tile(64, 3)) if case == "all 128" else tiles, programs=1)
 
     def by_mosaic(q, k, v, sinks):
         return attend(how, Inputs(q, k, v, sinks, tags, tags))
@@ -84,7 +84,8 @@ def test_values_and_gradients_are_those_of_the_reference(case):
     wanted = jax.jit(partial(whole, by_reference))(*wide, sinks, wide_d)
     for got, want in zip(found, wanted, strict=True):
         error = np.linalg.norm(np.asarray(got, np.float32) - want)
-        assert error < 0.006 * np.linalg.norm(want)
+        # The gradients of sinks are sums that nearly cancel.
+        assert error < (0.004 if want.ndim > 1 else 0.02) * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize(
