@@ -156,10 +156,9 @@ class Warpgroup:
         while len(begun) > but:
             begun.popleft().finish()
 
-    def settled(self, memory: Memory) -> np.ndarray:
+    def assert_settled(self, memory: Memory) -> None:
         if any(product.acc.memory is memory for product in self.products):
             raise Race("an accumulator is read before its product has ended")
-        return memory.values.copy()
 
 
 def _views(equation: Any, leaves: Iterable[Any], *memories: tuple[Any, Any]) -> Iterable[Any]:
@@ -222,7 +221,7 @@ def _run_scoped(self: Warpgroup, equation: Any, *values: Any) -> Any:
         scope = made(self.member)
     outcome = yield from self.evaluate(ClosedJaxpr(params["jaxpr"], values), scope)
     for memory in scope:
-        self.settled(memory)
+        self.assert_settled(memory)
     return outcome
 
 
@@ -273,13 +272,13 @@ def _launch(self: Warpgroup, equation: Any, *values: Any) -> Any:
 
 def _get(self: Warpgroup, equation: Any, memory: Memory, *leaves: Any) -> Any:
     (view,) = _views(equation, leaves, (memory, equation.params["tree"]))
-    self.settled(memory)
+    self.assert_settled(memory)
     return [view.values.copy()]
 
 
 def _swap(self: Warpgroup, equation: Any, memory: Memory, value: Any, *leaves: Any) -> Any:
     (view,) = _views(equation, leaves, (memory, equation.params["tree"]))
-    self.settled(memory)
+    self.assert_settled(memory)
     before = view.values.copy()
     view.values[...] = value
     if memory.writers is not None:
@@ -341,7 +340,8 @@ def _wgmma(self: Warpgroup, equation: Any, acc: Memory, left: Any, right: Any, *
 
 def _deref(self: Warpgroup, equation: Any, acc: Memory) -> Any:
     self.finish(self.products, equation.params["wait_n"] or 0)
-    return [self.settled(acc)]
+    self.assert_settled(acc)
+    return [acc.values.copy()]
 
 
 def _wgmma_wait(self: Warpgroup, equation: Any, *n: Any) -> None:
@@ -363,6 +363,7 @@ RULES = {
     "new_ref": _new_ref,
     "mpmd_map": _launch,
     "get": _get,
+    "load": _get,
     "swap": _swap,
     "commit_smem": _commit_smem,
     "barrier_arrive": _arrive,
