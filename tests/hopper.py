@@ -228,7 +228,7 @@ def _run_scoped(self: Warpgroup, equation: Any, *values: Any) -> Any:
 def _made(aval: Any, layouts: Iterable[Any], others: Callable[[Any], list[int]]) -> Memory:
     """Memory or barriers of a scope."""
     inner = aval.inner_aval
-    if not hasattr(inner.dtype, "num_arrivals"):
+    if not jax.dtypes.issubdtype(inner.dtype, jax.dtypes.extended):
         for layout in layouts:
             inner = layout.transform_type(inner)
         return Memory.empty(inner.shape, inner.dtype, str(aval.memory_space))

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.experimental import pallas as pl
 
 # Taken back where memory is made: it has its logical shape from the start.
 LAYOUTS = ("UnswizzleRef", "UntilingTransform")
@@ -96,12 +97,12 @@ class View(NamedTuple):
 
 def _places(indices: Iterable[Any], reach: tuple[int, ...] | None) -> Iterable[Any]:
     for axis, index in enumerate(indices):
-        if not hasattr(index, "stride"):
-            assert np.ndim(index) == 0, "an array of indices"
-            first, place, beyond = int(index), int(index), int(index) + 1
-        else:
+        if isinstance(index, pl.Slice):
             first, beyond = int(index.start), int(index.start) + (int(index.size) - 1) * index.stride + 1
             place = slice(first, beyond, index.stride)
+        else:
+            assert np.ndim(index) == 0, "an array of indices"
+            first, place, beyond = int(index), int(index), int(index) + 1
         if first < 0 or (reach is not None and beyond > reach[axis]):
             raise IndexError(f"{first}:{beyond} of {reach}")
         yield place
