@@ -25,12 +25,12 @@ from maxhydra.sharding import Sharder
         "normed",
         "following",
     ],
-    meta_fields=["sharder", "is_adapted"],
+    meta_fields=["sharder", "is_adapted", "is_fresh"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
     """The same forward pass serves training, prefill and decoding; this says which it is. A pytree, the sharder and
-    is_adapted static."""
+    what begins with is_ static."""
 
     positions: jax.Array
     """[B, T] place of each token in its own sequence."""
@@ -55,6 +55,8 @@ class Context:
     """[D] scale of the next layer's first norm, for a layer that can make it along. Norms of a model differ in that."""
     is_adapted: bool = True
     """Whether an adapter adds to the model; without, it answers as it did before the adapter was trained."""
+    is_fresh: bool = False
+    """Whether every row begins with the tokens at hand, padding behind them: the cache has nothing to look at yet."""
 
     @classmethod
     def of_batch(

@@ -176,6 +176,15 @@ class Decoder(nnx.Module):
         logits = (self.head or self.embedding).logits(hidden, is_alone=sharder.mesh.size == 1)
         return sharder.constrain(logits, "act_batch", length, "act_vocab")
 
+    def largest_logit(self, hidden_BD: jax.Array, sharder: Sharder) -> tuple[jax.Array, jax.Array]:
+        """[B, D] to the largest logit of each row, and the token it belongs to."""
+        end, is_alone = self.head or self.embedding, sharder.mesh.size == 1
+        found = end.largest_logit(hidden_BD) if is_alone and self.spec.product.is_fused else None
+        if found is not None:
+            return found
+        logits_BV = self.logits(hidden_BD[:, None], sharder)[:, 0]
+        return jnp.max(logits_BV, axis=-1), jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+
     def empty_cache(self, room: Room) -> dict[str, list[Cache]]:
         """The caches of all blocks; those of the pattern hold every repetition, the others one layer."""
         return self._map_blocks(lambda block, layers: block.empty_cache(room, layers))

@@ -112,6 +112,11 @@ class ModelDef:
         """Logits [B, T, V] of hidden states, in dtypes.logits, soft-capped."""
         return self._bind(params).logits(hidden, sharder)
 
+    def largest_logit(self, params: Tree, hidden_BD: jax.Array, sharder: Sharder) -> tuple[jax.Array, jax.Array]:
+        """The largest of each row's logits [B] and whose it is, the first where several are; not finite where any is no
+        number. Logits themselves need not be written for that."""
+        return self._bind(params).largest_logit(hidden_BD, sharder)
+
     def cast(self, weights: Tree) -> Tree:
         """Weights, or a part of them, with the layers' matrices in the compute format, which layers would cast by
         themselves: who differentiates by these has gradients as the products make them, in half the bytes."""
