@@ -52,6 +52,7 @@ def largest_output(x_MK: jax.Array, weight_NK: jax.Array, *, dtype: DTypeLike) -
     """Of each row of x times the transpose of the weight, in this number format, the largest output and where it
     stands, the first if there are several; not finite where one is no number. None where outputs are better written
     and looked at."""
-    if not largest.can_serve(x_MK.shape[0], *weight_NK.shape, x_MK.dtype.name):
+    (count, inputs), outputs = x_MK.shape, weight_NK.shape[0]
+    if not largest.can_serve(count, outputs, inputs, x_MK.dtype.name):
         return None
     return largest.largest(x_MK, weight_NK, jnp.dtype(dtype), interpret=False)

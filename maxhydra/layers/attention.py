@@ -275,7 +275,7 @@ class Attention(nnx.Module):
 
         Padding behind the tokens that begin a sequence is later than any of them, and its own answers are not used.
         """
-        tokens = {}
+        tokens: dict[str, jax.Array | None] = {}
         if seen.positions_BS is not None:
             tokens = {"q_positions_BT": cached_positions(ctx), "kv_positions_BS": seen.positions_BS}
         elif ctx.cache is None:
