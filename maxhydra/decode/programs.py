@@ -212,13 +212,10 @@ def _hidden(arrangement: Arrangement, sharder: Sharder, shape: Shape) -> Callabl
             cache=cache,
             dropout_key=None,
             rows=rows,
+            asked=jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0) if shape.is_prompt else None,
             is_fresh=shape.is_fresh,
         )
-        hidden_BTD, cache = arrangement.model.hidden(params, tokens_BT, context)
-        if shape.is_prompt:
-            last_B = jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0)
-            hidden_BTD = jnp.take_along_axis(hidden_BTD, last_B[:, None, None], axis=1)
-        return hidden_BTD, cache
+        return arrangement.model.hidden(params, tokens_BT, context)
 
     return hidden
 

@@ -81,7 +81,7 @@ class Buckets:
         return min(power_of_two(needed), self.max_pages)
 
     def of_parts(self, parts: List[Part]) -> Shape:
-        longest = max(part.stop - part.start for part in parts)
+        longest = max(part.length for part in parts)
         rows, tokens = self.rows(len(parts)), power_of_two(max(longest, SHORTEST))
         pages, is_fresh = self.pages(max(part.stop for part in parts)), all(part.start == 0 for part in parts)
         return Shape(rows, tokens, pages, is_prompt=True, is_fresh=is_fresh)
@@ -97,7 +97,7 @@ def reading(parts: List[Part], shape: Shape, nobody: int) -> Work:
     work = _empty(shape, nobody)
     tokens_BT = np.zeros((shape.rows, shape.tokens), np.int32)
     for row, part in enumerate(parts):
-        count = part.stop - part.start
+        count = part.length
         _place(work, row, part.sequence)
         work.positions_BT[row, :count] = np.arange(part.start, part.stop)
         tokens_BT[row, :count] = part.sequence.request.prompt[part.start : part.stop]
