@@ -97,8 +97,8 @@ class ModelDef:
         return self._bind(params)(tokens, ctx, keep=keep, ahead=ahead)
 
     def hidden(self, params: Tree, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
-        """Hidden states [B, T, D] of tokens [B, T] after the final norm, and the cache with these tokens in it. Where ctx
-        asks for one token of each row, of that alone."""
+        """Hidden states [B, T, D] of tokens [B, T] after the final norm, and the cache with these tokens in it; of the
+        asked tokens alone where ctx asks for one of each row."""
         forward = self.forward(params, tokens, ctx)
         return forward.hidden_BTD, forward.cache
 
