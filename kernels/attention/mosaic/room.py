@@ -56,8 +56,8 @@ class Sizes(NamedTuple):
     @property
     def parts(self) -> int:
         if self.is_shared:
-            # Two to each warpgroup, one after the other.
-            return 2 * WORKERS
+            # One of which fits into a warpgroup's registers beside the gradient of keys or values.
+            return self.H // ROWS
         return 1 if self.is_split_by_query else WORKERS
 
     @property

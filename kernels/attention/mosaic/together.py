@@ -2,13 +2,13 @@
 heads are more than the registers of one.
 
 One makes the weights and adds up the gradient of the values, the other makes the gradients of the logits and adds up
-that of the keys; each makes a half of the gradient of the queries, in two parts. What one makes for the other goes
-through shared memory once a step each way, and what they say so with also says that the memory may be written again:
-the weights of a step come when their warpgroup has read the gradients of the logits of the step before, and those when
-the weights have been read.
+that of the keys. The gradient of the queries comes in four parts: the first warpgroup, which has the softmax to make,
+takes one. What one makes for the other goes through shared memory once a step each way, and what they say so with also
+says that the memory may be written again: the weights of a step come when their warpgroup has read the gradients of the
+logits of the step before, and those when the weights have been read.
 
-The first begins the product of the next step's logits behind the gradient of the queries, so that the matrix unit has
-work while weights are made.
+The first begins the product of the next step's logits behind its part, so that the matrix unit has work while the loop
+turns.
 """
 
 import dataclasses
