@@ -49,6 +49,18 @@ class Program:
             ranges = narrowed(ranges, self.meetings_ref, b, jax.lax.div(start, jnp.int32(sizes.keys)))
         return ranges
 
+    def total(self, slot: Any) -> Any:
+        return self.memory.rows.at[slot]
+
+    def mean(self, slot: Any) -> Any:
+        return self.memory.rows.at[self.sizes.stages + slot]
+
+    def q_segments(self, slot: Any) -> Any:
+        return self.memory.segments.at[pl.ds(slot * self.sizes.C, self.sizes.C)]
+
+    def kv_segments(self, block: Any) -> Any:
+        return self.memory.segments.at[pl.ds(self.sizes.stages * self.sizes.C + block * ROWS, ROWS)]
+
     def load(self, ranges: Ranges) -> None:
         plgpu.set_max_registers(24, action="decrease")
         self.load_keys()
@@ -63,7 +75,7 @@ class Program:
                 plgpu.copy_gmem_to_smem(refs.k_BSKH.at[b, keys, k, some], memory.k.at[block, part], here)
             plgpu.copy_gmem_to_smem(refs.v_BSKH.at[b, keys, k], memory.v.at[block], here)
             if self.is_tagged:
-                plgpu.copy_gmem_to_smem(refs.kv_segments_BS.at[b, keys], memory.kv_segments.at[block], here)
+                plgpu.copy_gmem_to_smem(refs.kv_segments_BS.at[b, keys], self.kv_segments(block), here)
 
     def load_queries(self, ranges: Ranges) -> None:
         (b, k, _), rows, memory, barriers = self.place, self.rows, self.memory, self.barriers
@@ -75,7 +87,7 @@ class Program:
             here = barriers.d_out_here.at[slot]
             plgpu.barrier_wait(barriers.d_out_free.at[slot])
             plgpu.copy_gmem_to_smem(rows.d_out_BTNH.at[b, queries, head], memory.d_out.at[slot], here)
-            plgpu.copy_gmem_to_smem(rows.mean_BNT.at[b, head, queries], memory.mean.at[slot], here)
+            plgpu.copy_gmem_to_smem(rows.mean_BNT.at[b, head, queries], self.mean(slot), here)
             return n + 1
 
         def of_head(g: Any, n: Any) -> Any:
@@ -92,9 +104,9 @@ class Program:
         here = barriers.q_here.at[slot]
         plgpu.barrier_wait(barriers.q_free.at[slot])
         plgpu.copy_gmem_to_smem(refs.q_BTNH.at[b, queries, head], memory.q.at[slot], here)
-        plgpu.copy_gmem_to_smem(self.rows.total_BNT.at[b, head, queries], memory.total.at[slot], here)
+        plgpu.copy_gmem_to_smem(self.rows.total_BNT.at[b, head, queries], self.total(slot), here)
         if self.is_tagged:
-            plgpu.copy_gmem_to_smem(refs.q_segments_BT.at[b, queries], memory.q_segments.at[slot], here)
+            plgpu.copy_gmem_to_smem(refs.q_segments_BT.at[b, queries], self.q_segments(slot), here)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,22 +153,21 @@ class Worker(abc.ABC):
         self, product_DC: jax.Array, *, i: Any, slot: Any, block: Any, masked: bool
     ) -> tuple[jax.Array, jax.Array | None]:
         """Of a block, and the slope of its logits; None: one."""
-        program, memory = self.program, self.program.memory
-        sizes, request = program.sizes, program.how.request
+        program, sizes, request = self.program, self.program.sizes, self.program.how.request
         logits_DC, factor, slope_DC = logits(product_DC, request)
-        total_C = plgpu.layout_cast(memory.total.at[slot][...], ROW)
+        total_C = plgpu.layout_cast(program.total(slot)[...], ROW)
         weights_DC = jnp.exp2(logits_DC * factor - across(total_C, sizes.block))
         if masked:
             segments = None
             if program.is_tagged:
-                of_keys = plgpu.layout_cast(memory.kv_segments.at[block][...], COLUMN)
-                segments = (plgpu.layout_cast(memory.q_segments.at[slot][...], ROW), of_keys)
+                of_keys = plgpu.layout_cast(program.kv_segments(block)[...], COLUMN)
+                segments = (plgpu.layout_cast(program.q_segments(slot)[...], ROW), of_keys)
             first = (i * sizes.C, program.place[2] + block * ROWS)
             weights_DC = hidden_as(0.0, weights_DC, request, first, segments, query_axis=1)
         return weights_DC, slope_DC
 
     def less_mean(self, d_weights_DC: jax.Array, slot: Any) -> jax.Array:
-        mean_C = plgpu.layout_cast(self.program.memory.mean.at[slot][...], ROW)
+        mean_C = plgpu.layout_cast(self.program.mean(slot)[...], ROW)
         return d_weights_DC - across(mean_C, self.program.sizes.block)
 
     def add_to_queries(self, part: jax.Array, room: Any, to: Any, *, on_their_way: int) -> None:

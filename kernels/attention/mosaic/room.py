@@ -86,14 +86,15 @@ class Memory(NamedTuple):
     v: Any
     q: Any
     d_out: Any
-    total: Any
-    mean: Any
+    rows: Any
+    """Of each stage the sums of exponentials, then of each stage the means; as one, since each array begins at a
+    multiple of 1,024 bytes, of which segments leave none."""
     weights: Any
     """From the warpgroup that makes them to the other; None where each has its own keys."""
     d_logits: Any
     d_q: Any
-    q_segments: Any
-    kv_segments: Any
+    segments: Any
+    """Of the queries of each stage, then of the keys; as one too."""
 
     @classmethod
     def of(cls, sizes: Sizes, dtype: Any, *, is_tagged: bool) -> "Memory":
@@ -103,13 +104,11 @@ class Memory(NamedTuple):
             v=memory(sizes.blocks, ROWS, H, dtype=dtype),
             q=memory(*moving, H, dtype=dtype),
             d_out=memory(*d_out, H, dtype=dtype),
-            total=plgpu.SMEM(moving, jnp.float32),
-            mean=plgpu.SMEM(d_out, jnp.float32),
+            rows=plgpu.SMEM((sizes.stages + sizes.d_out_stages, sizes.C), jnp.float32),
             weights=memory(*sizes.block, dtype=dtype) if sizes.is_shared else None,
             d_logits=memory(sizes.buffers, sizes.blocks, *sizes.block, dtype=dtype),
             d_q=memory(sizes.rooms, ROWS, sizes.columns, dtype=jnp.float32),
-            q_segments=plgpu.SMEM(moving, jnp.int32) if is_tagged else None,
-            kv_segments=plgpu.SMEM((sizes.blocks, ROWS), jnp.int32) if is_tagged else None,
+            segments=plgpu.SMEM((sizes.stages * sizes.C + sizes.keys,), jnp.int32) if is_tagged else None,
         )
 
 
