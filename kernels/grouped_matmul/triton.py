@@ -156,7 +156,8 @@ def _summed(how: How, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) 
     (M, K), N, E = x_MK.shape, d_out_MN.shape[1], len(sizes_E)
     tile = how.tiles.sums
     C, D, S = math.gcd(tile.rows, K), math.gcd(tile.columns, N), math.gcd(tile.summed, M)
-    x = jnp.concatenate([x_MK, edges(x_MK, sizes_E, S)])
+    x = jnp.concatenate([x_MK, edges(x_MK, sizes_E, S, S)])
+    first_E, count_E = spans(sizes_E, S, S)
     return pl.pallas_call(
         partial(_summed_kernel, tile=tile._replace(rows=C, columns=D, summed=S), tiles=M // S),
         grid=((K // C) * (N // D), E),
@@ -164,7 +165,7 @@ def _summed(how: How, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) 
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=how.interpret,
         name="grouped_matmul_summed",
-    )(spans(sizes_E, S), x, d_out_MN)
+    )(jnp.stack([first_E // S, count_E], axis=1), x, d_out_MN)
 
 
 def _summed_kernel(groups_ref: Any, x_ref: Any, d_out_ref: Any, out_ref: Any, *, tile: Tile, tiles: int) -> None:
