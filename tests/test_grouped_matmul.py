@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.kernels.grouped_matmul import Call, UnsupportedError, choose, megablox, triton
+from maxhydra.kernels.grouped_matmul import Call, UnsupportedError, choose, megablox, mosaic, triton
+from maxhydra.kernels.grouped_matmul.mosaic.how import Tile, Tiles
+from maxhydra.kernels.grouped_matmul.tiles import schedule
 
 TILE = triton.Tile(rows=16, columns=16, summed=16, warps=4, stages=1, band=3)
 M, K, N = 48, 16, 32
@@ -17,7 +19,7 @@ KERNELS = {
     "megablox": partial(megablox.grouped_matmul, columns=16, interpret=True),
 }
 
-LARGE = {"devices": 1, "dtype": "bfloat16", "rows": 256, "groups": 8, "inputs": 128}
+LARGE = {"devices": 1, "capability": "8.0", "dtype": "bfloat16", "rows": 256, "groups": 8, "inputs": 128}
 
 
 def by_hand(x: np.ndarray, w: np.ndarray, d_out: np.ndarray, sizes: list[int]) -> tuple[np.ndarray, ...]:
@@ -73,3 +75,46 @@ def test_the_kernels_of_tpus_are_chosen_there() -> None:
     assert choose("auto", Call(**large)) == "megablox"
     with pytest.raises(UnsupportedError, match="in multiples of 128, not 256, 192, 384"):
         choose("megablox", Call(**{**large, "inputs": 192}))
+
+
+def test_on_hopper_large_shapes_go_to_mosaic_and_others_do_not() -> None:
+    large = LARGE | {"platform": "gpu", "capability": "9.0", "outputs": 256}
+    assert choose("auto", Call(**large)) == "mosaic"
+    for change, reason in (
+        ({"capability": "8.0"}, "needs a GPU of compute capability 9.0, not 8.0"),
+        ({"inputs": 64}, "in multiples of 128, not 256, 64, 256"),
+        ({"dtype": "float16"}, "takes bfloat16, not float16"),
+        ({"devices": 2}, "runs on 1 device, not 2"),
+    ):
+        with pytest.raises(UnsupportedError, match=reason):
+            choose("mosaic", Call(**{**large, **change}))
+        assert choose("auto", Call(**{**large, **change})) == "triton"
+
+
+@pytest.mark.parametrize("sizes", [[9, 0, 29, 10, 400], [1, 16, 3, 0, 5], [0, 0, 0, 0, 0], [0, 512, 0, 0, 0]])
+def test_every_row_of_a_group_is_in_one_tile_of_each_column(sizes: list[int]) -> None:
+    rows, columns, align = 64, 3, 8
+    tiles, used = schedule(jnp.asarray(sizes), 512, rows=rows, columns=columns, align=align, band=2)
+    ends = np.cumsum(sizes)
+    made = np.zeros((512, columns), int)
+    assert int(used[0]) <= len(tiles)
+    for group, row, first, end, column in np.asarray(tiles)[: int(used[0])]:
+        assert row % align == 0 and (first, end) == (ends[group] - sizes[group], ends[group])
+        made[max(row, first) : min(row + rows, end), column] += 1
+    assert (made[: ends[-1]] == 1).all() and not made[ends[-1] :].any()
+
+
+@pytest.mark.parametrize("cluster", [(1, 1), (2, 2)])
+def test_the_kernels_for_hopper_lower_where_there_is_none(cluster: tuple[int, int]) -> None:
+    """The matrix unit's layouts included."""
+    tiles = Tiles(*[Tile(128, 3, 16, *cluster)] * 3)
+    shapes = (((256, 256), jnp.bfloat16), ((3, 256, 256), jnp.bfloat16), ((3,), jnp.int32))
+    x, w, sizes = (jax.ShapeDtypeStruct(*given) for given in shapes)
+
+    def gradients(x: jax.Array, w: jax.Array, sizes: jax.Array, d_out: jax.Array) -> tuple:
+        out, pull_back = jax.vjp(lambda x, w: mosaic.grouped_matmul(x, w, sizes, tiles=tiles), x, w)
+        return out, *pull_back(d_out)
+
+    traced = jax.jit(gradients).trace(x, w, sizes, x)
+    assert [one.shape for one in traced.out_info] == [(256, 256), (256, 256), (3, 256, 256)]
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 3

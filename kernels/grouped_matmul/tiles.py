@@ -38,7 +38,9 @@ def edges(x_MK: jax.Array, sizes_E: jax.Array, rows: int, align: int) -> jax.Arr
     return jnp.where(is_own_ER.reshape(-1, 1), jnp.take(x_MK, at_ER.reshape(-1), axis=0, mode="clip"), 0)
 
 
-def schedule(sizes_E: jax.Array, M: int, *, rows: int, columns: int, align: int, band: int) -> tuple[jax.Array, ...]:
+def schedule(
+    sizes_E: jax.Array, M: int, *, rows: int, columns: int, align: int, band: int
+) -> tuple[jax.Array, jax.Array]:
     """Tiles in the order in which they are made, and how many there are.
 
     [tiles, 5]: group, first row of the tile, the group's first row and its end, number among `columns`. A group is one
@@ -58,9 +60,7 @@ def schedule(sizes_E: jax.Array, M: int, *, rows: int, columns: int, align: int,
     return jnp.stack([group_T, row_T, (end_E - sizes_E)[group_T], end_E[group_T], column_T], axis=1), below_E[-1:]
 
 
-def place(
-    number: jax.Array, rows: int | jax.Array, columns: int, band: int | jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def place(number: jax.Array, rows: int | jax.Array, columns: int, band: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """Row and column of a program: down the rows of a band, then on to the next column."""
     size = band * columns
     first = jax.lax.div(number, size) * band

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -21,6 +22,8 @@ WIDTH = 64
 ALIGN = 8
 # Blocks of a warpgroup that are on their way to the output at a time.
 LEAVING = 2
+# Of a cluster.
+AXES = ("down", "across")
 
 
 class Memory(NamedTuple):
@@ -47,12 +50,10 @@ class Barriers(NamedTuple):
 
     @classmethod
     def of(cls, tile: Tile) -> "Barriers":
-        free = {"num_arrivals": WORKERS, "num_barriers": tile.stages}
+        barrier = plgpu.Barrier if tile.cluster == 1 else partial(plgpu.ClusterBarrier, collective_axes=AXES)
         return cls(
             here=plgpu.Barrier(num_arrivals=WORKERS + 1, num_barriers=tile.stages),
-            free=plgpu.Barrier(**free)
-            if tile.cluster == 1
-            else plgpu.ClusterBarrier(collective_axes=("down", "across"), **free),
+            free=barrier(num_arrivals=WORKERS, num_barriers=tile.stages),
         )
 
 
@@ -90,7 +91,9 @@ class Program(abc.ABC):
     @property
     def at(self) -> tuple[Any, Any]:
         """This program's place in its cluster, down and across."""
-        return _rank("down", self.tile.down), _rank("across", self.tile.across)
+        sizes = zip(AXES, (self.tile.down, self.tile.across), strict=True)
+        down, across = (jax.lax.axis_index(axis) if size > 1 else jnp.int32(0) for axis, size in sizes)
+        return down, across
 
     def run(self) -> None:
         worker, stages = jax.lax.axis_index("warpgroup"), self.tile.stages
@@ -187,10 +190,6 @@ class Program(abc.ABC):
             plgpu.copy_smem_to_gmem(own, out_ref.at[:, pl.ds(column + c, WIDTH)])
 
 
-def _rank(axis: str, size: int) -> Any:
-    return jax.lax.axis_index(axis) if size > 1 else jnp.int32(0)
-
-
 def launch(
     kind: type[Program], how: How, tile: Tile, memory: Memory, out: jax.ShapeDtypeStruct, refs: Any
 ) -> jax.Array:
@@ -198,7 +197,7 @@ def launch(
     programs = how.processors // tile.cluster
     cluster: dict[str, Any] = {}
     if tile.cluster > 1:
-        cluster = {"cluster": (tile.down, tile.across), "cluster_names": ("down", "across")}
+        cluster = {"cluster": (tile.down, tile.across), "cluster_names": AXES}
 
     def kernel(*arrays: Any) -> None:
         kind(tile, programs, *arrays).run()

@@ -31,10 +31,11 @@ def product(how: How, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, turn
     M, N, dtype = x_MK.shape[0], w.shape[1] if turned else w.shape[2], x_MK.dtype
     tile = (how.tiles.turned if turned else how.tiles.product).fitted(None, N)
     right = (tile.columns, WIDTH) if turned else (WIDTH, tile.columns)
-    shape = {"rows": tile.down * TILE, "columns": N // (tile.across * tile.columns)}
-    refs = Refs(*schedule(sizes_E, M, **shape, align=ALIGN, band=max(1, tile.band // tile.down)), x_MK, w)
-    memory = Memory.of(tile, (ROWS, WIDTH), right, dtype=dtype)
-    return launch(_Turned if turned else _Product, how, tile, memory, jax.ShapeDtypeStruct((M, N), dtype), refs)
+    rows, columns = tile.down * TILE, N // (tile.across * tile.columns)
+    band = max(1, tile.band // tile.down)
+    tiles, used = schedule(sizes_E, M, rows=rows, columns=columns, align=ALIGN, band=band)
+    memory, out = Memory.of(tile, (ROWS, WIDTH), right, dtype=dtype), jax.ShapeDtypeStruct((M, N), dtype)
+    return launch(_Turned if turned else _Product, how, tile, memory, out, Refs(tiles, used, x_MK, w))
 
 
 class _Place(NamedTuple):
