@@ -1,4 +1,4 @@
-"""The grouped product's kernels in interpret mode against NumPy, and what the table says of them."""
+"""The grouped product's kernels against NumPy, in interpret mode and on a GPU in NumPy; what the table says of them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hopper import run
 
 from maxhydra.kernels.grouped_matmul import Call, UnsupportedError, choose, megablox, mosaic, triton
-from maxhydra.kernels.grouped_matmul.mosaic.how import Tile, Tiles
+from maxhydra.kernels.grouped_matmul.mosaic.how import How, Tile, Tiles
 from maxhydra.kernels.grouped_matmul.tiles import schedule
 
 TILE = triton.Tile(rows=16, columns=16, summed=16, warps=4, stages=1, band=3)
@@ -23,7 +24,7 @@ LARGE = {"devices": 1, "capability": "8.0", "dtype": "bfloat16", "rows": 256, "g
 
 
 def by_hand(x: np.ndarray, w: np.ndarray, d_out: np.ndarray, sizes: list[int]) -> tuple[np.ndarray, ...]:
-    out, d_x, d_w = np.zeros((M, N)), np.zeros((M, K)), np.zeros((4, K, N))
+    out, d_x, d_w = np.zeros(d_out.shape), np.zeros(x.shape), np.zeros(w.shape)
     ends = np.cumsum(sizes)
     for group, (start, end) in enumerate(zip(ends - sizes, ends, strict=True)):
         rows = slice(start, end)
@@ -40,7 +41,7 @@ def test_products_and_gradients_are_those_of_numpy(kernel: Callable[..., jax.Arr
     x, w, d_out = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((M, K), (4, K, N), (M, N)))
 
     @jax.jit
-    def run(x: jax.Array, w: jax.Array, d_out: jax.Array, sizes: jax.Array) -> tuple:
+    def gradients(x: jax.Array, w: jax.Array, d_out: jax.Array, sizes: jax.Array) -> tuple:
         def product(x: jax.Array, w: jax.Array) -> jax.Array:
             return kernel(x, w, sizes)
 
@@ -50,7 +51,7 @@ def test_products_and_gradients_are_those_of_numpy(kernel: Callable[..., jax.Arr
     for sizes in ([9, 0, 29, 10], [1, 16, 3, 0]):
         wanted = by_hand(*(np.asarray(array, np.float64) for array in (x, w, d_out)), sizes)
         tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
-        out, d_x, d_w = (np.asarray(array, np.float64) for array in run(x, w, d_out, jnp.asarray(sizes)))
+        out, d_x, d_w = (np.asarray(array, np.float64) for array in gradients(x, w, d_out, jnp.asarray(sizes)))
         for got, want in zip((out[: sum(sizes)], d_x[: sum(sizes)], d_w), wanted, strict=True):
             np.testing.assert_allclose(got, want[: len(got)], rtol=tolerance, atol=tolerance)
 
@@ -118,3 +119,22 @@ def test_the_kernels_for_hopper_lower_where_there_is_none(cluster: tuple[int, in
     traced = jax.jit(gradients).trace(x, w, sizes, x)
     assert [one.shape for one in traced.out_info] == [(256, 256), (256, 256), (3, 256, 256)]
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 3
+
+
+@pytest.mark.parametrize(("cluster", "sizes"), [((1, 1), [70, 0, 5, 90]), ((2, 2), [3, 130, 0, 59])])
+def test_the_kernels_for_hopper_are_those_of_numpy(cluster: tuple[int, int], sizes: list[int]) -> None:
+    """Groups that share a block, that fill several programs, that are empty; rows of no group in the first."""
+    rng = np.random.default_rng(0)
+    x, w, d_out = (jnp.asarray(rng.normal(size=shape), "bfloat16") for shape in ((192, 256), (4, 256, 256), (192, 256)))
+    tile = Tile(128, 2, 16, *cluster)
+    how = How(Tiles(tile, tile, tile), processors=4)
+
+    def gradients(x: jax.Array, w: jax.Array, d_out: jax.Array, sizes: jax.Array) -> tuple:
+        out, pull_back = jax.vjp(lambda x, w: mosaic.serve(how, x, w, sizes), x, w)
+        return out, *pull_back(d_out)
+
+    wanted = by_hand(*(np.asarray(array, np.float64) for array in (x, w, d_out)), sizes)
+    found = run(gradients, x, w, d_out, jnp.asarray(sizes))
+    for got, want in zip(found, (*(one[: sum(sizes)] for one in wanted[:2]), wanted[2]), strict=True):
+        got = np.asarray(got, np.float64)[: len(want)]
+        np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-2 * np.abs(want).max())

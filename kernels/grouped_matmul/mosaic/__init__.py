@@ -19,11 +19,11 @@ MULTIPLE = 128
 
 def grouped_matmul(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, *, tiles: Tiles = MEASURED) -> jax.Array:
     """Rows of no group are left as they were in memory."""
-    return _grouped(How(tiles, processors()), x_MK, w_EKN, sizes_E)
+    return serve(How(tiles, processors()), x_MK, w_EKN, sizes_E)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(how: How, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def serve(how: How, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     # Mosaic takes half a second to import, which no machine without such a GPU should wait for.
     from maxhydra.kernels.grouped_matmul.mosaic.product import product  # noqa: PLC0415
 
@@ -31,7 +31,7 @@ def _grouped(how: How, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) ->
 
 
 def _forward(how: How, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, tuple]:
-    return _grouped(how, x_MK, w_EKN, sizes_E), (x_MK, w_EKN, sizes_E)
+    return serve(how, x_MK, w_EKN, sizes_E), (x_MK, w_EKN, sizes_E)
 
 
 def _backward(how: How, kept: tuple, d_out_MN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
@@ -43,4 +43,4 @@ def _backward(how: How, kept: tuple, d_out_MN: jax.Array) -> tuple[jax.Array, ja
     return d_x_MK, summed(how, x_MK, d_out_MN, sizes_E), None
 
 
-_grouped.defvjp(_forward, _backward)
+serve.defvjp(_forward, _backward)
