@@ -108,7 +108,7 @@ def test_every_row_of_a_group_is_in_one_tile_of_each_column(sizes: list[int]) ->
 @pytest.mark.parametrize("cluster", [(1, 1), (2, 2)])
 def test_the_kernels_for_hopper_lower_where_there_is_none(cluster: tuple[int, int]) -> None:
     """The matrix unit's layouts included."""
-    tiles = Tiles(*[Tile(128, 3, 16, *cluster)] * 3)
+    tiles = Tiles(*[Tile(128, 3, 16, *cluster, 1)] * 3)
     shapes = (((256, 256), jnp.bfloat16), ((3, 256, 256), jnp.bfloat16), ((3,), jnp.int32))
     x, w, sizes = (jax.ShapeDtypeStruct(*given) for given in shapes)
 
@@ -126,7 +126,7 @@ def test_the_kernels_for_hopper_are_those_of_numpy(cluster: tuple[int, int], siz
     """Groups that share a block, that fill several programs, that are empty; rows of no group in the first."""
     rng = np.random.default_rng(0)
     x, w, d_out = (jnp.asarray(rng.normal(size=shape), "bfloat16") for shape in ((192, 256), (4, 256, 256), (192, 256)))
-    tile = Tile(128, 2, 16, *cluster)
+    tile = Tile(128, 2, 16, *cluster, 1)
     how = How(Tiles(tile, tile, tile), processors=4)
 
     def gradients(x: jax.Array, w: jax.Array, d_out: jax.Array, sizes: jax.Array) -> tuple:

@@ -17,6 +17,8 @@ class Tile(NamedTuple):
     """Programs of a cluster with rows of their own, which share the columns' operand."""
     across: int
     """Programs of a cluster with columns of their own, which share the rows' operand."""
+    lead: int
+    """Steps by which the first warpgroup is ahead, so that one multiplies while the other writes; zero: none."""
 
     @property
     def cluster(self) -> int:
@@ -45,4 +47,4 @@ class How:
     processors: int
 
 
-MEASURED = Tiles(*[Tile(columns=256, stages=4, band=16, down=1, across=1)] * 3)
+MEASURED = Tiles(*[Tile(columns=256, stages=4, band=16, down=1, across=1, lead=0)] * 3)

@@ -43,10 +43,11 @@ class Memory(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Of what has arrived in shared memory, and of what may be written over."""
+    """Of what has arrived in shared memory, of what may be written over, and of the lead of the first warpgroup."""
 
     here: Any
     free: Any
+    lead: Any
 
     @classmethod
     def of(cls, tile: Tile) -> "Barriers":
@@ -54,6 +55,7 @@ class Barriers(NamedTuple):
         return cls(
             here=plgpu.Barrier(num_arrivals=WORKERS + 1, num_barriers=tile.stages),
             free=barrier(num_arrivals=WORKERS, num_barriers=tile.stages),
+            lead=plgpu.Barrier(),
         )
 
 
@@ -154,12 +156,20 @@ class Program(abc.ABC):
         plgpu.copy_gmem_to_smem(source, target, self.barriers.here.at[slot], collective_axes=axes)
 
     def product(self, sums_ref: Any, worker: Any, steps: Any, n: Any) -> jax.Array:
-        """A step's room is free when the next step's product has begun and its own has ended."""
+        """A step's room is free when the next step's product has begun and its own has ended.
+
+        Warpgroups share the room, so that of no more steps than it holds one can be ahead; shorter tiles have no lead.
+        """
+        lead, is_led = self.tile.lead, steps >= self.tile.stages
+        if lead:
+            pl.when(is_led & (worker == 1))(lambda: plgpu.barrier_wait(self.barriers.lead))
 
         def step(k: Any, _: Any) -> None:
             slot = self.slot(n + k)
             plgpu.barrier_wait(self.barriers.here.at[slot])
             self.multiply(sums_ref, worker, slot)
+            if lead:
+                pl.when(is_led & (worker == 0) & (k == lead))(lambda: plgpu.barrier_arrive(self.barriers.lead))
             plgpu.wgmma_wait(1)
             self.free(n + k - 1, k > 0)
 
