@@ -10,6 +10,7 @@ import pytest
 from hopper import run
 
 from maxhydra.kernels.grouped_matmul import Call, UnsupportedError, choose, megablox, mosaic, triton
+from maxhydra.kernels.grouped_matmul.gradients import grouped
 from maxhydra.kernels.grouped_matmul.mosaic.how import How, Tile, Tiles
 from maxhydra.kernels.grouped_matmul.tiles import schedule
 
@@ -130,7 +131,7 @@ def test_the_kernels_for_hopper_are_those_of_numpy(cluster: tuple[int, int], siz
     how = How(Tiles(tile, tile, tile), processors=4)
 
     def gradients(x: jax.Array, w: jax.Array, d_out: jax.Array, sizes: jax.Array) -> tuple:
-        out, pull_back = jax.vjp(lambda x, w: mosaic.serve(how, x, w, sizes), x, w)
+        out, pull_back = jax.vjp(lambda x, w: grouped(mosaic.Kernels(how), x, w, sizes), x, w)
         return out, *pull_back(d_out)
 
     wanted = by_hand(*(np.asarray(array, np.float64) for array in (x, w, d_out)), sizes)

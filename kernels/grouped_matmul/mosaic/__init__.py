@@ -6,10 +6,11 @@ that are beside each other may form a cluster, whose copies are for all of them.
 Shapes: M rows, E groups, K inputs, N outputs; of a gradient, outputs are inputs.
 """
 
-from functools import partial
+import dataclasses
 
 import jax
 
+from maxhydra.kernels.grouped_matmul.gradients import grouped
 from maxhydra.kernels.grouped_matmul.mosaic.how import MEASURED, How, Tiles
 from maxhydra.kernels.place import processors
 
@@ -17,30 +18,23 @@ from maxhydra.kernels.place import processors
 MULTIPLE = 128
 
 
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Mosaic takes half a second to import, which no machine without such a GPU should wait for."""
+
+    how: How
+
+    def product(self, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, turned: bool) -> jax.Array:
+        from maxhydra.kernels.grouped_matmul.mosaic.product import product  # noqa: PLC0415
+
+        return product(self.how, x_MK, w, sizes_E, turned=turned)
+
+    def summed(self, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        from maxhydra.kernels.grouped_matmul.mosaic.summed import summed  # noqa: PLC0415
+
+        return summed(self.how, x_MK, d_out_MN, sizes_E)
+
+
 def grouped_matmul(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, *, tiles: Tiles = MEASURED) -> jax.Array:
     """Rows of no group are left as they were in memory."""
-    return serve(How(tiles, processors()), x_MK, w_EKN, sizes_E)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def serve(how: How, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    # Mosaic takes half a second to import, which no machine without such a GPU should wait for.
-    from maxhydra.kernels.grouped_matmul.mosaic.product import product  # noqa: PLC0415
-
-    return product(how, x_MK, w_EKN, sizes_E, turned=False)
-
-
-def _forward(how: How, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, tuple]:
-    return serve(how, x_MK, w_EKN, sizes_E), (x_MK, w_EKN, sizes_E)
-
-
-def _backward(how: How, kept: tuple, d_out_MN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    from maxhydra.kernels.grouped_matmul.mosaic.product import product  # noqa: PLC0415
-    from maxhydra.kernels.grouped_matmul.mosaic.summed import summed  # noqa: PLC0415
-
-    x_MK, w_EKN, sizes_E = kept
-    d_x_MK = product(how, d_out_MN, w_EKN, sizes_E, turned=True)
-    return d_x_MK, summed(how, x_MK, d_out_MN, sizes_E), None
-
-
-serve.defvjp(_forward, _backward)
+    return grouped(Kernels(How(tiles, processors())), x_MK, w_EKN, sizes_E)
