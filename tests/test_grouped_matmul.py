@@ -11,7 +11,7 @@ from hopper import run
 
 from maxhydra.kernels.grouped_matmul import Call, UnsupportedError, choose, megablox, mosaic, triton
 from maxhydra.kernels.grouped_matmul.gradients import grouped
-from maxhydra.kernels.grouped_matmul.mosaic.how import How, Tile, Tiles
+from maxhydra.kernels.grouped_matmul.mosaic.how import How
 from maxhydra.kernels.grouped_matmul.tiles import schedule
 
 TILE = triton.Tile(rows=16, columns=16, summed=16, warps=4, stages=1, band=3)
@@ -106,15 +106,13 @@ def test_every_row_of_a_group_is_in_one_tile_of_each_column(sizes: list[int]) ->
     assert (made[: ends[-1]] == 1).all() and not made[ends[-1] :].any()
 
 
-@pytest.mark.parametrize("cluster", [(1, 1), (2, 2)])
-def test_the_kernels_for_hopper_lower_where_there_is_none(cluster: tuple[int, int]) -> None:
+def test_the_kernels_for_hopper_lower_where_there_is_none() -> None:
     """The matrix unit's layouts included."""
-    tiles = Tiles(*[Tile(128, 3, 16, *cluster, 1)] * 3)
     shapes = (((256, 256), jnp.bfloat16), ((3, 256, 256), jnp.bfloat16), ((3,), jnp.int32))
     x, w, sizes = (jax.ShapeDtypeStruct(*given) for given in shapes)
 
     def gradients(x: jax.Array, w: jax.Array, sizes: jax.Array, d_out: jax.Array) -> tuple:
-        out, pull_back = jax.vjp(lambda x, w: mosaic.grouped_matmul(x, w, sizes, tiles=tiles), x, w)
+        out, pull_back = jax.vjp(lambda x, w: mosaic.grouped_matmul(x, w, sizes), x, w)
         return out, *pull_back(d_out)
 
     traced = jax.jit(gradients).trace(x, w, sizes, x)
@@ -122,16 +120,15 @@ def test_the_kernels_for_hopper_lower_where_there_is_none(cluster: tuple[int, in
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 3
 
 
-@pytest.mark.parametrize(("cluster", "sizes"), [((1, 1), [70, 0, 5, 90]), ((2, 2), [3, 130, 0, 59])])
-def test_the_kernels_for_hopper_are_those_of_numpy(cluster: tuple[int, int], sizes: list[int]) -> None:
+@pytest.mark.parametrize("sizes", [[70, 0, 5, 90], [3, 130, 0, 59]])
+def test_the_kernels_for_hopper_are_those_of_numpy(sizes: list[int]) -> None:
     """Groups that share a block, that fill several programs, that are empty; rows of no group in the first."""
     rng = np.random.default_rng(0)
     x, w, d_out = (jnp.asarray(rng.normal(size=shape), "bfloat16") for shape in ((192, 256), (4, 256, 256), (192, 256)))
-    tile = Tile(128, 2, 16, *cluster, 1)
-    how = How(Tiles(tile, tile, tile), processors=4)
+    kernels = mosaic.Kernels(How(columns=128, stages=2, band=16, processors=4))
 
     def gradients(x: jax.Array, w: jax.Array, d_out: jax.Array, sizes: jax.Array) -> tuple:
-        out, pull_back = jax.vjp(lambda x, w: grouped(mosaic.Kernels(how), x, w, sizes), x, w)
+        out, pull_back = jax.vjp(lambda x, w: grouped(kernels, x, w, sizes), x, w)
         return out, *pull_back(d_out)
 
     wanted = by_hand(*(np.asarray(array, np.float64) for array in (x, w, d_out)), sizes)

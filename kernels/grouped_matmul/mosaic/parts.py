@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -11,52 +10,39 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxhydra.kernels.grouped_matmul.mosaic.how import How, Tile
+from maxhydra.kernels.grouped_matmul.mosaic.how import How
 from maxhydra.kernels.mosaic import ROWS, WORKERS, memory
 
 # Rows of a tile.
 TILE = WORKERS * ROWS
-# Terms of a sum at a time, and columns that are written at a time: a row of a block as the matrix unit wants it.
+# Terms of a sum at a time, and columns of few rows: a row of a block as the matrix unit wants it.
 WIDTH = 64
 # What the first row of a block must be a multiple of, in the order in which the matrix unit reads it.
 ALIGN = 8
-# Blocks of a warpgroup that are on their way to the output at a time.
-LEAVING = 2
-# Of a cluster.
-AXES = ("down", "across")
 
 
 class Memory(NamedTuple):
     left: Any
     right: Any
     out: Any
-    """As the matrix unit has it, or as rows where not all of a block are written."""
+    few: Any
+    """Of a block of which not all rows are written, as rows."""
 
     @classmethod
-    def of(cls, tile: Tile, left: tuple[int, int], right: tuple[int, int], *, dtype: Any) -> "Memory":
-        leaving = (WORKERS, LEAVING, ROWS, WIDTH)
+    def of(cls, how: How, left: tuple[int, int], right: tuple[int, int], *, dtype: Any) -> "Memory":
         return cls(
-            left=memory(tile.stages, WORKERS, *left, dtype=dtype),
-            right=memory(tile.stages, *right, dtype=dtype),
-            out=plgpu.RefUnion(memory(*leaving, dtype=dtype), plgpu.SMEM(leaving, dtype)),
+            left=memory(how.stages, WORKERS, *left, dtype=dtype),
+            right=memory(how.stages, *right, dtype=dtype),
+            out=memory(WORKERS, ROWS, how.columns, dtype=dtype),
+            few=plgpu.SMEM((WORKERS, ROWS, WIDTH), dtype),
         )
 
 
 class Barriers(NamedTuple):
-    """Of what has arrived in shared memory, of what may be written over, and of the lead of the first warpgroup."""
+    """Of what has arrived in shared memory, and of what may be written over."""
 
     here: Any
     free: Any
-    lead: Any
-
-    @classmethod
-    def of(cls, tile: Tile) -> "Barriers":
-        barrier = plgpu.Barrier if tile.cluster == 1 else partial(plgpu.ClusterBarrier, collective_axes=AXES)
-        return cls(
-            here=plgpu.Barrier(num_arrivals=WORKERS + 1, num_barriers=tile.stages),
-            free=barrier(num_arrivals=WORKERS, num_barriers=tile.stages),
-            lead=plgpu.Barrier(),
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +50,7 @@ class Program(abc.ABC):
     """A kernel's program: its tiles, and what a warpgroup does with each."""
 
     name: ClassVar[str]
-    tile: Tile
-    programs: int
+    how: How
     refs: Any
     out_ref: Any
     memory: Memory
@@ -78,7 +63,7 @@ class Program(abc.ABC):
     @property
     @abc.abstractmethod
     def count(self) -> Any:
-        """Tiles of all clusters."""
+        """Tiles of all programs."""
 
     @abc.abstractmethod
     def load(self, place: Any, k: Any, slot: Any) -> None:
@@ -90,52 +75,40 @@ class Program(abc.ABC):
     @abc.abstractmethod
     def write(self, place: Any, worker: Any, sums: jax.Array) -> None: ...
 
-    @property
-    def at(self) -> tuple[Any, Any]:
-        """This program's place in its cluster, down and across."""
-        sizes = zip(AXES, (self.tile.down, self.tile.across), strict=True)
-        down, across = (jax.lax.axis_index(axis) if size > 1 else jnp.int32(0) for axis, size in sizes)
-        return down, across
-
     def run(self) -> None:
-        worker, stages = jax.lax.axis_index("warpgroup"), self.tile.stages
+        worker = jax.lax.axis_index("warpgroup")
 
         @pl.when(worker == WORKERS)
         def _load() -> None:
             plgpu.set_max_registers(40, action="decrease")
-            steps = self.over_tiles(self.load_all)
-            if self.tile.cluster > 1:
-                # The others of the cluster tell this one what is free, for which it has to be there.
-                for slot in range(stages):
-                    plgpu.barrier_wait(self.barriers.free.at[self.slot(steps + slot)])
+            self.over_tiles(self.load_all)
 
         @pl.when(worker < WORKERS)
         def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
-            for slot in range(stages):
+            for slot in range(self.how.stages):
                 plgpu.barrier_arrive(self.barriers.free.at[slot])
 
             def one(place: Any, steps: Any, n: Any) -> None:
                 def product(sums_ref: Any) -> jax.Array:
                     return self.product(sums_ref, worker, steps, n)
 
-                sums = pl.run_scoped(product, plgpu.ACC((ROWS, self.tile.columns), jnp.float32))
+                sums = pl.run_scoped(product, plgpu.ACC((ROWS, self.how.columns), jnp.float32))
                 self.write(place, worker, sums)
 
             self.over_tiles(one)
             plgpu.wait_smem_to_gmem(0)
 
-    def over_tiles(self, act: Callable[[Any, Any, Any], None]) -> Any:
-        """`act` on every tile of this program: where it is, its steps, and those before it. The steps of all."""
-        program, programs = jax.lax.axis_index("program"), jnp.int32(self.programs)
+    def over_tiles(self, act: Callable[[Any, Any, Any], None]) -> None:
+        """`act` on every tile of this program: where it is, its steps, and those before it."""
+        program, programs = jax.lax.axis_index("program"), jnp.int32(self.how.processors)
 
         def one(i: Any, n: Any) -> Any:
             place, steps = self.place(program + i * programs)
             act(place, steps, n)
             return n + steps
 
-        tiles = jax.lax.div(self.count - program + programs - 1, programs)
-        return jax.lax.fori_loop(0, tiles, one, jnp.int32(0))
+        jax.lax.fori_loop(0, jax.lax.div(self.count - program + programs - 1, programs), one, jnp.int32(0))
 
     def load_all(self, place: Any, steps: Any, n: Any) -> None:
         def step(k: Any, _: Any) -> None:
@@ -145,31 +118,13 @@ class Program(abc.ABC):
 
         jax.lax.fori_loop(0, steps, step, None)
 
-    def copy_left(self, source: Any, worker: int, slot: Any) -> None:
-        axes = "across" if self.tile.across > 1 else None
-        self.copy(source, self.memory.left.at[slot, worker], slot, axes)
-
-    def copy_right(self, source: Any, slot: Any) -> None:
-        self.copy(source, self.memory.right.at[slot], slot, "down" if self.tile.down > 1 else None)
-
-    def copy(self, source: Any, target: Any, slot: Any, axes: str | None) -> None:
-        plgpu.copy_gmem_to_smem(source, target, self.barriers.here.at[slot], collective_axes=axes)
-
     def product(self, sums_ref: Any, worker: Any, steps: Any, n: Any) -> jax.Array:
-        """A step's room is free when the next step's product has begun and its own has ended.
-
-        Warpgroups share the room, so that of no more steps than it holds one can be ahead; shorter tiles have no lead.
-        """
-        lead, is_led = self.tile.lead, steps >= self.tile.stages
-        if lead:
-            pl.when(is_led & (worker == 1))(lambda: plgpu.barrier_wait(self.barriers.lead))
+        """A step's room is free when the next step's product has begun and its own has ended."""
 
         def step(k: Any, _: Any) -> None:
             slot = self.slot(n + k)
             plgpu.barrier_wait(self.barriers.here.at[slot])
             self.multiply(sums_ref, worker, slot)
-            if lead:
-                pl.when(is_led & (worker == 0) & (k == lead))(lambda: plgpu.barrier_arrive(self.barriers.lead))
             plgpu.wgmma_wait(1)
             self.free(n + k - 1, k > 0)
 
@@ -187,38 +142,32 @@ class Program(abc.ABC):
 
     def slot(self, n: Any) -> Any:
         """Where step n finds what was loaded for it."""
-        return jax.lax.rem(n, jnp.int32(self.tile.stages))
+        return jax.lax.rem(n, jnp.int32(self.how.stages))
 
-    def write_block(self, sums: jax.Array, worker: Any, out_ref: Any, column: Any) -> None:
+    def write_block(self, sums: jax.Array, worker: Any, out_ref: Any) -> None:
         """To rows of the output that are all written."""
-        short, (whole, _) = sums.astype(out_ref.dtype), self.memory.out
-        for i, c in enumerate(range(0, self.tile.columns, WIDTH)):
-            own = whole.at[worker, i % LEAVING]
-            plgpu.wait_smem_to_gmem(LEAVING - 1, wait_read_only=True)
-            own[...] = short[:, c : c + WIDTH]
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(own, out_ref.at[:, pl.ds(column + c, WIDTH)])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.memory.out[worker] = sums.astype(out_ref.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(self.memory.out.at[worker], out_ref)
 
 
-def launch(
-    kind: type[Program], how: How, tile: Tile, memory: Memory, out: jax.ShapeDtypeStruct, refs: Any
-) -> jax.Array:
+def launch(kind: type[Program], how: How, memory: Memory, out: jax.ShapeDtypeStruct, refs: Any) -> jax.Array:
     """The kernel of a kind of program on what it reads."""
-    programs = how.processors // tile.cluster
-    cluster: dict[str, Any] = {}
-    if tile.cluster > 1:
-        cluster = {"cluster": (tile.down, tile.across), "cluster_names": AXES}
+    barriers = Barriers(
+        here=plgpu.Barrier(num_arrivals=WORKERS + 1, num_barriers=how.stages),
+        free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=how.stages),
+    )
 
     def kernel(*arrays: Any) -> None:
-        kind(tile, programs, *arrays).run()
+        kind(how, *arrays).run()
 
     made: jax.Array = plgpu.kernel(
         kernel,
         out_type=out,
-        scratch_types=(memory, Barriers.of(tile)),
-        grid=(programs,),
+        scratch_types=(memory, barriers),
+        grid=(how.processors,),
         grid_names=("program",),
-        **cluster,
         num_threads=WORKERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),

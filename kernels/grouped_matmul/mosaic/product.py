@@ -10,16 +10,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.grouped_matmul.mosaic.how import How
-from maxhydra.kernels.grouped_matmul.mosaic.parts import ALIGN, LEAVING, TILE, WIDTH, Memory, Program, launch
+from maxhydra.kernels.grouped_matmul.mosaic.parts import ALIGN, TILE, WIDTH, Memory, Program, launch
 from maxhydra.kernels.grouped_matmul.tiles import schedule
 from maxhydra.kernels.mosaic import ROWS, WORKERS
 
 
 class Refs(NamedTuple):
-    schedule: Any
+    tiles: Any
     """Group, first row of the tile, first row of the group, its end, number among the columns."""
     used: Any
-    """How many tiles there are."""
+    """How many of them there are."""
     x_MK: Any
     w: Any
     """[E, K, N], or [E, N, K]."""
@@ -28,14 +28,13 @@ class Refs(NamedTuple):
 @partial(jax.jit, static_argnames=("how", "turned"))
 def product(how: How, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, turned: bool) -> jax.Array:
     """x times w [E, K, N], or [E, N, K] if turned."""
-    M, N, dtype = x_MK.shape[0], w.shape[1] if turned else w.shape[2], x_MK.dtype
-    tile = (how.tiles.turned if turned else how.tiles.product).fitted(None, N)
-    right = (tile.columns, WIDTH) if turned else (WIDTH, tile.columns)
-    rows, columns = tile.down * TILE, N // (tile.across * tile.columns)
-    band = max(1, tile.band // tile.down)
-    tiles, used = schedule(sizes_E, M, rows=rows, columns=columns, align=ALIGN, band=band)
-    memory, out = Memory.of(tile, (ROWS, WIDTH), right, dtype=dtype), jax.ShapeDtypeStruct((M, N), dtype)
-    return launch(_Turned if turned else _Product, how, tile, memory, out, Refs(tiles, used, x_MK, w))
+    M, N = x_MK.shape[0], w.shape[1] if turned else w.shape[2]
+    how = how.fitted(N)
+    right = (how.columns, WIDTH) if turned else (WIDTH, how.columns)
+    memory = Memory.of(how, (ROWS, WIDTH), right, dtype=x_MK.dtype)
+    tiles, used = schedule(sizes_E, M, rows=TILE, columns=N // how.columns, align=ALIGN, band=how.band)
+    out = jax.ShapeDtypeStruct((M, N), x_MK.dtype)
+    return launch(_Turned if turned else _Product, how, memory, out, Refs(tiles, used, x_MK, w))
 
 
 class _Place(NamedTuple):
@@ -46,6 +45,7 @@ class _Place(NamedTuple):
     """Of the group."""
     end: Any
     column: Any
+    """Of the tile, the first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,20 +57,22 @@ class _Product(Program):
         return self.refs.used[0]
 
     def place(self, number: Any) -> tuple[_Place, Any]:
-        group, row, first, end, column = (self.refs.schedule[number, i] for i in range(5))
-        down, across = self.at
-        column = (column * self.tile.across + across) * self.tile.columns
-        row = pl.multiple_of(row, ALIGN) + down * TILE
-        return _Place(group, row, first, end, column), jnp.int32(self.refs.x_MK.shape[1] // WIDTH)
+        group, row, first, end, column = (self.refs.tiles[number, i] for i in range(5))
+        steps = jnp.int32(self.refs.x_MK.shape[1] // WIDTH)
+        return _Place(group, pl.multiple_of(row, ALIGN), first, end, column * self.how.columns), steps
 
     def load(self, place: _Place, k: Any, slot: Any) -> None:
-        some, columns = pl.ds(k * WIDTH, WIDTH), pl.ds(place.column, self.tile.columns)
+        some, here = pl.ds(k * WIDTH, WIDTH), self.barriers.here.at[slot]
         for worker in range(WORKERS):
-            self.copy_left(self.refs.x_MK.at[pl.ds(place.row + worker * ROWS, ROWS), some], worker, slot)
-        self.copy_right(self.right(place.group, some, columns), slot)
+            rows = self.refs.x_MK.at[pl.ds(place.row + worker * ROWS, ROWS), some]
+            plgpu.copy_gmem_to_smem(rows, self.memory.left.at[slot, worker], here)
+        plgpu.copy_gmem_to_smem(self.right(place, some), self.memory.right.at[slot], here)
 
-    def right(self, group: Any, some: Any, columns: Any) -> Any:
-        return self.refs.w.at[group, some, columns]
+    def columns(self, place: _Place) -> Any:
+        return pl.ds(place.column, self.how.columns)
+
+    def right(self, place: _Place, some: Any) -> Any:
+        return self.refs.w.at[place.group, some, self.columns(place)]
 
     def multiply(self, sums_ref: Any, worker: Any, slot: Any) -> None:
         plgpu.wgmma(sums_ref, self.memory.left.at[slot, worker], self.memory.right.at[slot])
@@ -82,7 +84,7 @@ class _Product(Program):
 
         @pl.when(end - first == ROWS)
         def _all() -> None:
-            self.write_block(sums, worker, self.out_ref.at[pl.ds(row, ROWS)], place.column)
+            self.write_block(sums, worker, self.out_ref.at[pl.ds(row, ROWS), self.columns(place)])
 
         @pl.when((end - first > 0) & (end - first < ROWS))
         def _few() -> None:
@@ -90,15 +92,15 @@ class _Product(Program):
 
     def write_few(self, sums: jax.Array, worker: Any, rows: tuple[Any, Any, Any], column: Any) -> None:
         """Copies are of sizes that are known beforehand: one for each bit of the number of rows."""
-        (row, first, count), short, (_, few) = rows, sums.astype(self.out_ref.dtype), self.memory.out
-        for i, c in enumerate(range(0, self.tile.columns, WIDTH)):
+        (row, first, count), few, short = rows, self.memory.few, sums.astype(self.out_ref.dtype)
+        for c in range(0, self.how.columns, WIDTH):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            few[worker, i % LEAVING] = short[:, c : c + WIDTH]
+            few[worker] = short[:, c : c + WIDTH]
             plgpu.commit_smem()
             for bit in range(ROWS.bit_length() - 1):
                 size = 1 << bit
                 start = first + (count & ~(2 * size - 1))
-                own = few.at[worker, i % LEAVING, pl.ds(start, size)]
+                own = few.at[worker, pl.ds(start, size)]
                 there = self.out_ref.at[pl.ds(row + start, size), pl.ds(column + c, WIDTH)]
                 pl.when(count & size != 0)(partial(plgpu.copy_smem_to_gmem, own, there))
 
@@ -109,8 +111,8 @@ class _Turned(_Product):
 
     name: ClassVar[str] = "grouped_matmul_turned"
 
-    def right(self, group: Any, some: Any, columns: Any) -> Any:
-        return self.refs.w.at[group, columns, some]
+    def right(self, place: _Place, some: Any) -> Any:
+        return self.refs.w.at[place.group, self.columns(place), some]
 
     def multiply(self, sums_ref: Any, worker: Any, slot: Any) -> None:
         plgpu.wgmma(sums_ref, self.memory.left.at[slot, worker], self.memory.right.at[slot].transpose((1, 0)))
