@@ -245,46 +245,43 @@ class PagedLayer:
     length_B: jax.Array | None
     """Tokens of each row, once this call's are written."""
 
-    def insert(
-        self, key_BTKH: jax.Array, value_BTKH: jax.Array, positions_BT: jax.Array, rows: Rows | None
-    ) -> "PagedLayer":
+    def insert(self, key_BTKH: jax.Array, value_BTKH: jax.Array, positions_BT: jax.Array, rows: Rows | None) -> Self:
         """Write tokens into the pages of their rows; those with a negative position (padding) are left out."""
         assert rows is not None
-        P, _, Z = self.cache.key_LPKZH.shape[1:4]
+        Z = self.cache.key_LPKZH.shape[3]
         page_BT = jnp.take_along_axis(rows.table_BW, jnp.maximum(positions_BT, 0) // Z, axis=1)
-        place = (self.layer, jnp.where(positions_BT < 0, P, page_BT), slice(None), positions_BT % Z)
+        place = (self.layer, self._but_for(positions_BT < 0, page_BT), slice(None), positions_BT % Z)
         return self._written(place, key_BTKH, value_BTKH, positions_BT)
 
-    def begin(
-        self, key_BTKH: jax.Array, value_BTKH: jax.Array, positions_BT: jax.Array, rows: Rows | None
-    ) -> "PagedLayer":
+    def begin(self, key_BTKH: jax.Array, value_BTKH: jax.Array, positions_BT: jax.Array, rows: Rows | None) -> Self:
         """`insert` of tokens that begin their rows: page by page, which takes a GPU a fraction of the time. Padding
         behind the tokens fills their last page, where nobody sees it before it is written again."""
         assert rows is not None
-        P, _, Z = self.cache.key_LPKZH.shape[1:4]
+        Z = self.cache.key_LPKZH.shape[3]
         W = min(positions_BT.shape[1] // Z, rows.table_BW.shape[1])
         if positions_BT.shape[1] % Z:
             return self.insert(key_BTKH, value_BTKH, positions_BT, rows)
-        is_empty_BW = positions_BT[:, : W * Z : Z] < 0
-        place = (self.layer, jnp.where(is_empty_BW, P, rows.table_BW[:, :W]))
-        key_BWKZH, value_BWKZH = (
-            x.reshape(x.shape[0], -1, Z, *x.shape[2:])[:, :W].swapaxes(2, 3) for x in (key_BTKH, value_BTKH)
-        )
-        return self._written(place, key_BWKZH, value_BWKZH, positions_BT)
+        place = (self.layer, self._but_for(positions_BT[:, : W * Z : Z] < 0, rows.table_BW[:, :W]))
+        new = (x.reshape(x.shape[0], -1, Z, *x.shape[2:])[:, :W].swapaxes(2, 3) for x in (key_BTKH, value_BTKH))
+        return self._written(place, *new, positions_BT)
 
-    def _written(
-        self, place: tuple[Any, ...], new_key: jax.Array, new_value: jax.Array, positions_BT: jax.Array
-    ) -> "PagedLayer":
+    def _but_for(self, is_none: jax.Array, pages: jax.Array) -> jax.Array:
+        """Pages, each written once; where there is none, one that does not exist, each another: a GPU writes several
+        numbers at a time where it is told that no place comes twice."""
+        beyond = self.cache.key_LPKZH.shape[1] + jnp.arange(pages.size, dtype=pages.dtype).reshape(pages.shape)
+        return jnp.where(is_none, beyond, pages)
+
+    def _written(self, place: tuple[Any, ...], key: jax.Array, value: jax.Array, positions_BT: jax.Array) -> Self:
         """With [..., H] at these places, where they exist."""
-        key, key_scale = _stored(new_key, self.cache.key_LPKZH.dtype)
-        value, value_scale = _stored(new_value, self.cache.value_LPKZH.dtype)
+        key, key_scale = _stored(key, self.cache.key_LPKZH.dtype)
+        value, value_scale = _stored(value, self.cache.value_LPKZH.dtype)
         cache = PagedCache(
-            self.cache.key_LPKZH.at[place].set(key, mode="drop"),
-            self.cache.value_LPKZH.at[place].set(value, mode="drop"),
+            self.cache.key_LPKZH.at[place].set(key, mode="drop", unique_indices=True),
+            self.cache.value_LPKZH.at[place].set(value, mode="drop", unique_indices=True),
             _set(self.cache.key_scale_LPKZ, place, key_scale),
             _set(self.cache.value_scale_LPKZ, place, value_scale),
         )
-        return PagedLayer(cache, self.layer, jnp.max(positions_BT, axis=1) + 1)
+        return dataclasses.replace(self, cache=cache, length_B=jnp.max(positions_BT, axis=1) + 1)
 
     def pages(self, positions_BT: jax.Array, rows: Rows | None) -> Pages | None:
         """The rows' pages where they lie, before this call's tokens are written; None where numbers are scaled."""
@@ -394,7 +391,7 @@ def _stored(x: jax.Array, storage: np.dtype) -> tuple[jax.Array, jax.Array | Non
 
 
 def _set(scales: jax.Array | None, place: tuple[Any, ...], new: jax.Array | None) -> jax.Array | None:
-    return None if scales is None else scales.at[place].set(new, mode="drop")
+    return None if scales is None else scales.at[place].set(new, mode="drop", unique_indices=True)
 
 
 @jax.vmap
