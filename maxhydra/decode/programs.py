@@ -156,7 +156,7 @@ class Programs:
         forward = _forward(self._arrangement, self._sharder, shape)
         jitted = jax.jit(forward, donate_argnums=1, out_shardings=(self._logits, self._cache_shardings))
         is_long = self._sharder.platform == "gpu" and B * T >= LONG
-        options = {"xla_gpu_enable_command_buffer": ""} if is_long else None
+        options: dict[str, str | bool] | None = {"xla_gpu_enable_command_buffer": ""} if is_long else None
         return jitted.lower(self._params, self._caches, *arrays).compile(compiler_options=options)
 
     def _compile_draw(self, name: DrawName) -> Program:

@@ -262,8 +262,8 @@ class PagedLayer:
         if positions_BT.shape[1] % Z:
             return self.insert(key_BTKH, value_BTKH, positions_BT, rows)
         place = (self.layer, self._but_for(positions_BT[:, : W * Z : Z] < 0, rows.table_BW[:, :W]))
-        new = (x.reshape(x.shape[0], -1, Z, *x.shape[2:])[:, :W].swapaxes(2, 3) for x in (key_BTKH, value_BTKH))
-        return self._written(place, *new, positions_BT)
+        key, value = (x.reshape(x.shape[0], -1, Z, *x.shape[2:])[:, :W].swapaxes(2, 3) for x in (key_BTKH, value_BTKH))
+        return self._written(place, key, value, positions_BT)
 
     def _but_for(self, is_none: jax.Array, pages: jax.Array) -> jax.Array:
         """Pages, each written once; where there is none, one that does not exist, each another: a GPU writes several
