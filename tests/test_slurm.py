@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from running import SMALL, command, environment, facts, finished, losses, run
+from running import SMALL, command, environment, facts, finished, losses, run, silent
 from slurm import cluster, require, wait_for
 
 from maxhydra.cli import entry
+from tests import compiling, warm
 
 WORKER = """
 folder=$(dirname "$4")
@@ -55,6 +56,11 @@ def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
         yield extra
 
 
+def quick(folder: Path) -> str:
+    """Jobs that need not import everything first: `python -m maxhydra`, which a warm process does."""
+    return f"hydra.launcher.python={warm.program(folder / 'python', compiling.PREFIX, skipped=2)}"
+
+
 def program(path: Path, interpreter: str, text: str) -> Path:
     path.write_text(f"#!{interpreter}\n{text}")
     path.chmod(0o755)
@@ -93,13 +99,13 @@ def sessions(folder: Path) -> list[str]:
 def test_six_jobs_outlive_their_controller(scheduler: dict[str, str], tmp_path: Path) -> None:
     """The controller is killed while jobs wait and run; the next finds all of them, and none is lost or doubled."""
     seeds = "run.seed=1,2,3,4,5,6"
-    asked = [*LAUNCHER, "hydra.launcher.array_parallelism=3", *SMALL, "train.steps=4", "run.name=six", seeds]
+    launcher = [*LAUNCHER, "hydra.launcher.array_parallelism=3", quick(tmp_path)]
+    asked = [*launcher, *SMALL, "train.steps=4", "run.name=six", seeds]
     sweep = tmp_path / "outputs" / "six"
-    env = environment(**scheduler)
-    controller = subprocess.Popen(command(*asked), cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    controller = silent(*asked, cwd=tmp_path, **scheduler)
     wait_for(lambda: list(sweep.glob("*/run.json")), 120)
     controller.kill()
-    controller.communicate()
+    controller.wait()
     status = finished("sweep", "status", "six", cwd=tmp_path, **scheduler).stdout
     assert "PENDING (JobArrayTaskLimit)" in status and "RUNNING" in status
     done = finished("sweep", "resume", "six", cwd=tmp_path, **scheduler).stdout
@@ -118,7 +124,7 @@ def test_six_jobs_outlive_their_controller(scheduler: dict[str, str], tmp_path: 
 def test_two_nodes_are_preempted_and_equal_one_process(scheduler: dict[str, str], tmp_path: Path) -> None:
     """Detached; told by SIGUSR1 to save, as before a time limit; back in the queue, and on to the end by itself."""
     arguments = [*SMALL, "train.steps=150", "mesh.fsdp=2", "train.per_device_batch_size=4", "checkpoint.every=1000"]
-    launcher = [*LAUNCHER, "hydra.launcher.nodes=2", "hydra.launcher.detach=true"]
+    launcher = [*LAUNCHER, "hydra.launcher.nodes=2", "hydra.launcher.detach=true", quick(tmp_path)]
     done = finished(*launcher, *arguments, "run.name=two", cwd=tmp_path, **scheduler)
     identity = re.search(r"job 0: slurm (\d+) ", done.stdout)
     assert identity is not None, done.stdout

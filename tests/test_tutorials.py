@@ -26,11 +26,7 @@ def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     assert commands
     binaries = tmp_path / ".bin"
     binaries.mkdir()
-    script = binaries / "maxhydra"
-    script.write_text(
-        f'#!/bin/sh\nexec "{sys.executable}" -I "{warm.__file__}" "{warm.server(compiling.PREFIX)}" "$@"\n'
-    )
-    script.chmod(0o755)
+    warm.program(binaries / "maxhydra", compiling.PREFIX)
     env = environment()
     env["PATH"] = f"{binaries}:{Path(sys.executable).parent}:{env['PATH']}"
     # The commands say for themselves on how many devices they run.

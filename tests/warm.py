@@ -48,6 +48,14 @@ def server(prefix: str) -> str:
     return address
 
 
+def program(path: Path, prefix: str, *, skipped: int = 0) -> Path:
+    """A script that is `maxhydra`, less so many words before its arguments."""
+    words = f'"{sys.executable}" -I "{__file__}" "{server(prefix)}"'
+    path.write_text(f'#!/bin/sh\nshift {skipped}\nexec {words} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
 class Command:
     """One that runs; what it leaves is in its folder and behind its streams."""
 
@@ -161,4 +169,8 @@ if __name__ == "__main__":
         _prepare()
         _become(_serve(socket.socket(fileno=int(sys.argv[1]))))
     else:
-        sys.exit(Command(sys.argv[1], sys.argv[2:], folder=os.getcwd(), environment=os.environ).wait())
+        command = Command(sys.argv[1], sys.argv[2:], folder=os.getcwd(), environment=os.environ)
+        # A scheduler knows this process alone.
+        for told in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(told, lambda number, _: command.signal(number))
+        sys.exit(command.wait())
