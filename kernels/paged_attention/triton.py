@@ -38,6 +38,8 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     """How far ahead memory is read: a block for every two, since where a page lies is read before it."""
+    held: int = 0
+    """Tokens that are read before anything else and wait in registers until all others are summed."""
 
 
 def tile(heads: int, tokens: int, size: int) -> Tile:
@@ -59,7 +61,7 @@ def tile(heads: int, tokens: int, size: int) -> Tile:
 
 
 def attention(
-    heads_BMH: jax.Array,
+    heads_SBMH: jax.Array,
     turns: tuple[jax.Array, jax.Array] | None,
     pages: Pages,
     request: Request,
@@ -67,16 +69,16 @@ def attention(
     interpret: bool = False,
     by: Tile | None = None,
 ) -> tuple[jax.Array, Pages]:
-    B, M, H = heads_BMH.shape
+    S, B, M, H = heads_SBMH.shape
     P, K, Z, _ = pages.key_PKZH.shape
-    N = M - 2 * K
+    N, dtype = M - 2 * K, pages.key_PKZH.dtype
     G, W = N // K, pages.table_BW.shape[1]
-    by = by or tile(B * K, W * Z, H * heads_BMH.dtype.itemsize)
+    by = by or tile(B * K, W * Z, H * dtype.itemsize)
     parts = by.parts
 
-    queries = pl.BlockSpec((None, G, H), lambda b, k, m: (b, k, 0))
-    new_key = pl.BlockSpec((None, None, H), lambda b, k, m: (b, N + k, 0))
-    new_value = pl.BlockSpec((None, None, H), lambda b, k, m: (b, N + K + k, 0))
+    queries = pl.BlockSpec((S, None, G, H), lambda b, k, m: (0, b, k, 0))
+    new_key = pl.BlockSpec((S, None, None, H), lambda b, k, m: (0, b, N + k, 0))
+    new_value = pl.BlockSpec((S, None, None, H), lambda b, k, m: (0, b, N + K + k, 0))
     turn = pl.BlockSpec((None, H), lambda b, k, m: (b, 0))
     of_pages = pl.BlockSpec((P, None, Z, H), lambda b, k, m: (0, k, 0, 0))
     row, one = pl.BlockSpec((None, W), lambda b, k, m: (b, 0)), pl.BlockSpec((None,), lambda b, k, m: (b,))
@@ -85,14 +87,14 @@ def attention(
     stored = jax.ShapeDtypeStruct(pages.key_PKZH.shape, pages.key_PKZH.dtype)
     wide = jax.ShapeDtypeStruct((B, K, parts, G), jnp.float32)
     key_PKZH, value_PKZH, out_BKMGH, top_BKMG, total_BKMG = pl.pallas_call(
-        partial(_kernel, request=request, T=by.tokens, each=pl.cdiv(pl.cdiv(W * Z, by.tokens), parts)),
+        partial(_kernel, request=request, by=by, each=pl.cdiv(pl.cdiv(W * Z, by.tokens), parts)),
         grid=(B, K, parts),
         in_specs=[of_pages, of_pages, queries, new_key, new_value, row, one, *([] if turns is None else [turn, turn])],
         out_specs=[of_pages, of_pages, part, size, size],
         out_shape=[
             stored,
             stored,
-            jax.ShapeDtypeStruct((B, K, parts, G, H), heads_BMH.dtype if parts == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((B, K, parts, G, H), dtype if parts == 1 else jnp.float32),
             wide,
             wide,
         ],
@@ -100,14 +102,14 @@ def attention(
         compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
         interpret=interpret,
         name="paged_attention",
-    )(pages.key_PKZH, pages.value_PKZH, heads_BMH, heads_BMH, heads_BMH, pages.table_BW, pages.length_B, *(turns or ()))
+    )(pages.key_PKZH, pages.value_PKZH, heads_SBMH, heads_SBMH, heads_SBMH, pages.table_BW, pages.length_B, *(turns or ()))
     pages = pages._replace(key_PKZH=key_PKZH, value_PKZH=value_PKZH)
     if parts == 1:
         return out_BKMGH.reshape(B, N, H), pages
     weight_BKMG = total_BKMG * jnp.exp2(top_BKMG - jnp.max(top_BKMG, axis=2, keepdims=True))
     share_BKMG = weight_BKMG / _nonzero(jnp.sum(weight_BKMG, axis=2, keepdims=True))
     out_BKGH = jnp.sum(out_BKMGH * share_BKMG[..., None], axis=2)
-    return out_BKGH.reshape(B, N, H).astype(heads_BMH.dtype), pages
+    return out_BKGH.reshape(B, N, H).astype(dtype), pages
 
 
 class _SoFar(NamedTuple):
@@ -137,33 +139,38 @@ def _kernel(
     length_ref: Any,
     *rest: Any,
     request: Request,
-    T: int,
+    by: Tile,
     each: int,
 ) -> None:
     """The softmax is taken as the blocks come (Milakov and Gimelshein, 2018). The new token comes last, when no memory
     waits for it, and is not read back from where it is written. `each`: blocks of a part."""
     *turn_refs, key_out_ref, value_out_ref, out_ref, top_ref, total_ref = rest
-    G, H = q_ref.shape
+    (_, G, H), T = q_ref.shape, by.tokens
     rows = max(LEAST_ROWS, 1 << (G - 1).bit_length())
     is_head, heads = jnp.arange(rows) < G, pl.ds(0, rows)
     before, Z = length_ref[...] - 1, key_ref.shape[1]
-    q = _queries(q_ref, turn_refs, rows)
-    new_key, new_value = _turned(new_key_ref, turn_refs), new_value_ref[...]
-    last = jnp.maximum(before, 0)
-    page = table_ref[last // Z]
-
-    def read(block: jax.Array, so_far: _SoFar) -> _SoFar:
-        tokens = _block(key_ref, value_ref, table_ref, block * T + jnp.arange(T), before, request)
-        return _taken_in(so_far, q, tokens, request)
-
     start = pl.program_id(2) * each
     stop = jnp.minimum(start + each, pl.cdiv(before, T))
     if request.window is not None:
         start = jnp.maximum(start, jnp.maximum(before - request.window + 1, 0) // T)
+    end = jnp.minimum(before, stop * T)
+    block_of = partial(_block, key_ref, value_ref, table_ref, before=before, end=end, request=request)
+    held = block_of(start * T + jnp.arange(by.held)) if by.held else None
+    dtype = key_ref.dtype
+    q = _queries(q_ref, turn_refs, rows, dtype)
+    new_key, new_value = _turned(new_key_ref, turn_refs, dtype), _summed(new_value_ref, dtype)
+    last = jnp.maximum(before, 0)
+    page = table_ref[last // Z]
+
+    def read(block: jax.Array, so_far: _SoFar) -> _SoFar:
+        return _taken_in(so_far, q, block_of(block * T + jnp.arange(T)), request)
+
     nothing = _SoFar(
         jnp.zeros((rows, H), jnp.float32), jnp.full((rows,), LOWEST / 2, jnp.float32), jnp.zeros((rows,), jnp.float32)
     )
-    so_far = jax.lax.fori_loop(start, stop, read, nothing)
+    so_far = jax.lax.fori_loop(start + by.held // T, stop, read, nothing)
+    if held is not None:
+        so_far = _taken_in(so_far, q, held, request)
     is_own = (before >= 0) & (pl.program_id(2) == 0)
     sums, top, total = _with_own(so_far, q, new_key, new_value, is_own, request)
     for ref, new in ((key_out_ref, new_key), (value_out_ref, new_value)):
@@ -174,7 +181,14 @@ def _kernel(
 
 
 def _block(
-    key_ref: Any, value_ref: Any, table_ref: Any, place: jax.Array, before: jax.Array, request: Request
+    key_ref: Any,
+    value_ref: Any,
+    table_ref: Any,
+    place: jax.Array,
+    *,
+    before: jax.Array,
+    end: jax.Array,
+    request: Request,
 ) -> _Tokens:
     """Tokens of these places, zeros for those not seen: a number that is not finite, left behind by another sequence,
     would get through a weight of zero.
@@ -183,7 +197,7 @@ def _block(
     table does not wait for the row's length.
     """
     Z, H = key_ref.shape[1:]
-    is_seen = place < before
+    is_seen = place < end
     if request.window is not None:
         is_seen &= place > before - request.window
     page = plt.load(table_ref.at[jnp.minimum(place // Z, table_ref.shape[0] - 1)])
@@ -226,31 +240,40 @@ def _with_own(
     return _SoFar(sums * kept[:, None] + added, new_top, total * kept + weights)
 
 
-def _queries(q_ref: Any, turn_refs: Sequence[Any], rows: int) -> jax.Array:
+def _queries(q_ref: Any, turn_refs: Sequence[Any], rows: int, dtype: jnp.dtype) -> jax.Array:
     """Turned by their position and filled up to so many rows. Turns are read for every row, which takes less time than
     to hand them from threads to others."""
-    G, H = q_ref.shape
+    parts, G, H = q_ref.shape
     down, across, shape = jnp.arange(rows)[:, None], jnp.arange(H)[None, :], (rows, H)
 
     def read(ref: Any, *axes: jax.Array) -> jax.Array:
         at = tuple(jnp.broadcast_to(axis, shape) for axis in axes)
         return plt.load(ref.at[at], mask=jnp.broadcast_to(down < G, shape), other=0.0)
 
-    q = read(q_ref, down, across)
+    def heads(across: jax.Array) -> jax.Array:
+        each = (read(q_ref, jnp.full((1, 1), part), down, across).astype(jnp.float32) for part in range(parts))
+        return sum(each).astype(dtype)
+
+    q = heads(across)
     if not turn_refs:
         return q
-    exchanged = read(q_ref, down, (across + H // 2) % H)
+    exchanged = heads((across + H // 2) % H)
     by, other = (read(ref, across) for ref in turn_refs)
-    return (q.astype(jnp.float32) * by + exchanged.astype(jnp.float32) * other).astype(q.dtype)
+    return (q.astype(jnp.float32) * by + exchanged.astype(jnp.float32) * other).astype(dtype)
 
 
-def _turned(new_key_ref: Any, turn_refs: Sequence[Any]) -> jax.Array:
+def _turned(new_key_ref: Any, turn_refs: Sequence[Any], dtype: jnp.dtype) -> jax.Array:
     """The new key, turned by its position."""
-    key, H = new_key_ref[...], new_key_ref.shape[0]
+    key, H = _summed(new_key_ref, dtype), new_key_ref.shape[1]
     if not turn_refs:
         return key
-    exchanged, (by, other) = new_key_ref[(jnp.arange(H) + H // 2) % H], (ref[...] for ref in turn_refs)
-    return (key.astype(jnp.float32) * by + exchanged.astype(jnp.float32) * other).astype(key.dtype)
+    exchanged = _summed(new_key_ref, dtype, (jnp.arange(H) + H // 2) % H)
+    by, other = (ref[...] for ref in turn_refs)
+    return (key.astype(jnp.float32) * by + exchanged.astype(jnp.float32) * other).astype(dtype)
+
+
+def _summed(ref: Any, dtype: jnp.dtype, across: Any = slice(None)) -> jax.Array:
+    return sum(ref[part, across].astype(jnp.float32) for part in range(ref.shape[0])).astype(dtype)
 
 
 def _nonzero(total: jax.Array) -> jax.Array:
