@@ -1,4 +1,4 @@
-"""What the tables of operations on one device have in common: platforms, devices and number formats."""
+"""What the tables of all operations have in common: platforms, GPUs, devices and number formats."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -15,6 +15,8 @@ class Asked:
     platform: str
     devices: int
     dtype: str
+    capability: str | None = None
+    """Compute capability of an NVIDIA GPU."""
     sizes: Sizes = ()
     """Asked of the kernel's tile."""
 
@@ -27,6 +29,8 @@ class Able(Generic[Call]):
     """What a backend can cope with: a row of a capability table, to which an operation adds its own fields."""
 
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+    capabilities: tuple[str, ...] | None = None
+    """Compute capabilities of the GPUs; None: any."""
     devices: int | None = None
     """As many as it can be spread over; None: any number."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
@@ -37,6 +41,11 @@ class Able(Generic[Call]):
         """Why this backend cannot serve the call; empty if it can."""
         needs = (
             (call.platform in self.platforms, f"runs on {either(self.platforms)}, not {call.platform}"),
+            (
+                self.capabilities is None or call.capability in self.capabilities,
+                f"needs a GPU of compute capability {either(self.capabilities or ())}, "
+                f"not {call.capability or call.platform}",
+            ),
             (self.devices in (None, call.devices), f"runs on {self.devices} device, not {call.devices}"),
             (call.dtype in self.dtypes, f"takes {either(self.dtypes)}, not {call.dtype}"),
             *self.needs(call),

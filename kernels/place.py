@@ -1,7 +1,7 @@
 """Where a call runs: the platform that it is compiled for, and how its arrays lie over the devices there."""
 
 import dataclasses
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh
@@ -30,3 +30,9 @@ class Place:
     @property
     def devices(self) -> int:
         return 1 if self.mesh is None else self.mesh.size
+
+
+def capability() -> str | None:
+    """Compute capability of this host's GPUs; None where there are none."""
+    device: Any = jax.devices()[0]
+    return device.compute_capability if device.platform == "gpu" else None

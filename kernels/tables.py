@@ -36,12 +36,13 @@ def with_tables(page: str) -> str:
 
 
 def table(backends: Mapping[str, Any]) -> str:
-    """A column for each backend, fastest first, a row for what it says of itself."""
+    """A column for each backend, fastest first, a row for what any of them is limited by."""
     rows = [("", *(f"`{name}`" for name in backends)), ("---",) * (len(backends) + 1)]
     for field in dataclasses.fields(next(iter(backends.values()))):
         if field.name not in ("run", "cut"):
             values = (_shown(getattr(backend, field.name)) for backend in backends.values())
             rows.append((field.name.replace("_", " "), *values))
+    rows = [row for row in rows if set(row[1:]) != {"any"}]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

@@ -18,12 +18,12 @@ from maxhydra.kernels.attention import (
     Request,
     UnsupportedError,
     attention,
-    capability,
     choose,
     triton,
     xla,
 )
 from maxhydra.kernels.attention.request import Tokens
+from maxhydra.kernels.place import capability
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 MASKS = {
@@ -259,7 +259,7 @@ def test_cudnn_refuses_what_it_cannot_serve_and_auto_goes_on(changes, reason):
     ("changes", "reason"),
     [
         ({"platform": "cpu"}, "runs on gpu, not cpu"),
-        ({"devices": 8}, "runs on one device, not 8"),
+        ({"devices": 8}, "runs on 1 device, not 8"),
         ({"head_dim": 320}, "up to 256, not 320"),
         ({"value_dim": 512}, "up to 256, not 512"),
         ({"length": 96}, "takes lengths in multiples of 64, not 96"),
@@ -282,7 +282,7 @@ def test_triton_refuses_what_it_cannot_serve(changes, reason):
         ({"capability": "8.0"}, "needs a GPU of compute capability 9.0, not 8.0"),
         ({"head_dim": 96}, "takes heads of 64 or 128 or 256, not 96"),
         ({"length": 64}, "takes lengths in multiples of 128, not 64"),
-        ({"devices": 8}, "runs on one device, not 8"),
+        ({"devices": 8}, "runs on 1 device, not 8"),
     ],
 )
 def test_mosaic_refuses_what_it_cannot_serve(changes, reason):

@@ -6,32 +6,27 @@ call whole, and a backend that was asked for by name and cannot is an error. No 
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 
+from maxhydra.kernels.able import Able, Asked
 from maxhydra.kernels.attention import cudnn, mosaic, reference, splash, triton, xla
 from maxhydra.kernels.attention.devices import over_devices
 from maxhydra.kernels.attention.request import Request, Tokens
 from maxhydra.kernels.choice import UnsupportedError, chosen, either
-from maxhydra.kernels.place import Place
-from maxhydra.kernels.tile import Sizes, misfits, sized
+from maxhydra.kernels.place import Place, capability
+from maxhydra.kernels.tile import Sizes, sized
 from maxhydra.kernels.watch import watched
 
-__all__ = ["BACKENDS", "Backend", "Call", "Request", "UnsupportedError", "attention", "capability", "choose"]
+__all__ = ["BACKENDS", "Backend", "Call", "Request", "UnsupportedError", "attention", "choose"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What a backend must cope with, known before anything runs."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call(Asked):
+    """A request over tokens of such a length, with heads of such a size."""
 
     request: Request
-    platform: str
-    capability: str | None
-    """Compute capability of an NVIDIA GPU."""
-    devices: int
-    dtype: str
     head_dim: int
     value_dim: int
     length: int
@@ -42,19 +37,13 @@ class Call:
     has_sinks: bool
     has_split_groups: bool = False
     """Query heads lie on other devices than the key heads they share."""
-    sizes: Sizes = ()
-    """Asked of the kernel's tile."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """One row of the capability table."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend(Able[Call]):
+    """One row of the capability table. Without `devices`, the compiler can split it over any number."""
 
     run: Callable[..., jax.Array]
-    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
-    capabilities: tuple[str, ...] | None = None
-    """Compute capabilities of the GPUs; None: any."""
-    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     head_dims: tuple[int, ...] | None = None
     """None: any, within what the next two say."""
     max_head_dim: int | None = None
@@ -72,25 +61,13 @@ class Backend:
     value_dim: bool = True
     """Whether values may have another size than keys."""
     split_length: bool = True
-    devices: int | None = None
-    """The most devices of a call; None: any number, over which the compiler can split it."""
     by_device: bool = False
     """A kernel of one device, which is given the rows and heads that lie there."""
-    cut: Callable[[Call], Mapping[str, int]] | None = None
-    """What the sizes of its tile must divide, by name; None: it has none to choose."""
 
-    def refusals(self, call: Call) -> tuple[str, ...]:
-        """Why this backend cannot serve the call; empty if it can."""
+    def needs(self, call: Call) -> tuple[tuple[bool, str], ...]:
         largest = max(call.head_dim, call.value_dim)
         length_fits = not call.has_segments or call.length % self.segment_length_multiple == 0
-        needs = (
-            (call.platform in self.platforms, f"runs on {either(self.platforms)}, not {call.platform}"),
-            (
-                self.capabilities is None or call.capability in self.capabilities,
-                f"needs a GPU of compute capability {either(self.capabilities or ())}, "
-                f"not {call.capability or call.platform}",
-            ),
-            (call.dtype in self.dtypes, f"takes {either(self.dtypes)}, not {call.dtype}"),
+        return (
             (
                 largest <= (self.max_head_dim or largest) and call.head_dim % self.head_dim_multiple == 0,
                 f"takes heads in multiples of {self.head_dim_multiple} up to {self.max_head_dim}, not {largest}",
@@ -103,7 +80,6 @@ class Backend:
                 call.length % self.length_multiple == 0,
                 f"takes lengths in multiples of {self.length_multiple}, not {call.length}",
             ),
-            (call.devices <= (self.devices or call.devices), f"runs on one device, not {call.devices}"),
             (length_fits, f"takes segments in multiples of {self.segment_length_multiple} tokens, not {call.length}"),
             (self.softcap or call.request.softcap is None, "has no soft-cap"),
             (self.chunk or call.request.chunk is None, "has no chunks"),
@@ -117,7 +93,6 @@ class Backend:
             (self.split_length or not call.request.is_length_split, "needs whole sequences on each device"),
             (not (self.by_device and call.has_split_groups), "needs query and key heads split alike"),
         )
-        return (*(reason for is_met, reason in needs if not is_met), *misfits(call, self.cut))
 
 
 # Fastest first. cuDNN: heads up to 256 exist on Hopper only; 128 holds on every GPU from Ampere on. Its masks, which
@@ -205,12 +180,6 @@ def _fastest_first(call: Call) -> list[str]:
     else:
         place = names.index("cudnn") + (request.window is not None or not request.causal)
     return [*names[:place], "mosaic", *names[place:]]
-
-
-def capability() -> str | None:
-    """Compute capability of this host's GPUs; None where there are none."""
-    device: Any = jax.devices()[0]
-    return device.compute_capability if device.platform == "gpu" else None
 
 
 @watched

@@ -12,7 +12,7 @@ import jax
 from maxhydra.kernels.able import Able, Asked
 from maxhydra.kernels.choice import UnsupportedError, chosen
 from maxhydra.kernels.grouped_matmul import megablox, reference, triton, xla
-from maxhydra.kernels.place import Place
+from maxhydra.kernels.place import Place, capability
 from maxhydra.kernels.tile import Sizes, sized
 from maxhydra.kernels.watch import watched
 
@@ -106,6 +106,15 @@ def grouped_matmul(
         shapes = f"{x_MD.dtype} {x_MD.shape}, {w_EDF.dtype} {w_EDF.shape}, {sizes_E.shape}"
         raise ValueError(f"rows, matrices and sizes do not fit together: {shapes}")
     place = place or Place.here()
-    shape = {"rows": M, "groups": E, "inputs": D, "outputs": F}
-    call = Call(platform=place.platform, devices=place.devices, dtype=x_MD.dtype.name, sizes=sizes, **shape)
+    call = Call(
+        platform=place.platform,
+        capability=capability(),
+        devices=place.devices,
+        dtype=x_MD.dtype.name,
+        sizes=sizes,
+        rows=M,
+        groups=E,
+        inputs=D,
+        outputs=F,
+    )
     return sized(BACKENDS[choose(backend, call)].run, sizes)(x_MD, w_EDF, sizes_E)

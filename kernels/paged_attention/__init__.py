@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import jax
 
+from maxhydra.kernels.able import Able, Asked
 from maxhydra.kernels.attention.request import Request
-from maxhydra.kernels.choice import either
 from maxhydra.kernels.paged_attention import pallas_tpu, triton
 from maxhydra.kernels.paged_attention.pages import Pages
 from maxhydra.kernels.place import Place
@@ -22,13 +22,10 @@ from maxhydra.kernels.place import Place
 __all__ = ["BACKENDS", "Backend", "Call", "Pages", "paged_attention", "serving"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What a kernel must cope with."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call(Asked):
+    """Queries over a cache in pages."""
 
-    platform: str
-    devices: int
-    dtype: str
     storage: str
     head_dim: int
     page_size: int
@@ -36,26 +33,20 @@ class Call:
     """Numbers among all keys."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """One row of the capability table. All run on one device, over a cache in the format of the queries."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend(Able[Call]):
+    """One row of the capability table. All run over a cache in the format of the queries."""
 
     run: Callable[..., tuple[jax.Array, Pages]]
-    platform: str
-    dtypes: tuple[str, ...]
     powers_of_two: bool
     """Whether head and page sizes must be such, heads of 16 at least."""
     page_multiple: int
     max_numbers: int | None
     """Among all keys; None: any."""
 
-    def refusals(self, call: Call) -> tuple[str, ...]:
-        """Why this backend cannot serve the call; empty if it can."""
+    def needs(self, call: Call) -> tuple[tuple[bool, str], ...]:
         is_power = _is_power_of_two(call.head_dim) and call.head_dim >= 16 and _is_power_of_two(call.page_size)
-        needs = (
-            (call.platform == self.platform, f"runs on {self.platform}, not {call.platform}"),
-            (call.devices == 1, f"runs on one device, not {call.devices}"),
-            (call.dtype in self.dtypes, f"takes {either(self.dtypes)}, not {call.dtype}"),
+        return (
             (call.storage == call.dtype, f"takes a cache like its queries, not {call.storage}"),
             (
                 is_power or not self.powers_of_two,
@@ -67,13 +58,13 @@ class Backend:
             ),
             (call.numbers <= (self.max_numbers or call.numbers), "takes a cache that 32 bits can address"),
         )
-        return tuple(reason for is_met, reason in needs if not is_met)
 
 
 BACKENDS: dict[str, Backend] = {
     "triton": Backend(
         run=triton.attention,
-        platform="gpu",
+        platforms=("gpu",),
+        devices=1,
         dtypes=("bfloat16", "float16", "float32"),
         powers_of_two=True,
         page_multiple=1,
@@ -81,7 +72,8 @@ BACKENDS: dict[str, Backend] = {
     ),
     "pallas_tpu": Backend(
         run=pallas_tpu.attention,
-        platform="tpu",
+        platforms=("tpu",),
+        devices=1,
         dtypes=("bfloat16", "float32"),
         powers_of_two=False,
         page_multiple=pallas_tpu.PAGE_MULTIPLE,
@@ -92,9 +84,17 @@ BACKENDS: dict[str, Backend] = {
 
 def serving(pages: Pages, dtype: str, place: Place) -> str | None:
     """The backend that takes one token a row in this number format; None where there is none."""
-    _, _, Z, H = pages.key_PKZH.shape
-    storage, numbers = pages.key_PKZH.dtype.name, pages.key_PKZH.size
-    call = Call(place.platform, place.devices, dtype, storage, H, Z, numbers)
+    keys = pages.key_PKZH
+    *_, Z, H = keys.shape
+    call = Call(
+        platform=place.platform,
+        devices=place.devices,
+        dtype=dtype,
+        storage=keys.dtype.name,
+        head_dim=H,
+        page_size=Z,
+        numbers=keys.size,
+    )
     return next((name for name, row in BACKENDS.items() if not row.refusals(call)), None)
 
 
