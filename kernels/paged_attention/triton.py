@@ -6,8 +6,8 @@ package, M parts of a row, T tokens of a block.
 """
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -37,9 +37,8 @@ class Tile(NamedTuple):
     """Programs that share a row."""
     warps: int
     stages: int
-    """How far ahead memory is read: a block for every two, since where a page lies is read before it."""
-    held: int = 0
-    """Tokens that are read before anything else and wait in registers until all others are summed."""
+    """How far ahead memory is read: a block for each, or for every two where blocks have several pages, since where
+    these lie is read before them."""
 
 
 def tile(heads: int, tokens: int, size: int) -> Tile:
@@ -57,7 +56,8 @@ def tile(heads: int, tokens: int, size: int) -> Tile:
     each = pl.cdiv(tokens, parts)
     if heads * parts <= FEW and each * unit <= AT_ONCE:
         return Tile(max(1 << (each - 1).bit_length(), LEAST_ROWS), parts, warps=4, stages=1)
-    return Tile(max(32 // unit, LEAST_ROWS), parts, warps=2, stages=5)
+    warps, stages = (1, 7) if unit == 1 else (2, 5)
+    return Tile(LEAST_ROWS, parts, warps, stages)
 
 
 def attention(
@@ -102,7 +102,16 @@ def attention(
         compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
         interpret=interpret,
         name="paged_attention",
-    )(pages.key_PKZH, pages.value_PKZH, heads_SBMH, heads_SBMH, heads_SBMH, pages.table_BW, pages.length_B, *(turns or ()))
+    )(
+        pages.key_PKZH,
+        pages.value_PKZH,
+        heads_SBMH,
+        heads_SBMH,
+        heads_SBMH,
+        pages.table_BW,
+        pages.length_B,
+        *(turns or ()),
+    )
     pages = pages._replace(key_PKZH=key_PKZH, value_PKZH=value_PKZH)
     if parts == 1:
         return out_BKMGH.reshape(B, N, H), pages
@@ -149,13 +158,6 @@ def _kernel(
     rows = max(LEAST_ROWS, 1 << (G - 1).bit_length())
     is_head, heads = jnp.arange(rows) < G, pl.ds(0, rows)
     before, Z = length_ref[...] - 1, key_ref.shape[1]
-    start = pl.program_id(2) * each
-    stop = jnp.minimum(start + each, pl.cdiv(before, T))
-    if request.window is not None:
-        start = jnp.maximum(start, jnp.maximum(before - request.window + 1, 0) // T)
-    end = jnp.minimum(before, stop * T)
-    block_of = partial(_block, key_ref, value_ref, table_ref, before=before, end=end, request=request)
-    held = block_of(start * T + jnp.arange(by.held)) if by.held else None
     dtype = key_ref.dtype
     q = _queries(q_ref, turn_refs, rows, dtype)
     new_key, new_value = _turned(new_key_ref, turn_refs, dtype), _summed(new_value_ref, dtype)
@@ -163,14 +165,17 @@ def _kernel(
     page = table_ref[last // Z]
 
     def read(block: jax.Array, so_far: _SoFar) -> _SoFar:
-        return _taken_in(so_far, q, block_of(block * T + jnp.arange(T)), request)
+        tokens = _block(key_ref, value_ref, table_ref, block * T, T, before, request)
+        return _taken_in(so_far, q, tokens, request)
 
+    start = pl.program_id(2) * each
+    stop = jnp.minimum(start + each, pl.cdiv(before, T))
+    if request.window is not None:
+        start = jnp.maximum(start, jnp.maximum(before - request.window + 1, 0) // T)
     nothing = _SoFar(
         jnp.zeros((rows, H), jnp.float32), jnp.full((rows,), LOWEST / 2, jnp.float32), jnp.zeros((rows,), jnp.float32)
     )
-    so_far = jax.lax.fori_loop(start + by.held // T, stop, read, nothing)
-    if held is not None:
-        so_far = _taken_in(so_far, q, held, request)
+    so_far = jax.lax.fori_loop(start, stop, read, nothing)
     is_own = (before >= 0) & (pl.program_id(2) == 0)
     sums, top, total = _with_own(so_far, q, new_key, new_value, is_own, request)
     for ref, new in ((key_out_ref, new_key), (value_out_ref, new_value)):
@@ -181,29 +186,28 @@ def _kernel(
 
 
 def _block(
-    key_ref: Any,
-    value_ref: Any,
-    table_ref: Any,
-    place: jax.Array,
-    *,
-    before: jax.Array,
-    end: jax.Array,
-    request: Request,
+    key_ref: Any, value_ref: Any, table_ref: Any, start: jax.Array, T: int, before: jax.Array, request: Request
 ) -> _Tokens:
-    """Tokens of these places, zeros for those not seen: a number that is not finite, left behind by another sequence,
+    """Tokens from a place on, zeros for those not seen: a number that is not finite, left behind by another sequence,
     would get through a weight of zero.
 
-    A place is an address of its own, so that what is read goes to the matrix unit in the order in which it comes. The
-    table does not wait for the row's length.
+    A block within a page is found by one number, which is read when it is needed, from the first level cache. Else a
+    token is an address of its own, so that what is read goes to the matrix unit in the order in which it comes, and the
+    table is read ahead too. It does not wait for the row's length.
     """
     Z, H = key_ref.shape[1:]
-    is_seen = place < end
+    place, shape, W = start + jnp.arange(T), (T, H), table_ref.shape[0]
+    is_seen = place < before
     if request.window is not None:
         is_seen &= place > before - request.window
-    page = plt.load(table_ref.at[jnp.minimum(place // Z, table_ref.shape[0] - 1)])
-    shape = (place.shape[0], H)
-    axes = page[:, None], (place % Z)[:, None], jnp.arange(H)[None, :]
-    at, mask = tuple(jnp.broadcast_to(axis, shape) for axis in axes), jnp.broadcast_to(is_seen[:, None], shape)
+    mask = jnp.broadcast_to(is_seen[:, None], shape)
+    at: tuple[Any, ...]
+    if Z % T == 0:
+        at = table_ref[jnp.minimum(start // Z, W - 1)], pl.ds(start % Z, T), slice(None)
+    else:
+        page = plt.load(table_ref.at[jnp.minimum(place // Z, W - 1)])
+        axes = page[:, None], (place % Z)[:, None], jnp.arange(H)[None, :]
+        at = tuple(jnp.broadcast_to(axis, shape) for axis in axes)
     key, value = (plt.load(ref.at[at], mask=mask, other=0.0) for ref in (key_ref, value_ref))
     return _Tokens(key, value, is_seen)
 
@@ -251,8 +255,7 @@ def _queries(q_ref: Any, turn_refs: Sequence[Any], rows: int, dtype: jnp.dtype) 
         return plt.load(ref.at[at], mask=jnp.broadcast_to(down < G, shape), other=0.0)
 
     def heads(across: jax.Array) -> jax.Array:
-        each = (read(q_ref, jnp.full((1, 1), part), down, across).astype(jnp.float32) for part in range(parts))
-        return sum(each).astype(dtype)
+        return _added((read(q_ref, jnp.full((1, 1), part), down, across) for part in range(parts)), dtype)
 
     q = heads(across)
     if not turn_refs:
@@ -273,7 +276,11 @@ def _turned(new_key_ref: Any, turn_refs: Sequence[Any], dtype: jnp.dtype) -> jax
 
 
 def _summed(ref: Any, dtype: jnp.dtype, across: Any = slice(None)) -> jax.Array:
-    return sum(ref[part, across].astype(jnp.float32) for part in range(ref.shape[0])).astype(dtype)
+    return _added((ref[part, across] for part in range(ref.shape[0])), dtype)
+
+
+def _added(parts: Iterable[jax.Array], dtype: jnp.dtype) -> jax.Array:
+    return reduce(jnp.add, (part.astype(jnp.float32) for part in parts)).astype(dtype)
 
 
 def _nonzero(total: jax.Array) -> jax.Array:

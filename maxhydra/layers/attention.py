@@ -302,7 +302,7 @@ class Attention(nnx.Module):
         turn = None if spec.rotation is None else turns(ctx.positions[:, 0], spec.rotation)
         backend = serving(pages, heads_BMH.dtype.name, ctx.place)
         assert backend is not None
-        mixed_BNH, pages = paged_attention(heads_BMH, turn, pages, self._request(ctx), backend=backend)
+        mixed_BNH, pages = paged_attention(heads_BMH[None], turn, pages, self._request(ctx), backend=backend)
         return mixed_BNH[:, None], ctx.cache.with_pages(pages)
 
     def _whole(self, kv_BSKH: jax.Array, ctx: Context) -> jax.Array:
