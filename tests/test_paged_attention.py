@@ -45,7 +45,6 @@ CHANGES = [{}, {"window": 9}, {"softcap": 2.0}]
 TILES = [
     None,
     triton.Tile(8, 3, warps=2, stages=3),
-    triton.Tile(4, 2, warps=1, stages=3),
     triton.Tile(32, 1, warps=8, stages=1),
 ]
 

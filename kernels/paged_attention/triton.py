@@ -37,16 +37,16 @@ class Tile(NamedTuple):
     """Programs that share a row."""
     warps: int
     stages: int
-    """How far ahead memory is read: a block for each, or for every two where blocks have several pages, since where
-    these lie is read before them."""
+    """How far ahead memory is read: a block for every two, since where a page lies is read before it."""
 
 
 def tile(heads: int, tokens: int, size: int) -> Tile:
     """For so many heads of all rows, tokens of a row, and bytes of a key.
 
-    Measured on an H200 with 8 key heads of 64 in bfloat16, us. 64 rows of 200 tokens: 11.0 in blocks of 32, two ahead
-    (three 11.6, four 12.2, one 12.7; with 4 warps 12.0), of 64 11.9, of 128 12.0; of 300 14.4 (of 64 14.6), of 96 7.6
-    (all at once 8.3); of 2,000 with three ahead 68.6 (in four parts 75.1). A row of 200 tokens: 4.0 all at once (with 8
+    Measured on an H200 with 8 key heads of 64 in bfloat16, us. 64 rows of 200 tokens: 11.2 in blocks of 16 by one warp,
+    three ahead (two 11.9, four 11.4; of 32 12.5), 11.9 in blocks of 32 by two warps, two ahead (three, four, one ahead,
+    4 warps and blocks of 64 or 128 are slower on another card); of 300 14.4 and 14.9. Of 96, on that card, 7.6 in
+    blocks of 32 (all at once 8.3), of 2,000 68.6 (in four parts 75.1). A row of 200 tokens: 4.0 all at once (with 8
     warps 4.1), 4.5 in four parts, of which 2.0 is their sum; 8 rows 5.0 (blocks of 128 5.5). Four rows of 4,000
     tokens: 15.3 in 16 parts of such blocks (of 128 20.8), 17.2 in 32.
     """
@@ -165,7 +165,7 @@ def _kernel(
     page = table_ref[last // Z]
 
     def read(block: jax.Array, so_far: _SoFar) -> _SoFar:
-        tokens = _block(key_ref, value_ref, table_ref, block * T, T, before, request)
+        tokens = _block(key_ref, value_ref, table_ref, block * T + jnp.arange(T), before, request)
         return _taken_in(so_far, q, tokens, request)
 
     start = pl.program_id(2) * each
@@ -186,28 +186,22 @@ def _kernel(
 
 
 def _block(
-    key_ref: Any, value_ref: Any, table_ref: Any, start: jax.Array, T: int, before: jax.Array, request: Request
+    key_ref: Any, value_ref: Any, table_ref: Any, place: jax.Array, before: jax.Array, request: Request
 ) -> _Tokens:
-    """Tokens from a place on, zeros for those not seen: a number that is not finite, left behind by another sequence,
+    """Tokens of these places, zeros for those not seen: a number that is not finite, left behind by another sequence,
     would get through a weight of zero.
 
-    A block within a page is found by one number, which is read when it is needed, from the first level cache. Else a
-    token is an address of its own, so that what is read goes to the matrix unit in the order in which it comes, and the
-    table is read ahead too. It does not wait for the row's length.
+    A place is an address of its own, so that what is read goes to the matrix unit in the order in which it comes. The
+    table does not wait for the row's length.
     """
     Z, H = key_ref.shape[1:]
-    place, shape, W = start + jnp.arange(T), (T, H), table_ref.shape[0]
     is_seen = place < before
     if request.window is not None:
         is_seen &= place > before - request.window
-    mask = jnp.broadcast_to(is_seen[:, None], shape)
-    at: tuple[Any, ...]
-    if Z % T == 0:
-        at = table_ref[jnp.minimum(start // Z, W - 1)], pl.ds(start % Z, T), slice(None)
-    else:
-        page = plt.load(table_ref.at[jnp.minimum(place // Z, W - 1)])
-        axes = page[:, None], (place % Z)[:, None], jnp.arange(H)[None, :]
-        at = tuple(jnp.broadcast_to(axis, shape) for axis in axes)
+    page = plt.load(table_ref.at[jnp.minimum(place // Z, table_ref.shape[0] - 1)])
+    shape = (place.shape[0], H)
+    axes = page[:, None], (place % Z)[:, None], jnp.arange(H)[None, :]
+    at, mask = tuple(jnp.broadcast_to(axis, shape) for axis in axes), jnp.broadcast_to(is_seen[:, None], shape)
     key, value = (plt.load(ref.at[at], mask=mask, other=0.0) for ref in (key_ref, value_ref))
     return _Tokens(key, value, is_seen)
 
