@@ -24,6 +24,8 @@ LEAST_ROWS = 16
 FEW, ENOUGH = 128, 512
 # Tokens that a program reads all at once where programs are few, for keys of so many bytes; longer ones have fewer.
 AT_ONCE, KEY_BYTES = 256, 128
+# Tokens of a row up to which a program of one warp, which begins and ends sooner, is faster than one of two.
+SHORT = 512
 LOG2_E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -56,8 +58,9 @@ def tile(heads: int, tokens: int, size: int) -> Tile:
     each = pl.cdiv(tokens, parts)
     if heads * parts <= FEW and each * unit <= AT_ONCE:
         return Tile(max(1 << (each - 1).bit_length(), LEAST_ROWS), parts, warps=4, stages=1)
-    warps, stages = (1, 7) if unit == 1 else (2, 5)
-    return Tile(LEAST_ROWS, parts, warps, stages)
+    if parts == 1 and tokens * unit <= SHORT:
+        return Tile(LEAST_ROWS, parts, warps=1, stages=7)
+    return Tile(max(32 // unit, LEAST_ROWS), parts, warps=2, stages=5)
 
 
 def attention(
