@@ -281,6 +281,7 @@ def test_triton_refuses_what_it_cannot_serve(changes, reason):
         ({"platform": "cpu"}, "runs on gpu, not cpu"),
         ({"capability": "8.0"}, "needs a GPU of compute capability 9.0, not 8.0"),
         ({"head_dim": 96}, "takes heads of 64 or 128 or 256, not 96"),
+        ({"dtype": "float32"}, "takes bfloat16 or float16, not float32"),
         ({"length": 64}, "takes lengths in multiples of 128, not 64"),
         ({"devices": 8}, "runs on 1 device, not 8"),
     ],

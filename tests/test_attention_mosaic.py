@@ -1,18 +1,21 @@
-"""Attention for Hopper where there is none: the kernels lower for it, the matrix unit's layouts included, and all tiles
-of queries are dealt out once. Values and gradients need the GPU, by test_attention.py and bench/kernels.py: Mosaic's
-interpreter has neither accumulators that go on nor sums in memory."""
+"""Attention for Hopper where there is none: hopper.py runs the kernels, and their values and gradients are those of the
+reference; they lower for the real one, the matrix unit's layouts included; all tiles of queries are dealt out once. The
+GPU itself has test_attention.py and bench/kernels.py."""
 
 from collections import Counter
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hopper import run
 
-from maxhydra.kernels.attention import triton
+from maxhydra.kernels.attention import reference, triton
 from maxhydra.kernels.attention.blocks import Inputs
 from maxhydra.kernels.attention.mosaic import TILES, attention
-from maxhydra.kernels.attention.mosaic.how import How
+from maxhydra.kernels.attention.mosaic.flash import attend
+from maxhydra.kernels.attention.mosaic.how import How, Tile
 from maxhydra.kernels.attention.mosaic.parts import meetings
 from maxhydra.kernels.attention.mosaic.plan import Plan
 from maxhydra.kernels.attention.request import KEPT, Request, Tokens
@@ -27,6 +30,62 @@ def make_request(**changes) -> Request:
 def make_inputs(B: int, T: int, N: int, K: int, H: int) -> Inputs:
     q, k = (jax.ShapeDtypeStruct((B, T, heads, H), jnp.bfloat16) for heads in (N, K))
     return Inputs(q, k, k, None, None, None)
+
+
+LENGTH = 256
+# Head size, heads of queries and of keys, what is asked for; each loop with and without a mask, and all at once.
+CASES = {
+    "plain 64": (64, (2, 1), {}),
+    "plain 128": (128, (2, 1), {}),
+    "full 64": (64, (1, 1), {"causal": False, "sinks": True}),
+    "full 128": (128, (1, 1), {"causal": False, "softcap": 2.0}),
+    "window 64": (64, (1, 1), {"window": 150, "softcap": 2.0}),
+    "window 128": (128, (1, 1), {"window": 150, "sinks": True}),
+    "chunk 64": (64, (1, 1), {"chunk": 96}),
+    "chunk 128": (128, (1, 1), {"chunk": 96, "softcap": 2.0}),
+    "all 64": (64, (4, 2), {"window": 100, "softcap": 2.0, "sinks": True, "segments": True}),
+    "all 128": (128, (2, 1), {"chunk": 130, "softcap": 2.0, "sinks": True, "segments": True}),
+    "plain 256": (256, (2, 1), {}),
+    "all 256": (256, (2, 1), {"window": 100, "softcap": 2.0, "sinks": True, "segments": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_are_those_of_the_reference(case):
+    """One program goes over all tiles forward, and over its rings of shared memory several times."""
+    head_dim, (N, K), asked = CASES[case]
+    asked, dtype = dict(asked), jnp.float16 if "chunk" in case else jnp.bfloat16
+    shapes = [(1, LENGTH, heads, head_dim) for heads in (N, K, K, N)]
+    rng = np.random.default_rng(0)
+    q, k, v, d = (rng.normal(size=shape).astype(dtype) for shape in shapes)
+    sinks = np.linspace(4, 6, N, dtype=np.float32) if asked.pop("sinks", False) else None
+    tags = None
+    if asked.pop("segments", False):
+        tags = np.repeat([[1, 2, 3, 0]], [70, 30, 140, 16], axis=1).astype(np.int32)
+    request = make_request(**asked)
+    tiles = TILES[head_dim]
+    has_gradients = tiles.backward is not None
+    how = How(request, tiles._replace(forward=Tile(64, 3)) if case == "all 128" else tiles, programs=1)
+
+    def by_mosaic(q, k, v, sinks):
+        return attend(how, Inputs(q, k, v, sinks, tags, tags))
+
+    def by_reference(q, k, v, sinks):
+        return reference.attention(q, k, v, request, Tokens(tags, tags, None, None), sinks)
+
+    def whole(function, q, k, v, sinks, d):
+        if not has_gradients:
+            return [function(q, k, v, sinks)]
+        out, backward = jax.vjp(function, q, k, v, sinks)
+        return [out, *(one for one in backward(d) if one is not None)]
+
+    found = run(partial(whole, by_mosaic), q, k, v, sinks, d)
+    *wide, wide_d = (one.astype(np.float32) for one in (q, k, v, d))
+    wanted = jax.jit(partial(whole, by_reference))(*wide, sinks, wide_d)
+    for got, want in zip(found, wanted, strict=True):
+        error = np.linalg.norm(np.asarray(got, np.float32) - want)
+        # The gradients of sinks are sums that nearly cancel.
+        assert error < (0.004 if want.ndim > 1 else 0.02) * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from maxhydra.config import model as config
 from maxhydra.config.quantization import Quantization, QuantizationKind
 from maxhydra.decode.arrange import arrange
-from maxhydra.kernels.fused_product import Around, Norm, few_rows, fused_product, one_row, product_and_norm
+from maxhydra.kernels.fused_product import Around, Norm, few_rows, fused_product, largest, one_row, product_and_norm
 from maxhydra.kernels.fused_product import rows as row_kernel
 from maxhydra.layers import Context, PagedRoom, Rows
 from maxhydra.layers import fused as fused_layers
@@ -107,6 +107,21 @@ def test_the_sum_of_parts_and_its_norm_equal_numpy(numbers: int) -> None:
     np.testing.assert_allclose(found[0], stream, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(found[1], unit * (scale + norm.offset), rtol=1e-5, atol=1e-5)
     assert row_kernel.can_serve(numbers) and not row_kernel.can_serve(numbers + 64)
+
+
+@pytest.mark.parametrize(("rows", "is_left", "dtype"), [(5, True, jnp.float32), (16, False, jnp.bfloat16)])
+def test_the_largest_output_equals_numpys(rows: int, is_left: bool, dtype: jnp.dtype) -> None:
+    """Outputs that are the same bring the first of them, and one that is no number shows in the largest."""
+    x, weight = draw(rows, 64, seed=0), draw(96, 64, seed=1)
+    weight[40], x[2] = weight[7], weight[7]
+    by = few_rows.Tile(16, 32, 1, is_left=is_left, warps=4, stages=2)
+    run = partial(largest.largest, weight_NK=jnp.asarray(weight), dtype=jnp.dtype(dtype), interpret=True, by=by)
+    top, place = run(jnp.asarray(x))
+    out = np.asarray(jnp.asarray(x @ weight.T, dtype), np.float32)
+    np.testing.assert_allclose(top, out.max(axis=1), rtol=1e-2 if dtype == jnp.bfloat16 else 1e-5)
+    assert place.tolist() == out.argmax(axis=1).tolist() and place[2] == 7
+    x[1, 3] = np.nan
+    assert np.isfinite(run(jnp.asarray(x))[0]).tolist() == [row != 1 for row in range(rows)]
 
 
 @pytest.mark.parametrize("rows", [1, 3])

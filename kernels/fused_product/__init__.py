@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from maxhydra.kernels.fused_product import few_rows, one_row, reference, rows
+from maxhydra.kernels.fused_product import few_rows, largest, one_row, reference, rows
 from maxhydra.kernels.fused_product.around import Activation, Around, Norm
 
-__all__ = ["Activation", "Around", "Norm", "fused_product", "product_and_norm", "suits"]
+__all__ = ["Activation", "Around", "Norm", "fused_product", "largest_output", "product_and_norm", "suits"]
 
 
 def suits(rows: int, weight: DTypeLike) -> bool:
@@ -46,3 +46,13 @@ def product_and_norm(
         return rows.summed(parts_PMN, onto_MN, norm, dtype, interpret=False)
     stream_MN = fused_product(x_MK, weight_NK, None, around, dtype=dtype)
     return stream_MN, norm(stream_MN)
+
+
+def largest_output(x_MK: jax.Array, weight_NK: jax.Array, *, dtype: DTypeLike) -> tuple[jax.Array, jax.Array] | None:
+    """Of each row of x times the transpose of the weight, in this number format, the largest output and where it
+    stands, the first if there are several; not finite where one is no number. None where outputs are better written
+    and looked at."""
+    (count, inputs), outputs = x_MK.shape, weight_NK.shape[0]
+    if not largest.can_serve(count, outputs, inputs, x_MK.dtype.name):
+        return None
+    return largest.largest(x_MK, weight_NK, jnp.dtype(dtype), interpret=False)

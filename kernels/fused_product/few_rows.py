@@ -87,6 +87,15 @@ def summands(
 
 
 def _kernel(x_ref: Any, weight_ref: Any, out_ref: Any, *, by: Tile, activation: Activation | None) -> None:
+    sums, is_row = streamed(x_ref, weight_ref, by)
+    out = sums[0] if activation is None else activation(sums[0]) * sums[1]
+    out_MN, rows, M = (out.T if by.is_left else out).astype(out_ref.dtype), is_row.shape[0], x_ref.shape[0]
+    plt.store(out_ref.at[pl.ds(0, rows), :], out_MN, mask=None if rows == M else is_row[:, None])
+
+
+def streamed(x_ref: Any, weight_ref: Any, by: Tile) -> tuple[list[jax.Array], jax.Array]:
+    """Of each half of the weights the product with the rows in float32, [N, M] where the weight is on the left, and
+    which rows there are among those that the matrix unit takes."""
     M = x_ref.shape[0]
     H, N, K = weight_ref.shape
     rows = max(LEAST_ROWS, 1 << (M - 1).bit_length())
@@ -103,7 +112,4 @@ def _kernel(x_ref: Any, weight_ref: Any, out_ref: Any, *, by: Tile, activation: 
         return [so_far + product for so_far, product in zip(sums, products, strict=True)]
 
     zeros = jnp.zeros((N, rows) if by.is_left else (rows, N), jnp.float32)
-    sums = jax.lax.fori_loop(0, K // by.inputs, add, [zeros] * H)
-    out = sums[0] if activation is None else activation(sums[0]) * sums[1]
-    out_MN = (out.T if by.is_left else out).astype(out_ref.dtype)
-    plt.store(out_ref.at[down, :], out_MN, mask=None if rows == M else is_row[:, None])
+    return jax.lax.fori_loop(0, K // by.inputs, add, [zeros] * H), is_row

@@ -226,7 +226,7 @@ class Engine:
         if rows := self._scheduler.next_rows():
             self._programs.ahead(self._next_shape(rows), steps_of(rows))
         work = reading(parts, shape, self._programs.nobody)
-        self._tokens_read += sum(part.stop - part.start for part in parts)
+        self._tokens_read += sum(part.length for part in parts)
         logits_BV, self._cache = self._programs.forward(shape, self._params, self._cache, self._board, work)
         if any(whole):
             self._draw(whole, logits_BV)

@@ -17,7 +17,7 @@ import numpy as np
 
 from maxhydra.decode.arrange import Arrangement
 from maxhydra.decode.compiled import Compiled, Program
-from maxhydra.decode.sampler import Choice, Settings, Steps, choose
+from maxhydra.decode.sampler import Choice, Settings, Steps, choose, likeliest
 from maxhydra.decode.work import Draw, Shape, Work
 from maxhydra.layers import Context, PagedRoom, Rows
 from maxhydra.sharding import Sharder
@@ -150,7 +150,7 @@ class Programs:
         B, T, W = shape.rows, shape.tokens, shape.pages
         sizes = [(B, T) if shape.is_prompt else (self.nobody + 1,), (B,), (B, T), (B, W)]
         arrays = [jax.ShapeDtypeStruct(size, jnp.int32, sharding=self._whole) for size in sizes]
-        forward = _forward(self._arrangement, self._sharder, is_prompt=shape.is_prompt)
+        forward = _forward(self._arrangement, self._sharder, shape)
         jitted = jax.jit(forward, donate_argnums=1, out_shardings=(self._logits, self._cache_shardings))
         return jitted.lower(self._params, self._caches, *arrays).compile()
 
@@ -184,13 +184,26 @@ class Programs:
         return jax.tree.map(lambda leaf: _placed(leaf, self._whole), board)
 
 
-def _forward(arrangement: Arrangement, sharder: Sharder, *, is_prompt: bool) -> Callable[..., tuple[jax.Array, Tree]]:
-    model = arrangement.model
+def _forward(arrangement: Arrangement, sharder: Sharder, shape: Shape) -> Callable[..., tuple[jax.Array, Tree]]:
+    hidden = _hidden(arrangement, sharder, shape)
 
     def forward(
         params: Tree, cache: Tree, tokens: jax.Array, slots_B: jax.Array, positions_BT: jax.Array, table_BW: jax.Array
     ) -> tuple[jax.Array, Tree]:
         params = arrangement.use(params)
+        tokens_BT = tokens if shape.is_prompt else tokens[slots_B][:, None]
+        hidden_B1D, cache = hidden(params, cache, tokens_BT, positions_BT, Rows(table_BW, slots_B))
+        return arrangement.model.logits(params, hidden_B1D, sharder)[:, 0], cache
+
+    return forward
+
+
+def _hidden(arrangement: Arrangement, sharder: Sharder, shape: Shape) -> Callable[..., tuple[jax.Array, Tree]]:
+    """Hidden states [B, 1, D] of the last token of each row, and the cache with the tokens in it."""
+
+    def hidden(
+        params: Tree, cache: Tree, tokens_BT: jax.Array, positions_BT: jax.Array, rows: Rows
+    ) -> tuple[jax.Array, Tree]:
         is_token_BT = positions_BT >= 0
         context = Context(
             positions=positions_BT,
@@ -198,45 +211,56 @@ def _forward(arrangement: Arrangement, sharder: Sharder, *, is_prompt: bool) -> 
             sharder=sharder,
             cache=cache,
             dropout_key=None,
-            rows=Rows(table_BW, slots_B),
+            rows=rows,
+            asked=jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0) if shape.is_prompt else None,
+            is_fresh=shape.is_fresh,
         )
-        tokens_BT = tokens if is_prompt else tokens[slots_B][:, None]
-        hidden_BTD, cache = model.hidden(params, tokens_BT, context)
-        if is_prompt:
-            last_B = jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0)
-            hidden_BTD = jnp.take_along_axis(hidden_BTD, last_B[:, None, None], axis=1)
-        return model.logits(params, hidden_BTD, sharder)[:, 0], cache
+        return arrangement.model.hidden(params, tokens_BT, context)
 
-    return forward
+    return hidden
 
 
 def _draw(steps: Steps) -> Callable[..., tuple[Board, Choice]]:
     def draw(
         board: Board, logits_BV: jax.Array, slots_B: jax.Array, integers_B4: jax.Array, numbers_B4: jax.Array
     ) -> tuple[Board, Choice]:
-        position_B, top_k_B, _, _ = integers_B4.astype(jnp.int32).T
-        temperature_B, top_p_B, min_p_B, penalty_B = numbers_B4.T
-        settings = Settings(
-            temperature_B=temperature_B,
-            top_k_B=top_k_B,
-            top_p_B=top_p_B,
-            min_p_B=min_p_B,
-            penalty_B=penalty_B,
-            seed_B2=integers_B4[:, 2:],
-            position_B=position_B,
-        )
-        choice = choose(logits_BV, board.seen_NV[slots_B] if steps.penalises else None, settings, steps)
-        token_B = jnp.maximum(choice.token_B, 0)
-        seen_NV = board.seen_NV.at[slots_B, token_B].set(True) if steps.penalises else board.seen_NV
-        return Board(board.last_N.at[slots_B].set(token_B), seen_NV), choice
+        seen_NV, choice = _chosen(steps, board.seen_NV, logits_BV, slots_B, integers_B4, numbers_B4)
+        return Board(board.last_N.at[slots_B].set(jnp.maximum(choice.token_B, 0)), seen_NV), choice
 
     return draw
+
+
+def _chosen(
+    steps: Steps,
+    seen_NV: jax.Array,
+    logits_BV: jax.Array,
+    slots_B: jax.Array,
+    integers_B4: jax.Array,
+    numbers_B4: jax.Array,
+) -> tuple[jax.Array, Choice]:
+    """A token for every row, and the tokens seen with it where that is kept up."""
+    position_B, top_k_B, _, _ = integers_B4.astype(jnp.int32).T
+    temperature_B, top_p_B, min_p_B, penalty_B = numbers_B4.T
+    settings = Settings(
+        temperature_B=temperature_B,
+        top_k_B=top_k_B,
+        top_p_B=top_p_B,
+        min_p_B=min_p_B,
+        penalty_B=penalty_B,
+        seed_B2=integers_B4[:, 2:],
+        position_B=position_B,
+    )
+    choice = choose(logits_BV, seen_NV[slots_B] if steps.penalises else None, settings, steps)
+    if steps.penalises:
+        seen_NV = seen_NV.at[slots_B, jnp.maximum(choice.token_B, 0)].set(True)
+    return seen_NV, choice
 
 
 def _burst(
     arrangement: Arrangement, sharder: Sharder, name: BurstName, *, nobody: int
 ) -> Callable[..., tuple[Tree, Board, Choice]]:
-    forward, draw = _forward(arrangement, sharder, is_prompt=False), _draw(name.steps)
+    """Tokens go from step to step by themselves; the board has them at the end."""
+    model, hidden = arrangement.model, _hidden(arrangement, sharder, name.shape)
 
     def burst(
         params: Tree,
@@ -249,19 +273,27 @@ def _burst(
         integers_B4: jax.Array,
         numbers_B4: jax.Array,
     ) -> tuple[Tree, Board, Choice]:
-        def step(carry: tuple[Tree, Board], number: jax.Array) -> tuple[tuple[Tree, Board], Choice]:
+
+        def step(carry: tuple[Tree, jax.Array, jax.Array], number: jax.Array) -> tuple[Any, Choice]:
             """A row that has no tokens left reads and writes nothing any more."""
-            cache, board = carry
+            (cache, seen_NV, last_B), used = carry, arrangement.use(params)
             is_left_B = number < left_B
             position_B1 = jnp.where(is_left_B[:, None], positions_B1 + number, -1)
             own_B = jnp.where(is_left_B, slots_B, nobody)
-            logits_BV, cache = forward(params, cache, board.last_N, own_B, position_B1, table_BW)
+            hidden_B1D, cache = hidden(used, cache, last_B[:, None], position_B1, Rows(table_BW, own_B))
+            if name.steps.takes_likeliest:
+                logit_B, token_B = model.largest_logit(used, hidden_B1D[:, 0], sharder)
+                return (cache, seen_NV, token_B), likeliest(logit_B, token_B)
+            logits_BV = model.logits(used, hidden_B1D, sharder)[:, 0]
             numbered_B4 = integers_B4.at[:, 0].add(number.astype(jnp.uint32))
-            board, choice = draw(board, logits_BV, own_B, numbered_B4, numbers_B4)
-            return (cache, board), choice
+            seen_NV, choice = _chosen(name.steps, seen_NV, logits_BV, own_B, numbered_B4, numbers_B4)
+            return (cache, seen_NV, jnp.maximum(choice.token_B, 0)), choice
 
-        (cache, board), choices = jax.lax.scan(step, (cache, board), jnp.arange(name.length))
-        return cache, board, choices
+        before = cache, board.seen_NV, board.last_N[slots_B]
+        (cache, seen_NV, _), choices = jax.lax.scan(step, before, jnp.arange(name.length))
+        own_B = jnp.where(left_B > 0, slots_B, nobody)
+        last_B = choices.token_B[jnp.maximum(left_B - 1, 0), jnp.arange(left_B.shape[0])]
+        return cache, Board(board.last_N.at[own_B].set(jnp.maximum(last_B, 0)), seen_NV), choices
 
     return burst
 

@@ -43,6 +43,11 @@ class Steps:
     reports: bool
     """A row asks for log-probabilities."""
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether of all logits the largest is enough to know."""
+        return not (self.draws or self.penalises or self.reports)
+
     def holds(self, other: "Steps") -> bool:
         """Whether a program with these steps gives rows that need the other's the same tokens."""
         return all(
@@ -84,6 +89,11 @@ def choose(logits_BV: jax.Array, seen_BV: jax.Array | None, settings: Settings, 
     best_BA, alternatives_BA = jax.lax.top_k(logprobs_BV, min(ALTERNATIVES, raw_BV.shape[1]))
     own_B = jnp.take_along_axis(logprobs_BV, jnp.maximum(token_B, 0)[:, None], axis=1)[:, 0]
     return Choice(token_B, own_B, alternatives_BA, best_BA)
+
+
+def likeliest(logit_B: jax.Array, token_B: jax.Array) -> Choice:
+    """The tokens with the largest logit, which is not finite where any logit is no number."""
+    return Choice(jnp.where(jnp.isfinite(logit_B), token_B, -1), None, None, None)
 
 
 def penalised(logits_BV: jax.Array, seen_BV: jax.Array, penalty_B: jax.Array) -> jax.Array:

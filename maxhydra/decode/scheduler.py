@@ -22,6 +22,10 @@ class Part:
     start: int
     stop: int
 
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
 
 class Scheduler:
     """Queue, places and pages."""
@@ -64,17 +68,20 @@ class Scheduler:
         """
         parts: list[Part] = []
         promised: set[Key] = set()
+        longest = 0
         for sequence in self.reading:
-            if not self._fits(sequence, parts):
+            if not self._fits(sequence, longest, len(parts)):
                 break
             parts.append(self._part(sequence))
+            longest = max(longest, parts[-1].length)
         while self.waiting and len(parts) == len(self.reading) and self._free_slots:
             sequence = self.waiting[0]
             key = self.pool.next_key(sequence.request.prompt)
-            if key in promised or not self._fits(sequence, parts) or not self._admit(sequence):
+            if key in promised or not self._fits(sequence, longest, len(parts)) or not self._admit(sequence):
                 break
             promised |= set() if key is None else {key}
             parts.append(self._part(sequence))
+            longest = max(longest, parts[-1].length)
         return parts
 
     def read(self, parts: list[Part]) -> None:
@@ -105,11 +112,10 @@ class Scheduler:
         known = min(sequence.computed, len(sequence.tokens))
         self.pool.publish(sequence.lease, sequence.tokens, known)
 
-    def _fits(self, sequence: Sequence, parts: list[Part]) -> bool:
-        """Whether a row more keeps the call within a chunk; one row always may."""
-        left = len(sequence.request.prompt) - sequence.computed
-        longest = max([min(left, self.chunk), *(part.stop - part.start for part in parts)])
-        return not parts or longest * (len(parts) + 1) <= self.chunk
+    def _fits(self, sequence: Sequence, longest: int, rows: int) -> bool:
+        """Whether a row beside so many, the longest of this length, keeps the call within a chunk; one row always
+        may."""
+        return rows == 0 or max(longest, self._part(sequence).length) * (rows + 1) <= self.chunk
 
     def _admit(self, sequence: Sequence) -> bool:
         lease = self.pool.reserve(sequence.request.prompt, sequence.places)

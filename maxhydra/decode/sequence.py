@@ -119,7 +119,7 @@ def problem(request: Request, *, vocab_size: int, alternatives: int) -> str | No
     """What is wrong with a request whatever the engine's size; None if nothing is."""
     if not request.prompt:
         return "the prompt is empty: give at least one token"
-    if not all(0 <= token < vocab_size for token in request.prompt):
+    if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:
         return f"the prompt has a token outside the vocabulary of {vocab_size}: the tokenizer is not this model's"
     bounds = (
         ("max_tokens", request.max_tokens >= 1, "1 or more"),

@@ -22,17 +22,19 @@ SHORTEST = 16
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Rows, tokens of a row, pages of a row; is_prompt: the tokens come from the host, and are not those drawn last."""
+    """Rows, tokens of a row, pages of a row; is_prompt: the tokens come from the host, and are not those drawn last;
+    is_fresh: every row begins with them, so that they look at each other alone and not at pages."""
 
     rows: int
     tokens: int
     pages: int
     is_prompt: bool
+    is_fresh: bool = False
 
     def holds(self, other: "Shape") -> bool:
         """Whether the other's work can be done in this shape."""
         fits = self.rows >= other.rows and self.tokens >= other.tokens and self.pages >= other.pages
-        return self.is_prompt == other.is_prompt and fits
+        return self.is_prompt == other.is_prompt and fits and (other.is_fresh or not self.is_fresh)
 
     @property
     def size(self) -> int:
@@ -79,9 +81,10 @@ class Buckets:
         return min(power_of_two(needed), self.max_pages)
 
     def of_parts(self, parts: List[Part]) -> Shape:
-        longest = max(part.stop - part.start for part in parts)
-        tokens = power_of_two(max(longest, SHORTEST))
-        return Shape(self.rows(len(parts)), tokens, self.pages(max(part.stop for part in parts)), is_prompt=True)
+        longest = max(part.length for part in parts)
+        rows, tokens = self.rows(len(parts)), power_of_two(max(longest, SHORTEST))
+        pages, is_fresh = self.pages(max(part.stop for part in parts)), all(part.start == 0 for part in parts)
+        return Shape(rows, tokens, pages, is_prompt=True, is_fresh=is_fresh)
 
     def of_rows(self, sequences: List[Sequence], *, later: int, more: int) -> Shape:
         """The shape of a token more of each: now, so many tokens later, or with so many more rows."""
@@ -94,7 +97,7 @@ def reading(parts: List[Part], shape: Shape, nobody: int) -> Work:
     work = _empty(shape, nobody)
     tokens_BT = np.zeros((shape.rows, shape.tokens), np.int32)
     for row, part in enumerate(parts):
-        count = part.stop - part.start
+        count = part.length
         _place(work, row, part.sequence)
         work.positions_BT[row, :count] = np.arange(part.start, part.stop)
         tokens_BT[row, :count] = part.sequence.request.prompt[part.start : part.stop]

@@ -220,10 +220,10 @@ class Attention(nnx.Module):
         that, and to decode a token the weights would be copied for it unless they lie together.
         """
         is_whole = ctx.sharder.ways("heads") == ctx.sharder.ways("kv_heads") == 1
-        in_training = ctx.cache is None and is_whole
-        if in_training and self.spec.turns_plainly and are_bare(self._inputs):
+        is_one = (ctx.cache is None and is_whole) or self.query.product.layout is Layout.joined
+        if is_one and self.spec.turns_plainly and are_bare(self._inputs):
             return self._turned(joined(self._inputs, x_BTD, ctx), ctx)
-        if in_training or self.query.product.layout is Layout.joined:
+        if is_one:
             return self._at_positions(together(self._inputs, x_BTD, ctx), ctx)
         return self._at_positions([projection(x_BTD, ctx) for projection in self._inputs], ctx)
 
@@ -263,18 +263,24 @@ class Attention(nnx.Module):
             return ctx.shared[self.spec.shares], ctx.cache
         k_BTKH, v_BTKH = own
         if ctx.cache is None:
-            return KeysValues(self._whole(k_BTKH, ctx), self._whole(v_BTKH, ctx), ctx.positions), None
+            return KeysValues(self._whole(k_BTKH, ctx), self._whole(v_BTKH, ctx), None), None
         cache = ctx.cache.insert(k_BTKH, v_BTKH, cached_positions(ctx), ctx.rows)
+        if ctx.is_fresh and cache.is_exact(self.spec.dtypes.compute):
+            return KeysValues(self._whole(k_BTKH, ctx), self._whole(v_BTKH, ctx), None), cache
         kept: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
         return KeysValues(self._whole(kept.key_BSKH, ctx), self._whole(kept.value_BSKH, ctx), kept.positions_BS), cache
 
     def _mix(self, q_BTNH: jax.Array, seen: KeysValues, ctx: Context) -> jax.Array:
-        """Gather values over the tokens at hand, or over those in the cache and the ones at hand."""
-        if ctx.cache is None:
+        """Gather values over the tokens at hand, or over those in the cache and the ones at hand.
+
+        Padding behind the tokens that begin a sequence is later than any of them, and its own answers are not used.
+        """
+        tokens: dict[str, jax.Array | None] = {}
+        if seen.positions_BS is not None:
+            tokens = {"q_positions_BT": cached_positions(ctx), "kv_positions_BS": seen.positions_BS}
+        elif ctx.cache is None:
             segments = chunks(ctx.segments, ctx.positions, self.spec.chunk)
             tokens = {"q_segments_BT": segments, "kv_segments_BS": segments}
-        else:
-            tokens = {"q_positions_BT": cached_positions(ctx), "kv_positions_BS": seen.positions_BS}
         return self._attend(q_BTNH, seen.key_BSKH, seen.value_BSKH, ctx, **tokens)
 
     def _pages(self, x_BTD: jax.Array, ctx: Context) -> Pages | None:

@@ -71,11 +71,12 @@ class Kept(NamedTuple):
 
 
 class KeysValues(NamedTuple):
-    """Tokens that queries can look at, with a position of -1 where there is none."""
+    """Tokens that queries can look at."""
 
     key_BSKH: jax.Array
     value_BSKH: jax.Array
-    positions_BS: jax.Array
+    positions_BS: jax.Array | None
+    """-1 where there is none. None: they are the tokens at hand, one for each query."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +192,10 @@ class DenseLayer:
     def pages(self, positions_BT: jax.Array, rows: Rows | None) -> Pages | None:
         return None
 
+    def is_exact(self, dtype: np.dtype) -> bool:
+        """Whether numbers of this format come back as they were."""
+        return self.key_BSKH.dtype == dtype
+
     def read(self, rows: Rows | None, dtype: np.dtype) -> KeysValues:
         slots_1S = jnp.arange(self.key_BSKH.shape[1], dtype=jnp.int32)[None]
         positions_BS = jnp.where(slots_1S < self.length_B[:, None], slots_1S, -1)
@@ -270,6 +275,10 @@ class PagedLayer:
         key, value = pages.key_PKZH.reshape(shape), pages.value_PKZH.reshape(shape)
         cache = dataclasses.replace(self.cache, key_LPKZH=key, value_LPKZH=value)
         return PagedLayer(cache, self.layer, pages.length_B)
+
+    def is_exact(self, dtype: np.dtype) -> bool:
+        """Whether numbers of this format come back as they were."""
+        return self.cache.key_LPKZH.dtype == dtype
 
     def read(self, rows: Rows | None, dtype: np.dtype) -> KeysValues:
         """The rows' pages one after the other.

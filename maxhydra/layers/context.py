@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from maxhydra.kernels.place import Place
 from maxhydra.layers.cache import Rows
@@ -24,13 +25,14 @@ from maxhydra.sharding import Sharder
         "shared",
         "normed",
         "following",
+        "asked",
     ],
-    meta_fields=["sharder", "is_adapted"],
+    meta_fields=["sharder", "is_adapted", "is_fresh"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
     """The same forward pass serves training, prefill and decoding; this says which it is. A pytree, the sharder and
-    is_adapted static."""
+    what begins with is_ static."""
 
     positions: jax.Array
     """[B, T] place of each token in its own sequence."""
@@ -53,8 +55,13 @@ class Context:
     """[B, T, D] what this layer's first norm makes of its input, where the layer before made it along."""
     following: jax.Array | None = None
     """[D] scale of the next layer's first norm, for a layer that can make it along. Norms of a model differ in that."""
+    asked: jax.Array | None = None
+    """[B] the token of each row that alone is looked at after the last layer, which need not feed the others forward.
+    None: all are."""
     is_adapted: bool = True
     """Whether an adapter adds to the model; without, it answers as it did before the adapter was trained."""
+    is_fresh: bool = False
+    """Whether every row begins with the tokens at hand, padding behind them: the cache has nothing to look at yet."""
 
     @classmethod
     def of_batch(
@@ -95,6 +102,18 @@ class Context:
     def at_layer(self, index: jax.Array | int, cache: Any, layer_input: jax.Array | None) -> "Context":
         """What the layer of this index sees: its own cache, key and input."""
         return dataclasses.replace(self, cache=cache, dropout_key=self.key(index), layer_input=layer_input)
+
+    def of_asked(self) -> "Context":
+        """What is left of it where only the tokens that are asked for go on."""
+        tokens = {name: self.taken(getattr(self, name)) for name in ("positions", "segments", "layer_input", "normed")}
+        return dataclasses.replace(self, **tokens, asked=None)
+
+    def taken(self, x_BT: jax.Array | None) -> Any:
+        """[B, 1, ...] of [B, T, ...]: the tokens that are asked for; all of them if nothing says which."""
+        if x_BT is None or self.asked is None:
+            return x_BT
+        places = self.asked.reshape(-1, *[1] * (x_BT.ndim - 1))
+        return jnp.take_along_axis(x_BT, places, axis=1)
 
     def key(self, index: jax.Array | int) -> jax.Array | None:
         """The index-th key below this one; None where there is no dropout."""

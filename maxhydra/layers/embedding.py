@@ -10,6 +10,7 @@ from flax import nnx
 
 from maxhydra.config import model as config
 from maxhydra.kernels.einsum import Layout, projected
+from maxhydra.kernels.fused_product import largest_output
 from maxhydra.kernels.int8 import int8_product
 from maxhydra.layers.formats import Format
 from maxhydra.layers.int8 import Int8, Int8Parts, quantized, rounded_weight, rows
@@ -84,6 +85,12 @@ class Embedding(nnx.Module):
         form = _Form("...D,VD->...V", 1, self.format, is_alone)
         return _logits(form, hidden, self.table, self.spec)
 
+    def largest_logit(self, hidden_BD: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+        """The largest logit [B] and its token, on one device; None where that takes all logits."""
+        if isinstance(self.table, Int8) or not _is_plain(self.format, self.spec):
+            return None
+        return largest_output(hidden_BD, self.table[...].astype(hidden_BD.dtype), dtype=self.spec.dtypes.logits)
+
 
 class Head(nnx.Module):
     """An output projection of its own."""
@@ -98,6 +105,17 @@ class Head(nnx.Module):
         """[..., D] to [..., V]; is_alone: on one device."""
         form = _Form("...D,DV->...V", 0, self.format, is_alone)
         return _logits(form, hidden, self.kernel, self.spec)
+
+    def largest_logit(self, hidden_BD: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+        """The largest logit [B] and its token, on one device; None where that takes all logits."""
+        if isinstance(self.kernel, Int8) or not _is_plain(self.format, self.spec):
+            return None
+        return largest_output(hidden_BD, self.kernel[...].astype(hidden_BD.dtype).T, dtype=self.spec.dtypes.logits)
+
+
+def _is_plain(format: Format | None, spec: VocabularySpec) -> bool:
+    """Whether logits are a product and nothing else, with a weight that lies as the kernel reads it."""
+    return spec.layout is Layout.joined and spec.softcap is None and not is_trained_for(format)
 
 
 class _Form(NamedTuple):

@@ -59,8 +59,9 @@ class RMSNorm(nnx.Module):
 
     @property
     def _factor(self) -> jax.Array:
-        scale = self.scale[...].astype(jnp.float32)
-        return 1 + scale if self.is_centred else scale
+        """In float32 where something is added; else as it is, since a kernel widens it on the way."""
+        scale = self.scale[...]
+        return 1 + scale.astype(jnp.float32) if self.is_centred else scale
 
     @property
     def factors(self) -> Factors:

@@ -92,8 +92,9 @@ def _amplitude(rope: config.Rope) -> float:
 
 def turns(positions_B: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array]:
     """(c, s), each [B, H], that rotate heads by x * c + y * s, where y is x with the halves of a head exchanged."""
-    cos, sin = cos_and_sin(positions_B[:, None], rotation)
-    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    # Angles of whole heads, with their signs: of halves put together the compiler would make a kernel for each of both.
+    halves = dataclasses.replace(rotation, frequencies=(*(-f for f in rotation.frequencies), *rotation.frequencies))
+    return cos_and_sin(positions_B[:, None], halves)
 
 
 def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, rotation: Rotation) -> jax.Array:

@@ -134,7 +134,8 @@ class Block(nnx.Module):
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> Left:
         x_BTD = ctx.constrain(x_BTD, "act_batch", "act_length", "act_embed")
         mixed = self._mixed(x_BTD, ctx)
-        fed, sides = self._fed(mixed.out_BTD, dataclasses.replace(ctx, normed=mixed.normed_BTD))
+        x_BTD, ctx = ctx.taken(mixed.out_BTD), dataclasses.replace(ctx, normed=mixed.normed_BTD).of_asked()
+        fed, sides = self._fed(x_BTD, ctx)
         x_BTD, sides["attention"] = fed.out_BTD, mixed.side
         if self.per_layer is not None:
             x_BTD = x_BTD + self.per_layer(x_BTD, ctx)

@@ -160,7 +160,8 @@ class Decoder(nnx.Module):
         first = len(self.spec.layers) - len(self.remainder)
         remainder = self._run_blocks(self.remainder, pattern.x_BTD, pattern.ctx, caches["remainder"], first=first)
         parts = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
-        hidden_BTD = ctx.constrain(self.final_norm(remainder.x_BTD), "act_batch", "act_length", "act_embed")
+        x_BTD = ctx.taken(remainder.x_BTD) if remainder.x_BTD.shape[1] > 1 else remainder.x_BTD
+        hidden_BTD = ctx.constrain(self.final_norm(x_BTD), "act_batch", "act_length", "act_embed")
         further = self._run_ahead(hidden_BTD, tokens_BT, ctx) if ahead else _Run(hidden_BTD, [], [], {}, ctx)
         return Forward(
             hidden_BTD=hidden_BTD,
@@ -175,6 +176,15 @@ class Decoder(nnx.Module):
         length = "act_length" if hidden.shape[1] % sharder.ways("act_length") == 0 else None
         logits = (self.head or self.embedding).logits(hidden, is_alone=sharder.mesh.size == 1)
         return sharder.constrain(logits, "act_batch", length, "act_vocab")
+
+    def largest_logit(self, hidden_BD: jax.Array, sharder: Sharder) -> tuple[jax.Array, jax.Array]:
+        """[B, D] to the largest logit of each row, and the token it belongs to."""
+        end, is_alone = self.head or self.embedding, sharder.mesh.size == 1
+        found = end.largest_logit(hidden_BD) if is_alone and self.spec.product.is_fused else None
+        if found is not None:
+            return found
+        logits_BV = self.logits(hidden_BD[:, None], sharder)[:, 0]
+        return jnp.max(logits_BV, axis=-1), jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
     def empty_cache(self, room: Room) -> dict[str, list[Cache]]:
         """The caches of all blocks; those of the pattern hold every repetition, the others one layer."""
@@ -211,7 +221,8 @@ class Decoder(nnx.Module):
             run = self.spec.remat.wrap(_runner(graphdef), in_loop=False)
             own_input = None if ctx.layer_input is None else ctx.layer_input[index]
             following = scales[index - first] if index - first < len(scales) else None
-            own = dataclasses.replace(ctx, normed=normed, following=following)
+            asked = ctx.asked if index == len(self.spec.layers) - 1 else None
+            own = dataclasses.replace(ctx, normed=normed, following=following, asked=asked)
             x_BTD, view, side, handed, normed = run(weights, x_BTD, own.at_layer(index, _seen(cache, 0), own_input))
             if handed is not None:
                 ctx = dataclasses.replace(ctx, shared={**ctx.shared, block.name: handed})
@@ -266,7 +277,7 @@ class Decoder(nnx.Module):
             for place, (run, cache) in enumerate(zip(runs, caches, strict=True)):
                 layer = len(self.prefix) + index * len(runs) + place
                 own_input = None if inputs is None else inputs[place]
-                own_ctx = ctx.at_layer(layer, _seen(cache, index), own_input)
+                own_ctx = dataclasses.replace(ctx, asked=None).at_layer(layer, _seen(cache, index), own_input)
                 x_BTD, view, side, *_ = run(weights[place], x_BTD, own_ctx)
                 new_caches.append(_merged(cache, view))
                 kept.append(x_BTD)

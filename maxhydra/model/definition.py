@@ -97,7 +97,8 @@ class ModelDef:
         return self._bind(params)(tokens, ctx, keep=keep, ahead=ahead)
 
     def hidden(self, params: Tree, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
-        """Hidden states [B, T, D] of tokens [B, T] after the final norm, and the cache with these tokens in it."""
+        """Hidden states [B, T, D] of tokens [B, T] after the final norm, and the cache with these tokens in it; of the
+        asked tokens alone where ctx asks for one of each row."""
         forward = self.forward(params, tokens, ctx)
         return forward.hidden_BTD, forward.cache
 
@@ -111,6 +112,11 @@ class ModelDef:
     def logits(self, params: Tree, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """Logits [B, T, V] of hidden states, in dtypes.logits, soft-capped."""
         return self._bind(params).logits(hidden, sharder)
+
+    def largest_logit(self, params: Tree, hidden_BD: jax.Array, sharder: Sharder) -> tuple[jax.Array, jax.Array]:
+        """The largest of each row's logits [B] and whose it is, the first where several are; not finite where any is no
+        number. Logits themselves need not be written for that."""
+        return self._bind(params).largest_logit(hidden_BD, sharder)
 
     def cast(self, weights: Tree) -> Tree:
         """Weights, or a part of them, with the layers' matrices in the compute format, which layers would cast by

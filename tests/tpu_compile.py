@@ -1,0 +1,75 @@
+"""`python tests/tpu_compile.py CHIP`: every kernel, a training step and a decoding step, compiled for a TPU by libtpu.
+
+One line of JSON each. A process compiles for one chip, since libtpu reads the compiler flags of the hardware once.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+from tpu_programs import PROGRAMS, Program
+
+from maxhydra.config.compose import compose
+from maxhydra.decode.arrange import arrange
+from maxhydra.decode.programs import Programs
+from maxhydra.decode.work import Shape
+from maxhydra.layers import PagedRoom
+from maxhydra.model import build
+from maxhydra.runtime.topology import slice_devices
+from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.train.ahead import compile_ahead
+
+CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+MODEL = ["model=llama3.2-1b", "model.num_layers=2", "train.seq_len=2048", "train.per_device_batch_size=2"]
+
+
+def devices_of(chip: str) -> Sequence[jax.Device]:
+    return slice_devices(CHIPS[chip], slices=1, hardware=compose([f"hardware=tpu-{chip}"], None).config.hardware)
+
+
+def compiled(chip: str) -> Iterator[dict[str, Any]]:
+    devices = devices_of(chip)
+    for name, make in PROGRAMS.items():
+        yield {"program": name, **_of_kernels(make(), devices[0])}
+    yield {"program": "training step", **_of_training(chip, devices)}
+    yield {"program": "decoding step", **_of_decoding(devices[0])}
+
+
+def _of_kernels(program: Program, device: jax.Device) -> dict[str, Any]:
+    """How many kernels the compiled program has, and how many it should have at least."""
+    text = jax.jit(program.run).lower(*program.shapes(SingleDeviceSharding(device))).compile().as_text()
+    return {"kernels": text.count('custom_call_target="tpu_custom_call"'), "least": program.kernels}
+
+
+def _of_training(chip: str, devices: Sequence[jax.Device]) -> dict[str, Any]:
+    """The kernels that `auto` takes, and the part of a device's memory that is needed."""
+    config = compose([*MODEL, f"hardware=tpu-{chip}", "mesh=fsdp"], None).config
+    ahead = compile_ahead(config, Sharder(build_mesh(config.mesh, devices), config.mesh.rules))
+    part = sum(ahead.bytes_per_device.values()) / (config.hardware.memory_gib * 2**30)
+    return {"names": list(ahead.kernels), "memory": part}
+
+
+def _of_decoding(device: jax.Device) -> dict[str, Any]:
+    config = compose(MODEL, None).config
+    sharder = Sharder(build_mesh(config.mesh, [device]), config.mesh.rules)
+    model = build(config.model, None, None)
+    params = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        model.shapes,
+        sharder.tree(model.axes),
+    )
+    room = PagedRoom(512, 16, slots=16, storage=None)
+    programs = Programs(arrange(model, sharder, "tpu"), params, room, sharder=sharder, steady=True)
+    step = programs._compile_forward(Shape(rows=16, tokens=1, pages=64, is_prompt=False))
+    programs.close()
+    return {"has_pages_kernel": "paged_attention" in step.as_text()}
+
+
+if __name__ == "__main__":
+    began = time.perf_counter()
+    for line in compiled(sys.argv[1]):
+        print(json.dumps({"chip": sys.argv[1], **line, "at_s": round(time.perf_counter() - began, 1)}), flush=True)
