@@ -39,11 +39,13 @@ class Tile(NamedTuple):
     """Programs that share a row."""
     warps: int
     stages: int
-    """How far ahead memory is read: a block for every two, since where a page lies is read before it."""
+    """How far ahead memory is read: a block for each, or for every two where the table is read for every block."""
+    has_table: bool
+    """Whether the whole table is at hand. A block is then no more than a page."""
 
 
-def tile(heads: int, tokens: int, size: int) -> Tile:
-    """For so many heads of all rows, tokens of a row, and bytes of a key.
+def tile(heads: int, tokens: int, page: int, size: int) -> Tile:
+    """For so many heads of all rows, tokens of a row and of a page, and bytes of a key.
 
     Measured on an H200 with 8 key heads of 64 in bfloat16, us. 64 rows of 200 tokens: 11.2 in blocks of 16 by one warp,
     three ahead (two 11.9, four 11.4; of 32 12.5), 11.9 in blocks of 32 by two warps, two ahead (three, four, one ahead,
@@ -57,10 +59,11 @@ def tile(heads: int, tokens: int, size: int) -> Tile:
         parts = max(min(tokens // 64, FEW // heads), min(tokens // 256, ENOUGH // heads))
     each = pl.cdiv(tokens, parts)
     if heads * parts <= FEW and each * unit <= AT_ONCE:
-        return Tile(max(1 << (each - 1).bit_length(), LEAST_ROWS), parts, warps=4, stages=1)
+        return Tile(max(1 << (each - 1).bit_length(), LEAST_ROWS), parts, warps=4, stages=1, has_table=False)
     if parts == 1 and tokens * unit <= SHORT:
-        return Tile(LEAST_ROWS, parts, warps=1, stages=7)
-    return Tile(max(32 // unit, LEAST_ROWS), parts, warps=2, stages=5)
+        has_table = page >= LEAST_ROWS
+        return Tile(LEAST_ROWS, parts, warps=1, stages=5 if has_table else 7, has_table=has_table)
+    return Tile(max(32 // unit, LEAST_ROWS), parts, warps=2, stages=5, has_table=False)
 
 
 def attention(
@@ -76,7 +79,7 @@ def attention(
     P, K, Z, _ = pages.key_PKZH.shape
     N, dtype = M - 2 * K, pages.key_PKZH.dtype
     G, W = N // K, pages.table_BW.shape[1]
-    by = by or tile(B * K, W * Z, H * dtype.itemsize)
+    by = by or tile(B * K, W * Z, Z, H * dtype.itemsize)
     parts = by.parts
 
     queries = pl.BlockSpec((S, None, G, H), lambda b, k, m: (0, b, k, 0))
@@ -161,6 +164,7 @@ def _kernel(
     rows = max(LEAST_ROWS, 1 << (G - 1).bit_length())
     is_head, heads = jnp.arange(rows) < G, pl.ds(0, rows)
     before, Z = length_ref[...] - 1, key_ref.shape[1]
+    table = _at_hand(table_ref) if by.has_table else table_ref
     dtype = key_ref.dtype
     q = _queries(q_ref, turn_refs, rows, dtype)
     new_key, new_value = _turned(new_key_ref, turn_refs, dtype), _summed(new_value_ref, dtype)
@@ -168,7 +172,7 @@ def _kernel(
     page = table_ref[last // Z]
 
     def read(block: jax.Array, so_far: _SoFar) -> _SoFar:
-        tokens = _block(key_ref, value_ref, table_ref, block * T + jnp.arange(T), before, request)
+        tokens = _block(key_ref, value_ref, table, block * T, T, before, request)
         return _taken_in(so_far, q, tokens, request)
 
     start = pl.program_id(2) * each
@@ -189,24 +193,37 @@ def _kernel(
 
 
 def _block(
-    key_ref: Any, value_ref: Any, table_ref: Any, place: jax.Array, before: jax.Array, request: Request
+    key_ref: Any, value_ref: Any, table: Any, start: jax.Array, T: int, before: jax.Array, request: Request
 ) -> _Tokens:
-    """Tokens of these places, zeros for those not seen: a number that is not finite, left behind by another sequence,
+    """Tokens from a place on, zeros for those not seen: a number that is not finite, left behind by another sequence,
     would get through a weight of zero.
 
-    A place is an address of its own, so that what is read goes to the matrix unit in the order in which it comes. The
-    table does not wait for the row's length.
+    Where the table is at hand a block is a part of a page. Else a token is an address of its own, so that what is read
+    goes to the matrix unit in the order in which it comes; the table does not wait for the row's length.
     """
     Z, H = key_ref.shape[1:]
+    place, shape = start + jnp.arange(T), (T, H)
     is_seen = place < before
     if request.window is not None:
         is_seen &= place > before - request.window
-    page = plt.load(table_ref.at[jnp.minimum(place // Z, table_ref.shape[0] - 1)])
-    shape = (place.shape[0], H)
-    axes = page[:, None], (place % Z)[:, None], jnp.arange(H)[None, :]
-    at, mask = tuple(jnp.broadcast_to(axis, shape) for axis in axes), jnp.broadcast_to(is_seen[:, None], shape)
+    at: tuple[Any, ...]
+    if isinstance(table, jax.Array):
+        page = jnp.sum(jnp.where(jnp.arange(table.shape[0]) == start // Z, table, 0))
+        at = page, pl.ds(start % Z, T), slice(None)
+    else:
+        page = plt.load(table.at[jnp.minimum(place // Z, table.shape[0] - 1)])
+        axes = page[:, None], (place % Z)[:, None], jnp.arange(H)[None, :]
+        at = tuple(jnp.broadcast_to(axis, shape) for axis in axes)
+    mask = jnp.broadcast_to(is_seen[:, None], shape)
     key, value = (plt.load(ref.at[at], mask=mask, other=0.0) for ref in (key_ref, value_ref))
     return _Tokens(key, value, is_seen)
+
+
+def _at_hand(table_ref: Any) -> jax.Array:
+    """The table in registers, read together with the queries: where a page lies is then one instruction away, where it
+    would be one read behind another."""
+    W = table_ref.shape[0]
+    return plt.load(table_ref.at[jnp.minimum(jnp.arange(1 << (W - 1).bit_length()), W - 1)])
 
 
 def _taken_in(so_far: _SoFar, q: jax.Array, tokens: _Tokens, request: Request) -> _SoFar:
