@@ -62,7 +62,7 @@ def tile(heads: int, tokens: int, page: int, size: int) -> Tile:
     each = pl.cdiv(tokens, parts)
     if heads * parts <= FEW and each * unit <= AT_ONCE:
         return Tile(max(1 << (each - 1).bit_length(), LEAST_ROWS), 1, parts, warps=4, stages=1, has_table=False)
-    if parts == unit == 1 and tokens <= SHORT:
+    if parts == 1 and tokens * unit <= SHORT:
         has_table = page >= LEAST_ROWS
         return Tile(LEAST_ROWS, 1, parts, warps=1, stages=5 if has_table else 7, has_table=has_table)
     return Tile(max(32 // unit, LEAST_ROWS), 1, parts, warps=2, stages=5, has_table=False)
@@ -283,26 +283,23 @@ def _with_own(
 
 def _queries(q_ref: Any, turn_refs: Sequence[Any], rows: int, dtype: jnp.dtype) -> jax.Array:
     """Turned by their position and filled up to so many rows. Turns are read for every row, which takes less time than
-    to hand them from threads to others. Halves of a head have an axis of their own until they are turned, so that
-    either order of them is read in wide pieces."""
+    to hand them from threads to others."""
     parts, G, H = q_ref.shape
-    down, half, within = (jnp.arange(n) for n in (rows, 2, H // 2))
-    down, half, within = down[:, None, None], half[None, :, None], within[None, None, :]
-    shape = rows, 2, H // 2
+    down, across, shape = jnp.arange(rows)[:, None], jnp.arange(H)[None, :], (rows, H)
 
     def read(ref: Any, *axes: jax.Array) -> jax.Array:
         at = tuple(jnp.broadcast_to(axis, shape) for axis in axes)
         return plt.load(ref.at[at], mask=jnp.broadcast_to(down < G, shape), other=0.0)
 
-    def heads(half: jax.Array) -> jax.Array:
-        across = half * (H // 2) + within
-        return _added((read(q_ref, jnp.full((1, 1, 1), part), down, across) for part in range(parts)), dtype)
+    def heads(across: jax.Array) -> jax.Array:
+        return _added((read(q_ref, jnp.full((1, 1), part), down, across) for part in range(parts)), dtype)
 
-    q = heads(half)
-    if turn_refs:
-        by, other = (read(ref, half * (H // 2) + within) for ref in turn_refs)
-        q = (q.astype(jnp.float32) * by + heads(1 - half).astype(jnp.float32) * other).astype(dtype)
-    return q.reshape(rows, H)
+    q = heads(across)
+    if not turn_refs:
+        return q
+    exchanged = heads((across + H // 2) % H)
+    by, other = (read(ref, across) for ref in turn_refs)
+    return (q.astype(jnp.float32) * by + exchanged.astype(jnp.float32) * other).astype(dtype)
 
 
 def _turned(new_key_ref: Any, turn_refs: Sequence[Any], dtype: jnp.dtype) -> jax.Array:
