@@ -44,9 +44,9 @@ def expected(q_BKGH: np.ndarray, pages: Pages, asked: Request) -> np.ndarray:
 CHANGES = [{}, {"window": 9}, {"softcap": 2.0}]
 TILES = [
     None,
-    triton.Tile(8, 1, 3, warps=2, stages=3, has_table=False),
-    triton.Tile(2, 2, 2, warps=1, stages=3, has_table=True),
-    triton.Tile(32, 1, 1, warps=8, stages=1, has_table=False),
+    triton.Tile(8, 3, warps=2, stages=3, has_table=False),
+    triton.Tile(2, 2, warps=1, stages=3, has_table=True),
+    triton.Tile(32, 1, warps=8, stages=1, has_table=False),
 ]
 
 

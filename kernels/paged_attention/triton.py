@@ -35,8 +35,6 @@ class Tile(NamedTuple):
 
     tokens: int
     """Of a block."""
-    blocks: int
-    """At a time."""
     parts: int
     """Programs that share a row."""
     warps: int
@@ -61,11 +59,11 @@ def tile(heads: int, tokens: int, page: int, size: int) -> Tile:
         parts = max(min(tokens // 64, FEW // heads), min(tokens // 256, ENOUGH // heads))
     each = pl.cdiv(tokens, parts)
     if heads * parts <= FEW and each * unit <= AT_ONCE:
-        return Tile(max(1 << (each - 1).bit_length(), LEAST_ROWS), 1, parts, warps=4, stages=1, has_table=False)
+        return Tile(max(1 << (each - 1).bit_length(), LEAST_ROWS), parts, warps=4, stages=1, has_table=False)
     if parts == 1 and tokens * unit <= SHORT:
         has_table = page >= LEAST_ROWS
-        return Tile(LEAST_ROWS, 1, parts, warps=1, stages=5 if has_table else 7, has_table=has_table)
-    return Tile(max(32 // unit, LEAST_ROWS), 1, parts, warps=2, stages=5, has_table=False)
+        return Tile(LEAST_ROWS, parts, warps=1, stages=5 if has_table else 7, has_table=has_table)
+    return Tile(max(32 // unit, LEAST_ROWS), parts, warps=2, stages=5, has_table=False)
 
 
 def attention(
@@ -94,16 +92,17 @@ def attention(
     size = pl.BlockSpec((None, None, None, G), lambda b, k, m: (b, k, m, 0))
     stored = jax.ShapeDtypeStruct(pages.key_PKZH.shape, pages.key_PKZH.dtype)
     wide = jax.ShapeDtypeStruct((B, K, parts, G), jnp.float32)
-    key_PKZH, value_PKZH, out_BKMGH, *sizes = pl.pallas_call(
-        partial(_kernel, request=request, by=by, each=pl.cdiv(pl.cdiv(W * Z, by.blocks * by.tokens), parts)),
+    key_PKZH, value_PKZH, out_BKMGH, top_BKMG, total_BKMG = pl.pallas_call(
+        partial(_kernel, request=request, by=by, each=pl.cdiv(pl.cdiv(W * Z, by.tokens), parts)),
         grid=(B, K, parts),
         in_specs=[of_pages, of_pages, queries, new_key, new_value, row, one, *([] if turns is None else [turn, turn])],
-        out_specs=[of_pages, of_pages, part, *([size, size] if parts > 1 else [])],
+        out_specs=[of_pages, of_pages, part, size, size],
         out_shape=[
             stored,
             stored,
             jax.ShapeDtypeStruct((B, K, parts, G, H), dtype if parts == 1 else jnp.float32),
-            *([wide, wide] if parts > 1 else []),
+            wide,
+            wide,
         ],
         input_output_aliases={0: 0, 1: 1},
         compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
@@ -122,7 +121,6 @@ def attention(
     pages = pages._replace(key_PKZH=key_PKZH, value_PKZH=value_PKZH)
     if parts == 1:
         return out_BKMGH.reshape(B, N, H), pages
-    top_BKMG, total_BKMG = sizes
     weight_BKMG = total_BKMG * jnp.exp2(top_BKMG - jnp.max(top_BKMG, axis=2, keepdims=True))
     share_BKMG = weight_BKMG / _nonzero(jnp.sum(weight_BKMG, axis=2, keepdims=True))
     out_BKGH = jnp.sum(out_BKMGH * share_BKMG[..., None], axis=2)
@@ -159,57 +157,45 @@ def _kernel(
     by: Tile,
     each: int,
 ) -> None:
-    """The softmax is taken as the blocks come (Milakov and Gimelshein, 2018). The new token is taken in when the first
-    of them are asked for and have not come, and is not read back from where it is written. `each`: rounds of a part."""
-    count = len(rest) - (3 if by.parts == 1 else 5)
-    turn_refs, (key_out_ref, value_out_ref, out_ref, *size_refs) = rest[:count], rest[count:]
-    (_, G, H), tokens = q_ref.shape, by.blocks * by.tokens
+    """The softmax is taken as the blocks come (Milakov and Gimelshein, 2018). The new token comes last, when no memory
+    waits for it, and is not read back from where it is written. `each`: blocks of a part."""
+    *turn_refs, key_out_ref, value_out_ref, out_ref, top_ref, total_ref = rest
+    (_, G, H), T = q_ref.shape, by.tokens
     rows = max(LEAST_ROWS, 1 << (G - 1).bit_length())
     is_head, heads = jnp.arange(rows) < G, pl.ds(0, rows)
-    before, Z, dtype = length_ref[...] - 1, key_ref.shape[1], key_ref.dtype
+    before, Z = length_ref[...] - 1, key_ref.shape[1]
     table = _at_hand(table_ref) if by.has_table else table_ref
+    dtype = key_ref.dtype
     q = _queries(q_ref, turn_refs, rows, dtype)
     new_key, new_value = _turned(new_key_ref, turn_refs, dtype), _summed(new_value_ref, dtype)
     last = jnp.maximum(before, 0)
     page = table_ref[last // Z]
-    is_own = (before >= 0) & (pl.program_id(2) == 0)
-    start = pl.program_id(2) * each
-    stop = jnp.minimum(start + each, pl.cdiv(before, tokens))
-    end = jnp.minimum(before, stop * tokens)
-    if request.window is not None:
-        start = jnp.maximum(start, jnp.maximum(before - request.window + 1, 0) // tokens)
-
-    def begin(so_far: _SoFar) -> _SoFar:
-        for ref, new in ((key_out_ref, new_key), (value_out_ref, new_value)):
-            plt.store(ref.at[page, last % Z, :], new, mask=jnp.full((H,), is_own))
-        return _with_own(so_far, q, new_key, new_value, is_own, request)
 
     def read(block: jax.Array, so_far: _SoFar) -> _SoFar:
-        places = (block * tokens + i * by.tokens for i in range(by.blocks))
-        some = [_block(key_ref, value_ref, table, place, by.tokens, (before, end), request) for place in places]
-        return _taken_in(jax.lax.cond(block == start, begin, _same, so_far), q, some, request)
+        tokens = _block(key_ref, value_ref, table, block * T, T, before, request)
+        return _taken_in(so_far, q, tokens, request)
 
+    start = pl.program_id(2) * each
+    stop = jnp.minimum(start + each, pl.cdiv(before, T))
+    if request.window is not None:
+        start = jnp.maximum(start, jnp.maximum(before - request.window + 1, 0) // T)
     nothing = _SoFar(
         jnp.zeros((rows, H), jnp.float32), jnp.full((rows,), LOWEST / 2, jnp.float32), jnp.zeros((rows,), jnp.float32)
     )
-    sums, top, total = jax.lax.fori_loop(start, jnp.maximum(stop, start + 1), read, nothing)
-    out = sums * (1 / _nonzero(total))[:, None]
-    plt.store(out_ref.at[heads, :], out.astype(out_ref.dtype), mask=is_head[:, None])
-    for ref, one in zip(size_refs, (top, total)[: len(size_refs)], strict=True):
-        plt.store(ref.at[heads], one, mask=is_head)
+    so_far = jax.lax.fori_loop(start, stop, read, nothing)
+    is_own = (before >= 0) & (pl.program_id(2) == 0)
+    sums, top, total = _with_own(so_far, q, new_key, new_value, is_own, request)
+    for ref, new in ((key_out_ref, new_key), (value_out_ref, new_value)):
+        plt.store(ref.at[page, last % Z, :], new, mask=jnp.full((H,), is_own))
+    plt.store(out_ref.at[heads, :], (sums / _nonzero(total)[:, None]).astype(out_ref.dtype), mask=is_head[:, None])
+    plt.store(top_ref.at[heads], top, mask=is_head)
+    plt.store(total_ref.at[heads], total, mask=is_head)
 
 
 def _block(
-    key_ref: Any,
-    value_ref: Any,
-    table: Any,
-    start: jax.Array,
-    T: int,
-    bounds: tuple[jax.Array, jax.Array],
-    request: Request,
+    key_ref: Any, value_ref: Any, table: Any, start: jax.Array, T: int, before: jax.Array, request: Request
 ) -> _Tokens:
-    """Tokens from a place on, zeros for those not seen, which are those outside of a window behind the first bound and
-    those from the second on: a number that is not finite, left behind by another sequence,
+    """Tokens from a place on, zeros for those not seen: a number that is not finite, left behind by another sequence,
     would get through a weight of zero.
 
     Where the table is at hand a block is a part of a page. Else a token is an address of its own, so that what is read
@@ -217,8 +203,7 @@ def _block(
     """
     Z, H = key_ref.shape[1:]
     place, shape = start + jnp.arange(T), (T, H)
-    before, end = bounds
-    is_seen = place < end
+    is_seen = place < before
     if request.window is not None:
         is_seen &= place > before - request.window
     at: tuple[Any, ...]
@@ -241,24 +226,16 @@ def _at_hand(table_ref: Any) -> jax.Array:
     return plt.load(table_ref.at[jnp.minimum(jnp.arange(1 << (W - 1).bit_length()), W - 1)])
 
 
-def _taken_in(so_far: _SoFar, q: jax.Array, some: Sequence[_Tokens], request: Request) -> _SoFar:
-    """The sums with some more blocks: those before are scaled to the largest logit of all."""
+def _taken_in(so_far: _SoFar, q: jax.Array, tokens: _Tokens, request: Request) -> _SoFar:
+    """The sums with some more tokens: those before are scaled to the largest logit of all."""
     sums, top, total = so_far
-    products = (jnp.dot(q, tokens.key.T, preferred_element_type=jnp.float32) for tokens in some)
-    logits = [_capped(product, request) for product in products]
-    logits = [jnp.where(tokens.is_seen[None, :], one, -jnp.inf) for tokens, one in zip(some, logits, strict=True)]
-    new_top = reduce(jnp.maximum, (one.max(axis=1) for one in logits), top)
+    logits = _capped(jnp.dot(q, tokens.key.T, preferred_element_type=jnp.float32), request)
+    logits = jnp.where(tokens.is_seen[None, :], logits, -jnp.inf)
+    new_top = jnp.maximum(top, logits.max(axis=1))
+    weights = jnp.exp2(logits - new_top[:, None])
     kept = jnp.exp2(top - new_top)
-    sums, total = sums * kept[:, None], total * kept
-    for tokens, one in zip(some, logits, strict=True):
-        weights = jnp.exp2(one - new_top[:, None])
-        sums += jnp.dot(weights.astype(tokens.value.dtype), tokens.value, preferred_element_type=jnp.float32)
-        total += weights.sum(axis=1)
-    return _SoFar(sums, new_top, total)
-
-
-def _same(so_far: _SoFar) -> _SoFar:
-    return so_far
+    added = jnp.dot(weights.astype(tokens.value.dtype), tokens.value, preferred_element_type=jnp.float32)
+    return _SoFar(sums * kept[:, None] + added, new_top, total * kept + weights.sum(axis=1))
 
 
 def _capped(logits: jax.Array, request: Request) -> jax.Array:
