@@ -60,7 +60,7 @@ def tile(heads: int, tokens: int, page: int, size: int) -> Tile:
     each = pl.cdiv(tokens, parts)
     if heads * parts <= FEW and each * unit <= AT_ONCE:
         return Tile(max(1 << (each - 1).bit_length(), LEAST_ROWS), parts, warps=4, stages=1, has_table=False)
-    if parts == 1 and tokens * unit <= SHORT:
+    if parts == unit == 1 and tokens <= SHORT:
         has_table = page >= LEAST_ROWS
         return Tile(LEAST_ROWS, parts, warps=1, stages=5 if has_table else 7, has_table=has_table)
     return Tile(max(32 // unit, LEAST_ROWS), parts, warps=2, stages=5, has_table=False)
