@@ -69,7 +69,12 @@ class PagePool:
             return None
         for page in found:
             self._use(page)
-        fresh = [self._fresh() for _ in range(needed)]
+        start = max(len(self._free) - needed, 0)
+        fresh = self._free[start:][::-1]
+        del self._free[start:]
+        fresh += [self._forgotten() for _ in range(needed - len(fresh))]
+        for page in fresh:
+            self._users[page] = 1
         return Lease(pages=found + fresh, shared=len(found), link=link, chained=len(found), era=self._era)
 
     def publish(self, lease: Lease, tokens: Sequence[int], length: int) -> None:
@@ -127,11 +132,8 @@ class PagePool:
         self._users[page] += 1
         self._idle.pop(page, None)
 
-    def _fresh(self) -> int:
-        if self._free:
-            page = self._free.pop()
-        else:
-            page, _ = self._idle.popitem(last=False)
-            del self._known[self._key_of.pop(page)]
-        self._users[page] = 1
+    def _forgotten(self) -> int:
+        """The page that nobody has held for longest, no longer known."""
+        page, _ = self._idle.popitem(last=False)
+        del self._known[self._key_of.pop(page)]
         return page

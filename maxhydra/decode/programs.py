@@ -23,6 +23,9 @@ from maxhydra.layers import Context, PagedRoom, Rows
 from maxhydra.sharding import Sharder
 
 Tree = Any
+# Tokens from which on kernels of a GPU take longer than their launch: to gather launches in graphs, which takes a
+# millisecond before the first, gains nothing any more.
+LONG = 1024
 
 
 class DrawName(NamedTuple):
@@ -152,7 +155,9 @@ class Programs:
         arrays = [jax.ShapeDtypeStruct(size, jnp.int32, sharding=self._whole) for size in sizes]
         forward = _forward(self._arrangement, self._sharder, shape)
         jitted = jax.jit(forward, donate_argnums=1, out_shardings=(self._logits, self._cache_shardings))
-        return jitted.lower(self._params, self._caches, *arrays).compile()
+        is_long = self._sharder.platform == "gpu" and B * T >= LONG
+        options: dict[str, str | bool] | None = {"xla_gpu_enable_command_buffer": ""} if is_long else None
+        return jitted.lower(self._params, self._caches, *arrays).compile(compiler_options=options)
 
     def _compile_draw(self, name: DrawName) -> Program:
         rows, steps = name

@@ -115,7 +115,8 @@ class Scheduler:
     def _fits(self, sequence: Sequence, longest: int, rows: int) -> bool:
         """Whether a row beside so many, the longest of this length, keeps the call within a chunk; one row always
         may."""
-        return rows == 0 or max(longest, self._part(sequence).length) * (rows + 1) <= self.chunk
+        left = min(len(sequence.request.prompt) - sequence.computed, self.chunk)
+        return rows == 0 or max(longest, left) * (rows + 1) <= self.chunk
 
     def _admit(self, sequence: Sequence) -> bool:
         lease = self.pool.reserve(sequence.request.prompt, sequence.places)

@@ -6,6 +6,7 @@ B rows, T tokens of a row, W pages of a row.
 import dataclasses
 from collections.abc import Iterable
 from collections.abc import Sequence as List
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -94,13 +95,16 @@ class Buckets:
 
 def reading(parts: List[Part], shape: Shape, nobody: int) -> Work:
     """Parts of prompts, padded to a shape."""
-    work = _empty(shape, nobody)
-    tokens_BT = np.zeros((shape.rows, shape.tokens), np.int32)
+    work, places_T = _empty(shape, nobody), np.arange(shape.tokens)
     for row, part in enumerate(parts):
-        count = part.length
         _place(work, row, part.sequence)
-        work.positions_BT[row, :count] = np.arange(part.start, part.stop)
-        tokens_BT[row, :count] = part.sequence.request.prompt[part.start : part.stop]
+    bounds = np.array([(part.start, part.length) for part in parts])
+    is_token_BT = np.zeros((shape.rows, shape.tokens), bool)
+    is_token_BT[: len(parts)] = places_T < bounds[:, 1:]
+    work.positions_BT[: len(parts)] = np.where(is_token_BT[: len(parts)], bounds[:, :1] + places_T, -1)
+    tokens_BT = np.zeros((shape.rows, shape.tokens), np.int32)
+    read = (part.sequence.request.prompt[part.start : part.stop] for part in parts)
+    tokens_BT[is_token_BT] = np.fromiter(chain.from_iterable(read), np.int32)
     return work._replace(tokens_BT=tokens_BT)
 
 

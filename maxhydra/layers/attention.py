@@ -264,7 +264,8 @@ class Attention(nnx.Module):
         k_BTKH, v_BTKH = own
         if ctx.cache is None:
             return KeysValues(self._whole(k_BTKH, ctx), self._whole(v_BTKH, ctx), None), None
-        cache = ctx.cache.insert(k_BTKH, v_BTKH, cached_positions(ctx), ctx.rows)
+        write = ctx.cache.begin if ctx.is_fresh else ctx.cache.insert
+        cache = write(k_BTKH, v_BTKH, cached_positions(ctx), ctx.rows)
         if ctx.is_fresh and cache.is_exact(self.spec.dtypes.compute):
             return KeysValues(self._whole(k_BTKH, ctx), self._whole(v_BTKH, ctx), None), cache
         kept: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)

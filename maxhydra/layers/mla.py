@@ -207,7 +207,8 @@ class Mla(nnx.Module):
             return Seen(_whole(latent_BTR, ctx), _whole(key_BTP, ctx), _whole(index_BTI, ctx), tokens), None
         keys_BTH = key_BTP if index_BTI is None else jnp.concatenate([key_BTP, index_BTI], axis=-1)
         positions_BT = cached_positions(ctx)
-        cache = ctx.cache.insert(keys_BTH[:, :, None], latent_BTR[:, :, None], positions_BT, ctx.rows)
+        write = ctx.cache.begin if ctx.is_fresh else ctx.cache.insert
+        cache = write(keys_BTH[:, :, None], latent_BTR[:, :, None], positions_BT, ctx.rows)
         kept: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
         key_BSP, index_BSI = jnp.split(kept.key_BSKH[:, :, 0], [self.spec.rope_dim], axis=-1)
         tokens = Tokens(None, None, positions_BT, kept.positions_BS)
