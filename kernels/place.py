@@ -36,3 +36,9 @@ def capability() -> str | None:
     """Compute capability of this host's GPUs; None where there are none."""
     device: Any = jax.devices()[0]
     return device.compute_capability if device.platform == "gpu" else None
+
+
+def processors() -> int:
+    """Of this host's GPU; of an H100 or H200 where there is none and kernels are only lowered."""
+    device: Any = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else 132

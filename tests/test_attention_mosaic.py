@@ -46,6 +46,8 @@ CASES = {
     "all 64": (64, (4, 2), {"window": 100, "softcap": 2.0, "sinks": True, "segments": True}),
     "all 128": (128, (2, 1), {"chunk": 130, "softcap": 2.0, "sinks": True, "segments": True}),
     "plain 256": (256, (2, 1), {}),
+    "full 256": (256, (1, 1), {"causal": False, "softcap": 2.0}),
+    "chunk 256": (256, (1, 1), {"chunk": 96}),
     "all 256": (256, (2, 1), {"window": 100, "softcap": 2.0, "sinks": True, "segments": True}),
 }
 
@@ -64,7 +66,6 @@ def test_values_and_gradients_are_those_of_the_reference(case):
         tags = np.repeat([[1, 2, 3, 0]], [70, 30, 140, 16], axis=1).astype(np.int32)
     request = make_request(**asked)
     tiles = TILES[head_dim]
-    has_gradients = tiles.backward is not None
     how = How(request, tiles._replace(forward=Tile(64, 3)) if case == "all 128" else tiles, programs=1)
 
     def by_mosaic(q, k, v, sinks):
@@ -74,8 +75,6 @@ def test_values_and_gradients_are_those_of_the_reference(case):
         return reference.attention(q, k, v, request, Tokens(tags, tags, None, None), sinks)
 
     def whole(function, q, k, v, sinks, d):
-        if not has_gradients:
-            return [function(q, k, v, sinks)]
         out, backward = jax.vjp(function, q, k, v, sinks)
         return [out, *(one for one in backward(d) if one is not None)]
 
@@ -90,7 +89,7 @@ def test_values_and_gradients_are_those_of_the_reference(case):
 
 @pytest.mark.parametrize(
     ("head_dim", "changes", "is_tagged", "has_sinks"),
-    [(128, {}, False, False), (64, {"window": 100, "softcap": 20.0}, False, True), (128, {"chunk": 64}, True, False)],
+    [(128, {}, False, False), (64, {"window": 100, "softcap": 20.0}, False, True), (256, {"chunk": 64}, True, False)],
 )
 def test_the_kernels_lower_for_hopper_with_their_gradients(head_dim, changes, is_tagged, has_sinks):
     inputs, request = make_inputs(1, 256, 2, 1, head_dim), make_request(**changes)

@@ -11,7 +11,7 @@ import jax
 
 from maxhydra.kernels.able import Able, Asked
 from maxhydra.kernels.choice import UnsupportedError, chosen
-from maxhydra.kernels.grouped_matmul import megablox, reference, triton, xla
+from maxhydra.kernels.grouped_matmul import megablox, mosaic, reference, triton, xla
 from maxhydra.kernels.place import Place, capability
 from maxhydra.kernels.tile import Sizes, sized
 from maxhydra.kernels.watch import watched
@@ -61,6 +61,15 @@ class Backend(Able[Call]):
 
 # Fastest first.
 BACKENDS: dict[str, Backend] = {
+    "mosaic": Backend(
+        run=mosaic.grouped_matmul,
+        platforms=("gpu",),
+        capabilities=("9.0",),
+        devices=1,
+        dtypes=("bfloat16",),
+        multiple=mosaic.MULTIPLE,
+        max_size=2**31 - 1,
+    ),
     "triton": Backend(
         run=triton.grouped_matmul,
         platforms=("gpu",),

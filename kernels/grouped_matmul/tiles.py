@@ -21,26 +21,46 @@ def tile_table(sizes_E: jax.Array, M: int, rows: int) -> jax.Array:
     return jnp.where(is_used_T[:, None], found, jnp.array([len(sizes_E), 0, 0, 0]))
 
 
-def spans(sizes_E: jax.Array, rows: int) -> jax.Array:
-    """[E, 2]: the first tile that holds rows of a group, and how many do."""
+def spans(sizes_E: jax.Array, rows: int, align: int) -> tuple[jax.Array, jax.Array]:
+    """[E] each: the row that a group's first tile begins with, which `align` divides, and how many tiles it has."""
     end_E = jnp.cumsum(sizes_E.astype(jnp.int32))
-    first_E = (end_E - sizes_E) // rows
-    return jnp.stack([first_E, jnp.where(sizes_E > 0, -(-end_E // rows) - first_E, 0)], axis=1)
+    first_E = (end_E - sizes_E) // align * align
+    return first_E, jnp.where(sizes_E > 0, -((first_E - end_E) // rows), 0)
 
 
-def edges(x_MK: jax.Array, sizes_E: jax.Array, rows: int) -> jax.Array:
+def edges(x_MK: jax.Array, sizes_E: jax.Array, rows: int, align: int) -> jax.Array:
     """The first and the last tile of each group, one after the other, rows of other groups zero."""
-    M, K = x_MK.shape
+    first_E, count_E = spans(sizes_E, rows, align)
     end_E = jnp.cumsum(sizes_E.astype(jnp.int32))
-    start_E = end_E - sizes_E
-    tile_T = jnp.stack([start_E // rows, jnp.maximum(end_E - 1, 0) // rows], axis=1).reshape(-1)
-    at_TR = (tile_T * rows)[:, None] + jnp.arange(rows)
-    is_own_TR = (at_TR >= jnp.repeat(start_E, 2)[:, None]) & (at_TR < jnp.repeat(end_E, 2)[:, None])
-    tiles_TRK = jnp.take(x_MK.reshape(M // rows, rows, K), tile_T, axis=0, mode="clip")
-    return jnp.where(is_own_TR[..., None], tiles_TRK, 0).reshape(-1, K)
+    tile_E2 = jnp.stack([first_E, first_E + (count_E - 1) * rows], axis=1)
+    at_ER = (tile_E2[..., None] + jnp.arange(rows)).reshape(len(sizes_E), -1)
+    is_own_ER = (at_ER >= (end_E - sizes_E)[:, None]) & (at_ER < end_E[:, None])
+    return jnp.where(is_own_ER.reshape(-1, 1), jnp.take(x_MK, at_ER.reshape(-1), axis=0, mode="clip"), 0)
 
 
-def place(number: jax.Array, rows: int | jax.Array, columns: int, band: int) -> tuple[jax.Array, jax.Array]:
+def schedule(
+    sizes_E: jax.Array, M: int, *, rows: int, columns: int, align: int, band: int
+) -> tuple[jax.Array, jax.Array]:
+    """Tiles in the order in which they are made, and how many there are.
+
+    [tiles, 5]: group, first row of the tile, the group's first row and its end, number among `columns`. A group is one
+    band, or several of about `band` tiles.
+    """
+    E = len(sizes_E)
+    first_E, count_E = spans(sizes_E, rows, align)
+    end_E = jnp.cumsum(sizes_E.astype(jnp.int32))
+    bands_E = jnp.maximum((count_E + band // 2) // band, 1)
+    height_E = jnp.maximum(-(-count_E // bands_E), 1)
+    below_E = jnp.cumsum(count_E) * columns
+    number_T = jnp.arange((M + E * (rows + align - 2)) // rows * columns, dtype=jnp.int32)
+    group_T = jnp.minimum(jnp.sum(number_T[:, None] >= below_E, axis=1, dtype=jnp.int32), E - 1)
+    within_T = number_T - (below_E - count_E * columns)[group_T]
+    row_T, column_T = place(within_T, count_E[group_T], columns, height_E[group_T])
+    row_T = first_E[group_T] + row_T * rows
+    return jnp.stack([group_T, row_T, (end_E - sizes_E)[group_T], end_E[group_T], column_T], axis=1), below_E[-1:]
+
+
+def place(number: jax.Array, rows: int | jax.Array, columns: int, band: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """Row and column of a program: down the rows of a band, then on to the next column."""
     size = band * columns
     first = jax.lax.div(number, size) * band

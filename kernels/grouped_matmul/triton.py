@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from maxhydra.kernels.grouped_matmul.gradients import grouped
 from maxhydra.kernels.grouped_matmul.tiles import edges, place, spans, tile_table
 from maxhydra.kernels.tile import Sizes, candidates, resized
 
@@ -62,6 +63,12 @@ class How:
     tiles: Tiles
     interpret: bool
 
+    def product(self, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, turned: bool) -> jax.Array:
+        return _product(self, x_MK, w, sizes_E, turned=turned)
+
+    def summed(self, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        return _summed(self, x_MK, d_out_MN, sizes_E)
+
 
 def cut(rows: int, inputs: int, outputs: int) -> dict[str, int]:
     """What the sizes of a tile must divide, by name: the gradient of the rows has inputs for outputs."""
@@ -91,25 +98,7 @@ def grouped_matmul(
     interpret: bool = False,
 ) -> jax.Array:
     """Rows of no group give zeros."""
-    return _grouped(How(resized(tiles, sizes), interpret), x_MK, w_EKN, sizes_E)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(how: How, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    return _product(how, x_MK, w_EKN, sizes_E, turned=False)
-
-
-def _forward(how: How, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, tuple]:
-    return _grouped(how, x_MK, w_EKN, sizes_E), (x_MK, w_EKN, sizes_E)
-
-
-def _backward(how: How, kept: tuple, d_out_MN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x_MK, w_EKN, sizes_E = kept
-    d_x_MK = _product(how, d_out_MN, w_EKN, sizes_E, turned=True)
-    return d_x_MK, _summed(how, x_MK, d_out_MN, sizes_E), None
-
-
-_grouped.defvjp(_forward, _backward)
+    return grouped(How(resized(tiles, sizes), interpret), x_MK, w_EKN, sizes_E)
 
 
 def _product(how: How, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, turned: bool) -> jax.Array:
@@ -156,7 +145,8 @@ def _summed(how: How, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) 
     (M, K), N, E = x_MK.shape, d_out_MN.shape[1], len(sizes_E)
     tile = how.tiles.sums
     C, D, S = math.gcd(tile.rows, K), math.gcd(tile.columns, N), math.gcd(tile.summed, M)
-    x = jnp.concatenate([x_MK, edges(x_MK, sizes_E, S)])
+    x = jnp.concatenate([x_MK, edges(x_MK, sizes_E, S, S)])
+    first_E, count_E = spans(sizes_E, S, S)
     return pl.pallas_call(
         partial(_summed_kernel, tile=tile._replace(rows=C, columns=D, summed=S), tiles=M // S),
         grid=((K // C) * (N // D), E),
@@ -164,7 +154,7 @@ def _summed(how: How, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) 
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=how.interpret,
         name="grouped_matmul_summed",
-    )(spans(sizes_E, S), x, d_out_MN)
+    )(jnp.stack([first_E // S, count_E], axis=1), x, d_out_MN)
 
 
 def _summed_kernel(groups_ref: Any, x_ref: Any, d_out_ref: Any, out_ref: Any, *, tile: Tile, tiles: int) -> None:

@@ -23,6 +23,7 @@ class GroupedMatmulBackend(Enum):
     auto = "auto"
     reference = "reference"
     xla = "xla"
+    mosaic = "mosaic"
     triton = "triton"
     megablox = "megablox"
 

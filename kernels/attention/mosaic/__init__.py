@@ -16,12 +16,11 @@ from maxhydra.kernels.tile import Sizes, candidates, resized
 
 # Of the sequence length: two warpgroups' rows.
 LENGTH_MULTIPLE = 128
-# By head size, keys of a step forward and queries of a step backward. With heads of 256, the gradients of 64 keys and
-# values are more than a warpgroup's registers hold.
+# By head size, keys of a step forward and queries of a step backward.
 TILES = {
     64: Tiles(Tile(128, 3), Tile(128, 2)),
     128: Tiles(Tile(128, 2), Tile(64, 2)),
-    256: Tiles(Tile(64, 2), None),
+    256: Tiles(Tile(64, 2), Tile(64, 2)),
 }
 # Forward, worth a trial for other masks and lengths; of heads of 256, shared memory holds no more. Backward, registers
 # and layouts leave no choice.

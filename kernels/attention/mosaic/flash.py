@@ -5,7 +5,6 @@ from functools import partial
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from maxhydra.kernels.attention import triton
 from maxhydra.kernels.attention.blocks import Inputs, Rows
 from maxhydra.kernels.attention.mosaic.backward import backward
 from maxhydra.kernels.attention.mosaic.forward import forward
@@ -26,12 +25,8 @@ def _forward(how: How, inputs: Inputs) -> tuple[jax.Array, tuple[Inputs, jax.Arr
 def _backward(how: How, kept: tuple[Inputs, jax.Array, jax.Array], d_out_BTNH: jax.Array) -> tuple[Inputs]:
     inputs, out_BTNH, total_BNT = kept
     rows = Rows.of(out_BTNH, total_BNT, d_out_BTNH)
-    if how.tiles.backward is None:
-        blocks = triton.BLOCKS[inputs.q_BTNH.shape[3]]
-        of_inputs = triton.gradients(triton.How(how.request, blocks, interpret=False), inputs, rows)
-    else:
-        of_inputs = backward(how, how.tiles.backward, inputs, rows)
-    return (Inputs(*of_inputs, rows.d_sinks(inputs), None, None),)
+    d_q_BTNH, d_k_BSKH, d_v_BSKH = backward(how, inputs, rows)
+    return (Inputs(d_q_BTNH, d_k_BSKH, d_v_BSKH, rows.d_sinks(inputs), None, None),)
 
 
 attend.defvjp(_forward, _backward)

@@ -17,8 +17,7 @@ class Tiles(NamedTuple):
     """The tiles of the two kernels."""
 
     forward: Tile
-    backward: Tile | None
-    """None: the gradients are Triton's."""
+    backward: Tile
 
 
 @dataclasses.dataclass(frozen=True)
