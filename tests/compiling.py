@@ -1,9 +1,11 @@
-"""How tests compile: in a hurry, and each program once for all processes of a session. Does not import jax.
+"""How tests spend little time: they compile in a hurry, and each program once for all processes of a session.
 
 Most of a test's time is compilation. Little optimisation halves it, and so does the older way of writing fused loops
-where XLA still has it; one piece of LLVM code instead of 32 saves some more where there are few cores.
+where XLA still has it; one piece of LLVM code instead of 32 saves some more where there are few cores. Does not import
+jax.
 """
 
+import gc
 import os
 import shutil
 import tempfile
@@ -17,6 +19,12 @@ FLAGS += ["--xla_cpu_use_fusion_emitters=false"] if version("jax").startswith("0
 
 # Folders of a session that has not been heard of for so long are those of one that was killed.
 PREFIX, ABANDONED = "maxhydra-tests-", 6 * 3600
+
+# Workers share the cores, and a library's own threads wait for each other in busy loops.
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+# Objects, rounds and rounds of rounds before Python looks for cycles.
+CYCLES = (100_000, 20, 20)
 
 KEPT = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
 
@@ -40,4 +48,13 @@ def begin() -> str | None:
                 shutil.rmtree(path, ignore_errors=True)
         folder = os.environ[KEPT[0]] = tempfile.mkdtemp(prefix=PREFIX)
     os.environ.setdefault(KEPT[1], "0")
+    for name in THREADS:
+        os.environ.setdefault(name, "1")
     return folder
+
+
+def cycles_are_rare() -> None:
+    """What has been imported stays; at Python's own numbers, looking through it takes a twentieth of all time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*CYCLES)

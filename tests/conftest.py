@@ -31,6 +31,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
+def pytest_collection_finish() -> None:
+    compiling.cycles_are_rare()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled_programs_go_when_there_are_many():
     yield

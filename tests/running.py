@@ -3,11 +3,13 @@
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO
@@ -19,6 +21,9 @@ from maxhydra.config.metrics import LOGGED
 from tests import compiling, warm
 
 ROOT = Path(__file__).parent.parent
+
+# How processes find each other, which is read when a run starts.
+MEETING = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 # A model that compiles and trains in moments; everything else is the default run.
 SMALL = [
@@ -50,12 +55,14 @@ def command(*overrides: str) -> list[str]:
     return [sys.executable, "-m", "maxhydra", *overrides]
 
 
-def started(*overrides: str, cwd: Path, streams: Sequence[IO[str]], devices: int = 1, **extra: str) -> warm.Command:
-    """The command under way, with these as its input, output and errors."""
-    assert not any(name.startswith("JAX_") for name in extra), "jax reads these when it is imported"
-    numbers = [stream.fileno() for stream in streams]
-    given = environment(devices, **extra)
-    return warm.Command(warm.server(compiling.PREFIX), overrides, folder=str(cwd), environment=given, streams=numbers)
+def started(
+    *arguments: str, cwd: Path, streams: Sequence[IO[str]], devices: int = 1, module: str = "maxhydra", **extra: str
+) -> warm.Command:
+    """`python -m MODULE ARGUMENTS...` under way, with these as its input, output and errors."""
+    assert not any(name.startswith("JAX_") for name in {*extra} - {*MEETING}), "jax reads these when it is imported"
+    numbers, given = [stream.fileno() for stream in streams], environment(devices, **extra)
+    address = warm.server(compiling.PREFIX)
+    return warm.Command(address, arguments, folder=str(cwd), environment=given, streams=numbers, module=module)
 
 
 def silent(*overrides: str, cwd: Path, **extra: str) -> warm.Command:
@@ -78,6 +85,22 @@ def finished(*overrides: str, cwd: Path, devices: int = 1, **extra: str) -> subp
     done = run(*overrides, cwd=cwd, devices=devices, **extra)
     assert done.returncode == 0, f"{overrides}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+def finished_together(
+    count: int, *arguments: str, cwd: Path, devices: int = 1, **extra: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """So many processes of the command that meet over plain environment variables, each with its own devices."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def one(index: int) -> subprocess.CompletedProcess[str]:
+        meeting = dict(zip(MEETING, (address, str(count), str(index)), strict=True)) if count > 1 else {}
+        return finished(*arguments, cwd=cwd, devices=devices, **meeting, **extra)
+
+    warm.server(compiling.PREFIX)  # one for all
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, range(count)))
 
 
 def kill_when(arguments: Sequence[str], sign: Path, *, cwd: Path) -> None:

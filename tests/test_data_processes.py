@@ -2,8 +2,6 @@
 
 import json
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from datafiles import write_jsonl
-from running import ROOT
+from running import ROOT, finished_together
 
 BATCH = 8
 
@@ -41,30 +39,18 @@ def part(overrides: list[str], state: dict[str, Any] | None, batches: int) -> No
     loader.close()
 
 
-def run(processes: int, overrides: list[str], state: dict[str, Any] | None, batches: int) -> tuple[np.ndarray, Any]:
+def run(
+    processes: int, overrides: list[str], state: dict[str, Any] | None, batches: int, *, folder: Path
+) -> tuple[np.ndarray, Any]:
     """All batches that some processes give together, and the state that each of them reports."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-    clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    clean |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    many = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)} if processes > 1 else {}
-    running = [
-        subprocess.Popen(
-            [sys.executable, __file__, json.dumps([overrides, state, batches])],
-            env=clean | many | {"JAX_PROCESS_ID": str(i)} if many else clean,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(processes)
-    ]
+    places = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    job = json.dumps([overrides, state, batches])
+    module = "tests.test_data_processes"
+    ended = finished_together(processes, job, cwd=folder, module=module, PYTHONPATH=places)
     whole = np.full((batches, BATCH, 32), -1)
     states = []
-    for process in running:
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err
-        told = json.loads(out.splitlines()[-1])
+    for process in ended:
+        told = json.loads(process.stdout.splitlines()[-1])
         states.append(told["state"])
         for number, shards in enumerate(told["seen"]):
             for first, rows in shards:
@@ -77,10 +63,10 @@ def run(processes: int, overrides: list[str], state: dict[str, Any] | None, batc
 @pytest.mark.slow
 def test_four_processes_then_two_then_one(tmp_path: Path) -> None:
     overrides = [*write_jsonl(tmp_path), "data.packing.window=4", "train.seq_len=32"]
-    alone, _ = run(1, [*overrides, "data.streams=4"], None, 30)
-    four, state = run(4, overrides, None, 11)
-    two, state = run(2, overrides, state, 9)
-    one, _ = run(1, overrides, state, 10)
+    alone, _ = run(1, [*overrides, "data.streams=4"], None, 30, folder=tmp_path)
+    four, state = run(4, overrides, None, 11, folder=tmp_path)
+    two, state = run(2, overrides, state, 9, folder=tmp_path)
+    one, _ = run(1, overrides, state, 10, folder=tmp_path)
     np.testing.assert_array_equal(np.concatenate([four, two, one]), alone)
 
 

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 from datafiles import WRITERS
-from running import ROOT
+from running import ROOT, finished
 
-BATCHES, LENGTH = 50, 400
-# 200 take a minute a source: MAXHYDRA_FULL=1.
-POSITIONS = 200 if os.environ.get("MAXHYDRA_FULL") == "1" else 50
+LENGTH = 440
+# So many take a minute a source: MAXHYDRA_FULL=1.
+POSITIONS, BATCHES = (200, 50) if os.environ.get("MAXHYDRA_FULL") == "1" else (50, 10)
 
 # Batches of four rows from three streams, in windows of a few rows.
 COMMON = ["train.seq_len=32", "model.vocab_size=60000", "data.packing.window=6", "data.streams=3"]
@@ -81,11 +80,8 @@ def test_positions_go_on_in_a_fresh_process(source: str, tmp_path: Path) -> None
     positions = random.Random(source).sample(range(LENGTH), POSITIONS)
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"overrides": overrides, "states": [states[at] for at in positions]}))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    fresh = subprocess.run(
-        [sys.executable, __file__, str(job)], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert fresh.returncode == 0, fresh.stderr
+    places = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    fresh = finished(str(job), cwd=tmp_path, module="tests.test_data_resume", PYTHONPATH=places)
     for at, seen in zip(positions, json.loads(fresh.stdout.splitlines()[-1]), strict=True):
         assert seen == digests[at : at + BATCHES], f"after batch {at}"
 

@@ -1,14 +1,12 @@
 """The same numbers on any mesh: devices are simulated, processes are real."""
 
 import math
-import socket
-import subprocess
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from running import SMALL, command, environment, finished, losses
+from running import SMALL, finished, finished_together, losses
 
 from maxhydra import data, model, optim
 from maxhydra.config import Config
@@ -140,31 +138,12 @@ def test_layer_stacking_and_remat_are_not_in_the_checkpoint(
     np.testing.assert_allclose(last_ten(Run(change), one_device_folder), one_device[10:], rtol=TOLERANCE)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     """Two processes of two devices each, meeting over plain environment variables, against one process of four."""
     arguments = [*SMALL, "train.steps=20", "checkpoint.every=10", "mesh.fsdp=4", "train.per_device_batch_size=2"]
     finished(*arguments, "run.name=one", cwd=tmp_path, devices=4)
-    address = f"127.0.0.1:{free_port()}"
-    processes = [
-        subprocess.Popen(
-            command(*arguments, "run.name=two"),
-            cwd=tmp_path,
-            env=environment(2, JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(index)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    finished_together(2, *arguments, "run.name=two", cwd=tmp_path, devices=2)
     one, two = losses(tmp_path / "outputs" / "one"), losses(tmp_path / "outputs" / "two")
     assert list(one) == list(two) == list(range(1, 21))
     np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=TOLERANCE)

@@ -10,7 +10,6 @@ folder, the environment and the streams of the one who asks, can be killed, and 
 import atexit
 import contextlib
 import functools
-import gc
 import importlib
 import json
 import os
@@ -60,8 +59,9 @@ class Command:
         folder: str,
         environment: Mapping[str, str],
         streams: Sequence[int] = STREAMS,
+        module: str = "maxhydra",
     ):
-        request = {"arguments": list(arguments), "folder": folder, "environment": dict(environment)}
+        request = {"module": module, "arguments": list(arguments), "folder": folder, "environment": dict(environment)}
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(address)
         socket.send_fds(self._connection, [b"\n"], list(streams))
@@ -72,9 +72,12 @@ class Command:
     def runs(self) -> bool:
         return not select.select([self._connection], [], [], 0)[0]
 
-    def kill(self) -> None:
+    def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code as subprocess tells it; TimeoutError where it takes longer, and then it is killed."""
@@ -128,28 +131,34 @@ def _minded(connection: socket.socket) -> dict[str, Any]:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """What `python -m maxhydra` would find in that folder and environment."""
+    """What `python -m MODULE` would find in that folder and environment."""
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [request["folder"], *given, *sys.path[1:]]
-    sys.argv = ["maxhydra", *request["arguments"]]
-    runpy.run_module("maxhydra", run_name="__main__", alter_sys=True)
+    sys.argv = [request["module"], *request["arguments"]]
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
 
-def _import() -> None:
+def _prepare() -> None:
+    """What every command would do again: imports, and the first composition, which is that of the default run."""
     from maxhydra import tasks
+    from maxhydra.config.compose import compose
+    from maxhydra.runtime.options import hardware_options
+    from tests import compiling
 
     named = [f"tasks.{module.name}" for module in pkgutil.iter_modules(tasks.__path__)]
     for name in ("cli.session", "cli.execute", "runs.report", *named):
         importlib.import_module(f"maxhydra.{name}")
-    gc.freeze()
+    compose([])
+    hardware_options()
+    compiling.cycles_are_rare()
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:
-        _import()
+        _prepare()
         _become(_serve(socket.socket(fileno=int(sys.argv[1]))))
     else:
         sys.exit(Command(sys.argv[1], sys.argv[2:], folder=os.getcwd(), environment=os.environ).wait())

@@ -4,6 +4,7 @@ Hydra stops at the first mistake; this goes on to the last. Each value is held a
 that does not fit becomes a problem and is left out, and the rest stands, to be checked further.
 """
 
+from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -213,13 +214,20 @@ class Assembly:
 
     def config(self) -> DictConfig:
         """What stands, as OmegaConf holds it."""
-        node = OmegaConf.structured(Config)
-        for path, cls in self._types.items():
-            if path:
-                OmegaConf.update(node, path, OmegaConf.structured(cls))
-        merged = OmegaConf.merge(node, OmegaConf.create(self._tree))
+        merged = OmegaConf.merge(_defaults(tuple(self._types.items())), OmegaConf.create(self._tree))
         assert isinstance(merged, DictConfig)
         for path in self._removed:
             parent, _, name = path.rpartition(".")
             OmegaConf.select(merged, parent).pop(name, None)
         return merged
+
+
+@cache
+def _defaults(types: tuple[tuple[str, type], ...]) -> DictConfig:
+    """The schema with these types in their places, made once: OmegaConf takes long, and a merge copies it."""
+    node = OmegaConf.structured(Config)
+    for path, cls in types:
+        if path:
+            OmegaConf.update(node, path, OmegaConf.structured(cls))
+    assert isinstance(node, DictConfig)
+    return node
