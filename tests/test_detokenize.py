@@ -21,9 +21,10 @@ class Counting:
         return self.inner.decode(ids)
 
 
-def streamed(ids: list[int], prompt: list[int], tokenizer=None) -> list[str]:
+def streamed(ids: list[int], prompt: list[int], tokenizer=None, *, size: int = 1) -> list[str]:
+    """So many tokens at a time."""
     words = Detokenizer(tokenizer or ByteTokenizer(), prompt)
-    return [*(words.add(token) for token in ids), words.rest()]
+    return [*(words.add(ids[start : start + size]) for start in range(0, len(ids), size)), words.rest()]
 
 
 def test_characters_split_over_tokens_come_whole():
@@ -31,6 +32,9 @@ def test_characters_split_over_tokens_come_whole():
     assert "".join(parts) == TEXT
     assert not any("�" in part for part in parts)
     assert parts[:5] == ["G", "r", "", "ü", ""]
+    for size in (2, 5, 8, 30):
+        parts = streamed(list(TEXT.encode()), list(b"Prompt: "), size=size)
+        assert "".join(parts) == TEXT and not any("�" in part for part in parts)
 
 
 def test_a_character_begun_in_the_prompt_is_finished():
@@ -44,7 +48,8 @@ def test_bytes_that_are_no_text_end_up_as_the_tokenizer_shows_them(seed):
     rng = random.Random(seed)
     pieces = [rng.choice([bytes([rng.randrange(128, 256)]), "🦙".encode(), b"a", "é".encode()[:1]]) for _ in range(200)]
     ids = list(b"".join(pieces))
-    assert "".join(streamed(ids, list(b"x"))) == ByteTokenizer().decode(ids)
+    for size in (1, 3, 8, 20):
+        assert "".join(streamed(ids, list(b"x"), size=size)) == ByteTokenizer().decode(ids)
 
 
 @pytest.mark.parametrize("unit", [b"\x80", b"\xf0\x9f\xa6", b"word ", "🦙".encode()], ids=str)
@@ -53,6 +58,9 @@ def test_the_cost_of_a_token_does_not_grow(unit):
     streamed(list(unit * 60), [], short)
     streamed(list(unit * 600), [], long)
     assert long.decoded < 11 * short.decoded
+    together = Counting()
+    streamed(list(unit * 600), [], together, size=8)
+    assert together.decoded < 1.2 * long.decoded
 
 
 def test_end_tokens_have_no_text():

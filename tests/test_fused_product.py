@@ -1,6 +1,7 @@
 """Products of few rows with what stands around them, against NumPy; and a model whose layers are made of them."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ from maxhydra.config.quantization import Quantization, QuantizationKind
 from maxhydra.decode.arrange import arrange
 from maxhydra.kernels.fused_product import Around, Norm, few_rows, fused_product, largest, one_row, product_and_norm
 from maxhydra.kernels.fused_product import rows as row_kernel
+from maxhydra.kernels.paged_attention import triton as pages_kernel
 from maxhydra.layers import Context, PagedRoom, Rows
+from maxhydra.layers import attention as attention_layers
 from maxhydra.layers import fused as fused_layers
 from maxhydra.model import ModelDef, build, kept, mapped
 from maxhydra.sharding import Sharder
@@ -185,3 +188,26 @@ def test_greedy_tokens_are_the_same_with_and_without(
     assert (calls.count(fused_product), calls.count(product_and_norm)) == (8 - normed, normed)
     assert fused == tokens_drawn(packed, params, rows)
     assert len({tuple(step) for step in fused}) > 1
+
+
+def test_greedy_tokens_are_the_same_from_parts_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query, key and value come as parts of a sum, which the kernel over pages adds up; both as interpreted."""
+    packed, asked = model(is_int8=False), []
+    params = packed.base.init(jax.random.key(0))
+    plain = tokens_drawn(packed, params, 3)
+    arranged = arrange(packed, SINGLE, "gpu")
+
+    def parts(x_MK: jax.Array, weight_NK: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
+        asked.append(weight_NK.shape)
+        by = few_rows.Tile(16, 16, 2, is_left=False, warps=4, stages=2)
+        return few_rows.summands(x_MK, weight_NK, Around(), jnp.dtype(dtype), interpret=True, by=by)
+
+    def over_pages(*arguments: Any, backend: str) -> Any:
+        return pages_kernel.attention(*arguments, interpret=True)
+
+    monkeypatch.setattr(fused_layers, "parts_of_product", parts)
+    monkeypatch.setattr(attention_layers, "serving", lambda *_: "triton")
+    monkeypatch.setattr(attention_layers, "paged_attention", over_pages)
+    assert tokens_drawn(arranged.model, arranged.use(arranged.keep(params)), 3) == plain
+    assert asked == [(64, 32)] * 2
+    assert few_rows.tile(3072, 2048, 1).parts == 2

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.typing import DTypeLike
 
 from maxhydra.config.model import Pairs
 from maxhydra.kernels.attention.reference import attention as reference
@@ -41,7 +42,12 @@ def expected(q_BKGH: np.ndarray, pages: Pages, asked: Request) -> np.ndarray:
 
 
 CHANGES = [{}, {"window": 9}, {"softcap": 2.0}]
-TILES = [None, triton.Tile(8, 3, warps=2, stages=3), triton.Tile(32, 1, warps=8, stages=1)]
+TILES = [
+    None,
+    triton.Tile(8, 3, warps=2, stages=3, has_table=False),
+    triton.Tile(2, 2, warps=1, stages=3, has_table=True),
+    triton.Tile(32, 1, warps=8, stages=1, has_table=False),
+]
 
 
 @pytest.mark.parametrize(("changes", "turned"), [(CHANGES[0], False), (CHANGES[1], True), (CHANGES[2], True)])
@@ -58,21 +64,34 @@ def test_pages_on_a_tpu_give_what_a_row_gives(changes: dict[str, float], monkeyp
     assert_pages_give_what_a_row_gives(pallas_tpu.attention, changes, turned=not changes)
 
 
-def assert_pages_give_what_a_row_gives(run: Callable[..., Any], changes: dict[str, float], turned: bool) -> None:
-    """Rows of every length, one of them empty, over pages in any order. The last token of each is new, and written on
-    the way."""
+@pytest.mark.parametrize("run", [triton.attention, pallas_tpu.attention])
+def test_pages_in_bfloat16_give_what_a_row_gives(run: Callable[..., Any]) -> None:
+    assert_pages_give_what_a_row_gives(run, {}, turned=True, dtype=jnp.bfloat16, tolerance=0.02)
+
+
+def assert_pages_give_what_a_row_gives(
+    run: Callable[..., Any],
+    changes: dict[str, float],
+    turned: bool,
+    dtype: DTypeLike = np.float32,
+    tolerance: float = 1e-5,
+) -> None:
+    """Rows of every length, one of them empty, over pages in any order. The last token of each is new, comes as parts
+    of a sum, and is written on the way."""
     rng = np.random.default_rng(0)
     B, K, G, H, W = 5, 2, 3, 16, 7
-    key, value = (rng.standard_normal((PAGES, K, PAGE, H)).astype(np.float32) for _ in range(2))
+    key, value = (rng.standard_normal((PAGES, K, PAGE, H)).astype(dtype).astype(np.float32) for _ in range(2))
     value[39] = np.nan
     table = rng.permutation(39)[: B * W].reshape(B, W)
     table[0, 1:] = 39
     lengths = np.array([3, 0, 28, 9, 17])
-    pages = Pages(*map(jnp.asarray, (key, value, table.astype(np.int32), lengths.astype(np.int32))))
-    heads = rng.standard_normal((B, K * G + 2 * K, H)).astype(np.float32)
+    indices = (jnp.asarray(x, jnp.int32) for x in (table, lengths))
+    pages = Pages(jnp.asarray(key, dtype), jnp.asarray(value, dtype), *indices)
+    parts = rng.standard_normal((3, B, K * G + 2 * K, H)).astype(np.float32)
+    heads = parts.sum(axis=0).astype(dtype).astype(np.float32)
     rotation = Rotation(tuple(1000 ** (-i / 8) for i in range(8)), amplitude=1.3, pairs=Pairs.halves)
     turn = turns(jnp.asarray(lengths - 1), rotation) if turned else None
-    found, after = run(jnp.asarray(heads), turn, pages, request(**changes), interpret=True)
+    found, after = run(jnp.asarray(parts), turn, pages, request(**changes), interpret=True)
 
     q, new_key, new_value = np.split(heads, [K * G, K * G + K], axis=1)
     if turned:
@@ -84,8 +103,8 @@ def assert_pages_give_what_a_row_gives(run: Callable[..., Any], changes: dict[st
         if length:
             place = table[b, (length - 1) // PAGE], slice(None), (length - 1) % PAGE
             key[place], value[place] = new_key[b], new_value[b]
-    np.testing.assert_allclose(after.key_PKZH, key, rtol=1e-6, atol=1e-6)
-    np.testing.assert_array_equal(after.value_PKZH, value)
+    np.testing.assert_allclose(after.key_PKZH.astype(np.float32), key, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(after.value_PKZH.astype(np.float32), value, rtol=tolerance, atol=tolerance)
     written = pages._replace(key_PKZH=key, value_PKZH=value)
     wanted = expected(q.reshape(B, K, G, H), written, request(**changes)).reshape(B, K * G, H)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found.astype(np.float32), wanted, rtol=tolerance, atol=tolerance)

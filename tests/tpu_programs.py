@@ -64,7 +64,7 @@ def paged(head_dim: int, page: int, dtype: str, **changes: Any) -> Program:
     """16 rows of up to 1024 tokens, 32 heads over 8, written in place."""
 
     def run(heads: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, length: jax.Array) -> Any:
-        return pallas_tpu.attention(heads, None, Pages(key, value, table, length), request(**changes))
+        return pallas_tpu.attention(heads[None], None, Pages(key, value, table, length), request(**changes))
 
     store = ((256, 8, page, head_dim), dtype)
     rows = ((16, 48, head_dim), dtype), store, store, ((16, 1024 // page), "int32"), ((16,), "int32")

@@ -13,7 +13,16 @@ from jax.typing import DTypeLike
 from maxhydra.kernels.fused_product import few_rows, largest, one_row, reference, rows
 from maxhydra.kernels.fused_product.around import Activation, Around, Norm
 
-__all__ = ["Activation", "Around", "Norm", "fused_product", "largest_output", "product_and_norm", "suits"]
+__all__ = [
+    "Activation",
+    "Around",
+    "Norm",
+    "fused_product",
+    "largest_output",
+    "parts_of_product",
+    "product_and_norm",
+    "suits",
+]
 
 
 def suits(rows: int, weight: DTypeLike) -> bool:
@@ -33,6 +42,15 @@ def fused_product(
     if scales_N is None and few_rows.can_serve(count, outputs, inputs, format, is_gated=is_gated):
         return few_rows.product(x_MK, weight_NK, around, dtype, interpret=False)
     return reference.product(x_MK, weight_NK, scales_N, around, dtype)
+
+
+def parts_of_product(x_MK: jax.Array, weight_NK: jax.Array, *, dtype: DTypeLike) -> jax.Array:
+    """[P, M, N] whose sum, rounded to this number format, is x times the transpose of the weight: for a kernel that can
+    add them up as it reads them. In float32, or rounded where there is but one."""
+    dtype, (count, inputs), outputs = jnp.dtype(dtype), x_MK.shape, weight_NK.shape[0]
+    if few_rows.can_serve(count, outputs, inputs, x_MK.dtype.name, is_gated=False, is_summed=False):
+        return few_rows.summands(x_MK, weight_NK, Around(), dtype, interpret=False)
+    return fused_product(x_MK, weight_NK, None, Around(), dtype=dtype)[None]
 
 
 def product_and_norm(

@@ -18,8 +18,10 @@ from maxhydra.kernels.fused_product.sizes import power_of_two_in
 
 # Rows up to which reading the weights takes longer than the product; the matrix unit takes no fewer than the least.
 MOST_ROWS, LEAST_ROWS = 64, 16
-# Outputs up to which programs share the inputs, and how many do.
+# Outputs up to which programs share the inputs, and how many do; with fewer to share them, outputs up to which the sum
+# of the parts is worth its while for those who read them all the same.
 FEW, PARTS = 2048, 4
+SOME, HALVES = 4096, 2
 
 
 class Tile(NamedTuple):
@@ -40,14 +42,16 @@ def tile(N: int, K: int, H: int) -> Tile:
     outputs, inputs = power_of_two_in(N), power_of_two_in(K)
     if H == 2:
         return Tile(min(64, outputs), min(128, inputs), 1, is_left=True, warps=4, stages=4)
-    return Tile(min(64, outputs), min(64, inputs // PARTS), PARTS, is_left=True, warps=4, stages=8)
+    parts = PARTS if N <= FEW else HALVES
+    return Tile(min(64, outputs), min(64, inputs // parts), parts, is_left=True, warps=4, stages=8)
 
 
-def can_serve(M: int, N: int, K: int, dtype: str, *, is_gated: bool) -> bool:
+def can_serve(M: int, N: int, K: int, dtype: str, *, is_gated: bool, is_summed: bool = True) -> bool:
     """Whether the kernel takes these sizes on the devices there are, and is worth it: where outputs are many and not
-    gated, the library's product is as fast."""
+    gated, the library's product is as fast. `is_summed`: whether the parts have to be, which takes another kernel."""
     fits = 1 < M <= MOST_ROWS and power_of_two_in(N) >= 64 and power_of_two_in(K) >= 64 * PARTS and 2 * N * K < 2**31
-    return jax.default_backend() == "gpu" and fits and dtype == "bfloat16" and (is_gated or N <= FEW)
+    is_worth_it = is_gated or (N <= FEW if is_summed else N <= SOME)
+    return jax.default_backend() == "gpu" and fits and dtype == "bfloat16" and is_worth_it
 
 
 def product(

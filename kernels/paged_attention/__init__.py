@@ -4,8 +4,8 @@ A kernel takes the heads as one product makes them, turns them by their position
 their pages and gathers what the queries see. BACKENDS says what serves what; what none serves goes the way of
 other attention.
 
-Shapes: B rows, N query heads, K key and value heads, G = N / K, M = N + 2K, H head size, P pages, Z tokens of a page, W
-pages of a row.
+Shapes: B rows, N query heads, K key and value heads, G = N / K, M = N + 2K, S parts of a sum, H head size, P pages, Z
+tokens of a page, W pages of a row.
 """
 
 import dataclasses
@@ -99,14 +99,15 @@ def serving(pages: Pages, dtype: str, place: Place) -> str | None:
 
 
 def paged_attention(
-    heads_BMH: jax.Array, turns: tuple[jax.Array, jax.Array] | None, pages: Pages, request: Request, *, backend: str
+    heads_SBMH: jax.Array, turns: tuple[jax.Array, jax.Array] | None, pages: Pages, request: Request, *, backend: str
 ) -> tuple[jax.Array, Pages]:
     """Values [B, N, H] that the new token of each row gathers, and the pages with it; zeros for a row of no tokens.
 
-    heads: queries, keys, values of the new tokens. Queries and keys x become x * turns[0] + y * turns[1], each [B, H],
-    where y is x with the halves of a head exchanged; None: they stay as they are.
+    heads: queries, keys, values of the new tokens, as parts whose sum they are, rounded to the cache's format. Queries
+    and keys x become x * turns[0] + y * turns[1], each [B, H], where y is x with the halves of a head exchanged; None:
+    they stay as they are.
     """
-    return BACKENDS[backend].run(heads_BMH, turns, pages, request)
+    return BACKENDS[backend].run(heads_SBMH, turns, pages, request)
 
 
 def _is_power_of_two(number: int) -> bool:

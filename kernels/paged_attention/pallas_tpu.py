@@ -25,16 +25,17 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def attention(
-    heads_BMH: jax.Array,
+    heads_SBMH: jax.Array,
     turns: tuple[jax.Array, jax.Array] | None,
     pages: Pages,
     request: Request,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, Pages]:
-    B, M, H = heads_BMH.shape
+    _, B, M, H = heads_SBMH.shape
     P, K, Z, _ = pages.key_PKZH.shape
     N = M - 2 * K
+    heads_BMH = jnp.sum(heads_SBMH, axis=0, dtype=jnp.float32).astype(pages.key_PKZH.dtype)
     q_BNH, key_BKH, value_BKH = jnp.split(heads_BMH, (N, N + K), axis=1)
     if turns is not None:
         q_BNH, key_BKH = (_turned(x, turns) for x in (q_BNH, key_BKH))

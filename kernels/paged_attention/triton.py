@@ -6,8 +6,8 @@ package, M parts of a row, T tokens of a block.
 """
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,8 @@ LEAST_ROWS = 16
 FEW, ENOUGH = 128, 512
 # Tokens that a program reads all at once where programs are few, for keys of so many bytes; longer ones have fewer.
 AT_ONCE, KEY_BYTES = 256, 128
+# Tokens of a row up to which a program of one warp, which begins and ends sooner, is faster than one of two.
+SHORT = 512
 LOG2_E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -37,15 +39,18 @@ class Tile(NamedTuple):
     """Programs that share a row."""
     warps: int
     stages: int
-    """How far ahead memory is read: a block for every two, since where a page lies is read before it."""
+    """How far ahead memory is read: a block for each, or for every two where the table is read for every block."""
+    has_table: bool
+    """Whether the whole table is at hand. A block is then no more than a page."""
 
 
-def tile(heads: int, tokens: int, size: int) -> Tile:
-    """For so many heads of all rows, tokens of a row, and bytes of a key.
+def tile(heads: int, tokens: int, page: int, size: int) -> Tile:
+    """For so many heads of all rows, tokens of a row and of a page, and bytes of a key.
 
-    Measured on an H200 with 8 key heads of 64 in bfloat16, us. 64 rows of 200 tokens: 11.0 in blocks of 32, two ahead
-    (three 11.6, four 12.2, one 12.7; with 4 warps 12.0), of 64 11.9, of 128 12.0; of 300 14.4 (of 64 14.6), of 96 7.6
-    (all at once 8.3); of 2,000 with three ahead 68.6 (in four parts 75.1). A row of 200 tokens: 4.0 all at once (with 8
+    Measured on an H200 with 8 key heads of 64 in bfloat16, us. 64 rows of 200 tokens: 11.2 in blocks of 16 by one warp,
+    three ahead (two 11.9, four 11.4; of 32 12.5), 11.9 in blocks of 32 by two warps, two ahead (three, four, one ahead,
+    4 warps and blocks of 64 or 128 are slower on another card); of 300 14.4 and 14.9. Of 96, on that card, 7.6 in
+    blocks of 32 (all at once 8.3), of 2,000 68.6 (in four parts 75.1). A row of 200 tokens: 4.0 all at once (with 8
     warps 4.1), 4.5 in four parts, of which 2.0 is their sum; 8 rows 5.0 (blocks of 128 5.5). Four rows of 4,000
     tokens: 15.3 in 16 parts of such blocks (of 128 20.8), 17.2 in 32.
     """
@@ -54,12 +59,15 @@ def tile(heads: int, tokens: int, size: int) -> Tile:
         parts = max(min(tokens // 64, FEW // heads), min(tokens // 256, ENOUGH // heads))
     each = pl.cdiv(tokens, parts)
     if heads * parts <= FEW and each * unit <= AT_ONCE:
-        return Tile(max(1 << (each - 1).bit_length(), LEAST_ROWS), parts, warps=4, stages=1)
-    return Tile(max(32 // unit, LEAST_ROWS), parts, warps=2, stages=5)
+        return Tile(max(1 << (each - 1).bit_length(), LEAST_ROWS), parts, warps=4, stages=1, has_table=False)
+    if parts == unit == 1 and tokens <= SHORT:
+        has_table = page >= LEAST_ROWS
+        return Tile(LEAST_ROWS, parts, warps=1, stages=5 if has_table else 7, has_table=has_table)
+    return Tile(max(32 // unit, LEAST_ROWS), parts, warps=2, stages=5, has_table=False)
 
 
 def attention(
-    heads_BMH: jax.Array,
+    heads_SBMH: jax.Array,
     turns: tuple[jax.Array, jax.Array] | None,
     pages: Pages,
     request: Request,
@@ -67,16 +75,16 @@ def attention(
     interpret: bool = False,
     by: Tile | None = None,
 ) -> tuple[jax.Array, Pages]:
-    B, M, H = heads_BMH.shape
+    S, B, M, H = heads_SBMH.shape
     P, K, Z, _ = pages.key_PKZH.shape
-    N = M - 2 * K
+    N, dtype = M - 2 * K, pages.key_PKZH.dtype
     G, W = N // K, pages.table_BW.shape[1]
-    by = by or tile(B * K, W * Z, H * heads_BMH.dtype.itemsize)
+    by = by or tile(B * K, W * Z, Z, H * dtype.itemsize)
     parts = by.parts
 
-    queries = pl.BlockSpec((None, G, H), lambda b, k, m: (b, k, 0))
-    new_key = pl.BlockSpec((None, None, H), lambda b, k, m: (b, N + k, 0))
-    new_value = pl.BlockSpec((None, None, H), lambda b, k, m: (b, N + K + k, 0))
+    queries = pl.BlockSpec((S, None, G, H), lambda b, k, m: (0, b, k, 0))
+    new_key = pl.BlockSpec((S, None, None, H), lambda b, k, m: (0, b, N + k, 0))
+    new_value = pl.BlockSpec((S, None, None, H), lambda b, k, m: (0, b, N + K + k, 0))
     turn = pl.BlockSpec((None, H), lambda b, k, m: (b, 0))
     of_pages = pl.BlockSpec((P, None, Z, H), lambda b, k, m: (0, k, 0, 0))
     row, one = pl.BlockSpec((None, W), lambda b, k, m: (b, 0)), pl.BlockSpec((None,), lambda b, k, m: (b,))
@@ -85,14 +93,14 @@ def attention(
     stored = jax.ShapeDtypeStruct(pages.key_PKZH.shape, pages.key_PKZH.dtype)
     wide = jax.ShapeDtypeStruct((B, K, parts, G), jnp.float32)
     key_PKZH, value_PKZH, out_BKMGH, top_BKMG, total_BKMG = pl.pallas_call(
-        partial(_kernel, request=request, T=by.tokens, each=pl.cdiv(pl.cdiv(W * Z, by.tokens), parts)),
+        partial(_kernel, request=request, by=by, each=pl.cdiv(pl.cdiv(W * Z, by.tokens), parts)),
         grid=(B, K, parts),
         in_specs=[of_pages, of_pages, queries, new_key, new_value, row, one, *([] if turns is None else [turn, turn])],
         out_specs=[of_pages, of_pages, part, size, size],
         out_shape=[
             stored,
             stored,
-            jax.ShapeDtypeStruct((B, K, parts, G, H), heads_BMH.dtype if parts == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((B, K, parts, G, H), dtype if parts == 1 else jnp.float32),
             wide,
             wide,
         ],
@@ -100,14 +108,23 @@ def attention(
         compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
         interpret=interpret,
         name="paged_attention",
-    )(pages.key_PKZH, pages.value_PKZH, heads_BMH, heads_BMH, heads_BMH, pages.table_BW, pages.length_B, *(turns or ()))
+    )(
+        pages.key_PKZH,
+        pages.value_PKZH,
+        heads_SBMH,
+        heads_SBMH,
+        heads_SBMH,
+        pages.table_BW,
+        pages.length_B,
+        *(turns or ()),
+    )
     pages = pages._replace(key_PKZH=key_PKZH, value_PKZH=value_PKZH)
     if parts == 1:
         return out_BKMGH.reshape(B, N, H), pages
     weight_BKMG = total_BKMG * jnp.exp2(top_BKMG - jnp.max(top_BKMG, axis=2, keepdims=True))
     share_BKMG = weight_BKMG / _nonzero(jnp.sum(weight_BKMG, axis=2, keepdims=True))
     out_BKGH = jnp.sum(out_BKMGH * share_BKMG[..., None], axis=2)
-    return out_BKGH.reshape(B, N, H).astype(heads_BMH.dtype), pages
+    return out_BKGH.reshape(B, N, H).astype(dtype), pages
 
 
 class _SoFar(NamedTuple):
@@ -137,23 +154,25 @@ def _kernel(
     length_ref: Any,
     *rest: Any,
     request: Request,
-    T: int,
+    by: Tile,
     each: int,
 ) -> None:
     """The softmax is taken as the blocks come (Milakov and Gimelshein, 2018). The new token comes last, when no memory
     waits for it, and is not read back from where it is written. `each`: blocks of a part."""
     *turn_refs, key_out_ref, value_out_ref, out_ref, top_ref, total_ref = rest
-    G, H = q_ref.shape
+    (_, G, H), T = q_ref.shape, by.tokens
     rows = max(LEAST_ROWS, 1 << (G - 1).bit_length())
     is_head, heads = jnp.arange(rows) < G, pl.ds(0, rows)
     before, Z = length_ref[...] - 1, key_ref.shape[1]
-    q = _queries(q_ref, turn_refs, rows)
-    new_key, new_value = _turned(new_key_ref, turn_refs), new_value_ref[...]
+    table = _at_hand(table_ref) if by.has_table else table_ref
+    dtype = key_ref.dtype
+    q = _queries(q_ref, turn_refs, rows, dtype)
+    new_key, new_value = _turned(new_key_ref, turn_refs, dtype), _summed(new_value_ref, dtype)
     last = jnp.maximum(before, 0)
     page = table_ref[last // Z]
 
     def read(block: jax.Array, so_far: _SoFar) -> _SoFar:
-        tokens = _block(key_ref, value_ref, table_ref, block * T + jnp.arange(T), before, request)
+        tokens = _block(key_ref, value_ref, table, block * T, T, before, request)
         return _taken_in(so_far, q, tokens, request)
 
     start = pl.program_id(2) * each
@@ -174,24 +193,37 @@ def _kernel(
 
 
 def _block(
-    key_ref: Any, value_ref: Any, table_ref: Any, place: jax.Array, before: jax.Array, request: Request
+    key_ref: Any, value_ref: Any, table: Any, start: jax.Array, T: int, before: jax.Array, request: Request
 ) -> _Tokens:
-    """Tokens of these places, zeros for those not seen: a number that is not finite, left behind by another sequence,
+    """Tokens from a place on, zeros for those not seen: a number that is not finite, left behind by another sequence,
     would get through a weight of zero.
 
-    A place is an address of its own, so that what is read goes to the matrix unit in the order in which it comes. The
-    table does not wait for the row's length.
+    Where the table is at hand a block is a part of a page. Else a token is an address of its own, so that what is read
+    goes to the matrix unit in the order in which it comes; the table does not wait for the row's length.
     """
     Z, H = key_ref.shape[1:]
+    place, shape = start + jnp.arange(T), (T, H)
     is_seen = place < before
     if request.window is not None:
         is_seen &= place > before - request.window
-    page = plt.load(table_ref.at[jnp.minimum(place // Z, table_ref.shape[0] - 1)])
-    shape = (place.shape[0], H)
-    axes = page[:, None], (place % Z)[:, None], jnp.arange(H)[None, :]
-    at, mask = tuple(jnp.broadcast_to(axis, shape) for axis in axes), jnp.broadcast_to(is_seen[:, None], shape)
+    at: tuple[Any, ...]
+    if isinstance(table, jax.Array):
+        page = jnp.sum(jnp.where(jnp.arange(table.shape[0]) == start // Z, table, 0))
+        at = page, pl.ds(start % Z, T), slice(None)
+    else:
+        page = plt.load(table.at[jnp.minimum(place // Z, table.shape[0] - 1)])
+        axes = page[:, None], (place % Z)[:, None], jnp.arange(H)[None, :]
+        at = tuple(jnp.broadcast_to(axis, shape) for axis in axes)
+    mask = jnp.broadcast_to(is_seen[:, None], shape)
     key, value = (plt.load(ref.at[at], mask=mask, other=0.0) for ref in (key_ref, value_ref))
     return _Tokens(key, value, is_seen)
+
+
+def _at_hand(table_ref: Any) -> jax.Array:
+    """The table in registers, read together with the queries: where a page lies is then one instruction away, where it
+    would be one read behind another."""
+    W = table_ref.shape[0]
+    return plt.load(table_ref.at[jnp.minimum(jnp.arange(1 << (W - 1).bit_length()), W - 1)])
 
 
 def _taken_in(so_far: _SoFar, q: jax.Array, tokens: _Tokens, request: Request) -> _SoFar:
@@ -226,31 +258,43 @@ def _with_own(
     return _SoFar(sums * kept[:, None] + added, new_top, total * kept + weights)
 
 
-def _queries(q_ref: Any, turn_refs: Sequence[Any], rows: int) -> jax.Array:
+def _queries(q_ref: Any, turn_refs: Sequence[Any], rows: int, dtype: jnp.dtype) -> jax.Array:
     """Turned by their position and filled up to so many rows. Turns are read for every row, which takes less time than
     to hand them from threads to others."""
-    G, H = q_ref.shape
+    parts, G, H = q_ref.shape
     down, across, shape = jnp.arange(rows)[:, None], jnp.arange(H)[None, :], (rows, H)
 
     def read(ref: Any, *axes: jax.Array) -> jax.Array:
         at = tuple(jnp.broadcast_to(axis, shape) for axis in axes)
         return plt.load(ref.at[at], mask=jnp.broadcast_to(down < G, shape), other=0.0)
 
-    q = read(q_ref, down, across)
+    def heads(across: jax.Array) -> jax.Array:
+        return _added((read(q_ref, jnp.full((1, 1), part), down, across) for part in range(parts)), dtype)
+
+    q = heads(across)
     if not turn_refs:
         return q
-    exchanged = read(q_ref, down, (across + H // 2) % H)
+    exchanged = heads((across + H // 2) % H)
     by, other = (read(ref, across) for ref in turn_refs)
-    return (q.astype(jnp.float32) * by + exchanged.astype(jnp.float32) * other).astype(q.dtype)
+    return (q.astype(jnp.float32) * by + exchanged.astype(jnp.float32) * other).astype(dtype)
 
 
-def _turned(new_key_ref: Any, turn_refs: Sequence[Any]) -> jax.Array:
+def _turned(new_key_ref: Any, turn_refs: Sequence[Any], dtype: jnp.dtype) -> jax.Array:
     """The new key, turned by its position."""
-    key, H = new_key_ref[...], new_key_ref.shape[0]
+    key, H = _summed(new_key_ref, dtype), new_key_ref.shape[1]
     if not turn_refs:
         return key
-    exchanged, (by, other) = new_key_ref[(jnp.arange(H) + H // 2) % H], (ref[...] for ref in turn_refs)
-    return (key.astype(jnp.float32) * by + exchanged.astype(jnp.float32) * other).astype(key.dtype)
+    exchanged = _summed(new_key_ref, dtype, (jnp.arange(H) + H // 2) % H)
+    by, other = (ref[...] for ref in turn_refs)
+    return (key.astype(jnp.float32) * by + exchanged.astype(jnp.float32) * other).astype(dtype)
+
+
+def _summed(ref: Any, dtype: jnp.dtype, across: Any = slice(None)) -> jax.Array:
+    return _added((ref[part, across] for part in range(ref.shape[0])), dtype)
+
+
+def _added(parts: Iterable[jax.Array], dtype: jnp.dtype) -> jax.Array:
+    return reduce(jnp.add, (part.astype(jnp.float32) for part in parts)).astype(dtype)
 
 
 def _nonzero(total: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ LONGEST = 16
 
 
 class Detokenizer:
-    """The text of one answer, token by token.
+    """The text of one answer, as its tokens come.
 
     It decodes a window of the last tokens: those whose text is out already, and the new. Text is out up to `_out`
     characters of the window. Broken characters at the end are not out: they may become whole, and some decoders show
@@ -33,10 +33,16 @@ class Detokenizer:
         self._out = len(tokenizer.decode(self._window).rstrip(BROKEN))
         self._new = len(self._window)
 
-    def add(self, token: int) -> str:
-        """The text that this token makes final."""
-        if token in self._tokenizer.special:
-            return ""
+    def add(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens make final: decoded at once if it ends with a whole character, as most does."""
+        words = [token for token in tokens if token not in self._tokenizer.special]
+        if len(words) > 1:
+            text = self._tokenizer.decode([*self._window, *words])
+            if not text.endswith(BROKEN):
+                return self._give(text, len(text), keeping=words[-CHARACTER:], pending=0)
+        return "".join(map(self._add, words))
+
+    def _add(self, token: int) -> str:
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
         if not text.endswith(BROKEN):

@@ -1,6 +1,7 @@
 """One request on its way through the engine: what is in the cache, what was drawn, what was told."""
 
 import math
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 
 import numpy as np
@@ -78,9 +79,12 @@ class Sequence:
         if self._words is None:
             self._words = Detokenizer(tokenizer, self.request.prompt)
         text, finish, count = "", None, 0
-        while finish is None and count < len(tokens) and tokens[count] >= 0:
-            more, finish = self._add(tokens[count], self._words, ends)
-            text, count = text + more, count + 1
+        ends = frozenset() if self.request.ignore_eos else ends
+        for piece in self._pieces(tokens, ends):
+            more, finish = self._add(piece, self._words, ends)
+            text, count = text + more, count + len(piece)
+            if finish is not None:
+                break
         self.is_over = finish is not None
         if count:
             self.handle.put(Delta(text, tuple(tokens[:count]), tuple(logprobs[:count]), finish))
@@ -88,16 +92,22 @@ class Sequence:
             self.fail("the model's logits are not numbers: its weights are broken, or overflow their number format")
         return count
 
-    def _add(self, token: int, words: Detokenizer, ends: frozenset[int]) -> tuple[str, str | None]:
-        """The text that a token adds, and why the sequence ends with it, if it does."""
-        self.tokens.append(token)
-        finish: str | None = None
-        text = ""
-        if token in ends and not self.request.ignore_eos:
-            finish = "stop"
-        else:
-            text = self._stopper.add(words.add(token))
-            finish = "stop" if self._stopper.is_stopped else "length" if self.drawn >= self.budget else None
+    def _pieces(self, tokens: List[int], ends: frozenset[int]) -> Iterator[List[int]]:
+        """Tokens that are told at once, up to one that ends the answer for sure or is none: all, or one by one where a
+        stop text may end it with any of them."""
+        tokens = tokens[: self.budget - self.drawn]
+        if min(tokens) < 0 or not ends.isdisjoint(tokens):
+            last = next(place for place, token in enumerate(tokens) if token < 0 or token in ends)
+            tokens = tokens[: last + (tokens[last] >= 0)]
+        return ([token] for token in tokens) if self.request.stop else iter([tokens] if tokens else [])
+
+    def _add(self, tokens: List[int], words: Detokenizer, ends: frozenset[int]) -> tuple[str, str | None]:
+        """The text that tokens add, and why the sequence ends with the last of them, if it does."""
+        self.tokens += tokens
+        is_end = tokens[-1] in ends
+        text = self._stopper.add(words.add(tokens[:-1] if is_end else tokens))
+        is_full = self.drawn >= self.budget
+        finish = "stop" if is_end or self._stopper.is_stopped else "length" if is_full else None
         if finish is not None and not self._stopper.is_stopped:
             text += self._stopper.add(words.rest())
             text += self._stopper.rest()

@@ -25,7 +25,7 @@ from maxhydra.layers.backends import Wanted, explained
 from maxhydra.layers.cache import Cache, KeysValues, NoCache, Room
 from maxhydra.layers.chunks import chunks
 from maxhydra.layers.context import Context
-from maxhydra.layers.fused import added, can_fuse, fused_normed
+from maxhydra.layers.fused import added, can_fuse, fused_normed, parts_of_normed
 from maxhydra.layers.norm import Norm, NormSpec, PlainNorm, RMSNorm
 from maxhydra.layers.parts import Mixed, visible_in_chunk, visible_keys
 from maxhydra.layers.projection import Projection, are_bare, joined, together
@@ -150,7 +150,7 @@ class Attention(nnx.Module):
         if pages is None:
             mixed_BTNH, cache, seen = self._mix_heads(self._heads(x_BTD, ctx), ctx)
         else:
-            mixed_BTNH, cache = self._mix_pages(self._joined_heads(x_BTD, ctx), pages, ctx)
+            mixed_BTNH, cache = self._mix_pages(self._joined_heads(x_BTD, ctx)[None], pages, ctx)
         mixed_BTNH = ctx.constrain(mixed_BTNH, "act_batch", "act_length", "act_heads", None)
         mixed_BTNH = checkpoint_name(mixed_BTNH, "context")
         if self.gate is not None:
@@ -168,14 +168,14 @@ class Attention(nnx.Module):
             return None
         if not (can_fuse(self._inputs, x_BTD, ctx) and can_fuse((self.out,), x_BTD, ctx)):
             return None
-        heads_BTMH = fused_normed(self._inputs, x_BTD, norm, ctx)
         pages, seen = self._pages(x_BTD, ctx), None
         if pages is None:
+            heads_BTMH = fused_normed(self._inputs, x_BTD, norm, ctx)
             starts = np.cumsum([projection.width for projection in self._inputs])[:-1]
             heads = self._at_positions(jnp.split(heads_BTMH, starts, axis=2), ctx)
             mixed_BTNH, cache, seen = self._mix_heads(heads, ctx)
         else:
-            mixed_BTNH, cache = self._mix_pages(heads_BTMH, pages, ctx)
+            mixed_BTNH, cache = self._mix_pages(self._parts(x_BTD, norm, ctx), pages, ctx)
         out_BTD, normed_BTD = added(self.out, mixed_BTNH, x_BTD, then=then)
         return Mixed(out_BTD, cache, {}, seen if self.spec.hands_on else None, normed_BTD)
 
@@ -299,17 +299,24 @@ class Attention(nnx.Module):
             return joined(self._inputs, x_BTD, ctx)
         return jnp.concatenate([projection(x_BTD, ctx) for projection in self._inputs], axis=2)
 
-    def _mix_pages(self, heads_B1MH: jax.Array, pages: Pages, ctx: Context) -> tuple[jax.Array, Any]:
-        """What _mix_heads does, from the heads of all three in one array to the cache with the new token."""
-        spec, heads_BMH = self.spec, heads_B1MH[:, 0]
+    def _parts(self, x_BTD: jax.Array, norm: RMSNorm, ctx: Context) -> jax.Array:
+        """Heads of all three in one array, as parts whose sum they are, but one part where they are normed."""
         if self.query_norm is not None:
+            return fused_normed(self._inputs, x_BTD, norm, ctx)[None]
+        return parts_of_normed(self._inputs, x_BTD, norm, ctx)
+
+    def _mix_pages(self, heads_SB1MH: jax.Array, pages: Pages, ctx: Context) -> tuple[jax.Array, Any]:
+        """What _mix_heads does, from the heads of all three in one array to the cache with the new token."""
+        spec, heads_SBMH = self.spec, heads_SB1MH[:, :, 0]
+        if self.query_norm is not None:
+            (heads_BMH,) = heads_SBMH
             q, k, v = jnp.split(heads_BMH, (spec.num_heads, spec.num_heads + spec.num_kv_heads), axis=1)
             q, k = (normed_heads(x, spec.qk_norm, norm) for x, norm in ((q, self.query_norm), (k, self.key_norm)))
-            heads_BMH = jnp.concatenate([q, k, v], axis=1)
+            heads_SBMH = jnp.concatenate([q, k, v], axis=1)[None]
         turn = None if spec.rotation is None else turns(ctx.positions[:, 0], spec.rotation)
-        backend = serving(pages, heads_BMH.dtype.name, ctx.place)
+        backend = serving(pages, pages.key_PKZH.dtype.name, ctx.place)
         assert backend is not None
-        mixed_BNH, pages = paged_attention(heads_BMH, turn, pages, self._request(ctx), backend=backend)
+        mixed_BNH, pages = paged_attention(heads_SBMH, turn, pages, self._request(ctx), backend=backend)
         return mixed_BNH[:, None], ctx.cache.with_pages(pages)
 
     def _whole(self, kv_BSKH: jax.Array, ctx: Context) -> jax.Array:

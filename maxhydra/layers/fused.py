@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.kernels.einsum import Layout
-from maxhydra.kernels.fused_product import Activation, Around, fused_product, product_and_norm, suits
+from maxhydra.kernels.fused_product import Activation, Around, fused_product, parts_of_product, product_and_norm, suits
 from maxhydra.kernels.fused_product import Norm as Factors
 from maxhydra.layers.context import Context
 from maxhydra.layers.int8 import Int8, side_by_side
@@ -49,7 +49,7 @@ def fused(
         whole = side_by_side(packed)
         kernel, scales_N = whole.codes, whole.scales.reshape(-1)
     else:
-        kernel, scales_N = jnp.concatenate([one.weight(one.kept) for one in projections], axis=first.inputs), None
+        kernel, scales_N = _side_by_side(projections), None
     width, *rest = kernel.shape[first.inputs :]
     weight_NK = _outputs_first(kernel, first.inputs)
     around = Around(
@@ -74,6 +74,18 @@ def fused_normed(
     return fused(projections, ctx.normed, activation=activation)
 
 
+def parts_of_normed(projections: Sequence[Projection], x_BTD: jax.Array, norm: RMSNorm, ctx: Context) -> jax.Array:
+    """[P, B, T, ...]: parts whose sum is what `fused_normed` makes, for a kernel that adds them up as it reads them."""
+    first = projections[0]
+    if isinstance(first.kernel, Int8):
+        return fused_normed(projections, x_BTD, norm, ctx)[None]
+    kernel = _side_by_side(projections)
+    weight_NK = _outputs_first(kernel, first.inputs)
+    normed_MK = (norm.factors(x_BTD) if ctx.normed is None else ctx.normed).reshape(-1, weight_NK.shape[1])
+    parts_PMN = parts_of_product(normed_MK, weight_NK, dtype=x_BTD.dtype)
+    return parts_PMN.reshape(-1, *x_BTD.shape[:2], *kernel.shape[first.inputs :])
+
+
 def added(
     projection: Projection, x: jax.Array, onto_BTD: jax.Array, *, then: Factors | None
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -84,6 +96,11 @@ def added(
     x_MK, onto_MN = x.reshape(-1, weight_NK.shape[1]), onto_BTD.reshape(-1, onto_BTD.shape[-1])
     stream_MN, normed_MN = product_and_norm(x_MK, weight_NK, onto_MN, then, dtype=x.dtype)
     return stream_MN.reshape(onto_BTD.shape), normed_MN.reshape(onto_BTD.shape)
+
+
+def _side_by_side(projections: Sequence[Projection]) -> jax.Array:
+    """Their kernels as one."""
+    return jnp.concatenate([one.weight(one.kept) for one in projections], axis=projections[0].inputs)
 
 
 def _outputs_first(kernel: jax.Array, inputs: int) -> jax.Array:

@@ -5,13 +5,12 @@ that the layers of a model that are written out share one of each.
 Shapes as in request.py; C queries and D keys of a block.
 """
 
-from typing import Any
-
 import jax
 
 from maxhydra.kernels.attention.blocks import Inputs
 from maxhydra.kernels.attention.mosaic.how import How, Tile, Tiles
 from maxhydra.kernels.attention.request import Request, Tokens
+from maxhydra.kernels.place import processors
 from maxhydra.kernels.tile import Sizes, candidates, resized
 
 # Of the sequence length: two warpgroups' rows.
@@ -53,12 +52,6 @@ def attention(
     # Mosaic takes half a second to import, which no machine without such a GPU should wait for.
     from maxhydra.kernels.attention.mosaic.flash import attend  # noqa: PLC0415
 
-    how = How(request, resized(tiles or TILES[q_BTNH.shape[3]], sizes), _processors())
+    how = How(request, resized(tiles or TILES[q_BTNH.shape[3]], sizes), processors())
     inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)
     return attend(how, inputs)
-
-
-def _processors() -> int:
-    """Of this host's GPU; of an H100 or H200 where there is none and the kernels are only lowered."""
-    device: Any = jax.devices()[0]
-    return device.core_count if device.platform == "gpu" else 132

@@ -18,8 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.attention.blocks import Ranges
-from maxhydra.kernels.attention.mosaic.parts import ROWS, WORKERS, over, slot_of
+from maxhydra.kernels.attention.mosaic.parts import over, slot_of
 from maxhydra.kernels.attention.mosaic.program import Worker
+from maxhydra.kernels.mosaic import ROWS, WORKERS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,10 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from maxhydra.kernels.attention.blocks import Inputs, Ranges, Rows
 from maxhydra.kernels.attention.mosaic.apart import Apart
 from maxhydra.kernels.attention.mosaic.how import How
-from maxhydra.kernels.attention.mosaic.parts import PARAMS, WORKERS, meetings
+from maxhydra.kernels.attention.mosaic.parts import PARAMS, meetings
 from maxhydra.kernels.attention.mosaic.program import Program, Worker
 from maxhydra.kernels.attention.mosaic.room import Barriers, Memory, Sizes
 from maxhydra.kernels.attention.mosaic.together import OfKeys, OfValues
+from maxhydra.kernels.mosaic import WORKERS
 
 
 @partial(jax.jit, static_argnums=0)

@@ -22,19 +22,17 @@ from maxhydra.kernels.attention.mosaic.parts import (
     MATRIX,
     PARAMS,
     ROW,
-    ROWS,
-    WORKERS,
     down,
     hidden_as,
     logits,
     meetings,
-    memory,
     narrowed,
     over,
     slot_of,
     zeros,
 )
 from maxhydra.kernels.attention.mosaic.plan import TILE, Plan
+from maxhydra.kernels.mosaic import ROWS, WORKERS, memory
 
 
 class Memory(NamedTuple):

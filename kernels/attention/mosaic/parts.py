@@ -12,22 +12,10 @@ from maxhydra.kernels.attention.blocks import LOG2E, Ranges, seen
 from maxhydra.kernels.attention.mosaic.how import How
 from maxhydra.kernels.attention.request import Request
 
-# Rows of a product of the matrix unit, which a warpgroup has of its own.
-ROWS = 64
-# Warpgroups of a program that compute; one more loads.
-WORKERS = 2
 # Arrays in registers as the matrix unit has them, and a number for each row or column of one.
 MATRIX = plgpu.Layout.WGMMA
 COLUMN, ROW = MATRIX.reduce(1), MATRIX.reduce(0)
 PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
-
-
-def memory(*shape: int, dtype: Any) -> Any:
-    """Shared memory for matrices, in the order in which the matrix unit reads them."""
-    swizzle = 128
-    columns = swizzle // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def zeros(*shape: int, layout: Any) -> jax.Array:

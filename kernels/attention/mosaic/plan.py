@@ -10,8 +10,8 @@ import numpy as np
 
 from maxhydra.kernels.attention.blocks import Inputs
 from maxhydra.kernels.attention.mosaic.how import How
-from maxhydra.kernels.attention.mosaic.parts import ROWS, WORKERS
 from maxhydra.kernels.attention.request import Request
+from maxhydra.kernels.mosaic import ROWS, WORKERS
 
 # Queries of a tile.
 TILE = WORKERS * ROWS

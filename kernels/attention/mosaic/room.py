@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.attention.blocks import Inputs
 from maxhydra.kernels.attention.mosaic.how import Tile
-from maxhydra.kernels.attention.mosaic.parts import ROWS, WORKERS, memory
+from maxhydra.kernels.mosaic import ROWS, WORKERS, memory
 
 # The gradients of 64 keys and of their values are two sums in the registers of one warpgroup up to this head size.
 OWN_KEYS = 128

@@ -3,9 +3,12 @@ heads are more than the registers of one.
 
 One makes the weights and adds up the gradient of the values, the other makes the gradients of the logits and adds up
 that of the keys. The gradient of the queries comes in four parts: the first warpgroup, which has the softmax to make,
-takes one. What one makes for the other goes through shared memory once a step each way, and what they say so with also
-says that the memory may be written again: the weights of a step come when their warpgroup has read the gradients of the
-logits of the step before, and those when the weights have been read.
+takes one (with two each, 16 heads over 8 with a soft-cap, batch 2, 4,096 tokens, take 2.36 ms on an H200 instead of
+1.97; with two programs that load their queries together, 2.31).
+
+What one makes for the other goes through shared memory once a step each way, and what they say so with also says that
+the memory may be written again: the weights of a step come when their warpgroup has read the gradients of the logits of
+the step before, and those when the weights have been read.
 
 The first begins the product of the next step's logits behind its part, so that the matrix unit has work while the loop
 turns.
@@ -22,8 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.attention.blocks import Ranges
-from maxhydra.kernels.attention.mosaic.parts import MATRIX, ROWS, over, slot_of
+from maxhydra.kernels.attention.mosaic.parts import MATRIX, over, slot_of
 from maxhydra.kernels.attention.mosaic.program import Worker
+from maxhydra.kernels.mosaic import ROWS
 
 # The one block of keys, and the one place of the gradient of the outputs.
 ONE = 0

@@ -32,7 +32,9 @@ def product(how: How, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, turn
     how = how.fitted(N)
     right = (how.columns, WIDTH) if turned else (WIDTH, how.columns)
     memory = Memory.of(how, (ROWS, WIDTH), right, dtype=x_MK.dtype)
-    tiles, used = schedule(sizes_E, M, rows=TILE, columns=N // how.columns, align=ALIGN, band=how.band)
+    # Rows of no group are a group without steps.
+    sizes_G = jnp.append(sizes_E, M - jnp.sum(sizes_E))
+    tiles, used = schedule(sizes_G, M, rows=TILE, columns=N // how.columns, align=ALIGN, band=how.band)
     out = jax.ShapeDtypeStruct((M, N), x_MK.dtype)
     return launch(_Turned if turned else _Product, how, memory, out, Refs(tiles, used, x_MK, w))
 
@@ -58,7 +60,7 @@ class _Product(Program):
 
     def place(self, number: Any) -> tuple[_Place, Any]:
         group, row, first, end, column = (self.refs.tiles[number, i] for i in range(5))
-        steps = jnp.int32(self.refs.x_MK.shape[1] // WIDTH)
+        steps = jnp.where(group < self.refs.w.shape[0], jnp.int32(self.refs.x_MK.shape[1] // WIDTH), 0)
         return _Place(group, pl.multiple_of(row, ALIGN), first, end, column * self.how.columns), steps
 
     def load(self, place: _Place, k: Any, slot: Any) -> None:
