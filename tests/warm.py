@@ -150,9 +150,10 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def _prepare() -> None:
-    """What every command would do again: imports, and the first composition, which is that of the default run."""
+    """What every command would do again: imports, a first composition, a look at what is installed."""
     from maxhydra import tasks
     from maxhydra.config.compose import compose
+    from maxhydra.record import environment
     from maxhydra.runtime.options import hardware_options
     from tests import compiling
 
@@ -161,6 +162,7 @@ def _prepare() -> None:
         importlib.import_module(f"maxhydra.{name}")
     compose([])
     hardware_options()
+    environment()
     compiling.cycles_are_rare()
 
 

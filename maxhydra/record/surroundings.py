@@ -6,6 +6,7 @@ import platform
 import socket
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,9 @@ def _run_git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.rstrip("\n")
 
 
+@cache
 def _packages() -> dict[str, str]:
-    """Every installed distribution and its version."""
+    """Every installed distribution and its version. The jobs of a sweep may share a process, and then this too."""
     # Asked for by name, each value would have its file parsed again.
     told = [distribution.metadata for distribution in importlib.metadata.distributions()]
     found = {metadata["Name"]: metadata["Version"] for metadata in told if "Name" in metadata}
