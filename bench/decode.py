@@ -6,9 +6,8 @@
 As bench/peers/decode_hf.py measures transformers: all prompts are asked at once, `tokens_per_second` is over the whole
 call, `tokens_per_second_after_first` over the tokens after each sequence's first, `tokens_per_second_steady` over the
 time in which all sequences run, from the first token of the last to the end of the first, and `first_token_s` the time
-until the first token of the last sequence; the best of `repeats`, after a warm-up in which programs are compiled, of
-`warm` seconds where they are compiled while others run. `maxhydra task=bench task.what=[decode]` measures the same, and
-keeps it as a run.
+until the first token of the last sequence; the best of `repeats`, after calls in which programs are compiled, until one
+had all it needs. `maxhydra task=bench task.what=[decode]` measures the same, and keeps it as a run.
 """
 
 import json
@@ -19,7 +18,7 @@ from subject import opened
 
 from maxhydra.measure.decoding import measure_decoding
 
-OWN = {"batch": "batches", "prompt": "prompt", "new": "new", "repeats": "repeats", "warm": "warm_seconds"}
+OWN = {"batch": "batches", "prompt": "prompt", "new": "new", "repeats": "repeats"}
 
 
 def split_own(arguments: list[str]) -> tuple[dict[str, str], list[str]]:

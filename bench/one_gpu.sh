@@ -39,9 +39,9 @@ memory() {
 
 decode() {
   local sizes=(bench/decode.py model=llama3.2-1b data=synthetic prompt=64 new=256)
-  measure 120 "${sizes[@]}" batch=1 warm=25
-  measure 150 "${sizes[@]}" batch=1 warm=60 quantization=int8_weights
-  measure 120 "${sizes[@]}" batch=64 warm=25
+  measure 150 "${sizes[@]}" batch=1
+  measure 150 "${sizes[@]}" batch=1 quantization=int8_weights
+  measure 150 "${sizes[@]}" batch=64
 }
 
 peers() {

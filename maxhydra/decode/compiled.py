@@ -6,7 +6,7 @@ has been used so often that the right one pays; that is then compiled while the 
 
 import threading
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 
@@ -35,6 +35,7 @@ class Compiled(Generic[Name]):
         self._compile, self._is_steady = compile, steady
         self._found: dict[Name, Future[Program]] = {}
         self._waste: dict[Name, float] = {}
+        self._stood_in = 0
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="decode-compile")
 
@@ -58,6 +59,7 @@ class Compiled(Generic[Name]):
         if not ready:
             return name if name in self._found or not eventual.holds(name) else eventual
         smallest = min(ready, key=lambda other: other.size)
+        self._stood_in += 1
         self._waste[name] = self._waste.get(name, 0) + smallest.size / name.size - 1
         if self._waste[name] > PATIENCE:
             self.begin(name)
@@ -65,6 +67,14 @@ class Compiled(Generic[Name]):
 
     def is_ready(self, name: Name) -> bool:
         return name in self._found and self._found[name].done()
+
+    def settled(self) -> int:
+        """Waits until nothing is compiled any more. How often so far a program was made or stood in for another: work
+        that does not change it has all that it needs."""
+        with self._lock:
+            found = list(self._found.values())
+        wait(found)
+        return len(found) + self._stood_in
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)

@@ -151,6 +151,11 @@ class Engine:
             self._news.wait_for(lambda: self._new_params is None or self._ended is not None)
             self._require(self._ended)
 
+    def settled(self) -> int:
+        """Waits until no program is being compiled. A number that grew if work since the last call used one that was
+        not the right one, or had one made."""
+        return self._programs.settled()
+
     def close(self) -> None:
         """End the engine's thread; sequences under way end as cancelled."""
         with self._news:

@@ -144,6 +144,10 @@ class Programs:
         seen_V[list(prompt)] = True
         return Board(board.last_N, _noted(board.seen_NV, np.int32(slot), seen_V))
 
+    def settled(self) -> int:
+        """As of Compiled, over all programs."""
+        return self._forwards.settled() + self._draws.settled() + self._bursts.settled()
+
     def close(self) -> None:
         self._forwards.close()
         self._draws.close()

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
@@ -26,6 +25,8 @@ from maxhydra.measure.memory import memory_explained, peak_gib
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 
+# Before the programs of a load are taken to be what they will be.
+MOST_CALLS = 50
 WAY_OUT = "try smaller task.load.batches, shorter prompts and answers, quantization=int8_weights, or more devices"
 
 
@@ -67,12 +68,14 @@ def _fresh(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:
 
 
 def _best(engine: Engine, prompts: np.ndarray, load: Load) -> dict[str, float]:
-    """The best of each number over the repeats, after a warm-up."""
-    began = time.perf_counter()
-    for number in count():
+    """The best of each number over the repeats, once a call had all the programs that it needs: they are compiled while
+    others do their work, and another takes their place until it has been seen that they pay."""
+    before = -1
+    for _ in range(MOST_CALLS):
         ask_all(engine, prompts, new=load.new)
-        if number and time.perf_counter() - began > load.warm_seconds:
+        if (now := engine.settled()) == before:
             break
+        before = now
     runs = [ask_all(engine, prompts, new=load.new) for _ in range(load.repeats)]
     return {
         name: round(min(values) if name.endswith("_s") else max(values), 3)

@@ -33,8 +33,6 @@ class Load(Schema):
     """Tokens of an answer."""
     repeats: int = option(3, ge=1)
     """Times that each is measured; the best counts."""
-    warm_seconds: float = option(0.0, ge=0)
-    """Time at least before that, twice at least, for programs that are compiled while others run."""
 
 
 @schema
