@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -17,3 +18,8 @@ def memory(*shape: int, dtype: Any) -> Any:
     columns = swizzle // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def slot_of(n: Any, stages: int) -> Any:
+    """Where the step n finds what was loaded for it."""
+    return jax.lax.rem(n, jnp.int32(stages))

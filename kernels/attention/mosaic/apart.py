@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.attention.blocks import Ranges
-from maxhydra.kernels.attention.mosaic.parts import over, slot_of
+from maxhydra.kernels.attention.mosaic.parts import over
 from maxhydra.kernels.attention.mosaic.program import Worker
-from maxhydra.kernels.mosaic import ROWS, WORKERS
+from maxhydra.kernels.mosaic import ROWS, WORKERS, slot_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,11 +28,10 @@ from maxhydra.kernels.attention.mosaic.parts import (
     meetings,
     narrowed,
     over,
-    slot_of,
     zeros,
 )
 from maxhydra.kernels.attention.mosaic.plan import TILE, Plan
-from maxhydra.kernels.mosaic import ROWS, WORKERS, memory
+from maxhydra.kernels.mosaic import ROWS, WORKERS, memory, slot_of
 
 
 class Memory(NamedTuple):

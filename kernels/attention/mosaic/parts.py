@@ -110,8 +110,3 @@ def _up(start: Any, step: Callable[..., Any], n: Any, so_far: Any, *, masked: bo
 
 def _down(stop: Any, step: Callable[..., Any], n: Any, so_far: Any, *, masked: bool) -> Any:
     return step(stop - 1 - n, so_far, masked=masked)
-
-
-def slot_of(n: Any, stages: int) -> Any:
-    """Where the step n finds what was loaded for it."""
-    return jax.lax.rem(n, jnp.int32(stages))

@@ -13,9 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.attention.blocks import Inputs, Ranges, Rows, query_ranges
 from maxhydra.kernels.attention.mosaic.how import How
-from maxhydra.kernels.attention.mosaic.parts import COLUMN, ROW, across, hidden_as, logits, narrowed, slot_of
+from maxhydra.kernels.attention.mosaic.parts import COLUMN, ROW, across, hidden_as, logits, narrowed
 from maxhydra.kernels.attention.mosaic.room import Barriers, Memory, Sizes
-from maxhydra.kernels.mosaic import ROWS
+from maxhydra.kernels.mosaic import ROWS, slot_of
 
 
 @dataclasses.dataclass(frozen=True)

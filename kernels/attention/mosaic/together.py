@@ -25,9 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.attention.blocks import Ranges
-from maxhydra.kernels.attention.mosaic.parts import MATRIX, over, slot_of
+from maxhydra.kernels.attention.mosaic.parts import MATRIX, over
 from maxhydra.kernels.attention.mosaic.program import Worker
-from maxhydra.kernels.mosaic import ROWS
+from maxhydra.kernels.mosaic import ROWS, slot_of
 
 # The one block of keys, and the one place of the gradient of the outputs.
 ONE = 0

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.grouped_matmul.mosaic.how import How
-from maxhydra.kernels.mosaic import ROWS, WORKERS, memory
+from maxhydra.kernels.mosaic import ROWS, WORKERS, memory, slot_of
 
 # Rows of a tile.
 TILE = WORKERS * ROWS
@@ -112,7 +112,7 @@ class Program(abc.ABC):
 
     def load_all(self, place: Any, steps: Any, n: Any) -> None:
         def step(k: Any, _: Any) -> None:
-            slot = self.slot(n + k)
+            slot = slot_of(n + k, self.how.stages)
             plgpu.barrier_wait(self.barriers.free.at[slot])
             self.load(place, k, slot)
 
@@ -122,7 +122,7 @@ class Program(abc.ABC):
         """A step's room is free when the next step's product has begun and its own has ended."""
 
         def step(k: Any, _: Any) -> None:
-            slot = self.slot(n + k)
+            slot = slot_of(n + k, self.how.stages)
             plgpu.barrier_wait(self.barriers.here.at[slot])
             self.multiply(sums_ref, worker, slot)
             plgpu.wgmma_wait(1)
@@ -138,11 +138,7 @@ class Program(abc.ABC):
 
         @pl.when(is_done)
         def _free() -> None:
-            plgpu.barrier_arrive(self.barriers.free.at[self.slot(n)])
-
-    def slot(self, n: Any) -> Any:
-        """Where step n finds what was loaded for it."""
-        return jax.lax.rem(n, jnp.int32(self.how.stages))
+            plgpu.barrier_arrive(self.barriers.free.at[slot_of(n, self.how.stages)])
 
     def write_block(self, sums: jax.Array, worker: Any, out_ref: Any) -> None:
         """To rows of the output that are all written."""
