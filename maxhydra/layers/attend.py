@@ -1,4 +1,6 @@
-"""What mixers that attend share: the way to the kernels, and where tokens stand that meet a cache."""
+"""What mixers that attend share: the way to the kernels and into a cache, and where tokens stand that meet one."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,3 +29,9 @@ def attend(
 def cached_positions(ctx: Context) -> jax.Array:
     """Where the tokens stand that meet a cache, -1 for padding."""
     return ctx.positions if ctx.segments is None else jnp.where(ctx.segments == 0, -1, ctx.positions)
+
+
+def written(key_BTKH: jax.Array, value_BTKH: jax.Array, ctx: Context) -> Any:
+    """The cache with the tokens at hand in it."""
+    write = ctx.cache.begin if ctx.is_fresh else ctx.cache.insert
+    return write(key_BTKH, value_BTKH, cached_positions(ctx), ctx.rows)

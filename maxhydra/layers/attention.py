@@ -20,7 +20,7 @@ from maxhydra.kernels.einsum import Layout
 from maxhydra.kernels.fused_product import Norm as Factors
 from maxhydra.kernels.paged_attention import Pages, paged_attention, serving
 from maxhydra.kernels.rotated_heads import rotated_heads
-from maxhydra.layers.attend import attend, cached_positions
+from maxhydra.layers.attend import attend, cached_positions, written
 from maxhydra.layers.backends import Wanted, explained
 from maxhydra.layers.cache import Cache, KeysValues, NoCache, Room
 from maxhydra.layers.chunks import chunks
@@ -264,8 +264,7 @@ class Attention(nnx.Module):
         k_BTKH, v_BTKH = own
         if ctx.cache is None:
             return KeysValues(self._whole(k_BTKH, ctx), self._whole(v_BTKH, ctx), None), None
-        write = ctx.cache.begin if ctx.is_fresh else ctx.cache.insert
-        cache = write(k_BTKH, v_BTKH, cached_positions(ctx), ctx.rows)
+        cache = written(k_BTKH, v_BTKH, ctx)
         if ctx.is_fresh and cache.is_exact(self.spec.dtypes.compute):
             return KeysValues(self._whole(k_BTKH, ctx), self._whole(v_BTKH, ctx), None), cache
         kept: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)

@@ -87,9 +87,7 @@ class Embedding(nnx.Module):
 
     def largest_logit(self, hidden_BD: jax.Array) -> tuple[jax.Array, jax.Array] | None:
         """The largest logit [B] and its token, on one device; None where that takes all logits."""
-        if isinstance(self.table, Int8) or not _is_plain(self.format, self.spec):
-            return None
-        return largest_output(hidden_BD, self.table[...].astype(hidden_BD.dtype), dtype=self.spec.dtypes.logits)
+        return _largest(_Form("...D,VD->...V", 1, self.format, is_alone=True), hidden_BD, self.table, self.spec)
 
 
 class Head(nnx.Module):
@@ -108,14 +106,7 @@ class Head(nnx.Module):
 
     def largest_logit(self, hidden_BD: jax.Array) -> tuple[jax.Array, jax.Array] | None:
         """The largest logit [B] and its token, on one device; None where that takes all logits."""
-        if isinstance(self.kernel, Int8) or not _is_plain(self.format, self.spec):
-            return None
-        return largest_output(hidden_BD, self.kernel[...].astype(hidden_BD.dtype).T, dtype=self.spec.dtypes.logits)
-
-
-def _is_plain(format: Format | None, spec: VocabularySpec) -> bool:
-    """Whether logits are a product and nothing else, with a weight that lies as the kernel reads it."""
-    return spec.layout is Layout.joined and spec.softcap is None and not is_trained_for(format)
+        return _largest(_Form("...D,DV->...V", 0, self.format, is_alone=True), hidden_BD, self.kernel, self.spec)
 
 
 class _Form(NamedTuple):
@@ -151,3 +142,14 @@ def _logits(form: _Form, hidden: jax.Array, weight: nnx.Param | Int8, spec: Voca
     else:
         logits = plain(hidden, weight[...].astype(dtypes.compute))
     return logits if spec.softcap is None else spec.softcap * jnp.tanh(logits / spec.softcap)
+
+
+def _largest(
+    form: _Form, hidden_BD: jax.Array, weight: nnx.Param | Int8, spec: VocabularySpec
+) -> tuple[jax.Array, jax.Array] | None:
+    """By a kernel, where logits are a product and nothing else, with a weight that lies as it reads it."""
+    is_plain = spec.layout is Layout.joined and spec.softcap is None and not is_trained_for(form.format)
+    if isinstance(weight, Int8) or not is_plain:
+        return None
+    kept = weight[...].astype(hidden_BD.dtype)
+    return largest_output(hidden_BD, kept if form.summed else kept.T, dtype=spec.dtypes.logits)

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config import model as config
 from maxhydra.kernels.attention.request import Request, Tokens, visible
-from maxhydra.layers.attend import attend, cached_positions
+from maxhydra.layers.attend import attend, cached_positions, written
 from maxhydra.layers.backends import Wanted
 from maxhydra.layers.cache import Cache, KeysValues, Room
 from maxhydra.layers.context import Context
@@ -206,12 +206,10 @@ class Mla(nnx.Module):
             tokens = Tokens(ctx.segments, ctx.segments, None, None)
             return Seen(_whole(latent_BTR, ctx), _whole(key_BTP, ctx), _whole(index_BTI, ctx), tokens), None
         keys_BTH = key_BTP if index_BTI is None else jnp.concatenate([key_BTP, index_BTI], axis=-1)
-        positions_BT = cached_positions(ctx)
-        write = ctx.cache.begin if ctx.is_fresh else ctx.cache.insert
-        cache = write(keys_BTH[:, :, None], latent_BTR[:, :, None], positions_BT, ctx.rows)
+        cache = written(keys_BTH[:, :, None], latent_BTR[:, :, None], ctx)
         kept: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
         key_BSP, index_BSI = jnp.split(kept.key_BSKH[:, :, 0], [self.spec.rope_dim], axis=-1)
-        tokens = Tokens(None, None, positions_BT, kept.positions_BS)
+        tokens = Tokens(None, None, cached_positions(ctx), kept.positions_BS)
         return Seen(kept.value_BSKH[:, :, 0], key_BSP, index_BSI, tokens), cache
 
     def _turned(self, x_BTNP: jax.Array, ctx: Context) -> jax.Array:

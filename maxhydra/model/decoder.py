@@ -160,8 +160,8 @@ class Decoder(nnx.Module):
         first = len(self.spec.layers) - len(self.remainder)
         remainder = self._run_blocks(self.remainder, pattern.x_BTD, pattern.ctx, caches["remainder"], first=first)
         parts = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
-        x_BTD = ctx.taken(remainder.x_BTD) if remainder.x_BTD.shape[1] > 1 else remainder.x_BTD
-        hidden_BTD = ctx.constrain(self.final_norm(x_BTD), "act_batch", "act_length", "act_embed")
+        asked_BTD = remainder.ctx.taken(remainder.x_BTD)
+        hidden_BTD = ctx.constrain(self.final_norm(asked_BTD), "act_batch", "act_length", "act_embed")
         further = self._run_ahead(hidden_BTD, tokens_BT, ctx) if ahead else _Run(hidden_BTD, [], [], {}, ctx)
         return Forward(
             hidden_BTD=hidden_BTD,
@@ -221,11 +221,14 @@ class Decoder(nnx.Module):
             run = self.spec.remat.wrap(_runner(graphdef), in_loop=False)
             own_input = None if ctx.layer_input is None else ctx.layer_input[index]
             following = scales[index - first] if index - first < len(scales) else None
-            asked = ctx.asked if index == len(self.spec.layers) - 1 else None
-            own = dataclasses.replace(ctx, normed=normed, following=following, asked=asked)
+            is_last = index == len(self.spec.layers) - 1
+            own = dataclasses.replace(ctx, normed=normed, following=following, asked=ctx.asked if is_last else None)
             x_BTD, view, side, handed, normed = run(weights, x_BTD, own.at_layer(index, _seen(cache, 0), own_input))
             if handed is not None:
                 ctx = dataclasses.replace(ctx, shared={**ctx.shared, block.name: handed})
+            if is_last:
+                # The layer has taken the tokens that are asked for.
+                ctx = dataclasses.replace(ctx, asked=None)
             new_caches.append(_merged(cache, view))
             kept.append(x_BTD)
             sides.append(side)
