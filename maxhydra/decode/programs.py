@@ -138,8 +138,8 @@ class Programs:
     ) -> tuple[Tree, Board, jax.Array, Choice]:
         """Tokens for every row, [length, B], and the plan of those after them; of a row with less than `length` tokens
         left, the rest means nothing."""
-        cache, board, plan_BC, choice = self._bursts.get(name)(params, cache, board, plan_BC)
-        return cache, board, plan_BC, choice
+        cache, board, next_BC, choice = self._bursts.get(name)(params, cache, board, plan_BC)
+        return cache, board, next_BC, choice
 
     def note_prompt(self, board: Board, slot: int, prompt: tuple[int, ...]) -> Board:
         """Write down a new sequence's tokens, for the repetition penalty."""
