@@ -39,7 +39,7 @@ def table(backends: Mapping[str, Any]) -> str:
     """A column for each backend, fastest first, a row for what any of them is limited by."""
     rows = [("", *(f"`{name}`" for name in backends)), ("---",) * (len(backends) + 1)]
     for field in dataclasses.fields(next(iter(backends.values()))):
-        if field.name not in ("run", "cut"):
+        if field.name not in ("run", "cut", "fill"):
             values = (_shown(getattr(backend, field.name)) for backend in backends.values())
             rows.append((field.name.replace("_", " "), *values))
     rows = [row for row in rows if set(row[1:]) != {"any"}]

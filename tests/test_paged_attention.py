@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from maxhydra.config.model import Pairs
 from maxhydra.kernels.attention.reference import attention as reference
 from maxhydra.kernels.attention.request import Request, Tokens
-from maxhydra.kernels.paged_attention import Pages, pallas_tpu, triton
+from maxhydra.kernels.paged_attention import Pages, filling, pallas_tpu, triton
 from maxhydra.layers.rope import Rotation, rotate, turns
 
 PAGES, PAGE = 40, 4
@@ -67,6 +67,23 @@ def test_pages_on_a_tpu_give_what_a_row_gives(changes: dict[str, float], monkeyp
 @pytest.mark.parametrize("run", [triton.attention, pallas_tpu.attention])
 def test_pages_in_bfloat16_give_what_a_row_gives(run: Callable[..., Any]) -> None:
     assert_pages_give_what_a_row_gives(run, {}, turned=True, dtype=jnp.bfloat16, tolerance=0.02)
+
+
+def test_prompts_fill_their_pages() -> None:
+    """Whole pages of every row, as far as it has tokens and the table goes; others stay as they are."""
+    rng = np.random.default_rng(0)
+    B, K, H, W = 4, 2, 16, 3
+    key, value = (rng.standard_normal((PAGES, K, PAGE, H)).astype(np.float32) for _ in range(2))
+    table, lengths = rng.permutation(PAGES)[: B * W].reshape(B, W), np.array([16, 0, 5, 8])
+    new = [rng.standard_normal((B, 16, K, H)).astype(np.float32) for _ in range(2)]
+    pages = Pages(*(jnp.asarray(x) for x in (key, value, table, lengths)))
+    after = filling.filled(pages, *map(jnp.asarray, new), interpret=True)
+    for b, length in enumerate(lengths):
+        for w in range(min(-(-length // PAGE), W)):
+            for old, own in zip((key, value), new, strict=True):
+                old[table[b, w]] = own[b, w * PAGE : (w + 1) * PAGE].swapaxes(0, 1)
+    np.testing.assert_array_equal(after.key_PKZH, key)
+    np.testing.assert_array_equal(after.value_PKZH, value)
 
 
 def assert_pages_give_what_a_row_gives(

@@ -15,11 +15,11 @@ import jax
 
 from maxhydra.kernels.able import Able, Asked
 from maxhydra.kernels.attention.request import Request
-from maxhydra.kernels.paged_attention import pallas_tpu, triton
+from maxhydra.kernels.paged_attention import filling, pallas_tpu, triton
 from maxhydra.kernels.paged_attention.pages import Pages
 from maxhydra.kernels.place import Place
 
-__all__ = ["BACKENDS", "Backend", "Call", "Pages", "paged_attention", "serving"]
+__all__ = ["BACKENDS", "Backend", "Call", "Pages", "filled", "paged_attention", "serving"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,8 @@ class Backend(Able[Call]):
     page_multiple: int
     max_numbers: int | None
     """Among all keys; None: any."""
+    fill: Callable[..., Pages] | None = None
+    """The kernel that writes the beginnings of rows; None: there is none."""
 
     def needs(self, call: Call) -> tuple[tuple[bool, str], ...]:
         is_power = _is_power_of_two(call.head_dim) and call.head_dim >= 16 and _is_power_of_two(call.page_size)
@@ -69,6 +71,7 @@ BACKENDS: dict[str, Backend] = {
         powers_of_two=True,
         page_multiple=1,
         max_numbers=2**31 - 1,
+        fill=filling.filled,
     ),
     "pallas_tpu": Backend(
         run=pallas_tpu.attention,
@@ -108,6 +111,15 @@ def paged_attention(
     they stay as they are.
     """
     return BACKENDS[backend].run(heads_SBMH, turns, pages, request)
+
+
+def filled(pages: Pages, key_BTKH: jax.Array, value_BTKH: jax.Array, place: Place) -> Pages | None:
+    """The pages with tokens [B, T, K, H] that begin their rows, of which `length_B` are there; None where no kernel
+    writes them."""
+    name, T, Z = serving(pages, key_BTKH.dtype.name, place), key_BTKH.shape[1], pages.key_PKZH.shape[2]
+    fill = None if name is None else BACKENDS[name].fill
+    is_alike = key_BTKH.shape == value_BTKH.shape and T % Z == 0
+    return fill(pages, key_BTKH, value_BTKH) if fill is not None and is_alike else None
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from maxhydra.kernels.attention import Request, attention
+from maxhydra.kernels.paged_attention import Pages, filled
 from maxhydra.layers.backends import Wanted, explained
 from maxhydra.layers.context import Context
 
@@ -33,5 +34,9 @@ def cached_positions(ctx: Context) -> jax.Array:
 
 def written(key_BTKH: jax.Array, value_BTKH: jax.Array, ctx: Context) -> Any:
     """The cache with the tokens at hand in it."""
-    write = ctx.cache.begin if ctx.is_fresh else ctx.cache.insert
-    return write(key_BTKH, value_BTKH, cached_positions(ctx), ctx.rows)
+    cache, at = ctx.cache, (cached_positions(ctx), ctx.rows)
+    if not ctx.is_fresh:
+        return cache.insert(key_BTKH, value_BTKH, *at)
+    pages: Pages | None = cache.pages(*at)
+    begun = None if pages is None else filled(pages, key_BTKH, value_BTKH, ctx.place)
+    return cache.begin(key_BTKH, value_BTKH, *at) if begun is None else cache.with_pages(begun)
