@@ -63,8 +63,8 @@ class Plan(NamedTuple):
 
 def later(plan_BC: jax.Array, tokens: int) -> jax.Array:
     """The plan of the rows once so many tokens of each were taken, or all it has."""
-    taken_B = jnp.minimum(plan_BC[:, LEFT], tokens)
-    return plan_BC.at[:, START].add(taken_B).at[:, LEFT].add(-taken_B)
+    taken_B1, column_C = jnp.minimum(plan_BC[:, LEFT, None], tokens), jnp.arange(plan_BC.shape[1])
+    return plan_BC + jnp.where(column_C == START, taken_B1, 0) - jnp.where(column_C == LEFT, taken_B1, 0)
 
 
 def columns(shape: Shape) -> int:
