@@ -324,7 +324,7 @@ class Engine:
         choice = jax.tree.map(np.asarray, drawn.choice)
         if choice.token_B.ndim == 1:
             choice = jax.tree.map(lambda array: array[None], choice)
-        tokens = choice.token_B.T.tolist()
+        tokens, over = choice.token_B.T.tolist(), []
         for row, (sequence, count) in enumerate(zip(drawn.sequences, drawn.counts, strict=True)):
             if sequence is None or sequence.is_over:
                 continue
@@ -334,7 +334,10 @@ class Engine:
                 tokens[row][:count], logprobs, tokenizer=self._tokenizer, ends=self._ends
             )
             if sequence.is_over:
-                self._scheduler.leave(sequence)
+                over.append(sequence)
+        # Nobody who waits for an answer should wait for the books.
+        for sequence in over:
+            self._scheduler.leave(sequence)
 
 
 def _logprob(choice: Choice, place: tuple[int, int], alternatives: int) -> TokenLogprob:
