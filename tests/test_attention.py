@@ -320,15 +320,16 @@ def test_splash_serves_tpus_and_refuses_what_it_cannot(changes, reason):
 @pytest.mark.parametrize(
     "changes", [{}, {"head_dim": 64}, {"has_segments": True}, {"request": make_request(window=16)}]
 )
-def test_auto_takes_cudnn_where_it_serves(changes):
-    assert choose("auto", make_call(**changes)) == "cudnn"
+def test_auto_takes_cudnn_where_it_serves_but_for_short_rows(changes):
+    assert choose("auto", make_call(length=192, **changes)) == "cudnn"
+    assert choose("auto", make_call(length=64, **changes)) == "triton"
 
 
 def test_the_pick_is_logged_once_with_its_reason(caplog):
     choice._announce.cache_clear()
     with caplog.at_level(logging.INFO, logger="maxhydra"):
-        choose("auto", make_call(platform="cpu"))
-        choose("auto", make_call(platform="cpu", has_positions=True))
+        choose("auto", make_call(platform="cpu", length=128))
+        choose("auto", make_call(platform="cpu", length=128, has_positions=True))
     assert [record.getMessage() for record in caplog.records] == [
         "attention runs on xla (mosaic runs on gpu, not cpu; cudnn runs on gpu, not cpu; triton runs on gpu, not cpu; "
         "splash runs on tpu, not cpu)"

@@ -70,7 +70,8 @@ class PagePool:
         for page in found:
             self._use(page)
         start = max(len(self._free) - needed, 0)
-        fresh = self._free[start:][::-1]
+        fresh = self._free[start:]
+        fresh.reverse()
         del self._free[start:]
         fresh += [self._forgotten() for _ in range(needed - len(fresh))]
         for page in fresh:

@@ -7,8 +7,9 @@ repetition penalty; its pages; and of a prompt the tokens. A row without a seque
 B rows, T tokens of a row, W pages of a row, C columns.
 """
 
+import struct
+from array import array
 from collections.abc import Sequence as List
-from itertools import chain
 from typing import NamedTuple
 
 import jax
@@ -21,9 +22,10 @@ from maxhydra.decode.sequence import Sequence
 from maxhydra.decode.work import Shape
 from maxhydra.layers import Rows
 
+# The columns before the pages. Rows are put together as bytes: an operation of NumPy on each would take longer than the
+# device needs for the first layers of a prompt.
+COLUMNS = struct.Struct("=7I4f")
 SLOT, TARGET, START, LEFT, TOP_K, SEED, NUMBERS, HEAD = 0, 1, 2, 3, 4, slice(5, 7), slice(7, 11), 11
-# Of rows without a sequence: the likeliest token of all, as it is.
-PLAIN = np.array((0, 1, 0, 1), np.float32).view(np.uint32)
 # No vocabulary has more tokens.
 MOST = 2**31 - 1
 
@@ -73,32 +75,31 @@ def columns(shape: Shape) -> int:
 
 def reading(parts: List[Part], shape: Shape, nobody: int) -> np.ndarray:
     """Parts of prompts, padded to a shape."""
-    plan_BC = advancing([part.sequence for part in parts], shape, nobody)
-    bounds = [(part.sequence.slot if part.is_last else nobody, part.start, part.length) for part in parts]
-    plan_BC[: len(parts), TARGET : LEFT + 1] = bounds
-    is_token_BT = np.arange(shape.tokens) < plan_BC[:, LEFT, None]
-    read = (part.sequence.request.prompt[part.start : part.stop] for part in parts)
-    plan_BC[:, HEAD + shape.pages :][is_token_BT] = np.fromiter(chain.from_iterable(read), np.uint32)
-    return plan_BC
+    rows = [
+        _row(part.sequence, part.sequence.slot if part.is_last else nobody, part.start, part.length, shape)
+        + array("I", part.sequence.request.prompt[part.start : part.stop]).tobytes().ljust(4 * shape.tokens, b"\0")
+        for part in parts
+    ]
+    return _padded(rows, shape, nobody)
 
 
 def advancing(sequences: List[Sequence], shape: Shape, nobody: int) -> np.ndarray:
     """From the token drawn last of each sequence to the last it may have, padded to a shape."""
-    plan_BC = np.zeros((shape.rows, columns(shape)), np.uint32)
-    plan_BC[:, [SLOT, TARGET]] = nobody
-    plan_BC[:, NUMBERS] = PLAIN
-    integers, numbers = zip(*map(_asked, sequences), strict=True)
-    plan_BC[: len(sequences), : NUMBERS.start] = integers
-    plan_BC[: len(sequences), NUMBERS] = np.array(numbers, np.float32).view(np.uint32)
-    for row, sequence in enumerate(sequences):
-        width = min(len(sequence.table), shape.pages)
-        plan_BC[row, HEAD : HEAD + width] = sequence.table[:width]
-    return plan_BC
+    rows = [_row(sequence, sequence.slot, sequence.computed, sequence.left, shape) for sequence in sequences]
+    return _padded(rows, shape, nobody)
 
 
-def _asked(sequence: Sequence) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The columns before the pages: integers, and numbers."""
-    slot, request = sequence.slot, sequence.request
-    seed = request.seed >> 32, request.seed & 0xFFFFFFFF
-    integers = slot, slot, sequence.computed, sequence.left, min(request.top_k, MOST), *seed
-    return integers, (request.temperature, request.top_p, request.min_p, request.repetition_penalty)
+def _row(sequence: Sequence, target: int, start: int, left: int, shape: Shape) -> bytes:
+    """All columns but a prompt's tokens."""
+    asked, width = sequence.request, 4 * shape.pages
+    integers = sequence.slot, target, start, left, min(asked.top_k, MOST), asked.seed >> 32, asked.seed & 0xFFFFFFFF
+    head = COLUMNS.pack(*integers, asked.temperature, asked.top_p, asked.min_p, asked.repetition_penalty)
+    return head + sequence.table[:width].ljust(width, b"\0")
+
+
+def _padded(rows: list[bytes], shape: Shape, nobody: int) -> np.ndarray:
+    """With rows without a sequence, which take the likeliest token of all as it is."""
+    width = columns(shape)
+    nothing = COLUMNS.pack(nobody, nobody, 0, 0, 0, 0, 0, 0, 1, 0, 1).ljust(4 * width, b"\0")
+    whole = b"".join([*rows, *[nothing] * (shape.rows - len(rows))])
+    return np.frombuffer(whole, np.uint32).reshape(shape.rows, width)

@@ -6,16 +6,15 @@ Prompts are read in chunks between the steps of the others. A sequence that is o
 step depends on those that wait, are read and run.
 """
 
-import dataclasses
 from collections import deque
+from typing import NamedTuple
 
 from maxhydra.config.decode import Engine as Config
 from maxhydra.decode.pages import Key, PagePool
 from maxhydra.decode.sequence import Sequence
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Tokens of a prompt that are read in one go."""
 
     sequence: Sequence

@@ -1,10 +1,9 @@
 """One request on its way through the engine: what is in the cache, what was drawn, what was told."""
 
 import math
+from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as List
-
-import numpy as np
 
 from maxhydra.data import Tokenizer
 from maxhydra.decode.detokenize import Detokenizer, Stopper
@@ -31,7 +30,8 @@ class Sequence:
         self.is_over = False
         self.slot = -1
         self.lease: Lease | None = None
-        self.table = np.zeros(0, np.int32)
+        self.table = b""
+        """Its pages, 4 bytes each."""
         self._words: Detokenizer | None = None
         self._stopper = Stopper(request.stop)
 
@@ -69,7 +69,7 @@ class Sequence:
     def settle(self, lease: Lease, slot: int, page_size: int) -> None:
         """Take a place; what others left in shared pages need not be computed again."""
         self.lease, self.slot = lease, slot
-        self.table = np.array(lease.pages, np.int32)
+        self.table = array("I", lease.pages).tobytes()
         self.computed = lease.shared * page_size
 
     def take(
