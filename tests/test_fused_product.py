@@ -7,12 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hopper import run
 
 from maxhydra.config import model as config
 from maxhydra.config.quantization import Quantization, QuantizationKind
 from maxhydra.decode.arrange import arrange
-from maxhydra.kernels.fused_product import Around, Norm, few_rows, fused_product, largest, one_row, product_and_norm
+from maxhydra.kernels.fused_product import (
+    Around,
+    Norm,
+    few_rows,
+    fused_product,
+    largest,
+    many_rows,
+    one_row,
+    product_and_norm,
+)
 from maxhydra.kernels.fused_product import rows as row_kernel
+from maxhydra.kernels.fused_product.many_rows_mosaic import gated
+from maxhydra.kernels.grouped_matmul.mosaic.how import How
 from maxhydra.kernels.paged_attention import triton as pages_kernel
 from maxhydra.layers import Context, PagedRoom, Rows
 from maxhydra.layers import attention as attention_layers
@@ -53,6 +65,25 @@ def surroundings(rows: int, inputs: int, outputs: int, dtype: jnp.dtype) -> dict
         "norm and gate": Around(norm=norm, activation=jax.nn.silu),
         "norm and onto": Around(norm=norm._replace(offset=0.0), onto_MN=onto),
     }
+
+
+def test_many_rows_take_their_gate_along() -> None:
+    """Tiles of several programs, bands of rows, and more columns than a tile has."""
+    x, weight = (
+        jnp.asarray(draw(*shape, seed=seed), "bfloat16") for seed, shape in enumerate(((512, 128), (512, 128)))
+    )
+    how = How(columns=256, stages=2, band=2, processors=3)
+    got = run(lambda x, weight: gated(how, x, weight, jax.nn.silu), x, weight)
+    wanted = expected(np.asarray(x), np.asarray(weight), Around(activation=jax.nn.silu))
+    np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=1e-2, atol=1e-2 * np.abs(wanted).max())
+
+
+def test_the_kernel_of_many_rows_lowers_where_there_is_no_hopper() -> None:
+    x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 512), (1024, 512)))
+    lowered = jax.jit(lambda x, weight: many_rows.gated(x, weight, jax.nn.silu)).trace(x, weight)
+    assert lowered.out_info.shape == (1024, 512)
+    assert lowered.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
+    assert not many_rows.can_serve(1024, 512, 512, "bfloat16", jax.nn.silu)
 
 
 @pytest.mark.parametrize("name", ["nothing", "norm and gate", "norm and onto"])

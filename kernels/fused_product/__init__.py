@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from maxhydra.kernels.fused_product import few_rows, largest, one_row, reference, rows
+from maxhydra.kernels.fused_product import few_rows, largest, many_rows, one_row, reference, rows
 from maxhydra.kernels.fused_product.around import Activation, Around, Norm
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Around",
     "Norm",
     "fused_product",
+    "gates",
     "largest_output",
     "parts_of_product",
     "product_and_norm",
@@ -31,12 +32,20 @@ def suits(rows: int, weight: DTypeLike) -> bool:
     return rows == 1 if weight == jnp.int8 else 1 < rows <= few_rows.MOST_ROWS
 
 
+def gates(rows: int, outputs: int, inputs: int, dtype: DTypeLike, activation: Activation) -> bool:
+    """Whether so many rows are better off with one product that takes their gate along."""
+    return many_rows.can_serve(rows, outputs, inputs, jnp.dtype(dtype).name, activation)
+
+
 def fused_product(
     x_MK: jax.Array, weight_NK: jax.Array, scales_N: jax.Array | None, around: Around, *, dtype: DTypeLike
 ) -> jax.Array:
     """[M, N]: x times the transpose of the weight, times scales where there are any, with what stands around it."""
     dtype, (count, inputs), is_gated = jnp.dtype(dtype), x_MK.shape, around.activation is not None
     outputs, format = weight_NK.shape[0] // (2 if is_gated else 1), x_MK.dtype.name
+    if around.activation is not None and gates(count, outputs, inputs, format, around.activation):
+        assert around.norm is None and around.onto_MN is None and scales_N is None
+        return many_rows.gated(x_MK, weight_NK, around.activation)
     if count == 1 and one_row.can_serve(outputs, inputs, format):
         return one_row.product(x_MK, weight_NK, scales_N, around, dtype, interpret=False)
     if scales_N is None and few_rows.can_serve(count, outputs, inputs, format, is_gated=is_gated):

@@ -324,7 +324,8 @@ class Engine:
         choice = jax.tree.map(np.asarray, drawn.choice)
         if choice.token_B.ndim == 1:
             choice = jax.tree.map(lambda array: array[None], choice)
-        tokens, over = choice.token_B.T.tolist(), []
+        tokens = choice.token_B.T.tolist()
+        over: list[Sequence] = []
         for row, (sequence, count) in enumerate(zip(drawn.sequences, drawn.counts, strict=True)):
             if sequence is None or sequence.is_over:
                 continue

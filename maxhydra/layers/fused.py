@@ -12,7 +12,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.kernels.einsum import Layout
-from maxhydra.kernels.fused_product import Activation, Around, fused_product, parts_of_product, product_and_norm, suits
+from maxhydra.kernels.fused_product import (
+    Activation,
+    Around,
+    fused_product,
+    gates,
+    parts_of_product,
+    product_and_norm,
+    suits,
+)
 from maxhydra.kernels.fused_product import Norm as Factors
 from maxhydra.layers.context import Context
 from maxhydra.layers.int8 import Int8, side_by_side
@@ -23,14 +31,28 @@ from maxhydra.layers.projection import Projection, are_alike
 def can_fuse(projections: Sequence[Projection], x_BTD: jax.Array, ctx: Context) -> bool:
     """Whether the rows of x meet these projections in kernels that do what stands around them."""
     first, rows = projections[0], math.prod(x_BTD.shape[:2])
-    is_bare = all(one.bias is None and (one.lora is None or not ctx.is_adapted) for one in projections)
-    is_bare = is_bare and are_alike(projections) and not first.is_rounded
-    is_asked = first.product.is_fused and first.product.layout is Layout.joined
-    if not (is_asked and is_bare) or ctx.sharder.mesh.size > 1:
+    if not _are_fusable(projections, ctx):
         return False
     if isinstance(first.kernel, Int8):
         return suits(rows, jnp.int8)
     return isinstance(first.kernel, nnx.Param) and suits(rows, first.product.compute)
+
+
+def can_gate(gate: Projection, value: Projection, x_BTD: jax.Array, ctx: Context, activation: Activation) -> bool:
+    """Whether the rows of x, which are many, meet a gate and what it is for in one kernel."""
+    if not (_are_fusable((gate, value), ctx) and isinstance(gate.kernel, nnx.Param)):
+        return False
+    *rows, inputs = x_BTD.shape
+    return gates(math.prod(rows), gate.width, inputs, gate.product.compute, activation)
+
+
+def _are_fusable(projections: Sequence[Projection], ctx: Context) -> bool:
+    """Whether they lie as such kernels take them, and have nothing besides."""
+    first = projections[0]
+    is_bare = all(one.bias is None and (one.lora is None or not ctx.is_adapted) for one in projections)
+    is_bare = is_bare and are_alike(projections) and not first.is_rounded
+    is_asked = first.product.is_fused and first.product.layout is Layout.joined
+    return is_asked and is_bare and ctx.sharder.mesh.size == 1
 
 
 def fused(

@@ -14,7 +14,7 @@ from maxhydra.config import model as config
 from maxhydra.kernels.einsum import Layout
 from maxhydra.kernels.fused_product import Norm as Factors
 from maxhydra.layers.context import Context
-from maxhydra.layers.fused import added, can_fuse, fused_normed
+from maxhydra.layers.fused import added, can_fuse, can_gate, fused, fused_normed
 from maxhydra.layers.norm import Norm, RMSNorm
 from maxhydra.layers.parts import Fed, Side
 from maxhydra.layers.projection import Projection, together
@@ -99,6 +99,9 @@ class Mlp(nnx.Module):
         if self.gate is None:
             up_BTF = ctx.constrain(self.up(x_BTD, ctx), "act_batch", "act_length", "act_mlp")
             return activated(self.spec.activation, checkpoint_name(up_BTF, "mlp_up"))
+        activation = ACTIVATIONS[self.spec.activation]
+        if can_gate(self.gate, self.up, x_BTD, ctx, activation):
+            return fused((self.gate, self.up), x_BTD, activation=activation)
         gate_BTF, up_BTF = self._gate_and_up(self.gate, x_BTD, ctx)
         return gated(self.spec.activation, checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up"))
 

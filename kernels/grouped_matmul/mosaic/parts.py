@@ -53,7 +53,8 @@ class Program(abc.ABC):
     how: How
     refs: Any
     out_ref: Any
-    memory: Memory
+    memory: Any
+    """Shared memory; write_block takes `out` of it."""
     barriers: Barriers
 
     @abc.abstractmethod
@@ -67,7 +68,7 @@ class Program(abc.ABC):
 
     @abc.abstractmethod
     def load(self, place: Any, k: Any, slot: Any) -> None:
-        """Begin the copies of a step: two of the left side and one of the right."""
+        """Begin the copies of a step."""
 
     @abc.abstractmethod
     def multiply(self, sums_ref: Any, worker: Any, slot: Any) -> None: ...
@@ -148,10 +149,12 @@ class Program(abc.ABC):
         plgpu.copy_smem_to_gmem(self.memory.out.at[worker], out_ref)
 
 
-def launch(kind: type[Program], how: How, memory: Memory, out: jax.ShapeDtypeStruct, refs: Any) -> jax.Array:
-    """The kernel of a kind of program on what it reads."""
+def launch(
+    kind: Callable[..., Program], how: How, memory: Any, out: jax.ShapeDtypeStruct, refs: Any, *, name: str, copies: int
+) -> jax.Array:
+    """The kernel of a kind of program on what it reads, by so many copies a step."""
     barriers = Barriers(
-        here=plgpu.Barrier(num_arrivals=WORKERS + 1, num_barriers=how.stages),
+        here=plgpu.Barrier(num_arrivals=copies, num_barriers=how.stages),
         free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=how.stages),
     )
 
@@ -167,6 +170,6 @@ def launch(kind: type[Program], how: How, memory: Memory, out: jax.ShapeDtypeStr
         num_threads=WORKERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        kernel_name=kind.name,
+        kernel_name=name,
     )(refs)
     return made

@@ -36,7 +36,8 @@ def product(how: How, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, turn
     sizes_G = jnp.append(sizes_E, M - jnp.sum(sizes_E))
     tiles, used = schedule(sizes_G, M, rows=TILE, columns=N // how.columns, align=ALIGN, band=how.band)
     out = jax.ShapeDtypeStruct((M, N), x_MK.dtype)
-    return launch(_Turned if turned else _Product, how, memory, out, Refs(tiles, used, x_MK, w))
+    kind = _Turned if turned else _Product
+    return launch(kind, how, memory, out, Refs(tiles, used, x_MK, w), name=kind.name, copies=WORKERS + 1)
 
 
 class _Place(NamedTuple):

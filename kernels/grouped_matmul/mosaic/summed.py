@@ -35,7 +35,8 @@ def summed(how: How, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) -
     memory = Memory.of(how, (WIDTH, ROWS), (WIDTH, how.columns), dtype=dtype)
     found = jnp.stack(spans(sizes_E, WIDTH, ALIGN), axis=1)
     refs = Refs(found, x_MK, edges(x_MK, sizes_E, WIDTH, ALIGN), d_out_MN)
-    return launch(_Summed, how, memory._replace(few=None), jax.ShapeDtypeStruct((len(sizes_E), K, N), dtype), refs)
+    out = jax.ShapeDtypeStruct((len(sizes_E), K, N), dtype)
+    return launch(_Summed, how, memory._replace(few=None), out, refs, name=_Summed.name, copies=WORKERS + 1)
 
 
 class _Place(NamedTuple):
