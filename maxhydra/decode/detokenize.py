@@ -30,39 +30,48 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._tokenizer = tokenizer
         self._window = list(prompt[-BEFORE:])
-        self._out = len(tokenizer.decode(self._window).rstrip(BROKEN))
+        self._out: int | None = len(tokenizer.decode(self._window).rstrip(BROKEN))
+        """None: all but `_pending` characters, which are counted when more tokens come."""
+        self._pending = 0
         self._new = len(self._window)
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that these tokens make final: decoded at once if it ends with a whole character, as most does."""
         words = [token for token in tokens if token not in self._tokenizer.special]
         if len(words) > 1:
-            text = self._tokenizer.decode([*self._window, *words])
+            out, text = self._told(), self._tokenizer.decode([*self._window, *words])
             if not text.endswith(BROKEN):
-                return self._give(text, len(text), keeping=words[-CHARACTER:], pending=0)
+                return self._give(text[out:], keeping=words[-CHARACTER:], pending=0)
         return "".join(map(self._add, words))
 
     def _add(self, token: int) -> str:
+        out = self._told()
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
         if not text.endswith(BROKEN):
-            return self._give(text, len(text), keeping=self._window[self._new :], pending=0)
+            return self._give(text[out:], keeping=self._window[self._new :], pending=0)
         if len(self._window) > LONGEST:
             # Too many for one character: all but the last are broken for good.
-            return self._give(text, len(text) - 1, keeping=self._window[-CHARACTER:], pending=1)
+            return self._give(text[out:-1], keeping=self._window[-CHARACTER:], pending=1)
         whole = len(text.rstrip(BROKEN))
-        final, self._out = text[self._out : whole], max(self._out, whole)
-        return final
+        self._out = max(out, whole)
+        return text[out:whole]
 
     def rest(self) -> str:
         """What was held back, once no token follows."""
-        return self._tokenizer.decode(self._window)[self._out :]
+        is_all_out = self._out is None and self._pending == 0
+        return "" if is_all_out else self._tokenizer.decode(self._window)[self._told() :]
 
-    def _give(self, text: str, end: int, *, keeping: list[int], pending: int) -> str:
-        """The window's text up to `end`; the next window begins with tokens whose text is out, but for the end."""
-        final = text[self._out : end]
+    def _told(self) -> int:
+        """Characters of the window that are out."""
+        if self._out is None:
+            self._out = len(self._tokenizer.decode(self._window)) - self._pending
+        return self._out
+
+    def _give(self, final: str, *, keeping: list[int], pending: int) -> str:
+        """The next window begins with tokens whose text is out, but for the end."""
         self._window, self._new = keeping, len(keeping)
-        self._out = len(self._tokenizer.decode(keeping)) - pending
+        self._out, self._pending = None, pending
         return final
 
 

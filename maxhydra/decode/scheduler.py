@@ -82,7 +82,8 @@ class Scheduler:
             key = self.pool.next_key(sequence.request.prompt)
             if key in promised or not self._fits(sequence, longest, len(parts)) or not self._admit(sequence):
                 break
-            promised |= set() if key is None else {key}
+            if key is not None:
+                promised.add(key)
             parts.append(self._part(sequence))
             longest = max(longest, parts[-1].length)
         return parts
