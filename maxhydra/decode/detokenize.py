@@ -37,11 +37,12 @@ class Detokenizer:
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that these tokens make final: decoded at once if it ends with a whole character, as most does."""
-        words = [token for token in tokens if token not in self._tokenizer.special]
+        special = self._tokenizer.special
+        words = tokens if special.isdisjoint(tokens) else [token for token in tokens if token not in special]
         if len(words) > 1:
             out, text = self._told(), self._tokenizer.decode([*self._window, *words])
             if not text.endswith(BROKEN):
-                return self._give(text[out:], keeping=words[-CHARACTER:], pending=0)
+                return self._give(text[out:], keeping=list(words[-CHARACTER:]), pending=0)
         return "".join(map(self._add, words))
 
     def _add(self, token: int) -> str:

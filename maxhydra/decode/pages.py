@@ -12,7 +12,7 @@ from collections.abc import Sequence
 Key = tuple[int, tuple[int, ...]]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Lease:
     """A sequence's pages."""
 
@@ -64,18 +64,18 @@ class PagePool:
     def reserve(self, prompt: Sequence[int], tokens: int) -> Lease | None:
         """Pages for `tokens` tokens, the prompt's first; None if there are not enough for now."""
         found, link = self._find(prompt)
-        needed = self.count(tokens) - len(found)
-        if needed > len(self._free) + len(self._idle) - sum(page in self._idle for page in found):
+        free, users, needed = self._free, self._users, self.count(tokens) - len(found)
+        taken = sum(page in self._idle for page in found) if found else 0
+        if needed > len(free) + len(self._idle) - taken:
             return None
         for page in found:
             self._use(page)
-        start = max(len(self._free) - needed, 0)
-        fresh = self._free[start:]
-        fresh.reverse()
-        del self._free[start:]
-        fresh += [self._forgotten() for _ in range(needed - len(fresh))]
+        fresh = free[: -needed - 1 : -1]
+        del free[len(free) - len(fresh) :]
+        while len(fresh) < needed:
+            fresh.append(self._forgotten())
         for page in fresh:
-            self._users[page] = 1
+            users[page] = 1
         return Lease(pages=found + fresh, shared=len(found), link=link, chained=len(found), era=self._era)
 
     def publish(self, lease: Lease, tokens: Sequence[int], length: int) -> None:
