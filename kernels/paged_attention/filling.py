@@ -1,5 +1,5 @@
-"""Prompts into their pages, on GPUs: a program copies a page of one head, which XLA scatters number by number (20 us for
-keys or values of 4,096 tokens, 8 heads of 64, on an H200). In Pallas for Triton; letters as in the package, T tokens.
+"""Prompts into their pages, on GPUs: a program copies a page of one head. Keys and values of 4,096 tokens, 8 heads of
+64, take 9.7 us on an H200, where XLA's scatters take 13.7. In Pallas for Triton; letters as in the package, T tokens.
 """
 
 from typing import Any
