@@ -7,28 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hopper import run
 
 from maxhydra.config import model as config
 from maxhydra.config.quantization import Quantization, QuantizationKind
 from maxhydra.decode.arrange import arrange
-from maxhydra.kernels.fused_product import (
-    Around,
-    Norm,
-    few_rows,
-    fused_product,
-    largest,
-    many_rows,
-    one_row,
-    product_and_norm,
-)
+from maxhydra.kernels.fused_product import Around, Norm, few_rows, fused_product, largest, one_row, product_and_norm
 from maxhydra.kernels.fused_product import rows as row_kernel
-from maxhydra.kernels.fused_product.many_rows_mosaic import gated
-from maxhydra.kernels.grouped_matmul.mosaic.how import How
-from maxhydra.kernels.paged_attention import Pages, filling
 from maxhydra.kernels.paged_attention import triton as pages_kernel
-from maxhydra.kernels.place import Place
-from maxhydra.layers import Context, PagedRoom, Rows, attend
+from maxhydra.layers import Context, PagedRoom, Rows
 from maxhydra.layers import attention as attention_layers
 from maxhydra.layers import fused as fused_layers
 from maxhydra.model import ModelDef, build, kept, mapped
@@ -67,25 +53,6 @@ def surroundings(rows: int, inputs: int, outputs: int, dtype: jnp.dtype) -> dict
         "norm and gate": Around(norm=norm, activation=jax.nn.silu),
         "norm and onto": Around(norm=norm._replace(offset=0.0), onto_MN=onto),
     }
-
-
-def test_many_rows_take_their_gate_along() -> None:
-    """Tiles of several programs, bands of rows, and more columns than a tile has."""
-    x, weight = (
-        jnp.asarray(draw(*shape, seed=seed), "bfloat16") for seed, shape in enumerate(((512, 128), (512, 128)))
-    )
-    how = How(columns=256, stages=2, band=2, processors=3)
-    got = run(lambda x, weight: gated(how, x, weight, jax.nn.silu), x, weight)
-    wanted = expected(np.asarray(x), np.asarray(weight), Around(activation=jax.nn.silu))
-    np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=1e-2, atol=1e-2 * np.abs(wanted).max())
-
-
-def test_the_kernel_of_many_rows_lowers_where_there_is_no_hopper() -> None:
-    x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 512), (1024, 512)))
-    lowered = jax.jit(lambda x, weight: many_rows.gated(x, weight, jax.nn.silu)).trace(x, weight)
-    assert lowered.out_info.shape == (1024, 512)
-    assert lowered.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
-    assert not many_rows.can_serve(1024, 512, 512, "bfloat16", jax.nn.silu)
 
 
 @pytest.mark.parametrize("name", ["nothing", "norm and gate", "norm and onto"])
@@ -244,44 +211,3 @@ def test_greedy_tokens_are_the_same_from_parts_of_heads(monkeypatch: pytest.Monk
     assert tokens_drawn(arranged.model, arranged.use(arranged.keep(params)), 3) == plain
     assert asked == [(64, 32)] * 2
     assert few_rows.tile(3072, 2048, 1).parts == 2
-
-
-def prompts_read(model: ModelDef, params: dict) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Logits of three prompts of 8, 5 and 3 tokens that begin, and the pages with them."""
-    cache = model.empty_cache(PagedRoom(9, 4, slots=3, storage=None))
-    place, lengths = Rows(jnp.arange(9)[::-1].reshape(3, 3), jnp.arange(3)), jnp.array([8, 5, 3])
-    positions = jnp.where(jnp.arange(8) < lengths[:, None], jnp.arange(8), -1)
-    is_token = (positions >= 0).astype(jnp.int32)
-    context = Context(
-        positions=positions, segments=is_token, sharder=SINGLE, cache=cache, dropout_key=None, rows=place, is_fresh=True
-    )
-    tokens = 1 + jnp.arange(24).reshape(3, 8)
-    hidden, cache = jax.jit(lambda params: model.hidden(params, tokens, context))(params)
-    logits = np.asarray(model.logits(params, hidden, SINGLE))[np.asarray(is_token) > 0]
-    return logits, [np.asarray(leaf) for leaf in jax.tree.leaves(cache)]
-
-
-def test_prompts_are_the_same_with_their_gates_taken_along_and_pages_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These few rows go the way of many."""
-    packed, filled, gated = model(is_int8=False), [], []
-    params = packed.base.init(jax.random.key(0))
-    plain, plain_pages = prompts_read(packed, params)
-    arranged = arrange(packed, SINGLE, "gpu")
-
-    def fill(pages: Pages, key: jax.Array, value: jax.Array, place: Place) -> Pages:
-        filled.append(key.shape)
-        return filling.filled(pages, key, value, interpret=True)
-
-    def product(*arguments: Any, **options: Any) -> jax.Array:
-        gated.append(arguments[3].activation)
-        return fused_product(*arguments, **options)
-
-    monkeypatch.setattr(fused_layers, "suits", lambda *_: False)
-    monkeypatch.setattr(fused_layers, "gates", lambda *_: True)
-    monkeypatch.setattr(fused_layers, "fused_product", product)
-    monkeypatch.setattr(attend, "filled", fill)
-    logits, pages = prompts_read(arranged.model, arranged.use(arranged.keep(params)))
-    assert filled == [(3, 8, 2, 8)] * 3 and gated == [jax.nn.silu] * 3
-    np.testing.assert_allclose(logits, plain, rtol=1e-4, atol=1e-5)
-    for found, wanted in zip(pages, plain_pages, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
