@@ -279,7 +279,7 @@ class Engine:
             sequence.computed += count
             sequence.asked += count
         self._standing = Standing(name, rows, [sequence.computed for sequence in rows], plan_BC)
-        self._under_way.append(Drawn(list(rows), choice, counts))
+        self._expect(Drawn(list(rows), choice, counts))
         return True
 
     def _next_burst(self, rows: list[Sequence], length: int) -> BurstName | None:
@@ -317,7 +317,13 @@ class Engine:
         for sequence in sequences:
             if sequence is not None:
                 sequence.asked += 1
-        self._under_way.append(Drawn(sequences, choice, [1] * len(sequences)))
+        self._expect(Drawn(sequences, choice, [1] * len(sequences)))
+
+    def _expect(self, drawn: Drawn) -> None:
+        """Tokens set out for the host as soon as they are drawn, not when it looks for them."""
+        for array in jax.tree.leaves(drawn.choice):
+            array.copy_to_host_async()
+        self._under_way.append(drawn)
 
     def _collect(self, drawn: Drawn) -> None:
         """Wait for tokens that were asked for, and tell their sequences."""
