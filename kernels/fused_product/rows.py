@@ -4,7 +4,7 @@ is added to, and the norm of that, of which the compiler would make two kernels.
 Shapes: P parts, M rows, N numbers of a row.
 """
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from maxhydra.kernels.ahead import Ahead
 from maxhydra.kernels.fused_product.around import Norm
 from maxhydra.kernels.fused_product.sizes import power_of_two_in
 
@@ -26,41 +27,65 @@ def can_serve(N: int) -> bool:
 
 
 def summed(
-    parts_PMN: jax.Array, onto_MN: jax.Array, norm: Norm, dtype: np.dtype, *, interpret: bool
+    parts_PMN: jax.Array,
+    onto_MN: jax.Array,
+    norm: Norm,
+    dtype: np.dtype,
+    *,
+    interpret: bool,
+    then: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """[M, N] twice: onto with the sum of the parts, and the norm of that."""
+    """[M, N] twice: onto with the sum of the parts, and the norm of that. `then`: the weight that meets the norm, to be
+    asked for meanwhile."""
     P, M, N = parts_PMN.shape
     row = pl.BlockSpec((None, N), lambda m: (m, 0))
+    ahead = None if then is None else Ahead.of(then, programs=M, warps=WARPS)
     stream_MN, normed_MN = pl.pallas_call(
-        partial(_kernel, offset=norm.offset, eps=norm.eps),
+        partial(_kernel, offset=norm.offset, eps=norm.eps, ahead=ahead),
         grid=(M,),
         in_specs=[
             pl.BlockSpec((P, None, N), lambda m: (0, m, 0)),
             row,
             pl.BlockSpec((N,), lambda m: (0,)),
+            *([] if ahead is None else [ahead.spec]),
         ],
         out_specs=[row, row],
         out_shape=[jax.ShapeDtypeStruct((M, N), dtype)] * 2,
         compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="summed_rows",
-    )(parts_PMN, onto_MN, norm.scale_K)
+    )(parts_PMN, onto_MN, norm.scale_K, *([] if then is None else [then]))
     return stream_MN, normed_MN
 
 
 def _kernel(
-    parts_ref: Any, onto_ref: Any, scale_ref: Any, stream_ref: Any, normed_ref: Any, *, offset: float, eps: float
+    parts_ref: Any, onto_ref: Any, scale_ref: Any, *rest: Any, offset: float, eps: float, ahead: Ahead | None
 ) -> None:
+    """All that is read is asked for before anything is written, which a read does not overtake."""
+    *then_refs, stream_ref, normed_ref = rest
     P, N = parts_ref.shape
-    size = power_of_two_in(N)
-    places, pieces = [pl.ds(start, size) for start in range(0, N, size)], []
-    for place in places:
-        wide = sum((parts_ref[part, place] for part in range(1, P)), parts_ref[0, place])
-        stream = (wide + onto_ref[place].astype(jnp.float32)).astype(stream_ref.dtype)
+    places = pieces_of(N)
+    if ahead is not None:
+        ahead.ask(then_refs[0], pl.program_id(0), stream_ref.at[pl.ds(0, ahead.threads)])
+    scales = [scale_ref[place].astype(jnp.float32) + offset for place in places]
+    parts = [[parts_ref[part, place] for part in range(P)] for place in places]
+    onto = [onto_ref[place].astype(jnp.float32) for place in places]
+    sums = [sum(some[1:], some[0]) + old for some, old in zip(parts, onto, strict=True)]
+    streams = [wide.astype(stream_ref.dtype) for wide in sums]
+    for place, stream, normed in zip(places, streams, normed_pieces(streams, scales, eps), strict=True):
         stream_ref[place] = stream
-        pieces.append(stream.astype(jnp.float32))
-    squares = sum((jnp.sum(piece * piece) for piece in pieces[1:]), jnp.sum(pieces[0] * pieces[0]))
-    factor = jax.lax.rsqrt(squares / N + eps)
-    for place, piece in zip(places, pieces, strict=True):
-        scale = scale_ref[place].astype(jnp.float32) + offset
-        normed_ref[place] = (piece * factor * scale).astype(normed_ref.dtype)
+        normed_ref[place] = normed
+
+
+def pieces_of(N: int) -> list[Any]:
+    """Where the pieces of a row lie."""
+    size = power_of_two_in(N)
+    return [pl.ds(start, size) for start in range(0, N, size)]
+
+
+def normed_pieces(pieces: list[jax.Array], scales: list[jax.Array], eps: float) -> list[jax.Array]:
+    """The norm of a row, in its format."""
+    wide = [piece.astype(jnp.float32) for piece in pieces]
+    squares = reduce(jnp.add, (jnp.sum(piece * piece) for piece in wide))
+    factor = jax.lax.rsqrt(squares / sum(piece.size for piece in pieces) + eps)
+    return [(one * factor * scale).astype(pieces[0].dtype) for one, scale in zip(wide, scales, strict=True)]
