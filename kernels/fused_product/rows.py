@@ -13,7 +13,6 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.ahead import Ahead
 from maxhydra.kernels.fused_product.around import Norm
 from maxhydra.kernels.fused_product.sizes import power_of_two_in
 
@@ -27,46 +26,34 @@ def can_serve(N: int) -> bool:
 
 
 def summed(
-    parts_PMN: jax.Array,
-    onto_MN: jax.Array,
-    norm: Norm,
-    dtype: np.dtype,
-    *,
-    interpret: bool,
-    then: jax.Array | None = None,
+    parts_PMN: jax.Array, onto_MN: jax.Array, norm: Norm, dtype: np.dtype, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """[M, N] twice: onto with the sum of the parts, and the norm of that. `then`: the weight that meets the norm, to be
-    asked for meanwhile."""
+    """[M, N] twice: onto with the sum of the parts, and the norm of that."""
     P, M, N = parts_PMN.shape
     row = pl.BlockSpec((None, N), lambda m: (m, 0))
-    ahead = None if then is None else Ahead.of(then, programs=M, warps=WARPS)
     stream_MN, normed_MN = pl.pallas_call(
-        partial(_kernel, offset=norm.offset, eps=norm.eps, ahead=ahead),
+        partial(_kernel, offset=norm.offset, eps=norm.eps),
         grid=(M,),
         in_specs=[
             pl.BlockSpec((P, None, N), lambda m: (0, m, 0)),
             row,
             pl.BlockSpec((N,), lambda m: (0,)),
-            *([] if ahead is None else [ahead.spec]),
         ],
         out_specs=[row, row],
         out_shape=[jax.ShapeDtypeStruct((M, N), dtype)] * 2,
         compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="summed_rows",
-    )(parts_PMN, onto_MN, norm.scale_K, *([] if then is None else [then]))
+    )(parts_PMN, onto_MN, norm.scale_K)
     return stream_MN, normed_MN
 
 
 def _kernel(
-    parts_ref: Any, onto_ref: Any, scale_ref: Any, *rest: Any, offset: float, eps: float, ahead: Ahead | None
+    parts_ref: Any, onto_ref: Any, scale_ref: Any, stream_ref: Any, normed_ref: Any, *, offset: float, eps: float
 ) -> None:
     """All that is read is asked for before anything is written, which a read does not overtake."""
-    *then_refs, stream_ref, normed_ref = rest
     P, N = parts_ref.shape
     places = pieces_of(N)
-    if ahead is not None:
-        ahead.ask(then_refs[0], pl.program_id(0), stream_ref.at[pl.ds(0, ahead.threads)])
     scales = [scale_ref[place].astype(jnp.float32) + offset for place in places]
     parts = [[parts_ref[part, place] for part in range(P)] for place in places]
     onto = [onto_ref[place].astype(jnp.float32) for place in places]
