@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from maxhydra.kernels.fused_product import few_rows, largest, many_rows, one_row, reference, rows
+from maxhydra.kernels.fused_product import beginning, few_rows, largest, many_rows, one_row, reference, rows
 from maxhydra.kernels.fused_product.around import Activation, Around, Norm
 
 __all__ = [
     "Activation",
     "Around",
     "Norm",
+    "first_rows",
     "fused_product",
     "gates",
     "largest_output",
@@ -73,6 +74,14 @@ def product_and_norm(
         return rows.summed(parts_PMN, onto_MN, norm, dtype, interpret=False)
     stream_MN = fused_product(x_MK, weight_NK, None, around, dtype=dtype)
     return stream_MN, norm(stream_MN)
+
+
+def first_rows(table_VN: jax.Array, tokens_M: jax.Array, norm: Norm) -> tuple[jax.Array, jax.Array] | None:
+    """[M, N] twice: the rows of a table that tokens stand for, and the norm of each. None where what follows norms them
+    on the way, or where there is none for it."""
+    if not beginning.can_serve(tokens_M.size, table_VN.shape[1], table_VN.dtype.name):
+        return None
+    return beginning.looked_up(table_VN, tokens_M, norm, interpret=False)
 
 
 def largest_output(x_MK: jax.Array, weight_NK: jax.Array, *, dtype: DTypeLike) -> tuple[jax.Array, jax.Array] | None:
