@@ -1,0 +1,259 @@
+"""Gate, up and down of a few rows in one kernel, for Hopper GPUs, in Pallas for Mosaic.
+
+A kernel for gate and up and one for down leave memory waiting while they begin and end. Here every program streams its
+weights of both through one ring in shared memory without a pause: one warpgroup loads weights, one loads rows, one
+multiplies. A group of programs makes a part of the hidden numbers and multiplies just these with `down`, so that only
+the rows wait, and only until the group has written them. All programs must run at the same time.
+
+Shapes: M rows, D residual stream, F hidden, G groups, which are parts of the inputs of `down`.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from maxhydra.kernels.fused_product.around import Activation
+from maxhydra.kernels.fused_product.plan import ROWS, Plan
+from maxhydra.kernels.mosaic import memory, slot_of
+
+PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+# A block of weights comes in two copies: gates and values, or halves of the outputs.
+COPIES = 2
+# A group's counter has a line of the cache to itself.
+LINE = 64
+
+
+class How(NamedTuple):
+    """All but arrays."""
+
+    plan: Plan
+    activation: Activation
+
+
+class Refs(NamedTuple):
+    x_MD: Any
+    gate_up_2FD: Any
+    down_DF: Any
+    counts: Any
+    """Of each group, how many members have written what they hand over. Zeros before the kernel and after it."""
+    hidden_MF: Any
+    parts_GMD: Any
+
+
+class Memory(NamedTuple):
+    weights: Any
+    rows: Any
+    out: Any
+    """Hidden numbers, and later sums."""
+
+    @classmethod
+    def of(cls, plan: Plan, dtype: Any) -> "Memory":
+        return cls(
+            weights=memory(plan.slots, plan.height, plan.inputs, dtype=dtype),
+            rows=memory(plan.slots, ROWS, plan.inputs, dtype=dtype),
+            out=plgpu.RefUnion(memory(ROWS, plan.hidden, dtype=dtype), memory(ROWS, plan.outputs, dtype=jnp.float32)),
+        )
+
+
+class Barriers(NamedTuple):
+    """Of what has arrived in the ring, and of what may be written over."""
+
+    here: Any
+    free: Any
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Barriers":
+        free: Any = plgpu.Barrier(num_barriers=plan.slots)
+        if plan.cluster > 1:
+            free = plgpu.ClusterBarrier(collective_axes=("member",), num_barriers=plan.slots)
+        return cls(plgpu.Barrier(num_arrivals=COPIES + 1, num_barriers=plan.slots), free)
+
+
+@partial(jax.jit, static_argnums=0)
+def parts(how: How, x_MD: jax.Array, gate_up_2FD: jax.Array, down_DF: jax.Array) -> jax.Array:
+    """[G, M, D] in float32 whose sum is down(activation(gate(x)) * up(x)). Jitted, so that the layers of a model that
+    are written out share one."""
+    plan, shape = how.plan, jax.ShapeDtypeStruct
+    # The one way to an array of counters: Pallas takes these for semaphores, which have four bytes.
+    counts = jnp.zeros((plan.groups, LINE), jnp.int16)
+
+    def kernel(*refs: Any) -> None:
+        *given, memory, barriers = refs
+        _Program(how, Refs(*given), memory, barriers).run()
+
+    _, parts_GMD = plgpu.kernel(
+        kernel,
+        out_type=(shape((plan.M, plan.F), x_MD.dtype), shape((plan.groups, plan.M, plan.D), jnp.float32)),
+        scratch_types=(Memory.of(plan, x_MD.dtype), Barriers.of(plan)),
+        grid=(plan.programs // plan.cluster,),
+        grid_names=("cluster",),
+        cluster=(plan.cluster,),
+        cluster_names=("member",),
+        num_threads=3,
+        thread_name="warpgroup",
+        compiler_params=PARAMS,
+        kernel_name="feed_forward",
+    )(x_MD, gate_up_2FD, down_DF, counts)
+    return parts_GMD
+
+
+class _Step(NamedTuple):
+    """One product, and where its rows and weights come from."""
+
+    rows_ref: Any
+    weight_ref: Any
+    starts: tuple[Any, Any]
+    """First outputs of each copy of a block."""
+    height: int
+    """Outputs."""
+    first: Any
+    """Block of the inputs."""
+    blocks: int
+    before: int
+    """Blocks of the steps before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    how: How
+    refs: Refs
+    memory: Memory
+    barriers: Barriers
+
+    def run(self) -> None:
+        steps, worker, plan = self.steps(), jax.lax.axis_index("warpgroup"), self.plan
+        count = self.refs.counts.at[self.group, 0]
+
+        @pl.when(worker == 0)
+        def _multiply() -> None:
+            self.write_hidden(steps[0])
+            plgpu.semaphore_signal(count, memory_scope="gpu")
+            self.write_sums(steps[1])
+
+        @pl.when(worker == 1)
+        def _load_weights() -> None:
+            for step in steps:
+                self.load(step, self.load_weights)
+            self.wait_for_cluster()
+
+        @pl.when(worker == 2)
+        def _load_rows() -> None:
+            self.load(steps[0], self.load_rows)
+            plgpu.semaphore_wait(count, plan.members, decrement=False, memory_scope="gpu")
+            # The last of the members to come by makes it zero again, since 32 bits have no more.
+            plgpu.semaphore_signal(count, 2**32 // plan.members - 1, memory_scope="gpu")
+            self.load(steps[1], self.load_rows)
+
+    @property
+    def plan(self) -> Plan:
+        return self.how.plan
+
+    @property
+    def program(self) -> Any:
+        return jax.lax.axis_index("cluster") * self.plan.cluster + jax.lax.axis_index("member")
+
+    @property
+    def group(self) -> Any:
+        return jax.lax.div(self.program, jnp.int32(self.plan.members))
+
+    @property
+    def place(self) -> Any:
+        """In the group."""
+        return jax.lax.rem(self.program, jnp.int32(self.plan.members))
+
+    def steps(self) -> tuple[_Step, _Step]:
+        plan, refs = self.plan, self.refs
+        gate, out, blocks = self.program * plan.hidden, self.place * plan.outputs, plan.D // plan.inputs
+        hidden = _Step(refs.x_MD, refs.gate_up_2FD, (gate, gate + plan.F), 2 * plan.hidden, 0, blocks, 0)
+        of_part, half = plan.F // plan.groups // plan.inputs, plan.outputs // COPIES
+        first = self.group * of_part
+        down = _Step(refs.hidden_MF, refs.down_DF, (out, out + half), plan.outputs, first, of_part, blocks)
+        return hidden, down
+
+    def inputs(self, step: _Step, k: Any) -> Any:
+        """Of block k: members begin at different ones, so that they do not all ask for the same rows."""
+        turn = jax.lax.div(self.place, jnp.int32(self.plan.cluster)) if self.plan.is_turned else 0
+        block = step.first + jax.lax.rem(k + turn, jnp.int32(step.blocks))
+        return pl.ds(block * self.plan.inputs, self.plan.inputs)
+
+    def load(self, step: _Step, one: Any) -> None:
+        slots = self.plan.slots
+        at_once = max(0, min(slots - step.before, step.blocks))
+        for k in range(at_once):
+            one(step, jnp.int32(k), slot_of(jnp.int32(k), slots))
+
+        def load(k: Any, _: Any) -> None:
+            slot = slot_of(step.before + k, slots)
+            plgpu.barrier_wait(self.barriers.free.at[slot])
+            one(step, k, slot)
+
+        jax.lax.fori_loop(at_once, step.blocks, load, None)
+
+    def load_weights(self, step: _Step, k: Any, slot: Any) -> None:
+        across, height = self.inputs(step, k), step.height // COPIES
+        for copy, start in enumerate(step.starts):
+            place = self.memory.weights.at[slot, pl.ds(copy * height, height)]
+            plgpu.copy_gmem_to_smem(
+                step.weight_ref.at[pl.ds(start, height), across], place, self.barriers.here.at[slot]
+            )
+
+    def load_rows(self, step: _Step, k: Any, slot: Any) -> None:
+        place = self.memory.rows.at[slot, pl.ds(0, self.plan.M)]
+        shared = "member" if self.plan.cluster > 1 else None
+        source = step.rows_ref.at[:, self.inputs(step, k)]
+        plgpu.copy_gmem_to_smem(source, place, self.barriers.here.at[slot], collective_axes=shared)
+
+    def wait_for_cluster(self) -> None:
+        """Until nobody tells this program anything any more."""
+        if self.plan.cluster > 1:
+            for slot in range(self.plan.slots):
+                plgpu.barrier_wait(self.barriers.free.at[slot])
+
+    def write_hidden(self, step: _Step) -> None:
+        sums, width, (hidden, _) = self.product(step), self.plan.hidden, self.memory.out
+        hidden[...] = (self.how.activation(sums[:, :width]) * sums[:, width:]).astype(hidden.dtype)
+        self.store(hidden, self.refs.hidden_MF.at[:, pl.ds(step.starts[0], width)])
+
+    def write_sums(self, step: _Step) -> None:
+        _, out = self.memory.out
+        out[...] = self.product(step)
+        self.store(out, self.refs.parts_GMD.at[self.group, :, pl.ds(step.starts[0], step.height)])
+
+    def store(self, source: Any, target: Any) -> None:
+        """Of the rows that there are, for other programs to see."""
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(source.at[pl.ds(0, self.plan.M)], target)
+        plgpu.wait_smem_to_gmem(0)
+
+    def product(self, step: _Step) -> jax.Array:
+        return pl.run_scoped(partial(self.stream, step=step), plgpu.ACC((ROWS, step.height), jnp.float32))
+
+    def stream(self, sums_ref: Any, *, step: _Step) -> jax.Array:
+        """Rows times weights as both come. What a block was read from is free when the product of the next has begun.
+        Rows beyond M are whatever lies there, and make sums that nobody reads."""
+        memory, barriers, slots = self.memory, self.barriers, self.plan.slots
+
+        def begin(k: Any) -> None:
+            slot = slot_of(step.before + k, slots)
+            plgpu.barrier_wait(barriers.here.at[slot])
+            weight = memory.weights.at[slot, pl.ds(0, step.height)]
+            plgpu.wgmma(sums_ref, memory.rows.at[slot], weight.transpose((1, 0)))
+
+        def free(k: Any) -> None:
+            plgpu.barrier_arrive(barriers.free.at[slot_of(step.before + k, slots)])
+
+        def both(k: Any, _: Any) -> None:
+            begin(k)
+            plgpu.wgmma_wait(1)
+            free(k - 1)
+
+        begin(jnp.int32(0))
+        jax.lax.fori_loop(1, step.blocks, both, None)
+        plgpu.wgmma_wait(0)
+        free(jnp.int32(step.blocks - 1))
+        return sums_ref[...]
