@@ -185,7 +185,7 @@ class _Program:
         slots = self.plan.slots
         at_once = max(0, min(slots - step.before, step.blocks))
         for k in range(at_once):
-            one(step, jnp.int32(k), slot_of(jnp.int32(k), slots))
+            one(step, jnp.int32(k), (step.before + k) % slots)
 
         def load(k: Any, _: Any) -> None:
             slot = slot_of(step.before + k, slots)
