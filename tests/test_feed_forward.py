@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hopper import run
 
-from maxhydra.kernels.fused_product.feed_forward import How, parts
+from maxhydra.kernels.fused_product.mosaic import How, parts
 from maxhydra.kernels.fused_product.plan import Plan
 
 # 4 programs, with more blocks than slots and fewer.
