@@ -29,7 +29,7 @@ def expected(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("changes", "seed"), [({}, 0), ({"M": 24, "D": 384}, 1), ({"cluster": 2}, 2), ({"is_turned": False}, 3)]
+    ("changes", "seed"), [({}, 0), ({"M": 24, "D": 384}, 1), ({"cluster": 2}, 2), ({"is_turned": False}, 3), ({"waits": 2, "F": 256}, 4)]
 )
 def test_it_is_numpys_whoever_comes_first(changes, seed):
     plan = dataclasses.replace(TINY, **changes)

@@ -80,7 +80,7 @@ def parts(how: How, x_MD: jax.Array, gate_up_2FD: jax.Array, down_DF: jax.Array)
     are written out share one."""
     plan, shape = how.plan, jax.ShapeDtypeStruct
     # The one way to an array of counters: Pallas takes these for semaphores, which have four bytes.
-    counts = jnp.zeros((plan.groups, LINE), jnp.int16)
+    counts = jnp.zeros((plan.groups * plan.waits, LINE), jnp.int16)
 
     def kernel(*refs: Any) -> None:
         *given, memory, barriers = refs
@@ -113,6 +113,9 @@ class _Step(NamedTuple):
     """Outputs."""
     first: Any
     """Block of the inputs."""
+    turn: Any
+    """Blocks after that from which on the program takes them: members begin at different ones, so that they do not all
+    ask for the same rows."""
     blocks: int
     before: int
     """Blocks of the steps before."""
@@ -127,12 +130,11 @@ class _Program:
 
     def run(self) -> None:
         steps, worker, plan = self.steps(), jax.lax.axis_index("warpgroup"), self.plan
-        count = self.refs.counts.at[self.group, 0]
 
         @pl.when(worker == 0)
         def _multiply() -> None:
             self.write_hidden(steps[0])
-            plgpu.semaphore_signal(count, memory_scope="gpu")
+            plgpu.semaphore_signal(self.count(self.place_of_wait), plan.waits, memory_scope="gpu")
             self.write_sums(steps[1])
 
         @pl.when(worker == 1)
@@ -144,10 +146,24 @@ class _Program:
         @pl.when(worker == 2)
         def _load_rows() -> None:
             self.load(steps[0], self.load_rows)
-            plgpu.semaphore_wait(count, plan.members, decrement=False, memory_scope="gpu")
-            # The last of the members to come by makes it zero again, since 32 bits have no more.
-            plgpu.semaphore_signal(count, 2**32 // plan.members - 1, memory_scope="gpu")
-            self.load(steps[1], self.load_rows)
+            size = steps[1].blocks // plan.waits
+            for n in range(plan.waits):
+                self.wait_for_group(n)
+                self.load(steps[1], self.load_rows, n * size, (n + 1) * size)
+
+    @property
+    def place_of_wait(self) -> Any:
+        return jax.lax.div(self.place, jnp.int32(self.plan.members // self.plan.waits))
+
+    def count(self, wait: Any) -> Any:
+        return self.refs.counts.at[self.group * self.plan.waits + wait, 0]
+
+    def wait_for_group(self, n: int) -> None:
+        """The last of the members to come by makes the count zero again, since 32 bits have no more."""
+        members, waits = self.plan.members, self.plan.waits
+        count = self.count(jax.lax.rem(self.place_of_wait + n, jnp.int32(waits)))
+        plgpu.semaphore_wait(count, members, decrement=False, memory_scope="gpu")
+        plgpu.semaphore_signal(count, 2**32 // members - 1, memory_scope="gpu")
 
     @property
     def plan(self) -> Plan:
@@ -169,22 +185,24 @@ class _Program:
     def steps(self) -> tuple[_Step, _Step]:
         plan, refs = self.plan, self.refs
         gate, out, blocks = self.program * plan.hidden, self.place * plan.outputs, plan.D // plan.inputs
-        hidden = _Step(refs.x_MD, refs.gate_up_2FD, (gate, gate + plan.F), 2 * plan.hidden, 0, blocks, 0)
+        turn = jax.lax.div(self.place, jnp.int32(plan.cluster)) if plan.is_turned else 0
+        hidden = _Step(refs.x_MD, refs.gate_up_2FD, (gate, gate + plan.F), 2 * plan.hidden, 0, turn, blocks, 0)
         of_part, half = plan.F // plan.groups // plan.inputs, plan.outputs // COPIES
         first = self.group * of_part
-        down = _Step(refs.hidden_MF, refs.down_DF, (out, out + half), plan.outputs, first, of_part, blocks)
+        turn = turn if plan.waits == 1 else self.place_of_wait * (of_part // plan.waits)
+        down = _Step(refs.hidden_MF, refs.down_DF, (out, out + half), plan.outputs, first, turn, of_part, blocks)
         return hidden, down
 
     def inputs(self, step: _Step, k: Any) -> Any:
-        """Of block k: members begin at different ones, so that they do not all ask for the same rows."""
-        turn = jax.lax.div(self.place, jnp.int32(self.plan.cluster)) if self.plan.is_turned else 0
-        block = step.first + jax.lax.rem(k + turn, jnp.int32(step.blocks))
+        """Of the program's block k."""
+        block = step.first + jax.lax.rem(k + step.turn, jnp.int32(step.blocks))
         return pl.ds(block * self.plan.inputs, self.plan.inputs)
 
-    def load(self, step: _Step, one: Any) -> None:
-        slots = self.plan.slots
-        at_once = max(0, min(slots - step.before, step.blocks))
-        for k in range(at_once):
+    def load(self, step: _Step, one: Any, first: int = 0, end: int | None = None) -> None:
+        """Blocks of a step, as soon as there is room; there is at the beginning."""
+        slots, end = self.plan.slots, step.blocks if end is None else end
+        full = max(first, min(slots - step.before, end))
+        for k in range(first, full):
             one(step, jnp.int32(k), (step.before + k) % slots)
 
         def load(k: Any, _: Any) -> None:
@@ -192,7 +210,7 @@ class _Program:
             plgpu.barrier_wait(self.barriers.free.at[slot])
             one(step, k, slot)
 
-        jax.lax.fori_loop(at_once, step.blocks, load, None)
+        jax.lax.fori_loop(full, end, load, None)
 
     def load_weights(self, step: _Step, k: Any, slot: Any) -> None:
         across, height = self.inputs(step, k), step.height // COPIES

@@ -5,8 +5,6 @@ Shapes: M rows, D residual stream, F hidden.
 
 import dataclasses
 
-import jax.numpy as jnp
-
 from maxhydra.kernels.place import capability, processors
 
 # Rows of a product of the matrix unit.
@@ -30,6 +28,8 @@ class Plan:
     inputs: int = INPUTS
     """Of a block."""
     most_slots: int = MOST_SLOTS
+    waits: int = 1
+    """Times that a program waits for a part of its group, its own first."""
     cluster: int = 1
     is_turned: bool = True
 
@@ -68,4 +68,4 @@ class Plan:
 def can_serve(plan: Plan, dtype: str) -> bool:
     """Whether the kernel takes these sizes on the devices there are."""
     is_there = capability() == "9.0" and processors() >= plan.programs
-    return is_there and plan.fits and dtype == jnp.bfloat16
+    return is_there and plan.fits and dtype == "bfloat16"
