@@ -281,8 +281,8 @@ def _launch(self: Warpgroup, equation: Any, *values: Any) -> Any:
     inside = [dict(zip(mesh.cluster_names, member, strict=True)) for member in np.ndindex(*mesh.cluster)]
     named = [dict(zip(mesh.grid_names, place, strict=True)) for place in np.ndindex(*mesh.grid)]
     clusters = [Cluster([place | member for member in inside], self.cluster.rng) for place in named]
-    # Programs that do not wait for each other may as well come one after the other, which is faster.
-    for some in [clusters] if "semaphore_wait" in str(jaxpr) else [[cluster] for cluster in clusters]:
+    # Programs that do not tell each other anything may as well come one after the other, which is faster.
+    for some in [clusters] if "semaphore_signal" in str(jaxpr) else [[cluster] for cluster in clusters]:
         run_together(some, jaxpr, [*memories, *outs], int(mesh.num_threads or 1), mesh.thread_name)
     if any(semaphore.count for memory in memories for semaphore in memory.semaphores.values()):
         raise Race("a semaphore is not zero at the end")
