@@ -16,15 +16,12 @@ import jax
 import numpy as np
 from hopper_arithmetic import computed
 from hopper_memory import Barrier, Counted, Load, Memory, Product, Race, Store, View
+from hopper_order import Cluster, run_together
 from jax.extend.core import ClosedJaxpr, Literal
 
 NOTHING = ("set_max_registers_p", "commit_group", "async_prefetch")
 # Where an equation has another program inside.
 INNER = ("jaxpr", "call", "call_jaxpr", "fun_jaxpr")
-
-
-class Deadlock(Exception):
-    """All warpgroups wait."""
 
 
 def run(function: Callable[..., Any], *arguments: Any, seed: int = 0) -> Any:
@@ -40,82 +37,6 @@ def _last(steps: Generator[Any, None, Any]) -> Any:
             next(steps)
     except StopIteration as stop:
         return stop.value
-
-
-class Cluster:
-    """Programs that run at the same time, mostly one; `members` are their places by the names of axes."""
-
-    def __init__(self, members: list[dict[str, int]], rng: np.random.Generator) -> None:
-        self.members, self.rng = members, rng
-        self.loads: list[Load] = []
-        # What all of them must ask for before it comes.
-        self.shared_loads: dict[Any, list[Load]] = {}
-        self.scopes: dict[tuple[int, int], list[list[Memory]]] = {}
-
-    def others(self, member: int, axes: str | tuple[str, ...]) -> list[int]:
-        """The member and those that differ from it in these axes alone."""
-        axes = (axes,) if isinstance(axes, str) else axes
-        own = [(name, i) for name, i in self.members[member].items() if name not in axes]
-        return [number for number, place in enumerate(self.members) if all(place[name] == i for name, i in own)]
-
-    def scope(self, key: tuple[int, int], made: Callable[[int], list[Memory]]) -> list[list[Memory]]:
-        """Shared memory and barriers of each member."""
-        if key not in self.scopes:
-            self.scopes[key] = [made(member) for member in range(len(self.members))]
-            for same in zip(*self.scopes[key], strict=True):
-                for memory in same:
-                    memory.everywhere = same
-        return self.scopes[key]
-
-    def begun(
-        self, jaxpr: Any, memories: list[Memory], threads: int, thread_name: str | None
-    ) -> dict["Warpgroup", Generator[Any, None, Any]]:
-        groups = [
-            Warpgroup(self, member, {**place, **({} if thread_name is None else {thread_name: number})}, number)
-            for member, place in enumerate(self.members)
-            for number in range(threads)
-        ]
-        return {group: group.evaluate(jaxpr, memories) for group in groups}
-
-
-def run_together(
-    clusters: list[Cluster], jaxpr: Any, memories: list[Memory], threads: int, thread_name: str | None
-) -> None:
-    """One step of a warpgroup or one copy after the other, until all have come to their end."""
-    steps = {
-        one: rest for cluster in clusters for one, rest in cluster.begun(jaxpr, memories, threads, thread_name).items()
-    }
-    rng, groups = clusters[0].rng, list(steps)
-    waits: dict[Warpgroup, Any] = dict.fromkeys(groups)
-    # How likely a copy ends while somebody can go on, and how likely that is who went last: by chance, since some
-    # mistakes show when copies are late, others when one warpgroup is far ahead.
-    haste, persistence = rng.random(2)
-    last: list[Warpgroup] = []
-    while steps:
-        able = [group for group in steps if waits[group] is None or waits[group].has_passed(group.number)]
-        loads = [cluster.loads for cluster in clusters if cluster.loads]
-        if not able and not loads:
-            raise Deadlock(", ".join(group.where for group in steps))
-        if loads and (not able or rng.random() < haste):
-            some = loads[rng.integers(len(loads))]
-            some.pop(rng.integers(len(some))).finish()
-            continue
-        again = [group for group in last if group in able and rng.random() < persistence]
-        group = (again or able)[rng.integers(len(again or able))]
-        last = [group]
-        if waits[group] is not None:
-            waits[group].pass_by(group.number)
-        try:
-            waits[group] = next(steps[group])
-        except StopIteration:
-            del steps[group]
-        except Race as race:
-            race.add_note(group.where)
-            raise
-    if any(cluster.loads or cluster.shared_loads for cluster in clusters):
-        raise Race("a program ends before what it has asked for")
-    if any(group.products or group.stores for group in groups):
-        raise Race("a program ends before what it has begun")
 
 
 class Warpgroup:
@@ -281,9 +202,16 @@ def _launch(self: Warpgroup, equation: Any, *values: Any) -> Any:
     inside = [dict(zip(mesh.cluster_names, member, strict=True)) for member in np.ndindex(*mesh.cluster)]
     named = [dict(zip(mesh.grid_names, place, strict=True)) for place in np.ndindex(*mesh.grid)]
     clusters = [Cluster([place | member for member in inside], self.cluster.rng) for place in named]
+    threads = range(int(mesh.num_threads or 1))
     # Programs that do not tell each other anything may as well come one after the other, which is faster.
     for some in [clusters] if "semaphore_signal" in str(jaxpr) else [[cluster] for cluster in clusters]:
-        run_together(some, jaxpr, [*memories, *outs], int(mesh.num_threads or 1), mesh.thread_name)
+        groups = [
+            Warpgroup(cluster, member, place | ({mesh.thread_name: number} if mesh.thread_name else {}), number)
+            for cluster in some
+            for member, place in enumerate(cluster.members)
+            for number in threads
+        ]
+        run_together(some, {group: group.evaluate(jaxpr, [*memories, *outs]) for group in groups})
     if any(semaphore.count for memory in memories for semaphore in memory.semaphores.values()):
         raise Race("a semaphore is not zero at the end")
     return [out.values for out in outs]

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hopper import Deadlock, run
+from hopper import run
 from hopper_memory import Race
+from hopper_order import Deadlock
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
