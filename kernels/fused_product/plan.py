@@ -28,6 +28,8 @@ class Plan:
     inputs: int = INPUTS
     """Of a block."""
     most_slots: int = MOST_SLOTS
+    out_parts: int = 4
+    then_parts: int = 4
     waits: int = 1
     """Times that a program waits for a part of its group, its own first."""
     cluster: int = 1
