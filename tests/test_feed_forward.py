@@ -11,8 +11,8 @@ from hopper import run
 from maxhydra.kernels.fused_product.mosaic import How, parts
 from maxhydra.kernels.fused_product.plan import Plan
 
-# 4 programs, with more blocks than slots and fewer.
-TINY = Plan(M=64, D=128, F=128, groups=2, members=2, inputs=64, most_slots=3)
+# 4 programs; more blocks than there is room for, and fewer.
+TINY = Plan(M=64, D=512, F=256, groups=2, members=2, cluster=1, inputs=64, rows=2)
 
 
 def draw(plan: Plan, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -29,7 +29,8 @@ def expected(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("changes", "seed"), [({}, 0), ({"M": 24, "D": 384}, 1), ({"cluster": 2}, 2), ({"is_turned": False}, 3), ({"waits": 2, "F": 256}, 4)]
+    ("changes", "seed"),
+    [({}, 0), ({"M": 24, "D": 128, "rows": 3}, 1), ({"cluster": 2}, 2), ({"groups": 1, "members": 4, "cluster": 2}, 3)],
 )
 def test_it_is_numpys_whoever_comes_first(changes, seed):
     plan = dataclasses.replace(TINY, **changes)

@@ -78,7 +78,7 @@ def feed_forward(
 ) -> tuple[jax.Array, jax.Array | None]:
     """[M, D] twice: onto with the gated feed-forward of x, and the norm of that if it is asked for."""
     (M, D), F, dtype = x_MD.shape, down_DF.shape[1], x_MD.dtype
-    plan = Plan(M, D, F)
+    plan = Plan.of(M, D, F)
     if can_serve(plan, dtype.name) and rows.can_serve(D):
         # Mosaic takes half a second to import, which no machine without such a GPU should wait for.
         from maxhydra.kernels.fused_product.mosaic import How, parts  # noqa: PLC0415

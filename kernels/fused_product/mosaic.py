@@ -1,14 +1,15 @@
 """Gate, up and down of a few rows in one kernel, for Hopper GPUs, in Pallas for Mosaic.
 
 A kernel for gate and up and one for down leave memory waiting while they begin and end. Here every program streams its
-weights of both through one ring in shared memory without a pause: one warpgroup loads weights, one loads rows, one
-multiplies. A group of programs makes a part of the hidden numbers and multiplies just these with `down`, so that only
-the rows wait, and only until the group has written them. All programs must run at the same time.
+weights of both through shared memory without a pause: one warpgroup loads weights, one loads rows, one multiplies. A
+group of programs makes a part of the hidden numbers and multiplies just these with `down`, so that only the rows wait,
+and only until the group has written them. All programs must run at the same time.
 
 Shapes: M rows, D residual stream, F hidden, G groups, which are parts of the inputs of `down`.
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from maxhydra.kernels.mosaic import memory, slot_of
 PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 # A block of weights comes in two copies: gates and values, or halves of the outputs.
 COPIES = 2
-# A group's counter has a line of the cache to itself.
+# A group's count has a line of the cache to itself.
 LINE = 64
 
 
@@ -54,24 +55,32 @@ class Memory(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, dtype: Any) -> "Memory":
         return cls(
-            weights=memory(plan.slots, plan.height, plan.inputs, dtype=dtype),
-            rows=memory(plan.slots, ROWS, plan.inputs, dtype=dtype),
+            weights=memory(plan.weights, plan.height, plan.inputs, dtype=dtype),
+            rows=memory(plan.rows, ROWS, plan.inputs, dtype=dtype),
             out=plgpu.RefUnion(memory(ROWS, plan.hidden, dtype=dtype), memory(ROWS, plan.outputs, dtype=jnp.float32)),
         )
 
 
 class Barriers(NamedTuple):
-    """Of what has arrived in the ring, and of what may be written over."""
+    """Of what has arrived in shared memory, and of what may be written over."""
 
-    here: Any
-    free: Any
+    weights_here: Any
+    rows_here: Any
+    weights_free: Any
+    rows_free: Any
+    """In all programs of a cluster."""
 
     @classmethod
     def of(cls, plan: Plan) -> "Barriers":
-        free: Any = plgpu.Barrier(num_barriers=plan.slots)
+        free: Any = plgpu.Barrier(num_barriers=plan.rows)
         if plan.cluster > 1:
-            free = plgpu.ClusterBarrier(collective_axes=("member",), num_barriers=plan.slots)
-        return cls(plgpu.Barrier(num_arrivals=COPIES + 1, num_barriers=plan.slots), free)
+            free = plgpu.ClusterBarrier(collective_axes=("member",), num_barriers=plan.rows)
+        return cls(
+            weights_here=plgpu.Barrier(num_arrivals=COPIES, num_barriers=plan.weights),
+            rows_here=plgpu.Barrier(num_barriers=plan.rows),
+            weights_free=plgpu.Barrier(num_barriers=plan.weights),
+            rows_free=free,
+        )
 
 
 @partial(jax.jit, static_argnums=0)
@@ -79,12 +88,12 @@ def parts(how: How, x_MD: jax.Array, gate_up_2FD: jax.Array, down_DF: jax.Array)
     """[G, M, D] in float32 whose sum is down(activation(gate(x)) * up(x)). Jitted, so that the layers of a model that
     are written out share one."""
     plan, shape = how.plan, jax.ShapeDtypeStruct
-    # The one way to an array of counters: Pallas takes these for semaphores, which have four bytes.
-    counts = jnp.zeros((plan.groups * plan.waits, LINE), jnp.int16)
+    # Pallas would fill semaphores of its own with zeros for every layer. It takes this for such, of four bytes each.
+    counts = jnp.zeros((plan.groups, LINE), jnp.int16)
 
     def kernel(*refs: Any) -> None:
-        *given, memory, barriers = refs
-        _Program(how, Refs(*given), memory, barriers).run()
+        *arrays, memory, barriers = refs
+        _Program(how, Refs(*arrays), memory, barriers).run()
 
     _, parts_GMD = plgpu.kernel(
         kernel,
@@ -113,9 +122,6 @@ class _Step(NamedTuple):
     """Outputs."""
     first: Any
     """Block of the inputs."""
-    turn: Any
-    """Blocks after that from which on the program takes them: members begin at different ones, so that they do not all
-    ask for the same rows."""
     blocks: int
     before: int
     """Blocks of the steps before."""
@@ -129,41 +135,28 @@ class _Program:
     barriers: Barriers
 
     def run(self) -> None:
-        steps, worker, plan = self.steps(), jax.lax.axis_index("warpgroup"), self.plan
+        (hidden, down), worker, members = self.steps(), jax.lax.axis_index("warpgroup"), self.plan.members
+        count = self.refs.counts.at[self.group, 0]
 
         @pl.when(worker == 0)
         def _multiply() -> None:
-            self.write_hidden(steps[0])
-            plgpu.semaphore_signal(self.count(self.place_of_wait), plan.waits, memory_scope="gpu")
-            self.write_sums(steps[1])
+            self.write_hidden(hidden)
+            plgpu.semaphore_signal(count, memory_scope="gpu")
+            self.write_sums(down)
 
         @pl.when(worker == 1)
         def _load_weights() -> None:
-            for step in steps:
-                self.load(step, self.load_weights)
-            self.wait_for_cluster()
+            self.load_weights(hidden)
+            self.load_weights(down)
 
         @pl.when(worker == 2)
         def _load_rows() -> None:
-            self.load(steps[0], self.load_rows)
-            size = steps[1].blocks // plan.waits
-            for n in range(plan.waits):
-                self.wait_for_group(n)
-                self.load(steps[1], self.load_rows, n * size, (n + 1) * size)
-
-    @property
-    def place_of_wait(self) -> Any:
-        return jax.lax.div(self.place, jnp.int32(self.plan.members // self.plan.waits))
-
-    def count(self, wait: Any) -> Any:
-        return self.refs.counts.at[self.group * self.plan.waits + wait, 0]
-
-    def wait_for_group(self, n: int) -> None:
-        """The last of the members to come by makes the count zero again, since 32 bits have no more."""
-        members, waits = self.plan.members, self.plan.waits
-        count = self.count(jax.lax.rem(self.place_of_wait + n, jnp.int32(waits)))
-        plgpu.semaphore_wait(count, members, decrement=False, memory_scope="gpu")
-        plgpu.semaphore_signal(count, 2**32 // members - 1, memory_scope="gpu")
+            self.load_rows(hidden)
+            plgpu.semaphore_wait(count, members, decrement=False, memory_scope="gpu")
+            # The last member to come by makes it zero again, since 32 bits have no more.
+            plgpu.semaphore_signal(count, 2**32 // members - 1, memory_scope="gpu")
+            self.load_rows(down)
+            self.wait_for_cluster()
 
     @property
     def plan(self) -> Plan:
@@ -177,76 +170,72 @@ class _Program:
     def group(self) -> Any:
         return jax.lax.div(self.program, jnp.int32(self.plan.members))
 
-    @property
-    def place(self) -> Any:
-        """In the group."""
-        return jax.lax.rem(self.program, jnp.int32(self.plan.members))
-
     def steps(self) -> tuple[_Step, _Step]:
         plan, refs = self.plan, self.refs
-        gate, out, blocks = self.program * plan.hidden, self.place * plan.outputs, plan.D // plan.inputs
-        turn = jax.lax.div(self.place, jnp.int32(plan.cluster)) if plan.is_turned else 0
-        hidden = _Step(refs.x_MD, refs.gate_up_2FD, (gate, gate + plan.F), 2 * plan.hidden, 0, turn, blocks, 0)
-        of_part, half = plan.F // plan.groups // plan.inputs, plan.outputs // COPIES
-        first = self.group * of_part
-        turn = turn if plan.waits == 1 else self.place_of_wait * (of_part // plan.waits)
-        down = _Step(refs.hidden_MF, refs.down_DF, (out, out + half), plan.outputs, first, turn, of_part, blocks)
+        gate, blocks = self.program * plan.hidden, plan.D // plan.inputs
+        hidden = _Step(refs.x_MD, refs.gate_up_2FD, (gate, gate + plan.F), 2 * plan.hidden, 0, blocks, 0)
+        out = jax.lax.rem(self.program, jnp.int32(plan.members)) * plan.outputs
+        starts, of_part = (out, out + plan.outputs // COPIES), plan.F // plan.groups // plan.inputs
+        down = _Step(refs.hidden_MF, refs.down_DF, starts, plan.outputs, self.group * of_part, of_part, blocks)
         return hidden, down
 
-    def inputs(self, step: _Step, k: Any) -> Any:
-        """Of the program's block k."""
-        block = step.first + jax.lax.rem(k + step.turn, jnp.int32(step.blocks))
-        return pl.ds(block * self.plan.inputs, self.plan.inputs)
+    def load_weights(self, step: _Step) -> None:
+        def load(across: Any, slot: Any) -> None:
+            height, here = step.height // COPIES, self.barriers.weights_here.at[slot]
+            for copy, start in enumerate(step.starts):
+                place = self.memory.weights.at[slot, pl.ds(copy * height, height)]
+                plgpu.copy_gmem_to_smem(step.weight_ref.at[pl.ds(start, height), across], place, here)
 
-    def load(self, step: _Step, one: Any, first: int = 0, end: int | None = None) -> None:
-        """Blocks of a step, as soon as there is room; there is at the beginning."""
-        slots, end = self.plan.slots, step.blocks if end is None else end
-        full = max(first, min(slots - step.before, end))
-        for k in range(first, full):
-            one(step, jnp.int32(k), (step.before + k) % slots)
+        self.load(step, self.plan.weights, self.barriers.weights_free, load)
 
-        def load(k: Any, _: Any) -> None:
-            slot = slot_of(step.before + k, slots)
-            plgpu.barrier_wait(self.barriers.free.at[slot])
-            one(step, k, slot)
-
-        jax.lax.fori_loop(full, end, load, None)
-
-    def load_weights(self, step: _Step, k: Any, slot: Any) -> None:
-        across, height = self.inputs(step, k), step.height // COPIES
-        for copy, start in enumerate(step.starts):
-            place = self.memory.weights.at[slot, pl.ds(copy * height, height)]
-            plgpu.copy_gmem_to_smem(
-                step.weight_ref.at[pl.ds(start, height), across], place, self.barriers.here.at[slot]
-            )
-
-    def load_rows(self, step: _Step, k: Any, slot: Any) -> None:
-        place = self.memory.rows.at[slot, pl.ds(0, self.plan.M)]
+    def load_rows(self, step: _Step) -> None:
+        """Each program of a cluster brings a part of what all get."""
         shared = "member" if self.plan.cluster > 1 else None
-        source = step.rows_ref.at[:, self.inputs(step, k)]
-        plgpu.copy_gmem_to_smem(source, place, self.barriers.here.at[slot], collective_axes=shared)
+
+        def load(across: Any, slot: Any) -> None:
+            place, here = self.memory.rows.at[slot, pl.ds(0, self.plan.M)], self.barriers.rows_here.at[slot]
+            plgpu.copy_gmem_to_smem(step.rows_ref.at[:, across], place, here, collective_axes=shared)
+
+        self.load(step, self.plan.rows, self.barriers.rows_free, load)
+
+    def load(self, step: _Step, slots: int, free: Any, one: Callable[[Any, Any], None]) -> None:
+        """The blocks of a step, as soon as there is room; there is at the beginning."""
+
+        def load(k: Any, slot: Any) -> None:
+            one(pl.ds((step.first + k) * self.plan.inputs, self.plan.inputs), slot)
+
+        def load_later(k: Any, _: Any) -> None:
+            slot = slot_of(step.before + k, slots)
+            plgpu.barrier_wait(free.at[slot])
+            load(k, slot)
+
+        at_once = max(0, min(slots - step.before, step.blocks))
+        for k in range(at_once):
+            load(k, step.before + k)
+        jax.lax.fori_loop(at_once, step.blocks, load_later, None)
 
     def wait_for_cluster(self) -> None:
-        """Until nobody tells this program anything any more."""
+        """Until nobody tells this program of room any more."""
         if self.plan.cluster > 1:
-            for slot in range(self.plan.slots):
-                plgpu.barrier_wait(self.barriers.free.at[slot])
+            for slot in range(self.plan.rows):
+                plgpu.barrier_wait(self.barriers.rows_free.at[slot])
 
     def write_hidden(self, step: _Step) -> None:
         sums, width, (hidden, _) = self.product(step), self.plan.hidden, self.memory.out
         hidden[...] = (self.how.activation(sums[:, :width]) * sums[:, width:]).astype(hidden.dtype)
         self.store(hidden, self.refs.hidden_MF.at[:, pl.ds(step.starts[0], width)])
+        plgpu.wait_smem_to_gmem(0)
 
     def write_sums(self, step: _Step) -> None:
         _, out = self.memory.out
         out[...] = self.product(step)
         self.store(out, self.refs.parts_GMD.at[self.group, :, pl.ds(step.starts[0], step.height)])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def store(self, source: Any, target: Any) -> None:
-        """Of the rows that there are, for other programs to see."""
+        """The rows that there are."""
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(source.at[pl.ds(0, self.plan.M)], target)
-        plgpu.wait_smem_to_gmem(0)
 
     def product(self, step: _Step) -> jax.Array:
         return pl.run_scoped(partial(self.stream, step=step), plgpu.ACC((ROWS, step.height), jnp.float32))
@@ -254,16 +243,18 @@ class _Program:
     def stream(self, sums_ref: Any, *, step: _Step) -> jax.Array:
         """Rows times weights as both come. What a block was read from is free when the product of the next has begun.
         Rows beyond M are whatever lies there, and make sums that nobody reads."""
-        memory, barriers, slots = self.memory, self.barriers, self.plan.slots
+        memory, barriers, plan = self.memory, self.barriers, self.plan
 
         def begin(k: Any) -> None:
-            slot = slot_of(step.before + k, slots)
-            plgpu.barrier_wait(barriers.here.at[slot])
+            row, slot = slot_of(step.before + k, plan.rows), slot_of(step.before + k, plan.weights)
+            plgpu.barrier_wait(barriers.rows_here.at[row])
+            plgpu.barrier_wait(barriers.weights_here.at[slot])
             weight = memory.weights.at[slot, pl.ds(0, step.height)]
-            plgpu.wgmma(sums_ref, memory.rows.at[slot], weight.transpose((1, 0)))
+            plgpu.wgmma(sums_ref, memory.rows.at[row], weight.transpose((1, 0)))
 
         def free(k: Any) -> None:
-            plgpu.barrier_arrive(barriers.free.at[slot_of(step.before + k, slots)])
+            plgpu.barrier_arrive(barriers.rows_free.at[slot_of(step.before + k, plan.rows)])
+            plgpu.barrier_arrive(barriers.weights_free.at[slot_of(step.before + k, plan.weights)])
 
         def both(k: Any, _: Any) -> None:
             begin(k)
