@@ -145,6 +145,15 @@ def test_bursts_give_the_tokens_that_steps_give():
             break
     else:
         pytest.fail("no burst was used")
+    # The first token, a burst of 4, and 3 tokens: for these too another program stands in until it has its own.
+    request, known = ask("a", max_tokens=8, ignore_eos=True), -1
+    for _ in range(40):
+        assert list(engine.submit(request).result().tokens) == greedy_without_cache(request)
+        before, known = known, engine.settled()
+        if known == before:
+            break
+    else:
+        pytest.fail("the last burst did not become as long as the answer")
     engine.close()
 
 

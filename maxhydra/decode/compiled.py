@@ -20,6 +20,11 @@ class Sized(Hashable, Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def length(self) -> int:
+        """Steps of a use."""
+        ...
+
 
 Name = TypeVar("Name", bound=Sized)
 Program = Callable[..., Any]
@@ -60,7 +65,7 @@ class Compiled(Generic[Name]):
             return name if name in self._found or not eventual.holds(name) else eventual
         smallest = min(ready, key=lambda other: other.size)
         self._stood_in += 1
-        self._waste[name] = self._waste.get(name, 0) + smallest.size / name.size - 1
+        self._waste[name] = self._waste.get(name, 0) + name.length * (smallest.size / name.size - 1)
         if self._waste[name] > PATIENCE:
             self.begin(name)
         return smallest

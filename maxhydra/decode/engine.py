@@ -19,12 +19,13 @@ from maxhydra.config.decode import CacheDtype
 from maxhydra.config.decode import Engine as Config
 from maxhydra.data import Tokenizer
 from maxhydra.decode.arrange import arrange
+from maxhydra.decode.plan import advancing, reading
 from maxhydra.decode.programs import BurstName, Programs
 from maxhydra.decode.request import Handle, RefusedError, Request, TokenLogprob
 from maxhydra.decode.sampler import ALTERNATIVES, Choice
 from maxhydra.decode.scheduler import Scheduler
 from maxhydra.decode.sequence import Sequence, problem
-from maxhydra.decode.work import Buckets, Shape, advancing, drawing, reading, steps_of
+from maxhydra.decode.work import Buckets, Shape, steps_of
 from maxhydra.layers import PagedRoom
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
@@ -51,6 +52,15 @@ class Drawn(NamedTuple):
     """Of one step [B], or of a burst of them [steps, B]."""
     counts: list[int]
     """Tokens of each."""
+
+
+class Standing(NamedTuple):
+    """Where a burst left its rows. One that goes on from there has its plan on the device."""
+
+    name: BurstName
+    sequences: list[Sequence]
+    computed: list[int]
+    plan_BC: jax.Array
 
 
 class Engine:
@@ -83,6 +93,7 @@ class Engine:
         self._programs = Programs(self._arrangement, self._params, room, sharder=sharder, steady=config.steady)
         self._cache, self._board = self._programs.empty()
         self._under_way: deque[Drawn] = deque()
+        self._standing: Standing | None = None
         self._tokens_read = self._tokens_drawn = 0
 
         self._news = threading.Condition()
@@ -224,17 +235,16 @@ class Engine:
         needed = self._buckets.of_parts(parts)
         shape = self._programs.shape_for(needed, eventual=needed)
         self._scheduler.read(parts)
-        whole = [part.sequence if part.sequence.is_prompt_read else None for part in parts]
+        whole = [part.sequence if part.is_last else None for part in parts]
         for sequence in whole:
             if sequence is not None and sequence.penalises:
                 self._board = self._programs.note_prompt(self._board, sequence.slot, sequence.request.prompt)
         if rows := self._scheduler.next_rows():
             self._programs.ahead(self._next_shape(rows), steps_of(rows))
-        work = reading(parts, shape, self._programs.nobody)
         self._tokens_read += sum(part.length for part in parts)
-        logits_BV, self._cache = self._programs.forward(shape, self._params, self._cache, self._board, work)
+        logits_BV, head_BC = self._forward(shape, reading(parts, shape, self._programs.nobody))
         if any(whole):
-            self._draw(whole, logits_BV)
+            self._draw(whole, logits_BV, head_BC)
 
     def _advance(self) -> None:
         """Send a step of every running sequence, or a burst of steps."""
@@ -243,38 +253,47 @@ class Engine:
             return
         shape = self._next_shape(rows)
         self._foresee(rows, shape)
-        work = advancing(rows, shape, self._programs.nobody)
+        logits_BV, head_BC = self._forward(shape, advancing(rows, shape, self._programs.nobody))
         for sequence in rows:
             sequence.computed += 1
-        logits_BV, self._cache = self._programs.forward(shape, self._params, self._cache, self._board, work)
-        self._draw(list(rows), logits_BV)
+        self._draw(list(rows), logits_BV, head_BC)
 
     def _advance_far(self, rows: list[Sequence]) -> bool:
         """Send a burst if nobody waits who would have to wait for its end, and most of it is needed."""
-        length = self._burst
-        is_needed = 2 * max(sequence.left for sequence in rows) > length
-        if length == 1 or not is_needed or not self._scheduler.is_settled:
+        left = max(sequence.left for sequence in rows)
+        if self._burst == 1 or 2 * left <= self._burst or not self._scheduler.is_settled:
             return False
-        shape = self._buckets.of_rows(rows, later=length - 1, more=0)
-        name = self._programs.burst_for(BurstName(shape, steps_of(rows), length))
+        name = self._next_burst(rows, min(left, self._burst))
         if name is None:
             return False
-        later = self._buckets.of_rows(rows, later=2 * length, more=0)
-        if later.pages > name.shape.pages:
-            self._programs.burst_for(BurstName(later, name.steps, length))
-        counts = [min(length, sequence.left) for sequence in rows]
-        work = advancing(rows, name.shape, self._programs.nobody)
-        draw = drawing(list(rows), name.shape.rows, self._programs.nobody)
-        left_B = np.zeros(name.shape.rows, np.int32)
-        left_B[: len(rows)] = counts
-        self._cache, self._board, choice = self._programs.burst(
-            name, self._params, self._cache, self._board, work, draw, left_B
+        standing, computed = self._standing, [sequence.computed for sequence in rows]
+        if standing is not None and standing[:3] == (name, rows, computed):
+            plan_BC: np.ndarray | jax.Array = standing.plan_BC
+        else:
+            plan_BC = advancing(rows, name.shape, self._programs.nobody)
+        self._cache, self._board, plan_BC, choice = self._programs.burst(
+            name, self._params, self._cache, self._board, plan_BC
         )
+        counts = [min(name.length, sequence.left) for sequence in rows]
         for sequence, count in zip(rows, counts, strict=True):
             sequence.computed += count
             sequence.asked += count
+        self._standing = Standing(name, rows, [sequence.computed for sequence in rows], plan_BC)
         self._under_way.append(Drawn(list(rows), choice, counts))
         return True
+
+    def _next_burst(self, rows: list[Sequence], length: int) -> BurstName | None:
+        """The burst for so many tokens, if there is one by now; the next width of context is compiled before it is
+        needed."""
+        steps, whole = steps_of(rows), self._burst
+        shape = self._buckets.of_rows(rows, later=length - 1, more=0)
+        eventual = BurstName(self._buckets.of_rows(rows, later=whole - 1, more=0), steps, whole)
+        name = self._programs.burst_for(BurstName(shape, steps, length), eventual=eventual)
+        if name is not None:
+            soon = BurstName(self._buckets.of_rows(rows, later=2 * whole, more=0), steps, whole)
+            if soon.shape.pages > name.shape.pages:
+                self._programs.burst_for(soon, eventual=soon)
+        return name
 
     def _next_shape(self, rows: list[Sequence]) -> Shape:
         """The shape in which these rows are advanced: while others come in, rather that of all together."""
@@ -288,10 +307,13 @@ class Engine:
         if soon.pages > shape.pages:
             self._programs.ahead(soon, steps_of(rows))
 
-    def _draw(self, sequences: list[Sequence | None], logits_BV: jax.Array) -> None:
-        steps = steps_of(sequences)
-        draw = drawing(sequences, logits_BV.shape[0], self._programs.nobody)
-        self._board, choice = self._programs.draw(self._board, logits_BV, draw, steps)
+    def _forward(self, shape: Shape, plan_BC: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """Logits of the rows, and how to draw from them."""
+        logits_BV, self._cache, head_BC = self._programs.forward(shape, self._params, self._cache, self._board, plan_BC)
+        return logits_BV, head_BC
+
+    def _draw(self, sequences: list[Sequence | None], logits_BV: jax.Array, head_BC: jax.Array) -> None:
+        self._board, choice = self._programs.draw(self._board, logits_BV, head_BC, steps_of(sequences))
         for sequence in sequences:
             if sequence is not None:
                 sequence.asked += 1

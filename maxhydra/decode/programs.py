@@ -17,8 +17,9 @@ import numpy as np
 
 from maxhydra.decode.arrange import Arrangement
 from maxhydra.decode.compiled import Compiled, Program
+from maxhydra.decode.plan import HEAD, Plan, columns, later
 from maxhydra.decode.sampler import Choice, Settings, Steps, choose, likeliest
-from maxhydra.decode.work import Draw, Shape, Work
+from maxhydra.decode.work import Shape
 from maxhydra.layers import Context, PagedRoom, Rows
 from maxhydra.sharding import Sharder
 
@@ -43,6 +44,10 @@ class DrawName(NamedTuple):
         steps = self.steps
         return self.rows * (1 + 4 * steps.draws + 64 * steps.filters + steps.penalises + 8 * steps.reports)
 
+    @property
+    def length(self) -> int:
+        return 1
+
 
 class BurstName(NamedTuple):
     """A program that advances every row by several tokens, each fed by the one before it."""
@@ -52,7 +57,7 @@ class BurstName(NamedTuple):
     length: int
 
     def holds(self, other: "BurstName") -> bool:
-        return self.length == other.length and self.shape.holds(other.shape) and self.steps.holds(other.steps)
+        return self.length >= other.length and self.shape.holds(other.shape) and self.steps.holds(other.steps)
 
     @property
     def size(self) -> int:
@@ -109,34 +114,32 @@ class Programs:
         self._forwards.begin(self._forwards.choose(shape, eventual=shape))
         self._draws.begin(self._draws.choose(name, eventual=name))
 
-    def forward(self, shape: Shape, params: Tree, cache: Tree, board: Board, work: Work) -> tuple[jax.Array, Tree]:
-        """Logits [B, V] after the last token of each row, and the cache with the tokens in it."""
-        tokens = board.last_N if work.tokens_BT is None else work.tokens_BT
-        logits_BV, cache = self._forwards.get(shape)(
-            params, cache, tokens, work.slots_B, work.positions_BT, work.table_BW
-        )
-        return logits_BV, cache
+    def forward(
+        self, shape: Shape, params: Tree, cache: Tree, board: Board, plan_BC: np.ndarray
+    ) -> tuple[jax.Array, Tree, jax.Array]:
+        """Logits [B, V] after the last token of each row, the cache with the tokens in it, and how to draw the next."""
+        logits_BV, cache, head_BC = self._forwards.get(shape)(params, cache, board.last_N, plan_BC)
+        return logits_BV, cache, head_BC
 
-    def draw(self, board: Board, logits_BV: jax.Array, draw: Draw, steps: Steps) -> tuple[Board, Choice]:
+    def draw(self, board: Board, logits_BV: jax.Array, head_BC: jax.Array, steps: Steps) -> tuple[Board, Choice]:
         """A token for every row, and the board with them on it."""
         name = DrawName(logits_BV.shape[0], steps)
-        board, choice = self._draws.get(self._draws.choose(name, eventual=name))(board, logits_BV, *draw)
+        board, choice = self._draws.get(self._draws.choose(name, eventual=name))(board, logits_BV, head_BC)
         return board, choice
 
-    def burst_for(self, name: BurstName) -> BurstName | None:
+    def burst_for(self, name: BurstName, *, eventual: BurstName) -> BurstName | None:
         """The burst to use for work of this name; None while there is none, which is then being compiled."""
-        chosen = self._bursts.choose(name, eventual=name)
+        chosen = self._bursts.choose(name, eventual=eventual)
         self._bursts.begin(chosen)
         return chosen if self._bursts.is_ready(chosen) else None
 
     def burst(
-        self, name: BurstName, params: Tree, cache: Tree, board: Board, work: Work, draw: Draw, left_B: np.ndarray
-    ) -> tuple[Tree, Board, Choice]:
-        """Tokens for every row, [length, B]; of a row with less than `length` tokens left, the rest means nothing."""
-        cache, board, choice = self._bursts.get(name)(
-            params, cache, board, work.positions_BT, work.table_BW, left_B, *draw
-        )
-        return cache, board, choice
+        self, name: BurstName, params: Tree, cache: Tree, board: Board, plan_BC: np.ndarray | jax.Array
+    ) -> tuple[Tree, Board, jax.Array, Choice]:
+        """Tokens for every row, [length, B], and the plan of those after them; of a row with less than `length` tokens
+        left, the rest means nothing."""
+        cache, board, next_BC, choice = self._bursts.get(name)(params, cache, board, plan_BC)
+        return cache, board, next_BC, choice
 
     def note_prompt(self, board: Board, slot: int, prompt: tuple[int, ...]) -> Board:
         """Write down a new sequence's tokens, for the repetition penalty."""
@@ -154,14 +157,13 @@ class Programs:
         self._bursts.close()
 
     def _compile_forward(self, shape: Shape) -> Program:
-        B, T, W = shape.rows, shape.tokens, shape.pages
-        sizes = [(B, T) if shape.is_prompt else (self.nobody + 1,), (B,), (B, T), (B, W)]
-        arrays = [jax.ShapeDtypeStruct(size, jnp.int32, sharding=self._whole) for size in sizes]
         forward = _forward(self._arrangement, self._sharder, shape)
-        jitted = jax.jit(forward, donate_argnums=1, out_shardings=(self._logits, self._cache_shardings))
-        is_long = self._sharder.platform == "gpu" and B * T >= LONG
+        shardings = (self._logits, self._cache_shardings, self._whole)
+        jitted = jax.jit(forward, donate_argnums=1, out_shardings=shardings)
+        is_long = self._sharder.platform == "gpu" and shape.rows * shape.tokens >= LONG
         options: dict[str, str | bool] | None = {"xla_gpu_enable_command_buffer": ""} if is_long else None
-        return jitted.lower(self._params, self._caches, *arrays).compile(compiler_options=options)
+        lowered = jitted.lower(self._params, self._caches, self._board().last_N, self._plan(shape.rows, columns(shape)))
+        return lowered.compile(compiler_options=options)
 
     def _compile_draw(self, name: DrawName) -> Program:
         rows, steps = name
@@ -170,21 +172,17 @@ class Programs:
             (rows, config.vocab_size), jnp.dtype(config.dtypes.logits.value), sharding=self._logits
         )
         jitted = jax.jit(_draw(steps), donate_argnums=0, out_shardings=self._whole)
-        return jitted.lower(self._board(), logits, *self._draw_arrays(rows)).compile()
+        return jitted.lower(self._board(), logits, self._plan(rows, HEAD)).compile()
 
     def _compile_burst(self, name: BurstName) -> Program:
-        B, W = name.shape.rows, name.shape.pages
-        arrays = [jax.ShapeDtypeStruct(size, jnp.int32, sharding=self._whole) for size in ((B, 1), (B, W), (B,))]
         burst = _burst(self._arrangement, self._sharder, name, nobody=self.nobody)
-        shardings = (self._cache_shardings, self._whole, self._whole)
+        shardings = (self._cache_shardings, self._whole, self._whole, self._whole)
         jitted = jax.jit(burst, donate_argnums=(1, 2), out_shardings=shardings)
-        lowered = jitted.lower(self._params, self._caches, self._board(), *arrays, *self._draw_arrays(B))
-        return lowered.compile()
+        plan = self._plan(name.shape.rows, columns(name.shape))
+        return jitted.lower(self._params, self._caches, self._board(), plan).compile()
 
-    def _draw_arrays(self, rows: int) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of a `Draw`."""
-        kinds = [((rows,), jnp.int32), ((rows, 4), jnp.uint32), ((rows, 4), jnp.float32)]
-        return [jax.ShapeDtypeStruct(size, kind, sharding=self._whole) for size, kind in kinds]
+    def _plan(self, rows: int, width: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, width), jnp.uint32, sharding=self._whole)
 
     def _board(self) -> Any:
         """The board's shapes."""
@@ -193,16 +191,17 @@ class Programs:
         return jax.tree.map(lambda leaf: _placed(leaf, self._whole), board)
 
 
-def _forward(arrangement: Arrangement, sharder: Sharder, shape: Shape) -> Callable[..., tuple[jax.Array, Tree]]:
+def _forward(
+    arrangement: Arrangement, sharder: Sharder, shape: Shape
+) -> Callable[..., tuple[jax.Array, Tree, jax.Array]]:
     hidden = _hidden(arrangement, sharder, shape)
 
-    def forward(
-        params: Tree, cache: Tree, tokens: jax.Array, slots_B: jax.Array, positions_BT: jax.Array, table_BW: jax.Array
-    ) -> tuple[jax.Array, Tree]:
-        params = arrangement.use(params)
-        tokens_BT = tokens if shape.is_prompt else tokens[slots_B][:, None]
-        hidden_B1D, cache = hidden(params, cache, tokens_BT, positions_BT, Rows(table_BW, slots_B))
-        return arrangement.model.logits(params, hidden_B1D, sharder)[:, 0], cache
+    def forward(params: Tree, cache: Tree, last_N: jax.Array, plan_BC: jax.Array) -> tuple[jax.Array, Tree, jax.Array]:
+        params, plan = arrangement.use(params), Plan.of(plan_BC, pages=shape.pages)
+        tokens_BT = plan.tokens_BT if shape.is_prompt else last_N[plan.rows.slots_B][:, None]
+        hidden_B1D, cache = hidden(params, cache, tokens_BT, plan.positions(shape.tokens), plan.rows)
+        logits_BV = arrangement.model.logits(params, hidden_B1D, sharder)[:, 0]
+        return logits_BV, cache, later(plan_BC[:, :HEAD], shape.tokens)
 
     return forward
 
@@ -230,35 +229,18 @@ def _hidden(arrangement: Arrangement, sharder: Sharder, shape: Shape) -> Callabl
 
 
 def _draw(steps: Steps) -> Callable[..., tuple[Board, Choice]]:
-    def draw(
-        board: Board, logits_BV: jax.Array, slots_B: jax.Array, integers_B4: jax.Array, numbers_B4: jax.Array
-    ) -> tuple[Board, Choice]:
-        seen_NV, choice = _chosen(steps, board.seen_NV, logits_BV, slots_B, integers_B4, numbers_B4)
-        return Board(board.last_N.at[slots_B].set(jnp.maximum(choice.token_B, 0)), seen_NV), choice
+    def draw(board: Board, logits_BV: jax.Array, head_BC: jax.Array) -> tuple[Board, Choice]:
+        plan = Plan.of(head_BC, pages=0)
+        seen_NV, choice = _chosen(steps, board.seen_NV, logits_BV, plan.target_B, plan.settings)
+        return Board(board.last_N.at[plan.target_B].set(jnp.maximum(choice.token_B, 0)), seen_NV), choice
 
     return draw
 
 
 def _chosen(
-    steps: Steps,
-    seen_NV: jax.Array,
-    logits_BV: jax.Array,
-    slots_B: jax.Array,
-    integers_B4: jax.Array,
-    numbers_B4: jax.Array,
+    steps: Steps, seen_NV: jax.Array, logits_BV: jax.Array, slots_B: jax.Array, settings: Settings
 ) -> tuple[jax.Array, Choice]:
     """A token for every row, and the tokens seen with it where that is kept up."""
-    position_B, top_k_B, _, _ = integers_B4.astype(jnp.int32).T
-    temperature_B, top_p_B, min_p_B, penalty_B = numbers_B4.T
-    settings = Settings(
-        temperature_B=temperature_B,
-        top_k_B=top_k_B,
-        top_p_B=top_p_B,
-        min_p_B=min_p_B,
-        penalty_B=penalty_B,
-        seed_B2=integers_B4[:, 2:],
-        position_B=position_B,
-    )
     choice = choose(logits_BV, seen_NV[slots_B] if steps.penalises else None, settings, steps)
     if steps.penalises:
         seen_NV = seen_NV.at[slots_B, jnp.maximum(choice.token_B, 0)].set(True)
@@ -267,42 +249,35 @@ def _chosen(
 
 def _burst(
     arrangement: Arrangement, sharder: Sharder, name: BurstName, *, nobody: int
-) -> Callable[..., tuple[Tree, Board, Choice]]:
+) -> Callable[..., tuple[Tree, Board, jax.Array, Choice]]:
     """Tokens go from step to step by themselves; the board has them at the end."""
     model, hidden = arrangement.model, _hidden(arrangement, sharder, name.shape)
 
-    def burst(
-        params: Tree,
-        cache: Tree,
-        board: Board,
-        positions_B1: jax.Array,
-        table_BW: jax.Array,
-        left_B: jax.Array,
-        slots_B: jax.Array,
-        integers_B4: jax.Array,
-        numbers_B4: jax.Array,
-    ) -> tuple[Tree, Board, Choice]:
+    def burst(params: Tree, cache: Tree, board: Board, plan_BC: jax.Array) -> tuple[Tree, Board, jax.Array, Choice]:
+        plan = Plan.of(plan_BC, pages=name.shape.pages)
+        table_BW, slots_B = plan.rows
 
         def step(carry: tuple[Tree, jax.Array, jax.Array], number: jax.Array) -> tuple[Any, Choice]:
             """A row that has no tokens left reads and writes nothing any more."""
             (cache, seen_NV, last_B), used = carry, arrangement.use(params)
-            is_left_B = number < left_B
-            position_B1 = jnp.where(is_left_B[:, None], positions_B1 + number, -1)
+            is_left_B = number < plan.left_B
+            position_B1 = jnp.where(is_left_B, plan.start_B + number, -1)[:, None]
             own_B = jnp.where(is_left_B, slots_B, nobody)
             hidden_B1D, cache = hidden(used, cache, last_B[:, None], position_B1, Rows(table_BW, own_B))
             if name.steps.takes_likeliest:
                 logit_B, token_B = model.largest_logit(used, hidden_B1D[:, 0], sharder)
                 return (cache, seen_NV, token_B), likeliest(logit_B, token_B)
             logits_BV = model.logits(used, hidden_B1D, sharder)[:, 0]
-            numbered_B4 = integers_B4.at[:, 0].add(number.astype(jnp.uint32))
-            seen_NV, choice = _chosen(name.steps, seen_NV, logits_BV, own_B, numbered_B4, numbers_B4)
+            settings = plan.settings._replace(position_B=plan.start_B + number + 1)
+            seen_NV, choice = _chosen(name.steps, seen_NV, logits_BV, own_B, settings)
             return (cache, seen_NV, jnp.maximum(choice.token_B, 0)), choice
 
         before = cache, board.seen_NV, board.last_N[slots_B]
         (cache, seen_NV, _), choices = jax.lax.scan(step, before, jnp.arange(name.length))
-        own_B = jnp.where(left_B > 0, slots_B, nobody)
-        last_B = choices.token_B[jnp.maximum(left_B - 1, 0), jnp.arange(left_B.shape[0])]
-        return cache, Board(board.last_N.at[own_B].set(jnp.maximum(last_B, 0)), seen_NV), choices
+        own_B = jnp.where(plan.left_B > 0, slots_B, nobody)
+        last_B = choices.token_B[jnp.clip(plan.left_B, 1, name.length) - 1, jnp.arange(own_B.shape[0])]
+        board = Board(board.last_N.at[own_B].set(jnp.maximum(last_B, 0)), seen_NV)
+        return cache, board, later(plan_BC, name.length), choices
 
     return burst
 

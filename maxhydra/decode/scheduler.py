@@ -26,6 +26,10 @@ class Part:
     def length(self) -> int:
         return self.stop - self.start
 
+    @property
+    def is_last(self) -> bool:
+        return self.stop == len(self.sequence.request.prompt)
+
 
 class Scheduler:
     """Queue, places and pages."""
