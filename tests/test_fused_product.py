@@ -11,11 +11,22 @@ import pytest
 from maxhydra.config import model as config
 from maxhydra.config.quantization import Quantization, QuantizationKind
 from maxhydra.decode.arrange import arrange
-from maxhydra.kernels.fused_product import Around, Norm, few_rows, fused_product, largest, one_row, product_and_norm
+from maxhydra.kernels.fused_product import (
+    Around,
+    Norm,
+    beginning,
+    feed_forward,
+    few_rows,
+    fused_product,
+    largest,
+    one_row,
+    product_and_norm,
+)
 from maxhydra.kernels.fused_product import rows as row_kernel
 from maxhydra.kernels.paged_attention import triton as pages_kernel
 from maxhydra.layers import Context, PagedRoom, Rows
 from maxhydra.layers import attention as attention_layers
+from maxhydra.layers import embedding as embedding_layers
 from maxhydra.layers import fused as fused_layers
 from maxhydra.model import ModelDef, build, kept, mapped
 from maxhydra.sharding import Sharder
@@ -112,6 +123,18 @@ def test_the_sum_of_parts_and_its_norm_equal_numpy(numbers: int) -> None:
     assert row_kernel.can_serve(numbers) and not row_kernel.can_serve(numbers + 64)
 
 
+def test_rows_of_a_table_and_their_norm_equal_numpys() -> None:
+    """A token that the table has not gives no numbers."""
+    table, scale, tokens = draw(7, 768, seed=0), draw(768, seed=1), np.array([6, 0, 7, 3, -1])
+    norm = Norm(jnp.asarray(scale), offset=1.0, eps=0.1)
+    stream, normed = beginning.looked_up(jnp.asarray(table), jnp.asarray(tokens), norm, interpret=True)
+    is_there = (tokens >= 0) & (tokens < 7)
+    wanted = table[np.where(is_there, tokens, 0)]
+    unit = wanted / np.sqrt(np.mean(wanted**2, axis=1, keepdims=True) + norm.eps)
+    np.testing.assert_array_equal(stream, np.where(is_there[:, None], wanted, np.nan))
+    np.testing.assert_allclose(normed, np.where(is_there[:, None], unit * (scale + 1), np.nan), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("rows", "is_left", "dtype"), [(5, True, jnp.float32), (16, False, jnp.bfloat16)])
 def test_the_largest_output_equals_numpys(rows: int, is_left: bool, dtype: jnp.dtype) -> None:
     """Outputs that are the same bring the first of them, and one that is no number shows in the largest."""
@@ -169,29 +192,29 @@ def tokens_drawn(model: ModelDef, params: dict, rows: int) -> list[list[int]]:
     return drawn
 
 
-@pytest.mark.parametrize(("rows", "is_int8", "normed"), [(1, True, 0), (3, False, 3)])
+@pytest.mark.parametrize(("rows", "is_int8", "calls"), [(1, True, [8, 0, 0]), (3, False, [2, 2, 2])])
 def test_greedy_tokens_are_the_same_with_and_without(
-    rows: int, is_int8: bool, normed: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, is_int8: bool, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two layers of four products each; of several rows some leave the norm that comes next: after attention, and
-    before a layer that takes it."""
+    """Two layers of four products each; of several rows those of the feed-forward come together."""
     packed = model(is_int8)
     plain = packed.base.init(jax.random.key(0))
     params = mapped(plain, partial(kept, packed)) if is_int8 else plain
     arranged = arrange(packed, SINGLE, "gpu")
     used = arranged.use(arranged.keep(params))
-    calls = []
-    for product in (fused_product, product_and_norm):
-        counted = partial(lambda product, *a, **k: calls.append(product) or product(*a, **k), product)
+    called, products = [], (fused_product, product_and_norm, feed_forward)
+    for product in products:
+        counted = partial(lambda product, *a, **k: called.append(product) or product(*a, **k), product)
         monkeypatch.setattr(fused_layers, product.__name__, counted)
     fused = tokens_drawn(arranged.model, used, rows)
-    assert (calls.count(fused_product), calls.count(product_and_norm)) == (8 - normed, normed)
+    assert list(map(called.count, products)) == calls
     assert fused == tokens_drawn(packed, params, rows)
     assert len({tuple(step) for step in fused}) > 1
 
 
 def test_greedy_tokens_are_the_same_from_parts_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Query, key and value come as parts of a sum, which the kernel over pages adds up; both as interpreted."""
+    """Query, key and value come as parts of a sum, which the kernel over pages adds up, from rows that come with their
+    norm; all as interpreted."""
     packed, asked = model(is_int8=False), []
     params = packed.base.init(jax.random.key(0))
     plain = tokens_drawn(packed, params, 3)
@@ -205,6 +228,7 @@ def test_greedy_tokens_are_the_same_from_parts_of_heads(monkeypatch: pytest.Monk
     def over_pages(*arguments: Any, backend: str) -> Any:
         return pages_kernel.attention(*arguments, interpret=True)
 
+    monkeypatch.setattr(embedding_layers, "first_rows", partial(beginning.looked_up, interpret=True))
     monkeypatch.setattr(fused_layers, "parts_of_product", parts)
     monkeypatch.setattr(attention_layers, "serving", lambda *_: "triton")
     monkeypatch.setattr(attention_layers, "paged_attention", over_pages)

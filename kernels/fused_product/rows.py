@@ -4,7 +4,7 @@ is added to, and the norm of that, of which the compiler would make two kernels.
 Shapes: P parts, M rows, N numbers of a row.
 """
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -51,16 +51,28 @@ def summed(
 def _kernel(
     parts_ref: Any, onto_ref: Any, scale_ref: Any, stream_ref: Any, normed_ref: Any, *, offset: float, eps: float
 ) -> None:
+    """All that is read is asked for before anything is written, which a read does not overtake."""
     P, N = parts_ref.shape
-    size = power_of_two_in(N)
-    places, pieces = [pl.ds(start, size) for start in range(0, N, size)], []
-    for place in places:
-        wide = sum((parts_ref[part, place] for part in range(1, P)), parts_ref[0, place])
-        stream = (wide + onto_ref[place].astype(jnp.float32)).astype(stream_ref.dtype)
+    places = pieces_of(N)
+    scales = [scale_ref[place].astype(jnp.float32) + offset for place in places]
+    parts = [[parts_ref[part, place] for part in range(P)] for place in places]
+    onto = [onto_ref[place].astype(jnp.float32) for place in places]
+    sums = [sum(some[1:], some[0]) + old for some, old in zip(parts, onto, strict=True)]
+    streams = [wide.astype(stream_ref.dtype) for wide in sums]
+    for place, stream, normed in zip(places, streams, normed_pieces(streams, scales, eps), strict=True):
         stream_ref[place] = stream
-        pieces.append(stream.astype(jnp.float32))
-    squares = sum((jnp.sum(piece * piece) for piece in pieces[1:]), jnp.sum(pieces[0] * pieces[0]))
-    factor = jax.lax.rsqrt(squares / N + eps)
-    for place, piece in zip(places, pieces, strict=True):
-        scale = scale_ref[place].astype(jnp.float32) + offset
-        normed_ref[place] = (piece * factor * scale).astype(normed_ref.dtype)
+        normed_ref[place] = normed
+
+
+def pieces_of(N: int) -> list[Any]:
+    """Where the pieces of a row lie."""
+    size = power_of_two_in(N)
+    return [pl.ds(start, size) for start in range(0, N, size)]
+
+
+def normed_pieces(pieces: list[jax.Array], scales: list[jax.Array], eps: float) -> list[jax.Array]:
+    """The norm of a row, in its format."""
+    wide = [piece.astype(jnp.float32) for piece in pieces]
+    squares = reduce(jnp.add, (jnp.sum(piece * piece) for piece in wide))
+    factor = jax.lax.rsqrt(squares / sum(piece.size for piece in pieces) + eps)
+    return [(one * factor * scale).astype(pieces[0].dtype) for one, scale in zip(wide, scales, strict=True)]

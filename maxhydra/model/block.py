@@ -174,11 +174,10 @@ class Block(nnx.Module):
         branch_BTD = _normed(post_norm, fed.out_BTD)
         return Fed(_sum(x_BTD, dropout(branch_BTD, ctx.key(1), rate=self.spec.dropout), ctx), {}), sides
 
-    def first_scale(self) -> jax.Array | None:
-        """Of the norm that the layer before can make along; None where this one would not take it."""
+    def first_norm(self) -> Factors | None:
+        """The norm that what stands before can make along; None where this layer would not take it."""
         takes = isinstance(self.attention, Attention) and self.attention_post_norm is None
-        factors = _factors(self.attention_norm) if takes else None
-        return None if factors is None else factors.scale_K
+        return _factors(self.attention_norm) if takes else None
 
     def _then(self, ctx: Context) -> Factors | None:
         """The next layer's first norm, where nothing changes the stream before it."""

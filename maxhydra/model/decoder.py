@@ -152,7 +152,7 @@ class Decoder(nnx.Module):
         """A forward pass, which leaves the stream after every layer only where asked to `keep` it, and runs the layers
         behind the last only where asked to look `ahead`."""
         caches = ctx.cache or self._map_blocks(lambda block, layers: None)
-        x_BTD = ctx.constrain(self.embedding(tokens_BT, ctx.positions), "act_batch", "act_length", "act_embed")
+        x_BTD, ctx = self._embedded(tokens_BT, ctx)
         if self.per_layer is not None:
             ctx = dataclasses.replace(ctx, layer_input=self.per_layer(tokens_BT, x_BTD, ctx))
         prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first=0)
@@ -170,6 +170,15 @@ class Decoder(nnx.Module):
             sides={name: part.sides for name, part in {**parts, "mtp": further}.items() if part.sides},
             ahead=further.kept,
         )
+
+    def _embedded(self, tokens_BT: jax.Array, ctx: Context) -> tuple[jax.Array, Context]:
+        """The stream that the first layer finds, perhaps with what its first norm makes of it."""
+        first = _in_order(self.prefix)[0].first_norm() if self.prefix and self.spec.product.is_fused else None
+        if first is not None and ctx.cache is not None and ctx.sharder.mesh.size == 1:
+            found = self.embedding.begun(tokens_BT, first)
+            if found is not None:
+                return found[0], dataclasses.replace(ctx, normed=found[1])
+        return ctx.constrain(self.embedding(tokens_BT, ctx.positions), "act_batch", "act_length", "act_embed"), ctx
 
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """[B, T, D] to [B, T, V], soft-capped; T may be any part of the sequence, and is split if it can be."""
@@ -214,8 +223,10 @@ class Decoder(nnx.Module):
 
     def _run_blocks(self, blocks: nnx.Dict, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, first: int) -> _Run:
         """Blocks one after the other, the first of them layer number `first`."""
-        new_caches, kept, sides, normed = [], [], [], None
-        scales = [block.first_scale() for block in _in_order(blocks)[1:]] if ctx.cache is not None else []
+        new_caches, kept, sides = [], [], []
+        normed, ctx = ctx.normed, dataclasses.replace(ctx, normed=None)
+        norms = [block.first_norm() for block in _in_order(blocks)[1:]] if ctx.cache is not None else []
+        scales = [None if norm is None else norm.scale_K for norm in norms]
         for index, (block, cache) in enumerate(zip(_in_order(blocks), caches, strict=True), start=first):
             graphdef, weights = self._split(block)
             run = self.spec.remat.wrap(_runner(graphdef), in_loop=False)
