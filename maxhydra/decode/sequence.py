@@ -1,9 +1,13 @@
 """One request on its way through the engine: what is in the cache, what was drawn, what was told."""
 
+import dataclasses
 import math
 from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as List
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
 
 from maxhydra.data import Tokenizer
 from maxhydra.decode.detokenize import Detokenizer, Stopper
@@ -131,6 +135,16 @@ def problem(request: Request, *, vocab_size: int, alternatives: int) -> str | No
         return "the prompt is empty: give at least one token"
     if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:
         return f"the prompt has a token outside the vocabulary of {vocab_size}: the tokenizer is not this model's"
+    return _wrong(SETTINGS(request), alternatives)
+
+
+SETTINGS = attrgetter(*(field.name for field in dataclasses.fields(Request) if field.name != "prompt"))
+
+
+@lru_cache
+def _wrong(settings: tuple[Any, ...], alternatives: int) -> str | None:
+    """What is wrong with settings. Requests that come together mostly ask alike, and wait for each other."""
+    request = Request((), *settings)
     bounds = (
         ("max_tokens", request.max_tokens >= 1, "1 or more"),
         ("temperature", 0 <= request.temperature < math.inf, "0 or more"),
