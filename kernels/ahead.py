@@ -29,7 +29,12 @@ INSTRUCTIONS = """{{
 
 
 class Ahead(NamedTuple):
-    """Equal pieces of a weight, one for each program of a kernel, whose first thread asks for it."""
+    """Equal pieces of a weight, one for each program of a kernel, whose first thread asks for it.
+
+    Measured on an H200, us: attention of 64 rows of 200 tokens 10.7 instead of 10.6, the product with 2,048 x 2,048
+    numbers behind it 4.2 instead of 4.9. A kernel of few programs loses more than is gained: the sum of parts 3.3 to
+    4.5 instead of 2.5 for 8 to 12 MB, and the product behind it is no faster.
+    """
 
     size: int
     """Bytes of a piece."""

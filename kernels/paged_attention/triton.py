@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.ahead import Ahead
+from maxhydra.kernels.ahead import THREADS_OF_WARP, Ahead
 from maxhydra.kernels.attention.request import Request
 from maxhydra.kernels.paged_attention.pages import Pages
 
@@ -83,8 +83,8 @@ def attention(
     G, W = N // K, pages.table_BW.shape[1]
     by = by or tile(B * K, W * Z, Z, H * dtype.itemsize)
     parts = by.parts
-    is_asked = then is not None and parts == 1 and B * K > FEW
-    ahead = Ahead.of(then, programs=B * K, warps=by.warps) if then is not None and is_asked else None
+    is_many = parts == 1 and B * K > FEW and by.warps * THREADS_OF_WARP <= H
+    ahead = Ahead.of(then, programs=B * K, warps=by.warps) if then is not None and is_many else None
 
     queries = pl.BlockSpec((S, None, G, H), lambda b, k, m: (0, b, k, 0))
     new_key = pl.BlockSpec((S, None, None, H), lambda b, k, m: (0, b, N + k, 0))
