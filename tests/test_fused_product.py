@@ -225,7 +225,7 @@ def test_greedy_tokens_are_the_same_from_parts_of_heads(monkeypatch: pytest.Monk
         by = few_rows.Tile(16, 16, 2, is_left=False, warps=4, stages=2)
         return few_rows.summands(x_MK, weight_NK, Around(), jnp.dtype(dtype), interpret=True, by=by)
 
-    def over_pages(*arguments: Any, backend: str) -> Any:
+    def over_pages(*arguments: Any, then: Any, backend: str) -> Any:
         return pages_kernel.attention(*arguments, interpret=True)
 
     monkeypatch.setattr(embedding_layers, "first_rows", partial(beginning.looked_up, interpret=True))

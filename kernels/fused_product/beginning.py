@@ -14,8 +14,8 @@ from jax.experimental.pallas import triton as plt
 
 from maxhydra.kernels.fused_product.around import Norm
 from maxhydra.kernels.fused_product.few_rows import MOST_ROWS
-from maxhydra.kernels.fused_product.rows import WARPS, normed_pieces, pieces_of
 from maxhydra.kernels.fused_product.rows import can_serve as is_in_pieces
+from maxhydra.kernels.fused_product.rows import normed_pieces, pieces_of, warps
 
 
 def can_serve(M: int, N: int, dtype: str) -> bool:
@@ -37,7 +37,7 @@ def looked_up(table_VN: jax.Array, tokens_M: jax.Array, norm: Norm, *, interpret
         ],
         out_specs=[row, row],
         out_shape=[shape, shape],
-        compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=warps(N), num_stages=1),
         interpret=interpret,
         name="first_rows",
     )(table_VN, tokens_M, norm.scale_K)

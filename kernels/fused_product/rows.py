@@ -18,7 +18,11 @@ from maxhydra.kernels.fused_product.sizes import power_of_two_in
 
 # A row comes in pieces of a power of two, few enough of them and all in registers.
 LEAST_PIECE, MOST_NUMBERS = 256, 8192
-WARPS = 8
+
+
+def warps(N: int) -> int:
+    """Measured on an H200 for 4 parts of 64 rows of 2,048, us: 2.17 with 16, 2.50 with 8, 2.58 with 4."""
+    return 16 if power_of_two_in(N) >= 2048 else 8
 
 
 def can_serve(N: int) -> bool:
@@ -41,7 +45,7 @@ def summed(
         ],
         out_specs=[row, row],
         out_shape=[jax.ShapeDtypeStruct((M, N), dtype)] * 2,
-        compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=warps(N), num_stages=1),
         interpret=interpret,
         name="summed_rows",
     )(parts_PMN, onto_MN, norm.scale_K)

@@ -102,15 +102,21 @@ def serving(pages: Pages, dtype: str, place: Place) -> str | None:
 
 
 def paged_attention(
-    heads_SBMH: jax.Array, turns: tuple[jax.Array, jax.Array] | None, pages: Pages, request: Request, *, backend: str
+    heads_SBMH: jax.Array,
+    turns: tuple[jax.Array, jax.Array] | None,
+    pages: Pages,
+    request: Request,
+    *,
+    then: jax.Array | None,
+    backend: str,
 ) -> tuple[jax.Array, Pages]:
     """Values [B, N, H] that the new token of each row gathers, and the pages with it; zeros for a row of no tokens.
 
     heads: queries, keys, values of the new tokens, as parts whose sum they are, rounded to the cache's format. Queries
     and keys x become x * turns[0] + y * turns[1], each [B, H], where y is x with the halves of a head exchanged; None:
-    they stay as they are.
+    they stay as they are. `then`: the weight [N, K] that the values meet, to be asked for meanwhile where it is known.
     """
-    return BACKENDS[backend].run(heads_SBMH, turns, pages, request)
+    return BACKENDS[backend].run(heads_SBMH, turns, pages, request, then=then)
 
 
 def filled(pages: Pages, key_BTKH: jax.Array, value_BTKH: jax.Array, place: Place) -> Pages | None:

@@ -30,8 +30,11 @@ def attention(
     pages: Pages,
     request: Request,
     *,
+    then: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, Pages]:
+    """`then` is left to the compiler, which has weights brought ahead where there is room for them."""
+    del then
     _, B, M, H = heads_SBMH.shape
     P, K, Z, _ = pages.key_PKZH.shape
     N = M - 2 * K

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from maxhydra.kernels.ahead import THREADS_OF_WARP, Ahead
 from maxhydra.kernels.attention.request import Request
 from maxhydra.kernels.paged_attention.pages import Pages
 
@@ -72,6 +73,7 @@ def attention(
     pages: Pages,
     request: Request,
     *,
+    then: jax.Array | None = None,
     interpret: bool = False,
     by: Tile | None = None,
 ) -> tuple[jax.Array, Pages]:
@@ -81,6 +83,8 @@ def attention(
     G, W = N // K, pages.table_BW.shape[1]
     by = by or tile(B * K, W * Z, Z, H * dtype.itemsize)
     parts = by.parts
+    is_many = parts == 1 and B * K > FEW and by.warps * THREADS_OF_WARP <= H
+    ahead = Ahead.of(then, programs=B * K, warps=by.warps) if then is not None and is_many else None
 
     queries = pl.BlockSpec((S, None, G, H), lambda b, k, m: (0, b, k, 0))
     new_key = pl.BlockSpec((S, None, None, H), lambda b, k, m: (0, b, N + k, 0))
@@ -92,17 +96,20 @@ def attention(
     size = pl.BlockSpec((None, None, None, G), lambda b, k, m: (b, k, m, 0))
     stored = jax.ShapeDtypeStruct(pages.key_PKZH.shape, pages.key_PKZH.dtype)
     wide = jax.ShapeDtypeStruct((B, K, parts, G), jnp.float32)
-    key_PKZH, value_PKZH, out_BKMGH, top_BKMG, total_BKMG = pl.pallas_call(
-        partial(_kernel, request=request, by=by, each=pl.cdiv(pl.cdiv(W * Z, by.tokens), parts)),
+    key_PKZH, value_PKZH, out_BKMGH, *sizes = pl.pallas_call(
+        partial(_kernel, request=request, by=by, each=pl.cdiv(pl.cdiv(W * Z, by.tokens), parts), ahead=ahead),
         grid=(B, K, parts),
-        in_specs=[of_pages, of_pages, queries, new_key, new_value, row, one, *([] if turns is None else [turn, turn])],
-        out_specs=[of_pages, of_pages, part, size, size],
+        in_specs=[
+            *(of_pages, of_pages, queries, new_key, new_value, row, one),
+            *([] if turns is None else [turn, turn]),
+            *([] if ahead is None else [ahead.spec]),
+        ],
+        out_specs=[of_pages, of_pages, part, *([size, size] if parts > 1 else [])],
         out_shape=[
             stored,
             stored,
             jax.ShapeDtypeStruct((B, K, parts, G, H), dtype if parts == 1 else jnp.float32),
-            wide,
-            wide,
+            *([wide, wide] if parts > 1 else []),
         ],
         input_output_aliases={0: 0, 1: 1},
         compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
@@ -117,10 +124,12 @@ def attention(
         pages.table_BW,
         pages.length_B,
         *(turns or ()),
+        *([] if ahead is None else [then]),
     )
     pages = pages._replace(key_PKZH=key_PKZH, value_PKZH=value_PKZH)
     if parts == 1:
         return out_BKMGH.reshape(B, N, H), pages
+    top_BKMG, total_BKMG = sizes
     weight_BKMG = total_BKMG * jnp.exp2(top_BKMG - jnp.max(top_BKMG, axis=2, keepdims=True))
     share_BKMG = weight_BKMG / _nonzero(jnp.sum(weight_BKMG, axis=2, keepdims=True))
     out_BKGH = jnp.sum(out_BKMGH * share_BKMG[..., None], axis=2)
@@ -156,10 +165,13 @@ def _kernel(
     request: Request,
     by: Tile,
     each: int,
+    ahead: Ahead | None,
 ) -> None:
     """The softmax is taken as the blocks come (Milakov and Gimelshein, 2018). The new token comes last, when no memory
     waits for it, and is not read back from where it is written. `each`: blocks of a part."""
-    *turn_refs, key_out_ref, value_out_ref, out_ref, top_ref, total_ref = rest
+    count = len(rest) - (3 if by.parts == 1 else 5)
+    (*turn_refs,), (key_out_ref, value_out_ref, out_ref, *size_refs) = rest[:count], rest[count:]
+    then_ref = turn_refs.pop() if ahead is not None else None
     (_, G, H), T = q_ref.shape, by.tokens
     rows = max(LEAST_ROWS, 1 << (G - 1).bit_length())
     is_head, heads = jnp.arange(rows) < G, pl.ds(0, rows)
@@ -187,9 +199,13 @@ def _kernel(
     sums, top, total = _with_own(so_far, q, new_key, new_value, is_own, request)
     for ref, new in ((key_out_ref, new_key), (value_out_ref, new_value)):
         plt.store(ref.at[page, last % Z, :], new, mask=jnp.full((H,), is_own))
-    plt.store(out_ref.at[heads, :], (sums / _nonzero(total)[:, None]).astype(out_ref.dtype), mask=is_head[:, None])
-    plt.store(top_ref.at[heads], top, mask=is_head)
-    plt.store(total_ref.at[heads], total, mask=is_head)
+    if ahead is not None:
+        program = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
+        ahead.ask(then_ref, program, out_ref.at[0, pl.ds(0, ahead.threads)], after=jnp.max(total))
+    out = sums * (1 / _nonzero(total))[:, None]
+    plt.store(out_ref.at[heads, :], out.astype(out_ref.dtype), mask=is_head[:, None])
+    for ref, one in zip(size_refs, (top, total)[: len(size_refs)], strict=True):
+        plt.store(ref.at[heads], one, mask=is_head)
 
 
 def _block(

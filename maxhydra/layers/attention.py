@@ -25,7 +25,7 @@ from maxhydra.layers.backends import Wanted, explained
 from maxhydra.layers.cache import Cache, KeysValues, NoCache, Room
 from maxhydra.layers.chunks import chunks
 from maxhydra.layers.context import Context
-from maxhydra.layers.fused import added, can_fuse, fused_normed, parts_of_normed
+from maxhydra.layers.fused import added, can_fuse, fused_normed, parts_of_normed, weight_read
 from maxhydra.layers.norm import Norm, NormSpec, PlainNorm, RMSNorm
 from maxhydra.layers.parts import Mixed, visible_in_chunk, visible_keys
 from maxhydra.layers.projection import Projection, are_bare, joined, together
@@ -150,7 +150,7 @@ class Attention(nnx.Module):
         if pages is None:
             mixed_BTNH, cache, seen = self._mix_heads(self._heads(x_BTD, ctx), ctx)
         else:
-            mixed_BTNH, cache = self._mix_pages(self._joined_heads(x_BTD, ctx)[None], pages, ctx)
+            mixed_BTNH, cache = self._mix_pages(self._joined_heads(x_BTD, ctx)[None], pages, ctx, then=None)
         mixed_BTNH = ctx.constrain(mixed_BTNH, "act_batch", "act_length", "act_heads", None)
         mixed_BTNH = checkpoint_name(mixed_BTNH, "context")
         if self.gate is not None:
@@ -175,7 +175,8 @@ class Attention(nnx.Module):
             heads = self._at_positions(jnp.split(heads_BTMH, starts, axis=2), ctx)
             mixed_BTNH, cache, seen = self._mix_heads(heads, ctx)
         else:
-            mixed_BTNH, cache = self._mix_pages(self._parts(x_BTD, norm, ctx), pages, ctx)
+            heads_SBTMH = self._parts(x_BTD, norm, ctx)
+            mixed_BTNH, cache = self._mix_pages(heads_SBTMH, pages, ctx, then=weight_read(self.out))
         out_BTD, normed_BTD = added(self.out, mixed_BTNH, x_BTD, then=then)
         return Mixed(out_BTD, cache, {}, seen if self.spec.hands_on else None, normed_BTD)
 
@@ -304,8 +305,11 @@ class Attention(nnx.Module):
             return fused_normed(self._inputs, x_BTD, norm, ctx)[None]
         return parts_of_normed(self._inputs, x_BTD, norm, ctx)
 
-    def _mix_pages(self, heads_SB1MH: jax.Array, pages: Pages, ctx: Context) -> tuple[jax.Array, Any]:
-        """What _mix_heads does, from the heads of all three in one array to the cache with the new token."""
+    def _mix_pages(
+        self, heads_SB1MH: jax.Array, pages: Pages, ctx: Context, *, then: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
+        """What _mix_heads does, from the heads of all three in one array to the cache with the new token; `then`: the
+        weight that comes next."""
         spec, heads_SBMH = self.spec, heads_SB1MH[:, :, 0]
         if self.query_norm is not None:
             (heads_BMH,) = heads_SBMH
@@ -315,7 +319,7 @@ class Attention(nnx.Module):
         turn = None if spec.rotation is None else turns(ctx.positions[:, 0], spec.rotation)
         backend = serving(pages, pages.key_PKZH.dtype.name, ctx.place)
         assert backend is not None
-        mixed_BNH, pages = paged_attention(heads_SBMH, turn, pages, self._request(ctx), backend=backend)
+        mixed_BNH, pages = paged_attention(heads_SBMH, turn, pages, self._request(ctx), then=then, backend=backend)
         return mixed_BNH[:, None], ctx.cache.with_pages(pages)
 
     def _whole(self, kv_BSKH: jax.Array, ctx: Context) -> jax.Array:

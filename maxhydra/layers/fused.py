@@ -114,9 +114,9 @@ def added(
     projection: Projection, x: jax.Array, onto_BTD: jax.Array, *, then: Factors | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """onto + projection(x), and the norm of that where it is asked for and does not come on the way to a product."""
-    if then is None or isinstance(projection.kernel, Int8):
+    weight_NK = weight_read(projection)
+    if then is None or weight_NK is None:
         return fused((projection,), x, onto=onto_BTD), None
-    weight_NK = _outputs_first(projection.weight(projection.kept), projection.inputs)
     x_MK, onto_MN = x.reshape(-1, weight_NK.shape[1]), onto_BTD.reshape(-1, onto_BTD.shape[-1])
     stream_MN, normed_MN = product_and_norm(x_MK, weight_NK, onto_MN, then, dtype=x.dtype)
     return stream_MN.reshape(onto_BTD.shape), normed_MN.reshape(onto_BTD.shape)
@@ -140,6 +140,13 @@ def fed(
     x_MD, normed_BTD = x_BTD.reshape(-1, x_BTD.shape[-1]), norm.factors(x_BTD) if ctx.normed is None else ctx.normed
     out_MD, then_MD = feed_forward(normed_BTD.reshape(x_MD.shape), gate_up_ND, down_DF, activation, x_MD, then)
     return out_MD.reshape(x_BTD.shape), None if then_MD is None else then_MD.reshape(x_BTD.shape)
+
+
+def weight_read(projection: Projection) -> jax.Array | None:
+    """[N, K] that `added` will read, for the kernel before it to ask for; None where that has another format."""
+    if isinstance(projection.kernel, Int8):
+        return None
+    return _outputs_first(projection.weight(projection.kept), projection.inputs)
 
 
 def _side_by_side(projections: Sequence[Projection]) -> jax.Array:
