@@ -13,10 +13,9 @@ WORKERS = 2
 
 
 def memory(*shape: int, dtype: Any) -> Any:
-    """Shared memory for matrices, in the order in which the matrix unit reads them, and copies."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = next(width for width in (128, 64, 32) if shape[-1] * size % width == 0)
-    columns = swizzle // size
+    """Shared memory for matrices, in the order in which the matrix unit reads them."""
+    swizzle = 128
+    columns = swizzle // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 

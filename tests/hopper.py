@@ -3,7 +3,7 @@
 Values alone would hide most mistakes of such kernels, so nothing happens before it must: a product of the matrix unit
 is made when it is waited for, a copy at any time before its barrier has passed, and warpgroups take turns at random.
 hopper_memory.py says what is a Race then; a wait for what never comes is a Deadlock. Layouts of registers and of shared
-memory are left to the compiler, which the lowering shows. Semaphores lie in arrays, and are zero at the end.
+memory are left to the compiler, which the lowering shows. There are no semaphores.
 """
 
 import itertools
@@ -15,13 +15,16 @@ from typing import Any
 import jax
 import numpy as np
 from hopper_arithmetic import computed
-from hopper_memory import Barrier, Counted, Load, Memory, Product, Race, Store, View
-from hopper_order import Cluster, run_together
+from hopper_memory import Barrier, Load, Memory, Product, Race, Store, View
 from jax.extend.core import ClosedJaxpr, Literal
 
 NOTHING = ("set_max_registers_p", "commit_group", "async_prefetch")
 # Where an equation has another program inside.
 INNER = ("jaxpr", "call", "call_jaxpr", "fun_jaxpr")
+
+
+class Deadlock(Exception):
+    """All warpgroups wait."""
 
 
 def run(function: Callable[..., Any], *arguments: Any, seed: int = 0) -> Any:
@@ -37,6 +40,66 @@ def _last(steps: Generator[Any, None, Any]) -> Any:
             next(steps)
     except StopIteration as stop:
         return stop.value
+
+
+class Cluster:
+    """Programs that run at the same time, mostly one; `members` are their places by the names of axes."""
+
+    def __init__(self, members: list[dict[str, int]], rng: np.random.Generator) -> None:
+        self.members, self.rng = members, rng
+        self.loads: list[Load] = []
+        # What all of them must ask for before it comes.
+        self.shared_loads: dict[Any, list[Load]] = {}
+        self.scopes: dict[tuple[int, int], list[list[Memory]]] = {}
+
+    def others(self, member: int, axes: str | tuple[str, ...]) -> list[int]:
+        """The member and those that differ from it in these axes alone."""
+        axes = (axes,) if isinstance(axes, str) else axes
+        own = [(name, i) for name, i in self.members[member].items() if name not in axes]
+        return [number for number, place in enumerate(self.members) if all(place[name] == i for name, i in own)]
+
+    def scope(self, key: tuple[int, int], made: Callable[[int], list[Memory]]) -> list[list[Memory]]:
+        """Shared memory and barriers of each member."""
+        if key not in self.scopes:
+            self.scopes[key] = [made(member) for member in range(len(self.members))]
+            for same in zip(*self.scopes[key], strict=True):
+                for memory in same:
+                    memory.everywhere = same
+        return self.scopes[key]
+
+    def run(self, jaxpr: Any, memories: list[Memory], threads: int, thread_name: str | None) -> None:
+        groups = [
+            Warpgroup(self, member, {**place, **({} if thread_name is None else {thread_name: number})}, number)
+            for member, place in enumerate(self.members)
+            for number in range(threads)
+        ]
+        steps = {group: group.evaluate(jaxpr, memories) for group in groups}
+        waits: dict[Warpgroup, Any] = dict.fromkeys(groups)
+        # How likely a copy ends while somebody can go on, and how likely that is who went last: by chance, since some
+        # mistakes show when copies are late, others when one warpgroup is far ahead.
+        haste, persistence = self.rng.random(2)
+        last: list[Warpgroup] = []
+        while steps:
+            able = [group for group in steps if waits[group] is None or waits[group].has_passed(group.number)]
+            if not able and not self.loads:
+                raise Deadlock(", ".join(group.where for group in steps))
+            if self.loads and (not able or self.rng.random() < haste):
+                self.loads.pop(self.rng.integers(len(self.loads))).finish()
+                continue
+            again = [group for group in last if group in able and self.rng.random() < persistence]
+            group = (again or able)[self.rng.integers(len(again or able))]
+            last = [group]
+            if waits[group] is not None:
+                waits[group].pass_by(group.number)
+            try:
+                waits[group] = next(steps[group])
+            except StopIteration:
+                del steps[group]
+            except Race as race:
+                race.add_note(group.where)
+                raise
+        if self.loads or self.shared_loads or any(group.products or group.stores for group in groups):
+            raise Race("a program ends before what it has begun")
 
 
 class Warpgroup:
@@ -199,21 +262,11 @@ def _launch(self: Warpgroup, equation: Any, *values: Any) -> Any:
     assert not equation.params["input_output_aliases"]
     memories = [one if isinstance(one, Memory) else Memory(np.array(one), "gmem") for one in values]
     outs = [Memory.empty(var.aval.shape, var.aval.dtype, "gmem") for var in equation.outvars]
-    inside = [dict(zip(mesh.cluster_names, member, strict=True)) for member in np.ndindex(*mesh.cluster)]
-    named = [dict(zip(mesh.grid_names, place, strict=True)) for place in np.ndindex(*mesh.grid)]
-    clusters = [Cluster([place | member for member in inside], self.cluster.rng) for place in named]
-    threads = range(int(mesh.num_threads or 1))
-    # Programs that do not tell each other anything may as well come one after the other, which is faster.
-    for some in [clusters] if "semaphore_signal" in str(jaxpr) else [[cluster] for cluster in clusters]:
-        groups = [
-            Warpgroup(cluster, member, place | ({mesh.thread_name: number} if mesh.thread_name else {}), number)
-            for cluster in some
-            for member, place in enumerate(cluster.members)
-            for number in threads
-        ]
-        run_together(some, {group: group.evaluate(jaxpr, [*memories, *outs]) for group in groups})
-    if any(semaphore.count for memory in memories for semaphore in memory.semaphores.values()):
-        raise Race("a semaphore is not zero at the end")
+    for place in np.ndindex(*mesh.grid):
+        named = dict(zip(mesh.grid_names, place, strict=True))
+        inside = [dict(zip(mesh.cluster_names, member, strict=True)) for member in np.ndindex(*mesh.cluster)]
+        cluster = Cluster([named | member for member in inside], self.cluster.rng)
+        cluster.run(jaxpr, [*memories, *outs], int(mesh.num_threads or 1), mesh.thread_name)
     return [out.values for out in outs]
 
 
@@ -280,19 +333,6 @@ def _store(self: Warpgroup, equation: Any, source: Memory, target: Memory, *leav
     self.stores.append(Store(from_, to, params["reduction_op"]))
 
 
-def _signal(self: Warpgroup, equation: Any, *flat: Any) -> Any:
-    memory, transforms, more, *nowhere = jax.tree.unflatten(equation.params["args_tree"], flat)
-    assert nowhere == [None, None], "a semaphore of another device"
-    memory.at(transforms).semaphore.signal(int(more))
-    yield None
-
-
-def _wait_semaphore(self: Warpgroup, equation: Any, *flat: Any) -> Any:
-    memory, transforms, least, is_less = jax.tree.unflatten(equation.params["args_tree"], flat)
-    assert not is_less, "a semaphore that a wait makes less"
-    yield Counted(memory.at(transforms).semaphore, int(least))
-
-
 def _wgmma(self: Warpgroup, equation: Any, acc: Memory, left: Any, right: Any, *leaves: Any) -> None:
     trees = (equation.params[f"{one}_transforms_tree"] for one in ("acc", "a", "b"))
     self.products.append(Product(*_views(equation, leaves, *zip((acc, left, right), trees, strict=True))))
@@ -328,8 +368,6 @@ RULES = {
     "commit_smem": _commit_smem,
     "barrier_arrive": _arrive,
     "barrier_wait": _wait,
-    "semaphore_signal": _signal,
-    "semaphore_wait": _wait_semaphore,
     "copy_gmem_to_smem": _load,
     "copy_smem_to_gmem": _store,
     "wait_smem_to_gmem": _wait_store,

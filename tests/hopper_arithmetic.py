@@ -18,7 +18,6 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "gt": np.greater,
     "le": np.less_equal,
     "log": np.log,
-    "logistic": lambda x: 1 / (1 + np.exp(-x)),
     "lt": np.less,
     "max": np.maximum,
     "min": np.minimum,
@@ -47,9 +46,6 @@ WITH_PARAMS: dict[str, Callable[..., Any]] = {
     "iota": lambda params: np.indices(params["shape"])[params["dimension"]],
     "reduce_max": lambda params, x: np.max(x, axis=params["axes"]),
     "reduce_sum": lambda params, x: np.sum(x, axis=params["axes"]),
-    "slice": lambda params, x: x[
-        tuple(map(slice, params["start_indices"], params["limit_indices"], params["strides"] or x.ndim * [1]))
-    ],
 }
 
 

@@ -7,7 +7,6 @@ when it begins and when it must have ended, and both must agree.
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -30,8 +29,6 @@ class Memory:
         # The same in the programs of a cluster, and whom of them a barrier tells.
         self.everywhere: tuple[Memory, ...] = (self,)
         self.reached: set[int] = set()
-        # In global memory, by where they begin.
-        self.semaphores: defaultdict[int, Semaphore] = defaultdict(Semaphore)
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: Any, space: str) -> "Memory":
@@ -71,9 +68,9 @@ class View(NamedTuple):
                 case "UnswizzleRef":
                     pass
                 case "UntilingTransform":
-                    # In which order a use has its numbers is its own affair.
                     *outer, down, across, rows, columns = values.shape
-                    values = values.reshape(*outer, down * rows, across * columns, copy=False)
+                    tiled, values = values, values.swapaxes(-2, -3).reshape(*outer, down * rows, across * columns)
+                    assert np.shares_memory(tiled, values), "several tiles side by side in memory with several uses"
                 case other:
                     raise NotImplementedError(f"memory seen through {other}")
         return values
@@ -90,10 +87,6 @@ class View(NamedTuple):
         values[...] = np.array(-1).astype(values.dtype) if np.issubdtype(values.dtype, np.integer) else np.nan
         if self.memory.writers is not None:
             self.writers[...] = 0
-
-    @property
-    def semaphore(self) -> "Semaphore":
-        return self.memory.semaphores[self.values.__array_interface__["data"][0]]
 
     def sent(self) -> np.ndarray:
         """As an asynchronous unit reads it."""
@@ -134,29 +127,6 @@ class Barrier:
 
     def pass_by(self, number: int) -> None:
         self.seen[number] = self.seen.get(number, 0) + 1
-
-
-class Semaphore:
-    """Counts in 32 bits, for all programs."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def signal(self, more: int) -> None:
-        self.count = (self.count + more) % 2**32
-
-
-class Counted(NamedTuple):
-    """What a warpgroup waits for."""
-
-    semaphore: Semaphore
-    least: int
-
-    def has_passed(self, number: int) -> bool:
-        return self.semaphore.count >= self.least
-
-    def pass_by(self, number: int) -> None:
-        """Others wait for the same."""
 
 
 class Product:

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hopper import run
+from hopper import Deadlock, run
 from hopper_memory import Race
-from hopper_order import Deadlock
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -94,62 +93,3 @@ def test_a_kernel_without_mistakes_has_the_values_of_numpy():
 def test_a_mistake_is_found_in_a_few_orders_of_events(mistake):
     found = {outcome(mistake, seed) for seed in range(8)} - {None}
     assert found and found <= set(MISTAKES[mistake])
-
-
-def handed_on(mistake, x_ref, counts_ref, made_ref, out_ref, block, here):
-    """A program copies a block, which another copies on when it is told of it."""
-    count, is_first = counts_ref.at[0, 0], jax.lax.axis_index("program") == 0
-
-    def copy(from_ref, to_ref, *, is_awaited=True):
-        plgpu.copy_gmem_to_smem(from_ref, block, here)
-        plgpu.barrier_wait(here)
-        plgpu.copy_smem_to_gmem(block, to_ref)
-        if is_awaited:
-            plgpu.wait_smem_to_gmem(0)
-
-    @pl.when(is_first)
-    def _make():
-        copy(x_ref, made_ref, is_awaited=mistake != "told before it is there")
-        if mistake != "not told":
-            plgpu.semaphore_signal(count)
-        plgpu.wait_smem_to_gmem(0)
-
-    @pl.when(jnp.logical_not(is_first))
-    def _hand_on():
-        if mistake != "not heard":
-            plgpu.semaphore_wait(count, 1, decrement=False)
-        if mistake != "not zero again":
-            plgpu.semaphore_signal(count, -1)
-        copy(made_ref, out_ref)
-
-
-@pytest.mark.parametrize(
-    ("mistake", "expected"),
-    [
-        (None, {None}),
-        ("told before it is there", {WRONG}),
-        ("not told", {Deadlock}),
-        ("not heard", {WRONG}),
-        ("not zero again", {Race}),
-    ],
-)
-def test_programs_that_tell_each_other_too_early_or_too_late_are_found(mistake, expected):
-    x, counts = np.arange(64, dtype=np.float32), np.zeros((1, 64), np.int16)
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    kernel = plgpu.kernel(
-        partial(handed_on, mistake),
-        out_type=(out, out),
-        scratch_types=(plgpu.SMEM(x.shape, x.dtype), plgpu.Barrier()),
-        grid=(2,),
-        grid_names=("program",),
-    )
-
-    def outcome(seed):
-        try:
-            _, found = run(kernel, x, counts, seed=seed)
-        except (Race, Deadlock) as error:
-            return type(error)
-        return None if np.array_equal(found, x) else WRONG
-
-    outcomes = {outcome(seed) for seed in range(8)}
-    assert (outcomes == expected) if mistake is None else (outcomes - {None} == expected)

@@ -12,13 +12,11 @@ from jax.typing import DTypeLike
 
 from maxhydra.kernels.fused_product import beginning, few_rows, largest, many_rows, one_row, reference, rows
 from maxhydra.kernels.fused_product.around import Activation, Around, Norm
-from maxhydra.kernels.fused_product.plan import Plan, can_serve
 
 __all__ = [
     "Activation",
     "Around",
     "Norm",
-    "feed_forward",
     "first_rows",
     "fused_product",
     "gates",
@@ -84,31 +82,6 @@ def first_rows(table_VN: jax.Array, tokens_M: jax.Array, norm: Norm) -> tuple[ja
     if not beginning.can_serve(tokens_M.size, table_VN.shape[1], table_VN.dtype.name):
         return None
     return beginning.looked_up(table_VN, tokens_M, norm, interpret=False)
-
-
-def feed_forward(
-    x_MD: jax.Array,
-    gate_up_ND: jax.Array,
-    down_DF: jax.Array,
-    activation: Activation,
-    onto_MD: jax.Array,
-    norm: Norm | None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """[M, D] twice: onto with the gated feed-forward of x, and the norm of that if it is asked for."""
-    (M, D), F, dtype = x_MD.shape, down_DF.shape[1], x_MD.dtype
-    plan = Plan.of(M, D, F)
-    if can_serve(plan, dtype.name) and rows.can_serve(D):
-        # Mosaic takes half a second to import, which no machine without such a GPU should wait for.
-        from maxhydra.kernels.fused_product.mosaic import How, parts  # noqa: PLC0415
-
-        parts_GMD = parts(How(plan, activation), x_MD, gate_up_ND, down_DF)
-        if norm is not None:
-            return rows.summed(parts_GMD, onto_MD, norm, dtype, interpret=False)
-        return few_rows.added_up(parts_GMD, onto_MD, dtype), None
-    hidden_MF = fused_product(x_MD, gate_up_ND, None, Around(activation=activation), dtype=dtype)
-    if norm is not None:
-        return product_and_norm(hidden_MF, down_DF, onto_MD, norm, dtype=dtype)
-    return fused_product(hidden_MF, down_DF, None, Around(onto_MN=onto_MD), dtype=dtype), None
 
 
 def largest_output(x_MK: jax.Array, weight_NK: jax.Array, *, dtype: DTypeLike) -> tuple[jax.Array, jax.Array] | None:

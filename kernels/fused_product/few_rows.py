@@ -63,12 +63,7 @@ def product(
     parts_PMN = summands(x_MK, weight_NK, around, dtype, interpret=interpret, by=by)
     if around.onto_MN is None:
         return parts_PMN[0] if parts_PMN.shape[0] == 1 else jnp.sum(parts_PMN, axis=0).astype(dtype)
-    return added_up(parts_PMN, around.onto_MN, dtype)
-
-
-def added_up(parts_PMN: jax.Array, onto_MN: jax.Array, dtype: np.dtype) -> jax.Array:
-    """[M, N]: onto with the sum of the parts, by the compiler."""
-    return (jnp.sum(parts_PMN, axis=0, dtype=jnp.float32) + onto_MN.astype(jnp.float32)).astype(dtype)
+    return (jnp.sum(parts_PMN, axis=0, dtype=jnp.float32) + around.onto_MN.astype(jnp.float32)).astype(dtype)
 
 
 def summands(

@@ -1,5 +1,4 @@
-"""Projections of a few tokens together with what stands around them in a block: x + down(gate(norm(x))) in two kernels,
-or one.
+"""Projections of a few tokens together with what stands around them in a block: x + down(gate(norm(x))) in two kernels.
 
 Only where weights lie together for decoding, on one device; what a projection has besides its kernel, such as a bias or
 an adapter, it keeps to itself, and goes the way of other products.
@@ -16,7 +15,6 @@ from maxhydra.kernels.einsum import Layout
 from maxhydra.kernels.fused_product import (
     Activation,
     Around,
-    feed_forward,
     fused_product,
     gates,
     parts_of_product,
@@ -120,26 +118,6 @@ def added(
     x_MK, onto_MN = x.reshape(-1, weight_NK.shape[1]), onto_BTD.reshape(-1, onto_BTD.shape[-1])
     stream_MN, normed_MN = product_and_norm(x_MK, weight_NK, onto_MN, then, dtype=x.dtype)
     return stream_MN.reshape(onto_BTD.shape), normed_MN.reshape(onto_BTD.shape)
-
-
-def fed(
-    pair: tuple[Projection, Projection],
-    down: Projection,
-    x_BTD: jax.Array,
-    norm: RMSNorm,
-    activation: Activation,
-    ctx: Context,
-    *,
-    then: Factors | None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """x + down(activation(gate) * up) of norm(x), where the pair makes gate and up, and the norm of that as `added`."""
-    if any(isinstance(one.kernel, Int8) for one in (*pair, down)):
-        return added(down, fused_normed(pair, x_BTD, norm, ctx, activation), x_BTD, then=then)
-    gate_up_ND = _outputs_first(_side_by_side(pair), pair[0].inputs)
-    down_DF = _outputs_first(down.weight(down.kept), down.inputs)
-    x_MD, normed_BTD = x_BTD.reshape(-1, x_BTD.shape[-1]), norm.factors(x_BTD) if ctx.normed is None else ctx.normed
-    out_MD, then_MD = feed_forward(normed_BTD.reshape(x_MD.shape), gate_up_ND, down_DF, activation, x_MD, then)
-    return out_MD.reshape(x_BTD.shape), None if then_MD is None else then_MD.reshape(x_BTD.shape)
 
 
 def weight_read(projection: Projection) -> jax.Array | None:

@@ -14,7 +14,7 @@ from maxhydra.config import model as config
 from maxhydra.kernels.einsum import Layout
 from maxhydra.kernels.fused_product import Norm as Factors
 from maxhydra.layers.context import Context
-from maxhydra.layers.fused import can_fuse, can_gate, fed, fused
+from maxhydra.layers.fused import added, can_fuse, can_gate, fused, fused_normed
 from maxhydra.layers.norm import Norm, RMSNorm
 from maxhydra.layers.parts import Fed, Side
 from maxhydra.layers.projection import Projection, together
@@ -91,8 +91,8 @@ class Mlp(nnx.Module):
             return None
         if not (can_fuse((self.gate, self.up), x_BTD, ctx) and can_fuse((self.down,), x_BTD, ctx)):
             return None
-        activation = ACTIVATIONS[self.spec.activation]
-        out_BTD, normed_BTD = fed((self.gate, self.up), self.down, x_BTD, norm, activation, ctx, then=then)
+        hidden_BTF = fused_normed((self.gate, self.up), x_BTD, norm, ctx, ACTIVATIONS[self.spec.activation])
+        out_BTD, normed_BTD = added(self.down, hidden_BTF, x_BTD, then=then)
         return Fed(out_BTD, {}, normed_BTD)
 
     def _hidden(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
