@@ -163,6 +163,12 @@ def test_metrics_of_other_tasks_are_drawn_too(tmp_path):
     assert page.texts["h3"] == ["Loss", "Model FLOPs utilization", "reward/mean"]
 
 
+def test_a_curve_ends_at_the_number_that_the_table_has(tmp_path):
+    page = report(write_run(tmp_path / "a", rows=lambda step: {"loss": 1.9064768552780151}))
+    last = json.loads(page.texts["script"][0])["charts"][0]["lines"][0]["values"][-1]
+    assert "1.906" in page.texts["dd"] and f"{last:.4g}" == "1.906"
+
+
 def test_a_long_run_stays_small_and_keeps_its_extremes(tmp_path):
     chance = random.Random(0)
     names = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu")

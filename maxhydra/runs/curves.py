@@ -8,7 +8,8 @@ from typing import Any
 from maxhydra.record.metrics import Row, series
 
 POINTS = 2000
-DIGITS = 5
+# Those of float32: with fewer, rounding once more for display would show other numbers than a table of the run does.
+DIGITS = 7
 
 
 @dataclasses.dataclass(frozen=True)
