@@ -18,6 +18,10 @@ class Rows(NamedTuple):
     def size(self) -> int:
         return self.rows
 
+    @property
+    def length(self) -> int:
+        return 1
+
 
 def test_work_with_all_its_programs_changes_nothing_any_more():
     programs = Compiled(lambda name: name, steady=False)
