@@ -4,6 +4,7 @@ is added to, and the norm of that, of which the compiler would make two kernels.
 Shapes: P parts, M rows, N numbers of a row.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -34,47 +35,61 @@ def summed(
 ) -> tuple[jax.Array, jax.Array]:
     """[M, N] twice: onto with the sum of the parts, and the norm of that."""
     P, M, N = parts_PMN.shape
+    specs = [pl.BlockSpec((P, None, N), lambda m: (0, m, 0)), pl.BlockSpec((None, N), lambda m: (m, 0))]
+    stream = jax.ShapeDtypeStruct((M, N), dtype)
+    return with_norm(_added, [parts_PMN, onto_MN], specs, stream, norm, interpret=interpret, name="summed_rows")
+
+
+def _added(parts_ref: Any, onto_ref: Any, places: list[Any]) -> list[jax.Array]:
+    parts = [[parts_ref[part, place] for part in range(parts_ref.shape[0])] for place in places]
+    onto = [onto_ref[place].astype(jnp.float32) for place in places]
+    return [sum(some[1:], some[0]) + old for some, old in zip(parts, onto, strict=True)]
+
+
+def with_norm(
+    read: Callable[..., list[jax.Array]],
+    given: Sequence[jax.Array],
+    specs: Sequence[pl.BlockSpec],
+    stream: jax.ShapeDtypeStruct,
+    norm: Norm,
+    *,
+    interpret: bool,
+    name: str,
+) -> tuple[jax.Array, jax.Array]:
+    """The stream that read(*references of what is given, places) makes in pieces, a row a program, and its norm."""
+    M, N = stream.shape
     row = pl.BlockSpec((None, N), lambda m: (m, 0))
     stream_MN, normed_MN = pl.pallas_call(
-        partial(_kernel, offset=norm.offset, eps=norm.eps),
+        partial(_kernel, read=read, offset=norm.offset, eps=norm.eps),
         grid=(M,),
-        in_specs=[
-            pl.BlockSpec((P, None, N), lambda m: (0, m, 0)),
-            row,
-            pl.BlockSpec((N,), lambda m: (0,)),
-        ],
+        in_specs=[*specs, pl.BlockSpec((N,), lambda m: (0,))],
         out_specs=[row, row],
-        out_shape=[jax.ShapeDtypeStruct((M, N), dtype)] * 2,
+        out_shape=[stream, stream],
         compiler_params=plt.CompilerParams(num_warps=warps(N), num_stages=1),
         interpret=interpret,
-        name="summed_rows",
-    )(parts_PMN, onto_MN, norm.scale_K)
+        name=name,
+    )(*given, norm.scale_K)
     return stream_MN, normed_MN
 
 
-def _kernel(
-    parts_ref: Any, onto_ref: Any, scale_ref: Any, stream_ref: Any, normed_ref: Any, *, offset: float, eps: float
-) -> None:
+def _kernel(*refs: Any, read: Callable[..., list[jax.Array]], offset: float, eps: float) -> None:
     """All that is read is asked for before anything is written, which a read does not overtake."""
-    P, N = parts_ref.shape
-    places = pieces_of(N)
+    *given_refs, scale_ref, stream_ref, normed_ref = refs
+    places = _pieces(stream_ref.shape[0])
     scales = [scale_ref[place].astype(jnp.float32) + offset for place in places]
-    parts = [[parts_ref[part, place] for part in range(P)] for place in places]
-    onto = [onto_ref[place].astype(jnp.float32) for place in places]
-    sums = [sum(some[1:], some[0]) + old for some, old in zip(parts, onto, strict=True)]
-    streams = [wide.astype(stream_ref.dtype) for wide in sums]
-    for place, stream, normed in zip(places, streams, normed_pieces(streams, scales, eps), strict=True):
+    streams = [piece.astype(stream_ref.dtype) for piece in read(*given_refs, places)]
+    for place, stream, normed in zip(places, streams, _normed(streams, scales, eps), strict=True):
         stream_ref[place] = stream
         normed_ref[place] = normed
 
 
-def pieces_of(N: int) -> list[Any]:
+def _pieces(N: int) -> list[Any]:
     """Where the pieces of a row lie."""
     size = power_of_two_in(N)
     return [pl.ds(start, size) for start in range(0, N, size)]
 
 
-def normed_pieces(pieces: list[jax.Array], scales: list[jax.Array], eps: float) -> list[jax.Array]:
+def _normed(pieces: list[jax.Array], scales: list[jax.Array], eps: float) -> list[jax.Array]:
     """The norm of a row, in its format."""
     wide = [piece.astype(jnp.float32) for piece in pieces]
     squares = reduce(jnp.add, (jnp.sum(piece * piece) for piece in wide))

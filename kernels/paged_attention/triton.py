@@ -116,24 +116,21 @@ def attention(
         interpret=interpret,
         name="paged_attention",
     )(
-        pages.key_PKZH,
-        pages.value_PKZH,
-        heads_SBMH,
-        heads_SBMH,
-        heads_SBMH,
-        pages.table_BW,
-        pages.length_B,
+        *(pages.key_PKZH, pages.value_PKZH, heads_SBMH, heads_SBMH, heads_SBMH, pages.table_BW, pages.length_B),
         *(turns or ()),
         *([] if ahead is None else [then]),
     )
     pages = pages._replace(key_PKZH=key_PKZH, value_PKZH=value_PKZH)
     if parts == 1:
         return out_BKMGH.reshape(B, N, H), pages
-    top_BKMG, total_BKMG = sizes
+    return _joined(out_BKMGH, *sizes).reshape(B, N, H).astype(dtype), pages
+
+
+def _joined(out_BKMGH: jax.Array, top_BKMG: jax.Array, total_BKMG: jax.Array) -> jax.Array:
+    """[B, K, G, H]: what parts of the tokens gathered, each by its share of all weights."""
     weight_BKMG = total_BKMG * jnp.exp2(top_BKMG - jnp.max(top_BKMG, axis=2, keepdims=True))
     share_BKMG = weight_BKMG / _nonzero(jnp.sum(weight_BKMG, axis=2, keepdims=True))
-    out_BKGH = jnp.sum(out_BKMGH * share_BKMG[..., None], axis=2)
-    return out_BKGH.reshape(B, N, H).astype(dtype), pages
+    return jnp.sum(out_BKMGH * share_BKMG[..., None], axis=2)
 
 
 class _SoFar(NamedTuple):
