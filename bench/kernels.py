@@ -1,15 +1,17 @@
 """Kernels on this GPU beside what XLA and cuDNN make of the same call. One line of JSON per case.
 
-    python bench/kernels.py [attention] [delta] [grouped_matmul] [int8] [norm] [heads] [loss]
+    python bench/kernels.py [attention] [delta] [grouped_matmul] [int8] [norm] [heads] [loss] [--backends cudnn,mosaic]
+
+`--backends` are those of attention and of grouped products that are timed, all of them if nothing is said.
 
 Milliseconds are medians over calls of the host's clock, in programs of `REPEATS` calls each on other numbers, so that
 neither the host nor the cache is measured. `error` is against the reference, relative, by the norm.
 """
 
+import argparse
 import dataclasses
 import json
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -34,9 +36,16 @@ ATTENTION = (
     ("soft-cap", CAPPED, 4, 4096, 32, 8, 128, False),
     ("soft-cap", CAPPED, 2, 4096, 16, 8, 256, False),
     ("window and sinks", WINDOW, 2, 4096, 64, 8, 64, True),
-    ("plain", PLAIN, 4, 4096, 32, 8, 64, False),
-    ("plain", PLAIN, 4, 4096, 32, 8, 128, False),
+    ("plain", PLAIN, 8, 4096, 32, 8, 64, False),
+    ("plain", PLAIN, 8, 4096, 24, 8, 128, False),
 )
+# Backends that were asked for; empty: all.
+ASKED: list[str] = []
+
+
+def among(backends: Iterable[str]) -> list[str]:
+    """Those to be timed."""
+    return [name for name in backends if name != "reference" and (not ASKED or name in ASKED)]
 
 
 def draw(number: int, *shape: int) -> jax.Array:
@@ -63,9 +72,7 @@ def bench_attention() -> None:
         small = tuple(x[:1, :512] for x in sets[0])
         facts = {"case": name, "shape": [B, T, N, K, H]}
         wanted = jax.jit(partial(both, "reference"))(*small)
-        for backend in attention.BACKENDS:
-            if backend == "reference":
-                continue
+        for backend in among(attention.BACKENDS):
             try:
                 ms, all_ms = timed(partial(forward, backend), sets), timed(partial(both, backend), sets)
             except attention.UnsupportedError as refusal:
@@ -114,7 +121,7 @@ def bench_grouped_matmul() -> None:
     sizes = jnp.asarray([2048, 1500, 2596, 1800, 2200, 2300, 1748, 2192], jnp.int32)
     tflop = 2 * M * D * F / 1e12
     facts = {"shape": [M, E, D, F], "dense": {"tflops": round(tflop / timed(jnp.dot, [(x, w[0])] * 3) * 1e3, 1)}}
-    for backend in ("mosaic", "triton", "xla"):
+    for backend in among(("mosaic", "triton", "xla")):
         product = partial(grouped_matmul.grouped_matmul, backend=backend)
         parts = {
             "forward": lambda x, w, d, product=product: product(x, w, sizes),
@@ -132,7 +139,7 @@ def bench_grouped_matmul() -> None:
     def gradients(backend: str, x: Any, w: Any, d: Any, sizes: Any) -> Any:
         return jax.vjp(lambda x, w: grouped_matmul.grouped_matmul(x, w, sizes, backend=backend), x, w)[1](d)
 
-    ours = [backend for backend in ("mosaic", "triton") if "refused" not in facts[backend]]
+    ours = [backend for backend in among(("mosaic", "triton")) if "refused" not in facts[backend]]
     *found, wanted = (jax.jit(partial(gradients, backend))(*few) for backend in (*ours, "reference"))
     say("grouped_matmul", **facts, error=round(max(error(one, wanted) for one in found), 4))
 
@@ -214,5 +221,12 @@ PARTS = {
 }
 
 if __name__ == "__main__":
-    for part in sys.argv[1:] or PARTS:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--backends", type=lambda text: text.split(","), default=[])
+    arguments = parser.parse_args()
+    if unknown := sorted({*arguments.parts} - {*PARTS}):
+        parser.error(f"no part {unknown[0]!r}: {', '.join(PARTS)}")
+    ASKED.extend(arguments.backends)
+    for part in arguments.parts or PARTS:
         PARTS[part]()

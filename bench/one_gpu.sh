@@ -3,7 +3,7 @@
 # (one_gpu.jsonl). Each measurement is a process of its own, with a limit in seconds after which it is given up. All
 # parts take about 13 minutes on an H200; name some to run them alone.
 #
-#   bash bench/one_gpu.sh [train] [memory] [decode] [peers] [kernels] [formats] && python bench/table.py one_gpu.jsonl
+#   bash bench/one_gpu.sh [prepare] [train] [memory] [decode] [peers] [kernels] && python bench/table.py one_gpu.jsonl
 set -u
 cd "$(dirname "$0")/.."
 lines=${LINES:-one_gpu.jsonl}
@@ -20,9 +20,31 @@ measure() {
 
 of_1b=(model=llama3.2-1b model.scan_unroll=16)
 of_3b=(model=llama3.2-3b model.scan_unroll=28)
-fast=(train.seq_len=4096 hardware.compilation_cache=null model.remat.policy=none model.dtypes.logits=bfloat16)
-frugal=(train.seq_len=4096 hardware.compilation_cache=null model.dtypes.logits=bfloat16 train.loss_chunk=1024)
+fast=(train.seq_len=4096 hardware.compilation_cache=null model.remat.policy=none model.dtypes.logits=bfloat16 task.steps=12)
+frugal=(train.seq_len=4096 hardware.compilation_cache=null model.dtypes.logits=bfloat16 train.loss_chunk=1024 task.steps=4)
 large=(train.per_device_batch_size=8 train.loss_chunk=2048)
+decode_1b=(bench/decode.py model=llama3.2-1b data=synthetic prompt=64 new=256)
+
+# What time does not matter to, all at once: the losses in fewer bits, and programs of decoding for the cache.
+prepare() {
+  local began=$SECONDS folder; folder=$(mktemp -d)
+  echo "== losses, and programs to be found later" >&2
+  (
+    export XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_MEM_FRACTION=.2
+    measure 150 bench/same_loss.py --together formats=none,fp8 model=llama3.2-1b model.num_layers=12 model.emb_dim=1024 \
+      model.mlp_dim=4096 model.num_heads=16 model.vocab_size=320 model.scan_unroll=12 data=demo train.steps=500 \
+      train.seq_len=512 train.per_device_batch_size=16 train.log_every=10 train.eval_every=250 train.eval_batches=20 \
+      optimizer.learning_rate=6e-4 &
+    for of in batch=64 batch=1 "batch=1 quantization=int8_weights"; do
+      # shellcheck disable=SC2086
+      timeout 150 python3 "${decode_1b[@]}" $of repeats=1 > "$folder/${of// /-}" 2>&1 &
+    done
+    wait
+  )
+  for log in "$folder"/*; do tail -n 1 "$log" | cut -c1-160 >&2; done
+  rm -r "$folder"
+  echo "== $((SECONDS - began)) s" >&2
+}
 
 train() {
   measure 90 bench/pretrain.py "${of_1b[@]}" "${fast[@]}" train.per_device_batch_size=16
@@ -38,10 +60,9 @@ memory() {
 }
 
 decode() {
-  local sizes=(bench/decode.py model=llama3.2-1b data=synthetic prompt=64 new=256)
-  measure 150 "${sizes[@]}" batch=1
-  measure 150 "${sizes[@]}" batch=1 quantization=int8_weights
-  measure 150 "${sizes[@]}" batch=64
+  measure 150 "${decode_1b[@]}" batch=64
+  measure 150 "${decode_1b[@]}" batch=1
+  measure 150 "${decode_1b[@]}" batch=1 quantization=int8_weights
 }
 
 peers() {
@@ -51,19 +72,16 @@ peers() {
   python3 bench/compare.py of "$lines" | tee -a "$lines"
 }
 
-kernels() { measure 240 bench/kernels.py; }
-
-formats() {
-  measure 180 bench/same_loss.py formats=none,fp8 model=llama3.2-1b model.num_layers=12 model.emb_dim=1024 \
-    model.mlp_dim=4096 model.num_heads=16 model.vocab_size=320 model.scan_unroll=12 data=demo train.steps=500 \
-    train.seq_len=512 train.per_device_batch_size=16 train.log_every=10 train.eval_every=250 train.eval_batches=20 \
-    optimizer.learning_rate=6e-4
+# XLA's own products are not tuned: that takes minutes, and they are what others are held against.
+kernels() {
+  XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0" measure 240 bench/kernels.py attention grouped_matmul \
+    --backends cudnn,mosaic,xla
 }
 
 for part in "${@:-all}"; do
   case $part in
-    all) train; memory; decode; peers; kernels; formats ;;
-    train | memory | decode | peers | kernels | formats) "$part" ;;
-    *) echo "no part '$part': train, memory, decode, peers, kernels or formats" >&2; exit 2 ;;
+    all) prepare; train; memory; decode; peers; kernels ;;
+    prepare | train | memory | decode | peers | kernels) "$part" ;;
+    *) echo "no part '$part': prepare, train, memory, decode, peers or kernels" >&2; exit 2 ;;
   esac
 done
