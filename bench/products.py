@@ -158,6 +158,9 @@ class Work(NamedTuple):
 
 def choose(work: Work, to: Path) -> None:
     work.start("step", "step", DUMP).wait()
+    if work.read("step") is None or not (work.folder / "step.txt").exists():
+        print("XLA left no results of trials, as it does on an NVIDIA GPU", file=sys.stderr)
+        raise SystemExit(2)
     of_step = work.results("step")
     for run in range(2):
         work.write(f"step{run}", of_step.with_algorithms(lambda number, run=run: digit(number, run)))
@@ -197,8 +200,9 @@ def times_alone(work: Work, results: Results) -> dict[Product, dict[int, float]]
     names = [f"run{run}" for run in range(ALGORITHMS)]
     for run, name in enumerate(names):
         work.write(name, results.with_algorithms(lambda number, run=run: in_turn(number, run)))
-    for process in [work.start(name, "timed", LOAD) for name in names]:
+    for name, process in [(name, work.start(name, "timed", LOAD)) for name in names]:
         process.wait()
+        print(f"{name} of {ALGORITHMS} ended", file=sys.stderr)
     found = {run: made for run, name in enumerate(names) if (made := work.read(name)) is not None}
     times: dict[Product, dict[int, float]] = {}
     of_product = {run: {_product(one): rest for one, *rest in made} for run, made in found.items()}
@@ -220,12 +224,20 @@ def _pair(values: list) -> tuple[Product, int]:
     return Product(*values[0]), values[1]
 
 
-def compile_step(overrides: list[str]) -> list:
-    from pretrain import prepare
+def found_by(role: str, folder: Path, overrides: list[str]) -> list:
+    """What a process finds, with the compiler's flags of the step."""
+    from subject import opened
 
-    bench = prepare(overrides)
-    bench.loader.close()
-    return products(bench.step.as_text())
+    from maxhydra.measure.training import prepare
+
+    subject, _ = opened(overrides)
+    if role == "step":
+        prepared = prepare(subject.config, subject.machine)
+        prepared.loader.close()
+        return products(prepared.step.as_text())
+    if role == "reference":
+        return products(program(REFERENCE).as_text())
+    return run_alone(folder, is_timed=role == "timed")
 
 
 def operands(product: Product, make: Callable[..., Any]) -> list:
@@ -267,17 +279,16 @@ def formats(product: Product, place: Any) -> list:
     return [Format(Layout(tuple(map(int, reversed(order)))), place) for order in product.orders.split()]
 
 
-def drawn(product: Product) -> list:
-    """Random operands."""
+def drawer(product: Product) -> Any:
+    """Makes random operands; compiled."""
     import jax
 
     *given, made = formats(product, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
-    def draw(number: int, shape: tuple[int, int], dtype: str) -> Any:
-        drawn = jax.random.normal(jax.random.key(number), shape, dtype)
-        return jax.device_put(drawn, [*given, made][number])
+    def draw() -> list:
+        return operands(product, lambda number, *of: jax.random.normal(jax.random.key(number), *of))
 
-    return operands(product, draw)
+    return jax.jit(draw, out_shardings=[*given, made][: 3 if product.is_added else 2]).lower().compile()
 
 
 def timed(compiled: Any, given: list, seconds: float) -> float:
@@ -306,16 +317,18 @@ def run_alone(folder: Path, *, is_timed: bool) -> list:
     reference right behind it."""
     wanted = list(dict.fromkeys(product for product, _ in map(_pair, json.loads((folder / "step.json").read_text()))))
     # All are compiled before the card is taken.
-    reference, compiled = program(REFERENCE), {product: program(product) for product in wanted}
+    compiled = {product: program(product) for product in wanted}
     algorithms = {product: dict(products(one.as_text())).popitem()[1] for product, one in compiled.items()}
     if not is_timed:
         return [(product, algorithms[product]) for product in wanted]
+    drawers = {product: drawer(product) for product in wanted}
+    reference, draw_reference = program(REFERENCE), drawer(REFERENCE)
     rows = []
     with open(folder / "card", "w") as card:
         fcntl.flock(card, fcntl.LOCK_EX)
-        of_reference = drawn(REFERENCE)
+        of_reference = draw_reference()
         for product in wanted:
-            given = drawn(product)
+            given = drawers[product]()
             timed(compiled[product], given, SETTLE)
             seconds = timed(compiled[product], given, TIMED)
             rows.append((product, algorithms[product], seconds, timed(reference, of_reference, TIMED / 2)))
@@ -334,13 +347,7 @@ def main() -> None:
             within.mkdir(parents=True, exist_ok=True)
             choose(Work(within, overrides), arguments.to)
         return
-    if arguments.role == "step":
-        found = compile_step(overrides)
-    elif arguments.role == "reference":
-        found = products(program(REFERENCE).as_text())
-    else:
-        found = run_alone(arguments.within, is_timed=arguments.role == "timed")
-    arguments.to.write_text(json.dumps(found))
+    arguments.to.write_text(json.dumps(found_by(arguments.role, arguments.within, overrides)))
 
 
 if __name__ == "__main__":
