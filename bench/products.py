@@ -237,7 +237,8 @@ def found_by(role: str, folder: Path, overrides: list[str]) -> list:
         return products(prepared.step.as_text())
     if role == "reference":
         return products(program(REFERENCE).as_text())
-    return run_alone(folder, is_timed=role == "timed")
+    wanted = list(dict(map(_pair, json.loads((folder / "step.json").read_text()))))
+    return time_all(wanted, folder / "card") if role == "timed" else try_all(wanted, folder / "alone.txt")
 
 
 def operands(product: Product, make: Callable[..., Any]) -> list:
@@ -312,26 +313,30 @@ def timed(compiled: Any, given: list, seconds: float) -> float:
 REFERENCE = Product("bf16", 8192, 8192, 8192, 1, 0, "10 10 10", False, False)
 
 
-def run_alone(folder: Path, *, is_timed: bool) -> list:
-    """The step's products, compiled alone: each with its algorithm, and where that is asked its time and that of the
-    reference right behind it."""
-    wanted = list(dict.fromkeys(product for product, _ in map(_pair, json.loads((folder / "step.json").read_text()))))
-    # All are compiled before the card is taken.
-    compiled = {product: program(product) for product in wanted}
-    algorithms = {product: dict(products(one.as_text())).popitem()[1] for product, one in compiled.items()}
-    if not is_timed:
-        return [(product, algorithms[product]) for product in wanted]
-    drawers = {product: drawer(product) for product in wanted}
-    reference, draw_reference = program(REFERENCE), drawer(REFERENCE)
+def try_all(wanted: list[Product], results: Path) -> list:
+    """Have the compiler try the algorithms of each product alone, and keep the results, whether it leaves those of all
+    programs or of the last."""
+    entries: dict[str, None] = {}
+    for product in wanted:
+        program(product)
+        entries |= dict.fromkeys(re.split(r"(?m)^(?=entries \{)", results.read_text()))
+    results.write_text("".join(entries))
+    return []
+
+
+def time_all(wanted: list[Product], card: Path) -> list:
+    """Each product with its algorithm, its time alone, and that of the reference right behind it. All is compiled
+    before the card is taken."""
+    compiled, drawers = ({product: of(product) for product in (REFERENCE, *wanted)} for of in (program, drawer))
     rows = []
-    with open(folder / "card", "w") as card:
-        fcntl.flock(card, fcntl.LOCK_EX)
-        of_reference = draw_reference()
+    with open(card, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        of_reference = drawers[REFERENCE]()
         for product in wanted:
-            given = drawers[product]()
+            given, ((_, algorithm),) = drawers[product](), products(compiled[product].as_text())
             timed(compiled[product], given, SETTLE)
             seconds = timed(compiled[product], given, TIMED)
-            rows.append((product, algorithms[product], seconds, timed(reference, of_reference, TIMED / 2)))
+            rows.append((product, algorithm, seconds, timed(compiled[REFERENCE], of_reference, TIMED / 2)))
     return rows
 
 
