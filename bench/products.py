@@ -3,10 +3,10 @@
     python bench/products.py model=llama3.2-1b train.seq_len=4096 [--to products.txt] [--within FOLDER]
     XLA_FLAGS=--xla_gpu_load_autotune_results_from=products.txt python bench/pretrain.py model=llama3.2-1b ...
 
-XLA times algorithms one call at a time, on a card that is cool and at its highest clock. In training the card stands at
-its power limit, where the time of a product is the energy that it takes: there the choice can cost a tenth. Here each
-product is called over and over by each algorithm, alone, until the card is as slow as it will be. Times inside the step
-would mislead: an algorithm that is fast there may make all others slow.
+XLA times algorithms one call at a time, on a card that may be cool and at its highest clock. In training the card stands
+at its power limit, where the time of a product goes with the energy that it takes: single calls and calls over and over
+were seen to differ by up to a tenth. Here each product is called over and over by each algorithm, alone, until the card
+is as slow as it will be. Times inside the step would mislead: what is fast there may make all else slow.
 
 XLA reads the results of its trials from a file when a process starts, so each set of choices is a process. What a
 product's entry in that file is called cannot be known, so entries get numbers that tell them apart in the program that
