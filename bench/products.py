@@ -3,8 +3,8 @@
     python bench/products.py model=llama3.2-1b train.seq_len=4096 [--to products.txt] [--within FOLDER]
     XLA_FLAGS=--xla_gpu_load_autotune_results_from=products.txt python bench/pretrain.py model=llama3.2-1b ...
 
-XLA times algorithms one call at a time, on a card that may be cool and at its highest clock. In training the card stands
-at its power limit, where the time of a product goes with the energy that it takes: single calls and calls over and over
+XLA times algorithms one call at a time, on a card that may be cool and at its highest clock. In training it stands at
+its power limit, where the time of a product goes with the energy that it takes: single calls and calls over and over
 were seen to differ by up to a tenth. Here each product is called over and over by each algorithm, alone, until the card
 is as slow as it will be. Times inside the step would mislead: what is fast there may make all else slow.
 
