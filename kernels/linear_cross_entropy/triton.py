@@ -1,9 +1,8 @@
 """Softmax, loss and the gradient of the logits in one go over each row, for GPUs in Pallas for Triton.
 
-A program takes one row: once over it for the sum of exponentials, then back over it for the gradient, which takes the
-place of the logits. Few rows are on their way at a time, and the second look finds its row in the L2 cache, if not all
-of it then what was read last, with which it begins: memory sees the logits about once and their gradient once.
-Exponentials are powers of two, which is what the processors have.
+A program takes one row: once over it for the sum of exponentials, then over it again for the gradient, which takes the
+place of the logits. Few rows are on their way at a time, and the second look finds its row in the L2 cache: memory sees
+the logits once and their gradient once. Exponentials are powers of two, which is what the processors have.
 
 They are taken of the logits as they are, so that threads need not agree on the largest so far; only where that turns
 out to be so large or so small that their sum might not be a number are they taken again, less the largest.
@@ -106,30 +105,17 @@ class _Row(NamedTuple):
         """Logits after the last whole piece."""
         return self.ref.shape[1] % self.size
 
-    @property
-    def groups(self) -> int:
-        """Of whole pieces that are on their way together."""
-        return self.ref.shape[1] // self.size // self.at_once
-
-    def starts(self, group: jax.Array | int) -> list[jax.Array | int]:
-        """Of the pieces of a group."""
-        return [(group * self.at_once + i) * self.size for i in range(self.at_once)]
-
-    @property
-    def rest(self) -> list[jax.Array | int]:
-        """Starts of the whole pieces behind all groups."""
-        return [i * self.size for i in range(self.groups * self.at_once, self.ref.shape[1] // self.size)]
-
     def over(self, visit: Callable[[Any, Sequence[jax.Array | int]], Any], carried: Any) -> Any:
-        """visit(carried, starts of pieces) for all whole pieces, in order."""
-        carried = jax.lax.fori_loop(0, self.groups, lambda i, carried: visit(carried, self.starts(i)), carried)
-        return visit(carried, self.rest) if self.rest else carried
+        """visit(carried, starts of pieces) for all whole pieces, `at_once` of them at a time, in order."""
+        pieces = self.ref.shape[1] // self.size
+        groups = pieces // self.at_once
 
-    def back_over(self, visit: Callable[[Sequence[jax.Array | int]], None]) -> None:
-        """The same from the last to the first."""
-        if self.rest:
-            visit(self.rest)
-        jax.lax.fori_loop(0, self.groups, lambda i, _: visit(self.starts(self.groups - 1 - i)), None)
+        def group(number: jax.Array, carried: Any) -> Any:
+            return visit(carried, [(number * self.at_once + i) * self.size for i in range(self.at_once)])
+
+        carried = jax.lax.fori_loop(0, groups, group, carried)
+        rest = [i * self.size for i in range(groups * self.at_once, pieces)]
+        return visit(carried, rest) if rest else carried
 
     def read(self, start: jax.Array | int) -> jax.Array:
         return self.ref[self.number, pl.ds(start, self.size)]
@@ -175,14 +161,14 @@ def _kernel(
         less = partial(_less_at, place=target - start, amount=weight)
         return jax.lax.cond(is_in, less, lambda d_C: d_C, d_C).astype(d_logits_ref.dtype)
 
-    def write(starts: Sequence[jax.Array | int]) -> None:
+    def write(_: None, starts: Sequence[jax.Array | int]) -> None:
         for start, logits_C in zip(starts, [row.read(start) for start in starts], strict=True):
             d_logits_ref[number, pl.ds(start, size)] = slopes(logits_C, start)
 
+    row.over(write, None)
     if row.left:
         start, logits_C, is_new_C = row.end()
         plt.store(d_logits_ref.at[number, pl.ds(start, size)], slopes(logits_C, start), mask=is_new_C)
-    row.back_over(write)
 
 
 def _less_at(d_C: jax.Array, *, place: jax.Array, amount: jax.Array) -> jax.Array:
