@@ -350,7 +350,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             within = arguments.within or Path(folder)
             within.mkdir(parents=True, exist_ok=True)
-            choose(Work(within, overrides), arguments.to)
+            # A program that is found in the cache is not tried.
+            choose(Work(within, [*overrides, "hardware.compilation_cache=null"]), arguments.to)
         return
     arguments.to.write_text(json.dumps(found_by(arguments.role, arguments.within, overrides)))
 
