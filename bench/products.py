@@ -36,6 +36,8 @@ CALL = re.compile(
     r"^\s*(?:ROOT )?%?[\w.-]+ = \(?(\w+)\[(\d+),(\d+)\]\{(\d),(\d)\}.* custom-call\((.*?)\), .*__cublas\$lt\$matmul"
 )
 SIDES = ("lhs", "rhs")
+# Where an entry of XLA's results begins.
+ENTRY = re.compile(r"(?m)^(?=entries \{)")
 DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 # Seconds of calls before those that are timed, and of these.
 SETTLE, TIMED = 0.1, 0.12
@@ -55,10 +57,6 @@ class Product(NamedTuple):
     """Dimensions of both operands and the output, the fastest first, as in 10 10 01."""
     is_added: bool
     is_in_place: bool
-
-    @property
-    def tflop(self) -> float:
-        return 2 * self.rows * self.columns * self.terms / 1e12
 
 
 def products(hlo: str) -> list[tuple[Product, int]]:
@@ -83,12 +81,11 @@ class Results:
     """What XLA found by trial, as text: entries, of which those with an algorithm of the library are numbered."""
 
     def __init__(self, text: str, without: Iterable[str] = ()):
-        self._parts = re.split(r"(?m)^(?=entries \{)", text)
-        kept = set(without)
+        self._parts, left_out = ENTRY.split(text), set(without)
         self.numbers = [
             place
             for place, part in enumerate(self._parts)
-            if "backend: CUBLASLT" in part and _fingerprint(part) not in kept
+            if "backend: CUBLASLT" in part and _fingerprint(part) not in left_out
         ]
 
     def fingerprints(self) -> list[str]:
@@ -158,7 +155,8 @@ class Work(NamedTuple):
 
 def choose(work: Work, to: Path) -> None:
     work.start("step", "step", DUMP).wait()
-    if work.read("step") is None or not (work.folder / "step.txt").exists():
+    step = work.read("step")
+    if step is None or not (work.folder / "step.txt").exists():
         print("XLA left no results of trials, as it does on an NVIDIA GPU", file=sys.stderr)
         raise SystemExit(2)
     of_step = work.results("step")
@@ -176,7 +174,7 @@ def choose(work: Work, to: Path) -> None:
         by_algorithm = times.get(product, {})
         if by_algorithm:
             chosen[number] = min(by_algorithm, key=lambda algorithm: by_algorithm[algorithm])
-    before = dict(map(_pair, work.read("step")))
+    before = dict(map(_pair, step))
     for number, product in entries.items():
         ms = {algorithm: round(1e3 * seconds, 4) for algorithm, seconds in sorted(times.get(product, {}).items())}
         line = {**product._asdict(), "before": before[product], "chosen": chosen.get(number), "ms": ms}
@@ -204,8 +202,10 @@ def times_alone(work: Work, results: Results) -> dict[Product, dict[int, float]]
         process.wait()
         print(f"{name} of {ALGORITHMS} ended", file=sys.stderr)
     found = {run: made for run, name in enumerate(names) if (made := work.read(name)) is not None}
+    if not found:
+        raise SystemExit(2)
     times: dict[Product, dict[int, float]] = {}
-    of_product = {run: {_product(one): rest for one, *rest in made} for run, made in found.items()}
+    of_product = {run: {Product(*one): rest for one, *rest in made} for run, made in found.items()}
     for product in {product for made in of_product.values() for product in made}:
         rows = {run: made[product] for run, made in of_product.items() if product in made}
         if numbered({run: algorithm for run, (algorithm, *_) in rows.items()}, len(results.numbers)) is None:
@@ -214,10 +214,6 @@ def times_alone(work: Work, results: Results) -> dict[Product, dict[int, float]]
         times[product] = {algorithm: seconds / reference for algorithm, seconds, reference in rows.values()}
     usual = min(reference for made in of_product.values() for _, _, reference in made.values())
     return {product: {a: share * usual for a, share in by.items()} for product, by in times.items()}
-
-
-def _product(values: list) -> Product:
-    return Product(*values)
 
 
 def _pair(values: list) -> tuple[Product, int]:
@@ -319,7 +315,7 @@ def try_all(wanted: list[Product], results: Path) -> list:
     entries: dict[str, None] = {}
     for product in wanted:
         program(product)
-        entries |= dict.fromkeys(re.split(r"(?m)^(?=entries \{)", results.read_text()))
+        entries |= dict.fromkeys(ENTRY.split(results.read_text()))
     results.write_text("".join(entries))
     return []
 

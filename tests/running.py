@@ -1,6 +1,7 @@
 """Runs the command as a user would, in its own process, and reads what it left."""
 
 import hashlib
+import importlib.util
 import json
 import os
 import socket
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
+from types import ModuleType
 from typing import IO
 
 import numpy as np
@@ -21,6 +23,16 @@ from maxhydra.config.metrics import LOGGED
 from tests import compiling, warm
 
 ROOT = Path(__file__).parent.parent
+
+
+def script(name: str) -> ModuleType:
+    """A script of bench/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 # How processes find each other, which is read when a run starts.
 MEETING = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")

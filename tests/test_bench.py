@@ -1,7 +1,6 @@
 """task=bench: what it says is what was asked, and the arithmetic between its numbers holds."""
 
 import importlib
-import importlib.util
 import json
 import re
 import shlex
@@ -11,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from running import ROOT
+from running import ROOT, script
 
 from maxhydra import tasks
 from maxhydra.config import ConfigError
@@ -103,10 +102,7 @@ def test_commands_of_the_page_compose(command: list[str]) -> None:
 
 
 def test_the_measured_table_is_made_of_the_lines_that_are_kept() -> None:
-    spec = importlib.util.spec_from_file_location("table", ROOT / "bench" / "table.py")
-    assert spec is not None and spec.loader is not None
-    table = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(table)
+    table = script("table")
     page, lines = table.DOCS.read_text(), table.read_lines([ROOT / "docs" / "performance.jsonl"])
     assert lines and page == table.placed(page, table.table(lines)), "python bench/table.py docs/performance.jsonl"
     kernel = {"bench": "kernels", "device": "a", "jax": "1", "kernel": "attention", "case": "plain", "shape": [4, 64]}

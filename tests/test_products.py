@@ -1,6 +1,5 @@
 """bench/products.py: entries of XLA's results told apart by numbers, and the algorithm that takes least time alone."""
 
-import importlib.util
 import json
 import random
 import re
@@ -9,12 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from running import ROOT
+from running import script
 
-SPEC = importlib.util.spec_from_file_location("products", ROOT / "bench" / "products.py")
-assert SPEC is not None and SPEC.loader is not None
-bench = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(bench)
+bench = script("products")
 
 ENTRY = """entries {
   key {
