@@ -35,7 +35,8 @@ def settings(line: Line) -> str:
     if who := line.get("peer") or line.get("engine"):
         sizes = ("batch", "seq_len") if kind(line) == "pretrain" else ()
         return ", ".join([who, *(f"{name} {line[name]}" for name in sizes)])
-    return ", ".join(text for text in line["overrides"] if not text.startswith(ASIDE)) or "as given"
+    chosen = [text for text in line["overrides"] if not text.startswith(ASIDE)]
+    return ", ".join(chosen + line.get("xla_flags", "").split()) or "as given"
 
 
 def model(line: Line) -> str:

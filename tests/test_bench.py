@@ -2,9 +2,11 @@
 
 import importlib
 import json
+import os
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -110,6 +112,29 @@ def test_the_measured_table_is_made_of_the_lines_that_are_kept() -> None:
     assert said.endswith("| attention, plain | 4 x 64 | xla (forward ms 2.5, error 0.1), triton (refused no) |\n")
     for line in lines:
         assert f"{line.get('tokens_per_second', line.get('ours', 0)):,.0f}" in page
+
+
+def test_flags_of_the_shell_are_told_with_what_was_measured_with_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    pretrain = importlib.import_module("pretrain")
+    figures = {"bench": "pretrain", "overrides": ["model=micro", "train.seq_len=8"], "tokens_per_second": 3}
+
+    def opened(overrides: list[str]) -> tuple[None, SimpleNamespace]:
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --of_the_hardware"
+        return None, SimpleNamespace(warm_up=1, steps=2)
+
+    monkeypatch.setattr(pretrain, "opened", opened)
+    monkeypatch.setattr(pretrain, "measure_training", lambda subject, *, warm_up, steps: figures)
+    for flags, told in ((None, {}), ("  --one=1 --two", {"xla_flags": "--one=1 --two"})):
+        monkeypatch.delenv("XLA_FLAGS", raising=False)
+        if flags:
+            monkeypatch.setenv("XLA_FLAGS", flags)
+        pretrain.main(["model=micro"])
+        line = json.loads(capsys.readouterr().out)
+        assert line == {**figures, **told}
+    assert script("table").settings(line) == "train.seq_len=8, --one=1, --two"
 
 
 def test_a_peer_is_asked_for_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
