@@ -48,11 +48,12 @@ prepare() {
 }
 
 train() {
-  local of_16=("${fast[@]}" train.per_device_batch_size=16)
+  local of_16=("${fast[@]}" train.per_device_batch_size=16) flags=${XLA_FLAGS:-}
   [ -s "$products" ] ||
     measure 240 bench/products.py model=llama3.2-1b model.num_layers=2 model.scan_unroll=2 "${of_16[@]}" --to "$products"
-  XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_load_autotune_results_from=$products" \
-    measure 90 bench/pretrain.py "${of_1b[@]}" "${of_16[@]}"
+  # Without the file, XLA's own choices: the line tells which it was.
+  [ -s "$products" ] && flags+=" --xla_gpu_load_autotune_results_from=$products"
+  XLA_FLAGS=$flags measure 90 bench/pretrain.py "${of_1b[@]}" "${of_16[@]}"
   XLA_PYTHON_CLIENT_MEM_FRACTION=.97 measure 120 bench/pretrain.py "${of_3b[@]}" "${fast[@]}" \
     train.per_device_batch_size=9 train.loss_chunk=1024
 }
