@@ -5,7 +5,8 @@
 `--backends` are those of attention and of grouped products that are timed, all of them if nothing is said.
 
 Milliseconds are medians over calls of the host's clock, in programs of `REPEATS` calls each on other numbers, so that
-neither the host nor the cache is measured. `error` is against the reference, relative, by the norm.
+neither the host nor the cache is measured. `error` is against the reference, relative, by the norm. The compiler has
+the flags of this hardware, as in training.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from subject import opened
 
 from maxhydra.kernels import attention, gated_delta, grouped_matmul, linear_cross_entropy, rms_norm, rotated_heads
 from maxhydra.kernels.attention import Request
@@ -228,8 +230,9 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if unknown := sorted({*arguments.parts} - {*PARTS}):
         parser.error(f"no part {unknown[0]!r}: {', '.join(PARTS)}")
-    if unknown := sorted({*arguments.backends} - {*attention.BACKENDS}):
-        parser.error(f"no backend {unknown[0]!r}: {', '.join(attention.BACKENDS)}")
+    if unknown := sorted({*arguments.backends} - {*(known := among(attention.BACKENDS))}):
+        parser.error(f"no backend {unknown[0]!r}: {', '.join(known)}")
     ASKED.extend(arguments.backends)
+    opened([])
     for part in arguments.parts or PARTS:
         PARTS[part]()

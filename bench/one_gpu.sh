@@ -82,10 +82,8 @@ peers() {
   python3 bench/compare.py of "$lines" | tee -a "$lines"
 }
 
-# The products of `xla` as in training on this card: by cuBLAS, chosen by trial.
 kernels() {
-  XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_triton_gemm=false --xla_gpu_enable_dynamic_slice_fusion=false" \
-    measure 420 bench/kernels.py attention
+  measure 420 bench/kernels.py attention
   measure 240 bench/kernels.py delta grouped_matmul int8 norm heads loss
 }
 

@@ -2,11 +2,10 @@
 
 python bench/pretrain.py model=llama3.2-1b train.seq_len=4096 train.per_device_batch_size=8 model.remat.policy=minimal
 
-`maxhydra task=bench` measures the same, and keeps it as a run. XLA_FLAGS of the shell are told in the line.
+`maxhydra task=bench` measures the same, and keeps it as a run.
 """
 
 import json
-import os
 import sys
 
 from subject import opened
@@ -22,11 +21,8 @@ def prepare(overrides: list[str]) -> Prepared:
 
 
 def main(overrides: list[str]) -> None:
-    # Before the hardware's own are added.
-    flags = os.environ.get("XLA_FLAGS", "").split()
     subject, task = opened(overrides)
-    line = measure_training(subject, warm_up=task.warm_up, steps=task.steps)
-    print(json.dumps({**line, "xla_flags": " ".join(flags)} if flags else line), flush=True)
+    print(json.dumps(measure_training(subject, warm_up=task.warm_up, steps=task.steps)), flush=True)
 
 
 if __name__ == "__main__":

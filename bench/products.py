@@ -169,14 +169,12 @@ def choose(work: Work, to: Path) -> None:
     entries = step_entries(work, len(of_step.numbers))
     times = times_alone(work, work.results("alone", work.results("reference").fingerprints()))
 
-    chosen = {}
+    before, chosen = dict(map(_pair, step)), {}
     for number, product in entries.items():
         by_algorithm = times.get(product, {})
         if by_algorithm:
             chosen[number] = min(by_algorithm, key=lambda algorithm: by_algorithm[algorithm])
-    before = dict(map(_pair, step))
-    for number, product in entries.items():
-        ms = {algorithm: round(1e3 * seconds, 4) for algorithm, seconds in sorted(times.get(product, {}).items())}
+        ms = {algorithm: round(1e3 * seconds, 4) for algorithm, seconds in sorted(by_algorithm.items())}
         line = {**product._asdict(), "before": before[product], "chosen": chosen.get(number), "ms": ms}
         print(json.dumps({"bench": "products", **line}), flush=True)
     to.write_text(of_step.with_algorithms(chosen.get))
@@ -247,12 +245,11 @@ def operands(product: Product, make: Callable[..., Any]) -> list:
     return given
 
 
-def program(product: Product, device: Any = None) -> Any:
+def program(product: Product) -> Any:
     """The product alone, compiled."""
     import jax
 
-    place = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
-    *given, made = formats(product, place)
+    *given, made = formats(product)
 
     def call(left: Any, right: Any, *added: Any) -> Any:
         dims = (((product.left,), (product.right,)), ((), ()))
@@ -269,10 +266,12 @@ def program(product: Product, device: Any = None) -> Any:
     return jitted.lower(*operands(product, lambda _, shape, dtype: jax.ShapeDtypeStruct(shape, dtype))).compile()
 
 
-def formats(product: Product, place: Any) -> list:
+def formats(product: Product) -> list:
     """How operands and output lie."""
+    import jax
     from jax.experimental.layout import Format, Layout
 
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return [Format(Layout(tuple(map(int, reversed(order)))), place) for order in product.orders.split()]
 
 
@@ -280,7 +279,7 @@ def drawer(product: Product) -> Any:
     """Makes random operands; compiled."""
     import jax
 
-    *given, made = formats(product, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    *given, made = formats(product)
 
     def draw() -> list:
         return operands(product, lambda number, *of: jax.random.normal(jax.random.key(number), *of))

@@ -36,7 +36,7 @@ def settings(line: Line) -> str:
         sizes = ("batch", "seq_len") if kind(line) == "pretrain" else ()
         return ", ".join([who, *(f"{name} {line[name]}" for name in sizes)])
     chosen = [text for text in line["overrides"] if not text.startswith(ASIDE)]
-    return ", ".join(chosen + line.get("xla_flags", "").split()) or "as given"
+    return ", ".join(chosen + line.get("xla_flags", [])) or "as given"
 
 
 def model(line: Line) -> str:

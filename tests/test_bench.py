@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import re
 import shlex
 from pathlib import Path
@@ -19,6 +18,7 @@ from maxhydra.config import ConfigError
 from maxhydra.config.compose import Composer, compose
 from maxhydra.config.tasks.tune import TuneTask
 from maxhydra.measure.kernels import distance
+from maxhydra.measure.line import Subject
 from maxhydra.measure.memory import OutOfMemoryError, memory_explained
 from maxhydra.runtime.options import hardware_options
 from maxhydra.tune.space import axes
@@ -114,27 +114,14 @@ def test_the_measured_table_is_made_of_the_lines_that_are_kept() -> None:
         assert f"{line.get('tokens_per_second', line.get('ours', 0)):,.0f}" in page
 
 
-def test_flags_of_the_shell_are_told_with_what_was_measured_with_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    pretrain = importlib.import_module("pretrain")
-    figures = {"bench": "pretrain", "overrides": ["model=micro", "train.seq_len=8"], "tokens_per_second": 3}
-
-    def opened(overrides: list[str]) -> tuple[None, SimpleNamespace]:
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --of_the_hardware"
-        return None, SimpleNamespace(warm_up=1, steps=2)
-
-    monkeypatch.setattr(pretrain, "opened", opened)
-    monkeypatch.setattr(pretrain, "measure_training", lambda subject, *, warm_up, steps: figures)
-    for flags, told in ((None, {}), ("  --one=1 --two", {"xla_flags": "--one=1 --two"})):
-        monkeypatch.delenv("XLA_FLAGS", raising=False)
-        if flags:
-            monkeypatch.setenv("XLA_FLAGS", flags)
-        pretrain.main(["model=micro"])
-        line = json.loads(capsys.readouterr().out)
-        assert line == {**figures, **told}
-    assert script("table").settings(line) == "train.seq_len=8, --one=1, --two"
+def test_flags_of_the_shell_are_told_with_what_was_measured_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = SimpleNamespace(device_kind="cpu", devices=1)
+    subject = Subject(compose(["model=micro"]).config, machine, {"model": "micro"}, ("train.seq_len=8",))  # type: ignore[arg-type]
+    for flags, told in (("", []), ("  --xla_one=1 --xla_two", ["--xla_one=1", "--xla_two"])):
+        monkeypatch.setattr("maxhydra.measure.line.environment_before", lambda flags=flags: {"XLA_FLAGS": flags})
+        line = subject.line("pretrain", tokens_per_second=3)
+        assert line.get("xla_flags", []) == told
+        assert script("table").settings(line) == ", ".join(["train.seq_len=8", *told])
 
 
 def test_a_peer_is_asked_for_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

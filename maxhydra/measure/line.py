@@ -9,7 +9,8 @@ import jax
 
 from maxhydra.config import Config
 from maxhydra.record import scrub_argv
-from maxhydra.runtime import Machine
+from maxhydra.runtime import Machine, environment_before
+from maxhydra.runtime.flags import flags_in_effect
 
 Line = dict[str, Any]
 # The data option of a command that chooses none.
@@ -20,7 +21,7 @@ ASIDE = ("task", "run.")
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A config on a machine; what was chosen and overridden is told in every line."""
+    """A config on a machine; what was chosen, overridden and set by the shell is told in every line."""
 
     config: Config
     machine: Machine
@@ -30,10 +31,12 @@ class Subject:
     def line(self, what: str, **measured: Any) -> Line:
         model = self.choices.get("model")
         overrides = [text for text in self.overrides if not text.startswith(ASIDE)]
+        flags = list(flags_in_effect(environment_before()))
         return {
             "bench": what,
             **({"model": model} if model else {}),
             "overrides": scrub_argv(overrides),
+            **({"xla_flags": scrub_argv(flags)} if flags else {}),
             "device": self.machine.device_kind,
             "devices": self.machine.devices,
             "jax": jax.__version__,
