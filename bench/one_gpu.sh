@@ -4,7 +4,7 @@
 # parts take about 20 minutes on an H200; name some to run them alone. The algorithms of the 1B's products are chosen
 # first, at the power limit, into PRODUCTS (products_1b.txt), unless the file is there.
 #
-#   bash bench/one_gpu.sh [prepare] [train] [float8] [memory] [decode] [peers] [kernels]
+#   bash bench/one_gpu.sh [prepare] [train | train_1b | train_3b] [float8] [memory] [decode] [peers] [kernels]
 #   python bench/table.py one_gpu.jsonl
 set -u
 cd "$(dirname "$0")/.."
@@ -26,19 +26,21 @@ fast=(train.seq_len=4096 hardware.compilation_cache=null model.remat.policy=none
 frugal=(train.seq_len=4096 hardware.compilation_cache=null model.dtypes.logits=bfloat16 train.loss_chunk=1024 task.steps=4)
 decode_1b=(bench/decode.py model=llama3.2-1b data=synthetic prompt=64 new=256)
 
-# What time does not matter to, all at once: the losses in fewer bits, and programs of decoding for the cache.
+# What time does not matter to, all at once: values and gradients of the kernels, the losses in fewer bits, and programs
+# of decoding for the cache.
 prepare() {
   local began=$SECONDS folder; folder=$(mktemp -d)
-  echo "== losses, and programs to be found later" >&2
+  echo "== values of kernels, losses, and programs to be found later" >&2
   (
     export XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_MEM_FRACTION=.2
-    measure 150 bench/same_loss.py --together formats=none,fp8 model=llama3.2-1b model.num_layers=12 model.emb_dim=1024 \
+    measure 300 bench/check_kernels.py &
+    measure 240 bench/same_loss.py --together formats=none,fp8 model=llama3.2-1b model.num_layers=12 model.emb_dim=1024 \
       model.mlp_dim=4096 model.num_heads=16 model.vocab_size=320 model.scan_unroll=12 data=demo train.steps=500 \
       train.seq_len=512 train.per_device_batch_size=16 train.log_every=10 train.eval_every=250 train.eval_batches=20 \
       optimizer.learning_rate=6e-4 &
     for of in batch=64 batch=1 "batch=1 quantization=int8_weights"; do
       # shellcheck disable=SC2086
-      timeout 150 python3 "${decode_1b[@]}" $of repeats=1 > "$folder/${of// /-}" 2>&1 &
+      timeout 240 python3 "${decode_1b[@]}" $of repeats=1 > "$folder/${of// /-}" 2>&1 &
     done
     wait
   )
@@ -47,13 +49,18 @@ prepare() {
   echo "== $((SECONDS - began)) s" >&2
 }
 
-train() {
+train() { train_1b; train_3b; }
+
+train_1b() {
   local of_16=("${fast[@]}" train.per_device_batch_size=16) flags=${XLA_FLAGS:-}
   [ -s "$products" ] ||
     measure 240 bench/products.py model=llama3.2-1b model.num_layers=2 model.scan_unroll=2 "${of_16[@]}" --to "$products"
   # Without the file, XLA's own choices: the line tells which it was.
   [ -s "$products" ] && flags+=" --xla_gpu_load_autotune_results_from=$products"
   XLA_FLAGS=$flags measure 90 bench/pretrain.py "${of_1b[@]}" "${of_16[@]}"
+}
+
+train_3b() {
   XLA_PYTHON_CLIENT_MEM_FRACTION=.97 measure 120 bench/pretrain.py "${of_3b[@]}" "${fast[@]}" \
     train.per_device_batch_size=9 train.loss_chunk=1024
 }
@@ -90,7 +97,7 @@ kernels() {
 for part in "${@:-all}"; do
   case $part in
     all) prepare; train; float8; memory; decode; peers; kernels ;;
-    prepare | train | float8 | memory | decode | peers | kernels) "$part" ;;
-    *) echo "no part '$part': prepare, train, float8, memory, decode, peers or kernels" >&2; exit 2 ;;
+    prepare | train | train_1b | train_3b | float8 | memory | decode | peers | kernels) "$part" ;;
+    *) echo "no part '$part': prepare, train, train_1b, train_3b, float8, memory, decode, peers or kernels" >&2; exit 2 ;;
   esac
 done
