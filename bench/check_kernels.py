@@ -9,6 +9,7 @@ inputs are rounded first, so that what differs is the kernel's own.
 """
 
 import argparse
+import datetime
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 
 import decode_cases
+import jax
 import training_cases
 from checks import Case, Found, checked
 from subject import opened
@@ -25,6 +27,10 @@ from subject import opened
 # By the number format of a case, ten of its roundings; of float32 the order of sums is more.
 LIMITS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2.5e-3}
 KERNELS = {**training_cases.KERNELS, **decode_cases.KERNELS}
+
+
+def device() -> str:
+    return jax.devices()[0].device_kind
 
 
 def run(case: Case) -> list[Found]:
@@ -72,9 +78,11 @@ def main() -> int:
     # Each with the flags that kernels meet in training.
     with ProcessPoolExecutor(arguments.processes, context, opened, ([],)) as pool:
         found = [one for several in pool.map(run, cases) for one in several]
+        told = {"device": pool.submit(device).result(), "jax": jax.__version__}
+    told["date"] = datetime.date.today().isoformat()
     lines = summary(found)
     for each in lines:
-        print(json.dumps(each), flush=True)
+        print(json.dumps({**each, **told}), flush=True)
     if unserved := {case.kernel for case in cases} - {each["kernel"] for each in lines}:
         print(f"nothing on this machine serves {', '.join(sorted(unserved))}", file=sys.stderr)
     return 1 if unserved or any("failed" in each for each in lines) else 0

@@ -84,7 +84,7 @@ decode() {
 
 peers() {
   measure 180 bench/peers/train_hf.py --model llama3.2-1b --device cuda --batch 4 --steps 10
-  measure 180 bench/peers/train_hf.py --model llama3.2-3b --device cuda --batch 4 --steps 10
+  measure 240 bench/peers/train_hf.py --model llama3.2-3b --device cuda --batch 4 --steps 10
   measure 180 bench/peers/decode_hf.py --model llama3.2-1b --device cuda --batches 1 64 --prompt 64 --new 256
   python3 bench/compare.py of "$lines" | tee -a "$lines"
 }

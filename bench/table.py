@@ -3,8 +3,9 @@
     maxhydra task=bench ... | tee -a docs/performance.jsonl          # or outputs/RUN/bench.jsonl
     python bench/table.py docs/performance.jsonl
 
-The lines are those of task=bench, bench/kernels.py, bench/compare.py and bench/peers/*.py, in the order in which the
-rows shall stand; anything else is passed over. The text goes between the two marks in docs/performance.md.
+The lines are those of task=bench, bench/kernels.py, bench/check_kernels.py, bench/compare.py and bench/peers/*.py, in
+the order in which the rows shall stand; anything else is passed over. The text goes between the two marks in
+docs/performance.md.
 """
 
 import json
@@ -99,6 +100,18 @@ TABLES: dict[str, tuple[str, dict[str, Column]]] = {
             "kernel": lambda line: ", ".join(str(line[name]) for name in ("kernel", "case") if name in line),
             "shape": lambda line: " x ".join(map(str, line["shape"])),
             "measured": beside,
+        },
+    ),
+    "check_kernels": (
+        "Kernels against the reference in float32, the farthest of all cases",
+        {
+            "kernel": lambda line: line["kernel"],
+            "backend": lambda line: line["backend"],
+            "format": lambda line: line["dtype"],
+            "cases": lambda line: str(line["cases"]),
+            "values": lambda line: f"{line['values']:.2g}",
+            "gradients": lambda line: "none" if line["gradients"] is None else f"{line['gradients']:.2g}",
+            "limit": lambda line: f"{line['limit']:.2g}",
         },
     ),
     "compare": (
