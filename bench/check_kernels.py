@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import decode_cases
 import jax
+import numpy as np
 import training_cases
 from checks import Case, Found, checked
 from subject import opened
@@ -49,18 +50,23 @@ def line(kernel: str, backend: str, dtype: str, group: list[Found]) -> dict:
     failed = [
         f"{one.case.about}: {one.error or (one.values, one.gradients)}" for one in group if not one.is_within(limit)
     ]
-    gradients = [one.gradients for one in group if one.gradients is not None]
     return {
         "bench": "check_kernels",
         "kernel": kernel,
         "backend": backend,
         "dtype": dtype,
         "cases": len(group),
-        "values": max((one.values for one in group if one.values is not None), default=None),
-        "gradients": max(gradients, default=None),
+        "values": largest(one.values for one in group),
+        "gradients": largest(one.gradients for one in group),
         "limit": limit,
         **({"failed": failed} if failed else {}),
     }
+
+
+def largest(distances: Iterable[float | None]) -> float | None:
+    """Of those there are; no number if one is none."""
+    there = [one for one in distances if one is not None]
+    return float(np.max(there)) if there else None
 
 
 def main() -> int:
@@ -77,7 +83,12 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     # Each with the flags that kernels meet in training.
     with ProcessPoolExecutor(arguments.processes, context, opened, ([],)) as pool:
-        found = [one for several in pool.map(run, cases) for one in several]
+        found = []
+        for count, several in enumerate(pool.map(run, cases), start=1):
+            found += several
+            print(
+                f"\r{count} of {len(cases)} cases", end="" if count < len(cases) else "\n", file=sys.stderr, flush=True
+            )
         told = {"device": pool.submit(device).result(), "jax": jax.__version__}
     told["date"] = datetime.date.today().isoformat()
     lines = summary(found)

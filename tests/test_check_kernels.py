@@ -2,12 +2,15 @@
 
 import importlib
 import json
+import math
 from pathlib import Path
 from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import pytest
+
+from maxhydra.measure.kernels import distance
 
 BENCH = Path(__file__).parent.parent / "bench"
 
@@ -38,7 +41,7 @@ def test_backends_of_this_machine_are_within_the_limits(
 
 
 def test_what_is_off_is_found_and_told(bench: dict[str, ModuleType]) -> None:
-    """Values, gradients alone, what is no number, and what breaks."""
+    """Values, gradients alone, what is no number among others that are, and what breaks."""
     checks, check_kernels = bench["checks"], bench["check_kernels"]
 
     def broken(x: jax.Array) -> jax.Array:
@@ -48,7 +51,7 @@ def test_what_is_off_is_found_and_told(bench: dict[str, ModuleType]) -> None:
         "right": jnp.sin,
         "far": lambda x: jnp.sin(x) * jnp.asarray(1.01, x.dtype),
         "flat": lambda x: jax.lax.stop_gradient(jnp.sin(x)),
-        "none": lambda x: jnp.sin(x) * jnp.nan,
+        "none": lambda x: jnp.sin(x).at[2].set(jnp.nan),
         "broken": broken,
     }
     case = checks.Case("sine", "float16", (4, 64), (("mask", "all"),))
@@ -58,6 +61,11 @@ def test_what_is_off_is_found_and_told(bench: dict[str, ModuleType]) -> None:
     assert lines["flat"]["values"] < 1e-3 and lines["flat"]["gradients"] == 1
     (words,) = lines["broken"]["failed"]
     assert words == "float16 [4, 64] mask=all: FloatingPointError: no such kernel"
+    one, none = jnp.ones(3), jnp.full(3, jnp.nan)
+    assert math.isnan(distance((one, none, one), (one, one, one)))
+    two = [checks.Found(case, "half", values, 0.0) for values in (0.0, math.nan, 0.001)]
+    (line,) = check_kernels.summary(two)
+    assert math.isnan(line["values"]) and len(line["failed"]) == 1
 
 
 def test_every_kernel_has_cases_of_its_own(bench: dict[str, ModuleType]) -> None:

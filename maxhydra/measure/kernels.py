@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxhydra.config import Config
 from maxhydra.kernels.choice import UnsupportedError
@@ -70,10 +71,10 @@ def model_calls(config: Config) -> list[Called]:
 
 
 def distance(found: Any, wanted: Any) -> float:
-    """Relative, by the norm; the largest over all arrays."""
+    """Relative, by the norm; the largest over all arrays, no number where one of them has none."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
     wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]
-    return max(float(jnp.linalg.norm(a - b) / jnp.maximum(jnp.linalg.norm(b), 1e-30)) for a, b in wide)
+    return float(np.max([jnp.linalg.norm(a - b) / jnp.maximum(jnp.linalg.norm(b), 1e-30) for a, b in wide]))
 
 
 def _arrays(called: Called) -> dict[str, jax.ShapeDtypeStruct]:
