@@ -1,5 +1,6 @@
 """What the loop decides: when to evaluate, save and end. The model is a line through points; all else is real."""
 
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from maxhydra.config.run import Checkpoint, EarlyStop, Progress, Train
 from maxhydra.optim import Optimizer
@@ -116,9 +118,11 @@ def test_patience_counts_evaluations_before_a_resume(tmp_path: Path) -> None:
     assert ending.step == 10
 
 
-def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+@pytest.mark.parametrize("third", [2.0, math.nan])
+def test_keeps_the_newest_and_the_best(tmp_path: Path, third: float) -> None:
+    """One that is no number is better than no other."""
     train = Train(steps=60, eval_every=10)
-    go(tmp_path, train, Checkpoint(every=10, keep=2, keep_best=1), evals=[3.0, 1.0, 2.0, 2.5, 2.6, 2.7])
+    go(tmp_path, train, Checkpoint(every=10, keep=2, keep_best=1), evals=[3.0, 1.0, third, 2.5, 2.6, 2.7])
     assert saved(tmp_path) == [20, 50, 60]
 
 

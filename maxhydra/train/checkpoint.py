@@ -8,6 +8,7 @@ nothing behind that could be mistaken for one.
 import dataclasses
 import errno
 import logging
+import math
 import re
 import shutil
 from collections.abc import Mapping
@@ -68,6 +69,11 @@ class NoCheckpointer:
         return
 
 
+def _rank(metric: float) -> float:
+    """What is no number is the worst; as it is, it would keep the others from being sorted."""
+    return math.inf if math.isnan(metric) else metric
+
+
 class OrbaxCheckpointer:
     """Writes to a folder through an Orbax manager, which also forgets old checkpoints."""
 
@@ -76,7 +82,7 @@ class OrbaxCheckpointer:
         if config.keep_best:
             keep.append(
                 policies.BestN(
-                    get_metric_fn=lambda metrics: metrics[config.best_metric],
+                    get_metric_fn=lambda metrics: _rank(metrics[config.best_metric]),
                     reverse=True,
                     n=config.keep_best,
                     keep_checkpoints_without_metrics=False,
