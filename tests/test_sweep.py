@@ -43,7 +43,7 @@ JOB = textwrap.dedent(
             time.sleep(float(values.get("pause", 0.02)))
             if rate > 5:
                 raise RuntimeError("diverged")
-            metrics.write(step, {"eval/loss": (rate - 0.3) ** 2 + 1 / step})
+            metrics.write(step, {"eval/loss": (rate - 0.3) ** 2 + 1 / step if rate >= 0 else float("nan")})
             if asked:
                 break
         run.finish("preempted" if asked else "finished", "SIGTERM" if asked else "done")
@@ -127,6 +127,12 @@ def test_bad_jobs_are_ended_early_and_failures_are_counted(tmp_path: Path) -> No
     said, proposals = run(plan_of(tmp_path / "f", {"rate": "range(6,20)"}, sampler="grid", max_failures=2, workers=1))
     assert proposals.counts() == {Fate.finished: 0, Fate.failed: 3, Fate.pruned: 0}
     assert any("diverged" in line for line in said)
+
+
+def test_a_job_whose_objective_is_no_number_has_failed_and_others_go_on(tmp_path: Path) -> None:
+    lines, proposals = run(plan_of(tmp_path, {"rate": "choice(-1,0.5)"}, sampler="grid"))
+    assert proposals.counts() == {Fate.finished: 1, Fate.failed: 1, Fate.pruned: 0}
+    assert any("failed, eval/loss is nan" in line for line in lines)
 
 
 def test_several_objectives(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The loop of a sweep: keep every worker busy, read what jobs write, end what does badly, tell what came of it."""
 
+import math
 import time
 from collections.abc import Callable
 
@@ -149,15 +150,15 @@ class Controller:
         if number in self._pruned and status != "finished":
             self._proposals.tell(job.proposal, Fate.pruned, ())
             return
-        values = [job.last(name) for name in self._plan.objectives]
-        missing = [name for name, value in zip(self._plan.objectives, values, strict=True) if value is None]
-        if status == "finished" and not missing:
-            told = [value for value in values if value is not None]
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in zip(self._plan.objectives, told, strict=True))
+        values = {name: value for name in self._plan.objectives if (value := job.last(name)) is not None}
+        wrong = [f"logged no {name}" for name in self._plan.objectives if name not in values]
+        wrong += [f"{name} is nan" for name, value in values.items() if math.isnan(value)]
+        if status == "finished" and not wrong:
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
             self._say(f"job {number}: {shown or 'finished'}")
-            self._proposals.tell(job.proposal, Fate.finished, told)
+            self._proposals.tell(job.proposal, Fate.finished, list(values.values()))
             return
-        why = f"logged no {', '.join(missing)}" if status == "finished" else job.reason()
+        why = ", ".join(wrong) if status == "finished" else job.reason()
         place = self._jobs.state(job)
         self._say(f"job {number}: failed, {why}{place and f' ({place})'}; see {job.run.path}")
         self._proposals.tell(job.proposal, Fate.failed, ())
