@@ -138,6 +138,7 @@ def test_damage_is_skipped_and_named(outputs, capsys):
     rows = metrics.read_text().splitlines()
     metrics.write_text("\n".join([rows[0], "\x00\x00", '{"loss": 1}', '{"step": 3, "loss": "x"}', *rows[1:], '{"st']))
     write_run(outputs / "odd", sessions=[])
+    write_run(outputs / "odder", objective="eval/loss")
     registry = Registry(outputs)
     assert sorted(paths(registry.runs())) == ["alone", "lr/b", "lr/c"]
     assert registry.find("alone").step == 5 and registry.metric("loss")[registry.find("alone").id] > 0
@@ -147,13 +148,14 @@ def test_damage_is_skipped_and_named(outputs, capsys):
         "lr/b/config.yaml: is not YAML",
         "lr/c/labels.json: is damaged",
         "odd/run.json: is damaged (list index out of range); the run is skipped",
+        "odder/run.json: is damaged (objective is no object); the run is skipped",
         "alone/metrics.jsonl line 2: is not a row",
         "alone/metrics.jsonl line 3: is not a row",
         "alone/metrics.jsonl line 4: is not a row",
         "alone/metrics.jsonl line 9: is half-written",
     ):
         assert part in told
-    assert len(registry.faults()) == 8
+    assert len(registry.faults()) == 9
     assert (outputs / "alone" / "metrics.jsonl").read_text().endswith('{"st')
 
 

@@ -175,6 +175,20 @@ def test_report(runs, outputs):
     assert runs("report", "lr")[0] == 0 and "No metrics were written." in (outputs / "lr" / "sweep.html").read_text()
 
 
+def test_a_report_with_a_result_beyond_all_numbers_is_still_drawn(runs, outputs):
+    """Strict JSON, since a browser reads no other, and a scale without that run."""
+    for metrics in (outputs / "lr").rglob("metrics.jsonl"):
+        value = '"Infinity"' if "1_" in metrics.parent.name else "2.5"
+        metrics.write_text(f'{{"step": 1, "loss": 3.0, "eval/loss": {value}}}\n')
+    assert runs("report", "lr", "-m", "eval/loss")[0] == 0
+    page = (outputs / "lr" / "sweep.html").read_text()
+    text = page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
+    data = json.loads(text, parse_constant=pytest.fail)
+    drawn = [line["run"] for line in data["lines"]]
+    assert drawn and all(not name.startswith("1_") for name in drawn)
+    assert "∞" in page
+
+
 def test_tail(runs, outputs):
     _, out, _ = runs("tail", "lr/1", "-n", "1", "-f")
     assert out.splitlines() == [

@@ -8,6 +8,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
+from maxhydra.record.files import plain
 from maxhydra.runs.markup import Html, element, together
 
 
@@ -36,7 +37,7 @@ def _document(
         bar=bar or Html(),
         body=body,
         # `<` as an escape: nothing in the data can end the element that holds it.
-        data=Html(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")),
+        data=Html(json.dumps(plain(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")),
     )
 
 

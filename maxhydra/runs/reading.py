@@ -104,6 +104,9 @@ def read_facts(folder: Path, faults: list[str]) -> Facts | None:
         facts["status"], facts["created"], facts["updated"], wall_seconds(facts)
         session = facts["sessions"][-1]
         session["host"], session["pid"], session["pid_started"]
+        for name in ("objective", "git", "choices"):
+            if not isinstance(facts.get(name) or {}, dict):
+                raise TypeError(f"{name} is no object")
     except (OSError, ValueError, LookupError, TypeError) as error:
         faults.append(f"{RUN}: {_why(error)}; the run is skipped")
         return None

@@ -1,6 +1,7 @@
 """sweep.html: many runs on one page that needs nothing but itself, and which of their settings made the difference."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ class Sweep:
     @property
     def ranked(self) -> list[Run]:
         return [run for run in self.runs if run.id in self.values]
+
+    @property
+    def measured(self) -> list[Run]:
+        """Those whose result has a place on a scale."""
+        return [run for run in self.ranked if math.isfinite(self.values[run.id])]
 
     def shade(self, run: Run) -> int:
         """0 for the best."""
@@ -131,7 +137,7 @@ def _lines(sweep: Sweep) -> list[dict[str, Any]]:
             "shade": sweep.shade(run),
             "values": [*(sweep.settings[run.id].get(key) for key in sweep.varied), sweep.values[run.id]],
         }
-        for run in sweep.ranked
+        for run in sweep.measured
     ]
 
 
@@ -156,7 +162,7 @@ def _charts(registry: Registry, sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def _coordinates(sweep: Sweep) -> Html | None:
-    if not sweep.varied or not sweep.ranked:
+    if not sweep.varied or not sweep.measured:
         return None
     label = f"Parallel coordinates of {', '.join(sweep.varied)} and {sweep.metric}, a line for each run"
     plot = element("div", class_="parallel", id="parallel", role="img", aria_label=label, tabindex="0")
@@ -178,9 +184,9 @@ def _curves(charts: Sequence[dict[str, Any]], sweep: Sweep) -> Html:
 
 
 def _importance(sweep: Sweep) -> Html | None:
-    ranked = sweep.ranked
-    columns = {key: [sweep.settings[run.id].get(key) for run in ranked] for key in sweep.varied}
-    shares = importance(columns, [sweep.values[run.id] for run in ranked])
+    measured = sweep.measured
+    columns = {key: [sweep.settings[run.id].get(key) for run in measured] for key in sweep.varied}
+    shares = importance(columns, [sweep.values[run.id] for run in measured])
     if not shares:
         said = f"With fewer than {FEWEST} results nothing can be said." if sweep.varied else "No setting was varied."
         return section("Importance", element("p", said, class_="empty"))
