@@ -39,6 +39,11 @@ class Check(NamedTuple):
     has_gradients: bool = True
 
 
+def only(name: str, is_able: bool, run: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """The one backend there is, where it takes the case."""
+    return {name: run} if is_able else {}
+
+
 class Kernel(NamedTuple):
     cases: Callable[[], Iterator[Case]]
     check: Callable[[Case], Check]

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from decode import split_own
+from decode import OWN
+from own import split_own
 from table import kind, read_lines
 
 from maxhydra import runtime
@@ -64,7 +65,7 @@ def run(command: list[str]) -> list[dict[str, Any]]:
 
 def peer_command(what: str, given: list[str]) -> list[str]:
     """The peer's script with the same sizes."""
-    own, overrides = split_own(given)
+    own, overrides = split_own(given, OWN)
     composed = compose(["task=bench", *overrides])
     config = composed.config
     device = "cuda" if runtime.foreseen(config.hardware).platform is Platform.gpu else "cpu"

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 
+from own import split_own
 from subject import opened
 
 from maxhydra.measure.decoding import measure_decoding
@@ -21,14 +22,8 @@ from maxhydra.measure.decoding import measure_decoding
 OWN = {"batch": "batches", "prompt": "prompt", "new": "new", "repeats": "repeats"}
 
 
-def split_own(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Arguments of this script by name, and overrides."""
-    own = dict(part.split("=", 1) for part in arguments if part.split("=")[0] in OWN)
-    return own, [part for part in arguments if part.split("=")[0] not in OWN]
-
-
 def main(arguments: list[str]) -> None:
-    own, overrides = split_own(arguments)
+    own, overrides = split_own(arguments, OWN)
     load = [f"task.load.{OWN[name]}={f'[{value}]' if name == 'batch' else value}" for name, value in own.items()]
     subject, task = opened(overrides, "task.what=[decode]", *load)
     for line in measure_decoding(subject, task.load, task.engine):

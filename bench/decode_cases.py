@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from checks import Case, Check, Kernel
+from checks import Case, Check, Kernel, only
 
 from maxhydra.config.model import Pairs
 from maxhydra.kernels.attention import Request
@@ -24,12 +24,6 @@ from maxhydra.layers.rope import Rotation, rotate, turns
 FLOAT32 = jnp.dtype(jnp.float32)
 AROUND = ("nothing", "norm and gate", "norm and onto")
 EPS = 1e-3
-
-
-def only(name: str, is_able: bool, run: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """The one backend there is, where it takes the case."""
-
-    return {name: run} if is_able else {}
 
 
 def around(name: str, scale_K: jax.Array, onto_MN: jax.Array) -> Around:

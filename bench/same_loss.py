@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from own import split_own
+
 from maxhydra.record.metrics import read_metrics
 
 Curve = dict[int, float]
@@ -63,8 +65,7 @@ def line(name: str, against: str, folders: dict[str, list[Path]], overrides: lis
 
 def split(overrides: list[str], own: dict[str, str]) -> tuple[dict[str, list[str]], list[str]]:
     """What is this script's, with these values where nothing is said, and what is the runs'."""
-    given = dict(text.split("=", 1) for text in overrides if text.partition("=")[0] in own)
-    rest = [text for text in overrides if text.partition("=")[0] not in own]
+    given, rest = split_own(overrides, own)
     return {name: given.get(name, value).split(",") for name, value in own.items()}, rest
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from checks import Case, Check, Kernel
+from checks import Case, Check, Kernel, only
 
 from maxhydra.kernels import attention, gated_delta, grouped_matmul, linear_cross_entropy, rms_norm, rotated_heads
 from maxhydra.kernels.attention import Request
@@ -173,7 +173,7 @@ def check_float8(case: Case) -> Check:
         numbers = (x / 0.5).astype(format)
         return numbers, numbers.T
 
-    run = {"triton": ours} if float8.can_serve(case.sizes) else {}
+    run = only("triton", float8.can_serve(case.sizes), ours)
     return Check(run, wanted, (case.draw(0, *case.sizes),), has_gradients=False)
 
 
