@@ -33,8 +33,8 @@ prepare() {
   echo "== values of kernels, losses, and programs to be found later" >&2
   (
     export XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_MEM_FRACTION=.2
-    measure 300 bench/check_kernels.py &
-    measure 300 bench/same_loss.py --together formats=none,fp8 seeds=0,1,2 model=llama3.2-1b model.num_layers=12 \
+    measure 400 bench/check_kernels.py &
+    measure 400 bench/same_loss.py --together formats=none,fp8 seeds=0,1,2 model=llama3.2-1b model.num_layers=12 \
       model.emb_dim=1024 model.mlp_dim=4096 model.num_heads=16 model.vocab_size=320 model.scan_unroll=12 data=demo train.steps=500 \
       train.seq_len=512 train.per_device_batch_size=16 train.log_every=10 train.eval_every=250 train.eval_batches=20 \
       optimizer.learning_rate=6e-4 optimizer.schedule.warmup_steps=50 &

@@ -3,9 +3,9 @@
     maxhydra task=bench ... | tee -a docs/performance.jsonl          # or outputs/RUN/bench.jsonl
     python bench/table.py docs/performance.jsonl
 
-The lines are those of task=bench, bench/kernels.py, bench/check_kernels.py, bench/compare.py and bench/peers/*.py, in
-the order in which the rows shall stand; anything else is passed over. The text goes between the two marks in
-docs/performance.md.
+The lines are those of task=bench, bench/kernels.py, bench/check_kernels.py, bench/same_loss.py, bench/compare.py and
+bench/peers/*.py, in the order in which the rows shall stand; anything else is passed over. The text goes between the
+two marks in docs/performance.md.
 """
 
 import json
@@ -38,6 +38,11 @@ def settings(line: Line) -> str:
         return ", ".join([who, *(f"{name} {line[name]}" for name in sizes)])
     chosen = [text for text in line["overrides"] if not text.startswith(ASIDE)]
     return ", ".join(chosen + line.get("xla_flags", [])) or "as given"
+
+
+def over(name: str) -> Callable[[Line], str]:
+    """How much larger than that of the format it is held against."""
+    return lambda line: "" if line["format"] == line["against"] else f"{100 * line[name]:+.2f} %"
 
 
 def model(line: Line) -> str:
@@ -81,6 +86,17 @@ TABLES: dict[str, tuple[str, dict[str, Column]]] = {
             "after the first": lambda line: number(line["tokens_per_second_after_first"]),
             "all running": lambda line: number(line.get("tokens_per_second_steady")),
             "to the last's first": lambda line: f"{1e3 * first_token(line):.0f} ms",
+        },
+    ),
+    "same_loss": (
+        "Losses in fewer bits, over seeds",
+        {
+            "format": lambda line: line["format"],
+            "evaluations": lambda line: ", ".join(map(str, line["eval_runs"])),
+            "mean": lambda line: f"{list(line['eval_loss'].values())[-1]}",
+            "over": over("eval_over"),
+            "last fifth of training, over": over("loss_over"),
+            "at its worst step": over("worst_over"),
         },
     ),
     "kernels": (
