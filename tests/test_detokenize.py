@@ -123,3 +123,26 @@ def test_words_of_other_tokenizers_keep_their_spaces():
     parts = streamed(answer, prompt, Words())
     assert "".join(parts) == library.decode(prompt + answer)[len(library.decode(prompt)) :] == " Parisian .🦙🦙 Thes"
     assert not any("�" in part for part in parts)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("size", [1, 3, 5, 8])
+def test_a_decoder_that_breaks_whole_runs_of_bytes_never_sees_part_of_a_character(size):
+    """Bytes in a row of which one is no text are all shown as broken, as SentencePiece's way back from bytes has it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = [*(f"<0x{byte:02X}>" for byte in range(256)), "one", "two"]
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({word: id for id, word in enumerate(words)}, []))
+    library.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+
+    class Words:
+        special = frozenset()
+
+        def decode(self, ids):
+            return library.decode(list(ids), skip_special_tokens=False)
+
+    rng = random.Random(size)
+    pieces = [[256], [257], *(list(text.encode()) for text in ("🦙", "世", "é", "\n"))]
+    for _ in range(300):
+        prompt, answer = ([id for piece in rng.choices(pieces, k=count) for id in piece] for count in (5, 12))
+        text = "".join(streamed(answer, prompt, Words(), size=size))
+        assert text == library.decode(prompt + answer)[len(library.decode(prompt)) :]

@@ -24,12 +24,13 @@ class Detokenizer:
 
     It decodes a window of the last tokens: those whose text is out already, and the new. Text is out up to `_out`
     characters of the window. Broken characters at the end are not out: they may become whole, and some decoders show
-    one for every byte of a character that is not complete, even of those before it.
+    one for every byte of a character that is not complete, even of those before and behind it. So a window begins with
+    a whole character wherever there is one.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._tokenizer = tokenizer
-        self._window = list(prompt[-BEFORE:])
+        self._window = _end_of(prompt, tokenizer)
         self._out: int | None = len(tokenizer.decode(self._window).rstrip(BROKEN))
         """None: all but `_pending` characters, which are counted when more tokens come."""
         self._pending = 0
@@ -42,7 +43,7 @@ class Detokenizer:
         if len(words) > 1:
             out, text = self._told(), self._tokenizer.decode([*self._window, *words])
             if not text.endswith(BROKEN):
-                return self._give(text[out:], keeping=list(words[-CHARACTER:]), pending=0)
+                return self._give(text[out:], keeping=[*self._window[self._new :], *words], pending=0)
         return "".join(map(self._add, words))
 
     def _add(self, token: int) -> str:
@@ -74,6 +75,13 @@ class Detokenizer:
         self._window, self._new = keeping, len(keeping)
         self._out, self._pending = None, pending
         return final
+
+
+def _end_of(prompt: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """Its last tokens, with those before that they share a character with."""
+    ends = (list(prompt[-BEFORE - more :]) for more in range(CHARACTER))
+    whole = (end for end in ends if not tokenizer.decode(end).startswith(BROKEN))
+    return next(whole, list(prompt[-BEFORE:]))
 
 
 class Stopper:
