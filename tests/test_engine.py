@@ -285,6 +285,7 @@ REFUSED = {
     "max_tokens": (ask("a", max_tokens=0), "max_tokens=0 is not 1 or more"),
     "temperature": (ask("a", temperature=-1.0), "temperature=-1.0"),
     "nan": (ask("a", temperature=float("nan")), "temperature=nan"),
+    "float32": (ask("a", temperature=1e39, repetition_penalty=1e39), r"temperature=1e\+39.*; repetition_penalty=1"),
     "top_p": (ask("a", top_p=0.0), "top_p=0.0"),
     "min_p": (ask("a", min_p=1.5), "min_p=1.5"),
     "seed": (ask("a", seed=-1), "seed=-1"),

@@ -61,6 +61,8 @@ def test_seeds_follow_the_given_one_or_the_run_and_the_prompt() -> None:
         ("temperature", True),
         ("temperature", float("nan")),
         ("temperature", None),
+        ("temperature", 1e39),
+        ("repetition_penalty", 1e39),
         ("max_tokens", 0),
         ("max_tokens", -5),
         ("max_tokens", 2.5),

@@ -7,6 +7,9 @@ from maxhydra.config.declare import Schema, option, schema
 from maxhydra.config.errors import Problem
 from maxhydra.config.model import Model
 
+# Numbers go to the device in float32, whose largest is 3.4e38.
+LARGEST = 1e38
+
 
 class CacheDtype(Enum):
     auto = "auto"
@@ -22,7 +25,7 @@ class Sampling(Schema):
 
     max_tokens: int = option(256, ge=1)
     """Tokens to write at most."""
-    temperature: float = option(0.0, ge=0)
+    temperature: float = option(0.0, ge=0, le=LARGEST)
     """Divides the logits; 0 takes the likeliest token."""
     top_k: int = option(0, ge=0)
     """Draw among so many likeliest tokens; 0: all."""
@@ -30,7 +33,7 @@ class Sampling(Schema):
     """Draw among the likeliest tokens whose probabilities reach this sum (Holtzman et al., 2020)."""
     min_p: float = option(0.0, ge=0, le=1)
     """Draw among tokens at least this share as likely as the likeliest."""
-    repetition_penalty: float = option(1.0, gt=0)
+    repetition_penalty: float = option(1.0, gt=0, le=LARGEST)
     """Divides the logits of tokens seen before where positive, multiplies them where negative (Keskar et al., 2019)."""
     seed: int | None = option(None, ge=0)
     """Seed of the draw; the same seed gives the same tokens whatever else is decoded. null: by run.seed and the number

@@ -1,7 +1,6 @@
 """One request on its way through the engine: what is in the cache, what was drawn, what was told."""
 
 import dataclasses
-import math
 from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as List
@@ -9,6 +8,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
+from maxhydra.config.decode import LARGEST
 from maxhydra.data import Tokenizer
 from maxhydra.decode.detokenize import Detokenizer, Stopper
 from maxhydra.decode.pages import Lease
@@ -147,11 +147,11 @@ def _wrong(settings: tuple[Any, ...], alternatives: int) -> str | None:
     request = Request((), *settings)
     bounds = (
         ("max_tokens", request.max_tokens >= 1, "1 or more"),
-        ("temperature", 0 <= request.temperature < math.inf, "0 or more"),
+        ("temperature", 0 <= request.temperature <= LARGEST, f"0 to {LARGEST:g}"),
         ("top_k", request.top_k >= 0, "0 (all tokens) or more"),
         ("top_p", 0 < request.top_p <= 1, "over 0 and at most 1"),
         ("min_p", 0 <= request.min_p <= 1, "from 0 to 1"),
-        ("repetition_penalty", 0 < request.repetition_penalty < math.inf, "over 0"),
+        ("repetition_penalty", 0 < request.repetition_penalty <= LARGEST, f"over 0 and at most {LARGEST:g}"),
         ("seed", 0 <= request.seed < 2**64, "0 to 2^64 - 1"),
         ("stop", all(request.stop), "texts that are not empty"),
         ("logprobs", request.logprobs is None or 0 <= request.logprobs <= alternatives, f"0 to {alternatives}"),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from enum import Enum
 
 from maxhydra.config.declare import Schema, option, schema, section
-from maxhydra.config.decode import Engine
+from maxhydra.config.decode import LARGEST, Engine
 from maxhydra.config.errors import Problem
 from maxhydra.config.model import Model
 from maxhydra.config.run import Task
@@ -55,7 +55,7 @@ class Evaluation(Schema):
 
     samples: int = option(1, ge=1)
     """Answers to each prompt, k of pass@k and maj@k."""
-    temperature: float = option(1.0, ge=0)
+    temperature: float = option(1.0, ge=0, le=LARGEST)
     """Divides the logits; 0 takes the likeliest token."""
 
 
