@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of some ids; special tokens have none."""
+        """Text of some ids; special tokens have none, nor have ids without a token, which a model may draw."""
         ...
 
 

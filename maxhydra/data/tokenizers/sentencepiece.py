@@ -80,7 +80,7 @@ class SentencePieceTokenizer:
             to[1].extend((start + first, start + last) for first, last in mapping["offsets"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._words.decode([int(id) for id in ids if id not in self.special])
+        text: str = self._words.decode([int(id) for id in ids if id < self.vocab_size and id not in self.special])
         return text
 
 

@@ -34,6 +34,8 @@ class TiktokenTokenizer:
         found = find_ends(config, ends, self.marks.get)
         self.bos, self.eos, self.pad = found.bos, found.eos, found.pad
         self.special = frozenset(self.marks.values())
+        # Not all ids up to n_vocab: an encoding may leave some out.
+        self._texts = frozenset(map(encoding.encode_single_token, encoding.token_byte_values()))
         self.vocab_size: int = encoding.n_vocab
         self.chat_template = chat_template(config, None)
 
@@ -55,7 +57,7 @@ class TiktokenTokenizer:
         return np.array(ids, np.int32), character_spans(text, widths)
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._words.decode([int(id) for id in ids if id not in self.special])
+        text: str = self._words.decode([int(id) for id in ids if id in self._texts])
         return text
 
 
