@@ -15,6 +15,7 @@ from maxhydra.config.compose import compose
 from maxhydra.config.decode import Sampling
 from maxhydra.config.run import Progress
 from maxhydra.decode.ask import SettingError, adjusted, ask
+from maxhydra.decode.batch_file import AnswerFile, read_records
 from maxhydra.decode.progress import open_progress
 from maxhydra.decode.prompts import PromptError, Prompts
 from maxhydra.decode.terminal import answer, converse
@@ -213,6 +214,11 @@ def test_a_prompt_that_is_too_long_does_not_stop_the_others(tmp_path: Path) -> N
     assert (tally.answered, tally.refused) == (2, 1)
 
 
+def missing(source: Path, target: Path) -> int:
+    with AnswerFile(target, settings="fake") as answers:
+        return answers.missing(read_records(source, Sampling()), samples=1)  # type: ignore[call-arg]
+
+
 def test_answers_of_another_file_or_other_settings_are_not_mixed(tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", [{"prompt": "a"}]), tmp_path / "out.jsonl"
     answer_file(source, target)
@@ -220,6 +226,14 @@ def test_answers_of_another_file_or_other_settings_are_not_mixed(tmp_path: Path)
     write(source, [{"prompt": "b"}])
     with pytest.raises(ConfigError, match="another prompt"):
         answer_file(source, target)
+    with pytest.raises(ConfigError, match="another prompt"):
+        missing(source, target)
+    write(source, [{"prompt": "a"}, {"prompt": "b"}])
+    assert missing(source, target) == 1
+    answer_file(source, target)
+    assert missing(source, target) == 0
+    with pytest.raises(ConfigError, match=r"answers record 1, and task\.input ends with record 0"):
+        missing(write(source, [{"prompt": "a"}]), target)
     target.write_text(before.replace('"fake"', '"other"'))
     with pytest.raises(ConfigError, match="other settings"):
         answer_file(write(source, [{"prompt": "a"}]), target)

@@ -153,6 +153,13 @@ class AnswerFile:
             raise self._wrong(reason)
         return [sample for sample in range(samples) if sample not in answered]
 
+    def missing(self, records: Iterable[Record], samples: int) -> int:
+        """How many samples of all the records are still to be answered; ConfigError if the answers are to others."""
+        missing = [len(self.left(record, samples)) for record in records]
+        if (last := max(self._answered, default=0)) >= len(missing):
+            raise self._wrong(f"answers record {last}, and task.input ends with record {len(missing) - 1}")
+        return sum(missing)
+
     def count(self) -> int:
         return sum(len(samples) for _, samples in self._answered.values())
 

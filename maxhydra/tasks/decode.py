@@ -9,7 +9,7 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.tasks.decode import DecodeTask
 from maxhydra.decode.asker import Asker, is_chat
 from maxhydra.decode.batch import Batch, BatchFailedError, require_apart
-from maxhydra.decode.batch_file import AnswerFile, check_records
+from maxhydra.decode.batch_file import AnswerFile, check_records, read_records
 from maxhydra.decode.origin import settings_name
 from maxhydra.decode.prompts import Prompts
 from maxhydra.decode.start import open_engine, open_prompts
@@ -48,7 +48,7 @@ def _file(config: Config, task: DecodeTask, prompts: Prompts) -> Outcome:
     records = check_records(Path(task.input), task.sampling)
     with AnswerFile(Path(task.output), settings=settings_name(config)) as answers:
         before, total = answers.count(), records * task.samples
-        if before < total:
+        if answers.missing(read_records(Path(task.input), task.sampling), task.samples):
             with _asker(config, task, prompts) as asker:
                 tally = Batch(asker, answers, records=records).run()
             if tally.refused:
