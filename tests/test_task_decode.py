@@ -212,6 +212,8 @@ def test_a_prompt_that_is_too_long_does_not_stop_the_others(tmp_path: Path) -> N
     first, second = sorted(lines(tmp_path / "out.jsonl"), key=lambda row: row["index"])
     assert first["finish"] == "refused" and "task.engine.max_context" in first["error"] and second["text"]
     assert (tally.answered, tally.refused) == (2, 1)
+    again = answer_file(source, tmp_path / "out.jsonl")
+    assert (again.answered, again.refused) == (0, 1)
 
 
 def missing(source: Path, target: Path) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.tasks.decode import DecodeTask
 from maxhydra.decode.asker import Asker
-from maxhydra.decode.batch_file import AnswerFile, Record, read_records
+from maxhydra.decode.batch_file import REFUSED, AnswerFile, Record, read_records
 from maxhydra.decode.progress import Progress, open_progress
 from maxhydra.decode.prompts import PromptError
 from maxhydra.decode.request import Completion, Delta, Handle, RefusedError, TokenLogprob
@@ -31,6 +31,7 @@ class Tally:
 
     answered: int
     refused: int
+    """Those of earlier commands too."""
     tokens: int
     seconds: float
 
@@ -53,7 +54,7 @@ class Batch:
         self._total = records * asker.task.samples
         self._news: queue.SimpleQueue[tuple[_Asked, Delta]] = queue.SimpleQueue()
         self._under_way: dict[tuple[int, int], Handle] = {}
-        self._refused = self._tokens = 0
+        self._tokens = 0
 
     def run(self) -> Tally:
         """Answer all that is left."""
@@ -70,7 +71,7 @@ class Batch:
                 for handle in self._under_way.values():
                     handle.cancel()
         answered = self._answers.count() - before
-        return Tally(answered, self._refused, self._tokens, time.monotonic() - began)
+        return Tally(answered, self._answers.refused, self._tokens, time.monotonic() - began)
 
     def _left(self, task: DecodeTask) -> Iterator[tuple[Record, int]]:
         assert task.input is not None
@@ -95,8 +96,7 @@ class Batch:
             handle = asker.engine.submit(request)
         except (PromptError, RefusedError) as error:
             # One prompt that is too long must not cost the night: it is answered by the reason.
-            self._refused += 1
-            self._answers.add([(record, sample, {"text": "", "tokens": 0, "finish": "refused", "error": str(error)})])
+            self._answers.add([(record, sample, {"text": "", "tokens": 0, "finish": REFUSED, "error": str(error)})])
             return
         except ConfigError as error:
             problem = error.problems[0]

@@ -20,6 +20,8 @@ from maxhydra.record.files import to_json
 ASKED = ("prompt", "messages")
 # What an answer says of its own; a record that has such a key too could not be told apart.
 ANSWERED = ("index", "sample", "text", "prompt_tokens", "tokens", "finish", "error", "logprobs", "settings")
+# How an answer ends that was not to be had.
+REFUSED = "refused"
 SHOWN = 5
 
 
@@ -120,6 +122,8 @@ class AnswerFile:
     def __init__(self, path: Path, *, settings: str):
         self._path, self._settings = path, settings
         self._answered: dict[int, tuple[str, set[int]]] = {}
+        self.refused = 0
+        """Answers that only say why there is none."""
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,6 +174,7 @@ class AnswerFile:
             own = {"index": record.index, "sample": sample}
             lines.append(to_json({**own, **record.rest, **record.asked, **answered, "settings": self._settings}))
             self._answered.setdefault(record.index, (_digest(record.asked), set()))[1].add(sample)
+            self.refused += answered["finish"] == REFUSED
         self._file.write("".join(f"{line}\n" for line in lines).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -191,6 +196,7 @@ class AnswerFile:
             if settings != self._settings:
                 raise self._wrong(f"line {line} was answered by another model or with other settings")
             samples.add(sample)
+            self.refused += answer.get("finish") == REFUSED
             whole += len(content)
         self._file.truncate(whole)
 

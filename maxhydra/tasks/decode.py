@@ -50,10 +50,10 @@ def _file(config: Config, task: DecodeTask, prompts: Prompts) -> Outcome:
         before, total = answers.count(), records * task.samples
         if answers.missing(read_records(Path(task.input), task.sampling), task.samples):
             with _asker(config, task, prompts) as asker:
-                tally = Batch(asker, answers, records=records).run()
-            if tally.refused:
-                reason = f"{tally.refused} of {total} prompts were refused; their answers in {task.output} say why"
-                return Outcome("failed", reason)
+                Batch(asker, answers, records=records).run()
+        if answers.refused:
+            reason = f"{answers.refused} of {total} prompts were refused; their lines in {task.output} say why"
+            return Outcome("failed", f"{reason}, and those taken out are asked again")
     print(f"answered {total} of {total}, {before} of them before: {task.output}", file=sys.stderr)
     return Outcome("finished", "answered")
 
