@@ -175,6 +175,7 @@ def test_a_file_is_answered_with_ids_settings_and_samples(tmp_path: Path) -> Non
         assert row["text"] == expected(request) and row["prompt"] == text
         assert (row["tokens"], row["prompt_tokens"], row["finish"]) == (4 - 2 * index, 4, "length")
         assert len(row["logprobs"]) == row["tokens"] and len(row["logprobs"][0]["alternatives"]) == 1
+    assert found[1, 0]["sampling"] == {"max_tokens": 2, "seed": 4} and "sampling" not in found[0, 0]
     assert found[0, 1]["id"] == "a" and found[0, 1]["topic"] == "sums" and "id" not in found[1, 0]
     engine.close()
 
@@ -228,8 +229,9 @@ def test_answers_of_another_file_or_other_settings_are_not_mixed(tmp_path: Path)
     write(source, [{"prompt": "b"}])
     with pytest.raises(ConfigError, match="another prompt"):
         answer_file(source, target)
-    with pytest.raises(ConfigError, match="another prompt"):
-        missing(source, target)
+    for other in ({"prompt": "b"}, {"prompt": "a", "sampling": {"max_tokens": 3}}):
+        with pytest.raises(ConfigError, match="another prompt or sampling for record 0 than line 1"):
+            missing(write(source, [other]), target)
     write(source, [{"prompt": "a"}, {"prompt": "b"}])
     assert missing(source, target) == 1
     answer_file(source, target)

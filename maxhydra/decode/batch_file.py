@@ -18,6 +18,7 @@ from maxhydra.decode.ask import SettingError, adjusted
 from maxhydra.record.files import to_json
 
 ASKED = ("prompt", "messages")
+DECIDING = ("prompt", "messages", "sampling")
 # What an answer says of its own; a record that has such a key too could not be told apart.
 ANSWERED = ("index", "sample", "text", "prompt_tokens", "tokens", "finish", "error", "logprobs", "settings")
 # How an answer ends that was not to be had.
@@ -34,12 +35,16 @@ class Record:
     prompt: str | list[Any]
     """Text, or messages."""
     sampling: Sampling
+    own: Mapping[str, Any]
+    """Those of the settings that the record itself gives."""
     rest: Mapping[str, Any]
     """The id and any other keys, which are copied to the answer."""
 
     @property
     def asked(self) -> dict[str, Any]:
-        return {"prompt" if isinstance(self.prompt, str) else "messages": self.prompt}
+        """What decides the answer, and stands in it again."""
+        prompt = {"prompt" if isinstance(self.prompt, str) else "messages": self.prompt}
+        return {**prompt, "sampling": self.own} if self.own else prompt
 
 
 def read_records(path: Path, sampling: Sampling) -> Iterator[Record]:
@@ -98,7 +103,7 @@ def _record(content: bytes, index: int, line: int, sampling: Sampling) -> Record
     changes = values.get("sampling") or {}
     if not isinstance(changes, dict):
         raise ValueError("sampling is no object")
-    rest = {key: value for key, value in values.items() if key not in (*ASKED, "sampling")}
+    rest = {key: value for key, value in values.items() if key not in DECIDING}
     if not isinstance(rest.get("id", ""), (str, int)):
         raise ValueError("id is neither text nor an integer")
     for key in rest:
@@ -107,7 +112,7 @@ def _record(content: bytes, index: int, line: int, sampling: Sampling) -> Record
         if key in fields(Sampling):
             raise ValueError(f'has the key {key}; settings of a record go into "sampling": {{...}}')
     try:
-        return Record(index, line, prompt, adjusted(sampling, changes), rest)
+        return Record(index, line, prompt, adjusted(sampling, changes), changes, rest)
     except SettingError as error:
         raise ValueError(f"sampling.{error}") from None
 
@@ -153,8 +158,8 @@ class AnswerFile:
         """The samples of a record that are still to be answered."""
         digest, answered = self._answered.get(record.index, (_digest(record.asked), set()))
         if digest != _digest(record.asked):
-            reason = f"answers another prompt for record {record.index} than line {record.line} of task.input asks"
-            raise self._wrong(reason)
+            reason = f"answers another prompt or sampling for record {record.index} than line {record.line}"
+            raise self._wrong(f"{reason} of task.input asks")
         return [sample for sample in range(samples) if sample not in answered]
 
     def missing(self, records: Iterable[Record], samples: int) -> int:
@@ -189,7 +194,7 @@ class AnswerFile:
             try:
                 answer = json.loads(content)
                 index, sample, settings = answer["index"], answer["sample"], answer["settings"]
-                asked = {name: answer[name] for name in ASKED if name in answer}
+                asked = {name: answer[name] for name in DECIDING if name in answer}
                 samples = self._answered.setdefault(index, (_digest(asked), set()))[1]
             except (ValueError, KeyError, TypeError) as error:
                 raise self._wrong(f"line {line} is no answer of task=decode: {error!r}") from None
