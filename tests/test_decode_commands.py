@@ -81,7 +81,9 @@ def test_a_killed_file_goes_on_and_answers_each_prompt_once(folder: Path) -> Non
     for row in rows:
         assert row["finish"] in ("stop", "length") and row["tokens"] <= 5 + row["id"] and row["prompt_tokens"] > 8
     (folder / "in.jsonl").write_text("".join(json.dumps({**record, "prompt": "other"}) + "\n" for record in records))
-    other = subprocess.run(command(*ask), cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    at_home = [re.sub(r"=(\w+\.jsonl)", r'="~/\1"', word) for word in ask]
+    there = environment(HOME=str(folder))
+    other = subprocess.run(command(*at_home), cwd=folder, env=there, capture_output=True, text=True, check=False)
     assert other.returncode == 2 and "answers another prompt or sampling for record 0" in other.stderr
 
 

@@ -189,6 +189,7 @@ def test_a_file_is_answered_with_ids_settings_and_samples(tmp_path: Path) -> Non
         ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt and messages"),
         ({"prompt": ""}, "empty"),
         ({"prompt": 3}, "no text"),
+        ({"messages": [{"role": "user", "content": "x"}, "y"]}, "messages holds something that is no object"),
         ({"prompt": "x", "id": "first"}, "twice"),
         ({"prompt": "x", "id": [1]}, "id"),
         ({"prompt": "x", "temperature": 1}, "sampling"),
@@ -245,6 +246,8 @@ def test_answers_of_another_file_or_other_settings_are_not_mixed(tmp_path: Path)
     with pytest.raises(ConfigError, match="line 1 is no answer"):
         answer_file(source, target)
     assert target.read_text() == '{"x": 1}\n'
+    with pytest.raises(ConfigError, match="cannot be written"):
+        answer_file(source, target / "out.jsonl")
 
 
 def test_killed_at_any_moment_every_prompt_is_answered_exactly_once(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class Batch:
 
     def _left(self, task: DecodeTask) -> Iterator[tuple[Record, int]]:
         assert task.input is not None
-        for record in read_records(Path(task.input), task.sampling):
+        for record in read_records(Path(task.input).expanduser(), task.sampling):
             for sample in self._answers.left(record, task.samples):
                 yield record, sample
 

@@ -100,6 +100,8 @@ def _record(content: bytes, index: int, line: int, sampling: Sampling) -> Record
         raise ValueError(f"{given[0]} is {'no text' if given[0] == 'prompt' else 'no list'}")
     if not prompt:
         raise ValueError(f"{given[0]} is empty")
+    if given[0] == "messages" and not all(isinstance(message, dict) for message in prompt):
+        raise ValueError("messages holds something that is no object")
     changes = values.get("sampling") or {}
     if not isinstance(changes, dict):
         raise ValueError("sampling is no object")
@@ -131,8 +133,8 @@ class AnswerFile:
         """Answers that only say why there is none."""
 
     def __enter__(self) -> Self:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a+b")
         except OSError as error:
             raise self._wrong(f"cannot be written: {error.strerror}") from None

@@ -45,10 +45,11 @@ def _file(config: Config, task: DecodeTask, prompts: Prompts) -> Outcome:
     """Answer what is left of a file; where nothing is, no weights are loaded."""
     assert task.input is not None and task.output is not None
     require_apart(task)
-    records = check_records(Path(task.input), task.sampling)
-    with AnswerFile(Path(task.output), settings=settings_name(config)) as answers:
+    source, target = Path(task.input).expanduser(), Path(task.output).expanduser()
+    records = check_records(source, task.sampling)
+    with AnswerFile(target, settings=settings_name(config)) as answers:
         before, total = answers.count(), records * task.samples
-        if answers.missing(read_records(Path(task.input), task.sampling), task.samples):
+        if answers.missing(read_records(source, task.sampling), task.samples):
             with _asker(config, task, prompts) as asker:
                 Batch(asker, answers, records=records).run()
         if answers.refused:
