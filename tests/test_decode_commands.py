@@ -61,6 +61,15 @@ def test_settings_that_change_answers_have_another_name() -> None:
     assert settings_name(compose([*asked, "task.engine.max_batch=1", "task.progress=none"]).config) == names[0]
 
 
+def test_a_run_that_went_on_gives_other_answers(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "9" / "params").mkdir(parents=True)
+    config = compose(["task=decode", f"checkpoint.load_parameters={tmp_path}"]).config
+    before = settings_name(config)
+    assert settings_name(config) == before
+    (tmp_path / "checkpoints" / "10" / "params").mkdir(parents=True)
+    assert settings_name(config) != before
+
+
 def test_a_killed_file_goes_on_and_answers_each_prompt_once(folder: Path) -> None:
     records = [{"prompt": f"prompt {n}", "id": n, "sampling": {"max_tokens": 5 + n}} for n in range(30)]
     (folder / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -12,6 +12,7 @@ from maxhydra.config.errors import show
 from maxhydra.config.tasks.decode import DecodeTask
 from maxhydra.config.written import from_yaml
 from maxhydra.convert.origin import run_folder
+from maxhydra.convert.stored import steps_in
 from maxhydra.decode.batch_file import fingerprint
 
 # Keys that change how a model is trained or laid out, and not what it computes.
@@ -57,6 +58,7 @@ def settings_name(config: Config) -> str:
     chosen = {
         **_binding(config),
         "weights": config.checkpoint.load_parameters,
+        **_step(config.checkpoint.load_parameters),
         "template": config.data.tokenizer.chat_template,
         "compute": config.model.dtypes.compute,
         "quantization": OmegaConf.to_container(OmegaConf.structured(config.quantization)),
@@ -65,6 +67,13 @@ def settings_name(config: Config) -> str:
         "chat": [task.chat, task.system, task.samples, task.logprobs, config.run.seed],
     }
     return fingerprint(chosen)
+
+
+def _step(source: str | None) -> dict[str, int]:
+    """Of a run, which may go on, the checkpoint that is its last now."""
+    root = Path(source or "").expanduser()
+    steps = source and (steps_in(root / "checkpoints") or steps_in(root))
+    return {"step": steps[-1]} if steps else {}
 
 
 def _binding(config: Config) -> dict[str, Any]:
