@@ -9,6 +9,7 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose import compose
+from maxhydra.score.results import perplexity
 from maxhydra.tasks import Job, score
 
 GOLDEN = Path(__file__).parent / "golden" / "mistral"
@@ -82,6 +83,9 @@ def test_bad_input_is_refused_by_line_and_nothing_is_written(tmp_path: Path) -> 
     assert "line 5: " in told and "line 6" not in told
     (tmp_path / "x.jsonl").write_text(json.dumps({"ids": [1] * 513}))
     assert "model.context_length is 512" in refusal(tmp_path / "x.jsonl")
+    (tmp_path / "x.jsonl").write_text('{"ids": [1, 99999999999999999999]}\n{"ids": [1, 2], "name": "\\ud800"}')
+    told = refusal(tmp_path / "x.jsonl")
+    assert "line 1: " in told and "too large" in told and "line 2: " in told and "surrogates" in told
     (tmp_path / "x.npz").write_bytes(b"PK")
     assert "cannot be read" in refusal(tmp_path / "x.npz")
     np.savez(tmp_path / "x.npz", ids=np.ones((2, 3), np.int32), mask=np.ones((2, 2), np.int32))
@@ -90,3 +94,21 @@ def test_bad_input_is_refused_by_line_and_nothing_is_written(tmp_path: Path) -> 
     with pytest.raises(ConfigError) as caught:
         compose([*FIXED, "task.input=x.txt", "task.output=y.jsonl", "task.logits=true"])
     assert {problem.path for problem in caught.value.problems} == {"task.input", "task.logits"}
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"ids": [1, 2]}')
+    (tmp_path / "folder.npz").mkdir()
+    nowhere = f"checkpoint.load_parameters={tmp_path}"
+    for output, reason in (
+        (tmp_path / "x.jsonl" / "y.npz", "cannot be written"),
+        (tmp_path / "folder.npz", "a folder"),
+    ):
+        with pytest.raises(ConfigError, match=rf"task\.output.*{reason}"):
+            scored(tmp_path / "x.jsonl", output, nowhere)
+    assert {path.name for path in tmp_path.iterdir()} == {"x.jsonl", "folder.npz"}
+
+
+def test_the_perplexity_of_what_cannot_be_is_infinite() -> None:
+    assert perplexity(np.float32([-800, -900])) == perplexity(np.float32([-np.inf, -1])) == np.inf
+    np.testing.assert_allclose(perplexity(np.log(np.float32([0.5, 0.125]))), 4, rtol=1e-6)

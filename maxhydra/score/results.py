@@ -2,10 +2,12 @@
 
 import math
 import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
+from maxhydra.config import ConfigError, Problem
 from maxhydra.config.tasks.score import LINES
 from maxhydra.record.files import replace_file, to_json
 from maxhydra.score.scorer import Scored
@@ -14,13 +16,25 @@ from maxhydra.score.sequences import Sequences
 
 def perplexity(logprobs: np.ndarray) -> float:
     """exp of the mean loss of a token; NaN of a sequence of one token, in which nothing is predicted."""
-    return math.exp(-float(logprobs.mean(dtype=np.float64))) if len(logprobs) else math.nan
+    with np.errstate(over="ignore"):
+        return float(np.exp(-logprobs.mean(dtype=np.float64))) if len(logprobs) else math.nan
+
+
+def require_writable(path: Path) -> None:
+    """ConfigError, before the work and not after it, where no file can be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            reason = "is a folder" if path.is_dir() else ""
+    except OSError as error:
+        reason = f"cannot be written: {error.strerror}"
+    if reason:
+        raise ConfigError(Problem("task.output", reason, value=str(path), hint="choose another file"))
 
 
 def write_results(path: Path, sequences: Sequences, scores: list[Scored]) -> None:
     """In the order of the input."""
     scores = sorted(scores, key=lambda score: score.number)
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.name.endswith(LINES):
         replace_file(path, "".join(_line(sequences, score) for score in scores))
         return

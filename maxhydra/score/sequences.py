@@ -11,6 +11,7 @@ import numpy as np
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.tasks.score import LINES
+from maxhydra.record.files import to_json
 
 KEY = "task.input"
 SHOWN = 5
@@ -73,7 +74,7 @@ def _lines(path: Path, encode: Encode) -> tuple[list[Found], int]:
             if line.strip():
                 try:
                     found.append((f"line {number}", _record(json.loads(line), encode)))
-                except (ValueError, RecursionError) as error:
+                except (ValueError, OverflowError, RecursionError) as error:
                     found.append((f"line {number}", str(error)))
     lengths = [len(sequence.ids) for _, sequence in found if isinstance(sequence, Sequence)]
     return found, max(lengths, default=0)
@@ -88,6 +89,8 @@ def _record(record: Any, encode: Encode) -> Sequence | str:
     if not isinstance(given, list) or any(type(id) is not int for id in given):
         return "text is not a text, or ids are not whole numbers"
     rest = {name: value for name, value in record.items() if name not in ("text", "ids")}
+    # Half a character, which JSON can write and UTF-8 cannot.
+    to_json(rest).encode()
     return Sequence(np.asarray(given, np.int64), np.arange(len(given)), rest)
 
 

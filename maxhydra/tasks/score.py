@@ -12,7 +12,7 @@ from maxhydra.decode.progress import open_progress
 from maxhydra.decode.prompts import Prompts
 from maxhydra.decode.start import check_start, weight_formats
 from maxhydra.model import build
-from maxhydra.score.results import perplexity, write_results
+from maxhydra.score.results import perplexity, require_writable, write_results
 from maxhydra.score.scorer import Scored, SequenceScorer
 from maxhydra.score.sequences import read_sequences
 from maxhydra.sharding import Sharder, build_mesh
@@ -33,6 +33,8 @@ def run(job: Job) -> Outcome:
         vocab_size=config.model.vocab_size,
         longest=config.model.context_length,
     )
+    output = Path(task.output).expanduser()
+    require_writable(output)
     scorer = _open_scorer(job, task)
     scores: list[Scored] = []
     tokens = 0
@@ -41,7 +43,7 @@ def run(job: Job) -> Outcome:
             scores.append(score)
             tokens += len(sequences.rows[score.number].ids)
             progress.update(len(scores), tokens)
-    write_results(Path(task.output).expanduser(), sequences, scores)
+    write_results(output, sequences, scores)
     overall = perplexity(np.concatenate([score.logprobs for score in scores]))
     print(f"perplexity {overall:.4f} over {len(scores)} sequences, {tokens} tokens: {task.output}", file=sys.stderr)
     return Outcome("finished", "scored", {"perplexity": overall})
