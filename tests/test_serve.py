@@ -18,7 +18,9 @@ from fake_engine import WORDS, FakeEngine
 from maxhydra.config.compose import compose
 from maxhydra.config.decode import Sampling
 from maxhydra.decode.http import Access, Limits, Offer, Service, listen, serve
+from maxhydra.decode.http.replies import Reply
 from maxhydra.decode.prompts import Prompts
+from maxhydra.decode.request import Completion, Delta, TokenLogprob
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 LIMITS = {"max_body": 2**20, "max_connections": 200, "timeout": 5.0, "keep_alive": 5.0, "drain": 5.0}
@@ -182,6 +184,17 @@ def test_completions_of_texts_and_tokens(server: Running) -> None:
     assert same.choices[0].text == done.choices[0].text
     pieces = make(model="tiny", prompt="a", max_tokens=3, seed=0, stream=True)
     assert "".join(chunk.choices[0].text for chunk in pieces) == done.choices[0].text
+
+
+def test_a_long_answer_with_log_probabilities_takes_no_longer_a_token(prompts: Prompts) -> None:
+    made = Reply(False, "tiny", prompts, prompt_tokens=1, has_logprobs=True, include_usage=False)
+    tokens = tuple(b"abc" * 10_000)
+    drawn = Completion("", tokens, tuple(TokenLogprob(token, -1.0, ()) for token in tokens), "length")
+    began = time.monotonic()
+    (choice,) = made.whole([drawn])["choices"]
+    # A sum of all lengths before each token would take 17 s.
+    assert choice["logprobs"]["text_offset"] == list(range(30_000)) and time.monotonic() - began < 6
+    assert made.chunk(0, Delta("", ()), 5)["choices"][0]["logprobs"]["text_offset"] == []
 
 
 def test_without_a_seed_requests_differ_and_with_one_they_do_not(server: Running) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from maxhydra.decode.prompts import Prompts
@@ -83,7 +84,7 @@ class Reply:
         if self.is_chat:
             return {"content": [self._chat_logprob(drawn) for drawn in logprobs], "refusal": None}
         texts = [self.prompts.token_text(drawn.token) for drawn in logprobs]
-        starts = [offset + sum(map(len, texts[:number])) for number in range(len(texts))]
+        starts = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
         return {
             "tokens": texts,
             "token_logprobs": [_finite(drawn.logprob) for drawn in logprobs],

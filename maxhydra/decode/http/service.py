@@ -156,7 +156,8 @@ class Service:
             for index, delta in await news.take():
                 _refuse_failure(delta)
                 deltas[index].append(delta)
-        value = reply.whole([Completion.of(each) for each in deltas])
+        # With log-probabilities it asks the tokenizer for every alternative of every token.
+        value = await self._aside(lambda: reply.whole([Completion.of(each) for each in deltas]))
         await link.send_json(200, value, headers={})
 
     async def _stream(self, head: Head, link: Link, news: "_News", reply: Reply) -> None:
