@@ -136,6 +136,7 @@ def test_a_prompt_is_what_the_user_says_where_there_is_a_template(tmp_path: Path
         (["task.prompt=a", "task.sampling.max_tokens=-1"], "task.sampling.max_tokens"),
         (["task.prompt=a", "task.sampling.stop=['']"], "task.sampling.stop"),
         (["task.prompt=a", "task.engine.page_size=0"], "task.engine.page_size"),
+        (["task.prompt=a", "model=gpt3-tiny", "task.engine.max_context=100000"], "task.engine.max_context"),
     ],
 )
 def test_settings_that_contradict_are_refused(overrides: list[str], key: str) -> None:

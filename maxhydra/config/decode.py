@@ -5,7 +5,7 @@ from enum import Enum
 
 from maxhydra.config.declare import Schema, option, schema
 from maxhydra.config.errors import Problem
-from maxhydra.config.model import Model
+from maxhydra.config.model import Model, Positions
 
 # Numbers go to the device in float32, whose largest is 3.4e38.
 LARGEST = 1e38
@@ -80,3 +80,7 @@ class Engine(Schema):
         if self.prefix_cache and model.is_recurrent:
             reason = "cannot be had of recurrent layers: their state is of a whole sequence, and no page holds it"
             yield Problem("engine.prefix_cache", reason, value=True, accepted="false or null")
+        longest = model.context_length
+        if model.embedding.positions is Positions.learned and (self.max_context or 0) > longest:
+            reason = f"is over model.context_length={longest}, and the model has no vectors for later positions"
+            yield Problem("engine.max_context", reason, value=self.max_context, accepted=f"2 to {longest}, or null")
