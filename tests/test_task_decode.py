@@ -251,6 +251,16 @@ def test_answers_of_another_file_or_other_settings_are_not_mixed(tmp_path: Path)
         answer_file(source, target / "out.jsonl")
 
 
+def test_how_many_are_answered_is_known_without_counting(tmp_path: Path) -> None:
+    """It is shown after every answer: of a million, a look at each would take longer than the model."""
+    source, target = write(tmp_path / "in.jsonl", [{"prompt": f"{n}"} for n in range(50)]), tmp_path / "out.jsonl"
+    answer_file(source, target, "task.samples=2")
+    for text in (target.read_text(), 2 * target.read_text()):
+        target.write_text(text)
+        with AnswerFile(target, settings="fake") as answers:
+            assert answers.count == 100
+
+
 def test_killed_at_any_moment_every_prompt_is_answered_exactly_once(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", [{"prompt": f"prompt {n}", "id": n} for n in range(40)])
     target = tmp_path / "out.jsonl"

@@ -59,18 +59,18 @@ class Batch:
     def run(self) -> Tally:
         """Answer all that is left."""
         task = self._asker.task
-        began, before = time.monotonic(), self._answers.count()
+        began, before = time.monotonic(), self._answers.count
         left = self._left(task)
         window = AHEAD * task.engine.max_batch
         with open_progress(task.progress, total=self._total, start=before, verb="answered") as progress:
             try:
                 while self._fill(left, window) or self._under_way:
                     self._write(self._finished(progress))
-                    progress.update(self._answers.count(), self._tokens)
+                    progress.update(self._answers.count, self._tokens)
             finally:
                 for handle in self._under_way.values():
                     handle.cancel()
-        answered = self._answers.count() - before
+        answered = self._answers.count - before
         return Tally(answered, self._answers.refused, self._tokens, time.monotonic() - began)
 
     def _left(self, task: DecodeTask) -> Iterator[tuple[Record, int]]:
@@ -116,7 +116,7 @@ class Batch:
             try:
                 asked, delta = self._news.get(timeout=REFRESH_SECONDS)
             except queue.Empty:
-                progress.update(self._answers.count(), self._tokens)
+                progress.update(self._answers.count, self._tokens)
                 continue
             asked.deltas.append(delta)
             self._tokens += len(delta.tokens)

@@ -129,8 +129,10 @@ class AnswerFile:
     def __init__(self, path: Path, *, settings: str):
         self._path, self._settings = path, settings
         self._answered: dict[int, tuple[str, set[int]]] = {}
+        self.count = 0
+        """Answers in the file; asked for at every one of them, so not to be added up each time."""
         self.refused = 0
-        """Answers that only say why there is none."""
+        """Those that only say why there is none."""
 
     def __enter__(self) -> Self:
         try:
@@ -171,17 +173,13 @@ class AnswerFile:
             raise self._wrong(f"answers record {last}, and task.input ends with record {len(missing) - 1}")
         return sum(missing)
 
-    def count(self) -> int:
-        return sum(len(samples) for _, samples in self._answered.values())
-
     def add(self, answers: Iterable[tuple[Record, int, Mapping[str, Any]]]) -> None:
         """Add answers (record, sample, what was answered): on disk when this returns."""
         lines = []
         for record, sample, answered in answers:
             own = {"index": record.index, "sample": sample}
             lines.append(to_json({**own, **record.rest, **record.asked, **answered, "settings": self._settings}))
-            self._answered.setdefault(record.index, (_digest(record.asked), set()))[1].add(sample)
-            self.refused += answered["finish"] == REFUSED
+            self._note(record.index, record.asked, sample, answered["finish"])
         self._file.write("".join(f"{line}\n" for line in lines).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -195,17 +193,22 @@ class AnswerFile:
                 break
             try:
                 answer = json.loads(content)
-                index, sample, settings = answer["index"], answer["sample"], answer["settings"]
+                settings = answer["settings"]
                 asked = {name: answer[name] for name in DECIDING if name in answer}
-                samples = self._answered.setdefault(index, (_digest(asked), set()))[1]
+                self._note(answer["index"], asked, answer["sample"], answer["finish"])
             except (ValueError, KeyError, TypeError) as error:
                 raise self._wrong(f"line {line} is no answer of task=decode: {error!r}") from None
             if settings != self._settings:
                 raise self._wrong(f"line {line} was answered by another model or with other settings")
-            samples.add(sample)
-            self.refused += answer.get("finish") == REFUSED
             whole += len(content)
         self._file.truncate(whole)
+
+    def _note(self, index: int, asked: Mapping[str, Any], sample: int, finish: str) -> None:
+        samples = self._answered.setdefault(index, (_digest(asked), set()))[1]
+        if sample not in samples:
+            samples.add(sample)
+            self.count += 1
+            self.refused += finish == REFUSED
 
     def _wrong(self, reason: str, *, hint: str = "choose another file, or move this one away") -> ConfigError:
         return ConfigError(Problem("task.output", reason, value=str(self._path), hint=hint))

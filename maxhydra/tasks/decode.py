@@ -48,7 +48,7 @@ def _file(config: Config, task: DecodeTask, prompts: Prompts) -> Outcome:
     source, target = Path(task.input).expanduser(), Path(task.output).expanduser()
     records = check_records(source, task.sampling)
     with AnswerFile(target, settings=settings_name(config)) as answers:
-        before, total = answers.count(), records * task.samples
+        before, total = answers.count, records * task.samples
         if answers.missing(read_records(source, task.sampling), task.samples):
             with _asker(config, task, prompts) as asker:
                 Batch(asker, answers, records=records).run()
