@@ -67,6 +67,18 @@ def test_lines_of_any_length_come_back_in_order(expected: Any, tmp_path: Path) -
     np.testing.assert_allclose(found[0]["perplexity"], np.exp(-whole[:8].mean()), rtol=1e-4)
 
 
+def test_a_sequence_scores_the_same_in_any_company(tmp_path: Path) -> None:
+    """With a capacity, an expert takes more tokens of a row that is padded further."""
+    path, ids = GOLDEN.parent / "mixtral", np.random.default_rng(0).integers(0, 64, 100).tolist()
+    changes = [f"model.path={path}", "model.kinds.layer.moe.capacity_factor=1.0"]
+    found = []
+    for records in ([{"ids": ids[:16]}], [{"ids": ids[:16]}, {"ids": ids}]):
+        (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, records)))
+        scored(tmp_path / "x.jsonl", tmp_path / "y.jsonl", *changes)
+        found.append(json.loads((tmp_path / "y.jsonl").read_text().splitlines()[0])["logprobs"])
+    np.testing.assert_allclose(*found, atol=1e-4)
+
+
 def refusal(source: Path) -> str:
     with pytest.raises(ConfigError) as caught:
         scored(source, source.with_name("y.npz"))

@@ -93,7 +93,7 @@ class Moe(Schema):
     shared: Shared = section(Shared)
     capacity_factor: float | None = option(None, gt=0)
     """An expert takes at most this times an even share of the tokens of a sequence, the first to come, and the rest go
-    without it (Lepikhin et al., 2021). With a cache, and with null, no token is dropped."""
+    without it (Lepikhin et al., 2021). With a cache, in task=score, and with null, no token is dropped."""
     balance_weight: float = option(0.0, ge=0)
     """Weight of the auxiliary loss experts * sum(load share * mean score) of each layer (Fedus et al., 2022), 1 where
     the load is even."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxhydra.config import model as config
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.score.sequences import Sequence
@@ -79,6 +80,15 @@ class SequenceScorer:
             return token_logprobs(lambda x: model.logits(weights, x, sharder), hidden, targets, chunk=chunk), None
 
         return jax.jit(score)
+
+
+def dropless(model: config.Model) -> config.Model:
+    """Its experts take all tokens that come: a share of a padded row would hang on what else is in its batch."""
+    kinds = {
+        name: dataclasses.replace(kind, moe=dataclasses.replace(kind.moe, capacity_factor=None))
+        for name, kind in model.kinds.items()
+    }
+    return dataclasses.replace(model, kinds=kinds)
 
 
 def _rounded(count: int, parts: int) -> int:

@@ -13,7 +13,7 @@ from maxhydra.decode.prompts import Prompts
 from maxhydra.decode.start import check_start, weight_formats
 from maxhydra.model import build
 from maxhydra.score.results import perplexity, require_writable, write_results
-from maxhydra.score.scorer import Scored, SequenceScorer
+from maxhydra.score.scorer import Scored, SequenceScorer, dropless
 from maxhydra.score.sequences import read_sequences
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
@@ -53,7 +53,7 @@ def _open_scorer(job: Job, task: ScoreTask) -> SequenceScorer:
     config = job.config
     assert config.checkpoint.load_parameters is not None
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
-    model = build(config.model, quantization=weight_formats(config))
+    model = build(dropless(config.model), quantization=weight_formats(config))
     sharder.check(model.axes, model.shapes)
     weights = load_weights(
         config.checkpoint.load_parameters,
