@@ -15,9 +15,11 @@ from maxhydra.config.compose import compose
 from maxhydra.config.decode import Sampling
 from maxhydra.config.run import Progress
 from maxhydra.decode.ask import SettingError, adjusted, ask
+from maxhydra.decode.batch import BatchFailedError
 from maxhydra.decode.batch_file import AnswerFile, read_records
 from maxhydra.decode.progress import open_progress
 from maxhydra.decode.prompts import PromptError, Prompts
+from maxhydra.decode.request import Delta, Handle
 from maxhydra.decode.terminal import answer, converse
 
 TEMPLATE = (
@@ -249,6 +251,24 @@ def test_answers_of_another_file_or_other_settings_are_not_mixed(tmp_path: Path)
     assert target.read_text() == '{"x": 1}\n'
     with pytest.raises(ConfigError, match="cannot be written"):
         answer_file(source, target / "out.jsonl")
+
+
+def test_what_was_answered_before_the_engine_failed_is_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first answer and the failure come together."""
+
+    def submit(self: FakeEngine, request: Any) -> Handle:
+        handle = Handle()
+        is_first = bytes(request.prompt[1:]) == b"first"
+        handle.put(Delta("yes", (1,), finish="stop") if is_first else Delta("", (), finish="error", error="no memory"))
+        return handle
+
+    monkeypatch.setattr(FakeEngine, "submit", submit)
+    source = write(tmp_path / "in.jsonl", [{"prompt": "first"}, {"prompt": "second"}])
+    with pytest.raises(BatchFailedError, match="no memory"):
+        answer_file(source, tmp_path / "out.jsonl")
+    assert [row["text"] for row in lines(tmp_path / "out.jsonl")] == ["yes"]
 
 
 def test_how_many_are_answered_is_known_without_counting(tmp_path: Path) -> None:

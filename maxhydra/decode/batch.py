@@ -121,6 +121,7 @@ class Batch:
             asked.deltas.append(delta)
             self._tokens += len(delta.tokens)
             if delta.finish in ("error", "cancelled"):
+                self._write(ended)
                 raise BatchFailedError(delta.error or "the engine was closed")
             if delta.finish is not None:
                 del self._under_way[asked.record.index, asked.sample]
