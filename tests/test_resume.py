@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -98,18 +99,39 @@ def test_a_mixture_goes_on_after_a_kill(tmp_path: Path) -> None:
     assert parameter_hash(killed, 20) == parameter_hash(whole, 20)
 
 
+def truncate(checkpoint: Path) -> None:
+    for part in checkpoint.rglob("*"):
+        if part.is_file() and part.parent.name == "d":
+            os.truncate(part, part.stat().st_size // 2)
+
+
 def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "cut"
     finished(*RUN, "train.steps=12", "run.name=cut", cwd=tmp_path)
     newest = folder / "checkpoints" / "12"
-    for part in newest.rglob("*"):
-        if part.is_file() and part.parent.name == "d":
-            os.truncate(part, part.stat().st_size // 2)
+    truncate(newest)
     done = finished(*RUN, "run.name=cut", cwd=tmp_path)
     assert "checkpoints/12 cannot be read" in done.stderr
     assert "going on from step 8" in done.stderr
     assert losses(folder) == losses(uninterrupted)
     assert (folder / "checkpoints" / "12.unreadable").is_dir()
+
+
+def test_checkpoints_of_which_none_can_be_read_stay_and_no_new_run_begins(tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / "away"
+    finished(*RUN, "train.steps=8", "run.name=away", cwd=tmp_path)
+    checkpoints, before = folder / "checkpoints", losses(folder)
+    shutil.copytree(checkpoints / "4", tmp_path / "4")
+    truncate(checkpoints)
+    done = run(*RUN, "run.name=away", cwd=tmp_path)
+    assert done.returncode == 2 and "none of the run's 2 checkpoints can be read" in done.stderr
+    assert sorted(list_names(checkpoints)) == ["4", "8"] and losses(folder) == before
+    shutil.rmtree(checkpoints / "4")
+    shutil.copytree(tmp_path / "4", checkpoints / "4")
+    shutil.copytree(checkpoints / "8", checkpoints / "8.unreadable")
+    assert "going on from step 4" in finished(*RUN, "train.steps=8", "run.name=away", cwd=tmp_path).stderr
+    assert sorted(list_names(checkpoints)) == ["4", "8", "8.unreadable", "8.unreadable-2"]
+    assert losses(folder) == before
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

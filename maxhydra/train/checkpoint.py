@@ -12,6 +12,7 @@ import math
 import re
 import shutil
 from collections.abc import Mapping
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,28 +147,39 @@ def open_checkpointer(folder: Path, config: Checkpoint) -> Checkpointer:
 def restore(folder: Path, config: Checkpoint, abstract: TrainState) -> Restored | None:
     """Where the run starts from: its own newest checkpoint, then checkpoint.load_full_state; None for neither.
 
-    A checkpoint of the run that cannot be read is set aside by name, and the one before it is taken.
+    A checkpoint of the run that cannot be read is set aside by name, and the one before it is taken. Where none can be
+    read, the cause may lie elsewhere (a disk that is gone, too little memory), and all stay where they are: a folder
+    without checkpoints would be taken for a new run.
     """
-    steps = steps_in(folder)
-    for step in reversed(steps):
+    unreadable: list[Path] = []
+    for step in reversed(steps_in(folder)):
         path = folder / str(step)
         try:
-            return read_state(path, abstract)
+            found = read_state(path, abstract)
         except ConfigError:
             raise
         except Exception as error:
-            aside = path.with_name(f"{step}.unreadable")
-            log.warning(
-                "checkpoint %s cannot be read (%s); it is set aside as %s", path, _first_line(error), aside.name
-            )
-            if jax.process_index() == 0:
-                path.rename(aside)
-    if steps:
-        reason = f"none of the run's {len(steps)} checkpoints can be read"
+            log.warning("checkpoint %s cannot be read (%s)", path, _first_line(error))
+            unreadable.append(path)
+            continue
+        if jax.process_index() == 0:
+            for other in unreadable:
+                _set_aside(other)
+        return found
+    if unreadable:
+        reason = f"none of the run's {len(unreadable)} checkpoints can be read"
         raise ConfigError(Problem("run.name", reason, hint=f"look at {folder}, or choose another run.name"))
     if config.load_full_state is not None:
         return read_state(find_checkpoint("checkpoint.load_full_state", config.load_full_state), abstract)
     return None
+
+
+def _set_aside(path: Path) -> None:
+    """Rename a checkpoint so that it is none; one of the same step may have been set aside before."""
+    names = (f"{path.name}.unreadable{more}" for more in chain([""], (f"-{number}" for number in count(2))))
+    aside = next(name for name in names if not path.with_name(name).exists())
+    path.rename(path.with_name(aside))
+    log.warning("checkpoint %s is set aside as %s", path, aside)
 
 
 def read_state(path: Path, abstract: TrainState) -> Restored:
