@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -115,6 +116,18 @@ class TestOrder:
         assert (order.indices(1, 0, 200) != whole).any()
         assert (Order(200, 8, True, groups).indices(0, 0, 200) != whole).any()
         assert list(Order(200, 7, False, groups).indices(3, 5, 9)) == [5, 6, 7, 8]
+
+    @pytest.mark.parametrize("groups", [None, (30_000,) * 10])
+    def test_many_that_take_turns_are_each_made_once(self, groups: tuple[int, ...] | None) -> None:
+        """As the sources of a mixture do, row by row."""
+        orders = [Order(300_000, seed, True, groups) for seed in range(20)]
+        seconds = []
+        for _ in range(2):
+            began = time.perf_counter()
+            for order in orders:
+                order.indices(0, 5, 6)
+            seconds.append(time.perf_counter() - began)
+        assert seconds[1] < seconds[0] / 10
 
     def test_more_records_than_a_list_should_hold(self) -> None:
         order = Order(IN_MEMORY + 1, 7, True)

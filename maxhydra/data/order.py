@@ -14,6 +14,10 @@ GROUPS_TOGETHER = 16
 # (and 280 on a hundred records, where it searches long).
 IN_MEMORY = 2**21
 
+# Lists that are kept, 1 GB at most: the sources of a mixture take turns row by row, and so do streams, and to make one
+# of a million records anew for each row takes 60 milliseconds.
+KEPT = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class Order:
@@ -61,12 +65,12 @@ class Order:
         return np.cumsum((0, *self.groups))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=KEPT)
 def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
     return _random(seed, epoch).permutation(length)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=KEPT)
 def _windows(order: Order, epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
     """The groups of an epoch in their order, a few at a time, and the position at which each lot begins."""
     assert order.groups is not None
@@ -76,7 +80,7 @@ def _windows(order: Order, epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
     return np.cumsum([0, *(int(sizes[window].sum()) for window in windows)]), windows
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=KEPT)
 def _window(order: Order, epoch: int, window: int) -> np.ndarray:
     """The records of one lot of groups, shuffled."""
     _, windows = _windows(order, epoch)
