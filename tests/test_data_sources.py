@@ -142,6 +142,18 @@ class TestHf:
         random = np.random.default_rng(1).integers(0, 30, 10).tolist()
         assert [record["n"] for record in source.train.read(random)] == random  # type: ignore[index]
 
+    def test_parts_of_files_are_trained_on_and_held_out(self, table: datasets.Dataset, tmp_path: Path) -> None:
+        path = str(tmp_path / "in.jsonl")
+        table.to_json(path)
+        source = opened(tmp_path, source="hf", path=path, split="train[:90%]", eval_split="train[90%:]")
+        assert texts(source.train) == table["text"][:36] and texts(source.evaluation) == table["text"][36:]
+        source = opened(tmp_path, source="hf", path=path, split="train[:90%]", eval_path=path)
+        assert texts(source.train) == table["text"][:36] and texts(source.evaluation) == table["text"][:]
+        table.save_to_disk(str(tmp_path / "saved"))
+        for values in ({"path": path}, {"name": str(tmp_path / "saved")}):
+            with pytest.raises(ConfigError, match="validation"):
+                opened(tmp_path, source="hf", eval_split="validation", **values)
+
     def stream(self, folder: Path, files: int = 3) -> HfStream:
         for part in range(files):
             write_lines(folder / f"{part}.jsonl", [f"{part}-{i}" for i in range(10 + part)])

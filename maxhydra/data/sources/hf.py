@@ -53,7 +53,9 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource | Str
     if held_out:
         named = dataclasses.replace(corpus, name=corpus.eval_name or corpus.name)
         path = corpus.eval_path or (None if corpus.eval_name else corpus.path)
-        evaluation = _load(named, data, path=path, split=corpus.eval_split or corpus.split)
+        # A part of the files to train on, such as train[:90%], is no part of those to evaluate on.
+        split = corpus.split.partition("[")[0] if corpus.eval_path else corpus.split
+        evaluation = _load(named, data, path=path, split=corpus.eval_split or split)
     title = corpus.name or corpus.path or ""
     if corpus.streaming:
         evaluated: RecordStream = HfStream(title, evaluation) if evaluation is not None else NothingHeldOut()
@@ -92,8 +94,8 @@ def _files(path: str, data: Data, *, streaming: bool) -> dict[str, Any]:
     if len(kinds) > 1:
         reason = f"holds files of several kinds: {', '.join(sorted(kinds))}"
         raise ConfigError(Problem("data.path", reason, value=path, hint="make a source of each, and a mixture of them"))
-    # A plain name takes all files as one split, whatever they are called.
-    return {"path": kinds.pop(), "data_files": names, "split": "train", "cache_dir": str(_cache(data))}
+    # A plain list takes all files as one split, train, whatever they are called.
+    return {"path": kinds.pop(), "data_files": names, "cache_dir": str(_cache(data))}
 
 
 def _cache(data: Data) -> Path:
@@ -109,12 +111,12 @@ def _builder(name: str) -> str:
 
 
 def _saved(dataset: Any, corpus: Corpus, split: str) -> Any:
-    """A split of a saved dataset; one that has no splits is what was saved."""
-    if isinstance(dataset, dict):
-        if split not in dataset:
-            reason = "is no split of the saved dataset"
-            raise ConfigError(Problem("data.split", reason, value=split, accepted=", ".join(dataset)))
-        dataset = dataset[split]
+    """A split of a saved dataset; one that has no splits is what was saved, called train or as it was before."""
+    splits = dataset if isinstance(dataset, dict) else {"train": dataset, str(dataset.split or "train"): dataset}
+    if split not in splits:
+        reason = "is no split of the saved dataset"
+        raise ConfigError(Problem("data.split", reason, value=split, accepted=", ".join(splits)))
+    dataset = splits[split]
     return dataset.to_iterable_dataset() if corpus.streaming else dataset
 
 
