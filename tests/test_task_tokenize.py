@@ -7,6 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import datasets
 import jax
 import numpy as np
 import pytest
@@ -183,6 +184,15 @@ def test_bad_records_stop_it_or_are_counted(texts: Path, tmp_path: Path) -> None
     written = [shards.write(shard, counted) for shard in range(2)]
     assert [len(shard.faults) for shard in written] == [1, 0] and counted[0::2] == [300, 300]
     assert tokens_in(output) == expected(TEXTS[:7] + TEXTS[8:])
+
+
+def test_records_to_evaluate_on_are_in_no_shard_unless_they_were_held_out(tmp_path: Path) -> None:
+    for name, few in {"train": TEXTS[:20], "test": TEXTS[20:24]}.items():
+        datasets.Dataset.from_dict({"text": few}).save_to_disk(str(tmp_path / name))
+    for more in ({}, {"eval_name": str(tmp_path / "test")}, {"eval_split": "train"}):
+        shards = Shards(data_of(tmp_path / "train", source="hf", **more), tmp_path, 1)
+        assert [record["text"] for record in shards.sample(20)] == TEXTS[:20]  # type: ignore[index]
+        assert shards.records == 20
 
 
 def test_weights_of_conversations_come_back(tmp_path: Path) -> None:

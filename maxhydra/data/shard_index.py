@@ -22,7 +22,7 @@ NOTHING: Mapping[str, Any] = {}
 
 # Settings of `data` that tokens depend on, besides those of the tokenizer.
 SETTINGS = (
-    *("source", "path", "eval_path", "format", "name", "config", "split", "eval_split", "data_dir"),
+    *("source", "path", "eval_path", "format", "name", "config", "split", "eval_split", "eval_name", "data_dir"),
     *("shape", "columns", "formatting", "on_error", "max_characters"),
 )
 

@@ -21,7 +21,7 @@ from maxhydra.data.order import Order
 from maxhydra.data.pipeline import TRAIN, Pipeline
 from maxhydra.data.records import Fault, Record, Records, RecordStream, unusable
 from maxhydra.data.rows import RowSpec
-from maxhydra.data.sources import RecordSource
+from maxhydra.data.sources import Part, RecordSource
 from maxhydra.data.tokenizers import tokenizer
 from maxhydra.data.vocabulary import smallest
 
@@ -98,12 +98,14 @@ class Shards:
 
     @cached_property
     def _all(self) -> Records | None:
-        """Training's records, and those held out of the same files; None where they can only be read in order."""
+        """Training's records, and those held out of the same ones; None where they can only be read in order."""
         source = self._pipeline.sources[""]
         if not isinstance(source, RecordSource):
             return None
-        apart = self._data.eval_path is not None or self._data.eval_split is not None
-        return source.train if apart else Joined([source.train, source.evaluation])
+        train, held_out = source.train, source.evaluation
+        if isinstance(train, Part) and isinstance(held_out, Part) and train.records is held_out.records:
+            return Joined([train, held_out])
+        return train
 
     @cached_property
     def _encoder(self) -> Encoder:
