@@ -264,6 +264,32 @@ class TestPrompts:
         assert all(info["prompt"] == f"{info['answer'] - 1} + 1?" for info in seen)
 
 
+class TestTokens:
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"tokens": [[1, 2], [3]]}, "a list that is no array"),
+            ({"tokens": [1.5, 2, 3]}, "not a list of token ids but float64 of shape (3,)"),
+            ({"tokens": [1, -100, 5]}, "ids from -100 to 5"),
+            ({"tokens": [1, 2**32 + 5, 7]}, "ids from 1 to 4294967301"),
+            ({"tokens": np.array([0, 2**32 - 1, 5], np.uint32)}, "ids from 0 to 4294967295"),
+            ({"weights": [1, 1]}, "weights of shape (2,) for 3 tokens"),
+            ({"weights": [[1], [1, 2], [1]]}, "a list that is no array"),
+            ({"weights": ["a", "b", "c"]}, "weights that are not finite numbers"),
+            ({"weights": [1, float("nan"), 1]}, "weights that are not finite numbers"),
+        ],
+    )
+    def test_refused(self, change: dict[str, Any], reason: str) -> None:
+        """Each would be trained on as another token or as a loss of NaN, or would end the run without its place."""
+        assert reason in refused(Data(source="hf", name="x", shape="tokens"), {"tokens": [1, 2, 3]} | change)
+
+    def test_documents(self) -> None:
+        for weights in (None, [0, 1, 1], [False, True, True], np.array([0, 1, 1], np.uint8)):
+            document = one(Data(source="hf", name="x", shape="tokens"), {"tokens": [1, 2, 3], "weights": weights})
+            assert document.tokens.tolist() == [1, 2, 3]
+            assert document.weights is None if weights is None else document.weights.tolist() == [0, 1, 1]
+
+
 class TestTeacher:
     def record(self, count: int, k: int = 3, kind: type = np.float16) -> dict[str, Any]:
         random = np.random.default_rng(count)
@@ -315,6 +341,9 @@ class TestTeacher:
             ({"teacher_ids": [["a"] * 3] * 4}, "ids and numbers are needed"),
             ({"tokens": "text"}, "not a list of ids"),
             ({"tokens": [1]}, "of which a teacher can say nothing"),
+            ({"tokens": [1, 2, 3, -100, 5]}, "ids from -100 to 5"),
+            ({"teacher_ids": [[1, 2, -1]] * 4}, "ids from -1 to 2"),
+            ({"weights": [1, 1, 1, 1, float("nan")]}, "weights that are not finite numbers"),
         ],
     )
     def test_refused(self, change: dict[str, Any], reason: str) -> None:

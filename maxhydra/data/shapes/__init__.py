@@ -8,10 +8,15 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from maxhydra.config.corpus import Corpus
 from maxhydra.config.data import Data
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row
+
+# The last id that a row, of int32, can hold.
+LAST_ID = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,3 +74,35 @@ def text_of(value: Any, data: Data) -> Any:
     if len(value) > data.max_characters:
         return Refused(f"{len(value):,} characters, over data.max_characters={data.max_characters:,}")
     return value
+
+
+def array_of(value: Any) -> Any:
+    """Numbers as an array, or a Refused."""
+    try:
+        return value if isinstance(value, Refused) else np.asarray(value)
+    except ValueError as error:
+        return Refused(f"a list that is no array: {error}")
+
+
+def ids_of(value: Any) -> Any:
+    """Token ids as an array, or a Refused: an id under 0 would be that of another token, counted from the end."""
+    ids = array_of(value)
+    if isinstance(ids, Refused) or ids.dtype.kind not in "iu" or not ids.size:
+        return ids
+    # In 16 bits, as task=tokenize writes most, there are no others.
+    is_narrow = ids.dtype.kind == "u" and ids.dtype.itemsize < 4
+    if is_narrow or 0 <= ids.min() <= ids.max() <= LAST_ID:
+        return ids
+    return Refused(f"ids from {ids.min()} to {ids.max()}, of which no vocabulary has all")
+
+
+def weights_of(value: Any, count: int) -> Any:
+    """What predicting each of some tokens counts for: an array, None where nothing is said, or a Refused."""
+    weights = value if value is None else array_of(value)
+    if weights is None or isinstance(weights, Refused):
+        return weights
+    if weights.shape != (count,):
+        return Refused(f"weights of shape {weights.shape} for {count} tokens")
+    if weights.dtype.kind not in "biuf" or not np.isfinite(weights).all():
+        return Refused("weights that are not finite numbers")
+    return weights.astype(np.float32)

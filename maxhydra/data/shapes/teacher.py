@@ -14,7 +14,7 @@ from maxhydra.config.data import Data
 from maxhydra.data.document import Document
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row
-from maxhydra.data.shapes import Refused, column_of
+from maxhydra.data.shapes import Refused, array_of, column_of, ids_of, weights_of
 
 COLUMNS = ("tokens", "teacher_ids", "teacher_logits")
 
@@ -31,13 +31,11 @@ class Teacher:
         ]
 
     def _example(self, columns: dict[str, Any], weights: Any) -> Document | Refused:
-        for value in columns.values():
-            if isinstance(value, Refused):
-                return value
-        try:
-            tokens, ids, logits = (np.asarray(value) for value in columns.values())
-        except ValueError as error:
-            return Refused(f"a list that is no array: {error}")
+        arrays = [array_of(value) if name == "teacher_logits" else ids_of(value) for name, value in columns.items()]
+        for array in arrays:
+            if isinstance(array, Refused):
+                return array
+        tokens, ids, logits = arrays
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             return Refused(f"tokens are not a list of ids but {tokens.dtype} of shape {tokens.shape}")
         if len(tokens) < 2:
@@ -51,9 +49,9 @@ class Teacher:
         logits = logits.astype(kind)
         if not np.isfinite(logits).all():
             return Refused("teacher_logits that are not finite")
-        if weights is not None and np.shape(weights) != tokens.shape:
-            return Refused(f"weights of shape {np.shape(weights)} for {len(tokens)} tokens")
-        learned = None if weights is None else np.asarray(weights, np.float32)
+        learned = weights_of(weights, len(tokens))
+        if isinstance(learned, Refused):
+            return learned
         return Document(tokens, learned, {"teacher_ids": ids.astype(np.int32), "teacher_logits": logits})
 
     def row(self, example: Any, seq_len: int) -> Row:
