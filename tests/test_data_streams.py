@@ -309,6 +309,21 @@ class TestMixture:
             assert [whole(fresh.take()) for _ in range(50)] == rows[position : position + 50]
         pipeline.close()
 
+    def test_other_shares_hold_from_where_they_are_set(self, opened: Callable[[Opened], None]) -> None:
+        """A run that goes on with other weights does not make up for what the old ones gave out."""
+        before = self.data(weights={"big": 9, "small": 1})
+        self.use(opened, before)
+        stream = Pipeline(before, SPEC).stream(share=0, shares_in_all=1)
+        for _ in range(300):
+            stream.take()
+        after = self.data(weights={"big": 1, "small": 1})
+        self.use(opened, after)
+        changed = Pipeline(after, SPEC).stream(share=0, shares_in_all=1)
+        changed.restore(json.loads(json.dumps(stream.state())))
+        taken = [changed.take() for _ in range(40)]
+        assert sum(bool((row["tokens"] > 90_000).any()) for row in taken) == 20
+        assert set(map(whole, taken)) <= {whole(stream.take()) for _ in range(300)}, "each source goes on where it was"
+
     def test_evaluation_takes_every_source_once(self, opened: Callable[[Opened], None]) -> None:
         data = self.data(weights={"big": 1, "small": 9})
         self.use(opened, data)

@@ -49,13 +49,20 @@ class MixtureStream:
     def state(self) -> State:
         return {
             "given": dict(self._given),
+            "shares": dict(self._shares),
             "sources": {name: stream.state() for name, stream in self._streams.items()},
         }
 
     def restore(self, state: State) -> None:
+        """Each source goes on, and one that was not there begins.
+
+        With other shares, rows are counted anew: those that the old ones gave out would else be made up for.
+        """
+        is_same = state.get("shares", self._shares) == self._shares
         for name, stream in self._streams.items():
-            self._given[name] = int(state["given"][name])
-            stream.restore(state["sources"][name])
+            self._given[name] = int(state["given"][name]) if is_same else 0
+            if is_same or name in state["sources"]:
+                stream.restore(state["sources"][name])
 
     def close(self) -> None:
         for stream in self._streams.values():
