@@ -23,6 +23,7 @@ from maxhydra.data.pipeline import Pipeline
 from maxhydra.data.records import Cursor, Fault, Record
 from maxhydra.data.rows import Row, RowSpec
 from maxhydra.data.sources import RecordSource, Source, StreamSource
+from maxhydra.data.stream import State
 
 SPEC = RowSpec(seq_len=16, vocab_size=100_000, seed=5)
 RECORDS = 700
@@ -262,6 +263,15 @@ class TestState:
         first, second = ([whole(stream.take()) for _ in range(62)] for _ in range(2))
         assert stream.counts.epoch >= 1
         assert first != second
+
+
+@pytest.mark.parametrize("state", [{"given": 5}, {"given": {"big": 5}, "sources": {"big": {"given": 5}}}])
+def test_the_position_of_other_data_is_refused(state: State, opened: Callable[[Opened], None]) -> None:
+    opened(lambda corpus: RecordSource(Numbered(RECORDS), Numbered(3)))
+    feed = make_feed(Pipeline(make_data(), SPEC), 1)
+    feed.restore([state])
+    with pytest.raises(ConfigError, match="data: is other data than that of the position to go on from"):
+        feed.rows(2, 0)
 
 
 class TestMixture:

@@ -63,7 +63,7 @@ class Feed:
                 raise ConfigError(Problem("data.streams", reason, value=self._count, hint=hint))
             stream = self._streams[index] = self._open(index)
             if (state := self._states[index]) is not None:
-                stream.restore(state)
+                _restore(stream, state)
         self._begun = True
 
     def states(self) -> list[State | None]:
@@ -83,6 +83,15 @@ class Feed:
     def close(self) -> None:
         for stream in self._streams.values():
             stream.close()
+
+
+def _restore(stream: Stream, state: State) -> None:
+    try:
+        stream.restore(state)
+    except (KeyError, TypeError):
+        reason = "is other data than that of the position to go on from, which has no place in it"
+        hint = "give the data that the run began with; checkpoint.load_parameters takes the weights alone"
+        raise ConfigError(Problem("data", reason, hint=hint)) from None
 
 
 def gather(states: list[State | None]) -> list[State | None]:
