@@ -19,6 +19,7 @@ from builds import build_c4, build_letters, build_olmo
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose import compose
+from maxhydra.config.corpus import NAMED
 from maxhydra.config.data import Data
 from maxhydra.config.mesh import RULES, Mesh
 from maxhydra.data import BatchSpec, RowSpec, eval_batches
@@ -376,6 +377,22 @@ class TestOptions:
     def test_what_is_needed_is_asked_for(self, option: str) -> None:
         with pytest.raises(ConfigError, match=f"needed by source={option}"):
             compose([f"data={option}"], None)
+
+    @pytest.mark.parametrize(
+        ("source", "fields"),
+        [
+            ("demo", ["path", "eval_path", "name", "eval_split"]),
+            ("arithmetic", ["eval_path"]),
+            ("tfds", ["path", "eval_path"]),
+            ("reasoning_gym", ["eval_split"]),
+        ],
+    )
+    def test_what_would_be_passed_over_is_refused(self, source: str, fields: list[str]) -> None:
+        """`data.eval_path=mine.txt` without data=text evaluated on what is held out of Shakespeare."""
+        name = {"name": "x"} if source in NAMED else {}
+        problems = list(Data(source=source, **{**name, **dict.fromkeys(fields, "x")}).check())
+        assert [problem.path for problem in problems] == fields
+        assert {problem.reason for problem in problems} == {f"is not used by source={source}"}
 
     def test_weights_that_name_no_source(self) -> None:
         sources = ["+data.sources={web: {source: synthetic}, books: {source: demo}}"]

@@ -15,6 +15,19 @@ READY_ROWS = ("demo", "text", "synthetic", "olmo")
 BUILDER = "a builder, such as c4/en:3.0.1"
 NAMED = {"tfds": BUILDER, "c4_mlperf": BUILDER, "reasoning_gym": "a task, such as chain_sum"}
 
+# Sources of files, and those that hold what no field names.
+FILES = ("text", "grain", "olmo")
+UNNAMED = ("demo", "synthetic", "arithmetic", "mixture")
+
+# Sources that have no use for a field which names data: to pass over it would be to train or evaluate on other data.
+UNUSED = {
+    "path": (*UNNAMED, *NAMED),
+    "eval_path": (*UNNAMED, *NAMED),
+    "name": (*UNNAMED, *FILES),
+    "eval_name": (*UNNAMED, *FILES, "reasoning_gym"),
+    "eval_split": (*UNNAMED, *FILES, "reasoning_gym"),
+}
+
 # Of source=arithmetic.
 OPERATORS = ("+", "-", "*")
 
@@ -93,16 +106,14 @@ class Corpus(Schema):
 
     def check(self) -> Iterator[Problem]:
         yield from self._check_shape()
-        needs_path = self.source in ("text", "grain", "olmo")
+        needs_path = self.source in FILES
         if needs_path and self.path is None:
             accepted = "a file, a folder or a glob pattern"
             yield Problem("path", f"is needed by source={self.source}", value=None, accepted=accepted)
         if needs_path:
             yield from self._check_there("path")
             yield from self._check_there("eval_path")
-        if not needs_path and self.source != "hf" and self.path is not None:
-            hint = "set data=text or data=grain to read your own files"
-            yield Problem("path", f"is not used by source={self.source}", value=self.path, hint=hint)
+        yield from self._check_unused()
         if self.source == "hf" and self.path is None and self.name is None:
             yield Problem("name", "or path is needed by source=hf", value=None, accepted="a dataset's name or folder")
         if self.source in NAMED and self.name is None:
@@ -115,6 +126,13 @@ class Corpus(Schema):
             yield Problem(missing, "is needed, since the other of the two is set", value=None)
         if self.formatting is not None and self.formatting.count(":") != 1:
             yield Problem("formatting", "names no function", value=self.formatting, accepted="package.module:function")
+
+    def _check_unused(self) -> Iterator[Problem]:
+        for field, sources in UNUSED.items():
+            value = getattr(self, field)
+            if self.source in sources and value is not None:
+                others = "data=text or data=grain to read your own files" if "path" in field else "data=hf or data=tfds"
+                yield Problem(field, f"is not used by source={self.source}", value=value, hint=f"set {others}")
 
     def _check_there(self, field: str) -> Iterator[Problem]:
         """Local names must lead somewhere; what lies there, and remote files, are looked at when they are opened."""
