@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 import time
 from collections import Counter
@@ -394,3 +395,6 @@ def test_weights_that_name_no_source_are_refused(tmp_path: Path) -> None:
     assert problems["weights.wikki"].hint == "did you mean 'wiki'?"
     assert "above 0" in problems["weights.books"].reason
     assert "leaves out wiki" in problems["weights"].reason
+    for weight in (math.nan, math.inf, 0.0):
+        data = Data(source="mixture", sources=sources, weights={"wiki": weight, "books": 1.0})
+        assert [problem.path for problem in data.check()] == ["weights.wiki"]

@@ -1,5 +1,6 @@
 """Where the tokens come from, and how they become batches."""
 
+import math
 from collections.abc import Iterator
 from enum import Enum
 
@@ -107,8 +108,8 @@ class Data(Corpus):
                     accepted=", ".join(self.sources) or "none: there are no sources",
                     hint=did_you_mean(name, self.sources),
                 )
-            elif self.weights[name] <= 0:
-                yield Problem(f"weights.{name}", "is not above 0", value=self.weights[name], accepted="above 0")
+            elif not 0 < self.weights[name] < math.inf:
+                yield Problem(f"weights.{name}", "is no number above 0", value=self.weights[name], accepted="above 0")
         if left_out := [name for name in self.sources if self.weights and name not in self.weights]:
             hint = "give every source a weight, or none"
             yield Problem("weights", f"leaves out {', '.join(left_out)}", value=self.weights, hint=hint)
