@@ -134,6 +134,17 @@ def test_checkpoints_of_which_none_can_be_read_stay_and_no_new_run_begins(tmp_pa
     assert losses(folder) == before
 
 
+def test_a_checkpoint_of_another_run_that_is_not_whole_is_named(tmp_path: Path) -> None:
+    finished(*RUN, "train.steps=4", "run.name=first", cwd=tmp_path)
+    newest = tmp_path / "outputs" / "first" / "checkpoints" / "4"
+    truncate(newest)
+    for field in ("load_full_state", "load_parameters"):
+        done = run(*RUN, "run.name=second", f"checkpoint.{field}=outputs/first", cwd=tmp_path)
+        assert done.returncode == 2
+        reason = "cannot be read: the list of arrays in params is missing or damaged"
+        assert f"checkpoint.{field}={newest}: {reason}" in done.stderr
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     finished(*RUN, "train.steps=4", "run.name=first", cwd=tmp_path)
     done = run(*RUN, "train.steps=4", "run.name=first", "model.mlp_dim=96", cwd=tmp_path)

@@ -48,7 +48,7 @@ def load_weights(
     shardings = on_first_device(base) if shardings is None else shardings
     if (packed := stored_format(key, source)) is not None:
         require_format(key, source, packed, model)
-        params = read_parameters(find_checkpoint(key, source), _packed(model, shardings, dtype))
+        params = read_parameters(key, find_checkpoint(key, source), _packed(model, shardings, dtype))
     elif (foreign := foreign_source(key, source)) is not None:
         params = fill(foreign, base, shardings=shardings, dtype=dtype, keep=keep)
     else:
@@ -97,7 +97,7 @@ def _own(key: str, source: str, model: ModelDef, *, shardings: Tree, dtype: DTyp
     checkpoint = find_checkpoint(key, source)
     found = origin(key, checkpoint)
     if found is None:
-        return read_parameters(checkpoint, _abstract(model.shapes, shardings, dtype))
+        return read_parameters(key, checkpoint, _abstract(model.shapes, shardings, dtype))
     adapted = build(model.config, found.adapter)
     trained = read_adapter(key, source, adapted, mesh=jax.tree.leaves(shardings)[0].mesh)
     base = load_weights(found.base, adapted, shardings=shardings, dtype=found.dtype, key=key)
@@ -128,7 +128,7 @@ def read_adapter(key: str, source: str, model: ModelDef, *, mesh: Mesh | None = 
     shapes = split(model.shapes)[0]
     mesh = mesh or jax.tree.leaves(on_first_device(model))[0].mesh
     everywhere = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), shapes)
-    return read_parameters(find_checkpoint(key, source), _abstract(shapes, everywhere, "float32"))
+    return read_parameters(key, find_checkpoint(key, source), _abstract(shapes, everywhere, "float32"))
 
 
 def _packed(model: ModelDef, shardings: Tree, dtype: DTypeLike) -> Tree:

@@ -1,6 +1,9 @@
 """Weights in checkpoints of our own, which Orbax wrote: where they lie, and whether they belong to the model."""
 
 import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +42,32 @@ def find_checkpoint(key: str, location: str) -> Path:
     raise ConfigError(Problem(key, reason, value=location, accepted=accepted))
 
 
-def read_parameters(path: Path, abstract_params: Tree) -> Tree:
+def read_parameters(key: str, path: Path, abstract_params: Tree) -> Tree:
     """The weights of a checkpoint on the shapes, types and shardings of `abstract_params`."""
-    require_same(path, "params", abstract_params)
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        items = reader.restore(path, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params)))
+    with readable(key, path):
+        require_same(path, "params", abstract_params)
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+            items = reader.restore(path, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params)))
     return items.params
+
+
+@contextmanager
+def readable(key: str, path: Path) -> Iterator[None]:
+    """ConfigError where a checkpoint that the config field `key` names is not whole, such as one copied in part."""
+    try:
+        yield
+    except (ConfigError, MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:  # Orbax and what it stores in raise anything
+        reason = f"cannot be read: {first_line(error)}"
+        hint = "copy it anew, or name an earlier checkpoint, RUN/checkpoints/STEP"
+        raise ConfigError(Problem(key, reason, value=path, hint=hint)) from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, shortly."""
+    text = str(error).strip() or type(error).__name__
+    return re.sub(r"\s+", " ", text)[:200]
 
 
 def write_format(folder: Path, quantization: Quantization) -> None:
@@ -64,8 +87,10 @@ def read_format(checkpoint: Path) -> Quantization | None:
 def require_same(path: Path, item: str, wanted: Tree) -> None:
     """Refuse a checkpoint whose arrays differ in name or shape, naming the first that does."""
     with ocp.StandardCheckpointer() as reader:
-        stored = reader.metadata(path / item).item_metadata.tree
-    have = {name: tuple(leaf.shape) for name, leaf in _named(stored).items()}
+        stored = reader.metadata(path / item).item_metadata
+    if stored is None:
+        raise ValueError(f"the list of arrays in {item} is missing or damaged")
+    have = {name: tuple(leaf.shape) for name, leaf in _named(stored.tree).items()}
     want = {name: tuple(leaf.shape) for name, leaf in _named(ocp.tree.serialize_tree(wanted)).items()}
     for name in sorted({*have, *want}):
         if have.get(name) == want.get(name):

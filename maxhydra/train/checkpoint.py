@@ -9,7 +9,6 @@ import dataclasses
 import errno
 import logging
 import math
-import re
 import shutil
 from collections.abc import Mapping
 from itertools import chain, count
@@ -22,10 +21,11 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.run import Checkpoint, SaveMode
-from maxhydra.convert.stored import find_checkpoint, require_same, steps_in
+from maxhydra.convert.stored import find_checkpoint, first_line, readable, require_same, steps_in
 from maxhydra.train.state import TrainState
 
 Tree = Any
+FULL_STATE = "checkpoint.load_full_state"
 log = logging.getLogger("maxhydra")
 
 
@@ -137,7 +137,7 @@ class OrbaxCheckpointer:
             shutil.rmtree(leftover, ignore_errors=True)
         good = steps_in(self._folder)
         last = f"the checkpoint of step {good[-1]} is intact" if good else "there is no earlier checkpoint"
-        return SaveFailed(f"a checkpoint could not be written to {self._folder}: {_first_line(error)}; {last}")
+        return SaveFailed(f"a checkpoint could not be written to {self._folder}: {first_line(error)}; {last}")
 
 
 def open_checkpointer(folder: Path, config: Checkpoint) -> Checkpointer:
@@ -159,7 +159,7 @@ def restore(folder: Path, config: Checkpoint, abstract: TrainState) -> Restored 
         except ConfigError:
             raise
         except Exception as error:
-            log.warning("checkpoint %s cannot be read (%s)", path, _first_line(error))
+            log.warning("checkpoint %s cannot be read (%s)", path, first_line(error))
             unreadable.append(path)
             continue
         if jax.process_index() == 0:
@@ -170,7 +170,9 @@ def restore(folder: Path, config: Checkpoint, abstract: TrainState) -> Restored 
         reason = f"none of the run's {len(unreadable)} checkpoints can be read"
         raise ConfigError(Problem("run.name", reason, hint=f"look at {folder}, or choose another run.name"))
     if config.load_full_state is not None:
-        return read_state(find_checkpoint("checkpoint.load_full_state", config.load_full_state), abstract)
+        path = find_checkpoint(FULL_STATE, config.load_full_state)
+        with readable(FULL_STATE, path):
+            return read_state(path, abstract)
     return None
 
 
@@ -200,8 +202,3 @@ def read_state(path: Path, abstract: TrainState) -> Restored:
 def _rest(state: TrainState) -> dict[str, Tree]:
     rest = {"step": state.step, "opt_state": state.opt_state, "key": state.key, "guard": state.guard}
     return {**rest, "history": state.history} if state.history else rest
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return re.sub(r"\s+", " ", text)[:200]
