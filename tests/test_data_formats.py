@@ -274,6 +274,15 @@ class TestJsonLines:
             assert places == [f"{path}, line {line}" for line in (1, 4, 5, 7)]
         assert list((tmp_path / "cache").rglob("*.npy"))
 
+    def test_a_packed_file_that_is_named_several_times(self, tmp_path: Path) -> None:
+        """Opened by as many threads at once, each of which finds no plain copy yet."""
+        path = tmp_path / "a.jsonl.gz"
+        path.write_bytes(gzip.compress("".join(f'{{"n": {i}}}\n' for i in range(100_000)).encode(), 1))
+        opened = open_all([path] * 8, tmp_path)
+        assert len(opened) == 800_000
+        assert opened.read(range(99_999, 800_000, 100_000)) == [{"n": 99_999}] * 8
+        assert len(list((tmp_path / "cache" / "unpacked").iterdir())) == 1
+
     def test_a_changed_file_is_read_anew(self, tmp_path: Path) -> None:
         path = tmp_path / "a.jsonl"
         for stamp, text in ((1, '{"n": 1}\n'), (2, '{}\n{"n": 2}\n')):

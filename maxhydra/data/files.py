@@ -2,8 +2,8 @@
 
 import hashlib
 import logging
-import os
 import re
+import secrets
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,6 +27,15 @@ def find_files(names: str, cache: str, *, endings: tuple[str, ...]) -> list[Path
 def without_shard(name: str) -> str:
     """A name without the count that some writers put behind its ending: x.tfrecord-00001-of-00008."""
     return re.sub(r"-\d+-of-\d+$", "", name)
+
+
+def unfinished(target: Path) -> Path:
+    """What a file of the cache is called until it is whole.
+
+    Threads, and the hosts of a run that share the cache, may all be making it: in containers their processes have the
+    same number.
+    """
+    return target.with_name(f"{target.name}.{secrets.token_hex(8)}")
 
 
 def _local(name: str, endings: tuple[str, ...]) -> list[Path]:
@@ -58,7 +67,7 @@ def _copy(system: object, name: str, folder: Path) -> Path:
     if not target.exists():
         log.info("copying %s to %s", name, target)
         folder.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f"{target.name}.{os.getpid()}")
+        partial = unfinished(target)
         system.get_file(name, str(partial))  # type: ignore[attr-defined]
         partial.rename(target)
     return target

@@ -5,7 +5,6 @@ The places of the lines are found once, and kept: [blank lines, which they are, 
 
 import gzip
 import mmap
-import os
 import shutil
 import zlib
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from maxhydra.data.files import unfinished
 from maxhydra.data.formats.payload import decode_json
 from maxhydra.data.formats.shelf import Shelf, Unreadable, version
 from maxhydra.data.records import Fault, Record, Records
@@ -38,7 +38,7 @@ def _unpacked(path: Path, cache: Path) -> Path:
     target = cache / "unpacked" / version(path).removesuffix(".gz")
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f"{target.name}.{os.getpid()}")
+        partial = unfinished(target)
         try:
             with gzip.open(path) as packed, partial.open("wb") as plain:
                 shutil.copyfileobj(packed, plain, BLOCK)

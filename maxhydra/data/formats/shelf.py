@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import logging
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -12,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from maxhydra.data.files import unfinished
 from maxhydra.data.formats.payload import decode
 from maxhydra.data.order import GROUPS_TOGETHER
 from maxhydra.data.records import Fault, Record
@@ -93,7 +93,7 @@ class Shelf:
         made = make()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            partial = target.with_name(f"{target.name}.{os.getpid()}.{threading.get_ident()}")
+            partial = unfinished(target)
             with partial.open("wb") as file:
                 np.save(file, made, allow_pickle=False)
             partial.rename(target)
