@@ -136,6 +136,9 @@ class TestExample:
         assert parse_example(message)["x"].tolist() == values
 
     def test_damage_is_a_value_error_or_another_example(self) -> None:
+        too_large = b"\x0a\x14\x0a\x12\x0a\x01x\x12\x0d\x1a\x0b\x08" + b"\xff" * 9 + b"\x7f"
+        with pytest.raises(ValueError, match=r"not a tf\.train\.Example"):
+            parse_example(too_large)
         whole = make_example(text=b"hello", ids=np.arange(300), f=np.array([1.0]))
         for cut in range(1, len(whole)):
             with pytest.raises(ValueError, match=r"not a tf\.train\.Example"):

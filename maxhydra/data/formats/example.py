@@ -27,7 +27,7 @@ def parse_example(payload: bytes) -> Record:
                     if inner == 1:
                         name, feature = _entry(_message(entry))
                         record[name] = feature
-    except (IndexError, UnicodeDecodeError) as error:
+    except (IndexError, UnicodeDecodeError, OverflowError) as error:
         raise ValueError(f"not a tf.train.Example: {error}") from None
     if not record:
         raise ValueError("not a tf.train.Example: it has no features")
