@@ -1,6 +1,7 @@
 """Weights for others: transformers and PEFT load what task=convert writes, and answer as we do."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,19 @@ def test_an_adapter_that_peft_made_answers_as_there(tmp_path: Path) -> None:
     odd = json.loads((tmp_path / "adapter/adapter_config.json").read_text()) | {"use_dora": True}
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(odd))
     with pytest.raises(ConfigError, match="use_dora=True"):
+        load_weights(str(tmp_path / "adapter"), model, shardings=None, dtype="float32")
+
+
+@pytest.mark.parametrize("odd", [{"init_lora_weights": "olora"}, {"alora_invocation_tokens": [5, 6]}])
+def test_an_adapter_of_peft_that_is_more_than_an_addition_is_refused(odd: dict[str, Any], tmp_path: Path) -> None:
+    """What peft gives is not what its two matrices add to the weights, so we could not give it."""
+    theirs = their_model("llama", tmp_path / "base")
+    adapted = peft.get_peft_model(theirs, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **odd))
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    model = build(composed("llama", tmp_path / "adapter").model)
+    ((name, value),) = odd.items()
+    with pytest.raises(ConfigError, match=re.escape(f"is an adapter with {name}={value}")):
         load_weights(str(tmp_path / "adapter"), model, shardings=None, dtype="float32")
 
 

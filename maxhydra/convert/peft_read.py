@@ -29,6 +29,16 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "modules_to_save": ([], None),
+    # Others, such as pissa and olora, take a part out of the weights around it.
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
+    # Adds nothing before these tokens.
+    "alora_invocation_tokens": ([], None),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "arrow_config": (None,),
+    "layer_replication": ([], None),
 }
 
 
@@ -110,11 +120,13 @@ def open_peft(key: str, location: str, folder: Path) -> PeftFolder:
     try:
         settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         tensors = load_file(folder / TENSORS)
+        if not isinstance(settings, dict):
+            raise ValueError(f"{SETTINGS} holds no settings")
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(Problem(key, f"cannot be read as an adapter of PEFT: {error}", value=location)) from None
     odd = {name: settings.get(name) for name, plain in PLAIN.items() if settings.get(name) not in plain}
-    if odd or not isinstance(settings.get("r"), int):
-        told = ", ".join(f"{name}={value}" for name, value in odd.items()) or "no rank r"
+    if odd or not isinstance(settings.get("r"), int) or not isinstance(settings.get("lora_alpha"), (int, float)):
+        told = ", ".join(f"{name}={value}" for name, value in odd.items()) or "no rank r or no lora_alpha"
         raise ConfigError(Problem(key, f"is an adapter with {told}", value=location, accepted="a plain LoRA"))
     return PeftFolder(key, location, settings, {name: array.astype(np.float32) for name, array in tensors.items()})
 
