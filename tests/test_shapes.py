@@ -90,6 +90,7 @@ class TestChat:
         assert "not a list of messages but str" in refused(data, {"messages": "x"})
         assert "over data.max_characters=100" in refused(data, {"messages": says("x" * 100, "y")})
         assert "not Unicode" in refused(data, {"messages": says("x", "\ud800")})
+        assert "not a list of messages but ndarray" in refused(data, {"messages": np.arange(3)})
 
     def test_a_tokenizer_without_a_template(self) -> None:
         with pytest.raises(ConfigError, match=r"data\.tokenizer\.chat_template"):
@@ -186,8 +187,17 @@ class TestPreference:
         same = {"chosen": says("a", "b"), "rejected": says("a", "b")}
         assert "are the same" in refused(self.data(tokenizer=chatml), same)
         assert "no text as content but int" in refused(self.data(tokenizer=chatml), {"chosen": 3, "rejected": "x"})
+        ids = {"prompt": np.arange(3), "chosen": np.arange(4), "rejected": np.arange(5)}
+        assert "numbers, which no template" in refused(self.data(tokenizer=chatml), ids)
         with pytest.raises(ConfigError, match="chat_template"):
             one(self.data(), {"chosen": says("a", "b"), "rejected": says("a", "c")})
+
+    def test_an_answer_without_a_token_to_learn(self) -> None:
+        """Its pair would count as one that only fills up a batch."""
+        data = self.data(tokenizer=Config(add_eos=False))
+        assert "chosen has no token to learn" in refused(data, {"prompt": "a", "chosen": "", "rejected": "b"})
+        assert "rejected has no token to learn" in refused(data, {"chosen": "ab", "rejected": "a"})
+        assert row(self.data(), {"prompt": "a", "chosen": "b", "rejected": ""})["rejected_weights"].sum() == 1
 
     def test_a_prompt_that_the_messages_repeat(self, chatml: Config) -> None:
         """As a text, and with the keys without a value that columnar files give."""

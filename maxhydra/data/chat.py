@@ -287,7 +287,7 @@ def _checked(messages: Any) -> list[Message]:
 def _kind(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a mapping with {', '.join(map(str, value)) or 'nothing'}"
-    return "nothing" if value is None or value == [] else type(value).__name__
+    return "nothing" if value is None or (isinstance(value, list) and not value) else type(value).__name__
 
 
 def _unmarked(text: str) -> Rendered:

@@ -40,9 +40,15 @@ class Preference(SeparateShape):
         sides = [column_of(record, self.corpus, side) for side in SIDES]
         if refused := _first_refused(sides):
             return Refused(f"{refused.reason}; {EXPECTED}")
+        if any(isinstance(value, np.ndarray) for value in (prompt, *sides)):
+            return Refused(f"numbers, which no template and no tokenizer reads; {EXPECTED}")
         is_chat = any(not isinstance(value, (str, bytes)) for value in (prompt, *sides) if value is not None)
         documents = self._conversations(prompt, sides) if is_chat else self._texts(prompt, sides)
-        return _first_refused(documents) or self._fit(*documents)
+        if refused := _first_refused(documents):
+            return refused
+        if missing := [side for side, document in zip(SIDES, documents, strict=True) if not _learned(document)]:
+            return Refused(f"{missing[0]} has no token to learn: it is empty, or all of it stands in the other")
+        return self._fit(*documents)
 
     def _conversations(self, prompt: Any, sides: list[Any]) -> list[Any]:
         before = [] if prompt is None else _messages(prompt, "user")
