@@ -158,6 +158,19 @@ def test_a_gguf_file_gives_what_transformers_reads_from_it(tied: bool, tmp_path:
     same_logits(model, params, theirs)
 
 
+def test_a_gguf_file_with_damaged_or_missing_values_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, their_model())
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"llama", b"\xe4lama", 1))
+    with pytest.raises(ConfigError, match="cannot be read as a GGUF file: 'utf-8' codec"):
+        load_weights(str(path), our_model(), shardings=None, dtype="float32")
+    # Files without it have as many words as their tokenizer, and this one has no tokenizer.
+    path.write_bytes(whole.replace(b"llama.vocab_size", b"llama.vocab_none", 1))
+    with pytest.raises(ConfigError, match="vocab_size"):
+        load_weights(str(path), our_model(), shardings=None, dtype="float32")
+
+
 def test_stretched_positions_of_a_gguf_file_must_be_the_models(tmp_path: Path) -> None:
     """llama.cpp writes a stretch as a tensor of factors; transformers' own frequencies are the reference."""
     fields = CASES["llama3.1"]

@@ -66,7 +66,7 @@ def _settings(key: str, location: str, file: GgufFile, table: Table) -> Settings
     head = next(row.gguf for row in table.ends if row.path == "head/kernel")
     return {
         **stated,
-        "vocab_size": stated["vocab_size"] or len(file.values["tokenizer.ggml.tokens"]),
+        "vocab_size": stated["vocab_size"] or len(file.values.get("tokenizer.ggml.tokens", ())),
         "rope_theta": stated["rope_theta"] or THETA,
         "hidden_act": "silu",
         "tie_word_embeddings": head not in file.shapes,

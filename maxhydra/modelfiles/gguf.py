@@ -5,7 +5,7 @@ Read through the `gguf` package, which maps the file and dequantizes; nothing in
 
 import importlib
 from collections.abc import Mapping
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,14 @@ class GgufFile:
 
     def __init__(self, path: Path, reader: Any, dequantize: Any):
         self.path = path
-        self._reader = reader
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._dequantize = dequantize
-
-    @cached_property
-    def values(self) -> Mapping[str, Any]:
+        self.values: Mapping[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
         """Everything that the file says, by its dotted name."""
-        return {name: field.contents() for name, field in self._reader.fields.items()}
-
-    @cached_property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(int(size) for size in tensor.shape[::-1]) for name, tensor in self._tensors.items()
+        }
         """Shape of every tensor, rows first as numpy counts; the file writes it the other way round."""
-        return {name: tuple(int(size) for size in tensor.shape[::-1]) for name, tensor in self._tensors.items()}
-
-    @cached_property
-    def _tensors(self) -> dict[str, Any]:
-        return {tensor.name: tensor for tensor in self._reader.tensors}
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in float32."""
