@@ -165,6 +165,26 @@ def test_a_damaged_or_missing_shard_is_made_again(texts: Path, tmp_path: Path) -
         assert not index.done
 
 
+@pytest.mark.parametrize("text", ["{cut", "[1, 2]", '{"complete": false}'])
+def test_an_index_of_another_make(text: str, texts: Path, tmp_path: Path) -> None:
+    """Many things are called index.json: beside files to train on one is no matter, unless it may be ours."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "index.json").write_text(text)
+    shards = Shards(data_of(texts), folder, 2)
+    with (
+        pytest.raises(ConfigError, match=r"task\.output=.*has an index\.json that"),
+        open_index(folder, data_of(texts), shards, 2),
+    ):
+        pass
+    texts = texts.rename(folder / texts.name)
+    if text == "{cut":
+        with pytest.raises(ConfigError, match=r"data\.path=.*/index\.json: cannot be read"):
+            open_records(str(texts), Corpus(), data_of(texts))
+    else:
+        assert len(open_records(str(texts), Corpus(), data_of(texts))) == 600
+
+
 def test_files_of_others_are_not_written_over(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.array_record").touch()

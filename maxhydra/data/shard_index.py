@@ -79,7 +79,7 @@ def open_index(
             raise ConfigError(Problem("task.output", "another process writes there", value=folder)) from None
         facts = _facts(data, shards, {**more, "task.shards": count})
         found = folder / NAME
-        before = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
+        before = _read(found)
         if before:
             _check_same(before, json.loads(to_json(facts)), folder)
         elif strangers := sorted(path.name for path in folder.glob("*.array_record")):
@@ -89,6 +89,19 @@ def open_index(
             path.unlink()
         done = {name: shard for name, shard in before.get("shards", {}).items() if _is_whole(folder / name, shard)}
         yield ShardIndex(folder, facts, done)
+
+
+def _read(index: Path) -> dict[str, Any]:
+    """What was written before; nothing in a new folder."""
+    try:
+        before = json.loads(index.read_text(encoding="utf-8")) if index.exists() else {}
+        if not before or {"settings", "fingerprints", "shards"} <= before.keys():
+            return dict(before)
+        reason = f"has an {NAME} that task=tokenize did not write"
+    except (ValueError, AttributeError, TypeError) as error:
+        reason = f"has an {NAME} that cannot be read: {error}"
+    hint = "name another folder, or remove this one to begin anew"
+    raise ConfigError(Problem("task.output", reason, value=index.parent, hint=hint))
 
 
 def _is_whole(path: Path, shard: dict[str, Any]) -> bool:

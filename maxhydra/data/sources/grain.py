@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.corpus import Corpus
@@ -45,14 +46,24 @@ def open_records(names: str, corpus: Corpus, data: Data) -> Records:
 def _check_finished(paths: Sequence[Path]) -> None:
     """A folder that task=tokenize has begun is not trained on before it is done."""
     for folder in sorted({path.parent for path in paths}):
-        index = folder / INDEX
-        facts = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
-        if isinstance(facts, dict) and facts.get("complete") is False:
+        facts = _facts(folder / INDEX)
+        if facts.get("complete") is False:
             reason = (
                 f"task=tokenize has written {len(facts['shards'])} of its {facts['settings']['task.shards']} shards"
             )
             hint = "give the same task=tokenize command again, and it goes on"
             raise ConfigError(Problem("data.path", reason, value=folder, hint=hint))
+
+
+def _facts(index: Path) -> dict[str, Any]:
+    """What task=tokenize tells of its shards; nothing where there is no such file, or one of another make."""
+    try:
+        facts = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
+    except ValueError as error:
+        hint = "is it a copy in part? remove it if task=tokenize did not write it"
+        raise ConfigError(Problem("data.path", f"cannot be read: {error}", value=index, hint=hint)) from None
+    settings = facts.get("settings") if isinstance(facts, dict) else None
+    return facts if isinstance(settings, dict) and "task.shards" in settings else {}
 
 
 def _check_empty(paths: Sequence[Path], data: Data) -> None:
