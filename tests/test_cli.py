@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from runfolders import write_run
 from running import SMALL
 
 from maxhydra import __version__
@@ -226,6 +227,25 @@ def test_sweep_folders(tmp_path: Path) -> None:
     left = {path.name for path in (tmp_path / "outputs" / "sizes").iterdir()}
     assert left == {"multirun.yaml", "sweep.json", "0_num_layers=2", "1_num_layers=3"}
     assert "job 0: task=inspect run.name=sizes model.num_layers=2" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["run.name=alone/inner"], "lies in the folder of a run"),
+        (["run.name=lr"], "is a folder of other runs, such as"),
+        (["-m", "run.name=alone", "run.seed=1,2"], "is a run already, and no sweep"),
+        (["-m", "hydra/sweeper=optuna", "run.name=alone", "run.seed=1,2"], "is a run already, and no sweep"),
+    ],
+)
+def test_runs_do_not_lie_in_one_another(arguments: list[str], said: str, tmp_path: Path) -> None:
+    """`runs list` would not find the inner ones, and `runs gc` would take them with the outer one."""
+    for name in ("alone", "lr/0_seed=1"):
+        write_run(tmp_path / "outputs" / name)
+    before = sorted(tmp_path.rglob("*"))
+    done = maxhydra(*SMALL, *arguments, cwd=tmp_path)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_failing_job_of_a_sweep(tmp_path: Path) -> None:

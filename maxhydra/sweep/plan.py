@@ -11,6 +11,7 @@ from maxhydra.launch.jobs import Proposal, Shared
 from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.places import read_launcher
 from maxhydra.launch.settings import Launcher
+from maxhydra.record import RunDirectory
 from maxhydra.record.files import replace_file
 
 FILE = "sweep.json"
@@ -125,6 +126,10 @@ class Plan:
 
 
 def write_plan(plan: Plan) -> None:
+    """Keep it; ConfigError where the folder is a run's, in which nobody looks for other runs."""
+    if RunDirectory(plan.folder, writes=False).exists():
+        hint = "choose another"
+        raise ConfigError(Problem("run.name", "is a run already, and no sweep", value=plan.folder.name, hint=hint))
     plan.folder.mkdir(parents=True, exist_ok=True)
     told = {**dataclasses.asdict(plan), "folder": None, "launcher": plan.launcher.told()}
     replace_file(plan.folder / FILE, json.dumps(told, indent=1) + "\n")

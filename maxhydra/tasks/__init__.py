@@ -65,6 +65,8 @@ def run(
     `overrides` and `config_dir` are kept with the run: with them it can be started again.
     """
     task = importlib.import_module(f"maxhydra.tasks.{config.task.name}")
+    if path is None and task.KEEPS_RUN and config.run.name is not None:
+        _check_place(Path(config.run.outputs), config.run.name)
     machine = runtime.start(config.hardware) if task.NEEDS_DEVICES else runtime.start_on_host()
     path = path or Path(config.run.outputs) / (config.run.name or _default_name(config, choices))
     is_main = machine.process_index == 0
@@ -79,6 +81,20 @@ def run(
         except RunInUseError as error:
             hint = "wait for it, or choose another run.name"
             raise ConfigError(Problem("run.name", str(error), value=config.run.name, hint=hint)) from None
+
+
+def _check_place(outputs: Path, name: str) -> None:
+    """A new run lies neither in another's folder nor around one: whoever looks for runs would not see the inner one,
+    and whoever takes the outer one away would take both."""
+    folder = outputs / name
+    if RunDirectory(folder).exists():
+        return
+    above = [outputs / part for part in Path(name).parents][:-1]
+    if outer := next((path for path in above if RunDirectory(path).exists()), None):
+        raise ConfigError(Problem("run.name", f"lies in the folder of a run, {outer}", name, hint="choose another"))
+    if inner := next(folder.glob("**/run.json"), None):
+        reason = f"is a folder of other runs, such as {inner.parent}"
+        raise ConfigError(Problem("run.name", reason, name, hint=f"choose another, or {name}/NAME"))
 
 
 def _recorded(job: Job, config_dir: str | None, task: Callable[[Job], Outcome]) -> Result:
