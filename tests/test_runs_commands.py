@@ -164,6 +164,23 @@ def test_gc_takes_what_the_rules_say_and_nothing_else(runs, outputs):
     live.finish("finished")
 
 
+@pytest.mark.parametrize("flags", [["--checkpoints"], []])
+def test_gc_leaves_a_run_that_was_gone_on_with_meanwhile(runs, outputs, flags):
+    """run.json may say lost of a run whose host was silent for long, or be read before the run went on."""
+    folders = sorted((outputs / "lr").iterdir())
+    for folder in folders:
+        (folder / "checkpoints" / "20").mkdir(parents=True)
+    holder = "import fcntl, os, sys; h = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT); fcntl.lockf(h, fcntl.LOCK_EX); "
+    holder += "print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", holder, str(folders[1] / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        _, out, err = runs("gc", "sweep=lr", "--yes", *flags)
+        other.stdin.close()
+    assert "1_learning_rate=0.001 stays" in err and "2 runs" in out.splitlines()[-1]
+    assert [folder for folder in folders if (folder / "checkpoints" / "20").exists()] == folders[1:2]
+
+
 def test_report(runs, outputs):
     assert runs("report", "lr")[1] == "outputs/lr/sweep.html\n"
     assert runs("report", "alone")[1] == "outputs/alone/report.html\n"

@@ -190,6 +190,19 @@ class RunDirectory:
         self._release_lock()
         shutil.rmtree(hidden)
 
+    def remove_checkpoints(self) -> None:
+        """Take the checkpoints alone away, in the same manner."""
+        self._take_lock()
+        try:
+            hidden = self.path / ".removed-checkpoints"
+            if hidden.exists():
+                shutil.rmtree(hidden)
+            if self.checkpoints.is_dir():
+                self.checkpoints.rename(hidden)
+                shutil.rmtree(hidden)
+        finally:
+            self._release_lock()
+
     def _stored(self) -> Facts:
         facts: Facts = json.loads(self.facts_path.read_text(encoding="utf-8"))
         if facts["status"] == "running" and is_lost(facts["sessions"][-1], facts["updated"]):

@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import os
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,16 +67,6 @@ def size(folder: Path) -> int:
             except OSError:
                 continue
     return total
-
-
-def remove_checkpoints(folder: Path) -> None:
-    """Hidden first, as a run is: a kill midway leaves no checkpoint that looks whole."""
-    hidden = folder / ".removed-checkpoints"
-    if hidden.exists():
-        shutil.rmtree(hidden)
-    if (folder / "checkpoints").is_dir():
-        (folder / "checkpoints").rename(hidden)
-        shutil.rmtree(hidden)
 
 
 def _parsed(moment: str) -> datetime.datetime:

@@ -13,8 +13,8 @@ from maxhydra.cli.runs._listing import add_conditions, print_runs
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
 from maxhydra.record import RunDirectory, RunInUseError
 from maxhydra.runs.query import select
-from maxhydra.runs.registry import STATUSES, Registry
-from maxhydra.runs.tidy import Rules, disposable, remove_checkpoints, seconds, size
+from maxhydra.runs.registry import STATUSES, Registry, Run
+from maxhydra.runs.tidy import Rules, disposable, seconds, size
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -39,22 +39,29 @@ def run(asked: argparse.Namespace) -> int:
         print("nothing to take away")
         return 0
     parts = [folders[run.id] / "checkpoints" if asked.checkpoints else folders[run.id] for run in runs]
+    sizes = dict(zip(runs, map(size, parts), strict=True))
     print_runs(registry, runs, [])
-    what = f"{'the checkpoints of ' if asked.checkpoints else ''}{len(runs)} run{'s' if len(runs) > 1 else ''}"
-    what += f", {sum(map(size, parts)) / 1e6:,.1f} MB"
-    if not asked.yes and not _agreed(what):
+    if not asked.yes and not _agreed(_what(sizes, asked)):
         print("nothing was taken away")
         return 1
     for run in runs:
+        directory = RunDirectory(folders[run.id])
         try:
             if asked.checkpoints:
-                remove_checkpoints(folders[run.id])
+                directory.remove_checkpoints()
             else:
-                RunDirectory(folders[run.id]).remove()
+                directory.remove()
         except (RunInUseError, OSError) as error:
             print(f"maxhydra: {run.path} stays: {error}", file=sys.stderr)
-    print(f"gone: {what}")
+            del sizes[run]
+    print(f"gone: {_what(sizes, asked)}")
     return 0
+
+
+def _what(sizes: dict[Run, int], asked: argparse.Namespace) -> str:
+    """So many runs, or their checkpoints, of so many megabytes."""
+    part = "the checkpoints of " if asked.checkpoints else ""
+    return f"{part}{len(sizes)} run{'s' if len(sizes) != 1 else ''}, {sum(sizes.values()) / 1e6:,.1f} MB"
 
 
 def _rules(asked: argparse.Namespace) -> Rules:
