@@ -23,6 +23,7 @@ from maxhydra.record import (
     RunInUseError,
     logging_to,
     read_metrics,
+    scan_metrics,
     series,
 )
 
@@ -275,6 +276,18 @@ def test_truncate_keeps_up_to_a_step_and_goes_on(tmp_path):
     writer.write(3, {"loss": 30})
     assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 1), (2, 2), (2, 2), (3, 30)]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("damage", [b"\0\0\0", b'{"step": 2, "lo', b"\xff\xfe", b"[]", b"{}"])
+def test_a_damaged_line_does_not_keep_a_run_from_going_on(tmp_path, damage):
+    """A machine that loses its power may leave any bytes in the middle."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + damage + b'\n{"step": 3}\n{"step": 4}\n')
+    assert [row["step"] for row in read_metrics(path)] == [1, 3, 4]
+    writer = MetricsWriter(path)
+    writer.truncate(after_step=3)
+    writer.write(4, {"loss": float("nan")})
+    assert [row["step"] for row in read_metrics(path)] == [1, 3, 4] and scan_metrics(path).bad_lines == [2]
 
 
 def test_no_file_has_no_metrics(tmp_path):

@@ -64,9 +64,13 @@ class MetricsWriter:
         os.fsync(self._file)
 
     def truncate(self, after_step: int) -> None:
-        """Keep the lines up to and including `after_step`: a resumed run writes the later ones again."""
-        kept = [line for line in _lines(self._path) if json.loads(line)["step"] <= after_step]
-        replace_file(self._path, "".join(f"{line}\n" for line in kept))
+        """Keep the lines up to and including `after_step`: a resumed run writes the later ones again.
+
+        One that cannot be read stays as it is, for whoever looks into it; all readers skip it.
+        """
+        lines = self._path.read_bytes().split(b"\n")[:-1]
+        kept = [line for line in lines if (row := _parse(line)) is None or row["step"] <= after_step]
+        replace_file(self._path, "".join(f"{line.decode(errors='replace')}\n" for line in kept))
         os.close(self._file)
         self._file = self._open()
 
@@ -95,8 +99,8 @@ class NullMetricsWriter(MetricsWriter):
 
 
 def read_metrics(path: Path | str) -> list[Row]:
-    """All whole lines in order; none where there is no file."""
-    return [{name: from_number(value) for name, value in json.loads(line).items()} for line in _lines(Path(path))]
+    """All whole lines in order, without those that are damaged; none where there is no file."""
+    return scan_metrics(path).rows
 
 
 def scan_metrics(path: Path | str, *, start: int = 0) -> Scan:
@@ -148,13 +152,6 @@ def series(source: Path | str | Sequence[Row], name: str) -> tuple[list[int], li
     rows = read_metrics(source) if isinstance(source, (str, Path)) else source
     points = [(row["step"], row[name]) for row in rows if name in row]
     return [step for step, _ in points], [value for _, value in points]
-
-
-def _lines(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    return content[: _whole_length(content)].decode().splitlines()
 
 
 def _whole_length(content: bytes) -> int:
