@@ -106,6 +106,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             ["-m", "hydra/sweeper=optuna", "train.eval_batches=0", "train.seq_len=int(interval(16,8))"],
             ["objective=eval/loss: is not logged: nothing is evaluated", "train.seq_len"],
         ),
+        (
+            ["-m", "hydra/sweeper=optuna", "hydra.sweeper.objectives=eval/los", "run.seed=range(1,3)"],
+            ["hydra.sweeper.objectives=eval/los: is logged by no run"],
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

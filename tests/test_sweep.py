@@ -13,6 +13,7 @@ from pathlib import Path
 import optuna
 import pytest
 
+from maxhydra.cli.entry import run as maxhydra
 from maxhydra.config.errors import ConfigError
 from maxhydra.launch.jobs import Proposal
 from maxhydra.launch.local import LocalJobs, LocalSettings
@@ -211,6 +212,22 @@ def test_plans_are_read_as_written_and_settings_are_checked(tmp_path: Path) -> N
     assert {problem.path.rpartition(".")[2] for problem in wrong.problems()} == {
         "sampler", "workers", "directions", "pruner"
     }  # fmt: skip
+    odd = Settings(trials=True, seed=-1, objectives=("loss", "loss"), sampler="nsga2")
+    assert [problem.path.rpartition(".")[2] for problem in odd.problems()] == ["trials", "seed", "objectives"]
+    assert list(Settings(seed="x").problems()) and not list(Settings(seed=None).problems())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [(["--workers", "0"], "1 or more"), (["--trials", "9"], "all of its jobs are given")],
+)
+def test_what_resume_cannot_change_is_refused(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a worker it would wait for ever."""
+    write_plan(plan_of(tmp_path / "s", {"rate": "0.1,0.3"}, sampler="grid"))
+    assert maxhydra(["sweep", "resume", str(tmp_path / "s"), *flags]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "s" / "study.journal").exists()
 
 
 def test_two_controllers_do_not_run_one_sweep(tmp_path: Path) -> None:

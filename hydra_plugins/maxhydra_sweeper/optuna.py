@@ -18,6 +18,8 @@ from maxhydra.sweep.plan import Plan, Settings
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
+LISTS = [name for name, value in vars(Settings()).items() if isinstance(value, tuple)]
+
 
 # The keys of hydra.sweeper and their defaults are those of Settings, which says what they mean.
 ConfigStore.instance().store(
@@ -25,7 +27,7 @@ ConfigStore.instance().store(
     name="optuna",
     node={
         "_target_": "hydra_plugins.maxhydra_sweeper.optuna.OptunaSweeper",
-        **{name: list(value) if isinstance(value, tuple) else value for name, value in vars(Settings()).items()},
+        **{name: list(value) if name in LISTS else value for name, value in vars(Settings()).items()},
         "params": {},
     },
     provider="maxhydra",
@@ -49,10 +51,7 @@ class OptunaSweeper(Sweeper):
 
         assert self._config is not None
         hydra = self._config.hydra
-        lists: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, (list, tuple)) else value for name, value in self._plain()
-        }
-        settings = Settings(**lists)
+        settings = Settings(**{name: _several(value) if name in LISTS else value for name, value in self._plain()})
         problems = list(settings.problems())
         launcher = chosen_launcher(hydra.launcher)
         problems += launcher.problems()
@@ -96,6 +95,11 @@ class OptunaSweeper(Sweeper):
         plain = OmegaConf.to_container(OmegaConf.create(self._settings))
         assert isinstance(plain, dict)
         return [(str(name), value) for name, value in plain.items()]
+
+
+def _several(value: Any) -> tuple[str, ...]:
+    """A list; `objectives=eval/loss` is a list of one."""
+    return tuple(map(str, value)) if isinstance(value, list) else () if value is None else (str(value),)
 
 
 def _config_dir(hydra: DictConfig) -> str | None:

@@ -25,6 +25,8 @@ DIRECTIONS = ("minimize", "maximize")
 # What each number must at least be.
 LEAST = {"trials": 1, "workers": 1, "min_steps": 1, "reduction_factor": 2}
 LEAST |= {"startup_trials": 0, "max_failures": 0, "max_restarts": 0}
+# numpy takes twice as much; the number of trials so far is added.
+LARGEST_SEED = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +68,10 @@ class Settings:
                 yield Problem(f"hydra.sweeper.{name}", "no such one", value, ", ".join(accepted), hint)
         for name, least in LEAST.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 yield Problem(f"hydra.sweeper.{name}", "is out of range", value, f"{least} or more")
+        if self.seed is not None and (not isinstance(self.seed, int) or not 0 <= self.seed <= LARGEST_SEED):
+            yield Problem("hydra.sweeper.seed", "is out of range", self.seed, f"0 to {LARGEST_SEED}, or null")
         for direction in self.directions:
             if direction not in DIRECTIONS:
                 yield Problem("hydra.sweeper.directions", "no such one", direction, ", ".join(DIRECTIONS))
@@ -75,6 +79,8 @@ class Settings:
 
     def _objective_problems(self) -> Iterator[Problem]:
         several = len(self.objectives) > 1
+        if len(set(self.objectives)) < len(self.objectives):
+            yield Problem("hydra.sweeper.objectives", "name a metric twice", list(self.objectives), "each once")
         if self.directions and len(self.directions) != max(1, len(self.objectives)):
             reason = f"are {len(self.directions)} for {max(1, len(self.objectives))} objectives"
             yield Problem("hydra.sweeper.directions", reason, list(self.directions), "one for each objective")

@@ -38,8 +38,12 @@ def main(arguments: list[str]) -> int:
     if asked.detach and (plan.space or plan.launcher.kind == "local"):
         why = "a search waits for results to know what to try" if plan.space else "jobs of this machine are watched"
         raise ConfigError(Problem("--detach", f"does not go with this sweep: {why}"))
+    if asked.trials is not None and (not plan.space or plan.settings.sampler == "grid"):
+        raise ConfigError(Problem("--trials", "does not go with this sweep: all of its jobs are given", asked.trials))
     changes = {name: value for name in ("workers", "trials") if (value := getattr(asked, name)) is not None}
     plan = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, **changes))
+    if problems := list(plan.settings.problems()):
+        raise ConfigError(problems)
     if reason := go_on(plan, say=partial(print, flush=True), detach=asked.detach):
         raise RunFailed(reason)
     return 0
