@@ -120,6 +120,12 @@ def test_a_worker_needs_no_hydra_and_goes_on_with_its_run(tmp_path: Path) -> Non
     assert told["config_dir"] == str(tmp_path)
 
 
+@pytest.mark.parametrize("folder", ["/home/o'hara/lr", r"/a\b/c\'d", "/x/trailing\\", "/a b/c=1,2[3]"])
+def test_a_job_finds_its_folder_whatever_the_path_holds(folder: str) -> None:
+    order = Ordering(Shared(Path(folder), (), None)).order(Proposal(0, "0_seed=1", ("run.seed=1",)))
+    assert (order.config.run.outputs, order.config.run.name) == (folder, "0_seed=1")
+
+
 def test_an_order_that_cannot_be_read_lists_every_problem(tmp_path: Path) -> None:
     order = Ordering(Shared(tmp_path, (), None)).order(Proposal(0, "0", ()))
     order.write(tmp_path)

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from maxhydra.cli import job
 from maxhydra.config.compose import Composer, distinct
-from maxhydra.config.errors import ConfigError
+from maxhydra.config.errors import ConfigError, quoted
 from maxhydra.config.overrides import expand, parse
 from maxhydra.config.resolvers import job_folder
 from maxhydra.launch.local import LocalSettings
@@ -105,5 +105,5 @@ def _constant(controller: DictConfig, parsed: list[Override]) -> list[str]:
 def _folders(controller: DictConfig, parsed: list[Override]) -> list[str]:
     """The time in the sweep's name is read once, here; a job's name leaves out what all jobs share."""
     excluded = ",".join(_constant(controller, parsed))
-    quoted = str(controller.hydra.sweep.dir).replace("'", r"\'")
-    return [f"hydra.sweep.dir='{quoted}'", f"hydra.job.config.override_dirname.exclude_keys=[{excluded}]"]
+    folder = quoted(str(controller.hydra.sweep.dir))
+    return [f"hydra.sweep.dir={folder}", f"hydra.job.config.override_dirname.exclude_keys=[{excluded}]"]

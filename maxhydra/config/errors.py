@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable
 from enum import Enum
 from typing import Any
@@ -61,6 +62,14 @@ def show(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{','.join(f'{key}:{show(item)}' for key, item in value.items())}}}"
     return str(value)
+
+
+def quoted(text: str) -> str:
+    """As Hydra reads it whole, whatever is in it: names of sweeps hold `=` and commas, and a path may hold a quote.
+
+    To Hydra a backslash is one like any other, but before a quote.
+    """
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + (found[2] and r"\'"), text) + "'"
 
 
 def options_shown(group: str, options: list[str], near: str = "") -> str:

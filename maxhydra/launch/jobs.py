@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from maxhydra.config.errors import quoted
 from maxhydra.record import RunDirectory, scan_metrics, series
 
 # In a job's folder, beside the run: by what it is found again, and all that its processes print.
@@ -46,7 +47,7 @@ class Shared:
 
     def overrides(self, proposal: Proposal) -> list[str]:
         """All of a job's overrides, the place of its folder among them."""
-        place = [f"run.outputs='{self.folder}'", f"run.name='{proposal.folder}'"]
+        place = [f"run.outputs={quoted(str(self.folder))}", f"run.name={quoted(proposal.folder)}"]
         return [*self.fixed, *proposal.overrides, *place]
 
 

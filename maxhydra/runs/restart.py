@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.config.errors import ConfigError, Problem, quoted
 from maxhydra.record.scrub import HIDDEN
 from maxhydra.record.surroundings import code
 from maxhydra.runs.summary import Facts
@@ -22,7 +22,7 @@ def arguments(facts: Facts, name: str | None, *changes: str) -> list[str]:
     if hidden:
         hint = f"give it again: {' '.join(f'{key}=...' for key in hidden)}"
         raise ConfigError(Problem(hidden[0], "was a secret, and is not written down", hint=hint))
-    named = [] if name is None else [f"run.name={_quoted(name)}"]
+    named = [] if name is None else [f"run.name={quoted(name)}"]
     return [*_flags(facts), *kept, *changes, *named]
 
 
@@ -63,8 +63,3 @@ def _flags(facts: Facts) -> list[str]:
         elif word.partition("=")[0] in _FLAGS:
             found.append(word)
     return found
-
-
-def _quoted(name: str) -> str:
-    """As Hydra reads a value whole, whatever is in it: names of sweeps hold `=` and commas."""
-    return "'" + name.replace("\\", "\\\\").replace("'", "\\'") + "'"

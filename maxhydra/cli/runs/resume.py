@@ -9,7 +9,7 @@ import os
 import sys
 
 from maxhydra.cli.runs._starting import start
-from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.config.errors import ConfigError, Problem, quoted
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.restart import arguments, changed_code
 
@@ -33,5 +33,5 @@ def run(asked: argparse.Namespace) -> int:
         # The usual reason to go on with a run is that something was mended; run.json keeps the commit of each session.
         print(f"maxhydra: the code is another: {difference}", file=sys.stderr)
     outputs = os.path.relpath(registry.root.resolve(), facts["folder"])
-    changes = [*asked.changes, f"run.outputs='{outputs}'"]
+    changes = [*asked.changes, f"run.outputs={quoted(outputs)}"]
     return start(arguments(facts, found.path, *changes), facts["folder"], dry=asked.dry_run)
