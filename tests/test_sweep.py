@@ -2,6 +2,7 @@
 as training does, in a fraction of a second."""
 
 import dataclasses
+import math
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from maxhydra.sweep.plan import Plan, Settings, read_plan, write_plan
 from maxhydra.sweep.proposals import Fate
 from maxhydra.sweep.search import SearchProposals
 from maxhydra.sweep.space import distributions, grid_values
-from maxhydra.sweep.start import begin, cancel, go_on
+from maxhydra.sweep.start import begin, cancel, go_on, status
 
 JOB = textwrap.dedent(
     """
@@ -134,6 +135,17 @@ def test_a_job_whose_objective_is_no_number_has_failed_and_others_go_on(tmp_path
     lines, proposals = run(plan_of(tmp_path, {"rate": "choice(-1,0.5)"}, sampler="grid"))
     assert proposals.counts() == {Fate.finished: 1, Fate.failed: 1, Fate.pruned: 0}
     assert any("failed, eval/loss is nan" in line for line in lines)
+
+
+def test_the_status_tells_of_an_objective_that_is_no_number(tmp_path: Path) -> None:
+    plan = dataclasses.replace(plan_of(tmp_path / "s", {}), listed=((), (), ()), folders=("0", "1", "2"))
+    write_plan(plan)
+    for folder, value in zip(plan.folders, (2.5, math.nan, -math.inf), strict=True):
+        job = RunDirectory(plan.folder / folder)
+        job.start("", {})
+        job.finish("finished", objective={"name": "eval/loss", "value": value})
+    told = ["0: finished  eval/loss 2.5", "1: finished  eval/loss nan", "2: finished  eval/loss -inf", "3 finished"]
+    assert list(status(plan)) == told
 
 
 def test_several_objectives(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.launch.jobs import Jobs
 from maxhydra.launch.places import jobs_of
 from maxhydra.record import RunDirectory
-from maxhydra.record.files import replace_file
+from maxhydra.record.files import from_number, replace_file
 from maxhydra.record.lock import take_lock
 from maxhydra.sweep.controller import Controller
 from maxhydra.sweep.plan import CANCELLED, FILE, Plan, read_plan, write_plan
@@ -107,5 +107,5 @@ def _told(run: RunDirectory) -> str:
     """A run's status, and its objective where it has come to one."""
     facts = run.read()
     objective = facts.get("objective") or {}
-    value = objective.get("value")
+    value = from_number(objective.get("value"))
     return str(facts["status"]) if value is None else f"{facts['status']}  {objective['name']} {value:.4g}"
