@@ -24,7 +24,7 @@ from maxhydra.sweep.plan import Plan, Settings, read_plan, write_plan
 from maxhydra.sweep.proposals import Fate
 from maxhydra.sweep.search import SearchProposals
 from maxhydra.sweep.space import distributions, grid_values
-from maxhydra.sweep.start import begin, cancel, go_on, status
+from maxhydra.sweep.start import begin, cancel, go_on, listed, status
 
 JOB = textwrap.dedent(
     """
@@ -71,8 +71,8 @@ def run(plan: Plan) -> tuple[list[str], SearchProposals]:
     write_plan(plan)
     said: list[str] = []
     proposals = SearchProposals(plan)
-    Controller(plan, proposals, ScriptJobs(LocalSettings(), plan.shared), said.append).run()
-    return said, proposals
+    reason = Controller(plan, proposals, ScriptJobs(LocalSettings(), plan.shared), said.append).run()
+    return [*said, reason], proposals
 
 
 def start_controller(plan: Plan) -> subprocess.Popen:
@@ -129,6 +129,25 @@ def test_bad_jobs_are_ended_early_and_failures_are_counted(tmp_path: Path) -> No
     said, proposals = run(plan_of(tmp_path / "f", {"rate": "range(6,20)"}, sampler="grid", max_failures=2, workers=1))
     assert proposals.counts() == {Fate.finished: 0, Fate.failed: 3, Fate.pruned: 0}
     assert any("diverged" in line for line in said)
+    plan = plan_of(tmp_path / "f", {"rate": "range(6,20)"}, sampler="grid", max_failures=4, workers=1)
+    said, proposals = run(plan)
+    assert proposals.counts()[Fate.failed] == 5
+    assert said[-1] == "5 jobs failed, over max_failures=4; to go on: maxhydra sweep resume f --max-failures 10"
+
+
+def test_jobs_that_were_all_asked_for_have_each_their_turn(tmp_path: Path) -> None:
+    """However many before them failed; gone on with, the same ones would fail first again."""
+    rates = ["9"] * 5 + ["0.5"]
+    plan = dataclasses.replace(
+        plan_of(tmp_path / "s", {}),
+        listed=tuple((f"rate={rate}",) for rate in rates),
+        folders=tuple(str(number) for number in range(6)),
+        objectives=(),
+    )
+    write_plan(plan)
+    proposals = listed(plan)
+    Controller(plan, proposals, ScriptJobs(LocalSettings(), plan.shared), print).run()
+    assert proposals.counts() == {Fate.finished: 1, Fate.failed: 5, Fate.pruned: 0}
 
 
 def test_a_job_whose_objective_is_no_number_has_failed_and_others_go_on(tmp_path: Path) -> None:

@@ -46,13 +46,20 @@ class Controller:
     def _way_on(self) -> str:
         return f"to go on: maxhydra sweep resume {self._plan.folder.name}"
 
+    @property
+    def _may_start(self) -> bool:
+        """A search whose jobs fail is not worth going on with. Jobs that were all asked for have each their turn."""
+        return not self._plan.space or self._proposals.counts()[Fate.failed] <= self._plan.settings.max_failures
+
     def _ending(self) -> str:
         """What is not as it should be now that all is over."""
         if self._plan.is_cancelled:
             return f"cancelled; {self._way_on}"
         allowed, failed = self._plan.settings.max_failures, self._proposals.counts()[Fate.failed]
+        if self._plan.space and not self._may_start:
+            return f"{failed} jobs failed, over max_failures={allowed}; {self._way_on} --max-failures {2 * failed}"
         if self._plan.space:
-            return f"{failed} jobs failed, over max_failures={allowed}" if failed > allowed else ""
+            return ""
         # Of jobs that were all asked for, one that is missing is one too many.
         return f"{failed} jobs failed; {self._way_on}" if failed else ""
 
@@ -70,7 +77,7 @@ class Controller:
         settings, chosen = self._plan.settings, list[Proposal]()
         may_follow = True
         while may_follow and len(self._running) + len(chosen) < settings.workers:
-            proposal = self._next() if self._proposals.counts()[Fate.failed] <= settings.max_failures else None
+            proposal = self._next() if self._may_start else None
             may_follow = proposal is not None
             if proposal is not None and self._prepared(proposal):
                 chosen.append(proposal)
