@@ -24,6 +24,7 @@ from maxhydra.launch.gke.refusals import refusal
 from maxhydra.launch.places import read_launcher
 from maxhydra.launch.termination import LIMIT, ending_told, forget, message, read_message, relay
 from maxhydra.record import RunDirectory, read_metrics
+from maxhydra.runs import write_report
 from maxhydra.runs.registry import Registry
 from maxhydra.runtime.options import hardware_options
 from tests import running
@@ -208,7 +209,21 @@ def test_a_run_comes_back_through_its_last_words(tmp_path: Path) -> None:
     assert (run.status, run.value) == ("finished", 2.5)
     huge = {"status": "failed", "reason": "x" * 9000, "metrics": {f"m{i}": 1.0 for i in range(900)}}
     assert len(message(huge).encode()) <= LIMIT
-    relay(here, {"status": "failed", "reason": "OOMKilled"}, "")
+    # The whole message of a compiler is in the session too, and a note may be of any length.
+    sessions = there.read()["sessions"]
+    for fact in ({"notes": "x" * 9000}, {"tags": ["x" * 90] * 90}, {"lines": [{"x": "y" * 90}] * 90}):
+        words = "é" * 9000
+        facts = {**there.read(), **fact, "reason": words, "sessions": [{**sessions[0], "reason": words}]}
+        assert len(message(facts).encode()) <= LIMIT
+        left = read_message(message(facts))
+        assert left is not None
+        assert left["status"] == "finished" and left["reason"].startswith("éé") and left["objective"]["value"] == 2.5
+        relay(tmp_path / "short", left, "")
+        assert write_report(RunDirectory(tmp_path / "short", writes=False)).is_file()
+    # Of a job that did not begin, there is no session to tell of.
+    short = read_message(message({"status": "failed", "reason": "OOMKilled"}))
+    assert short is not None
+    relay(here, short, "")
     (run,) = Registry(tmp_path / "outputs").runs()
     assert run.status == "failed" and RunDirectory(here, writes=False).read()["reason"] == "OOMKilled"
     forget(here)

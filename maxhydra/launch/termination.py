@@ -26,6 +26,8 @@ DISPENSABLE = (
     *("packages", "sample", "last", "xla_flags", "seen", "variables", "git", "timings"),
     *("choices", "overrides", "command", "metrics"),
 )
+# What is left where nothing else fits, such as beside a long note.
+ESSENTIAL = ("name", "task", "status", "reason", "objective", "end_step", "created", "updated", "finished")
 # Marks a run.json that was made of a message: what is there may be replaced by the next one.
 RELAYED = "relayed"
 
@@ -52,15 +54,21 @@ def ending_told(run: Path | None) -> Iterator[None]:
 
 def message(facts: dict[str, Any]) -> str:
     """run.json in so many bytes."""
-    reason = facts.get("reason")
-    told = {**facts, "reason": None if reason is None else scrub_text(str(reason))[:REASON_LIMIT]}
-    told["sessions"] = facts.get("sessions", [])[-1:]
+    told = {**facts, "reason": _short(facts.get("reason"), REASON_LIMIT)}
+    for last in facts.get("sessions", [])[-1:]:
+        # The run's own reason is the same.
+        told["sessions"] = [{**last, "reason": _short(last.get("reason"), 100)}]
     for name in (None, *DISPENSABLE):
         told.pop(name, None)  # type: ignore[arg-type]
         text = to_json(told)
         if len(text.encode()) <= LIMIT:
-            break
-    return text
+            return text
+    return to_json({name: told[name] for name in ESSENTIAL if name in told})
+
+
+def _short(reason: Any, limit: int) -> str | None:
+    """So many bytes of it, without secrets."""
+    return None if reason is None else scrub_text(str(reason)).encode()[:limit].decode(errors="ignore")
 
 
 def read_message(text: str | None) -> dict[str, Any] | None:
