@@ -137,6 +137,23 @@ def test_labels_given_at_once_are_all_kept(outputs):
     assert sorted(RunDirectory(folder).read()["tags"]) == [f"t{i}" for i in range(8)]
 
 
+@pytest.mark.parametrize("damage", ["{", "[]", '{"tags": 3}'])
+def test_labels_that_cannot_be_read_are_left_out_and_left_alone(runs, outputs, damage):
+    labels = outputs / "lr" / "1_learning_rate=0.001" / "labels.json"
+    labels.write_text(damage)
+    for words in (
+        ["best", "sweep=lr"],
+        ["show", "lr/1"],
+        ["report", "lr"],
+        ["report", "lr/1"],
+        ["diff", "lr/0", "lr/1"],
+    ):
+        assert runs(*words)[0] == 0
+    for words in (["tag", "lr/1", "x"], ["note", "lr/1", "y"]):
+        code, _, err = runs(*words)
+        assert code == 2 and "labels.json: cannot be read" in err and labels.read_text() == damage
+
+
 def test_export(runs, outputs):
     assert runs("export", "all.csv", "sweep=lr")[0] == 0
     with open("all.csv", newline="") as file:

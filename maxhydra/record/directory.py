@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.record.files import plain, replace_file, to_json
-from maxhydra.record.labels import change_labels, labelled, read_labels
+from maxhydra.record.labels import LABELS, change_labels, labelled, read_labels
 from maxhydra.record.lock import take_lock
 from maxhydra.record.process import is_lost, process_start
 from maxhydra.record.scrub import scrub_text
@@ -172,8 +172,16 @@ class RunDirectory:
             self.path.rmdir()
 
     def read(self) -> Facts:
-        """What run.json and labels.json say, with status `lost` for a run whose process is gone."""
-        return labelled(self._stored(), read_labels(self.path))
+        """What run.json and labels.json say, with status `lost` for a run whose process is gone.
+
+        Labels that cannot be read are left out: what became of the run does not depend on them.
+        """
+        facts = self._stored()
+        try:
+            return labelled(facts, read_labels(self.path))
+        except ValueError as error:
+            log.warning("%s is left out: %s", self.path / LABELS, error)
+            return labelled(facts, {})
 
     def label(self, *, add: Iterable[str] = (), remove: Iterable[str] = (), note: str | None = None) -> None:
         """Tags and a note, at any time and from any process; see labels.py."""

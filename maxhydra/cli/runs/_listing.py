@@ -8,7 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.record import RunDirectory
 from maxhydra.record.files import to_json
+from maxhydra.record.labels import LABELS
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.summary import duration, show
 
@@ -38,6 +41,15 @@ def tell_faults(registry: Registry) -> None:
         print(f"maxhydra: {fault}", file=sys.stderr)
     if len(faults) > _FAULTS:
         print(f"maxhydra: and {len(faults) - _FAULTS} more places that cannot be read", file=sys.stderr)
+
+
+def label(directory: RunDirectory, **changes: Any) -> None:
+    """Tags and a note; ConfigError where those that are there cannot be read, and would be lost."""
+    try:
+        directory.label(**changes)
+    except ValueError as error:
+        hint = "mend it, or take it away"
+        raise ConfigError(Problem(str(directory.path / LABELS), f"cannot be read: {error}", hint=hint)) from None
 
 
 def as_facts(run: Run, **more: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ maxhydra runs note lr/3 "the baseline of figure 2"
 
 import argparse
 
+from maxhydra.cli.runs._listing import label
 from maxhydra.runs.registry import Registry
 
 
@@ -18,6 +19,6 @@ def run(asked: argparse.Namespace) -> int:
     found = registry.find(asked.name)
     directory = registry.directory(found)
     if asked.text is not None:
-        directory.label(note=asked.text)
+        label(directory, note=asked.text)
     print(f"{found.path}: {directory.read()['notes'] or 'no note'}")
     return 0

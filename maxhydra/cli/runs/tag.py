@@ -6,6 +6,7 @@ maxhydra runs tag lr/3 -r paper
 
 import argparse
 
+from maxhydra.cli.runs._listing import label
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.runs.registry import Registry
 
@@ -28,6 +29,6 @@ def run(asked: argparse.Namespace) -> int:
         accepted = ", ".join(found.tags) or "the run has none"
         raise ConfigError([Problem("--remove", "the run has no such tag", tag, accepted) for tag in missing])
     if asked.tags or asked.remove:
-        directory.label(add=asked.tags, remove=asked.remove)
+        label(directory, add=asked.tags, remove=asked.remove)
     print(f"{found.path}: {' '.join(directory.read()['tags']) or 'no tags'}")
     return 0
