@@ -36,6 +36,8 @@ def write(folder: Path, name: str, text: str) -> Path:
         ("train.steps=abc", "train.steps", ["=abc", "is not an integer", "an integer, 1 or more"]),
         ("train.steps=1.5", "train.steps", ["=1.5", "is not an integer"]),
         ("train.steps=-5", "train.steps", ["=-5", "is out of range", "1 or more"]),
+        ("train.steps=2147483648", "train.steps", ["is out of range", "1 or more and at most 2147483647"]),
+        ("run.seed=4294967296", "run.seed", ["is out of range", "0 or more and at most 4294967295"]),
         ("train.steps=null", "train.steps", ["=null", "cannot be null"]),
         ("data.eval_fraction=1", "data.eval_fraction", ["over 0 and under 1"]),
         ("data.shuffle=maybe", "data.shuffle", ["true or false"]),

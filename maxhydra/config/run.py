@@ -51,7 +51,7 @@ class Run(Schema):
     """Folder under outputs; the same name again resumes. null: task, model and time."""
     outputs: str = "outputs"
     """Folder that holds the runs."""
-    seed: int = option(0, ge=0)
+    seed: int = option(0, ge=0, le=2**32 - 1)
     """Seed of the weights, the data order and dropout."""
     tags: list[str] = option([])
     """Words to find the run by."""
@@ -120,7 +120,7 @@ class Ramp(Schema):
 class Train(Schema):
     """The loop that every training task shares."""
 
-    steps: int = option(1000, ge=1)
+    steps: int = option(1000, ge=1, le=2**31 - 1)
     """Optimizer steps."""
     seq_len: int = option(1024, ge=1)
     """Tokens in a sequence."""

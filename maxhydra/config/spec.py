@@ -66,7 +66,10 @@ class Spec:
         null = ", or null" if self.optional else ""
         if self.names or "one_of" in self.bounds:
             return ", ".join(self.names) + null
-        limits = [COMPARISONS[name][0].format(f"{bound:g}") for name, bound in self.bounds.items()]
+        limits = [
+            COMPARISONS[name][0].format(f"{bound:g}" if isinstance(bound, float) else bound)
+            for name, bound in self.bounds.items()
+        ]
         return ", ".join([NOUNS[self.type], *([" and ".join(limits)] if limits else [])]) + null
 
     def mismatch(self, value: Any) -> str:
