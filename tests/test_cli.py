@@ -262,7 +262,7 @@ def test_failing_job_of_a_sweep(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_that_a_run_ends_with_goes_on_with_it(tmp_path: Path) -> None:
-    small = [*SMALL, "train.steps=2", "run.notes=two words"]
+    small = [*SMALL, "train.steps=2", r"run.notes=two words and \${neither}"]
     first = maxhydra(*small, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     folder = re.search(r"^run: +(\S+)$", first.stdout, re.MULTILINE)

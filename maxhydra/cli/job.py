@@ -4,7 +4,7 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from maxhydra.config.compose import job_choices
 from maxhydra.config.errors import ConfigError, Problem
@@ -21,7 +21,7 @@ def run(node: DictConfig) -> float | None:
         name = hydra.runtime.choices["hydra/launcher"]
         hint = f"maxhydra -m hydra/launcher={name} ... submits; a sweep of one job is fine"
         raise ConfigError(Problem("hydra/launcher", "launches the jobs of -m alone", value=name, hint=hint))
-    overrides, choices = list(hydra.overrides.task), job_choices(hydra.runtime)
+    overrides, choices = _typed(hydra.overrides.task), job_choices(hydra.runtime)
     # jax comes in here, and not before the config is valid.
     from maxhydra.cli.execute import execute  # noqa: PLC0415
 
@@ -29,3 +29,10 @@ def run(node: DictConfig) -> float | None:
         print(f"job {hydra.job.num}: {' '.join(overrides)}", flush=True)
         return execute(config, choices, overrides=overrides, path=Path(hydra.runtime.output_dir))
     return execute(config, choices, overrides=overrides, path=None)
+
+
+def _typed(overrides: list[str]) -> list[str]:
+    """As they were given, not as they come out: `${...}` may mean another value when the run is started again."""
+    given = OmegaConf.to_container(overrides, resolve=False)
+    assert isinstance(given, list)
+    return given
