@@ -26,6 +26,7 @@ from maxhydra.launch.termination import LIMIT, ending_told, forget, message, rea
 from maxhydra.record import RunDirectory, read_metrics
 from maxhydra.runs import write_report
 from maxhydra.runs.registry import Registry
+from maxhydra.runs.restart import arguments, rerun_command
 from maxhydra.runtime.options import hardware_options
 from tests import running
 
@@ -226,6 +227,15 @@ def test_a_run_comes_back_through_its_last_words(tmp_path: Path) -> None:
     relay(here, short, "")
     (run,) = Registry(tmp_path / "outputs").runs()
     assert run.status == "failed" and RunDirectory(here, writes=False).read()["reason"] == "OOMKilled"
+    # It is run again as it was asked for, not as a run of nothing but defaults.
+    facts = RunDirectory(here, writes=False).read()
+    with pytest.raises(ConfigError, match="does not say with which overrides"):
+        arguments(facts, None)
+    assert rerun_command(facts).startswith("cd ")
+    (here / "job.json").write_text(json.dumps({"choices": {}, "overrides": ["run.seed=7"], "config_dir": None}))
+    relay(here, short, "")
+    assert arguments(RunDirectory(here, writes=False).read(), None) == ["run.seed=7"]
+    assert rerun_command(RunDirectory(here, writes=False).read()).endswith("maxhydra run.seed=7")
     forget(here)
     assert not Registry(tmp_path / "outputs").runs() and not (here / "metrics.jsonl").exists()
     forget(there.path)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.config.errors import ConfigError
+from maxhydra.launch.order import FACTS
 from maxhydra.record import RunDirectory
 from maxhydra.record.files import replace_file, to_json
 from maxhydra.record.scrub import scrub_text
@@ -89,7 +90,10 @@ def relay(path: Path, told: dict[str, Any], config_yaml: str) -> None:
     path.mkdir(parents=True, exist_ok=True)
     replace_file(run.config_path, config_yaml)
     replace_file(run.metrics_path, to_json({"step": told.get("end_step") or 0, **numbers}) + "\n" if numbers else "")
-    replace_file(run.facts_path, to_json({**_blank(path.name, told), **told, RELAYED: True}, indent=2) + "\n")
+    # What it was composed from is known here, whether or not there was room to say it.
+    order = json.loads((path / FACTS).read_text(encoding="utf-8")) if (path / FACTS).exists() else {}
+    facts = {**_blank(path.name, told), **order, **told, RELAYED: True}
+    replace_file(run.facts_path, to_json(facts, indent=2) + "\n")
 
 
 def _blank(name: str, told: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +112,8 @@ def _blank(name: str, told: dict[str, Any]) -> dict[str, Any]:
     }
     session |= {"pid": None, "pid_started": None, "devices": None, "start_step": None, "end_step": None}
     facts = {"name": name, "task": None, **ending, "created": now, "updated": now, "finished": now, "host": None}
-    return {**facts, "command": [], "git": None, "choices": {}, "overrides": [], "tags": [], "sessions": [session]}
+    facts |= {"command": [], "folder": os.getcwd(), "git": None, "choices": {}}
+    return {**facts, "tags": [], "sessions": [session]}
 
 
 def forget(path: Path) -> None:

@@ -57,7 +57,7 @@ def _flags(facts: Facts) -> list[str]:
     """--config-dir and --config-name of the command, each with its value; a worker's command says neither."""
     command: list[str] = facts.get("command") or []
     found = ["--config-dir", facts["config_dir"]] if facts.get("config_dir") else []
-    for word, value in zip(command, [*command[1:], ""], strict=True):
+    for word, value in zip(command, [*command[1:], ""], strict=False):
         if word in _FLAGS:
             found += [word, value]
         elif word.partition("=")[0] in _FLAGS:
