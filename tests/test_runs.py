@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -128,6 +129,27 @@ def test_what_changes_on_disk_is_seen(outputs):
     assert registry.find("lr/b").tags == ("good",) and registry.find("lr/b").notes == "why"
     assert registry.find("alone").status == "finished" and registry.find("alone").notes == "mended"
     assert "lr/c" not in [str(value) for value in registry.values("path", registry.runs()).values()]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"created": None},
+        {"created": "today"},
+        {"updated": "2026-03-04T12:00:00"},
+        {"tags": 5},
+        {"command": 5},
+        {"sessions": "x"},
+        {"sessions": [{"host": socket.gethostname(), "pid": None, "pid_started": None, "seconds": 1}]},
+        {"sessions": [{"host": "", "pid": 1, "pid_started": None, "seconds": 10**400}]},
+    ],
+)
+def test_a_run_of_another_make_does_not_hide_the_others(outputs, facts):
+    write_run(outputs / "odd", **{"status": "running", **facts})
+    registry = Registry(outputs)
+    assert sorted(paths(registry.runs())) == ["alone", "lr/a", "lr/b", "lr/c"]
+    (fault,) = registry.faults()
+    assert "odd/run.json" in fault and "the run is skipped" in fault
 
 
 def test_damage_is_skipped_and_named(outputs, capsys):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,12 +13,15 @@ import yaml
 from maxhydra.record import scan_metrics
 from maxhydra.record.labels import LABELS, labelled, read_labels
 from maxhydra.record.metrics import Row
+from maxhydra.record.process import is_lost
 from maxhydra.runs import sections
 from maxhydra.runs.summary import Facts, wall_seconds
 
 RUN, METRICS, CONFIG = "run.json", "metrics.jsonl", "config.yaml"
 # Said of a last line without an end, which is no damage while the run goes on.
 HALF = "is half-written"
+# Facts of run.json that may be absent, and what they are where they are there.
+KINDS = {"objective": dict, "git": dict, "choices": dict, "tags": list, "command": list, "overrides": list}
 # Folders that hold no runs, and many files.
 _NOT_SEARCHED = ("checkpoints",)
 
@@ -101,13 +105,12 @@ def read_facts(folder: Path, faults: list[str]) -> Facts | None:
     try:
         facts = json.loads((folder / RUN).read_bytes())
         # What every run has; asked for here, so that damage shows here.
-        facts["status"], facts["created"], facts["updated"], wall_seconds(facts)
-        session = facts["sessions"][-1]
-        session["host"], session["pid"], session["pid_started"]
-        for name in ("objective", "git", "choices"):
-            if not isinstance(facts.get(name) or {}, dict):
-                raise TypeError(f"{name} is no object")
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        facts["status"], wall_seconds(facts), is_lost(facts["sessions"][-1], facts["updated"])
+        datetime.fromisoformat(facts["updated"]) - datetime.fromisoformat(facts["created"])
+        for name, kind in KINDS.items():
+            if not isinstance(facts.get(name) or kind(), kind):
+                raise TypeError(f"{name} is no {'object' if kind is dict else 'list'}")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         faults.append(f"{RUN}: {_why(error)}; the run is skipped")
         return None
     try:
