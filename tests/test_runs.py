@@ -131,6 +131,17 @@ def test_what_changes_on_disk_is_seen(outputs):
     assert "lr/c" not in [str(value) for value in registry.values("path", registry.runs()).values()]
 
 
+def test_another_file_under_the_number_of_the_old_one_is_read_anew(outputs):
+    """Of a run that went on twice since the last look, ext4 gives the third file the number of the first."""
+    registry = Registry(outputs)
+    run, metrics = registry.find("lr/a"), outputs / "lr" / "a" / "metrics.jsonl"
+    inode = metrics.stat().st_ino
+    metrics.write_text("".join(line(step, 100.5) for step in range(1, 90)))
+    assert metrics.stat().st_ino == inode
+    registry.refresh()
+    assert registry.metric("loss:min")[run.id] == pytest.approx(100.5 + 5 / 89) and not registry.faults()
+
+
 @pytest.mark.parametrize(
     "facts",
     [

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from maxhydra.runs import sections
 from maxhydra.runs.reading import (
     HALF,
+    METRICS,
     Position,
     Stamp,
     Trace,
@@ -26,6 +27,7 @@ from maxhydra.runs.reading import (
     read_facts,
     read_settings,
     read_traces,
+    tail,
 )
 from maxhydra.runs.summary import Facts, wall_seconds
 
@@ -33,7 +35,7 @@ T = TypeVar("T")
 
 FILE = ".runs.sqlite"
 # Of the tables below and of what is put into them.
-VERSION = 2
+VERSION = 3
 # Another process may be making the index of very many runs.
 BUSY_SECONDS = 300
 # From so many changed runs on, it pays to start processes that read them; each takes so many at a time.
@@ -45,7 +47,7 @@ CREATE TABLE counter (epoch TEXT, change INTEGER);
 INSERT INTO counter VALUES (hex(randomblob(8)), 0);
 CREATE TABLE run (
   id INTEGER PRIMARY KEY, path TEXT UNIQUE, facts_stamp TEXT, metrics_stamp TEXT, change INTEGER,
-  inode INTEGER, offset INTEGER, lines INTEGER, step INTEGER, faults TEXT, metrics_faults TEXT, entry TEXT,
+  inode INTEGER, offset INTEGER, lines INTEGER, tail TEXT, step INTEGER, faults TEXT, metrics_faults TEXT, entry TEXT,
   settings BLOB);
 -- Every key with every value that any run has had, once; `run.settings` holds the numbers of a run's own, packed.
 CREATE TABLE setting (id INTEGER PRIMARY KEY, key TEXT, value, UNIQUE (key, value));
@@ -123,14 +125,15 @@ class Index:
         self._refresh()
 
     def _refresh(self) -> None:
-        rows = self._connection.execute("SELECT path, id, facts_stamp, metrics_stamp, inode, offset, lines FROM run")
+        columns = "path, id, facts_stamp, metrics_stamp, inode, offset, lines, tail"
+        rows = self._connection.execute(f"SELECT {columns} FROM run")
         known = {path: Known(id, Stamp(facts, metrics), Position(*rest)) for path, id, facts, metrics, *rest in rows}
         found = dict(find(self.root))
         gone = [known[path].id for path in known.keys() - found.keys()]
         changed = [path for path, stamp in found.items() if path not in known or known[path].stamp != stamp]
         if not gone and not changed:
             return
-        positions = [self._position(known.get(path), found[path]) for path in changed]
+        positions = [self._position(path, known.get(path), found[path]) for path in changed]
         with self._writing() as change, _mapping(len(changed)) as mapped:
             for id in gone:
                 self._forget(id)
@@ -183,12 +186,12 @@ class Index:
             number = self._settings[setting] = int(row[0])
         return number
 
-    @staticmethod
-    def _position(known: Known | None, stamp: Stamp) -> Position:
-        """A file that grew is read from where it was left; a resumed run puts another, shorter one in its place."""
+    def _position(self, path: str, known: Known | None, stamp: Stamp) -> Position:
+        """A file that grew is read from where it was left; a resumed run puts another one in its place."""
         since = known.position if known is not None else Position()
         inode, size, _ = (stamp.metrics or "0:0:0").split(":")
-        return since if int(inode) == since.inode and int(size) >= since.offset else Position()
+        has_grown = int(inode) == since.inode and int(size) >= since.offset
+        return since if has_grown and tail(self.root / path / METRICS, since.offset) == since.tail else Position()
 
     def _keep_metrics(
         self, id: int, since: Position, now: Position, traces: dict[str, Trace], faults: list[str]
@@ -207,8 +210,8 @@ class Index:
         )
         step = max((trace.step for trace in traces.values()), default=None)
         self._connection.execute(
-            "UPDATE run SET inode = ?, offset = ?, lines = ?, step = ?, metrics_faults = ? WHERE id = ?",
-            (now.inode, now.offset, now.lines, step, json.dumps(faults), id),
+            "UPDATE run SET inode = ?, offset = ?, lines = ?, tail = ?, step = ?, metrics_faults = ? WHERE id = ?",
+            (*now, step, json.dumps(faults), id),
         )
 
     def _forget(self, id: int) -> None:

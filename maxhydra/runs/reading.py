@@ -1,5 +1,6 @@
 """One run's folder as the index keeps it, whatever state its files are in: what cannot be read is skipped and named."""
 
+import hashlib
 import json
 import math
 import os
@@ -22,6 +23,8 @@ RUN, METRICS, CONFIG = "run.json", "metrics.jsonl", "config.yaml"
 HALF = "is half-written"
 # Facts of run.json that may be absent, and what they are where they are there.
 KINDS = {"objective": dict, "git": dict, "choices": dict, "tags": list, "command": list, "overrides": list}
+# Several lines of metrics, with times of steps that are never the same.
+_TAIL = 4096
 # Folders that hold no runs, and many files.
 _NOT_SEARCHED = ("checkpoints",)
 
@@ -52,11 +55,13 @@ class Trace(NamedTuple):
 
 
 class Position(NamedTuple):
-    """How far metrics.jsonl was read: a file that grew is read from there, another one (`inode`) anew."""
+    """How far metrics.jsonl was read: a file that grew is read from there, another one (`inode`, `tail`) anew."""
 
     inode: int = 0
     offset: int = 0
     lines: int = 0
+    tail: str = ""
+    """Digest of what stands before `offset`: a file system gives the number of a file that is gone to the next one."""
 
 
 def find(root: Path) -> Iterator[tuple[str, Stamp]]:
@@ -147,7 +152,18 @@ def read_traces(folder: Path, since: Position) -> tuple[Position, dict[str, Trac
         faults.append(f"{METRICS} line {since.lines + number}: is not a row of numbers with a step; skipped")
     if scan.is_cut:
         faults.append(f"{METRICS} line {since.lines + scan.lines + 1}: {HALF}; skipped")
-    return Position(inode, scan.end, since.lines + scan.lines), _traces(scan.rows), faults
+    now = Position(inode, scan.end, since.lines + scan.lines, tail(path, scan.end))
+    return now, _traces(scan.rows), faults
+
+
+def tail(path: Path, end: int) -> str:
+    """Digest of the last bytes before `end`."""
+    try:
+        with open(path, "rb") as file:
+            start = file.seek(max(0, end - _TAIL))
+            return hashlib.sha256(file.read(end - start)).hexdigest()
+    except OSError:
+        return ""
 
 
 def _traces(rows: Iterable[Row]) -> dict[str, Trace]:
