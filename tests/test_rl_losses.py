@@ -162,6 +162,22 @@ def test_answers_that_do_not_count_change_nothing(kind: PolicyLoss) -> None:
     assert not gradient[3:].any()
 
 
+@pytest.mark.parametrize("kind", PolicyLoss)
+def test_places_that_do_not_count_may_hold_anything(kind: PolicyLoss) -> None:
+    """Tokens of a prompt, and padding: nothing keeps their probabilities near those of the reference."""
+    task = GrpoTask(name="grpo", loss=kind, kl=Kl(beta=0.1), importance_cap=2.0, max_tokens=MAX_TOKENS)
+    given = inputs(3)
+    far = {**given, "new": np.where(given["mask"] == 0, -200.0, given["new"])}
+    far["sampled"] = np.where(given["mask"] == 0, 0.0, given["sampled"])
+    (value, gradient), (expected, expected_gradient) = ours(task, far), ours(task, given)
+    assert value == pytest.approx(expected, rel=1e-6)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-6)
+    arrays = {name: jnp.asarray(value, jnp.float32) for name, value in far.items()}
+    logprobs = Logprobs(*(arrays[name] for name in ("new", "new", "sampled", "reference")))
+    sums = policy_loss(logprobs, arrays["advantages"][:, None] * jnp.ones((B, S)), arrays["mask"], task)
+    assert all(np.isfinite(value) for value in sums.values())
+
+
 def test_advantages_are_those_of_the_formula() -> None:
     rewards = np.array([[1.0, 0.0, 0.0, 1.0], [0.3, 0.3, 0.3, 0.3], [0.0, 0.0, 0.0, 2.0]])
     centred = rewards - rewards.mean(1, keepdims=True)

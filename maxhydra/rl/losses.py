@@ -34,6 +34,8 @@ def policy_loss(logprobs: Logprobs, advantages_BS: jax.Array, mask_BS: jax.Array
 
     `mask_BS` is 1 at the tokens that count. Answers without any count for nothing, in the weight too.
     """
+    # At the others stand prompts and padding, whose ratios nothing bounds: infinity times 0 is no number.
+    logprobs = jax.tree.map(lambda x: jnp.where(mask_BS > 0, x, 0), logprobs)
     is_whole = task.loss is PolicyLoss.gspo
     log_ratio = logprobs.new - logprobs.old
     ratio = jnp.exp(sequence_log_ratio(logprobs.new, log_ratio, mask_BS) if is_whole else log_ratio)
