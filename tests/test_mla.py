@@ -208,6 +208,14 @@ def test_the_indexer_learns_from_its_loss_alone():
         assert not any(np.any(leaf) for leaf in (still if is_side else of_indexer))
 
 
+def test_padding_teaches_the_indexer_nothing_in_rows_of_one_document_either():
+    layer, x = drawn_layer(make_model(**SPARSE)), inputs()
+    segments = jnp.asarray(np.array([[1] * 9 + [0] * 5, [1] * LENGTH]))
+    expected = run(layer, x, make_context(segments=segments)).side["loss"]
+    alone = make_context(positions=jnp.where(segments == 0, 0, make_context().positions))
+    np.testing.assert_allclose(run(layer, x, alone).side["loss"], expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kept", ["adapter", "int8"])
 def test_other_weights_count_in_both_forms(kept):
     model, x = make_model(q_lora_rank=NARROW), inputs()

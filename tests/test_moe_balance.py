@@ -97,6 +97,18 @@ def test_the_bias_moves_by_its_rate_alone_and_micro_batches_move_it_once(whole):
     np.testing.assert_array_equal(in_parts, moved)
 
 
+def test_padding_does_not_count_in_rows_of_one_document_either():
+    """Rows of packing=none, of pairs and of answers say by their positions alone where padding begins."""
+    model = model_of(config.Moe(experts=EXPERTS, top_k=2, dim=8, router=ROUTER, balance_weight=0.5))
+    marked, step = batch(), step_of(model)
+    alone = {name: column for name, column in marked.items() if name != "segments"}
+    alone["positions"] = np.where(marked["segments"], marked["positions"], 0)
+    (state, metrics), (expected, expected_metrics) = (step(started(model), given) for given in (alone, marked))
+    for name in ("loss", "side_loss", "moe/load_max_mean", "grad_norm"):
+        assert float(metrics[name]) == pytest.approx(float(expected_metrics[name]), rel=1e-5), name
+    np.testing.assert_array_equal(correction(state), correction(expected))
+
+
 def test_the_balance_loss_is_trained_on_and_not_evaluated():
     """Even, it is 1 in the one layer there is; evaluated is what the loss is without it."""
     model = model_of(config.Moe(experts=EXPERTS, top_k=2, dim=8, balance_weight=0.5))

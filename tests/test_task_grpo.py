@@ -12,8 +12,12 @@ from running import ROOT, SMALL, facts, finished, losses, parameter_hash, run, s
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose import compose
+from maxhydra.config.tasks.grpo import GrpoTask
+from maxhydra.decode.request import Completion, TokenLogprob
 from maxhydra.rl.evaluate import majority, pass_at
+from maxhydra.rl.judge import Verdict
 from maxhydra.rl.plan import check
+from maxhydra.rl.rollout import Group, columns
 
 # Also the tests that take minutes.
 FULL = "MAXHYDRA_FULL" in os.environ
@@ -122,6 +126,16 @@ def test_what_does_not_fit_together_is_listed_at_once() -> None:
     started = ["reward=exact", "data=arithmetic", "data.shape=prompts", "task.max_tokens=8"]
     found = problems(*started, "task.kl.beta=0.1", "checkpoint.load_full_state=elsewhere")
     assert set(found) == {"checkpoint.load_full_state"}
+
+
+def test_rows_of_answers_say_where_padding_begins() -> None:
+    """By positions, as the rows of all other shapes do: experts do not count what stands there."""
+    answers = [Completion("", ids, tuple(TokenLogprob(id, -0.5, ()) for id in ids), "stop") for ids in ((7, 8), (9,))]
+    verdicts = [Verdict({}, reward, is_right=bool(reward), errors=0) for reward in (1.0, 0.0)]
+    made = columns([Group((4, 5, 6), answers, verdicts)], GrpoTask(name="grpo", group_size=2), 6)
+    assert made["tokens"].tolist() == [[4, 5, 6, 7, 0, 0], [4, 5, 6, 0, 0, 0]]
+    assert made["positions"].tolist() == [[0, 1, 2, 3, 0, 0], [0, 1, 2, 0, 0, 0]]
+    assert made["weights"].tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 0, 0, 0]]
 
 
 @pytest.mark.parametrize(("right", "samples", "k"), [(0, 5, 2), (2, 5, 1), (2, 5, 3), (5, 5, 5), (1, 8, 8)])

@@ -37,8 +37,8 @@ class Context:
     positions: jax.Array
     """[B, T] place of each token in its own sequence."""
     segments: jax.Array | None
-    """[B, T] sequence of its row to which a token belongs; 0 is padding. None: one sequence a row, no padding.
-    With a cache a row is one sequence, and only 0 or not 0 counts."""
+    """[B, T] sequence of its row to which a token belongs; 0 is padding. None: one sequence a row, padding
+    behind it, at position 0. With a cache a row is one sequence, and only 0 or not 0 counts."""
     sharder: Sharder
     """Where activations live."""
     cache: Any
@@ -86,6 +86,13 @@ class Context:
     def is_length_split(self) -> bool:
         """Whether the tokens of a sequence lie on several devices. Those that meet a cache come a few at a time."""
         return self.cache is None and self.sharder.ways("act_length") > 1
+
+    @property
+    def is_real_BT(self) -> jax.Array:
+        """[B, T] whether a token is none of the padding, which without segments is at position 0, as the first is."""
+        if self.segments is not None:
+            return self.segments != 0
+        return (self.positions > 0) | (jnp.arange(self.positions.shape[1]) == 0)
 
     @property
     def place(self) -> Place:

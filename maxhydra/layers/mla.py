@@ -164,7 +164,7 @@ class Mla(nnx.Module):
             k_BSNH, v_BSNV = self._keys_values(seen, ctx)
             mixed_BTNV = self._attend(q_BTNH, k_BSNH, v_BSNV, seen, ctx)
             if self.indexer is not None and ctx.cache is None:
-                looked_BTS = self._visible(seen, q_BTNH.shape[1])
+                looked_BTS = self._visible(seen, q_BTNH.shape[1]) & ctx.is_real_BT[:, :, None]
                 side = self.indexer.side(scores_BTS, q_BTNH, k_BSNH, looked_BTS, scale=self.spec.scale)
         mixed_BTNV = ctx.constrain(mixed_BTNV, "act_batch", "act_length", "act_heads", None)
         out_BTD = self.out(checkpoint_name(mixed_BTNV, "context"), ctx)

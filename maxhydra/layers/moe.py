@@ -102,7 +102,7 @@ class Moe(nnx.Module):
     @jax.named_scope("moe")
     def __call__(self, x_BTD: jax.Array, ctx: Context, *, seen_BTD: jax.Array | None = None) -> Fed:
         """`seen_BTD`: what the router sees, where that is not x."""
-        is_real_BT = None if ctx.segments is None else ctx.segments != 0
+        is_real_BT = ctx.is_real_BT
         routing = self.router(x_BTD if seen_BTD is None else seen_BTD)
         given = Given(x_BTD, routing.ids_BTK, routing.weights_BTK)
         capacity = self.spec.capacity(x_BTD.shape[1]) if ctx.cache is None else None

@@ -127,20 +127,17 @@ def columns(groups: Sequence[Group], task: GrpoTask, seq_len: int) -> dict[str, 
     worth = advantages(rewards_PG, scale_of(task)).ravel()
     counts = ~is_degenerate(rewards_PG).repeat(task.group_size) if task.mask_degenerate else np.ones(len(worth))
     rows = [(group.prompt, answer) for group in groups for answer in group.answers]
-    made = {name: np.zeros((len(rows), seq_len), np.int32) for name in ("tokens", "targets")}
+    made = {name: np.zeros((len(rows), seq_len), np.int32) for name in ("tokens", "targets", "positions")}
     made |= {name: np.zeros((len(rows), seq_len), np.float32) for name in ("weights", "sampled_logprobs")}
     for index, (prompt, answer) in enumerate(rows):
         ids = np.array([*prompt, *answer.tokens], np.int32)
         place = slice(len(prompt) - 1, len(ids) - 1)
         made["tokens"][index, : len(ids) - 1] = ids[:-1]
         made["targets"][index, : len(ids) - 1] = ids[1:]
+        made["positions"][index, : len(ids) - 1] = np.arange(len(ids) - 1)
         made["weights"][index, place] = counts[index]
         made["sampled_logprobs"][index, place] = [one.logprob for one in answer.logprobs]
-    return {
-        **made,
-        "positions": np.broadcast_to(np.arange(seq_len, dtype=np.int32), (len(rows), seq_len)).copy(),
-        "advantages": np.broadcast_to(worth[:, None], (len(rows), seq_len)).copy(),
-    }
+    return {**made, "advantages": np.broadcast_to(worth[:, None], (len(rows), seq_len)).copy()}
 
 
 def metrics(drawn: Sequence[Group], chosen: Sequence[Group]) -> dict[str, float]:
