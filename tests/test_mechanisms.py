@@ -1,21 +1,28 @@
 """Mechanisms of attention, norms and ends together, in the places that golden models do not reach: rows of several
 sequences, pages, devices, adapters, layouts, and configs that make no sense."""
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from maxhydra.config import model as config
 from maxhydra.config.adapter import Adapter, AdapterKind
 from maxhydra.config.mesh import Mesh
+from maxhydra.config.run import Train
 from maxhydra.decode.arrange import arrange, unstacked
 from maxhydra.layers import Context, PagedRoom, Rows
 from maxhydra.model import ModelDef, build, merged
+from maxhydra.optim import Optimizer
 from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.train.objective import next_token_loss
+from maxhydra.train.state import Guard, TrainState
+from maxhydra.train.step import make_step
 
 VOCAB, LENGTH, PAGE = 48, 16, 4
 SINGLE = Sharder.single()
@@ -124,6 +131,24 @@ def test_an_adapter_is_merged_beside_biases() -> None:
     expected = jax.jit(model.hidden)(params, tokens(), context(in_order()))[0]
     found = jax.jit(model.base.hidden)(without, tokens(), context(in_order()))[0]
     np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_a_constant_of_a_layer_stays_as_it_came() -> None:
+    """Nothing trains it, and weight decay, which needs no gradient, does not reach it."""
+    kind = dataclasses.replace(GLOBAL, is_scaled=True)
+    model = build(
+        dataclasses.replace(EVERYTHING, num_layers=3, prefix=["global"], kinds={"local": LOCAL, "global": kind})
+    )
+    optimizer, train = Optimizer(optax.adamw(0.1, weight_decay=0.1), schedule=lambda step: 0.1), Train()
+    params = random_weights(model)
+    rest = {"opt_state": optimizer.transform.init(params), "key": jax.random.key_data(jax.random.key(0))}
+    state = TrainState(step=jnp.zeros((), jnp.int32), params=params, frozen={}, guard=Guard.fresh(), **rest)
+    step = make_step(next_token_loss(model, SINGLE, train), optimizer, train, model.settled)
+    batch = {"tokens": tokens(), "targets": tokens(), "positions": in_order(), "weights": jnp.ones(tokens().shape)}
+    moved = jax.jit(step)(state, batch)[0].params
+    for group, place in (("prefix", "0"), ("pattern", "1")):
+        np.testing.assert_array_equal(moved[group][place]["scale"], params[group][place]["scale"])
+    assert np.any(moved["pattern"]["1"]["mlp_norm"]["scale"] != params["pattern"]["1"]["mlp_norm"]["scale"])
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

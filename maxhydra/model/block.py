@@ -95,7 +95,10 @@ class BlockSpec:
         )
 
     def settled(self, new: Any, old: Any, sides: dict[str, Side]) -> Any:
-        """The weights that a training step made of old ones, with what changes by what the layers told instead."""
+        """The weights that a training step made of old ones, with what changes by what the layers told instead, and
+        the layer's constant as it was: it has no gradient, but would decay."""
+        if "scale" in new:
+            new = {**new, "scale": old["scale"]}
         if "mlp" not in sides or "mlp" not in new:
             return new
         return {**new, "mlp": self.feed_forward.settled(new["mlp"], old["mlp"], sides["mlp"])}

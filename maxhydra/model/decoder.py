@@ -38,6 +38,9 @@ from maxhydra.model.mtp import Mtp
 from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder
 
+# The parts of a decoder that hold its blocks.
+BLOCKS = ("prefix", "pattern", "remainder", "mtp")
+
 
 @dataclasses.dataclass(frozen=True)
 class DecoderSpec:
@@ -209,8 +212,7 @@ class Decoder(nnx.Module):
 
     def cast_weights(self) -> set[tuple[str, ...]]:
         """Where the weights lie that blocks use in the compute format."""
-        blocks = ("prefix", "pattern", "remainder", "mtp")
-        weights = ((path, weight) for path, weight in nnx.to_flat_state(nnx.state(self)) if path[0] in blocks)
+        weights = ((path, weight) for path, weight in nnx.to_flat_state(nnx.state(self)) if path[0] in BLOCKS)
         return {path for path, weight in weights if _is_cast(weight)}
 
     def _map_blocks(self, function: Callable[[Block, int], Any]) -> dict[str, list[Any]]:

@@ -14,7 +14,7 @@ from maxhydra.config.adapter import Adapter
 from maxhydra.config.patterns import matches
 from maxhydra.config.quantization import TO_KEEP, Quantization, QuantizationKind, QuantizationRule
 from maxhydra.layers import Context, LoraSpec, Room, formats_of
-from maxhydra.model.decoder import Decoder, DecoderSpec, Forward
+from maxhydra.model.decoder import BLOCKS, Decoder, DecoderSpec, Forward
 from maxhydra.sharding import Sharder
 
 Tree = Any
@@ -131,14 +131,13 @@ class ModelDef:
 
         `told`: as `Forward.sides`, perhaps summed. Weights that are not trained, as those under an adapter, stay.
         """
-        for group, blocks in told.items():
-            specs = getattr(self._spec, group)
-            changed = {
-                index: specs[int(index)].settled(new[group][index], old[group][index], sides)
-                for index, sides in blocks.items()
-                if index in new.get(group, {})
+        for group in BLOCKS:
+            specs, sides = getattr(self._spec, group), told.get(group, {})
+            blocks = {
+                index: specs[int(index)].settled(block, old[group][index], sides.get(index, {}))
+                for index, block in new.get(group, {}).items()
             }
-            new = {**new, group: {**new[group], **changed}} if changed else new
+            new = {**new, group: blocks} if blocks else new
         return new
 
     def empty_cache(self, room: Room) -> Tree:
