@@ -1,5 +1,6 @@
 """An even load on experts, in training: by a bias that no gradient moves, and by a loss."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,12 @@ import optax
 import pytest
 
 from maxhydra.config import model as config
+from maxhydra.config.optimizer import Optimizer as OptimizerConfig
+from maxhydra.config.optimizer import OptimizerKind, Schedule, ScheduleKind
 from maxhydra.config.run import Train
 from maxhydra.model import ModelDef, build
 from maxhydra.optim import Optimizer
+from maxhydra.optim import build as build_optimizer
 from maxhydra.sharding import Sharder
 from maxhydra.train.objective import held_out_loss, next_token_loss
 from maxhydra.train.state import Guard, TrainState
@@ -95,6 +99,19 @@ def test_the_bias_moves_by_its_rate_alone_and_micro_batches_move_it_once(whole):
     np.testing.assert_allclose(moved / RATE, np.round(moved / RATE), atol=1e-4)
     assert np.any(moved < 0) and np.any(moved > 0)
     np.testing.assert_array_equal(in_parts, moved)
+
+
+def test_the_bias_of_a_router_that_is_not_trained_stays():
+    shapes, axes = BIASED.shapes, BIASED.axes
+    fields = {"kind": OptimizerKind.adamw, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "trainable": ["attention"]}
+    schedule = Schedule(kind=ScheduleKind.constant)
+    optimizer = build_optimizer(OptimizerConfig(**fields, schedule=schedule), steps=2, shapes=shapes, axes=axes)
+    state, loss = started(BIASED), next_token_loss(BIASED, Sharder.single(), Train())
+    state = dataclasses.replace(state, opt_state=optimizer.transform.init(state.params))
+    moved = jax.jit(make_step(loss, optimizer, Train(), BIASED.settled))(state, batch())[0]
+    layer, before = (one.params["pattern"]["0"] for one in (moved, state))
+    jax.tree.map(np.testing.assert_array_equal, layer["mlp"], before["mlp"])
+    assert np.any(layer["attention"]["out"]["kernel"] != before["attention"]["out"]["kernel"])
 
 
 def test_padding_does_not_count_in_rows_of_one_document_either():

@@ -48,6 +48,14 @@ class Optimizer:
     transform: optax.GradientTransformation
     schedule: Schedule
     norm: Callable[[Tree], jax.Array] = optax.tree.norm
+    is_trained: Tree = None
+    """Of each parameter. None: all are."""
+
+    def held(self, new: Tree, old: Tree) -> Tree:
+        """New parameters, old ones where they are not trained: what a layer changes in itself stays there too."""
+        if self.is_trained is None:
+            return new
+        return jax.tree.map(lambda is_trained, n, o: n if is_trained else o, self.is_trained, new, old)
 
 
 def build(config: OptimizerConfig, *, steps: int, shapes: Tree, axes: Tree, is_written_out: bool = False) -> Optimizer:
@@ -68,8 +76,9 @@ def build(config: OptimizerConfig, *, steps: int, shapes: Tree, axes: Tree, is_w
     is_apart = jax.tree.map(
         lambda path: is_written_out and len(own_axes[path]) > 2 and is_stacked(own_axes[path]), names
     )
-    norm = Norm(is_trained=jax.tree.map(lambda label: label == "trained", labels), is_apart=is_apart)
-    return Optimizer(_descend(inner, learning_rate, norm, config.clip_norm), learning_rate, norm)
+    is_trained = jax.tree.map(lambda label: label == "trained", labels)
+    norm = Norm(is_trained=is_trained, is_apart=is_apart)
+    return Optimizer(_descend(inner, learning_rate, norm, config.clip_norm), learning_rate, norm, is_trained)
 
 
 def _descend(

@@ -74,6 +74,7 @@ def make_step(
             transform = optax.with_extra_args_support(optimizer.transform)
             updates, opt_state = transform.update(grads, state.opt_state, state.params, norm=grad_norm)
             params = settle(optax.apply_updates(state.params, updates), state.params, told)
+            params = optimizer.held(params, state.params)
             history = jax.tree.map(_remembering, state.history, seen)
             new, old = (params, opt_state, history), (state.params, state.opt_state, state.history)
             params, opt_state, history = _select(apply)(new, old)
