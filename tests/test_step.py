@@ -10,6 +10,7 @@ import pytest
 
 from maxhydra.config.run import Nonfinite, Spike, Train
 from maxhydra.optim import Optimizer
+from maxhydra.train.objective import held_out_loss
 from maxhydra.train.state import Guard, TrainState
 from maxhydra.train.step import make_step
 
@@ -54,6 +55,21 @@ def test_micro_batches_equal_the_big_batch(micro_batches: int) -> None:
         split, of_split = jax.jit(make_step(loss, OPTIMIZER, Train(grad_accum=micro_batches)))(split, batch(i))
         np.testing.assert_allclose(of_split["loss"], of_whole["loss"], rtol=1e-5)
     np.testing.assert_allclose(split.params["w"], whole.params["w"], rtol=1e-5)
+
+
+def test_an_evaluation_passes_over_no_more_rows_than_a_step() -> None:
+    seen = []
+
+    def noting(params: dict, batch: dict, key: jax.Array | None) -> dict:
+        seen.append(len(batch["x"]))
+        return loss(params, batch, key)
+
+    means = [
+        held_out_loss(noting, lambda: map(batch, range(3)), limit=2, parts=parts)(fresh())  # type: ignore[misc]
+        for parts in (1, 3)
+    ]
+    assert set(seen) == {12, 4}
+    assert means[1] == pytest.approx(means[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
 from maxhydra.config.tasks.grpo import GrpoTask
 from maxhydra.rl.losses import Logprobs, policy_loss
 from maxhydra.train import Scorer
 from maxhydra.train.loss import Sums
+from maxhydra.train.parts import by_parts
 from maxhydra.train.sides import with_sides
 from maxhydra.train.state import Tree
 from maxhydra.train.step import Batch, LossFn
@@ -65,13 +65,4 @@ def scoring(scorer: Scorer, task: GrpoTask, *, parts: int) -> Scoring:
             found[REFERRED] = scorer(starting, batch, None, is_adapted=False)
         return found
 
-    return jax.jit(lambda weights, batch: _by_parts(score, weights, batch, parts=parts))
-
-
-def _by_parts(score: Scoring, weights: Tree, batch: Batch, *, parts: int) -> dict[str, jax.Array]:
-    """As much of the batch at a time as a training step takes in a pass, cut as it cuts it."""
-    if parts == 1:
-        return score(weights, batch)
-    cut = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1), batch)
-    found = jax.lax.map(lambda part: score(weights, part), cut)
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), found)
+    return jax.jit(lambda weights, batch: by_parts(lambda part: score(weights, part), batch, parts))

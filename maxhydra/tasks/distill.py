@@ -54,6 +54,7 @@ def run(job: Job) -> Outcome:
             held_out_divergence(comparison),
             lambda: data.eval_batches(config.data, spec),
             limit=config.train.eval_batches,
+            parts=config.train.grad_accum,
         ),
         initial=initial,
         passes=_passes(config, teacher),

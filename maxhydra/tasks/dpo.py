@@ -26,6 +26,7 @@ from maxhydra.train import (
     starting_weights,
     train,
 )
+from maxhydra.train.parts import by_parts
 
 NEEDS_DEVICES = KEEPS_RUN = True
 
@@ -51,7 +52,10 @@ def run(job: Job) -> Outcome:
         spec=spec,
         batches=LoadedBatches(data.open_loader(config.data, spec, assemble)),
         evaluate=held_out_loss(
-            loss, lambda: data.held_out(config.data, spec, assemble), limit=config.train.eval_batches
+            loss,
+            lambda: data.held_out(config.data, spec, assemble),
+            limit=config.train.eval_batches,
+            parts=config.train.grad_accum,
         ),
         passes=passes(reference),
     )
@@ -66,7 +70,9 @@ def _cached(job: Job, spec: BatchSpec, states: StateDef) -> ReferenceCache:
     cache = ReferenceCache.open(job.run.path / "reference")
     scorer = PairScorer(states.model.base, sharder, config.train.loss_chunk)
     logprobs = jax.jit(
-        lambda weights, batch: scorer(weights, batch, None, is_adapted=True),
+        lambda weights, batch: by_parts(
+            lambda part: scorer(weights, part, None, is_adapted=True), batch, config.train.grad_accum
+        ),
         out_shardings=sharder.sharding((None, None)),
     )
     with closing(_all_rows(config, spec)) as batches:

@@ -31,7 +31,12 @@ def run(job: Job) -> Outcome:
         loss=loss,
         spec=spec,
         batches=LoadedBatches(loader),
-        evaluate=held_out_loss(loss, lambda: data.eval_batches(config.data, spec), limit=config.train.eval_batches),
+        evaluate=held_out_loss(
+            loss,
+            lambda: data.eval_batches(config.data, spec),
+            limit=config.train.eval_batches,
+            parts=config.train.grad_accum,
+        ),
     )
     ending = train(training, config, run=job.run, machine=job.machine)
 

@@ -13,6 +13,7 @@ from maxhydra.layers.backends import Wanted
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 from maxhydra.train.loss import Sums, cross_entropy
+from maxhydra.train.parts import summed
 from maxhydra.train.sides import SIDE_LOSS, TOLD, with_sides
 from maxhydra.train.state import TrainState, Tree
 from maxhydra.train.step import Batch, LossFn
@@ -55,13 +56,15 @@ def later_targets(batch: Batch, by: int) -> tuple[jax.Array, jax.Array]:
     return targets, jnp.where(is_there, weights, 0)
 
 
-def held_out_loss(loss_fn: LossFn, batches: Callable[[], Iterator[Batch]], *, limit: int) -> Evaluate | None:
+def held_out_loss(
+    loss_fn: LossFn, batches: Callable[[], Iterator[Batch]], *, limit: int, parts: int
+) -> Evaluate | None:
     """Means over the first `limit` held-out batches, exact to the token: `eval/loss`, and what else the loss sums up.
 
-    What training adds is left out: the losses of layers, and all but the likelihood (`nll`) where there is one. None: a
-    limit of 0.
+    What training adds is left out: the losses of layers, and all but the likelihood (`nll`) where there is one. A batch
+    is taken in as many `parts` as a step takes it, since it may not fit otherwise. None: a limit of 0.
     """
-    sums_of = jax.jit(lambda weights, batch: loss_fn(weights, batch, None))
+    sums_of = jax.jit(lambda weights, batch: summed(lambda part: loss_fn(weights, part, None), batch, parts))
 
     def evaluate(state: TrainState) -> dict[str, float]:
         weights = state.weights

@@ -11,6 +11,7 @@ from maxhydra.config.run import Nonfinite, Spike, Train
 from maxhydra.model import join
 from maxhydra.optim import Optimizer
 from maxhydra.train.loss import Sums
+from maxhydra.train.parts import cut
 from maxhydra.train.sides import TOLD, load_metrics
 from maxhydra.train.state import Guard, TrainState
 
@@ -118,19 +119,17 @@ def _gradients(
     if micro_batches == 1:
         (grads, seen), sums = gradient(changing, batch, key)
     else:
-        # Row b * n + i goes to micro-batch i: each device cuts its own rows, nothing moves between devices.
-        cut = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, micro_batches, *x.shape[1:]), 0, 1), batch)
-        keys = jax.random.split(key, micro_batches)
+        parts, keys = cut(batch, micro_batches), jax.random.split(key, micro_batches)
 
         def add(total: tuple[Tree, Sums], part: tuple[Batch, jax.Array]) -> tuple[tuple[Tree, Sums], None]:
             ((grads, seen), sums), ((more, also), further) = total, gradient(changing, *part)
             grads, sums = jax.tree.map(lambda sum, one: sum + one.astype(sum.dtype), (grads, sums), (more, further))
             return ((grads, jax.tree.map(jnp.maximum, seen, also)), sums), None
 
-        shapes = jax.eval_shape(gradient, changing, jax.tree.map(lambda x: x[0], cut), keys[0])
+        shapes = jax.eval_shape(gradient, changing, jax.tree.map(lambda x: x[0], parts), keys[0])
         (_, seen), sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         zeros = ((jax.tree.map(jnp.zeros_like, kept), seen), sums)
-        ((grads, seen), sums), _ = jax.lax.scan(add, zeros, (cut, keys))
+        ((grads, seen), sums), _ = jax.lax.scan(add, zeros, (parts, keys))
     return (grads, seen), sums
 
 
