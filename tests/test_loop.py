@@ -126,11 +126,13 @@ def test_keeps_the_newest_and_the_best(tmp_path: Path, third: float) -> None:
     assert saved(tmp_path) == [20, 50, 60]
 
 
-def test_a_nan_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
-    train = Train(steps=60, log_every=5, eval_every=0)
+@pytest.mark.parametrize(("log_every", "told"), [(5, "train.log_every=1 would show"), (23, "loss nan")])
+def test_a_nan_ends_the_run_and_is_not_saved(tmp_path: Path, log_every: int, told: str) -> None:
+    """Its numbers are told where they were logged, and no other step's in their place."""
+    train = Train(steps=60, log_every=log_every, eval_every=0)
     ending = go(tmp_path, train, Checkpoint(every=10, keep=5), evals=[1.0], poison=23)
     assert (ending.status, ending.step) == ("failed", 22)
-    assert "step 23 is not finite" in ending.reason
+    assert f"step 23 is not finite ({told}" in ending.reason
     assert np.isfinite(float(ending.state.params["w"]))
     assert saved(tmp_path) == [10, 20]
 

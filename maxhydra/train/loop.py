@@ -138,7 +138,9 @@ class _Loop:
         parts.meter.flush()
         if parts.meter.halted:
             step = int(state.step)
-            seen = f"loss {parts.meter.last['loss']}, gradient norm {parts.meter.last['grad_norm']}"
+            last, seen = parts.meter.last, "train.log_every=1 would show its loss"
+            if parts.meter.last_step == step + 1:
+                seen = f"loss {last['loss']}, gradient norm {last['grad_norm']}"
             status, reason = "failed", f"step {step + 1} is not finite ({seen}); its update was not applied"
         metrics = {**parts.meter.last, **self._evaluated}
         try:

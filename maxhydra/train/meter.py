@@ -40,7 +40,7 @@ class Meter:
     ):
         self._work, self._run, self._writer, self._tracker, self._progress = work, run, writer, tracker, progress
         self._pending: _Logged | None = None
-        self._since, self._last_step = time.perf_counter(), step
+        self._since, self.last_step = time.perf_counter(), step
         self._waited, self._sequences = 0.0, 0
         self.last: dict[str, float] = {}
         self.halted = False
@@ -65,8 +65,8 @@ class Meter:
         values = {name: value.item() for name, value in jax.device_get(logged.metrics).items()}
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
-        steps = max(1, logged.step - self._last_step)
-        self._since, self._last_step = now, logged.step
+        steps = max(1, logged.step - self.last_step)
+        self._since, self.last_step = now, logged.step
         self.halted = bool(values.pop("halted"))
         values |= {"step_time": seconds / steps} | self._speed(logged.sequences / seconds)
         values |= {"input_wait": min(1.0, logged.waited / seconds), **logged.data}
