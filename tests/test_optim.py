@@ -237,7 +237,27 @@ def test_state_keeps_its_formats_in_bfloat16(kind):
     assert jax.tree.map(lambda x: x.dtype, before) == jax.tree.map(lambda x: x.dtype, after)
     assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
     kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(before) if leaf.ndim > 1}
-    assert ("float32" in kinds) == bool(mu)
+    assert "float32" in kinds
+    assert ("bfloat16" in kinds) == (kind in (OptimizerKind.adamw, OptimizerKind.muon))
+
+
+def test_adafactor_follows_the_gradients_of_bfloat16_weights_in_a_long_run():
+    """As with weights in float32: late in a run the second moment changes by less than bfloat16 can tell."""
+    adafactor = config(OptimizerKind.adafactor, clip_norm=None)
+    shapes, axes = {"kernel": jax.ShapeDtypeStruct((4, 6), jnp.bfloat16)}, {"kernel": ("embed", "mlp")}
+    transform = build(adafactor, steps=STEPS, shapes=shapes, axes=axes).transform
+
+    def smaller_gradients(dtype):
+        params = {"kernel": jnp.ones((4, 6), dtype)}
+        second = jax.tree.map(jnp.ones_like, transform.init(params))
+        state = jax.tree.map(lambda x: jnp.full_like(x, 5000) if x.dtype == jnp.int32 else x, second)
+        step = lambda state, _: (transform.update({"kernel": 0.1 * params["kernel"]}, state, params)[1], None)  # noqa: E731
+        return jax.lax.scan(step, state, length=500)[0].inner
+
+    found, expected = (jax.tree.leaves(smaller_gradients(dtype)) for dtype in ("bfloat16", "float32"))
+    assert min(float(leaf.min()) for leaf in found if leaf.ndim) < 0.7
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3)
 
 
 @pytest.mark.parametrize("is_written_out", [False, True])

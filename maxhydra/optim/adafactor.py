@@ -37,7 +37,11 @@ class AdafactorState(NamedTuple):
 def scale_by_adafactor(
     axes: dict[str, LogicalAxes], *, b2_decay: float, eps: float, min_dim: int
 ) -> optax.GradientTransformation:
-    """g / sqrt(v), clipped to a root mean square of 1, times the parameter's own root mean square."""
+    """g / sqrt(v), clipped to a root mean square of 1, times the parameter's own root mean square.
+
+    v is small, and in float32 whatever the weights are in: after 2,500 steps it decays by less than half of the last
+    bit of bfloat16 at a time, and would stay where it is for good.
+    """
 
     def split(path: str, shape: tuple[int, ...]) -> Sides | None:
         return factored_sides(axes[path], shape, min_dim=min_dim)
@@ -46,9 +50,9 @@ def scale_by_adafactor(
         def second(keys: jax.tree_util.KeyPath, param: jax.Array) -> jax.Array | Factored:
             matrix = split(path_of(keys), param.shape)
             if matrix is None:
-                return jnp.zeros_like(param)
+                return jnp.zeros(param.shape, jnp.float32)
             rows, columns = _shape_without(param, matrix.columns), _shape_without(param, matrix.rows)
-            return Factored(rows=jnp.zeros(rows, param.dtype), columns=jnp.zeros(columns, param.dtype))
+            return Factored(rows=jnp.zeros(rows, jnp.float32), columns=jnp.zeros(columns, jnp.float32))
 
         return AdafactorState(jnp.zeros((), jnp.int32), jax.tree_util.tree_map_with_path(second, params))
 
