@@ -112,6 +112,13 @@ def test_ends_without_improvement(tmp_path: Path) -> None:
     assert (ending.status, ending.step) == ("finished", 40)
 
 
+def test_small_improvements_add_up_to_one(tmp_path: Path) -> None:
+    """As in Lightning and Keras: what is compared with is the loss of the last improvement."""
+    train = Train(steps=60, eval_every=10, early_stop=EarlyStop(patience=2, min_delta=0.1))
+    ending = go(tmp_path, train, Checkpoint(every=1000), evals=[3.0, 2.94, 2.88, 2.82, 2.76, 2.7])
+    assert (ending.status, ending.reason) == ("finished", "all 60 steps done")
+
+
 def test_patience_counts_evaluations_before_a_resume(tmp_path: Path) -> None:
     train = Train(steps=100, eval_every=10, early_stop=EarlyStop(patience=2))
     ending = go(tmp_path, train, Checkpoint(every=1000), evals=[2.2, 0.5], past=(3.0, 2.0, 2.1))

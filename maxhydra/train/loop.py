@@ -101,10 +101,11 @@ class _Loop:
             self._judge(self._evaluated[LOSS])
 
     def _judge(self, loss: float) -> None:
-        """Count evaluations since the last improvement."""
-        improved = loss < self._best - self._parts.train.early_stop.min_delta
-        self._without_improvement = 0 if improved else self._without_improvement + 1
-        self._best = min(self._best, loss)
+        """Count evaluations since the last improvement: over the loss then, so that small ones add up to one."""
+        if loss < self._best - self._parts.train.early_stop.min_delta:
+            self._best, self._without_improvement = loss, 0
+        else:
+            self._without_improvement += 1
 
     def ending(self, step: int, interrupt: Interrupt) -> tuple[str, str] | None:
         """(status, reason) when the run should end after this step."""
