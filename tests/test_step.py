@@ -114,6 +114,20 @@ def test_a_spike_is_skipped_after_warmup() -> None:
     assert metrics["skipped"] == 0
 
 
+def test_spikes_without_end_are_no_spikes() -> None:
+    """Where other data begin, with a loss that is larger for good, the run goes on learning."""
+    step = jax.jit(make_step(loss, OPTIMIZER, Train(spike=Spike(sigmas=4.0, warmup_steps=5))))
+    state = fresh()
+    for i in range(20):
+        state, _ = step(state, batch(i))
+    skipped = []
+    for i in range(20, 100):
+        state, metrics = step(state, batch(i, scale=30.0))
+        skipped.append(int(metrics["skipped"]))
+    assert 1 <= skipped[-1] < 50
+    assert skipped[-1] == skipped[-20]
+
+
 def test_guard_follows_mean_and_variance() -> None:
     """Over the first steps the guard's statistics are the plain mean and variance of loss and gradient norm."""
     step = jax.jit(make_step(loss, OPTIMIZER, Train(spike=Spike(sigmas=100.0, decay=0.999))))

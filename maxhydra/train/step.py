@@ -69,7 +69,8 @@ def make_step(
         halted = state.guard.halted | (~finite & (train.on_nonfinite is Nonfinite.stop))
         observed = jnp.stack([means["loss"], grad_norm]).astype(jnp.float32)
         # Without any gradient nothing was learned, and weight decay and momentum alone would move the weights.
-        apply = finite & ~halted & ~_is_spike(state.guard, observed, train.spike) & (grad_norm > 0)
+        counts = finite & ~halted & (grad_norm > 0)
+        apply = counts & ~_is_spike(state.guard, observed, train.spike)
 
         with jax.named_scope("update"):
             transform = optax.with_extra_args_support(optimizer.transform)
@@ -85,7 +86,7 @@ def make_step(
             frozen=state.frozen,
             opt_state=opt_state,
             key=state.key,
-            guard=_observe(state.guard, observed, train.spike, apply=apply, halted=halted),
+            guard=_observe(state.guard, observed, train.spike, counts=counts, apply=apply, halted=halted),
             history=history,
         )
         learning_rate = optimizer.schedule(state.step - state.guard.skipped)
@@ -151,18 +152,29 @@ def _is_spike(guard: Guard, observed: jax.Array, spike: Spike) -> jax.Array:
     """Loss or gradient norm over mean + sigmas * standard deviation, once enough steps were seen."""
     if spike.sigmas is None:
         return jnp.zeros((), jnp.bool_)
-    far = observed > guard.mean + spike.sigmas * jnp.sqrt(guard.variance)
-    return jnp.any(far) & (guard.seen >= spike.warmup_steps)
+    return jnp.any(observed > _limit(guard, spike.sigmas)) & (guard.seen >= spike.warmup_steps)
 
 
-def _observe(guard: Guard, observed: jax.Array, spike: Spike, *, apply: jax.Array, halted: jax.Array) -> Guard:
-    """Exponential mean and variance over the applied steps; while few were seen, their plain average."""
+def _limit(guard: Guard, sigmas: float) -> jax.Array:
+    return guard.mean + sigmas * jnp.sqrt(guard.variance)
+
+
+def _observe(
+    guard: Guard, observed: jax.Array, spike: Spike, *, counts: jax.Array, apply: jax.Array, halted: jax.Array
+) -> Guard:
+    """Exponential mean and variance over the steps that count; while few were seen, their plain average.
+
+    A spike counts as the largest that is none: one leaves little behind, and many in a row, as where other data begin,
+    bring the limit up to them. Weights that stand still would never bring them down.
+    """
+    if spike.sigmas is not None:
+        observed = jnp.where(apply, observed, jnp.minimum(observed, _limit(guard, spike.sigmas)))
     keep = jnp.minimum(spike.decay, guard.seen / (guard.seen + 1.0))
     delta = observed - guard.mean
     return Guard(
-        mean=jnp.where(apply, guard.mean + (1 - keep) * delta, guard.mean),
-        variance=jnp.where(apply, keep * (guard.variance + (1 - keep) * jnp.square(delta)), guard.variance),
-        seen=guard.seen + apply,
+        mean=jnp.where(counts, guard.mean + (1 - keep) * delta, guard.mean),
+        variance=jnp.where(counts, keep * (guard.variance + (1 - keep) * jnp.square(delta)), guard.variance),
+        seen=guard.seen + counts,
         skipped=guard.skipped + (~apply & ~halted),
         halted=halted,
     )
