@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose import compose
 from maxhydra.config.errors import Problem
+from maxhydra.config.optimizer import LARGEST_DECAY
 
 
 def problems(*overrides: str, config_dir: Path | None = None) -> dict[str, Problem]:
@@ -78,6 +81,38 @@ def test_check_between_fields() -> None:
     text = str(found["model.num_kv_heads"])
     assert "model.num_kv_heads=4" in text and "num_heads=6" in text
     assert "accepted: 1, 2, 3, 6" in text and "the command line" in text
+
+
+BFLOAT16 = "model.dtypes.weights=bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "way_out"),
+    [
+        ([BFLOAT16, "optimizer.b2=0.999"], "optimizer.b2", "model.dtypes.weights=float32"),
+        ([BFLOAT16, "optimizer=lion", "optimizer.b2=0.999"], "optimizer.b2", "optimizer.mu_dtype=float32"),
+        (["optimizer.mu_dtype=bfloat16", "optimizer.b1=0.999"], "optimizer.b1", "optimizer.mu_dtype=float32"),
+        ([BFLOAT16, "optimizer=sgd", "optimizer.momentum=0.999"], "optimizer.momentum", "optimizer.mu_dtype=float32"),
+        ([BFLOAT16, "optimizer.b2=0.995"], None, ""),
+        (["optimizer.b2=0.999"], None, ""),
+        ([BFLOAT16, "adapter=lora", "optimizer.b2=0.999"], None, ""),
+        ([BFLOAT16, "optimizer=lion", "optimizer.b1=0.999"], None, ""),
+        ([BFLOAT16, "optimizer.mu_dtype=float32", "optimizer.b1=0.999"], None, ""),
+    ],
+)
+def test_a_moment_that_would_stand_still(given: list[str], path: str | None, way_out: str) -> None:
+    if path is None:
+        compose(given)
+        return
+    found = problems(*given)
+    assert list(found) == [path]
+    assert "at most 0.995" in str(found[path]) and way_out in str(found[path])
+
+
+def test_so_small_a_step_is_none_in_bfloat16() -> None:
+    numbers = np.arange(128, 256).astype(jnp.bfloat16)
+    assert not np.any((numbers * np.float32(0.999)).astype(jnp.bfloat16) < numbers)
+    assert np.all((numbers * np.float32(LARGEST_DECAY)).astype(jnp.bfloat16) < numbers)
 
 
 def test_dataset_path_that_does_not_exist() -> None:

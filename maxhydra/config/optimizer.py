@@ -59,6 +59,8 @@ USES: dict[OptimizerKind, tuple[str, ...]] = {
     OptimizerKind.lion: ("b1", "b2", "mu_dtype"),
 }
 OPTIONAL = ("mu_dtype",)
+# A number in bfloat16 stays as it is where less than 1/256 of it is taken away.
+LARGEST_DECAY = 0.995
 
 
 @schema
@@ -99,6 +101,18 @@ class Optimizer(Schema):
     def check(self) -> Iterator[Problem]:
         specific = sorted({field for fields in USES.values() for field in fields})
         yield from _used(self, "optimizer", {field: field in USES[self.kind] for field in specific})
+
+    def check_moments(self, weights: Dtype) -> Iterator[Problem]:
+        """Those of weights in this format must be able to follow the gradients."""
+        by_weights, by_mu = (weights, "model.dtypes.weights"), (self.mu_dtype or weights, "optimizer.mu_dtype")
+        # Lion's b1 is of no state.
+        formats = {"b1": by_mu, "b2": by_weights, "momentum": by_mu}
+        for field, (dtype, key) in ({"b2": by_mu} if self.kind is OptimizerKind.lion else formats).items():
+            decay = getattr(self, field)
+            if dtype is Dtype.bfloat16 and decay is not None and decay > LARGEST_DECAY:
+                reason = "leaves a moment in bfloat16 where it is: it can take no step so small"
+                accepted, hint = f"at most {LARGEST_DECAY}", f"or set {key}=float32"
+                yield Problem(field, reason, value=decay, accepted=accepted, hint=hint)
 
 
 def _used(section: Schedule | Optimizer, group: str, used: dict[str, bool]) -> Iterator[Problem]:

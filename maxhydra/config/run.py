@@ -89,7 +89,8 @@ class Spike(Schema):
     sigmas: float | None = option(None, gt=0)
     """Standard deviations over the running mean that count as a spike. null: never skip."""
     decay: float = option(0.98, gt=0, lt=1)
-    """Decay of the running mean and variance."""
+    """Decay of the running mean and variance. A spike counts in them as the most that is none, so that many in a row
+    are none in the end."""
     warmup_steps: int = option(20, ge=1)
     """Steps seen before any is skipped."""
 
@@ -101,7 +102,7 @@ class EarlyStop(Schema):
     patience: int | None = option(None, ge=1)
     """Evaluations without improvement before the run ends. null: never."""
     min_delta: float = option(0.0, ge=0)
-    """What counts as an improvement of the eval loss."""
+    """What counts as an improvement of the eval loss, over that at the last improvement."""
 
 
 @schema

@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Iterator
 
-from maxhydra.config.adapter import Adapter
+from maxhydra.config.adapter import Adapter, AdapterKind
 from maxhydra.config.data import Data
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem
 from maxhydra.config.hardware import Hardware
 from maxhydra.config.mesh import Mesh
-from maxhydra.config.model import Model
+from maxhydra.config.model import Dtype, Model
 from maxhydra.config.optimizer import Optimizer
 from maxhydra.config.quantization import Quantization
 from maxhydra.config.reward import Reward
@@ -47,6 +47,10 @@ class Config(Schema):
             )
         for problem in self.task.check_model(self.model):
             yield dataclasses.replace(problem, path=f"task.{problem.path}")
+        # Adapters are in float32 whatever they stand beside.
+        trained = self.model.dtypes.weights if self.adapter.kind is AdapterKind.none else Dtype.float32
+        for problem in self.optimizer.check_moments(trained):
+            yield dataclasses.replace(problem, path=f"optimizer.{problem.path}")
         schedule = self.optimizer.schedule
         busy = schedule.warmup_steps + (schedule.decay_steps or 0)
         if busy > self.train.steps:
