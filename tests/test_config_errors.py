@@ -65,6 +65,8 @@ def write(folder: Path, name: str, text: str) -> Path:
         ("hello", "hello", ["is not an override", "key=value"]),
         ("run.notes=${run.nam}", "run.notes", ["${run.nam}", "'run.nam' not found"]),
         ("train.log_every=${run.outputs}", "train.log_every", ["an integer, 1 or more"]),
+        ("optimizer.learning_rate=inf", "optimizer.learning_rate", ["=inf: is not finite", "a number, over 0"]),
+        ("optimizer.weight_decay=nan", "optimizer.weight_decay", ["=nan: is not finite"]),
         ("hydra.nonsense=1", "hydra.nonsense", ["nonsense"]),
         ("hydra/launcher=nonsense", "hydra/launcher", ["no such option", "basic"]),
     ],

@@ -1,6 +1,7 @@
 """What every key of the schema is: its type, bounds, default and doc, and whether a value fits."""
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -89,6 +90,8 @@ class Spec:
             return "is not one of the accepted names" if self.names else f"is not {NOUNS[self.type]}"
         if "one_of" in self.bounds:
             return "" if converted in self.names else "is not one of the accepted names"
+        if isinstance(converted, float) and not math.isfinite(converted):
+            return "is not finite"
         within = all(COMPARISONS[name][1](converted, bound) for name, bound in self.bounds.items())
         return "" if within else "is out of range"
 
