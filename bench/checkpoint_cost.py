@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 
 from maxhydra import data
-from maxhydra.config.compose import compose
-from maxhydra.config.run import Checkpoint, SaveMode
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.run import Checkpoint, SaveMode
 from maxhydra.sharding import Sharder, build_mesh
-from maxhydra.train.batching import plan_batches
+from maxhydra.train.batches import plan_batches
 from maxhydra.train.checkpoint import open_checkpointer
-from maxhydra.train.objective import next_token_loss
-from maxhydra.train.session import trace_step
+from maxhydra.train.objectives import next_token_loss
 from maxhydra.train.state import plan_states
+from maxhydra.train.trainer import trace_step
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxhydra.kernels.choice import UnsupportedError
+from maxhydra.kernels.dispatch import UnsupportedError
 from maxhydra.measure.kernels import distance
 
 

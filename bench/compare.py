@@ -23,8 +23,8 @@ from own import split_own
 from table import kind, read_lines
 
 from maxhydra import runtime
-from maxhydra.config.compose import compose
-from maxhydra.config.hardware import Platform
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.hardware import Platform
 
 HERE = Path(__file__).parent
 NEEDED = ("torch", "transformers")

@@ -9,12 +9,12 @@ import time
 import jax
 
 from maxhydra import data
-from maxhydra.config.compose import compose
+from maxhydra.config.compose.composer import compose
 from maxhydra.sharding import Sharder, build_mesh
-from maxhydra.train.batching import plan_batches
-from maxhydra.train.objective import next_token_loss
-from maxhydra.train.session import trace_step
+from maxhydra.train.batches import plan_batches
+from maxhydra.train.objectives import next_token_loss
 from maxhydra.train.state import plan_states
+from maxhydra.train.trainer import trace_step
 
 
 def seconds(layers: int) -> float:

@@ -23,10 +23,10 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from maxhydra.config.data import Data, Packing, PackingMethod
-from maxhydra.config.tokenizer import Tokenizer as TokenizerConfig
+from maxhydra.config.schema.data import Data, Packing, PackingMethod
+from maxhydra.config.schema.tokenizer import Tokenizer as TokenizerConfig
 from maxhydra.data import BatchSpec, RowSpec, host_loader, train_loader
-from maxhydra.data.codec import encode_arrays
+from maxhydra.data.array_codec import encode_arrays
 from maxhydra.data.document import Document
 from maxhydra.data.packing import plan
 from maxhydra.data.pipeline import Pipeline

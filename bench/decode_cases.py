@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 from checks import Case, Check, Kernel, only
 
-from maxhydra.config.model import Pairs
+from maxhydra.config.schema.model import Pairs
 from maxhydra.kernels.attention import Request
 from maxhydra.kernels.attention.reference import attention as reference_attention
-from maxhydra.kernels.attention.request import Tokens
-from maxhydra.kernels.fused_product import Around, Norm, beginning, few_rows, largest, many_rows, one_row, reference
-from maxhydra.kernels.fused_product import rows as row_kernel
-from maxhydra.kernels.int8 import triton as int8
+from maxhydra.kernels.attention.spec import Tokens
+from maxhydra.kernels.fused_linear import Around, Norm, argmax, embed_norm, gemv, reference, small_batch, swiglu_prefill
+from maxhydra.kernels.fused_linear import split_k_reduce as row_kernel
+from maxhydra.kernels.int8_weight_matmul import triton as int8
 from maxhydra.kernels.paged_attention import Pages, filled, paged_attention, serving
-from maxhydra.kernels.place import Place
+from maxhydra.kernels.placement import Place
 from maxhydra.layers.rope import Rotation, rotate, turns
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -52,8 +52,8 @@ def check_one_row(case: Case) -> Check:
         return product(x, *parts, around(asked["around"], scale, onto), FLOAT32)
 
     arrays = (case.draw(0, 1, K), case.draw(2, K), case.draw(3, 1, N), case.draw(4, rows, K))
-    run = partial(call, partial(one_row.product, interpret=False))
-    able = one_row.can_serve(N, K, case.dtype)
+    run = partial(call, partial(gemv.product, interpret=False))
+    able = gemv.can_serve(N, K, case.dtype)
     return Check(only("triton", able, run), partial(call, reference.product), arrays, has_gradients=False)
 
 
@@ -76,8 +76,8 @@ def check_few_rows(case: Case) -> Check:
 
     def ours(x: Any, weight: Any, scale: Any, onto: Any, next_scale: Any) -> Any:
         if name != "then norm":
-            return few_rows.product(x, weight, around(name, scale, onto), x.dtype, interpret=False)
-        parts = few_rows.summands(x, weight, Around(onto_MN=onto), x.dtype, interpret=False)
+            return small_batch.product(x, weight, around(name, scale, onto), x.dtype, interpret=False)
+        parts = small_batch.summands(x, weight, Around(onto_MN=onto), x.dtype, interpret=False)
         return row_kernel.summed(parts, onto, Norm(next_scale, 1.0, EPS), x.dtype, interpret=False)
 
     def wanted(x: Any, weight: Any, scale: Any, onto: Any, next_scale: Any) -> Any:
@@ -86,7 +86,7 @@ def check_few_rows(case: Case) -> Check:
         stream = reference.product(x, weight, None, Around(onto_MN=onto), FLOAT32)
         return stream, Norm(next_scale, 1.0, EPS)(stream)
 
-    able = few_rows.can_serve(M, N, K, case.dtype, is_gated=is_gated) and row_kernel.can_serve(N)
+    able = small_batch.can_serve(M, N, K, case.dtype, is_gated=is_gated) and row_kernel.can_serve(N)
     return Check(only("triton", able, ours), wanted, arrays, has_gradients=False)
 
 
@@ -102,9 +102,9 @@ def check_first_rows(case: Case) -> Check:
         return table[tokens], Norm(scale, 1.0, EPS)(table[tokens])
 
     def ours(table: Any, scale: Any) -> Any:
-        return beginning.looked_up(table, tokens, Norm(scale, 1.0, EPS), interpret=False)
+        return embed_norm.looked_up(table, tokens, Norm(scale, 1.0, EPS), interpret=False)
 
-    able = beginning.can_serve(M, N, case.dtype)
+    able = embed_norm.can_serve(M, N, case.dtype)
     return Check(only("triton", able, ours), wanted, (case.draw(0, 100, N), case.draw(2, N)), has_gradients=False)
 
 
@@ -121,14 +121,14 @@ def check_largest(case: Case) -> Check:
         return jnp.einsum("mk,nk->mn", x.astype(jnp.float32), weight.astype(jnp.float32), precision="highest")
 
     def ours(x: Any, weight: Any) -> Any:
-        top, place = largest.largest(x, weight, jnp.dtype(case.dtype), interpret=False)
+        top, place = argmax.largest(x, weight, jnp.dtype(case.dtype), interpret=False)
         return top, jnp.take_along_axis(outputs(x, weight), place[:, None], axis=1)[:, 0]
 
     def wanted(x: Any, weight: Any) -> Any:
         top = jnp.max(outputs(x, weight), axis=1)
         return top, top
 
-    able = largest.can_serve(M, N, K, case.dtype)
+    able = argmax.can_serve(M, N, K, case.dtype)
     arrays = (case.draw(0, M, K), case.draw(1, N, K))
     return Check(only("triton", able, ours), wanted, arrays, has_gradients=False)
 
@@ -144,8 +144,8 @@ def check_many_rows(case: Case) -> Check:
     def wanted(x: Any, weight: Any) -> Any:
         return reference.product(x, weight, None, Around(activation=jax.nn.silu), FLOAT32)
 
-    able = many_rows.can_serve(M, N, K, case.dtype, jax.nn.silu)
-    run = only("mosaic", able, lambda x, weight: many_rows.gated(x, weight, jax.nn.silu))
+    able = swiglu_prefill.can_serve(M, N, K, case.dtype, jax.nn.silu)
+    run = only("mosaic", able, lambda x, weight: swiglu_prefill.gated(x, weight, jax.nn.silu))
     return Check(run, wanted, (case.draw(0, M, K), case.draw(1, 2 * N, K)), has_gradients=False)
 
 

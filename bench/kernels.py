@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from subject import opened
 
-from maxhydra.kernels import attention, gated_delta, grouped_matmul, linear_cross_entropy, rms_norm, rotated_heads
+from maxhydra.kernels import attention, gated_delta, grouped_matmul, linear_cross_entropy, qkv_rope, rms_norm
 from maxhydra.kernels.attention import Request
-from maxhydra.kernels.int8 import triton as int8
+from maxhydra.kernels.int8_weight_matmul import triton as int8
 from maxhydra.measure.kernels import distance as error
 from maxhydra.measure.kernels import milliseconds as timed
 
@@ -194,7 +194,7 @@ def bench_heads() -> None:
         angles = jnp.arange(T)[None, :, None] * jnp.linspace(0.01, 1, H // 2) * jnp.ones((B, 1, 1))
 
         def both(backend: str, x: Any, *d: Any, angles: Any = angles, sizes: Any = (N, K)) -> Any:
-            call = partial(rotated_heads.rotated_heads, num_heads=sizes[0], num_kv_heads=sizes[1], backend=backend)
+            call = partial(qkv_rope.rotated_heads, num_heads=sizes[0], num_kv_heads=sizes[1], backend=backend)
             return jax.vjp(lambda x: call(x, jnp.cos(angles), jnp.sin(angles)), x)[1](d)
 
         counts = (N + 2 * K, N, K, K)

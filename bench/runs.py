@@ -20,8 +20,8 @@ from pathlib import Path
 
 import yaml
 
-from maxhydra.config.compose import compose
-from maxhydra.config.written import to_yaml
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.serialize import to_yaml
 from maxhydra.record import environment
 
 ROOT = Path(__file__).parent.parent

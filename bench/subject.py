@@ -4,9 +4,9 @@ import logging
 import sys
 
 from maxhydra import runtime
-from maxhydra.config.compose import compose
-from maxhydra.config.tasks.bench import BenchTask
-from maxhydra.measure.line import Subject, on_random_tokens
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.tasks.bench import BenchTask
+from maxhydra.measure.record import Subject, on_random_tokens
 
 
 def opened(overrides: list[str], *of_task: str) -> tuple[Subject, BenchTask]:

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from checks import Case, Check, Kernel, only
 
-from maxhydra.kernels import attention, gated_delta, grouped_matmul, linear_cross_entropy, rms_norm, rotated_heads
+from maxhydra.kernels import attention, gated_delta, grouped_matmul, linear_cross_entropy, qkv_rope, rms_norm
 from maxhydra.kernels.attention import Request
-from maxhydra.kernels.float8 import triton as float8
+from maxhydra.kernels.fp8_matmul import triton as float8
 
 HALVES = ("bfloat16", "float16")
 REFERENCE = "reference"
@@ -126,10 +126,10 @@ def check_heads(case: Case) -> Check:
 
     def call(backend: str, heads: Any) -> Any:
         given = {"num_heads": N, "num_kv_heads": K, "backend": backend}
-        return rotated_heads.rotated_heads(heads, jnp.cos(angles), jnp.sin(angles), **given)
+        return qkv_rope.rotated_heads(heads, jnp.cos(angles), jnp.sin(angles), **given)
 
     arrays = (case.draw(0, B, T, N + 2 * K, H),)
-    return Check(backends(rotated_heads.BACKENDS, call), partial(call, REFERENCE), arrays)
+    return Check(backends(qkv_rope.BACKENDS, call), partial(call, REFERENCE), arrays)
 
 
 def loss_cases() -> Iterator[Case]:

@@ -2,7 +2,7 @@
 
 import sys
 
-from maxhydra.cli.entry import run
+from maxhydra.cli.main import run
 
 
 def main() -> None:

@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 
 from maxhydra.config import Config
-from maxhydra.config.compose import compose
-from maxhydra.config.tasks.decode import DecodeTask
-from maxhydra.decode.asker import Asker
-from maxhydra.decode.batch import Batch, Tally
-from maxhydra.decode.batch_file import AnswerFile, check_records
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.tasks.decode import DecodeTask
+from maxhydra.decode.client import Asker
+from maxhydra.decode.offline import Batch, Tally
+from maxhydra.decode.offline_files import AnswerFile, check_records
 from maxhydra.decode.prompts import Prompts
 from maxhydra.decode.request import Delta, Handle, RefusedError, Request, TokenLogprob
 

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
 from maxhydra.convert.arrays import HeldArrays
-from maxhydra.convert.fill import fill, on_first_device
-from maxhydra.convert.hf import hf_source
-from maxhydra.convert.hf_write import family_of, write_hf
+from maxhydra.convert.hf import family_of, hf_source, write_hf
+from maxhydra.convert.name_table import Table
 from maxhydra.convert.source import Source
-from maxhydra.convert.table import Table
+from maxhydra.convert.stream_in import fill, on_first_device
 from maxhydra.layers import Context, DenseRoom
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder

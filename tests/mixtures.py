@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxhydra.config import model as config
-from maxhydra.kernels.einsum import Layout
+from maxhydra.config.schema import model as config
+from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import Context, MoeSpec, ProductSpec, WeightMaker
 from maxhydra.sharding import Sharder
 

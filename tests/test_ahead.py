@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxhydra.kernels import ahead
-from maxhydra.kernels.attention.request import Request
+from maxhydra.kernels import l2_prefetch
+from maxhydra.kernels.attention.spec import Request
 from maxhydra.kernels.paged_attention import Pages, triton
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
@@ -13,7 +13,7 @@ BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "capability", lambda: "9.0")
+    monkeypatch.setattr(l2_prefetch, "capability", lambda: "9.0")
 
 
 def lowered(rows: int, tokens: int) -> str:
@@ -35,9 +35,9 @@ def lowered(rows: int, tokens: int) -> str:
 def test_programs_ask_for_a_weight_in_equal_pieces() -> None:
     """As a GPU takes them; not for one that the cache cannot hold."""
     small, large = (jax.ShapeDtypeStruct((size, 2048), BFLOAT16) for size in (2048, 16384))
-    assert ahead.Ahead.of(small, programs=512, warps=1) == (16384, 32)  # type: ignore[arg-type]
-    assert ahead.Ahead.of(small, programs=500, warps=2) == (16768, 64)  # type: ignore[arg-type]
-    assert ahead.Ahead.of(large, programs=512, warps=1) is None  # type: ignore[arg-type]
+    assert l2_prefetch.Ahead.of(small, programs=512, warps=1) == (16384, 32)  # type: ignore[arg-type]
+    assert l2_prefetch.Ahead.of(small, programs=500, warps=2) == (16768, 64)  # type: ignore[arg-type]
+    assert l2_prefetch.Ahead.of(large, programs=512, warps=1) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("hopper")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from maxhydra.align.losses import Answers, Pairs, losses, rewards
-from maxhydra.config.tasks.dpo import DpoTask, PreferenceLoss
+from maxhydra.config.schema.tasks.dpo import DpoTask, PreferenceLoss
 
 torch = pytest.importorskip("torch", reason="needs the parity extra")
 cpo = pytest.importorskip("trl.experimental.cpo", reason="needs the parity extra")

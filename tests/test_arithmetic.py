@@ -5,8 +5,8 @@ import ast
 import numpy as np
 import pytest
 
-from maxhydra.config.data import Data
-from maxhydra.config.tokenizer import Tokenizer as Config
+from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data import RowSpec, tokenizer
 from maxhydra.data.chat import chat_template
 from maxhydra.data.sources import RecordSource, open_source

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.config import model as config
-from maxhydra.decode.arrange import arrange
+from maxhydra.config.schema import model as config
+from maxhydra.decode.weight_layout import arrange
 from maxhydra.layers import Context, DenseRoom
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder

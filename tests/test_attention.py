@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.kernels import choice
+from maxhydra.kernels import dispatch
 from maxhydra.kernels.attention import (
     BACKENDS,
     Backend,
@@ -22,8 +22,8 @@ from maxhydra.kernels.attention import (
     triton,
     xla,
 )
-from maxhydra.kernels.attention.request import Tokens
-from maxhydra.kernels.place import capability
+from maxhydra.kernels.attention.spec import Tokens
+from maxhydra.kernels.placement import capability
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 MASKS = {
@@ -326,7 +326,7 @@ def test_auto_takes_cudnn_where_it_serves_but_for_short_rows(changes):
 
 
 def test_the_pick_is_logged_once_with_its_reason(caplog):
-    choice._announce.cache_clear()
+    dispatch._announce.cache_clear()
     with caplog.at_level(logging.INFO, logger="maxhydra"):
         choose("auto", make_call(platform="cpu", length=128))
         choose("auto", make_call(platform="cpu", length=128, has_positions=True))

@@ -14,11 +14,11 @@ from hopper import run
 from maxhydra.kernels.attention import reference, triton
 from maxhydra.kernels.attention.blocks import Inputs
 from maxhydra.kernels.attention.mosaic import TILES, attention
-from maxhydra.kernels.attention.mosaic.flash import attend
-from maxhydra.kernels.attention.mosaic.how import How, Tile
-from maxhydra.kernels.attention.mosaic.parts import meetings
-from maxhydra.kernels.attention.mosaic.plan import Plan
-from maxhydra.kernels.attention.request import KEPT, Request, Tokens
+from maxhydra.kernels.attention.mosaic.common import meetings
+from maxhydra.kernels.attention.mosaic.params import How, Tile
+from maxhydra.kernels.attention.mosaic.tile_schedule import Plan
+from maxhydra.kernels.attention.mosaic.vjp import attend
+from maxhydra.kernels.attention.spec import KEPT, Request, Tokens
 
 PLAIN = {"scale": 0.1, "causal": True, "window": None, "chunk": None, "softcap": None}
 

@@ -15,12 +15,12 @@ from running import ROOT, script
 
 from maxhydra import tasks
 from maxhydra.config import ConfigError
-from maxhydra.config.compose import Composer, compose
-from maxhydra.config.tasks.tune import TuneTask
+from maxhydra.config.compose.composer import Composer, compose
+from maxhydra.config.schema.tasks.tune import TuneTask
 from maxhydra.measure.kernels import distance
-from maxhydra.measure.line import Subject
 from maxhydra.measure.memory import OutOfMemoryError, memory_explained
-from maxhydra.runtime.options import hardware_options
+from maxhydra.measure.record import Subject
+from maxhydra.runtime.hardware_options import hardware_options
 from maxhydra.tune.space import axes
 
 FIXED = ["task=bench", "model=micro", "task.steps=2", "task.warm_up=1", "run.name=it"]
@@ -118,7 +118,7 @@ def test_flags_of_the_shell_are_told_with_what_was_measured_with_them(monkeypatc
     machine = SimpleNamespace(device_kind="cpu", devices=1)
     subject = Subject(compose(["model=micro"]).config, machine, {"model": "micro"}, ("train.seq_len=8",))  # type: ignore[arg-type]
     for flags, told in (("", []), ("  --xla_one=1 --xla_two", ["--xla_one=1", "--xla_two"])):
-        monkeypatch.setattr("maxhydra.measure.line.environment_before", lambda flags=flags: {"XLA_FLAGS": flags})
+        monkeypatch.setattr("maxhydra.measure.record.environment_before", lambda flags=flags: {"XLA_FLAGS": flags})
         line = subject.line("pretrain", tokens_per_second=3)
         assert line.get("xla_flags", []) == told
         assert script("table").settings(line) == ", ".join(["train.seq_len=8", *told])

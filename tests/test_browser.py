@@ -11,7 +11,7 @@ import pytest
 from browser import chromium, complaints, prefers, requests
 from runfolders import change_facts, line, write_run
 
-from maxhydra.record.process import process_start
+from maxhydra.record.liveness import process_start
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.server import Server
 from maxhydra.runs.sweep import write_sweep_report

@@ -10,10 +10,10 @@ from tokenizers import processors
 from vocabularies import MARKS, family_folder, template, with_token
 
 from maxhydra.config import ConfigError
-from maxhydra.config.tokenizer import Tokenizer as Config
+from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data.chat import ChatTemplate, UnclearError, chat_template, render_prompt
 from maxhydra.data.document import Document
-from maxhydra.data.shapes import Refused
+from maxhydra.data.record_types import Refused
 from maxhydra.data.tokenizers import Tokenizer
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.data.tokenizers.hf import build

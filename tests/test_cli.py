@@ -13,8 +13,8 @@ from runfolders import write_run
 from running import SMALL
 
 from maxhydra import __version__
-from maxhydra.cli.entry import run
-from maxhydra.config.discover import groups
+from maxhydra.cli.main import run
+from maxhydra.config.registry import groups
 
 ROOT = Path(__file__).parent.parent
 

@@ -3,7 +3,7 @@
 from threading import Event
 from typing import NamedTuple
 
-from maxhydra.decode.compiled import PATIENCE, Compiled
+from maxhydra.decode.compile_cache import PATIENCE, Compiled
 
 
 class Rows(NamedTuple):

@@ -10,13 +10,13 @@ from drawn import drawn
 from omegaconf import OmegaConf
 
 from maxhydra.config import Config, ConfigError
-from maxhydra.config.compose import CONFIG_NAME, MODULE, Composer, compose, register
-from maxhydra.config.discover import CONF, description, groups, is_overlay
+from maxhydra.config.compose.composer import CONFIG_NAME, MODULE, Composer, compose, register
+from maxhydra.config.compose.resolvers import LONGEST, job_folder
+from maxhydra.config.fields import walk
 from maxhydra.config.options import model_option, model_options
-from maxhydra.config.resolvers import LONGEST, job_folder
-from maxhydra.config.spec import walk
-from maxhydra.config.tasks.inspect import Format, InspectTask
-from maxhydra.config.written import from_yaml, to_yaml
+from maxhydra.config.registry import CONF, description, groups, is_overlay
+from maxhydra.config.schema.tasks.inspect import Format, InspectTask
+from maxhydra.config.serialize import from_yaml, to_yaml
 
 OPTIONS = [(group, path.stem) for group, paths in groups().items() for path in paths]
 # Of which Hydra composes the whole run, which is written and read back: the others state other numbers.

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config.compose import compose
+from maxhydra.config.compose.composer import compose
 from maxhydra.config.errors import Problem
-from maxhydra.config.optimizer import LARGEST_DECAY
+from maxhydra.config.schema.optimizer import LARGEST_DECAY
 
 
 def problems(*overrides: str, config_dir: Path | None = None) -> dict[str, Problem]:

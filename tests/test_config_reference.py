@@ -6,23 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from maxhydra.config.discover import PACKAGE, task_schemas
-from maxhydra.config.reference import PATH, reference
-from maxhydra.config.schema import Config
-from maxhydra.config.spec import walk
-from maxhydra.kernels import tables
+from maxhydra.config.docs import PATH, reference
+from maxhydra.config.fields import walk
+from maxhydra.config.registry import PACKAGE, task_schemas
+from maxhydra.config.schema.config import Config
+from maxhydra.kernels import docs
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_reference_is_current() -> None:
-    assert PATH.read_text() == reference(), "run `python -m maxhydra.config.reference`"
+    assert PATH.read_text() == reference(), "run `python -m maxhydra.config.docs`"
 
 
 def test_tables_of_kernels_are_current() -> None:
-    page = tables.PATH.read_text()
-    assert tables.with_tables(page) == page, "run `python -m maxhydra.kernels.tables`"
-    assert set(re.findall(r"<!-- table: (\w+) -->", page)) == set(tables.OPERATIONS)
+    page = docs.PATH.read_text()
+    assert docs.with_tables(page) == page, "run `python -m maxhydra.kernels.docs`"
+    assert set(re.findall(r"<!-- table: (\w+) -->", page)) == set(docs.OPERATIONS)
 
 
 def schema_keys() -> dict[str, str]:

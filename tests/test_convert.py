@@ -10,8 +10,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config import mesh as mesh_config
-from maxhydra.config import model as config
+from maxhydra.config.schema import mesh as mesh_config
+from maxhydra.config.schema import model as config
 from maxhydra.convert.load import load_weights
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from maxhydra.cli import entry
+from maxhydra.cli import main
 from tests.golden_models import tensors_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -81,7 +81,7 @@ def test_a_bad_folder_is_named_and_nothing_is_written(case: str, tmp_path: Path,
     shutil.copytree(GOLDEN / family, folder)
     damage(folder)
     asked = ["task=convert", "model=from_hf", f"model.path={folder}", f"task.output={tmp_path / 'out'}"]
-    assert entry.run([*asked, "train.seq_len=64"]) == 2
+    assert main.run([*asked, "train.seq_len=64"]) == 2
     assert told in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
@@ -92,5 +92,5 @@ def test_a_tied_head_that_is_stored_twice_is_no_harm(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "llama3.1", folder)
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
     asked = ["task=convert", "model=from_hf", f"model.path={folder}", f"task.output={tmp_path / 'out'}"]
-    assert entry.run([*asked, "train.seq_len=64"]) == 0
+    assert main.run([*asked, "train.seq_len=64"]) == 0
     assert "lm_head.weight" not in tensors_of(tmp_path / "out" / "model.safetensors")

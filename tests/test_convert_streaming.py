@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 from maxhydra.convert.arrays import FileArrays
-from maxhydra.convert.derive import model_of
-from maxhydra.convert.hf import hf_source
-from maxhydra.convert.hf_write import write_hf
+from maxhydra.convert.hf import hf_source, write_hf, write_safetensors
+from maxhydra.convert.hf_config import model_of
 from maxhydra.convert.own_write import write_own
-from maxhydra.convert.places import places
-from maxhydra.convert.safetensors_write import write_safetensors
+from maxhydra.convert.param_map import places
 from maxhydra.convert.tables.llama import TABLE
 from maxhydra.model import build, parameter_count
 

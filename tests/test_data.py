@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config.data import Data
-from maxhydra.config.mesh import RULES, Mesh
+from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.mesh import RULES, Mesh
 from maxhydra.data import Batch, BatchSpec, Loader, RowSpec, eval_batches, tokenizer, train_loader
-from maxhydra.data.feed import Feed
-from maxhydra.data.order import Order
 from maxhydra.data.rows import Row, Windows
+from maxhydra.data.sharded_streams import Feed
+from maxhydra.data.shuffle import Order
 from maxhydra.data.sources import RowSource, open_source
 from maxhydra.data.sources.demo import TEXT
 from maxhydra.data.sources.synthetic import NOISE, STEPS
@@ -367,9 +367,9 @@ class TestMesh:
 
 PART = """
 import json, sys
-from maxhydra.config.data import Data
-from maxhydra.config.hardware import Hardware, Platform
-from maxhydra.config.mesh import Mesh, RULES
+from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.hardware import Hardware, Platform
+from maxhydra.config.schema.mesh import Mesh, RULES
 from maxhydra.runtime import start
 start(Hardware(platform=Platform.cpu, simulated_devices=2, compilation_cache=None))
 from maxhydra.data import BatchSpec, RowSpec, train_loader

@@ -16,9 +16,9 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from tensorboardX.record_writer import RecordWriter
 
 from maxhydra.config import ConfigError
-from maxhydra.config.data import Data, OnError, Packing, PackingMethod
+from maxhydra.config.schema.data import Data, OnError, Packing, PackingMethod
 from maxhydra.data import BatchSpec, Loader, Row, RowSpec, host_loader, tokenizer
-from maxhydra.data.codec import encode_arrays
+from maxhydra.data.array_codec import encode_arrays
 
 RECORDS = 40
 

@@ -18,14 +18,14 @@ from tensorboardX.crc32c import _crc32c
 from tensorboardX.record_writer import RecordWriter
 
 from maxhydra.config import ConfigError
-from maxhydra.config.corpus import FileFormat
-from maxhydra.data.codec import encode_arrays
+from maxhydra.config.schema.corpus import FileFormat
+from maxhydra.data.array_codec import encode_arrays
 from maxhydra.data.formats import Joined, open_files
-from maxhydra.data.formats.checksum import crc32c
-from maxhydra.data.formats.example import parse_example
-from maxhydra.data.formats.shelf import GROUPS, Recent, Shelf
-from maxhydra.data.order import Order
+from maxhydra.data.formats.crc32c import crc32c
+from maxhydra.data.formats.file_cache import GROUPS, Recent, Shelf
+from maxhydra.data.formats.tf_example import parse_example
 from maxhydra.data.records import Fault, Records
+from maxhydra.data.shuffle import Order
 
 
 def make_example_class() -> Any:
@@ -349,7 +349,7 @@ class TestFiles:
             open_all([tmp_path / "a.data"], tmp_path)
 
     def test_more_files_than_may_be_open(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("maxhydra.data.formats.shelf.HANDLES", 3)
+        monkeypatch.setattr("maxhydra.data.formats.file_cache.HANDLES", 3)
         for i in range(20):
             (tmp_path / f"{i:02d}.jsonl").write_text(f'{{"n": {i}}}')
         before = len(os.listdir("/proc/self/fd"))

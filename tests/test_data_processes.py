@@ -16,9 +16,9 @@ BATCH = 8
 
 def part(overrides: list[str], state: dict[str, Any] | None, batches: int) -> None:
     """What each process does: its own rows of some batches, and the state of all after."""
-    from maxhydra.config.compose import compose
-    from maxhydra.config.hardware import Hardware, Platform
-    from maxhydra.config.mesh import RULES, Mesh
+    from maxhydra.config.compose.composer import compose
+    from maxhydra.config.schema.hardware import Hardware, Platform
+    from maxhydra.config.schema.mesh import RULES, Mesh
     from maxhydra.runtime import start
 
     start(Hardware(platform=Platform.cpu, compilation_cache=None))

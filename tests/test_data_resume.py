@@ -27,7 +27,7 @@ COMMON = ["train.seq_len=32", "model.vocab_size=60000", "data.packing.window=6",
 
 
 def open_loader(overrides: list[str]) -> Any:
-    from maxhydra.config.compose import compose
+    from maxhydra.config.compose.composer import compose
     from maxhydra.data import BatchSpec, RowSpec, host_loader
 
     config = compose([*COMMON, *overrides], None).config

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config.corpus import Corpus
-from maxhydra.config.data import Data, OnError, Packing, PackingMethod
-from maxhydra.data import order as orders_of
+from maxhydra.config.schema.corpus import Corpus
+from maxhydra.config.schema.data import Data, OnError, Packing, PackingMethod
 from maxhydra.data import pipeline as pipelines
-from maxhydra.data.feed import Feed
+from maxhydra.data import shuffle as orders_of
 from maxhydra.data.mixture import shares
-from maxhydra.data.order import IN_MEMORY, Order, share_of
 from maxhydra.data.pipeline import Pipeline
 from maxhydra.data.records import Cursor, Fault, Record
 from maxhydra.data.rows import Row, RowSpec
+from maxhydra.data.sharded_streams import Feed
+from maxhydra.data.shuffle import IN_MEMORY, Order, share_of
 from maxhydra.data.sources import RecordSource, Source, StreamSource
 from maxhydra.data.stream import State
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config.data import Data
+from maxhydra.config.schema.data import Data
 from maxhydra.data import Batch, BatchSpec, RowSpec, train_loader
 from maxhydra.data.records import Record
 from maxhydra.data.workers import WorkerDied, Workers

@@ -16,8 +16,8 @@ import pytest
 from running import SMALL, command, environment, finished, silent
 
 from maxhydra.config import ConfigError
-from maxhydra.config.compose import compose
-from maxhydra.decode.origin import check_origin, settings_name
+from maxhydra.config.compose.composer import compose
+from maxhydra.decode.checkpoint_check import check_origin, settings_name
 
 MODEL = [override for override in SMALL if override.startswith("model.")]
 DECODE = ["task=decode", "checkpoint.load_parameters=outputs/run", "task.engine.max_batch=4", *MODEL]

@@ -10,13 +10,13 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from maxhydra.config import model as config
-from maxhydra.config.compose import compose
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema import model as config
 from maxhydra.convert.arrays import HeldArrays
-from maxhydra.convert.derive import model_of, table_of
-from maxhydra.convert.hf_write import family_of, write_hf
+from maxhydra.convert.compatibility import is_same
+from maxhydra.convert.hf import family_of, write_hf
+from maxhydra.convert.hf_config import model_of, table_of
 from maxhydra.convert.load import load_weights
-from maxhydra.convert.meaning import is_same
 from maxhydra.model import build
 from tests.golden_models import Golden
 

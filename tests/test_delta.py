@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config import model as config
-from maxhydra.config.compose import compose
-from maxhydra.config.decode import Engine as EngineConfig
-from maxhydra.config.mesh import RULES, Mesh
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.decode import Engine as EngineConfig
+from maxhydra.config.schema.mesh import RULES, Mesh
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.request import Request

@@ -10,13 +10,13 @@ import pytest
 from test_lora import context, model_config
 
 from maxhydra.config import ConfigError
-from maxhydra.config import model as config
-from maxhydra.config.mesh import RULES, Mesh
-from maxhydra.config.run import Train
-from maxhydra.config.tasks.distill import Course, DistillTask, Divergence, FeatureLoss, Features, Teacher
-from maxhydra.distill.courses import values_at
-from maxhydra.distill.inherit import inherit
-from maxhydra.distill.objective import TEACHER, Comparison, distillation_loss, held_out_divergence
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.mesh import RULES, Mesh
+from maxhydra.config.schema.run import Train
+from maxhydra.config.schema.tasks.distill import Course, DistillTask, Divergence, FeatureLoss, Features, Teacher
+from maxhydra.distill.init_from_teacher import inherit
+from maxhydra.distill.loss import TEACHER, Comparison, distillation_loss, held_out_divergence
+from maxhydra.distill.schedules import values_at
 from maxhydra.distill.teacher import OnlineTeacher
 from maxhydra.model import build
 from maxhydra.sharding import Sharder, build_mesh

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.config.tasks.distill import Divergence, FeatureLoss
+from maxhydra.config.schema.tasks.distill import Divergence, FeatureLoss
 from maxhydra.distill.losses import at_top, divergence, feature_distance, log_probs
 
 torch = pytest.importorskip("torch", reason="needs the parity extra")

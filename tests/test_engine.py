@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.config import model as config
-from maxhydra.config.decode import CacheDtype
-from maxhydra.config.decode import Engine as Config
-from maxhydra.config.mesh import RULES, Mesh
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.decode import CacheDtype
+from maxhydra.config.schema.decode import Engine as Config
+from maxhydra.config.schema.mesh import RULES, Mesh
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
-from maxhydra.decode.pages import PagePool
+from maxhydra.decode.page_pool import PagePool
 from maxhydra.decode.request import Completion, RefusedError, Request
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build

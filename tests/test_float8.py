@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config import model as config
-from maxhydra.config.quantization import Quantization, QuantizationKind
-from maxhydra.kernels.float8 import float8_product, triton
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.quantization import Quantization, QuantizationKind
+from maxhydra.kernels.fp8_matmul import float8_product, triton
 from maxhydra.layers import Context
 from maxhydra.model import build
 from maxhydra.sharding import Sharder

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from maxhydra.config import Config, ConfigError
-from maxhydra.config.compose import Composer, compose
-from maxhydra.config.written import from_yaml, to_yaml
+from maxhydra.config.compose.composer import Composer, compose
+from maxhydra.config.serialize import from_yaml, to_yaml
 
 GOLDEN = Path(__file__).parent / "golden"
 SHORT = "train.seq_len=64"

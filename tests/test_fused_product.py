@@ -8,25 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.config import model as config
-from maxhydra.config.quantization import Quantization, QuantizationKind
-from maxhydra.decode.arrange import arrange
-from maxhydra.kernels.fused_product import (
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.quantization import Quantization, QuantizationKind
+from maxhydra.decode.weight_layout import arrange
+from maxhydra.kernels.fused_linear import (
     Around,
     Norm,
-    beginning,
-    few_rows,
+    argmax,
+    embed_norm,
     fused_product,
-    largest,
-    one_row,
+    gemv,
     product_and_norm,
+    small_batch,
 )
-from maxhydra.kernels.fused_product import rows as row_kernel
+from maxhydra.kernels.fused_linear import split_k_reduce as row_kernel
 from maxhydra.kernels.paged_attention import triton as pages_kernel
 from maxhydra.layers import Context, PagedRoom, Rows
 from maxhydra.layers import attention as attention_layers
 from maxhydra.layers import embedding as embedding_layers
-from maxhydra.layers import fused as fused_layers
+from maxhydra.layers import fused_decode as fused_layers
 from maxhydra.model import ModelDef, build, kept, mapped
 from maxhydra.sharding import Sharder
 
@@ -69,12 +69,12 @@ def surroundings(rows: int, inputs: int, outputs: int, dtype: jnp.dtype) -> dict
 @pytest.mark.parametrize(
     ("tile", "is_int8", "dtype"),
     [
-        (one_row.Tile(2, 1, 64, 1), True, jnp.bfloat16),
-        (one_row.Tile(1, 4, 32, 4), True, jnp.float32),
-        (one_row.Tile(2, 4, 64, 1), False, jnp.bfloat16),
+        (gemv.Tile(2, 1, 64, 1), True, jnp.bfloat16),
+        (gemv.Tile(1, 4, 32, 4), True, jnp.float32),
+        (gemv.Tile(2, 4, 64, 1), False, jnp.bfloat16),
     ],
 )
-def test_one_row_equals_numpy(tile: one_row.Tile, is_int8: bool, dtype: jnp.dtype, name: str) -> None:
+def test_one_row_equals_numpy(tile: gemv.Tile, is_int8: bool, dtype: jnp.dtype, name: str) -> None:
     outputs, inputs = 16, 128
     around = surroundings(1, inputs, outputs, dtype)[name]
     halves = 1 if around.activation is None else 2
@@ -86,7 +86,7 @@ def test_one_row_equals_numpy(tile: one_row.Tile, is_int8: bool, dtype: jnp.dtyp
     else:
         weight = whole = np.asarray(jnp.asarray(draw(halves * outputs, inputs, seed=1), dtype), np.float32)
         scales = None
-    found = one_row.product(
+    found = gemv.product(
         x,
         jnp.asarray(weight, jnp.int8 if is_int8 else dtype),
         None if scales is None else jnp.asarray(scales),
@@ -105,8 +105,8 @@ def test_few_rows_equal_numpy(rows: int, parts: int, is_left: bool, name: str) -
     outputs, inputs = 32, 64
     around = surroundings(rows, inputs, outputs, FLOAT32)[name]
     x, weight = draw(rows, inputs, seed=0), draw(outputs * (2 if around.activation else 1), inputs, seed=1)
-    by = few_rows.Tile(16, 16, 1 if around.activation else parts, is_left=is_left, warps=4, stages=2)
-    found = few_rows.product(jnp.asarray(x), jnp.asarray(weight), around, FLOAT32, interpret=True, by=by)
+    by = small_batch.Tile(16, 16, 1 if around.activation else parts, is_left=is_left, warps=4, stages=2)
+    found = small_batch.product(jnp.asarray(x), jnp.asarray(weight), around, FLOAT32, interpret=True, by=by)
     np.testing.assert_allclose(found, expected(x, weight, around), rtol=1e-4, atol=1e-4)
 
 
@@ -126,7 +126,7 @@ def test_rows_of_a_table_and_their_norm_equal_numpys() -> None:
     """A token that the table has not gives no numbers."""
     table, scale, tokens = draw(7, 768, seed=0), draw(768, seed=1), np.array([6, 0, 7, 3, -1])
     norm = Norm(jnp.asarray(scale), offset=1.0, eps=0.1)
-    stream, normed = beginning.looked_up(jnp.asarray(table), jnp.asarray(tokens), norm, interpret=True)
+    stream, normed = embed_norm.looked_up(jnp.asarray(table), jnp.asarray(tokens), norm, interpret=True)
     is_there = (tokens >= 0) & (tokens < 7)
     wanted = table[np.where(is_there, tokens, 0)]
     unit = wanted / np.sqrt(np.mean(wanted**2, axis=1, keepdims=True) + norm.eps)
@@ -139,8 +139,8 @@ def test_the_largest_output_equals_numpys(rows: int, is_left: bool, dtype: jnp.d
     """Outputs that are the same bring the first of them, and one that is no number shows in the largest."""
     x, weight = draw(rows, 64, seed=0), draw(96, 64, seed=1)
     weight[40], x[2] = weight[7], weight[7]
-    by = few_rows.Tile(16, 32, 1, is_left=is_left, warps=4, stages=2)
-    run = partial(largest.largest, weight_NK=jnp.asarray(weight), dtype=jnp.dtype(dtype), interpret=True, by=by)
+    by = small_batch.Tile(16, 32, 1, is_left=is_left, warps=4, stages=2)
+    run = partial(argmax.largest, weight_NK=jnp.asarray(weight), dtype=jnp.dtype(dtype), interpret=True, by=by)
     top, place = run(jnp.asarray(x))
     out = np.asarray(jnp.asarray(x @ weight.T, dtype), np.float32)
     np.testing.assert_allclose(top, out.max(axis=1), rtol=1e-2 if dtype == jnp.bfloat16 else 1e-5)
@@ -222,16 +222,16 @@ def test_greedy_tokens_are_the_same_from_parts_of_heads(monkeypatch: pytest.Monk
 
     def parts(x_MK: jax.Array, weight_NK: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
         asked.append(weight_NK.shape)
-        by = few_rows.Tile(16, 16, 2, is_left=False, warps=4, stages=2)
-        return few_rows.summands(x_MK, weight_NK, Around(), jnp.dtype(dtype), interpret=True, by=by)
+        by = small_batch.Tile(16, 16, 2, is_left=False, warps=4, stages=2)
+        return small_batch.summands(x_MK, weight_NK, Around(), jnp.dtype(dtype), interpret=True, by=by)
 
     def over_pages(*arguments: Any, then: Any, backend: str) -> Any:
         return pages_kernel.attention(*arguments, interpret=True)
 
-    monkeypatch.setattr(embedding_layers, "first_rows", partial(beginning.looked_up, interpret=True))
+    monkeypatch.setattr(embedding_layers, "first_rows", partial(embed_norm.looked_up, interpret=True))
     monkeypatch.setattr(fused_layers, "parts_of_product", parts)
     monkeypatch.setattr(attention_layers, "serving", lambda *_: "triton")
     monkeypatch.setattr(attention_layers, "paged_attention", over_pages)
     assert tokens_drawn(arranged.model, arranged.use(arranged.keep(params)), 3) == plain
     assert asked == [(64, 32)] * 2
-    assert few_rows.tile(3072, 2048, 1).parts == 2
+    assert small_batch.tile(3072, 2048, 1).parts == 2

@@ -17,10 +17,10 @@ from maxhydra.kernels.gated_delta import (
     gated_delta,
     over_devices,
     pallas_tpu,
-    request,
+    spec,
     triton,
 )
-from maxhydra.kernels.place import Place
+from maxhydra.kernels.placement import Place
 
 B, M, N, K, V = 2, 2, 4, 6, 5
 
@@ -135,7 +135,7 @@ def test_kernels_are_chunked_over_a_mesh_too(kernel, tolerance):
     @partial(jax.jit, static_argnums=1)
     def value_and_grads(given, run):
         def total(given):
-            out, state = run(request.masked(request.Inputs(**given, starts_BT=None), jnp.asarray(packed(T))))
+            out, state = run(spec.masked(spec.Inputs(**given, starts_BT=None), jnp.asarray(packed(T))))
             return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(state)), (out, state)
 
         return jax.value_and_grad(total, has_aux=True)(given)

@@ -12,22 +12,22 @@ import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from kubernetes import client as k8s
 
-from maxhydra.cli import entry
+from maxhydra.cli import main
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.config.hardware import Hardware
+from maxhydra.config.schema.hardware import Hardware
 from maxhydra.launch.gke import GkeSettings
+from maxhydra.launch.gke.api_errors import refusal
 from maxhydra.launch.gke.cluster import Cluster
 from maxhydra.launch.gke.manifests import Work, config_map, job_name, job_set, job_template, sweep_id, to_yaml
 from maxhydra.launch.gke.placement import place
 from maxhydra.launch.gke.pods import ending, leader, progress
-from maxhydra.launch.gke.refusals import refusal
-from maxhydra.launch.places import read_launcher
+from maxhydra.launch.registry import read_launcher
 from maxhydra.launch.termination import LIMIT, ending_told, forget, message, read_message, relay
 from maxhydra.record import RunDirectory, read_metrics
 from maxhydra.runs import write_report
 from maxhydra.runs.registry import Registry
-from maxhydra.runs.restart import arguments, rerun_command
-from maxhydra.runtime.options import hardware_options
+from maxhydra.runs.rerun import arguments, rerun_command
+from maxhydra.runtime.hardware_options import hardware_options
 from tests import running
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -256,7 +256,7 @@ def test_every_end_has_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def rendered(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """Exit code and output of `maxhydra launch render`."""
-    code = entry.run(["launch", "render", *arguments])
+    code = main.run(["launch", "render", *arguments])
     said = capsys.readouterr()
     return code, said.out + said.err
 

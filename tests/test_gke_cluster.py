@@ -17,12 +17,12 @@ import kubernetes as k8s
 import pytest
 
 from maxhydra.config.errors import ConfigError
+from maxhydra.launch.base import Proposal, Shared
 from maxhydra.launch.gke import GkeJobs, GkeSettings
 from maxhydra.launch.gke.manifests import config_map, job_set
-from maxhydra.launch.jobs import Proposal, Shared
 from maxhydra.record import RunDirectory
 from maxhydra.sweep.plan import read_plan
-from maxhydra.sweep.start import cancel, go_on, status
+from maxhydra.sweep.run import cancel, go_on, status
 from tests import running
 from tests.jobset import DEFINITION
 from tests.kube import Server, missing, serving, wait_for

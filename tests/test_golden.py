@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from maxhydra.convert.derive import model_of
-from maxhydra.convert.meaning import is_same
+from maxhydra.convert.compatibility import is_same
+from maxhydra.convert.hf_config import model_of
 from tests.golden_models import Golden
 
 TESTS = Path(__file__).parent

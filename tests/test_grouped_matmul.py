@@ -10,9 +10,9 @@ import pytest
 from hopper import run
 
 from maxhydra.kernels.grouped_matmul import Call, UnsupportedError, choose, megablox, mosaic, triton
-from maxhydra.kernels.grouped_matmul.gradients import grouped
-from maxhydra.kernels.grouped_matmul.mosaic.how import How
+from maxhydra.kernels.grouped_matmul.mosaic.params import How
 from maxhydra.kernels.grouped_matmul.tiles import schedule
+from maxhydra.kernels.grouped_matmul.vjp import grouped
 
 TILE = triton.Tile(rows=16, columns=16, summed=16, warps=4, stages=1, band=3)
 M, K, N = 48, 16, 32

@@ -10,12 +10,12 @@ import pytest
 from test_int8 import SINGLE, logits
 
 from maxhydra.config import ConfigError
-from maxhydra.config import model as config
-from maxhydra.config.compose import compose
-from maxhydra.config.quantization import Quantization, QuantizationKind, QuantizationRule
-from maxhydra.decode.arrange import arrange
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.quantization import Quantization, QuantizationKind, QuantizationRule
+from maxhydra.decode.weight_layout import arrange
 from maxhydra.layers import Context
-from maxhydra.layers.int4 import quantized
+from maxhydra.layers.quant.int4 import quantized
 from maxhydra.model import ModelDef, build, kept, mapped
 from maxhydra.train import plan_states
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config import model as config
-from maxhydra.config.compose import compose
-from maxhydra.config.quantization import Quantization, QuantizationKind
-from maxhydra.decode.arrange import arrange
-from maxhydra.kernels.einsum import Layout
-from maxhydra.kernels.int8 import int8_product, triton
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.quantization import Quantization, QuantizationKind
+from maxhydra.decode.weight_layout import arrange
+from maxhydra.kernels.int8_weight_matmul import int8_product, triton
+from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import Context
-from maxhydra.layers.int8 import quantized
+from maxhydra.layers.quant.int8 import quantized
 from maxhydra.model import ModelDef, build, kept, mapped
 from maxhydra.sharding import Sharder
 from maxhydra.train import plan_states

@@ -10,10 +10,10 @@ import pytest
 from running import SMALL, environment, facts
 
 from maxhydra.config.errors import ConfigError
+from maxhydra.launch.base import Proposal, Shared
 from maxhydra.launch.composing import Ordering
-from maxhydra.launch.jobs import Proposal, Shared
-from maxhydra.launch.order import read_order
-from maxhydra.launch.places import read_launcher
+from maxhydra.launch.job_spec import read_order
+from maxhydra.launch.registry import read_launcher
 from maxhydra.launch.slurm.script import render
 from maxhydra.launch.slurm.settings import SlurmSettings
 
@@ -109,7 +109,7 @@ def test_a_worker_needs_no_hydra_and_goes_on_with_its_run(tmp_path: Path) -> Non
     folder = shared.path(proposal)
     for steps in (3, 5):
         Ordering(shared).order(Proposal(0, "0_a", (f"train.steps={steps}",))).write(folder)
-        script = "import sys; from maxhydra.cli.entry import run; code = run(sys.argv[1:]); "
+        script = "import sys; from maxhydra.cli.main import run; code = run(sys.argv[1:]); "
         script += "sys.exit(code or ('hydra' in sys.modules and 99))"
         words = [sys.executable, "-c", script, "job", f"{folder}/job.yaml", "--run-dir", str(folder)]
         done = subprocess.run(words, env=environment(), cwd=tmp_path, capture_output=True, text=True)

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from maxhydra.config import ConfigError
-from maxhydra.config import model as config
-from maxhydra.kernels.einsum import Layout, projected, widening_einsum
+from maxhydra.config.schema import model as config
+from maxhydra.kernels.matmul import Layout, projected, widening_einsum
 from maxhydra.layers import (
     Attention,
     AttentionSpec,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from maxhydra.convert.layout import Layout
-from maxhydra.convert.table import Join, Weight
+from maxhydra.convert.name_table import Join, Weight
+from maxhydra.convert.param_map import Layout
 
 RNG = np.random.default_rng(0)
 

@@ -12,13 +12,13 @@ import numpy as np
 import optax
 import pytest
 
-from maxhydra.config.run import Checkpoint, EarlyStop, Progress, Train
+from maxhydra.config.schema.run import Checkpoint, EarlyStop, Progress, Train
 from maxhydra.optim import Optimizer
 from maxhydra.record import MetricsWriter, RunDirectory, read_metrics, series
 from maxhydra.train.checkpoint import open_checkpointer
-from maxhydra.train.interrupt import Interrupt
 from maxhydra.train.loop import Ending, Parts, fit
-from maxhydra.train.meter import Meter, Work
+from maxhydra.train.metrics import Meter, Work
+from maxhydra.train.preemption import Interrupt
 from maxhydra.train.progress import open_progress
 from maxhydra.train.state import Guard, TrainState
 from maxhydra.train.step import make_step

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config import model as config
-from maxhydra.config.adapter import Adapter, AdapterKind
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.adapter import Adapter, AdapterKind
 from maxhydra.layers import Context
 from maxhydra.model import build, join, split
 from maxhydra.sharding import Sharder

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.kernels.einsum import widening_einsum
-from maxhydra.layers.backends import Wanted
+from maxhydra.kernels.matmul import widening_einsum
+from maxhydra.layers.kernel_options import Wanted
 from maxhydra.train.loss import cross_entropy
 
 B, S, D, V = 3, 12, 8, 17

@@ -9,14 +9,14 @@ import pytest
 from hopper import run
 from test_fused_product import SINGLE, draw, expected, model
 
-from maxhydra.decode.arrange import arrange
-from maxhydra.kernels.fused_product import Around, fused_product, many_rows
-from maxhydra.kernels.fused_product.many_rows_mosaic import gated
-from maxhydra.kernels.grouped_matmul.mosaic.how import How
-from maxhydra.kernels.paged_attention import Pages, filling
-from maxhydra.kernels.place import Place
+from maxhydra.decode.weight_layout import arrange
+from maxhydra.kernels.fused_linear import Around, fused_product, swiglu_prefill
+from maxhydra.kernels.fused_linear.swiglu_prefill_mosaic import gated
+from maxhydra.kernels.grouped_matmul.mosaic.params import How
+from maxhydra.kernels.paged_attention import Pages, prefill_write
+from maxhydra.kernels.placement import Place
 from maxhydra.layers import Context, PagedRoom, Rows, attend
-from maxhydra.layers import fused as fused_layers
+from maxhydra.layers import fused_decode as fused_layers
 from maxhydra.model import ModelDef
 
 
@@ -33,10 +33,10 @@ def test_many_rows_take_their_gate_along() -> None:
 
 def test_the_kernel_of_many_rows_lowers_where_there_is_no_hopper() -> None:
     x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 512), (1024, 512)))
-    lowered = jax.jit(lambda x, weight: many_rows.gated(x, weight, jax.nn.silu)).trace(x, weight)
+    lowered = jax.jit(lambda x, weight: swiglu_prefill.gated(x, weight, jax.nn.silu)).trace(x, weight)
     assert lowered.out_info.shape == (1024, 512)
     assert lowered.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
-    assert not many_rows.can_serve(1024, 512, 512, "bfloat16", jax.nn.silu)
+    assert not swiglu_prefill.can_serve(1024, 512, 512, "bfloat16", jax.nn.silu)
 
 
 def prompts_read(model: ModelDef, params: dict) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -63,7 +63,7 @@ def test_prompts_are_the_same_with_their_gates_taken_along_and_pages_filled(monk
 
     def fill(pages: Pages, key: jax.Array, value: jax.Array, place: Place) -> Pages:
         filled.append(key.shape)
-        return filling.filled(pages, key, value, interpret=True)
+        return prefill_write.filled(pages, key, value, interpret=True)
 
     def product(*arguments: Any, **options: Any) -> jax.Array:
         activations.append(arguments[3].activation)

@@ -11,16 +11,16 @@ import numpy as np
 import optax
 import pytest
 
-from maxhydra.config import model as config
-from maxhydra.config.adapter import Adapter, AdapterKind
-from maxhydra.config.mesh import Mesh
-from maxhydra.config.run import Train
-from maxhydra.decode.arrange import arrange, unstacked
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.adapter import Adapter, AdapterKind
+from maxhydra.config.schema.mesh import Mesh
+from maxhydra.config.schema.run import Train
+from maxhydra.decode.weight_layout import arrange, unstacked
 from maxhydra.layers import Context, PagedRoom, Rows
 from maxhydra.model import ModelDef, build, merged
 from maxhydra.optim import Optimizer
 from maxhydra.sharding import Sharder, build_mesh
-from maxhydra.train.objective import next_token_loss
+from maxhydra.train.objectives import next_token_loss
 from maxhydra.train.state import Guard, TrainState
 from maxhydra.train.step import make_step
 

@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 from maxhydra.config import ConfigError
-from maxhydra.config import model as config
-from maxhydra.config.mesh import RULES, Mesh
-from maxhydra.config.quantization import QuantizationKind
-from maxhydra.kernels.einsum import Layout
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.mesh import RULES, Mesh
+from maxhydra.config.schema.quantization import QuantizationKind
+from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import (
     Context,
     DenseRoom,

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.config import model as config
-from maxhydra.config.mesh import RULES, Mesh
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.mesh import RULES, Mesh
 from maxhydra.layers import Context, DenseRoom
 from maxhydra.model import ModelDef, build, parameter_count
 from maxhydra.model.remat import Remat

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxhydra.config import model as config
 from maxhydra.config.options import model_option
+from maxhydra.config.schema import model as config
 from maxhydra.layers import Context
 from maxhydra.model import active_parameters, build, flops_per_token, parameter_count
 from maxhydra.sharding import Sharder

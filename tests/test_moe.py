@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from mixtures import Mixture, expert, softmax_top_k
 
-from maxhydra.config import model as config
-from maxhydra.config.mesh import Mesh
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.mesh import Mesh
 from maxhydra.kernels.grouped_matmul import BACKENDS, UnsupportedError, grouped_matmul
 from maxhydra.sharding import Sharder, build_mesh
 

@@ -10,15 +10,15 @@ import numpy as np
 import optax
 import pytest
 
-from maxhydra.config import model as config
-from maxhydra.config.optimizer import Optimizer as OptimizerConfig
-from maxhydra.config.optimizer import OptimizerKind, Schedule, ScheduleKind
-from maxhydra.config.run import Train
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.optimizer import Optimizer as OptimizerConfig
+from maxhydra.config.schema.optimizer import OptimizerKind, Schedule, ScheduleKind
+from maxhydra.config.schema.run import Train
 from maxhydra.model import ModelDef, build
 from maxhydra.optim import Optimizer
 from maxhydra.optim import build as build_optimizer
 from maxhydra.sharding import Sharder
-from maxhydra.train.objective import held_out_loss, next_token_loss
+from maxhydra.train.objectives import held_out_loss, next_token_loss
 from maxhydra.train.state import Guard, TrainState
 from maxhydra.train.step import make_step
 

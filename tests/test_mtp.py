@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.config import model as config
-from maxhydra.config.run import Train
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.run import Train
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build, flops_per_token, parameter_count
 from maxhydra.sharding import Sharder
-from maxhydra.train.objective import next_token_loss
+from maxhydra.train.objectives import next_token_loss
 
 SINGLE, WIDTH, VOCAB, LENGTH = Sharder.single(), 16, 23, 6
 DEPTH, WEIGHT = 2, 0.4

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from maxhydra.convert.fill import fill, on_first_device
 from maxhydra.convert.hf import hf_source
+from maxhydra.convert.stream_in import fill, on_first_device
 from maxhydra.model import build
 
 GOLDEN = Path(__file__).parent / "golden"

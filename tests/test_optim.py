@@ -10,9 +10,9 @@ import optax.contrib
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config.model import Dtype
-from maxhydra.config.optimizer import Optimizer as Config
-from maxhydra.config.optimizer import OptimizerKind, Schedule, ScheduleKind
+from maxhydra.config.schema.model import Dtype
+from maxhydra.config.schema.optimizer import Optimizer as Config
+from maxhydra.config.schema.optimizer import OptimizerKind, Schedule, ScheduleKind
 from maxhydra.optim import build, state_axes
 from maxhydra.sharding import is_axes
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxhydra.config.optimizer import DecayStyle, Schedule, ScheduleKind
+from maxhydra.config.schema.optimizer import DecayStyle, Schedule, ScheduleKind
 from maxhydra.optim import schedule
 
 PEAK, STEPS, WARMUP = 2.0, 100, 9

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.convert.packed import read_float8, unpacked
+from maxhydra.convert.dequantize import read_float8, unpacked
 
 
 def through(tensors, settings=None):

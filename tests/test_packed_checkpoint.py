@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from maxhydra.config import Config, ConfigError
-from maxhydra.config.compose import compose
-from maxhydra.config.mesh import Mesh
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.mesh import Mesh
 from maxhydra.convert.arrays import HeldArrays
 from maxhydra.convert.load import load_weights
 from maxhydra.convert.own_write import write_own
-from maxhydra.decode.start import weight_formats
+from maxhydra.decode.open import weight_formats
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, convert

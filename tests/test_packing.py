@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from maxhydra.config.data import Overlong, Packing, PackingMethod
+from maxhydra.config.schema.data import Overlong, Packing, PackingMethod
 from maxhydra.data.document import Document
 from maxhydra.data.packing import Plan, plan
 from maxhydra.data.rows import PackedRows, pack_rows

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax.typing import DTypeLike
 
-from maxhydra.config.model import Pairs
+from maxhydra.config.schema.model import Pairs
 from maxhydra.kernels.attention.reference import attention as reference
-from maxhydra.kernels.attention.request import Request, Tokens
-from maxhydra.kernels.paged_attention import Pages, filling, pallas_tpu, triton
+from maxhydra.kernels.attention.spec import Request, Tokens
+from maxhydra.kernels.paged_attention import Pages, pallas_tpu, prefill_write, triton
 from maxhydra.layers.rope import Rotation, rotate, turns
 
 PAGES, PAGE = 40, 4
@@ -77,7 +77,7 @@ def test_prompts_fill_their_pages() -> None:
     table, lengths = rng.permutation(PAGES)[: B * W].reshape(B, W), np.array([16, 0, 5, 8])
     new = [rng.standard_normal((B, 16, K, H)).astype(np.float32) for _ in range(2)]
     pages = Pages(*(jnp.asarray(x) for x in (key, value, table, lengths)))
-    after = filling.filled(pages, *map(jnp.asarray, new), interpret=True)
+    after = prefill_write.filled(pages, *map(jnp.asarray, new), interpret=True)
     for b, length in enumerate(lengths):
         for w in range(min(-(-length // PAGE), W)):
             for old, own in zip((key, value), new, strict=True):

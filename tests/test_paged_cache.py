@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.config import model as config
-from maxhydra.config.mesh import RULES, Mesh
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.mesh import RULES, Mesh
 from maxhydra.layers import Context, DenseRoom, PagedRoom, Rows
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from drawn import drawn
 
-from maxhydra.record.files import replace_file
+from maxhydra.record.atomic_io import replace_file
 from tests.golden_models import Distance, Golden
 
 torch = pytest.importorskip("torch", reason="needs the parity extra")

@@ -11,13 +11,13 @@ from scipy.stats import norm
 from test_lora import TOKENS, added, context, lora, model_config, noisy
 
 from maxhydra.config import ConfigError
-from maxhydra.config.adapter import AdapterKind
-from maxhydra.config.decode import Engine as EngineConfig
-from maxhydra.config.mesh import RULES, Mesh
+from maxhydra.config.schema.adapter import AdapterKind
+from maxhydra.config.schema.decode import Engine as EngineConfig
+from maxhydra.config.schema.mesh import RULES, Mesh
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.request import Request
-from maxhydra.layers.nf4 import BLOCK, LEVELS, quantized
+from maxhydra.layers.quant.nf4 import BLOCK, LEVELS, quantized
 from maxhydra.model import build, join, kept, mapped, merged, split
 from maxhydra.sharding import Sharder, build_mesh
 

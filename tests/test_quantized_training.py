@@ -15,24 +15,24 @@ from flax import nnx
 from test_float8 import draw
 
 from maxhydra.config import Config, ConfigError
-from maxhydra.config import model as config
-from maxhydra.config.compose import compose
-from maxhydra.config.quantization import Activations, Quantization, QuantizationKind, QuantizationRule
-from maxhydra.config.run import Train
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.quantization import Activations, Quantization, QuantizationKind, QuantizationRule
+from maxhydra.config.schema.run import Train
 from maxhydra.data.sources import demo
-from maxhydra.kernels.einsum import Layout
-from maxhydra.kernels.float8 import delayed_product
-from maxhydra.kernels.integer import integer_product
+from maxhydra.kernels.fp8_matmul import delayed_product
+from maxhydra.kernels.int8_matmul import integer_product
+from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import Context
-from maxhydra.layers.formats import Format
-from maxhydra.layers.projection import ProductSpec, Projection
-from maxhydra.layers.straight import rounding, straight
+from maxhydra.layers.linear import ProductSpec, Projection
+from maxhydra.layers.quant.qat import rounding, straight
+from maxhydra.layers.quant.rules import Format
 from maxhydra.model import build, kept, mapped
 from maxhydra.optim import Optimizer
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import plan_states
 from maxhydra.train.checkpoint import open_checkpointer, restore
-from maxhydra.train.objective import next_token_loss
+from maxhydra.train.objectives import next_token_loss
 from maxhydra.train.state import Guard, StateDef, TrainState
 from maxhydra.train.step import make_step
 

@@ -8,7 +8,7 @@ import pytest
 from running import SMALL, finished, losses, parameter_hash
 
 from maxhydra.config import ConfigError
-from maxhydra.config.compose import compose
+from maxhydra.config.compose.composer import compose
 from maxhydra.data import BatchSpec
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import plan_batches

@@ -3,8 +3,8 @@
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config.compose import compose
-from maxhydra.config.reward import Term
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.reward import Term
 from maxhydra.data import RowSpec
 from maxhydra.data.sources import RecordSource, open_source
 from maxhydra.rl.rewards import Answer, build_score

@@ -166,7 +166,7 @@ def test_other_processes_write_nothing(tmp_path):
 
 
 def test_a_heartbeat_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("maxhydra.record.directory.HEARTBEAT_SECONDS", 0)
+    monkeypatch.setattr("maxhydra.record.run_dir.HEARTBEAT_SECONDS", 0)
     run = RunDirectory(tmp_path / "a")
     run.start("", {})
     run.path.rename(tmp_path / "gone")
@@ -337,7 +337,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path):
     code = """
 import resource, signal, sys
 from maxhydra.record import MetricsWriter, read_metrics
-from maxhydra.record.files import replace_file
+from maxhydra.record.atomic_io import replace_file
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 writer = MetricsWriter(sys.argv[1])
 writer.write(1, {"loss": 1.0})

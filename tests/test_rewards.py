@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config.compose import compose
-from maxhydra.config.reward import OnFault, Reward, Term
-from maxhydra.rl.judge import Judge, RewardError, Verdict
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.reward import OnFault, Reward, Term
+from maxhydra.rl.reward_pool import Judge, RewardError, Verdict
 from maxhydra.rl.rewards import Answer, build_score, found_answer
 
 

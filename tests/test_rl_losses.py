@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.config.tasks.grpo import Clip, GrpoTask, Kl, KlEstimator, PolicyLoss, Scale
+from maxhydra.config.schema.tasks.grpo import Clip, GrpoTask, Kl, KlEstimator, PolicyLoss, Scale
 from maxhydra.rl.advantages import advantages, is_degenerate, scale_of
 from maxhydra.rl.losses import Logprobs, divergence, policy_loss
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from maxhydra.kernels.rotated_heads import Call, UnsupportedError, choose, rotated_heads, triton
+from maxhydra.kernels.qkv_rope import Call, UnsupportedError, choose, rotated_heads, triton
 
 B, T, N, K, H = 2, 16, 3, 1, 32
 

@@ -17,11 +17,11 @@ import scipy.stats
 import yaml
 from runfolders import change_facts, line, write_run
 
-from maxhydra.config.compose import compose
+from maxhydra.config.compose.composer import compose
 from maxhydra.config.errors import ConfigError
-from maxhydra.config.written import to_yaml
+from maxhydra.config.serialize import to_yaml
 from maxhydra.record import MetricsWriter, RunDirectory
-from maxhydra.runs import Registry, frame, sections
+from maxhydra.runs import Registry, config_sections, frame
 from maxhydra.runs.compare import compare
 from maxhydra.runs.importance import importance
 from maxhydra.runs.index import FILE
@@ -65,8 +65,8 @@ def test_config_is_read_in_pieces_as_yaml_reads_it_whole(notes):
     content = yaml.safe_load(whole_config())
     content["run"]["notes"], content["run"]["tags"] = notes, [notes, "b"]
     text = yaml.safe_dump(content, sort_keys=False)
-    pieces = dict(sections.read(text))
-    whole = {path: sections.cell(value) for path, value in flattened(content) if value != {} or "." in path}
+    pieces = dict(config_sections.read(text))
+    whole = {path: config_sections.cell(value) for path, value in flattened(content) if value != {} or "." in path}
     assert pieces == whole and pieces["run.notes"] == notes
 
 

@@ -13,10 +13,10 @@ import pytest
 import running
 from runfolders import change_facts, write_run
 
-from maxhydra.cli.entry import run as maxhydra
-from maxhydra.config.compose import compose
+from maxhydra.cli.main import run as maxhydra
+from maxhydra.config.compose.composer import compose
 from maxhydra.record import RunDirectory
-from maxhydra.record.surroundings import code
+from maxhydra.record.provenance import code
 
 ROOT = Path(__file__).parent.parent
 
@@ -259,7 +259,7 @@ def test_no_verb_imports_jax(outputs):
     verbs = [path.stem for path in (ROOT / "maxhydra" / "cli" / "runs").glob("[a-z]*.py")]
     check = f"""
 import importlib, sys
-from maxhydra.cli.entry import run
+from maxhydra.cli.main import run
 run(["runs", "list"]), run(["runs", "best"]), run(["runs", "report"])
 for verb in {verbs}: importlib.import_module(f"maxhydra.cli.runs.{{verb}}")
 assert not {{"jax", "numpy", "hydra", "omegaconf", "pandas", "pyarrow"}} & set(sys.modules)

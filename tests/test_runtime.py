@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config.hardware import Cluster, Distributed, Hardware, Platform, Precision
+from maxhydra.config.schema.hardware import Cluster, Distributed, Hardware, Platform, Precision
 from maxhydra.runtime.detect import Found, cpu_refuses_cache, detect
 from maxhydra.runtime.distributed import Meeting, find_meeting
 from maxhydra.runtime.flags import backend_environment, merge_flags
-from maxhydra.runtime.options import hardware_options, matches, resolve
+from maxhydra.runtime.hardware_options import hardware_options, matches, resolve
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = sorted(path.stem for path in (ROOT / "conf/hardware").glob("*.yaml"))
@@ -283,7 +283,7 @@ class TestMeeting:
 START = """
 import json, sys
 from maxhydra.config import ConfigError
-from maxhydra.config.hardware import Distributed, Hardware, Platform
+from maxhydra.config.schema.hardware import Distributed, Hardware, Platform
 from maxhydra.runtime import start
 try:
     machine = start(Hardware(compilation_cache=None, **eval(sys.argv[1])))

@@ -8,7 +8,7 @@ from running import environment
 CASE = """
 import jax, jax.numpy as jnp
 from maxhydra import runtime
-from maxhydra.config.compose import compose
+from maxhydra.config.compose.composer import compose
 runtime.start(compose(["hardware={option}"]).config.hardware)
 x = jnp.stack([jnp.arange(40_000.0), jnp.zeros(40_000), jnp.zeros(40_000)], axis=1)
 squares = jax.jit(jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2)))(x)

@@ -15,10 +15,10 @@ import openai
 import pytest
 from fake_engine import WORDS, FakeEngine
 
-from maxhydra.config.compose import compose
-from maxhydra.config.decode import Sampling
-from maxhydra.decode.http import Access, Limits, Offer, Service, listen, serve
-from maxhydra.decode.http.replies import Reply
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.decode import Sampling
+from maxhydra.decode.openai_server import Access, Limits, Offer, Service, listen, serve
+from maxhydra.decode.openai_server.response_schema import Reply
 from maxhydra.decode.prompts import Prompts
 from maxhydra.decode.request import Completion, Delta, TokenLogprob
 

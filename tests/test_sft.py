@@ -14,9 +14,9 @@ import pytest
 from running import SMALL, facts, finished, losses, parameter_hash, silent
 
 from maxhydra.config import Config, ConfigError
-from maxhydra.config.compose import compose
-from maxhydra.config.run import Checkpoint
-from maxhydra.config.written import from_yaml
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.run import Checkpoint
+from maxhydra.config.serialize import from_yaml
 from maxhydra.convert.load import load_weights
 from maxhydra.layers import Context
 from maxhydra.model import build, join, parameter_count
@@ -24,7 +24,7 @@ from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, sft
 from maxhydra.train import next_token_loss, plan_states
 from maxhydra.train.checkpoint import open_checkpointer, read_state
-from maxhydra.train.start import begin
+from maxhydra.train.restore import begin
 
 STEPS = 24
 SFT = [*SMALL, "task=sft", "data=arithmetic", "model.emb_dim=64", "optimizer/schedule=constant"]

@@ -11,13 +11,13 @@ import transformers
 from vocabularies import MARKS, family_folder, template
 
 from maxhydra.config import ConfigError
-from maxhydra.config.data import Data, OnError, Overlong, Packing
-from maxhydra.config.mesh import RULES, Mesh
-from maxhydra.config.tokenizer import Tokenizer as Config
+from maxhydra.config.schema.data import Data, OnError, Overlong, Packing
+from maxhydra.config.schema.mesh import RULES, Mesh
+from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data import BatchSpec, RowSpec, host_loader, tokenizer, train_loader
 from maxhydra.data.document import Document
+from maxhydra.data.record_types import Refused, Shape, build_shape
 from maxhydra.data.records import Record
-from maxhydra.data.shapes import Refused, Shape, build_shape
 from maxhydra.sharding import Sharder, build_mesh
 
 BOS, EOS, PAD = 256, 257, 258

@@ -10,11 +10,11 @@ from running import SMALL, finished, finished_together, losses
 
 from maxhydra import data, model, optim
 from maxhydra.config import Config
-from maxhydra.config.compose import compose
+from maxhydra.config.compose.composer import compose
 from maxhydra.sharding import Sharder, build_mesh
-from maxhydra.train.batching import plan_batches
+from maxhydra.train.batches import plan_batches
 from maxhydra.train.checkpoint import open_checkpointer, restore
-from maxhydra.train.objective import next_token_loss
+from maxhydra.train.objectives import next_token_loss
 from maxhydra.train.state import StateDef, TrainState
 from maxhydra.train.step import make_step
 

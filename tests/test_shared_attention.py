@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config.compose import compose
-from maxhydra.config.mesh import RULES, Mesh
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.mesh import RULES, Mesh
 from maxhydra.layers import Context, PagedRoom, Rows
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh

@@ -14,7 +14,7 @@ import pytest
 from running import SMALL, command, environment, facts, finished, losses, run, silent
 from slurm import cluster, require, wait_for
 
-from maxhydra.cli import entry
+from maxhydra.cli import main
 from tests import compiling, warm
 
 WORKER = """
@@ -160,7 +160,7 @@ def test_a_sweep_is_cancelled_and_gone_on_with(
     for name, value in scheduler.items():
         monkeypatch.setenv(name, value)
     # In this process, which does not have to start first: the job is as quick.
-    assert entry.run(["sweep", "cancel", "off", "--outputs", str(tmp_path / "outputs")]) == 0
+    assert main.run(["sweep", "cancel", "off", "--outputs", str(tmp_path / "outputs")]) == 0
     assert controller.wait(60) == 1 and "cancelled" in controller.communicate()[1]
     wait_for(lambda: sessions(first) == ["preempted"], 60)
     assert not (second / "run.json").exists()

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from maxhydra.config import Config
-from maxhydra.config.compose import compose
-from maxhydra.config.decode import Engine as EngineConfig
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.convert.load import load_weights
 from maxhydra.data import tokenizer
 from maxhydra.data.chat import render_prompt
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.request import Request
 from maxhydra.layers import Context
-from maxhydra.layers.cache import DenseRoom
+from maxhydra.layers.kv_cache import DenseRoom
 from maxhydra.model import build
 from maxhydra.modelfiles import locate
 from maxhydra.sharding import Sharder, build_mesh

@@ -10,9 +10,9 @@ from jax.sharding import AxisType
 from test_attention import MASKS, assert_near_in_bfloat16, make_inputs, make_request, tags
 
 from maxhydra.kernels.attention import BACKENDS, reference, splash
-from maxhydra.kernels.attention.devices import over_devices
-from maxhydra.kernels.attention.request import Tokens
-from maxhydra.kernels.place import Place
+from maxhydra.kernels.attention.shard_map import over_devices
+from maxhydra.kernels.attention.spec import Tokens
+from maxhydra.kernels.placement import Place
 
 # Two blocks of queries by two of keys.
 LENGTH = 256

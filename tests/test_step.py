@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from maxhydra.config.run import Nonfinite, Spike, Train
+from maxhydra.config.schema.run import Nonfinite, Spike, Train
 from maxhydra.optim import Optimizer
-from maxhydra.train.objective import held_out_loss
+from maxhydra.train.objectives import held_out_loss
 from maxhydra.train.state import Guard, TrainState
 from maxhydra.train.step import make_step
 

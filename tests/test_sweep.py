@@ -14,17 +14,17 @@ from pathlib import Path
 import optuna
 import pytest
 
-from maxhydra.cli.entry import run as maxhydra
+from maxhydra.cli.main import run as maxhydra
 from maxhydra.config.errors import ConfigError
-from maxhydra.launch.jobs import Proposal
+from maxhydra.launch.base import Proposal
 from maxhydra.launch.local import LocalJobs, LocalSettings
 from maxhydra.record import RunDirectory
 from maxhydra.sweep.controller import Controller
 from maxhydra.sweep.plan import Plan, Settings, read_plan, write_plan
-from maxhydra.sweep.proposals import Fate
+from maxhydra.sweep.run import begin, cancel, go_on, listed, status
 from maxhydra.sweep.search import SearchProposals
 from maxhydra.sweep.space import distributions, grid_values
-from maxhydra.sweep.start import begin, cancel, go_on, listed, status
+from maxhydra.sweep.trials import Fate
 
 JOB = textwrap.dedent(
     """

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from maxhydra.config import Config, ConfigError
-from maxhydra.config.compose import compose
-from maxhydra.config.decode import Engine as EngineConfig
-from maxhydra.config.mesh import Mesh
-from maxhydra.config.run import Checkpoint
-from maxhydra.config.written import to_yaml
-from maxhydra.convert import hf_write
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.decode import Engine as EngineConfig
+from maxhydra.config.schema.mesh import Mesh
+from maxhydra.config.schema.run import Checkpoint
+from maxhydra.config.serialize import to_yaml
+from maxhydra.convert import hf
 from maxhydra.convert.load import load_weights
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
@@ -107,7 +107,7 @@ def test_a_folder_comes_back_bit_for_bit(case: str, tmp_path: Path, monkeypatch:
     (tmp_path / "in/tokenizer.json").write_text("{}")
     overrides = ["task.dtype=bfloat16"] if case == "llama" else []
     if case == "mistral":
-        monkeypatch.setattr(hf_write, "SHARD", 100_000)
+        monkeypatch.setattr(hf, "SHARD", 100_000)
     out = converted(case, tmp_path / "in", tmp_path / "out", *overrides)
     before, after = (
         {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load(file).items()}

@@ -11,16 +11,16 @@ import pytest
 from fake_engine import FakeEngine, answer_file, asker, expected
 
 from maxhydra.config import ConfigError
-from maxhydra.config.compose import compose
-from maxhydra.config.decode import Sampling
-from maxhydra.config.run import Progress
-from maxhydra.decode.ask import SettingError, adjusted, ask
-from maxhydra.decode.batch import BatchFailedError
-from maxhydra.decode.batch_file import AnswerFile, read_records
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.decode import Sampling
+from maxhydra.config.schema.run import Progress
+from maxhydra.decode.chat_cli import answer, converse
+from maxhydra.decode.offline import BatchFailedError
+from maxhydra.decode.offline_files import AnswerFile, read_records
 from maxhydra.decode.progress import open_progress
 from maxhydra.decode.prompts import PromptError, Prompts
 from maxhydra.decode.request import Delta, Handle
-from maxhydra.decode.terminal import answer, converse
+from maxhydra.decode.sampling_params import SettingError, adjusted, ask
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"

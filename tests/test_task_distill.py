@@ -13,9 +13,9 @@ from array_record.python.array_record_module import ArrayRecordReader
 from running import ROOT, SMALL, finished, kill_when, losses, parameter_hash
 
 from maxhydra.config import ConfigError
-from maxhydra.config.compose import compose
-from maxhydra.config.schema import Config
-from maxhydra.data.codec import decode_arrays
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.config import Config
+from maxhydra.data.array_codec import decode_arrays
 from maxhydra.distill.teacher import plan_teacher
 from maxhydra.layers import Context
 from maxhydra.model import build

@@ -13,10 +13,10 @@ import pytest
 from running import SMALL, facts, finished, kill_when, losses, parameter_hash
 from test_lora import lora, model_config
 
-from maxhydra.align.objective import PairScorer, preference_loss
+from maxhydra.align.loss import PairScorer, preference_loss
 from maxhydra.config import ConfigError
-from maxhydra.config.compose import compose
-from maxhydra.config.tasks.dpo import DpoTask, PreferenceLoss, Reference
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.tasks.dpo import DpoTask, PreferenceLoss, Reference
 from maxhydra.model import build, join, split
 from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, dpo

@@ -11,13 +11,13 @@ import pytest
 from running import ROOT, SMALL, facts, finished, losses, parameter_hash, run, silent
 
 from maxhydra.config import ConfigError
-from maxhydra.config.compose import compose
-from maxhydra.config.tasks.grpo import GrpoTask
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.tasks.grpo import GrpoTask
 from maxhydra.decode.request import Completion, TokenLogprob
 from maxhydra.rl.evaluate import majority, pass_at
-from maxhydra.rl.judge import Verdict
-from maxhydra.rl.plan import check
+from maxhydra.rl.reward_pool import Verdict
 from maxhydra.rl.rollout import Group, columns
+from maxhydra.rl.setup import check
 
 # Also the tests that take minutes.
 FULL = "MAXHYDRA_FULL" in os.environ

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxhydra.config import ConfigError
-from maxhydra.config.compose import compose
+from maxhydra.config.compose.composer import compose
 from maxhydra.score.results import perplexity
 from maxhydra.tasks import Job, score
 

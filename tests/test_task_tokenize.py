@@ -15,12 +15,12 @@ from array_record.python.array_record_module import ArrayRecordReader
 
 from maxhydra import runtime
 from maxhydra.config import ConfigError
-from maxhydra.config.compose import compose
-from maxhydra.config.corpus import Corpus
-from maxhydra.config.data import Data, OnError
-from maxhydra.config.tokenizer import Tokenizer as Config
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.corpus import Corpus
+from maxhydra.config.schema.data import Data, OnError
+from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data import BatchSpec, RowSpec, train_loader
-from maxhydra.data.codec import decode_arrays
+from maxhydra.data.array_codec import decode_arrays
 from maxhydra.data.records import Record
 from maxhydra.data.shard_index import open_index
 from maxhydra.data.shards import Shards
@@ -217,7 +217,7 @@ def test_records_to_evaluate_on_are_in_no_shard_unless_they_were_held_out(tmp_pa
 
 def test_weights_of_conversations_come_back(tmp_path: Path) -> None:
     from maxhydra.data.document import Document
-    from maxhydra.data.shapes import build_shape
+    from maxhydra.data.record_types import build_shape
 
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "ab"}\n' * 8)

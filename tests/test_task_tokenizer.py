@@ -12,15 +12,15 @@ from running import facts, finished
 
 from maxhydra import runtime
 from maxhydra.config import ConfigError
-from maxhydra.config.compose import compose
-from maxhydra.config.corpus import Corpus
-from maxhydra.config.data import Data, OnError
-from maxhydra.config.tasks.tokenizer import TokenizerTask
-from maxhydra.config.tokenizer import Tokenizer as Config
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.corpus import Corpus
+from maxhydra.config.schema.data import Data, OnError
+from maxhydra.config.schema.tasks.tokenizer import TokenizerTask
+from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data import RowSpec, tokenizer
+from maxhydra.data.raw_texts import texts
 from maxhydra.data.sources import RowSource, open_source
 from maxhydra.data.sources.demo import TEXT
-from maxhydra.data.texts import texts
 from maxhydra.record import RunDirectory
 from maxhydra.tasks import Job
 from maxhydra.tasks import tokenizer as task

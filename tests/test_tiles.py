@@ -11,17 +11,17 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice
 
 from maxhydra.config import ConfigError
-from maxhydra.config.compose import compose
-from maxhydra.config.overrides import parse
-from maxhydra.config.tasks.tune import TuneTask
-from maxhydra.config.tiles import MosaicTiles, Tiles, TritonTiles
-from maxhydra.config.validate import section_from
-from maxhydra.kernels import attention, grouped_matmul, linear_cross_entropy, rms_norm, rotated_heads
-from maxhydra.kernels.choice import UnsupportedError
-from maxhydra.kernels.tile import resized
-from maxhydra.runtime.options import hardware_options
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.compose.overrides import parse
+from maxhydra.config.compose.validate import section_from
+from maxhydra.config.schema.tasks.tune import TuneTask
+from maxhydra.config.schema.tiles import MosaicTiles, Tiles, TritonTiles
+from maxhydra.kernels import attention, grouped_matmul, linear_cross_entropy, qkv_rope, rms_norm
+from maxhydra.kernels.dispatch import UnsupportedError
+from maxhydra.kernels.tiles import resized
+from maxhydra.runtime.hardware_options import hardware_options
 from maxhydra.sharding import Sharder, abstract_mesh
-from maxhydra.train.ahead import traced_step
+from maxhydra.train.compile import traced_step
 from maxhydra.tune.space import Axis, axes
 
 MOSAIC = {"attention": namedtuple("Forward", "forward")(attention.mosaic.TILES[64].forward)}
@@ -29,7 +29,7 @@ MEASURED: dict[str, Any] = {
     "attention": attention.triton.BLOCKS[64],
     "grouped_matmul": grouped_matmul.triton.MEASURED,
     "rms_norm": rms_norm.triton.MEASURED,
-    "rotated_heads": rotated_heads.triton.MEASURED,
+    "rotated_heads": qkv_rope.triton.MEASURED,
     "linear_cross_entropy": linear_cross_entropy.triton.MEASURED,
 }
 TILES = "model.kernels.tiles."

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer as Library
 from vocabularies import byte_level, metaspace, save, sentencepiece_file, tiktoken_file, with_token
 
 from maxhydra.config import ConfigError
-from maxhydra.config.data import Data
-from maxhydra.config.tokenizer import Tokenizer as Config
-from maxhydra.data import tokenizer, vocabulary
+from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.tokenizer import Tokenizer as Config
+from maxhydra.data import special_tokens, tokenizer
 from maxhydra.data.tokenizers import Tokenizer
 from maxhydra.data.tokenizers.tiktoken import PATTERN
 
@@ -123,7 +123,7 @@ class TestEveryKind:
         ids = words.encode_bytes(file)
         assert ids.dtype == np.uint16
         assert ids.tolist() == words.encode(file.decode())
-        monkeypatch.setattr(vocabulary, "BLOCK", 20)
+        monkeypatch.setattr(special_tokens, "BLOCK", 20)
         assert words.decode(words.encode_bytes(file).tolist()).replace(" ", "") == words.decode(ids.tolist()).replace(
             " ", ""
         )

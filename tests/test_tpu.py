@@ -18,9 +18,9 @@ from tpu_compile import CHIPS, MODEL, devices_of
 from tpu_programs import PROGRAMS
 
 from maxhydra.config import ConfigError
-from maxhydra.config.compose import compose
+from maxhydra.config.compose.composer import compose
 from maxhydra.sharding import Sharder, abstract_mesh, build_mesh
-from maxhydra.train.ahead import compile_ahead, traced_step
+from maxhydra.train.compile import compile_ahead, traced_step
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 ON_TPU = [

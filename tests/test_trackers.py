@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from maxhydra.config import Config, ConfigError
-from maxhydra.config.model import Model
-from maxhydra.config.run import Run, TrackerMode
-from maxhydra.config.run import Tracker as TrackerConfig
+from maxhydra.config.schema.model import Model
+from maxhydra.config.schema.run import Run, TrackerMode
+from maxhydra.config.schema.run import Tracker as TrackerConfig
 from maxhydra.record import RunDirectory, logging_to
 from maxhydra.train.trackers import open_trackers
 

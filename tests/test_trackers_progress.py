@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maxhydra.config.run import Progress as Mode
+from maxhydra.config.schema.run import Progress as Mode
 from maxhydra.record import logging_to
 from maxhydra.train.progress import open_progress
 
@@ -55,7 +55,7 @@ def test_auto_is_lines_without_a_terminal(tmp_path, capsys):
 BAR = """
 import sys
 from pathlib import Path
-from maxhydra.config.run import Progress as Mode
+from maxhydra.config.schema.run import Progress as Mode
 from maxhydra.record import logging_to
 from maxhydra.train.progress import open_progress
 with logging_to(Path(sys.argv[1]), console=True) as log:

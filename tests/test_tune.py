@@ -11,10 +11,10 @@ from running import facts, finished, kill_when
 
 from maxhydra import tasks
 from maxhydra.config import Config, ConfigError
-from maxhydra.config.compose import compose
-from maxhydra.config.tasks.tune import Batch, TuneTask
-from maxhydra.config.written import to_yaml
-from maxhydra.runtime.options import hardware_options
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.tasks.tune import Batch, TuneTask
+from maxhydra.config.serialize import to_yaml
+from maxhydra.runtime.hardware_options import hardware_options
 from maxhydra.tune.experiment import experiment
 from maxhydra.tune.search import OutOfTime, eliminate, grid, one_by_one
 from maxhydra.tune.space import Axis, Candidate, axes, settled

@@ -13,15 +13,15 @@ import jax
 from jax.sharding import SingleDeviceSharding
 from tpu_programs import PROGRAMS, Program
 
-from maxhydra.config.compose import compose
-from maxhydra.decode.arrange import arrange
-from maxhydra.decode.programs import Programs
-from maxhydra.decode.work import Shape
+from maxhydra.config.compose.composer import compose
+from maxhydra.decode.buckets import Shape
+from maxhydra.decode.steps import Programs
+from maxhydra.decode.weight_layout import arrange
 from maxhydra.layers import PagedRoom
 from maxhydra.model import build
 from maxhydra.runtime.topology import slice_devices
 from maxhydra.sharding import Sharder, build_mesh
-from maxhydra.train.ahead import compile_ahead
+from maxhydra.train.compile import compile_ahead
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 MODEL = ["model=llama3.2-1b", "model.num_layers=2", "train.seq_len=2048", "train.per_device_batch_size=2"]

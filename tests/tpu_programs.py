@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from maxhydra.kernels.attention import Request, splash
-from maxhydra.kernels.attention.request import Tokens
+from maxhydra.kernels.attention.spec import Tokens
 from maxhydra.kernels.gated_delta import gated_delta
 from maxhydra.kernels.grouped_matmul import megablox
 from maxhydra.kernels.paged_attention import Pages, pallas_tpu
-from maxhydra.kernels.place import Place
+from maxhydra.kernels.placement import Place
 
 TPU = Place("tpu", None, None, None, None)
 

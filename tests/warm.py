@@ -152,9 +152,9 @@ def _become(request: dict[str, Any]) -> None:
 def _prepare() -> None:
     """What every command would do again: imports, a first composition, a look at what is installed."""
     from maxhydra import tasks
-    from maxhydra.config.compose import compose
+    from maxhydra.config.compose.composer import compose
     from maxhydra.record import environment
-    from maxhydra.runtime.options import hardware_options
+    from maxhydra.runtime.hardware_options import hardware_options
     from tests import compiling
 
     named = [f"tasks.{module.name}" for module in pkgutil.iter_modules(tasks.__path__)]

@@ -21,7 +21,7 @@ import torch
 import transformers
 from llama_hf import fresh_llama
 
-from maxhydra.config.compose import compose
+from maxhydra.config.compose.composer import compose
 from maxhydra.convert.gguf import gguf_source
 from maxhydra.modelfiles import locate
 

@@ -3,7 +3,7 @@
 import torch
 import transformers
 
-from maxhydra.config.model import Head, Model
+from maxhydra.config.schema.model import Head, Model
 
 
 def fresh_llama(ours: Model, *, dtype: torch.dtype, device: str) -> transformers.LlamaForCausalLM:

@@ -17,9 +17,9 @@ import torch
 import transformers
 from llama_hf import fresh_llama
 
-from maxhydra.config.compose import compose
+from maxhydra.config.compose.composer import compose
 from maxhydra.model import flops_per_token
-from maxhydra.runtime.options import hardware_options, matches
+from maxhydra.runtime.hardware_options import hardware_options, matches
 
 WARM_UP = 3
 

@@ -1,6 +1,6 @@
 """hydra/launcher=slurm; what it does is maxhydra.launch.slurm's."""
 
-from hydra_plugins.maxhydra_launcher._door import Door, register
+from hydra_plugins.maxhydra_launcher._base import Door, register
 
 register("slurm", "SlurmLauncher")
 

@@ -10,10 +10,10 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from maxhydra.cli.errors import RunFailed
+from maxhydra.config.compose.overrides import parse
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.config.metrics import unlogged
-from maxhydra.config.overrides import parse
-from maxhydra.launch.places import PLACES, chosen_launcher, is_ours
+from maxhydra.config.schema.metrics import unlogged
+from maxhydra.launch.registry import PLACES, chosen_launcher, is_ours
 from maxhydra.sweep.plan import Plan, Settings
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -46,8 +46,8 @@ class OptunaSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         # Heavy, and not needed by whoever only lists Hydra's plugins.
+        from maxhydra.sweep.run import begin  # noqa: PLC0415
         from maxhydra.sweep.space import distributions, split  # noqa: PLC0415
-        from maxhydra.sweep.start import begin  # noqa: PLC0415
 
         assert self._config is not None
         hydra = self._config.hydra

@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 import jax
 
-from maxhydra.kernels.able import Able, Asked
 from maxhydra.kernels.attention import cudnn, mosaic, reference, splash, triton, xla
-from maxhydra.kernels.attention.devices import over_devices
-from maxhydra.kernels.attention.request import Request, Tokens
-from maxhydra.kernels.choice import UnsupportedError, chosen, either
-from maxhydra.kernels.place import Place, capability
-from maxhydra.kernels.tile import Sizes, sized
-from maxhydra.kernels.watch import watched
+from maxhydra.kernels.attention.shard_map import over_devices
+from maxhydra.kernels.attention.spec import Request, Tokens
+from maxhydra.kernels.call_recorder import watched
+from maxhydra.kernels.capability import Able, Asked
+from maxhydra.kernels.dispatch import UnsupportedError, chosen, either
+from maxhydra.kernels.placement import Place, capability
+from maxhydra.kernels.tiles import Sizes, sized
 
 __all__ = ["BACKENDS", "Backend", "Call", "Request", "UnsupportedError", "attention", "choose"]
 

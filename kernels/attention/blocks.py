@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from maxhydra.kernels.attention.request import Request
+from maxhydra.kernels.attention.spec import Request
 
 LOG2E = math.log2(math.e)
 # Hidden logits; finite, since the difference of two infinities is not a number, and a power of two, so that a product

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from maxhydra.kernels.attention.request import Request, Tokens, visible
+from maxhydra.kernels.attention.spec import Request, Tokens, visible
 
 
 def attention(

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from maxhydra.kernels.attention.request import KEPT, Request, Tokens
+from maxhydra.kernels.attention.spec import KEPT, Request, Tokens
 
 # Queries and keys of a block, the largest that divides the length. Blocks of 512 with heads of up to 256 fit the 16 MiB
 # of vector memory that XLA gives a kernel on every TPU, in the backward pass too. Not measured: there was no TPU.

@@ -29,8 +29,8 @@ from maxhydra.kernels.attention.blocks import (
     query_ranges,
     seen,
 )
-from maxhydra.kernels.attention.request import KEPT, Request, Tokens
-from maxhydra.kernels.tile import Sizes, candidates, resized
+from maxhydra.kernels.attention.spec import KEPT, Request, Tokens
+from maxhydra.kernels.tiles import Sizes, candidates, resized
 
 # Blocks are cut to what divides a length, and smaller ones than this waste the matrix unit.
 LENGTH_MULTIPLE = 64

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from maxhydra.kernels.attention.request import Request, Tokens, visible
-from maxhydra.kernels.einsum import widening_einsum
+from maxhydra.kernels.attention.spec import Request, Tokens, visible
+from maxhydra.kernels.matmul import widening_einsum
 
 # Queries in a block: an eighth of the sequence within these bounds. Eight causal blocks leave 56 % of the work, and ran
 # 3x as fast as one, forward and backward, on a CPU at 1024 tokens. Blocks are written out, so their number is compile

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from maxhydra.kernels.able import Able, Asked
-from maxhydra.kernels.choice import UnsupportedError, chosen, either
+from maxhydra.kernels.call_recorder import watched
+from maxhydra.kernels.capability import Able, Asked
+from maxhydra.kernels.dispatch import UnsupportedError, chosen, either
 from maxhydra.kernels.gated_delta import chunked, pallas_tpu, reference, triton
-from maxhydra.kernels.gated_delta.request import Inputs, masked
-from maxhydra.kernels.place import Place
-from maxhydra.kernels.watch import watched
+from maxhydra.kernels.gated_delta.spec import Inputs, masked
+from maxhydra.kernels.placement import Place
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "gated_delta"]
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxhydra.kernels.gated_delta.request import Inputs
+from maxhydra.kernels.gated_delta.spec import Inputs
 
 # Tokens of a chunk: the arithmetic within chunks grows with it, the number of steps between them falls.
 CHUNK = 64

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from maxhydra.kernels.gated_delta import chunked
 from maxhydra.kernels.gated_delta.chunked import Parts
-from maxhydra.kernels.gated_delta.request import Inputs
+from maxhydra.kernels.gated_delta.spec import Inputs
 
 
 def gated_delta(inputs: Inputs, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:

@@ -10,7 +10,7 @@ For a single token there is nothing faster.
 import jax
 import jax.numpy as jnp
 
-from maxhydra.kernels.gated_delta.request import Inputs
+from maxhydra.kernels.gated_delta.spec import Inputs
 
 
 def gated_delta(inputs: Inputs) -> tuple[jax.Array, jax.Array]:

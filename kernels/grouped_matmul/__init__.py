@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import jax
 
-from maxhydra.kernels.able import Able, Asked
-from maxhydra.kernels.choice import UnsupportedError, chosen
+from maxhydra.kernels.call_recorder import watched
+from maxhydra.kernels.capability import Able, Asked
+from maxhydra.kernels.dispatch import UnsupportedError, chosen
 from maxhydra.kernels.grouped_matmul import megablox, mosaic, reference, triton, xla
-from maxhydra.kernels.place import Place, capability
-from maxhydra.kernels.tile import Sizes, sized
-from maxhydra.kernels.watch import watched
+from maxhydra.kernels.placement import Place, capability
+from maxhydra.kernels.tiles import Sizes, sized
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "grouped_matmul"]
 

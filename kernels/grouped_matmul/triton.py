@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.grouped_matmul.gradients import grouped
 from maxhydra.kernels.grouped_matmul.tiles import edges, place, spans, tile_table
-from maxhydra.kernels.tile import Sizes, candidates, resized
+from maxhydra.kernels.grouped_matmul.vjp import grouped
+from maxhydra.kernels.tiles import Sizes, candidates, resized
 
 
 class Tile(NamedTuple):

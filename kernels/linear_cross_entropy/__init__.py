@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import jax
 
-from maxhydra.kernels.able import Able, Asked
-from maxhydra.kernels.choice import UnsupportedError, chosen
+from maxhydra.kernels.capability import Able, Asked
+from maxhydra.kernels.dispatch import UnsupportedError, chosen
 from maxhydra.kernels.linear_cross_entropy import reference, triton, xla
 from maxhydra.kernels.linear_cross_entropy.chunks import Objective, PerToken, sums
-from maxhydra.kernels.place import Place
-from maxhydra.kernels.tile import Sizes, sized
+from maxhydra.kernels.placement import Place
+from maxhydra.kernels.tiles import Sizes, sized
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "linear_cross_entropy"]
 

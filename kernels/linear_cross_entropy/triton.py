@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.tile import Sizes, candidates, resized
+from maxhydra.kernels.tiles import Sizes, candidates, resized
 
 LOG2E = math.log2(math.e)
 # Below any logit; finite, since the difference of two infinities is not a number.

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import jax
 
-from maxhydra.kernels.able import Able, Asked
-from maxhydra.kernels.attention.request import Request
-from maxhydra.kernels.paged_attention import filling, pallas_tpu, triton
+from maxhydra.kernels.attention.spec import Request
+from maxhydra.kernels.capability import Able, Asked
+from maxhydra.kernels.paged_attention import pallas_tpu, prefill_write, triton
 from maxhydra.kernels.paged_attention.pages import Pages
-from maxhydra.kernels.place import Place
+from maxhydra.kernels.placement import Place
 
 __all__ = ["BACKENDS", "Backend", "Call", "Pages", "filled", "paged_attention", "serving"]
 
@@ -71,7 +71,7 @@ BACKENDS: dict[str, Backend] = {
         powers_of_two=True,
         page_multiple=1,
         max_numbers=2**31 - 1,
-        fill=filling.filled,
+        fill=prefill_write.filled,
     ),
     "pallas_tpu": Backend(
         run=pallas_tpu.attention,

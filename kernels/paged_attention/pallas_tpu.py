@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from maxhydra.kernels.attention.request import Request
+from maxhydra.kernels.attention.spec import Request
 from maxhydra.kernels.paged_attention.pages import Pages
 
 # Tokens that a program reads: the lanes of a vector, so that logits fill them.

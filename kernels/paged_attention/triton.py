@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.ahead import THREADS_OF_WARP, Ahead
-from maxhydra.kernels.attention.request import Request
+from maxhydra.kernels.attention.spec import Request
+from maxhydra.kernels.l2_prefetch import THREADS_OF_WARP, Ahead
 from maxhydra.kernels.paged_attention.pages import Pages
 
 # The matrix unit takes no fewer rows, which are queries or tokens.

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import jax
 
-from maxhydra.kernels.able import Able, Asked
-from maxhydra.kernels.choice import UnsupportedError, chosen
-from maxhydra.kernels.place import Place
+from maxhydra.kernels.call_recorder import watched
+from maxhydra.kernels.capability import Able, Asked
+from maxhydra.kernels.dispatch import UnsupportedError, chosen
+from maxhydra.kernels.placement import Place
 from maxhydra.kernels.rms_norm import reference, triton
-from maxhydra.kernels.tile import Sizes, sized
-from maxhydra.kernels.watch import watched
+from maxhydra.kernels.tiles import Sizes, sized
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "rms_norm"]
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.tile import Sizes, candidates, resized
+from maxhydra.kernels.tiles import Sizes, candidates, resized
 
 
 class Tile(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config.tasks.dpo import WITHOUT_REFERENCE, DpoTask, PreferenceLoss
+from maxhydra.config.schema.tasks.dpo import WITHOUT_REFERENCE, DpoTask, PreferenceLoss
 
 # A mean token probability this near to 1 counts as this near: its odds would be infinite.
 NEAREST_TO_CERTAIN = -1e-6

@@ -17,11 +17,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from maxhydra.align.objective import SIDES
+from maxhydra.align.loss import SIDES
 from maxhydra.config import ConfigError, Problem
 from maxhydra.data import Batch, BatchSpec, Row, make_batch
-from maxhydra.model.fingerprint import fingerprint
-from maxhydra.record.files import replace_file, to_json
+from maxhydra.model.params_hash import fingerprint
+from maxhydra.record.atomic_io import replace_file, to_json
 from maxhydra.train.state import Tree
 
 # A pair, by a digest of its tokens and of what is learned of them, and the log-probs of its two answers.

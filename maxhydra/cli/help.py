@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from maxhydra.config.discover import CONF, defaults, description, groups, is_overlay
-from maxhydra.config.schema import Config
+from maxhydra.config.registry import CONF, defaults, description, groups, is_overlay
+from maxhydra.config.schema.config import Config
 
 COMMANDS = Path(__file__).parent / "commands"
 

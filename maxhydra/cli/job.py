@@ -6,9 +6,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from maxhydra.config.compose import job_choices
+from maxhydra.config.compose.composer import job_choices
+from maxhydra.config.compose.validate import instantiate
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.config.validate import instantiate
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
@@ -23,7 +23,7 @@ def run(node: DictConfig) -> float | None:
         raise ConfigError(Problem("hydra/launcher", "launches the jobs of -m alone", value=name, hint=hint))
     overrides, choices = _typed(hydra.overrides.task), job_choices(hydra.runtime)
     # jax comes in here, and not before the config is valid.
-    from maxhydra.cli.execute import execute  # noqa: PLC0415
+    from maxhydra.cli.run_job import execute  # noqa: PLC0415
 
     if hydra.mode is RunMode.MULTIRUN:
         print(f"job {hydra.job.num}: {' '.join(overrides)}", flush=True)

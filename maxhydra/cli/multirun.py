@@ -8,12 +8,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from maxhydra.cli import job
-from maxhydra.config.compose import Composer, distinct
+from maxhydra.config.compose.composer import Composer, distinct
+from maxhydra.config.compose.overrides import expand, parse
+from maxhydra.config.compose.resolvers import job_folder
 from maxhydra.config.errors import ConfigError, quoted
-from maxhydra.config.overrides import expand, parse
-from maxhydra.config.resolvers import job_folder
 from maxhydra.launch.local import LocalSettings
-from maxhydra.launch.places import chosen_launcher
+from maxhydra.launch.registry import chosen_launcher
 from maxhydra.launch.settings import Launcher
 from maxhydra.sweep.plan import Plan, Settings, write_plan
 

@@ -1,6 +1,6 @@
 """The typed config: schema, validation and errors. No jax here."""
 
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.config.schema import Config
+from maxhydra.config.schema.config import Config
 
 __all__ = ["Config", "ConfigError", "Problem"]

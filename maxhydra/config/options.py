@@ -5,9 +5,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from maxhydra.config.discover import CONF, description
-from maxhydra.config.model import Model
-from maxhydra.config.validate import section_from
+from maxhydra.config.compose.validate import section_from
+from maxhydra.config.registry import CONF, description
+from maxhydra.config.schema.model import Model
 
 FOLDER = CONF / "model"
 OWN = "_self_"

@@ -1,8 +1,8 @@
 """A config with single values changed. Apart from written.py: it reads overrides, for which Hydra is needed."""
 
-from maxhydra.config.overrides import parse, place_override
-from maxhydra.config.schema import Config
-from maxhydra.config.written import assembled, built, to_yaml
+from maxhydra.config.compose.overrides import parse, place_override
+from maxhydra.config.schema.config import Config
+from maxhydra.config.serialize import assembled, built, to_yaml
 
 
 def varied(config: Config, overrides: list[str]) -> Config:

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from maxhydra.convert.fill import checked_places, read
 from maxhydra.convert.load import foreign_source, load_weights
-from maxhydra.convert.places import Keys, Place, Tensor
+from maxhydra.convert.param_map import Keys, Place, Tensor
 from maxhydra.convert.source import Source
+from maxhydra.convert.stream_in import checked_places, read
 from maxhydra.model import ModelDef
 
 Index = tuple[int, ...]

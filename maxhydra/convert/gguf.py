@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config import model as config
-from maxhydra.convert.derive import model_of, no_table, values_of
+from maxhydra.config.schema import model as config
+from maxhydra.convert.hf_config import model_of, no_table, values_of
+from maxhydra.convert.name_table import Settings, Table, all_tables
 from maxhydra.convert.settings import THETA
 from maxhydra.convert.source import Source
-from maxhydra.convert.table import Settings, Table, all_tables
 from maxhydra.layers.rope import frequencies
 from maxhydra.modelfiles import GgufFile, open_gguf
 

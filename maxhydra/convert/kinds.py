@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxhydra.config import model as config
-from maxhydra.convert.table import Settings, UnsupportedError
+from maxhydra.config.schema import model as config
+from maxhydra.convert.name_table import Settings, UnsupportedError
 
 # Their types of layers, by whether they have a window, and our names of such kinds.
 WINDOWED, FULL = "sliding_attention", "full_attention"

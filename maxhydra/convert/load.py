@@ -11,15 +11,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.quantization import Quantization
-from maxhydra.convert.derive import is_hf_folder
-from maxhydra.convert.fill import fill, on_first_device
+from maxhydra.config.schema.quantization import Quantization
+from maxhydra.convert.adapter_lineage import origin
 from maxhydra.convert.gguf import gguf_source
 from maxhydra.convert.hf import hf_source
-from maxhydra.convert.origin import origin
-from maxhydra.convert.peft_read import PeftFolder, is_peft_folder, open_peft
+from maxhydra.convert.hf_config import is_hf_folder
+from maxhydra.convert.orbax_io import find_checkpoint, read_format, read_parameters
+from maxhydra.convert.peft import PeftFolder, is_peft_folder, open_peft
 from maxhydra.convert.source import Source
-from maxhydra.convert.stored import find_checkpoint, read_format, read_parameters
+from maxhydra.convert.stream_in import fill, on_first_device
 from maxhydra.model import ModelDef, build, join, kept, mapped, merged, split
 from maxhydra.modelfiles import locate
 from maxhydra.sharding import is_axes

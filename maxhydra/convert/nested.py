@@ -4,8 +4,8 @@ import dataclasses
 from functools import reduce
 from typing import Any
 
-from maxhydra.config import model as config
-from maxhydra.convert.table import Settings, Table, Weight
+from maxhydra.config.schema import model as config
+from maxhydra.convert.name_table import Settings, Table, Weight
 
 # The layers and the embedding of a model of text alone are below this, the head is not.
 BODY = "model."

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from maxhydra.convert.arrays import Arrays
-from maxhydra.convert.stored import write_format
+from maxhydra.convert.orbax_io import write_format
 from maxhydra.model import ModelDef, part_kept
 
 Tree = Any

@@ -9,10 +9,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.convert.places import Place, places
-from maxhydra.convert.table import Table
+from maxhydra.convert.name_table import Table
+from maxhydra.convert.param_map import Place, places
 from maxhydra.model import ModelDef
-from maxhydra.model.trees import ADAPTER
+from maxhydra.model.param_partition import ADAPTER
 
 Tree = Any
 # What PEFT puts before the names of the model it wraps.

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from maxhydra.config import model as config
-from maxhydra.convert.table import Settings, UnsupportedError
+from maxhydra.config.schema import model as config
+from maxhydra.convert.name_table import Settings, UnsupportedError
 
 SIZES = {
     "num_layers": "num_hidden_layers",

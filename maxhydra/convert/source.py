@@ -7,8 +7,8 @@ from fnmatch import fnmatch
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config import model as config
-from maxhydra.convert.table import Table
+from maxhydra.config.schema import model as config
+from maxhydra.convert.name_table import Table
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,9 +32,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.data.document import Document
-from maxhydra.data.shapes import Refused
+from maxhydra.data.record_types import Refused
+from maxhydra.data.special_tokens import name_pattern
 from maxhydra.data.tokenizers import Tokenizer
-from maxhydra.data.vocabulary import name_pattern
 
 Message = Mapping[str, Any]
 

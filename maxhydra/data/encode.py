@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from maxhydra.data.record_types import Refused, Shape
 from maxhydra.data.records import Fault, Record
-from maxhydra.data.shapes import Refused, Shape
 
 
 @dataclasses.dataclass(frozen=True)

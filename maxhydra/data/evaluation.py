@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from maxhydra.config.data import Data
+from maxhydra.config.schema.data import Data
 from maxhydra.data.batch import Assemble, Batch, BatchSpec, make_batch
 from maxhydra.data.pipeline import Pipeline
 from maxhydra.data.rows import Row

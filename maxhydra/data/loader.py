@@ -9,12 +9,12 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
-from maxhydra.config.data import Data
+from maxhydra.config.schema.data import Data
 from maxhydra.data.batch import Assemble, Batch, BatchSpec, make_batch, own_rows
-from maxhydra.data.feed import Feed, gather
-from maxhydra.data.order import Order
 from maxhydra.data.pipeline import Pipeline
 from maxhydra.data.rows import Row
+from maxhydra.data.sharded_streams import Feed, gather
+from maxhydra.data.shuffle import Order
 from maxhydra.data.stream import Counts, RowStream, State, Stream
 
 B = TypeVar("B")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.data import Data
+from maxhydra.config.schema.data import Data
 from maxhydra.data.rows import Row
 from maxhydra.data.stream import Counts, State, Stream
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from maxhydra.config.data import Overlong, Packing, PackingMethod
+from maxhydra.config.schema.data import Overlong, Packing, PackingMethod
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.data import Data, OnError, PackingMethod
-from maxhydra.data.chunks import Chunk, Chunks, IndexedChunks, StreamedChunks, ahead
+from maxhydra.config.schema.data import Data, OnError, PackingMethod
 from maxhydra.data.encode import Encoded, Encoder
 from maxhydra.data.mixture import MixtureStream, shares
-from maxhydra.data.order import Order
 from maxhydra.data.packing import plan
+from maxhydra.data.read_ahead import Chunk, Chunks, IndexedChunks, StreamedChunks, ahead
+from maxhydra.data.record_types import Shape, build_shape
 from maxhydra.data.records import Fault, Record, Records, RecordStream, unusable
 from maxhydra.data.rows import PackedRows, Row, RowSpec, pack_rows, stack_rows
-from maxhydra.data.shapes import Shape, build_shape
+from maxhydra.data.shuffle import Order
 from maxhydra.data.sources import RecordSource, RowSource, Source, StreamSource, open_source
 from maxhydra.data.stream import PackedStream, RowStream, Stream
 from maxhydra.data.workers import WorkerDied, Workers

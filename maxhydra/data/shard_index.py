@@ -11,11 +11,11 @@ from typing import Any
 
 from maxhydra import __version__
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.data import Data
 from maxhydra.config.errors import show
+from maxhydra.config.schema.data import Data
 from maxhydra.data.shards import Shards, Written
 from maxhydra.data.tokenizers import tokenizer
-from maxhydra.record.files import replace_file, to_json
+from maxhydra.record.atomic_io import replace_file, to_json
 
 NAME, LOCK = "index.json", ".lock"
 NOTHING: Mapping[str, Any] = {}

@@ -10,20 +10,20 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.corpus import READY_ROWS
-from maxhydra.config.data import Data, OnError
-from maxhydra.data.chunks import Chunks, IndexedChunks, StreamedChunks
-from maxhydra.data.codec import encode_arrays
+from maxhydra.config.schema.corpus import READY_ROWS
+from maxhydra.config.schema.data import Data, OnError
+from maxhydra.data.array_codec import encode_arrays
 from maxhydra.data.document import Document
 from maxhydra.data.encode import Encoded, Encoder
 from maxhydra.data.formats import Joined
-from maxhydra.data.order import Order
 from maxhydra.data.pipeline import TRAIN, Pipeline
+from maxhydra.data.read_ahead import Chunks, IndexedChunks, StreamedChunks
 from maxhydra.data.records import Fault, Record, Records, RecordStream, unusable
 from maxhydra.data.rows import RowSpec
+from maxhydra.data.shuffle import Order
 from maxhydra.data.sources import Part, RecordSource
+from maxhydra.data.special_tokens import smallest
 from maxhydra.data.tokenizers import tokenizer
-from maxhydra.data.vocabulary import smallest
 
 # Records by themselves and as they are: of documents of 600 tokens, 7 microseconds to read one at random, where 8 to a
 # group take 9, compressed 11, both 22. Compression would save a third of the space.

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.data.chunks import Chunk, Chunks
 from maxhydra.data.encode import Encoded
-from maxhydra.data.order import Order, share_of
+from maxhydra.data.read_ahead import Chunk, Chunks
 from maxhydra.data.records import Cursor, Fault
 from maxhydra.data.rows import PackedRows, Row, Rows
+from maxhydra.data.shuffle import Order, share_of
 
 State = dict[str, Any]
 

@@ -15,17 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.config.decode import CacheDtype
-from maxhydra.config.decode import Engine as Config
+from maxhydra.config.schema.decode import CacheDtype
+from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.data import Tokenizer
-from maxhydra.decode.arrange import arrange
-from maxhydra.decode.plan import advancing, reading
-from maxhydra.decode.programs import BurstName, Programs
+from maxhydra.decode.buckets import Buckets, Shape, steps_of
 from maxhydra.decode.request import Handle, RefusedError, Request, TokenLogprob
 from maxhydra.decode.sampler import ALTERNATIVES, Choice
 from maxhydra.decode.scheduler import Scheduler
 from maxhydra.decode.sequence import Sequence, problem
-from maxhydra.decode.work import Buckets, Shape, steps_of
+from maxhydra.decode.step_inputs import advancing, reading
+from maxhydra.decode.steps import BurstName, Programs
+from maxhydra.decode.weight_layout import arrange
 from maxhydra.layers import PagedRoom
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder

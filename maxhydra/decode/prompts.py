@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.data import Data
+from maxhydra.config.schema.data import Data
 from maxhydra.data import tokenizer
 from maxhydra.data.chat import ChatTemplate, UnclearError, chat_template
 

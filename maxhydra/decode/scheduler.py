@@ -9,8 +9,8 @@ step depends on those that wait, are read and run.
 from collections import deque
 from typing import NamedTuple
 
-from maxhydra.config.decode import Engine as Config
-from maxhydra.decode.pages import Key, PagePool
+from maxhydra.config.schema.decode import Engine as Config
+from maxhydra.decode.page_pool import Key, PagePool
 from maxhydra.decode.sequence import Sequence
 
 

@@ -8,10 +8,10 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from maxhydra.config.decode import LARGEST
+from maxhydra.config.schema.decode import LARGEST
 from maxhydra.data import Tokenizer
 from maxhydra.decode.detokenize import Detokenizer, Stopper
-from maxhydra.decode.pages import Lease
+from maxhydra.decode.page_pool import Lease
 from maxhydra.decode.request import Delta, Handle, Request, TokenLogprob
 
 

@@ -6,7 +6,7 @@ p is the teacher's distribution, q the student's, both softmax(logits / T). Arra
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config.tasks.distill import Divergence, FeatureLoss
+from maxhydra.config.schema.tasks.distill import Divergence, FeatureLoss
 
 
 def divergence(

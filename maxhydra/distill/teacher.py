@@ -11,12 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from maxhydra import model
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.mesh import Mesh as MeshConfig
-from maxhydra.config.model import Model
-from maxhydra.config.tasks.distill import Teacher
-from maxhydra.config.written import from_yaml
+from maxhydra.config.schema.mesh import Mesh as MeshConfig
+from maxhydra.config.schema.model import Model
+from maxhydra.config.schema.tasks.distill import Teacher
+from maxhydra.config.serialize import from_yaml
+from maxhydra.convert.adapter_lineage import run_folder
 from maxhydra.convert.load import load_weights
-from maxhydra.convert.origin import run_folder
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder, remeshed
@@ -72,7 +72,7 @@ def _described(teacher: Teacher) -> tuple[Model, MeshConfig | None]:
     chosen = {"model": teacher.model, "mesh": teacher.mesh}
     named = [f"{group}={option}" for group, option in chosen.items() if option is not None]
     # Hydra, which a worker of any other task does without.
-    from maxhydra.config.compose import compose  # noqa: PLC0415
+    from maxhydra.config.compose.composer import compose  # noqa: PLC0415
 
     try:
         composed = compose([*named, *teacher.overrides]).config

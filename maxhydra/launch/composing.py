@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from maxhydra.config.compose import Composer
-from maxhydra.launch.jobs import Proposal, Shared
-from maxhydra.launch.order import Order
+from maxhydra.config.compose.composer import Composer
+from maxhydra.launch.base import Proposal, Shared
+from maxhydra.launch.job_spec import Order
 
 
 class Ordering:

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from maxhydra.launch.jobs import CLAIM, CONSOLE, Job, Proposal, Shared, read_claim
+from maxhydra.launch.base import CLAIM, CONSOLE, Job, Proposal, Shared, read_claim
 from maxhydra.launch.settings import Launcher
 from maxhydra.record import RunDirectory
-from maxhydra.record.files import replace_file
-from maxhydra.record.process import is_alive, process_start
+from maxhydra.record.atomic_io import replace_file
+from maxhydra.record.liveness import is_alive, process_start
 
 # What a claim says of the process.
 CLAIMED = ("host", "pid", "pid_started")

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.config.errors import ConfigError
-from maxhydra.launch.order import FACTS
+from maxhydra.launch.job_spec import FACTS
 from maxhydra.record import RunDirectory
-from maxhydra.record.files import replace_file, to_json
-from maxhydra.record.scrub import scrub_text
+from maxhydra.record.atomic_io import replace_file, to_json
+from maxhydra.record.redact import scrub_text
 
 VARIABLE = "MAXHYDRA_TERMINATION_LOG"
 # What Kubernetes keeps of a container's last words.

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from maxhydra.kernels.attention import Request, attention
 from maxhydra.kernels.paged_attention import Pages, filled
-from maxhydra.layers.backends import Wanted, explained
 from maxhydra.layers.context import Context
+from maxhydra.layers.kernel_options import Wanted, explained
 
 
 def attend(

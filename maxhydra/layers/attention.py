@@ -14,25 +14,25 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
 from maxhydra.kernels.attention import Request
-from maxhydra.kernels.einsum import Layout
-from maxhydra.kernels.fused_product import Norm as Factors
+from maxhydra.kernels.fused_linear import Norm as Factors
+from maxhydra.kernels.matmul import Layout
 from maxhydra.kernels.paged_attention import Pages, paged_attention, serving
-from maxhydra.kernels.rotated_heads import rotated_heads
+from maxhydra.kernels.qkv_rope import rotated_heads
 from maxhydra.layers.attend import attend, cached_positions, written
-from maxhydra.layers.backends import Wanted, explained
-from maxhydra.layers.cache import Cache, KeysValues, NoCache, Room
 from maxhydra.layers.chunks import chunks
 from maxhydra.layers.context import Context
-from maxhydra.layers.fused import added, can_fuse, fused_normed, parts_of_normed, weight_read
+from maxhydra.layers.fused_decode import added, can_fuse, fused_normed, parts_of_normed, weight_read
+from maxhydra.layers.interfaces import Mixed, visible_in_chunk, visible_keys
+from maxhydra.layers.kernel_options import Wanted, explained
+from maxhydra.layers.kv_cache import Cache, KeysValues, NoCache, Room
+from maxhydra.layers.linear import Projection, are_bare, joined, together
 from maxhydra.layers.norm import Norm, NormSpec, PlainNorm, RMSNorm
-from maxhydra.layers.parts import Mixed, visible_in_chunk, visible_keys
-from maxhydra.layers.projection import Projection, are_bare, joined, together
+from maxhydra.layers.params import Dtypes, WeightMaker, residual_scale
 from maxhydra.layers.qk_norm import heads_norm, normed_heads
 from maxhydra.layers.rope import Rotation, cos_and_sin, rotate, turns
 from maxhydra.layers.temperature import tempered
-from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
 
 @dataclasses.dataclass(frozen=True)

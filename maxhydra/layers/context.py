@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxhydra.kernels.place import Place
-from maxhydra.layers.cache import Rows
+from maxhydra.kernels.placement import Place
+from maxhydra.layers.kv_cache import Rows
 from maxhydra.sharding import Sharder
 
 

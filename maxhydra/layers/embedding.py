@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxhydra.config import model as config
-from maxhydra.kernels.einsum import Layout, projected
-from maxhydra.kernels.fused_product import Norm as Factors
-from maxhydra.kernels.fused_product import first_rows, largest_output
-from maxhydra.kernels.int8 import int8_product
-from maxhydra.layers.formats import Format
-from maxhydra.layers.int8 import Int8, Int8Parts, quantized, rounded_weight, rows
-from maxhydra.layers.straight import Way, entering, is_trained_for, straight, straight_product
-from maxhydra.layers.weights import Dtypes, WeightMaker
+from maxhydra.config.schema import model as config
+from maxhydra.kernels.fused_linear import Norm as Factors
+from maxhydra.kernels.fused_linear import first_rows, largest_output
+from maxhydra.kernels.int8_weight_matmul import int8_product
+from maxhydra.kernels.matmul import Layout, projected
+from maxhydra.layers.params import Dtypes, WeightMaker
+from maxhydra.layers.quant.int8 import Int8, Int8Parts, quantized, rounded_weight, rows
+from maxhydra.layers.quant.qat import Way, entering, is_trained_for, straight, straight_product
+from maxhydra.layers.quant.rules import Format
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,16 +21,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
 from maxhydra.kernels.grouped_matmul import grouped_matmul
-from maxhydra.kernels.place import Place
-from maxhydra.layers.backends import Wanted, explained
+from maxhydra.kernels.placement import Place
 from maxhydra.layers.context import Context
-from maxhydra.layers.int4 import Int4
-from maxhydra.layers.int8 import Int8
+from maxhydra.layers.kernel_options import Wanted, explained
 from maxhydra.layers.mlp import gated
-from maxhydra.layers.straight import is_trained_for, rounding, straight
-from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
+from maxhydra.layers.params import Dtypes, WeightMaker, residual_scale
+from maxhydra.layers.quant.int4 import Int4
+from maxhydra.layers.quant.int8 import Int8
+from maxhydra.layers.quant.qat import is_trained_for, rounding, straight
 
 
 @dataclasses.dataclass(frozen=True)

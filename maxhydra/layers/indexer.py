@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
 from maxhydra.layers.context import Context
+from maxhydra.layers.interfaces import Side, visible_keys
 from maxhydra.layers.norm import LayerNorm
-from maxhydra.layers.parts import Side, visible_keys
+from maxhydra.layers.params import Dtypes, WeightMaker
 from maxhydra.layers.rope import Rotation, rotate
-from maxhydra.layers.weights import Dtypes, WeightMaker
 
 NORM_EPS = 1e-6
 

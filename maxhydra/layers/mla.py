@@ -18,18 +18,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxhydra.config import model as config
-from maxhydra.kernels.attention.request import Request, Tokens, visible
+from maxhydra.config.schema import model as config
+from maxhydra.kernels.attention.spec import Request, Tokens, visible
 from maxhydra.layers.attend import attend, cached_positions, written
-from maxhydra.layers.backends import Wanted
-from maxhydra.layers.cache import Cache, KeysValues, Room
 from maxhydra.layers.context import Context
 from maxhydra.layers.indexer import Indexer, IndexerSpec
+from maxhydra.layers.interfaces import Mixed, Side, visible_keys
+from maxhydra.layers.kernel_options import Wanted
+from maxhydra.layers.kv_cache import Cache, KeysValues, Room
+from maxhydra.layers.linear import Projection
 from maxhydra.layers.norm import RMSNorm
-from maxhydra.layers.parts import Mixed, Side, visible_keys
-from maxhydra.layers.projection import Projection
+from maxhydra.layers.params import Dtypes, WeightMaker, residual_scale
 from maxhydra.layers.rope import Rotation, rotate
-from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
 
 # Of the norms of the latents, whatever that of the model is.
 NORM_EPS = 1e-6

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxhydra.config import model as config
-from maxhydra.kernels.einsum import Layout
-from maxhydra.kernels.fused_product import Norm as Factors
+from maxhydra.config.schema import model as config
+from maxhydra.kernels.fused_linear import Norm as Factors
+from maxhydra.kernels.matmul import Layout
 from maxhydra.layers.context import Context
-from maxhydra.layers.fused import added, can_fuse, can_gate, fused, fused_normed
+from maxhydra.layers.fused_decode import added, can_fuse, can_gate, fused, fused_normed
+from maxhydra.layers.interfaces import Fed, Side
+from maxhydra.layers.linear import Projection, together
 from maxhydra.layers.norm import Norm, RMSNorm
-from maxhydra.layers.parts import Fed, Side
-from maxhydra.layers.projection import Projection, together
-from maxhydra.layers.weights import Dtypes, WeightMaker, residual_scale
+from maxhydra.layers.params import Dtypes, WeightMaker, residual_scale
 
 ACTIVATIONS: dict[config.Activation, Callable[[jax.Array], jax.Array]] = {
     config.Activation.silu: jax.nn.silu,

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxhydra.config import model as config
-from maxhydra.kernels.fused_product import Norm as Factors
-from maxhydra.kernels.place import Place
+from maxhydra.config.schema import model as config
+from maxhydra.kernels.fused_linear import Norm as Factors
+from maxhydra.kernels.placement import Place
 from maxhydra.kernels.rms_norm import rms_norm
 from maxhydra.kernels.rms_norm.reference import unit_square
-from maxhydra.layers.backends import Wanted, explained
-from maxhydra.layers.weights import Dtypes, WeightMaker
+from maxhydra.layers.kernel_options import Wanted, explained
+from maxhydra.layers.params import Dtypes, WeightMaker
 
 
 @dataclasses.dataclass(frozen=True)

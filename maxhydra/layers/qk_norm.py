@@ -5,9 +5,9 @@ They come before positions. Without a scale the order makes no difference: turni
 
 import jax
 
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
 from maxhydra.layers.norm import Norm, NormSpec, PlainNorm
-from maxhydra.layers.weights import WeightMaker
+from maxhydra.layers.params import WeightMaker
 
 
 def heads_norm(kind: config.QkNorm, norm: NormSpec, heads: int, head_dim: int, make: WeightMaker) -> Norm | None:

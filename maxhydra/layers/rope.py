@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.config import model as config
-from maxhydra.kernels.rotated_heads.reference import rotated
+from maxhydra.config.schema import model as config
+from maxhydra.kernels.qkv_rope.reference import rotated
 
 
 @dataclasses.dataclass(frozen=True)

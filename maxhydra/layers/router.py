@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
 from maxhydra.kernels.rms_norm.reference import unit_square
-from maxhydra.layers.weights import WeightMaker
+from maxhydra.layers.params import WeightMaker
 
 # Added to a sum of scores that is divided by.
 TINY = 1e-20

@@ -14,14 +14,14 @@ import numpy as np
 
 from maxhydra import model
 from maxhydra.config import Config
-from maxhydra.config.decode import Engine as EngineConfig
-from maxhydra.config.tasks.bench import Load
+from maxhydra.config.schema.decode import Engine as EngineConfig
+from maxhydra.config.schema.tasks.bench import Load
 from maxhydra.data import tokenizer
 from maxhydra.decode.engine import Engine
+from maxhydra.decode.open import loaded, plan_weights
 from maxhydra.decode.request import Delta, Request
-from maxhydra.decode.start import loaded, plan_weights
-from maxhydra.measure.line import Line, Subject
 from maxhydra.measure.memory import memory_explained, peak_gib
+from maxhydra.measure.record import Line, Subject
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.config import Config
-from maxhydra.kernels.choice import UnsupportedError
-from maxhydra.kernels.watch import Called, watching
-from maxhydra.measure.line import Line, Subject
+from maxhydra.kernels.call_recorder import Called, watching
+from maxhydra.kernels.dispatch import UnsupportedError
 from maxhydra.measure.memory import OutOfMemoryError, lower_in_training, memory_explained
+from maxhydra.measure.record import Line, Subject
 from maxhydra.measure.training import plan
 
 log = logging.getLogger("maxhydra")

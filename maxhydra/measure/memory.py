@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from maxhydra.config import Config
-from maxhydra.config.model import RematPolicy
+from maxhydra.config.schema.model import RematPolicy
 
 
 class OutOfMemoryError(Exception):

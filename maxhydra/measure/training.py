@@ -10,13 +10,13 @@ import jax
 
 from maxhydra import data, model
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.measure.line import Line, Subject
 from maxhydra.measure.memory import OutOfMemoryError, lower_in_training, memory_explained, needed_gib, peak_gib
+from maxhydra.measure.record import Line, Subject
 from maxhydra.runtime import Machine
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import LoadedBatches, Training, next_token_loss, plan_batches, plan_states
-from maxhydra.train.room import room_for_small_arrays
-from maxhydra.train.session import compile_step
+from maxhydra.train.compile import room_for_small_arrays
+from maxhydra.train.trainer import compile_step
 
 log = logging.getLogger("maxhydra")
 # Of a device's memory: what a compiler plans can be a little more than what is held in the end.

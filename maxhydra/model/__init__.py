@@ -1,9 +1,9 @@
 """The decoder as data: built from a config, seen from outside as plain functions over a plain tree of weights."""
 
-from maxhydra.model.adapted import kept, merged, parameter_counts, part_kept
-from maxhydra.model.definition import ModelDef, build
 from maxhydra.model.flops import active_parameters, flops_per_token, parameter_count
-from maxhydra.model.trees import join, mapped, remembered, split
+from maxhydra.model.lora import kept, merged, parameter_counts, part_kept
+from maxhydra.model.model_def import ModelDef, build
+from maxhydra.model.param_partition import join, mapped, remembered, split
 
 __all__ = [
     "ModelDef",

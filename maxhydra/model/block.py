@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from maxhydra.config import model as config
-from maxhydra.kernels.fused_product import Norm as Factors
+from maxhydra.config.schema import model as config
+from maxhydra.kernels.fused_linear import Norm as Factors
 from maxhydra.layers import (
     Attention,
     AttentionSpec,

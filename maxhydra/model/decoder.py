@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxhydra.config import model as config
-from maxhydra.kernels.einsum import Layout
+from maxhydra.config.schema import model as config
+from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import (
     Cache,
     Context,
@@ -116,7 +116,7 @@ class Forward(NamedTuple):
     kept: list[jax.Array]
     """The residual stream after every layer, where it was asked for."""
     sides: dict[str, Any]
-    """What layers tell besides (layers/parts.py), at the path of the layer's part among the weights; those of the
+    """What layers tell besides (layers/interfaces.py), at the path of the layer's part among the weights; those of the
     pattern stacked over its repetitions."""
     ahead: list[jax.Array]
     """What the layers behind the last (mtp.py) give to the head, where it was asked for."""

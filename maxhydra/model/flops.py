@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
 from maxhydra.model.decoder import DecoderSpec
-from maxhydra.model.definition import build
+from maxhydra.model.model_def import build
 
 
 def parameter_count(shapes: Any) -> int:

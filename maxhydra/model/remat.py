@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from maxhydra.config import model as config
-from maxhydra.kernels.attention.request import KEPT
+from maxhydra.config.schema import model as config
+from maxhydra.kernels.attention.spec import KEPT
 
 
 @dataclasses.dataclass(frozen=True)

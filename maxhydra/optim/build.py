@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from maxhydra.config.optimizer import Optimizer as OptimizerConfig
-from maxhydra.config.optimizer import OptimizerKind
-from maxhydra.config.patterns import matches
+from maxhydra.config.regex import matches
+from maxhydra.config.schema.optimizer import Optimizer as OptimizerConfig
+from maxhydra.config.schema.optimizer import OptimizerKind
 from maxhydra.optim.adafactor import scale_by_adafactor
 from maxhydra.optim.norm import Norm, clipped
 from maxhydra.optim.parameters import Sides, axes_by_path, check_patterns, is_stacked, is_table, path_of, paths, sides

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.patterns import matches, unreadable
+from maxhydra.config.regex import matches, unreadable
 from maxhydra.sharding import LogicalAxes, is_axes
 
 Tree = Any

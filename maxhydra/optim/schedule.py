@@ -12,8 +12,8 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config.optimizer import DecayStyle, ScheduleKind
-from maxhydra.config.optimizer import Schedule as ScheduleConfig
+from maxhydra.config.schema.optimizer import DecayStyle, ScheduleKind
+from maxhydra.config.schema.optimizer import Schedule as ScheduleConfig
 
 # A step (a Python int, or traced inside a jit) -> float32 scalar.
 Schedule: TypeAlias = Callable[[int | jax.Array], jax.Array]

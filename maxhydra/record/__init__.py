@@ -1,10 +1,10 @@
 """The run directory on disk: what a run was, what it measured, and what it said. No jax here."""
 
-from maxhydra.record.directory import RunDirectory, RunInUseError
 from maxhydra.record.log import FILE_ONLY, logging_to
 from maxhydra.record.metrics import MetricsWriter, NullMetricsWriter, read_metrics, scan_metrics, series
-from maxhydra.record.scrub import scrub_argv, scrub_text
-from maxhydra.record.surroundings import environment
+from maxhydra.record.provenance import environment
+from maxhydra.record.redact import scrub_argv, scrub_text
+from maxhydra.record.run_dir import RunDirectory, RunInUseError
 
 __all__ = [
     "FILE_ONLY",

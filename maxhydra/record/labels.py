@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from maxhydra.record.files import replace_file, to_json
+from maxhydra.record.atomic_io import replace_file, to_json
 
 LABELS, FACTS = "labels.json", "run.json"
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from maxhydra.record.files import NONFINITE, from_number, replace_file, to_json
+from maxhydra.record.atomic_io import NONFINITE, from_number, replace_file, to_json
 
 Row = dict[str, Any]
 _NUMBERS = frozenset((int, float))

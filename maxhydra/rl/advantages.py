@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from maxhydra.config.tasks.grpo import GrpoTask, PolicyLoss, Scale
+from maxhydra.config.schema.tasks.grpo import GrpoTask, PolicyLoss, Scale
 
 # Added to a standard deviation, so that differences in the last bits of rewards do not become advantages.
 TINY = 1e-4

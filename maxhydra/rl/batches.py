@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.data import BatchSpec, Loader, Row
-from maxhydra.rl.objective import Scoring, own_weights, scored_columns
+from maxhydra.rl.loss import Scoring, own_weights, scored_columns
 from maxhydra.rl.rollout import Rollout, Rollouts
 from maxhydra.train.state import TrainState, Tree
 from maxhydra.train.step import Batch

@@ -7,12 +7,12 @@ from itertools import islice
 
 import numpy as np
 
-from maxhydra.config.reward import Reward
+from maxhydra.config.schema.reward import Reward
 from maxhydra.data import Row
-from maxhydra.rl.objective import own_weights
+from maxhydra.rl.loss import own_weights
 from maxhydra.rl.rewards import found_answer, normalised
 from maxhydra.rl.rollout import Group, Rollouts
-from maxhydra.train.objective import Evaluate
+from maxhydra.train.objectives import Evaluate
 from maxhydra.train.state import TrainState
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config.tasks.grpo import Clip, GrpoTask, KlEstimator, PolicyLoss
+from maxhydra.config.schema.tasks.grpo import Clip, GrpoTask, KlEstimator, PolicyLoss
 from maxhydra.train.loss import Sums
 
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from maxhydra.config.decode import Sampling
-from maxhydra.config.reward import Reward
-from maxhydra.config.tasks.grpo import GrpoTask
+from maxhydra.config.schema.decode import Sampling
+from maxhydra.config.schema.reward import Reward
+from maxhydra.config.schema.tasks.grpo import GrpoTask
 from maxhydra.data import Loader, Row
 from maxhydra.decode.request import Completion
 from maxhydra.rl.advantages import advantages, is_degenerate, scale_of
-from maxhydra.rl.judge import Judge, Verdict
+from maxhydra.rl.policy_engine import Sampler
+from maxhydra.rl.reward_pool import Judge, Verdict
 from maxhydra.rl.rewards import Answer, found_answer
-from maxhydra.rl.sampler import Sampler
 from maxhydra.train.state import Tree
 
 

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from maxhydra.runs.config_sections import Cell
 from maxhydra.runs.registry import Registry, Run
-from maxhydra.runs.sections import Cell
 from maxhydra.runs.summary import Facts
 
 # Settings that differ between any two runs and say nothing about why they went differently.

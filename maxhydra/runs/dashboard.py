@@ -17,7 +17,7 @@ from maxhydra.runs.compare import compare
 from maxhydra.runs.curves import compared, encode, is_system
 from maxhydra.runs.query import select
 from maxhydra.runs.registry import Registry, Run
-from maxhydra.runs.restart import rerun_command
+from maxhydra.runs.rerun import rerun_command
 
 # The folder is looked through at most so often, however many pages are open.
 REFRESH_SECONDS = 1.5

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from maxhydra.runs.sections import Cell
+from maxhydra.runs.config_sections import Cell
 
 # Fewer runs than these say nothing.
 FEWEST = 4

@@ -16,8 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from maxhydra.runs import sections
-from maxhydra.runs.reading import (
+from maxhydra.runs.scan import (
     HALF,
     METRICS,
     Position,
@@ -72,7 +71,7 @@ class Index:
     def __init__(self, root: Path):
         self.root = root
         self._file = root / FILE
-        self._settings: dict[tuple[str, sections.Cell], int] = {}
+        self._settings: dict[tuple[str, config_sections.Cell], int] = {}
         self._connection = self._open()
 
     def refresh(self) -> None:
@@ -176,7 +175,7 @@ class Index:
             (json.dumps(faults), entry, pack(self._number(setting) for setting in settings), id),
         )
 
-    def _number(self, setting: tuple[str, sections.Cell]) -> int:
+    def _number(self, setting: tuple[str, config_sections.Cell]) -> int:
         """The number of a key with a value, which is put into the table when it is first seen."""
         number = self._settings.get(setting)
         if number is None:

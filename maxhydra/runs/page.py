@@ -8,8 +8,8 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from maxhydra.record.files import plain
-from maxhydra.runs.markup import Html, element, together
+from maxhydra.record.atomic_io import plain
+from maxhydra.runs.html import Html, element, together
 
 
 def page(title: str, body: Html, *, name: str, data: Any) -> str:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
 from maxhydra.record import RunDirectory
-from maxhydra.record.directory import LOST_REASON
-from maxhydra.record.files import from_number
-from maxhydra.record.process import is_lost
+from maxhydra.record.atomic_io import from_number
+from maxhydra.record.liveness import is_lost
+from maxhydra.record.run_dir import LOST_REASON
+from maxhydra.runs.config_sections import Cell
 from maxhydra.runs.index import Index, unpack
-from maxhydra.runs.reading import HALF
-from maxhydra.runs.sections import Cell
+from maxhydra.runs.scan import HALF
 
 STATUSES = ("running", "finished", "failed", "preempted", "lost")
 # A metric's name may end in one of these; without, its last value is meant.

@@ -8,9 +8,9 @@ from typing import Any
 
 from maxhydra import __version__
 from maxhydra.record import RunDirectory, read_metrics
-from maxhydra.record.files import replace_file
+from maxhydra.record.atomic_io import replace_file
 from maxhydra.runs.curves import Chart, Line, charts, encode
-from maxhydra.runs.markup import Html, element, together
+from maxhydra.runs.html import Html, element, together
 from maxhydra.runs.page import copied, curve_controls, figure_frame, head_row, page, part, scrolling, section
 from maxhydra.runs.settings import lookup, settings
 from maxhydra.runs.summary import Facts, Figure, duration, figures, moment, number, session_seconds

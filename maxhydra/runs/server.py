@@ -12,9 +12,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from maxhydra.config.errors import ConfigError
-from maxhydra.record.files import to_json
+from maxhydra.record.atomic_io import to_json
 from maxhydra.runs.dashboard import Dashboard, machine
-from maxhydra.runs.markup import Html
+from maxhydra.runs.html import Html
 from maxhydra.runs.page import live_page, part
 from maxhydra.runs.registry import Registry
 

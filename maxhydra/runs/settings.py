@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from maxhydra.config import Config
-from maxhydra.record.files import plain, to_json
+from maxhydra.record.atomic_io import plain, to_json
 
 
 @dataclasses.dataclass(frozen=True)

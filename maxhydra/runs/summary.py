@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from maxhydra.record.files import from_number
+from maxhydra.record.atomic_io import from_number
 from maxhydra.record.metrics import Row, series
 
 Facts = dict[str, Any]

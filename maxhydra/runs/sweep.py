@@ -8,17 +8,17 @@ from typing import Any
 
 from maxhydra import __version__
 from maxhydra.record import scan_metrics
-from maxhydra.record.files import replace_file
+from maxhydra.record.atomic_io import replace_file
 from maxhydra.runs.compare import differing
+from maxhydra.runs.config_sections import Cell
 from maxhydra.runs.curves import compared, encode
+from maxhydra.runs.html import Html, element, together
 from maxhydra.runs.importance import FEWEST, importance
-from maxhydra.runs.markup import Html, element, together
 from maxhydra.runs.page import copied, curve_controls, figure_frame, head_row, page, scrolling, section
 from maxhydra.runs.query import best
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.report import figure
-from maxhydra.runs.restart import rerun_command
-from maxhydra.runs.sections import Cell
+from maxhydra.runs.rerun import rerun_command
 from maxhydra.runs.summary import Figure, duration, moment, number, show
 
 # The best so many have curves, a place in the table, and a column in the comparison of configs.

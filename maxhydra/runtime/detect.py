@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from maxhydra.config.hardware import Platform
+from maxhydra.config.schema.hardware import Platform
 
 # JAX_PLATFORMS names vendors where our platforms name kinds of chip.
 JAX_NAMES = {"cpu": Platform.cpu, "cuda": Platform.gpu, "gpu": Platform.gpu, "rocm": Platform.gpu, "tpu": Platform.tpu}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import jax
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.hardware import Cluster, Distributed, Platform
+from maxhydra.config.schema.hardware import Cluster, Distributed, Platform
 from maxhydra.runtime.detect import Found
 
 PATH = "hardware.distributed.cluster"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.hardware import Hardware, Platform
+from maxhydra.config.schema.hardware import Hardware, Platform
 from maxhydra.runtime.detect import JAX_NAMES
 
 # The CPU backend stays available beside the accelerator for host-side arrays; the first name is the default.

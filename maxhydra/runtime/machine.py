@@ -10,11 +10,11 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.hardware import Hardware, Platform, Precision
+from maxhydra.config.schema.hardware import Hardware, Platform, Precision
 from maxhydra.runtime.detect import JAX_NAMES, Found, cpu_refuses_cache, detect
 from maxhydra.runtime.distributed import connect, find_meeting
 from maxhydra.runtime.flags import backend_environment, flags_in_effect
-from maxhydra.runtime.options import hardware_from, matches, resolve
+from maxhydra.runtime.hardware_options import hardware_from, matches, resolve
 
 INSTALL = {Platform.gpu: "pip install 'maxhydra[gpu]'", Platform.tpu: "pip install 'maxhydra[tpu]'"}
 

@@ -8,7 +8,7 @@ import jax
 from jax.experimental import topologies
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.hardware import Hardware
+from maxhydra.config.schema.hardware import Hardware
 from maxhydra.runtime.flags import merge_flags
 
 # libtpu looks for a TPU of this host, and for its neighbours, unless it is told of some.

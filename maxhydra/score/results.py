@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.tasks.score import LINES
-from maxhydra.record.files import replace_file, to_json
+from maxhydra.config.schema.tasks.score import LINES
+from maxhydra.record.atomic_io import replace_file, to_json
 from maxhydra.score.scorer import Scored
 from maxhydra.score.sequences import Sequences
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.score.sequences import Sequence

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.tasks.score import LINES
-from maxhydra.record.files import to_json
+from maxhydra.config.schema.tasks.score import LINES
+from maxhydra.record.atomic_io import to_json
 
 KEY = "task.input"
 SHOWN = 5

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.mesh import AXES, Axes, Mesh
+from maxhydra.config.schema.mesh import AXES, Axes, Mesh
 
 
 @dataclasses.dataclass(frozen=True)

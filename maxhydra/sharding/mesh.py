@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType
 
-from maxhydra.config.mesh import AXES, Mesh
+from maxhydra.config.schema.mesh import AXES, Mesh
 from maxhydra.sharding.axes import axis_sizes
 
 # The compiler carries shardings from parameters and constraints to all else.

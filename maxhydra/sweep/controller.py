@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 
 from maxhydra.config.errors import ConfigError
-from maxhydra.launch.jobs import Job, Jobs, Proposal
+from maxhydra.launch.base import Job, Jobs, Proposal
 from maxhydra.sweep.plan import Plan
-from maxhydra.sweep.proposals import Fate, Proposals
+from maxhydra.sweep.trials import Fate, Proposals
 
 # Seconds between two looks at the jobs: a free worker has its next job within this.
 LOOK_EVERY = 0.2

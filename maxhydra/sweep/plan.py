@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
-from maxhydra.launch.jobs import Proposal, Shared
+from maxhydra.launch.base import Proposal, Shared
 from maxhydra.launch.local import LocalSettings
-from maxhydra.launch.places import read_launcher
+from maxhydra.launch.registry import read_launcher
 from maxhydra.launch.settings import Launcher
 from maxhydra.record import RunDirectory
-from maxhydra.record.files import replace_file
+from maxhydra.record.atomic_io import replace_file
 
 FILE = "sweep.json"
 # There while a sweep is not to start jobs: whoever cancels it is not the process that runs it.

@@ -14,11 +14,11 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from maxhydra.config.resolvers import job_folder
-from maxhydra.launch.jobs import Proposal
+from maxhydra.config.compose.resolvers import job_folder
+from maxhydra.launch.base import Proposal
 from maxhydra.sweep.plan import Plan, Settings
-from maxhydra.sweep.proposals import Fate, told
 from maxhydra.sweep.space import distributions, grid_values, overrides_of
+from maxhydra.sweep.trials import Fate, told
 
 optuna.logging.set_verbosity(logging.WARNING)
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)

@@ -11,8 +11,8 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from optuna import distributions as optuna
 
+from maxhydra.config.compose.overrides import parse
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.config.overrides import parse
 
 
 def distributions(space: dict[str, str], *, grid: bool) -> dict[str, optuna.BaseDistribution]:

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.written import to_yaml
+from maxhydra.config.serialize import to_yaml
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, scrub_argv
 from maxhydra.runtime import Machine
 

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.tasks.bench import BenchTask, Measured
+from maxhydra.config.schema.tasks.bench import BenchTask, Measured
 from maxhydra.measure import Line, OutOfMemoryError, Subject
 from maxhydra.measure.decoding import measure_decoding
 from maxhydra.measure.kernels import measure_kernels
-from maxhydra.measure.line import on_random_tokens
+from maxhydra.measure.record import on_random_tokens
 from maxhydra.measure.training import measure_training
 from maxhydra.record import MetricsWriter
-from maxhydra.record.files import to_json
+from maxhydra.record.atomic_io import to_json
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = KEEPS_RUN = True

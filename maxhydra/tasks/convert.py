@@ -10,18 +10,18 @@ import jax.numpy as jnp
 
 from maxhydra import data, model
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.quantization import TO_KEEP
-from maxhydra.config.tasks.convert import ConvertFormat, ConvertTask
+from maxhydra.config.schema.quantization import TO_KEEP
+from maxhydra.config.schema.tasks.convert import ConvertFormat, ConvertTask
+from maxhydra.convert.adapter_lineage import origin
 from maxhydra.convert.arrays import open_arrays
-from maxhydra.convert.derive import is_hf_folder
-from maxhydra.convert.hf_write import family_of, write_hf
+from maxhydra.convert.hf import family_of, write_hf
+from maxhydra.convert.hf_config import is_hf_folder
 from maxhydra.convert.load import read_adapter
-from maxhydra.convert.origin import origin
 from maxhydra.convert.own_write import write_own
 from maxhydra.convert.peft_write import write_peft
 from maxhydra.data.tokenizers import check_vocabulary
 from maxhydra.data.tokenizers.hf import HuggingFaceTokenizer
-from maxhydra.decode.origin import check_origin
+from maxhydra.decode.checkpoint_check import check_origin
 from maxhydra.modelfiles import locate
 from maxhydra.tasks import Job, Outcome, appearing
 

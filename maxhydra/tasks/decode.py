@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.tasks.decode import DecodeTask
-from maxhydra.decode.asker import Asker, is_chat
-from maxhydra.decode.batch import Batch, BatchFailedError, require_apart
-from maxhydra.decode.batch_file import AnswerFile, check_records, read_records
-from maxhydra.decode.origin import settings_name
+from maxhydra.config.schema.tasks.decode import DecodeTask
+from maxhydra.decode.chat_cli import AnswerFailedError, answer, converse, read_line, write_now
+from maxhydra.decode.checkpoint_check import settings_name
+from maxhydra.decode.client import Asker, is_chat
+from maxhydra.decode.offline import Batch, BatchFailedError, require_apart
+from maxhydra.decode.offline_files import AnswerFile, check_records, read_records
+from maxhydra.decode.open import open_engine, open_prompts
 from maxhydra.decode.prompts import Prompts
-from maxhydra.decode.start import open_engine, open_prompts
-from maxhydra.decode.terminal import AnswerFailedError, answer, converse, read_line, write_now
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = True

@@ -5,11 +5,11 @@ from functools import partial
 
 from maxhydra import data
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.adapter import AdapterKind
-from maxhydra.config.tasks.distill import DistillTask
-from maxhydra.distill.courses import ScheduledBatches
-from maxhydra.distill.inherit import check_layers, inherit
-from maxhydra.distill.objective import TEACHER, Comparison, distillation_loss, held_out_divergence
+from maxhydra.config.schema.adapter import AdapterKind
+from maxhydra.config.schema.tasks.distill import DistillTask
+from maxhydra.distill.init_from_teacher import check_layers, inherit
+from maxhydra.distill.loss import TEACHER, Comparison, distillation_loss, held_out_divergence
+from maxhydra.distill.schedules import ScheduledBatches
 from maxhydra.distill.teacher import OnlineTeacher, plan_teacher
 from maxhydra.model import ModelDef, flops_per_token
 from maxhydra.sharding import Sharder, build_mesh

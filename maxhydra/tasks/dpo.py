@@ -7,11 +7,11 @@ from itertools import islice
 import jax
 
 from maxhydra import data
-from maxhydra.align.objective import PairScorer, passes, preference_loss
+from maxhydra.align.loss import PairScorer, passes, preference_loss
 from maxhydra.align.reference import ReferenceCache, ask_reference
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.adapter import AdapterKind
-from maxhydra.config.tasks.dpo import DpoTask, Reference
+from maxhydra.config.schema.adapter import AdapterKind
+from maxhydra.config.schema.tasks.dpo import DpoTask, Reference
 from maxhydra.data import BatchSpec, Row
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
@@ -26,7 +26,7 @@ from maxhydra.train import (
     starting_weights,
     train,
 )
-from maxhydra.train.parts import by_parts
+from maxhydra.train.microbatch import by_parts
 
 NEEDS_DEVICES = KEEPS_RUN = True
 

@@ -3,15 +3,15 @@
 from contextlib import closing
 
 from maxhydra import data
-from maxhydra.config.tasks.grpo import GrpoTask
+from maxhydra.config.schema.tasks.grpo import GrpoTask
 from maxhydra.decode.prompts import Prompts
 from maxhydra.rl.batches import RolloutBatches
 from maxhydra.rl.evaluate import held_out_answers
-from maxhydra.rl.judge import Judge
-from maxhydra.rl.objective import group_loss, scoring
-from maxhydra.rl.plan import check, plan_prompts, rollout_sharder, with_reference
+from maxhydra.rl.loss import group_loss, scoring
+from maxhydra.rl.policy_engine import Sampler
+from maxhydra.rl.reward_pool import Judge
 from maxhydra.rl.rollout import Rollouts
-from maxhydra.rl.sampler import Sampler
+from maxhydra.rl.setup import check, plan_prompts, rollout_sharder, with_reference
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import Scorer, Training, plan_batches, plan_states, train

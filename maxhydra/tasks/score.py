@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from maxhydra.config.tasks.score import ScoreTask
+from maxhydra.config.schema.tasks.score import ScoreTask
 from maxhydra.convert.load import load_weights
+from maxhydra.decode.open import check_start, weight_formats
 from maxhydra.decode.progress import open_progress
 from maxhydra.decode.prompts import Prompts
-from maxhydra.decode.start import check_start, weight_formats
 from maxhydra.model import build
 from maxhydra.score.results import perplexity, require_writable, write_results
 from maxhydra.score.scorer import Scored, SequenceScorer, dropless

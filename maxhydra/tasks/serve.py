@@ -8,9 +8,9 @@ import signal
 import socket
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.tasks.serve import ServeTask
-from maxhydra.decode.http import Access, Limits, Offer, Service, listen, serve
-from maxhydra.decode.start import open_engine, open_prompts
+from maxhydra.config.schema.tasks.serve import ServeTask
+from maxhydra.decode.open import open_engine, open_prompts
+from maxhydra.decode.openai_server import Access, Limits, Offer, Service, listen, serve
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = True

@@ -6,15 +6,15 @@ The result is read with data=grain data.path=FOLDER data.shape=teacher.
 from pathlib import Path
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.tasks.teacher_logits import TeacherLogitsTask
+from maxhydra.config.schema.tasks.teacher_logits import TeacherLogitsTask
 from maxhydra.convert.load import load_weights
 from maxhydra.data.document import Document
 from maxhydra.data.shard_index import open_index
 from maxhydra.data.shards import COUNTED, Shards
-from maxhydra.decode.origin import check_origin
-from maxhydra.distill.top import TopLogits
+from maxhydra.decode.checkpoint_check import check_origin
+from maxhydra.distill.top_logits import TopLogits
 from maxhydra.model import build
-from maxhydra.model.fingerprint import fingerprint
+from maxhydra.model.params_hash import fingerprint
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
 from maxhydra.tasks.tokenize import Display

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.data import Data
-from maxhydra.config.tasks.tokenize import TokenizeTask
+from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.tasks.tokenize import TokenizeTask
 from maxhydra.data.shard_index import ShardIndex, open_index
 from maxhydra.data.shards import COUNTED, Shards, Written
 from maxhydra.data.workers import SPAWN, WorkerDied, Workers

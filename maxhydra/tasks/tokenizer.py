@@ -15,10 +15,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from maxhydra import data
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.tasks.tokenizer import TokenizerModel, TokenizerTask
-from maxhydra.config.tokenizer import Tokenizer as Words
-from maxhydra.data.optional import need
-from maxhydra.data.texts import texts
+from maxhydra.config.schema.tasks.tokenizer import TokenizerModel, TokenizerTask
+from maxhydra.config.schema.tokenizer import Tokenizer as Words
+from maxhydra.data.optional_packages import need
+from maxhydra.data.raw_texts import texts
 from maxhydra.tasks import Job, Outcome, appearing
 
 NEEDS_DEVICES, KEEPS_RUN = False, True

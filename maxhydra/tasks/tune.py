@@ -6,9 +6,9 @@ from pathlib import Path
 
 from maxhydra import runtime
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.located import shown
-from maxhydra.config.tasks.tune import TuneTask
-from maxhydra.record.files import replace_file
+from maxhydra.config.compose.provenance import shown
+from maxhydra.config.schema.tasks.tune import TuneTask
+from maxhydra.record.atomic_io import replace_file
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train.progress import open_progress
 from maxhydra.tune.experiment import experiment, given_keys

@@ -20,8 +20,8 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.run import Checkpoint, SaveMode
-from maxhydra.convert.stored import find_checkpoint, first_line, readable, require_same, steps_in
+from maxhydra.config.schema.run import Checkpoint, SaveMode
+from maxhydra.convert.orbax_io import find_checkpoint, first_line, readable, require_same, steps_in
 from maxhydra.train.state import TrainState
 
 Tree = Any

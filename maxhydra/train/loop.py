@@ -9,11 +9,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from maxhydra.config.run import Checkpoint, Train
+from maxhydra.config.schema.run import Checkpoint, Train
+from maxhydra.train.batches import Batches
 from maxhydra.train.checkpoint import Checkpointer, SaveFailed
-from maxhydra.train.interrupt import Interrupt
-from maxhydra.train.meter import Meter
-from maxhydra.train.source import Batches
+from maxhydra.train.metrics import Meter
+from maxhydra.train.preemption import Interrupt
 from maxhydra.train.state import TrainState
 from maxhydra.train.step import StepFn, sequences_in
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
-from maxhydra.config.run import Progress as Mode
+from maxhydra.config.schema.run import Progress as Mode
 from maxhydra.record import FILE_ONLY
 
 log = logging.getLogger("maxhydra")

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from maxhydra import model, optim
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.adapter import AdapterKind
-from maxhydra.config.quantization import QAT, TO_KEEP, TO_TRAIN
+from maxhydra.config.schema.adapter import AdapterKind
+from maxhydra.config.schema.quantization import QAT, TO_KEEP, TO_TRAIN
 from maxhydra.model import ModelDef, join, remembered, split
 from maxhydra.optim import Optimizer, state_axes
 from maxhydra.sharding import Sharder
@@ -62,7 +62,7 @@ class TrainState:
     key: jax.Array
     guard: Guard
     history: Tree = dataclasses.field(default_factory=dict)
-    """What layers remember of earlier steps (layers/history.py)."""
+    """What layers remember of earlier steps (layers/quant/amax_history.py)."""
 
     @property
     def weights(self) -> Tree:

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxhydra.config.run import Nonfinite, Spike, Train
+from maxhydra.config.schema.run import Nonfinite, Spike, Train
 from maxhydra.model import join
 from maxhydra.optim import Optimizer
-from maxhydra.train.loss import Sums
-from maxhydra.train.parts import cut
-from maxhydra.train.sides import TOLD, load_metrics
+from maxhydra.train.loss import TOLD, Sums, load_metrics
+from maxhydra.train.microbatch import cut
 from maxhydra.train.state import Guard, TrainState
 
 Tree = Any

@@ -7,9 +7,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.discover import GLOBAL, defaults
-from maxhydra.config.overrides import parse
-from maxhydra.config.written import to_yaml
+from maxhydra.config.compose.overrides import parse
+from maxhydra.config.registry import GLOBAL, defaults
+from maxhydra.config.serialize import to_yaml
 from maxhydra.record import scrub_text
 
 # What belongs to the search and not to what is tuned.

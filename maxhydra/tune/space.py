@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from hydra.core.override_parser.types import Override
 
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.hardware import Hardware
-from maxhydra.config.model import FeedForward, Mixer, RematPolicy
-from maxhydra.config.overrides import parse, values
-from maxhydra.config.tasks.tune import Batch, Search, TuneTask
+from maxhydra.config.compose.overrides import parse, values
+from maxhydra.config.schema.hardware import Hardware
+from maxhydra.config.schema.model import FeedForward, Mixer, RematPolicy
+from maxhydra.config.schema.tasks.tune import Batch, Search, TuneTask
 from maxhydra.config.varied import varied
 from maxhydra.kernels import attention, grouped_matmul
 from maxhydra.runtime.flags import replaced_flags

@@ -4,13 +4,13 @@ import logging
 from collections.abc import Iterator
 
 from maxhydra.config import Config
-from maxhydra.config.hardware import Hardware, Platform
-from maxhydra.config.model import FeedForward, Mixer, Norm
+from maxhydra.config.schema.hardware import Hardware, Platform
+from maxhydra.config.schema.model import FeedForward, Mixer, Norm
 from maxhydra.kernels.attention import mosaic, triton
 from maxhydra.kernels.grouped_matmul import triton as grouped_matmul
 from maxhydra.kernels.linear_cross_entropy import triton as linear_cross_entropy
+from maxhydra.kernels.qkv_rope import triton as rotated_heads
 from maxhydra.kernels.rms_norm import triton as rms_norm
-from maxhydra.kernels.rotated_heads import triton as rotated_heads
 from maxhydra.layers.attention import AttentionSpec
 
 log = logging.getLogger("maxhydra")

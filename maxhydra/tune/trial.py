@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.config import Config
-from maxhydra.config.run import Run
-from maxhydra.config.tasks.bench import BenchTask
-from maxhydra.config.written import to_yaml
+from maxhydra.config.schema.run import Run
+from maxhydra.config.schema.tasks.bench import BenchTask
+from maxhydra.config.serialize import to_yaml
 from maxhydra.record import RunDirectory
-from maxhydra.record.files import replace_file, to_json
+from maxhydra.record.atomic_io import replace_file, to_json
 
 LINES, TRIALS = "tune.jsonl", "trials"
 MEASURED, FAILED, NO_MEMORY, GIVEN_UP, HOPELESS = "measured", "failed", "no memory", "given up", "hopeless"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from maxhydra.config import Config, ConfigError
-from maxhydra.config.tasks.tune import Search, TuneTask
+from maxhydra.config.schema.tasks.tune import Search, TuneTask
 from maxhydra.record import scrub_argv
 from maxhydra.train.progress import Progress
 from maxhydra.tune.search import OutOfTime, eliminate, grid, one_by_one

@@ -8,10 +8,10 @@ Shapes as in request.py; C queries and D keys of a block.
 import jax
 
 from maxhydra.kernels.attention.blocks import Inputs
-from maxhydra.kernels.attention.mosaic.how import How, Tile, Tiles
-from maxhydra.kernels.attention.request import Request, Tokens
-from maxhydra.kernels.place import processors
-from maxhydra.kernels.tile import Sizes, candidates, resized
+from maxhydra.kernels.attention.mosaic.params import How, Tile, Tiles
+from maxhydra.kernels.attention.spec import Request, Tokens
+from maxhydra.kernels.placement import processors
+from maxhydra.kernels.tiles import Sizes, candidates, resized
 
 # Of the sequence length: two warpgroups' rows.
 LENGTH_MULTIPLE = 128
@@ -50,7 +50,7 @@ def attention(
     sizes: Sizes = (),
 ) -> jax.Array:
     # Mosaic takes half a second to import, which no machine without such a GPU should wait for.
-    from maxhydra.kernels.attention.mosaic.flash import attend  # noqa: PLC0415
+    from maxhydra.kernels.attention.mosaic.vjp import attend  # noqa: PLC0415
 
     how = How(request, resized(tiles or TILES[q_BTNH.shape[3]], sizes), processors())
     inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)

@@ -18,12 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.attention.blocks import Inputs, Ranges, Rows
-from maxhydra.kernels.attention.mosaic.apart import Apart
-from maxhydra.kernels.attention.mosaic.how import How
-from maxhydra.kernels.attention.mosaic.parts import PARAMS, meetings
-from maxhydra.kernels.attention.mosaic.program import Program, Worker
-from maxhydra.kernels.attention.mosaic.room import Barriers, Memory, Sizes
-from maxhydra.kernels.attention.mosaic.together import OfKeys, OfValues
+from maxhydra.kernels.attention.mosaic.backward_program import Program, Worker
+from maxhydra.kernels.attention.mosaic.backward_shared import OfKeys, OfValues
+from maxhydra.kernels.attention.mosaic.backward_smem import Barriers, Memory, Sizes
+from maxhydra.kernels.attention.mosaic.backward_split import Apart
+from maxhydra.kernels.attention.mosaic.common import PARAMS, meetings
+from maxhydra.kernels.attention.mosaic.params import How
 from maxhydra.kernels.mosaic import WORKERS
 
 

@@ -16,8 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.attention.blocks import LOG2E, LOWEST, Inputs, Ranges, key_ranges
-from maxhydra.kernels.attention.mosaic.how import How
-from maxhydra.kernels.attention.mosaic.parts import (
+from maxhydra.kernels.attention.mosaic.common import (
     COLUMN,
     MATRIX,
     PARAMS,
@@ -30,7 +29,8 @@ from maxhydra.kernels.attention.mosaic.parts import (
     over,
     zeros,
 )
-from maxhydra.kernels.attention.mosaic.plan import TILE, Plan
+from maxhydra.kernels.attention.mosaic.params import How
+from maxhydra.kernels.attention.mosaic.tile_schedule import TILE, Plan
 from maxhydra.kernels.mosaic import ROWS, WORKERS, memory, slot_of
 
 

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax.lax import DotAlgorithmPreset as Algorithm
 
 from maxhydra.kernels.gated_delta.chunked import CHUNK
-from maxhydra.kernels.gated_delta.request import Inputs
-from maxhydra.kernels.gated_delta.triton import gradients, scan
-from maxhydra.kernels.gated_delta.triton.parts import How, Tile, Tiles
-from maxhydra.kernels.gated_delta.triton.systems import Tokens, systems
+from maxhydra.kernels.gated_delta.spec import Inputs
+from maxhydra.kernels.gated_delta.triton import backward, inter_chunk
+from maxhydra.kernels.gated_delta.triton.common import How, Tile, Tiles
+from maxhydra.kernels.gated_delta.triton.intra_chunk import Tokens, systems
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -79,7 +79,7 @@ def _resets(starts_BT: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(how: How, tokens: Tokens, state_BNKV: jax.Array) -> Pair:
-    out_BTNV, state_BNKV, *_ = scan.forward(how, tokens, systems(how, tokens), state_BNKV, is_kept=False)
+    out_BTNV, state_BNKV, *_ = inter_chunk.forward(how, tokens, systems(how, tokens), state_BNKV, is_kept=False)
     return out_BTNV, state_BNKV
 
 
@@ -90,9 +90,9 @@ def _forward(how: How, tokens: Tokens, state_BNKV: jax.Array) -> tuple[Pair, tup
 def _backward(how: How, kept: tuple[Tokens, jax.Array], d_results: Pair) -> tuple[Any, jax.Array]:
     (tokens, state_BNKV), (d_out_BTNV, d_left_BNKV) = kept, d_results
     made = systems(how, tokens)
-    there = scan.forward(how, tokens, made, state_BNKV, is_kept=True)
-    back = scan.backward(how, tokens, made, d_out_BTNV, d_left_BNKV)
-    found = gradients.gradients(how, tokens, made, d_out_BTNV, there, back)
+    there = inter_chunk.forward(how, tokens, made, state_BNKV, is_kept=True)
+    back = inter_chunk.backward(how, tokens, made, d_out_BTNV, d_left_BNKV)
+    found = backward.gradients(how, tokens, made, d_out_BTNV, there, back)
     d_tokens: Any = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), found, tokens)
     return d_tokens._replace(resets_BT=None), back.d_state_BNKV
 

@@ -9,9 +9,9 @@ import dataclasses
 
 import jax
 
-from maxhydra.kernels.grouped_matmul.gradients import grouped
-from maxhydra.kernels.grouped_matmul.mosaic.how import How
-from maxhydra.kernels.place import processors
+from maxhydra.kernels.grouped_matmul.mosaic.params import How
+from maxhydra.kernels.grouped_matmul.vjp import grouped
+from maxhydra.kernels.placement import processors
 
 # Of rows, inputs and outputs.
 MULTIPLE = 128
@@ -24,12 +24,12 @@ class Kernels:
     how: How
 
     def product(self, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, turned: bool) -> jax.Array:
-        from maxhydra.kernels.grouped_matmul.mosaic.product import product  # noqa: PLC0415
+        from maxhydra.kernels.grouped_matmul.mosaic.forward import product  # noqa: PLC0415
 
         return product(self.how, x_MK, w, sizes_E, turned=turned)
 
     def summed(self, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-        from maxhydra.kernels.grouped_matmul.mosaic.summed import summed  # noqa: PLC0415
+        from maxhydra.kernels.grouped_matmul.mosaic.weight_grad import summed  # noqa: PLC0415
 
         return summed(self.how, x_MK, d_out_MN, sizes_E)
 

@@ -14,13 +14,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from maxhydra.cli import flags
-from maxhydra.config.compose import Composer, Examination
+from maxhydra.config.compose.composer import Composer, Examination
+from maxhydra.config.compose.overrides import absent, searchpath
+from maxhydra.config.compose.provenance import Located
 from maxhydra.config.declare import MISSING
-from maxhydra.config.discover import description
 from maxhydra.config.errors import UNSET, ConfigError, show
-from maxhydra.config.located import Located
-from maxhydra.config.overrides import absent, searchpath
-from maxhydra.config.spec import Field, Spec, fields
+from maxhydra.config.fields import Field, Spec, fields
+from maxhydra.config.registry import description
 
 WIDEST = 30
 

@@ -20,14 +20,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("--run-dir", type=Path)
     asked = parser.parse_args(arguments)
-    from maxhydra.launch.order import read_order  # noqa: PLC0415
+    from maxhydra.launch.job_spec import read_order  # noqa: PLC0415
     from maxhydra.launch.termination import ending_told  # noqa: PLC0415
 
     run_dir = None if asked.run_dir is None else asked.run_dir.absolute()
     with ending_told(run_dir):
         order = read_order(asked.config)
         # jax comes in here, and not before the config is valid.
-        from maxhydra.cli.execute import execute  # noqa: PLC0415
+        from maxhydra.cli.run_job import execute  # noqa: PLC0415
 
         execute(order.config, order.choices, overrides=order.overrides, path=run_dir, config_dir=order.config_dir)
     return 0

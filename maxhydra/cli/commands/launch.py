@@ -30,10 +30,10 @@ def _render(arguments: list[str]) -> int:
     """Compose and check as a launch does, and print what it would send."""
     # Hydra takes a while, which --help need not wait for.
     from maxhydra.cli import multirun  # noqa: PLC0415
-    from maxhydra.cli.session import translated  # noqa: PLC0415
-    from maxhydra.config.compose import Composer  # noqa: PLC0415
-    from maxhydra.config.overrides import searchpath  # noqa: PLC0415
-    from maxhydra.launch.places import jobs_of  # noqa: PLC0415
+    from maxhydra.cli.hydra_app import translated  # noqa: PLC0415
+    from maxhydra.config.compose.composer import Composer  # noqa: PLC0415
+    from maxhydra.config.compose.overrides import searchpath  # noqa: PLC0415
+    from maxhydra.launch.registry import jobs_of  # noqa: PLC0415
 
     asked = parse_flags(arguments)
     composer = Composer(asked.config_dir, asked.config_name, searchpath(asked.overrides))

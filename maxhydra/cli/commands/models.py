@@ -19,10 +19,10 @@ from typing import Any
 import yaml
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.discover import CONF, PACKAGE
 from maxhydra.config.errors import did_you_mean
 from maxhydra.config.options import model_option, model_options, option_text
-from maxhydra.record.files import replace_file
+from maxhydra.config.registry import CONF, PACKAGE
+from maxhydra.record.atomic_io import replace_file
 
 # Counting the weights of all models takes some seconds: what was counted is kept, by all that it depends on.
 COUNTED = Path("~/.cache/maxhydra/models.json")

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
         return 0
     asked = parser.parse_args(arguments)
     # optuna takes a second to import, which --help need not wait for.
-    from maxhydra.sweep.start import cancel, go_on, read_plan, status  # noqa: PLC0415
+    from maxhydra.sweep.run import cancel, go_on, read_plan, status  # noqa: PLC0415
 
     folder = _folder(asked)
     plan = read_plan(folder)

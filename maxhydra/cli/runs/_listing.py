@@ -10,7 +10,7 @@ from typing import Any
 
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.record import RunDirectory
-from maxhydra.record.files import to_json
+from maxhydra.record.atomic_io import to_json
 from maxhydra.record.labels import LABELS
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.summary import duration, show

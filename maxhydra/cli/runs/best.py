@@ -11,7 +11,7 @@ from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.runs.compare import differing
 from maxhydra.runs.query import best, select
 from maxhydra.runs.registry import Registry
-from maxhydra.runs.restart import rerun_command
+from maxhydra.runs.rerun import rerun_command
 
 # More columns than these do not fit a terminal.
 _COLUMNS = 4

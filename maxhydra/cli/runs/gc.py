@@ -12,9 +12,9 @@ import sys
 from maxhydra.cli.runs._listing import add_conditions, print_runs
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
 from maxhydra.record import RunDirectory, RunInUseError
+from maxhydra.runs.gc import Rules, disposable, seconds, size
 from maxhydra.runs.query import select
 from maxhydra.runs.registry import STATUSES, Registry, Run
-from maxhydra.runs.tidy import Rules, disposable, seconds, size
 
 
 def declare(parser: argparse.ArgumentParser) -> None:

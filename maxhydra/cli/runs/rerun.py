@@ -12,7 +12,7 @@ import argparse
 from maxhydra.cli.runs._starting import start
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.runs.registry import Registry
-from maxhydra.runs.restart import arguments, changed_code
+from maxhydra.runs.rerun import arguments, changed_code
 
 
 def declare(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ import sys
 from maxhydra.cli.runs._starting import start
 from maxhydra.config.errors import ConfigError, Problem, quoted
 from maxhydra.runs.registry import Registry
-from maxhydra.runs.restart import arguments, changed_code
+from maxhydra.runs.rerun import arguments, changed_code
 
 
 def declare(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.launch.jobs import CLAIM, CONSOLE
+from maxhydra.launch.base import CLAIM, CONSOLE
 from maxhydra.record import RunDirectory
 from maxhydra.runs.registry import Registry
 

@@ -6,8 +6,8 @@ model without them.
 
 from typing import Any
 
-from maxhydra.config import model as config
-from maxhydra.convert.table import Settings, Table, Weight
+from maxhydra.config.schema import model as config
+from maxhydra.convert.name_table import Settings, Table, Weight
 from maxhydra.convert.tables import deepseek_v2, llama
 
 HF = llama.HF

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from maxhydra.config import model as config
-from maxhydra.convert.table import Settings, Table, UnsupportedError, Weight
+from maxhydra.config.schema import model as config
+from maxhydra.convert.name_table import Settings, Table, UnsupportedError, Weight
 from maxhydra.convert.tables import deepseek_v2, deepseek_v3, llama
 
 INDEXER = llama.HF + "self_attn.indexer."

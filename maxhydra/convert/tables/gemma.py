@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
 from maxhydra.convert.kinds import layer_kinds
+from maxhydra.convert.name_table import Settings, Table
 from maxhydra.convert.settings import activation, activation_setting, head, rope, rope_settings, size_settings, sizes
-from maxhydra.convert.table import Settings, Table
 from maxhydra.convert.tables import llama
 
 SHARED = {"norm": "rms_plus_one", "embedding": {"scale": "root_dim"}}

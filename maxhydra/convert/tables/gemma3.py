@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
 from maxhydra.convert.kinds import FULL, WINDOWED, arranged, by_type, layer_types
+from maxhydra.convert.name_table import Settings, Table
 from maxhydra.convert.settings import (
     head,
     rope_of,
     rope_parameters,
     sizes,
 )
-from maxhydra.convert.table import Settings, Table
 from maxhydra.convert.tables import gemma, gemma2, llama
 
 # What the published files leave out.

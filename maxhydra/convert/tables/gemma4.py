@@ -4,10 +4,10 @@ ones share keys and values over the later layers and have embeddings for each la
 from collections.abc import Mapping
 from typing import Any
 
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
 from maxhydra.convert.kinds import FULL, NAMES, WINDOWED, by_type, layer_kinds, layer_types, pattern_of, window_settings
+from maxhydra.convert.name_table import Settings, Table, UnsupportedError, Weight
 from maxhydra.convert.settings import activation, activation_setting, head, size_settings, sizes
-from maxhydra.convert.table import Settings, Table, UnsupportedError, Weight
 from maxhydra.convert.tables import gemma2, llama
 
 HF = llama.HF

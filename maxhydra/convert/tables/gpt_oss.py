@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
 from maxhydra.convert.kinds import layer_kinds, pattern_of
+from maxhydra.convert.name_table import Join, Settings, Table, Weight
 from maxhydra.convert.settings import head, rope, rope_settings, size_settings, sizes
-from maxhydra.convert.table import Join, Settings, Table, Weight
 from maxhydra.convert.tables import llama
 
 HF = llama.HF

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
+from maxhydra.convert.name_table import Gguf, Settings, Table, Weight
 from maxhydra.convert.settings import (
     activation,
     activation_setting,
@@ -12,7 +13,6 @@ from maxhydra.convert.settings import (
     size_settings,
     sizes,
 )
-from maxhydra.convert.table import Gguf, Settings, Table, Weight
 
 HF, GGUF = "model.layers.{layer}.", "blk.{layer}."
 MIXER = (

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from maxhydra.config import model as config
-from maxhydra.convert.table import Settings, Table
+from maxhydra.config.schema import model as config
+from maxhydra.convert.name_table import Settings, Table
 from maxhydra.convert.tables import llama
 
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
+from maxhydra.convert.name_table import Settings, Table, Weight
 from maxhydra.convert.settings import activation, activation_setting
-from maxhydra.convert.table import Settings, Table, Weight
 from maxhydra.convert.tables import llama, mistral
 
 MOE = llama.HF + "block_sparse_moe."

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
 from maxhydra.convert.kinds import layer_kinds
+from maxhydra.convert.name_table import Settings, Table, Weight
 from maxhydra.convert.settings import activation_setting
-from maxhydra.convert.table import Settings, Table, Weight
 from maxhydra.convert.tables import llama, qwen3_next
 from maxhydra.convert.tables.qwen3_next import DELTA, HF, MIXERS
 

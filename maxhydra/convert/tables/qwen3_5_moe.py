@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
 from maxhydra.convert.kinds import layer_kinds
-from maxhydra.convert.table import Settings, Table
+from maxhydra.convert.name_table import Settings, Table
 from maxhydra.convert.tables import llama, qwen3_5, qwen3_next
 from maxhydra.convert.tables.qwen3_next import MIXERS
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
 from maxhydra.convert.kinds import layer_kinds, pattern_of
+from maxhydra.convert.name_table import Settings, Table, UnsupportedError
 from maxhydra.convert.settings import (
     activation,
     activation_setting,
@@ -13,7 +14,6 @@ from maxhydra.convert.settings import (
     size_settings,
     sizes,
 )
-from maxhydra.convert.table import Settings, Table, UnsupportedError
 from maxhydra.convert.tables import llama
 
 LAYER = (*llama.LAYER, *llama.QK_NORMS, *llama.EXPERTS)

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from maxhydra.config import model as config
+from maxhydra.config.schema import model as config
 from maxhydra.convert.kinds import layer_kinds, pattern_of
+from maxhydra.convert.name_table import Join, Settings, Table, Weight
 from maxhydra.convert.settings import (
     SIZES,
     activation,
@@ -14,7 +15,6 @@ from maxhydra.convert.settings import (
     size_settings,
     sizes,
 )
-from maxhydra.convert.table import Join, Settings, Table, Weight
 from maxhydra.convert.tables import llama
 
 HF = llama.HF

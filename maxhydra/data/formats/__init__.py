@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.corpus import FileFormat
+from maxhydra.config.schema.corpus import FileFormat
 from maxhydra.data.files import without_shard
-from maxhydra.data.formats.shelf import Shelf
+from maxhydra.data.formats.file_cache import Shelf
 from maxhydra.data.records import Fault, Record, Records
 
 ENDINGS = {

@@ -13,7 +13,7 @@ from typing import Any
 from array_record.python.array_record_module import ArrayRecordReader
 
 from maxhydra.data.formats import runs
-from maxhydra.data.formats.shelf import Group, Shelf, Unreadable
+from maxhydra.data.formats.file_cache import Group, Shelf, Unreadable
 from maxhydra.data.records import Fault, Record, Records
 
 LOT = 1024

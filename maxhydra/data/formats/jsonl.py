@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from maxhydra.data.files import unfinished
+from maxhydra.data.formats.file_cache import Shelf, Unreadable, version
 from maxhydra.data.formats.payload import decode_json
-from maxhydra.data.formats.shelf import Shelf, Unreadable, version
 from maxhydra.data.records import Fault, Record, Records
 
 # Bytes that are searched for line ends at a time.

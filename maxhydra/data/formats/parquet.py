@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from maxhydra.data.formats.columns import rows_of
-from maxhydra.data.formats.shelf import Group, Shelf, Unreadable
-from maxhydra.data.optional import need
+from maxhydra.data.formats.arrow import rows_of
+from maxhydra.data.formats.file_cache import Group, Shelf, Unreadable
+from maxhydra.data.optional_packages import need
 from maxhydra.data.records import Fault, Record, Records
 
 SETTING = "data.format=parquet"

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from maxhydra.data.codec import MAGIC, decode_arrays
-from maxhydra.data.formats.example import parse_example
+from maxhydra.data.array_codec import MAGIC, decode_arrays
+from maxhydra.data.formats.tf_example import parse_example
 from maxhydra.data.records import Record
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from maxhydra.data.formats.checksum import masked
-from maxhydra.data.formats.shelf import Shelf
+from maxhydra.data.formats.crc32c import masked
+from maxhydra.data.formats.file_cache import Shelf
 from maxhydra.data.records import Fault, Record, Records
 
 HEADER, FOOTER = 12, 4

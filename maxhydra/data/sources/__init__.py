@@ -7,11 +7,11 @@ import dataclasses
 import importlib
 from collections.abc import Sequence
 
-from maxhydra.config.corpus import ROLES, Corpus
-from maxhydra.config.data import Data
+from maxhydra.config.schema.corpus import ROLES, Corpus
+from maxhydra.config.schema.data import Data
+from maxhydra.data.record_types import Shape
 from maxhydra.data.records import Fault, Record, Records, RecordStream
 from maxhydra.data.rows import Rows, RowSpec
-from maxhydra.data.shapes import Shape
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from maxhydra.config.corpus import Corpus
-from maxhydra.config.data import Data
-from maxhydra.data.order import Order
+from maxhydra.config.schema.corpus import Corpus
+from maxhydra.config.schema.data import Data
 from maxhydra.data.records import Fault, Record
 from maxhydra.data.rows import RowSpec
+from maxhydra.data.shuffle import Order
 from maxhydra.data.sources import Part, RecordSource
 
 OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from maxhydra.config.corpus import Corpus
-from maxhydra.config.data import Data
+from maxhydra.config.schema.corpus import Corpus
+from maxhydra.config.schema.data import Data
+from maxhydra.data.record_types import Refused
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row, RowSpec, make_row
-from maxhydra.data.shapes import Refused
 from maxhydra.data.sources import RecordSource, columns_of, hold_out
 from maxhydra.data.sources.tfds import find_build, open_split
 from maxhydra.data.tokenizers import tokenizer

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.corpus import Corpus
-from maxhydra.config.data import Data, OnError
+from maxhydra.config.schema.corpus import Corpus
+from maxhydra.config.schema.data import Data, OnError
 from maxhydra.data.files import find_files
 from maxhydra.data.formats import ENDINGS, Joined, open_files
-from maxhydra.data.formats.shelf import Shelf
+from maxhydra.data.formats.file_cache import Shelf
 from maxhydra.data.records import Records
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.sources import RecordSource, columns_of, hold_out

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.corpus import Corpus
-from maxhydra.config.data import Data
+from maxhydra.config.schema.corpus import Corpus
+from maxhydra.config.schema.data import Data
 from maxhydra.data.files import find_files
-from maxhydra.data.formats.columns import rows_of
-from maxhydra.data.optional import need
+from maxhydra.data.formats.arrow import rows_of
+from maxhydra.data.optional_packages import need
 from maxhydra.data.records import Cursor, Fault, Record, Records, RecordStream
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.sources import RecordSource, StreamSource, hold_out

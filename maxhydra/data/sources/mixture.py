@@ -2,8 +2,8 @@
 
 from typing import NoReturn
 
-from maxhydra.config.corpus import Corpus
-from maxhydra.config.data import Data
+from maxhydra.config.schema.corpus import Corpus
+from maxhydra.config.schema.data import Data
 from maxhydra.data.rows import RowSpec
 
 

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.corpus import Corpus
-from maxhydra.config.data import Data
+from maxhydra.config.schema.corpus import Corpus
+from maxhydra.config.schema.data import Data
 from maxhydra.data.files import find_files
-from maxhydra.data.formats.shelf import HANDLES, Recent
+from maxhydra.data.formats.file_cache import HANDLES, Recent
 from maxhydra.data.rows import Row, Rows, RowSpec, make_row
 from maxhydra.data.sources import RowSource
 

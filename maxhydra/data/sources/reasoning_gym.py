@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import Any
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.corpus import Corpus
-from maxhydra.config.data import Data
 from maxhydra.config.errors import did_you_mean
-from maxhydra.data.optional import need
+from maxhydra.config.schema.corpus import Corpus
+from maxhydra.config.schema.data import Data
+from maxhydra.data.optional_packages import need
 from maxhydra.data.records import Fault, Record
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.sources import RecordSource, hold_out

@@ -8,8 +8,8 @@ import dataclasses
 
 import numpy as np
 
-from maxhydra.config.corpus import Corpus
-from maxhydra.config.data import Data
+from maxhydra.config.schema.corpus import Corpus
+from maxhydra.config.schema.data import Data
 from maxhydra.data.rows import Row, RowSpec, make_row
 from maxhydra.data.sources import RowSource
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.corpus import Corpus
-from maxhydra.config.data import Data
+from maxhydra.config.schema.corpus import Corpus
+from maxhydra.config.schema.data import Data
 from maxhydra.data.files import find_files
 from maxhydra.data.rows import RowSpec, Windows
 from maxhydra.data.sources import RowSource

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.corpus import Corpus, FileFormat
-from maxhydra.config.data import Data
+from maxhydra.config.schema.corpus import Corpus, FileFormat
+from maxhydra.config.schema.data import Data
 from maxhydra.data.files import find_files
 from maxhydra.data.formats import Joined, open_files
+from maxhydra.data.formats.file_cache import Shelf, Unreadable
 from maxhydra.data.formats.payload import decode
-from maxhydra.data.formats.shelf import Shelf, Unreadable
-from maxhydra.data.optional import need
+from maxhydra.data.optional_packages import need
 from maxhydra.data.records import Record, Records
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.sources import Part, RecordSource, columns_of, hold_out

@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.data import Data
-from maxhydra.config.tokenizer import Tokenizer as Config
+from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data.rows import RowSpec
 
 

@@ -10,9 +10,9 @@ from importlib import resources
 from typing import Any
 
 from maxhydra.config.paths import beside
-from maxhydra.config.tokenizer import Tokenizer as Config
+from maxhydra.config.schema.tokenizer import Tokenizer as Config
+from maxhydra.data.special_tokens import wrong
 from maxhydra.data.tokenizers.hf import ROLES, HuggingFaceTokenizer
-from maxhydra.data.vocabulary import wrong
 from maxhydra.modelfiles import locate, open_gguf
 
 KEY = "data.tokenizer.path"

@@ -18,9 +18,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from maxhydra.config.paths import beside
-from maxhydra.config.tokenizer import Tokenizer as Config
-from maxhydra.data.optional import need
-from maxhydra.data.vocabulary import blocks, chat_template, find_ends, smallest, wrong
+from maxhydra.config.schema.tokenizer import Tokenizer as Config
+from maxhydra.data.optional_packages import need
+from maxhydra.data.special_tokens import blocks, chat_template, find_ends, smallest, wrong
 
 ROLES = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token"}
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from maxhydra.config.paths import beside
-from maxhydra.config.tokenizer import Tokenizer as Config
-from maxhydra.data.optional import need
-from maxhydra.data.vocabulary import blocks, chat_template, find_ends, name_pattern, smallest, wrong
+from maxhydra.config.schema.tokenizer import Tokenizer as Config
+from maxhydra.data.optional_packages import need
+from maxhydra.data.special_tokens import blocks, chat_template, find_ends, name_pattern, smallest, wrong
 
 
 class SentencePieceTokenizer:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from maxhydra.config.paths import beside
-from maxhydra.config.tokenizer import Tokenizer as Config
-from maxhydra.data.optional import need
-from maxhydra.data.vocabulary import blocks, character_spans, chat_template, find_ends, smallest, wrong
+from maxhydra.config.schema.tokenizer import Tokenizer as Config
+from maxhydra.data.optional_packages import need
+from maxhydra.data.special_tokens import blocks, character_spans, chat_template, find_ends, smallest, wrong
 
 # How words are split where the file beside does not say: as cl100k_base does.
 PATTERN = (

@@ -12,8 +12,8 @@ import urllib3
 import yaml
 
 from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.launch.gke.api_errors import no_answer, refusal
 from maxhydra.launch.gke.manifests import GROUP, PLURAL, SWEEP, VERSION, Manifest
-from maxhydra.launch.gke.refusals import no_answer, refusal
 from maxhydra.launch.settings import KEY
 
 JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"

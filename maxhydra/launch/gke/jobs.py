@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.launch.base import CLAIM, CONSOLE, Job, Proposal, Shared
 from maxhydra.launch.composing import Ordering
+from maxhydra.launch.gke.api_errors import RefusedError
 from maxhydra.launch.gke.manifests import Manifest, Work, config_map, job_name, job_set, sweep_id, to_yaml
 from maxhydra.launch.gke.placement import place
 from maxhydra.launch.gke.pods import ending, leader, progress
-from maxhydra.launch.gke.refusals import RefusedError
 from maxhydra.launch.gke.settings import GkeSettings
 from maxhydra.launch.gke.volumes import OUTPUTS
-from maxhydra.launch.jobs import CLAIM, CONSOLE, Job, Proposal, Shared
-from maxhydra.launch.order import CONFIG, Order, read_order
+from maxhydra.launch.job_spec import CONFIG, Order, read_order
 from maxhydra.launch.termination import forget, relay
 from maxhydra.record import RunDirectory
-from maxhydra.record.files import replace_file
-from maxhydra.record.scrub import scrub_text
+from maxhydra.record.atomic_io import replace_file
+from maxhydra.record.redact import scrub_text
 
 if TYPE_CHECKING:
     from maxhydra.launch.gke.cluster import Cluster

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from maxhydra.config.errors import show
-from maxhydra.config.hardware import Platform
+from maxhydra.config.schema.hardware import Platform
 from maxhydra.launch.gke.placement import Placement
 from maxhydra.launch.gke.settings import TOLERATION, GkeSettings
 from maxhydra.launch.gke.volumes import (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.config.hardware import Cluster, Hardware, Platform
+from maxhydra.config.schema.hardware import Cluster, Hardware, Platform
 from maxhydra.launch.gke.settings import GkeSettings
 from maxhydra.launch.gke.volumes import is_of_a_pod
 from maxhydra.launch.settings import KEY

@@ -8,7 +8,7 @@ from typing import ClassVar
 from maxhydra.config.errors import Problem
 from maxhydra.launch.gke.volumes import RESERVED, SOURCES, is_source
 from maxhydra.launch.settings import KEY, Launcher, out_of_range, unlike
-from maxhydra.record.scrub import is_secret_name
+from maxhydra.record.redact import is_secret_name
 
 LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
 # A Service, which a JobSet has in its own name, may not begin with a digit; 15 characters leave room for the rest.

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxhydra.config.errors import ConfigError
+from maxhydra.launch.base import CLAIM, Job, Proposal, Shared, read_claim
 from maxhydra.launch.composing import Ordering
-from maxhydra.launch.jobs import CLAIM, Job, Proposal, Shared, read_claim
 from maxhydra.launch.slurm import scheduler
 from maxhydra.launch.slurm.scheduler import OVER, Entry, Queue
 from maxhydra.launch.slurm.script import SCRIPTS, render
 from maxhydra.launch.slurm.settings import SlurmSettings
 from maxhydra.record import RunDirectory
-from maxhydra.record.files import replace_file
+from maxhydra.record.atomic_io import replace_file
 
 # SLURM's MaxArraySize unless a cluster has another.
 LARGEST_ARRAY = 1000

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from maxhydra.launch.jobs import CLAIM, CONSOLE
-from maxhydra.launch.order import CONFIG
+from maxhydra.launch.base import CLAIM, CONSOLE
+from maxhydra.launch.job_spec import CONFIG
 from maxhydra.launch.slurm.settings import SlurmSettings
 
 # Beside the sweep's jobs: the scripts, and what SLURM itself has to say of a job.

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from maxhydra.config.reward import Term
+from maxhydra.config.schema.reward import Term
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The known answer, whatever its case and spaces."""
 
-from maxhydra.config.reward import Term
+from maxhydra.config.schema.reward import Term
 from maxhydra.rl.rewards import Answer, Score, normalised
 
 

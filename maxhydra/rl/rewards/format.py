@@ -2,7 +2,7 @@
 
 import re
 
-from maxhydra.config.reward import Term
+from maxhydra.config.schema.reward import Term
 from maxhydra.rl.rewards import Answer, Score
 
 

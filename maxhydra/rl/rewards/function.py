@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 
-from maxhydra.config.reward import Term
+from maxhydra.config.schema.reward import Term
 from maxhydra.rl.rewards import Answer, Score
 
 

@@ -1,6 +1,6 @@
 """How near a text is to a number of tokens."""
 
-from maxhydra.config.reward import Term
+from maxhydra.config.schema.reward import Term
 from maxhydra.rl.rewards import Answer, Score
 
 

@@ -1,6 +1,6 @@
 """Equality as mathematical expressions, by math-verify: 0.5, 1/2 and \\frac{1}{2} are the same answer."""
 
-from maxhydra.config.reward import Term
+from maxhydra.config.schema.reward import Term
 from maxhydra.rl.rewards import Answer, Score
 
 

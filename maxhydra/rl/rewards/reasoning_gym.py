@@ -1,6 +1,6 @@
 """The score that a task of reasoning-gym gives: from 0 to 1, for some tasks with steps between."""
 
-from maxhydra.config.reward import Term
+from maxhydra.config.schema.reward import Term
 from maxhydra.rl.rewards import Answer, Score
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from maxhydra.config import Config
-from maxhydra.config.run import Tracker as TrackerConfig
+from maxhydra.config.schema.run import Tracker as TrackerConfig
 from maxhydra.record import RunDirectory
-from maxhydra.record.files import plain
+from maxhydra.record.atomic_io import plain
 
 log = logging.getLogger("maxhydra")
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.run import Tracker as TrackerConfig
-from maxhydra.record.files import to_json
+from maxhydra.config.schema.run import Tracker as TrackerConfig
+from maxhydra.record.atomic_io import to_json
 from maxhydra.train.trackers import TrackedSession, Tracker
 
 # What a killed run can lose of its curves, in seconds; metrics.jsonl loses nothing.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.run import Tracker as TrackerConfig
+from maxhydra.config.schema.run import Tracker as TrackerConfig
 from maxhydra.record import scrub_argv
 from maxhydra.train.trackers import TrackedSession, Tracker
 

@@ -1,0 +1,104 @@
+"""The product of a few rows with a weight, and what stands around it: a norm before, a gate or a residual after.
+
+To decode a token is to read every weight once for a few rows. A kernel takes about 3 us before and after its bytes, as
+long as the bytes of a small weight take, so that what is done on the way to or from a product is done for nothing.
+
+Shapes: M rows, K inputs, N outputs, of which the weight has twice as many where they are gated.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from maxhydra.kernels.fused_linear import (
+    argmax,
+    embed_norm,
+    gemv,
+    reference,
+    small_batch,
+    split_k_reduce,
+    swiglu_prefill,
+)
+from maxhydra.kernels.fused_linear.epilogue import Activation, Around, Norm
+
+__all__ = [
+    "Activation",
+    "Around",
+    "Norm",
+    "first_rows",
+    "fused_product",
+    "gates",
+    "largest_output",
+    "parts_of_product",
+    "product_and_norm",
+    "suits",
+]
+
+
+def suits(rows: int, weight: DTypeLike) -> bool:
+    """Whether so many rows with weights of this format are better off here than by parts: one row with codes, which XLA
+    would widen by itself, or a few with others, for which the library's products leave memory waiting."""
+    return rows == 1 if weight == jnp.int8 else 1 < rows <= small_batch.MOST_ROWS
+
+
+def gates(rows: int, outputs: int, inputs: int, dtype: DTypeLike, activation: Activation) -> bool:
+    """Whether so many rows are better off with one product that takes their gate along."""
+    return swiglu_prefill.can_serve(rows, outputs, inputs, jnp.dtype(dtype).name, activation)
+
+
+def fused_product(
+    x_MK: jax.Array, weight_NK: jax.Array, scales_N: jax.Array | None, around: Around, *, dtype: DTypeLike
+) -> jax.Array:
+    """[M, N]: x times the transpose of the weight, times scales where there are any, with what stands around it."""
+    dtype, (count, inputs), is_gated = jnp.dtype(dtype), x_MK.shape, around.activation is not None
+    outputs, format = weight_NK.shape[0] // (2 if is_gated else 1), x_MK.dtype.name
+    if around.activation is not None and gates(count, outputs, inputs, format, around.activation):
+        assert around.norm is None and around.onto_MN is None and scales_N is None
+        return swiglu_prefill.gated(x_MK, weight_NK, around.activation)
+    if count == 1 and gemv.can_serve(outputs, inputs, format):
+        return gemv.product(x_MK, weight_NK, scales_N, around, dtype, interpret=False)
+    if scales_N is None and small_batch.can_serve(count, outputs, inputs, format, is_gated=is_gated):
+        return small_batch.product(x_MK, weight_NK, around, dtype, interpret=False)
+    return reference.product(x_MK, weight_NK, scales_N, around, dtype)
+
+
+def parts_of_product(x_MK: jax.Array, weight_NK: jax.Array, *, dtype: DTypeLike) -> jax.Array:
+    """[P, M, N] whose sum, rounded to this number format, is x times the transpose of the weight: for a kernel that can
+    add them up as it reads them. In float32, or rounded where there is but one."""
+    dtype, (count, inputs), outputs = jnp.dtype(dtype), x_MK.shape, weight_NK.shape[0]
+    if small_batch.can_serve(count, outputs, inputs, x_MK.dtype.name, is_gated=False, is_summed=False):
+        return small_batch.summands(x_MK, weight_NK, Around(), dtype, interpret=False)
+    return fused_product(x_MK, weight_NK, None, Around(), dtype=dtype)[None]
+
+
+def product_and_norm(
+    x_MK: jax.Array, weight_NK: jax.Array, onto_MN: jax.Array, norm: Norm, *, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """[M, N] twice: onto with x times the transpose of the weight, and the norm of that."""
+    dtype, (count, inputs), outputs = jnp.dtype(dtype), x_MK.shape, weight_NK.shape[0]
+    around = Around(onto_MN=onto_MN)
+    if small_batch.can_serve(count, outputs, inputs, x_MK.dtype.name, is_gated=False) and split_k_reduce.can_serve(
+        outputs
+    ):
+        parts_PMN = small_batch.summands(x_MK, weight_NK, around, dtype, interpret=False)
+        return split_k_reduce.summed(parts_PMN, onto_MN, norm, dtype, interpret=False)
+    stream_MN = fused_product(x_MK, weight_NK, None, around, dtype=dtype)
+    return stream_MN, norm(stream_MN)
+
+
+def first_rows(table_VN: jax.Array, tokens_M: jax.Array, norm: Norm) -> tuple[jax.Array, jax.Array] | None:
+    """[M, N] twice: the rows of a table that tokens stand for, and the norm of each. None where what follows norms them
+    on the way, or where there is none for it."""
+    if not embed_norm.can_serve(tokens_M.size, table_VN.shape[1], table_VN.dtype.name):
+        return None
+    return embed_norm.looked_up(table_VN, tokens_M, norm, interpret=False)
+
+
+def largest_output(x_MK: jax.Array, weight_NK: jax.Array, *, dtype: DTypeLike) -> tuple[jax.Array, jax.Array] | None:
+    """Of each row of x times the transpose of the weight, in this number format, the largest output and where it
+    stands, the first if there are several; not finite where one is no number. None where outputs are better written
+    and looked at."""
+    (count, inputs), outputs = x_MK.shape, weight_NK.shape[0]
+    if not argmax.can_serve(count, outputs, inputs, x_MK.dtype.name):
+        return None
+    return argmax.largest(x_MK, weight_NK, jnp.dtype(dtype), interpret=False)

@@ -1,0 +1,35 @@
+"""What a step begins with, for GPUs, in Pallas for Triton: rows of a table, and the norm of each, of which the compiler
+would make two kernels. A program has a row, in registers.
+
+Shapes: V rows of the table, N numbers of a row, M tokens.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from maxhydra.kernels.fused_linear.epilogue import Norm
+from maxhydra.kernels.fused_linear.small_batch import MOST_ROWS
+from maxhydra.kernels.fused_linear.split_k_reduce import can_serve as is_in_pieces
+from maxhydra.kernels.fused_linear.split_k_reduce import with_norm
+
+
+def can_serve(M: int, N: int, dtype: str) -> bool:
+    """Whether the kernel takes these sizes on the devices there are, and the products that follow want a norm."""
+    return jax.default_backend() == "gpu" and 1 < M <= MOST_ROWS and is_in_pieces(N) and dtype == "bfloat16"
+
+
+def looked_up(table_VN: jax.Array, tokens_M: jax.Array, norm: Norm, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """[M, N] twice: the tokens' rows, no numbers where there is none, and the norm of each."""
+    specs = [pl.BlockSpec(table_VN.shape, lambda m: (0, 0)), pl.BlockSpec((None,), lambda m: (m,))]
+    stream = jax.ShapeDtypeStruct((tokens_M.size, table_VN.shape[1]), table_VN.dtype)
+    return with_norm(_found, [table_VN, tokens_M], specs, stream, norm, interpret=interpret, name="first_rows")
+
+
+def _found(table_ref: Any, token_ref: Any, places: list[Any]) -> list[jax.Array]:
+    token = token_ref[...]
+    is_there = (token >= 0) & (token < table_ref.shape[0])
+    found = [table_ref[jnp.where(is_there, token, 0), place] for place in places]
+    return [jnp.where(is_there, piece, jnp.nan) for piece in found]

@@ -1,0 +1,143 @@
+"""The product of one row for GPUs, in Pallas for Triton: a program multiplies and sums some outputs, at the speed of
+memory.
+
+The norm before the product is a factor of every input, which the program multiplies on the way, and one of the whole
+row, which waits for the end: the weights need not wait for it. Codes of eight bits are widened between memory and sum.
+
+Shapes: N outputs, K inputs, H = 2 where outputs come in pairs of gate and value, else 1.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from maxhydra.kernels.fused_linear.epilogue import Around
+from maxhydra.kernels.fused_linear.sizes import power_of_two_in
+from maxhydra.kernels.int8_to_float import TIMES_ADDED, assembled
+
+# Outputs from which on programs of one warp are many enough, those up to which processors are left over, and inputs
+# from which on a warp takes more of them at a time.
+MANY, FEW, LONG = 8192, 2048, 8192
+LEAST_OUTPUTS, LEAST_INPUTS = 16, 64
+DTYPES = ("bfloat16", "float32")
+
+
+class Tile(NamedTuple):
+    """What a program does: `rows` outputs of each of `groups`, which lie far apart and meet the same inputs."""
+
+    groups: int
+    rows: int
+    inputs: int
+    """At a time."""
+    warps: int
+
+
+def tile(N: int, K: int, H: int) -> Tile:
+    """The fastest of those measured on an H200 for shapes of Llama 3.2 1B, cut down to what divides the sizes."""
+    outputs, inputs = power_of_two_in(N), power_of_two_in(K)
+    if N >= MANY:
+        return Tile(groups=min(8 // H, outputs), rows=1, inputs=min(512, inputs), warps=1)
+    if N > FEW:
+        return Tile(groups=1, rows=min(4, outputs), inputs=min(2048, inputs), warps=4)
+    return Tile(groups=1, rows=min(8, outputs), inputs=min(512 if K < LONG else 2048, inputs), warps=8)
+
+
+def can_serve(N: int, K: int, dtype: str) -> bool:
+    """Whether the kernel takes these sizes on the devices there are."""
+    fits = power_of_two_in(N) >= LEAST_OUTPUTS and power_of_two_in(K) >= LEAST_INPUTS and 2 * N * K < 2**31
+    return jax.default_backend() == "gpu" and fits and dtype in DTYPES
+
+
+def product(
+    x_1K: jax.Array,
+    weight_NK: jax.Array,
+    scales_N: jax.Array | None,
+    around: Around,
+    dtype: np.dtype,
+    *,
+    interpret: bool,
+    by: Tile | None = None,
+) -> jax.Array:
+    """[1, N], as the package says."""
+    H, K = 1 if around.activation is None else 2, x_1K.shape[1]
+    N = weight_NK.shape[0] // H
+    by = by or tile(N, K, H)
+    G, size = by.groups, N // by.groups
+    whole = pl.BlockSpec((1, K), lambda n: (0, 0))
+    of_outputs = pl.BlockSpec((G, by.rows), lambda n: (0, n))
+    of_weights = pl.BlockSpec((H * G, by.rows, K), lambda n: (0, n, 0))
+    given = [(whole, x_1K), (of_weights, weight_NK.reshape(H * G, size, K))]
+    if scales_N is not None:
+        given.append((pl.BlockSpec((H * G, by.rows), lambda n: (0, n)), scales_N.reshape(H * G, size)))
+    if around.norm is not None:
+        given.append((whole, around.norm.scale_K.reshape(1, K)))
+    if around.onto_MN is not None:
+        given.append((of_outputs, around.onto_MN.reshape(G, size)))
+    specs, arrays = zip(*given, strict=True)
+    out_GN = pl.pallas_call(
+        partial(_kernel, around=around, is_scaled=scales_N is not None, by=by, interpret=interpret),
+        grid=(size // by.rows,),
+        in_specs=list(specs),
+        out_specs=of_outputs,
+        out_shape=jax.ShapeDtypeStruct((G, size), dtype),
+        compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=1),
+        interpret=interpret,
+        name="one_row_product",
+    )(*arrays)
+    return out_GN.reshape(1, N)
+
+
+def _kernel(
+    x_ref: Any, weight_ref: Any, *rest: Any, around: Around, is_scaled: bool, by: Tile, interpret: bool
+) -> None:
+    """Parts are written out, so that many of them are on their way from memory at once."""
+    *others, out_ref = rest
+    refs = iter(others)
+    scales_ref = next(refs) if is_scaled else None
+    norm_ref = None if around.norm is None else next(refs)
+    onto_ref = None if around.onto_MN is None else next(refs)
+    (groups, N, K), step = weight_ref.shape, by.inputs
+    spread = partial(_spread, shape=(N, step), is_shared=by.warps < N)
+    starts, squares = range(0, K, step), jnp.zeros((N, step), jnp.float32)
+    inputs = [spread(x_ref, start) for start in starts]
+    if around.norm is not None:
+        squares = sum((x_NK * x_NK for x_NK in inputs), squares)
+        factors = [spread(norm_ref, start) + around.norm.offset for start in starts]
+        inputs = [x_NK * factor_NK for x_NK, factor_NK in zip(inputs, factors, strict=True)]
+    outs = []
+    for group in range(groups):
+        sums = jnp.zeros((N, step), jnp.float32)
+        for start, x_NK in zip(starts, inputs, strict=True):
+            sums = _times_added(weight_ref[group, :, pl.ds(start, step)], x_NK, sums, interpret=interpret)
+        outs.append(jnp.sum(sums, axis=1))
+    if scales_ref is not None:
+        outs = [out * scales_ref[group, :] for group, out in enumerate(outs)]
+    if around.norm is not None:
+        size = jax.lax.rsqrt(jnp.sum(squares, axis=1) / K + around.norm.eps)
+        outs = [out * size for out in outs]
+    G = out_ref.shape[0]
+    if around.activation is not None:
+        outs = [around.activation(gate) * value for gate, value in zip(outs[:G], outs[G:], strict=True)]
+    for group, out in enumerate(outs):
+        onto = 0.0 if onto_ref is None else onto_ref[group, :].astype(jnp.float32)
+        out_ref[group, :] = (out + onto).astype(out_ref.dtype)
+
+
+def _spread(row_ref: Any, start: int, shape: tuple[int, int], is_shared: bool) -> jax.Array:
+    """A part of a row for every output. Where a warp has one output of a group, it is loaded as the weights are, by
+    every warp for itself: anything else would pass through shared memory, with all waiting for it."""
+    if is_shared or shape[0] == 1:
+        return jnp.broadcast_to(row_ref[:, pl.ds(start, shape[1])].astype(jnp.float32), shape)
+    down, across = jnp.zeros(shape, jnp.int32), jnp.broadcast_to(start + jnp.arange(shape[1])[None, :], shape)
+    return plt.load(row_ref.at[down, across]).astype(jnp.float32)
+
+
+def _times_added(part: jax.Array, x: jax.Array, so_far: jax.Array, *, interpret: bool) -> jax.Array:
+    if interpret or part.dtype != jnp.int8:
+        return part.astype(jnp.float32) * x + so_far
+    return assembled(TIMES_ADDED, jnp.float32, part, x, so_far)

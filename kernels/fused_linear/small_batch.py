@@ -1,0 +1,119 @@
+"""The product of a few rows for GPUs, in Pallas for Triton: a program streams the weights of some outputs through the
+matrix unit, or a part of their inputs where outputs are few.
+
+Shapes: M rows, N outputs, K inputs, P parts of the inputs, H = 2 where outputs come in pairs of gate and value, else 1.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from maxhydra.kernels.fused_linear.epilogue import Activation, Around
+from maxhydra.kernels.fused_linear.sizes import power_of_two_in
+
+# Rows up to which reading the weights takes longer than the product; the matrix unit takes no fewer than the least.
+MOST_ROWS, LEAST_ROWS = 64, 16
+# Outputs up to which programs share the inputs, and how many do; with fewer to share them, outputs up to which the sum
+# of the parts is worth its while for those who read them all the same.
+FEW, PARTS = 2048, 4
+SOME, HALVES = 4096, 2
+
+
+class Tile(NamedTuple):
+    """What a program does at a time."""
+
+    outputs: int
+    inputs: int
+    parts: int
+    """Programs that share the inputs of an output."""
+    is_left: bool
+    """Whether the weight is the left operand, of which the matrix unit takes 64 rows at a time."""
+    warps: int
+    stages: int
+
+
+def tile(N: int, K: int, H: int) -> Tile:
+    """The fastest of those measured on an H200 for shapes of Llama 3.2 1B, cut down to what divides the sizes."""
+    outputs, inputs = power_of_two_in(N), power_of_two_in(K)
+    if H == 2:
+        return Tile(min(64, outputs), min(128, inputs), 1, is_left=True, warps=4, stages=4)
+    parts = PARTS if N <= FEW else HALVES
+    return Tile(min(64, outputs), min(64, inputs // parts), parts, is_left=True, warps=4, stages=8)
+
+
+def can_serve(M: int, N: int, K: int, dtype: str, *, is_gated: bool, is_summed: bool = True) -> bool:
+    """Whether the kernel takes these sizes on the devices there are, and is worth it: where outputs are many and not
+    gated, the library's product is as fast. `is_summed`: whether the parts have to be, which takes another kernel."""
+    fits = 1 < M <= MOST_ROWS and power_of_two_in(N) >= 64 and power_of_two_in(K) >= 64 * PARTS and 2 * N * K < 2**31
+    is_worth_it = is_gated or (N <= FEW if is_summed else N <= SOME)
+    return jax.default_backend() == "gpu" and fits and dtype == "bfloat16" and is_worth_it
+
+
+def product(
+    x_MK: jax.Array, weight_NK: jax.Array, around: Around, dtype: np.dtype, *, interpret: bool, by: Tile | None = None
+) -> jax.Array:
+    """[M, N], as the package says. The norm and the sum of parts are left to the compiler, which makes one kernel of a
+    sum, what it is added to and the norm that follows."""
+    x_MK = x_MK if around.norm is None else around.norm(x_MK)
+    parts_PMN = summands(x_MK, weight_NK, around, dtype, interpret=interpret, by=by)
+    if around.onto_MN is None:
+        return parts_PMN[0] if parts_PMN.shape[0] == 1 else jnp.sum(parts_PMN, axis=0).astype(dtype)
+    return (jnp.sum(parts_PMN, axis=0, dtype=jnp.float32) + around.onto_MN.astype(jnp.float32)).astype(dtype)
+
+
+def summands(
+    x_MK: jax.Array, weight_NK: jax.Array, around: Around, dtype: np.dtype, *, interpret: bool, by: Tile | None = None
+) -> jax.Array:
+    """[P, M, N] whose sum is x times the transpose of the weight, gated where that is asked for; in float32 where a sum
+    is still to come."""
+    H, (M, K) = 1 if around.activation is None else 2, x_MK.shape
+    N = weight_NK.shape[0] // H
+    by = by or tile(N, K, H)
+    size, is_whole = K // by.parts, by.parts == 1 and around.onto_MN is None
+    return pl.pallas_call(
+        partial(_kernel, by=by, activation=around.activation),
+        grid=(N // by.outputs, by.parts),
+        in_specs=[
+            pl.BlockSpec((M, size), lambda n, p: (0, p)),
+            pl.BlockSpec((H, by.outputs, size), lambda n, p: (0, n, p)),
+        ],
+        out_specs=pl.BlockSpec((None, M, by.outputs), lambda n, p: (p, 0, n)),
+        out_shape=jax.ShapeDtypeStruct((by.parts, M, N), dtype if is_whole else jnp.float32),
+        compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
+        interpret=interpret,
+        name="few_rows_product",
+    )(x_MK, weight_NK.reshape(H, N, K))
+
+
+def _kernel(x_ref: Any, weight_ref: Any, out_ref: Any, *, by: Tile, activation: Activation | None) -> None:
+    sums, is_row = streamed(x_ref, weight_ref, by)
+    out = sums[0] if activation is None else activation(sums[0]) * sums[1]
+    out_MN, rows, M = (out.T if by.is_left else out).astype(out_ref.dtype), is_row.shape[0], x_ref.shape[0]
+    plt.store(out_ref.at[pl.ds(0, rows), :], out_MN, mask=None if rows == M else is_row[:, None])
+
+
+def streamed(x_ref: Any, weight_ref: Any, by: Tile) -> tuple[list[jax.Array], jax.Array]:
+    """Of each half of the weights the product with the rows in float32, [N, M] where the weight is on the left, and
+    which rows there are among those that the matrix unit takes."""
+    M = x_ref.shape[0]
+    H, N, K = weight_ref.shape
+    rows = max(LEAST_ROWS, 1 << (M - 1).bit_length())
+    is_row, down = jnp.arange(rows) < M, pl.ds(0, rows)
+
+    def add(part: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        across = pl.ds(part * by.inputs, by.inputs)
+        x_MK = plt.load(
+            x_ref.at[down, across], mask=None if rows == M else is_row[:, None], other=None if rows == M else 0.0
+        )
+        weights = [weight_ref[half, :, across] for half in range(H)]
+        pairs = [(weight_NK, x_MK.T) if by.is_left else (x_MK, weight_NK.T) for weight_NK in weights]
+        products = [jnp.dot(*pair, preferred_element_type=jnp.float32) for pair in pairs]
+        return [so_far + product for so_far, product in zip(sums, products, strict=True)]
+
+    zeros = jnp.zeros((N, rows) if by.is_left else (rows, N), jnp.float32)
+    return jax.lax.fori_loop(0, K // by.inputs, add, [zeros] * H), is_row

@@ -1,0 +1,46 @@
+"""Products of activations with weights in int8: an output is its sum over codes, times the scale of that output.
+
+The scale of an output does not depend on the input, so that it is multiplied once, after the sum. What few rows take is
+the time to read the weights, and a GPU then reads them as they are; more rows, and other devices, have XLA widen the
+codes first.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from maxhydra.kernels.fused_linear import Around, fused_product
+from maxhydra.kernels.int8_weight_matmul import triton
+from maxhydra.kernels.matmul import Layout, projected
+
+__all__ = ["int8_product"]
+
+# Letters for the dimensions of a product; more than any weight has.
+INPUTS, OUTPUTS = "abcd", "wxyz"
+
+
+def int8_product(
+    x: jax.Array, codes: jax.Array, scales: jax.Array, *, layout: Layout, is_alone: bool, dtype: DTypeLike | None = None
+) -> jax.Array:
+    """x [..., *inputs] times codes [*inputs, *outputs] times scales [*outputs], in dtype, or as x is.
+
+    is_alone: on one device, which need not share the arrays with others.
+    """
+    inputs = codes.ndim - scales.ndim
+    rows, dtype = x.shape[: x.ndim - inputs], dtype or x.dtype
+    size, count = math.prod(codes.shape[:inputs]), math.prod(rows)
+    is_few = count == 1 or triton.can_serve(count, scales.size, size, x.dtype.name)
+    if is_alone and layout is Layout.joined and is_few:
+        codes_NK = jnp.moveaxis(codes, range(inputs), range(-inputs, 0)).reshape(-1, size)
+        x_MK, scales_N, dtype = x.reshape(-1, size), scales.reshape(-1), jnp.dtype(dtype)
+        if count == 1:
+            out_MN = fused_product(x_MK, codes_NK, scales_N, Around(), dtype=dtype)
+        else:
+            out_MN = triton.product(x_MK, codes_NK, scales_N, dtype, interpret=False)
+        return out_MN.reshape(*rows, *scales.shape)
+    contracted, left = INPUTS[:inputs], OUTPUTS[: scales.ndim]
+    equation = f"...{contracted},{contracted}{left}->...{left}"
+    sums = projected(equation, x, codes.astype(x.dtype), layout=layout, dtype=jnp.float32)
+    return (sums * scales).astype(dtype)

@@ -1,0 +1,104 @@
+"""The product of a few rows with int8 weights for GPUs, in Pallas for Triton: codes are widened between memory and sum.
+
+They go through the matrix unit, with the weight as its left operand, which may come from registers. One row
+is multiplied and summed instead (`kernels/fused_product`).
+
+Shapes: M rows, N outputs, K inputs.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from maxhydra.kernels.fused_linear.sizes import power_of_two_in
+from maxhydra.kernels.int8_to_float import AS_BFLOAT16, AS_FLOAT32, assembled
+
+# Rows up to which reading the weights takes longer than the product.
+FEW_ROWS = 64
+# The matrix unit takes no fewer rows.
+LEAST_ROWS = 16
+# Outputs from which on programs are many without dividing inputs, and inputs at least that a program sums.
+MANY, LEAST_INPUTS = 8192, 64
+DTYPES = ("bfloat16", "float32")
+
+
+class Tile(NamedTuple):
+    """What a program does at a time."""
+
+    outputs: int
+    inputs: int
+    parts: int
+    """Programs that share the inputs of an output."""
+    warps: int
+    stages: int
+
+
+def tile(M: int, N: int, K: int) -> Tile:
+    """The fastest of those measured on an H200 for shapes of Llama 3.2 1B, cut down to what divides the sizes."""
+    outputs, inputs = power_of_two_in(N), power_of_two_in(K)
+    if N > MANY and M > LEAST_ROWS:
+        return Tile(outputs=min(128, outputs), inputs=min(128, inputs), parts=1, warps=4, stages=4)
+    if N > MANY:
+        return Tile(outputs=min(32, outputs), inputs=min(256, inputs), parts=1, warps=4, stages=4)
+    parts = min(8 if K >= MANY and M > LEAST_ROWS else 4, inputs // LEAST_INPUTS)
+    step = 128 if M > LEAST_ROWS else 256
+    return Tile(outputs=min(64, outputs), inputs=min(step, inputs // parts), parts=parts, warps=4, stages=3)
+
+
+def can_serve(M: int, N: int, K: int, dtype: str) -> bool:
+    """Whether the kernel takes these sizes on the devices there are."""
+    fits = 1 < M <= FEW_ROWS and power_of_two_in(N) >= LEAST_ROWS and power_of_two_in(K) >= 64 and N * K < 2**31
+    return jax.default_backend() == "gpu" and fits and dtype in DTYPES
+
+
+def product(
+    x_MK: jax.Array,
+    codes_NK: jax.Array,
+    scales_N: jax.Array,
+    dtype: np.dtype,
+    *,
+    interpret: bool,
+    by: Tile | None = None,
+) -> jax.Array:
+    """x times the transpose of codes times scales."""
+    (M, K), N = x_MK.shape, codes_NK.shape[0]
+    by = by or tile(M, N, K)
+    size, is_whole = K // by.parts, by.parts == 1
+    out_PMN = pl.pallas_call(
+        partial(_kernel, step=by.inputs, interpret=interpret),
+        grid=(N // by.outputs, by.parts),
+        in_specs=[
+            pl.BlockSpec((M, size), lambda n, p: (0, p)),
+            pl.BlockSpec((by.outputs, size), lambda n, p: (n, p)),
+            pl.BlockSpec((by.outputs,), lambda n, p: (n,)),
+        ],
+        out_specs=pl.BlockSpec((None, M, by.outputs), lambda n, p: (p, 0, n)),
+        out_shape=jax.ShapeDtypeStruct((by.parts, M, N), dtype if is_whole else jnp.float32),
+        compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
+        interpret=interpret,
+        name="int8_product",
+    )(x_MK, codes_NK, scales_N)
+    return out_PMN[0] if is_whole else jnp.sum(out_PMN, axis=0).astype(dtype)
+
+
+def _kernel(x_ref: Any, codes_ref: Any, scales_ref: Any, out_ref: Any, *, step: int, interpret: bool) -> None:
+    M, K = x_ref.shape
+    N, rows = codes_ref.shape[0], max(LEAST_ROWS, 1 << (M - 1).bit_length())
+    is_row, down = jnp.arange(rows) < M, pl.ds(0, rows)
+    widen = AS_BFLOAT16 if x_ref.dtype == jnp.bfloat16 else AS_FLOAT32
+
+    def add(part: jax.Array, sums_NM: jax.Array) -> jax.Array:
+        across = pl.ds(part * step, step)
+        x_MK = plt.load(x_ref.at[down, across], mask=is_row[:, None], other=0.0)
+        codes_NK = codes_ref[:, across]
+        weight_NK = codes_NK.astype(x_MK.dtype) if interpret else assembled(widen, x_MK.dtype, codes_NK)
+        return sums_NM + jnp.dot(weight_NK, x_MK.T, preferred_element_type=jnp.float32)
+
+    sums_NM = jax.lax.fori_loop(0, K // step, add, jnp.zeros((N, rows), jnp.float32))
+    out_MN = (sums_NM * scales_ref[...][:, None]).T.astype(out_ref.dtype)
+    plt.store(out_ref.at[down, :], out_MN, mask=is_row[:, None])

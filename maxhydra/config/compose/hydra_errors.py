@@ -1,0 +1,67 @@
+"""What Hydra, OmegaConf and the YAML parser raise, said as a problem of the config."""
+
+import re
+from pathlib import Path
+
+import yaml
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from maxhydra.config.compose.provenance import shown
+from maxhydra.config.errors import Problem, did_you_mean, options_shown
+from maxhydra.config.registry import groups
+
+# Raised while composing. Hydra uses ValueError for groups that are given something else than a name.
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
+
+
+def problem_of(error: Exception) -> Problem:
+    """One clear line, with the file and line or the key where the error knows them."""
+    if isinstance(error, MissingConfigException):
+        return _missing_option(error)
+    if isinstance(error, yaml.MarkedYAMLError):
+        return _malformed_yaml(error)
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, OmegaConfBaseException):
+        path = cause.full_key or _path(str(error))
+        if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and isinstance(cause.parent_node, DictConfig):
+            known = [str(name) for name in cause.parent_node if name != "_target_"]
+            return Problem(path, "no such key", accepted=", ".join(known), hint=did_you_mean(str(cause.key), known))
+        return Problem(path or "the config", str(cause.msg or cause).splitlines()[0])
+    return _composition(str(error))
+
+
+def _missing_option(error: MissingConfigException) -> Problem:
+    """`In 'experiment/x': Could not find 'model/y'`, raised for an option that a defaults list names."""
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    options = [name for name in error.options or [] if isinstance(name, str)]
+    if not group:
+        return Problem(option, "no such config file", hint=f"{option}.yaml is looked for in the config folders")
+    accepted = options_shown(group, options, near=option)
+    return Problem(group, "no such option", option, accepted, did_you_mean(option, options))
+
+
+def _malformed_yaml(error: yaml.MarkedYAMLError) -> Problem:
+    mark = error.problem_mark or error.context_mark
+    where = f"{shown(Path(mark.name))}:{mark.line + 1}" if mark is not None else "a YAML file"
+    return Problem(where, f"is not YAML: {error.problem or error.context}")
+
+
+def _composition(text: str) -> Problem:
+    if found := re.search(r"Could not override '([^']+)'", text):
+        key = found[1]
+        advice = re.search(r"use (\+\S+)", text)
+        hint = f"to add it, write {advice[1]}" if advice else did_you_mean(key, groups())
+        return Problem(key, "is not in the defaults list, so there is nothing to replace", hint=hint)
+    if found := re.search(r"Multiple values for ([\w/@.]+?)\. |([\w/@.]+) appears more than once", text):
+        key = found[1] or found[2]
+        hint = f"{key}=OPTION on the command line, or `override /{key}: OPTION` in a file, replaces the choice"
+        return Problem(key, "is chosen twice", hint=hint)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return Problem(_path(text) or "the config", lines[0] if lines else "cannot be composed")
+
+
+def _path(text: str) -> str:
+    found = re.search(r"override \+*([\w./@]+)", text)
+    return found[1] if found else ""

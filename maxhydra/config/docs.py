@@ -1,0 +1,71 @@
+"""docs/config.md, every key of the schema: `python -m maxhydra.config.docs` writes it."""
+
+from collections.abc import Iterable, Iterator
+
+from maxhydra.config.declare import MISSING
+from maxhydra.config.errors import show
+from maxhydra.config.fields import Field, Spec, fields
+from maxhydra.config.registry import PACKAGE, task_schemas
+from maxhydra.config.schema.config import Config
+from maxhydra.config.schema.run import Task
+
+PATH = PACKAGE.parent / "docs" / "config.md"
+
+HEAD = """\
+# Config reference
+
+Every key, generated from the schema by `python -m maxhydra.config.docs`. Set a key on the command line as
+`maxhydra train.steps=1000`; `maxhydra explain train.steps` adds where its value comes from. A `*` in a path stands for
+names that you choose. Where no default stands, the options in `conf/` or the command line give the value.
+"""
+
+
+def reference() -> str:
+    """The page."""
+    parts = [HEAD, *_section("", Config)]
+    for name, cls in task_schemas().items():
+        own = {key: field for key, field in fields(cls).items() if key not in fields(Task)}
+        parts += [f"## `task`, with `task={name}`\n", f"{cls.__doc__}\n", _table("task", own.values())]
+    return "\n".join(parts)
+
+
+def _section(path: str, cls: type) -> Iterator[str]:
+    """The keys of a section, then its sections."""
+    keys = [field for field in fields(cls).values() if not field.spec.is_section]
+    if path:
+        yield f"## `{path}`\n"
+        yield f"{' '.join((cls.__doc__ or '').split())}\n"
+    if keys:
+        yield _table(path, keys)
+    for field in fields(cls).values():
+        here = f"{path}.{field.name}" if path else field.name
+        if field.spec.is_section:
+            yield from _section(here, field.spec.type)
+        elif field.spec.item is not None and field.spec.item.is_section:
+            yield from _section(f"{here}.*", field.spec.item.type)
+
+
+def _table(path: str, keys: Iterable[Field]) -> str:
+    rows = ["| key | type | default | accepted | meaning |", "|---|---|---|---|---|"]
+    for field in keys:
+        name = f"{path}.{field.name}" if path else field.name
+        default = "" if field.default == MISSING else f"`{_code(show(field.default))}`"
+        cells = [f"`{name}`", f"`{field.spec}`", default, _accepted(field.spec), field.doc]
+        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _accepted(spec: Spec) -> str:
+    """As in messages, but modules are named by their package, so that a new one does not change the page."""
+    bounded = spec.item if spec.item is not None and not spec.item.is_section else spec
+    if "one_of" in bounded.bounds:
+        return f"modules of {bounded.bounds['one_of']}"
+    return "a section each" if spec.item is not None and spec.item.is_section else spec.accepted
+
+
+def _code(text: str) -> str:
+    return text.encode("unicode_escape").decode()
+
+
+if __name__ == "__main__":
+    PATH.write_text(reference(), encoding="utf-8")

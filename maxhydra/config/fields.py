@@ -1,0 +1,155 @@
+"""What every key of the schema is: its type, bounds, default and doc, and whether a value fits."""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from omegaconf import BooleanNode, EnumNode, FloatNode, IntegerNode, StringNode, ValidationError, ValueNode
+
+from maxhydra.config.declare import Schema, field_docs
+from maxhydra.config.errors import show
+from maxhydra.config.registry import modules
+
+NODES: dict[type, Callable[[], ValueNode]] = {bool: BooleanNode, int: IntegerNode, float: FloatNode, str: StringNode}
+NOUNS: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+COMPARISONS = {
+    "ge": ("{} or more", lambda value, bound: value >= bound),
+    "gt": ("over {}", lambda value, bound: value > bound),
+    "le": ("at most {}", lambda value, bound: value <= bound),
+    "lt": ("under {}", lambda value, bound: value < bound),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Type of a value: a scalar, an enum, a list or dict of `item`, or a section (a schema class)."""
+
+    type: type
+    optional: bool
+    bounds: Mapping[str, Any]
+    item: "Spec | None" = None
+
+    @property
+    def is_section(self) -> bool:
+        return issubclass(self.type, Schema)
+
+    @property
+    def names(self) -> list[str]:
+        """The words that are accepted, where only some are."""
+        if issubclass(self.type, Enum):
+            return [member.name for member in self.type]
+        return modules(self.bounds["one_of"]) if "one_of" in self.bounds else []
+
+    def __str__(self) -> str:
+        """The type in a word or two."""
+        if self.item is not None:
+            name = f"list[{self.item}]" if self.type is list else f"dict[str, {self.item}]"
+        else:
+            name = "enum" if issubclass(self.type, Enum) else self.type.__name__
+        return f"{name} | null" if self.optional else name
+
+    @property
+    def accepted(self) -> str:
+        """What a value may be, in words."""
+        if self.is_section:
+            return f"a section with {', '.join(fields(self.type))}" if fields(self.type) else "nothing yet"
+        if self.type is list:
+            assert self.item is not None
+            return f"a list, each item {self.item.accepted}"
+        if self.type is dict:
+            assert self.item is not None
+            return f"names, each with {self.item.accepted}"
+        null = ", or null" if self.optional else ""
+        if self.names or "one_of" in self.bounds:
+            return ", ".join(self.names) + null
+        limits = [
+            COMPARISONS[name][0].format(f"{bound:g}" if isinstance(bound, float) else bound)
+            for name, bound in self.bounds.items()
+        ]
+        return ", ".join([NOUNS[self.type], *([" and ".join(limits)] if limits else [])]) + null
+
+    def mismatch(self, value: Any) -> str:
+        """Why a value does not fit, or nothing; judged by OmegaConf's own conversion, so that the two never differ."""
+        if value is None:
+            return "" if self.optional else "cannot be null"
+        if self.type is list:
+            assert self.item is not None
+            if not isinstance(value, list):
+                return "is not a list"
+            reasons = ((item, self.item.mismatch(item)) for item in value if not is_open(item))
+            return next((f"the item {show(item)} {reason}" for item, reason in reasons if reason), "")
+        try:
+            node = EnumNode(self.type) if issubclass(self.type, Enum) else NODES[self.type]()
+            converted = node.validate_and_convert(value)
+        except ValidationError:
+            return "is not one of the accepted names" if self.names else f"is not {NOUNS[self.type]}"
+        if "one_of" in self.bounds:
+            return "" if converted in self.names else "is not one of the accepted names"
+        if isinstance(converted, float) and not math.isfinite(converted):
+            return "is not finite"
+        within = all(COMPARISONS[name][1](converted, bound) for name, bound in self.bounds.items())
+        return "" if within else "is out of range"
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A key of a section; `owner` is the schema class that has it."""
+
+    name: str
+    spec: Spec
+    default: Any
+    owner: type
+
+    @property
+    def doc(self) -> str:
+        """The docstring under the field, or the class's own where the field is a section. Read from the source file."""
+        doc = self.spec.type.__doc__ if self.spec.is_section else field_docs(self.owner).get(self.name)
+        return " ".join((doc or "").split())
+
+
+def fields(cls: type) -> dict[str, Field]:
+    """The keys of a schema class, in order."""
+    return _fields(cls)
+
+
+@cache
+def _fields(cls: type) -> dict[str, Field]:
+    hints = typing.get_type_hints(cls)
+    found: dict[str, Field] = {}
+    for field in dataclasses.fields(cls):
+        spec = _spec(hints[field.name], field.metadata)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        found[field.name] = Field(field.name, spec, default, cls)
+    return found
+
+
+def _spec(annotation: Any, bounds: Mapping[str, Any]) -> Spec:
+    """Bounds of a list or dict hold for its items."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is types.UnionType:
+        (inner,) = (argument for argument in arguments if argument is not types.NoneType)
+        return dataclasses.replace(_spec(inner, bounds), optional=True)
+    if origin in (list, dict):
+        return Spec(type=origin, optional=False, bounds={}, item=_spec(arguments[-1], bounds))
+    return Spec(type=annotation, optional=False, bounds=bounds)
+
+
+def is_open(value: Any) -> bool:
+    """Whether a value is known only after composing: an interpolation, or one still to be given."""
+    return isinstance(value, str) and ("${" in value or value == "???")
+
+
+def walk(cls: type, path: str = "") -> Iterator[tuple[str, Field]]:
+    """Every key under a schema class with its path, sections before their keys; `*` stands for a dict's names."""
+    for field in fields(cls).values():
+        here = f"{path}.{field.name}" if path else field.name
+        yield here, field
+        if field.spec.is_section:
+            yield from walk(field.spec.type, here)
+        elif field.spec.item is not None and field.spec.item.is_section:
+            yield from walk(field.spec.item.type, f"{here}.*")

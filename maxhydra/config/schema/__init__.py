@@ -1,0 +1,1 @@
+"""The config schema: every section, its fields, types, defaults and checks."""

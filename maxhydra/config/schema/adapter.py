@@ -1,0 +1,46 @@
+"""Small trainable additions to frozen weights."""
+
+from collections.abc import Iterator
+from enum import Enum
+
+from maxhydra.config.declare import Schema, option, schema
+from maxhydra.config.errors import Problem
+from maxhydra.config.regex import unreadable
+
+
+class AdapterKind(Enum):
+    none = "none"
+    lora = "lora"
+    qlora = "qlora"
+
+
+NEEDED = ("rank", "alpha", "dropout", "targets")
+
+
+@schema
+class Adapter(Schema):
+    """What is trained beside the model's own weights, which then stay as they are."""
+
+    kind: AdapterKind = AdapterKind.none
+    """none trains the model's own weights; lora a low-rank addition to chosen projections (Hu et al., 2021); qlora the
+    same over projections that are kept in four bits (Dettmers et al., 2023)."""
+    rank: int | None = option(None, ge=1)
+    """lora, qlora: rank of the addition."""
+    alpha: float | None = option(None, gt=0)
+    """lora, qlora: the addition is scaled by alpha / rank."""
+    dropout: float | None = option(None, ge=0, lt=1)
+    """lora, qlora: share of the addition's inputs that are zeroed in training."""
+    targets: list[str] | None = None
+    """lora, qlora: projections that get one, as regular expressions on <layer kind>/<projection>, such as
+    layer/mlp/up."""
+
+    def check(self) -> Iterator[Problem]:
+        for name in NEEDED:
+            value = getattr(self, name)
+            if self.kind is AdapterKind.none and value is not None:
+                yield Problem(name, "is not used by kind=none", value=value, accepted="null", hint="try adapter=lora")
+            if self.kind is not AdapterKind.none and value is None:
+                kind = self.kind.value
+                hint = f"set it, or choose the whole option with adapter={kind}"
+                yield Problem(name, f"is needed by kind={kind}", value=None, hint=hint)
+        yield from unreadable("targets", self.targets or [])

@@ -1,0 +1,63 @@
+"""The root of the config: every key that exists, its type and its default."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.errors import Problem
+from maxhydra.config.schema.adapter import Adapter, AdapterKind
+from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.hardware import Hardware
+from maxhydra.config.schema.mesh import Mesh
+from maxhydra.config.schema.model import Dtype, Model
+from maxhydra.config.schema.optimizer import Optimizer
+from maxhydra.config.schema.quantization import Quantization
+from maxhydra.config.schema.reward import Reward
+from maxhydra.config.schema.run import Checkpoint, Run, Task, Tracker, Train
+
+
+@schema
+class Config(Schema):
+    """One run."""
+
+    task: Task = section(Task)
+    model: Model = section(Model)
+    mesh: Mesh = section(Mesh)
+    data: Data = section(Data)
+    optimizer: Optimizer = section(Optimizer)
+    quantization: Quantization = section(Quantization)
+    hardware: Hardware = section(Hardware)
+    checkpoint: Checkpoint = section(Checkpoint)
+    tracker: Tracker = section(Tracker)
+    adapter: Adapter = section(Adapter)
+    reward: Reward = section(Reward)
+    run: Run = section(Run)
+    train: Train = section(Train)
+    objective: str = option("eval/loss")
+    """Metric that the command returns, and a sweeper minimises."""
+
+    def check(self) -> Iterator[Problem]:
+        if self.train.seq_len > self.model.context_length:
+            yield Problem(
+                "train.seq_len",
+                f"is over model.context_length={self.model.context_length}",
+                value=self.train.seq_len,
+                accepted=f"1 to {self.model.context_length}",
+                hint="set both to train on longer sequences",
+            )
+        for problem in self.task.check_model(self.model):
+            yield dataclasses.replace(problem, path=f"task.{problem.path}")
+        # Adapters are in float32 whatever they stand beside.
+        trained = self.model.dtypes.weights if self.adapter.kind is AdapterKind.none else Dtype.float32
+        for problem in self.optimizer.check_moments(trained):
+            yield dataclasses.replace(problem, path=f"optimizer.{problem.path}")
+        schedule = self.optimizer.schedule
+        busy = schedule.warmup_steps + (schedule.decay_steps or 0)
+        if busy > self.train.steps:
+            yield Problem(
+                "train.steps",
+                f"is under optimizer.schedule's warm-up and decay, {busy} steps",
+                value=self.train.steps,
+                accepted=f"{busy} or more",
+                hint="or set optimizer.schedule.warmup_steps and decay_steps lower",
+            )

@@ -1,0 +1,138 @@
+"""Optimizer, schedule and what is trained."""
+
+from collections.abc import Iterator
+from enum import Enum
+
+from maxhydra.config.declare import Schema, option, schema, section
+from maxhydra.config.errors import Problem
+from maxhydra.config.schema.model import Dtype
+
+
+class OptimizerKind(Enum):
+    adamw = "adamw"
+    adafactor = "adafactor"
+    sgd = "sgd"
+    muon = "muon"
+    lion = "lion"
+
+
+class ScheduleKind(Enum):
+    cosine = "cosine"
+    wsd = "wsd"
+    linear = "linear"
+    constant = "constant"
+    inverse_sqrt = "inverse_sqrt"
+
+
+class DecayStyle(Enum):
+    linear = "linear"
+    cosine = "cosine"
+
+
+@schema
+class Schedule(Schema):
+    """Learning rate over the run: warm up, then the kind's shape."""
+
+    kind: ScheduleKind = ScheduleKind.cosine
+    """cosine, wsd (warm-up, stable, decay), linear, constant, inverse_sqrt."""
+    warmup_steps: int = option(0, ge=0)
+    """Steps of linear warm-up from zero."""
+    final_fraction: float | None = option(None, ge=0, le=1)
+    """cosine, linear, wsd: learning rate at the last step, as a fraction of the peak."""
+    decay_steps: int | None = option(None, ge=1)
+    """wsd: length of the final decay."""
+    decay_style: DecayStyle | None = None
+    """wsd: shape of the final decay, linear or cosine."""
+
+    def check(self) -> Iterator[Problem]:
+        wsd = self.kind is ScheduleKind.wsd
+        decays = self.kind in (ScheduleKind.cosine, ScheduleKind.linear, ScheduleKind.wsd)
+        yield from _used(self, "optimizer/schedule", {"decay_steps": wsd, "decay_style": wsd, "final_fraction": decays})
+
+
+# Which of the kind-specific fields each optimizer uses; the others must stay null.
+USES: dict[OptimizerKind, tuple[str, ...]] = {
+    OptimizerKind.adamw: ("b1", "b2", "eps", "mu_dtype"),
+    OptimizerKind.adafactor: ("b2_decay", "eps", "min_dim_factored"),
+    OptimizerKind.sgd: ("momentum", "mu_dtype"),
+    OptimizerKind.muon: ("b1", "b2", "eps", "momentum", "newton_schulz_steps", "mu_dtype"),
+    OptimizerKind.lion: ("b1", "b2", "mu_dtype"),
+}
+OPTIONAL = ("mu_dtype",)
+# A number in bfloat16 stays as it is where less than 1/256 of it is taken away.
+LARGEST_DECAY = 0.995
+
+
+@schema
+class Optimizer(Schema):
+    """One optimizer; its option in conf/optimizer sets the fields it uses and leaves the others null."""
+
+    kind: OptimizerKind = OptimizerKind.adamw
+    """adamw, adafactor, sgd, muon (matrices of the layers; adamw for the rest) or lion."""
+    learning_rate: float = option(3e-4, gt=0)
+    """Peak learning rate."""
+    schedule: Schedule = section(Schedule)
+    weight_decay: float = option(0.1, ge=0)
+    """Decoupled weight decay, multiplied by the learning rate."""
+    no_decay: list[str] = option(["norm", "bias"])
+    """Parameters whose path matches one of these regular expressions are not decayed."""
+    trainable: list[str] = option([".*"])
+    """Parameters whose path matches one of these regular expressions are trained; the rest keep their values and have
+    no optimizer state."""
+    clip_norm: float | None = option(1.0, gt=0)
+    """Gradients are scaled down to this global norm. null: never."""
+    b1: float | None = option(None, ge=0, lt=1)
+    """adamw, muon (its adamw part), lion: decay of the first moment."""
+    b2: float | None = option(None, ge=0, lt=1)
+    """adamw, muon (its adamw part): decay of the second moment; lion: decay of the momentum."""
+    b2_decay: float | None = option(None, gt=0, lt=1)
+    """adafactor: exponent of the second moment's decay, 1 - step ** -b2_decay."""
+    eps: float | None = option(None, gt=0)
+    """adamw, adafactor, muon: keeps the division finite."""
+    momentum: float | None = option(None, ge=0, lt=1)
+    """sgd, muon: momentum (Nesterov's in muon)."""
+    newton_schulz_steps: int | None = option(None, ge=1)
+    """muon: iterations of the orthogonalisation."""
+    min_dim_factored: int | None = option(None, ge=1)
+    """adafactor: matrices whose two largest sides reach this are factored."""
+    mu_dtype: Dtype | None = None
+    """Number format of the first moment. null: that of the weights."""
+
+    def check(self) -> Iterator[Problem]:
+        specific = sorted({field for fields in USES.values() for field in fields})
+        yield from _used(self, "optimizer", {field: field in USES[self.kind] for field in specific})
+
+    def check_moments(self, weights: Dtype) -> Iterator[Problem]:
+        """Those of weights in this format must be able to follow the gradients."""
+        by_weights, by_mu = (weights, "model.dtypes.weights"), (self.mu_dtype or weights, "optimizer.mu_dtype")
+        # Lion's b1 is of no state.
+        formats = {"b1": by_mu, "b2": by_weights, "momentum": by_mu}
+        for field, (dtype, key) in ({"b2": by_mu} if self.kind is OptimizerKind.lion else formats).items():
+            decay = getattr(self, field)
+            if dtype is Dtype.bfloat16 and decay is not None and decay > LARGEST_DECAY:
+                reason = "leaves a moment in bfloat16 where it is: it can take no step so small"
+                accepted, hint = f"at most {LARGEST_DECAY}", f"or set {key}=float32"
+                yield Problem(field, reason, value=decay, accepted=accepted, hint=hint)
+
+
+def _used(section: Schedule | Optimizer, group: str, used: dict[str, bool]) -> Iterator[Problem]:
+    """A field that the kind uses must be set, and one that it does not use must not."""
+    kind = section.kind.value
+    for field, is_used in used.items():
+        value = getattr(section, field)
+        if is_used and value is None and field not in OPTIONAL:
+            yield Problem(
+                field,
+                f"is needed by kind={kind}",
+                value=None,
+                hint=f"set it, or choose the whole option with {group}={kind}",
+            )
+        if not is_used and value is not None:
+            mine = [name for name, yes in used.items() if yes]
+            yield Problem(
+                field,
+                f"is not used by kind={kind}",
+                value=value,
+                accepted=f"null; {kind} uses {', '.join(mine) or 'none of these'}",
+                hint=f"{group}={kind} chooses the whole option",
+            )

@@ -1,0 +1,39 @@
+"""Conversations: a list of {role, content}, of which the assistant's turns are learned, each with its end.
+
+The template writes begin and end tokens, so data.tokenizer.add_bos and add_eos are not asked.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from maxhydra.config.schema.corpus import Corpus
+from maxhydra.config.schema.data import Data
+from maxhydra.data.chat import ChatTemplate, chat_template
+from maxhydra.data.record_types import Refused, column_of
+from maxhydra.data.records import Record
+from maxhydra.data.rows import Row
+from maxhydra.data.tokenizers import tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    corpus: Corpus
+    data: Data
+    template: ChatTemplate
+    packs = True
+
+    def encode(self, records: Sequence[Record]) -> list[Any]:
+        return [self._example(column_of(record, self.corpus, "messages")) for record in records]
+
+    def _example(self, messages: Any) -> Any:
+        if isinstance(messages, Refused):
+            return messages
+        return self.template.encode(messages, longest=self.data.max_characters)
+
+    def row(self, example: Any, seq_len: int) -> Row:
+        raise TypeError("conversations are packed")
+
+
+def build(corpus: Corpus, data: Data, seq_len: int) -> Chat:
+    return Chat(corpus, data, chat_template(tokenizer(data)))

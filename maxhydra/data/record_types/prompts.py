@@ -1,0 +1,58 @@
+"""Prompts to be answered by a model, with what is known of the answer: for reinforcement learning and evaluation.
+
+A row has `tokens`, the prompt padded to seq_len; `length`, how many of them are the prompt; and `info`, which stays on
+the host: {"prompt": its text, "answer": any value or None, "record": the other columns}.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from maxhydra.config.schema.corpus import Corpus
+from maxhydra.config.schema.data import Data
+from maxhydra.data.chat import UnclearError
+from maxhydra.data.record_types import Refused, column_of, text_of
+from maxhydra.data.record_types._rows import SeparateShape
+from maxhydra.data.records import Record
+from maxhydra.data.rows import Row
+from maxhydra.data.tokenizers import tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    tokens: np.ndarray
+    info: dict[str, Any]
+
+
+class Prompts(SeparateShape):
+    def _example(self, record: Record) -> Any:
+        value = column_of(record, self.corpus, "prompt")
+        is_text = isinstance(value, (str, bytes))
+        try:
+            text = value if is_text or isinstance(value, Refused) else self._template.prompt(value)
+        except UnclearError as error:
+            return Refused(str(error))
+        text = text_of(text, self.data)
+        if isinstance(text, Refused):
+            return text
+        begin = [self.words.bos] if is_text and self.data.tokenizer.add_bos and self.words.bos is not None else []
+        ids = self.words.encode(text) if is_text else self.words.encode_marked(text)[0].tolist()
+        tokens = np.array([*begin, *ids], np.int32)
+        if not 0 < len(tokens) <= self.seq_len:
+            reason = f"over train.seq_len={self.seq_len}" if len(tokens) else "nothing to answer"
+            return Refused(f"a prompt of {len(tokens)} tokens: {reason}")
+        names = {role: self.corpus.columns.get(role, role) for role in ("prompt", "answer")}
+        rest = {name: column for name, column in record.items() if name not in names.values()}
+        return Prompt(tokens, {"prompt": text, "answer": record.get(names["answer"]), "record": rest})
+
+    def row(self, example: Any, seq_len: int) -> Row:
+        tokens = np.full(seq_len, self.words.pad, np.int32)
+        tokens[: len(example.tokens)] = example.tokens
+        info = np.empty((), object)
+        info[()] = example.info
+        return {"tokens": tokens, "length": np.array(len(example.tokens), np.int32), "info": info}
+
+
+def build(corpus: Corpus, data: Data, seq_len: int) -> Prompts:
+    return Prompts(corpus, data, tokenizer(data), seq_len)

@@ -1,0 +1,218 @@
+"""Gated DeltaNet (Yang et al., 2024), in the form of Qwen3-Next (2025).
+
+Shapes: B batch, T tokens, D residual stream, M key heads, K key size, N value heads, V value size, P tokens before the
+first that the convolutions see.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxhydra.config.schema import model as config
+from maxhydra.kernels.gated_delta import gated_delta
+from maxhydra.layers.context import Context
+from maxhydra.layers.interfaces import Mixed
+from maxhydra.layers.kernel_options import explained
+from maxhydra.layers.kv_cache import Cache, Kept, Room
+from maxhydra.layers.norm import RMSNorm
+from maxhydra.layers.params import Dtypes, WeightMaker, residual_scale
+from maxhydra.sharding import LogicalAxes
+
+
+class ShortConvolution(nnx.Module):
+    """silu(sum over w of kernel[w] * x[t - W + 1 + w]), within a sequence."""
+
+    def __init__(self, shape: tuple[int, int], axes: LogicalAxes, *, taps: int, make: WeightMaker):
+        self.kernel = make.matrix((taps,), shape, (None, *axes), std=taps**-0.5)
+
+    def __call__(
+        self, x_BTNH: jax.Array, segments_BT: jax.Array | None, tail_BPNH: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The sums, and, where a tail of earlier tokens goes in, that of the tokens so far.
+
+        Without a tail a token sees its own segment alone. With one a row is one sequence, and padding stands before its
+        first token, or after those of the call.
+        """
+        kernel_WNH = self.kernel[...].astype(x_BTNH.dtype)
+        taps, length = kernel_WNH.shape[0], x_BTNH.shape[1]
+        if segments_BT is not None:
+            x_BTNH = jnp.where((segments_BT != 0)[:, :, None, None], x_BTNH, 0)
+        before = jnp.zeros_like(x_BTNH, shape=(x_BTNH.shape[0], taps - 1, *x_BTNH.shape[2:]))
+        all_BSNH = jnp.concatenate([before if tail_BPNH is None else tail_BPNH.astype(x_BTNH.dtype), x_BTNH], axis=1)
+        total_BTNH = x_BTNH * kernel_WNH[-1]
+        for back in range(1, taps):
+            start = taps - 1 - back
+            earlier_BTNH = all_BSNH[:, start : start + length]
+            if segments_BT is not None and tail_BPNH is None:
+                shifted_BT = jnp.pad(segments_BT, ((0, 0), (back, 0)))[:, :length]
+                earlier_BTNH = jnp.where((shifted_BT == segments_BT)[:, :, None, None], earlier_BTNH, 0)
+            total_BTNH = total_BTNH + earlier_BTNH * kernel_WNH[start]
+        tail = None if tail_BPNH is None else _last(all_BSNH, segments_BT, taps - 1).astype(tail_BPNH.dtype)
+        return jax.nn.silu(total_BTNH), tail
+
+
+def _last(all_BSNH: jax.Array, segments_BT: jax.Array | None, count: int) -> jax.Array:
+    """The tokens up to the last that is none of the padding after them."""
+    if segments_BT is None:
+        return all_BSNH[:, all_BSNH.shape[1] - count :]
+    places_1T = jnp.arange(1, segments_BT.shape[1] + 1)[None]
+    end_B = jnp.max(jnp.where(segments_BT != 0, places_1T, 0), axis=1)
+    places_BP = end_B[:, None] + jnp.arange(count)[None]
+    return jnp.take_along_axis(all_BSNH, places_BP[:, :, None, None], axis=1)
+
+
+# Added to the squared length of a query or key before it is divided by it.
+LENGTH_EPS = 1e-6
+# How fast heads forget at first, in nats a token at a step of one.
+SLOWEST, FASTEST = 0.01, 16.0
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaSpec:
+    """Sizes of one kind of layer, resolved."""
+
+    emb_dim: int
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    norm_eps: float
+    backend: str
+    init_scale: float
+    out_scale: float
+    dtypes: Dtypes
+
+    @classmethod
+    def of(cls, model: config.Model, kind: config.Kind) -> "DeltaSpec":
+        own = kind.delta
+        return cls(
+            emb_dim=model.emb_dim,
+            num_key_heads=own.num_key_heads or model.num_kv_heads,
+            num_value_heads=own.num_value_heads or model.num_heads,
+            key_dim=own.key_dim or model.head_dim,
+            value_dim=own.value_dim or model.head_dim,
+            taps=own.taps,
+            norm_eps=model.norm_eps,
+            backend=model.kernels.delta.value,
+            init_scale=model.init_scale,
+            out_scale=residual_scale(model),
+            dtypes=Dtypes.of(model.dtypes),
+        )
+
+    def build(self, make: WeightMaker) -> "Delta":
+        return Delta(self, make)
+
+    def forward_flops(self, seq_len: int) -> float:
+        """Operations per token, whatever the length: projections and taps, then the state found, changed and read."""
+        keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
+        projections = self.emb_dim * (2 * keys + 3 * values + 2 * self.num_value_heads)
+        return 2.0 * (projections + self.taps * (2 * keys + values)) + 6.0 * values * self.key_dim
+
+
+class Delta(nnx.Module):
+    """out(norm(delta_rule(query(x), key(x), value(x), decay(x), rate(x))) * silu(gate(x)))."""
+
+    def __init__(self, spec: DeltaSpec, make: WeightMaker):
+        self.spec = spec
+        D, scale = spec.emb_dim, spec.init_scale
+        keys, values = (spec.num_key_heads, spec.key_dim), (spec.num_value_heads, spec.value_dim)
+        of_keys, of_values = ("kv_heads", "head_dim"), ("heads", "head_dim")
+        self.query = make.projection("query", (D,), keys, ("embed", *of_keys), scale=scale)
+        self.key = make.projection("key", (D,), keys, ("embed", *of_keys), scale=scale)
+        self.value = make.projection("value", (D,), values, ("embed", *of_values), scale=scale)
+        self.gate = make.projection("gate", (D,), values, ("embed", *of_values), scale=scale)
+        self.rate = make.projection("rate", (D,), values[:1], ("embed", "heads"), scale=scale)
+        self.decay = make.projection("decay", (D,), values[:1], ("embed", "heads"), scale=scale)
+        self.out = make.projection("out", values, (D,), (*of_values, "embed"), scale=spec.out_scale)
+        self.query_filter = ShortConvolution(keys, of_keys, taps=spec.taps, make=make)
+        self.key_filter = ShortConvolution(keys, of_keys, taps=spec.taps, make=make)
+        self.value_filter = ShortConvolution(values, of_values, taps=spec.taps, make=make)
+        self.log_speed = make.drawn(values[:1], ("heads",), _log_speeds)
+        self.step_bias = make.ones(values[:1], ("heads",))
+        self.norm = RMSNorm(spec.value_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
+
+    @jax.named_scope("delta")
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
+        kept = self._kept(ctx)
+        q_BTMK, k_BTMK, v_BTNV, tails = self._heads(x_BTD, ctx, kept)
+        with explained():
+            mixed_BTNV, state_BNKV = gated_delta(
+                _unit(q_BTMK) * self.spec.key_dim**-0.5,
+                _unit(k_BTMK),
+                v_BTNV,
+                log_decay_BTN=self._log_decay(x_BTD, ctx),
+                rate_BTN=jax.nn.sigmoid(_wide(self.rate(x_BTD, ctx))),
+                state_BNKV=kept.get("state"),
+                segments_BT=ctx.segments,
+                backend=self.spec.backend,
+                place=ctx.place,
+            )
+        gate_BTNV = ctx.constrain(self.gate(x_BTD, ctx), "act_batch", "act_length", "act_heads", None)
+        gated_BTNV = _wide(self.norm(mixed_BTNV)) * jax.nn.silu(_wide(gate_BTNV))
+        gated_BTNV = gated_BTNV.astype(self.spec.dtypes.compute)
+        gated_BTNV = ctx.constrain(gated_BTNV, "act_batch", "act_length", "act_heads", None)
+        out_BTD = self.out(checkpoint_name(gated_BTNV, "context"), ctx)
+        out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
+        cache = None if ctx.cache is None else ctx.cache.written({"state": state_BNKV, **tails}, ctx.rows)
+        return Mixed(checkpoint_name(out_BTD, "attention_out"), cache, {})
+
+    def empty_cache(self, room: Room, layers: int) -> Cache:
+        """The state, in float32 since its errors stay with it, and the tokens that the convolutions look back at."""
+        spec, before = self.spec, self.spec.taps - 1
+        state = Kept((spec.num_value_heads, spec.key_dim, spec.value_dim), jnp.float32, ("act_heads", None, None))
+        of_keys = Kept((before, spec.num_key_heads, spec.key_dim), spec.dtypes.compute, (None, "act_kv_heads", None))
+        of_values = Kept((before, spec.num_value_heads, spec.value_dim), spec.dtypes.compute, (None, "act_heads", None))
+        return room.kept(layers, {"state": state, "query": of_keys, "key": of_keys, "value": of_values})
+
+    def _kept(self, ctx: Context) -> dict[str, Any]:
+        """What earlier tokens of each row left: nothing where a row begins, whatever lies in its place."""
+        if ctx.cache is None:
+            return {}
+        is_first_BT = ctx.positions == 0
+        if ctx.segments is not None:
+            is_first_BT &= ctx.segments != 0
+        begins_B = jnp.any(is_first_BT, axis=1)
+        found: dict[str, jax.Array] = ctx.cache.read(ctx.rows)
+        return {
+            name: jnp.where(begins_B.reshape(-1, *(1,) * (array.ndim - 1)), 0, array) for name, array in found.items()
+        }
+
+    def _heads(
+        self, x_BTD: jax.Array, ctx: Context, kept: dict[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array | None]]:
+        """Queries, keys and values of whole sequences, each a mean over a few tokens, and the new tails of each."""
+        parts = {
+            "query": (self.query, self.query_filter, "act_kv_heads"),
+            "key": (self.key, self.key_filter, "act_kv_heads"),
+            "value": (self.value, self.value_filter, "act_heads"),
+        }
+        heads: dict[str, jax.Array] = {}
+        tails: dict[str, jax.Array | None] = {}
+        for name, (projection, convolution, axis) in parts.items():
+            projected = ctx.constrain(projection(x_BTD, ctx), "act_batch", None, axis, None)
+            heads[name], tails[name] = convolution(checkpoint_name(projected, name), ctx.segments, kept.get(name))
+        return heads["query"], heads["key"], heads["value"], tails
+
+    def _log_decay(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+        """-speed * softplus(step), after Mamba (Gu and Dao, 2023)."""
+        step_BTN = jax.nn.softplus(_wide(self.decay(x_BTD, ctx)) + _wide(self.step_bias[...]))
+        return -jnp.exp(_wide(self.log_speed[...])) * step_BTN
+
+
+def _log_speeds(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.log(jax.random.uniform(key, shape, jnp.float32, SLOWEST, FASTEST))
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """Heads of length one, in float32."""
+    wide = _wide(x)
+    return wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + LENGTH_EPS)

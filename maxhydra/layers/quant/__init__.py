@@ -1,0 +1,1 @@
+"""Quantized weights: storage formats, rules, quantization-aware training and amax history."""
