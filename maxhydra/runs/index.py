@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from maxhydra.runs import config_sections
 from maxhydra.runs.scan import (
     HALF,
     METRICS,
