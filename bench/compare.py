@@ -68,7 +68,7 @@ def peer_command(what: str, given: list[str]) -> list[str]:
     own, overrides = split_own(given, OWN)
     composed = compose(["task=bench", *overrides])
     config = composed.config
-    device = "cuda" if runtime.foreseen(config.hardware).platform is Platform.gpu else "cpu"
+    device = "cuda" if runtime.predict_hardware(config.hardware).platform is Platform.gpu else "cpu"
     sizes = ["--model", composed.choices["model"], "--device", device]
     if what == "pretrain":
         train = config.train

@@ -13,12 +13,21 @@ from checks import Case, Check, Kernel, only
 from maxhydra.config.schema.model import Pairs
 from maxhydra.kernels.attention import Request
 from maxhydra.kernels.attention.reference import attention as reference_attention
-from maxhydra.kernels.attention.spec import Tokens
-from maxhydra.kernels.fused_linear import Around, Norm, argmax, embed_norm, gemv, reference, small_batch, swiglu_prefill
+from maxhydra.kernels.attention.spec import TokenInfo
+from maxhydra.kernels.fused_linear import (
+    Epilogue,
+    Norm,
+    argmax,
+    embed_norm,
+    gemv,
+    reference,
+    small_batch,
+    swiglu_prefill,
+)
 from maxhydra.kernels.fused_linear import split_k_reduce as row_kernel
 from maxhydra.kernels.int8_weight_matmul import triton as int8
 from maxhydra.kernels.paged_attention import Pages, filled, paged_attention, serving
-from maxhydra.kernels.placement import Place
+from maxhydra.kernels.placement import Placement
 from maxhydra.layers.rope import Rotation, rotate, turns
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -26,12 +35,12 @@ AROUND = ("nothing", "norm and gate", "norm and onto")
 EPS = 1e-3
 
 
-def around(name: str, scale_K: jax.Array, onto_MN: jax.Array) -> Around:
+def around(name: str, scale_K: jax.Array, onto_MN: jax.Array) -> Epilogue:
     """Of what is in the arrays."""
     norm = Norm(scale_K, offset=1.0, eps=EPS)
     if name == "norm and gate":
-        return Around(norm=norm, activation=jax.nn.silu)
-    return Around(norm=norm, onto_MN=onto_MN) if name == "norm and onto" else Around()
+        return Epilogue(norm=norm, activation=jax.nn.silu)
+    return Epilogue(norm=norm, onto_MN=onto_MN) if name == "norm and onto" else Epilogue()
 
 
 def one_row_cases() -> Iterator[Case]:
@@ -77,13 +86,13 @@ def check_few_rows(case: Case) -> Check:
     def ours(x: Any, weight: Any, scale: Any, onto: Any, next_scale: Any) -> Any:
         if name != "then norm":
             return small_batch.product(x, weight, around(name, scale, onto), x.dtype, interpret=False)
-        parts = small_batch.summands(x, weight, Around(onto_MN=onto), x.dtype, interpret=False)
+        parts = small_batch.summands(x, weight, Epilogue(onto_MN=onto), x.dtype, interpret=False)
         return row_kernel.summed(parts, onto, Norm(next_scale, 1.0, EPS), x.dtype, interpret=False)
 
     def wanted(x: Any, weight: Any, scale: Any, onto: Any, next_scale: Any) -> Any:
         if name != "then norm":
             return reference.product(x, weight, None, around(name, scale, onto), FLOAT32)
-        stream = reference.product(x, weight, None, Around(onto_MN=onto), FLOAT32)
+        stream = reference.product(x, weight, None, Epilogue(onto_MN=onto), FLOAT32)
         return stream, Norm(next_scale, 1.0, EPS)(stream)
 
     able = small_batch.can_serve(M, N, K, case.dtype, is_gated=is_gated) and row_kernel.can_serve(N)
@@ -142,7 +151,7 @@ def check_many_rows(case: Case) -> Check:
     M, N, K = case.sizes
 
     def wanted(x: Any, weight: Any) -> Any:
-        return reference.product(x, weight, None, Around(activation=jax.nn.silu), FLOAT32)
+        return reference.product(x, weight, None, Epilogue(activation=jax.nn.silu), FLOAT32)
 
     able = swiglu_prefill.can_serve(M, N, K, case.dtype, jax.nn.silu)
     run = only("mosaic", able, lambda x, weight: swiglu_prefill.gated(x, weight, jax.nn.silu))
@@ -161,7 +170,7 @@ def check_int8(case: Case) -> Check:
     scales = jnp.linspace(0.001, 0.01, N)
 
     def wanted(x: Any) -> Any:
-        return reference.product(x, codes, scales, Around(), FLOAT32)
+        return reference.product(x, codes, scales, Epilogue(), FLOAT32)
 
     able = int8.can_serve(M, N, K, case.dtype)
     run = only("triton", able, lambda x: int8.product(x, codes, scales, FLOAT32, interpret=False))
@@ -190,7 +199,7 @@ def check_pages(case: Case) -> Check:
     fields = {"window": None, "chunk": None, "softcap": None, **dict(case.asked)}
     request = Request(scale=H**-0.5, causal=True, softmax_dtype="float32", is_length_split=False, **fields)
     rotation = Rotation(tuple(1000 ** (-i / H) for i in range(H // 2)), amplitude=1.0, pairs=Pairs.halves)
-    shape, place = (B * W, K, Z, H), Place.here()
+    shape, place = (B * W, K, Z, H), Placement.here()
     arrays = (case.draw(0, 2, B, N + 2 * K, H, dtype="float32"), case.draw(1, *shape), case.draw(2, *shape))
     backend = serving(Pages(*arrays[1:], table, lengths), case.dtype, place)
 
@@ -209,7 +218,7 @@ def check_pages(case: Case) -> Check:
         )
         rows = [old[table].swapaxes(2, 3).reshape(B, W * Z, K, H) for old in (key, value)]
         places = jnp.arange(W * Z)[None]
-        tokens = Tokens(None, None, (lengths - 1)[:, None], jnp.where(places < lengths[:, None], places, -1))
+        tokens = TokenInfo(None, None, (lengths - 1)[:, None], jnp.where(places < lengths[:, None], places, -1))
         return reference_attention(q[:, None], *rows, request, tokens, None)[:, 0], key, value
 
     return Check(only(str(backend), backend is not None, ours), wanted, arrays, has_gradients=False)
@@ -225,10 +234,10 @@ def check_filling(case: Case) -> Check:
     (table, lengths), shape = pages_of(case), (B * W, K, Z, H)
     arrays = tuple(case.draw(i, *shape) for i in range(2)) + tuple(case.draw(2 + i, B, W * Z, K, H) for i in range(2))
 
-    backend = serving(Pages(*arrays[:2], table, lengths), case.dtype, Place.here())
+    backend = serving(Pages(*arrays[:2], table, lengths), case.dtype, Placement.here())
 
     def ours(key: Any, value: Any, new_key: Any, new_value: Any) -> Any:
-        pages = filled(Pages(key, value, table, lengths), new_key, new_value, Place.here())
+        pages = filled(Pages(key, value, table, lengths), new_key, new_value, Placement.here())
         assert pages is not None
         return pages.key_PKZH, pages.value_PKZH
 

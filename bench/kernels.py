@@ -194,7 +194,7 @@ def bench_heads() -> None:
         angles = jnp.arange(T)[None, :, None] * jnp.linspace(0.01, 1, H // 2) * jnp.ones((B, 1, 1))
 
         def both(backend: str, x: Any, *d: Any, angles: Any = angles, sizes: Any = (N, K)) -> Any:
-            call = partial(qkv_rope.rotated_heads, num_heads=sizes[0], num_kv_heads=sizes[1], backend=backend)
+            call = partial(qkv_rope.qkv_rope, num_heads=sizes[0], num_kv_heads=sizes[1], backend=backend)
             return jax.vjp(lambda x: call(x, jnp.cos(angles), jnp.sin(angles)), x)[1](d)
 
         counts = (N + 2 * K, N, K, K)

@@ -10,11 +10,11 @@ import sys
 
 from subject import opened
 
-from maxhydra.measure.training import Prepared, measure_training
+from maxhydra.measure.training import CompiledStep, measure_training
 from maxhydra.measure.training import prepare as prepare_step
 
 
-def prepare(overrides: list[str]) -> Prepared:
+def prepare(overrides: list[str]) -> CompiledStep:
     """The training step of these overrides, compiled."""
     subject, _ = opened(overrides)
     return prepare_step(subject.config, subject.machine)

@@ -126,7 +126,7 @@ def check_heads(case: Case) -> Check:
 
     def call(backend: str, heads: Any) -> Any:
         given = {"num_heads": N, "num_kv_heads": K, "backend": backend}
-        return qkv_rope.rotated_heads(heads, jnp.cos(angles), jnp.sin(angles), **given)
+        return qkv_rope.qkv_rope(heads, jnp.cos(angles), jnp.sin(angles), **given)
 
     arrays = (case.draw(0, B, T, N + 2 * K, H),)
     return Check(backends(qkv_rope.BACKENDS, call), partial(call, REFERENCE), arrays)

@@ -15,14 +15,14 @@ R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True)
-class Called:
+class RecordedCall:
     """An operation and its arguments by name, arrays as shapes."""
 
     operation: Callable[..., Any]
     arguments: Mapping[str, Any]
 
 
-_notes: ContextVar[list[Called] | None] = ContextVar("notes", default=None)
+_notes: ContextVar[list[RecordedCall] | None] = ContextVar("notes", default=None)
 
 
 def watched(operation: Callable[P, R]) -> Callable[P, R]:
@@ -34,16 +34,16 @@ def watched(operation: Callable[P, R]) -> Callable[P, R]:
         notes = _notes.get()
         if notes is not None:
             given = signature.bind(*args, **kwargs).arguments
-            notes.append(Called(call, {name: _shape(value) for name, value in given.items()}))
+            notes.append(RecordedCall(call, {name: _shape(value) for name, value in given.items()}))
         return operation(*args, **kwargs)
 
     return call
 
 
 @contextmanager
-def watching() -> Iterator[list[Called]]:
+def watching() -> Iterator[list[RecordedCall]]:
     """Calls that are traced inside, in order."""
-    notes: list[Called] = []
+    notes: list[RecordedCall] = []
     token = _notes.set(notes)
     try:
         yield notes

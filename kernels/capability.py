@@ -9,7 +9,7 @@ from maxhydra.kernels.tiles import Sizes, misfits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class CallSpec:
     """What a backend must cope with, known before anything runs."""
 
     platform: str
@@ -21,11 +21,11 @@ class Asked:
     """Asked of the kernel's tile."""
 
 
-Call = TypeVar("Call", bound=Asked)
+Call = TypeVar("Call", bound=CallSpec)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Able(Generic[Call]):
+class Capability(Generic[Call]):
     """What a backend can cope with: a row of a capability table, to which an operation adds its own fields."""
 
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")

@@ -11,7 +11,7 @@ Entry: TypeAlias = str | tuple[str, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Placement:
     """The devices of a call, which need not be those of this process."""
 
     platform: str
@@ -23,7 +23,7 @@ class Place:
     kv_heads: Entry
 
     @classmethod
-    def here(cls) -> "Place":
+    def here(cls) -> "Placement":
         """One device of the platform that JAX runs on."""
         return cls(jax.default_backend(), None, None, None, None)
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from maxhydra.config import Config
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.tasks.decode import DecodeTask
-from maxhydra.decode.client import Asker
-from maxhydra.decode.offline import Batch, Tally
+from maxhydra.decode.client import PromptClient
+from maxhydra.decode.offline import Batch, BatchStats
 from maxhydra.decode.offline_files import AnswerFile, check_records
-from maxhydra.decode.prompts import Prompts
+from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.decode.request import Delta, Handle, RefusedError, Request, TokenLogprob
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
@@ -119,15 +119,15 @@ def settings(*overrides: str) -> Config:
     return compose(["task=decode", *overrides]).config
 
 
-def asker(engine: FakeEngine, *overrides: str) -> Asker:
+def asker(engine: FakeEngine, *overrides: str) -> PromptClient:
     """The fake engine behind the settings of a command."""
     config = settings(*overrides)
     assert isinstance(config.task, DecodeTask)
-    prompts = Prompts(config.data, vocab_size=config.model.vocab_size)
-    return Asker(engine, prompts, config.task, config.run.seed)
+    prompts = PromptEncoder(config.data, vocab_size=config.model.vocab_size)
+    return PromptClient(engine, prompts, config.task, config.run.seed)
 
 
-def answer_file(source: Path, target: Path, *overrides: str, seconds: float = 0.0) -> Tally:
+def answer_file(source: Path, target: Path, *overrides: str, seconds: float = 0.0) -> BatchStats:
     """task=decode with a file, without a model."""
     engine = FakeEngine(seconds=seconds)
     asking = asker(engine, "task.input=in", "task.output=out", "task.progress=none", *overrides)

@@ -18,7 +18,7 @@ from maxhydra.convert.hf import family_of, hf_source, write_hf
 from maxhydra.convert.name_table import Table
 from maxhydra.convert.source import Source
 from maxhydra.convert.stream_in import fill, on_first_device
-from maxhydra.layers import Context, DenseRoom
+from maxhydra.layers import Context, DenseCacheSpec
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder
 
@@ -70,7 +70,7 @@ class Golden:
     def decoded(self) -> np.ndarray:
         """Logits by a prefill and single steps through the cache."""
         step = jax.jit(self._step)
-        cache, parts = self.model.empty_cache(DenseRoom(*self.ids.shape)), []
+        cache, parts = self.model.empty_cache(DenseCacheSpec(*self.ids.shape)), []
         for start, stop in [(0, PREFILL), *((i, i + 1) for i in range(PREFILL, self.ids.shape[1]))]:
             now = slice(start, stop)
             logits, cache = step(self.params, self.ids[:, now], self.positions[:, now], self.mask[:, now], cache)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from maxhydra.config.schema import model as config
-from maxhydra.decode.weight_layout import arrange
-from maxhydra.layers import Context, DenseRoom
+from maxhydra.decode.weight_layout import choose_weight_layout
+from maxhydra.layers import Context, DenseCacheSpec
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder
 
@@ -24,7 +24,7 @@ def model() -> ModelDef:
 
 def logits(model: ModelDef, params: Any, tokens_BT: np.ndarray) -> np.ndarray:
     """Logits after the tokens, read one by one with a cache."""
-    cache, found = model.empty_cache(DenseRoom(len(tokens_BT), 8)), []
+    cache, found = model.empty_cache(DenseCacheSpec(len(tokens_BT), 8)), []
     for position in range(tokens_BT.shape[1]):
         positions = jnp.full((len(tokens_BT), 1), position)
         context = Context(positions=positions, segments=None, sharder=Sharder.single(), cache=cache, dropout_key=None)
@@ -40,6 +40,6 @@ def test_a_layout_changes_nothing(platform: str, rows: int) -> None:
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), plain.shapes)
     tokens = rng.integers(0, 50, (rows, 5))
-    arranged = arrange(plain, Sharder.single(), platform)
+    arranged = choose_weight_layout(plain, Sharder.single(), platform)
     found = logits(arranged.model, arranged.use(arranged.keep(params)), tokens)
     np.testing.assert_allclose(found, logits(plain, params, tokens), rtol=1e-4, atol=1e-4)

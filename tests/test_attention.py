@@ -22,7 +22,7 @@ from maxhydra.kernels.attention import (
     triton,
     xla,
 )
-from maxhydra.kernels.attention.spec import Tokens
+from maxhydra.kernels.attention.spec import TokenInfo
 from maxhydra.kernels.placement import capability
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
@@ -363,7 +363,7 @@ def test_cudnn_is_asked_for_what_the_request_says(mask, monkeypatch):
     mask = dict(MASKS[mask])
     arrays = tags(mask)
     (q, k, v), request = make_inputs((4, 2)), make_request(**mask)
-    tokens = Tokens(arrays.get("q_segments_BT"), arrays.get("kv_segments_BS"), None, None)
+    tokens = TokenInfo(arrays.get("q_segments_BT"), arrays.get("kv_segments_BS"), None, None)
     expected = attention(q, k, v, request, backend="reference", **arrays)
     np.testing.assert_allclose(BACKENDS["cudnn"].run(q, k, v, request, tokens, None), expected, atol=2e-6)
 

@@ -18,7 +18,7 @@ from maxhydra.kernels.attention.mosaic.common import meetings
 from maxhydra.kernels.attention.mosaic.params import How, Tile
 from maxhydra.kernels.attention.mosaic.tile_schedule import Plan
 from maxhydra.kernels.attention.mosaic.vjp import attend
-from maxhydra.kernels.attention.spec import KEPT, Request, Tokens
+from maxhydra.kernels.attention.spec import KEPT, Request, TokenInfo
 
 PLAIN = {"scale": 0.1, "causal": True, "window": None, "chunk": None, "softcap": None}
 
@@ -72,7 +72,7 @@ def test_values_and_gradients_are_those_of_the_reference(case):
         return attend(how, Inputs(q, k, v, sinks, tags, tags))
 
     def by_reference(q, k, v, sinks):
-        return reference.attention(q, k, v, request, Tokens(tags, tags, None, None), sinks)
+        return reference.attention(q, k, v, request, TokenInfo(tags, tags, None, None), sinks)
 
     def whole(function, q, k, v, sinks, d):
         out, backward = jax.vjp(function, q, k, v, sinks)
@@ -97,7 +97,7 @@ def test_the_kernels_lower_for_hopper_with_their_gradients(head_dim, changes, is
     sinks = jax.ShapeDtypeStruct((2,), jnp.float32) if has_sinks else None
 
     def gradients(q, k, v, sinks, segments, d):
-        tokens = Tokens(segments, segments, None, None)
+        tokens = TokenInfo(segments, segments, None, None)
         return jax.vjp(lambda q, k, v, sinks: attention(q, k, v, request, tokens, sinks), q, k, v, sinks)[1](d)
 
     traced = jax.jit(gradients).trace(*inputs[:3], sinks, segments, inputs.q_BTNH)
@@ -108,7 +108,7 @@ def test_the_kernels_lower_for_hopper_with_their_gradients(head_dim, changes, is
 @pytest.mark.parametrize("run", [attention, triton.attention])
 def test_a_layer_can_keep_what_the_kernels_return(run):
     """The values and the sums that the backward pass reads, next to the layer's inputs."""
-    inputs, nothing = make_inputs(1, 256, 2, 1, 64), Tokens(None, None, None, None)
+    inputs, nothing = make_inputs(1, 256, 2, 1, 64), TokenInfo(None, None, None, None)
 
     def layer(q, k, v):
         return run(q, k, v, make_request(), nothing, None)

@@ -19,7 +19,7 @@ from maxhydra.config.compose.composer import Composer, compose
 from maxhydra.config.schema.tasks.tune import TuneTask
 from maxhydra.measure.kernels import distance
 from maxhydra.measure.memory import OutOfMemoryError, memory_explained
-from maxhydra.measure.record import Subject
+from maxhydra.measure.record import BenchTarget
 from maxhydra.runtime.hardware_options import hardware_options
 from maxhydra.tune.space import axes
 
@@ -116,7 +116,7 @@ def test_the_measured_table_is_made_of_the_lines_that_are_kept() -> None:
 
 def test_flags_of_the_shell_are_told_with_what_was_measured_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = SimpleNamespace(device_kind="cpu", devices=1)
-    subject = Subject(compose(["model=micro"]).config, machine, {"model": "micro"}, ("train.seq_len=8",))  # type: ignore[arg-type]
+    subject = BenchTarget(compose(["model=micro"]).config, machine, {"model": "micro"}, ("train.seq_len=8",))  # type: ignore[arg-type]
     for flags, told in (("", []), ("  --xla_one=1 --xla_two", ["--xla_one=1", "--xla_two"])):
         monkeypatch.setattr("maxhydra.measure.record.environment_before", lambda flags=flags: {"XLA_FLAGS": flags})
         line = subject.line("pretrain", tokens_per_second=3)

@@ -13,7 +13,7 @@ from maxhydra.config import ConfigError
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data.chat import ChatTemplate, UnclearError, chat_template, render_prompt
 from maxhydra.data.document import Document
-from maxhydra.data.record_types import Refused
+from maxhydra.data.record_types import Rejected
 from maxhydra.data.tokenizers import Tokenizer
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.data.tokenizers.hf import build
@@ -129,7 +129,7 @@ def test_text_of_a_special_token_is_refused(folders: dict[str, Path], family: st
         for mark in words.marks:
             messages = [dict(m, content=f"x{mark}y") if m["role"] == role else m for m in CONVERSATIONS["three turns"]]
             refused = made.encode(messages)
-            assert isinstance(refused, Refused)
+            assert isinstance(refused, Rejected)
             assert mark in refused.reason
             with pytest.raises(UnclearError, match="special token"):
                 made.prompt(messages)
@@ -194,7 +194,7 @@ class TestEnds:
 class TestRefused:
     def reason(self, source: str, messages: Any) -> str:
         refused = ChatTemplate(source, ByteTokenizer()).encode(messages)
-        assert isinstance(refused, Refused), refused
+        assert isinstance(refused, Rejected), refused
         return refused.reason
 
     PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
@@ -253,7 +253,7 @@ class TestRefused:
 
     def test_too_long(self) -> None:
         made = ChatTemplate(self.PLAIN, ByteTokenizer()).encode(conversation("a", "b" * 100), longest=50)
-        assert isinstance(made, Refused)
+        assert isinstance(made, Rejected)
         assert "over data.max_characters=50" in made.reason
 
     def test_no_code_runs(self) -> None:

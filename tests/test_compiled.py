@@ -3,7 +3,7 @@
 from threading import Event
 from typing import NamedTuple
 
-from maxhydra.decode.compile_cache import PATIENCE, Compiled
+from maxhydra.decode.compile_cache import PATIENCE, CompileCache
 
 
 class Rows(NamedTuple):
@@ -24,7 +24,7 @@ class Rows(NamedTuple):
 
 
 def test_work_with_all_its_programs_changes_nothing_any_more():
-    programs = Compiled(lambda name: name, steady=False)
+    programs = CompileCache(lambda name: name, steady=False)
     programs.get(Rows(8))
     before = programs.settled()
     assert programs.choose(Rows(8), eventual=Rows(8)) == Rows(8)
@@ -35,7 +35,7 @@ def test_work_with_all_its_programs_changes_nothing_any_more():
 
 
 def test_a_program_that_is_too_large_gives_way_to_the_right_one():
-    programs = Compiled(lambda name: name, steady=False)
+    programs = CompileCache(lambda name: name, steady=False)
     programs.get(Rows(8))
     uses = [programs.choose(Rows(4), eventual=Rows(4)) for _ in range(PATIENCE + 1)]
     assert set(uses) == {Rows(8)}
@@ -53,7 +53,7 @@ def test_settled_waits_for_what_is_being_compiled():
         done.append(name)
         return "program"
 
-    programs = Compiled(compile, steady=True)
+    programs = CompileCache(compile, steady=True)
     programs.begin(Rows(2))
     assert not done
     go.set()

@@ -11,7 +11,7 @@ from maxhydra.convert.arrays import FileArrays
 from maxhydra.convert.hf import hf_source, write_hf, write_safetensors
 from maxhydra.convert.hf_config import model_of
 from maxhydra.convert.own_write import write_own
-from maxhydra.convert.param_map import places
+from maxhydra.convert.param_map import map_params
 from maxhydra.convert.tables.llama import TABLE
 from maxhydra.model import build, parameter_count
 
@@ -34,7 +34,7 @@ def synthetic(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(SETTINGS))
     model = build(model_of("", "", TABLE.to_model(SETTINGS)))
     rows = [
-        (place.name(tensor), place.layout.their_shape) for place in places(TABLE, model) for tensor in place.tensors
+        (place.name(tensor), place.layout.their_shape) for place in map_params(TABLE, model) for tensor in place.tensors
     ]
     rng = np.random.default_rng(0)
     write_safetensors(

@@ -20,9 +20,9 @@ from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.mesh import RULES, Mesh
 from maxhydra.data import Batch, BatchSpec, Loader, RowSpec, eval_batches, tokenizer, train_loader
-from maxhydra.data.rows import Row, Windows
-from maxhydra.data.sharded_streams import Feed
-from maxhydra.data.shuffle import Order
+from maxhydra.data.rows import ContiguousRows, Row
+from maxhydra.data.sharded_streams import StreamSet
+from maxhydra.data.shuffle import ShuffleOrder
 from maxhydra.data.sources import RowSource, open_source
 from maxhydra.data.sources.demo import TEXT
 from maxhydra.data.sources.synthetic import NOISE, STEPS
@@ -106,17 +106,17 @@ class TestWindows:
     @pytest.mark.parametrize("seq_len", [1, 4, 8])
     def test_each_token_but_the_first_is_a_target_once(self, length: int, seq_len: int) -> None:
         tokens = np.arange(length, dtype=np.uint16)
-        rows = Windows(tokens, seq_len, keep_partial=True)
+        rows = ContiguousRows(tokens, seq_len, keep_partial=True)
         targets = np.concatenate([rows[i]["targets"][rows[i]["weights"] > 0] for i in range(len(rows))])
         inputs = np.concatenate([rows[i]["tokens"][rows[i]["weights"] > 0] for i in range(len(rows))])
         np.testing.assert_array_equal(targets, tokens[1:])
         np.testing.assert_array_equal(inputs, tokens[:-1])
-        whole = Windows(tokens, seq_len, keep_partial=False)
+        whole = ContiguousRows(tokens, seq_len, keep_partial=False)
         assert len(whole) == (length - 1) // seq_len
         assert all(whole[i]["weights"].all() for i in range(len(whole)))
 
     def test_a_row(self) -> None:
-        row = Windows(np.array([5, 6, 7, 8, 9], np.uint16), 3, keep_partial=True)[1]
+        row = ContiguousRows(np.array([5, 6, 7, 8, 9], np.uint16), 3, keep_partial=True)[1]
         assert {name: column.tolist() for name, column in row.items()} == {
             "tokens": [8, 0, 0],
             "targets": [9, 0, 0],
@@ -279,9 +279,9 @@ class Numbers:
         return {"tokens": np.array([index]), "weights": np.ones(1)}
 
     def loader(self, batch: int, prefetch: int) -> Loader[list[int]]:
-        order = Order(len(self), seed=0, shuffle=False)
+        order = ShuffleOrder(len(self), seed=0, shuffle=False)
         return Loader(
-            lambda streams: Feed(
+            lambda streams: StreamSet(
                 lambda share: RowStream(self, order, share=share, shares=streams, epochs=None),
                 streams=streams,
                 own=np.arange,

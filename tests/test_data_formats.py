@@ -20,12 +20,12 @@ from tensorboardX.record_writer import RecordWriter
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.corpus import FileFormat
 from maxhydra.data.array_codec import encode_arrays
-from maxhydra.data.formats import Joined, open_files
+from maxhydra.data.formats import ConcatRecords, open_files
 from maxhydra.data.formats.crc32c import crc32c
-from maxhydra.data.formats.file_cache import GROUPS, Recent, Shelf
+from maxhydra.data.formats.file_cache import GROUPS, FileCache, LruCache
 from maxhydra.data.formats.tf_example import parse_example
-from maxhydra.data.records import Fault, Records
-from maxhydra.data.shuffle import Order
+from maxhydra.data.records import BadRecord, Records
+from maxhydra.data.shuffle import ShuffleOrder
 
 
 def make_example_class() -> Any:
@@ -78,12 +78,12 @@ def make_example(**features: Any) -> bytes:
     return serialized
 
 
-def shelf(folder: Path, columns: tuple[str, ...] | None = None) -> Shelf:
-    return Shelf(folder / "cache", columns)
+def shelf(folder: Path, columns: tuple[str, ...] | None = None) -> FileCache:
+    return FileCache(folder / "cache", columns)
 
 
 def open_all(paths: list[Path], folder: Path, form: FileFormat = FileFormat.auto) -> Records:
-    return Joined(open_files(paths, form, shelf(folder)))
+    return ConcatRecords(open_files(paths, form, shelf(folder)))
 
 
 def plain(value: Any) -> Any:
@@ -237,7 +237,7 @@ class TestParquet:
 
         monkeypatch.setattr(pq.ParquetFile, "read_row_group", counting)
         assert opened.groups is not None and len(opened.groups) > GROUPS
-        order = Order(len(opened), 0, True, tuple(opened.groups))
+        order = ShuffleOrder(len(opened), 0, True, tuple(opened.groups))
         with ThreadPoolExecutor(4) as pool:
             chunks = pool.map(opened.read, [order.indices(0, at, min(at + 16, 600)) for at in range(0, 600, 16)])
             assert sorted(record["n"] for chunk in chunks for record in chunk) == list(range(600))  # type: ignore[index]
@@ -360,7 +360,7 @@ class TestFiles:
 
 class TestRecent:
     def test_counts_and_weighs(self) -> None:
-        recent: Recent[str] = Recent(2, 10, len)
+        recent: LruCache[str] = LruCache(2, 10, len)
         made: list[str] = []
 
         def get(value: str) -> str:
@@ -372,7 +372,7 @@ class TestRecent:
         assert made == ["aa", "bb", "cc", "dddddd", "bb"]
 
     def test_is_made_once(self) -> None:
-        recent: Recent[int] = Recent(4)
+        recent: LruCache[int] = LruCache(4)
         made: list[int] = []
         ready = threading.Barrier(8)
 
@@ -391,4 +391,4 @@ def test_what_cannot_be_opened_is_one_bad_record(tmp_path: Path) -> None:
     opened = open_all(sorted(tmp_path.glob("[a-c].*")), tmp_path)
     assert len(opened) == 3
     for name, fault in zip(("a.array_record", "b.parquet", "c.jsonl.gz"), opened.read(range(3)), strict=True):
-        assert isinstance(fault, Fault) and fault.place == f"{tmp_path / name}, the whole file" and fault.reason
+        assert isinstance(fault, BadRecord) and fault.place == f"{tmp_path / name}, the whole file" and fault.reason

@@ -19,10 +19,10 @@ from maxhydra.data import pipeline as pipelines
 from maxhydra.data import shuffle as orders_of
 from maxhydra.data.mixture import shares
 from maxhydra.data.pipeline import Pipeline
-from maxhydra.data.records import Cursor, Fault, Record
+from maxhydra.data.records import BadRecord, Cursor, Record
 from maxhydra.data.rows import Row, RowSpec
-from maxhydra.data.sharded_streams import Feed
-from maxhydra.data.shuffle import IN_MEMORY, Order, share_of
+from maxhydra.data.sharded_streams import StreamSet
+from maxhydra.data.shuffle import IN_MEMORY, ShuffleOrder, share_of
 from maxhydra.data.sources import RecordSource, Source, StreamSource
 from maxhydra.data.stream import State
 
@@ -40,12 +40,12 @@ class Numbered:
     def __len__(self) -> int:
         return self.count
 
-    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
+    def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
         return [self._record(int(index)) for index in indices]
 
-    def _record(self, index: int) -> Record | Fault:
+    def _record(self, index: int) -> Record | BadRecord:
         if index in self.bad:
-            return Fault(self.place(index), "is bad")
+            return BadRecord(self.place(index), "is bad")
         tokens = np.full(LENGTHS[index], 90_000 + self.first // 10_000, np.int32)
         tokens[0] = self.first + index
         return {"tokens": tokens}
@@ -60,7 +60,7 @@ class Streamed:
     def __init__(self, count: int):
         self._records = Numbered(count)
 
-    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | Fault, Cursor]]:
+    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | BadRecord, Cursor]]:
         number = int(cursor["number"]) if cursor else 0
         while (index := number * shares + share) < len(self._records):
             number += 1
@@ -88,8 +88,8 @@ def make_data(**values: Any) -> Data:
     return Data(source="grain", path="x", shape="tokens", packing=packing, **values)
 
 
-def make_feed(pipeline: Pipeline, streams: int, own: Callable[[int], np.ndarray] = np.arange) -> Feed:
-    return Feed(lambda share: pipeline.stream(share=share, shares_in_all=streams), streams=streams, own=own)
+def make_feed(pipeline: Pipeline, streams: int, own: Callable[[int], np.ndarray] = np.arange) -> StreamSet:
+    return StreamSet(lambda share: pipeline.stream(share=share, shares_in_all=streams), streams=streams, own=own)
 
 
 def documents(rows: list[Row]) -> Counter[int]:
@@ -108,7 +108,7 @@ def whole(row: Row) -> bytes:
 class TestOrder:
     @pytest.mark.parametrize("groups", [None, (3, 1, 40, 7, 9, 60, *[2] * 40)])
     def test_an_epoch_is_a_permutation_however_it_is_asked_for(self, groups: tuple[int, ...] | None) -> None:
-        order = Order(200, 7, True, groups)
+        order = ShuffleOrder(200, 7, True, groups)
         whole = order.indices(0, 0, 200)
         assert sorted(whole) == list(range(200)) and list(whole) != list(range(200))
         cuts = [0, 1, 50, 51, 130, 200]
@@ -116,8 +116,8 @@ class TestOrder:
             np.concatenate([order.indices(0, a, b) for a, b in itertools.pairwise(cuts)]), whole
         )
         assert (order.indices(1, 0, 200) != whole).any()
-        assert (Order(200, 8, True, groups).indices(0, 0, 200) != whole).any()
-        assert list(Order(200, 7, False, groups).indices(3, 5, 9)) == [5, 6, 7, 8]
+        assert (ShuffleOrder(200, 8, True, groups).indices(0, 0, 200) != whole).any()
+        assert list(ShuffleOrder(200, 7, False, groups).indices(3, 5, 9)) == [5, 6, 7, 8]
 
     @pytest.mark.parametrize("groups", [None, (30,) * 10])
     def test_many_that_take_turns_are_each_made_once(
@@ -126,7 +126,7 @@ class TestOrder:
         """As the sources of a mixture do, row by row."""
         drawn, draw = Counter[int](), orders_of._random
         monkeypatch.setattr(orders_of, "_random", lambda *of: (drawn.update([of[0]]), draw(*of))[1])
-        orders = [Order(300, 1_000 + seed, True, groups) for seed in range(20)]
+        orders = [ShuffleOrder(300, 1_000 + seed, True, groups) for seed in range(20)]
         for order in orders:
             order.indices(0, 5, 6)
         once = dict(drawn)
@@ -135,7 +135,7 @@ class TestOrder:
         assert len(once) == len(orders) and drawn == once
 
     def test_more_records_than_a_list_should_hold(self) -> None:
-        order = Order(IN_MEMORY + 1, 7, True)
+        order = ShuffleOrder(IN_MEMORY + 1, 7, True)
         some = order.indices(0, 1000, 1500)
         assert len(set(some)) == 500 and some.min() >= 0 and some.max() <= IN_MEMORY
         np.testing.assert_array_equal(order.indices(0, 1100, 1200), some[100:200])
@@ -143,7 +143,7 @@ class TestOrder:
 
     def test_grouped_records_stay_near_their_group(self) -> None:
         groups = (10,) * 100
-        seen = Order(1000, 1, True, groups).indices(0, 0, 160) // 10
+        seen = ShuffleOrder(1000, 1, True, groups).indices(0, 0, 160) // 10
         assert len(set(seen)) == 16, "the first 160 records come from 16 groups"
 
     @pytest.mark.parametrize("shares", [1, 2, 3, 7])

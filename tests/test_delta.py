@@ -13,7 +13,7 @@ from maxhydra.config.schema.mesh import RULES, Mesh
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.request import Request
-from maxhydra.layers import Context, DenseRoom, PagedRoom, Rows
+from maxhydra.layers import Context, DenseCacheSpec, PagedCacheSpec, PageTable
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh
 
@@ -54,8 +54,8 @@ def test_parts_of_a_prompt_and_then_token_by_token_equal_one_forward(paged):
     """Rows of 13 and 9 tokens: parts of 5 and 3, padded, then single tokens, over what others left behind."""
     model = make()
     params, tokens, lengths = weights(model), ids(2, 13), np.array([13, 9])
-    room = PagedRoom(pages=11, page_size=4, slots=3, storage=None) if paged else DenseRoom(2, 13)
-    rows = Rows(jnp.asarray([[7, 2, 9, 4], [1, 10, 0, 0]]), jnp.asarray([2, 0])) if paged else None
+    room = PagedCacheSpec(pages=11, page_size=4, slots=3, storage=None) if paged else DenseCacheSpec(2, 13)
+    rows = PageTable(jnp.asarray([[7, 2, 9, 4], [1, 10, 0, 0]]), jnp.asarray([2, 0])) if paged else None
 
     @jax.jit
     def advance(params, cache, tokens, positions):

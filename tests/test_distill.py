@@ -15,7 +15,7 @@ from maxhydra.config.schema.mesh import RULES, Mesh
 from maxhydra.config.schema.run import Train
 from maxhydra.config.schema.tasks.distill import Course, DistillTask, Divergence, FeatureLoss, Features, Teacher
 from maxhydra.distill.init_from_teacher import inherit
-from maxhydra.distill.loss import TEACHER, Comparison, distillation_loss, held_out_divergence
+from maxhydra.distill.loss import TEACHER, StudentTeacher, distillation_loss, held_out_divergence
 from maxhydra.distill.schedules import values_at
 from maxhydra.distill.teacher import OnlineTeacher
 from maxhydra.model import build
@@ -92,7 +92,7 @@ SMALLEST, LARGER = build(model_config(num_layers=1)), build(model_config(num_lay
 def loss_of(task: DistillTask, chunk: int, *, online: bool = True, **columns: Any) -> Any:
     """The sums as a function of the weights of both."""
     teacher = OnlineTeacher(LARGER, Sharder.single()) if online else None
-    loss = distillation_loss(Comparison(SMALLEST, Sharder.single(), teacher, task.features, chunk), task)
+    loss = distillation_loss(StudentTeacher(SMALLEST, Sharder.single(), teacher, task.features, chunk), task)
     return lambda weights: loss(weights, {**batch(alpha=0.7, beta=0.3, temperature=2.0), **columns}, None)
 
 
@@ -138,7 +138,7 @@ def test_a_teacher_on_its_own_mesh_says_the_same(weights: Any) -> None:
     one, other = (
         Sharder(build_mesh(Mesh(**axes), devices), RULES) for axes in ({"data": 1, "fsdp": 4}, {"data": 2, "tensor": 2})
     )
-    loss = distillation_loss(Comparison(SMALLEST, one, OnlineTeacher(LARGER, other), TASK.features, 2), TASK)
+    loss = distillation_loss(StudentTeacher(SMALLEST, one, OnlineTeacher(LARGER, other), TASK.features, 2), TASK)
     places = {**one.tree(SMALLEST.axes), TEACHER: other.tree(LARGER.axes)}
     rows = one.sharding(("act_batch",))
     placed = {name: jax.device_put(x, rows) for name, x in batch(alpha=0.7, beta=0.3, temperature=2.0).items()}
@@ -158,7 +158,7 @@ def test_a_student_comes_nearer_to_its_teacher_than_by_the_data_alone() -> None:
     rows["weights"] = jnp.ones((64, 16))
     seen, unseen = ({name: column[part] for name, column in rows.items()} for part in (slice(32), slice(32, 64)))
     teacher, student = LARGER, SMALLEST
-    comparison = Comparison(student, Sharder.single(), OnlineTeacher(teacher, Sharder.single()), Features(), 0)
+    comparison = StudentTeacher(student, Sharder.single(), OnlineTeacher(teacher, Sharder.single()), Features(), 0)
     schooled = fitted(teacher.init, next_token_loss(teacher, Sharder.single(), Train()), rows, 80)
 
     def kl_after(alpha: float) -> float:

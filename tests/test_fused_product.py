@@ -10,20 +10,20 @@ import pytest
 
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.quantization import Quantization, QuantizationKind
-from maxhydra.decode.weight_layout import arrange
+from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.kernels.fused_linear import (
-    Around,
+    Epilogue,
     Norm,
     argmax,
     embed_norm,
-    fused_product,
+    fused_linear,
     gemv,
     product_and_norm,
     small_batch,
 )
 from maxhydra.kernels.fused_linear import split_k_reduce as row_kernel
 from maxhydra.kernels.paged_attention import triton as pages_kernel
-from maxhydra.layers import Context, PagedRoom, Rows
+from maxhydra.layers import Context, PagedCacheSpec, PageTable
 from maxhydra.layers import attention as attention_layers
 from maxhydra.layers import embedding as embedding_layers
 from maxhydra.layers import fused_decode as fused_layers
@@ -42,7 +42,7 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-def expected(x: np.ndarray, weight: np.ndarray, around: Around) -> np.ndarray:
+def expected(x: np.ndarray, weight: np.ndarray, around: Epilogue) -> np.ndarray:
     """A transcription in float64."""
     x, weight = x.astype(np.float64), weight.astype(np.float64)
     if around.norm is not None:
@@ -55,13 +55,13 @@ def expected(x: np.ndarray, weight: np.ndarray, around: Around) -> np.ndarray:
     return out if around.onto_MN is None else out + np.asarray(around.onto_MN, np.float64)
 
 
-def surroundings(rows: int, inputs: int, outputs: int, dtype: jnp.dtype) -> dict[str, Around]:
+def surroundings(rows: int, inputs: int, outputs: int, dtype: jnp.dtype) -> dict[str, Epilogue]:
     norm = Norm(jnp.asarray(draw(inputs, seed=3), dtype), offset=1.0, eps=0.1)
     onto = jnp.asarray(draw(rows, outputs, seed=4), dtype)
     return {
-        "nothing": Around(),
-        "norm and gate": Around(norm=norm, activation=jax.nn.silu),
-        "norm and onto": Around(norm=norm._replace(offset=0.0), onto_MN=onto),
+        "nothing": Epilogue(),
+        "norm and gate": Epilogue(norm=norm, activation=jax.nn.silu),
+        "norm and onto": Epilogue(norm=norm._replace(offset=0.0), onto_MN=onto),
     }
 
 
@@ -153,7 +153,7 @@ def test_the_largest_output_equals_numpys(rows: int, is_left: bool, dtype: jnp.d
 def test_without_a_kernel_it_is_the_same(rows: int) -> None:
     around = surroundings(rows, 64, 16, FLOAT32)["norm and gate"]
     x, weight = draw(rows, 64, seed=0), draw(32, 64, seed=1)
-    found = fused_product(jnp.asarray(x), jnp.asarray(weight), None, around, dtype=jnp.float32)
+    found = fused_linear(jnp.asarray(x), jnp.asarray(weight), None, around, dtype=jnp.float32)
     np.testing.assert_allclose(found, expected(x, weight, around), rtol=1e-4, atol=1e-4)
 
 
@@ -171,8 +171,8 @@ def model(is_int8: bool) -> ModelDef:
 
 def tokens_drawn(model: ModelDef, params: dict, rows: int) -> list[list[int]]:
     """Six tokens of each row, each the likeliest after those before it, over pages."""
-    cache = model.empty_cache(PagedRoom(2 * rows, 4, slots=rows, storage=None))
-    place = Rows(jnp.arange(2 * rows).reshape(rows, 2), jnp.arange(rows))
+    cache = model.empty_cache(PagedCacheSpec(2 * rows, 4, slots=rows, storage=None))
+    place = PageTable(jnp.arange(2 * rows).reshape(rows, 2), jnp.arange(rows))
     last, drawn = jnp.arange(1, rows + 1)[:, None], []
 
     @jax.jit
@@ -200,14 +200,14 @@ def test_greedy_tokens_are_the_same_with_and_without(
     packed = model(is_int8)
     plain = packed.base.init(jax.random.key(0))
     params = mapped(plain, partial(kept, packed)) if is_int8 else plain
-    arranged = arrange(packed, SINGLE, "gpu")
+    arranged = choose_weight_layout(packed, SINGLE, "gpu")
     used = arranged.use(arranged.keep(params))
     calls = []
-    for product in (fused_product, product_and_norm):
+    for product in (fused_linear, product_and_norm):
         counted = partial(lambda product, *a, **k: calls.append(product) or product(*a, **k), product)
         monkeypatch.setattr(fused_layers, product.__name__, counted)
     fused = tokens_drawn(arranged.model, used, rows)
-    assert (calls.count(fused_product), calls.count(product_and_norm)) == (8 - normed, normed)
+    assert (calls.count(fused_linear), calls.count(product_and_norm)) == (8 - normed, normed)
     assert fused == tokens_drawn(packed, params, rows)
     assert len({tuple(step) for step in fused}) > 1
 
@@ -218,12 +218,12 @@ def test_greedy_tokens_are_the_same_from_parts_of_heads(monkeypatch: pytest.Monk
     packed, asked = model(is_int8=False), []
     params = packed.base.init(jax.random.key(0))
     plain = tokens_drawn(packed, params, 3)
-    arranged = arrange(packed, SINGLE, "gpu")
+    arranged = choose_weight_layout(packed, SINGLE, "gpu")
 
     def parts(x_MK: jax.Array, weight_NK: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
         asked.append(weight_NK.shape)
         by = small_batch.Tile(16, 16, 2, is_left=False, warps=4, stages=2)
-        return small_batch.summands(x_MK, weight_NK, Around(), jnp.dtype(dtype), interpret=True, by=by)
+        return small_batch.summands(x_MK, weight_NK, Epilogue(), jnp.dtype(dtype), interpret=True, by=by)
 
     def over_pages(*arguments: Any, then: Any, backend: str) -> Any:
         return pages_kernel.attention(*arguments, interpret=True)

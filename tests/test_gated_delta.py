@@ -20,7 +20,7 @@ from maxhydra.kernels.gated_delta import (
     spec,
     triton,
 )
-from maxhydra.kernels.placement import Place
+from maxhydra.kernels.placement import Placement
 
 B, M, N, K, V = 2, 2, 4, 6, 5
 
@@ -130,7 +130,7 @@ def test_kernels_are_chunked_over_a_mesh_too(kernel, tolerance):
     arrays |= {"log_decay_BTMG": -rng.exponential(size=(B, T, M, 2)), "state_BMGKV": rng.normal(size=(B, M, 2, K, V))}
     given = {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    kernel = over_devices(kernel, Place("tpu", mesh, "rows", None, "heads"))
+    kernel = over_devices(kernel, Placement("tpu", mesh, "rows", None, "heads"))
 
     @partial(jax.jit, static_argnums=1)
     def value_and_grads(given, run):

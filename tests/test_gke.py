@@ -22,7 +22,7 @@ from maxhydra.launch.gke.manifests import Work, config_map, job_name, job_set, j
 from maxhydra.launch.gke.placement import place
 from maxhydra.launch.gke.pods import ending, leader, progress
 from maxhydra.launch.registry import read_launcher
-from maxhydra.launch.termination import LIMIT, ending_told, forget, message, read_message, relay
+from maxhydra.launch.termination import LIMIT, forget, message, read_message, relay, write_termination_message
 from maxhydra.record import RunDirectory, read_metrics
 from maxhydra.runs import write_report
 from maxhydra.runs.registry import Registry
@@ -247,7 +247,7 @@ def test_every_end_has_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("MAXHYDRA_TERMINATION_LOG", str(tmp_path / "log"))
     ends = {None: "finished", SystemExit(143): "failed", ConfigError(Problem("a", "is wrong")): "failed"}
     for error, status in ends.items():
-        with contextlib.suppress(BaseException), ending_told(tmp_path / "run"):
+        with contextlib.suppress(BaseException), write_termination_message(tmp_path / "run"):
             if error is not None:
                 raise error
         told = read_message((tmp_path / "log").read_text())

@@ -22,7 +22,7 @@ from maxhydra.launch.gke import GkeJobs, GkeSettings
 from maxhydra.launch.gke.manifests import config_map, job_set
 from maxhydra.record import RunDirectory
 from maxhydra.sweep.plan import read_plan
-from maxhydra.sweep.run import cancel, go_on, status
+from maxhydra.sweep.run import cancel, resume_sweep, status
 from tests import running
 from tests.jobset import DEFINITION
 from tests.kube import Server, missing, serving, wait_for
@@ -128,7 +128,7 @@ def test_a_sweep_is_left_alone_watched_and_gone_on_with(namespace: str, server: 
     assert [line for line in status(plan) if "has not begun  waits for its pods" in line]
     play(namespace, first, "Completed", json.dumps(FINISHED), 0)
     said: list[str] = []
-    watching = threading.Thread(target=go_on, args=(plan, said.append))
+    watching = threading.Thread(target=resume_sweep, args=(plan, said.append))
     watching.start()
     play(namespace, second, "Failed", "Killed\n", 137, why="OOMKilled")
     watching.join(60)
@@ -138,7 +138,7 @@ def test_a_sweep_is_left_alone_watched_and_gone_on_with(namespace: str, server: 
     assert (run.read()["objective"]["value"], run.read()["status"]) == (2.5, "finished")
     before = job_sets(namespace)
     core().delete_collection_namespaced_pod(namespace, grace_period_seconds=0)
-    go_on(plan, said.append, detach=True)
+    resume_sweep(plan, said.append, detach=True)
     after = job_sets(namespace)
     assert after[first]["metadata"]["uid"] == before[first]["metadata"]["uid"]
     assert after[second]["metadata"]["uid"] != before[second]["metadata"]["uid"]

@@ -13,7 +13,7 @@ from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.quantization import Quantization, QuantizationKind, QuantizationRule
-from maxhydra.decode.weight_layout import arrange
+from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.layers import Context
 from maxhydra.layers.quant.int4 import quantized
 from maxhydra.model import ModelDef, build, kept, mapped
@@ -95,7 +95,7 @@ def test_a_model_computes_what_its_rounded_weights_would() -> None:
     assert set(params["pattern"]["0"]["mlp"]["up"]["kernel"]) == {"nibbles", "scales"}
     np.testing.assert_allclose(logits(packed, params), expected, rtol=1e-4, atol=1e-4)
     for platform in ("cpu", "gpu"):
-        arranged = arrange(packed, SINGLE, platform)
+        arranged = choose_weight_layout(packed, SINGLE, platform)
         np.testing.assert_allclose(logits(arranged.model, arranged.use(arranged.keep(params))), expected, atol=1e-4)
 
 

@@ -12,7 +12,7 @@ from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.quantization import Quantization, QuantizationKind
-from maxhydra.decode.weight_layout import arrange
+from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.kernels.int8_weight_matmul import int8_product, triton
 from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import Context
@@ -106,7 +106,7 @@ def test_a_model_computes_what_its_rounded_weights_would(head: config.Head, plat
         lambda x: (x.shape, x.dtype), packed.shapes
     )
     np.testing.assert_allclose(logits(packed, params), expected, rtol=1e-4, atol=1e-4)
-    arranged = arrange(packed, SINGLE, platform)
+    arranged = choose_weight_layout(packed, SINGLE, platform)
     np.testing.assert_allclose(logits(arranged.model, arranged.use(arranged.keep(params))), expected, atol=1e-4)
 
 
@@ -116,7 +116,7 @@ def test_targets_choose_and_formats_may_differ_within_a_layer() -> None:
     layer = params["pattern"]["0"]
     assert set(layer["attention"]["query"]["kernel"]) == {"codes", "scales"}
     assert isinstance(layer["attention"]["key"]["kernel"], jax.Array)
-    arranged = arrange(packed, SINGLE, "gpu")
+    arranged = choose_weight_layout(packed, SINGLE, "gpu")
     found = logits(arranged.model, arranged.use(arranged.keep(params)))
     np.testing.assert_allclose(found, logits(packed, params), atol=1e-4)
 

@@ -16,19 +16,19 @@ from maxhydra.layers import (
     Attention,
     AttentionSpec,
     Context,
-    DenseRoom,
+    DenseCacheSpec,
     Dtypes,
+    MatmulSpec,
     Mlp,
     MlpSpec,
-    ProductSpec,
+    ParamBuilder,
     RMSNorm,
-    WeightMaker,
     dropout,
 )
 from maxhydra.layers.mlp import ACTIVATIONS, gated
 from maxhydra.layers.norm import LayerNorm
 from maxhydra.layers.rope import Rotation, frequencies, rotate
-from maxhydra.layers.temperature import tempered
+from maxhydra.layers.temperature import scale_queries
 from maxhydra.sharding import Sharder
 
 FLOAT32 = {"compute": config.Dtype.float32}
@@ -40,9 +40,9 @@ def make_model(kind: config.Kind | None = None, dtypes: dict | None = None, **ch
     return config.Model(**{**sizes, "dtypes": config.Dtypes(**(FLOAT32 if dtypes is None else dtypes)), **changes})
 
 
-def maker(dtype: str = "float32", layers: int | None = None, compute: str = "float32") -> WeightMaker:
-    product = ProductSpec(compute=jnp.dtype(compute), layout=Layout.plain)
-    return WeightMaker(jax.random.key(0), dtype=jnp.dtype(dtype), layers=layers, product=product)
+def maker(dtype: str = "float32", layers: int | None = None, compute: str = "float32") -> ParamBuilder:
+    product = MatmulSpec(compute=jnp.dtype(compute), layout=Layout.plain)
+    return ParamBuilder(jax.random.key(0), dtype=jnp.dtype(dtype), layers=layers, product=product)
 
 
 def make_context(batch: int, length: int, **changes) -> Context:
@@ -119,7 +119,7 @@ def test_layer_norm_takes_the_mean_away_and_adds_a_bias():
 def test_queries_grow_with_the_logarithm_of_their_position():
     positions = np.array([[0, 6, 7, 8, 100]])
     factors = 1 + 0.1 * np.log(np.floor((positions + 1) / 8) + 1)
-    out = tempered(jnp.ones((1, 5, 2, 4)), jnp.asarray(positions), 8, 0.1)
+    out = scale_queries(jnp.ones((1, 5, 2, 4)), jnp.asarray(positions), 8, 0.1)
     np.testing.assert_allclose(out, np.broadcast_to(factors[..., None, None], out.shape), rtol=1e-6)
     assert out[0, 0, 0, 0] == 1 and out[0, 2, 0, 0] > 1
 
@@ -228,7 +228,7 @@ def test_stacked_weights_differ_from_layer_to_layer():
 def test_cache_writes_at_positions_and_leaves_padding_out():
     rng = np.random.default_rng(0)
     key, value = (jnp.asarray(rng.normal(size=(2, 3, 2, 4)), jnp.float32) for _ in range(2))
-    whole = DenseRoom(2, 6).keys_and_values(layers=3, kv_heads=2, head_dim=4, dtype=jnp.dtype("float32"))
+    whole = DenseCacheSpec(2, 6).keys_and_values(layers=3, kv_heads=2, head_dim=4, dtype=jnp.dtype("float32"))
     cache = whole.at(1).insert(key, value, jnp.array([[0, 1, 2], [0, -1, -1]]), None)
     cache = cache.insert(key[:, :1], value[:, :1], jnp.array([[3], [1]]), None)
     whole = whole.merged(cache)
@@ -273,7 +273,7 @@ def test_weights_keep_their_format_and_compute_has_its_own(weights):
     out, *_ = layer(jnp.zeros((1, 4, 24), jnp.float16), make_context(1, 4))
     assert out.dtype == jnp.float16
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(layer))} == {weights}
-    assert layer.empty_cache(DenseRoom(1, 4), 1).key_LBSKH.dtype == jnp.float16
+    assert layer.empty_cache(DenseCacheSpec(1, 4), 1).key_LBSKH.dtype == jnp.float16
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from maxhydra.config.schema.run import Checkpoint, EarlyStop, Progress, Train
 from maxhydra.optim import Optimizer
 from maxhydra.record import MetricsWriter, RunDirectory, read_metrics, series
 from maxhydra.train.checkpoint import open_checkpointer
-from maxhydra.train.loop import Ending, Parts, fit
-from maxhydra.train.metrics import Meter, Work
-from maxhydra.train.preemption import Interrupt
+from maxhydra.train.loop import LoopContext, TrainResult, fit
+from maxhydra.train.metrics import MetricsLogger, StepCost
+from maxhydra.train.preemption import PreemptionSignal
 from maxhydra.train.progress import open_progress
 from maxhydra.train.state import Guard, TrainState
 from maxhydra.train.step import make_step
@@ -52,7 +52,7 @@ def loss(params: dict, batch: dict, key: Any) -> dict:
 
 def go(
     folder: Path, train: Train, saving: Checkpoint, *, evals: list[float], past: tuple[float, ...] = (), **batches: Any
-) -> Ending:
+) -> TrainResult:
     """Run the loop with these eval losses in turn."""
     run = RunDirectory(folder, writes=False)
     turns: Iterator[float] = iter(evals)
@@ -61,19 +61,19 @@ def go(
     state = TrainState(jnp.zeros((), jnp.int32), params, {}, OPTIMIZER.transform.init(params), key, Guard.fresh())
     writer = MetricsWriter(run.metrics_path)
     progress = open_progress(Progress.none, total=train.steps, start=0, shown=False)
-    work = Work(tokens=1, flops=2.0, devices=1, peak_tflops=1.0)
+    work = StepCost(tokens=1, flops=2.0, devices=1, peak_tflops=1.0)
     checkpointer = open_checkpointer(run.checkpoints, saving)
-    parts = Parts(
+    parts = LoopContext(
         train=train,
         saving=saving,
         step=jax.jit(make_step(loss, OPTIMIZER, train)),
         batches=Batches(**batches),  # type: ignore[arg-type]
         evaluate=lambda state: {"eval/loss": next(turns)},
         checkpointer=checkpointer,
-        meter=Meter(work, run=run, writer=writer, tracker=_Trackers(), progress=progress, step=0),
+        meter=MetricsLogger(work, run=run, writer=writer, tracker=_Trackers(), progress=progress, step=0),
         past_eval_losses=past,
     )
-    with Interrupt() as interrupt:
+    with PreemptionSignal() as interrupt:
         ending = fit(parts, state, start=0, interrupt=interrupt)
     checkpointer.close()
     return ending

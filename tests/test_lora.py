@@ -11,7 +11,7 @@ from maxhydra.config import ConfigError
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.adapter import Adapter, AdapterKind
 from maxhydra.layers import Context
-from maxhydra.model import build, join, split
+from maxhydra.model import build, merge_trees, split_trainable
 from maxhydra.sharding import Sharder
 
 SIZES = {"num_layers": 3, "emb_dim": 24, "mlp_dim": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
@@ -35,10 +35,10 @@ def context(batch: int, length: int, **changes: Any) -> Context:
 
 def noisy(params: Any) -> Any:
     """The weights with an adapter that does something."""
-    trained, frozen = split(params)
+    trained, frozen = split_trainable(params)
     leaves, tree = jax.tree.flatten(trained)
     noise = [0.1 * jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)]
-    return join(jax.tree.unflatten(tree, noise), frozen)
+    return merge_trees(jax.tree.unflatten(tree, noise), frozen)
 
 
 def added(params: Any, scale: float) -> Any:
@@ -66,13 +66,13 @@ def test_the_addition_is_that_of_the_formula(targets: list[str]) -> None:
     hidden, _ = model.hidden(params, TOKENS, context(2, 7))
     expected, _ = model.base.hidden(added(params, 2.0), TOKENS, context(2, 7))
     np.testing.assert_allclose(hidden, expected, rtol=1e-4, atol=1e-5)
-    assert np.abs(hidden - model.base.hidden(split(params)[1], TOKENS, context(2, 7))[0]).max() > 0.01
+    assert np.abs(hidden - model.base.hidden(split_trainable(params)[1], TOKENS, context(2, 7))[0]).max() > 0.01
 
 
 def test_training_begins_at_the_model_and_its_weights_do_not_depend_on_the_adapter() -> None:
     plain, adapted = build(model_config()), build(model_config(), lora())
     base, params = plain.init(jax.random.key(1)), adapted.init(jax.random.key(1))
-    jax.tree.map(np.testing.assert_array_equal, split(params)[1], base)
+    jax.tree.map(np.testing.assert_array_equal, split_trainable(params)[1], base)
     expected, _ = plain.hidden(base, TOKENS, context(2, 7))
     np.testing.assert_allclose(adapted.hidden(params, TOKENS, context(2, 7))[0], expected, rtol=1e-5, atol=1e-6)
 
@@ -81,7 +81,7 @@ def test_the_model_answers_without_its_adapter_where_asked() -> None:
     model = build(model_config(), lora())
     params = noisy(model.init(jax.random.key(0)))
     plain, _ = model.hidden(params, TOKENS, context(2, 7, is_adapted=False))
-    expected, _ = model.base.hidden(split(params)[1], TOKENS, context(2, 7))
+    expected, _ = model.base.hidden(split_trainable(params)[1], TOKENS, context(2, 7))
     np.testing.assert_array_equal(plain, expected)
 
 
@@ -102,11 +102,11 @@ def test_dropout_zeroes_inputs_of_the_addition_alone() -> None:
 
 def test_split_and_join_are_each_others_undoing() -> None:
     model = build(model_config(), lora(targets=["mlp/up"]))
-    trained, frozen = split(model.shapes)
+    trained, frozen = split_trainable(model.shapes)
     assert set(trained) == {"pattern"} and set(trained["pattern"]["0"]["mlp"]) == {"up"}
-    assert join(trained, frozen) == model.shapes
+    assert merge_trees(trained, frozen) == model.shapes
     base = build(model_config()).shapes
-    assert split(base) == (base, {})
+    assert split_trainable(base) == (base, {})
 
 
 def test_a_target_that_names_nothing_is_refused() -> None:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from maxhydra.kernels.matmul import widening_einsum
-from maxhydra.layers.kernel_options import Wanted
+from maxhydra.layers.kernel_options import KernelChoice
 from maxhydra.train.loss import cross_entropy
 
 B, S, D, V = 3, 12, 8, 17
-XLA = Wanted("xla", ())
+XLA = KernelChoice("xla", ())
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import pytest
 from hopper import run
 from test_fused_product import SINGLE, draw, expected, model
 
-from maxhydra.decode.weight_layout import arrange
-from maxhydra.kernels.fused_linear import Around, fused_product, swiglu_prefill
+from maxhydra.decode.weight_layout import choose_weight_layout
+from maxhydra.kernels.fused_linear import Epilogue, fused_linear, swiglu_prefill
 from maxhydra.kernels.fused_linear.swiglu_prefill_mosaic import gated
 from maxhydra.kernels.grouped_matmul.mosaic.params import How
 from maxhydra.kernels.paged_attention import Pages, prefill_write
-from maxhydra.kernels.placement import Place
-from maxhydra.layers import Context, PagedRoom, Rows, attend
+from maxhydra.kernels.placement import Placement
+from maxhydra.layers import Context, PagedCacheSpec, PageTable, attend
 from maxhydra.layers import fused_decode as fused_layers
 from maxhydra.model import ModelDef
 
@@ -27,7 +27,7 @@ def test_many_rows_take_their_gate_along() -> None:
     )
     how = How(columns=256, stages=2, band=2, processors=3)
     got = run(lambda x, weight: gated(how, x, weight, jax.nn.silu), x, weight)
-    wanted = expected(np.asarray(x), np.asarray(weight), Around(activation=jax.nn.silu))
+    wanted = expected(np.asarray(x), np.asarray(weight), Epilogue(activation=jax.nn.silu))
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=1e-2, atol=1e-2 * np.abs(wanted).max())
 
 
@@ -41,8 +41,8 @@ def test_the_kernel_of_many_rows_lowers_where_there_is_no_hopper() -> None:
 
 def prompts_read(model: ModelDef, params: dict) -> tuple[np.ndarray, list[np.ndarray]]:
     """Logits of three prompts of 8, 5 and 3 tokens that begin, and the pages with them."""
-    cache = model.empty_cache(PagedRoom(9, 4, slots=3, storage=None))
-    place, lengths = Rows(jnp.arange(9)[::-1].reshape(3, 3), jnp.arange(3)), jnp.array([8, 5, 3])
+    cache = model.empty_cache(PagedCacheSpec(9, 4, slots=3, storage=None))
+    place, lengths = PageTable(jnp.arange(9)[::-1].reshape(3, 3), jnp.arange(3)), jnp.array([8, 5, 3])
     positions = jnp.where(jnp.arange(8) < lengths[:, None], jnp.arange(8), -1)
     is_token = (positions >= 0).astype(jnp.int32)
     context = Context(
@@ -59,15 +59,15 @@ def test_prompts_are_the_same_with_their_gates_taken_along_and_pages_filled(monk
     packed, filled, activations = model(is_int8=False), [], []
     params = packed.base.init(jax.random.key(0))
     plain, plain_pages = prompts_read(packed, params)
-    arranged = arrange(packed, SINGLE, "gpu")
+    arranged = choose_weight_layout(packed, SINGLE, "gpu")
 
-    def fill(pages: Pages, key: jax.Array, value: jax.Array, place: Place) -> Pages:
+    def fill(pages: Pages, key: jax.Array, value: jax.Array, place: Placement) -> Pages:
         filled.append(key.shape)
         return prefill_write.filled(pages, key, value, interpret=True)
 
     def product(*arguments: Any, **options: Any) -> jax.Array:
         activations.append(arguments[3].activation)
-        return fused_product(*arguments, **options)
+        return fused_linear(*arguments, **options)
 
     monkeypatch.setattr(fused_layers, "suits", lambda *_: False)
     monkeypatch.setattr(fused_layers, "gates", lambda *_: True)

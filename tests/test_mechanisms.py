@@ -15,8 +15,8 @@ from maxhydra.config.schema import model as config
 from maxhydra.config.schema.adapter import Adapter, AdapterKind
 from maxhydra.config.schema.mesh import Mesh
 from maxhydra.config.schema.run import Train
-from maxhydra.decode.weight_layout import arrange, unstacked
-from maxhydra.layers import Context, PagedRoom, Rows
+from maxhydra.decode.weight_layout import choose_weight_layout, unstacked
+from maxhydra.layers import Context, PagedCacheSpec, PageTable
 from maxhydra.model import ModelDef, build, merged
 from maxhydra.optim import Optimizer
 from maxhydra.sharding import Sharder, build_mesh
@@ -104,8 +104,8 @@ def test_chunks_and_positions_begin_anew_with_every_sequence_of_a_row() -> None:
 
 def test_pages_give_what_the_whole_forward_gives() -> None:
     model, params, expected = whole()
-    rows = Rows(jnp.asarray([[7, 2, 5, 4], [1, 0, 3, 6]]), jnp.arange(2))
-    cache = model.empty_cache(PagedRoom(pages=8, page_size=PAGE, slots=2, storage=None))
+    rows = PageTable(jnp.asarray([[7, 2, 5, 4], [1, 0, 3, 6]]), jnp.arange(2))
+    cache = model.empty_cache(PagedCacheSpec(pages=8, page_size=PAGE, slots=2, storage=None))
     advance = jax.jit(model.hidden)
     for start, stop in [(0, 12), *((i, i + 1) for i in range(12, LENGTH))]:
         ctx = context(in_order()[:, start:stop], cache=cache, rows=rows)
@@ -154,7 +154,7 @@ def test_a_constant_of_a_layer_stays_as_it_came() -> None:
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_a_layout_for_decoding_loses_nothing(platform: str) -> None:
     model, params, _ = whole()
-    arrangement = arrange(model, SINGLE, platform)
+    arrangement = choose_weight_layout(model, SINGLE, platform)
     used = arrangement.use(arrangement.keep(params))
     for layer, expected in enumerate(unstacked(model, params)):
         jax.tree.map(np.testing.assert_array_equal, used["prefix"][str(layer)], expected)

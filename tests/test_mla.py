@@ -16,15 +16,15 @@ from maxhydra.config.schema.quantization import QuantizationKind
 from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import (
     Context,
-    DenseRoom,
-    Format,
+    DenseCacheSpec,
     LoraSpec,
+    MatmulSpec,
     Mla,
     MlaSpec,
-    PagedRoom,
-    ProductSpec,
-    Rows,
-    WeightMaker,
+    PagedCacheSpec,
+    PageTable,
+    ParamBuilder,
+    QuantRule,
 )
 from maxhydra.sharding import Sharder, build_mesh
 
@@ -54,8 +54,8 @@ def make_model(**changes) -> config.Model:
 
 def make_layer(model: config.Model, **product) -> Mla:
     float32 = jnp.dtype("float32")
-    spec = ProductSpec(compute=float32, layout=Layout.plain, **product)
-    make = WeightMaker(jax.random.key(0), dtype=float32, layers=None, product=spec)
+    spec = MatmulSpec(compute=float32, layout=Layout.plain, **product)
+    make = ParamBuilder(jax.random.key(0), dtype=float32, layers=None, product=spec)
     return MlaSpec.of(model, model.kinds["layer"]).build(make)
 
 
@@ -167,8 +167,8 @@ def test_a_cache_of_latents_gives_what_the_whole_sequence_gives(kind, is_paged):
     """The first tokens at once, by their keys and values; then two, then one, in the space of the latents."""
     layer, x = drawn_layer(make_model(**kind)), inputs()
     expected = run(layer, x, make_context()).out_BTD
-    room = PagedRoom(pages=9, page_size=4, slots=2, storage=None) if is_paged else DenseRoom(BATCH, 16)
-    rows = Rows(jnp.asarray([[3, 1, 7, 5], [0, 2, 8, 6]]), jnp.arange(2)) if is_paged else None
+    room = PagedCacheSpec(pages=9, page_size=4, slots=2, storage=None) if is_paged else DenseCacheSpec(BATCH, 16)
+    rows = PageTable(jnp.asarray([[3, 1, 7, 5], [0, 2, 8, 6]]), jnp.arange(2)) if is_paged else None
     whole = layer.empty_cache(room, 1)
     kept = TURNED + LATENT + (INDEX_DIM if kind is SPARSE else 0)
     assert sum(leaf.size for leaf in jax.tree.leaves(whole) if leaf.ndim > 2) == (36 if is_paged else 32) * kept
@@ -224,11 +224,11 @@ def test_other_weights_count_in_both_forms(kept):
         layer = drawn_layer(model, lora=spec)
         other = run(layer, x, make_context(is_adapted=False)).out_BTD
     else:
-        layer = make_layer(model, formats=(Format(QuantizationKind.int8_weights, (".*",)),))
+        layer = make_layer(model, formats=(QuantRule(QuantizationKind.int8_weights, (".*",)),))
         other = run(make_layer(model), x, make_context()).out_BTD
     expected = run(layer, x, make_context()).out_BTD
     assert np.abs(expected - other).max() > 1e-4
-    ctx = make_context(cache=layer.empty_cache(DenseRoom(BATCH, LENGTH), 1).at(0))
+    ctx = make_context(cache=layer.empty_cache(DenseCacheSpec(BATCH, LENGTH), 1).at(0))
     first = run(layer, x[:, :-1], dataclasses.replace(ctx, positions=ctx.positions[:, :-1]))
     last = run(layer, x[:, -1:], dataclasses.replace(ctx, positions=ctx.positions[:, -1:], cache=first.cache))
     np.testing.assert_allclose(last.out_BTD, expected[:, -1:], atol=2e-5)

@@ -11,7 +11,7 @@ import pytest
 
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.mesh import RULES, Mesh
-from maxhydra.layers import Context, DenseRoom
+from maxhydra.layers import Context, DenseCacheSpec
 from maxhydra.model import ModelDef, build, parameter_count
 from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder, build_mesh, is_axes
@@ -250,7 +250,7 @@ def test_prefill_and_steps_equal_the_whole_forward(shape):
     params, ids = weights(model), tokens()
     whole = logits_of(model, params, ids, make_context())
     advance = jax.jit(model.hidden)
-    cache, parts = model.empty_cache(DenseRoom(BATCH, LENGTH + 3)), []
+    cache, parts = model.empty_cache(DenseCacheSpec(BATCH, LENGTH + 3)), []
     for start, stop in [(0, 7), *((i, i + 1) for i in range(7, LENGTH))]:
         positions = jnp.broadcast_to(jnp.arange(start, stop), (BATCH, stop - start))
         hidden, cache = advance(params, ids[:, start:stop], make_context(positions=positions, cache=cache))
@@ -262,7 +262,7 @@ def test_rows_of_different_length_decode_as_if_alone():
     """Prompts of 7 and 4 tokens, padded to 7, then two steps; each row against its own forward pass."""
     model, lengths = make(), np.array([7, 4])
     params, ids = weights(model), tokens()
-    cache = model.empty_cache(DenseRoom(BATCH, LENGTH))
+    cache = model.empty_cache(DenseCacheSpec(BATCH, LENGTH))
     segments = (jnp.arange(7)[None] < lengths[:, None]).astype(jnp.int32)
     advance = jax.jit(model.hidden)
     _, cache = advance(params, ids[:, :7], make_context(length=7, segments=segments, cache=cache))
@@ -363,7 +363,7 @@ def test_dtypes_are_those_of_their_role(dtypes, expected):
     )
     assert {leaf.dtype.name for leaf in jax.tree.leaves((params, gradients))} == {weights_dtype}
     assert (hidden.dtype.name, scores.dtype.name) == (compute_dtype, logits_dtype)
-    assert model.empty_cache(DenseRoom(1, 2))["pattern"][0].key_LBSKH.dtype.name == compute_dtype
+    assert model.empty_cache(DenseCacheSpec(1, 2))["pattern"][0].key_LBSKH.dtype.name == compute_dtype
 
 
 def test_softmax_dtype_reaches_the_kernel():

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from maxhydra.config.schema.model import Pairs
 from maxhydra.kernels.attention.reference import attention as reference
-from maxhydra.kernels.attention.spec import Request, Tokens
+from maxhydra.kernels.attention.spec import Request, TokenInfo
 from maxhydra.kernels.paged_attention import Pages, pallas_tpu, prefill_write, triton
 from maxhydra.layers.rope import Rotation, rotate, turns
 
@@ -35,7 +35,7 @@ def expected(q_BKGH: np.ndarray, pages: Pages, asked: Request) -> np.ndarray:
             np.asarray(x)[table].transpose(0, 2, 1, 3).reshape(-1, K, H)[None, :length]
             for x in (pages.key_PKZH, pages.value_PKZH)
         )
-        tokens = Tokens(None, None, jnp.full((1, 1), length - 1), jnp.arange(length)[None])
+        tokens = TokenInfo(None, None, jnp.full((1, 1), length - 1), jnp.arange(length)[None])
         found = reference(jnp.asarray(q_BKGH[b].reshape(1, 1, K * G, H)), key, value, asked, tokens, None)
         out[b] = np.asarray(found).reshape(K, G, H)
     return out

@@ -10,7 +10,7 @@ import pytest
 
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.mesh import RULES, Mesh
-from maxhydra.layers import Context, DenseRoom, PagedRoom, Rows
+from maxhydra.layers import Context, DenseCacheSpec, PagedCacheSpec, PageTable
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh
 
@@ -31,18 +31,20 @@ def weights(model: ModelDef):
     return jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), model.shapes)
 
 
-def room(storage: str | None = None, pages: int = 11) -> PagedRoom:
-    return PagedRoom(pages=pages, page_size=PAGE, slots=2, storage=None if storage is None else jnp.dtype(storage))
+def room(storage: str | None = None, pages: int = 11) -> PagedCacheSpec:
+    return PagedCacheSpec(pages=pages, page_size=PAGE, slots=2, storage=None if storage is None else jnp.dtype(storage))
 
 
-def through_pages(model: ModelDef, params, ids: np.ndarray, where: PagedRoom, sharder: Sharder = SINGLE) -> np.ndarray:
+def through_pages(
+    model: ModelDef, params, ids: np.ndarray, where: PagedCacheSpec, sharder: Sharder = SINGLE
+) -> np.ndarray:
     """Logits of two rows of 13 and 9 tokens: a chunk that begins them, one that goes on, then token by token, in pages
     handed out crosswise."""
     lengths, tables = [13, 9], np.array([[7, 2, 9, 4], [1, 10, 0, 0]])
 
     @partial(jax.jit, static_argnums=4)
     def advance(params, cache, tokens, positions, is_fresh):
-        place = {"rows": Rows(jnp.asarray(tables), jnp.arange(2)), "segments": (positions >= 0).astype(jnp.int32)}
+        place = {"rows": PageTable(jnp.asarray(tables), jnp.arange(2)), "segments": (positions >= 0).astype(jnp.int32)}
         ctx = Context(positions=positions, sharder=sharder, cache=cache, dropout_key=None, is_fresh=is_fresh, **place)
         hidden, cache = model.hidden(params, tokens, ctx)
         return model.logits(params, hidden, sharder), cache
@@ -81,7 +83,7 @@ def test_pages_equal_the_forward_without_cache_and_the_dense_cache(shape):
         positions=jnp.broadcast_to(jnp.arange(13), ids.shape),
         segments=None,
         sharder=SINGLE,
-        cache=model.empty_cache(DenseRoom(2, 13)),
+        cache=model.empty_cache(DenseCacheSpec(2, 13)),
         dropout_key=None,
     )
     dense = model.logits(params, jax.jit(model.hidden)(params, ids, ctx)[0], SINGLE)
@@ -125,7 +127,7 @@ def test_a_step_never_copies_the_pool(shape):
             sharder=SINGLE,
             cache=cache,
             dropout_key=None,
-            rows=Rows(table, jnp.arange(2)),
+            rows=PageTable(table, jnp.arange(2)),
         )
         return model.hidden(params, tokens, ctx)
 

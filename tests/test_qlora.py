@@ -18,7 +18,7 @@ from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.request import Request
 from maxhydra.layers.quant.nf4 import BLOCK, LEVELS, quantized
-from maxhydra.model import build, join, kept, mapped, merged, split
+from maxhydra.model import build, kept, mapped, merge_trees, merged, split_trainable
 from maxhydra.sharding import Sharder, build_mesh
 
 SIZES = {"emb_dim": 64, "mlp_dim": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -63,27 +63,27 @@ def test_the_model_is_that_of_its_unpacked_weights_and_so_are_the_gradients_of_i
     plain, packed = build(config, lora()), build(config, qlora())
     base = jax.jit(plain.base.init)(jax.random.key(0))
     frozen = jax.jit(lambda base: mapped(base, lambda keys, weight: kept(packed, keys, weight)))(base)
-    assert jax.tree.map(jnp.shape, frozen) == jax.tree.map(lambda leaf: leaf.shape, split(packed.shapes)[1])
-    trained = split(noisy(jax.jit(plain.init)(jax.random.key(0))))[0]
+    assert jax.tree.map(jnp.shape, frozen) == jax.tree.map(lambda leaf: leaf.shape, split_trainable(packed.shapes)[1])
+    trained = split_trainable(noisy(jax.jit(plain.init)(jax.random.key(0))))[0]
     zero = jax.tree.map(jnp.zeros_like, trained)
 
-    unpacked = merged(packed, join(zero, frozen), dtype=np.dtype(np.float32))
+    unpacked = merged(packed, merge_trees(zero, frozen), dtype=np.dtype(np.float32))
     difference = unpacked["pattern"]["0"]["mlp"]["up"]["kernel"] - base["pattern"]["0"]["mlp"]["up"]["kernel"]
     assert 0.01 < np.std(difference) / np.std(base["pattern"]["0"]["mlp"]["up"]["kernel"]) < 0.15
 
     def total(model: Any, frozen: Any) -> Any:
         def of(trained: Any) -> jax.Array:
-            hidden, _ = model.hidden(join(trained, frozen), TOKENS, context(2, 7))
+            hidden, _ = model.hidden(merge_trees(trained, frozen), TOKENS, context(2, 7))
             return jnp.sum(jnp.sin(hidden))
 
         return jax.jit(jax.value_and_grad(of))(trained)
 
     ours, expected = total(packed, frozen), total(plain, unpacked)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), ours, expected)
-    answers = merged(packed, join(trained, frozen), dtype=np.dtype(np.float32))
+    answers = merged(packed, merge_trees(trained, frozen), dtype=np.dtype(np.float32))
     hidden, _ = packed.base.hidden(answers, TOKENS, context(2, 7))
-    np.testing.assert_allclose(hidden, packed.hidden(join(trained, frozen), TOKENS, context(2, 7))[0], atol=1e-5)
-    by_hand = added(join(trained, unpacked), 2.0)
+    np.testing.assert_allclose(hidden, packed.hidden(merge_trees(trained, frozen), TOKENS, context(2, 7))[0], atol=1e-5)
+    by_hand = added(merge_trees(trained, unpacked), 2.0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), answers, by_hand)
 
 
@@ -91,10 +91,10 @@ def test_no_layer_waits_unpacked_for_the_backward_pass() -> None:
     """What the backward pass keeps of the forward pass holds no kernel of full size."""
     config = dataclasses.replace(model_config(**SIZES), num_layers=4)
     model = build(config, qlora(targets=["attention/value"]))
-    trained, frozen = split(model.init(jax.random.key(0)))
+    trained, frozen = split_trainable(model.init(jax.random.key(0)))
 
     def loss(trained: Any) -> jax.Array:
-        return jnp.sum(model.hidden(join(trained, frozen), TOKENS, context(2, 7))[0])
+        return jnp.sum(model.hidden(merge_trees(trained, frozen), TOKENS, context(2, 7))[0])
 
     saved = jax.tree.leaves(jax.eval_shape(lambda t: jax.vjp(loss, t)[1], trained))
     sizes = [leaf.size for leaf in saved if jnp.issubdtype(leaf.dtype, jnp.floating)]

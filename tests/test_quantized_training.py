@@ -24,16 +24,16 @@ from maxhydra.kernels.fp8_matmul import delayed_product
 from maxhydra.kernels.int8_matmul import integer_product
 from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import Context
-from maxhydra.layers.linear import ProductSpec, Projection
+from maxhydra.layers.linear import Linear, MatmulSpec
 from maxhydra.layers.quant.qat import rounding, straight
-from maxhydra.layers.quant.rules import Format
+from maxhydra.layers.quant.rules import QuantRule
 from maxhydra.model import build, kept, mapped
 from maxhydra.optim import Optimizer
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import plan_states
 from maxhydra.train.checkpoint import open_checkpointer, restore
 from maxhydra.train.objectives import next_token_loss
-from maxhydra.train.state import Guard, StateDef, TrainState
+from maxhydra.train.state import Guard, StateFactory, TrainState
 from maxhydra.train.step import make_step
 
 SINGLE = Sharder.single()
@@ -87,17 +87,17 @@ def test_training_for_rounded_activations_is_that_of_qwix(kind: QuantizationKind
     expected, pull_back = jax.vjp(product, x, kernel)
 
     rule = QuantizationRule(kind=kind, targets=["up"], activations=Activations.int8)
-    spec = ProductSpec(np.dtype(np.float32), Layout.plain, formats=(Format.of(rule),))
+    spec = MatmulSpec(np.dtype(np.float32), Layout.plain, formats=(QuantRule.of(rule),))
     context = Context(positions=jnp.zeros((3, 2)), segments=None, sharder=SINGLE, cache=None, dropout_key=None)
 
     def projected(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        own = Projection(nnx.Param(kernel), None, spec, name="up", inputs=1, bias=None, history=None)
+        own = Linear(nnx.Param(kernel), None, spec, name="up", inputs=1, bias=None, history=None)
         return own(x, context)
 
     out, own_pull_back = jax.vjp(projected, x, kernel)
     for found, other in zip((out, *own_pull_back(d_out)), (expected, *pull_back(d_out)), strict=True):
         np.testing.assert_allclose(found, other, rtol=1e-4, atol=1e-4)
-    weights_alone = np.asarray(x) @ np.asarray(straight(rounding(Format.of(rule), inputs=1, name="up"), kernel))
+    weights_alone = np.asarray(x) @ np.asarray(straight(rounding(QuantRule.of(rule), inputs=1, name="up"), kernel))
     assert 1e-4 < np.abs(out - weights_alone).max() / np.abs(weights_alone).max() < 0.02
 
 
@@ -153,7 +153,7 @@ def test_a_run_with_a_history_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -
     saver.save(1, first, {}, {})
     saver.close()
 
-    def second(states: StateDef, step: Any) -> tuple[TrainState, float]:
+    def second(states: StateFactory, step: Any) -> tuple[TrainState, float]:
         found = restore(tmp_path, config.checkpoint, states.abstract())
         assert found is not None
         state, metrics = step(found.state, {name: array[1] for name, array in batches.items()})
@@ -172,7 +172,7 @@ def test_a_run_with_a_history_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -
     np.testing.assert_allclose(loss, float(metrics["loss"]), rtol=1e-3)
 
 
-def started(overrides: list[str], *, devices: int) -> tuple[StateDef, Any, Config]:
+def started(overrides: list[str], *, devices: int) -> tuple[StateFactory, Any, Config]:
     config = compose(overrides).config
     states = plan_states(config, Sharder(build_mesh(config.mesh, jax.devices()[:devices]), config.mesh.rules))
     loss = next_token_loss(states.model, states.sharder, config.train)

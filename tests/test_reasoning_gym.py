@@ -7,7 +7,7 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.reward import Term
 from maxhydra.data import RowSpec
 from maxhydra.data.sources import RecordSource, open_source
-from maxhydra.rl.rewards import Answer, build_score
+from maxhydra.rl.rewards import Sample, build_score
 
 pytest.importorskip("reasoning_gym")
 
@@ -36,7 +36,7 @@ def test_the_tasks_verifier_scores() -> None:
 
     def scored(text: str | None) -> float:
         entry = {"entry": record["entry"]}
-        return score(Answer(prompt="", text="", answer=text, expected=record["answer"], record=entry, tokens=1))
+        return score(Sample(prompt="", text="", answer=text, expected=record["answer"], record=entry, tokens=1))
 
     assert scored(f" {record['answer']}\n") == 1
     assert scored("no") < 1 and scored(None) < 1

@@ -8,21 +8,21 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.reward import OnFault, Reward, Term
-from maxhydra.rl.reward_pool import Judge, RewardError, Verdict
-from maxhydra.rl.rewards import Answer, build_score, found_answer
+from maxhydra.rl.reward_pool import RewardError, RewardPool, RewardResult
+from maxhydra.rl.rewards import Sample, build_score, extract_answer
 
 
-def answer(text: str, expected: Any = None, **changes: Any) -> Answer:
+def answer(text: str, expected: Any = None, **changes: Any) -> Sample:
     fields = {"prompt": "x?", "text": text, "answer": text, "expected": expected, "record": {}, "tokens": len(text)}
-    return Answer(**{**fields, **changes})
+    return Sample(**{**fields, **changes})
 
 
-def score(term: Term, *answers: Answer) -> list[float]:
+def score(term: Term, *answers: Sample) -> list[float]:
     return [build_score(term)(one) for one in answers]
 
 
-def judged(reward: Reward, *texts: str) -> list[Verdict]:
-    judge = Judge(reward)
+def judged(reward: Reward, *texts: str) -> list[RewardResult]:
+    judge = RewardPool(reward)
     try:
         return judge.score([answer(text) for text in texts])
     finally:
@@ -70,9 +70,9 @@ def test_format_and_length() -> None:
 
 def test_the_answer_within_a_text_is_what_matches_last() -> None:
     text = "<answer>1</answer> no, <answer>\n2</answer>"
-    assert found_answer(text, "<answer>(.*?)</answer>") == "\n2"
-    assert found_answer("2", "<answer>(.*?)</answer>") is None
-    assert found_answer("2", None) == "2"
+    assert extract_answer(text, "<answer>(.*?)</answer>") == "\n2"
+    assert extract_answer("2", "<answer>(.*?)</answer>") is None
+    assert extract_answer("2", None) == "2"
 
 
 def test_the_reward_is_the_weighted_sum_and_one_term_decides() -> None:
@@ -87,7 +87,7 @@ def test_the_reward_is_the_weighted_sum_and_one_term_decides() -> None:
 
 
 def test_a_function_is_told_all_that_is_known() -> None:
-    judge = Judge(own("known"))
+    judge = RewardPool(own("known"))
     try:
         (verdict,) = judge.score([answer("x=3", 3, answer="3", record={"level": 2})])
     finally:
@@ -123,7 +123,7 @@ def test_it_ends_the_run_where_that_is_asked_for() -> None:
 @pytest.mark.parametrize("path", ["reward_functions:nothing", "no_such_module:f"])
 def test_a_function_that_is_not_there_is_refused_at_the_start(path: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Judge(Reward(terms={"mine": Term(kind="function", function=path)}))
+        RewardPool(Reward(terms={"mine": Term(kind="function", function=path)}))
     (problem,) = caught.value.problems
     assert problem.path == "reward.terms.mine.function" and problem.value == path
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from maxhydra.kernels.qkv_rope import Call, UnsupportedError, choose, rotated_heads, triton
+from maxhydra.kernels.qkv_rope import Call, UnsupportedError, choose, qkv_rope, triton
 
 B, T, N, K, H = 2, 16, 3, 1, 32
 
@@ -36,10 +36,10 @@ def test_heads_and_their_gradient_are_those_of_transformers(is_kernel: bool, dty
     def run(heads: jax.Array) -> tuple:
         def parts(heads: jax.Array) -> tuple[jax.Array, ...]:
             if not is_kernel:
-                return rotated_heads(heads, cos, sin, num_heads=N, num_kv_heads=K, backend="xla")
+                return qkv_rope(heads, cos, sin, num_heads=N, num_kv_heads=K, backend="xla")
             flat = (x.reshape(B * T, *x.shape[2:]) for x in (heads, cos, sin))
             tile = triton.Tile(tokens=8, warps=4)
-            found = triton.rotated_heads(*flat, num_heads=N, num_kv_heads=K, tile=tile, interpret=True)
+            found = triton.qkv_rope(*flat, num_heads=N, num_kv_heads=K, tile=tile, interpret=True)
             return tuple(x.reshape(B, T, *x.shape[1:]) for x in found)
 
         out, pull_back = jax.vjp(parts, heads)

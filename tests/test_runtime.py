@@ -11,15 +11,15 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.hardware import Cluster, Distributed, Hardware, Platform, Precision
-from maxhydra.runtime.detect import Found, cpu_refuses_cache, detect
-from maxhydra.runtime.distributed import Meeting, find_meeting
+from maxhydra.runtime.detect import DetectedDevices, cpu_refuses_cache, detect
+from maxhydra.runtime.distributed import ClusterInfo, detect_cluster
 from maxhydra.runtime.flags import backend_environment, merge_flags
 from maxhydra.runtime.hardware_options import hardware_options, matches, resolve
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = sorted(path.stem for path in (ROOT / "conf/hardware").glob("*.yaml"))
-CPU = Found(Platform.cpu, "cpu", 1, "")
-TPU = Found(Platform.tpu, "TPU v5p", 4, "")
+CPU = DetectedDevices(Platform.cpu, "cpu", 1, "")
+TPU = DetectedDevices(Platform.tpu, "TPU v5p", 4, "")
 
 
 def write(path: Path, text: str) -> None:
@@ -118,7 +118,7 @@ class TestOptions:
             peak_tflops={"bfloat16": 783.0},
             distributed=Distributed(timeout_seconds=7),
         )
-        name, hardware = resolve(mine, Found(Platform.gpu, "NVIDIA H200", 1, ""))
+        name, hardware = resolve(mine, DetectedDevices(Platform.gpu, "NVIDIA H200", 1, ""))
         assert name == "gpu-h200"
         assert hardware.compilation_cache is None
         assert hardware.matmul_precision is Precision.highest
@@ -195,16 +195,16 @@ PLAIN = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "2", "
 
 class TestMeeting:
     def test_slurm(self) -> None:
-        eight = Found(Platform.gpu, "NVIDIA H200", 8, "")
-        meeting = find_meeting(Cluster.auto, SLURM, eight)
-        assert meeting == Meeting("SLURM job 4100", f"node007:{61440 + 4102 % 4096}", 4, 3, (4, 5, 6, 7))
+        eight = DetectedDevices(Platform.gpu, "NVIDIA H200", 8, "")
+        meeting = detect_cluster(Cluster.auto, SLURM, eight)
+        assert meeting == ClusterInfo("SLURM job 4100", f"node007:{61440 + 4102 % 4096}", 4, 3, (4, 5, 6, 7))
 
     @pytest.mark.parametrize(
         ("nodes", "first"),
         [("a", "a"), ("a,b[1-2]", "a"), ("n[3,7-9]", "n3"), ("gpu-x[01-02,5],y", "gpu-x01"), ("h-[1-2]", "h-1")],
     )
     def test_slurm_coordinator_is_the_first_node(self, nodes: str, first: str) -> None:
-        meeting = find_meeting(Cluster.auto, SLURM | {"SLURM_STEP_NODELIST": nodes}, CPU)
+        meeting = detect_cluster(Cluster.auto, SLURM | {"SLURM_STEP_NODELIST": nodes}, CPU)
         assert meeting is not None and meeting.coordinator is not None
         assert meeting.coordinator.split(":")[0] == first
 
@@ -221,43 +221,43 @@ class TestMeeting:
     )
     def test_slurm_tasks_share_the_gpus_of_a_node(self, tasks: str, gpus: int, mine: tuple[int, ...] | None) -> None:
         env = SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks}
-        meeting = find_meeting(Cluster.auto, env, Found(Platform.gpu, "NVIDIA H200", gpus, ""))
+        meeting = detect_cluster(Cluster.auto, env, DetectedDevices(Platform.gpu, "NVIDIA H200", gpus, ""))
         assert meeting is not None and meeting.local_devices == mine
 
     def test_jobset(self) -> None:
-        assert find_meeting(Cluster.auto, JOBSET, CPU) == Meeting("GKE JobSet run", "run-w-0-0.run:12321", 2, 1)
+        assert detect_cluster(Cluster.auto, JOBSET, CPU) == ClusterInfo("GKE JobSet run", "run-w-0-0.run:12321", 2, 1)
         second = {**JOBSET, "JAX_NUM_PROCESSES": "4", "JOBSET_JOB_INDEX": "1", "JOBSET_PODS_PER_JOB": "2"}
-        assert find_meeting(Cluster.auto, second, CPU) == Meeting("GKE JobSet run", "run-w-0-0.run:12321", 4, 3)
+        assert detect_cluster(Cluster.auto, second, CPU) == ClusterInfo("GKE JobSet run", "run-w-0-0.run:12321", 4, 3)
 
     def test_tpu_pod_is_left_to_jax(self) -> None:
-        meeting = find_meeting(Cluster.auto, {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, TPU)
+        meeting = detect_cluster(Cluster.auto, {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, TPU)
         assert meeting is not None and meeting.coordinator is None
-        assert find_meeting(Cluster.auto, {"TPU_WORKER_HOSTNAMES": "localhost"}, TPU) is None
+        assert detect_cluster(Cluster.auto, {"TPU_WORKER_HOSTNAMES": "localhost"}, TPU) is None
 
     def test_one_process_per_gpu(self) -> None:
         mpi = {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
-        meeting = find_meeting(Cluster.gpu_multiprocess, mpi, CPU)
+        meeting = detect_cluster(Cluster.gpu_multiprocess, mpi, CPU)
         assert meeting is not None
         assert (meeting.coordinator, meeting.count, meeting.index) == ("127.0.0.1:12321", 8, 3)
         assert meeting.local_devices == (3,)
         torchrun = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "9"}
-        meeting = find_meeting(Cluster.gpu_multiprocess, torchrun, CPU)
+        meeting = detect_cluster(Cluster.gpu_multiprocess, torchrun, CPU)
         assert meeting is not None and (meeting.coordinator, meeting.count) == ("h:9", 2)
 
     def test_plain_variables(self) -> None:
         expected = ("10.0.0.1:1234", 2, 1)
         for env in (PLAIN, {name.removeprefix("JAX_"): value for name, value in PLAIN.items()}):
-            meeting = find_meeting(Cluster.auto, env, CPU)
+            meeting = detect_cluster(Cluster.auto, env, CPU)
             assert meeting is not None and (meeting.coordinator, meeting.count, meeting.index) == expected
 
     @pytest.mark.parametrize(
         "env", [{}, SLURM | {"SLURM_NTASKS": "1"}, BATCH_SCRIPT, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}]
     )
     def test_alone(self, env: dict[str, str]) -> None:
-        assert find_meeting(Cluster.auto, env, CPU) is None
+        assert detect_cluster(Cluster.auto, env, CPU) is None
 
     def test_none_stays_alone(self) -> None:
-        assert find_meeting(Cluster.none, SLURM | PLAIN, CPU) is None
+        assert detect_cluster(Cluster.none, SLURM | PLAIN, CPU) is None
 
     @pytest.mark.parametrize(
         ("cluster", "env", "said"),
@@ -275,7 +275,7 @@ class TestMeeting:
     )
     def test_missing_companions_are_named(self, cluster: Cluster, env: dict[str, str], said: str) -> None:
         with pytest.raises(ConfigError) as error:
-            find_meeting(cluster, env, CPU)
+            detect_cluster(cluster, env, CPU)
         assert said in str(error.value)
         assert error.value.problems[0].path == "hardware.distributed.cluster"
 

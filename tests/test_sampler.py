@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.decode.sampler import ALTERNATIVES, Choice, Settings, Steps, choose, filtered, penalised
+from maxhydra.decode.sampler import ALTERNATIVES, SampledTokens, SamplingFeatures, Settings, choose, filtered, penalised
 
-ALL = Steps(draws=True, filters=True, penalises=True, reports=True)
-DRAW = Steps(draws=True, filters=False, penalises=False, reports=False)
+ALL = SamplingFeatures(draws=True, filters=True, penalises=True, reports=True)
+DRAW = SamplingFeatures(draws=True, filters=False, penalises=False, reports=False)
 
 
 def settings(rows: int, **changes) -> Settings:
@@ -26,7 +26,7 @@ def settings(rows: int, **changes) -> Settings:
 run = jax.jit(choose, static_argnames="steps")
 
 
-def one_each(logits: np.ndarray, steps: Steps, seen: np.ndarray | None = None, **changes) -> Choice:
+def one_each(logits: np.ndarray, steps: SamplingFeatures, seen: np.ndarray | None = None, **changes) -> SampledTokens:
     return run(
         jnp.asarray(logits), None if seen is None else jnp.asarray(seen), settings(len(logits), **changes), steps
     )
@@ -121,7 +121,7 @@ def test_draws_have_the_frequencies_of_the_softmax(temperature, how, by):
     seeds = np.stack([np.zeros(rows), np.arange(rows)], 1) if by == "seed" else np.array([0, 7])
     choice = one_each(
         np.tile(logits, (rows, 1)),
-        Steps(draws=True, filters=True, penalises=False, reports=False),
+        SamplingFeatures(draws=True, filters=True, penalises=False, reports=False),
         temperature_B=temperature,
         top_k_B=how["top_k"],
         top_p_B=how["top_p"],

@@ -17,9 +17,9 @@ from fake_engine import WORDS, FakeEngine
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.decode import Sampling
-from maxhydra.decode.openai_server import Access, Limits, Offer, Service, listen, serve
-from maxhydra.decode.openai_server.response_schema import Reply
-from maxhydra.decode.prompts import Prompts
+from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, listen, serve
+from maxhydra.decode.openai_server.response_schema import ResponseBuilder
+from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.decode.request import Completion, Delta, TokenLogprob
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
@@ -30,10 +30,10 @@ HELLO = [{"role": "user", "content": "hello"}]
 class Running:
     """A server in a thread, and clients for it."""
 
-    def __init__(self, engine: FakeEngine, prompts: Prompts, *, key: str | None, places: int, limits: Limits):
+    def __init__(self, engine: FakeEngine, prompts: PromptEncoder, *, key: str | None, places: int, limits: Limits):
         self.engine, self.listener = engine, listen("127.0.0.1", 0)
         self.port = self.listener.getsockname()[1]
-        offer = Offer("tiny", Sampling(max_tokens=4), 8, 320)  # type: ignore[call-arg]
+        offer = ServerDefaults("tiny", Sampling(max_tokens=4), 8, 320)  # type: ignore[call-arg]
         self._ready = threading.Event()
 
         async def main() -> None:
@@ -97,15 +97,21 @@ def eventually(happens: Any, seconds: float) -> bool:
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
     path: Path = tmp_path_factory.mktemp("chat") / "chat.jinja"
     path.write_text(TEMPLATE)
-    return Prompts(compose([f"data.tokenizer.chat_template={path}"]).config.data, vocab_size=320)
+    return PromptEncoder(compose([f"data.tokenizer.chat_template={path}"]).config.data, vocab_size=320)
 
 
 @contextlib.contextmanager
 def running(
-    prompts: Prompts, *, key: str | None = None, places: int = 200, seconds: float = 0.0, slots: int = 8, **limits: Any
+    prompts: PromptEncoder,
+    *,
+    key: str | None = None,
+    places: int = 200,
+    seconds: float = 0.0,
+    slots: int = 8,
+    **limits: Any,
 ) -> Iterator[Running]:
     engine = FakeEngine(slots=slots, seconds=seconds)
     server = Running(engine, prompts, key=key, places=places, limits=Limits(**{**LIMITS, **limits}))
@@ -116,7 +122,7 @@ def running(
 
 
 @pytest.fixture(scope="module")
-def server(prompts: Prompts) -> Iterator[Running]:
+def server(prompts: PromptEncoder) -> Iterator[Running]:
     with running(prompts) as server:
         yield server
 
@@ -186,8 +192,8 @@ def test_completions_of_texts_and_tokens(server: Running) -> None:
     assert "".join(chunk.choices[0].text for chunk in pieces) == done.choices[0].text
 
 
-def test_a_long_answer_with_log_probabilities_takes_no_longer_a_token(prompts: Prompts) -> None:
-    made = Reply(False, "tiny", prompts, prompt_tokens=1, has_logprobs=True, include_usage=False)
+def test_a_long_answer_with_log_probabilities_takes_no_longer_a_token(prompts: PromptEncoder) -> None:
+    made = ResponseBuilder(False, "tiny", prompts, prompt_tokens=1, has_logprobs=True, include_usage=False)
     tokens = tuple(b"abc" * 10_000)
     drawn = Completion("", tokens, tuple(TokenLogprob(token, -1.0, ()) for token in tokens), "length")
     began = time.monotonic()
@@ -334,7 +340,7 @@ def test_what_is_no_proper_http_is_refused(server: Running, data: bytes, status:
     assert code == status and body["error"]["message"]
 
 
-def test_slow_and_silent_clients_lose_their_connection(prompts: Prompts) -> None:
+def test_slow_and_silent_clients_lose_their_connection(prompts: PromptEncoder) -> None:
     with running(prompts, timeout=0.3, keep_alive=0.3) as server:
         assert server.raw(b"") == b""
         assert reply(server.raw(b"GET /health HT"))[0] == 408
@@ -355,7 +361,7 @@ def test_a_connection_serves_many_requests(server: Running) -> None:
 # Access, limits, hang-ups, the end
 
 
-def test_the_key_is_asked_for_and_never_told(prompts: Prompts) -> None:
+def test_the_key_is_asked_for_and_never_told(prompts: PromptEncoder) -> None:
     with running(prompts, key="sesame-1234") as server:
         assert server.client("sesame-1234").models.list().data[0].id == "tiny"
         for wrong in ("sesame-123", "", "sesame-12345"):
@@ -365,7 +371,7 @@ def test_the_key_is_asked_for_and_never_told(prompts: Prompts) -> None:
         assert reply(server.get("/health"))[0] == 200 and reply(server.get("/metrics"))[0] == 401
 
 
-def test_a_full_queue_says_when_to_come_back(prompts: Prompts) -> None:
+def test_a_full_queue_says_when_to_come_back(prompts: PromptEncoder) -> None:
     with running(prompts, places=4, slots=2, seconds=0.02) as server:
         make = server.client().completions.create
         with ThreadPoolExecutor(4) as pool:
@@ -381,7 +387,7 @@ def test_a_full_queue_says_when_to_come_back(prompts: Prompts) -> None:
         assert "maxhydra_engine_tokens_written 164\n" in metrics
 
 
-def test_too_many_connections_are_turned_away(prompts: Prompts) -> None:
+def test_too_many_connections_are_turned_away(prompts: PromptEncoder) -> None:
     with running(prompts, max_connections=2) as server, contextlib.ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
@@ -389,7 +395,7 @@ def test_too_many_connections_are_turned_away(prompts: Prompts) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_hangs_up_frees_its_places(prompts: Prompts, stream: bool) -> None:
+def test_a_client_that_hangs_up_frees_its_places(prompts: PromptEncoder, stream: bool) -> None:
     with running(prompts, seconds=0.01) as server:
         body = json.dumps({**CHAT, "n": 4, "max_tokens": 450, "stream": stream}).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -400,7 +406,7 @@ def test_a_client_that_hangs_up_frees_its_places(prompts: Prompts, stream: bool)
         assert b"maxhydra_server_sequences 0\n" in server.get("/metrics")
 
 
-def test_the_end_lets_requests_finish_and_cancels_what_takes_too_long(prompts: Prompts) -> None:
+def test_the_end_lets_requests_finish_and_cancels_what_takes_too_long(prompts: PromptEncoder) -> None:
     engine = FakeEngine(seconds=0.01)
     server = Running(engine, prompts, key=None, places=9, limits=Limits(**{**LIMITS, "drain": 2.0}))
     make = server.client().completions.create
@@ -416,7 +422,7 @@ def test_the_end_lets_requests_finish_and_cancels_what_takes_too_long(prompts: P
             long.result()
 
 
-def test_an_engine_that_failed_is_told_of(prompts: Prompts) -> None:
+def test_an_engine_that_failed_is_told_of(prompts: PromptEncoder) -> None:
     with running(prompts, seconds=0.01) as server:
         make = server.client().completions.create
         with ThreadPoolExecutor(1) as pool:
@@ -429,7 +435,7 @@ def test_an_engine_that_failed_is_told_of(prompts: Prompts) -> None:
         assert reply(server.get("/health"))[0] == 503 and server.post(CHAT)[0] == 503
 
 
-def test_64_clients_lose_no_request(prompts: Prompts) -> None:
+def test_64_clients_lose_no_request(prompts: PromptEncoder) -> None:
     with running(prompts, slots=16, seconds=0.001) as server:
         until, client = time.monotonic() + 3, server.client()
 

@@ -19,7 +19,7 @@ from maxhydra.config.schema.run import Checkpoint
 from maxhydra.config.serialize import from_yaml
 from maxhydra.convert.load import load_weights
 from maxhydra.layers import Context
-from maxhydra.model import build, join, parameter_count
+from maxhydra.model import build, merge_trees, parameter_count
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, sft
 from maxhydra.train import next_token_loss, plan_states
@@ -76,7 +76,7 @@ def test_a_run_of_an_adapter_loads_as_the_merged_model(here: Path, monkeypatch: 
     ctx = Context(positions=positions, segments=None, sharder=Sharder.single(), cache=None, dropout_key=None)
     apart, merged, plain = (
         one.logits(weights, one.hidden(weights, tokens, ctx)[0], Sharder.single())
-        for one, weights in ((model, join(trained, base)), (model.base, loaded), (model.base, base))
+        for one, weights in ((model, merge_trees(trained, base)), (model.base, loaded), (model.base, base))
     )
     np.testing.assert_allclose(merged, apart, atol=1e-5)
     assert np.abs(plain - apart).max() > 0.05
@@ -165,7 +165,9 @@ def test_what_is_frozen_costs_no_gradient() -> None:
         tokens = jax.ShapeDtypeStruct((8, 32), jnp.int32)
         batch = {"tokens": tokens, "targets": tokens, "positions": tokens}
         batch["weights"] = jax.ShapeDtypeStruct((8, 32), jnp.float32)
-        gradient = jax.grad(lambda params, frozen, batch, loss=loss: loss(join(params, frozen), batch, None)["loss"])
+        gradient = jax.grad(
+            lambda params, frozen, batch, loss=loss: loss(merge_trees(params, frozen), batch, None)["loss"]
+        )
         compiled = jax.jit(gradient).lower(weights.params, weights.frozen, batch).compile()
         flops.append(compiled.cost_analysis()["flops"])
     assert flops[0] < 0.75 * flops[1]

@@ -16,14 +16,14 @@ from maxhydra.config.schema.mesh import RULES, Mesh
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data import BatchSpec, RowSpec, host_loader, tokenizer, train_loader
 from maxhydra.data.document import Document
-from maxhydra.data.record_types import Refused, Shape, build_shape
+from maxhydra.data.record_types import RecordType, Rejected, build_shape
 from maxhydra.data.records import Record
 from maxhydra.sharding import Sharder, build_mesh
 
 BOS, EOS, PAD = 256, 257, 258
 
 
-def shape(data: Data, seq_len: int = 64) -> Shape:
+def shape(data: Data, seq_len: int = 64) -> RecordType:
     return build_shape(data, data, seq_len)
 
 
@@ -34,14 +34,14 @@ def one(data: Data, record: Record, seq_len: int = 64) -> Any:
 
 def refused(data: Data, record: Record, seq_len: int = 64) -> str:
     example = one(data, record, seq_len)
-    assert isinstance(example, Refused), example
+    assert isinstance(example, Rejected), example
     return example.reason
 
 
 def row(data: Data, record: Record, seq_len: int = 64) -> dict[str, np.ndarray]:
     made = shape(data, seq_len)
     (example,) = made.encode([record])
-    assert not isinstance(example, Refused), example
+    assert not isinstance(example, Rejected), example
     return made.row(example, seq_len)
 
 

@@ -15,7 +15,7 @@ from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train.batches import plan_batches
 from maxhydra.train.checkpoint import open_checkpointer, restore
 from maxhydra.train.objectives import next_token_loss
-from maxhydra.train.state import StateDef, TrainState
+from maxhydra.train.state import StateFactory, TrainState
 from maxhydra.train.step import make_step
 
 GLOBAL_BATCH = 8
@@ -37,7 +37,7 @@ class Run:
         decoder = model.build(self.config.model)
         self.sharder.check(decoder.axes, decoder.shapes)
         optimizer = optim.build(self.config.optimizer, steps=40, shapes=decoder.shapes, axes=decoder.axes)
-        self.states = StateDef(decoder, optimizer, self.sharder)
+        self.states = StateFactory(decoder, optimizer, self.sharder)
         self.loader = data.train_loader(self.config.data, plan_batches(self.config, self.sharder))
         loss = next_token_loss(decoder, self.sharder, self.config.train)
         step = make_step(loss, optimizer, self.config.train, decoder.settled, decoder.cast)

@@ -8,7 +8,7 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.mesh import RULES, Mesh
-from maxhydra.layers import Context, PagedRoom, Rows
+from maxhydra.layers import Context, PagedCacheSpec, PageTable
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh
 
@@ -40,13 +40,13 @@ def test_pages_equal_the_forward_without_cache():
 
     @jax.jit
     def advance(params, cache, tokens, positions):
-        rows = Rows(jnp.asarray([[7, 2, 9], [1, 8, 0]]), jnp.arange(2))
+        rows = PageTable(jnp.asarray([[7, 2, 9], [1, 8, 0]]), jnp.arange(2))
         segments = (positions >= 0).astype(jnp.int32)
         ctx = Context(positions=positions, segments=segments, sharder=SINGLE, cache=cache, dropout_key=None, rows=rows)
         hidden, cache = model.hidden(params, tokens, ctx)
         return model.logits(params, hidden, SINGLE), cache
 
-    cache = model.empty_cache(PagedRoom(pages=11, page_size=4, slots=2, storage=None))
+    cache = model.empty_cache(PagedCacheSpec(pages=11, page_size=4, slots=2, storage=None))
     assert [len(jax.tree.leaves(cache[part])) for part in ("prefix", "pattern")] == [4, 0]
     cache, parts = jax.tree.map(lambda x: x + jnp.nan, cache), []
     for start, stop in [(0, 8), *((i, i + 1) for i in range(8, 12))]:

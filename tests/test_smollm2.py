@@ -17,7 +17,7 @@ from maxhydra.data.chat import render_prompt
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.request import Request
 from maxhydra.layers import Context
-from maxhydra.layers.kv_cache import DenseRoom
+from maxhydra.layers.kv_cache import DenseCacheSpec
 from maxhydra.model import build
 from maxhydra.modelfiles import locate
 from maxhydra.sharding import Sharder, build_mesh
@@ -150,7 +150,7 @@ def test_logits_and_greedy_answers_are_theirs(config: Config, theirs, prompts, a
     tokens = np.stack([np.pad(prompt, (0, longest - len(prompt))) for prompt in prompts])
     lengths = np.array([len(prompt) for prompt in prompts])
     positions = np.tile(np.arange(longest), (len(prompts), 1))
-    room = model.empty_cache(DenseRoom(len(prompts), longest + NEW))
+    room = model.empty_cache(DenseCacheSpec(len(prompts), longest + NEW))
     first, cache = forward(params, room, tokens, positions, positions < lengths[:, None])
     logits = np.asarray(first)
     for row, prompt in enumerate(prompts):

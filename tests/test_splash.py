@@ -11,8 +11,8 @@ from test_attention import MASKS, assert_near_in_bfloat16, make_inputs, make_req
 
 from maxhydra.kernels.attention import BACKENDS, reference, splash
 from maxhydra.kernels.attention.shard_map import over_devices
-from maxhydra.kernels.attention.spec import Tokens
-from maxhydra.kernels.placement import Place
+from maxhydra.kernels.attention.spec import TokenInfo
+from maxhydra.kernels.placement import Placement
 
 # Two blocks of queries by two of keys.
 LENGTH = 256
@@ -38,7 +38,7 @@ def make_case(mask: dict, dtype=jnp.float32):
     arrays = tags(mask, LENGTH)
     segments = arrays.get("q_segments_BT")
     inputs = make_inputs((4, 2), dtype, length=LENGTH, head_dim=16)
-    return inputs, make_request(**mask), Tokens(segments, segments, None, None), arrays.get("sinks_N")
+    return inputs, make_request(**mask), TokenInfo(segments, segments, None, None), arrays.get("sinks_N")
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_bfloat16_is_near_the_reference_over_a_mesh(small_blocks):
     """Rows over two devices, heads over two; sinks' gradient is a sum over rows on both."""
     case = make_case({"window": 100, "segments": True, "sinks": True}, jnp.bfloat16)
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    run = over_devices(partial(splash.attention, interpret=True), Place("tpu", mesh, "rows", "heads", "heads"))
+    run = over_devices(partial(splash.attention, interpret=True), Placement("tpu", mesh, "rows", "heads", "heads"))
     for got, want in zip(value_and_grads(run, *case), value_and_grads(reference.attention, *case), strict=True):
         assert_near_in_bfloat16(got, want)
 

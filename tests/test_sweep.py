@@ -20,11 +20,11 @@ from maxhydra.launch.base import Proposal
 from maxhydra.launch.local import LocalJobs, LocalSettings
 from maxhydra.record import RunDirectory
 from maxhydra.sweep.controller import Controller
-from maxhydra.sweep.plan import Plan, Settings, read_plan, write_plan
-from maxhydra.sweep.run import begin, cancel, go_on, listed, status
+from maxhydra.sweep.plan import Settings, SweepPlan, read_plan, write_plan
+from maxhydra.sweep.run import begin, cancel, listed, resume_sweep, status
 from maxhydra.sweep.search import SearchProposals
 from maxhydra.sweep.space import distributions, grid_values
-from maxhydra.sweep.trials import Fate
+from maxhydra.sweep.trials import TrialStatus
 
 JOB = textwrap.dedent(
     """
@@ -61,13 +61,13 @@ class ScriptJobs(LocalJobs):
         return [sys.executable, "-c", JOB, *rest]
 
 
-def plan_of(folder: Path, space: dict[str, str], *, fixed: tuple[str, ...] = (), **settings: object) -> Plan:
+def plan_of(folder: Path, space: dict[str, str], *, fixed: tuple[str, ...] = (), **settings: object) -> SweepPlan:
     chosen = Settings(**{"workers": 2, **settings})  # type: ignore[arg-type]
     objectives = chosen.objectives or ("eval/loss",)
-    return Plan(folder, fixed, space, (), (), objectives, chosen, None)
+    return SweepPlan(folder, fixed, space, (), (), objectives, chosen, None)
 
 
-def run(plan: Plan) -> tuple[list[str], SearchProposals]:
+def run(plan: SweepPlan) -> tuple[list[str], SearchProposals]:
     write_plan(plan)
     said: list[str] = []
     proposals = SearchProposals(plan)
@@ -75,7 +75,7 @@ def run(plan: Plan) -> tuple[list[str], SearchProposals]:
     return [*said, reason], proposals
 
 
-def start_controller(plan: Plan) -> subprocess.Popen:
+def start_controller(plan: SweepPlan) -> subprocess.Popen:
     """The same in a process of its own."""
     script = "from pathlib import Path\nfrom tests.test_sweep import *\nplan = read_plan(Path(sys.argv[1]))\n"
     script += "Controller(plan, SearchProposals(plan), ScriptJobs(LocalSettings(), plan.shared), print).run()"
@@ -113,7 +113,7 @@ def test_a_grid_has_every_combination_once(tmp_path: Path) -> None:
     _, proposals = run(plan_of(tmp_path / "s", {"rate": "0.1,0.3", "steps": "range(1,4)"}, sampler="grid"))
     tried = sorted(tuple(sorted(trial.params.items())) for trial in proposals._study.trials)
     assert tried == sorted((("rate", rate), ("steps", steps)) for rate in ("0.1", "0.3") for steps in (1, 2, 3))
-    assert proposals.counts()[Fate.finished] == 6
+    assert proposals.counts()[TrialStatus.finished] == 6
     assert "best: job" in proposals.summary() and "rate=0.3" in proposals.summary()
 
 
@@ -123,15 +123,15 @@ def test_bad_jobs_are_ended_early_and_failures_are_counted(tmp_path: Path) -> No
         plan_of(tmp_path / "s", {"rate": "interval(0,4)"}, fixed=("steps=30", "pause=0.1"), **settings)
     )
     counts = proposals.counts()
-    assert counts[Fate.pruned] >= 2 and counts[Fate.finished] >= 1 and sum(counts.values()) == 8
+    assert counts[TrialStatus.pruned] >= 2 and counts[TrialStatus.finished] >= 1 and sum(counts.values()) == 8
     ended = [trial for trial in proposals._study.trials if trial.state is optuna.trial.TrialState.PRUNED]
     assert all(max(trial.intermediate_values) < 30 for trial in ended)
     said, proposals = run(plan_of(tmp_path / "f", {"rate": "range(6,20)"}, sampler="grid", max_failures=2, workers=1))
-    assert proposals.counts() == {Fate.finished: 0, Fate.failed: 3, Fate.pruned: 0}
+    assert proposals.counts() == {TrialStatus.finished: 0, TrialStatus.failed: 3, TrialStatus.pruned: 0}
     assert any("diverged" in line for line in said)
     plan = plan_of(tmp_path / "f", {"rate": "range(6,20)"}, sampler="grid", max_failures=4, workers=1)
     said, proposals = run(plan)
-    assert proposals.counts()[Fate.failed] == 5
+    assert proposals.counts()[TrialStatus.failed] == 5
     assert said[-1] == "5 jobs failed, over max_failures=4; to go on: maxhydra sweep resume f --max-failures 10"
 
 
@@ -147,12 +147,12 @@ def test_jobs_that_were_all_asked_for_have_each_their_turn(tmp_path: Path) -> No
     write_plan(plan)
     proposals = listed(plan)
     Controller(plan, proposals, ScriptJobs(LocalSettings(), plan.shared), print).run()
-    assert proposals.counts() == {Fate.finished: 1, Fate.failed: 5, Fate.pruned: 0}
+    assert proposals.counts() == {TrialStatus.finished: 1, TrialStatus.failed: 5, TrialStatus.pruned: 0}
 
 
 def test_a_job_whose_objective_is_no_number_has_failed_and_others_go_on(tmp_path: Path) -> None:
     lines, proposals = run(plan_of(tmp_path, {"rate": "choice(-1,0.5)"}, sampler="grid"))
-    assert proposals.counts() == {Fate.finished: 1, Fate.failed: 1, Fate.pruned: 0}
+    assert proposals.counts() == {TrialStatus.finished: 1, TrialStatus.failed: 1, TrialStatus.pruned: 0}
     assert any("failed, eval/loss is nan" in line for line in lines)
 
 
@@ -175,7 +175,7 @@ def test_several_objectives(tmp_path: Path) -> None:
         "directions": ("minimize", "maximize"),
     }
     _, proposals = run(plan_of(tmp_path / "s", {"rate": "interval(0,1)", "steps": "range(2,5)"}, **settings))
-    assert proposals.counts()[Fate.finished] == 4
+    assert proposals.counts()[TrialStatus.finished] == 4
     assert len(proposals._study.directions) == 2
 
 
@@ -198,7 +198,7 @@ def test_a_controller_that_is_killed_leaves_nothing_doubled_or_lost(tmp_path: Pa
     Controller(plan, proposals, ScriptJobs(LocalSettings(), plan.shared), said.append).run()
     assert any("found running" in line for line in said)
     assert [trial.number for trial in proposals._study.trials] == list(range(6))
-    assert proposals.counts()[Fate.finished] == 6
+    assert proposals.counts()[TrialStatus.finished] == 6
     starts = sorted(len(path.read_text()) for path in plan.folder.glob("started-*"))
     assert starts == [1, 1, 1, 1, 1, 2]
     rates = [trial.params["rate"] for trial in proposals._study.trials]
@@ -220,7 +220,7 @@ def test_a_sweep_is_cancelled_and_gone_on_with(tmp_path: Path) -> None:
     wait_for(lambda: [run.read()["status"] for run in runs] == ["preempted"] * 2)
     (plan.folder / ".cancelled").unlink()
     _, proposals = run(plan)
-    assert proposals.counts()[Fate.finished] == 3
+    assert proposals.counts()[TrialStatus.finished] == 3
     assert sorted(len(path.read_text()) for path in plan.folder.glob("started-*")) == [1, 2, 2]
 
 
@@ -271,5 +271,5 @@ def test_two_controllers_do_not_run_one_sweep(tmp_path: Path) -> None:
         assert other.stdout is not None and other.stdin is not None
         other.stdout.readline()
         with pytest.raises(ConfigError, match="another process"):
-            go_on(plan, print)
+            resume_sweep(plan, print)
         other.stdin.close()

@@ -21,7 +21,7 @@ from maxhydra.convert.load import load_weights
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.layers import Context
-from maxhydra.model import ModelDef, build, join, split
+from maxhydra.model import ModelDef, build, merge_trees, split_trainable
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, convert
 from maxhydra.train import plan_states
@@ -158,8 +158,8 @@ def our_logits(run: Path) -> np.ndarray:
     model = build(config.model, config.adapter)
     base = load_weights(str(run.parent / "base"), model, shardings=None, dtype="float32")
     trained = convert.read_adapter("", str(run), model)
-    assert jax.tree.structure(trained) == jax.tree.structure(split(model.shapes)[0])
-    return logits_of(model, join(trained, base))
+    assert jax.tree.structure(trained) == jax.tree.structure(split_trainable(model.shapes)[0])
+    return logits_of(model, merge_trees(trained, base))
 
 
 def logits_of(model: ModelDef, weights: Any) -> np.ndarray:

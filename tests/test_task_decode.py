@@ -18,9 +18,9 @@ from maxhydra.decode.chat_cli import answer, converse
 from maxhydra.decode.offline import BatchFailedError
 from maxhydra.decode.offline_files import AnswerFile, read_records
 from maxhydra.decode.progress import open_progress
-from maxhydra.decode.prompts import PromptError, Prompts
+from maxhydra.decode.prompts import PromptEncoder, PromptError
 from maxhydra.decode.request import Delta, Handle
-from maxhydra.decode.sampling_params import SettingError, adjusted, ask
+from maxhydra.decode.sampling_params import SettingError, adjusted, make_requests
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
@@ -29,7 +29,7 @@ TEMPLATE = (
 
 
 def requests(sampling: Sampling, **changes: Any) -> list[Any]:
-    return ask([1, 2], sampling, **{"samples": 3, "seed": 0, "number": 0, "logprobs": None, **changes})
+    return make_requests([1, 2], sampling, **{"samples": 3, "seed": 0, "number": 0, "logprobs": None, **changes})
 
 
 def template(folder: Path) -> str:
@@ -99,15 +99,15 @@ def test_settings_are_replaced_and_the_others_kept() -> None:
 
 def test_a_prompt_begins_as_documents_did_in_training() -> None:
     config = compose([]).config
-    words = Prompts(config.data, vocab_size=320)
+    words = PromptEncoder(config.data, vocab_size=320)
     assert words.of_text("ab") == [256, 97, 98] and words.ends == {257}
     plain = compose(["data.tokenizer.add_bos=false"]).config
-    assert Prompts(plain.data, vocab_size=320).of_text("ab") == [97, 98]
+    assert PromptEncoder(plain.data, vocab_size=320).of_text("ab") == [97, 98]
     for text in ("", "\ud800"):
         with pytest.raises(PromptError):
             words.of_text(text)
     with pytest.raises(ConfigError, match=r"model\.vocab_size=100"):
-        Prompts(config.data, vocab_size=100)
+        PromptEncoder(config.data, vocab_size=100)
 
 
 def test_a_prompt_is_what_the_user_says_where_there_is_a_template(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from maxhydra.align.loss import PairScorer, preference_loss
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.tasks.dpo import DpoTask, PreferenceLoss, Reference
-from maxhydra.model import build, join, split
+from maxhydra.model import build, merge_trees, split_trainable
 from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, dpo
 
@@ -98,9 +98,9 @@ def test_with_an_adapter_the_model_without_it_is_the_reference() -> None:
     params = jax.jit(model.init)(jax.random.key(0))
     sums = loss(params, batch, None)
     assert sums["loss"] / sums["weight"] == pytest.approx(math.log(2), abs=1e-6)
-    trained, frozen = split(params)
-    gradient = jax.jit(jax.grad(lambda trained: loss(join(trained, frozen), batch, None)["loss"]))(trained)
-    stepped = join(jax.tree.map(lambda weight, slope: weight - 0.1 * slope, trained, gradient), frozen)
+    trained, frozen = split_trainable(params)
+    gradient = jax.jit(jax.grad(lambda trained: loss(merge_trees(trained, frozen), batch, None)["loss"]))(trained)
+    stepped = merge_trees(jax.tree.map(lambda weight, slope: weight - 0.1 * slope, trained, gradient), frozen)
     after = loss(stepped, batch, None)
     assert after["loss"] < sums["loss"] and after["accuracy"] == 2 and after["reward_margin"] > 0
 

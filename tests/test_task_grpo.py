@@ -15,7 +15,7 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.tasks.grpo import GrpoTask
 from maxhydra.decode.request import Completion, TokenLogprob
 from maxhydra.rl.evaluate import majority, pass_at
-from maxhydra.rl.reward_pool import Verdict
+from maxhydra.rl.reward_pool import RewardResult
 from maxhydra.rl.rollout import Group, columns
 from maxhydra.rl.setup import check
 
@@ -131,7 +131,7 @@ def test_what_does_not_fit_together_is_listed_at_once() -> None:
 def test_rows_of_answers_say_where_padding_begins() -> None:
     """By positions, as the rows of all other shapes do: experts do not count what stands there."""
     answers = [Completion("", ids, tuple(TokenLogprob(id, -0.5, ()) for id in ids), "stop") for ids in ((7, 8), (9,))]
-    verdicts = [Verdict({}, reward, is_right=bool(reward), errors=0) for reward in (1.0, 0.0)]
+    verdicts = [RewardResult({}, reward, is_right=bool(reward), errors=0) for reward in (1.0, 0.0)]
     made = columns([Group((4, 5, 6), answers, verdicts)], GrpoTask(name="grpo", group_size=2), 6)
     assert made["tokens"].tolist() == [[4, 5, 6, 7, 0, 0], [4, 5, 6, 0, 0, 0]]
     assert made["positions"].tolist() == [[0, 1, 2, 3, 0, 0], [0, 1, 2, 0, 0, 0]]

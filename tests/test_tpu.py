@@ -20,7 +20,7 @@ from tpu_programs import PROGRAMS
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.sharding import Sharder, abstract_mesh, build_mesh
-from maxhydra.train.compile import compile_ahead, traced_step
+from maxhydra.train.compile import compile_report, traced_step
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 ON_TPU = [
@@ -70,6 +70,6 @@ def test_a_step_is_compiled_ahead_for_the_devices_of_a_mesh():
     """Over simulated devices, where XLA alone makes the kernels; two layers, so that loops are counted as one."""
     overrides = ["model=llama3-tiny", "model.num_layers=2", "train.seq_len=32", "train.per_device_batch_size=1"]
     config = compose([*overrides, "mesh=fsdp"], None).config
-    ahead = compile_ahead(config, Sharder(build_mesh(config.mesh, jax.devices()[:2]), config.mesh.rules))
+    ahead = compile_report(config, Sharder(build_mesh(config.mesh, jax.devices()[:2]), config.mesh.rules))
     assert (ahead.devices, ahead.kernels) == (2, {})
     assert ahead.bytes_per_device["state and batch"] > 0 < ahead.tflop_per_device

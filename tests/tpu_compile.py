@@ -16,12 +16,12 @@ from tpu_programs import PROGRAMS, Program
 from maxhydra.config.compose.composer import compose
 from maxhydra.decode.buckets import Shape
 from maxhydra.decode.steps import Programs
-from maxhydra.decode.weight_layout import arrange
-from maxhydra.layers import PagedRoom
+from maxhydra.decode.weight_layout import choose_weight_layout
+from maxhydra.layers import PagedCacheSpec
 from maxhydra.model import build
 from maxhydra.runtime.topology import slice_devices
 from maxhydra.sharding import Sharder, build_mesh
-from maxhydra.train.compile import compile_ahead
+from maxhydra.train.compile import compile_report
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 MODEL = ["model=llama3.2-1b", "model.num_layers=2", "train.seq_len=2048", "train.per_device_batch_size=2"]
@@ -48,7 +48,7 @@ def _of_kernels(program: Program, device: jax.Device) -> dict[str, Any]:
 def _of_training(chip: str, devices: Sequence[jax.Device]) -> dict[str, Any]:
     """The kernels that `auto` takes, and the part of a device's memory that is needed."""
     config = compose([*MODEL, f"hardware=tpu-{chip}", "mesh=fsdp"], None).config
-    ahead = compile_ahead(config, Sharder(build_mesh(config.mesh, devices), config.mesh.rules))
+    ahead = compile_report(config, Sharder(build_mesh(config.mesh, devices), config.mesh.rules))
     part = sum(ahead.bytes_per_device.values()) / (config.hardware.memory_gib * 2**30)
     return {"names": list(ahead.kernels), "memory": part}
 
@@ -62,8 +62,8 @@ def _of_decoding(device: jax.Device) -> dict[str, Any]:
         model.shapes,
         sharder.tree(model.axes),
     )
-    room = PagedRoom(512, 16, slots=16, storage=None)
-    programs = Programs(arrange(model, sharder, "tpu"), params, room, sharder=sharder, steady=True)
+    room = PagedCacheSpec(512, 16, slots=16, storage=None)
+    programs = Programs(choose_weight_layout(model, sharder, "tpu"), params, room, sharder=sharder, steady=True)
     step = programs._compile_forward(Shape(rows=16, tokens=1, pages=64, is_prompt=False))
     programs.close()
     return {"has_pages_kernel": "paged_attention" in step.as_text()}

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from maxhydra.kernels.attention import Request, splash
-from maxhydra.kernels.attention.spec import Tokens
+from maxhydra.kernels.attention.spec import TokenInfo
 from maxhydra.kernels.gated_delta import gated_delta
 from maxhydra.kernels.grouped_matmul import megablox
 from maxhydra.kernels.paged_attention import Pages, pallas_tpu
-from maxhydra.kernels.placement import Place
+from maxhydra.kernels.placement import Placement
 
-TPU = Place("tpu", None, None, None, None)
+TPU = Placement("tpu", None, None, None, None)
 
 
 class Program(NamedTuple):
@@ -40,7 +40,7 @@ def attention(head_dim: int, dtype: str, *, value_dim: int | None = None, tags: 
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, segments: jax.Array) -> Any:
         def total(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
-            tokens = Tokens(*((segments, segments) if tags else (None, None)), None, None)
+            tokens = TokenInfo(*((segments, segments) if tags else (None, None)), None, None)
             out = splash.attention(q, k, v, request(**changes), tokens, sinks if tags else None)
             return jnp.sum(out.astype(jnp.float32))
 

@@ -23,7 +23,7 @@ def register(kind: str, door: str) -> None:
     ConfigStore.instance().store(group="hydra/launcher", name=kind, node=node, provider="maxhydra")
 
 
-class Door(Launcher):
+class SweepLauncher(Launcher):
     """The jobs of a plain sweep are in its plan already, each of them checked; what is left of it is run here."""
 
     def __init__(self, **settings: Any):
@@ -34,13 +34,13 @@ class Door(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         # Heavy, and not needed by whoever only lists Hydra's plugins.
-        from maxhydra.sweep.run import go_on, read_plan  # noqa: PLC0415
+        from maxhydra.sweep.run import read_plan, resume_sweep  # noqa: PLC0415
 
         assert self._config is not None
         plan = read_plan(Path(self._config.hydra.sweep.dir).absolute())
         if len(plan.listed) != len(job_overrides):
             accepted = "hydra/sweeper=basic, hydra/sweeper=optuna"
             raise ConfigError(Problem("hydra.sweeper", "does not go with this launcher", accepted=accepted))
-        if reason := go_on(plan, say=partial(print, flush=True), detach=plan.launcher.detached):
+        if reason := resume_sweep(plan, say=partial(print, flush=True), detach=plan.launcher.detached):
             raise RunFailed(reason)
         return []

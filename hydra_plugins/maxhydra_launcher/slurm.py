@@ -1,9 +1,9 @@
 """hydra/launcher=slurm; what it does is maxhydra.launch.slurm's."""
 
-from hydra_plugins.maxhydra_launcher._base import Door, register
+from hydra_plugins.maxhydra_launcher._base import SweepLauncher, register
 
 register("slurm", "SlurmLauncher")
 
 
-class SlurmLauncher(Door):
+class SlurmLauncher(SweepLauncher):
     """Jobs of a SLURM cluster."""

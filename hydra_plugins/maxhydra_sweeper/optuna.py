@@ -13,8 +13,8 @@ from maxhydra.cli.errors import RunFailed
 from maxhydra.config.compose.overrides import parse
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.schema.metrics import unlogged
-from maxhydra.launch.registry import PLACES, chosen_launcher, is_ours
-from maxhydra.sweep.plan import Plan, Settings
+from maxhydra.launch.registry import PLACES, is_ours, launcher_settings
+from maxhydra.sweep.plan import Settings, SweepPlan
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
@@ -53,7 +53,7 @@ class OptunaSweeper(Sweeper):
         hydra = self._config.hydra
         settings = Settings(**{name: _several(value) if name in LISTS else value for name, value in self._plain()})
         problems = list(settings.problems())
-        launcher = chosen_launcher(hydra.launcher)
+        launcher = launcher_settings(hydra.launcher)
         problems += launcher.problems()
         if launcher.detached:
             reason = "a search waits for results to know what to try next"
@@ -77,7 +77,7 @@ class OptunaSweeper(Sweeper):
             problems += error.problems
         if problems:
             raise ConfigError(problems)
-        plan = Plan(
+        plan = SweepPlan(
             folder=Path(hydra.sweep.dir).absolute(),
             fixed=tuple(line for line in fixed if not line.startswith(("hydra", "run.name=", "run.outputs="))),
             space=space,

@@ -12,18 +12,18 @@ import jax
 
 from maxhydra.kernels.attention import cudnn, mosaic, reference, splash, triton, xla
 from maxhydra.kernels.attention.shard_map import over_devices
-from maxhydra.kernels.attention.spec import Request, Tokens
+from maxhydra.kernels.attention.spec import Request, TokenInfo
 from maxhydra.kernels.call_recorder import watched
-from maxhydra.kernels.capability import Able, Asked
+from maxhydra.kernels.capability import CallSpec, Capability
 from maxhydra.kernels.dispatch import UnsupportedError, chosen, either
-from maxhydra.kernels.placement import Place, capability
+from maxhydra.kernels.placement import Placement, capability
 from maxhydra.kernels.tiles import Sizes, sized
 
 __all__ = ["BACKENDS", "Backend", "Call", "Request", "UnsupportedError", "attention", "choose"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call(Asked):
+class Call(CallSpec):
     """A request over tokens of such a length, with heads of such a size."""
 
     request: Request
@@ -40,7 +40,7 @@ class Call(Asked):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Backend(Able[Call]):
+class Backend(Capability[Call]):
     """One row of the capability table. Without `devices`, the compiler can split it over any number."""
 
     run: Callable[..., jax.Array]
@@ -202,16 +202,16 @@ def attention(
     chosen_BTS: jax.Array | None = None,
     sinks_N: jax.Array | None = None,
     sizes: Sizes = (),
-    place: Place | None = None,
+    place: Placement | None = None,
 ) -> jax.Array:
-    """Values [B, T, N, H] that the queries gather; `Tokens` says what segments, positions and a choice of keys mean.
+    """Values [B, T, N, H] that the queries gather; `TokenInfo` says what segments, positions and a choice of keys mean.
 
     sizes: asked of the kernel's tile. place: None is one device of the platform that JAX runs on.
     sinks: a logit for each query head that joins the sum by which its weights are divided, and gathers nothing.
     """
-    tokens = Tokens(q_segments_BT, kv_segments_BS, q_positions_BT, kv_positions_BS, chosen_BTS)
+    tokens = TokenInfo(q_segments_BT, kv_segments_BS, q_positions_BT, kv_positions_BS, chosen_BTS)
     _check_shapes(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
-    place = place or Place.here()
+    place = place or Placement.here()
     call = Call(
         request=request,
         platform=place.platform,
@@ -239,7 +239,7 @@ def _check_shapes(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     request: Request,
-    tokens: Tokens,
+    tokens: TokenInfo,
     sinks_N: jax.Array | None,
 ) -> None:
     """Refuse calls that have no meaning on any backend; these are mistakes in code, not in a config."""

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from maxhydra.kernels.attention.spec import Request, Tokens, same_segment
+from maxhydra.kernels.attention.spec import Request, TokenInfo, same_segment
 
 
 def attention(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: Request, tokens: Tokens, sinks_N: None
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: Request, tokens: TokenInfo, sinks_N: None
 ) -> jax.Array:
     """Causality and the window are the kernel's own, which skips what they hide; segments go in as a mask [B, 1, T, S].
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from maxhydra.kernels.attention.spec import Request, Tokens, visible
+from maxhydra.kernels.attention.spec import Request, TokenInfo, visible
 
 
 def attention(
@@ -11,7 +11,7 @@ def attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     request: Request,
-    tokens: Tokens,
+    tokens: TokenInfo,
     sinks_N: jax.Array | None,
 ) -> jax.Array:
     """softmax(scale * q k^T) v, with each key and value head repeated for the query heads that share it.

@@ -43,7 +43,7 @@ class Request:
             raise ValueError(f"window={self.window} and chunk={self.chunk}: one of them")
 
 
-class Tokens(NamedTuple):
+class TokenInfo(NamedTuple):
     """What is known of each query and key besides its content; None where it does not matter.
 
     Segments: a query sees only keys of its own segment; segment 0 is padding, which sees and is seen by nothing.
@@ -59,7 +59,7 @@ class Tokens(NamedTuple):
     """Keys that were chosen for each query; it sees no others. None: all are."""
 
 
-def visible(request: Request, tokens: Tokens, *, queries: range, keys: range) -> jax.Array | None:
+def visible(request: Request, tokens: TokenInfo, *, queries: range, keys: range) -> jax.Array | None:
     """Which of the keys each of the queries sees, [B or 1, T, S]; None where all see all."""
     masks: list[jax.Array] = []
     if tokens.q_positions_BT is not None and tokens.kv_positions_BS is not None:
@@ -81,7 +81,7 @@ def visible(request: Request, tokens: Tokens, *, queries: range, keys: range) ->
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
-def same_segment(tokens: Tokens, *, queries: range, keys: range) -> jax.Array:
+def same_segment(tokens: TokenInfo, *, queries: range, keys: range) -> jax.Array:
     """Which keys are of each query's segment, [B, T, S]; none for padding."""
     assert tokens.q_segments_BT is not None and tokens.kv_segments_BS is not None
     q_BT1, kv_B1S = _pair(tokens.q_segments_BT, tokens.kv_segments_BS, queries, keys)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from maxhydra.kernels.attention.spec import KEPT, Request, Tokens
+from maxhydra.kernels.attention.spec import KEPT, Request, TokenInfo
 
 # Queries and keys of a block, the largest that divides the length. Blocks of 512 with heads of up to 256 fit the 16 MiB
 # of vector memory that XLA gives a kernel on every TPU, in the backward pass too. Not measured: there was no TPU.
@@ -25,7 +25,7 @@ def attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     request: Request,
-    tokens: Tokens,
+    tokens: TokenInfo,
     sinks_N: jax.Array | None,
     *,
     interpret: bool = False,

@@ -29,7 +29,7 @@ from maxhydra.kernels.attention.blocks import (
     query_ranges,
     seen,
 )
-from maxhydra.kernels.attention.spec import KEPT, Request, Tokens
+from maxhydra.kernels.attention.spec import KEPT, Request, TokenInfo
 from maxhydra.kernels.tiles import Sizes, candidates, resized
 
 # Blocks are cut to what divides a length, and smaller ones than this waste the matrix unit.
@@ -97,7 +97,7 @@ def attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     request: Request,
-    tokens: Tokens,
+    tokens: TokenInfo,
     sinks_N: jax.Array | None,
     *,
     blocks: Blocks | None = None,

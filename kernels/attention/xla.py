@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from maxhydra.kernels.attention.spec import Request, Tokens, visible
+from maxhydra.kernels.attention.spec import Request, TokenInfo, visible
 from maxhydra.kernels.matmul import widening_einsum
 
 # Queries in a block: an eighth of the sequence within these bounds. Eight causal blocks leave 56 % of the work, and ran
@@ -26,7 +26,7 @@ def attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     request: Request,
-    tokens: Tokens,
+    tokens: TokenInfo,
     sinks_N: jax.Array | None,
 ) -> jax.Array:
     B, T, N, H = q_BTNH.shape

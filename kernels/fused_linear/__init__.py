@@ -19,14 +19,14 @@ from maxhydra.kernels.fused_linear import (
     split_k_reduce,
     swiglu_prefill,
 )
-from maxhydra.kernels.fused_linear.epilogue import Activation, Around, Norm
+from maxhydra.kernels.fused_linear.epilogue import Activation, Epilogue, Norm
 
 __all__ = [
     "Activation",
-    "Around",
+    "Epilogue",
     "Norm",
     "first_rows",
-    "fused_product",
+    "fused_linear",
     "gates",
     "largest_output",
     "parts_of_product",
@@ -46,8 +46,8 @@ def gates(rows: int, outputs: int, inputs: int, dtype: DTypeLike, activation: Ac
     return swiglu_prefill.can_serve(rows, outputs, inputs, jnp.dtype(dtype).name, activation)
 
 
-def fused_product(
-    x_MK: jax.Array, weight_NK: jax.Array, scales_N: jax.Array | None, around: Around, *, dtype: DTypeLike
+def fused_linear(
+    x_MK: jax.Array, weight_NK: jax.Array, scales_N: jax.Array | None, around: Epilogue, *, dtype: DTypeLike
 ) -> jax.Array:
     """[M, N]: x times the transpose of the weight, times scales where there are any, with what stands around it."""
     dtype, (count, inputs), is_gated = jnp.dtype(dtype), x_MK.shape, around.activation is not None
@@ -67,8 +67,8 @@ def parts_of_product(x_MK: jax.Array, weight_NK: jax.Array, *, dtype: DTypeLike)
     add them up as it reads them. In float32, or rounded where there is but one."""
     dtype, (count, inputs), outputs = jnp.dtype(dtype), x_MK.shape, weight_NK.shape[0]
     if small_batch.can_serve(count, outputs, inputs, x_MK.dtype.name, is_gated=False, is_summed=False):
-        return small_batch.summands(x_MK, weight_NK, Around(), dtype, interpret=False)
-    return fused_product(x_MK, weight_NK, None, Around(), dtype=dtype)[None]
+        return small_batch.summands(x_MK, weight_NK, Epilogue(), dtype, interpret=False)
+    return fused_linear(x_MK, weight_NK, None, Epilogue(), dtype=dtype)[None]
 
 
 def product_and_norm(
@@ -76,13 +76,13 @@ def product_and_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """[M, N] twice: onto with x times the transpose of the weight, and the norm of that."""
     dtype, (count, inputs), outputs = jnp.dtype(dtype), x_MK.shape, weight_NK.shape[0]
-    around = Around(onto_MN=onto_MN)
+    around = Epilogue(onto_MN=onto_MN)
     if small_batch.can_serve(count, outputs, inputs, x_MK.dtype.name, is_gated=False) and split_k_reduce.can_serve(
         outputs
     ):
         parts_PMN = small_batch.summands(x_MK, weight_NK, around, dtype, interpret=False)
         return split_k_reduce.summed(parts_PMN, onto_MN, norm, dtype, interpret=False)
-    stream_MN = fused_product(x_MK, weight_NK, None, around, dtype=dtype)
+    stream_MN = fused_linear(x_MK, weight_NK, None, around, dtype=dtype)
     return stream_MN, norm(stream_MN)
 
 

@@ -23,7 +23,7 @@ class Norm(NamedTuple):
         return (unit * (self.scale_K.astype(jnp.float32) + self.offset)).astype(x_MK.dtype)
 
 
-class Around(NamedTuple):
+class Epilogue(NamedTuple):
     """A norm before the product; after it a gate, or a stream that it is added to."""
 
     norm: Norm | None = None

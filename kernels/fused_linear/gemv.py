@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.fused_linear.epilogue import Around
+from maxhydra.kernels.fused_linear.epilogue import Epilogue
 from maxhydra.kernels.fused_linear.sizes import power_of_two_in
 from maxhydra.kernels.int8_to_float import TIMES_ADDED, assembled
 
@@ -57,7 +57,7 @@ def product(
     x_1K: jax.Array,
     weight_NK: jax.Array,
     scales_N: jax.Array | None,
-    around: Around,
+    around: Epilogue,
     dtype: np.dtype,
     *,
     interpret: bool,
@@ -93,7 +93,7 @@ def product(
 
 
 def _kernel(
-    x_ref: Any, weight_ref: Any, *rest: Any, around: Around, is_scaled: bool, by: Tile, interpret: bool
+    x_ref: Any, weight_ref: Any, *rest: Any, around: Epilogue, is_scaled: bool, by: Tile, interpret: bool
 ) -> None:
     """Parts are written out, so that many of them are on their way from memory at once."""
     *others, out_ref = rest

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.kernels.fused_linear.epilogue import Around
+from maxhydra.kernels.fused_linear.epilogue import Epilogue
 
 
 def product(
-    x_MK: jax.Array, weight_NK: jax.Array, scales_N: jax.Array | None, around: Around, dtype: np.dtype
+    x_MK: jax.Array, weight_NK: jax.Array, scales_N: jax.Array | None, around: Epilogue, dtype: np.dtype
 ) -> jax.Array:
     x_MK = x_MK if around.norm is None else around.norm(x_MK)
     if scales_N is None:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.fused_linear.epilogue import Activation, Around
+from maxhydra.kernels.fused_linear.epilogue import Activation, Epilogue
 from maxhydra.kernels.fused_linear.sizes import power_of_two_in
 
 # Rows up to which reading the weights takes longer than the product; the matrix unit takes no fewer than the least.
@@ -55,7 +55,7 @@ def can_serve(M: int, N: int, K: int, dtype: str, *, is_gated: bool, is_summed: 
 
 
 def product(
-    x_MK: jax.Array, weight_NK: jax.Array, around: Around, dtype: np.dtype, *, interpret: bool, by: Tile | None = None
+    x_MK: jax.Array, weight_NK: jax.Array, around: Epilogue, dtype: np.dtype, *, interpret: bool, by: Tile | None = None
 ) -> jax.Array:
     """[M, N], as the package says. The norm and the sum of parts are left to the compiler, which makes one kernel of a
     sum, what it is added to and the norm that follows."""
@@ -67,7 +67,7 @@ def product(
 
 
 def summands(
-    x_MK: jax.Array, weight_NK: jax.Array, around: Around, dtype: np.dtype, *, interpret: bool, by: Tile | None = None
+    x_MK: jax.Array, weight_NK: jax.Array, around: Epilogue, dtype: np.dtype, *, interpret: bool, by: Tile | None = None
 ) -> jax.Array:
     """[P, M, N] whose sum is x times the transpose of the weight, gated where that is asked for; in float32 where a sum
     is still to come."""

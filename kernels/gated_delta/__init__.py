@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from maxhydra.kernels.call_recorder import watched
-from maxhydra.kernels.capability import Able, Asked
+from maxhydra.kernels.capability import CallSpec, Capability
 from maxhydra.kernels.dispatch import UnsupportedError, chosen, either
 from maxhydra.kernels.gated_delta import chunked, pallas_tpu, reference, triton
 from maxhydra.kernels.gated_delta.spec import Inputs, masked
-from maxhydra.kernels.placement import Place
+from maxhydra.kernels.placement import Placement
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "gated_delta"]
 
@@ -24,7 +24,7 @@ Run = Callable[[Inputs], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call(Asked):
+class Call(CallSpec):
     """So many tokens of a row; the format is that of the values."""
 
     is_auto: bool
@@ -36,7 +36,7 @@ class Call(Asked):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Backend(Able[Call]):
+class Backend(Capability[Call]):
     """One row of the capability table."""
 
     run: Run
@@ -104,7 +104,7 @@ def gated_delta(
     state_BNKV: jax.Array | None,
     segments_BT: jax.Array | None,
     backend: str,
-    place: Place | None = None,
+    place: Placement | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """What the tokens read, [B, T, N, V], and the state [B, N, K, V] after the last of them, both in float32.
 
@@ -128,7 +128,7 @@ def gated_delta(
         state_BMGKV=state_BNKV.reshape(B, *heads, K, V),
         starts_BT=None,
     )
-    place = place or Place.here()
+    place = place or Placement.here()
     call = Call(
         platform=place.platform,
         devices=place.devices,
@@ -144,7 +144,7 @@ def gated_delta(
     return out_BTMGV.reshape(B, T, N, V), state_BMGKV.reshape(B, N, K, V)
 
 
-def over_devices(run: Run, place: Place) -> Run:
+def over_devices(run: Run, place: Placement) -> Run:
     """The kernel on the rows and key heads of each device, which need nothing of each other."""
     if place.mesh is None or place.mesh.size == 1:
         return run

@@ -10,17 +10,17 @@ from collections.abc import Callable
 import jax
 
 from maxhydra.kernels.call_recorder import watched
-from maxhydra.kernels.capability import Able, Asked
+from maxhydra.kernels.capability import CallSpec, Capability
 from maxhydra.kernels.dispatch import UnsupportedError, chosen
 from maxhydra.kernels.grouped_matmul import megablox, mosaic, reference, triton, xla
-from maxhydra.kernels.placement import Place, capability
+from maxhydra.kernels.placement import Placement, capability
 from maxhydra.kernels.tiles import Sizes, sized
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "grouped_matmul"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call(Asked):
+class Call(CallSpec):
     """Rows of so many groups, by matrices of inputs and outputs."""
 
     rows: int
@@ -36,7 +36,7 @@ class Call(Asked):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Backend(Able[Call]):
+class Backend(Capability[Call]):
     """One row of the capability table."""
 
     run: Callable[..., jax.Array]
@@ -102,7 +102,7 @@ def grouped_matmul(
     *,
     backend: str,
     sizes: Sizes = (),
-    place: Place | None = None,
+    place: Placement | None = None,
 ) -> jax.Array:
     """[M, F]: the first sizes[0] rows of x times w[0], the next sizes[1] rows times w[1], and so on.
 
@@ -114,7 +114,7 @@ def grouped_matmul(
     if inputs != D or sizes_E.shape != (E,) or x_MD.dtype != w_EDF.dtype:
         shapes = f"{x_MD.dtype} {x_MD.shape}, {w_EDF.dtype} {w_EDF.shape}, {sizes_E.shape}"
         raise ValueError(f"rows, matrices and sizes do not fit together: {shapes}")
-    place = place or Place.here()
+    place = place or Placement.here()
     call = Call(
         platform=place.platform,
         capability=capability(),

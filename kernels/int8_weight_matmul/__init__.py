@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from maxhydra.kernels.fused_linear import Around, fused_product
+from maxhydra.kernels.fused_linear import Epilogue, fused_linear
 from maxhydra.kernels.int8_weight_matmul import triton
 from maxhydra.kernels.matmul import Layout, projected
 
@@ -36,7 +36,7 @@ def int8_product(
         codes_NK = jnp.moveaxis(codes, range(inputs), range(-inputs, 0)).reshape(-1, size)
         x_MK, scales_N, dtype = x.reshape(-1, size), scales.reshape(-1), jnp.dtype(dtype)
         if count == 1:
-            out_MN = fused_product(x_MK, codes_NK, scales_N, Around(), dtype=dtype)
+            out_MN = fused_linear(x_MK, codes_NK, scales_N, Epilogue(), dtype=dtype)
         else:
             out_MN = triton.product(x_MK, codes_NK, scales_N, dtype, interpret=False)
         return out_MN.reshape(*rows, *scales.shape)

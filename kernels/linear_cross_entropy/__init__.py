@@ -10,18 +10,18 @@ from collections.abc import Callable
 
 import jax
 
-from maxhydra.kernels.capability import Able, Asked
+from maxhydra.kernels.capability import CallSpec, Capability
 from maxhydra.kernels.dispatch import UnsupportedError, chosen
 from maxhydra.kernels.linear_cross_entropy import reference, triton, xla
 from maxhydra.kernels.linear_cross_entropy.chunks import Objective, PerToken, sums
-from maxhydra.kernels.placement import Place
+from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.tiles import Sizes, sized
 
 __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "linear_cross_entropy"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call(Asked):
+class Call(CallSpec):
     """Logits of this number format."""
 
     vocabulary: int
@@ -30,7 +30,7 @@ class Call(Asked):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Backend(Able[Call]):
+class Backend(Capability[Call]):
     """One row of the capability table."""
 
     run: PerToken | None
@@ -77,7 +77,7 @@ def linear_cross_entropy(
     chunk: int,
     backend: str,
     sizes: Sizes = (),
-    place: Place | None = None,
+    place: Placement | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums over the tokens [B, S] of weight * (nll + z_loss * logsumexp(z)^2), and of weight * nll, where
     nll = logsumexp(z) - z[target].
@@ -89,7 +89,7 @@ def linear_cross_entropy(
     length = targets.shape[1]
     size = chunk if 0 < chunk < length else length
     logits = jax.eval_shape(logits_of, hidden[:, :size])
-    place = place or Place.here()
+    place = place or Placement.here()
     call = Call(
         platform=place.platform,
         devices=place.devices,

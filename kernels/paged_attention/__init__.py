@@ -14,16 +14,16 @@ from collections.abc import Callable
 import jax
 
 from maxhydra.kernels.attention.spec import Request
-from maxhydra.kernels.capability import Able, Asked
+from maxhydra.kernels.capability import CallSpec, Capability
 from maxhydra.kernels.paged_attention import pallas_tpu, prefill_write, triton
 from maxhydra.kernels.paged_attention.pages import Pages
-from maxhydra.kernels.placement import Place
+from maxhydra.kernels.placement import Placement
 
 __all__ = ["BACKENDS", "Backend", "Call", "Pages", "filled", "paged_attention", "serving"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call(Asked):
+class Call(CallSpec):
     """Queries over a cache in pages."""
 
     storage: str
@@ -34,7 +34,7 @@ class Call(Asked):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Backend(Able[Call]):
+class Backend(Capability[Call]):
     """One row of the capability table. All run over a cache in the format of the queries."""
 
     run: Callable[..., tuple[jax.Array, Pages]]
@@ -85,7 +85,7 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-def serving(pages: Pages, dtype: str, place: Place) -> str | None:
+def serving(pages: Pages, dtype: str, place: Placement) -> str | None:
     """The backend that takes one token a row in this number format; None where there is none."""
     keys = pages.key_PKZH
     *_, Z, H = keys.shape
@@ -119,7 +119,7 @@ def paged_attention(
     return BACKENDS[backend].run(heads_SBMH, turns, pages, request, then=then)
 
 
-def filled(pages: Pages, key_BTKH: jax.Array, value_BTKH: jax.Array, place: Place) -> Pages | None:
+def filled(pages: Pages, key_BTKH: jax.Array, value_BTKH: jax.Array, place: Placement) -> Pages | None:
     """The pages with tokens [B, T, K, H] that begin their rows, of which `length_B` are there; None where no kernel
     writes them."""
     name, T, Z = serving(pages, key_BTKH.dtype.name, place), key_BTKH.shape[1], pages.key_PKZH.shape[2]

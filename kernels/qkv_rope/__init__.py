@@ -1,6 +1,6 @@
 """Query, key and value heads out of one product of all three, the first two turned by rotary positions.
 
-`rotated_heads` is the one way in. BACKENDS says what serves what, fastest first: `auto` takes the first that serves the
+`qkv_rope` is the one way in. BACKENDS says what serves what, fastest first: `auto` takes the first that serves the
 call, and a backend that was asked for by name and cannot is an error. B batch, T tokens, N query heads, K key and value
 heads, A = N + 2K heads of the product, H head size, F = H / 2 pairs.
 """
@@ -11,17 +11,17 @@ from typing import Protocol
 import jax
 
 from maxhydra.kernels.call_recorder import watched
-from maxhydra.kernels.capability import Able, Asked
+from maxhydra.kernels.capability import CallSpec, Capability
 from maxhydra.kernels.dispatch import UnsupportedError, chosen, either
-from maxhydra.kernels.placement import Place
+from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.qkv_rope import reference, triton
 from maxhydra.kernels.tiles import Sizes, sized
 
-__all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "rotated_heads"]
+__all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "qkv_rope"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call(Asked):
+class Call(CallSpec):
     """So many tokens with heads of this size."""
 
     tokens: int
@@ -35,7 +35,7 @@ class Run(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Backend(Able[Call]):
+class Backend(Capability[Call]):
     """One row of the capability table."""
 
     run: Run
@@ -59,7 +59,7 @@ class Backend(Able[Call]):
 # Fastest first.
 BACKENDS: dict[str, Backend] = {
     "triton": Backend(
-        run=triton.rotated_heads,
+        run=triton.qkv_rope,
         platforms=("gpu",),
         devices=1,
         dtypes=("bfloat16", "float16"),
@@ -68,18 +68,18 @@ BACKENDS: dict[str, Backend] = {
         cut=lambda call: triton.cut(call.tokens),
     ),
     # XLA makes kernels of the formula as it stands.
-    "xla": Backend(run=reference.rotated_heads),
-    "reference": Backend(run=reference.rotated_heads),
+    "xla": Backend(run=reference.qkv_rope),
+    "reference": Backend(run=reference.qkv_rope),
 }
 
 
 def choose(backend: str, call: Call) -> str:
     """The backend that serves the call: the one asked for, or under `auto` the fastest that can."""
-    return chosen("rotated_heads", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
+    return chosen("qkv_rope", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
 
 
 @watched
-def rotated_heads(
+def qkv_rope(
     heads_BTAH: jax.Array,
     cos_BTF: jax.Array,
     sin_BTF: jax.Array,
@@ -88,7 +88,7 @@ def rotated_heads(
     num_kv_heads: int,
     backend: str,
     sizes: Sizes = (),
-    place: Place | None = None,
+    place: Placement | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries [B, T, N, H], keys and values [B, T, K, H]: pairs of the halves of a head, turned in float32.
 
@@ -96,7 +96,7 @@ def rotated_heads(
     device of the platform that JAX runs on.
     """
     B, T, A, H = heads_BTAH.shape
-    place = place or Place.here()
+    place = place or Placement.here()
     dtype = heads_BTAH.dtype.name
     call = Call(platform=place.platform, devices=place.devices, dtype=dtype, tokens=B * T, head_dim=H, sizes=sizes)
     run = sized(BACKENDS[choose(backend, call)].run, sizes)

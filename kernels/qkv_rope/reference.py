@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
-def rotated_heads(
+def qkv_rope(
     heads_MAH: jax.Array, cos_MF: jax.Array, sin_MF: jax.Array, *, num_heads: int, num_kv_heads: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     q_MNH, k_MKH, v_MKH = jnp.split(heads_MAH, (num_heads, num_heads + num_kv_heads), axis=1)

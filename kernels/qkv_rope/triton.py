@@ -62,7 +62,7 @@ def tried(tokens: int) -> dict[str, list[dict[str, int]]]:
     return candidates({"": TRIED}, MEASURED, cut(tokens))
 
 
-def rotated_heads(
+def qkv_rope(
     heads_MAH: jax.Array,
     cos_MF: jax.Array,
     sin_MF: jax.Array,
@@ -80,7 +80,7 @@ def rotated_heads(
 def _rotated(
     how: How, heads_MAH: jax.Array, cos_MF: jax.Array, sin_MF: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return reference.rotated_heads(heads_MAH, cos_MF, sin_MF, num_heads=how.num_heads, num_kv_heads=how.num_kv_heads)
+    return reference.qkv_rope(heads_MAH, cos_MF, sin_MF, num_heads=how.num_heads, num_kv_heads=how.num_kv_heads)
 
 
 def _forward(

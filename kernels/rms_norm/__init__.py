@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import jax
 
 from maxhydra.kernels.call_recorder import watched
-from maxhydra.kernels.capability import Able, Asked
+from maxhydra.kernels.capability import CallSpec, Capability
 from maxhydra.kernels.dispatch import UnsupportedError, chosen
-from maxhydra.kernels.placement import Place
+from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.rms_norm import reference, triton
 from maxhydra.kernels.tiles import Sizes, sized
 
@@ -20,7 +20,7 @@ __all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "rms_nor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call(Asked):
+class Call(CallSpec):
     """A norm of so many rows of so many numbers."""
 
     rows: int
@@ -34,7 +34,7 @@ class Run(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Backend(Able[Call]):
+class Backend(Capability[Call]):
     """One row of the capability table."""
 
     run: Run
@@ -89,7 +89,7 @@ def rms_norm(
     dtype: Any,
     backend: str,
     sizes: Sizes = (),
-    place: Place | None = None,
+    place: Placement | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """x itself, and x / sqrt(mean(x^2) + eps) * scale in a format of its own, made in float32.
 
@@ -97,7 +97,7 @@ def rms_norm(
     sizes: asked of the kernel's tile. place: None is one device of the platform that JAX runs on.
     """
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-    place = place or Place.here()
+    place = place or Placement.here()
     (M, D), dtype_name = x_MD.shape, x_MD.dtype.name
     call = Call(platform=place.platform, devices=place.devices, dtype=dtype_name, rows=M, dim=D, sizes=sizes)
     run = sized(BACKENDS[choose(backend, call)].run, sizes)

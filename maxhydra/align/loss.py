@@ -10,8 +10,8 @@ from maxhydra.config.schema.tasks.dpo import DpoTask, Reference
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 from maxhydra.train import Scorer
-from maxhydra.train.logprobs import Scored
-from maxhydra.train.loss import Sums, with_sides
+from maxhydra.train.logprobs import ScoredTokens
+from maxhydra.train.loss import Sums, add_aux_losses
 from maxhydra.train.state import Tree
 from maxhydra.train.step import Batch, LossFn
 
@@ -30,7 +30,7 @@ class PairScorer:
         """[B, 2]: of the chosen and the rejected answer of each pair, in one forward pass over both."""
         return self.scored(weights, batch, key, is_adapted=is_adapted).logprobs
 
-    def scored(self, weights: Tree, batch: Batch, key: jax.Array | None, *, is_adapted: bool) -> Scored:
+    def scored(self, weights: Tree, batch: Batch, key: jax.Array | None, *, is_adapted: bool) -> ScoredTokens:
         """The same, with what layers tell besides."""
         rows = {name: _beside(batch, name) for name in ("tokens", "targets", "positions", "weights")}
         found = Scorer(self.model, self.sharder, self.chunk).scored(weights, rows, key, is_adapted=is_adapted)
@@ -50,7 +50,7 @@ def preference_loss(scorer: PairScorer, task: DpoTask, reference: Reference) -> 
             anchors = jnp.zeros_like(scores)
         tokens = [jnp.sum(batch[f"{side}_weights"], axis=1) for side in SIDES]
         pairs = Pairs(*(Answers(scores[:, i], anchors[:, i], tokens[i]) for i in range(2)))
-        return with_sides(_sums(pairs, task), sides)
+        return add_aux_losses(_sums(pairs, task), sides)
 
     return loss
 

@@ -13,9 +13,9 @@ from maxhydra.config.compose.overrides import expand, parse
 from maxhydra.config.compose.resolvers import job_folder
 from maxhydra.config.errors import ConfigError, quoted
 from maxhydra.launch.local import LocalSettings
-from maxhydra.launch.registry import chosen_launcher
-from maxhydra.launch.settings import Launcher
-from maxhydra.sweep.plan import Plan, Settings, write_plan
+from maxhydra.launch.registry import launcher_settings
+from maxhydra.launch.settings import LauncherSettings
+from maxhydra.sweep.plan import Settings, SweepPlan, write_plan
 
 # Of a job, set anew for each.
 FIXED = ("run.name=", "run.outputs=", "hydra.", "hydra/")
@@ -34,7 +34,7 @@ def run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
     return 0
 
 
-def planned(composer: Composer, overrides: list[str]) -> Plan | None:
+def planned(composer: Composer, overrides: list[str]) -> SweepPlan | None:
     """A sweep that is checked, and not begun; no plan where a sweeper makes its own."""
     return _planned(composer, overrides, _parsed(composer, overrides))[1]
 
@@ -44,7 +44,7 @@ def is_asked(overrides: list[str]) -> bool:
     return "hydra.mode=MULTIRUN" in overrides
 
 
-def _planned(composer: Composer, overrides: list[str], parsed: list[Override]) -> tuple[DictConfig, Plan | None]:
+def _planned(composer: Composer, overrides: list[str], parsed: list[Override]) -> tuple[DictConfig, SweepPlan | None]:
     _check(composer, expand(parsed, product=False))
     controller = composer.loader.load_configuration(composer.config_name, overrides, RunMode.MULTIRUN)
     if controller.hydra.sweeper.get("_target_") != BASIC_SWEEPER:
@@ -68,11 +68,11 @@ def _check(composer: Composer, jobs: list[list[str]]) -> None:
         raise ConfigError(distinct(problems))
 
 
-def _plan(composer: Composer, controller: DictConfig, jobs: list[list[str]], parsed: list[Override]) -> Plan:
+def _plan(composer: Composer, controller: DictConfig, jobs: list[list[str]], parsed: list[Override]) -> SweepPlan:
     """Keep what is needed to go on with the sweep, should it be cut short: `maxhydra sweep resume NAME`."""
     constant = _constant(controller, parsed)
     launcher = _launcher(controller)
-    return Plan(
+    return SweepPlan(
         folder=Path(controller.hydra.sweep.dir).absolute(),
         fixed=(),
         space={},
@@ -86,9 +86,9 @@ def _plan(composer: Composer, controller: DictConfig, jobs: list[list[str]], par
     )
 
 
-def _launcher(controller: DictConfig) -> Launcher:
+def _launcher(controller: DictConfig) -> LauncherSettings:
     """Where the jobs run. One that is not ours is Hydra's to call, and `sweep resume` goes on here."""
-    launcher = chosen_launcher(controller.hydra.launcher)
+    launcher = launcher_settings(controller.hydra.launcher)
     if problems := list(launcher.problems()):
         raise ConfigError(problems)
     return launcher

@@ -10,7 +10,7 @@ from pathlib import Path
 from maxhydra import tasks
 from maxhydra.cli.errors import RunFailed
 from maxhydra.config import Config
-from maxhydra.config.compose.provenance import shown
+from maxhydra.config.compose.provenance import display_path
 from maxhydra.record import RunDirectory
 from maxhydra.runs import write_report
 from maxhydra.tasks import Result
@@ -63,8 +63,8 @@ def _ending(result: Result, folder: RunDirectory, config: Config) -> Iterator[st
         yield f"\n{sample.strip()}\n"
     value = "" if result.objective is None else f", {config.objective} {result.objective:.4g}"
     yield f"{result.status}: {result.reason}{value}"
-    yield f"run:    {shown(folder.path)}"
-    yield f"report: {shown(folder.report_path)}"
+    yield f"run:    {display_path(folder.path)}"
+    yield f"report: {display_path(folder.report_path)}"
 
 
 def _next(result: Result, folder: RunDirectory, config: Config, overrides: list[str]) -> Iterator[str]:

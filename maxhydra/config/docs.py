@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from maxhydra.config.declare import MISSING
 from maxhydra.config.errors import show
-from maxhydra.config.fields import Field, Spec, fields
+from maxhydra.config.fields import Field, FieldType, fields
 from maxhydra.config.registry import PACKAGE, task_schemas
 from maxhydra.config.schema.config import Config
 from maxhydra.config.schema.run import Task
@@ -55,7 +55,7 @@ def _table(path: str, keys: Iterable[Field]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _accepted(spec: Spec) -> str:
+def _accepted(spec: FieldType) -> str:
     """As in messages, but modules are named by their package, so that a new one does not change the page."""
     bounded = spec.item if spec.item is not None and not spec.item.is_section else spec
     if "one_of" in bounded.bounds:

@@ -26,13 +26,13 @@ COMPARISONS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
+class FieldType:
     """Type of a value: a scalar, an enum, a list or dict of `item`, or a section (a schema class)."""
 
     type: type
     optional: bool
     bounds: Mapping[str, Any]
-    item: "Spec | None" = None
+    item: "FieldType | None" = None
 
     @property
     def is_section(self) -> bool:
@@ -101,7 +101,7 @@ class Field:
     """A key of a section; `owner` is the schema class that has it."""
 
     name: str
-    spec: Spec
+    spec: FieldType
     default: Any
     owner: type
 
@@ -128,15 +128,15 @@ def _fields(cls: type) -> dict[str, Field]:
     return found
 
 
-def _spec(annotation: Any, bounds: Mapping[str, Any]) -> Spec:
+def _spec(annotation: Any, bounds: Mapping[str, Any]) -> FieldType:
     """Bounds of a list or dict hold for its items."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is types.UnionType:
         (inner,) = (argument for argument in arguments if argument is not types.NoneType)
         return dataclasses.replace(_spec(inner, bounds), optional=True)
     if origin in (list, dict):
-        return Spec(type=origin, optional=False, bounds={}, item=_spec(arguments[-1], bounds))
-    return Spec(type=annotation, optional=False, bounds=bounds)
+        return FieldType(type=origin, optional=False, bounds={}, item=_spec(arguments[-1], bounds))
+    return FieldType(type=annotation, optional=False, bounds=bounds)
 
 
 def is_open(value: Any) -> bool:

@@ -2,9 +2,9 @@
 
 from omegaconf import OmegaConf
 
-from maxhydra.config.compose.merge import DEFAULT, Assembly
+from maxhydra.config.compose.merge import DEFAULT, ConfigMerge
 from maxhydra.config.compose.provenance import parse_yaml
-from maxhydra.config.compose.validate import Builder
+from maxhydra.config.compose.validate import Validator
 from maxhydra.config.errors import ConfigError
 from maxhydra.config.fields import walk
 from maxhydra.config.registry import task_schemas
@@ -21,10 +21,10 @@ def from_yaml(text: str, source: str = "config.yaml") -> Config:
     return built(assembled(text, source))
 
 
-def assembled(text: str, source: str) -> Assembly:
+def assembled(text: str, source: str) -> ConfigMerge:
     """What a config's text places, before it is checked."""
     content = parse_yaml(text, source)
-    assembly = Assembly()
+    assembly = ConfigMerge()
     task = content.value.get("task")
     name = task.value.get("name") if task is not None and isinstance(task.value, dict) else None
     if name is not None and name.value in task_schemas():
@@ -40,9 +40,9 @@ def assembled(text: str, source: str) -> Assembly:
     return assembly
 
 
-def built(assembly: Assembly) -> Config:
+def built(assembly: ConfigMerge) -> Config:
     """The valid config; all problems at once where there are any."""
-    builder = Builder(origin=lambda path: origin_to_show(assembly.origin(path)), unsure=assembly.unsure)
+    builder = Validator(origin=lambda path: origin_to_show(assembly.origin(path)), unsure=assembly.unsure)
     config = builder.section(assembly.config())
     if problems := [*assembly.problems, *builder.problems]:
         raise ConfigError(problems)

@@ -5,7 +5,7 @@ from maxhydra.config.schema.config import Config
 from maxhydra.config.serialize import assembled, built, to_yaml
 
 
-def varied(config: Config, overrides: list[str]) -> Config:
+def with_overrides(config: Config, overrides: list[str]) -> Config:
     """The config with single values changed, by overrides as on the command line, and checked as any other."""
     assembly = assembled(to_yaml(config), "config.yaml")
     parsed = parse(overrides, loader=None)

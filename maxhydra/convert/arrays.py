@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from maxhydra.convert.load import foreign_source, load_weights
+from maxhydra.convert.load import load_weights, open_external
 from maxhydra.convert.param_map import Keys, Place, Tensor
 from maxhydra.convert.source import Source
 from maxhydra.convert.stream_in import checked_places, read
@@ -78,7 +78,7 @@ class FileArrays:
 
 def open_arrays(key: str, source: str, model: ModelDef, *, dtype: DTypeLike) -> Arrays:
     """The arrays of a source that belongs to the model. Only those of our own checkpoints come into memory at once."""
-    found = foreign_source(key, source)
+    found = open_external(key, source)
     if found is not None:
         return FileArrays(found, model)
     return HeldArrays(load_weights(source, model, shardings=None, dtype=dtype, key=key))

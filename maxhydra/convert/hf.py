@@ -15,7 +15,7 @@ from maxhydra.convert.compatibility import is_same
 from maxhydra.convert.dequantize import FLOAT8, read_float8, unpacked
 from maxhydra.convert.hf_config import CONFIG, model_of, read_settings, table_of, values_of
 from maxhydra.convert.name_table import Table, UnsupportedError, all_tables
-from maxhydra.convert.param_map import Place, Tensor, places, unplaced
+from maxhydra.convert.param_map import Place, Tensor, map_params, unmapped_params
 from maxhydra.convert.source import Source
 from maxhydra.model import ModelDef
 
@@ -123,7 +123,7 @@ def write_hf(
         **extra,
     }
     (folder / "config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
-    rows = [(place, tensor) for place in places(table, model) for tensor in place.tensors]
+    rows = [(place, tensor) for place in map_params(table, model) for tensor in place.tensors]
     sizes = [math.prod(place.layout.their_shape) * dtype.itemsize for place, _ in rows]
     numbers = np.unique((np.cumsum(sizes) - 1) // SHARD, return_inverse=True)[1]
     count = int(numbers[-1]) + 1
@@ -140,7 +140,7 @@ def write_hf(
 
 def _fits(model: ModelDef, table: Table) -> bool:
     """Whether a family has a name for every weight, and words for what they mean."""
-    if unplaced(table, model):
+    if unmapped_params(table, model):
         return False
     try:
         settings = table.to_settings(model.config)

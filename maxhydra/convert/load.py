@@ -20,7 +20,7 @@ from maxhydra.convert.orbax_io import find_checkpoint, read_format, read_paramet
 from maxhydra.convert.peft import PeftFolder, is_peft_folder, open_peft
 from maxhydra.convert.source import Source
 from maxhydra.convert.stream_in import fill, on_first_device
-from maxhydra.model import ModelDef, build, join, kept, mapped, merged, split
+from maxhydra.model import ModelDef, build, kept, mapped, merge_trees, merged, split_trainable
 from maxhydra.modelfiles import locate
 from maxhydra.sharding import is_axes
 
@@ -49,7 +49,7 @@ def load_weights(
     if (packed := stored_format(key, source)) is not None:
         require_format(key, source, packed, model)
         params = read_parameters(key, find_checkpoint(key, source), _packed(model, shardings, dtype))
-    elif (foreign := foreign_source(key, source)) is not None:
+    elif (foreign := open_external(key, source)) is not None:
         params = fill(foreign, base, shardings=shardings, dtype=dtype, keep=keep)
     else:
         params = mapped(_own(key, source, base, shardings=shardings, dtype=dtype), keep)
@@ -79,7 +79,7 @@ def require_format(key: str, source: str, stored: Quantization, model: ModelDef)
         raise ConfigError(Problem("quantization.kind", reason, value=model.quantization.kind, hint=hint))
 
 
-def foreign_source(key: str, source: str) -> Source | None:
+def open_external(key: str, source: str) -> Source | None:
     """The weights of another project at a place; None where a run of ours should be."""
     path = locate(key, source)
     if not path.exists():
@@ -106,7 +106,7 @@ def _own(key: str, source: str, model: ModelDef, *, shardings: Tree, dtype: DTyp
 
 def _peft(folder: PeftFolder, model: ModelDef, *, shardings: Tree, dtype: DTypeLike) -> Tree:
     """The weights that an adapter of PEFT was trained around, with what it adds."""
-    foreign = foreign_source(folder.key, folder.base)
+    foreign = open_external(folder.key, folder.base)
     if foreign is None:
         raise folder.problem(f"is an adapter around {folder.base}, which is no Hugging Face folder")
     adapted = build(model.config, folder.adapter(model, foreign.table))
@@ -117,7 +117,8 @@ def _peft(folder: PeftFolder, model: ModelDef, *, shardings: Tree, dtype: DTypeL
 
 def _merged(adapted: ModelDef, trained: Tree, base: Tree, *, shardings: Tree, dtype: DTypeLike) -> Tree:
     merge = jax.jit(
-        lambda trained, base: merged(adapted, join(trained, base), dtype=jnp.dtype(dtype)), out_shardings=shardings
+        lambda trained, base: merged(adapted, merge_trees(trained, base), dtype=jnp.dtype(dtype)),
+        out_shardings=shardings,
     )
     return merge(trained, base)
 
@@ -125,7 +126,7 @@ def _merged(adapted: ModelDef, trained: Tree, base: Tree, *, shardings: Tree, dt
 def read_adapter(key: str, source: str, model: ModelDef, *, mesh: Mesh | None = None) -> Tree:
     """What a run of ours trained as the adapter of this model, on every device of a mesh, since it is small; None: on
     the first device."""
-    shapes = split(model.shapes)[0]
+    shapes = split_trainable(model.shapes)[0]
     mesh = mesh or jax.tree.leaves(on_first_device(model))[0].mesh
     everywhere = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), shapes)
     return read_parameters(key, find_checkpoint(key, source), _abstract(shapes, everywhere, "float32"))
@@ -139,8 +140,8 @@ def _packed(model: ModelDef, shardings: Tree, dtype: DTypeLike) -> Tree:
             return {name: walk(below, axes[name], plain[name], sharding[name]) for name, below in shapes.items()}
         if not isinstance(shapes, dict):
             return jax.ShapeDtypeStruct(shapes.shape, dtype, sharding=sharding)
-        split = dict(zip(plain, sharding.spec, strict=False))
-        own = {name: PartitionSpec(*map(split.get, axes[name])) for name in shapes}
+        split_trainable = dict(zip(plain, sharding.spec, strict=False))
+        own = {name: PartitionSpec(*map(split_trainable.get, axes[name])) for name in shapes}
         return {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(sharding.mesh, own[name]))
             for name, leaf in shapes.items()

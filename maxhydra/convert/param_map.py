@@ -107,8 +107,8 @@ class Place:
         return (self.row.gguf if is_gguf else self.row.hf).format(layer=tensor.layer, expert=tensor.expert)
 
 
-def places(table: Table, model: ModelDef) -> list[Place]:
-    """Every row that the model has arrays for. Those that no row has are `unplaced`."""
+def map_params(table: Table, model: ModelDef) -> list[Place]:
+    """Every row that the model has arrays for. Those that no row has are `unmapped_params`."""
     found = []
     for owner, arrays in _owners(model).items():
         rows = table.layer if owner else table.ends
@@ -116,9 +116,9 @@ def places(table: Table, model: ModelDef) -> list[Place]:
     return found
 
 
-def unplaced(table: Table, model: ModelDef) -> list[str]:
+def unmapped_params(table: Table, model: ModelDef) -> list[str]:
     """Arrays of the model that the table has no row for."""
-    covered = {keys for place in places(table, model) for keys in place.keys}
+    covered = {keys for place in map_params(table, model) for keys in place.keys}
     leaves = jax.tree_util.tree_leaves_with_path(model.shapes)
     return ["/".join(keys) for keys in (_keys(path) for path, _ in leaves) if keys not in covered]
 

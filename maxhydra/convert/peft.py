@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.adapter import Adapter, AdapterKind
 from maxhydra.convert.name_table import Table
-from maxhydra.convert.param_map import Keys, Place, places
+from maxhydra.convert.param_map import Keys, Place, map_params
 from maxhydra.convert.peft_write import SETTINGS, TENSORS, WRAPPED
 from maxhydra.model import ModelDef
 from maxhydra.model.param_partition import ADAPTER
@@ -62,7 +62,9 @@ class PeftFolder:
 
     def adapter(self, model: ModelDef, table: Table) -> Adapter:
         """As our config has it: additions to the projections for which it has tensors."""
-        names = [name for place in places(table, model) if self._parts(place) for name in _projections(place, model)]
+        names = [
+            name for place in map_params(table, model) if self._parts(place) for name in _projections(place, model)
+        ]
         chosen = [f"^{re.escape(name)}$" for name in dict.fromkeys(names)]
         return Adapter(
             kind=AdapterKind.lora,
@@ -76,7 +78,7 @@ class PeftFolder:
         """Its weights as the tree of what a run of ours trains; ConfigError where one has no place."""
         tree: Tree = {}
         used: set[str] = set()
-        for place in places(table, model):
+        for place in map_params(table, model):
             parts = self._parts(place)
             if parts and len(place.keys) == 1:
                 used |= {name for pair in parts.values() for name in pair}

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.convert.name_table import Table
-from maxhydra.convert.param_map import Place, places
+from maxhydra.convert.param_map import Place, map_params
 from maxhydra.model import ModelDef
 from maxhydra.model.param_partition import ADAPTER
 
@@ -26,7 +26,7 @@ def write_peft(folder: Path, model: ModelDef, trained: Tree, *, table: Table, ba
     assert adapter is not None
     modules: list[str] = []
     tensors: dict[str, np.ndarray] = {}
-    for place in places(table, model.base):
+    for place in map_params(table, model.base):
         for name, a, b in _additions(trained, place):
             modules.append(name.removesuffix(".weight"))
             rank = a.shape[-1]

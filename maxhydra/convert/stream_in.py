@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from maxhydra.convert.compatibility import require_same
-from maxhydra.convert.param_map import Keys, Place, Tensor, places, unplaced
+from maxhydra.convert.param_map import Keys, Place, Tensor, map_params, unmapped_params
 from maxhydra.convert.source import Source
 from maxhydra.model import ModelDef
 
@@ -47,9 +47,9 @@ def fill(source: Source, model: ModelDef, *, shardings: Tree, dtype: DTypeLike, 
 def checked_places(source: Source, model: ModelDef) -> list[Place]:
     """Where everything of a source belongs; ConfigError unless it is this model's, to the last tensor."""
     require_same(source, model.config)
-    if missing := unplaced(source.table, model):
+    if missing := unmapped_params(source.table, model):
         raise source.problem(f"is of a family that has no {missing[0]}")
-    found = places(source.table, model)
+    found = map_params(source.table, model)
     wanted = {
         place.name(tensor, is_gguf=source.is_gguf): place.layout.their_shape
         for place in found

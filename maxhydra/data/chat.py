@@ -32,7 +32,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.data.document import Document
-from maxhydra.data.record_types import Refused
+from maxhydra.data.record_types import Rejected
 from maxhydra.data.special_tokens import name_pattern
 from maxhydra.data.tokenizers import Tokenizer
 
@@ -115,17 +115,17 @@ class ChatTemplate:
             return found
         return Rendered(found.text, list(self._turns(messages, found.text)))
 
-    def encode(self, messages: Any, *, known: int = 0, longest: int | None = None) -> Document | Refused:
+    def encode(self, messages: Any, *, known: int = 0, longest: int | None = None) -> Document | Rejected:
         """Tokens of a conversation, learned where the assistant speaks after the first `known` messages."""
         try:
             rendered = self.render(messages)
             turns = rendered.turns[self._turns_within(messages, known, len(rendered.turns)) :]
         except UnclearError as error:
-            return Refused(str(error))
+            return Rejected(str(error))
         if longest is not None and len(rendered.text) > longest:
-            return Refused(f"{len(rendered.text):,} characters, over data.max_characters={longest:,}")
+            return Rejected(f"{len(rendered.text):,} characters, over data.max_characters={longest:,}")
         if not any(start < end for start, end in turns):
-            return Refused("the assistant says nothing in it, so there is nothing to learn")
+            return Rejected("the assistant says nothing in it, so there is nothing to learn")
         tokens, spans = self._words.encode_marked(rendered.text)
         learned = np.zeros(len(rendered.text) + 1, np.float32)
         for start, end in turns:

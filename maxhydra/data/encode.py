@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from maxhydra.data.record_types import Refused, Shape
-from maxhydra.data.records import Fault, Record
+from maxhydra.data.record_types import RecordType, Rejected
+from maxhydra.data.records import BadRecord, Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,27 +14,27 @@ class Encoded:
 
     examples: list[Any]
     places: int
-    faults: list[Fault]
+    faults: list[BadRecord]
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
     """Reads a chunk and makes examples of it. A pure function of the payload."""
 
-    read: Callable[[Any], Sequence[Record | Fault]]
+    read: Callable[[Any], Sequence[Record | BadRecord]]
     place: Callable[[Any, int], str]
     """Where the k-th record of a payload lies."""
     formatting: Callable[[Record], Record] | None
-    shape: Shape
+    shape: RecordType
     longest: int
     """Places that a row has; an example without packing fills one row whatever its length."""
 
     def __call__(self, payload: Any) -> Encoded:
-        faults: list[Fault] = []
+        faults: list[BadRecord] = []
         records: list[Record] = []
         numbers: list[int] = []
         for number, found in enumerate(self.read(payload)):
-            if isinstance(found, Fault):
+            if isinstance(found, BadRecord):
                 faults.append(found)
                 continue
             try:
@@ -42,11 +42,11 @@ class Encoder:
                 numbers.append(number)
             except Exception as error:  # a user's function may raise anything, and the record should be named
                 reason = f"data.formatting raised {type(error).__name__}: {error}"
-                faults.append(Fault(self.place(payload, number), reason))
+                faults.append(BadRecord(self.place(payload, number), reason))
         examples = []
         for number, example in zip(numbers, self.shape.encode(records), strict=True):
-            if isinstance(example, Refused):
-                faults.append(Fault(self.place(payload, number), example.reason))
+            if isinstance(example, Rejected):
+                faults.append(BadRecord(self.place(payload, number), example.reason))
             else:
                 examples.append(example)
         places = sum(example.places for example in examples) if self.shape.packs else len(examples) * self.longest

@@ -13,9 +13,9 @@ from maxhydra.config.schema.data import Data
 from maxhydra.data.batch import Assemble, Batch, BatchSpec, make_batch, own_rows
 from maxhydra.data.pipeline import Pipeline
 from maxhydra.data.rows import Row
-from maxhydra.data.sharded_streams import Feed, gather
-from maxhydra.data.shuffle import Order
-from maxhydra.data.stream import Counts, RowStream, State, Stream
+from maxhydra.data.sharded_streams import StreamSet, gather
+from maxhydra.data.shuffle import ShuffleOrder
+from maxhydra.data.stream import ReadStats, RowStream, State, Stream
 
 B = TypeVar("B")
 
@@ -27,7 +27,7 @@ class _Made(Generic[B]):
     batch: B
     sequences: int
     states: list[State | None]
-    counts: Counts
+    counts: ReadStats
 
 
 class Loader(Generic[B]):
@@ -35,7 +35,7 @@ class Loader(Generic[B]):
 
     def __init__(
         self,
-        make_feed: Callable[[int], Feed],
+        make_feed: Callable[[int], StreamSet],
         assemble: Callable[[list[Row], int], B],
         *,
         size: Callable[[int], int],
@@ -108,7 +108,7 @@ class Loader(Generic[B]):
 
     def metrics(self) -> dict[str, float]:
         """How the batches handed out so far were filled, in this process and session."""
-        counts = self._given.counts if self._given else Counts()
+        counts = self._given.counts if self._given else ReadStats()
         padding = 1 - counts.filled / counts.places if counts.places else 0.0
         return {
             "data/padding": padding,
@@ -143,14 +143,14 @@ def open_loader(data: Data, spec: BatchSpec, assemble: Assemble[B]) -> Loader[B]
     own = lru_cache(spec.own_rows)
     overfit = pipeline.first_rows(data.overfit_batches * spec.batch) if data.overfit_batches else None
 
-    def make_feed(streams: int) -> Feed:
+    def make_feed(streams: int) -> StreamSet:
         def open_stream(share: int) -> Stream:
             if overfit is not None:
-                order = Order(len(overfit), spec.rows.seed, data.shuffle)
+                order = ShuffleOrder(len(overfit), spec.rows.seed, data.shuffle)
                 return RowStream(overfit, order, share=share, shares=streams, epochs=None)
             return pipeline.stream(share=share, shares_in_all=streams)
 
-        return Feed(open_stream, streams=streams, own=own)
+        return StreamSet(open_stream, streams=streams, own=own)
 
     by_index = pipeline.has_rows or overfit is not None
     return Loader(

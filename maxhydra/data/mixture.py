@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.data import Data
 from maxhydra.data.rows import Row
-from maxhydra.data.stream import Counts, State, Stream
+from maxhydra.data.stream import ReadStats, State, Stream
 
 
 def shares(data: Data, sizes: Mapping[str, int | None]) -> dict[str, float]:
@@ -31,8 +31,8 @@ class MixtureStream:
         self._given = dict.fromkeys(streams, 0)
 
     @property
-    def counts(self) -> Counts:
-        return sum((stream.counts for stream in self._streams.values()), Counts())
+    def counts(self) -> ReadStats:
+        return sum((stream.counts for stream in self._streams.values()), ReadStats())
 
     def _next(self) -> Stream:
         given = sum(self._given.values()) + 1

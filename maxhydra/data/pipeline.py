@@ -15,10 +15,10 @@ from maxhydra.data.encode import Encoded, Encoder
 from maxhydra.data.mixture import MixtureStream, shares
 from maxhydra.data.packing import plan
 from maxhydra.data.read_ahead import Chunk, Chunks, IndexedChunks, StreamedChunks, ahead
-from maxhydra.data.record_types import Shape, build_shape
-from maxhydra.data.records import Fault, Record, Records, RecordStream, unusable
+from maxhydra.data.record_types import RecordType, build_shape
+from maxhydra.data.records import BadRecord, Record, Records, RecordStream, unusable
 from maxhydra.data.rows import PackedRows, Row, RowSpec, pack_rows, stack_rows
-from maxhydra.data.shuffle import Order
+from maxhydra.data.shuffle import ShuffleOrder
 from maxhydra.data.sources import RecordSource, RowSource, Source, StreamSource, open_source
 from maxhydra.data.stream import PackedStream, RowStream, Stream
 from maxhydra.data.workers import WorkerDied, Workers
@@ -113,7 +113,7 @@ class Pipeline:
             return StreamedChunks(opened, *share)
         assert isinstance(source, RecordSource)
         groups = tuple(opened.groups) if opened.groups else None
-        return IndexedChunks(Order(len(opened), self.spec.seed, shuffle, groups), *share)
+        return IndexedChunks(ShuffleOrder(len(opened), self.spec.seed, shuffle, groups), *share)
 
     def close(self) -> None:
         """End the readers."""
@@ -132,7 +132,7 @@ class Pipeline:
         if not isinstance(source, StreamSource):
             self._check_length(name, len(opened), share[1])
         if isinstance(source, RowSource):
-            order = Order(len(opened), self.spec.seed, shuffle)
+            order = ShuffleOrder(len(opened), self.spec.seed, shuffle)
             return RowStream(opened, order, share=share[0], shares=share[1], epochs=epochs)
         return PackedStream(
             self.chunks(name, part, share=share, shuffle=shuffle),
@@ -149,14 +149,14 @@ class Pipeline:
             reason = f"holds {length} records, which {readers} readers cannot share"
             raise ConfigError(Problem(where, reason, hint="give it more records, or set data.streams lower"))
 
-    def _shape(self, name: str, part: str) -> Shape:
+    def _shape(self, name: str, part: str) -> RecordType:
         source = self.sources[name]
         if part == EVALUATION and isinstance(source, RecordSource) and source.evaluation_shape is not None:
             return source.evaluation_shape
         return self._shapes[name]
 
     @cached_property
-    def _shapes(self) -> dict[str, Shape]:
+    def _shapes(self) -> dict[str, RecordType]:
         return {
             name: build_shape(corpus, self.data, self.spec.seq_len)
             for name, corpus in self._corpora.items()
@@ -181,7 +181,7 @@ class Pipeline:
             return ThreadPoolExecutor(THREADS, thread_name_prefix="read")
         return Workers(self.data.workers, partial(_begin, self.data, self.spec))
 
-    def _pack(self, shape: Shape, share: int | None, examples: list[Any], key: tuple[int, ...]) -> PackedRows:
+    def _pack(self, shape: RecordType, share: int | None, examples: list[Any], key: tuple[int, ...]) -> PackedRows:
         """The rows of a window. Packing sorts by length, so they are shuffled, unless the share is None."""
         seq_len, packing = self.spec.seq_len, self.data.packing
         if shape.packs:
@@ -201,14 +201,14 @@ class Pipeline:
             return rows
         return rows.taken(np.random.default_rng((self.spec.seed, share, *key)).permutation(len(rows)))
 
-    def on_fault(self, fault: Fault) -> None:
+    def on_fault(self, fault: BadRecord) -> None:
         """A record that cannot be used: what data.on_error says."""
         if self.data.on_error is OnError["raise"]:
             raise unusable(fault)
         log.warning("skipped %s: %s", fault.place, fault.reason)
 
 
-def _numbered(payload: Any) -> list[Record | Fault]:
+def _numbered(payload: Any) -> list[Record | BadRecord]:
     return [record for _, record in payload]
 
 

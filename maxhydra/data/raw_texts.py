@@ -10,7 +10,7 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.corpus import READY_ROWS, ROLES, Corpus
 from maxhydra.config.schema.data import Data
 from maxhydra.data.pipeline import TRAIN, Pipeline
-from maxhydra.data.record_types import Refused, column_of, text_of
+from maxhydra.data.record_types import Rejected, column_of, text_of
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row, RowSpec
 from maxhydra.data.special_tokens import blocks
@@ -83,7 +83,7 @@ class _Strings:
         ]
         found = [text_of(text, self.data) for column in columns for text in _strings(column)]
         found += [text for column in others for text in _strings(column) if isinstance(text, str)]
-        return next((text for text in (*columns, *found) if isinstance(text, Refused)), "\n".join(map(str, found)))
+        return next((text for text in (*columns, *found) if isinstance(text, Rejected)), "\n".join(map(str, found)))
 
     def row(self, example: Any, seq_len: int) -> Row:
         raise TypeError("texts make no rows")

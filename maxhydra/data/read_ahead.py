@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from typing import Any, Protocol
 
-from maxhydra.data.records import Cursor, Fault, Record, RecordStream
-from maxhydra.data.shuffle import Order, share_of
+from maxhydra.data.records import BadRecord, Cursor, Record, RecordStream
+from maxhydra.data.shuffle import ShuffleOrder, share_of
 
 # Records in a chunk: enough for a tokenizer to spread over its threads, few enough to begin soon.
 SIZE = 128
@@ -41,7 +41,7 @@ class Chunks(Protocol):
 class IndexedChunks:
     """Chunks of records by index, in the order of each epoch."""
 
-    order: Order
+    order: ShuffleOrder
     share: int
     shares: int
 
@@ -70,7 +70,7 @@ class StreamedChunks:
         while epochs is None or here["epoch"] < epochs:
             epoch = int(here["epoch"])
             at: Cursor | None = here["at"]
-            gathered: list[tuple[int, Record | Fault]] = []
+            gathered: list[tuple[int, Record | BadRecord]] = []
             for record, behind in self.stream.follow(at, share=self.share, shares=self.shares):
                 if len(gathered) == SIZE:
                     after = {"epoch": epoch, "at": at}

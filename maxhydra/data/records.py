@@ -14,14 +14,14 @@ Cursor = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Fault:
+class BadRecord:
     """A record that cannot be used: where it lies (file and index), and why not."""
 
     place: str
     reason: str
 
 
-def unusable(fault: Fault) -> ConfigError:
+def unusable(fault: BadRecord) -> ConfigError:
     """The end of a run under data.on_error=raise."""
     hint = "mend it, or leave such records out with data.on_error=skip"
     return ConfigError(Problem("data", fault.reason, value=fault.place, hint=hint))
@@ -32,7 +32,7 @@ class Records(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
+    def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
         """The records at some indices; safe to call from several threads."""
         ...
 
@@ -49,7 +49,7 @@ class Records(Protocol):
 class RecordStream(Protocol):
     """Records that can only be read in order, from a cursor on."""
 
-    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | Fault, Cursor]]:
+    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | BadRecord, Cursor]]:
         """One epoch of a share: each record with the cursor after it, None being the epoch's start.
 
         A cursor's `number` counts the records of the share that lie before it.

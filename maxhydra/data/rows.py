@@ -141,7 +141,7 @@ def pack_rows(documents: Sequence[Document], plan: Plan, seq_len: int, *, with_s
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows:
+class ContiguousRows:
     """A stream of tokens cut so that each token after the first is the target of exactly one row.
 
     Row k reads tokens k * seq_len to (k + 1) * seq_len - 1 and predicts the one after each. What does not fill a row at

@@ -13,10 +13,10 @@ from jax.experimental import multihost_utils
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.data.rows import Row
-from maxhydra.data.stream import Counts, State, Stream
+from maxhydra.data.stream import ReadStats, State, Stream
 
 
-class Feed:
+class StreamSet:
     """The streams that this process runs."""
 
     def __init__(self, open_stream: Callable[[int], Stream], *, streams: int, own: Callable[[int], np.ndarray]):
@@ -77,8 +77,8 @@ class Feed:
         self._states = list(states)
 
     @property
-    def counts(self) -> Counts:
-        return sum((stream.counts for stream in self._streams.values()), Counts())
+    def counts(self) -> ReadStats:
+        return sum((stream.counts for stream in self._streams.values()), ReadStats())
 
     def close(self) -> None:
         for stream in self._streams.values():

@@ -15,12 +15,12 @@ from maxhydra.config.schema.data import Data, OnError
 from maxhydra.data.array_codec import encode_arrays
 from maxhydra.data.document import Document
 from maxhydra.data.encode import Encoded, Encoder
-from maxhydra.data.formats import Joined
+from maxhydra.data.formats import ConcatRecords
 from maxhydra.data.pipeline import TRAIN, Pipeline
 from maxhydra.data.read_ahead import Chunks, IndexedChunks, StreamedChunks
-from maxhydra.data.records import Fault, Record, Records, RecordStream, unusable
+from maxhydra.data.records import BadRecord, Record, Records, RecordStream, unusable
 from maxhydra.data.rows import RowSpec
-from maxhydra.data.shuffle import Order
+from maxhydra.data.shuffle import ShuffleOrder
 from maxhydra.data.sources import Part, RecordSource
 from maxhydra.data.special_tokens import smallest
 from maxhydra.data.tokenizers import tokenizer
@@ -41,7 +41,7 @@ class Written:
     records: int
     tokens: int
     bytes: int
-    faults: list[Fault]
+    faults: list[BadRecord]
 
 
 Enrich = Callable[[list[Document]], list[Document]]
@@ -68,7 +68,7 @@ class Shards:
         """How many there are, where that can be known."""
         return None if self._all is None else len(self._all)
 
-    def sample(self, count: int) -> list[Record | Fault]:
+    def sample(self, count: int) -> list[Record | BadRecord]:
         """A few records from all over the source, by which it can be known again; a stream has none."""
         if self._all is None:
             return []
@@ -79,7 +79,7 @@ class Shards:
         path = self._folder / self.name(shard)
         partial = path.with_name(f".{path.name}.partial")
         records = seen = tokens = 0
-        faults: list[Fault] = []
+        faults: list[BadRecord] = []
         writer = ArrayRecordWriter(str(partial), OPTIONS)
         for encoded in self._encoded(shard):
             faults += self._checked(encoded.faults)
@@ -104,7 +104,7 @@ class Shards:
             return None
         train, held_out = source.train, source.evaluation
         if isinstance(train, Part) and isinstance(held_out, Part) and train.records is held_out.records:
-            return Joined([train, held_out])
+            return ConcatRecords([train, held_out])
         return train
 
     @cached_property
@@ -122,10 +122,10 @@ class Shards:
             stream: RecordStream = getattr(self._pipeline.sources[""], TRAIN)
             chunks: Chunks = StreamedChunks(stream, shard, self._count)
         else:
-            chunks = IndexedChunks(Order(len(self._all), 0, shuffle=False), shard, self._count)
+            chunks = IndexedChunks(ShuffleOrder(len(self._all), 0, shuffle=False), shard, self._count)
         yield from (self._encoder(chunk.payload) for chunk in chunks.follow(None, 1))
 
-    def _checked(self, faults: list[Fault]) -> list[Fault]:
+    def _checked(self, faults: list[BadRecord]) -> list[BadRecord]:
         if faults and self._data.on_error is OnError["raise"]:
             raise unusable(faults[0])
         return faults

@@ -20,7 +20,7 @@ KEPT = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class ShuffleOrder:
     """The order of `length` records. With `groups`, whole groups are shuffled, then records among a few groups."""
 
     length: int
@@ -71,7 +71,7 @@ def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=KEPT)
-def _windows(order: Order, epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
+def _windows(order: ShuffleOrder, epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
     """The groups of an epoch in their order, a few at a time, and the position at which each lot begins."""
     assert order.groups is not None
     shuffled = _random(order.seed, epoch).permutation(len(order.groups))
@@ -81,7 +81,7 @@ def _windows(order: Order, epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
 
 
 @lru_cache(maxsize=KEPT)
-def _window(order: Order, epoch: int, window: int) -> np.ndarray:
+def _window(order: ShuffleOrder, epoch: int, window: int) -> np.ndarray:
     """The records of one lot of groups, shuffled."""
     _, windows = _windows(order, epoch)
     first = order.first_of_group

@@ -18,7 +18,7 @@ BLOCK = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Ends:
+class SpecialTokens:
     """The tokens that begin, end and pad."""
 
     bos: int | None
@@ -26,7 +26,7 @@ class Ends:
     pad: int
 
 
-def find_ends(config: Config, files: Mapping[str, str | None], ids: Callable[[str], int | None]) -> Ends:
+def find_ends(config: Config, files: Mapping[str, str | None], ids: Callable[[str], int | None]) -> SpecialTokens:
     """Begin, end and padding: what the config names, else what the files name, else for padding the end token or 0."""
     found: dict[str, int | None] = {}
     for role in ("bos", "eos", "pad"):
@@ -35,7 +35,7 @@ def find_ends(config: Config, files: Mapping[str, str | None], ids: Callable[[st
         if found[role] is None and text is not None:
             raise wrong(config, role, "is no token of the tokenizer", text)
     pad = found["pad"] if found["pad"] is not None else found["eos"] if found["eos"] is not None else 0
-    return Ends(found["bos"], found["eos"], pad)
+    return SpecialTokens(found["bos"], found["eos"], pad)
 
 
 def chat_template(config: Config, own: str | None) -> str | None:

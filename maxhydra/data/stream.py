@@ -9,15 +9,15 @@ import numpy as np
 from maxhydra.config import ConfigError, Problem
 from maxhydra.data.encode import Encoded
 from maxhydra.data.read_ahead import Chunk, Chunks
-from maxhydra.data.records import Cursor, Fault
+from maxhydra.data.records import BadRecord, Cursor
 from maxhydra.data.rows import PackedRows, Row, Rows
-from maxhydra.data.shuffle import Order, share_of
+from maxhydra.data.shuffle import ShuffleOrder, share_of
 
 State = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Counts:
+class ReadStats:
     """What a stream has given out in this session: sequences, their places, those that hold a document."""
 
     rows: int = 0
@@ -30,8 +30,8 @@ class Counts:
     dropped: int = 0
     """Documents that data.packing.overlong cut short or left out."""
 
-    def __add__(self, other: "Counts") -> "Counts":
-        return Counts(
+    def __add__(self, other: "ReadStats") -> "ReadStats":
+        return ReadStats(
             self.rows + other.rows,
             self.places + other.places,
             self.filled + other.filled,
@@ -45,7 +45,7 @@ class Stream(Protocol):
     """Rows, one after another. A stream of a single epoch ends in StopIteration."""
 
     @property
-    def counts(self) -> Counts: ...
+    def counts(self) -> ReadStats: ...
 
     def take(self) -> Row: ...
 
@@ -63,13 +63,13 @@ class Stream(Protocol):
 class RowStream:
     """The share of a source whose rows are there by index: nothing is read to skip one."""
 
-    def __init__(self, rows: Rows, order: Order, *, share: int, shares: int, epochs: int | None):
+    def __init__(self, rows: Rows, order: ShuffleOrder, *, share: int, shares: int, epochs: int | None):
         self._rows, self._order = rows, order
         self._first, last = share_of(order.length, share, shares)
         self._count = last - self._first
         self._epochs = epochs
         self._given = 0
-        self.counts = Counts()
+        self.counts = ReadStats()
 
     def take(self) -> Row:
         epoch, at = divmod(self._given, self._count)
@@ -80,7 +80,7 @@ class RowStream:
         self._given += 1
         size = len(row["tokens"])
         filled = int(np.count_nonzero(row["weights"]))
-        self.counts += Counts(1, size, filled, 0, self._given / self._count)
+        self.counts += ReadStats(1, size, filled, 0, self._given / self._count)
         return row
 
     def skip(self) -> None:
@@ -109,13 +109,13 @@ class PackedStream:
         pack: Callable[[list[Any], tuple[int, ...]], PackedRows],
         *,
         window: int,
-        on_fault: Callable[[Fault], None],
+        on_fault: Callable[[BadRecord], None],
         epochs: int | None,
     ):
         """`encode` reads and tokenizes chunks; `pack` makes rows of examples, in an order drawn from a key."""
         self._chunks, self._encode, self._pack = chunks, encode, pack
         self._window, self._on_fault, self._epochs = window, on_fault, epochs
-        self.counts = Counts()
+        self.counts = ReadStats()
         self._begin(None, 0)
 
     def _begin(self, cursor: Cursor | None, given: int) -> None:
@@ -129,7 +129,7 @@ class PackedStream:
         rows = self._ensure()
         row = rows[self._given]
         places = sum(len(column) for name, column in row.items() if name.endswith("tokens"))
-        self.counts += Counts(1, places, rows.filled_of(self._given), 0, self._epoch)
+        self.counts += ReadStats(1, places, rows.filled_of(self._given), 0, self._epoch)
         self._given += 1
         return row
 
@@ -145,7 +145,7 @@ class PackedStream:
                 self._cursor, self._given = self._after, 0
             examples, first, ends_epoch = self._read()
             self._rows = self._pack(examples, (first.epoch, *_key(first.cursor)))
-            self.counts += Counts(dropped=self._rows.cut)
+            self.counts += ReadStats(dropped=self._rows.cut)
             without = without + ends_epoch if not len(self._rows) else 0
             if without > 1:
                 raise ConfigError(Problem("data", "no record of a whole epoch could be used"))
@@ -158,7 +158,7 @@ class PackedStream:
         for chunk, encoded in self._encoded:
             first = first or chunk
             for fault in encoded.faults:
-                self.counts += Counts(skipped=1)
+                self.counts += ReadStats(skipped=1)
                 self._on_fault(fault)
             examples += encoded.examples
             places += encoded.places

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 from collections.abc import Sequence as List
 
-from maxhydra.decode.sampler import Steps
-from maxhydra.decode.scheduler import Part
+from maxhydra.decode.sampler import SamplingFeatures
+from maxhydra.decode.scheduler import PrefillChunk
 from maxhydra.decode.sequence import Sequence
 
 # Tokens of the narrowest context: below that, attention is too small a part of a step to pay for another program.
@@ -58,7 +58,7 @@ class Buckets:
         needed = -(-max(tokens, NARROWEST) // self.page_size)
         return min(power_of_two(needed), self.max_pages)
 
-    def of_parts(self, parts: List[Part]) -> Shape:
+    def of_parts(self, parts: List[PrefillChunk]) -> Shape:
         longest = max(part.length for part in parts)
         rows, tokens = self.rows(len(parts)), power_of_two(max(longest, SHORTEST))
         pages, is_fresh = self.pages(max(part.stop for part in parts)), all(part.start == 0 for part in parts)
@@ -70,10 +70,10 @@ class Buckets:
         return Shape(self.rows(len(sequences) + more), 1, self.pages(longest), is_prompt=False)
 
 
-def steps_of(sequences: Iterable[Sequence | None]) -> Steps:
+def steps_of(sequences: Iterable[Sequence | None]) -> SamplingFeatures:
     """What any of them needs."""
     there = [sequence for sequence in sequences if sequence is not None]
-    return Steps(
+    return SamplingFeatures(
         draws=any(sequence.draws for sequence in there),
         filters=any(sequence.filters for sequence in there),
         penalises=any(sequence.penalises for sequence in there),

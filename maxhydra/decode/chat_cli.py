@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.decode.client import Asker, Message
+from maxhydra.decode.client import Message, PromptClient
 from maxhydra.decode.prompts import PromptError
 from maxhydra.decode.request import Handle, RefusedError
 
@@ -17,7 +17,7 @@ class AnswerFailedError(Exception):
     """The engine failed in the middle of an answer."""
 
 
-def answer(asker: Asker, prompt: str, write: Callable[[str], None]) -> None:
+def answer(asker: PromptClient, prompt: str, write: Callable[[str], None]) -> None:
     """Write the answer to one prompt as it comes; of several samples one after the other, with a line between."""
     try:
         requests = asker.requests(asker.encode(prompt), asker.task.sampling, number=0)
@@ -33,7 +33,7 @@ def answer(asker: Asker, prompt: str, write: Callable[[str], None]) -> None:
         write("" if last.endswith("\n") else "\n")
 
 
-def converse(asker: Asker, *, read: Callable[[str], str], write: Callable[[str], None]) -> None:
+def converse(asker: PromptClient, *, read: Callable[[str], str], write: Callable[[str], None]) -> None:
     """Ask, answer, and remember, until the end of the input.
 
     Without a chat template the model goes on from all the text so far, its own and the person's.
@@ -75,7 +75,7 @@ def read_line() -> Callable[[str], str]:
 
 
 class _Conversation:
-    def __init__(self, asker: Asker) -> None:
+    def __init__(self, asker: PromptClient) -> None:
         self._asker = asker
         self._messages: list[Message] = asker.opening() if asker.is_chat else []
         self._text = ""

@@ -7,19 +7,19 @@ from typing import Any
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.tasks.decode import Chat, DecodeTask
-from maxhydra.decode.prompts import Prompts
+from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.decode.request import Engine, Request
-from maxhydra.decode.sampling_params import ask
+from maxhydra.decode.sampling_params import make_requests
 
 Message = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Asker:
+class PromptClient:
     """An engine, the tokenizer before it, and the task's settings; `seed` is the run's."""
 
     engine: Engine
-    prompts: Prompts
+    prompts: PromptEncoder
     task: DecodeTask
     seed: int
 
@@ -44,10 +44,12 @@ class Asker:
     def requests(self, prompt: Sequence[int], sampling: Sampling, *, number: int) -> list[Request]:
         """One for each of task.samples."""
         task = self.task
-        return ask(prompt, sampling, samples=task.samples, seed=self.seed, number=number, logprobs=task.logprobs)
+        return make_requests(
+            prompt, sampling, samples=task.samples, seed=self.seed, number=number, logprobs=task.logprobs
+        )
 
 
-def is_chat(task: DecodeTask, prompts: Prompts) -> bool:
+def is_chat(task: DecodeTask, prompts: PromptEncoder) -> bool:
     """Whether prompts are what a user says; ConfigError where they shall be and the tokenizer has no template."""
     if task.chat is Chat.on:
         assert prompts.template

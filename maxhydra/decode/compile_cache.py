@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 
-class Sized(Hashable, Protocol):
+class ProgramKey(Hashable, Protocol):
     """A program's name: what it can do, and what a use of it costs."""
 
     def holds(self, other: Self) -> bool:
@@ -26,13 +26,13 @@ class Sized(Hashable, Protocol):
         ...
 
 
-Name = TypeVar("Name", bound=Sized)
+Name = TypeVar("Name", bound=ProgramKey)
 Program = Callable[..., Any]
 # Steps that may be wasted on programs that are too large before the right one is compiled.
 PATIENCE = 16
 
 
-class Compiled(Generic[Name]):
+class CompileCache(Generic[Name]):
     """Compiles each program once, whoever asks for it; two at a time, as compilers use more than one core anyway."""
 
     def __init__(self, compile: Callable[[Name], Program], *, steady: bool):

@@ -20,13 +20,13 @@ from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.data import Tokenizer
 from maxhydra.decode.buckets import Buckets, Shape, steps_of
 from maxhydra.decode.request import Handle, RefusedError, Request, TokenLogprob
-from maxhydra.decode.sampler import ALTERNATIVES, Choice
+from maxhydra.decode.sampler import ALTERNATIVES, SampledTokens
 from maxhydra.decode.scheduler import Scheduler
 from maxhydra.decode.sequence import Sequence, problem
-from maxhydra.decode.step_inputs import advancing, reading
-from maxhydra.decode.steps import BurstName, Programs
-from maxhydra.decode.weight_layout import arrange
-from maxhydra.layers import PagedRoom
+from maxhydra.decode.step_inputs import decode_inputs, prefill_inputs
+from maxhydra.decode.steps import MultiStepKey, Programs
+from maxhydra.decode.weight_layout import choose_weight_layout
+from maxhydra.layers import PagedCacheSpec
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 
@@ -44,20 +44,20 @@ BURST = 8
 FORESIGHT = 2
 
 
-class Drawn(NamedTuple):
+class PendingTokens(NamedTuple):
     """Tokens that the device was asked for; None for a row that belongs to nobody."""
 
     sequences: list[Sequence | None]
-    choice: Choice
+    choice: SampledTokens
     """Of one step [B], or of a burst of them [steps, B]."""
     counts: list[int]
     """Tokens of each."""
 
 
-class Standing(NamedTuple):
+class ResidentInputs(NamedTuple):
     """Where a burst left its rows. One that goes on from there has its plan on the device."""
 
-    name: BurstName
+    name: MultiStepKey
     sequences: list[Sequence]
     computed: list[int]
     plan_BC: jax.Array
@@ -83,17 +83,17 @@ class Engine:
         pages = -(-config.cache_tokens // config.page_size)
         remembers = not model.config.is_recurrent if config.prefix_cache is None else config.prefix_cache
         self._scheduler = Scheduler(config, pages, remembers=remembers)
-        room = PagedRoom(pages, config.page_size, slots=config.max_batch, storage=STORAGE[config.cache_dtype])
+        room = PagedCacheSpec(pages, config.page_size, slots=config.max_batch, storage=STORAGE[config.cache_dtype])
         self._buckets = Buckets(sharder.ways("act_batch"), config.page_size, -(-self._max_context // config.page_size))
         # A burst begins when its program is ready and nobody waits, which depends on the time.
         is_single = config.steady or jax.default_backend() == "cpu"
         self._burst = config.burst or (1 if is_single else BURST)
-        self._arrangement = arrange(model, sharder, jax.default_backend())
+        self._arrangement = choose_weight_layout(model, sharder, jax.default_backend())
         self._params = self._arrangement.keep(params)
         self._programs = Programs(self._arrangement, self._params, room, sharder=sharder, steady=config.steady)
         self._cache, self._board = self._programs.empty()
-        self._under_way: deque[Drawn] = deque()
-        self._standing: Standing | None = None
+        self._under_way: deque[PendingTokens] = deque()
+        self._standing: ResidentInputs | None = None
         self._tokens_read = self._tokens_drawn = 0
 
         self._news = threading.Condition()
@@ -242,7 +242,7 @@ class Engine:
         if rows := self._scheduler.next_rows():
             self._programs.ahead(self._next_shape(rows), steps_of(rows))
         self._tokens_read += sum(part.length for part in parts)
-        logits_BV, head_BC = self._forward(shape, reading(parts, shape, self._programs.nobody))
+        logits_BV, head_BC = self._forward(shape, prefill_inputs(parts, shape, self._programs.nobody))
         if any(whole):
             self._draw(whole, logits_BV, head_BC)
 
@@ -253,7 +253,7 @@ class Engine:
             return
         shape = self._next_shape(rows)
         self._foresee(rows, shape)
-        logits_BV, head_BC = self._forward(shape, advancing(rows, shape, self._programs.nobody))
+        logits_BV, head_BC = self._forward(shape, decode_inputs(rows, shape, self._programs.nobody))
         for sequence in rows:
             sequence.computed += 1
         self._draw(list(rows), logits_BV, head_BC)
@@ -270,7 +270,7 @@ class Engine:
         if standing is not None and standing[:3] == (name, rows, computed):
             plan_BC: np.ndarray | jax.Array = standing.plan_BC
         else:
-            plan_BC = advancing(rows, name.shape, self._programs.nobody)
+            plan_BC = decode_inputs(rows, name.shape, self._programs.nobody)
         self._cache, self._board, plan_BC, choice = self._programs.burst(
             name, self._params, self._cache, self._board, plan_BC
         )
@@ -278,19 +278,19 @@ class Engine:
         for sequence, count in zip(rows, counts, strict=True):
             sequence.computed += count
             sequence.asked += count
-        self._standing = Standing(name, rows, [sequence.computed for sequence in rows], plan_BC)
-        self._expect(Drawn(list(rows), choice, counts))
+        self._standing = ResidentInputs(name, rows, [sequence.computed for sequence in rows], plan_BC)
+        self._expect(PendingTokens(list(rows), choice, counts))
         return True
 
-    def _next_burst(self, rows: list[Sequence], length: int) -> BurstName | None:
+    def _next_burst(self, rows: list[Sequence], length: int) -> MultiStepKey | None:
         """The burst for so many tokens, if there is one by now; the next width of context is compiled before it is
         needed."""
         steps, whole = steps_of(rows), self._burst
         shape = self._buckets.of_rows(rows, later=length - 1, more=0)
-        eventual = BurstName(self._buckets.of_rows(rows, later=whole - 1, more=0), steps, whole)
-        name = self._programs.burst_for(BurstName(shape, steps, length), eventual=eventual)
+        eventual = MultiStepKey(self._buckets.of_rows(rows, later=whole - 1, more=0), steps, whole)
+        name = self._programs.burst_for(MultiStepKey(shape, steps, length), eventual=eventual)
         if name is not None:
-            soon = BurstName(self._buckets.of_rows(rows, later=2 * whole, more=0), steps, whole)
+            soon = MultiStepKey(self._buckets.of_rows(rows, later=2 * whole, more=0), steps, whole)
             if soon.shape.pages > name.shape.pages:
                 self._programs.burst_for(soon, eventual=soon)
         return name
@@ -317,15 +317,15 @@ class Engine:
         for sequence in sequences:
             if sequence is not None:
                 sequence.asked += 1
-        self._expect(Drawn(sequences, choice, [1] * len(sequences)))
+        self._expect(PendingTokens(sequences, choice, [1] * len(sequences)))
 
-    def _expect(self, drawn: Drawn) -> None:
+    def _expect(self, drawn: PendingTokens) -> None:
         """Tokens set out for the host as soon as they are drawn, not when it looks for them."""
         for array in jax.tree.leaves(drawn.choice):
             array.copy_to_host_async()
         self._under_way.append(drawn)
 
-    def _collect(self, drawn: Drawn) -> None:
+    def _collect(self, drawn: PendingTokens) -> None:
         """Wait for tokens that were asked for, and tell their sequences."""
         choice = jax.tree.map(np.asarray, drawn.choice)
         if choice.token_B.ndim == 1:
@@ -347,7 +347,7 @@ class Engine:
             self._scheduler.leave(sequence)
 
 
-def _logprob(choice: Choice, place: tuple[int, int], alternatives: int) -> TokenLogprob:
+def _logprob(choice: SampledTokens, place: tuple[int, int], alternatives: int) -> TokenLogprob:
     assert choice.logprob_B is not None
     assert choice.alternatives_BA is not None and choice.alternative_logprobs_BA is not None
     tokens, logprobs = choice.alternatives_BA[place], choice.alternative_logprobs_BA[place]

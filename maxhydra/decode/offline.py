@@ -10,7 +10,7 @@ from typing import Any
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.tasks.decode import DecodeTask
-from maxhydra.decode.client import Asker
+from maxhydra.decode.client import PromptClient
 from maxhydra.decode.offline_files import REFUSED, AnswerFile, Record, read_records
 from maxhydra.decode.progress import Progress, open_progress
 from maxhydra.decode.prompts import PromptError
@@ -26,7 +26,7 @@ class BatchFailedError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tally:
+class BatchStats:
     """What became of a file's prompts."""
 
     answered: int
@@ -49,14 +49,14 @@ class _Asked:
 class Batch:
     """The run through one file. One thread submits and writes; the engine's thread only leaves news in a queue."""
 
-    def __init__(self, asker: Asker, answers: AnswerFile, *, records: int):
+    def __init__(self, asker: PromptClient, answers: AnswerFile, *, records: int):
         self._asker, self._answers = asker, answers
         self._total = records * asker.task.samples
         self._news: queue.SimpleQueue[tuple[_Asked, Delta]] = queue.SimpleQueue()
         self._under_way: dict[tuple[int, int], Handle] = {}
         self._tokens = 0
 
-    def run(self) -> Tally:
+    def run(self) -> BatchStats:
         """Answer all that is left."""
         task = self._asker.task
         began, before = time.monotonic(), self._answers.count
@@ -71,7 +71,7 @@ class Batch:
                 for handle in self._under_way.values():
                     handle.cancel()
         answered = self._answers.count - before
-        return Tally(answered, self._answers.refused, self._tokens, time.monotonic() - began)
+        return BatchStats(answered, self._answers.refused, self._tokens, time.monotonic() - began)
 
     def _left(self, task: DecodeTask) -> Iterator[tuple[Record, int]]:
         assert task.input is not None

@@ -15,17 +15,17 @@ from maxhydra.config.schema.quantization import TO_KEEP, TO_TRAIN, Quantization
 from maxhydra.convert.load import load_weights, stored_format
 from maxhydra.decode.checkpoint_check import check_origin
 from maxhydra.decode.engine import Engine
-from maxhydra.decode.prompts import Prompts
+from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder, build_mesh
 
 log = logging.getLogger("maxhydra")
 
 
-def open_prompts(config: Config, *, processes: int) -> Prompts:
+def open_prompts(config: Config, *, processes: int) -> PromptEncoder:
     """The tokenizer, after all that can be said without weights."""
     check_start(config, processes=processes)
-    return Prompts(config.data, vocab_size=config.model.vocab_size)
+    return PromptEncoder(config.data, vocab_size=config.model.vocab_size)
 
 
 def check_start(config: Config, *, processes: int) -> None:
@@ -79,7 +79,7 @@ def loaded(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:
     )
 
 
-def open_engine(config: Config, engine: EngineConfig, prompts: Prompts) -> Engine:
+def open_engine(config: Config, engine: EngineConfig, prompts: PromptEncoder) -> Engine:
     """Load the weights and start the engine."""
     decoder, sharder = plan_weights(config)
     params = loaded(config, decoder, sharder)

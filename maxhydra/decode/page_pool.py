@@ -13,7 +13,7 @@ Key = tuple[int, tuple[int, ...]]
 
 
 @dataclasses.dataclass(slots=True)
-class Lease:
+class PageLease:
     """A sequence's pages."""
 
     pages: list[int]
@@ -61,7 +61,7 @@ class PagePool:
         found, link = self._find(prompt)
         return self._key(prompt, len(found), link) if len(found) < self._findable(prompt) else None
 
-    def reserve(self, prompt: Sequence[int], tokens: int) -> Lease | None:
+    def reserve(self, prompt: Sequence[int], tokens: int) -> PageLease | None:
         """Pages for `tokens` tokens, the prompt's first; None if there are not enough for now."""
         found, link = self._find(prompt)
         free, users, needed = self._free, self._users, self.count(tokens) - len(found)
@@ -76,9 +76,9 @@ class PagePool:
             fresh.append(self._forgotten())
         for page in fresh:
             users[page] = 1
-        return Lease(pages=found + fresh, shared=len(found), link=link, chained=len(found), era=self._era)
+        return PageLease(pages=found + fresh, shared=len(found), link=link, chained=len(found), era=self._era)
 
-    def publish(self, lease: Lease, tokens: Sequence[int], length: int) -> None:
+    def publish(self, lease: PageLease, tokens: Sequence[int], length: int) -> None:
         """Let others find the pages that are full with the first `length` tokens, whose writing is under way."""
         if not self._remembers or lease.era != self._era:
             return
@@ -92,7 +92,7 @@ class PagePool:
             lease.link = known[1]
             lease.chained = index + 1
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: PageLease) -> None:
         for page in reversed(lease.pages):
             self._users[page] -= 1
             if self._users[page]:

@@ -14,7 +14,7 @@ class PromptError(ValueError):
     """A prompt that cannot be asked, and why."""
 
 
-class Prompts:
+class PromptEncoder:
     """What the tokenizer of a run makes of prompts. Safe to call from several threads."""
 
     def __init__(self, data: Data, *, vocab_size: int):

@@ -32,7 +32,7 @@ class Settings(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Steps:
+class SamplingFeatures:
     """What any of the rows needs; a program is compiled without the rest."""
 
     draws: bool
@@ -48,7 +48,7 @@ class Steps:
         """Whether of all logits the largest is enough to know."""
         return not (self.draws or self.penalises or self.reports)
 
-    def holds(self, other: "Steps") -> bool:
+    def holds(self, other: "SamplingFeatures") -> bool:
         """Whether a program with these steps gives rows that need the other's the same tokens."""
         return all(
             mine or not theirs
@@ -56,7 +56,7 @@ class Steps:
         )
 
 
-class Choice(NamedTuple):
+class SampledTokens(NamedTuple):
     """The tokens, and under the model's own distribution their log-probabilities and the likeliest tokens' (None where
     nobody asks)."""
 
@@ -67,7 +67,9 @@ class Choice(NamedTuple):
     alternative_logprobs_BA: jax.Array | None
 
 
-def choose(logits_BV: jax.Array, seen_BV: jax.Array | None, settings: Settings, steps: Steps) -> Choice:
+def choose(
+    logits_BV: jax.Array, seen_BV: jax.Array | None, settings: Settings, steps: SamplingFeatures
+) -> SampledTokens:
     """One token for every row. `seen_BV`: tokens of the prompt and the answer so far, if steps.penalises."""
     raw_BV = logits_BV.astype(jnp.float32)
     scores_BV = raw_BV
@@ -84,16 +86,16 @@ def choose(logits_BV: jax.Array, seen_BV: jax.Array | None, settings: Settings, 
     # A row with a NaN anywhere has a NaN for its largest logit.
     token_B = jnp.where(jnp.isfinite(jnp.max(raw_BV, axis=-1)), token_B, -1)
     if not steps.reports:
-        return Choice(token_B, None, None, None)
+        return SampledTokens(token_B, None, None, None)
     logprobs_BV = jax.nn.log_softmax(raw_BV, axis=-1)
     best_BA, alternatives_BA = jax.lax.top_k(logprobs_BV, min(ALTERNATIVES, raw_BV.shape[1]))
     own_B = jnp.take_along_axis(logprobs_BV, jnp.maximum(token_B, 0)[:, None], axis=1)[:, 0]
-    return Choice(token_B, own_B, alternatives_BA, best_BA)
+    return SampledTokens(token_B, own_B, alternatives_BA, best_BA)
 
 
-def likeliest(logit_B: jax.Array, token_B: jax.Array) -> Choice:
+def likeliest(logit_B: jax.Array, token_B: jax.Array) -> SampledTokens:
     """The tokens with the largest logit, which is not finite where any logit is no number."""
-    return Choice(jnp.where(jnp.isfinite(logit_B), token_B, -1), None, None, None)
+    return SampledTokens(jnp.where(jnp.isfinite(logit_B), token_B, -1), None, None, None)
 
 
 def penalised(logits_BV: jax.Array, seen_BV: jax.Array, penalty_B: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxhydra.config.errors import did_you_mean
-from maxhydra.config.fields import Spec, fields
+from maxhydra.config.fields import FieldType, fields
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.decode.request import Request
 
@@ -42,7 +42,7 @@ def adjusted(sampling: Sampling, changes: Mapping[str, Any]) -> Sampling:
     return changed
 
 
-def ask(
+def make_requests(
     prompt: Sequence[int], sampling: Sampling, *, samples: int, seed: int, number: int, logprobs: int | None
 ) -> list[Request]:
     """A request for each sample of a prompt.
@@ -76,7 +76,7 @@ def drawn_seed(seed: int, number: int) -> int:
     return int.from_bytes(digest, "big") % SEEDS
 
 
-def _mismatch(spec: Spec, value: Any) -> str:
+def _mismatch(spec: FieldType, value: Any) -> str:
     """Why a JSON value does not fit. Stricter than the command line, where everything begins as text."""
     if value is None:
         return "" if spec.optional else "is null"

@@ -14,7 +14,7 @@ from maxhydra.decode.page_pool import Key, PagePool
 from maxhydra.decode.sequence import Sequence
 
 
-class Part(NamedTuple):
+class PrefillChunk(NamedTuple):
     """Tokens of a prompt that are read in one go."""
 
     sequence: Sequence
@@ -64,12 +64,12 @@ class Scheduler:
                     sequence.cancel()
             self.waiting = deque(s for s in self.waiting if not s.is_over)
 
-    def next_parts(self) -> list[Part]:
+    def next_parts(self) -> list[PrefillChunk]:
         """Prompts to read now, together at most a chunk: as many rows as the longest part leaves room for.
 
         A prompt that goes on from a page which this very call computes waits a turn, and finds the page then.
         """
-        parts: list[Part] = []
+        parts: list[PrefillChunk] = []
         promised: set[Key] = set()
         longest = 0
         for sequence in self.reading:
@@ -88,7 +88,7 @@ class Scheduler:
             longest = max(longest, parts[-1].length)
         return parts
 
-    def read(self, parts: list[Part]) -> None:
+    def read(self, parts: list[PrefillChunk]) -> None:
         """These parts were sent to the device; prompts that are read whole are decoded from now on."""
         for part in parts:
             sequence = part.sequence
@@ -131,5 +131,7 @@ class Scheduler:
         self.reading.append(sequence)
         return True
 
-    def _part(self, sequence: Sequence) -> Part:
-        return Part(sequence, sequence.computed, min(sequence.computed + self.chunk, len(sequence.request.prompt)))
+    def _part(self, sequence: Sequence) -> PrefillChunk:
+        return PrefillChunk(
+            sequence, sequence.computed, min(sequence.computed + self.chunk, len(sequence.request.prompt))
+        )

@@ -11,7 +11,7 @@ from typing import Any
 from maxhydra.config.schema.decode import LARGEST
 from maxhydra.data import Tokenizer
 from maxhydra.decode.detokenize import Detokenizer, Stopper
-from maxhydra.decode.page_pool import Lease
+from maxhydra.decode.page_pool import PageLease
 from maxhydra.decode.request import Delta, Handle, Request, TokenLogprob
 
 
@@ -33,7 +33,7 @@ class Sequence:
         """Tokens drawn, or on the way."""
         self.is_over = False
         self.slot = -1
-        self.lease: Lease | None = None
+        self.lease: PageLease | None = None
         self.table = b""
         """Its pages, 4 bytes each."""
         self._words: Detokenizer | None = None
@@ -70,7 +70,7 @@ class Sequence:
     def penalises(self) -> bool:
         return self.request.repetition_penalty != 1
 
-    def settle(self, lease: Lease, slot: int, page_size: int) -> None:
+    def settle(self, lease: PageLease, slot: int, page_size: int) -> None:
         """Take a place; what others left in shared pages need not be computed again."""
         self.lease, self.slot = lease, slot
         self.table = array("I", lease.pages).tobytes()

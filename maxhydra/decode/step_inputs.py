@@ -18,9 +18,9 @@ import numpy as np
 
 from maxhydra.decode.buckets import Shape
 from maxhydra.decode.sampler import Settings
-from maxhydra.decode.scheduler import Part
+from maxhydra.decode.scheduler import PrefillChunk
 from maxhydra.decode.sequence import Sequence
-from maxhydra.layers import Rows
+from maxhydra.layers import PageTable
 
 # The columns before the pages. Rows are put together as bytes: an operation of NumPy on each would take longer than the
 # device needs for the first layers of a prompt.
@@ -33,7 +33,7 @@ MOST = 2**31 - 1
 class Plan(NamedTuple):
     """The columns as a program reads them."""
 
-    rows: Rows
+    rows: PageTable
     target_B: jax.Array
     start_B: jax.Array
     left_B: jax.Array
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
             seed_B2=plan_BC[:, SEED],
             position_B=whole_BC[:, START],
         )
-        rows, target_B = Rows(whole_BC[:, HEAD:end], whole_BC[:, SLOT]), whole_BC[:, TARGET]
+        rows, target_B = PageTable(whole_BC[:, HEAD:end], whole_BC[:, SLOT]), whole_BC[:, TARGET]
         return cls(rows, target_B, whole_BC[:, START], whole_BC[:, LEFT], settings, whole_BC[:, end:])
 
     def positions(self, tokens: int) -> jax.Array:
@@ -73,7 +73,7 @@ def columns(shape: Shape) -> int:
     return HEAD + shape.pages + (shape.tokens if shape.is_prompt else 0)
 
 
-def reading(parts: List[Part], shape: Shape, nobody: int) -> np.ndarray:
+def prefill_inputs(parts: List[PrefillChunk], shape: Shape, nobody: int) -> np.ndarray:
     """Parts of prompts, padded to a shape."""
     rows = [
         _row(part.sequence, part.sequence.slot if part.is_last else nobody, part.start, part.length, shape)
@@ -83,7 +83,7 @@ def reading(parts: List[Part], shape: Shape, nobody: int) -> np.ndarray:
     return _padded(rows, shape, nobody)
 
 
-def advancing(sequences: List[Sequence], shape: Shape, nobody: int) -> np.ndarray:
+def decode_inputs(sequences: List[Sequence], shape: Shape, nobody: int) -> np.ndarray:
     """From the token drawn last of each sequence to the last it may have, padded to a shape."""
     rows = [_row(sequence, sequence.slot, sequence.computed, sequence.left, shape) for sequence in sequences]
     return _padded(rows, shape, nobody)

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.decode.buckets import Shape
-from maxhydra.decode.compile_cache import Compiled, Program
-from maxhydra.decode.sampler import Choice, Settings, Steps, choose, likeliest
+from maxhydra.decode.compile_cache import CompileCache, Program
+from maxhydra.decode.sampler import SampledTokens, SamplingFeatures, Settings, choose, likeliest
 from maxhydra.decode.step_inputs import HEAD, Plan, columns, later
-from maxhydra.decode.weight_layout import Arrangement
-from maxhydra.layers import Context, PagedRoom, Rows
+from maxhydra.decode.weight_layout import WeightLayout
+from maxhydra.layers import Context, PagedCacheSpec, PageTable
 from maxhydra.sharding import Sharder
 
 Tree = Any
@@ -29,13 +29,13 @@ Tree = Any
 LONG = 1024
 
 
-class DrawName(NamedTuple):
+class SampleKey(NamedTuple):
     """A program that draws: for how many rows, and how."""
 
     rows: int
-    steps: Steps
+    steps: SamplingFeatures
 
-    def holds(self, other: "DrawName") -> bool:
+    def holds(self, other: "SampleKey") -> bool:
         return self.rows == other.rows and self.steps.holds(other.steps)
 
     @property
@@ -49,14 +49,14 @@ class DrawName(NamedTuple):
         return 1
 
 
-class BurstName(NamedTuple):
+class MultiStepKey(NamedTuple):
     """A program that advances every row by several tokens, each fed by the one before it."""
 
     shape: Shape
-    steps: Steps
+    steps: SamplingFeatures
     length: int
 
-    def holds(self, other: "BurstName") -> bool:
+    def holds(self, other: "MultiStepKey") -> bool:
         return self.length >= other.length and self.shape.holds(other.shape) and self.steps.holds(other.steps)
 
     @property
@@ -64,7 +64,7 @@ class BurstName(NamedTuple):
         return self.shape.size * self.length
 
 
-class Board(NamedTuple):
+class SlotState(NamedTuple):
     """What is known of every place among the sequences decoded at a time; the last place is nobody's."""
 
     last_N: jax.Array
@@ -76,7 +76,9 @@ class Board(NamedTuple):
 class Programs:
     """Forward and draw in every shape that comes up."""
 
-    def __init__(self, arrangement: Arrangement, params: Tree, room: PagedRoom, *, sharder: Sharder, steady: bool):
+    def __init__(
+        self, arrangement: WeightLayout, params: Tree, room: PagedCacheSpec, *, sharder: Sharder, steady: bool
+    ):
         """`params` as they are kept, and only for their shapes and shardings; `steady`: no program stands in for
         another."""
         model = arrangement.model
@@ -89,63 +91,65 @@ class Programs:
             lambda cache: sharder.tree(cache.axes()), caches, is_leaf=lambda node: not isinstance(node, (dict, list))
         )
         self._caches = jax.tree.map(_placed, caches, self._cache_shardings)
-        self._forwards: Compiled[Shape] = Compiled(self._compile_forward, steady=steady)
-        self._draws: Compiled[DrawName] = Compiled(self._compile_draw, steady=steady)
-        self._bursts: Compiled[BurstName] = Compiled(self._compile_burst, steady=steady)
+        self._forwards: CompileCache[Shape] = CompileCache(self._compile_forward, steady=steady)
+        self._draws: CompileCache[SampleKey] = CompileCache(self._compile_draw, steady=steady)
+        self._bursts: CompileCache[MultiStepKey] = CompileCache(self._compile_burst, steady=steady)
 
     @property
     def nobody(self) -> int:
         """The place of rows without a sequence."""
         return self._room.slots
 
-    def empty(self) -> tuple[Tree, Board]:
+    def empty(self) -> tuple[Tree, SlotState]:
         """A cache and a board on the device."""
         cache = jax.jit(lambda: self._model.empty_cache(self._room), out_shardings=self._cache_shardings)()
         zeros = [jax.device_put(np.zeros(leaf.shape, leaf.dtype), self._whole) for leaf in self._board()]
-        return cache, Board(*zeros)
+        return cache, SlotState(*zeros)
 
     def shape_for(self, shape: Shape, *, eventual: Shape) -> Shape:
         """The shape itself, or that of a program in hand; `eventual` is what it will soon grow to."""
         return self._forwards.choose(shape, eventual=eventual)
 
-    def ahead(self, shape: Shape, steps: Steps) -> None:
+    def ahead(self, shape: Shape, steps: SamplingFeatures) -> None:
         """Begin to compile what a coming step will need."""
-        name = DrawName(shape.rows, steps)
+        name = SampleKey(shape.rows, steps)
         self._forwards.begin(self._forwards.choose(shape, eventual=shape))
         self._draws.begin(self._draws.choose(name, eventual=name))
 
     def forward(
-        self, shape: Shape, params: Tree, cache: Tree, board: Board, plan_BC: np.ndarray
+        self, shape: Shape, params: Tree, cache: Tree, board: SlotState, plan_BC: np.ndarray
     ) -> tuple[jax.Array, Tree, jax.Array]:
         """Logits [B, V] after the last token of each row, the cache with the tokens in it, and how to draw the next."""
         logits_BV, cache, head_BC = self._forwards.get(shape)(params, cache, board.last_N, plan_BC)
         return logits_BV, cache, head_BC
 
-    def draw(self, board: Board, logits_BV: jax.Array, head_BC: jax.Array, steps: Steps) -> tuple[Board, Choice]:
+    def draw(
+        self, board: SlotState, logits_BV: jax.Array, head_BC: jax.Array, steps: SamplingFeatures
+    ) -> tuple[SlotState, SampledTokens]:
         """A token for every row, and the board with them on it."""
-        name = DrawName(logits_BV.shape[0], steps)
+        name = SampleKey(logits_BV.shape[0], steps)
         board, choice = self._draws.get(self._draws.choose(name, eventual=name))(board, logits_BV, head_BC)
         return board, choice
 
-    def burst_for(self, name: BurstName, *, eventual: BurstName) -> BurstName | None:
+    def burst_for(self, name: MultiStepKey, *, eventual: MultiStepKey) -> MultiStepKey | None:
         """The burst to use for work of this name; None while there is none, which is then being compiled."""
         chosen = self._bursts.choose(name, eventual=eventual)
         self._bursts.begin(chosen)
         return chosen if self._bursts.is_ready(chosen) else None
 
     def burst(
-        self, name: BurstName, params: Tree, cache: Tree, board: Board, plan_BC: np.ndarray | jax.Array
-    ) -> tuple[Tree, Board, jax.Array, Choice]:
+        self, name: MultiStepKey, params: Tree, cache: Tree, board: SlotState, plan_BC: np.ndarray | jax.Array
+    ) -> tuple[Tree, SlotState, jax.Array, SampledTokens]:
         """Tokens for every row, [length, B], and the plan of those after them; of a row with less than `length` tokens
         left, the rest means nothing."""
         cache, board, next_BC, choice = self._bursts.get(name)(params, cache, board, plan_BC)
         return cache, board, next_BC, choice
 
-    def note_prompt(self, board: Board, slot: int, prompt: tuple[int, ...]) -> Board:
+    def note_prompt(self, board: SlotState, slot: int, prompt: tuple[int, ...]) -> SlotState:
         """Write down a new sequence's tokens, for the repetition penalty."""
         seen_V = np.zeros(board.seen_NV.shape[1], bool)
         seen_V[list(prompt)] = True
-        return Board(board.last_N, _noted(board.seen_NV, np.int32(slot), seen_V))
+        return SlotState(board.last_N, _noted(board.seen_NV, np.int32(slot), seen_V))
 
     def settled(self) -> int:
         """As of Compiled, over all programs."""
@@ -165,7 +169,7 @@ class Programs:
         lowered = jitted.lower(self._params, self._caches, self._board().last_N, self._plan(shape.rows, columns(shape)))
         return lowered.compile(compiler_options=options)
 
-    def _compile_draw(self, name: DrawName) -> Program:
+    def _compile_draw(self, name: SampleKey) -> Program:
         rows, steps = name
         config = self._model.config
         logits = jax.ShapeDtypeStruct(
@@ -174,7 +178,7 @@ class Programs:
         jitted = jax.jit(_draw(steps), donate_argnums=0, out_shardings=self._whole)
         return jitted.lower(self._board(), logits, self._plan(rows, HEAD)).compile()
 
-    def _compile_burst(self, name: BurstName) -> Program:
+    def _compile_burst(self, name: MultiStepKey) -> Program:
         burst = _burst(self._arrangement, self._sharder, name, nobody=self.nobody)
         shardings = (self._cache_shardings, self._whole, self._whole, self._whole)
         jitted = jax.jit(burst, donate_argnums=(1, 2), out_shardings=shardings)
@@ -187,12 +191,12 @@ class Programs:
     def _board(self) -> Any:
         """The board's shapes."""
         places, vocab = self._room.slots + 1, self._model.config.vocab_size
-        board = jax.eval_shape(lambda: Board(jnp.zeros(places, jnp.int32), jnp.zeros((places, vocab), bool)))
+        board = jax.eval_shape(lambda: SlotState(jnp.zeros(places, jnp.int32), jnp.zeros((places, vocab), bool)))
         return jax.tree.map(lambda leaf: _placed(leaf, self._whole), board)
 
 
 def _forward(
-    arrangement: Arrangement, sharder: Sharder, shape: Shape
+    arrangement: WeightLayout, sharder: Sharder, shape: Shape
 ) -> Callable[..., tuple[jax.Array, Tree, jax.Array]]:
     hidden = _hidden(arrangement, sharder, shape)
 
@@ -206,11 +210,11 @@ def _forward(
     return forward
 
 
-def _hidden(arrangement: Arrangement, sharder: Sharder, shape: Shape) -> Callable[..., tuple[jax.Array, Tree]]:
+def _hidden(arrangement: WeightLayout, sharder: Sharder, shape: Shape) -> Callable[..., tuple[jax.Array, Tree]]:
     """Hidden states [B, 1, D] of the last token of each row, and the cache with the tokens in it."""
 
     def hidden(
-        params: Tree, cache: Tree, tokens_BT: jax.Array, positions_BT: jax.Array, rows: Rows
+        params: Tree, cache: Tree, tokens_BT: jax.Array, positions_BT: jax.Array, rows: PageTable
     ) -> tuple[jax.Array, Tree]:
         is_token_BT = positions_BT >= 0
         context = Context(
@@ -228,18 +232,18 @@ def _hidden(arrangement: Arrangement, sharder: Sharder, shape: Shape) -> Callabl
     return hidden
 
 
-def _draw(steps: Steps) -> Callable[..., tuple[Board, Choice]]:
-    def draw(board: Board, logits_BV: jax.Array, head_BC: jax.Array) -> tuple[Board, Choice]:
+def _draw(steps: SamplingFeatures) -> Callable[..., tuple[SlotState, SampledTokens]]:
+    def draw(board: SlotState, logits_BV: jax.Array, head_BC: jax.Array) -> tuple[SlotState, SampledTokens]:
         plan = Plan.of(head_BC, pages=0)
         seen_NV, choice = _chosen(steps, board.seen_NV, logits_BV, plan.target_B, plan.settings)
-        return Board(board.last_N.at[plan.target_B].set(jnp.maximum(choice.token_B, 0)), seen_NV), choice
+        return SlotState(board.last_N.at[plan.target_B].set(jnp.maximum(choice.token_B, 0)), seen_NV), choice
 
     return draw
 
 
 def _chosen(
-    steps: Steps, seen_NV: jax.Array, logits_BV: jax.Array, slots_B: jax.Array, settings: Settings
-) -> tuple[jax.Array, Choice]:
+    steps: SamplingFeatures, seen_NV: jax.Array, logits_BV: jax.Array, slots_B: jax.Array, settings: Settings
+) -> tuple[jax.Array, SampledTokens]:
     """A token for every row, and the tokens seen with it where that is kept up."""
     choice = choose(logits_BV, seen_NV[slots_B] if steps.penalises else None, settings, steps)
     if steps.penalises:
@@ -248,22 +252,24 @@ def _chosen(
 
 
 def _burst(
-    arrangement: Arrangement, sharder: Sharder, name: BurstName, *, nobody: int
-) -> Callable[..., tuple[Tree, Board, jax.Array, Choice]]:
+    arrangement: WeightLayout, sharder: Sharder, name: MultiStepKey, *, nobody: int
+) -> Callable[..., tuple[Tree, SlotState, jax.Array, SampledTokens]]:
     """Tokens go from step to step by themselves; the board has them at the end."""
     model, hidden = arrangement.model, _hidden(arrangement, sharder, name.shape)
 
-    def burst(params: Tree, cache: Tree, board: Board, plan_BC: jax.Array) -> tuple[Tree, Board, jax.Array, Choice]:
+    def burst(
+        params: Tree, cache: Tree, board: SlotState, plan_BC: jax.Array
+    ) -> tuple[Tree, SlotState, jax.Array, SampledTokens]:
         plan = Plan.of(plan_BC, pages=name.shape.pages)
         table_BW, slots_B = plan.rows
 
-        def step(carry: tuple[Tree, jax.Array, jax.Array], number: jax.Array) -> tuple[Any, Choice]:
+        def step(carry: tuple[Tree, jax.Array, jax.Array], number: jax.Array) -> tuple[Any, SampledTokens]:
             """A row that has no tokens left reads and writes nothing any more."""
             (cache, seen_NV, last_B), used = carry, arrangement.use(params)
             is_left_B = number < plan.left_B
             position_B1 = jnp.where(is_left_B, plan.start_B + number, -1)[:, None]
             own_B = jnp.where(is_left_B, slots_B, nobody)
-            hidden_B1D, cache = hidden(used, cache, last_B[:, None], position_B1, Rows(table_BW, own_B))
+            hidden_B1D, cache = hidden(used, cache, last_B[:, None], position_B1, PageTable(table_BW, own_B))
             if name.steps.takes_likeliest:
                 logit_B, token_B = model.largest_logit(used, hidden_B1D[:, 0], sharder)
                 return (cache, seen_NV, token_B), likeliest(logit_B, token_B)
@@ -276,7 +282,7 @@ def _burst(
         (cache, seen_NV, _), choices = jax.lax.scan(step, before, jnp.arange(name.length))
         own_B = jnp.where(plan.left_B > 0, slots_B, nobody)
         last_B = choices.token_B[jnp.clip(plan.left_B, 1, name.length) - 1, jnp.arange(own_B.shape[0])]
-        board = Board(board.last_N.at[own_B].set(jnp.maximum(last_B, 0)), seen_NV)
+        board = SlotState(board.last_N.at[own_B].set(jnp.maximum(last_B, 0)), seen_NV)
         return cache, board, later(plan_BC, name.length), choices
 
     return burst

@@ -27,7 +27,7 @@ LAYERS = ("prefix", "pattern", "remainder")
 
 
 @dataclasses.dataclass(frozen=True)
-class Arrangement:
+class WeightLayout:
     """A model for the programs, and how its weights are kept."""
 
     model: ModelDef
@@ -37,14 +37,14 @@ class Arrangement:
     """As they are kept -> as `model` takes them; inside a program."""
 
 
-def arrange(model: ModelDef, sharder: Sharder, platform: str) -> Arrangement:
+def choose_weight_layout(model: ModelDef, sharder: Sharder, platform: str) -> WeightLayout:
     """The layout that suits the devices: on one CPU or GPU as described above, elsewhere as it is."""
     if sharder.mesh.size > 1 or platform not in ("cpu", "gpu"):
-        return Arrangement(model, keep=lambda params: params, use=lambda params: params)
+        return WeightLayout(model, keep=lambda params: params, use=lambda params: params)
     layout = Projection.outputs_first if platform == "cpu" else Projection.joined
     flat = flattened(model, layout)
     arranged = _Flat(model, flat, joins=layout is Projection.joined)
-    return Arrangement(flat, keep=arranged.keep, use=arranged.use)
+    return WeightLayout(flat, keep=arranged.keep, use=arranged.use)
 
 
 def flattened(model: ModelDef, layout: Projection) -> ModelDef:

@@ -15,9 +15,9 @@ from maxhydra.distill.teacher import OnlineTeacher
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
-from maxhydra.train import by_chunks
-from maxhydra.train.logprobs import of_targets
-from maxhydra.train.loss import Sums, with_sides
+from maxhydra.train import map_sequence_chunks
+from maxhydra.train.logprobs import target_logprobs
+from maxhydra.train.loss import Sums, add_aux_losses
 from maxhydra.train.state import Tree
 from maxhydra.train.step import Batch, LossFn
 
@@ -25,7 +25,7 @@ TEACHER = "teacher"
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class StudentTeacher:
     """The student beside the teacher."""
 
     student: ModelDef
@@ -65,9 +65,9 @@ class Comparison:
             else:
                 log_p = log_probs(self.teacher.logits(weights[TEACHER], *seen), temperature)
             found = divergence(log_p, log_q, kind, beta=beta, temperature=temperature)
-            return {"divergence": found, "nll": -of_targets(logits, targets)}
+            return {"divergence": found, "nll": -target_logprobs(logits, targets)}
 
-        found = by_chunks(places, forward.hidden_BTD, batch["targets"], *seen, chunk=self.chunk)
+        found = map_sequence_chunks(places, forward.hidden_BTD, batch["targets"], *seen, chunk=self.chunk)
         if own:
             distances = [feature_distance(*pair, self.features.loss) for pair in zip(own, theirs, strict=True)]
             found["features"] = sum(distances[1:], distances[0]) / len(distances)
@@ -82,7 +82,7 @@ class Comparison:
         return whole[:1], whole[1:]
 
 
-def distillation_loss(comparison: Comparison, task: DistillTask) -> LossFn:
+def distillation_loss(comparison: StudentTeacher, task: DistillTask) -> LossFn:
     """alpha divergence + (1 - alpha) nll + weight features, with the batch's own alpha, beta and temperature."""
 
     def loss(weights: Tree, batch: Batch, key: jax.Array | None) -> Sums:
@@ -95,12 +95,12 @@ def distillation_loss(comparison: Comparison, task: DistillTask) -> LossFn:
         measured = {"cross_entropy" if name == "nll" else name: values for name, values in found.items()}
         sums = {name: jax.lax.stop_gradient(jnp.sum(batch["weights"] * x)) for name, x in measured.items()}
         sums |= {"loss": jnp.sum(batch["weights"] * total), "weight": jnp.sum(batch["weights"])}
-        return with_sides(sums, sides)
+        return add_aux_losses(sums, sides)
 
     return loss
 
 
-def held_out_divergence(comparison: Comparison) -> LossFn:
+def held_out_divergence(comparison: StudentTeacher) -> LossFn:
     """What a held-out batch is measured by, whatever is minimised: nll, and kl, KL(teacher | student) as they are."""
 
     def loss(weights: Tree, batch: Batch, key: jax.Array | None) -> Sums:

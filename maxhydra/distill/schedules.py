@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from maxhydra.config.schema.tasks.distill import Course, DistillTask
 from maxhydra.data import BatchSpec
-from maxhydra.train import LoadedBatches, TrainState
+from maxhydra.train import LoaderBatches, TrainState
 from maxhydra.train.step import Batch, sequences_in
 
 
@@ -32,7 +32,7 @@ def values_at(task: DistillTask, step: jax.Array, steps: int) -> dict[str, jax.A
 
 
 @dataclasses.dataclass(frozen=True)
-class ScheduledBatches(LoadedBatches):
+class ScheduledBatches(LoaderBatches):
     """Batches with a column [B] for each value. The state's step stays on the device: no step waits for it."""
 
     task: DistillTask

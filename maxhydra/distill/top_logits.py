@@ -17,7 +17,7 @@ from maxhydra.data.special_tokens import smallest
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
-from maxhydra.train import by_chunks
+from maxhydra.train import map_sequence_chunks
 from maxhydra.train.step import Batch
 
 Tree = Any
@@ -77,7 +77,7 @@ class TopLogits:
                 values, ids = jax.lax.top_k(jax.nn.log_softmax(wide), self.k)
                 return ids, values
 
-            return by_chunks(places, hidden, chunk=self.chunk)
+            return map_sequence_chunks(places, hidden, chunk=self.chunk)
 
         return jax.jit(top, out_shardings=sharder.sharding((None, None, None)))
 

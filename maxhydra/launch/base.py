@@ -84,7 +84,7 @@ class Job:
         return str(self.run.read().get("reason") or "it does not say why") if self.run.exists() else "it did not begin"
 
 
-class Jobs(Protocol):
+class JobBackend(Protocol):
     """Starts jobs at a place, finds them again, and ends them."""
 
     def prepare(self, proposal: Proposal) -> None:

@@ -16,7 +16,7 @@ CONFIG, FACTS = "job.yaml", "job.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class JobSpec:
     """A valid config, the option chosen in each group, and what it was composed from."""
 
     config: Config
@@ -35,7 +35,7 @@ class Order:
             replace_file(folder / name, content)
 
 
-def read_order(path: Path) -> Order:
+def read_order(path: Path) -> JobSpec:
     """The order whose config is at `path`; a config without a job.json beside it runs too. ConfigError otherwise."""
     try:
         config = from_yaml(path.read_text(encoding="utf-8"), str(path))
@@ -43,7 +43,7 @@ def read_order(path: Path) -> Order:
         beside = [file for name in (FACTS, "run.json") if (file := path.with_name(name)).exists()]
         facts = json.loads(beside[0].read_text(encoding="utf-8")) if beside else {}
         overrides = list(facts.get("overrides", []))
-        return Order(config, dict(facts.get("choices", {})), overrides, facts.get("config_dir"))
+        return JobSpec(config, dict(facts.get("choices", {})), overrides, facts.get("config_dir"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(Problem(str(path), f"cannot be read: {error}")) from None
     except (ValueError, TypeError, AttributeError) as error:

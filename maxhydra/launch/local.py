@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from maxhydra.launch.base import CLAIM, CONSOLE, Job, Proposal, Shared, read_claim
-from maxhydra.launch.settings import Launcher
+from maxhydra.launch.settings import LauncherSettings
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.record.liveness import is_alive, process_start
@@ -28,7 +28,7 @@ CLAIMING = "import sys; from maxhydra.launch.local import claim_and_become; clai
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalSettings(Launcher):
+class LocalSettings(LauncherSettings):
     """This machine: nothing to set."""
 
     kind: ClassVar[str] = "local"

@@ -6,13 +6,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.launch.base import Jobs, Shared
+from maxhydra.launch.base import JobBackend, Shared
 from maxhydra.launch.gke import GkeJobs, GkeSettings
 from maxhydra.launch.local import LocalJobs, LocalSettings
-from maxhydra.launch.settings import Launcher
+from maxhydra.launch.settings import LauncherSettings
 from maxhydra.launch.slurm import SlurmJobs, SlurmSettings
 
-PLACES: dict[str, tuple[type[Launcher], Callable[[Any, Shared], Jobs]]] = {
+PLACES: dict[str, tuple[type[LauncherSettings], Callable[[Any, Shared], JobBackend]]] = {
     "local": (LocalSettings, LocalJobs),
     "slurm": (SlurmSettings, SlurmJobs),
     "gke": (GkeSettings, GkeJobs),
@@ -21,12 +21,12 @@ PLACES: dict[str, tuple[type[Launcher], Callable[[Any, Shared], Jobs]]] = {
 DOORS = "hydra_plugins.maxhydra_launcher"
 
 
-def jobs_of(launcher: Launcher, shared: Shared) -> Jobs:
+def make_backend(launcher: LauncherSettings, shared: Shared) -> JobBackend:
     return PLACES[launcher.kind][1](launcher, shared)
 
 
-def read_launcher(told: Mapping[str, Any]) -> Launcher:
-    """The settings that `Launcher.told` wrote down."""
+def read_launcher(told: Mapping[str, Any]) -> LauncherSettings:
+    """The settings that `LauncherSettings.told` wrote down."""
     options = dict(told)
     kind = options.pop("kind")
     if kind not in PLACES:
@@ -39,7 +39,7 @@ def is_ours(node: DictConfig) -> bool:
     return str(node._target_).startswith(f"{DOORS}.")
 
 
-def chosen_launcher(node: DictConfig) -> Launcher:
+def launcher_settings(node: DictConfig) -> LauncherSettings:
     """The settings that hydra.launcher holds; this machine where it is a launcher of somebody else, Hydra's own too."""
     if not is_ours(node):
         return LocalSettings()

@@ -11,7 +11,7 @@ KEY = "hydra.launcher"
 
 
 @dataclasses.dataclass(frozen=True)
-class Launcher:
+class LauncherSettings:
     """How jobs are started at a place. Subclasses are frozen dataclasses of plain values, which JSON can hold."""
 
     kind: ClassVar[str]
@@ -30,7 +30,7 @@ class Launcher:
         return {"kind": self.kind, **dataclasses.asdict(self)}
 
 
-def out_of_range(settings: Launcher, least: Mapping[str, int]) -> Iterator[Problem]:
+def out_of_range(settings: LauncherSettings, least: Mapping[str, int]) -> Iterator[Problem]:
     """Numbers that are none, or too small."""
     for name, lowest in least.items():
         value = getattr(settings, name)
@@ -38,7 +38,7 @@ def out_of_range(settings: Launcher, least: Mapping[str, int]) -> Iterator[Probl
             yield Problem(f"{KEY}.{name}", "is out of range", value, f"{lowest} or more")
 
 
-def not_offered(settings: Launcher, accepted: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
+def not_offered(settings: LauncherSettings, accepted: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
     """Choices that do not exist."""
     for name, choices in accepted.items():
         value = getattr(settings, name)
@@ -46,7 +46,7 @@ def not_offered(settings: Launcher, accepted: Mapping[str, tuple[str, ...]]) -> 
             yield Problem(f"{KEY}.{name}", "no such one", value, ", ".join(choices), did_you_mean(str(value), choices))
 
 
-def unlike(settings: Launcher, patterns: Mapping[str, tuple[str, str]]) -> Iterator[Problem]:
+def unlike(settings: LauncherSettings, patterns: Mapping[str, tuple[str, str]]) -> Iterator[Problem]:
     """Texts that are given and do not have the form that is needed: name -> (pattern, the same in words)."""
     for name, (pattern, words) in patterns.items():
         value = getattr(settings, name)

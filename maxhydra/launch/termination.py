@@ -34,7 +34,7 @@ RELAYED = "relayed"
 
 
 @contextmanager
-def ending_told(run: Path | None) -> Iterator[None]:
+def write_termination_message(run: Path | None) -> Iterator[None]:
     """Write how the run in this folder ended to the file that MAXHYDRA_TERMINATION_LOG names, if it names one."""
     told: dict[str, Any] = {}
     try:

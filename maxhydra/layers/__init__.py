@@ -4,41 +4,50 @@ from maxhydra.layers.attention import Attention, AttentionSpec
 from maxhydra.layers.context import Context
 from maxhydra.layers.dropout import dropout
 from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
-from maxhydra.layers.experts import ExpertMap
+from maxhydra.layers.experts import ExpertLinear
 from maxhydra.layers.gated_delta import DeltaSpec
-from maxhydra.layers.interfaces import Fed, FeedForward, FeedForwardSpec, Mixed, Mixer, MixerSpec, Side
-from maxhydra.layers.kv_cache import Cache, DenseRoom, PagedRoom, Room, Rows
-from maxhydra.layers.linear import LoraSpec, ProductSpec, Projection
+from maxhydra.layers.interfaces import (
+    AuxOutputs,
+    FeedForward,
+    FeedForwardOutput,
+    FeedForwardSpec,
+    Mixer,
+    MixerOutput,
+    MixerSpec,
+)
+from maxhydra.layers.kv_cache import Cache, CacheSpec, DenseCacheSpec, PagedCacheSpec, PageTable
+from maxhydra.layers.linear import Linear, LoraSpec, MatmulSpec
 from maxhydra.layers.mla import Mla, MlaSpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
 from maxhydra.layers.moe import Moe, MoeSpec
-from maxhydra.layers.norm import LayerNorm, Norm, NormSpec, RMSNorm, tapped
-from maxhydra.layers.parallel_moe import Beside, BesideSpec
-from maxhydra.layers.params import Dtypes, WeightMaker
+from maxhydra.layers.norm import LayerNorm, Norm, NormSpec, RMSNorm, norm_with_residual
+from maxhydra.layers.parallel_moe import ParallelMoe, ParallelMoeSpec
+from maxhydra.layers.params import Dtypes, ParamBuilder
 from maxhydra.layers.per_layer_embedding import PerLayerEmbedding, PerLayerInput, PerLayerSpec
-from maxhydra.layers.quant.rules import Format, formats_of
+from maxhydra.layers.quant.rules import QuantRule, formats_of
 
 __all__ = [
     "Attention",
     "AttentionSpec",
-    "Beside",
-    "BesideSpec",
+    "AuxOutputs",
     "Cache",
+    "CacheSpec",
     "Context",
     "DeltaSpec",
-    "DenseRoom",
+    "DenseCacheSpec",
     "Dtypes",
     "Embedding",
-    "ExpertMap",
-    "Fed",
+    "ExpertLinear",
     "FeedForward",
+    "FeedForwardOutput",
     "FeedForwardSpec",
-    "Format",
     "Head",
     "LayerNorm",
+    "Linear",
     "LoraSpec",
-    "Mixed",
+    "MatmulSpec",
     "Mixer",
+    "MixerOutput",
     "MixerSpec",
     "Mla",
     "MlaSpec",
@@ -48,19 +57,18 @@ __all__ = [
     "MoeSpec",
     "Norm",
     "NormSpec",
-    "PagedRoom",
+    "PageTable",
+    "PagedCacheSpec",
+    "ParallelMoe",
+    "ParallelMoeSpec",
+    "ParamBuilder",
     "PerLayerEmbedding",
     "PerLayerInput",
     "PerLayerSpec",
-    "ProductSpec",
-    "Projection",
+    "QuantRule",
     "RMSNorm",
-    "Room",
-    "Rows",
-    "Side",
     "VocabularySpec",
-    "WeightMaker",
     "dropout",
     "formats_of",
-    "tapped",
+    "norm_with_residual",
 ]

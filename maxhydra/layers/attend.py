@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from maxhydra.kernels.attention import Request, attention
 from maxhydra.kernels.paged_attention import Pages, filled
 from maxhydra.layers.context import Context
-from maxhydra.layers.kernel_options import Wanted, explained
+from maxhydra.layers.kernel_options import KernelChoice, kernel_errors_as_config_errors
 
 
 def attend(
@@ -18,12 +18,12 @@ def attend(
     request: Request,
     ctx: Context,
     *,
-    wanted: Wanted,
+    wanted: KernelChoice,
     **tokens: jax.Array | None,
 ) -> jax.Array:
     """What the queries gather; a backend that was asked for and cannot serve is the config's mistake."""
     backend, sizes = wanted
-    with explained():
+    with kernel_errors_as_config_errors():
         return attention(q_BTNH, k_BSKH, v_BSKH, request, backend=backend, sizes=sizes, place=ctx.place, **tokens)
 
 

@@ -19,20 +19,20 @@ from maxhydra.kernels.attention import Request
 from maxhydra.kernels.fused_linear import Norm as Factors
 from maxhydra.kernels.matmul import Layout
 from maxhydra.kernels.paged_attention import Pages, paged_attention, serving
-from maxhydra.kernels.qkv_rope import rotated_heads
+from maxhydra.kernels.qkv_rope import qkv_rope
 from maxhydra.layers.attend import attend, cached_positions, written
 from maxhydra.layers.chunks import chunks
 from maxhydra.layers.context import Context
 from maxhydra.layers.fused_decode import added, can_fuse, fused_normed, parts_of_normed, weight_read
-from maxhydra.layers.interfaces import Mixed, visible_in_chunk, visible_keys
-from maxhydra.layers.kernel_options import Wanted, explained
-from maxhydra.layers.kv_cache import Cache, KeysValues, NoCache, Room
-from maxhydra.layers.linear import Projection, are_bare, joined, together
+from maxhydra.layers.interfaces import MixerOutput, visible_in_chunk, visible_keys
+from maxhydra.layers.kernel_options import KernelChoice, kernel_errors_as_config_errors
+from maxhydra.layers.kv_cache import Cache, CacheSpec, KeysValues, NoCache
+from maxhydra.layers.linear import Linear, are_bare, joined, together
 from maxhydra.layers.norm import Norm, NormSpec, PlainNorm, RMSNorm
-from maxhydra.layers.params import Dtypes, WeightMaker, residual_scale
+from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
 from maxhydra.layers.qk_norm import heads_norm, normed_heads
 from maxhydra.layers.rope import Rotation, cos_and_sin, rotate, turns
-from maxhydra.layers.temperature import tempered
+from maxhydra.layers.temperature import scale_queries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,8 @@ class AttentionSpec:
     """Whether layers of other kinds see the keys and values of this one."""
     temperature: tuple[int, float] | None
     rotation: Rotation | None
-    wanted: Wanted
-    heads_wanted: Wanted
+    wanted: KernelChoice
+    heads_wanted: KernelChoice
     init_scale: float
     out_scale: float
     dtypes: Dtypes
@@ -90,14 +90,14 @@ class AttentionSpec:
             hands_on=any(model.kinds[other] is kind for other in sources if other is not None),
             temperature=_temperature(own.temperature),
             rotation=Rotation.of(own.rope, head_dim),
-            wanted=Wanted(model.kernels.attention.value, model.kernels.sizes("attention")),
-            heads_wanted=Wanted(model.kernels.rotated_heads.value, model.kernels.sizes("rotated_heads")),
+            wanted=KernelChoice(model.kernels.attention.value, model.kernels.sizes("attention")),
+            heads_wanted=KernelChoice(model.kernels.rotated_heads.value, model.kernels.sizes("rotated_heads")),
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
         )
 
-    def build(self, make: WeightMaker) -> "Attention":
+    def build(self, make: ParamBuilder) -> "Attention":
         return Attention(self, make)
 
     def forward_flops(self, seq_len: int) -> float:
@@ -126,7 +126,7 @@ class AttentionSpec:
 class Attention(nnx.Module):
     """out(attention(rope(query(x)), rope(key(x)), value(x)) * sigmoid(gate(x))), the gate where there is one."""
 
-    def __init__(self, spec: AttentionSpec, make: WeightMaker):
+    def __init__(self, spec: AttentionSpec, make: ParamBuilder):
         self.spec = spec
         D, N, K, H = spec.emb_dim, spec.num_heads, spec.num_kv_heads, spec.head_dim
         inner = partial(make.projection, scale=spec.init_scale, has_bias=spec.bias is not config.AttentionBias.none)
@@ -145,7 +145,7 @@ class Attention(nnx.Module):
         self.sinks = make.zeros((N,), ("heads",)) if spec.has_sinks else None
 
     @jax.named_scope("attention")
-    def __call__(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> MixerOutput:
         pages, seen = self._pages(x_BTD, ctx), None
         if pages is None:
             mixed_BTNH, cache, seen = self._mix_heads(self._heads(x_BTD, ctx), ctx)
@@ -158,10 +158,10 @@ class Attention(nnx.Module):
             mixed_BTNH = mixed_BTNH * jax.nn.sigmoid(gate_BTNH.astype(jnp.float32)).astype(mixed_BTNH.dtype)
         out_BTD = self.out(mixed_BTNH, ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
-        return Mixed(checkpoint_name(out_BTD, "attention_out"), cache, {}, seen if self.spec.hands_on else None)
+        return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, {}, seen if self.spec.hands_on else None)
 
     @jax.named_scope("attention")
-    def onto(self, x_BTD: jax.Array, norm: Norm | None, ctx: Context, *, then: Factors | None) -> Mixed | None:
+    def onto(self, x_BTD: jax.Array, norm: Norm | None, ctx: Context, *, then: Factors | None) -> MixerOutput | None:
         """x + attention(norm(x)) of a few tokens, by kernels that norm and add on the way, perhaps with the norm that
         comes then; None where they cannot."""
         if not isinstance(norm, RMSNorm) or self.gate is not None:
@@ -178,9 +178,9 @@ class Attention(nnx.Module):
             heads_SBTMH = self._parts(x_BTD, norm, ctx)
             mixed_BTNH, cache = self._mix_pages(heads_SBTMH, pages, ctx, then=weight_read(self.out))
         out_BTD, normed_BTD = added(self.out, mixed_BTNH, x_BTD, then=then)
-        return Mixed(out_BTD, cache, {}, seen if self.spec.hands_on else None, normed_BTD)
+        return MixerOutput(out_BTD, cache, {}, seen if self.spec.hands_on else None, normed_BTD)
 
-    def empty_cache(self, room: Room, layers: int) -> Cache:
+    def empty_cache(self, room: CacheSpec, layers: int) -> Cache:
         spec = self.spec
         if spec.shares is not None:
             return NoCache()
@@ -189,7 +189,7 @@ class Attention(nnx.Module):
         )
 
     @property
-    def _inputs(self) -> tuple[Projection, ...]:
+    def _inputs(self) -> tuple[Linear, ...]:
         """The projections of query, key and value that there are, in this order."""
         return tuple(one for one in (self.query, self.key, self.value) if one is not None)
 
@@ -206,7 +206,7 @@ class Attention(nnx.Module):
         """Heads of query, and of key and value if they are its own, where they belong among the devices."""
         q_BTNH, *own = heads
         if self.spec.temperature is not None:
-            q_BTNH = tempered(q_BTNH, ctx.positions, *self.spec.temperature)
+            q_BTNH = scale_queries(q_BTNH, ctx.positions, *self.spec.temperature)
         q_BTNH = checkpoint_name(ctx.constrain(q_BTNH, "act_batch", "act_length", "act_heads", None), "query")
         if not own:
             return q_BTNH, None
@@ -241,8 +241,8 @@ class Attention(nnx.Module):
         spec = self.spec
         assert spec.rotation is not None
         cos_BTF, sin_BTF = cos_and_sin(ctx.positions[:, :, None], spec.rotation)
-        with explained():
-            return rotated_heads(
+        with kernel_errors_as_config_errors():
+            return qkv_rope(
                 heads_BTAH,
                 cos_BTF,
                 sin_BTF,

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxhydra.kernels.placement import Place
-from maxhydra.layers.kv_cache import Rows
+from maxhydra.kernels.placement import Placement
+from maxhydra.layers.kv_cache import PageTable
 from maxhydra.sharding import Sharder
 
 
@@ -45,7 +45,7 @@ class Context:
     """What earlier tokens left behind: the whole model's at the top, one layer's inside it. None: nothing is kept."""
     dropout_key: jax.Array | None
     """Randomness for dropout. None: no dropout."""
-    rows: Rows | None = None
+    rows: PageTable | None = None
     """Where the rows lie in a cache that outlives the call. None: the cache has the rows of the call."""
     layer_input: jax.Array | None = None
     """[B, T, P] embedding of the tokens for this very layer; None where layers have none."""
@@ -95,11 +95,11 @@ class Context:
         return (self.positions > 0) | (jnp.arange(self.positions.shape[1]) == 0)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Placement:
         """The devices as kernels see them."""
         batch, heads = self.sharder.spec(("act_batch", "act_heads"))
         kv_heads = self.sharder.spec(("act_batch", "act_kv_heads"))[1]
-        return Place(self.sharder.platform, self.sharder.mesh, batch, heads, kv_heads)
+        return Placement(self.sharder.platform, self.sharder.mesh, batch, heads, kv_heads)
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Have the compiler split an activation by these logical axes."""

@@ -13,10 +13,10 @@ from maxhydra.kernels.fused_linear import Norm as Factors
 from maxhydra.kernels.fused_linear import first_rows, largest_output
 from maxhydra.kernels.int8_weight_matmul import int8_product
 from maxhydra.kernels.matmul import Layout, projected
-from maxhydra.layers.params import Dtypes, WeightMaker
+from maxhydra.layers.params import Dtypes, ParamBuilder
 from maxhydra.layers.quant.int8 import Int8, Int8Parts, quantized, rounded_weight, rows
-from maxhydra.layers.quant.qat import Way, entering, is_trained_for, straight, straight_product
-from maxhydra.layers.quant.rules import Format
+from maxhydra.layers.quant.qat import QatMatmul, entering, is_trained_for, straight, straight_product
+from maxhydra.layers.quant.rules import QuantRule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class VocabularySpec:
 class Embedding(nnx.Module):
     """A row of the table per token; as a tied head (Press and Wolf, 2017), a logit per row."""
 
-    def __init__(self, spec: VocabularySpec, make: WeightMaker):
+    def __init__(self, spec: VocabularySpec, make: ParamBuilder):
         self.spec = spec
         # emb_dim^-1/2, so that a tied head turns normalised activations into logits of variance init_scale^2. As an
         # input the size of a row is free: every branch normalises the stream before reading it.
@@ -104,7 +104,7 @@ class Embedding(nnx.Module):
 class Head(nnx.Module):
     """An output projection of its own."""
 
-    def __init__(self, spec: VocabularySpec, make: WeightMaker):
+    def __init__(self, spec: VocabularySpec, make: ParamBuilder):
         self.spec = spec
         std = spec.init_scale * spec.emb_dim**-0.5
         self.kernel = make.end("head", spec.emb_dim, spec.vocab_size, ("embed", "vocab"), std=std)
@@ -126,7 +126,7 @@ class _Form(NamedTuple):
     equation: str
     summed: int
     """The dimension of the weight that is summed over."""
-    format: Format | None
+    format: QuantRule | None
     """Of the weight."""
     is_alone: bool
 
@@ -148,7 +148,7 @@ def _logits(form: _Form, hidden: jax.Array, weight: nnx.Param | Int8, spec: Voca
         logits = packed(hidden, weight.parts)
     elif is_trained_for(form.format):
         over = (form.summed,)
-        way = Way(lambda x, weight: packed(x, quantized(weight, over)), partial(rounded_weight, over=over), plain)
+        way = QatMatmul(lambda x, weight: packed(x, quantized(weight, over)), partial(rounded_weight, over=over), plain)
         logits = straight_product(way, entering(form.format, hidden, inputs=1), weight[...].astype(dtypes.compute))
     else:
         logits = plain(hidden, weight[...].astype(dtypes.compute))

@@ -23,11 +23,11 @@ from jax.sharding import PartitionSpec
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.grouped_matmul import grouped_matmul
-from maxhydra.kernels.placement import Place
+from maxhydra.kernels.placement import Placement
 from maxhydra.layers.context import Context
-from maxhydra.layers.kernel_options import Wanted, explained
+from maxhydra.layers.kernel_options import KernelChoice, kernel_errors_as_config_errors
 from maxhydra.layers.mlp import gated
-from maxhydra.layers.params import Dtypes, WeightMaker, residual_scale
+from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
 from maxhydra.layers.quant.int4 import Int4
 from maxhydra.layers.quant.int8 import Int8
 from maxhydra.layers.quant.qat import is_trained_for, rounding, straight
@@ -45,7 +45,7 @@ class ExpertsSpec:
     clamp: float | None
     clamp_slope: float
     scales_input: bool
-    wanted: Wanted
+    wanted: KernelChoice
     init_scale: float
     out_scale: float
     compute: np.dtype
@@ -62,7 +62,7 @@ class ExpertsSpec:
             clamp=moe.clamp,
             clamp_slope=moe.clamp_slope,
             scales_input=moe.router.scaled is config.Scaled.input,
-            wanted=Wanted(model.kernels.grouped_matmul.value, model.kernels.sizes("grouped_matmul")),
+            wanted=KernelChoice(model.kernels.grouped_matmul.value, model.kernels.sizes("grouped_matmul")),
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             compute=Dtypes.of(model.dtypes).compute,
@@ -77,7 +77,7 @@ class ExpertsSpec:
         return ((wide_up + 1) * wide_gate * jax.nn.sigmoid(self.clamp_slope * wide_gate)).astype(gate.dtype)
 
 
-class ExpertMap(nnx.Module):
+class ExpertLinear(nnx.Module):
     """One linear map of every expert."""
 
     def __init__(self, name: str, shape: tuple[int, int], axes: tuple[str, str], *, spec: ExpertsSpec, make: Any):
@@ -103,7 +103,7 @@ class ExpertMap(nnx.Module):
         return self.kernel[...]
 
 
-class Given(NamedTuple):
+class RoutedTokens(NamedTuple):
     """Tokens and the experts they were given to."""
 
     x_BTD: jax.Array
@@ -124,14 +124,16 @@ class Weights(NamedTuple):
 class Experts(nnx.Module):
     """down(activation(gate(x)) * up(x)) of each token's experts, weighted."""
 
-    def __init__(self, spec: ExpertsSpec, make: WeightMaker):
+    def __init__(self, spec: ExpertsSpec, make: ParamBuilder):
         self.spec = spec
         D, F = spec.emb_dim, spec.dim
-        self.gate = ExpertMap("gate", (D, F), ("embed", "mlp"), spec=spec, make=make)
-        self.up = ExpertMap("up", (D, F), ("embed", "mlp"), spec=spec, make=make)
-        self.down = ExpertMap("down", (F, D), ("mlp", "embed"), spec=spec, make=make)
+        self.gate = ExpertLinear("gate", (D, F), ("embed", "mlp"), spec=spec, make=make)
+        self.up = ExpertLinear("up", (D, F), ("embed", "mlp"), spec=spec, make=make)
+        self.down = ExpertLinear("down", (F, D), ("mlp", "embed"), spec=spec, make=make)
 
-    def __call__(self, given: Given, ctx: Context, *, capacity: int | None, is_real_BT: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, given: RoutedTokens, ctx: Context, *, capacity: int | None, is_real_BT: jax.Array | None
+    ) -> jax.Array:
         """[B, T, D] in float32. `capacity`: places of an expert in a sequence, which padding does not take."""
         if capacity is not None:
             slots_BTK = _slots(given.ids_BTK, is_real_BT, self.spec.experts)
@@ -152,7 +154,7 @@ class Experts(nnx.Module):
         biases = [None if one.bias is None else one.bias[...] for one in (self.gate, self.up)]
         return Weights(self.gate.weight, self.up.weight, self.down.weight, *biases)
 
-    def _over_devices(self, given: Given, ctx: Context) -> jax.Array:
+    def _over_devices(self, given: RoutedTokens, ctx: Context) -> jax.Array:
         """Each device with the experts it holds; its rows come to those of others, and what they make of them back."""
         sharder, place = ctx.sharder, ctx.place
         length = "act_length" if ctx.is_length_split else None
@@ -163,10 +165,10 @@ class Experts(nnx.Module):
         bias = PartitionSpec(holders, hidden) if self.spec.has_bias else None
         split = {0: _axes(batch), 1: _axes(along)}
 
-        def on_device(weights: Weights, given: Given) -> jax.Array:
+        def on_device(weights: Weights, given: RoutedTokens) -> jax.Array:
             gathers = [(axis, dim) for axis in holders for dim, axes in split.items() if axis in axes]
             for axis, dim in reversed(gathers):
-                given = Given(*(jax.lax.all_gather(x, axis, axis=dim, tiled=True) for x in given))
+                given = RoutedTokens(*(jax.lax.all_gather(x, axis, axis=dim, tiled=True) for x in given))
             first = jax.lax.axis_index(holders) * weights.gate_EDF.shape[0] if holders else 0
             out_BTD = _routed(weights, given._replace(ids_BTK=given.ids_BTK - first), self.spec, place)
             out_BTD = jax.lax.psum(out_BTD, _axes(hidden)) if hidden else out_BTD
@@ -179,7 +181,7 @@ class Experts(nnx.Module):
         run = jax.shard_map(on_device, mesh=sharder.mesh, in_specs=specs, out_specs=tokens, check_vma=False)
         return run(self._weights(), given)
 
-    def _in_places(self, given: Given, slots_BTK: jax.Array, ctx: Context, *, capacity: int) -> jax.Array:
+    def _in_places(self, given: RoutedTokens, slots_BTK: jax.Array, ctx: Context, *, capacity: int) -> jax.Array:
         """Every expert with its places for each sequence; slot `capacity` is none of them."""
         (B, T, D), E, C = given.x_BTD.shape, self.spec.experts, capacity
         places = (E, B, C)
@@ -203,14 +205,14 @@ class Experts(nnx.Module):
         weights_BTK = is_in_BTK.astype(jnp.float32) if self.spec.scales_input else given.weights_BTK
         return jnp.einsum("BTKD,BTK->BTD", out_BTKD.astype(jnp.float32), weights_BTK)
 
-    def _mapped(self, one: ExpertMap, x_EBCD: jax.Array, ctx: Context) -> jax.Array:
+    def _mapped(self, one: ExpertLinear, x_EBCD: jax.Array, ctx: Context) -> jax.Array:
         out_EBCF = jnp.einsum("EBCD,EDF->EBCF", x_EBCD, one.weight)
         if one.bias is not None:
             out_EBCF = out_EBCF + one.bias[...][:, None, None]
         return ctx.sharder.constrain(out_EBCF, "act_experts", "act_batch", None, "act_mlp")
 
 
-def _routed(weights: Weights, given: Given, spec: ExpertsSpec, place: Place) -> jax.Array:
+def _routed(weights: Weights, given: RoutedTokens, spec: ExpertsSpec, place: Placement) -> jax.Array:
     """[B, T, D] in float32: what these experts make of the tokens given to them; those of ids out of range are others.
 
     Rows given to others are last, in no group. What the products leave there is kept out by selecting, both ways.
@@ -245,8 +247,10 @@ def _routed(weights: Weights, given: Given, spec: ExpertsSpec, place: Place) -> 
     return summed.reshape(B, T, D)
 
 
-def _product(x_RD: jax.Array, w_EDF: jax.Array, *, sizes_E: jax.Array, wanted: Wanted, place: Place) -> jax.Array:
-    with explained():
+def _product(
+    x_RD: jax.Array, w_EDF: jax.Array, *, sizes_E: jax.Array, wanted: KernelChoice, place: Placement
+) -> jax.Array:
+    with kernel_errors_as_config_errors():
         return grouped_matmul(x_RD, w_EDF, sizes_E, **wanted._asdict(), place=place)
 
 

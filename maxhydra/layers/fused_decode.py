@@ -13,8 +13,8 @@ from flax import nnx
 
 from maxhydra.kernels.fused_linear import (
     Activation,
-    Around,
-    fused_product,
+    Epilogue,
+    fused_linear,
     gates,
     parts_of_product,
     product_and_norm,
@@ -23,12 +23,12 @@ from maxhydra.kernels.fused_linear import (
 from maxhydra.kernels.fused_linear import Norm as Factors
 from maxhydra.kernels.matmul import Layout
 from maxhydra.layers.context import Context
-from maxhydra.layers.linear import Projection, are_alike
+from maxhydra.layers.linear import Linear, are_alike
 from maxhydra.layers.norm import RMSNorm
 from maxhydra.layers.quant.int8 import Int8, side_by_side
 
 
-def can_fuse(projections: Sequence[Projection], x_BTD: jax.Array, ctx: Context) -> bool:
+def can_fuse(projections: Sequence[Linear], x_BTD: jax.Array, ctx: Context) -> bool:
     """Whether the rows of x meet these projections in kernels that do what stands around them."""
     first, rows = projections[0], math.prod(x_BTD.shape[:2])
     if not _are_fusable(projections, ctx):
@@ -38,7 +38,7 @@ def can_fuse(projections: Sequence[Projection], x_BTD: jax.Array, ctx: Context) 
     return isinstance(first.kernel, nnx.Param) and suits(rows, first.product.compute)
 
 
-def can_gate(gate: Projection, value: Projection, x_BTD: jax.Array, ctx: Context, activation: Activation) -> bool:
+def can_gate(gate: Linear, value: Linear, x_BTD: jax.Array, ctx: Context, activation: Activation) -> bool:
     """Whether the rows of x, which are many, meet a gate and what it is for in one kernel."""
     if not (_are_fusable((gate, value), ctx) and isinstance(gate.kernel, nnx.Param)):
         return False
@@ -46,7 +46,7 @@ def can_gate(gate: Projection, value: Projection, x_BTD: jax.Array, ctx: Context
     return gates(math.prod(rows), gate.width, inputs, gate.product.compute, activation)
 
 
-def _are_fusable(projections: Sequence[Projection], ctx: Context) -> bool:
+def _are_fusable(projections: Sequence[Linear], ctx: Context) -> bool:
     """Whether they lie as such kernels take them, and have nothing besides."""
     first = projections[0]
     is_bare = all(one.bias is None and (one.lora is None or not ctx.is_adapted) for one in projections)
@@ -56,7 +56,7 @@ def _are_fusable(projections: Sequence[Projection], ctx: Context) -> bool:
 
 
 def fused(
-    projections: Sequence[Projection],
+    projections: Sequence[Linear],
     x: jax.Array,
     *,
     norm: RMSNorm | None = None,
@@ -74,17 +74,17 @@ def fused(
         kernel, scales_N = _side_by_side(projections), None
     width, *rest = kernel.shape[first.inputs :]
     weight_NK = _outputs_first(kernel, first.inputs)
-    around = Around(
+    around = Epilogue(
         norm=None if norm is None else norm.factors,
         activation=activation,
         onto_MN=None if onto is None else onto.reshape(-1, onto.shape[-1]),
     )
-    out_MN = fused_product(x.reshape(-1, weight_NK.shape[1]), weight_NK, scales_N, around, dtype=x.dtype)
+    out_MN = fused_linear(x.reshape(-1, weight_NK.shape[1]), weight_NK, scales_N, around, dtype=x.dtype)
     return out_MN.reshape(*x.shape[:2], width if activation is None else width // 2, *rest)
 
 
 def fused_normed(
-    projections: Sequence[Projection],
+    projections: Sequence[Linear],
     x_BTD: jax.Array,
     norm: RMSNorm,
     ctx: Context,
@@ -96,7 +96,7 @@ def fused_normed(
     return fused(projections, ctx.normed, activation=activation)
 
 
-def parts_of_normed(projections: Sequence[Projection], x_BTD: jax.Array, norm: RMSNorm, ctx: Context) -> jax.Array:
+def parts_of_normed(projections: Sequence[Linear], x_BTD: jax.Array, norm: RMSNorm, ctx: Context) -> jax.Array:
     """[P, B, T, ...]: parts whose sum is what `fused_normed` makes, for a kernel that adds them up as it reads them."""
     first = projections[0]
     if isinstance(first.kernel, Int8):
@@ -109,7 +109,7 @@ def parts_of_normed(projections: Sequence[Projection], x_BTD: jax.Array, norm: R
 
 
 def added(
-    projection: Projection, x: jax.Array, onto_BTD: jax.Array, *, then: Factors | None
+    projection: Linear, x: jax.Array, onto_BTD: jax.Array, *, then: Factors | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """onto + projection(x), and the norm of that where it is asked for and does not come on the way to a product."""
     weight_NK = weight_read(projection)
@@ -120,14 +120,14 @@ def added(
     return stream_MN.reshape(onto_BTD.shape), normed_MN.reshape(onto_BTD.shape)
 
 
-def weight_read(projection: Projection) -> jax.Array | None:
+def weight_read(projection: Linear) -> jax.Array | None:
     """[N, K] that `added` will read, for the kernel before it to ask for; None where that has another format."""
     if isinstance(projection.kernel, Int8):
         return None
     return _outputs_first(projection.weight(projection.kept), projection.inputs)
 
 
-def _side_by_side(projections: Sequence[Projection]) -> jax.Array:
+def _side_by_side(projections: Sequence[Linear]) -> jax.Array:
     """Their kernels as one."""
     return jnp.concatenate([one.weight(one.kept) for one in projections], axis=projections[0].inputs)
 

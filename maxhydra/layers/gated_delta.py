@@ -15,18 +15,18 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.gated_delta import gated_delta
 from maxhydra.layers.context import Context
-from maxhydra.layers.interfaces import Mixed
-from maxhydra.layers.kernel_options import explained
-from maxhydra.layers.kv_cache import Cache, Kept, Room
+from maxhydra.layers.interfaces import MixerOutput
+from maxhydra.layers.kernel_options import kernel_errors_as_config_errors
+from maxhydra.layers.kv_cache import Cache, CacheSpec, StateSpec
 from maxhydra.layers.norm import RMSNorm
-from maxhydra.layers.params import Dtypes, WeightMaker, residual_scale
+from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
 from maxhydra.sharding import LogicalAxes
 
 
 class ShortConvolution(nnx.Module):
     """silu(sum over w of kernel[w] * x[t - W + 1 + w]), within a sequence."""
 
-    def __init__(self, shape: tuple[int, int], axes: LogicalAxes, *, taps: int, make: WeightMaker):
+    def __init__(self, shape: tuple[int, int], axes: LogicalAxes, *, taps: int, make: ParamBuilder):
         self.kernel = make.matrix((taps,), shape, (None, *axes), std=taps**-0.5)
 
     def __call__(
@@ -104,7 +104,7 @@ class DeltaSpec:
             dtypes=Dtypes.of(model.dtypes),
         )
 
-    def build(self, make: WeightMaker) -> "Delta":
+    def build(self, make: ParamBuilder) -> "Delta":
         return Delta(self, make)
 
     def forward_flops(self, seq_len: int) -> float:
@@ -117,7 +117,7 @@ class DeltaSpec:
 class Delta(nnx.Module):
     """out(norm(delta_rule(query(x), key(x), value(x), decay(x), rate(x))) * silu(gate(x)))."""
 
-    def __init__(self, spec: DeltaSpec, make: WeightMaker):
+    def __init__(self, spec: DeltaSpec, make: ParamBuilder):
         self.spec = spec
         D, scale = spec.emb_dim, spec.init_scale
         keys, values = (spec.num_key_heads, spec.key_dim), (spec.num_value_heads, spec.value_dim)
@@ -137,10 +137,10 @@ class Delta(nnx.Module):
         self.norm = RMSNorm(spec.value_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
 
     @jax.named_scope("delta")
-    def __call__(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> MixerOutput:
         kept = self._kept(ctx)
         q_BTMK, k_BTMK, v_BTNV, tails = self._heads(x_BTD, ctx, kept)
-        with explained():
+        with kernel_errors_as_config_errors():
             mixed_BTNV, state_BNKV = gated_delta(
                 _unit(q_BTMK) * self.spec.key_dim**-0.5,
                 _unit(k_BTMK),
@@ -159,14 +159,18 @@ class Delta(nnx.Module):
         out_BTD = self.out(checkpoint_name(gated_BTNV, "context"), ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
         cache = None if ctx.cache is None else ctx.cache.written({"state": state_BNKV, **tails}, ctx.rows)
-        return Mixed(checkpoint_name(out_BTD, "attention_out"), cache, {})
+        return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, {})
 
-    def empty_cache(self, room: Room, layers: int) -> Cache:
+    def empty_cache(self, room: CacheSpec, layers: int) -> Cache:
         """The state, in float32 since its errors stay with it, and the tokens that the convolutions look back at."""
         spec, before = self.spec, self.spec.taps - 1
-        state = Kept((spec.num_value_heads, spec.key_dim, spec.value_dim), jnp.float32, ("act_heads", None, None))
-        of_keys = Kept((before, spec.num_key_heads, spec.key_dim), spec.dtypes.compute, (None, "act_kv_heads", None))
-        of_values = Kept((before, spec.num_value_heads, spec.value_dim), spec.dtypes.compute, (None, "act_heads", None))
+        state = StateSpec((spec.num_value_heads, spec.key_dim, spec.value_dim), jnp.float32, ("act_heads", None, None))
+        of_keys = StateSpec(
+            (before, spec.num_key_heads, spec.key_dim), spec.dtypes.compute, (None, "act_kv_heads", None)
+        )
+        of_values = StateSpec(
+            (before, spec.num_value_heads, spec.value_dim), spec.dtypes.compute, (None, "act_heads", None)
+        )
         return room.kept(layers, {"state": state, "query": of_keys, "key": of_keys, "value": of_values})
 
     def _kept(self, ctx: Context) -> dict[str, Any]:

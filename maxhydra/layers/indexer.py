@@ -14,9 +14,9 @@ from flax import nnx
 
 from maxhydra.config.schema import model as config
 from maxhydra.layers.context import Context
-from maxhydra.layers.interfaces import Side, visible_keys
+from maxhydra.layers.interfaces import AuxOutputs, visible_keys
 from maxhydra.layers.norm import LayerNorm
-from maxhydra.layers.params import Dtypes, WeightMaker
+from maxhydra.layers.params import Dtypes, ParamBuilder
 from maxhydra.layers.rope import Rotation, rotate
 
 NORM_EPS = 1e-6
@@ -64,7 +64,7 @@ class IndexerSpec:
 class Indexer(nnx.Module):
     """Scores of keys by queries, and what it has yet to learn."""
 
-    def __init__(self, spec: IndexerSpec, make: WeightMaker):
+    def __init__(self, spec: IndexerSpec, make: ParamBuilder):
         self.spec = spec
         D, N, I, scale = spec.emb_dim, spec.num_heads, spec.head_dim, spec.init_scale
         self.query = make.projection("query", (spec.query_rank,), (N, I), ("latent", None, "head_dim"), scale=scale)
@@ -108,7 +108,7 @@ class Indexer(nnx.Module):
 
     def side(
         self, scores_BTS: jax.Array, q_BTNH: jax.Array, k_BSNH: jax.Array, visible_BTS: jax.Array, *, scale: float
-    ) -> Side:
+    ) -> AuxOutputs:
         """The loss: KL(p || softmax(scores)) of each query, where p is the attention of all heads together, over the
         keys that attention looked at; nothing where it has no weight."""
         if not self.spec.loss_weight:

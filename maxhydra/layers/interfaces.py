@@ -9,31 +9,31 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from maxhydra.layers.context import Context
-from maxhydra.layers.kv_cache import Cache, Room
-from maxhydra.layers.params import WeightMaker
+from maxhydra.layers.kv_cache import Cache, CacheSpec
+from maxhydra.layers.params import ParamBuilder
 
-Side = dict[str, jax.Array]
+AuxOutputs = dict[str, jax.Array]
 """What a part tells besides its output, by name. `loss`: a scalar, already weighted, that training adds to its own."""
 
 
-class Mixed(NamedTuple):
+class MixerOutput(NamedTuple):
     """What a mixer gives back."""
 
     out_BTD: jax.Array
     cache: Any
     """The successor of the layer's cache; None without one."""
-    side: Side
+    side: AuxOutputs
     handed: Any = None
     """What later layers find under this layer's kind in `ctx.shared`; None: nothing."""
     normed_BTD: jax.Array | None = None
     """The norm of what it gives, where that was asked for and made along."""
 
 
-class Fed(NamedTuple):
+class FeedForwardOutput(NamedTuple):
     """What a feed-forward gives back."""
 
     out_BTD: jax.Array
-    side: Side
+    side: AuxOutputs
     normed_BTD: jax.Array | None = None
     """As of a mixer."""
 
@@ -41,9 +41,9 @@ class Fed(NamedTuple):
 class Mixer(Protocol):
     """Looks at the tokens at hand and at those in the cache."""
 
-    def __call__(self, x_BTD: jax.Array, ctx: Context) -> Mixed: ...
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> MixerOutput: ...
 
-    def empty_cache(self, room: Room, layers: int) -> Cache:
+    def empty_cache(self, room: CacheSpec, layers: int) -> Cache:
         """What so many layers of this kind keep of earlier tokens."""
         ...
 
@@ -51,13 +51,13 @@ class Mixer(Protocol):
 class FeedForward(Protocol):
     """Works on each token alone."""
 
-    def __call__(self, x_BTD: jax.Array, ctx: Context) -> Fed: ...
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> FeedForwardOutput: ...
 
 
 class MixerSpec(Protocol):
     """A mixer's sizes and mechanisms, resolved."""
 
-    def build(self, make: WeightMaker) -> Any: ...
+    def build(self, make: ParamBuilder) -> Any: ...
 
     def forward_flops(self, seq_len: int) -> float:
         """Operations of a forward pass per token of sequences of this length: weights, and the look at others."""
@@ -67,7 +67,7 @@ class MixerSpec(Protocol):
 class FeedForwardSpec(Protocol):
     """A feed-forward's sizes and mechanisms, resolved."""
 
-    def build(self, make: WeightMaker) -> Any: ...
+    def build(self, make: ParamBuilder) -> Any: ...
 
     def forward_flops(self) -> float:
         """Operations of a forward pass per token: of the weights that a token meets."""
@@ -77,7 +77,7 @@ class FeedForwardSpec(Protocol):
         """Weights that a token does not meet."""
         ...
 
-    def settled(self, new: Any, old: Any, side: Side) -> Any:
+    def settled(self, new: Any, old: Any, side: AuxOutputs) -> Any:
         """The weights that a training step made of old ones, with what changes by what the layer told instead."""
         ...
 

@@ -9,7 +9,7 @@ from maxhydra.kernels.dispatch import UnsupportedError
 from maxhydra.kernels.tiles import Sizes
 
 
-class Wanted(NamedTuple):
+class KernelChoice(NamedTuple):
     """Of one operation, by the names of its arguments."""
 
     backend: str
@@ -18,7 +18,7 @@ class Wanted(NamedTuple):
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def kernel_errors_as_config_errors() -> Iterator[None]:
     """Kernels in here are named by the key of model.kernels that chose them."""
     try:
         yield

@@ -23,7 +23,7 @@ from maxhydra.kernels.paged_attention import Pages
 from maxhydra.sharding import LogicalAxes
 
 
-class Rows(NamedTuple):
+class PageTable(NamedTuple):
     """Where the rows of a call lie in caches that outlive the call."""
 
     table_BW: jax.Array
@@ -48,7 +48,7 @@ class Cache(Protocol):
         ...
 
 
-class Room(Protocol):
+class CacheSpec(Protocol):
     """What there is to be kept, before any mixer says what of: every kind of cache is made from it."""
 
     def keys_and_values(
@@ -57,12 +57,12 @@ class Room(Protocol):
         """A key and a value of each token and head. `value_dim`: the size of values where keys have another."""
         ...
 
-    def kept(self, layers: int, arrays: Mapping[str, "Kept"]) -> Cache:
+    def kept(self, layers: int, arrays: Mapping[str, "StateSpec"]) -> Cache:
         """Arrays of a fixed size per sequence, such as the state of a recurrence."""
         ...
 
 
-class Kept(NamedTuple):
+class StateSpec(NamedTuple):
     """An array that a layer keeps of a sequence, without the dimensions of layers and sequences."""
 
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class KeysValues(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseRoom:
+class DenseCacheSpec:
     """A place for every token of a few sequences of about the same length."""
 
     batch: int
@@ -93,12 +93,12 @@ class DenseRoom:
         key, value = (jnp.zeros((*shape, size), dtype) for size in (head_dim, value_dim or head_dim))
         return DenseCache(key, value, jnp.zeros(shape[:2], jnp.int32))
 
-    def kept(self, layers: int, arrays: Mapping[str, Kept]) -> "StateCache":
+    def kept(self, layers: int, arrays: Mapping[str, StateSpec]) -> "StateCache":
         return _states(layers, self.batch, "act_batch", arrays)
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedRoom:
+class PagedCacheSpec:
     """Pages that sequences take as they need them (Kwon et al., 2023), and slots for what has a fixed size."""
 
     pages: int
@@ -116,7 +116,7 @@ class PagedRoom:
         scale = jnp.zeros(shape, jnp.float32) if storage in SCALED else None
         return PagedCache(key, value, scale, scale)
 
-    def kept(self, layers: int, arrays: Mapping[str, Kept]) -> "StateCache":
+    def kept(self, layers: int, arrays: Mapping[str, StateSpec]) -> "StateCache":
         """One place for each sequence that is decoded at a time, in the arrays' own formats."""
         return _states(layers, self.slots, None, arrays)
 
@@ -175,7 +175,7 @@ class DenseLayer:
     layer: jax.Array
 
     def insert(
-        self, key_BTKH: jax.Array, value_BTKH: jax.Array, positions_BT: jax.Array, rows: Rows | None
+        self, key_BTKH: jax.Array, value_BTKH: jax.Array, positions_BT: jax.Array, rows: PageTable | None
     ) -> "DenseLayer":
         """Write tokens into the slots of their positions; those with a negative position (padding) are left out.
 
@@ -192,14 +192,14 @@ class DenseLayer:
     begin = insert
     """Rows lie in one piece: those that begin are written as all others are."""
 
-    def pages(self, positions_BT: jax.Array, rows: Rows | None) -> Pages | None:
+    def pages(self, positions_BT: jax.Array, rows: PageTable | None) -> Pages | None:
         return None
 
     def is_exact(self, dtype: np.dtype) -> bool:
         """Whether numbers of this format come back as they were."""
         return self.key_BSKH.dtype == dtype
 
-    def read(self, rows: Rows | None, dtype: np.dtype) -> KeysValues:
+    def read(self, rows: PageTable | None, dtype: np.dtype) -> KeysValues:
         slots_1S = jnp.arange(self.key_BSKH.shape[1], dtype=jnp.int32)[None]
         positions_BS = jnp.where(slots_1S < self.length_B[:, None], slots_1S, -1)
         return KeysValues(self.key_BSKH, self.value_BSKH, positions_BS)
@@ -245,7 +245,9 @@ class PagedLayer:
     length_B: jax.Array | None
     """Tokens of each row, once this call's are written."""
 
-    def insert(self, key_BTKH: jax.Array, value_BTKH: jax.Array, positions_BT: jax.Array, rows: Rows | None) -> Self:
+    def insert(
+        self, key_BTKH: jax.Array, value_BTKH: jax.Array, positions_BT: jax.Array, rows: PageTable | None
+    ) -> Self:
         """Write tokens into the pages of their rows; those with a negative position (padding) are left out."""
         assert rows is not None
         Z = self.cache.key_LPKZH.shape[3]
@@ -253,7 +255,9 @@ class PagedLayer:
         place = (self.layer, self._but_for(positions_BT < 0, page_BT), slice(None), positions_BT % Z)
         return self._written(place, key_BTKH, value_BTKH, positions_BT)
 
-    def begin(self, key_BTKH: jax.Array, value_BTKH: jax.Array, positions_BT: jax.Array, rows: Rows | None) -> Self:
+    def begin(
+        self, key_BTKH: jax.Array, value_BTKH: jax.Array, positions_BT: jax.Array, rows: PageTable | None
+    ) -> Self:
         """`insert` of tokens that begin their rows: page by page, which takes a GPU a fraction of the time. Padding
         behind the tokens fills their last page, where nobody sees it before it is written again."""
         assert rows is not None
@@ -283,7 +287,7 @@ class PagedLayer:
         )
         return dataclasses.replace(self, cache=cache, length_B=jnp.max(positions_BT, axis=1) + 1)
 
-    def pages(self, positions_BT: jax.Array, rows: Rows | None) -> Pages | None:
+    def pages(self, positions_BT: jax.Array, rows: PageTable | None) -> Pages | None:
         """The rows' pages where they lie, before this call's tokens are written; None where numbers are scaled."""
         assert rows is not None
         if self.cache.key_scale_LPKZ is not None:
@@ -303,7 +307,7 @@ class PagedLayer:
         """Whether numbers of this format come back as they were."""
         return self.cache.key_LPKZH.dtype == dtype
 
-    def read(self, rows: Rows | None, dtype: np.dtype) -> KeysValues:
+    def read(self, rows: PageTable | None, dtype: np.dtype) -> KeysValues:
         """The rows' pages one after the other.
 
         What other sequences left behind in a page is hidden by its position, and zeroed among the values: a number that
@@ -318,7 +322,9 @@ class PagedLayer:
         positions_BS = jnp.where(is_written_BS, slots_1S, -1)
         return KeysValues(key_BKSH.swapaxes(1, 2), value_BKSH.swapaxes(1, 2), positions_BS)
 
-    def _gather(self, all_LPKZH: jax.Array, scale_LPKZ: jax.Array | None, rows: Rows, dtype: np.dtype) -> jax.Array:
+    def _gather(
+        self, all_LPKZH: jax.Array, scale_LPKZ: jax.Array | None, rows: PageTable, dtype: np.dtype
+    ) -> jax.Array:
         found_BWKZH = all_LPKZH[self.layer, rows.table_BW].astype(dtype)
         if scale_LPKZ is not None:
             found_BWKZH = found_BWKZH * scale_LPKZ[self.layer, rows.table_BW][..., None].astype(dtype)
@@ -353,22 +359,22 @@ class StateLayer:
     cache: StateCache
     layer: jax.Array
 
-    def read(self, rows: Rows | None) -> dict[str, jax.Array]:
+    def read(self, rows: PageTable | None) -> dict[str, jax.Array]:
         """What the rows of the call left; a row without a sequence finds that of another, which it must not use."""
         place = self._place(rows)
         return {name: array.at[place].get(mode="clip") for name, array in self.cache.arrays.items()}
 
-    def written(self, arrays: Mapping[str, jax.Array], rows: Rows | None) -> "StateLayer":
+    def written(self, arrays: Mapping[str, jax.Array], rows: PageTable | None) -> "StateLayer":
         place = self._place(rows)
         old = self.cache.arrays
         new = {name: old[name].at[place].set(arrays[name].astype(old[name].dtype), mode="drop") for name in old}
         return StateLayer(StateCache(new, self.cache.names), self.layer)
 
-    def _place(self, rows: Rows | None) -> tuple[jax.Array, ...]:
+    def _place(self, rows: PageTable | None) -> tuple[jax.Array, ...]:
         return (self.layer,) if rows is None else (self.layer, rows.slots_B)
 
 
-def _states(layers: int, count: int, axis: str | None, arrays: Mapping[str, Kept]) -> StateCache:
+def _states(layers: int, count: int, axis: str | None, arrays: Mapping[str, StateSpec]) -> StateCache:
     return StateCache(
         {name: jnp.zeros((layers, count, *kept.shape), kept.dtype) for name, kept in arrays.items()},
         tuple((name, ("layers", axis, *kept.axes)) for name, kept in arrays.items()),

@@ -23,12 +23,12 @@ from maxhydra.kernels.int8_weight_matmul import int8_product
 from maxhydra.kernels.matmul import Layout, projected
 from maxhydra.layers.context import Context
 from maxhydra.layers.dropout import dropout
-from maxhydra.layers.quant.amax_history import History, shared
+from maxhydra.layers.quant.amax_history import AmaxHistory, shared
 from maxhydra.layers.quant.int4 import Int4, Int4Parts
 from maxhydra.layers.quant.int8 import Int8, quantized, side_by_side
 from maxhydra.layers.quant.nf4 import Nf4, Nf4Parts
-from maxhydra.layers.quant.qat import Product, Way, entering, is_trained_for, rounding, straight, straight_product
-from maxhydra.layers.quant.rules import Format, format_of
+from maxhydra.layers.quant.qat import Product, QatMatmul, entering, is_trained_for, rounding, straight, straight_product
+from maxhydra.layers.quant.rules import QuantRule, format_of
 
 # Letters for the dimensions of a product; more than any weight has.
 INPUTS, OUTPUTS = "abcd", "wxyz"
@@ -66,7 +66,7 @@ class LoraSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductSpec:
+class MatmulSpec:
     """How the products of a model are made."""
 
     compute: np.dtype
@@ -74,10 +74,10 @@ class ProductSpec:
     is_fused: bool = True
     """Whether what stands around products of a few rows may be done on their way, where a kernel can."""
     lora: LoraSpec | None = None
-    formats: tuple[Format, ...] = ()
+    formats: tuple[QuantRule, ...] = ()
     """Those of weights that are kept or multiplied in fewer bits."""
 
-    def format_of(self, name: str) -> Format | None:
+    def format_of(self, name: str) -> QuantRule | None:
         """That of the weight of this name."""
         return format_of(self.formats, name)
 
@@ -90,7 +90,7 @@ class Lora(nnx.Module):
         self.a, self.b = a, b
         self.spec, self.number = spec, number
 
-    def __call__(self, x: jax.Array, ctx: Context, product: ProductSpec, *, inputs: int) -> jax.Array:
+    def __call__(self, x: jax.Array, ctx: Context, product: MatmulSpec, *, inputs: int) -> jax.Array:
         kept = dropout(x, ctx.key(self.number), rate=self.spec.dropout)
         narrow = _product(kept, self.a[...], product, inputs=inputs)
         return self.spec.scale * _product(narrow, self.b[...], product, inputs=1)
@@ -100,19 +100,19 @@ class Lora(nnx.Module):
         return self.spec.scale * jnp.tensordot(self.a[...], self.b[...], axes=1)
 
 
-class Projection(nnx.Module):
+class Linear(nnx.Module):
     """x times the kernel [*inputs, *outputs], over the last dimensions of x, plus a bias [*outputs] if it has one."""
 
     def __init__(
         self,
         kernel: nnx.Param | Nf4 | Int8 | Int4,
         lora: Lora | None,
-        product: ProductSpec,
+        product: MatmulSpec,
         *,
         name: str,
         inputs: int,
         bias: nnx.Param | None,
-        history: History | None,
+        history: AmaxHistory | None,
     ):
         """`name`: <layer kind>/<path in the layer>, by which configs choose among projections."""
         self.kernel, self.lora, self.bias, self.history = kernel, lora, bias, history
@@ -137,18 +137,18 @@ class Projection(nnx.Module):
             return straight_product(self._way(form, is_alone=is_alone), x, kernel)
         return _product(x, kernel, self.product, inputs=self.inputs)
 
-    def _way(self, form: Format, *, is_alone: bool) -> Way:
+    def _way(self, form: QuantRule, *, is_alone: bool) -> QatMatmul:
         """How the kernel will be used after it was trained for its format."""
         plain = partial(_product, spec=self.product, inputs=self.inputs)
         rounded = rounding(form, inputs=self.inputs, name=self.name)
         if form.kind is QuantizationKind.qat_int4:
-            return Way(lambda x, kernel: plain(x, rounded(kernel)), rounded, plain)
+            return QatMatmul(lambda x, kernel: plain(x, rounded(kernel)), rounded, plain)
 
         def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
             parts = quantized(kernel, range(self.inputs))
             return int8_product(x, parts.codes, parts.scales, layout=self.product.layout, is_alone=is_alone)
 
-        return Way(product, rounded, plain)
+        return QatMatmul(product, rounded, plain)
 
     def _as_matrices(self, product: Product, x: jax.Array, kernel: jax.Array) -> jax.Array:
         """A product of matrices, of arrays with more dimensions."""
@@ -204,7 +204,7 @@ class Projection(nnx.Module):
         return out + self.lora(x, ctx, self.product, inputs=self.inputs)
 
 
-def together(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> list[jax.Array]:
+def together(projections: Sequence[Linear], x: jax.Array, ctx: Context) -> list[jax.Array]:
     """What several projections make of the same x, by one product: x is read once, its gradient written once.
 
     They may differ in the first dimension of their outputs. Different number formats make products of their own.
@@ -217,17 +217,17 @@ def together(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> l
     return [projection.added(part, x, ctx) for projection, part in zip(projections, parts, strict=True)]
 
 
-def are_alike(projections: Sequence[Projection]) -> bool:
+def are_alike(projections: Sequence[Linear]) -> bool:
     """Whether they keep their kernels and make their products in the same number format."""
     return len({(projection.format, type(projection.kernel)) for projection in projections}) == 1
 
 
-def are_bare(projections: Sequence[Projection]) -> bool:
+def are_bare(projections: Sequence[Linear]) -> bool:
     """Whether their products can be one, and nothing is added to any of them."""
     return are_alike(projections) and all(projection.lora is None for projection in projections)
 
 
-def joined(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> jax.Array:
+def joined(projections: Sequence[Linear], x: jax.Array, ctx: Context) -> jax.Array:
     """x times the kernels of projections, side by side in the first dimension of their outputs.
 
     All or none have a bias. Kernels in four bits are unpacked anew in the backward pass: kept until then, they would
@@ -252,13 +252,13 @@ def joined(projections: Sequence[Projection], x: jax.Array, ctx: Context) -> jax
     return _with_biases(projections, out)
 
 
-def _with_biases(projections: Sequence[Projection], out: jax.Array) -> jax.Array:
+def _with_biases(projections: Sequence[Linear], out: jax.Array) -> jax.Array:
     biases = [projection.bias[...].astype(out.dtype) for projection in projections if projection.bias is not None]
     assert len(biases) in (0, len(projections))
     return out + jnp.concatenate(biases) if biases else out
 
 
-def _product(x: jax.Array, kernel: jax.Array, spec: ProductSpec, *, inputs: int) -> jax.Array:
+def _product(x: jax.Array, kernel: jax.Array, spec: MatmulSpec, *, inputs: int) -> jax.Array:
     contracted, left = INPUTS[:inputs], OUTPUTS[: kernel.ndim - inputs]
     equation = f"...{contracted},{contracted}{left}->...{left}"
     return projected(equation, x, kernel.astype(spec.compute), layout=spec.layout)

@@ -19,16 +19,16 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config.schema import model as config
-from maxhydra.kernels.attention.spec import Request, Tokens, visible
+from maxhydra.kernels.attention.spec import Request, TokenInfo, visible
 from maxhydra.layers.attend import attend, cached_positions, written
 from maxhydra.layers.context import Context
 from maxhydra.layers.indexer import Indexer, IndexerSpec
-from maxhydra.layers.interfaces import Mixed, Side, visible_keys
-from maxhydra.layers.kernel_options import Wanted
-from maxhydra.layers.kv_cache import Cache, KeysValues, Room
-from maxhydra.layers.linear import Projection
+from maxhydra.layers.interfaces import AuxOutputs, MixerOutput, visible_keys
+from maxhydra.layers.kernel_options import KernelChoice
+from maxhydra.layers.kv_cache import Cache, CacheSpec, KeysValues
+from maxhydra.layers.linear import Linear
 from maxhydra.layers.norm import RMSNorm
-from maxhydra.layers.params import Dtypes, WeightMaker, residual_scale
+from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
 from maxhydra.layers.rope import Rotation, rotate
 
 # Of the norms of the latents, whatever that of the model is.
@@ -49,7 +49,7 @@ class MlaSpec:
     scale: float
     rotation: Rotation | None
     indexer: IndexerSpec | None
-    wanted: Wanted
+    wanted: KernelChoice
     init_scale: float
     out_scale: float
     dtypes: Dtypes
@@ -69,7 +69,7 @@ class MlaSpec:
             scale=_sharpness(own) * (plain_dim + own.qk_rope_head_dim) ** -0.5,
             rotation=Rotation.of(own.rope, own.qk_rope_head_dim),
             indexer=IndexerSpec.of(model, kind),
-            wanted=Wanted(model.kernels.attention.value, model.kernels.sizes("attention")),
+            wanted=KernelChoice(model.kernels.attention.value, model.kernels.sizes("attention")),
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
@@ -79,7 +79,7 @@ class MlaSpec:
     def key_dim(self) -> int:
         return self.plain_dim + self.rope_dim
 
-    def build(self, make: WeightMaker) -> "Mla":
+    def build(self, make: ParamBuilder) -> "Mla":
         return Mla(self, make)
 
     def forward_flops(self, seq_len: int) -> float:
@@ -93,7 +93,7 @@ class MlaSpec:
         return 2.0 * weights + looks + (0.0 if self.indexer is None else self.indexer.forward_flops(seq_len))
 
 
-class Seen(NamedTuple):
+class LatentCacheView(NamedTuple):
     """What tokens leave for queries to look at."""
 
     latent_BSR: jax.Array
@@ -101,9 +101,9 @@ class Seen(NamedTuple):
     """The part with position of every head's key."""
     index_BSI: jax.Array | None
     """Key of the indexer."""
-    tokens: Tokens
+    tokens: TokenInfo
 
-    def narrowed(self, scores_BTS: jax.Array, top_k: int) -> "Seen":
+    def narrowed(self, scores_BTS: jax.Array, top_k: int) -> "LatentCacheView":
         """Only those with the highest scores, for each query by itself: one query's are taken out, those of several
         marked."""
         if scores_BTS.shape[2] <= top_k:
@@ -117,13 +117,13 @@ class Seen(NamedTuple):
             jnp.take_along_axis(x_BSH, places_BK[:, :, None], axis=1) for x_BSH in (self.latent_BSR, self.key_BSP)
         )
         positions_BK = jnp.take_along_axis(self.tokens.kv_positions_BS, places_BK, axis=1)
-        return Seen(latent_BKR, key_BKP, None, self.tokens._replace(kv_positions_BS=positions_BK))
+        return LatentCacheView(latent_BKR, key_BKP, None, self.tokens._replace(kv_positions_BS=positions_BK))
 
 
 class Mla(nnx.Module):
     """out(attention([query, rope(query)], [key(c), rope(key)], value(c))) of the latent c = norm(latent(x))."""
 
-    def __init__(self, spec: MlaSpec, make: WeightMaker):
+    def __init__(self, spec: MlaSpec, make: ParamBuilder):
         self.spec = spec
         D, N, R, Q = spec.emb_dim, spec.num_heads, spec.latent_dim, spec.query_rank
         scale = spec.init_scale
@@ -131,10 +131,10 @@ class Mla(nnx.Module):
         def norm(dim: int) -> RMSNorm:
             return RMSNorm(dim, eps=NORM_EPS, dtypes=spec.dtypes, make=make)
 
-        def down(name: str, dim: int) -> Projection:
+        def down(name: str, dim: int) -> Linear:
             return make.projection(name, (D,), (dim,), ("embed", "latent"), scale=scale)
 
-        def up(name: str, dim: int, width: int, axis: str) -> Projection:
+        def up(name: str, dim: int, width: int, axis: str) -> Linear:
             return make.projection(name, (dim,), (N, width), (axis, "heads", "head_dim"), scale=scale)
 
         self.query = None if Q is not None else up("query", D, spec.key_dim, "embed")
@@ -150,10 +150,10 @@ class Mla(nnx.Module):
         self.indexer = None if spec.indexer is None else Indexer(spec.indexer, make.below("indexer"))
 
     @jax.named_scope("mla")
-    def __call__(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> MixerOutput:
         q_BTNH, narrow_BTQ = self._queries(x_BTD, ctx)
         seen, cache = self._seen(x_BTD, ctx)
-        side: Side = {}
+        side: AuxOutputs = {}
         if self.indexer is not None and seen.index_BSI is not None:
             visible_BTS = self._visible(seen, q_BTNH.shape[1])
             scores_BTS = self.indexer(x_BTD, narrow_BTQ, seen.index_BSI, visible_BTS, ctx)
@@ -169,9 +169,9 @@ class Mla(nnx.Module):
         mixed_BTNV = ctx.constrain(mixed_BTNV, "act_batch", "act_length", "act_heads", None)
         out_BTD = self.out(checkpoint_name(mixed_BTNV, "context"), ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
-        return Mixed(checkpoint_name(out_BTD, "attention_out"), cache, side)
+        return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, side)
 
-    def empty_cache(self, room: Room, layers: int) -> Cache:
+    def empty_cache(self, room: CacheSpec, layers: int) -> Cache:
         """The latent in the place of the value: it is gathered, where the key with its position is only compared."""
         spec = self.spec
         index_dim = 0 if spec.indexer is None else spec.indexer.head_dim
@@ -196,21 +196,21 @@ class Mla(nnx.Module):
         q_BTNH = ctx.constrain(q_BTNH, "act_batch", "act_length", "act_heads", None)
         return checkpoint_name(q_BTNH, "query"), narrow_BTQ
 
-    def _seen(self, x_BTD: jax.Array, ctx: Context) -> tuple[Seen, Any]:
+    def _seen(self, x_BTD: jax.Array, ctx: Context) -> tuple[LatentCacheView, Any]:
         """What the tokens at hand can look at, those in the cache among them, and the cache with these in it."""
         latent_BTR, key_BTP = jnp.split(self.latent(x_BTD, ctx), [self.spec.latent_dim], axis=-1)
         latent_BTR = self.latent_norm(latent_BTR)
         key_BTP = self._turned(key_BTP[:, :, None], ctx)[:, :, 0]
         index_BTI = None if self.indexer is None else self.indexer.keys(x_BTD, ctx)
         if ctx.cache is None:
-            tokens = Tokens(ctx.segments, ctx.segments, None, None)
-            return Seen(_whole(latent_BTR, ctx), _whole(key_BTP, ctx), _whole(index_BTI, ctx), tokens), None
+            tokens = TokenInfo(ctx.segments, ctx.segments, None, None)
+            return LatentCacheView(_whole(latent_BTR, ctx), _whole(key_BTP, ctx), _whole(index_BTI, ctx), tokens), None
         keys_BTH = key_BTP if index_BTI is None else jnp.concatenate([key_BTP, index_BTI], axis=-1)
         cache = written(keys_BTH[:, :, None], latent_BTR[:, :, None], ctx)
         kept: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
         key_BSP, index_BSI = jnp.split(kept.key_BSKH[:, :, 0], [self.spec.rope_dim], axis=-1)
-        tokens = Tokens(None, None, cached_positions(ctx), kept.positions_BS)
-        return Seen(kept.value_BSKH[:, :, 0], key_BSP, index_BSI, tokens), cache
+        tokens = TokenInfo(None, None, cached_positions(ctx), kept.positions_BS)
+        return LatentCacheView(kept.value_BSKH[:, :, 0], key_BSP, index_BSI, tokens), cache
 
     def _turned(self, x_BTNP: jax.Array, ctx: Context) -> jax.Array:
         """With its position."""
@@ -221,7 +221,7 @@ class Mla(nnx.Module):
         made = self.spec.plain_dim + self.spec.value_dim
         return ctx.cache is not None and queries * (2 * self.spec.latent_dim - made) < self.spec.latent_dim * made
 
-    def _keys_values(self, seen: Seen, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def _keys_values(self, seen: LatentCacheView, ctx: Context) -> tuple[jax.Array, jax.Array]:
         both_BSNH = self.key_value(seen.latent_BSR, ctx)
         plain_BSNF, v_BSNV = jnp.split(both_BSNH, [self.spec.plain_dim], axis=-1)
         shared_BSNP = jnp.broadcast_to(seen.key_BSP[:, :, None], (*plain_BSNF.shape[:3], self.spec.rope_dim))
@@ -231,7 +231,7 @@ class Mla(nnx.Module):
             checkpoint_name(ctx.constrain(v_BSNV, "act_batch", None, "act_heads", None), "value"),
         )
 
-    def _gather_latents(self, q_BTNH: jax.Array, seen: Seen, ctx: Context) -> jax.Array:
+    def _gather_latents(self, q_BTNH: jax.Array, seen: LatentCacheView, ctx: Context) -> jax.Array:
         """The form for few queries: every head looks at the latents themselves, as if they were its keys and values."""
         into_RNF, out_of_RNV = jnp.split(self.key_value.matrix(ctx), [self.spec.plain_dim], axis=-1)
         plain_BTNF, turned_BTNP = jnp.split(q_BTNH, [self.spec.plain_dim], axis=-1)
@@ -241,11 +241,11 @@ class Mla(nnx.Module):
         mixed_BTNR = self._attend(queries, keys, seen.latent_BSR[:, :, None], seen, ctx)
         return jnp.einsum("BTNR,RNV->BTNV", mixed_BTNR, out_of_RNV)
 
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, ctx: Context) -> jax.Array:
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, seen: LatentCacheView, ctx: Context) -> jax.Array:
         request = dataclasses.replace(self._request, is_length_split=ctx.is_length_split)
         return attend(q, k, v, request, ctx, wanted=self.spec.wanted, **seen.tokens._asdict())
 
-    def _visible(self, seen: Seen, queries: int) -> jax.Array:
+    def _visible(self, seen: LatentCacheView, queries: int) -> jax.Array:
         found = visible(self._request, seen.tokens, queries=range(queries), keys=range(seen.latent_BSR.shape[1]))
         assert found is not None
         return found

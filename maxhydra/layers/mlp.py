@@ -15,10 +15,10 @@ from maxhydra.kernels.fused_linear import Norm as Factors
 from maxhydra.kernels.matmul import Layout
 from maxhydra.layers.context import Context
 from maxhydra.layers.fused_decode import added, can_fuse, can_gate, fused, fused_normed
-from maxhydra.layers.interfaces import Fed, Side
-from maxhydra.layers.linear import Projection, together
+from maxhydra.layers.interfaces import AuxOutputs, FeedForwardOutput
+from maxhydra.layers.linear import Linear, together
 from maxhydra.layers.norm import Norm, RMSNorm
-from maxhydra.layers.params import Dtypes, WeightMaker, residual_scale
+from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
 
 ACTIVATIONS: dict[config.Activation, Callable[[jax.Array], jax.Array]] = {
     config.Activation.silu: jax.nn.silu,
@@ -53,7 +53,7 @@ class MlpSpec:
             dtypes=Dtypes.of(model.dtypes),
         )
 
-    def build(self, make: WeightMaker) -> "Mlp":
+    def build(self, make: ParamBuilder) -> "Mlp":
         return Mlp(self, make)
 
     def forward_flops(self) -> float:
@@ -62,14 +62,14 @@ class MlpSpec:
     def idle_parameters(self) -> int:
         return 0
 
-    def settled(self, new: Any, old: Any, side: Side) -> Any:
+    def settled(self, new: Any, old: Any, side: AuxOutputs) -> Any:
         return new
 
 
 class Mlp(nnx.Module):
     """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x)))."""
 
-    def __init__(self, spec: MlpSpec, make: WeightMaker):
+    def __init__(self, spec: MlpSpec, make: ParamBuilder):
         self.spec = spec
         D, F = spec.emb_dim, spec.dim
         inner = partial(make.projection, scale=spec.init_scale, has_bias=spec.has_bias)
@@ -78,13 +78,15 @@ class Mlp(nnx.Module):
         self.down = make.projection("down", (F,), (D,), ("mlp", "embed"), scale=spec.out_scale, has_bias=spec.has_bias)
 
     @jax.named_scope("mlp")
-    def __call__(self, x_BTD: jax.Array, ctx: Context) -> Fed:
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> FeedForwardOutput:
         out_BTD = self.down(self._hidden(x_BTD, ctx), ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
-        return Fed(checkpoint_name(out_BTD, "mlp_out"), {})
+        return FeedForwardOutput(checkpoint_name(out_BTD, "mlp_out"), {})
 
     @jax.named_scope("mlp")
-    def onto(self, x_BTD: jax.Array, norm: Norm | None, ctx: Context, *, then: Factors | None) -> Fed | None:
+    def onto(
+        self, x_BTD: jax.Array, norm: Norm | None, ctx: Context, *, then: Factors | None
+    ) -> FeedForwardOutput | None:
         """x + mlp(norm(x)) of a few tokens, by kernels that norm, gate and add on the way, perhaps with the norm that
         comes then; None where they cannot. ctx.normed is norm(x) where it is there already."""
         if not isinstance(norm, RMSNorm) or self.gate is None:
@@ -93,7 +95,7 @@ class Mlp(nnx.Module):
             return None
         hidden_BTF = fused_normed((self.gate, self.up), x_BTD, norm, ctx, ACTIVATIONS[self.spec.activation])
         out_BTD, normed_BTD = added(self.down, hidden_BTF, x_BTD, then=then)
-        return Fed(out_BTD, {}, normed_BTD)
+        return FeedForwardOutput(out_BTD, {}, normed_BTD)
 
     def _hidden(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         if self.gate is None:
@@ -105,7 +107,7 @@ class Mlp(nnx.Module):
         gate_BTF, up_BTF = self._gate_and_up(self.gate, x_BTD, ctx)
         return gated(self.spec.activation, checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up"))
 
-    def _gate_and_up(self, gate: Projection, x_BTD: jax.Array, ctx: Context) -> list[jax.Array]:
+    def _gate_and_up(self, gate: Linear, x_BTD: jax.Array, ctx: Context) -> list[jax.Array]:
         """By one product where their weights lie together."""
         if gate.product.layout is Layout.joined:
             return together((gate, self.up), x_BTD, ctx)

@@ -11,10 +11,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config.schema import model as config
 from maxhydra.layers.context import Context
-from maxhydra.layers.experts import Experts, ExpertsSpec, Given
-from maxhydra.layers.interfaces import Fed, Side
+from maxhydra.layers.experts import Experts, ExpertsSpec, RoutedTokens
+from maxhydra.layers.interfaces import AuxOutputs, FeedForwardOutput
 from maxhydra.layers.mlp import Mlp, MlpSpec
-from maxhydra.layers.params import Dtypes, WeightMaker, residual_scale
+from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
 from maxhydra.layers.router import Router, RouterSpec
 
 
@@ -78,7 +78,7 @@ class MoeSpec:
             dtypes=shared.dtypes,
         )
 
-    def build(self, make: WeightMaker) -> "Moe":
+    def build(self, make: ParamBuilder) -> "Moe":
         return Moe(self, make)
 
     def forward_flops(self) -> float:
@@ -100,7 +100,7 @@ class MoeSpec:
         even = tokens * self.router.top_k / self.router.experts
         return min(tokens, math.ceil(self.capacity_factor * even))
 
-    def settled(self, new: Any, old: Any, side: Side) -> Any:
+    def settled(self, new: Any, old: Any, side: AuxOutputs) -> Any:
         """The weights that a step made of old ones, with the correction of the choice moved by the load alone."""
         rate = self.router.bias_rate
         if rate is None or "correction" not in new.get("router", {}):
@@ -112,7 +112,7 @@ class MoeSpec:
 class Moe(nnx.Module):
     """experts(x), weighted by the router, and what every token shares."""
 
-    def __init__(self, spec: MoeSpec, make: WeightMaker):
+    def __init__(self, spec: MoeSpec, make: ParamBuilder):
         self.spec = spec
         self.router = Router(spec.router, make.below("router"))
         self.experts = Experts(spec.experts, make.below("experts"))
@@ -124,11 +124,11 @@ class Moe(nnx.Module):
         )
 
     @jax.named_scope("moe")
-    def __call__(self, x_BTD: jax.Array, ctx: Context, *, seen_BTD: jax.Array | None = None) -> Fed:
+    def __call__(self, x_BTD: jax.Array, ctx: Context, *, seen_BTD: jax.Array | None = None) -> FeedForwardOutput:
         """`seen_BTD`: what the router sees, where that is not x."""
         is_real_BT = ctx.is_real_BT
         routing = self.router(x_BTD if seen_BTD is None else seen_BTD)
-        given = Given(x_BTD, routing.ids_BTK, routing.weights_BTK)
+        given = RoutedTokens(x_BTD, routing.ids_BTK, routing.weights_BTK)
         capacity = self.spec.capacity(x_BTD.shape[1]) if ctx.cache is None else None
         out_BTD = self.experts(given, ctx, capacity=capacity, is_real_BT=is_real_BT).astype(self.spec.dtypes.compute)
         if self.shared is not None:
@@ -138,7 +138,7 @@ class Moe(nnx.Module):
         side = {"load": load_E}
         if self.spec.balance_weight:
             side["loss"] = self.spec.balance_weight * balance_loss(load_E, routing.shares_BTE, is_real_BT)
-        return Fed(checkpoint_name(out_BTD, "mlp_out"), side)
+        return FeedForwardOutput(checkpoint_name(out_BTD, "mlp_out"), side)
 
     def _shared(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         assert self.shared is not None

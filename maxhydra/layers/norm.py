@@ -8,11 +8,11 @@ from flax import nnx
 
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.fused_linear import Norm as Factors
-from maxhydra.kernels.placement import Place
+from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.rms_norm import rms_norm
 from maxhydra.kernels.rms_norm.reference import unit_square
-from maxhydra.layers.kernel_options import Wanted, explained
-from maxhydra.layers.params import Dtypes, WeightMaker
+from maxhydra.layers.kernel_options import KernelChoice, kernel_errors_as_config_errors
+from maxhydra.layers.params import Dtypes, ParamBuilder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,15 +21,15 @@ class NormSpec:
 
     kind: config.Norm
     eps: float
-    wanted: Wanted
+    wanted: KernelChoice
     dtypes: Dtypes
 
     @classmethod
     def of(cls, model: config.Model) -> "NormSpec":
-        wanted = Wanted(model.kernels.rms_norm.value, model.kernels.sizes("rms_norm"))
+        wanted = KernelChoice(model.kernels.rms_norm.value, model.kernels.sizes("rms_norm"))
         return cls(model.norm, model.norm_eps, wanted, Dtypes.of(model.dtypes))
 
-    def build(self, dim: int, make: WeightMaker) -> "Norm":
+    def build(self, dim: int, make: ParamBuilder) -> "Norm":
         """A norm over vectors of this size."""
         if self.kind is config.Norm.layer:
             return LayerNorm(dim, eps=self.eps, dtypes=self.dtypes, make=make)
@@ -43,7 +43,7 @@ class RMSNorm(nnx.Module):
     A centred scale is kept less one: weight decay then draws it to one.
     """
 
-    def __init__(self, dim: int, *, eps: float, dtypes: Dtypes, make: WeightMaker, is_centred: bool = False):
+    def __init__(self, dim: int, *, eps: float, dtypes: Dtypes, make: ParamBuilder, is_centred: bool = False):
         self.eps, self.dtypes, self.is_centred = eps, dtypes, is_centred
         self.scale = (make.zeros if is_centred else make.ones)((dim,), ("norm",))
 
@@ -52,9 +52,11 @@ class RMSNorm(nnx.Module):
         return (unit_square(x, self.eps) * self._factor).astype(self.dtypes.compute)
 
     @jax.named_scope("norm")
-    def tapped(self, x: jax.Array, *, wanted: Wanted, place: Place) -> tuple[jax.Array, jax.Array]:
-        """x to go on with, and the norm of x: see `tapped`."""
-        with explained():
+    def norm_with_residual(
+        self, x: jax.Array, *, wanted: KernelChoice, place: Placement
+    ) -> tuple[jax.Array, jax.Array]:
+        """x to go on with, and the norm of x: see `norm_with_residual`."""
+        with kernel_errors_as_config_errors():
             return rms_norm(x, self._factor, eps=self.eps, dtype=self.dtypes.compute, **wanted._asdict(), place=place)
 
     @property
@@ -83,7 +85,7 @@ class PlainNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """(x - mean(x)) / sqrt(variance(x) + eps) * scale + bias, in float32."""
 
-    def __init__(self, dim: int, *, eps: float, dtypes: Dtypes, make: WeightMaker):
+    def __init__(self, dim: int, *, eps: float, dtypes: Dtypes, make: ParamBuilder):
         self.eps, self.dtypes = eps, dtypes
         self.scale, self.bias = make.ones((dim,), ("norm",)), make.zeros((dim,), ("norm",))
 
@@ -98,7 +100,9 @@ class LayerNorm(nnx.Module):
 Norm = RMSNorm | PlainNorm | LayerNorm
 
 
-def tapped(norm: Norm | None, x: jax.Array, *, wanted: Wanted, place: Place) -> tuple[jax.Array, jax.Array]:
+def norm_with_residual(
+    norm: Norm | None, x: jax.Array, *, wanted: KernelChoice, place: Placement
+) -> tuple[jax.Array, jax.Array]:
     """A stream to go on with, and what a branch of it sees; where there is no norm, the stream.
 
     Both come from one place, so that in the backward pass the gradients of both meet in one kernel where there is one.

@@ -13,12 +13,12 @@ from flax import nnx
 
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.quantization import QuantizationKind
-from maxhydra.layers.linear import Lora, LoraSpec, ProductSpec, Projection
-from maxhydra.layers.quant.amax_history import ARRAYS, History
+from maxhydra.layers.linear import Linear, Lora, LoraSpec, MatmulSpec
+from maxhydra.layers.quant.amax_history import ARRAYS, AmaxHistory
 from maxhydra.layers.quant.int4 import Int4, Shape
 from maxhydra.layers.quant.int8 import Int8
 from maxhydra.layers.quant.nf4 import Nf4
-from maxhydra.layers.quant.rules import Format
+from maxhydra.layers.quant.rules import QuantRule
 from maxhydra.sharding import LogicalAxes
 
 # Keys of a layer that its own dropout takes.
@@ -39,26 +39,26 @@ class Dtypes:
         return cls(**{field.name: jnp.dtype(getattr(dtypes, field.name).value) for field in dataclasses.fields(cls)})
 
 
-class WeightMaker:
+class ParamBuilder:
     """Makes the weights of modules: initial values and logical axes, alone or stacked over layers.
 
     A key per weight in the order of making; values do not depend on how the weights are sharded, and those of the model
     not on its adapter.
     """
 
-    def __init__(self, key: jax.Array, *, dtype: np.dtype, layers: int | None, product: ProductSpec):
+    def __init__(self, key: jax.Array, *, dtype: np.dtype, layers: int | None, product: MatmulSpec):
         self._key, self._dtype, self._product = key, dtype, product
         self._numbers = count(1)
         self._path = ""
         self._stack: tuple[int, ...] = () if layers is None else (layers,)
         self._stack_axes: LogicalAxes = () if layers is None else ("layers",)
 
-    def stacked(self, layers: int) -> "WeightMaker":
+    def stacked(self, layers: int) -> "ParamBuilder":
         """A maker of weights that hold so many layers, on a leading axis `layers`."""
         key = jax.random.fold_in(self._key, next(self._numbers))
-        return WeightMaker(key, dtype=self._dtype, layers=layers, product=self._product)
+        return ParamBuilder(key, dtype=self._dtype, layers=layers, product=self._product)
 
-    def below(self, name: str) -> "WeightMaker":
+    def below(self, name: str) -> "ParamBuilder":
         """The same maker for a part of this name."""
         part = copy(self)
         part._path = f"{self._path}{name}/"
@@ -108,7 +108,7 @@ class WeightMaker:
         drawn = self.matrix((count, shape[0]), (shape[1],), ("experts", *axes), std=std)
         return self._kept(drawn, Shape(len(self._stack), 1, 1), self._path + name)
 
-    def named(self, name: str) -> tuple[str, Format | None]:
+    def named(self, name: str) -> tuple[str, QuantRule | None]:
         """A weight of this part as configs name it, and its format."""
         return self._path + name, self._product.format_of(self._path + name)
 
@@ -121,7 +121,7 @@ class WeightMaker:
         *,
         scale: float,
         has_bias: bool = False,
-    ) -> Projection:
+    ) -> Linear:
         """A map from inputs of unit variance to outputs of variance scale^2: its entries have scale^2 / fan-in."""
         number = next(self._numbers)
         key = jax.random.fold_in(self._key, number)
@@ -135,7 +135,7 @@ class WeightMaker:
         kept = self._kept(kernel, Shape(len(self._stack), 0, len(inputs)), name)
         bias = self.zeros(outputs, axes[len(inputs) :]) if has_bias else None
         history = self._history(name)
-        return Projection(kept, lora, self._product, name=name, inputs=len(inputs), bias=bias, history=history)
+        return Linear(kept, lora, self._product, name=name, inputs=len(inputs), bias=bias, history=history)
 
     def _kept(self, kernel: nnx.Param, shape: Shape, name: str) -> nnx.Param | Nf4 | Int8 | Int4:
         """The kernel in the format that it is kept in."""
@@ -152,13 +152,13 @@ class WeightMaker:
         form = self._product.format_of(name)
         return form is not None and form.kind is QuantizationKind.int8_weights
 
-    def _history(self, name: str) -> History | None:
+    def _history(self, name: str) -> AmaxHistory | None:
         """Empty, where products are scaled by what was there before."""
         form = self._product.format_of(name)
         if form is None or form.history is None:
             return None
         empty = jnp.zeros((*self._stack, ARRAYS, form.history), jnp.float32)
-        return History(empty, axes=(*self._stack_axes, None, None))
+        return AmaxHistory(empty, axes=(*self._stack_axes, None, None))
 
     def _lora(
         self,

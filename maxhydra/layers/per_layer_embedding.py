@@ -13,7 +13,7 @@ from maxhydra.config.schema import model as config
 from maxhydra.layers.context import Context
 from maxhydra.layers.mlp import gated
 from maxhydra.layers.norm import NormSpec
-from maxhydra.layers.params import Dtypes, WeightMaker, residual_scale
+from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class PerLayerSpec:
 class PerLayerEmbedding(nnx.Module):
     """(norm(context(x) / sqrt(D)) + sqrt(P) * table[token]) / sqrt(2), where x is the token's main embedding."""
 
-    def __init__(self, spec: PerLayerSpec, make: WeightMaker):
+    def __init__(self, spec: PerLayerSpec, make: ParamBuilder):
         self.spec = spec
         width = spec.layers * spec.dim
         std = spec.init_scale * spec.dim**-0.5
@@ -80,7 +80,7 @@ class PerLayerEmbedding(nnx.Module):
 class PerLayerInput(nnx.Module):
     """norm(out(activation(gate(x)) * own)), which a layer adds to the stream."""
 
-    def __init__(self, spec: PerLayerSpec, make: WeightMaker):
+    def __init__(self, spec: PerLayerSpec, make: ParamBuilder):
         self.spec = spec
         D, P = spec.emb_dim, spec.dim
         self.gate = make.projection("gate", (D,), (P,), ("embed", None), scale=spec.init_scale)

@@ -7,10 +7,10 @@ import jax
 
 from maxhydra.config.schema import model as config
 from maxhydra.layers.norm import Norm, NormSpec, PlainNorm
-from maxhydra.layers.params import WeightMaker
+from maxhydra.layers.params import ParamBuilder
 
 
-def heads_norm(kind: config.QkNorm, norm: NormSpec, heads: int, head_dim: int, make: WeightMaker) -> Norm | None:
+def heads_norm(kind: config.QkNorm, norm: NormSpec, heads: int, head_dim: int, make: ParamBuilder) -> Norm | None:
     """The norm of so many heads; None where there is none."""
     if kind is config.QkNorm.none:
         return None

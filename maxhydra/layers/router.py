@@ -12,7 +12,7 @@ from flax import nnx
 
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.rms_norm.reference import unit_square
-from maxhydra.layers.params import WeightMaker
+from maxhydra.layers.params import ParamBuilder
 
 # Added to a sum of scores that is divided by.
 TINY = 1e-20
@@ -74,7 +74,7 @@ class Routing(NamedTuple):
 class Router(nnx.Module):
     """The experts with the best scores(x kernel)."""
 
-    def __init__(self, spec: RouterSpec, make: WeightMaker):
+    def __init__(self, spec: RouterSpec, make: ParamBuilder):
         self.spec = spec
         D, E = spec.emb_dim, spec.experts
         std = spec.init_scale * D**-0.5

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
-def tempered(q_BTNH: jax.Array, positions_BT: jax.Array, floor: int, scale: float) -> jax.Array:
+def scale_queries(q_BTNH: jax.Array, positions_BT: jax.Array, floor: int, scale: float) -> jax.Array:
     """q * (1 + scale * ln(1 + floor((position + 1) / floor)))."""
     steps_BT = jnp.floor((positions_BT.astype(jnp.float32) + 1) / floor)
     factor_BT = 1 + scale * jnp.log1p(steps_BT)

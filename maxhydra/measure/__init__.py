@@ -1,6 +1,6 @@
 """What a config does on this machine: speed and memory of training, decoding and kernels, as lines of JSON."""
 
 from maxhydra.measure.memory import OutOfMemoryError
-from maxhydra.measure.record import Line, Subject
+from maxhydra.measure.record import BenchRecord, BenchTarget
 
-__all__ = ["Line", "OutOfMemoryError", "Subject"]
+__all__ = ["BenchRecord", "BenchTarget", "OutOfMemoryError"]

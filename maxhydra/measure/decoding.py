@@ -21,7 +21,7 @@ from maxhydra.decode.engine import Engine
 from maxhydra.decode.open import loaded, plan_weights
 from maxhydra.decode.request import Delta, Request
 from maxhydra.measure.memory import memory_explained, peak_gib
-from maxhydra.measure.record import Line, Subject
+from maxhydra.measure.record import BenchRecord, BenchTarget
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 
@@ -30,7 +30,7 @@ MOST_CALLS = 50
 WAY_OUT = "try smaller task.load.batches, shorter prompts and answers, quantization=int8_weights, or more devices"
 
 
-def measure_decoding(subject: Subject, load: Load, engine: EngineConfig) -> Iterator[Line]:
+def measure_decoding(subject: BenchTarget, load: Load, engine: EngineConfig) -> Iterator[BenchRecord]:
     """A line for each number of prompts.
 
     `tokens_per_second` is over the whole call, `tokens_per_second_after_first` over the tokens after each sequence's

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.config import Config
-from maxhydra.kernels.call_recorder import Called, watching
+from maxhydra.kernels.call_recorder import RecordedCall, watching
 from maxhydra.kernels.dispatch import UnsupportedError
 from maxhydra.measure.memory import OutOfMemoryError, lower_in_training, memory_explained
-from maxhydra.measure.record import Line, Subject
+from maxhydra.measure.record import BenchRecord, BenchTarget
 from maxhydra.measure.training import plan
 
 log = logging.getLogger("maxhydra")
@@ -36,7 +36,7 @@ REFERENCE = "reference"
 HOW = ("backend", "sizes", "place")
 
 
-def measure_kernels(subject: Subject) -> Iterator[Line]:
+def measure_kernels(subject: BenchTarget) -> Iterator[BenchRecord]:
     """A line for each distinct call and each backend that serves it, but for the reference, which is not for speed."""
     for called in model_calls(subject.config):
         operation = called.operation.__name__
@@ -58,7 +58,7 @@ def measure_kernels(subject: Subject) -> Iterator[Line]:
             yield subject.line("kernels", **about, **figures, error=float(f"{distance(found, wanted):.2g}"))
 
 
-def model_calls(config: Config) -> list[Called]:
+def model_calls(config: Config) -> list[RecordedCall]:
     """The distinct calls of a training step's forward pass, in the order of the layers, as if on one device."""
     training, loader = plan(config)
     with closing(loader), watching() as calls:
@@ -66,7 +66,7 @@ def model_calls(config: Config) -> list[Called]:
         jax.eval_shape(
             lambda weights, batch: training.loss(weights, batch, None), training.states.abstract().weights, batch
         )
-    alone = [Called(call.operation, {k: v for k, v in call.arguments.items() if k != "place"}) for call in calls]
+    alone = [RecordedCall(call.operation, {k: v for k, v in call.arguments.items() if k != "place"}) for call in calls]
     return list({f"{called.operation.__name__} {called.arguments}": called for called in alone}.values())
 
 
@@ -77,18 +77,18 @@ def distance(found: Any, wanted: Any) -> float:
     return float(np.max([jnp.linalg.norm(a - b) / jnp.maximum(jnp.linalg.norm(b), 1e-30) for a, b in wide]))
 
 
-def _arrays(called: Called) -> dict[str, jax.ShapeDtypeStruct]:
+def _arrays(called: RecordedCall) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: value for name, value in called.arguments.items() if isinstance(value, jax.ShapeDtypeStruct)}
 
 
-def _given(called: Called) -> dict[str, str]:
+def _given(called: RecordedCall) -> dict[str, str]:
     """What is asked besides arrays."""
     arrays = _arrays(called)
     fixed = {name: value for name, value in called.arguments.items() if name not in arrays and value is not None}
     return {name: str(value) for name, value in fixed.items() if name not in HOW}
 
 
-def _draw(called: Called, seed: int, largest: Mapping[str, int]) -> Arrays:
+def _draw(called: RecordedCall, seed: int, largest: Mapping[str, int]) -> Arrays:
     """Random arrays for a call, no dimension over the largest of its letter."""
     drawn: Arrays = {}
     rows = 0
@@ -125,7 +125,7 @@ def _split(arrays: Arrays) -> tuple[Arrays, Arrays]:
     return smooth, {name: array for name, array in arrays.items() if name not in smooth}
 
 
-def _forward(called: Called, backend: str) -> Callable[[Arrays, Arrays], Any]:
+def _forward(called: RecordedCall, backend: str) -> Callable[[Arrays, Arrays], Any]:
     arrays = _arrays(called)
     fixed = {name: value for name, value in called.arguments.items() if name not in arrays and name not in HOW}
     asked = called.arguments
@@ -134,7 +134,7 @@ def _forward(called: Called, backend: str) -> Callable[[Arrays, Arrays], Any]:
     return lambda smooth, others: operation(**smooth, **others)
 
 
-def _gradients(called: Called, backend: str) -> Callable[[Arrays, Arrays], Any]:
+def _gradients(called: RecordedCall, backend: str) -> Callable[[Arrays, Arrays], Any]:
     """Values and the gradients of a weighted sum of them."""
 
     def both(smooth: Arrays, others: Arrays) -> Any:
@@ -147,7 +147,7 @@ def _gradients(called: Called, backend: str) -> Callable[[Arrays, Arrays], Any]:
     return both
 
 
-def _timed(called: Called, backend: str) -> dict[str, float]:
+def _timed(called: RecordedCall, backend: str) -> dict[str, float]:
     """Milliseconds of a call, forward and with its gradients."""
     sets = [_split(_draw(called, 1 + number, {})) for number in range(SETS)]
     parts = {"forward_ms": _forward(called, backend), "both_ms": _gradients(called, backend)}

@@ -9,10 +9,10 @@ import jax
 
 from maxhydra.config import Config
 from maxhydra.record import scrub_argv
-from maxhydra.runtime import Machine, environment_before
+from maxhydra.runtime import Machine, original_environment
 from maxhydra.runtime.flags import flags_in_effect
 
-Line = dict[str, Any]
+BenchRecord = dict[str, Any]
 # The data option of a command that chooses none.
 UNCHOSEN = "demo"
 # Overrides that say how something is measured, and where it is kept.
@@ -20,7 +20,7 @@ ASIDE = ("task", "run.")
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class BenchTarget:
     """A config on a machine; what was chosen, overridden and set by the shell is told in every line."""
 
     config: Config
@@ -28,10 +28,10 @@ class Subject:
     choices: dict[str, str]
     overrides: tuple[str, ...]
 
-    def line(self, what: str, **measured: Any) -> Line:
+    def line(self, what: str, **measured: Any) -> BenchRecord:
         model = self.choices.get("model")
         overrides = [text for text in self.overrides if not text.startswith(ASIDE)]
-        flags = list(flags_in_effect(environment_before()))
+        flags = list(flags_in_effect(original_environment()))
         return {
             "bench": what,
             **({"model": model} if model else {}),
@@ -46,7 +46,7 @@ class Subject:
         }
 
 
-def on_random_tokens(config: Config, choices: dict[str, str], overrides: tuple[str, ...]) -> Config:
+def with_synthetic_data(config: Config, choices: dict[str, str], overrides: tuple[str, ...]) -> Config:
     """The config with synthetic data, unless the command or an experiment chooses its own."""
     is_chosen = choices.get("data", UNCHOSEN) != UNCHOSEN or any(text.startswith("data") for text in overrides)
     return (

@@ -11,11 +11,11 @@ import jax
 from maxhydra import data, model
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.measure.memory import OutOfMemoryError, lower_in_training, memory_explained, needed_gib, peak_gib
-from maxhydra.measure.record import Line, Subject
+from maxhydra.measure.record import BenchRecord, BenchTarget
 from maxhydra.runtime import Machine
 from maxhydra.sharding import Sharder, build_mesh
-from maxhydra.train import LoadedBatches, Training, next_token_loss, plan_batches, plan_states
-from maxhydra.train.compile import room_for_small_arrays
+from maxhydra.train import LoaderBatches, TrainingSetup, next_token_loss, plan_batches, plan_states
+from maxhydra.train.compile import reserve_gpu_headroom
 from maxhydra.train.trainer import compile_step
 
 log = logging.getLogger("maxhydra")
@@ -24,12 +24,12 @@ SURELY = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
+class CompiledStep:
     """A compiled step and what it eats."""
 
     config: Config
     machine: Machine
-    training: Training
+    training: TrainingSetup
     loader: data.Loader
     step: Any
     compile_seconds: float
@@ -39,7 +39,7 @@ class Prepared:
         return needed_gib(self.step)
 
 
-def prepare(config: Config, machine: Machine) -> Prepared:
+def prepare(config: Config, machine: Machine) -> CompiledStep:
     """The step of a config, compiled; no weights are made yet."""
     if config.train.ramp.start is not None:
         reason = "is not measured: a batch that grows has no speed of its own"
@@ -47,22 +47,22 @@ def prepare(config: Config, machine: Machine) -> Prepared:
     training, loader = plan(config)
     log.info("compiling the step")
     step, seconds = compile_step(training, config, loader.peek())
-    prepared = Prepared(config, machine, training, loader, step, seconds)
+    prepared = CompiledStep(config, machine, training, loader, step, seconds)
     log.info("compiled in %.1f s%s", seconds, _needs(prepared.needed_gib))
     return prepared
 
 
-def plan(config: Config) -> tuple[Training, data.Loader]:
+def plan(config: Config) -> tuple[TrainingSetup, data.Loader]:
     """What a pretraining run of the config would train."""
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
     states = plan_states(config, sharder)
     spec = plan_batches(config, sharder)
     loader = data.train_loader(config.data, spec)
     loss = next_token_loss(states.model, sharder, config.train)
-    return Training(states, loss, spec, LoadedBatches(loader), evaluate=None), loader
+    return TrainingSetup(states, loss, spec, LoaderBatches(loader), evaluate=None), loader
 
 
-def measure_training(subject: Subject, *, warm_up: int, steps: int) -> Line:
+def measure_training(subject: BenchTarget, *, warm_up: int, steps: int) -> BenchRecord:
     """The line of a config's training step. OutOfMemoryError where the devices cannot hold it."""
     config, machine = subject.config, subject.machine
     with memory_explained(lower_in_training(config)):
@@ -73,10 +73,10 @@ def measure_training(subject: Subject, *, warm_up: int, steps: int) -> Line:
     return subject.line("pretrain", settings=_settings(config), **_figures(prepared, seconds), loss=losses)
 
 
-def timed_steps(prepared: Prepared, *, warm_up: int, steps: int) -> tuple[float, list[float]]:
+def timed_steps(prepared: CompiledStep, *, warm_up: int, steps: int) -> tuple[float, list[float]]:
     """Seconds of a step, and the losses of the first and the last."""
     states = prepared.training.states
-    with room_for_small_arrays(states.sharder):
+    with reserve_gpu_headroom(states.sharder):
         state = states.create(prepared.config.run.seed)
     losses: list[jax.Array] = []
     log.info("%d steps, %d before them", steps, warm_up)
@@ -90,7 +90,7 @@ def timed_steps(prepared: Prepared, *, warm_up: int, steps: int) -> tuple[float,
     return (time.perf_counter() - began) / steps, [round(float(losses[0]), 4), round(float(losses[-1]), 4)]
 
 
-def _require_fits(prepared: Prepared) -> None:
+def _require_fits(prepared: CompiledStep) -> None:
     """Say what surely cannot fit before weights are made, which would take time to find out."""
     needed, there = prepared.needed_gib, prepared.machine.memory_gib
     if needed is not None and there is not None and needed > SURELY * there:
@@ -98,7 +98,7 @@ def _require_fits(prepared: Prepared) -> None:
         raise OutOfMemoryError(f"out of memory: the step needs {needed:.1f} GiB, a device has {there:.1f}; {ways}")
 
 
-def _figures(prepared: Prepared, seconds: float) -> dict[str, Any]:
+def _figures(prepared: CompiledStep, seconds: float) -> dict[str, Any]:
     config, machine, rows = prepared.config, prepared.machine, prepared.training.spec.rows
     tokens = prepared.training.spec.batch * rows.seq_len
     tflops = tokens * model.flops_per_token(config.model, rows.seq_len) / seconds / machine.devices / 1e12

@@ -11,16 +11,16 @@ from maxhydra.kernels.fused_linear import Norm as Factors
 from maxhydra.layers import (
     Attention,
     AttentionSpec,
-    Beside,
-    BesideSpec,
+    AuxOutputs,
     Cache,
+    CacheSpec,
     Context,
     DeltaSpec,
-    Fed,
     FeedForward,
+    FeedForwardOutput,
     FeedForwardSpec,
-    Mixed,
     Mixer,
+    MixerOutput,
     MixerSpec,
     MlaSpec,
     Mlp,
@@ -28,14 +28,14 @@ from maxhydra.layers import (
     MoeSpec,
     Norm,
     NormSpec,
+    ParallelMoe,
+    ParallelMoeSpec,
+    ParamBuilder,
     PerLayerInput,
     PerLayerSpec,
     RMSNorm,
-    Room,
-    Side,
-    WeightMaker,
     dropout,
-    tapped,
+    norm_with_residual,
 )
 
 MIXERS: dict[config.Mixer, type[AttentionSpec] | type[DeltaSpec] | type[MlaSpec]] = {
@@ -49,13 +49,13 @@ FEED_FORWARDS: dict[config.FeedForward, type[MlpSpec] | type[MoeSpec]] = {
 }
 
 
-class Left(NamedTuple):
+class BlockOutput(NamedTuple):
     """What a layer leaves."""
 
     x_BTD: jax.Array
     cache: Any
     """The successor of its cache; None without one."""
-    sides: dict[str, Side]
+    sides: dict[str, AuxOutputs]
     """What its mixer and its feed-forward tell besides, where they do."""
     handed: Any
     """What its mixer hands on to later layers; None: nothing."""
@@ -70,7 +70,7 @@ class BlockSpec:
     name: str
     mixer: MixerSpec
     feed_forward: FeedForwardSpec
-    beside: BesideSpec | None
+    beside: ParallelMoeSpec | None
     per_layer: PerLayerSpec | None
     is_scaled: bool
     emb_dim: int
@@ -85,7 +85,7 @@ class BlockSpec:
             name=name,
             mixer=MIXERS[kind.mixer].of(model, kind),
             feed_forward=FEED_FORWARDS[kind.feed_forward].of(model, kind),
-            beside=BesideSpec.of(model, kind),
+            beside=ParallelMoeSpec.of(model, kind),
             per_layer=PerLayerSpec.of(model),
             is_scaled=kind.is_scaled,
             emb_dim=model.emb_dim,
@@ -94,7 +94,7 @@ class BlockSpec:
             dropout=model.dropout,
         )
 
-    def settled(self, new: Any, old: Any, sides: dict[str, Side]) -> Any:
+    def settled(self, new: Any, old: Any, sides: dict[str, AuxOutputs]) -> Any:
         """The weights that a training step made of old ones, with what changes by what the layers told instead, and
         the layer's constant as it was: it has no gradient, but would decay."""
         if "scale" in new:
@@ -120,7 +120,7 @@ class Block(nnx.Module):
     Norms may stand behind attention and mlp instead, or on both sides.
     """
 
-    def __init__(self, spec: BlockSpec, make: WeightMaker):
+    def __init__(self, spec: BlockSpec, make: ParamBuilder):
         self.spec = spec
         has_pre, has_post = spec.norms is not config.Norms.post, spec.norms is not config.Norms.pre
         self.attention_norm = self._norm(make, has_pre)
@@ -128,13 +128,13 @@ class Block(nnx.Module):
         self.attention_post_norm = self._norm(make, has_post)
         self.mlp_norm = self._norm(make, has_pre)
         self.mlp: FeedForward = spec.feed_forward.build(make.below("mlp"))
-        self.beside = None if spec.beside is None else Beside(spec.beside, make.below("beside"))
+        self.beside = None if spec.beside is None else ParallelMoe(spec.beside, make.below("beside"))
         self.mlp_post_norm = self._norm(make, has_post)
         own = spec.per_layer
         self.per_layer = None if own is None else PerLayerInput(own, make.below("per_layer"))
         self.scale = make.ones((1,), ("norm",)) if spec.is_scaled else None
 
-    def __call__(self, x_BTD: jax.Array, ctx: Context) -> Left:
+    def __call__(self, x_BTD: jax.Array, ctx: Context) -> BlockOutput:
         x_BTD = ctx.constrain(x_BTD, "act_batch", "act_length", "act_embed")
         mixed = self._mixed(x_BTD, ctx)
         x_BTD, ctx = ctx.taken(mixed.out_BTD), dataclasses.replace(ctx, normed=mixed.normed_BTD).of_asked()
@@ -144,23 +144,23 @@ class Block(nnx.Module):
             x_BTD = x_BTD + self.per_layer(x_BTD, ctx)
         if self.scale is not None:
             x_BTD = x_BTD * jax.lax.stop_gradient(self.scale[...]).astype(x_BTD.dtype)
-        return Left(
+        return BlockOutput(
             x_BTD, mixed.cache, {name: side for name, side in sides.items() if side}, mixed.handed, fed.normed_BTD
         )
 
-    def _mixed(self, x_BTD: jax.Array, ctx: Context) -> Mixed:
+    def _mixed(self, x_BTD: jax.Array, ctx: Context) -> MixerOutput:
         """x + attention(norm(x)), and what the mixer gives besides."""
         norm, post_norm = self.attention_norm, self.attention_post_norm
         if isinstance(self.attention, Attention) and post_norm is None and ctx.dropout_key is None:
             whole = self.attention.onto(x_BTD, norm, ctx, then=_factors(self.mlp_norm))
             if whole is not None:
                 return whole
-        x_BTD, seen_BTD = tapped(norm, x_BTD, wanted=self.spec.norm.wanted, place=ctx.place)
+        x_BTD, seen_BTD = norm_with_residual(norm, x_BTD, wanted=self.spec.norm.wanted, place=ctx.place)
         mixed = self.attention(seen_BTD, ctx)
         branch_BTD = _normed(post_norm, mixed.out_BTD)
         return mixed._replace(out_BTD=_sum(x_BTD, dropout(branch_BTD, ctx.key(0), rate=self.spec.dropout), ctx))
 
-    def _fed(self, x_BTD: jax.Array, ctx: Context) -> tuple[Fed, dict[str, Side]]:
+    def _fed(self, x_BTD: jax.Array, ctx: Context) -> tuple[FeedForwardOutput, dict[str, AuxOutputs]]:
         """x + mlp(norm(x)), and what the parts of the feed-forward tell besides."""
         norm, post_norm = self.mlp_norm, self.mlp_post_norm
         is_alone = self.beside is None and post_norm is None and ctx.dropout_key is None
@@ -168,14 +168,14 @@ class Block(nnx.Module):
             whole = self.mlp.onto(x_BTD, norm, ctx, then=self._then(ctx))
             if whole is not None:
                 return whole, {"mlp": whole.side}
-        x_BTD, seen_BTD = tapped(norm, x_BTD, wanted=self.spec.norm.wanted, place=ctx.place)
+        x_BTD, seen_BTD = norm_with_residual(norm, x_BTD, wanted=self.spec.norm.wanted, place=ctx.place)
         fed = self.mlp(seen_BTD, ctx)
         sides = {"mlp": fed.side}
         if self.beside is not None:
             fed = self.beside(x_BTD, fed.out_BTD, ctx)
             sides["beside"] = fed.side
         branch_BTD = _normed(post_norm, fed.out_BTD)
-        return Fed(_sum(x_BTD, dropout(branch_BTD, ctx.key(1), rate=self.spec.dropout), ctx), {}), sides
+        return FeedForwardOutput(_sum(x_BTD, dropout(branch_BTD, ctx.key(1), rate=self.spec.dropout), ctx), {}), sides
 
     def first_norm(self) -> Factors | None:
         """The norm that what stands before can make along; None where this layer would not take it."""
@@ -193,10 +193,10 @@ class Block(nnx.Module):
     def name(self) -> str:
         return self.spec.name
 
-    def empty_cache(self, room: Room, layers: int) -> Cache:
+    def empty_cache(self, room: CacheSpec, layers: int) -> Cache:
         return self.attention.empty_cache(room, layers)
 
-    def _norm(self, make: WeightMaker, is_there: bool) -> Norm | None:
+    def _norm(self, make: ParamBuilder, is_there: bool) -> Norm | None:
         return self.spec.norm.build(self.spec.emb_dim, make) if is_there else None
 
 

@@ -17,23 +17,23 @@ from maxhydra.config.schema import model as config
 from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import (
     Cache,
+    CacheSpec,
     Context,
     Dtypes,
     Embedding,
-    ExpertMap,
-    Format,
+    ExpertLinear,
     Head,
+    Linear,
     LoraSpec,
+    MatmulSpec,
     NormSpec,
+    ParamBuilder,
     PerLayerEmbedding,
     PerLayerSpec,
-    ProductSpec,
-    Projection,
-    Room,
+    QuantRule,
     VocabularySpec,
-    WeightMaker,
 )
-from maxhydra.model.block import Block, BlockSpec, Left
+from maxhydra.model.block import Block, BlockOutput, BlockSpec
 from maxhydra.model.mtp import Mtp
 from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder
@@ -58,7 +58,7 @@ class DecoderSpec:
     norm: NormSpec
     unroll: int
     remat: Remat
-    product: ProductSpec
+    product: MatmulSpec
     dtypes: Dtypes
 
     @classmethod
@@ -66,7 +66,7 @@ class DecoderSpec:
         cls,
         model: config.Model,
         lora: LoraSpec | None = None,
-        formats: tuple[Format, ...] = (),
+        formats: tuple[QuantRule, ...] = (),
     ) -> "DecoderSpec":
         repeated = model.num_layers - len(model.prefix)
         repetitions, rest = divmod(repeated, len(model.pattern)) if repeated else (0, 0)
@@ -85,7 +85,7 @@ class DecoderSpec:
             norm=NormSpec.of(model),
             unroll=max(1, min(model.scan_unroll, repetitions)),
             remat=Remat.of(model.remat),
-            product=ProductSpec(
+            product=MatmulSpec(
                 compute=Dtypes.of(model.dtypes).compute,
                 layout=Layout(model.kernels.projection.value),
                 is_fused=model.kernels.fused_product is config.FusedProductBackend.auto,
@@ -106,7 +106,7 @@ class DecoderSpec:
         return self.prefix + self.pattern * self.repetitions + self.remainder
 
 
-class Forward(NamedTuple):
+class ModelOutput(NamedTuple):
     """What a forward pass gives."""
 
     hidden_BTD: jax.Array
@@ -122,7 +122,7 @@ class Forward(NamedTuple):
     """What the layers behind the last (mtp.py) give to the head, where it was asked for."""
 
 
-class _Run(NamedTuple):
+class StackOutput(NamedTuple):
     """What some of the layers leave."""
 
     x_BTD: jax.Array
@@ -138,7 +138,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, spec: DecoderSpec, key: jax.Array):
         self.spec = spec
-        make = WeightMaker(key, dtype=spec.dtypes.weights, layers=None, product=spec.product)
+        make = ParamBuilder(key, dtype=spec.dtypes.weights, layers=None, product=spec.product)
         self.embedding = Embedding(spec.vocabulary, make)
         own = spec.per_layer
         self.per_layer = None if own is None else PerLayerEmbedding(own, make.below("per_layer"))
@@ -151,7 +151,7 @@ class Decoder(nnx.Module):
         scale = spec.vocabulary.init_scale
         self.mtp = _numbered([Mtp(block, make.below("mtp"), scale=scale) for block in spec.mtp])
 
-    def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool, ahead: bool) -> Forward:
+    def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool, ahead: bool) -> ModelOutput:
         """A forward pass, which leaves the stream after every layer only where asked to `keep` it, and runs the layers
         behind the last only where asked to look `ahead`."""
         caches = ctx.cache or self._map_blocks(lambda block, layers: None)
@@ -165,8 +165,8 @@ class Decoder(nnx.Module):
         parts = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
         asked_BTD = remainder.ctx.taken(remainder.x_BTD)
         hidden_BTD = ctx.constrain(self.final_norm(asked_BTD), "act_batch", "act_length", "act_embed")
-        further = self._run_ahead(hidden_BTD, tokens_BT, ctx) if ahead else _Run(hidden_BTD, [], [], {}, ctx)
-        return Forward(
+        further = self._run_ahead(hidden_BTD, tokens_BT, ctx) if ahead else StackOutput(hidden_BTD, [], [], {}, ctx)
+        return ModelOutput(
             hidden_BTD=hidden_BTD,
             cache=None if ctx.cache is None else {name: part.caches for name, part in parts.items()},
             kept=[x_BTD for part in parts.values() for x_BTD in part.kept] if keep else [],
@@ -198,17 +198,17 @@ class Decoder(nnx.Module):
         logits_BV = self.logits(hidden_BD[:, None], sharder)[:, 0]
         return jnp.max(logits_BV, axis=-1), jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
-    def empty_cache(self, room: Room) -> dict[str, list[Cache]]:
+    def empty_cache(self, room: CacheSpec) -> dict[str, list[Cache]]:
         """The caches of all blocks; those of the pattern hold every repetition, the others one layer."""
         return self._map_blocks(lambda block, layers: block.empty_cache(room, layers))
 
     def projections(self) -> list[str]:
         """The name of every linear map of every block."""
-        return [module.name for _, module in nnx.iter_modules(self) if isinstance(module, Projection)]
+        return [module.name for _, module in nnx.iter_modules(self) if isinstance(module, Linear)]
 
     def expert_maps(self) -> list[str]:
         """The name of every linear map of experts."""
-        return [module.name for _, module in nnx.iter_modules(self) if isinstance(module, ExpertMap)]
+        return [module.name for _, module in nnx.iter_modules(self) if isinstance(module, ExpertLinear)]
 
     def cast_weights(self) -> set[tuple[str, ...]]:
         """Where the weights lie that blocks use in the compute format."""
@@ -223,7 +223,9 @@ class Decoder(nnx.Module):
             name: [function(block, layers) for block in _in_order(blocks)] for name, (blocks, layers) in groups.items()
         }
 
-    def _run_blocks(self, blocks: nnx.Dict, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, first: int) -> _Run:
+    def _run_blocks(
+        self, blocks: nnx.Dict, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, first: int
+    ) -> StackOutput:
         """Blocks one after the other, the first of them layer number `first`."""
         new_caches, kept, sides = [], [], []
         normed, ctx = ctx.normed, dataclasses.replace(ctx, normed=None)
@@ -245,9 +247,9 @@ class Decoder(nnx.Module):
             new_caches.append(_merged(cache, view))
             kept.append(x_BTD)
             sides.append(side)
-        return _Run(x_BTD, new_caches, kept, _told(sides), ctx)
+        return StackOutput(x_BTD, new_caches, kept, _told(sides), ctx)
 
-    def _run_ahead(self, x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context) -> _Run:
+    def _run_ahead(self, x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context) -> StackOutput:
         """The layers behind the last, each on what the one before it made. At the end of a row there are no later
         tokens, and the first ones stand in for them: nothing earlier sees it, and no loss counts it."""
         kept, sides = [], []
@@ -259,7 +261,7 @@ class Decoder(nnx.Module):
             x_BTD, _, side, *_ = run(weights, x_BTD, later_BTD, own_ctx)
             kept.append(x_BTD)
             sides.append(side)
-        return _Run(x_BTD, [], kept, _told(sides), ctx)
+        return StackOutput(x_BTD, [], kept, _told(sides), ctx)
 
     def _split(self, block: Block) -> tuple[Any, nnx.State]:
         """The block without its weights, and the weights, matrices in the compute format.
@@ -274,7 +276,7 @@ class Decoder(nnx.Module):
 
         return graphdef, jax.tree.map(cast, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
-    def _run_pattern(self, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, keep: bool) -> _Run:
+    def _run_pattern(self, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, keep: bool) -> StackOutput:
         """All repetitions of the pattern under one scan.
 
         The caches are carried and updated in place rather than scanned over, which would hold them twice. Nothing is
@@ -282,7 +284,7 @@ class Decoder(nnx.Module):
         """
         spec = self.spec
         if not spec.repetitions:
-            return _Run(x_BTD, caches, [], {}, ctx)
+            return StackOutput(x_BTD, caches, [], {}, ctx)
         splits = [self._split(block) for block in _in_order(self.pattern)]
         in_loop = not spec.is_written_out
         runs = [spec.remat.wrap(_runner(graphdef), in_loop=in_loop) for graphdef, _ in splits]
@@ -303,7 +305,7 @@ class Decoder(nnx.Module):
         xs = (jnp.arange(spec.repetitions), [weights for _, weights in splits], self._pattern_inputs(ctx))
         (x_BTD, caches), (kept, sides) = jax.lax.scan(repetition, (x_BTD, caches), xs, unroll=spec.unroll)
         in_order = [place[index] for index in range(spec.repetitions) for place in kept]
-        return _Run(x_BTD, caches, in_order, _told(sides), ctx)
+        return StackOutput(x_BTD, caches, in_order, _told(sides), ctx)
 
     def _pattern_inputs(self, ctx: Context) -> jax.Array | None:
         """The inputs of the pattern's layers, [repetitions, places, B, T, P]."""
@@ -334,10 +336,10 @@ def _merged(cache: Cache | None, view: Any) -> Cache | None:
     return None if cache is None else cache.merged(view)
 
 
-def _runner(graphdef: Any, call: Callable[..., Left] = Block.__call__) -> Callable[..., Left]:
+def _runner(graphdef: Any, call: Callable[..., BlockOutput] = Block.__call__) -> Callable[..., BlockOutput]:
     """A block as a function of its weights."""
 
-    def run(weights: Any, *inputs: Any) -> Left:
+    def run(weights: Any, *inputs: Any) -> BlockOutput:
         return call(nnx.merge(graphdef, weights), *inputs)
 
     return run

@@ -10,7 +10,7 @@ from maxhydra.layers import LoraSpec
 from maxhydra.layers.quant import int4, int8, nf4
 from maxhydra.model.flops import parameter_count
 from maxhydra.model.model_def import ModelDef
-from maxhydra.model.param_partition import ADAPTER, split
+from maxhydra.model.param_partition import ADAPTER, split_trainable
 
 Tree = Any
 TO_NF4 = jax.jit(nf4.stored, static_argnames=("inputs", "stacked"))
@@ -42,7 +42,7 @@ def part_kept(model: ModelDef, keys: tuple[str, ...], weight: jax.Array, *, coun
 
 def parameter_counts(model: ModelDef) -> tuple[int, int]:
     """Weights of the model with its adapter, and how many of them are trained."""
-    own, (trained, frozen) = parameter_count(model.base.shapes), split(model.shapes)
+    own, (trained, frozen) = parameter_count(model.base.shapes), split_trainable(model.shapes)
     return (own + parameter_count(trained), parameter_count(trained)) if frozen else (own, own)
 
 

@@ -13,8 +13,8 @@ from maxhydra.config.regex import matches
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.adapter import Adapter
 from maxhydra.config.schema.quantization import TO_KEEP, Quantization, QuantizationKind, QuantizationRule
-from maxhydra.layers import Context, LoraSpec, Room, formats_of
-from maxhydra.model.decoder import BLOCKS, Decoder, DecoderSpec, Forward
+from maxhydra.layers import CacheSpec, Context, LoraSpec, formats_of
+from maxhydra.model.decoder import BLOCKS, Decoder, DecoderSpec, ModelOutput
 from maxhydra.sharding import Sharder
 
 Tree = Any
@@ -91,7 +91,7 @@ class ModelDef:
 
     def forward(
         self, params: Tree, tokens: jax.Array, ctx: Context, *, keep: bool = False, ahead: bool = False
-    ) -> Forward:
+    ) -> ModelOutput:
         """All that a pass over tokens [B, T] gives, with the stream after every layer where that is to be kept, and
         with what predicts tokens beyond the next where that is to be looked at."""
         return self._bind(params)(tokens, ctx, keep=keep, ahead=ahead)
@@ -129,7 +129,7 @@ class ModelDef:
     def settled(self, new: Tree, old: Tree, told: Tree) -> Tree:
         """The weights that a training step made of old ones, with what layers change in themselves by what they told.
 
-        `told`: as `Forward.sides`, perhaps summed. Weights that are not trained, as those under an adapter, stay.
+        `told`: as `ModelOutput.sides`, perhaps summed. Weights that are not trained, as those under an adapter, stay.
         """
         for group in BLOCKS:
             specs, sides = getattr(self._spec, group), told.get(group, {})
@@ -140,7 +140,7 @@ class ModelDef:
             new = {**new, group: blocks} if blocks else new
         return new
 
-    def empty_cache(self, room: Room) -> Tree:
+    def empty_cache(self, room: CacheSpec) -> Tree:
         """The cache of every layer, each of the kind that its mixer needs."""
         return self._abstract.empty_cache(room)
 

@@ -7,14 +7,14 @@ batch, T tokens, D residual stream.
 import jax
 import jax.numpy as jnp
 
-from maxhydra.layers import Context, WeightMaker
-from maxhydra.model.block import Block, BlockSpec, Left
+from maxhydra.layers import Context, ParamBuilder
+from maxhydra.model.block import Block, BlockOutput, BlockSpec
 
 
 class Mtp(Block):
     """norm(block(join([norm(embedding of the later token), norm(hidden)]))), the block's weights beside its own."""
 
-    def __init__(self, spec: BlockSpec, make: WeightMaker, *, scale: float):
+    def __init__(self, spec: BlockSpec, make: ParamBuilder, *, scale: float):
         super().__init__(spec, make)
         D = spec.emb_dim
         self.embedding_norm = spec.norm.build(D, make)
@@ -22,7 +22,7 @@ class Mtp(Block):
         self.join = make.projection("join", (2 * D,), (D,), ("embed", None), scale=scale)
         self.norm = spec.norm.build(D, make)
 
-    def ahead(self, hidden_BTD: jax.Array, later_BTD: jax.Array, ctx: Context) -> Left:
+    def ahead(self, hidden_BTD: jax.Array, later_BTD: jax.Array, ctx: Context) -> BlockOutput:
         """What the head takes in the place of the stream."""
         both = [self.embedding_norm(later_BTD), self.hidden_norm(hidden_BTD)]
         left = self(self.join(jnp.concatenate(both, axis=-1), ctx), ctx)

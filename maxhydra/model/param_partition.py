@@ -14,7 +14,7 @@ ADAPTER = "lora"
 HISTORY = "history"
 
 
-def split(tree: Tree) -> tuple[Tree, Tree]:
+def split_trainable(tree: Tree) -> tuple[Tree, Tree]:
     """(what is trained, the rest, which is empty without an adapter), without what layers remember."""
     weights = _part(tree, HISTORY, within=False) if _has(tree, HISTORY) else tree
     if not _has(weights, ADAPTER):
@@ -23,13 +23,13 @@ def split(tree: Tree) -> tuple[Tree, Tree]:
 
 
 def remembered(tree: Tree) -> Tree:
-    """What layers remember alone; `join` of it and the parts of `split` is the tree."""
+    """What layers remember alone; `merge_trees` of it and the parts of `split_trainable` is the tree."""
     return _part(tree, HISTORY, within=True)
 
 
-def join(one: Tree, other: Tree) -> Tree:
+def merge_trees(one: Tree, other: Tree) -> Tree:
     """The tree of which two have different leaves."""
-    both = {key: join(one[key], other[key]) for key in one if key in other}
+    both = {key: merge_trees(one[key], other[key]) for key in one if key in other}
     return {**other, **one, **both}
 
 

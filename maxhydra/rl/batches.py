@@ -11,7 +11,7 @@ import numpy as np
 
 from maxhydra.data import BatchSpec, Loader, Row
 from maxhydra.rl.loss import Scoring, own_weights, scored_columns
-from maxhydra.rl.rollout import Rollout, Rollouts
+from maxhydra.rl.rollout import Rollout, RolloutWorker
 from maxhydra.train.state import TrainState, Tree
 from maxhydra.train.step import Batch
 
@@ -23,7 +23,7 @@ class RolloutBatches:
     """`train.Batches`, each used task.iterations times. What was written ahead, or is still in use, is saved with the
     position: the weights that wrote it are gone."""
 
-    def __init__(self, rollouts: Rollouts, loader: Loader[list[Row]], spec: BatchSpec, scoring: Scoring):
+    def __init__(self, rollouts: RolloutWorker, loader: Loader[list[Row]], spec: BatchSpec, scoring: Scoring):
         self._rollouts, self._loader, self._spec, self._scoring = rollouts, loader, spec, scoring
         self._task = rollouts.task
         self._asked = 0

@@ -10,14 +10,14 @@ import numpy as np
 from maxhydra.config.schema.reward import Reward
 from maxhydra.data import Row
 from maxhydra.rl.loss import own_weights
-from maxhydra.rl.rewards import found_answer, normalised
-from maxhydra.rl.rollout import Group, Rollouts
+from maxhydra.rl.rewards import extract_answer, normalised
+from maxhydra.rl.rollout import Group, RolloutWorker
 from maxhydra.train.objectives import Evaluate
 from maxhydra.train.state import TrainState
 
 
 def held_out_answers(
-    rollouts: Rollouts, batches: Callable[[], Iterator[list[Row]]], reward: Reward, *, limit: int
+    rollouts: RolloutWorker, batches: Callable[[], Iterator[list[Row]]], reward: Reward, *, limit: int
 ) -> Evaluate | None:
     """Measures on the first `limit` batches of held-out prompts. None: a limit of 0.
 
@@ -54,7 +54,7 @@ def measured(groups: Sequence[Group], samples: int, reward: Reward) -> dict[str,
         **passes,
     }
     if samples > 1:
-        texts = [[found_answer(answer.text, reward.answer) for answer in group.answers] for group in groups]
+        texts = [[extract_answer(answer.text, reward.answer) for answer in group.answers] for group in groups]
         found[f"eval/maj@{samples}"] = float(np.mean([majority(*one) for one in zip(texts, right, strict=True)]))
     return found
 

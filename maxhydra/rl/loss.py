@@ -7,8 +7,8 @@ import jax
 from maxhydra.config.schema.tasks.grpo import GrpoTask
 from maxhydra.rl.losses import Logprobs, policy_loss
 from maxhydra.train import Scorer
-from maxhydra.train.loss import Sums, with_sides
-from maxhydra.train.microbatch import by_parts
+from maxhydra.train.loss import Sums, add_aux_losses
+from maxhydra.train.microbatch import map_microbatches
 from maxhydra.train.state import Tree
 from maxhydra.train.step import Batch, LossFn
 
@@ -36,7 +36,7 @@ def group_loss(scorer: Scorer, task: GrpoTask) -> LossFn:
             sampled=batch["sampled_logprobs"],
             reference=batch.get(REFERRED),
         )
-        return with_sides(policy_loss(logprobs, batch["advantages"], batch["weights"], task), sides)
+        return add_aux_losses(policy_loss(logprobs, batch["advantages"], batch["weights"], task), sides)
 
     return loss
 
@@ -64,4 +64,4 @@ def scoring(scorer: Scorer, task: GrpoTask, *, parts: int) -> Scoring:
             found[REFERRED] = scorer(starting, batch, None, is_adapted=False)
         return found
 
-    return jax.jit(lambda weights, batch: by_parts(lambda part: score(weights, part), batch, parts))
+    return jax.jit(lambda weights, batch: map_microbatches(lambda part: score(weights, part), batch, parts))

@@ -8,9 +8,9 @@ import jax
 from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.decode.engine import Engine
-from maxhydra.decode.prompts import Prompts
+from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.decode.request import Completion
-from maxhydra.decode.sampling_params import ask
+from maxhydra.decode.sampling_params import make_requests
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 from maxhydra.train.state import Tree
@@ -23,7 +23,7 @@ class Sampler:
     layout of its own.
     """
 
-    def __init__(self, model: ModelDef, prompts: Prompts, config: EngineConfig, *, sharder: Sharder, seed: int):
+    def __init__(self, model: ModelDef, prompts: PromptEncoder, config: EngineConfig, *, sharder: Sharder, seed: int):
         self._model, self._prompts, self._config, self._sharder = model, prompts, config, sharder
         self._seed = seed
         sharder.check(model.axes, model.shapes)
@@ -41,7 +41,7 @@ class Sampler:
             requests = [
                 request
                 for index, prompt in enumerate(prompts)
-                for request in ask(
+                for request in make_requests(
                     prompt, sampling, samples=samples, seed=self._seed, number=number + index, logprobs=0
                 )
             ]

@@ -23,7 +23,7 @@ from typing import Any
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.reward import OnFault, Reward, Term
-from maxhydra.rl.rewards import Answer, build_score
+from maxhydra.rl.rewards import Sample, build_score
 
 log = logging.getLogger("maxhydra")
 # Not forked: the threads of jax do not survive a fork.
@@ -39,7 +39,7 @@ class RewardError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class RewardResult:
     """What an answer is worth: by term before its weight, in all, and how many terms could not be computed."""
 
     terms: dict[str, float]
@@ -48,7 +48,7 @@ class Verdict:
     errors: int
 
 
-class Judge:
+class RewardPool:
     """Scores answers. Opening it starts the processes, and raises ConfigError for a term that cannot be loaded."""
 
     def __init__(self, reward: Reward):
@@ -63,7 +63,7 @@ class Judge:
             self.close()
             raise
 
-    def score(self, answers: Sequence[Answer]) -> list[Verdict]:
+    def score(self, answers: Sequence[Sample]) -> list[RewardResult]:
         """A verdict for each answer, in order."""
         count = len(self._workers)
         parts = self._threads.map(_Worker.score, self._workers, [answers[start::count] for start in range(count)])
@@ -76,13 +76,13 @@ class Judge:
             worker.end()
         self._threads.shutdown(wait=True)
 
-    def _verdict(self, scores: list[float | str]) -> Verdict:
+    def _verdict(self, scores: list[float | str]) -> RewardResult:
         names = dict(zip(self._reward.terms, scores, strict=True))
         for name, score in names.items():
             if isinstance(score, str):
                 self._note(f"reward.terms.{name} {score}")
         values = {name: 0.0 if isinstance(score, str) else score for name, score in names.items()}
-        return Verdict(
+        return RewardResult(
             terms=values,
             reward=math.fsum(self._reward.terms[name].weight * value for name, value in values.items()),
             is_right=values[self._passes] >= self._reward.pass_at,
@@ -127,7 +127,7 @@ class _Worker:
             value = term.function or term.kind
             raise ConfigError(Problem(f"reward.terms.{name}.{field}", reason, value=value, hint=hint))
 
-    def score(self, answers: Sequence[Answer]) -> list[list[float | str]]:
+    def score(self, answers: Sequence[Sample]) -> list[list[float | str]]:
         """For each answer what its terms gave, or why there is nothing."""
         terms = range(len(self._reward.terms))
         work = list(itertools.product(range(len(answers)), terms))
@@ -147,7 +147,7 @@ class _Worker:
             work = [unit for unit in work if unit not in found]
         return [[found[place, term] for term in terms] for place in range(len(answers))]
 
-    def _send(self, work: list[tuple[Answer, int]]) -> None:
+    def _send(self, work: list[tuple[Sample, int]]) -> None:
         # A process that has ended is noticed when its reply is waited for.
         with contextlib.suppress(OSError):
             assert self._pipe is not None

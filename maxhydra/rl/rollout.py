@@ -18,8 +18,8 @@ from maxhydra.data import Loader, Row
 from maxhydra.decode.request import Completion
 from maxhydra.rl.advantages import advantages, is_degenerate, scale_of
 from maxhydra.rl.policy_engine import Sampler
-from maxhydra.rl.reward_pool import Judge, Verdict
-from maxhydra.rl.rewards import Answer, found_answer
+from maxhydra.rl.reward_pool import RewardPool, RewardResult
+from maxhydra.rl.rewards import Sample, extract_answer
 from maxhydra.train.state import Tree
 
 
@@ -29,7 +29,7 @@ class Group:
 
     prompt: tuple[int, ...]
     answers: list[Completion]
-    verdicts: list[Verdict]
+    verdicts: list[RewardResult]
 
     @property
     def rewards(self) -> list[float]:
@@ -54,10 +54,10 @@ class Rollout:
             return cls(dict(columns), dict(kept["metrics"]))
 
 
-class Rollouts:
+class RolloutWorker:
     """Writes and judges answers, for training and for evaluation."""
 
-    def __init__(self, sampler: Sampler, judge: Judge, task: GrpoTask, reward: Reward):
+    def __init__(self, sampler: Sampler, judge: RewardPool, task: GrpoTask, reward: Reward):
         self.task = task
         self._sampler, self._judge, self._reward = sampler, judge, reward
 
@@ -66,7 +66,7 @@ class Rollouts:
     ) -> list[Group]:
         """Answers to the prompts of rows, and what they are worth."""
         prompts = [tuple(row["tokens"][: int(row["length"])].tolist()) for row in rows]
-        sampling = whole_distribution(self.task.max_tokens, temperature)
+        sampling = unfiltered_sampling(self.task.max_tokens, temperature)
         answers = self._sampler.answers(weights, prompts, sampling, samples=samples, number=number)
         told = [self._told(row["info"].item(), one) for row, group in zip(rows, answers, strict=True) for one in group]
         verdicts = self._judge.score(told)
@@ -96,18 +96,18 @@ class Rollouts:
         chosen = [*kept, *others][:wanted]
         return Rollout(columns(chosen, self.task, seq_len), metrics([*kept, *others], chosen)), drawn
 
-    def _told(self, info: dict[str, Any], answer: Completion) -> Answer:
-        return Answer(
+    def _told(self, info: dict[str, Any], answer: Completion) -> Sample:
+        return Sample(
             prompt=info["prompt"],
             text=answer.text,
-            answer=found_answer(answer.text, self._reward.answer),
+            answer=extract_answer(answer.text, self._reward.answer),
             expected=info["answer"],
             record=info["record"],
             tokens=len(answer.tokens),
         )
 
 
-def whole_distribution(max_tokens: int, temperature: float) -> Sampling:
+def unfiltered_sampling(max_tokens: int, temperature: float) -> Sampling:
     """Draws that leave out nothing of what the model might say."""
     return Sampling(
         max_tokens=max_tokens,

@@ -9,7 +9,7 @@ from maxhydra.config.schema.tasks.grpo import GrpoTask
 from maxhydra.data import BatchSpec
 from maxhydra.rl.loss import REFERENCE
 from maxhydra.sharding import Sharder, remeshed
-from maxhydra.train import StateDef, starting_weights
+from maxhydra.train import StateFactory, starting_weights
 
 
 def check(config: Config, task: GrpoTask, *, processes: int) -> None:
@@ -68,7 +68,7 @@ def rollout_sharder(task: GrpoTask, trainer: Sharder) -> Sharder:
         raise ConfigError(problem.under("task.rollout_mesh") for problem in error.problems) from None
 
 
-def with_reference(states: StateDef, config: Config, task: GrpoTask) -> StateDef:
+def with_reference(states: StateFactory, config: Config, task: GrpoTask) -> StateFactory:
     """States that keep the weights that training begins with beside those that it changes, where they are needed.
 
     A model under an adapter needs none: without the adapter it is what it began as.

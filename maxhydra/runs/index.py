@@ -20,9 +20,9 @@ from maxhydra.runs import config_sections
 from maxhydra.runs.scan import (
     HALF,
     METRICS,
+    FileStamp,
+    MetricSummary,
     Position,
-    Stamp,
-    Trace,
     find,
     read_facts,
     read_settings,
@@ -58,11 +58,11 @@ CREATE INDEX metric_of_run ON metric (run);
 """
 
 
-class Known(NamedTuple):
+class IndexEntry(NamedTuple):
     """What the index remembers of a run's files."""
 
     id: int
-    stamp: Stamp
+    stamp: FileStamp
     position: Position
 
 
@@ -127,7 +127,9 @@ class Index:
     def _refresh(self) -> None:
         columns = "path, id, facts_stamp, metrics_stamp, inode, offset, lines, tail"
         rows = self._connection.execute(f"SELECT {columns} FROM run")
-        known = {path: Known(id, Stamp(facts, metrics), Position(*rest)) for path, id, facts, metrics, *rest in rows}
+        known = {
+            path: IndexEntry(id, FileStamp(facts, metrics), Position(*rest)) for path, id, facts, metrics, *rest in rows
+        }
         found = dict(find(self.root))
         gone = [known[path].id for path in known.keys() - found.keys()]
         changed = [path for path, stamp in found.items() if path not in known or known[path].stamp != stamp]
@@ -155,7 +157,7 @@ class Index:
             raise
         self._connection.execute("COMMIT")
 
-    def _keep(self, path: str, stamp: Stamp, known: Known | None, change: int) -> int:
+    def _keep(self, path: str, stamp: FileStamp, known: IndexEntry | None, change: int) -> int:
         (id,) = self._connection.execute(
             "INSERT INTO run (path, facts_stamp, metrics_stamp, change) VALUES (?, ?, ?, ?) "
             "ON CONFLICT (path) DO UPDATE SET facts_stamp = excluded.facts_stamp, "
@@ -186,7 +188,7 @@ class Index:
             number = self._settings[setting] = int(row[0])
         return number
 
-    def _position(self, path: str, known: Known | None, stamp: Stamp) -> Position:
+    def _position(self, path: str, known: IndexEntry | None, stamp: FileStamp) -> Position:
         """A file that grew is read from where it was left; a resumed run puts another one in its place."""
         since = known.position if known is not None else Position()
         inode, size, _ = (stamp.metrics or "0:0:0").split(":")
@@ -194,13 +196,13 @@ class Index:
         return since if has_grown and tail(self.root / path / METRICS, since.offset) == since.tail else Position()
 
     def _keep_metrics(
-        self, id: int, since: Position, now: Position, traces: dict[str, Trace], faults: list[str]
+        self, id: int, since: Position, now: Position, traces: dict[str, MetricSummary], faults: list[str]
     ) -> None:
         if since.offset:
             columns = "name, step, last, low, low_step, high, high_step"
             rows = self._connection.execute(f"SELECT {columns} FROM metric WHERE run = ?", (id,))
             for name, *earlier in rows.fetchall():
-                traces[name] = Trace(*earlier).then(traces[name]) if name in traces else Trace(*earlier)
+                traces[name] = MetricSummary(*earlier).then(traces[name]) if name in traces else MetricSummary(*earlier)
             ((before,),) = self._connection.execute("SELECT metrics_faults FROM run WHERE id = ?", (id,))
             faults = [*(fault for fault in json.loads(before or "[]") if HALF not in fault), *faults]
         self._connection.execute("DELETE FROM metric WHERE run = ?", (id,))

@@ -13,7 +13,7 @@ from maxhydra.runs.curves import Chart, Line, charts, encode
 from maxhydra.runs.html import Html, element, together
 from maxhydra.runs.page import copied, curve_controls, figure_frame, head_row, page, part, scrolling, section
 from maxhydra.runs.settings import lookup, settings
-from maxhydra.runs.summary import Facts, Figure, duration, figures, moment, number, session_seconds
+from maxhydra.runs.summary import Facts, KeyNumber, duration, figures, moment, number, session_seconds
 
 # Beside the report, and worth a link.
 _FILES = ("config.yaml", "metrics.jsonl", "log.txt", "run.json", "diff.patch")
@@ -72,7 +72,7 @@ def _between(words: Sequence[str]) -> list[Html]:
     return [element("span", word) for word in words]
 
 
-def figure(found: Figure) -> Html:
+def figure(found: KeyNumber) -> Html:
     note = element("dd", found.note, class_="note") if found.note else None
     return element("div", element("dt", found.label), element("dd", found.value, class_="value"), note)
 

@@ -29,14 +29,14 @@ _TAIL = 4096
 _NOT_SEARCHED = ("checkpoints",)
 
 
-class Stamp(NamedTuple):
+class FileStamp(NamedTuple):
     """By which a change is seen, without opening a file. config.yaml and labels change only together with run.json."""
 
     facts: str
     metrics: str
 
 
-class Trace(NamedTuple):
+class MetricSummary(NamedTuple):
     """One metric over a run: its last value, finite or not, and its extremes with their steps (None: never finite)."""
 
     step: int
@@ -46,12 +46,12 @@ class Trace(NamedTuple):
     high: float | None
     high_step: int | None
 
-    def then(self, other: "Trace") -> "Trace":
+    def then(self, other: "MetricSummary") -> "MetricSummary":
         """Both parts as one; of two values for the same step the other's is the last."""
         last = other if other.step >= self.step else self
         low = min((t for t in (self, other) if t.low is not None), key=lambda t: t.low or 0.0, default=other)
         high = max((t for t in (self, other) if t.high is not None), key=lambda t: t.high or 0.0, default=other)
-        return Trace(last.step, last.last, low.low, low.low_step, high.high, high.high_step)
+        return MetricSummary(last.step, last.last, low.low, low.low_step, high.high, high.high_step)
 
 
 class Position(NamedTuple):
@@ -64,7 +64,7 @@ class Position(NamedTuple):
     """Digest of what stands before `offset`: a file system gives the number of a file that is gone to the next one."""
 
 
-def find(root: Path) -> Iterator[tuple[str, Stamp]]:
+def find(root: Path) -> Iterator[tuple[str, FileStamp]]:
     """Every run under a folder, by its path relative to it. A run's own folders are not searched for others."""
     waiting = [""]
     while waiting:
@@ -91,10 +91,10 @@ def _folders(path: str) -> list[str]:
         return []
 
 
-def _stamp(folder: str) -> Stamp | None:
+def _stamp(folder: str) -> FileStamp | None:
     """None where the folder is not a run."""
     facts = _mark(f"{folder}/{RUN}")
-    return None if facts is None else Stamp(facts, _mark(f"{folder}/{METRICS}") or "")
+    return None if facts is None else FileStamp(facts, _mark(f"{folder}/{METRICS}") or "")
 
 
 def _mark(path: str) -> str | None:
@@ -140,7 +140,7 @@ def read_settings(folder: Path, facts: Facts, faults: list[str]) -> list[tuple[s
         return groups
 
 
-def read_traces(folder: Path, since: Position) -> tuple[Position, dict[str, Trace], list[str]]:
+def read_traces(folder: Path, since: Position) -> tuple[Position, dict[str, MetricSummary], list[str]]:
     """How far metrics.jsonl goes, what it holds after a position, and what of that was skipped."""
     path, faults = folder / METRICS, []
     try:
@@ -168,12 +168,12 @@ def tail(path: Path, end: int) -> str:
         return ""
 
 
-def _traces(rows: Iterable[Row]) -> dict[str, Trace]:
+def _traces(rows: Iterable[Row]) -> dict[str, MetricSummary]:
     """Rows with the same names are turned into columns together: a file has two or three kinds, and many rows."""
     kinds: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         kinds.setdefault(tuple(row), []).append(row)
-    traces: dict[str, Trace] = {}
+    traces: dict[str, MetricSummary] = {}
     for names, alike in kinds.items():
         columns = dict(zip(names, zip(*map(dict.values, alike), strict=True), strict=True))
         steps = columns.pop("step")
@@ -183,15 +183,15 @@ def _traces(rows: Iterable[Row]) -> dict[str, Trace]:
     return traces
 
 
-def _trace(steps: Sequence[int], values: Sequence[float]) -> Trace:
+def _trace(steps: Sequence[int], values: Sequence[float]) -> MetricSummary:
     last, step = values[-1], steps[-1]
     if not math.isfinite(sum(values)):
         finite = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
         if not finite:
-            return Trace(step, last, None, None, None, None)
+            return MetricSummary(step, last, None, None, None, None)
         steps, values = zip(*finite, strict=True)
     low, high = min(values), max(values)
-    return Trace(step, last, low, steps[values.index(low)], high, steps[values.index(high)])
+    return MetricSummary(step, last, low, steps[values.index(low)], high, steps[values.index(high)])
 
 
 def _why(error: Exception) -> str:

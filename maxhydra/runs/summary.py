@@ -14,7 +14,7 @@ Facts = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Figure:
+class KeyNumber:
     """One number of the header, and a remark under it."""
 
     label: str
@@ -22,7 +22,7 @@ class Figure:
     note: str = ""
 
 
-def figures(facts: Facts, rows: Sequence[Row], *, total_steps: int | None) -> list[Figure]:
+def figures(facts: Facts, rows: Sequence[Row], *, total_steps: int | None) -> list[KeyNumber]:
     """Those that the run has, most important first."""
     found = [
         _loss("Eval loss", rows, "eval/loss"),
@@ -32,37 +32,37 @@ def figures(facts: Facts, rows: Sequence[Row], *, total_steps: int | None) -> li
         _typical("MFU", rows, "mfu", "{:.1%}".format),
         _duration(facts),
         _steps(rows, total_steps),
-        Figure("Parameters", compact(facts["parameters"])) if facts.get("parameters") else None,
+        KeyNumber("Parameters", compact(facts["parameters"])) if facts.get("parameters") else None,
     ]
     return [figure for figure in found if figure is not None]
 
 
-def _loss(label: str, rows: Sequence[Row], metric: str) -> Figure | None:
+def _loss(label: str, rows: Sequence[Row], metric: str) -> KeyNumber | None:
     steps, values = series(rows, metric)
     finite = [(value, step) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
     if not values:
         return None
     note = f"best {number(min(finite)[0])} at step {min(finite)[1]:,}" if finite else "never finite"
-    return Figure(label, number(values[-1]), note if len(values) > 1 else "")
+    return KeyNumber(label, number(values[-1]), note if len(values) > 1 else "")
 
 
-def _objective(facts: Facts) -> Figure | None:
+def _objective(facts: Facts) -> KeyNumber | None:
     objective = facts.get("objective") or {}
     if objective.get("value") is None or objective["name"] in ("eval/loss", "loss"):
         return None
-    return Figure(objective["name"], number(from_number(objective["value"])), "objective")
+    return KeyNumber(objective["name"], number(from_number(objective["value"])), "objective")
 
 
-def _typical(label: str, rows: Sequence[Row], metric: str, write: Any) -> Figure | None:
+def _typical(label: str, rows: Sequence[Row], metric: str, write: Any) -> KeyNumber | None:
     """The median, which start-up and pauses do not move."""
     values = [value for value in series(rows, metric)[1] if math.isfinite(value)]
-    return Figure(label, write(statistics.median(values)), "median" if len(values) > 1 else "") if values else None
+    return KeyNumber(label, write(statistics.median(values)), "median" if len(values) > 1 else "") if values else None
 
 
-def _duration(facts: Facts) -> Figure:
+def _duration(facts: Facts) -> KeyNumber:
     timings = facts.get("timings") or {}
     compiling = f"compiling {duration(timings['compile'])}" if timings.get("compile") else ""
-    return Figure("Wall time", duration(wall_seconds(facts)), compiling)
+    return KeyNumber("Wall time", duration(wall_seconds(facts)), compiling)
 
 
 def wall_seconds(facts: Facts) -> float:
@@ -77,10 +77,10 @@ def session_seconds(session: Facts, facts: Facts) -> float:
     return (ended - datetime.datetime.fromisoformat(session["started"])).total_seconds()
 
 
-def _steps(rows: Sequence[Row], total: int | None) -> Figure | None:
+def _steps(rows: Sequence[Row], total: int | None) -> KeyNumber | None:
     if not rows:
         return None
-    return Figure("Steps", f"{rows[-1]['step']:,}", f"of {total:,}" if total else "")
+    return KeyNumber("Steps", f"{rows[-1]['step']:,}", f"of {total:,}" if total else "")
 
 
 def number(value: float) -> str:

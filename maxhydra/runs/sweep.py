@@ -19,7 +19,7 @@ from maxhydra.runs.query import best
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.report import figure
 from maxhydra.runs.rerun import rerun_command
-from maxhydra.runs.summary import Figure, duration, moment, number, show
+from maxhydra.runs.summary import KeyNumber, duration, moment, number, show
 
 # The best so many have curves, a place in the table, and a column in the comparison of configs.
 CURVES, RANKED, COMPARED = 60, 20, 5
@@ -106,15 +106,15 @@ def _header(sweep: Sweep) -> Html:
     )
 
 
-def _figures(sweep: Sweep) -> list[Figure]:
+def _figures(sweep: Sweep) -> list[KeyNumber]:
     ranked = sweep.ranked
-    found = [Figure("Runs", str(len(sweep.runs)), f"{len(ranked)} with a result")]
+    found = [KeyNumber("Runs", str(len(sweep.runs)), f"{len(ranked)} with a result")]
     if ranked:
         first, last = sweep.values[ranked[0].id], sweep.values[ranked[-1].id]
-        found = [Figure(f"Best {sweep.metric}", number(first), ranked[0].path.rpartition("/")[2]), *found]
-        found.append(Figure("Worst", number(last), ranked[-1].path.rpartition("/")[2]))
-    found.append(Figure("Settings varied", str(len(sweep.varied))))
-    return [*found, Figure("Wall time", duration(sum(run.seconds for run in sweep.runs)), "of all runs together")]
+        found = [KeyNumber(f"Best {sweep.metric}", number(first), ranked[0].path.rpartition("/")[2]), *found]
+        found.append(KeyNumber("Worst", number(last), ranked[-1].path.rpartition("/")[2]))
+    found.append(KeyNumber("Settings varied", str(len(sweep.varied))))
+    return [*found, KeyNumber("Wall time", duration(sum(run.seconds for run in sweep.runs)), "of all runs together")]
 
 
 def _axes(sweep: Sweep) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ TPU_PCI_IDS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class DetectedDevices:
     """A kind of device on this host, how many of them this process may use, and what was seen."""
 
     platform: Platform
@@ -33,18 +33,18 @@ class Found:
     seen: str
 
 
-def detect(platform: Platform, env: Mapping[str, str], root: Path) -> Found:
+def detect(platform: Platform, env: Mapping[str, str], root: Path) -> DetectedDevices:
     """The devices of a platform; for `auto` those of JAX_PLATFORMS, else the first of GPU, TPU and CPU that is here."""
     asked = platform
     if asked is Platform.auto and (named := env.get("JAX_PLATFORMS", "").split(",")[0]):
         asked = JAX_NAMES.get(named, Platform.auto)
     if asked is Platform.gpu:
-        return _gpu(env, root) or Found(Platform.gpu, "", 0, "no NVIDIA driver is here")
+        return _gpu(env, root) or DetectedDevices(Platform.gpu, "", 0, "no NVIDIA driver is here")
     if asked is Platform.tpu:
-        return _tpu(env, root) or Found(Platform.tpu, "", 0, "no TPU is here")
+        return _tpu(env, root) or DetectedDevices(Platform.tpu, "", 0, "no TPU is here")
     if asked is Platform.cpu:
-        return Found(Platform.cpu, "cpu", 1, "the CPU was asked for")
-    return _gpu(env, root) or _tpu(env, root) or Found(Platform.cpu, "cpu", 1, "neither GPU nor TPU is here")
+        return DetectedDevices(Platform.cpu, "cpu", 1, "the CPU was asked for")
+    return _gpu(env, root) or _tpu(env, root) or DetectedDevices(Platform.cpu, "cpu", 1, "neither GPU nor TPU is here")
 
 
 def cpu_refuses_cache(root: Path) -> bool:
@@ -57,7 +57,7 @@ def cpu_refuses_cache(root: Path) -> bool:
     return cpuinfo.is_file() and bool(re.search(r"^bugs\s*:.*\bgds\b", cpuinfo.read_text(), re.MULTILINE))
 
 
-def _gpu(env: Mapping[str, str], root: Path) -> Found | None:
+def _gpu(env: Mapping[str, str], root: Path) -> DetectedDevices | None:
     """NVIDIA GPUs that CUDA_VISIBLE_DEVICES lets this process see."""
     kinds = list(_driver_models(root)) or list(_nvidia_smi_models(env))
     visible = kinds
@@ -65,7 +65,9 @@ def _gpu(env: Mapping[str, str], root: Path) -> Found | None:
         visible = [name for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")]
     if not kinds or not visible:
         return None
-    return Found(Platform.gpu, kinds[0], len(visible), f"{len(visible)} x {kinds[0]} of {len(kinds)} on this host")
+    return DetectedDevices(
+        Platform.gpu, kinds[0], len(visible), f"{len(visible)} x {kinds[0]} of {len(kinds)} on this host"
+    )
 
 
 def _driver_models(root: Path) -> Iterator[str]:
@@ -86,7 +88,7 @@ def _nvidia_smi_models(env: Mapping[str, str]) -> Iterator[str]:
     yield from re.findall(r"^GPU \d+: (.+?) \(UUID", listed, re.MULTILINE)
 
 
-def _tpu(env: Mapping[str, str], root: Path) -> Found | None:
+def _tpu(env: Mapping[str, str], root: Path) -> DetectedDevices | None:
     """TPU chips: GKE names the type in the environment; a TPU VM shows the chips on its PCI bus."""
     chips = [
         TPU_PCI_IDS[identity]
@@ -95,5 +97,9 @@ def _tpu(env: Mapping[str, str], root: Path) -> Found | None:
         and (identity := (vendor.parent / "device").read_text().strip()) in TPU_PCI_IDS
     ]
     if accelerator := env.get("TPU_ACCELERATOR_TYPE"):
-        return Found(Platform.tpu, accelerator, len(chips), f"TPU_ACCELERATOR_TYPE={accelerator}")
-    return Found(Platform.tpu, chips[0], len(chips), f"{len(chips)} x {chips[0]} on the PCI bus") if chips else None
+        return DetectedDevices(Platform.tpu, accelerator, len(chips), f"TPU_ACCELERATOR_TYPE={accelerator}")
+    return (
+        DetectedDevices(Platform.tpu, chips[0], len(chips), f"{len(chips)} x {chips[0]} on the PCI bus")
+        if chips
+        else None
+    )

@@ -12,7 +12,7 @@ import jax
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.hardware import Cluster, Distributed, Platform
-from maxhydra.runtime.detect import Found
+from maxhydra.runtime.detect import DetectedDevices
 
 PATH = "hardware.distributed.cluster"
 PORT = 12321
@@ -26,7 +26,7 @@ LOCAL_RANKS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
+class ClusterInfo:
     """Where the processes meet and which of them this is; no coordinator leaves all of it to jax (TPU pods)."""
 
     seen: str
@@ -41,7 +41,7 @@ class Meeting:
         return f"{self.seen}: process {self.index} of {self.count}, coordinator {self.coordinator}"
 
 
-def find_meeting(cluster: Cluster, env: Mapping[str, str], found: Found) -> Meeting | None:
+def detect_cluster(cluster: Cluster, env: Mapping[str, str], found: DetectedDevices) -> ClusterInfo | None:
     """The meeting that a cluster's variables describe; None where this process is alone."""
     match cluster:
         case Cluster.none:
@@ -58,7 +58,7 @@ def find_meeting(cluster: Cluster, env: Mapping[str, str], found: Found) -> Meet
             return _auto(env, found)
 
 
-def _auto(env: Mapping[str, str], found: Found) -> Meeting | None:
+def _auto(env: Mapping[str, str], found: DetectedDevices) -> ClusterInfo | None:
     """SLURM, then a JobSet or TPU pod, then plain variables; a job of one process is alone."""
     # A batch script has the job's variables too, but only srun starts several processes, as a step.
     if "SLURM_STEP_NODELIST" in env and _number(env, "SLURM_NTASKS", 1) > 1:
@@ -73,14 +73,14 @@ def _auto(env: Mapping[str, str], found: Found) -> Meeting | None:
     return _environment(env) if any(name in env for name in named) else None
 
 
-def _slurm(env: Mapping[str, str], found: Found) -> Meeting:
+def _slurm(env: Mapping[str, str], found: DetectedDevices) -> ClusterInfo:
     """One process per task of srun, coordinator on the first node; each task takes its share of the node's GPUs."""
     [nodes] = _needed(env, "SLURM_STEP_NODELIST")
     job, count, index = (_number(env, name) for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID"))
     # node[001-004,007],other -> node001
     host = re.sub(r"^([^,\[]*)(?:\[(\d+)[^\]]*\])?.*", r"\1\2", nodes)
     port = 61440 + (job + _number(env, "SLURM_STEP_ID", 0)) % 4096
-    return Meeting(
+    return ClusterInfo(
         seen=f"SLURM job {job}",
         coordinator=env.get("JAX_COORDINATOR_ADDRESS", f"{host}:{port}"),
         count=count,
@@ -104,13 +104,13 @@ def _share(rank: int, processes: int, devices: int) -> tuple[int, ...] | None:
     return tuple(range(rank * each, (rank + 1) * each))
 
 
-def _jobset(env: Mapping[str, str]) -> Meeting:
+def _jobset(env: Mapping[str, str]) -> ClusterInfo:
     """Pods of an indexed Job; the JobSet gives pod 0 of its first job a name that all can resolve."""
     jobset, job = _needed(env, "JOBSET_NAME", "REPLICATED_JOB_NAME")
     # Pods are counted anew in each Job of several.
     before = _number(env, "JOBSET_JOB_INDEX", 0) * _number(env, "JOBSET_PODS_PER_JOB", 0)
     own = _number(env, "JAX_PROCESS_ID") if "JAX_PROCESS_ID" in env else before + _number(env, "JOB_COMPLETION_INDEX")
-    return Meeting(
+    return ClusterInfo(
         seen=f"GKE JobSet {jobset}",
         coordinator=env.get("JAX_COORDINATOR_ADDRESS", f"{jobset}-{job}-0-0.{jobset}:{PORT}"),
         count=_number(env, "JAX_NUM_PROCESSES"),
@@ -118,16 +118,16 @@ def _jobset(env: Mapping[str, str]) -> Meeting:
     )
 
 
-def _tpu_pod(env: Mapping[str, str]) -> Meeting:
-    return Meeting(seen=f"TPU pod with workers {env.get('TPU_WORKER_HOSTNAMES', 'of the metadata server')}")
+def _tpu_pod(env: Mapping[str, str]) -> ClusterInfo:
+    return ClusterInfo(seen=f"TPU pod with workers {env.get('TPU_WORKER_HOSTNAMES', 'of the metadata server')}")
 
 
-def _gpu_multiprocess(env: Mapping[str, str]) -> Meeting:
+def _gpu_multiprocess(env: Mapping[str, str]) -> ClusterInfo:
     """One process per GPU of this host, started by mpirun, torchrun, srun or a loop that sets the same variables."""
     names = next((names for names in LOCAL_RANKS if names[0] in env), LOCAL_RANKS[1])
     rank, count = (_number(env, name) for name in names)
     address = f"{env.get('MASTER_ADDR', '127.0.0.1')}:{env.get('MASTER_PORT', PORT)}"
-    return Meeting(
+    return ClusterInfo(
         seen=f"one process per GPU by {names[0]}",
         coordinator=env.get("JAX_COORDINATOR_ADDRESS", address),
         count=count,
@@ -136,7 +136,7 @@ def _gpu_multiprocess(env: Mapping[str, str]) -> Meeting:
     )
 
 
-def _environment(env: Mapping[str, str]) -> Meeting:
+def _environment(env: Mapping[str, str]) -> ClusterInfo:
     prefix = "" if "COORDINATOR_ADDRESS" in env else "JAX_"
     [address] = _needed(env, f"{prefix}COORDINATOR_ADDRESS", f"{prefix}NUM_PROCESSES", f"{prefix}PROCESS_ID")[:1]
     count, index = _number(env, f"{prefix}NUM_PROCESSES"), _number(env, f"{prefix}PROCESS_ID")
@@ -146,7 +146,7 @@ def _environment(env: Mapping[str, str]) -> Meeting:
     if not 0 <= index < count:
         reason = f"{prefix}PROCESS_ID={index} is not one of {prefix}NUM_PROCESSES={count}"
         raise ConfigError(Problem(PATH, reason, accepted=f"0 to {count - 1}"))
-    return Meeting(seen=f"{prefix}COORDINATOR_ADDRESS", coordinator=address, count=count, index=index)
+    return ClusterInfo(seen=f"{prefix}COORDINATOR_ADDRESS", coordinator=address, count=count, index=index)
 
 
 def _needed(env: Mapping[str, str], *names: str) -> list[str]:
@@ -169,7 +169,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     return int(value)
 
 
-def connect(meeting: Meeting, distributed: Distributed, platform: Platform) -> None:
+def connect(meeting: ClusterInfo, distributed: Distributed, platform: Platform) -> None:
     """Wait for the other processes.
 
     jax aborts the whole process when its own time is up, so it waits in a thread, for longer than we do.
@@ -202,7 +202,7 @@ def connect(meeting: Meeting, distributed: Distributed, platform: Platform) -> N
         raise ConfigError(Problem(PATH, reason, hint="hardware.distributed.cluster=none runs this process alone"))
 
 
-def _nobody_came(meeting: Meeting, seconds: int) -> Problem:
+def _nobody_came(meeting: ClusterInfo, seconds: int) -> Problem:
     if meeting.index == 0:
         who = f"not all of the other {(meeting.count or 0) - 1} processes reached {meeting.coordinator}"
     elif meeting.coordinator is not None and not _answers(meeting.coordinator):

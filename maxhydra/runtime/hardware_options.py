@@ -10,7 +10,7 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from maxhydra.config.schema.hardware import Hardware, Platform
-from maxhydra.runtime.detect import Found
+from maxhydra.runtime.detect import DetectedDevices
 
 
 @cache
@@ -25,7 +25,7 @@ def hardware_from(values: Any) -> Hardware:
     return cast(Hardware, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Hardware), values)))
 
 
-def resolve(hardware: Hardware, found: Found) -> tuple[str, Hardware]:
+def resolve(hardware: Hardware, found: DetectedDevices) -> tuple[str, Hardware]:
     """Name and values of the option that fits the device found, under what the config itself sets.
 
     A device that no option knows keeps its platform's name and has no ceilings.
@@ -50,7 +50,7 @@ def matches(hardware: Hardware, kind: str) -> bool:
     return any(re.search(pattern, kind, re.IGNORECASE) for pattern in hardware.device_kinds)
 
 
-def _fits(option: Hardware, found: Found) -> bool:
+def _fits(option: Hardware, found: DetectedDevices) -> bool:
     return option.platform is found.platform and matches(option, found.kind)
 
 

@@ -11,8 +11,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.hardware import Hardware, Platform, Precision
-from maxhydra.runtime.detect import JAX_NAMES, Found, cpu_refuses_cache, detect
-from maxhydra.runtime.distributed import connect, find_meeting
+from maxhydra.runtime.detect import JAX_NAMES, DetectedDevices, cpu_refuses_cache, detect
+from maxhydra.runtime.distributed import connect, detect_cluster
 from maxhydra.runtime.flags import backend_environment, flags_in_effect
 from maxhydra.runtime.hardware_options import hardware_from, matches, resolve
 
@@ -48,18 +48,18 @@ def start(hardware: Hardware) -> Machine:
 
     The only place that touches the environment. A process starts jax once: another start must ask for the same.
     """
-    return _start(hardware, environment_before())
+    return _start(hardware, original_environment())
 
 
 def start_on_host() -> Machine:
     """The CPU alone, whatever JAX_PLATFORMS says: for what only plans for devices, and leaves them to others."""
-    named = {name: value for name, value in environment_before().items() if name != "JAX_PLATFORMS"}
+    named = {name: value for name, value in original_environment().items() if name != "JAX_PLATFORMS"}
     return _start(hardware_from({"platform": Platform.cpu}), named)
 
 
-def foreseen(hardware: Hardware) -> Hardware:
+def predict_hardware(hardware: Hardware) -> Hardware:
     """The hardware that a process of its own, started as this one was, would find. Nothing is started."""
-    return resolve(hardware, detect(hardware.platform, environment_before(), Path("/")))[1]
+    return resolve(hardware, detect(hardware.platform, original_environment(), Path("/")))[1]
 
 
 def _start(hardware: Hardware, before: Mapping[str, str]) -> Machine:
@@ -68,7 +68,7 @@ def _start(hardware: Hardware, before: Mapping[str, str]) -> Machine:
     notes = [f"{found.seen}: hardware={name}"]
     _set_environment(resolved, before)
     notes += _configure(resolved, os.environ)
-    meeting = find_meeting(resolved.distributed.cluster, os.environ, found)
+    meeting = detect_cluster(resolved.distributed.cluster, os.environ, found)
     notes.append(str(meeting) if meeting else "one process")
     if meeting is not None and not jax.distributed.is_initialized():
         connect(meeting, resolved.distributed, resolved.platform)
@@ -91,7 +91,7 @@ def _start(hardware: Hardware, before: Mapping[str, str]) -> Machine:
 
 
 @cache
-def environment_before() -> dict[str, str]:
+def original_environment() -> dict[str, str]:
     """The environment as it was before the first start in this process: what a process of its own is given."""
     return dict(os.environ)
 
@@ -143,7 +143,7 @@ def _cache_folder(hardware: Hardware, env: Mapping[str, str]) -> tuple[str | Non
     return str(path), f"compiled programs are kept in {path}"
 
 
-def _started(hardware: Hardware, found: Found) -> jax.Device:
+def _started(hardware: Hardware, found: DetectedDevices) -> jax.Device:
     """Start the backend, and see that it is the one asked for."""
     wanted = hardware.platform
     try:

@@ -10,7 +10,7 @@ import numpy as np
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.tasks.score import LINES
 from maxhydra.record.atomic_io import replace_file, to_json
-from maxhydra.score.scorer import Scored
+from maxhydra.score.scorer import SequenceScore
 from maxhydra.score.sequences import Sequences
 
 
@@ -32,7 +32,7 @@ def require_writable(path: Path) -> None:
         raise ConfigError(Problem("task.output", reason, value=str(path), hint="choose another file"))
 
 
-def write_results(path: Path, sequences: Sequences, scores: list[Scored]) -> None:
+def write_results(path: Path, sequences: Sequences, scores: list[SequenceScore]) -> None:
     """In the order of the input."""
     scores = sorted(scores, key=lambda score: score.number)
     if path.name.endswith(LINES):
@@ -49,7 +49,7 @@ def write_results(path: Path, sequences: Sequences, scores: list[Scored]) -> Non
         partial.unlink(missing_ok=True)
 
 
-def _line(sequences: Sequences, score: Scored) -> str:
+def _line(sequences: Sequences, score: SequenceScore) -> str:
     row = sequences.rows[score.number]
     own = {"index": score.number, "tokens": len(row.ids), "perplexity": None, "logprobs": score.logprobs.tolist()}
     if len(score.logprobs):
@@ -57,7 +57,7 @@ def _line(sequences: Sequences, score: Scored) -> str:
     return to_json({**row.rest, **own, "ids": row.ids.tolist()}) + "\n"
 
 
-def _arrays(sequences: Sequences, scores: list[Scored]) -> dict[str, np.ndarray]:
+def _arrays(sequences: Sequences, scores: list[SequenceScore]) -> dict[str, np.ndarray]:
     shape = len(scores), sequences.width
     ids, mask, logprobs = np.zeros(shape, np.int64), np.zeros(shape, np.int32), np.full(shape, np.nan, np.float32)
     logits = None

@@ -14,7 +14,7 @@ from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.score.sequences import Sequence
 from maxhydra.sharding import Sharder
-from maxhydra.train.logprobs import of_targets, token_logprobs
+from maxhydra.train.logprobs import target_logprobs, token_logprobs
 
 # Places whose logits exist at a time, where they are not asked for.
 CHUNK = 512
@@ -22,7 +22,7 @@ SHORTEST = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored:
+class SequenceScore:
     """A sequence by its number: log-probabilities of its tokens after the first, and all logits where asked for."""
 
     number: int
@@ -40,14 +40,14 @@ class SequenceScorer:
     batch: int
     with_logits: bool
 
-    def __call__(self, rows: list[Sequence]) -> Iterator[Scored]:
+    def __call__(self, rows: list[Sequence]) -> Iterator[SequenceScore]:
         """Shortest first, so that little is padding."""
         order = sorted(range(len(rows)), key=lambda number: len(rows[number].ids))
         for start in range(0, len(order), self.batch):
             numbers = order[start : start + self.batch]
             yield from self._scored(numbers, [rows[number].ids for number in numbers])
 
-    def _scored(self, numbers: list[int], sequences: list[np.ndarray]) -> Iterator[Scored]:
+    def _scored(self, numbers: list[int], sequences: list[np.ndarray]) -> Iterator[SequenceScore]:
         shape = _rounded(self.batch, self.sharder.ways("act_batch")), self._length(len(sequences[-1]))
         tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         for row, ids in enumerate(sequences):
@@ -56,7 +56,7 @@ class SequenceScorer:
         logprobs = np.asarray(logprobs)
         for row, (number, ids) in enumerate(zip(numbers, sequences, strict=True)):
             after = None if logits is None else np.asarray(logits[row, : len(ids)])
-            yield Scored(number, logprobs[row, : len(ids) - 1], after)
+            yield SequenceScore(number, logprobs[row, : len(ids) - 1], after)
 
     def _length(self, longest: int) -> int:
         """Powers of two, so that few programs serve sequences of any length, in equal parts on every device."""
@@ -75,7 +75,7 @@ class SequenceScorer:
             targets = jnp.roll(tokens, -1, axis=1)
             if self.with_logits:
                 logits = model.logits(weights, hidden, sharder).astype(jnp.float32)
-                return of_targets(logits, targets), logits
+                return target_logprobs(logits, targets), logits
             chunk = CHUNK if tokens.shape[1] % CHUNK == 0 else 0
             return token_logprobs(lambda x: model.logits(weights, x, sharder), hidden, targets, chunk=chunk), None
 

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 
 from maxhydra.config.errors import ConfigError
-from maxhydra.launch.base import Job, Jobs, Proposal
-from maxhydra.sweep.plan import Plan
-from maxhydra.sweep.trials import Fate, Proposals
+from maxhydra.launch.base import Job, JobBackend, Proposal
+from maxhydra.sweep.plan import SweepPlan
+from maxhydra.sweep.trials import Proposals, TrialStatus
 
 # Seconds between two looks at the jobs: a free worker has its next job within this.
 LOOK_EVERY = 0.2
@@ -16,7 +16,7 @@ LOOK_EVERY = 0.2
 class Controller:
     """Runs the jobs of a plan. Nothing that it knows is lost with it."""
 
-    def __init__(self, plan: Plan, proposals: Proposals, jobs: Jobs, say: Callable[[str], None]):
+    def __init__(self, plan: SweepPlan, proposals: Proposals, jobs: JobBackend, say: Callable[[str], None]):
         self._plan, self._proposals, self._jobs, self._say = plan, proposals, jobs, say
         self._waiting: list[Proposal] = []
         self._running: list[Job] = []
@@ -49,13 +49,13 @@ class Controller:
     @property
     def _may_start(self) -> bool:
         """A search whose jobs fail is not worth going on with. Jobs that were all asked for have each their turn."""
-        return not self._plan.space or self._proposals.counts()[Fate.failed] <= self._plan.settings.max_failures
+        return not self._plan.space or self._proposals.counts()[TrialStatus.failed] <= self._plan.settings.max_failures
 
     def _ending(self) -> str:
         """What is not as it should be now that all is over."""
         if self._plan.is_cancelled:
             return f"cancelled; {self._way_on}"
-        allowed, failed = self._plan.settings.max_failures, self._proposals.counts()[Fate.failed]
+        allowed, failed = self._plan.settings.max_failures, self._proposals.counts()[TrialStatus.failed]
         if self._plan.space and not self._may_start:
             return f"{failed} jobs failed, over max_failures={allowed}; {self._way_on} --max-failures {2 * failed}"
         if self._plan.space:
@@ -98,7 +98,7 @@ class Controller:
             if not self._plan.space:
                 raise
             self._say(f"job {proposal.number}: failed, {error.problems[0]}")
-            self._proposals.tell(proposal, Fate.failed, ())
+            self._proposals.tell(proposal, TrialStatus.failed, ())
             return False
         return True
 
@@ -155,7 +155,7 @@ class Controller:
     def _tell(self, job: Job) -> None:
         number, status = job.proposal.number, job.status()
         if number in self._pruned and status != "finished":
-            self._proposals.tell(job.proposal, Fate.pruned, ())
+            self._proposals.tell(job.proposal, TrialStatus.pruned, ())
             return
         values = {name: value for name in self._plan.objectives if (value := job.last(name)) is not None}
         wrong = [f"logged no {name}" for name in self._plan.objectives if name not in values]
@@ -163,9 +163,9 @@ class Controller:
         if status == "finished" and not wrong:
             shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
             self._say(f"job {number}: {shown or 'finished'}")
-            self._proposals.tell(job.proposal, Fate.finished, list(values.values()))
+            self._proposals.tell(job.proposal, TrialStatus.finished, list(values.values()))
             return
         why = ", ".join(wrong) if status == "finished" else job.reason()
         place = self._jobs.state(job)
         self._say(f"job {number}: failed, {why}{place and f' ({place})'}; see {job.run.path}")
-        self._proposals.tell(job.proposal, Fate.failed, ())
+        self._proposals.tell(job.proposal, TrialStatus.failed, ())

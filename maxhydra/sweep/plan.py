@@ -10,7 +10,7 @@ from maxhydra.config.errors import ConfigError, Problem, did_you_mean
 from maxhydra.launch.base import Proposal, Shared
 from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import read_launcher
-from maxhydra.launch.settings import Launcher
+from maxhydra.launch.settings import LauncherSettings
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import replace_file
 
@@ -94,7 +94,7 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """A sweep: its folder, what its jobs share, and what tells them apart."""
 
     folder: Path
@@ -109,7 +109,7 @@ class Plan:
     objectives: tuple[str, ...]
     settings: Settings
     config_dir: str | None
-    launcher: Launcher = LOCAL
+    launcher: LauncherSettings = LOCAL
     """Where the jobs run."""
 
     @property
@@ -131,7 +131,7 @@ class Plan:
         return self.settings.directions or ("minimize",) * len(self.objectives)
 
 
-def write_plan(plan: Plan) -> None:
+def write_plan(plan: SweepPlan) -> None:
     """Keep it; ConfigError where the folder is a run's, in which nobody looks for other runs."""
     if RunDirectory(plan.folder, writes=False).exists():
         hint = "choose another"
@@ -141,14 +141,14 @@ def write_plan(plan: Plan) -> None:
     replace_file(plan.folder / FILE, json.dumps(told, indent=1) + "\n")
 
 
-def read_plan(folder: Path) -> Plan:
+def read_plan(folder: Path) -> SweepPlan:
     """The plan of a sweep's folder; ConfigError where there is none."""
     try:
         told: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
         settings = Settings(**_tuples(told.pop("settings")))
         launcher = read_launcher(told.pop("launcher", LOCAL.told()))
         given = {"folder": folder, "settings": settings, "space": told["space"], "launcher": launcher}
-        return Plan(**{**_tuples(told), **given})
+        return SweepPlan(**{**_tuples(told), **given})
     except FileNotFoundError:
         known = sorted(path.parent.name for path in folder.parent.glob(f"*/{FILE}"))
         hint = did_you_mean(folder.name, known)

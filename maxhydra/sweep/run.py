@@ -6,20 +6,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.launch.base import Jobs
-from maxhydra.launch.registry import jobs_of
+from maxhydra.launch.base import JobBackend
+from maxhydra.launch.registry import make_backend
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import from_number, replace_file
 from maxhydra.record.lock import take_lock
 from maxhydra.sweep.controller import Controller
-from maxhydra.sweep.plan import CANCELLED, FILE, Plan, read_plan, write_plan
+from maxhydra.sweep.plan import CANCELLED, FILE, SweepPlan, read_plan, write_plan
 from maxhydra.sweep.search import SearchProposals
-from maxhydra.sweep.trials import Fate, ListedProposals, Proposals
+from maxhydra.sweep.trials import ListedProposals, Proposals, TrialStatus
 
 LOCK = ".sweep.lock"
 
 
-def begin(plan: Plan, say: Callable[[str], None]) -> str:
+def begin(plan: SweepPlan, say: Callable[[str], None]) -> str:
     """A new sweep, or the same one again, which goes on; why it ended early, if it did."""
     # The same sweep may go on at another place.
     if (plan.folder / FILE).exists() and replace(read_plan(plan.folder), launcher=plan.launcher) != plan:
@@ -27,10 +27,10 @@ def begin(plan: Plan, say: Callable[[str], None]) -> str:
         raise ConfigError(Problem("run.name", "is a sweep over something else", value=plan.folder.name, hint=hint))
     SearchProposals.check(plan)
     write_plan(plan)
-    return go_on(plan, say)
+    return resume_sweep(plan, say)
 
 
-def go_on(plan: Plan, say: Callable[[str], None], *, detach: bool = False) -> str:
+def resume_sweep(plan: SweepPlan, say: Callable[[str], None], *, detach: bool = False) -> str:
     """Run what is left of a sweep; why it ended early, if it did. One process at a time.
 
     With `detach`, only start it: not for a search, which has to wait for results.
@@ -48,7 +48,7 @@ def go_on(plan: Plan, say: Callable[[str], None], *, detach: bool = False) -> st
     return reason
 
 
-def cancel(plan: Plan, say: Callable[[str], None]) -> None:
+def cancel(plan: SweepPlan, say: Callable[[str], None]) -> None:
     """Ask what is under way to save and end, and whoever runs the sweep to start no more."""
     replace_file(plan.folder / CANCELLED, "")
     jobs = _jobs(plan)
@@ -57,18 +57,18 @@ def cancel(plan: Plan, say: Callable[[str], None]) -> None:
     say(f"{len(under_way)} jobs were told to end; to go on: maxhydra sweep resume {plan.folder.name}")
 
 
-def _jobs(plan: Plan) -> Jobs:
-    return jobs_of(plan.launcher, plan.shared)
+def _jobs(plan: SweepPlan) -> JobBackend:
+    return make_backend(plan.launcher, plan.shared)
 
 
-def _proposals(plan: Plan) -> Proposals:
+def _proposals(plan: SweepPlan) -> Proposals:
     return SearchProposals(plan) if plan.space else listed(plan)
 
 
-def listed(plan: Plan) -> ListedProposals:
+def listed(plan: SweepPlan) -> ListedProposals:
     """The jobs of a plain sweep, those that failed before too."""
     runs = {job.number: RunDirectory(plan.folder / job.folder, writes=False) for job in plan.proposals}
-    done = {number: Fate.finished for number, run in runs.items() if _is_finished(run)}
+    done = {number: TrialStatus.finished for number, run in runs.items() if _is_finished(run)}
     return ListedProposals(plan.proposals, done)
 
 
@@ -77,7 +77,7 @@ def _is_finished(run: RunDirectory) -> bool:
 
 
 @contextmanager
-def _alone(plan: Plan) -> Iterator[None]:
+def _alone(plan: SweepPlan) -> Iterator[None]:
     """Two controllers would each start the job that the other has just proposed."""
     try:
         lock = take_lock(plan.folder / LOCK)
@@ -91,7 +91,7 @@ def _alone(plan: Plan) -> Iterator[None]:
             os.close(lock)
 
 
-def status(plan: Plan) -> Iterator[str]:
+def status(plan: SweepPlan) -> Iterator[str]:
     """A line for each job that was started, with what its place says of it, and what came of all."""
     jobs, proposals = _jobs(plan), _proposals(plan)
     started = {job.proposal.folder: job for each in proposals.unfinished() if (job := jobs.past(each)) is not None}

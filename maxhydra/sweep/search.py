@@ -16,9 +16,9 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from maxhydra.config.compose.resolvers import job_folder
 from maxhydra.launch.base import Proposal
-from maxhydra.sweep.plan import Plan, Settings
+from maxhydra.sweep.plan import Settings, SweepPlan
 from maxhydra.sweep.space import distributions, grid_values, overrides_of
-from maxhydra.sweep.trials import Fate, told
+from maxhydra.sweep.trials import TrialStatus, told
 
 optuna.logging.set_verbosity(logging.WARNING)
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
@@ -26,16 +26,16 @@ warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning
 # Of several objectives, as many of the jobs that none beats in all are shown.
 SHOWN = 5
 STATES = {
-    Fate.finished: TrialState.COMPLETE,
-    Fate.failed: TrialState.FAIL,
-    Fate.pruned: TrialState.PRUNED,
+    TrialStatus.finished: TrialState.COMPLETE,
+    TrialStatus.failed: TrialState.FAIL,
+    TrialStatus.pruned: TrialState.PRUNED,
 }
 
 
 class SearchProposals:
     """Trials of a study, numbered from 0 in the order in which they were proposed."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: SweepPlan):
         settings = plan.settings
         self._plan = plan
         self._space = self.check(plan)
@@ -55,7 +55,7 @@ class SearchProposals:
             self._study.enqueue_trial(params, skip_if_exists=True)
 
     @staticmethod
-    def check(plan: Plan) -> dict[str, BaseDistribution]:
+    def check(plan: SweepPlan) -> dict[str, BaseDistribution]:
         """What is searched; ConfigError where it cannot be."""
         return distributions(plan.space, grid=plan.settings.sampler == "grid")
 
@@ -74,11 +74,11 @@ class SearchProposals:
             trial.report(value, step)
         return trial.should_prune()
 
-    def tell(self, proposal: Proposal, fate: Fate, values: Sequence[float]) -> None:
-        told = list(values) if fate is Fate.finished else None
+    def tell(self, proposal: Proposal, fate: TrialStatus, values: Sequence[float]) -> None:
+        told = list(values) if fate is TrialStatus.finished else None
         self._study.tell(proposal.number, told, state=STATES[fate])
 
-    def counts(self) -> Mapping[Fate, int]:
+    def counts(self) -> Mapping[TrialStatus, int]:
         states = [trial.state for trial in self._study.get_trials(deepcopy=False)]
         return {fate: states.count(state) for fate, state in STATES.items()}
 
@@ -86,7 +86,7 @@ class SearchProposals:
         """The best, with the command that runs it again."""
         counts = self.counts()
         lines = [told(counts)]
-        if not counts[Fate.finished]:
+        if not counts[TrialStatus.finished]:
             return lines[0]
         for trial in self._study.best_trials[:SHOWN]:
             values = zip(self._plan.objectives, trial.values, strict=True)

@@ -7,7 +7,7 @@ from typing import Protocol
 from maxhydra.launch.base import Proposal
 
 
-class Fate(Enum):
+class TrialStatus(Enum):
     """How a job ended."""
 
     finished = "finished"
@@ -30,11 +30,11 @@ class Proposals(Protocol):
         """What the objective is at a step; True where the job should end for it."""
         ...
 
-    def tell(self, proposal: Proposal, fate: Fate, values: Sequence[float]) -> None:
+    def tell(self, proposal: Proposal, fate: TrialStatus, values: Sequence[float]) -> None:
         """How a job ended, with its objectives."""
         ...
 
-    def counts(self) -> Mapping[Fate, int]:
+    def counts(self) -> Mapping[TrialStatus, int]:
         """Jobs that have ended, by how."""
         ...
 
@@ -46,7 +46,7 @@ class Proposals(Protocol):
 class ListedProposals:
     """Jobs that are all known, as those of a plain sweep are. What became of each stands in its own folder."""
 
-    def __init__(self, jobs: Sequence[Proposal], done: Mapping[int, Fate]):
+    def __init__(self, jobs: Sequence[Proposal], done: Mapping[int, TrialStatus]):
         """`done`: numbers of the jobs that are over."""
         self._left = [job for job in jobs if job.number not in done]
         self._fates = dict(done)
@@ -60,15 +60,15 @@ class ListedProposals:
     def report(self, proposal: Proposal, step: int, value: float) -> bool:
         return False
 
-    def tell(self, proposal: Proposal, fate: Fate, values: Sequence[float]) -> None:
+    def tell(self, proposal: Proposal, fate: TrialStatus, values: Sequence[float]) -> None:
         self._fates[proposal.number] = fate
 
-    def counts(self) -> Mapping[Fate, int]:
-        return {fate: list(self._fates.values()).count(fate) for fate in Fate}
+    def counts(self) -> Mapping[TrialStatus, int]:
+        return {fate: list(self._fates.values()).count(fate) for fate in TrialStatus}
 
     def summary(self) -> str:
         return told(self.counts())
 
 
-def told(counts: Mapping[Fate, int]) -> str:
+def told(counts: Mapping[TrialStatus, int]) -> str:
     return ", ".join(f"{count} {fate.value}" for fate, count in counts.items() if count)

@@ -137,7 +137,7 @@ def _result(job: Job, outcome: Outcome, *, path: Path | None) -> Result:
 
 
 @contextlib.contextmanager
-def appearing(path: Path) -> Iterator[Path]:
+def atomic_output_dir(path: Path) -> Iterator[Path]:
     """The folder task.output to write, which takes its name once it is complete."""
     if path.exists():
         hint = "name another folder, or move it away"

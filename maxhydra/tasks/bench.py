@@ -5,10 +5,10 @@ from contextlib import closing
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.tasks.bench import BenchTask, Measured
-from maxhydra.measure import Line, OutOfMemoryError, Subject
+from maxhydra.measure import BenchRecord, BenchTarget, OutOfMemoryError
 from maxhydra.measure.decoding import measure_decoding
 from maxhydra.measure.kernels import measure_kernels
-from maxhydra.measure.record import on_random_tokens
+from maxhydra.measure.record import with_synthetic_data
 from maxhydra.measure.training import measure_training
 from maxhydra.record import MetricsWriter
 from maxhydra.record.atomic_io import to_json
@@ -22,9 +22,9 @@ def run(job: Job) -> Outcome:
     task = job.config.task
     assert isinstance(task, BenchTask)
     _check(job, task)
-    config = on_random_tokens(job.config, job.choices, job.overrides)
-    subject = Subject(config, job.machine, job.choices, job.overrides)
-    lines: list[Line] = []
+    config = with_synthetic_data(job.config, job.choices, job.overrides)
+    subject = BenchTarget(config, job.machine, job.choices, job.overrides)
+    lines: list[BenchRecord] = []
     try:
         for what in task.what:
             for line in _measured(subject, task, what):
@@ -48,7 +48,7 @@ def _check(job: Job, task: BenchTask) -> None:
         )
 
 
-def _measured(subject: Subject, task: BenchTask, what: Measured) -> Iterator[Line]:
+def _measured(subject: BenchTarget, task: BenchTask, what: Measured) -> Iterator[BenchRecord]:
     if what is Measured.pretrain:
         yield measure_training(subject, warm_up=task.warm_up, steps=task.steps)
     elif what is Measured.decode:
@@ -57,7 +57,7 @@ def _measured(subject: Subject, task: BenchTask, what: Measured) -> Iterator[Lin
         yield from measure_kernels(subject)
 
 
-def _keep(job: Job, line: Line) -> None:
+def _keep(job: Job, line: BenchRecord) -> None:
     if job.run.writes:
         text = to_json(line)
         with open(job.run.path / LINES, "a", encoding="utf-8") as file:
@@ -65,7 +65,7 @@ def _keep(job: Job, line: Line) -> None:
         print(text, flush=True)
 
 
-def _metrics(lines: list[Line]) -> dict[str, float]:
+def _metrics(lines: list[BenchRecord]) -> dict[str, float]:
     """Of the training step, by the names that training logs, for objectives and the report."""
     step = next((line for line in lines if line["bench"] == "pretrain"), None)
     if step is None:

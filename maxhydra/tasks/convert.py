@@ -23,7 +23,7 @@ from maxhydra.data.tokenizers import check_vocabulary
 from maxhydra.data.tokenizers.hf import HuggingFaceTokenizer
 from maxhydra.decode.checkpoint_check import check_origin
 from maxhydra.modelfiles import locate
-from maxhydra.tasks import Job, Outcome, appearing
+from maxhydra.tasks import Job, Outcome, atomic_output_dir
 
 NEEDS_DEVICES = KEEPS_RUN = False
 
@@ -39,7 +39,7 @@ def run(job: Job) -> Outcome:
         raise ConfigError(Problem(KEY, "is needed: it says what to convert", value=None))
     _check_format(config, task)
     check_origin(config, source)
-    with appearing(Path(task.output).expanduser().absolute()) as folder:
+    with atomic_output_dir(Path(task.output).expanduser().absolute()) as folder:
         WRITERS[task.format](config, task, source, folder)
     print(f"wrote {task.output}", file=sys.stderr)
     return Outcome("finished", "written")

@@ -9,11 +9,11 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.tasks.decode import DecodeTask
 from maxhydra.decode.chat_cli import AnswerFailedError, answer, converse, read_line, write_now
 from maxhydra.decode.checkpoint_check import settings_name
-from maxhydra.decode.client import Asker, is_chat
+from maxhydra.decode.client import PromptClient, is_chat
 from maxhydra.decode.offline import Batch, BatchFailedError, require_apart
 from maxhydra.decode.offline_files import AnswerFile, check_records, read_records
 from maxhydra.decode.open import open_engine, open_prompts
-from maxhydra.decode.prompts import Prompts
+from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = True
@@ -41,7 +41,7 @@ def run(job: Job) -> Outcome:
     return Outcome("finished", "answered")
 
 
-def _file(config: Config, task: DecodeTask, prompts: Prompts) -> Outcome:
+def _file(config: Config, task: DecodeTask, prompts: PromptEncoder) -> Outcome:
     """Answer what is left of a file; where nothing is, no weights are loaded."""
     assert task.input is not None and task.output is not None
     require_apart(task)
@@ -60,9 +60,9 @@ def _file(config: Config, task: DecodeTask, prompts: Prompts) -> Outcome:
 
 
 @contextmanager
-def _asker(config: Config, task: DecodeTask, prompts: Prompts) -> Iterator[Asker]:
+def _asker(config: Config, task: DecodeTask, prompts: PromptEncoder) -> Iterator[PromptClient]:
     engine = open_engine(config, task.engine, prompts)
     try:
-        yield Asker(engine, prompts, task, config.run.seed)
+        yield PromptClient(engine, prompts, task, config.run.seed)
     finally:
         engine.close()

@@ -8,15 +8,15 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.adapter import AdapterKind
 from maxhydra.config.schema.tasks.distill import DistillTask
 from maxhydra.distill.init_from_teacher import check_layers, inherit
-from maxhydra.distill.loss import TEACHER, Comparison, distillation_loss, held_out_divergence
+from maxhydra.distill.loss import TEACHER, StudentTeacher, distillation_loss, held_out_divergence
 from maxhydra.distill.schedules import ScheduledBatches
 from maxhydra.distill.teacher import OnlineTeacher, plan_teacher
 from maxhydra.model import ModelDef, flops_per_token
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import (
-    Training,
-    closing_sample,
+    TrainingSetup,
+    final_sample,
     held_out_loss,
     plan_batches,
     plan_states,
@@ -44,8 +44,8 @@ def run(job: Job) -> Outcome:
             initial = partial(inherit, states.model.base, teacher.model, weights, task.init_layers, sharder=sharder)
         states = plan_states(config, sharder, beside={TEACHER: weights})
 
-    comparison = Comparison(states.model, sharder, teacher, task.features, config.train.loss_chunk)
-    training = Training(
+    comparison = StudentTeacher(states.model, sharder, teacher, task.features, config.train.loss_chunk)
+    training = TrainingSetup(
         states=states,
         loss=distillation_loss(comparison, task),
         spec=spec,
@@ -60,7 +60,7 @@ def run(job: Job) -> Outcome:
         passes=_passes(config, teacher),
     )
     ending = train(training, config, run=job.run, machine=job.machine)
-    facts = {"end_step": ending.step, **closing_sample(config, states, ending)}
+    facts = {"end_step": ending.step, **final_sample(config, states, ending)}
     return Outcome(ending.status, ending.reason, ending.metrics, facts)
 
 

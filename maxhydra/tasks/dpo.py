@@ -16,17 +16,17 @@ from maxhydra.data import BatchSpec, Row
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import (
-    LoadedBatches,
-    StateDef,
-    Training,
-    closing_sample,
+    LoaderBatches,
+    StateFactory,
+    TrainingSetup,
+    final_sample,
     held_out_loss,
     plan_batches,
     plan_states,
     starting_weights,
     train,
 )
-from maxhydra.train.microbatch import by_parts
+from maxhydra.train.microbatch import map_microbatches
 
 NEEDS_DEVICES = KEEPS_RUN = True
 
@@ -46,11 +46,11 @@ def run(job: Job) -> Outcome:
     if reference is Reference.cached:
         assemble = _cached(job, spec, states).batch
     loss = preference_loss(scorer, task, reference)
-    training = Training(
+    training = TrainingSetup(
         states=states,
         loss=loss,
         spec=spec,
-        batches=LoadedBatches(data.open_loader(config.data, spec, assemble)),
+        batches=LoaderBatches(data.open_loader(config.data, spec, assemble)),
         evaluate=held_out_loss(
             loss,
             lambda: data.held_out(config.data, spec, assemble),
@@ -60,17 +60,17 @@ def run(job: Job) -> Outcome:
         passes=passes(reference),
     )
     ending = train(training, config, run=job.run, machine=job.machine)
-    facts = {"end_step": ending.step, **closing_sample(config, states, ending)}
+    facts = {"end_step": ending.step, **final_sample(config, states, ending)}
     return Outcome(ending.status, ending.reason, ending.metrics, facts)
 
 
-def _cached(job: Job, spec: BatchSpec, states: StateDef) -> ReferenceCache:
+def _cached(job: Job, spec: BatchSpec, states: StateFactory) -> ReferenceCache:
     """The reference's log-probs of every pair that the run will see."""
     config, sharder = job.config, states.sharder
     cache = ReferenceCache.open(job.run.path / "reference")
     scorer = PairScorer(states.model.base, sharder, config.train.loss_chunk)
     logprobs = jax.jit(
-        lambda weights, batch: by_parts(
+        lambda weights, batch: map_microbatches(
             lambda part: scorer(weights, part, None, is_adapted=True), batch, config.train.grad_accum
         ),
         out_shardings=sharder.sharding((None, None)),

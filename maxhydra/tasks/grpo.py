@@ -4,17 +4,17 @@ from contextlib import closing
 
 from maxhydra import data
 from maxhydra.config.schema.tasks.grpo import GrpoTask
-from maxhydra.decode.prompts import Prompts
+from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.rl.batches import RolloutBatches
 from maxhydra.rl.evaluate import held_out_answers
 from maxhydra.rl.loss import group_loss, scoring
 from maxhydra.rl.policy_engine import Sampler
-from maxhydra.rl.reward_pool import Judge
-from maxhydra.rl.rollout import Rollouts
+from maxhydra.rl.reward_pool import RewardPool
+from maxhydra.rl.rollout import RolloutWorker
 from maxhydra.rl.setup import check, plan_prompts, rollout_sharder, with_reference
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
-from maxhydra.train import Scorer, Training, plan_batches, plan_states, train
+from maxhydra.train import Scorer, TrainingSetup, plan_batches, plan_states, train
 
 NEEDS_DEVICES = KEEPS_RUN = True
 
@@ -26,15 +26,15 @@ def run(job: Job) -> Outcome:
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
     spec = plan_batches(config, sharder)
     asked = plan_prompts(spec, task, sharder)
-    prompts = Prompts(config.data, vocab_size=config.model.vocab_size)
+    prompts = PromptEncoder(config.data, vocab_size=config.model.vocab_size)
 
     states = with_reference(plan_states(config, sharder), config, task)
     sampler = Sampler(states.model, prompts, task.engine, sharder=rollout_sharder(task, sharder), seed=config.run.seed)
-    with closing(Judge(config.reward)) as judge, closing(sampler):
-        rollouts = Rollouts(sampler, judge, task, config.reward)
+    with closing(RewardPool(config.reward)) as judge, closing(sampler):
+        rollouts = RolloutWorker(sampler, judge, task, config.reward)
         scorer = Scorer(states.model, sharder, config.train.loss_chunk)
         score = scoring(scorer, task, parts=config.train.grad_accum)
-        training = Training(
+        training = TrainingSetup(
             states=states,
             loss=group_loss(scorer, task),
             spec=spec,

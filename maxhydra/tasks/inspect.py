@@ -17,7 +17,7 @@ from maxhydra.runtime.topology import slice_devices
 from maxhydra.sharding import Sharder, abstract_mesh, build_mesh, bytes_per_device, is_axes
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import plan_states
-from maxhydra.train.compile import Ahead, compile_ahead
+from maxhydra.train.compile import CompileReport, compile_report
 
 NEEDS_DEVICES = KEEPS_RUN = False
 
@@ -40,7 +40,7 @@ def run(job: Job) -> Outcome:
     sharder = _sharder(config, task)
     states = plan_states(config, sharder)
     decoder, optimizer = states.model, states.optimizer
-    shapes, axes = model.split(decoder.shapes)[0], model.split(decoder.axes)[0]
+    shapes, axes = model.split_trainable(decoder.shapes)[0], model.split_trainable(decoder.axes)[0]
     state_shapes = jax.eval_shape(optimizer.transform.init, shapes)
     state_axes = optim.state_axes(optimizer, shapes, axes)
     parameters = _rows(decoder.shapes, decoder.axes, sharder)
@@ -57,7 +57,7 @@ def run(job: Job) -> Outcome:
             "optimizer": sum(row.bytes_per_device for row in moments),
         },
     }
-    ahead = None if task.topology is None else compile_ahead(config, sharder)
+    ahead = None if task.topology is None else compile_report(config, sharder)
     if ahead is not None:
         facts["compiled"] = dataclasses.asdict(ahead)
     if task.format is Format.json:
@@ -138,7 +138,7 @@ def _ceilings(facts: dict, hardware: Hardware, dtype: str) -> Iterator[str]:
         yield f"at {hardware.bandwidth_gb_s:g} GB/s: reading a device's weights once takes {seconds * 1e3:.3g} ms"
 
 
-def _compiled(ahead: Ahead, hardware: Hardware, dtype: str) -> Iterator[str]:
+def _compiled(ahead: CompileReport, hardware: Hardware, dtype: str) -> Iterator[str]:
     held = ahead.bytes_per_device
     fits = f" of {hardware.memory_gib:g} GiB" if hardware.memory_gib else ""
     parts = ", ".join(f"{name} {readable_bytes(size)}" for name, size in held.items())

@@ -4,9 +4,9 @@ from maxhydra import data
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import (
-    LoadedBatches,
-    Training,
-    closing_sample,
+    LoaderBatches,
+    TrainingSetup,
+    final_sample,
     held_out_loss,
     next_token_loss,
     plan_batches,
@@ -26,11 +26,11 @@ def run(job: Job) -> Outcome:
 
     states = plan_states(config, sharder)
     loss = next_token_loss(states.model, sharder, config.train)
-    training = Training(
+    training = TrainingSetup(
         states=states,
         loss=loss,
         spec=spec,
-        batches=LoadedBatches(loader),
+        batches=LoaderBatches(loader),
         evaluate=held_out_loss(
             loss,
             lambda: data.eval_batches(config.data, spec),
@@ -40,5 +40,5 @@ def run(job: Job) -> Outcome:
     )
     ending = train(training, config, run=job.run, machine=job.machine)
 
-    facts = {"end_step": ending.step, **closing_sample(config, states, ending)}
+    facts = {"end_step": ending.step, **final_sample(config, states, ending)}
     return Outcome(ending.status, ending.reason, ending.metrics, facts)

@@ -10,10 +10,10 @@ from maxhydra.config.schema.tasks.score import ScoreTask
 from maxhydra.convert.load import load_weights
 from maxhydra.decode.open import check_start, weight_formats
 from maxhydra.decode.progress import open_progress
-from maxhydra.decode.prompts import Prompts
+from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.model import build
 from maxhydra.score.results import perplexity, require_writable, write_results
-from maxhydra.score.scorer import Scored, SequenceScorer, dropless
+from maxhydra.score.scorer import SequenceScore, SequenceScorer, dropless
 from maxhydra.score.sequences import read_sequences
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
@@ -26,7 +26,7 @@ def run(job: Job) -> Outcome:
     assert isinstance(task, ScoreTask)
     check_start(config, processes=job.machine.process_count)
     # Ids need no tokenizer.
-    prompts = cache(lambda: Prompts(config.data, vocab_size=config.model.vocab_size))
+    prompts = cache(lambda: PromptEncoder(config.data, vocab_size=config.model.vocab_size))
     sequences = read_sequences(
         Path(task.input).expanduser(),
         encode=lambda text: prompts().of_text(text),
@@ -36,7 +36,7 @@ def run(job: Job) -> Outcome:
     output = Path(task.output).expanduser()
     require_writable(output)
     scorer = _open_scorer(job, task)
-    scores: list[Scored] = []
+    scores: list[SequenceScore] = []
     tokens = 0
     with open_progress(config.train.progress, total=len(sequences.rows), start=0, verb="scored") as progress:
         for score in scorer(sequences.rows):

@@ -10,7 +10,7 @@ import socket
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.tasks.serve import ServeTask
 from maxhydra.decode.open import open_engine, open_prompts
-from maxhydra.decode.openai_server import Access, Limits, Offer, Service, listen, serve
+from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, listen, serve
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = True
@@ -33,7 +33,7 @@ def run(job: Job) -> Outcome:
     service = Service(
         engine,
         prompts,
-        Offer(name, task.sampling, task.max_samples, config.model.vocab_size),
+        ServerDefaults(name, task.sampling, task.max_samples, config.model.vocab_size),
         access=Access(key, is_local=is_local),
         places=task.engine.max_batch + task.queue,
         seed=config.run.seed,

@@ -19,7 +19,7 @@ from maxhydra.config.schema.tasks.tokenizer import TokenizerModel, TokenizerTask
 from maxhydra.config.schema.tokenizer import Tokenizer as Words
 from maxhydra.data.optional_packages import need
 from maxhydra.data.raw_texts import texts
-from maxhydra.tasks import Job, Outcome, appearing
+from maxhydra.tasks import Job, Outcome, atomic_output_dir
 
 NEEDS_DEVICES, KEEPS_RUN = False, True
 
@@ -41,7 +41,7 @@ def run(job: Job) -> Outcome:
         return Outcome("finished", "left to the first process")
     folder = Path(task.output).expanduser().absolute() if task.output else job.run.path / "tokenizer"
     reader = _Reader(task, texts(job.config.data, seed=job.config.run.seed))
-    with appearing(folder) as unfinished, reader.shown():
+    with atomic_output_dir(folder) as unfinished, reader.shown():
         _TRAINERS[task.model](task, reader, unfinished)
 
     words = _settings(job.config.data.tokenizer, task.model, folder)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from maxhydra import runtime
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.compose.provenance import shown
+from maxhydra.config.compose.provenance import display_path
 from maxhydra.config.schema.tasks.tune import TuneTask
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.tasks import Job, Outcome
@@ -28,11 +28,11 @@ def run(job: Job) -> Outcome:
     assert isinstance(task, TuneTask)
     target = _checked_target(job, task)
     given_keys(job.overrides)
-    space = axes(config, task, runtime.foreseen(config.hardware))
+    space = axes(config, task, runtime.predict_hardware(config.hardware))
     total = expected_trials(space, task)
     with open_progress(config.train.progress, total=total, start=0, shown=True) as progress:
         tuner = Tuner(
-            config, task, space, job.choices, job.overrides, job.run.path, runtime.environment_before(), progress
+            config, task, space, job.choices, job.overrides, job.run.path, runtime.original_environment(), progress
         )
         reason = tuner.run()
     print(table(tuner.journal.trials), flush=True)
@@ -47,7 +47,7 @@ def run(job: Job) -> Outcome:
     )
     path = job.run.path / FILE
     replace_file(path, text)
-    told = [f"experiment: {shown(path)}"]
+    told = [f"experiment: {display_path(path)}"]
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target, "x", encoding="utf-8") as file:
@@ -68,7 +68,7 @@ def _checked_target(job: Job, task: TuneTask) -> Path | None:
         return None
     target = Path(task.config_dir).expanduser() / "experiment" / f"{task.save_as}.yaml"
     if target.exists():
-        reason = f"{shown(target)} is there already"
+        reason = f"{display_path(target)} is there already"
         raise ConfigError(Problem("task.save_as", reason, value=task.save_as, hint="choose another name, or move it"))
     return target
 

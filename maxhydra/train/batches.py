@@ -13,7 +13,7 @@ from maxhydra.train.state import TrainState
 from maxhydra.train.step import Batch
 
 
-class Batches(Protocol):
+class BatchSource(Protocol):
     """Batches without end, all of the same shapes (but for a ramp), and the position to go on from."""
 
     def peek(self) -> Mapping[str, Any]:
@@ -40,7 +40,7 @@ class Batches(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class LoadedBatches:
+class LoaderBatches:
     """Batches as they are in the data, whatever the weights."""
 
     loader: Loader[Batch]

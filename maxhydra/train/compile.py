@@ -22,7 +22,7 @@ BYTES = 64 * 2**20
 
 
 @contextmanager
-def room_for_small_arrays(sharder: Sharder) -> Iterator[None]:
+def reserve_gpu_headroom(sharder: Sharder) -> Iterator[None]:
     """On GPUs, leave a gap of a few megabytes before the large arrays that are made inside.
 
     The allocator there takes the smallest free piece that is large enough. Batches and metrics come while a step runs,
@@ -43,7 +43,7 @@ COLUMNS = {"tokens": "int32", "targets": "int32", "positions": "int32", "segment
 
 
 @dataclasses.dataclass(frozen=True)
-class Ahead:
+class CompileReport:
     """What the compiler says of a step."""
 
     device: str
@@ -58,7 +58,7 @@ class Ahead:
     """Of the model, a step."""
 
 
-def compile_ahead(config: Config, sharder: Sharder) -> Ahead:
+def compile_report(config: Config, sharder: Sharder) -> CompileReport:
     """What the compiler says of the step, for the devices of the sharder's mesh."""
     assert isinstance(sharder.mesh, jax.sharding.Mesh)
     spec, began = plan_batches(config, sharder), time.perf_counter()
@@ -68,7 +68,7 @@ def compile_ahead(config: Config, sharder: Sharder) -> Ahead:
         raise _explained(error, config) from None
     used, devices = compiled.memory_analysis(), sharder.mesh.devices.flat
     tokens = spec.batch * spec.rows.seq_len
-    return Ahead(
+    return CompileReport(
         device=devices[0].device_kind,
         devices=len(devices),
         seconds=time.perf_counter() - began,

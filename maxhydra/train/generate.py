@@ -12,14 +12,14 @@ from maxhydra.config.schema.kernels import ModelKernels
 from maxhydra.config.schema.run import Sample
 from maxhydra.data import Tokenizer, tokenizer
 from maxhydra.data.chat import render_prompt
-from maxhydra.layers import Context, DenseRoom
+from maxhydra.layers import Context, DenseCacheSpec
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
-from maxhydra.train.loop import Ending
-from maxhydra.train.state import StateDef, Tree
+from maxhydra.train.loop import TrainResult
+from maxhydra.train.state import StateFactory, Tree
 
 
-def closing_sample(config: Config, states: StateDef, ending: Ending) -> dict[str, object]:
+def final_sample(config: Config, states: StateFactory, ending: TrainResult) -> dict[str, object]:
     """`sample`, where the config asks for one and the run came to its end."""
     if not config.train.sample.tokens or ending.status != "finished":
         return {}
@@ -60,7 +60,7 @@ def write_sample(model: ModelDef, params: Tree, data: Data, sample: Sample, *, s
         return jnp.broadcast_to(chosen[:1, None], (rows, 1)).astype(jnp.int32), cache
 
     def begin(params: Tree, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, Tree]:
-        return forward(params, model.empty_cache(DenseRoom(rows, length)), tokens, jnp.int32(0), key)
+        return forward(params, model.empty_cache(DenseCacheSpec(rows, length)), tokens, jnp.int32(0), key)
 
     key = np.asarray(jax.random.key_data(jax.random.key(seed)))
     written: list[int] = []

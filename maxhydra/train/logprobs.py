@@ -19,7 +19,7 @@ from maxhydra.sharding import Sharder
 T = TypeVar("T")
 
 
-class Scored(NamedTuple):
+class ScoredTokens(NamedTuple):
     """What a forward pass gives a loss."""
 
     logprobs: jax.Array
@@ -43,7 +43,7 @@ class Scorer:
 
     def scored(
         self, weights: Any, batch: Mapping[str, jax.Array], key: jax.Array | None, *, is_adapted: bool
-    ) -> Scored:
+    ) -> ScoredTokens:
         """The same, with what layers tell besides."""
         context = Context.of_batch(batch, self.sharder, key, is_adapted=is_adapted)
         forward = self.model.forward(weights, batch["tokens"], context)
@@ -53,7 +53,7 @@ class Scorer:
             batch["targets"],
             chunk=self.chunk,
         )
-        return Scored(logprobs, forward.sides)
+        return ScoredTokens(logprobs, forward.sides)
 
 
 def token_logprobs(
@@ -64,10 +64,12 @@ def token_logprobs(
     With `chunk`, the logits of only so many places of each sequence exist at a time, forward and backward.
     """
     with jax.named_scope("logprobs"):
-        return by_chunks(lambda hidden, targets: of_targets(logits_of(hidden), targets), hidden, targets, chunk=chunk)
+        return map_sequence_chunks(
+            lambda hidden, targets: target_logprobs(logits_of(hidden), targets), hidden, targets, chunk=chunk
+        )
 
 
-def by_chunks(function: Callable[..., T], *arrays: jax.Array, chunk: int) -> T:
+def map_sequence_chunks(function: Callable[..., T], *arrays: jax.Array, chunk: int) -> T:
     """A function of arrays [B, S, ...] that treats every place alone, `chunk` places at a time (0: all at once).
 
     Its results, a tree of [B, S, ...], are the same either way; what it makes on the way is made again for the
@@ -92,7 +94,7 @@ def by_chunks(function: Callable[..., T], *arrays: jax.Array, chunk: int) -> T:
 
 
 @jax.custom_vjp
-def of_targets(logits: jax.Array, targets: jax.Array) -> jax.Array:
+def target_logprobs(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """log softmax(logits)[target], float32. Between the passes it keeps the logits alone, in the format they have."""
     return at_targets(logits.astype(jnp.float32), targets)[0]
 
@@ -108,4 +110,4 @@ def _backward(kept: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Ar
     return (cotangent[..., None] * (is_target(logits, targets) - softmax)).astype(logits.dtype), None
 
 
-of_targets.defvjp(_forward, _backward)
+target_logprobs.defvjp(_forward, _backward)

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from maxhydra.config.schema.run import Checkpoint, Train
-from maxhydra.train.batches import Batches
+from maxhydra.train.batches import BatchSource
 from maxhydra.train.checkpoint import Checkpointer, SaveFailed
-from maxhydra.train.metrics import Meter
-from maxhydra.train.preemption import Interrupt
+from maxhydra.train.metrics import MetricsLogger
+from maxhydra.train.preemption import PreemptionSignal
 from maxhydra.train.state import TrainState
 from maxhydra.train.step import StepFn, sequences_in
 
@@ -23,7 +23,7 @@ LOSS = "eval/loss"
 
 
 @dataclasses.dataclass(frozen=True)
-class Ending:
+class TrainResult:
     """How the loop ended: `status` is a run status, `step` the last one done, `state` its result."""
 
     status: str
@@ -34,7 +34,7 @@ class Ending:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class LoopContext:
     """What a task hands to the loop.
 
     `evaluate` is None where nothing is held out; `past_eval_losses` are those before a resume, for early stopping.
@@ -43,14 +43,14 @@ class Parts:
     train: Train
     saving: Checkpoint
     step: StepFn
-    batches: Batches
+    batches: BatchSource
     evaluate: Callable[[TrainState], dict[str, float]] | None
     checkpointer: Checkpointer
-    meter: Meter
+    meter: MetricsLogger
     past_eval_losses: Sequence[float]
 
 
-def fit(parts: Parts, state: TrainState, *, start: int, interrupt: Interrupt) -> Ending:
+def fit(parts: LoopContext, state: TrainState, *, start: int, interrupt: PreemptionSignal) -> TrainResult:
     """Train from step `start` to train.steps, or to the first reason to end before."""
     loop = _Loop(parts, start)
     if parts.train.eval_start and start == 0:
@@ -74,7 +74,7 @@ def fit(parts: Parts, state: TrainState, *, start: int, interrupt: Interrupt) ->
 class _Loop:
     """The decisions of the loop and what they remember: evaluations so far, the last save."""
 
-    def __init__(self, parts: Parts, start: int):
+    def __init__(self, parts: LoopContext, start: int):
         self._parts = parts
         self._evaluated: dict[str, float] = {}
         self._evaluated_step = -1
@@ -107,7 +107,7 @@ class _Loop:
         else:
             self._without_improvement += 1
 
-    def ending(self, step: int, interrupt: Interrupt) -> tuple[str, str] | None:
+    def ending(self, step: int, interrupt: PreemptionSignal) -> tuple[str, str] | None:
         """(status, reason) when the run should end after this step."""
         train = self._parts.train
         if self._parts.meter.halted:
@@ -133,7 +133,7 @@ class _Loop:
         except SaveFailed as failure:
             log.error("%s; training goes on", failure)
 
-    def close(self, status: str, reason: str, step: int, state: TrainState) -> Ending:
+    def close(self, status: str, reason: str, step: int, state: TrainState) -> TrainResult:
         """Write what is pending and save the end; a last save that fails makes the run fail."""
         parts = self._parts
         parts.meter.flush()
@@ -151,7 +151,7 @@ class _Loop:
             parts.checkpointer.settle()
         except SaveFailed as failure:
             status, reason = "failed", str(failure)
-        return Ending(status, reason, step, state, metrics)
+        return TrainResult(status, reason, step, state, metrics)
 
     def _settle_earlier(self) -> None:
         """Wait for the save before; that it failed is no reason not to try the next."""

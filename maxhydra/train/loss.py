@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from maxhydra.kernels.linear_cross_entropy import linear_cross_entropy
-from maxhydra.kernels.placement import Place
-from maxhydra.layers.kernel_options import Wanted, explained
+from maxhydra.kernels.placement import Placement
+from maxhydra.layers.kernel_options import KernelChoice, kernel_errors_as_config_errors
 
 # Arrays that add up over micro-batches, by name; `told` among them is a tree of such.
 Sums = dict[str, Any]
@@ -22,14 +22,14 @@ def cross_entropy(
     *,
     z_loss: float,
     chunk: int,
-    wanted: Wanted,
-    place: Place | None = None,
+    wanted: KernelChoice,
+    place: Placement | None = None,
 ) -> Sums:
     """Sums over tokens of weight, nll = logsumexp(z) - z[target], and loss = nll + z_loss * logsumexp(z)^2.
 
     `loss` is what is to be differentiated; `nll` and `weight` are constants to that.
     """
-    with jax.named_scope("loss"), explained():
+    with jax.named_scope("loss"), kernel_errors_as_config_errors():
         loss, nll = linear_cross_entropy(
             logits_of, hidden, targets, weights, z_loss=z_loss, chunk=chunk, **wanted._asdict(), place=place
         )
@@ -41,7 +41,7 @@ Tree = Any
 SIDE_LOSS, TOLD = "side_loss", "told"
 
 
-def with_sides(sums: Sums, sides: Tree) -> Sums:
+def add_aux_losses(sums: Sums, sides: Tree) -> Sums:
     """The sums of a loss, with what the layers of its forward pass told.
 
     Where layers have losses, means over the batch, the loss has them too: sums are divided by the weight later on.

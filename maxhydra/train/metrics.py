@@ -12,7 +12,7 @@ from maxhydra.train.trackers import Tracker
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class StepCost:
     """What one sequence amounts to, and what there is to do it with."""
 
     tokens: int
@@ -32,11 +32,18 @@ class _Logged:
     sequences: int
 
 
-class Meter:
+class MetricsLogger:
     """Collects metrics of logged steps and writes them to the jsonl, the trackers and the progress display."""
 
     def __init__(
-        self, work: Work, *, run: RunDirectory, writer: MetricsWriter, tracker: Tracker, progress: Progress, step: int
+        self,
+        work: StepCost,
+        *,
+        run: RunDirectory,
+        writer: MetricsWriter,
+        tracker: Tracker,
+        progress: Progress,
+        step: int,
     ):
         self._work, self._run, self._writer, self._tracker, self._progress = work, run, writer, tracker, progress
         self._pending: _Logged | None = None

@@ -10,7 +10,7 @@ T = TypeVar("T")
 Batch = Mapping[str, jax.Array]
 
 
-def cut(batch: Batch, parts: int) -> Any:
+def split_microbatches(batch: Batch, parts: int) -> Any:
     """Its arrays as [parts, rows, ...].
 
     Row b * parts + i goes to part i: each device cuts its own rows, nothing moves between devices.
@@ -18,16 +18,16 @@ def cut(batch: Batch, parts: int) -> Any:
     return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1), batch)
 
 
-def by_parts(function: Callable[[Any], T], batch: Batch, parts: int) -> T:
+def map_microbatches(function: Callable[[Any], T], batch: Batch, parts: int) -> T:
     """A function that treats every row alone, its results a tree of [B, ...]."""
     if parts == 1:
         return function(batch)
-    found = jax.lax.map(function, cut(batch, parts))
+    found = jax.lax.map(function, split_microbatches(batch, parts))
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), found)
 
 
-def summed(function: Callable[[Any], T], batch: Batch, parts: int) -> T:
+def sum_microbatches(function: Callable[[Any], T], batch: Batch, parts: int) -> T:
     """A function whose results are sums over the rows."""
     if parts == 1:
         return function(batch)
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(function, cut(batch, parts)))
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(function, split_microbatches(batch, parts)))

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from maxhydra.config.schema.run import Train
 from maxhydra.layers import Context
-from maxhydra.layers.kernel_options import Wanted
+from maxhydra.layers.kernel_options import KernelChoice
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
-from maxhydra.train.loss import SIDE_LOSS, TOLD, Sums, cross_entropy, with_sides
-from maxhydra.train.microbatch import summed
+from maxhydra.train.loss import SIDE_LOSS, TOLD, Sums, add_aux_losses, cross_entropy
+from maxhydra.train.microbatch import sum_microbatches
 from maxhydra.train.state import TrainState, Tree
 from maxhydra.train.step import Batch, LossFn
 
@@ -33,20 +33,20 @@ def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
             lambda hidden: model.logits(params, hidden, sharder),
             z_loss=train.z_loss,
             chunk=train.loss_chunk,
-            wanted=Wanted(kernels.linear_cross_entropy.value, kernels.sizes("linear_cross_entropy")),
+            wanted=KernelChoice(kernels.linear_cross_entropy.value, kernels.sizes("linear_cross_entropy")),
             place=context.place,
         )
-        sums = with_sides(of_targets(forward.hidden_BTD, batch["targets"], batch["weights"]), forward.sides)
+        sums = add_aux_losses(of_targets(forward.hidden_BTD, batch["targets"], batch["weights"]), forward.sides)
         if not forward.ahead:
             return sums
-        further = [of_targets(hidden, *later_targets(batch, by)) for by, hidden in enumerate(forward.ahead, start=1)]
+        further = [of_targets(hidden, *mtp_targets(batch, by)) for by, hidden in enumerate(forward.ahead, start=1)]
         means = {name: sum(part[name] for part in further) / len(further) for name in ("loss", "nll")}
         return {**sums, "loss": sums["loss"] + model.config.mtp.loss_weight * means["loss"], "mtp_loss": means["nll"]}
 
     return loss
 
 
-def later_targets(batch: Batch, by: int) -> tuple[jax.Array, jax.Array]:
+def mtp_targets(batch: Batch, by: int) -> tuple[jax.Array, jax.Array]:
     """Targets of each place so many tokens later, and their weights: none beyond the end of a document or row."""
     targets, weights = (jnp.roll(batch[name], -by, axis=1) for name in ("targets", "weights"))
     is_there = jnp.arange(targets.shape[1]) < targets.shape[1] - by
@@ -63,7 +63,7 @@ def held_out_loss(
     What training adds is left out: the losses of layers, and all but the likelihood (`nll`) where there is one. A batch
     is taken in as many `parts` as a step takes it, since it may not fit otherwise. None: a limit of 0.
     """
-    sums_of = jax.jit(lambda weights, batch: summed(lambda part: loss_fn(weights, part, None), batch, parts))
+    sums_of = jax.jit(lambda weights, batch: sum_microbatches(lambda part: loss_fn(weights, part, None), batch, parts))
 
     def evaluate(state: TrainState) -> dict[str, float]:
         weights = state.weights

@@ -11,7 +11,7 @@ import jax
 from jax.experimental import multihost_utils
 
 
-class Interrupt:
+class PreemptionSignal:
     """While active, `requested(step)` says whether the run was asked to end, the same on every process.
 
     Among several processes SIGTERM belongs to JAX's preemption service, which agrees on one step for all; SIGUSR1 is
@@ -24,7 +24,7 @@ class Interrupt:
         self._watched = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) if self._alone else (signal.SIGUSR1,)
         self._previous: dict[int, object] = {}
 
-    def __enter__(self) -> "Interrupt":
+    def __enter__(self) -> "PreemptionSignal":
         self._previous = {number: signal.signal(number, self._note) for number in self._watched}
         return self
 

@@ -10,7 +10,7 @@ from maxhydra.train.state import TrainState
 from maxhydra.train.step import Batch, Metrics, StepFn, sequences_in
 
 
-class GrowingStep:
+class RampedStep:
     """Runs the step that was compiled for a batch's size."""
 
     def __init__(

@@ -11,7 +11,7 @@ from maxhydra import model, optim
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.adapter import AdapterKind
 from maxhydra.config.schema.quantization import QAT, TO_KEEP, TO_TRAIN
-from maxhydra.model import ModelDef, join, remembered, split
+from maxhydra.model import ModelDef, merge_trees, remembered, split_trainable
 from maxhydra.optim import Optimizer, state_axes
 from maxhydra.sharding import Sharder
 
@@ -67,23 +67,23 @@ class TrainState:
     @property
     def weights(self) -> Tree:
         """All that a loss sees."""
-        return join(join(self.params, self.frozen), self.history)
+        return merge_trees(merge_trees(self.params, self.frozen), self.history)
 
 
 @dataclasses.dataclass(frozen=True)
-class StateDef:
+class StateFactory:
     """How a state is made, and its shapes and shardings, known before anything is allocated."""
 
     model: ModelDef
     optimizer: Optimizer
-    """Of what is trained: `split(model.shapes)[0]`."""
+    """Of what is trained: `split_trainable(model.shapes)[0]`."""
     sharder: Sharder
     beside: Mapping[str, Tree] = dataclasses.field(default_factory=dict)
     """Weights by name that a loss sees beside the model's own."""
 
     def _around(self, weights: Tree, beside: Tree, seed: jax.Array) -> TrainState:
         rest = jax.random.split(jax.random.key(seed))[1]
-        params, frozen = split(weights)
+        params, frozen = split_trainable(weights)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
@@ -98,12 +98,12 @@ class StateDef:
         return self.model.init(jax.random.split(jax.random.key(seed))[0])
 
     def shardings(self) -> TrainState:
-        params, frozen = split(self.model.axes)
+        params, frozen = split_trainable(self.model.axes)
         axes = TrainState(
             step=(),  # type: ignore[arg-type]
             params=params,
             frozen=frozen,
-            opt_state=state_axes(self.optimizer, split(self.model.shapes)[0], params),
+            opt_state=state_axes(self.optimizer, split_trainable(self.model.shapes)[0], params),
             key=(None,),  # type: ignore[arg-type]
             guard=Guard(mean=(None,), variance=(None,), seen=(), skipped=(), halted=()),  # type: ignore[arg-type]
             history=remembered(self.model.axes),
@@ -145,14 +145,14 @@ class StateDef:
         """A fresh state with the model's weights, which it takes over; those of an adapter begin as they do."""
 
         def build(base: Tree, beside: Tree, seed: jax.Array) -> TrainState:
-            trained, frozen = split(self._weights(seed))
-            return self._around(join(trained, base) if frozen else base, beside, seed)
+            trained, frozen = split_trainable(self._weights(seed))
+            return self._around(merge_trees(trained, base) if frozen else base, beside, seed)
 
         made = jax.jit(build, out_shardings=self.shardings(), donate_argnums=(0, 1))
         return made(base, dict(self.beside), jnp.uint32(seed))
 
 
-def plan_states(config: Config, sharder: Sharder, *, beside: Mapping[str, Tree] | None = None) -> StateDef:
+def plan_states(config: Config, sharder: Sharder, *, beside: Mapping[str, Tree] | None = None) -> StateFactory:
     """The states of a config: its model with its adapter, and the optimizer of what is trained of them."""
     if not config.quantization.kinds.isdisjoint(TO_KEEP):
         accepted, hint = ", ".join(kind.value for kind in TO_TRAIN), "adapter=qlora trains over four bits"
@@ -165,7 +165,7 @@ def plan_states(config: Config, sharder: Sharder, *, beside: Mapping[str, Tree] 
         raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint="try adapter=none"))
     decoder = model.build(config.model, config.adapter, config.quantization)
     sharder.check(decoder.axes, decoder.shapes)
-    shapes, axes = split(decoder.shapes)[0], split(decoder.axes)[0]
+    shapes, axes = split_trainable(decoder.shapes)[0], split_trainable(decoder.axes)[0]
     optimizer = optim.build(
         config.optimizer,
         steps=config.train.steps,
@@ -174,4 +174,4 @@ def plan_states(config: Config, sharder: Sharder, *, beside: Mapping[str, Tree] 
         # Micro-batches are a loop, which adds up whole stacks.
         is_written_out=decoder.is_written_out and config.train.grad_accum == 1,
     )
-    return StateDef(decoder, optimizer, sharder, beside or {})
+    return StateFactory(decoder, optimizer, sharder, beside or {})

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from maxhydra.config.schema.run import Nonfinite, Spike, Train
-from maxhydra.model import join
+from maxhydra.model import merge_trees
 from maxhydra.optim import Optimizer
 from maxhydra.train.loss import TOLD, Sums, load_metrics
-from maxhydra.train.microbatch import cut
+from maxhydra.train.microbatch import split_microbatches
 from maxhydra.train.state import Guard, TrainState
 
 Tree = Any
@@ -50,7 +50,7 @@ def make_step(
 
         def loss_of(changing: Tree, batch: Batch, key: jax.Array | None) -> Sums:
             params, history = changing
-            return loss_fn(join(join(params, state.frozen), history), batch, key)
+            return loss_fn(merge_trees(merge_trees(params, state.frozen), history), batch, key)
 
         changing = (cast(state.params), state.history)
         (grads, seen), sums = _gradients(loss_of, changing, batch, key, train.grad_accum, kept=state.params)
@@ -119,7 +119,7 @@ def _gradients(
     if micro_batches == 1:
         (grads, seen), sums = gradient(changing, batch, key)
     else:
-        parts, keys = cut(batch, micro_batches), jax.random.split(key, micro_batches)
+        parts, keys = split_microbatches(batch, micro_batches), jax.random.split(key, micro_batches)
 
         def add(total: tuple[Tree, Sums], part: tuple[Batch, jax.Array]) -> tuple[tuple[Tree, Sums], None]:
             ((grads, seen), sums), ((more, also), further) = total, gradient(changing, *part)

@@ -11,7 +11,7 @@ from maxhydra.config.compose.overrides import parse, values
 from maxhydra.config.schema.hardware import Hardware
 from maxhydra.config.schema.model import FeedForward, Mixer, RematPolicy
 from maxhydra.config.schema.tasks.tune import Batch, Search, TuneTask
-from maxhydra.config.varied import varied
+from maxhydra.config.varied import with_overrides
 from maxhydra.kernels import attention, grouped_matmul
 from maxhydra.runtime.flags import replaced_flags
 from maxhydra.tune.tiles import tiles
@@ -65,7 +65,7 @@ def settled(config: Config, candidate: Candidate, batch: Batch) -> Config:
     is_kept = batch is Batch.same and BATCH in candidate
     if is_kept and ACCUMULATION not in candidate:
         overrides += _accumulation(candidate[BATCH], sequences)
-    train = (made := varied(config, overrides)).train
+    train = (made := with_overrides(config, overrides)).train
     if is_kept and train.per_device_batch_size * train.grad_accum != sequences:
         reason = f"does not divide the {sequences:g} sequences a device of a step, which task.batch=same keeps"
         hint = "task.batch=any lets steps differ"

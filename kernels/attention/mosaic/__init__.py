@@ -9,7 +9,7 @@ import jax
 
 from maxhydra.kernels.attention.blocks import Inputs
 from maxhydra.kernels.attention.mosaic.params import How, Tile, Tiles
-from maxhydra.kernels.attention.spec import Request, Tokens
+from maxhydra.kernels.attention.spec import Request, TokenInfo
 from maxhydra.kernels.placement import processors
 from maxhydra.kernels.tiles import Sizes, candidates, resized
 
@@ -43,7 +43,7 @@ def attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     request: Request,
-    tokens: Tokens,
+    tokens: TokenInfo,
     sinks_N: jax.Array | None,
     *,
     tiles: Tiles | None = None,

@@ -14,12 +14,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from maxhydra.cli import flags
-from maxhydra.config.compose.composer import Composer, Examination
+from maxhydra.config.compose.composer import CheckedConfig, Composer
 from maxhydra.config.compose.overrides import absent, searchpath
-from maxhydra.config.compose.provenance import Located
+from maxhydra.config.compose.provenance import SourcedValue
 from maxhydra.config.declare import MISSING
 from maxhydra.config.errors import UNSET, ConfigError, show
-from maxhydra.config.fields import Field, Spec, fields
+from maxhydra.config.fields import Field, FieldType, fields
 from maxhydra.config.registry import description
 
 WIDEST = 30
@@ -39,13 +39,13 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(problem)
     lines = list(_explain(path, composer, examination))
     if not lines:
-        raise ConfigError(examination.assembly.unknown(path, Located(UNSET, "")))
+        raise ConfigError(examination.assembly.unknown(path, SourcedValue(UNSET, "")))
     print("\n".join(lines), flush=True)
     examination.composed()
     return 0
 
 
-def _explain(path: str, composer: Composer, examination: Examination) -> Iterator[str]:
+def _explain(path: str, composer: Composer, examination: CheckedConfig) -> Iterator[str]:
     """A path may be a key, a section, a group, or the latter two at once."""
     options = composer.groups.options(path) if path else []
     key = path.replace("/", ".") if options else path
@@ -66,7 +66,7 @@ def _explain(path: str, composer: Composer, examination: Examination) -> Iterato
         yield from _columns(_facts(key, spec, field, examination))
 
 
-def _facts(key: str, spec: Spec, field: Field | None, examination: Examination) -> Iterator[tuple[str, str]]:
+def _facts(key: str, spec: FieldType, field: Field | None, examination: CheckedConfig) -> Iterator[tuple[str, str]]:
     yield "type", str(spec)
     yield "accepted", spec.accepted
     if field is not None:
@@ -75,7 +75,7 @@ def _facts(key: str, spec: Spec, field: Field | None, examination: Examination) 
     yield "set in", examination.assembly.origin(key)
 
 
-def _field(path: str, examination: Examination) -> Field | None:
+def _field(path: str, examination: CheckedConfig) -> Field | None:
     parent, _, name = path.rpartition(".")
     spec = examination.assembly.spec(parent)
     return fields(spec.type).get(name) if spec is not None and spec.is_section else None
@@ -92,7 +92,7 @@ def _columns(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
         yield from textwrap.wrap(head + row[-1], columns, subsequent_indent=indent) or [head.rstrip()]
 
 
-def _value(path: str, examination: Examination) -> str:
+def _value(path: str, examination: CheckedConfig) -> str:
     """The value that a run would have."""
     node = examination.node
     try:

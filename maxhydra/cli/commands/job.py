@@ -21,10 +21,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--run-dir", type=Path)
     asked = parser.parse_args(arguments)
     from maxhydra.launch.job_spec import read_order  # noqa: PLC0415
-    from maxhydra.launch.termination import ending_told  # noqa: PLC0415
+    from maxhydra.launch.termination import write_termination_message  # noqa: PLC0415
 
     run_dir = None if asked.run_dir is None else asked.run_dir.absolute()
-    with ending_told(run_dir):
+    with write_termination_message(run_dir):
         order = read_order(asked.config)
         # jax comes in here, and not before the config is valid.
         from maxhydra.cli.run_job import execute  # noqa: PLC0415

@@ -33,7 +33,7 @@ def _render(arguments: list[str]) -> int:
     from maxhydra.cli.hydra_app import translated  # noqa: PLC0415
     from maxhydra.config.compose.composer import Composer  # noqa: PLC0415
     from maxhydra.config.compose.overrides import searchpath  # noqa: PLC0415
-    from maxhydra.launch.registry import jobs_of  # noqa: PLC0415
+    from maxhydra.launch.registry import make_backend  # noqa: PLC0415
 
     asked = parse_flags(arguments)
     composer = Composer(asked.config_dir, asked.config_name, searchpath(asked.overrides))
@@ -41,7 +41,7 @@ def _render(arguments: list[str]) -> int:
     if plan is None:
         hint = "leave out hydra/sweeper, and give each key one of its values"
         raise ConfigError(Problem("hydra/sweeper", "has no jobs yet: it proposes them one by one", hint=hint))
-    print(jobs_of(plan.launcher, plan.shared).render(plan.proposals), end="")
+    print(make_backend(plan.launcher, plan.shared).render(plan.proposals), end="")
     return 0
 
 

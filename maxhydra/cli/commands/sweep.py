@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
         return 0
     asked = parser.parse_args(arguments)
     # optuna takes a second to import, which --help need not wait for.
-    from maxhydra.sweep.run import cancel, go_on, read_plan, status  # noqa: PLC0415
+    from maxhydra.sweep.run import cancel, read_plan, resume_sweep, status  # noqa: PLC0415
 
     folder = _folder(asked)
     plan = read_plan(folder)
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     plan = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, **changes))
     if problems := list(plan.settings.problems()):
         raise ConfigError(problems)
-    if reason := go_on(plan, say=partial(print, flush=True), detach=asked.detach):
+    if reason := resume_sweep(plan, say=partial(print, flush=True), detach=asked.detach):
         raise RunFailed(reason)
     return 0
 

@@ -23,10 +23,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from maxhydra.config.compose import resolvers
 from maxhydra.config.compose.hydra_errors import COMPOSE_ERRORS, problem_of
 from maxhydra.config.compose.hydra_loader import Loader, folder_problems, is_chosen, stated
-from maxhydra.config.compose.merge import Assembly
+from maxhydra.config.compose.merge import ConfigMerge
 from maxhydra.config.compose.overrides import Groups, parse, place_override, sweep_problem
-from maxhydra.config.compose.provenance import Located, locate, read_yaml, shown
-from maxhydra.config.compose.validate import UNSURE, Builder
+from maxhydra.config.compose.provenance import SourcedValue, display_path, locate, read_yaml
+from maxhydra.config.compose.validate import UNSURE, Validator
 from maxhydra.config.errors import UNSET, ConfigError, Problem
 from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema.config import Config
@@ -42,7 +42,7 @@ class Composed:
 
     config: Config
     choices: dict[str, str]
-    assembly: Assembly
+    assembly: ConfigMerge
 
     def origin(self, path: str) -> str:
         """Where the value at a dotted path was set."""
@@ -50,7 +50,7 @@ class Composed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Examination:
+class CheckedConfig:
     """A set of overrides, and all that is wrong with it.
 
     `composes` says that Hydra would take it, though a check may refuse it; `node` is what stands of it.
@@ -60,7 +60,7 @@ class Examination:
     config: Config | None
     composes: bool
     choices: dict[str, str]
-    assembly: Assembly
+    assembly: ConfigMerge
     problems: list[Problem]
 
     def composed(self) -> Composed:
@@ -104,13 +104,13 @@ class Composer:
         self.groups = Groups(self.loader.repository)
         self._defaults: dict[tuple[str, ...], DefaultsList] = {}
 
-    def examine(self, overrides: list[str], *, with_hydra: bool = True) -> Examination:
+    def examine(self, overrides: list[str], *, with_hydra: bool = True) -> CheckedConfig:
         """Compose and check one job.
 
         `with_hydra=False` stops short of Hydra's own composition, which gives the same values ten times slower: enough
         to validate the jobs of a sweep, which Hydra composes again one by one.
         """
-        assembly = Assembly()
+        assembly = ConfigMerge()
         parsed = parse(overrides, self.loader)
         assembly.problems += parsed.problems
         sound = [override for override in parsed.overrides if self._is_sound(override, assembly)]
@@ -130,13 +130,13 @@ class Composer:
         node = self._node(overrides, assembly, with_hydra=with_hydra)
         config = None
         if node is not None and defaults is not None:
-            builder = Builder(origin=lambda path: origin_to_show(assembly.origin(path)), unsure=assembly.unsure)
+            builder = Validator(origin=lambda path: origin_to_show(assembly.origin(path)), unsure=assembly.unsure)
             built = builder.section(node)
             assembly.problems += builder.problems
             config = None if built is UNSURE or assembly.problems else built
-        return Examination(node, config, composes, _choices(defaults), assembly, distinct(assembly.problems))
+        return CheckedConfig(node, config, composes, _choices(defaults), assembly, distinct(assembly.problems))
 
-    def _is_sound(self, override: Override, assembly: Assembly) -> bool:
+    def _is_sound(self, override: Override, assembly: ConfigMerge) -> bool:
         """Whether an override can go on to Hydra; a choice that does not exist leaves its section unsure."""
         group = override.key_or_group
         problem = None
@@ -153,7 +153,7 @@ class Composer:
             assembly.problems.append(problem)
         return problem is None
 
-    def _select(self, overrides: Iterable[Override], assembly: Assembly) -> DefaultsList | None:
+    def _select(self, overrides: Iterable[Override], assembly: ConfigMerge) -> DefaultsList | None:
         """The option files in the order in which they are merged."""
         chosen = [o for o in overrides if self.groups.is_choice(o) or o.key_or_group == "hydra.searchpath"]
         key = tuple(o.input_line or "" for o in chosen)
@@ -174,10 +174,10 @@ class Composer:
         for path in filter(None, map(self.file, [*names, self.config_name])):
             for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
                 if not problem.source and entry.search(line):
-                    return dataclasses.replace(problem, source=f"{shown(path)}:{number}")
+                    return dataclasses.replace(problem, source=f"{display_path(path)}:{number}")
         return problem
 
-    def _place_default(self, default: ResultDefault, assembly: Assembly) -> None:
+    def _place_default(self, default: ResultDefault, assembly: ConfigMerge) -> None:
         name, package = default.config_path or "", default.package or ""
         if name.startswith("hydra/"):
             return
@@ -189,15 +189,15 @@ class Composer:
             return
         content = read_yaml(path)
         if not isinstance(content.value, dict):
-            assembly.problems.append(Problem(shown(path), "holds no keys", accepted="key: value lines"))
+            assembly.problems.append(Problem(display_path(path), "holds no keys", accepted="key: value lines"))
             return
         own = {key: item for key, item in content.value.items() if key != "defaults"}
         if not package:
             own.pop("hydra", None)
         if package.split(".")[0] != "hydra":
-            assembly.place(package, Located(own, content.source))
+            assembly.place(package, SourcedValue(own, content.source))
 
-    def _place_stated(self, folder: str | None, default: ResultDefault, assembly: Assembly) -> None:
+    def _place_stated(self, folder: str | None, default: ResultDefault, assembly: ConfigMerge) -> None:
         """What a folder states for an option; one that cannot be read leaves the model unsure."""
         try:
             values = stated(folder, default.config_path or "")
@@ -215,7 +215,7 @@ class Composer:
                 return _folder(source.scheme(), source.path) / f"{name.removesuffix('.yaml')}.yaml"
         return None
 
-    def _node(self, overrides: list[str], assembly: Assembly, *, with_hydra: bool) -> DictConfig | None:
+    def _node(self, overrides: list[str], assembly: ConfigMerge, *, with_hydra: bool) -> DictConfig | None:
         """Hydra's composition where all is well so far, and what stands of it otherwise."""
         try:
             if assembly.problems or not with_hydra:

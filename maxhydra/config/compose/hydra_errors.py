@@ -8,7 +8,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from maxhydra.config.compose.provenance import shown
+from maxhydra.config.compose.provenance import display_path
 from maxhydra.config.errors import Problem, did_you_mean, options_shown
 from maxhydra.config.registry import groups
 
@@ -44,7 +44,7 @@ def _missing_option(error: MissingConfigException) -> Problem:
 
 def _malformed_yaml(error: yaml.MarkedYAMLError) -> Problem:
     mark = error.problem_mark or error.context_mark
-    where = f"{shown(Path(mark.name))}:{mark.line + 1}" if mark is not None else "a YAML file"
+    where = f"{display_path(Path(mark.name))}:{mark.line + 1}" if mark is not None else "a YAML file"
     return Problem(where, f"is not YAML: {error.problem or error.context}")
 
 

@@ -9,17 +9,17 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from maxhydra.config.compose.provenance import COMMAND_LINE, Located
+from maxhydra.config.compose.provenance import COMMAND_LINE, SourcedValue
 from maxhydra.config.declare import MISSING
 from maxhydra.config.errors import Problem, did_you_mean
-from maxhydra.config.fields import Spec, fields, is_open, walk
+from maxhydra.config.fields import FieldType, fields, is_open, walk
 from maxhydra.config.registry import GLOBAL, groups, task_schemas
 from maxhydra.config.schema.config import Config
 
 DEFAULT = "the schema's default"
 
 
-class Assembly:
+class ConfigMerge:
     """Layers of values over the schema's defaults.
 
     `problems` are those found so far, `unsure` the paths whose value is not what the user meant: a value that was left
@@ -39,7 +39,7 @@ class Assembly:
         """The section at `path` has the fields of a subclass."""
         self._types[path] = cls
 
-    def place(self, path: str, located: Located) -> None:
+    def place(self, path: str, located: SourcedValue) -> None:
         """Set a value, or each value of a section, over what stands there."""
         value, spec = located.value, self.spec(path)
         if spec is None:
@@ -56,7 +56,7 @@ class Assembly:
         else:
             self._set(path, located)
 
-    def _place_names(self, path: str, located: Located, spec: Spec) -> None:
+    def _place_names(self, path: str, located: SourcedValue, spec: FieldType) -> None:
         if not isinstance(located.value, dict):
             what = "is a section" if spec.is_section else "holds names with values"
             self._refuse(path, located, f"{what} and takes no single value", spec)
@@ -72,7 +72,7 @@ class Assembly:
             else:
                 self.place(here, item)
 
-    def _refuse(self, path: str, located: Located, reason: str, spec: Spec) -> None:
+    def _refuse(self, path: str, located: SourcedValue, reason: str, spec: FieldType) -> None:
         self.unsure.add(path)
         hint = ""
         if isinstance(located.value, str):
@@ -86,9 +86,9 @@ class Assembly:
         for path, source in self._awaited.items():
             spec = self.spec(path)
             assert spec is not None
-            self._refuse(path, Located(MISSING, source), "a value is needed", spec)
+            self._refuse(path, SourcedValue(MISSING, source), "a value is needed", spec)
 
-    def _set(self, path: str, located: Located) -> None:
+    def _set(self, path: str, located: SourcedValue) -> None:
         parent, _, name = path.rpartition(".")
         for waiting in [waiting for waiting in self._awaited if f"{path}.".startswith(f"{waiting}.")]:
             del self._awaited[waiting]
@@ -136,9 +136,9 @@ class Assembly:
         self._node(parent).pop(name, None)
         self._removed.add(path)
 
-    def spec(self, path: str) -> Spec | None:
+    def spec(self, path: str) -> FieldType | None:
         """What the schema says about a path, None where it has no such key."""
-        spec, here = Spec(type=self._types[""], optional=False, bounds={}), ""
+        spec, here = FieldType(type=self._types[""], optional=False, bounds={}), ""
         for name in path.split(".") if path else []:
             here = f"{here}.{name}" if here else name
             if spec.is_section and name in fields(spec.type):
@@ -149,7 +149,7 @@ class Assembly:
             else:
                 return None
             if here in self._types:
-                spec = Spec(type=self._types[here], optional=False, bounds={})
+                spec = FieldType(type=self._types[here], optional=False, bounds={})
         return spec
 
     def names(self, path: str) -> list[str]:
@@ -184,7 +184,7 @@ class Assembly:
             return self.origin(parent)
         return self._origins.get(path, DEFAULT)
 
-    def unknown(self, path: str, located: Located) -> Problem:
+    def unknown(self, path: str, located: SourcedValue) -> Problem:
         """A key that the schema does not have, with the nearest that it has."""
         names = path.split(".")
         depth = next(depth for depth in range(len(names)) if self.spec(".".join(names[: depth + 1])) is None)
@@ -194,7 +194,7 @@ class Assembly:
         accepted = ", ".join(dict.fromkeys(choices)) or "nothing here"
         return Problem(path, "no such key", located.plain, accepted, hint, located.source)
 
-    def _pitfall(self, parent: str, name: str, located: Located) -> str:
+    def _pitfall(self, parent: str, name: str, located: SourcedValue) -> str:
         if not parent and name in groups() and located.source != COMMAND_LINE:
             return f"to set keys outside {name}, begin the file with the line `# {GLOBAL}`"
         tasks = [task for task, cls in task_schemas().items() if parent == "task" and name in fields(cls)]

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
-from maxhydra.config.compose.merge import Assembly
+from maxhydra.config.compose.merge import ConfigMerge
 from maxhydra.config.compose.provenance import COMMAND_LINE, locate
 from maxhydra.config.errors import Problem, did_you_mean, options_shown, show
 
@@ -97,7 +97,7 @@ class Groups:
         return Problem(group, "no such group", value, ", ".join(known), did_you_mean(group, known), COMMAND_LINE)
 
 
-def place_override(assembly: Assembly, override: Override) -> None:
+def place_override(assembly: ConfigMerge, override: Override) -> None:
     """Apply an override that sets a value, or list why it cannot be."""
     problem = _undeletable(assembly, override) if override.is_delete() else _misplaced(assembly, override)
     if problem is not None:
@@ -108,7 +108,7 @@ def place_override(assembly: Assembly, override: Override) -> None:
         assembly.place(override.key_or_group, locate(override.value(), COMMAND_LINE))
 
 
-def _undeletable(assembly: Assembly, override: Override) -> Problem | None:
+def _undeletable(assembly: ConfigMerge, override: Override) -> Problem | None:
     """Only the names of a dict can be deleted."""
     path = override.key_or_group
     parent = assembly.spec(path.rpartition(".")[0])
@@ -120,7 +120,7 @@ def _undeletable(assembly: Assembly, override: Override) -> Problem | None:
     return absent(assembly, path, assembly.new_entry(path))
 
 
-def _misplaced(assembly: Assembly, override: Override) -> Problem | None:
+def _misplaced(assembly: ConfigMerge, override: Override) -> Problem | None:
     """A name that its dict does not have is added with a plus sign; what exists is set without."""
     path, value, adds = override.key_or_group, override.value(), override.is_add() or override.is_force_add()
     entries = [entry for leaf in _leaves(path, value) if (entry := assembly.new_entry(leaf))]
@@ -145,7 +145,7 @@ def _leaves(path: str, value: Any) -> Iterator[str]:
         yield path
 
 
-def absent(assembly: Assembly, path: str, entry: str) -> Problem | None:
+def absent(assembly: ConfigMerge, path: str, entry: str) -> Problem | None:
     """A path through a name that its dict does not have."""
     if not entry:
         return None

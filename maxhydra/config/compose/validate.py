@@ -9,14 +9,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from maxhydra.config.declare import Schema
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.config.fields import Spec, fields
+from maxhydra.config.fields import FieldType, fields
 from maxhydra.config.schema.config import Config
 
 UNSURE = object()
 T = TypeVar("T", bound=Schema)
 
 
-class Builder:
+class Validator:
     """Builds the sections bottom up and lists every problem.
 
     A section whose own values are sound is checked even when others are not. `origin` tells where a path was set, and
@@ -39,7 +39,7 @@ class Builder:
         self.problems += [self._placed(problem.under(path)) for problem in section.check()]
         return section
 
-    def _value(self, spec: Spec, node: DictConfig, name: str, path: str) -> Any:
+    def _value(self, spec: FieldType, node: DictConfig, name: str, path: str) -> Any:
         if path in self._unsure:
             return UNSURE
         if OmegaConf.is_missing(node, name):
@@ -59,12 +59,12 @@ class Builder:
         reason = spec.mismatch(value)
         return self._refuse(path, reason, value, spec) if reason else value
 
-    def _names(self, spec: Spec, node: DictConfig, path: str) -> Any:
+    def _names(self, spec: FieldType, node: DictConfig, path: str) -> Any:
         assert spec.item is not None
         values = {str(key): self._value(spec.item, node, str(key), _join(path, str(key))) for key in node}
         return UNSURE if any(value is UNSURE for value in values.values()) else values
 
-    def _list(self, spec: Spec, node: ListConfig, path: str) -> Any:
+    def _list(self, spec: FieldType, node: ListConfig, path: str) -> Any:
         try:
             value = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
@@ -72,7 +72,7 @@ class Builder:
         reason = spec.mismatch(value)
         return self._refuse(path, reason, value, spec) if reason else value
 
-    def _refuse(self, path: str, reason: str, value: Any, spec: Spec) -> Any:
+    def _refuse(self, path: str, reason: str, value: Any, spec: FieldType) -> Any:
         self.problems.append(self._placed(Problem(path, reason, value, spec.accepted)))
         return UNSURE
 
@@ -82,7 +82,7 @@ class Builder:
 
 def instantiate(node: DictConfig) -> Config:
     """The config of a composed node; every problem at once where there are any."""
-    builder = Builder(origin=lambda path: "", unsure=frozenset())
+    builder = Validator(origin=lambda path: "", unsure=frozenset())
     config = builder.section(node)
     if builder.problems:
         raise ConfigError(builder.problems)
@@ -92,7 +92,7 @@ def instantiate(node: DictConfig) -> Config:
 
 def section_from(cls: type[T], values: Any, *, path: str, source: str) -> T:
     """A section alone, of values as YAML holds them; ConfigError with every problem, told of `source`."""
-    builder = Builder(origin=lambda path: source, unsure=frozenset())
+    builder = Validator(origin=lambda path: source, unsure=frozenset())
     node = OmegaConf.merge(OmegaConf.structured(cls), values)
     assert isinstance(node, DictConfig)
     section = builder.section(node, path)

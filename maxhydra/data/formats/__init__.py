@@ -14,8 +14,8 @@ import numpy as np
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.corpus import FileFormat
 from maxhydra.data.files import without_shard
-from maxhydra.data.formats.file_cache import Shelf
-from maxhydra.data.records import Fault, Record, Records
+from maxhydra.data.formats.file_cache import FileCache
+from maxhydra.data.records import BadRecord, Record, Records
 
 ENDINGS = {
     FileFormat.arrayrecord: (".array_record", ".arrayrecord"),
@@ -47,7 +47,7 @@ def format_of(path: Path) -> FileFormat:
     raise ConfigError(Problem("data.path", "has an ending of no known format", value=path, accepted=known, hint=hint))
 
 
-def open_files(paths: Sequence[Path], form: FileFormat, shelf: Shelf) -> list[Records]:
+def open_files(paths: Sequence[Path], form: FileFormat, shelf: FileCache) -> list[Records]:
     """Files of one format or of several, in order."""
     forms = [format_of(path) if form is FileFormat.auto else form for path in paths]
     modules = {name: importlib.import_module(f"{__name__}.{name.name}") for name in set(forms)}
@@ -55,14 +55,14 @@ def open_files(paths: Sequence[Path], form: FileFormat, shelf: Shelf) -> list[Re
         return list(pool.map(partial(_open, shelf), paths, [modules[name] for name in forms]))
 
 
-def _open(shelf: Shelf, path: Path, module: object) -> Records:
+def _open(shelf: FileCache, path: Path, module: object) -> Records:
     if not path.stat().st_size:
-        return Joined([])
+        return ConcatRecords([])
     opened: Records = module.open_file(path, shelf)  # type: ignore[attr-defined]
     return opened
 
 
-class Joined:
+class ConcatRecords:
     """Several files as one: the records of the first, then those of the second, and so on."""
 
     def __init__(self, files: Sequence[Records]):
@@ -74,11 +74,11 @@ class Joined:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
+    def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
         wanted = np.asarray(indices, np.int64)
         owner = np.searchsorted(self._ends, wanted, "right")
         local = wanted - self._starts[owner]
-        found: dict[int, Record | Fault] = {}
+        found: dict[int, Record | BadRecord] = {}
         for file in np.unique(owner).tolist():
             places = np.flatnonzero(owner == file)
             records = self._files[file].read(local[places].tolist())

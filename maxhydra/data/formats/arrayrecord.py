@@ -13,8 +13,8 @@ from typing import Any
 from array_record.python.array_record_module import ArrayRecordReader
 
 from maxhydra.data.formats import runs
-from maxhydra.data.formats.file_cache import Group, Shelf, Unreadable
-from maxhydra.data.records import Fault, Record, Records
+from maxhydra.data.formats.file_cache import FileCache, Group, Unreadable
+from maxhydra.data.records import BadRecord, Record, Records
 
 LOT = 1024
 
@@ -23,7 +23,7 @@ OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 BUFFER = 4096
 
 
-def open_file(path: Path, shelf: Shelf) -> Records:
+def open_file(path: Path, shelf: FileCache) -> Records:
     reader = _reader(path)
     if not reader.ok():
         return Unreadable(path, "not a whole ArrayRecord file: its index, which stands at the end, cannot be read")
@@ -39,7 +39,7 @@ def _reader(path: Path) -> Any:
 
 
 class ArrayRecordFile:
-    def __init__(self, path: Path, shelf: Shelf, *, count: int, lot: int | None):
+    def __init__(self, path: Path, shelf: FileCache, *, count: int, lot: int | None):
         """`lot` is how many records are read as one, None where each is read alone."""
         self._path, self._shelf, self._count, self._lot = path, shelf, count, lot
 
@@ -53,23 +53,23 @@ class ArrayRecordFile:
     def place(self, index: int) -> str:
         return f"{self._path}, record {index}"
 
-    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
+    def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
         payloads = self._singles(indices) if self._lot is None else self._from_lots(indices, self._lot)
         return [
             self._decoded(index, payload) if isinstance(payload, bytes) else payload
             for index, payload in zip(indices, payloads, strict=True)
         ]
 
-    def _decoded(self, index: int, payload: bytes) -> Record | Fault:
+    def _decoded(self, index: int, payload: bytes) -> Record | BadRecord:
         try:
             return self._shelf.decode(payload)
         except ValueError as error:
-            return Fault(self.place(index), str(error))
+            return BadRecord(self.place(index), str(error))
 
-    def _singles(self, indices: Sequence[int]) -> list[bytes | Fault]:
+    def _singles(self, indices: Sequence[int]) -> list[bytes | BadRecord]:
         """Seek and read: three times as fast as the reader's own batches, but for one thread at a time."""
         reader, lock = self._shelf.handles.get(self._path, lambda: (_reader(self._path), threading.Lock()))
-        payloads: list[bytes | Fault] = []
+        payloads: list[bytes | BadRecord] = []
         with lock:
             try:
                 for index in indices:
@@ -81,29 +81,29 @@ class ArrayRecordFile:
                 self._shelf.handles.forget(self._path)
         return payloads + self._one_by_one(indices[len(payloads) :])
 
-    def _one_by_one(self, indices: Sequence[int]) -> list[bytes | Fault]:
+    def _one_by_one(self, indices: Sequence[int]) -> list[bytes | BadRecord]:
         """Each record alone, since a damaged chunk spoils all that is read with it."""
         reader = _reader(self._path)
-        payloads: list[bytes | Fault] = []
+        payloads: list[bytes | BadRecord] = []
         for index in indices:
             try:
                 payloads += reader.read([index])
             except (RuntimeError, IndexError) as error:
-                payloads.append(Fault(self.place(index), str(error).split(", chunk at")[0]))
+                payloads.append(BadRecord(self.place(index), str(error).split(", chunk at")[0]))
         return payloads
 
-    def _from_lots(self, indices: Sequence[int], lot: int) -> list[bytes | Fault]:
+    def _from_lots(self, indices: Sequence[int], lot: int) -> list[bytes | BadRecord]:
         held = {number: self._held(number, lot) for number in {index // lot for index in indices}}
         return [held[index // lot][index % lot] for index in indices]
 
-    def _held(self, number: int, lot: int) -> list[bytes | Fault]:
+    def _held(self, number: int, lot: int) -> list[bytes | BadRecord]:
         def make() -> Group:
             start, stop = number * lot, min((number + 1) * lot, self._count)
             try:
-                payloads: list[bytes | Fault] = _reader(self._path).read(start, stop)
+                payloads: list[bytes | BadRecord] = _reader(self._path).read(start, stop)
             except (RuntimeError, IndexError):
                 payloads = self._one_by_one(range(start, stop))
             return Group(payloads, sum(len(payload) for payload in payloads if isinstance(payload, bytes)))
 
-        held: list[bytes | Fault] = self._shelf.groups.get((self._path, number), make).value
+        held: list[bytes | BadRecord] = self._shelf.groups.get((self._path, number), make).value
         return held

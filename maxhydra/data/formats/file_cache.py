@@ -13,7 +13,7 @@ import numpy as np
 
 from maxhydra.data.files import unfinished
 from maxhydra.data.formats.payload import decode
-from maxhydra.data.records import Fault, Record
+from maxhydra.data.records import BadRecord, Record
 from maxhydra.data.shuffle import GROUPS_TOGETHER
 
 log = logging.getLogger("maxhydra")
@@ -29,7 +29,7 @@ GROUPS = 2 * GROUPS_TOGETHER
 GROUP_BYTES = 2**30
 
 
-class Recent(Generic[V]):
+class LruCache(Generic[V]):
     """The values used last: `count` of them, and more as long as together they weigh less than `size`."""
 
     def __init__(self, count: int, size: int = -1, weigh: Callable[[V], int] = lambda value: 0):
@@ -71,7 +71,7 @@ class Recent(Generic[V]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shelf:
+class FileCache:
     """What the files of one source share."""
 
     cache: Path
@@ -79,9 +79,9 @@ class Shelf:
     """The only columns that will be asked for; None where that is not known."""
     decode: Callable[[bytes], Record] = decode
     """What makes a record of the bytes that ArrayRecord and TFRecord files hold."""
-    handles: Recent[Any] = dataclasses.field(default_factory=lambda: Recent(HANDLES))
-    groups: Recent["Group"] = dataclasses.field(
-        default_factory=lambda: Recent(GROUPS, GROUP_BYTES, lambda group: group.size)
+    handles: LruCache[Any] = dataclasses.field(default_factory=lambda: LruCache(HANDLES))
+    groups: LruCache["Group"] = dataclasses.field(
+        default_factory=lambda: LruCache(GROUPS, GROUP_BYTES, lambda group: group.size)
     )
 
     def kept(self, path: Path, kind: str, make: Callable[[], np.ndarray]) -> np.ndarray:
@@ -121,8 +121,8 @@ class Unreadable:
     def __len__(self) -> int:
         return 1
 
-    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
-        return [Fault(self.place(index), self.reason) for index in indices]
+    def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
+        return [BadRecord(self.place(index), self.reason) for index in indices]
 
     def place(self, index: int) -> str:
         return f"{self.path}, the whole file"

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from maxhydra.data.files import unfinished
-from maxhydra.data.formats.file_cache import Shelf, Unreadable, version
+from maxhydra.data.formats.file_cache import FileCache, Unreadable, version
 from maxhydra.data.formats.payload import decode_json
-from maxhydra.data.records import Fault, Record, Records
+from maxhydra.data.records import BadRecord, Record, Records
 
 # Bytes that are searched for line ends at a time.
 BLOCK = 2**24
@@ -23,7 +23,7 @@ NEWLINE = ord("\n")
 MARK = b"\xef\xbb\xbf"
 
 
-def open_file(path: Path, shelf: Shelf) -> Records:
+def open_file(path: Path, shelf: FileCache) -> Records:
     try:
         plain = _unpacked(path, shelf.cache) if path.name.endswith(".gz") else path
     except (OSError, EOFError, zlib.error) as error:
@@ -67,7 +67,7 @@ def find_lines(path: Path) -> np.ndarray:
 class JsonLines:
     groups = None
 
-    def __init__(self, path: Path, plain: Path, shelf: Shelf, lines: np.ndarray):
+    def __init__(self, path: Path, plain: Path, shelf: FileCache, lines: np.ndarray):
         """`plain` is the file that is read, `path` the one that was named."""
         self._path, self._plain, self._shelf = path, plain, shelf
         blank = lines[1 : 1 + int(lines[0])]
@@ -82,7 +82,7 @@ class JsonLines:
         blank_before = int(np.searchsorted(self._blank_after, index, "right"))
         return f"{self._path}, line {index + blank_before + 1}"
 
-    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
+    def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
         view = self._shelf.handles.get(self._plain, lambda: _mapped(self._plain))
         wanted = np.asarray(indices, np.int64)
         starts = self._starts[wanted].tolist()
@@ -94,11 +94,11 @@ class JsonLines:
             for index, start, stop in zip(indices, starts, stops, strict=True)
         ]
 
-    def _record(self, index: int, line: bytes) -> Record | Fault:
+    def _record(self, index: int, line: bytes) -> Record | BadRecord:
         try:
             return decode_json(line.removeprefix(MARK) if index == 0 else line)
         except ValueError as error:
-            return Fault(self.place(index), str(error))
+            return BadRecord(self.place(index), str(error))
 
 
 def _mapped(path: Path) -> mmap.mmap:

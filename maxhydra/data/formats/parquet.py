@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from maxhydra.data.formats.arrow import rows_of
-from maxhydra.data.formats.file_cache import Group, Shelf, Unreadable
+from maxhydra.data.formats.file_cache import FileCache, Group, Unreadable
 from maxhydra.data.optional_packages import need
-from maxhydra.data.records import Fault, Record, Records
+from maxhydra.data.records import BadRecord, Record, Records
 
 SETTING = "data.format=parquet"
 
 
-def open_file(path: Path, shelf: Shelf) -> Records:
+def open_file(path: Path, shelf: FileCache) -> Records:
     arrow = need("pyarrow", SETTING)
     try:
         with need("pyarrow.parquet", SETTING).ParquetFile(path) as file:
@@ -25,7 +25,7 @@ def open_file(path: Path, shelf: Shelf) -> Records:
 
 
 class ParquetFile:
-    def __init__(self, path: Path, shelf: Shelf, metadata: Any, names: Sequence[str]):
+    def __init__(self, path: Path, shelf: FileCache, metadata: Any, names: Sequence[str]):
         self._path, self._shelf, self._metadata = path, shelf, metadata
         # With one of them missing, a record should show which columns it does have.
         known = shelf.columns is not None and set(shelf.columns) <= set(names)
@@ -44,17 +44,17 @@ class ParquetFile:
     def place(self, index: int) -> str:
         return f"{self._path}, row {index}"
 
-    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
+    def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
         wanted = np.asarray(indices, np.int64)
         owner = np.searchsorted(self._ends, wanted, "right")
-        found: dict[int, Record | Fault] = {}
+        found: dict[int, Record | BadRecord] = {}
         for number in np.unique(owner).tolist():
             places = np.flatnonzero(owner == number)
             held = self._shelf.groups.get((self._path, number), partial(self._group, number)).value
             rows = wanted[places] - self._starts[number]
             records = [held] * len(rows) if isinstance(held, str) else rows_of(held, rows)
             for at, record in zip(places.tolist(), records, strict=True):
-                found[at] = Fault(self.place(int(wanted[at])), record) if isinstance(record, str) else record
+                found[at] = BadRecord(self.place(int(wanted[at])), record) if isinstance(record, str) else record
         return [found[at] for at in range(len(wanted))]
 
     def _group(self, number: int) -> Group:

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from maxhydra.data.formats.crc32c import masked
-from maxhydra.data.formats.file_cache import Shelf
-from maxhydra.data.records import Fault, Record, Records
+from maxhydra.data.formats.file_cache import FileCache
+from maxhydra.data.records import BadRecord, Record, Records
 
 HEADER, FOOTER = 12, 4
 
@@ -20,7 +20,7 @@ HEADER, FOOTER = 12, 4
 TOGETHER = 2**16
 
 
-def open_file(path: Path, shelf: Shelf) -> Records:
+def open_file(path: Path, shelf: FileCache) -> Records:
     return TfRecordFile(path, shelf, shelf.kept(path, "records", lambda: find_records(path)))
 
 
@@ -58,7 +58,7 @@ def _mapped(path: Path) -> mmap.mmap:
 class TfRecordFile:
     groups = None
 
-    def __init__(self, path: Path, shelf: Shelf, places: np.ndarray):
+    def __init__(self, path: Path, shelf: FileCache, places: np.ndarray):
         self._path, self._shelf = path, shelf
         self._stop, self._starts = int(places[0]), places[1:]
         # What cannot be followed counts as one more record, a bad one.
@@ -70,7 +70,7 @@ class TfRecordFile:
     def place(self, index: int) -> str:
         return f"{self._path}, record {index}"
 
-    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
+    def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
         view = self._shelf.handles.get(self._path, lambda: _mapped(self._path))
         payloads = {index: self._payload(view, index) for index in indices if index < len(self._starts)}
         computed = masked([payload for payload, _ in payloads.values()])
@@ -86,14 +86,14 @@ class TfRecordFile:
         (size,) = struct.unpack_from("<Q", view, start - HEADER)
         return view[start : start + size], view[start + size : start + size + FOOTER]
 
-    def _record(self, index: int, payload: bytes, is_sound: bool) -> Record | Fault:
+    def _record(self, index: int, payload: bytes, is_sound: bool) -> Record | BadRecord:
         if not is_sound:
-            return Fault(self.place(index), "its checksum is wrong: the file is damaged here")
+            return BadRecord(self.place(index), "its checksum is wrong: the file is damaged here")
         try:
             return self._shelf.decode(payload)
         except ValueError as error:
-            return Fault(self.place(index), str(error))
+            return BadRecord(self.place(index), str(error))
 
-    def _rest(self) -> Fault:
+    def _rest(self) -> BadRecord:
         reason = f"cut short or damaged: what follows byte {self._stop} cannot be read"
-        return Fault(self.place(len(self._starts)), reason)
+        return BadRecord(self.place(len(self._starts)), reason)

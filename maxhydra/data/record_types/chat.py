@@ -10,7 +10,7 @@ from typing import Any
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
 from maxhydra.data.chat import ChatTemplate, chat_template
-from maxhydra.data.record_types import Refused, column_of
+from maxhydra.data.record_types import Rejected, column_of
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row
 from maxhydra.data.tokenizers import tokenizer
@@ -27,7 +27,7 @@ class Chat:
         return [self._example(column_of(record, self.corpus, "messages")) for record in records]
 
     def _example(self, messages: Any) -> Any:
-        if isinstance(messages, Refused):
+        if isinstance(messages, Rejected):
             return messages
         return self.template.encode(messages, longest=self.data.max_characters)
 

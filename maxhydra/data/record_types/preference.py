@@ -16,7 +16,7 @@ import numpy as np
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data, Overlong
 from maxhydra.data.document import Document
-from maxhydra.data.record_types import Refused, column_of, text_of
+from maxhydra.data.record_types import Rejected, column_of, text_of
 from maxhydra.data.record_types._rows import SeparateShape
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row
@@ -39,15 +39,15 @@ class Preference(SeparateShape):
         prompt = record.get(self.corpus.columns.get("prompt", "prompt"))
         sides = [column_of(record, self.corpus, side) for side in SIDES]
         if refused := _first_refused(sides):
-            return Refused(f"{refused.reason}; {EXPECTED}")
+            return Rejected(f"{refused.reason}; {EXPECTED}")
         if any(isinstance(value, np.ndarray) for value in (prompt, *sides)):
-            return Refused(f"numbers, which no template and no tokenizer reads; {EXPECTED}")
+            return Rejected(f"numbers, which no template and no tokenizer reads; {EXPECTED}")
         is_chat = any(not isinstance(value, (str, bytes)) for value in (prompt, *sides) if value is not None)
         documents = self._conversations(prompt, sides) if is_chat else self._texts(prompt, sides)
         if refused := _first_refused(documents):
             return refused
         if missing := [side for side, document in zip(SIDES, documents, strict=True) if not _learned(document)]:
-            return Refused(f"{missing[0]} has no token to learn: it is empty, or all of it stands in the other")
+            return Rejected(f"{missing[0]} has no token to learn: it is empty, or all of it stands in the other")
         return self._fit(*documents)
 
     def _conversations(self, prompt: Any, sides: list[Any]) -> list[Any]:
@@ -61,7 +61,7 @@ class Preference(SeparateShape):
         same = takewhile(lambda pair: pair[0] == pair[1], zip(*whole, strict=False))
         known = max(len(before), sum(1 for _ in same))
         if known == min(map(len, whole)):
-            return [Refused("chosen and rejected are the same, or one is the beginning of the other")]
+            return [Rejected("chosen and rejected are the same, or one is the beginning of the other")]
         return [self._template.encode(side, known=known, longest=self.data.max_characters) for side in whole]
 
     def _texts(self, prompt: Any, sides: list[Any]) -> list[Any]:
@@ -78,7 +78,7 @@ class Preference(SeparateShape):
             same = takewhile(lambda pair: pair[0] == pair[1], zip(*whole, strict=False))
             known = sum(1 for _ in same)
         if whole[0] == whole[1]:
-            return [Refused("chosen and rejected are the same")]
+            return [Rejected("chosen and rejected are the same")]
         return [_document(tokens, known) for tokens in whole]
 
     def _fit(self, chosen: Document, rejected: Document) -> Any:
@@ -91,12 +91,12 @@ class Preference(SeparateShape):
             lengths = (
                 f"a prompt of {prompt} tokens, {len(chosen.tokens)} with chosen, {len(rejected.tokens)} with rejected"
             )
-            return Refused(f"{lengths}: over train.seq_len={self.seq_len} (data.packing.overlong=truncate cuts it)")
+            return Rejected(f"{lengths}: over train.seq_len={self.seq_len} (data.packing.overlong=truncate cuts it)")
         # At least one token of the prompt stays, from which the first of the answer is predicted.
         cut = max(0, min(longest - self.seq_len, prompt - 1))
         pair = Pair(*(_part(document, cut, cut + self.seq_len + 1) for document in (chosen, rejected)))
         if any(not _learned(document) for document in (pair.chosen, pair.rejected)):
-            return Refused(f"nothing to learn is left of it within train.seq_len={self.seq_len}")
+            return Rejected(f"nothing to learn is left of it within train.seq_len={self.seq_len}")
         return pair
 
     def row(self, example: Any, seq_len: int) -> Row:
@@ -107,8 +107,8 @@ class Preference(SeparateShape):
         }
 
 
-def _first_refused(values: Sequence[Any]) -> Refused | None:
-    return next((value for value in values if isinstance(value, Refused)), None)
+def _first_refused(values: Sequence[Any]) -> Rejected | None:
+    return next((value for value in values if isinstance(value, Rejected)), None)
 
 
 def _messages(value: Any, role: str) -> list[Any]:
@@ -127,17 +127,17 @@ def _told(message: Any) -> Any:
     return (message.get("role"), message.get("content")) if isinstance(message, Mapping) else message
 
 
-def _misplaced(before: list[Any], sides: list[list[Any]]) -> Refused | None:
+def _misplaced(before: list[Any], sides: list[list[Any]]) -> Rejected | None:
     """Whose turn it is shows columns that were exchanged: the user's stands in the prompt, the assistant's after it."""
     if before and _role(before[-1]) == "assistant":
-        return Refused(f"the prompt ends with a turn of the assistant; {EXPECTED}")
+        return Rejected(f"the prompt ends with a turn of the assistant; {EXPECTED}")
     for name, messages in zip(SIDES, sides, strict=True):
         if before and messages and _role(messages[0]) in ("user", "system") and len(messages) > 1:
-            return Refused(
+            return Rejected(
                 f"{name} begins with a turn of the {_role(messages[0])} that is not the prompt's; {EXPECTED}"
             )
         if messages and _role(messages[-1]) in ("user", "system"):
-            return Refused(f"{name} ends with a turn of the {_role(messages[-1])}; {EXPECTED}")
+            return Rejected(f"{name} ends with a turn of the {_role(messages[-1])}; {EXPECTED}")
     return None
 
 

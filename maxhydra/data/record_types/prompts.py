@@ -12,7 +12,7 @@ import numpy as np
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
 from maxhydra.data.chat import UnclearError
-from maxhydra.data.record_types import Refused, column_of, text_of
+from maxhydra.data.record_types import Rejected, column_of, text_of
 from maxhydra.data.record_types._rows import SeparateShape
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row
@@ -30,18 +30,18 @@ class Prompts(SeparateShape):
         value = column_of(record, self.corpus, "prompt")
         is_text = isinstance(value, (str, bytes))
         try:
-            text = value if is_text or isinstance(value, Refused) else self._template.prompt(value)
+            text = value if is_text or isinstance(value, Rejected) else self._template.prompt(value)
         except UnclearError as error:
-            return Refused(str(error))
+            return Rejected(str(error))
         text = text_of(text, self.data)
-        if isinstance(text, Refused):
+        if isinstance(text, Rejected):
             return text
         begin = [self.words.bos] if is_text and self.data.tokenizer.add_bos and self.words.bos is not None else []
         ids = self.words.encode(text) if is_text else self.words.encode_marked(text)[0].tolist()
         tokens = np.array([*begin, *ids], np.int32)
         if not 0 < len(tokens) <= self.seq_len:
             reason = f"over train.seq_len={self.seq_len}" if len(tokens) else "nothing to answer"
-            return Refused(f"a prompt of {len(tokens)} tokens: {reason}")
+            return Rejected(f"a prompt of {len(tokens)} tokens: {reason}")
         names = {role: self.corpus.columns.get(role, role) for role in ("prompt", "answer")}
         rest = {name: column for name, column in record.items() if name not in names.values()}
         return Prompt(tokens, {"prompt": text, "answer": record.get(names["answer"]), "record": rest})

@@ -12,7 +12,7 @@ import numpy as np
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
 from maxhydra.data.document import Document
-from maxhydra.data.record_types import Refused, array_of, column_of, ids_of, weights_of
+from maxhydra.data.record_types import Rejected, array_of, column_of, ids_of, weights_of
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row
 
@@ -30,27 +30,29 @@ class Teacher:
             for record in records
         ]
 
-    def _example(self, columns: dict[str, Any], weights: Any) -> Document | Refused:
+    def _example(self, columns: dict[str, Any], weights: Any) -> Document | Rejected:
         arrays = [array_of(value) if name == "teacher_logits" else ids_of(value) for name, value in columns.items()]
         for array in arrays:
-            if isinstance(array, Refused):
+            if isinstance(array, Rejected):
                 return array
         tokens, ids, logits = arrays
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            return Refused(f"tokens are not a list of ids but {tokens.dtype} of shape {tokens.shape}")
+            return Rejected(f"tokens are not a list of ids but {tokens.dtype} of shape {tokens.shape}")
         if len(tokens) < 2:
-            return Refused(f"{len(tokens)} tokens, of which a teacher can say nothing")
+            return Rejected(f"{len(tokens)} tokens, of which a teacher can say nothing")
         if ids.ndim != 2 or ids.shape != logits.shape or len(ids) != len(tokens) - 1:
             shapes = f"teacher_ids of shape {ids.shape} and teacher_logits of shape {logits.shape}"
-            return Refused(f"{len(tokens)} tokens with {shapes}: both should be [{len(tokens) - 1}, k]")
+            return Rejected(f"{len(tokens)} tokens with {shapes}: both should be [{len(tokens) - 1}, k]")
         if ids.dtype.kind not in "iu" or logits.dtype.kind not in "iuf":
-            return Refused(f"teacher_ids are {ids.dtype} and teacher_logits {logits.dtype}: ids and numbers are needed")
+            return Rejected(
+                f"teacher_ids are {ids.dtype} and teacher_logits {logits.dtype}: ids and numbers are needed"
+            )
         kind = np.float16 if logits.dtype == np.float16 else np.float32
         logits = logits.astype(kind)
         if not np.isfinite(logits).all():
-            return Refused("teacher_logits that are not finite")
+            return Rejected("teacher_logits that are not finite")
         learned = weights_of(weights, len(tokens))
-        if isinstance(learned, Refused):
+        if isinstance(learned, Rejected):
             return learned
         return Document(tokens, learned, {"teacher_ids": ids.astype(np.int32), "teacher_logits": logits})
 

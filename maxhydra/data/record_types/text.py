@@ -9,7 +9,7 @@ import numpy as np
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
 from maxhydra.data.document import Document
-from maxhydra.data.record_types import Refused, column_of, text_of
+from maxhydra.data.record_types import Rejected, column_of, text_of
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row
 from maxhydra.data.tokenizers import Tokenizer, tokenizer
@@ -35,7 +35,7 @@ class Text:
             whole[len(before) + len(tokens) :] = after
             return Document(whole)
 
-        return [text if isinstance(text, Refused) else document(next(ids)) for text in texts]
+        return [text if isinstance(text, Rejected) else document(next(ids)) for text in texts]
 
     def row(self, example: Any, seq_len: int) -> Row:
         raise TypeError("text is packed")

@@ -10,7 +10,7 @@ from typing import Any
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
 from maxhydra.data.document import Document
-from maxhydra.data.record_types import Refused, column_of, ids_of, weights_of
+from maxhydra.data.record_types import Rejected, column_of, ids_of, weights_of
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row
 
@@ -23,14 +23,14 @@ class Tokens:
     def encode(self, records: Sequence[Record]) -> list[Any]:
         return [self._example(column_of(record, self.corpus, "tokens"), record.get("weights")) for record in records]
 
-    def _example(self, value: Any, weights: Any) -> Document | Refused:
+    def _example(self, value: Any, weights: Any) -> Document | Rejected:
         tokens = ids_of(value)
-        if isinstance(tokens, Refused):
+        if isinstance(tokens, Rejected):
             return tokens
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            return Refused(f"not a list of token ids but {tokens.dtype} of shape {tokens.shape}")
+            return Rejected(f"not a list of token ids but {tokens.dtype} of shape {tokens.shape}")
         learned = weights_of(weights, len(tokens))
-        return learned if isinstance(learned, Refused) else Document(tokens, learned)
+        return learned if isinstance(learned, Rejected) else Document(tokens, learned)
 
     def row(self, example: Any, seq_len: int) -> Row:
         raise TypeError("tokens are packed")

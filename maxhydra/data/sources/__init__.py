@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from maxhydra.config.schema.corpus import ROLES, Corpus
 from maxhydra.config.schema.data import Data
-from maxhydra.data.record_types import Shape
-from maxhydra.data.records import Fault, Record, Records, RecordStream
+from maxhydra.data.record_types import RecordType
+from maxhydra.data.records import BadRecord, Record, Records, RecordStream
 from maxhydra.data.rows import Rows, RowSpec
 
 
@@ -28,7 +28,7 @@ class RecordSource:
 
     train: Records
     evaluation: Records
-    evaluation_shape: Shape | None = None
+    evaluation_shape: RecordType | None = None
     """What the held-out records mean, where it is something else than data.shape."""
 
 
@@ -67,7 +67,7 @@ class Part:
     def __len__(self) -> int:
         return self.last - self.first
 
-    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
+    def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
         return self.records.read([self.first + int(index) for index in indices])
 
     def place(self, index: int) -> str:

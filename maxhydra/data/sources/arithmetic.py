@@ -17,9 +17,9 @@ import numpy as np
 
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
-from maxhydra.data.records import Fault, Record
+from maxhydra.data.records import BadRecord, Record
 from maxhydra.data.rows import RowSpec
-from maxhydra.data.shuffle import Order
+from maxhydra.data.shuffle import ShuffleOrder
 from maxhydra.data.sources import Part, RecordSource
 
 OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -45,8 +45,8 @@ class Problems:
     def __len__(self) -> int:
         return 2 * self.pairs
 
-    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
-        order = Order(self.pairs, SEED, shuffle=True)
+    def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
+        order = ShuffleOrder(self.pairs, SEED, shuffle=True)
         return [self._record(int(order.indices(0, i // 2, i // 2 + 1)[0]), i) for i in map(int, indices)]
 
     def place(self, index: int) -> str:

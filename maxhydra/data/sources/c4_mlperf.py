@@ -13,7 +13,7 @@ import numpy as np
 
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
-from maxhydra.data.record_types import Refused
+from maxhydra.data.record_types import Rejected
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row, RowSpec, make_row
 from maxhydra.data.sources import RecordSource, columns_of, hold_out
@@ -50,12 +50,12 @@ class TokenizedSequences:
     def encode(self, records: Sequence[Record]) -> list[Any]:
         return [self._tokens(np.asarray(record[IDS])) for record in records]
 
-    def _tokens(self, ids: np.ndarray) -> np.ndarray | Refused:
+    def _tokens(self, ids: np.ndarray) -> np.ndarray | Rejected:
         tokens = np.trim_zeros(ids, "b")
         if len(tokens) < 2:
-            return Refused(f"{len(tokens)} tokens, of which none can be predicted")
+            return Rejected(f"{len(tokens)} tokens, of which none can be predicted")
         if len(tokens) > self.seq_len + 1:
-            return Refused(f"{len(tokens)} tokens, over train.seq_len + 1 = {self.seq_len + 1}")
+            return Rejected(f"{len(tokens)} tokens, over train.seq_len + 1 = {self.seq_len + 1}")
         return tokens
 
     def row(self, example: Any, seq_len: int) -> Row:

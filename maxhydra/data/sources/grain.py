@@ -10,8 +10,8 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data, OnError
 from maxhydra.data.files import find_files
-from maxhydra.data.formats import ENDINGS, Joined, open_files
-from maxhydra.data.formats.file_cache import Shelf
+from maxhydra.data.formats import ENDINGS, ConcatRecords, open_files
+from maxhydra.data.formats.file_cache import FileCache
 from maxhydra.data.records import Records
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.sources import RecordSource, columns_of, hold_out
@@ -37,10 +37,10 @@ def open_records(names: str, corpus: Corpus, data: Data) -> Records:
     # Other shapes look for columns that need not be there, such as weights beside tokens.
     columns = columns_of(corpus) if corpus.shape == "text" else None
     _check_finished(paths)
-    shelf = Shelf(Path(data.cache).expanduser(), columns)
+    shelf = FileCache(Path(data.cache).expanduser(), columns)
     files = open_files(paths, corpus.format, shelf)
     _check_empty([path for path, file in zip(paths, files, strict=True) if not len(file)], data)
-    return Joined(files)
+    return ConcatRecords(files)
 
 
 def _check_finished(paths: Sequence[Path]) -> None:

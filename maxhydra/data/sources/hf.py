@@ -20,7 +20,7 @@ from maxhydra.config.schema.data import Data
 from maxhydra.data.files import find_files
 from maxhydra.data.formats.arrow import rows_of
 from maxhydra.data.optional_packages import need
-from maxhydra.data.records import Cursor, Fault, Record, Records, RecordStream
+from maxhydra.data.records import BadRecord, Cursor, Record, Records, RecordStream
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.sources import RecordSource, StreamSource, hold_out
 
@@ -143,11 +143,11 @@ class HfRecords:
     def place(self, index: int) -> str:
         return f"{self._title}, record {index}"
 
-    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
+    def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
         table = self._dataset[[int(index) for index in indices]]
         columns = {name: table.column(name).combine_chunks() for name in table.column_names}
         rows = zip(indices, rows_of(columns, np.arange(len(indices))), strict=True)
-        return [Fault(self.place(int(index)), row) if isinstance(row, str) else row for index, row in rows]
+        return [BadRecord(self.place(int(index)), row) if isinstance(row, str) else row for index, row in rows]
 
 
 class HfStream:
@@ -161,7 +161,7 @@ class HfStream:
     def place(self, number: int) -> str:
         return f"{self._title}, record {number} of its share"
 
-    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | Fault, Cursor]]:
+    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | BadRecord, Cursor]]:
         distributed = need("datasets.distributed", SETTING)
         mine = distributed.split_dataset_by_node(pickle.loads(self._packed), rank=share, world_size=shares)
         number = 0
@@ -187,7 +187,7 @@ class NothingHeldOut:
     def place(self, number: int) -> str:
         return f"record {number}"
 
-    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | Fault, Cursor]]:
+    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | BadRecord, Cursor]]:
         reason = "is needed to evaluate with data.streaming=true, since a stream has no end to hold out"
         accepted = "a split, or files in data.eval_path"
         raise ConfigError(Problem("data.eval_split", reason, value=None, accepted=accepted))

@@ -23,7 +23,7 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
 from maxhydra.data.files import find_files
-from maxhydra.data.formats.file_cache import HANDLES, Recent
+from maxhydra.data.formats.file_cache import HANDLES, LruCache
 from maxhydra.data.rows import Row, Rows, RowSpec, make_row
 from maxhydra.data.sources import RowSource
 
@@ -114,7 +114,7 @@ class TokenShards:
     def __init__(self, shards: Sequence[Shard], spec: RowSpec, *, filtered: bool):
         self._shards, self._spec, self._filtered = shards, spec, filtered
         self._ends = np.cumsum([shard.tokens // spec.seq_len for shard in shards])
-        self._open: Recent[np.ndarray] = Recent(HANDLES)
+        self._open: LruCache[np.ndarray] = LruCache(HANDLES)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

@@ -15,7 +15,7 @@ from maxhydra.config.errors import did_you_mean
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
 from maxhydra.data.optional_packages import need
-from maxhydra.data.records import Fault, Record
+from maxhydra.data.records import BadRecord, Record
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.sources import RecordSource, hold_out
 
@@ -39,7 +39,7 @@ class Problems:
         gym = need("reasoning_gym", "data.source=reasoning_gym", extra="rl")
         return gym.create_dataset(self.name, size=self.count, seed=SEED)
 
-    def read(self, indices: Sequence[int]) -> list[Record | Fault]:
+    def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
         return [_record(self._made[int(index)]) for index in indices]
 
     def place(self, index: int) -> str:

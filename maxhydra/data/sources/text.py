@@ -9,7 +9,7 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
 from maxhydra.data.files import find_files
-from maxhydra.data.rows import RowSpec, Windows
+from maxhydra.data.rows import ContiguousRows, RowSpec
 from maxhydra.data.sources import RowSource
 from maxhydra.data.tokenizers import Tokenizer, check_vocabulary, tokenizer
 
@@ -28,8 +28,8 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RowSource:
     train = _stream(paths, data, spec)
     evaluation = _stream(held_out, data, spec)
     return RowSource(
-        train=Windows(train, spec.seq_len, keep_partial=False),
-        evaluation=Windows(evaluation, spec.seq_len, keep_partial=True),
+        train=ContiguousRows(train, spec.seq_len, keep_partial=False),
+        evaluation=ContiguousRows(evaluation, spec.seq_len, keep_partial=True),
     )
 
 
@@ -43,8 +43,8 @@ def split_stream(tokens: np.ndarray, seq_len: int, eval_fraction: float) -> RowS
     held_out = min(max(1, round(len(tokens) * eval_fraction)), len(tokens))
     boundary = len(tokens) - held_out
     return RowSource(
-        train=Windows(tokens[:boundary], seq_len, keep_partial=False),
-        evaluation=Windows(tokens[max(boundary - 1, 0) :], seq_len, keep_partial=True),
+        train=ContiguousRows(tokens[:boundary], seq_len, keep_partial=False),
+        evaluation=ContiguousRows(tokens[max(boundary - 1, 0) :], seq_len, keep_partial=True),
     )
 
 

@@ -17,8 +17,8 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.corpus import Corpus, FileFormat
 from maxhydra.config.schema.data import Data
 from maxhydra.data.files import find_files
-from maxhydra.data.formats import Joined, open_files
-from maxhydra.data.formats.file_cache import Shelf, Unreadable
+from maxhydra.data.formats import ConcatRecords, open_files
+from maxhydra.data.formats.file_cache import FileCache, Unreadable
 from maxhydra.data.formats.payload import decode
 from maxhydra.data.optional_packages import need
 from maxhydra.data.records import Record, Records
@@ -47,10 +47,10 @@ def open_split(build: Any, split: str, columns: tuple[str, ...] | None, cache: s
     except Exception as error:  # a split's name is parsed, and may be wrong in many ways
         accepted = ", ".join(build.splits)
         raise ConfigError(Problem("data.split", str(error).splitlines()[0], value=split, accepted=accepted)) from None
-    shelf = Shelf(Path(cache).expanduser(), None, _decoder(build.features, columns))
+    shelf = FileCache(Path(cache).expanduser(), None, _decoder(build.features, columns))
     paths = [find_files(str(part.filename), cache, endings=("",))[0] for part in instructions]
     files = open_files(paths, FileFormat.auto, shelf)
-    return Joined([_part(file, part) for file, part in zip(files, instructions, strict=True)])
+    return ConcatRecords([_part(file, part) for file, part in zip(files, instructions, strict=True)])
 
 
 def _part(file: Records, instruction: Any) -> Records:

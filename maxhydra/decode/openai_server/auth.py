@@ -2,7 +2,7 @@
 
 import hmac
 
-from maxhydra.decode.openai_server.http11 import Head, HttpError
+from maxhydra.decode.openai_server.http11 import HttpError, RequestHead
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -17,7 +17,7 @@ class Access:
     def __init__(self, key: str | None, *, is_local: bool):
         self._key, self._is_local = None if key is None else key.encode(), is_local
 
-    def check(self, head: Head) -> None:
+    def check(self, head: RequestHead) -> None:
         if head.path == "/health":
             return
         if self._key is not None:

@@ -48,7 +48,7 @@ class HttpError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Head:
+class RequestHead:
     """The first line and the headers of a request; names are in lower case."""
 
     method: str
@@ -83,7 +83,7 @@ class WatchedReader(asyncio.StreamReader):
         super().set_exception(exc)
 
 
-def parse_head(data: bytes) -> Head:
+def parse_head(data: bytes) -> RequestHead:
     """The head of a request, which ends in an empty line."""
     first, *rest = data.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
     request = _REQUEST.fullmatch(first)
@@ -106,10 +106,10 @@ def parse_head(data: bytes) -> Head:
         raise HttpError(400, "Content-Length is no number")
     if request[3] == "1" and "host" not in headers:
         raise HttpError(400, "the header Host is missing")
-    return Head(request[1], request[2].partition("?")[0], headers, request[3] == "1")
+    return RequestHead(request[1], request[2].partition("?")[0], headers, request[3] == "1")
 
 
-class Link:
+class Connection:
     """One connection. Every wait has an end: a client that sends or reads too slowly loses it."""
 
     def __init__(self, reader: WatchedReader, writer: asyncio.StreamWriter, *, timeout: float):
@@ -120,7 +120,7 @@ class Link:
         """Whether the answer to the present request has begun, so that no other can be given."""
         writer.transport.set_write_buffer_limits(high=WRITE_BUFFER)
 
-    async def read_head(self, idle: float) -> Head | None:
+    async def read_head(self, idle: float) -> RequestHead | None:
         """The next request, begun within `idle` seconds; None where there is none."""
         self.has_begun = False
         try:
@@ -136,7 +136,7 @@ class Link:
         except TimeoutError:
             raise HttpError(408, f"the request took over {self._timeout:g} s to come") from None
 
-    async def read_body(self, head: Head) -> bytes:
+    async def read_body(self, head: RequestHead) -> bytes:
         if head.headers.get("expect", "").lower() == "100-continue":
             self._writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
@@ -145,7 +145,7 @@ class Link:
         except TimeoutError:
             raise HttpError(408, f"the request took over {self._timeout:g} s to come") from None
 
-    async def discard_body(self, head: Head) -> None:
+    async def discard_body(self, head: RequestHead) -> None:
         """Read a body that nobody wants: a client that is cut off while it sends does not see the answer."""
         left = min(head.length, MAX_DISCARDED)
         async with asyncio.timeout(self._timeout):
@@ -162,7 +162,7 @@ class Link:
         body = json.dumps(value, ensure_ascii=False, allow_nan=False).encode(errors="replace")
         await self.send(status, body, headers={"Content-Type": "application/json", **headers})
 
-    async def begin_events(self, head: Head) -> None:
+    async def begin_events(self, head: RequestHead) -> None:
         """A response of server-sent events, whose length is not known."""
         self.has_begun, self._is_chunked = True, head.is_modern
         length = {"Transfer-Encoding": "chunked"} if head.is_modern else {"Connection": "close"}

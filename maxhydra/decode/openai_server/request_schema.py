@@ -47,7 +47,7 @@ Prompt = str | list[int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Offer:
+class ServerDefaults:
     """What the server has to give: the model's name, the settings a request leaves out, the most sequences of one."""
 
     model: str
@@ -57,7 +57,7 @@ class Offer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """A request that is in order. `messages` of a chat, else `prompts`."""
 
     messages: list[dict[str, str]]
@@ -81,7 +81,7 @@ def wrong(param: str, reason: str, *, code: str = "invalid_value") -> HttpError:
     return HttpError(400, f"{param} {reason}", param=param, code=code)
 
 
-def parse(body: bytes, offer: Offer, *, is_chat: bool) -> Asked:
+def parse(body: bytes, offer: ServerDefaults, *, is_chat: bool) -> CompletionRequest:
     """The request in a body; HttpError with status 400 (404 for another model) names the field that is wrong."""
     values = _object(body)
     _refuse_unknown(values, is_chat=is_chat)
@@ -92,7 +92,7 @@ def parse(body: bytes, offer: Offer, *, is_chat: bool) -> Asked:
     options = _typed(given, "stream_options", dict, {})
     if unknown := set(options) - {"include_usage"}:
         raise wrong("stream_options", f"has unknown keys: {', '.join(sorted(map(str, unknown)))[:200]}")
-    asked = Asked(
+    asked = CompletionRequest(
         messages=_messages(given) if is_chat else [],
         prompts=[] if is_chat else _prompts(given, offer.vocab_size),
         samples=_integer(given, "n", 1, low=1, high=offer.max_samples),

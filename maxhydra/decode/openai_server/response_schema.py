@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from maxhydra.decode.prompts import Prompts
+from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.decode.request import Completion, Delta, TokenLogprob
 
 
 @dataclasses.dataclass(frozen=True)
-class Reply:
+class ResponseBuilder:
     """Makes the JSON of one request's answer; `prompts` turns token ids into text."""
 
     is_chat: bool
     model: str
-    prompts: Prompts
+    prompts: PromptEncoder
     prompt_tokens: int
     has_logprobs: bool
     include_usage: bool

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 from maxhydra.config import ConfigError
 from maxhydra.decode.openai_server.auth import Access
-from maxhydra.decode.openai_server.http11 import RETRY, Head, HttpError, Link
-from maxhydra.decode.openai_server.request_schema import Asked, Offer, parse, wrong
-from maxhydra.decode.openai_server.response_schema import Reply
-from maxhydra.decode.prompts import PromptError, Prompts
+from maxhydra.decode.openai_server.http11 import RETRY, Connection, HttpError, RequestHead
+from maxhydra.decode.openai_server.request_schema import CompletionRequest, ServerDefaults, parse, wrong
+from maxhydra.decode.openai_server.response_schema import ResponseBuilder
+from maxhydra.decode.prompts import PromptEncoder, PromptError
 from maxhydra.decode.request import Completion, Delta, Engine, Handle, RefusedError
-from maxhydra.decode.sampling_params import ask
+from maxhydra.decode.sampling_params import make_requests
 
 T = TypeVar("T")
 # Threads for JSON and tokenizers, which would stop every stream if they ran in the event loop.
@@ -24,7 +24,9 @@ THREADS = 2
 class Service:
     """The paths over one engine. Lives in one event loop; the engine's thread only leaves news in it."""
 
-    def __init__(self, engine: Engine, prompts: Prompts, offer: Offer, *, access: Access, places: int, seed: int):
+    def __init__(
+        self, engine: Engine, prompts: PromptEncoder, offer: ServerDefaults, *, access: Access, places: int, seed: int
+    ):
         self._engine, self._prompts, self._offer = engine, prompts, offer
         self._access, self._places, self._seed = access, places, seed
         self._taken = self._numbers = 0
@@ -32,7 +34,7 @@ class Service:
         self._statuses: dict[int, int] = {}
         self._pool = ThreadPoolExecutor(THREADS, "tokenize")
         self._created = int(time.time())
-        self._paths: dict[str, tuple[str, Callable[[Head, bytes, Link], Coroutine[Any, Any, None]]]] = {
+        self._paths: dict[str, tuple[str, Callable[[RequestHead, bytes, Connection], Coroutine[Any, Any, None]]]] = {
             "/v1/chat/completions": ("POST", self._complete),
             "/v1/completions": ("POST", self._complete),
             "/v1/models": ("GET", self._models),
@@ -41,7 +43,7 @@ class Service:
             "/metrics": ("GET", self._metrics),
         }
 
-    def admit(self, head: Head) -> None:
+    def admit(self, head: RequestHead) -> None:
         """Refuse what can be refused before the body is read."""
         self._access.check(head)
         if head.path not in self._paths:
@@ -53,24 +55,24 @@ class Service:
     def count(self, status: int) -> None:
         self._statuses[status] = self._statuses.get(status, 0) + 1
 
-    async def answer(self, head: Head, body: bytes, link: Link) -> None:
+    async def answer(self, head: RequestHead, body: bytes, link: Connection) -> None:
         await self._paths[head.path][1](head, body, link)
         self.count(200)
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    async def _health(self, head: Head, body: bytes, link: Link) -> None:
+    async def _health(self, head: RequestHead, body: bytes, link: Connection) -> None:
         self._require_engine()
         await link.send_json(200, {"status": "ok"}, headers={})
 
-    async def _models(self, head: Head, body: bytes, link: Link) -> None:
+    async def _models(self, head: RequestHead, body: bytes, link: Connection) -> None:
         name = self._offer.model
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "maxhydra"}
         is_one = head.path.endswith(f"/{name}")
         await link.send_json(200, card if is_one else {"object": "list", "data": [card]}, headers={})
 
-    async def _metrics(self, head: Head, body: bytes, link: Link) -> None:
+    async def _metrics(self, head: RequestHead, body: bytes, link: Connection) -> None:
         """Plain numbers, a line each, as Prometheus reads them."""
         numbers = {f"engine_{name}": value for name, value in self._engine.stats().items()}
         numbers |= {"server_sequences": self._taken, "server_sequences_limit": self._places}
@@ -79,7 +81,7 @@ class Service:
         text = "".join(f"{line}\n" for line in lines).encode()
         await link.send(200, text, headers={"Content-Type": "text/plain; version=0.0.4"})
 
-    async def _complete(self, head: Head, body: bytes, link: Link) -> None:
+    async def _complete(self, head: RequestHead, body: bytes, link: Connection) -> None:
         is_chat = head.path.endswith("/chat/completions")
         asked = await self._aside(lambda: parse(body, self._offer, is_chat=is_chat))
         count = asked.sequences
@@ -87,13 +89,13 @@ class Service:
             reason = f"{self._taken} sequences are under way or wait, and task.queue allows no more; try again later"
             raise HttpError(429, reason, code="queue_full", headers=RETRY)
         self._taken += count
-        news = _News(self._ended)
+        news = _DeltaQueue(self._ended)
         try:
             prompts = await self._aside(lambda: self._encode(asked))
             self._submit(asked, prompts, news)
         finally:
             self._taken -= count - len(news.handles)
-        reply = Reply(
+        reply = ResponseBuilder(
             is_chat=is_chat,
             model=self._offer.model,
             prompts=self._prompts,
@@ -110,7 +112,7 @@ class Service:
     async def _aside(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _encode(self, asked: Asked) -> list[list[int]]:
+    def _encode(self, asked: CompletionRequest) -> list[list[int]]:
         """In a thread of the pool."""
         try:
             if asked.is_chat:
@@ -121,10 +123,10 @@ class Service:
         except ConfigError as error:
             raise wrong("messages", f"cannot be used: {error.problems[0]}") from None
 
-    def _submit(self, asked: Asked, prompts: Sequence[list[int]], news: "_News") -> None:
+    def _submit(self, asked: CompletionRequest, prompts: Sequence[list[int]], news: "_DeltaQueue") -> None:
         for prompt in prompts:
             number, self._numbers = self._numbers, self._numbers + 1
-            requests = ask(
+            requests = make_requests(
                 prompt,
                 asked.sampling,
                 samples=asked.samples,
@@ -150,7 +152,7 @@ class Service:
         if self._failure is not None:
             raise HttpError(503, f"the engine failed: {self._failure}", code="engine_failed")
 
-    async def _whole(self, link: Link, news: "_News", reply: Reply) -> None:
+    async def _whole(self, link: Connection, news: "_DeltaQueue", reply: ResponseBuilder) -> None:
         deltas: list[list[Delta]] = [[] for _ in news.handles]
         while news.left:
             for index, delta in await news.take():
@@ -160,7 +162,7 @@ class Service:
         value = await self._aside(lambda: reply.whole([Completion.of(each) for each in deltas]))
         await link.send_json(200, value, headers={})
 
-    async def _stream(self, head: Head, link: Link, news: "_News", reply: Reply) -> None:
+    async def _stream(self, head: RequestHead, link: Connection, news: "_DeltaQueue", reply: ResponseBuilder) -> None:
         await link.begin_events(head)
         openings = [reply.opening(index) for index in range(len(news.handles))]
         await link.send_events([chunk for chunk in openings if chunk is not None])
@@ -184,7 +186,7 @@ class Service:
         await link.end_events()
 
 
-class _News:
+class _DeltaQueue:
     """The deltas of all sequences of one request, brought from the engine's thread into the event loop."""
 
     def __init__(self, ended: Callable[[Delta], None]):

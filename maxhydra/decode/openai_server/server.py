@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.decode.openai_server.http11 import RETRY, Head, HttpError, Link, WatchedReader
+from maxhydra.decode.openai_server.http11 import RETRY, Connection, HttpError, RequestHead, WatchedReader
 from maxhydra.decode.openai_server.routes import Service
 
 log = logging.getLogger("maxhydra")
@@ -94,7 +94,7 @@ class _Server:
         task.add_done_callback(self._connections.discard)
 
     async def _connection(self, reader: WatchedReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer, timeout=self._limits.timeout)
+        link = Connection(reader, writer, timeout=self._limits.timeout)
         task = asyncio.current_task()
         assert task is not None
         idle = self._limits.timeout
@@ -115,7 +115,7 @@ class _Server:
             self._busy.discard(task)
             await link.close()
 
-    async def _request(self, link: Link, task: asyncio.Task[None], idle: float) -> bool:
+    async def _request(self, link: Connection, task: asyncio.Task[None], idle: float) -> bool:
         """Serve one request; whether the connection is kept for another."""
         head = None
         try:
@@ -133,7 +133,7 @@ class _Server:
         finally:
             self._busy.discard(task)
 
-    async def _answered(self, link: Link, head: Head) -> bool:
+    async def _answered(self, link: Connection, head: RequestHead) -> bool:
         if self._stop.is_set():
             raise HttpError(503, "the server is ending", headers=RETRY)
         self._service.admit(head)
@@ -153,7 +153,7 @@ class _Server:
             is_done = await self._refuse(link, failure, close=not head.keeps_alive)
         return is_done and head.keeps_alive and head.is_modern and not self._stop.is_set()
 
-    async def _refuse(self, link: Link, error: HttpError, *, close: bool) -> bool:
+    async def _refuse(self, link: Connection, error: HttpError, *, close: bool) -> bool:
         """Answer by an error; False where another answer has begun, and the connection is of no more use."""
         if link.has_begun:
             return False
@@ -163,7 +163,7 @@ class _Server:
         return True
 
 
-async def _unless_gone(link: Link, work: Coroutine[Any, Any, None]) -> bool:
+async def _unless_gone(link: Connection, work: Coroutine[Any, Any, None]) -> bool:
     """Do the work, and cancel it as soon as the client hangs up; whether it was done."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(link.gone.wait())

@@ -18,7 +18,7 @@ from maxhydra.launch.gke.placement import place
 from maxhydra.launch.gke.pods import ending, leader, progress
 from maxhydra.launch.gke.settings import GkeSettings
 from maxhydra.launch.gke.volumes import OUTPUTS
-from maxhydra.launch.job_spec import CONFIG, Order, read_order
+from maxhydra.launch.job_spec import CONFIG, JobSpec, read_order
 from maxhydra.launch.termination import forget, relay
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import replace_file
@@ -134,13 +134,13 @@ class GkeJobs:
     def _name(self, proposal: Proposal) -> str:
         return job_name(self._settings.prefix, self._sweep, proposal.number)
 
-    def _order(self, proposal: Proposal) -> Order:
+    def _order(self, proposal: Proposal) -> JobSpec:
         """The job's config, with the folders that it has in a pod."""
         order = self._ordering.order(proposal)
         run = dataclasses.replace(order.config.run, outputs=f"{OUTPUTS}/{self._shared.folder.name}")
         return dataclasses.replace(order, config=dataclasses.replace(order.config, run=run))
 
-    def _work(self, proposal: Proposal, order: Order) -> Work:
+    def _work(self, proposal: Proposal, order: JobSpec) -> Work:
         """ConfigError where the job cannot run on the nodes that it asks for."""
         files = order.files()
         if scrub_text(files[CONFIG]) != files[CONFIG]:

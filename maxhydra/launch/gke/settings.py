@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from maxhydra.config.errors import Problem
 from maxhydra.launch.gke.volumes import RESERVED, SOURCES, is_source
-from maxhydra.launch.settings import KEY, Launcher, out_of_range, unlike
+from maxhydra.launch.settings import KEY, LauncherSettings, out_of_range, unlike
 from maxhydra.record.redact import is_secret_name
 
 LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
@@ -47,7 +47,7 @@ LISTS, MAPPINGS, SWITCHES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class GkeSettings(Launcher):
+class GkeSettings(LauncherSettings):
     """A JobSet for each job: hydra.launcher."""
 
     kind: ClassVar[str] = "gke"

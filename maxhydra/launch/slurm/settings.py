@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from maxhydra.config.errors import Problem
-from maxhydra.launch.settings import KEY, Launcher, not_offered, out_of_range, unlike
+from maxhydra.launch.settings import KEY, LauncherSettings, not_offered, out_of_range, unlike
 
 RUNTIMES = ("pyxis", "apptainer")
 # Set by the launcher, which depends on them.
@@ -31,7 +31,7 @@ FORMS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class SlurmSettings(Launcher):
+class SlurmSettings(LauncherSettings):
     """How jobs are submitted. A job is one run on any number of nodes, with a process for each task."""
 
     kind: ClassVar[str] = "slurm"

@@ -14,7 +14,7 @@ from flax import nnx
 ARRAYS = 3
 
 
-class History(nnx.Variable):
+class AmaxHistory(nnx.Variable):
     """Columns [arrays, steps], the last step first."""
 
 

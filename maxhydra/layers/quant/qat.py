@@ -15,13 +15,13 @@ import jax
 
 from maxhydra.config.schema.quantization import QAT, QuantizationKind
 from maxhydra.layers.quant import int4, int8
-from maxhydra.layers.quant.rules import Format
+from maxhydra.layers.quant.rules import QuantRule
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 Rounding = Callable[[jax.Array], jax.Array]
 
 
-class Way(NamedTuple):
+class QatMatmul(NamedTuple):
     """How a weight will be kept and used."""
 
     product: Product
@@ -33,16 +33,18 @@ class Way(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def straight_product(way: Way, x: jax.Array, weight: jax.Array) -> jax.Array:
+def straight_product(way: QatMatmul, x: jax.Array, weight: jax.Array) -> jax.Array:
     """x times the rounded weight."""
     return way.product(x, weight)
 
 
-def _product_forward(way: Way, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _product_forward(way: QatMatmul, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return way.product(x, weight), (x, weight)
 
 
-def _product_backward(way: Way, operands: tuple[jax.Array, jax.Array], d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _product_backward(
+    way: QatMatmul, operands: tuple[jax.Array, jax.Array], d_out: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, weight = operands
     _, pull_back = jax.vjp(way.plain, x, way.rounded(weight))
     d_x, d_weight = pull_back(d_out)
@@ -61,19 +63,19 @@ def straight(rounded: Rounding, weight: jax.Array) -> jax.Array:
 straight.defvjp(lambda rounded, weight: (rounded(weight), None), lambda rounded, _, d_out: (d_out,))
 
 
-def is_trained_for(form: Format | None) -> bool:
+def is_trained_for(form: QuantRule | None) -> bool:
     """Whether weights in this format are rounded on their way through training."""
     return form is not None and form.kind in QAT
 
 
-def entering(form: Format | None, x: jax.Array, *, inputs: int) -> jax.Array:
+def entering(form: QuantRule | None, x: jax.Array, *, inputs: int) -> jax.Array:
     """What a product takes of x [..., *inputs]: rounded, a scale for each token, where its format says so."""
     if form is None or not form.rounds_inputs:
         return x
     return straight(partial(int8.rounded_weight, over=tuple(range(x.ndim - inputs, x.ndim))), x)
 
 
-def rounding(form: Format, *, inputs: int, name: str, leading: int = 0) -> Rounding:
+def rounding(form: QuantRule, *, inputs: int, name: str, leading: int = 0) -> Rounding:
     """What a kernel [*leading, *inputs, *outputs] becomes, in its own number format."""
     if form.kind is QuantizationKind.qat_int8:
         return lambda weight: int8.rounded_weight(weight, range(leading, leading + inputs))

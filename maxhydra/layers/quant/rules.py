@@ -7,7 +7,7 @@ from maxhydra.config.schema.quantization import Activations, Backward, Quantizat
 
 
 @dataclasses.dataclass(frozen=True)
-class Format:
+class QuantRule:
     """What a rule does with the weights that it is for."""
 
     kind: QuantizationKind
@@ -21,7 +21,7 @@ class Format:
     """Whether what enters a product is rounded to int8."""
 
     @classmethod
-    def of(cls, rule: QuantizationRule) -> "Format":
+    def of(cls, rule: QuantizationRule) -> "QuantRule":
         return cls(
             kind=rule.kind,
             targets=tuple(rule.targets),
@@ -32,14 +32,14 @@ class Format:
         )
 
 
-def formats_of(quantization: Quantization | None) -> tuple[Format, ...]:
+def formats_of(quantization: Quantization | None) -> tuple[QuantRule, ...]:
     """In the order in which they are asked."""
     if quantization is None:
         return ()
-    return tuple(Format.of(rule) for rule in (*quantization.besides.values(), quantization))
+    return tuple(QuantRule.of(rule) for rule in (*quantization.besides.values(), quantization))
 
 
-def format_of(formats: tuple[Format, ...], name: str) -> Format | None:
+def format_of(formats: tuple[QuantRule, ...], name: str) -> QuantRule | None:
     """That of the weight of this name; None where it is a plain one."""
     found = next((one for one in formats if matches(one.targets, name)), None)
     return None if found is None or found.kind is QuantizationKind.none else found

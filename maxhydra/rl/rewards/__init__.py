@@ -14,7 +14,7 @@ from maxhydra.config.schema.reward import Term
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class Sample:
     """A text that a model wrote, and what is known about it."""
 
     prompt: str
@@ -29,7 +29,7 @@ class Answer:
     """How many the text has."""
 
 
-Score = Callable[[Answer], float]
+Score = Callable[[Sample], float]
 
 
 def build_score(term: Term) -> Score:
@@ -38,7 +38,7 @@ def build_score(term: Term) -> Score:
     return built
 
 
-def found_answer(text: str, pattern: str | None) -> str | None:
+def extract_answer(text: str, pattern: str | None) -> str | None:
     """The answer within a text: what the pattern's first group matches last, or the whole text without a pattern."""
     if pattern is None:
         return text

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 
 from maxhydra.config.schema.reward import Term
-from maxhydra.rl.rewards import Answer, Score
+from maxhydra.rl.rewards import Sample, Score
 
 
 def build(term: Term) -> Score:
@@ -12,7 +12,7 @@ def build(term: Term) -> Score:
     module, name = term.function.split(":")
     function: Callable[..., float] = getattr(importlib.import_module(module), name)
 
-    def score(answer: Answer) -> float:
+    def score(answer: Sample) -> float:
         return function(
             answer.text, prompt=answer.prompt, answer=answer.answer, expected=answer.expected, record=answer.record
         )
