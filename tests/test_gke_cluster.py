@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes as k8s
 import pytest
 
 from maxhydra.config.errors import ConfigError
@@ -22,10 +21,15 @@ from maxhydra.launch.gke.manifests import config_map, job_set
 from maxhydra.launch.jobs import Proposal, Shared
 from maxhydra.record import RunDirectory
 from maxhydra.sweep.plan import read_plan
-from maxhydra.sweep.start import cancel, go_on, status
 from tests import running
 from tests.jobset import DEFINITION
 from tests.kube import Server, missing, serving, wait_for
+from tests.skips import import_optional
+
+k8s = import_optional("kubernetes", extra="gke")
+import_optional("optuna", extra="sweep")
+
+from maxhydra.sweep.start import cancel, go_on, status  # noqa: E402
 
 MISSING = missing()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING)]

@@ -11,7 +11,6 @@ import textwrap
 import time
 from pathlib import Path
 
-import optuna
 import pytest
 
 from maxhydra.cli.entry import run as maxhydra
@@ -22,9 +21,13 @@ from maxhydra.record import RunDirectory
 from maxhydra.sweep.controller import Controller
 from maxhydra.sweep.plan import Plan, Settings, read_plan, write_plan
 from maxhydra.sweep.proposals import Fate
-from maxhydra.sweep.search import SearchProposals
-from maxhydra.sweep.space import distributions, grid_values
-from maxhydra.sweep.start import begin, cancel, go_on, listed, status
+from tests.skips import import_optional
+
+optuna = import_optional("optuna", extra="sweep")
+
+from maxhydra.sweep.search import SearchProposals  # noqa: E402
+from maxhydra.sweep.space import distributions, grid_values  # noqa: E402
+from maxhydra.sweep.start import begin, cancel, go_on, listed, status  # noqa: E402
 
 JOB = textwrap.dedent(
     """
