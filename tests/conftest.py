@@ -15,6 +15,9 @@ import pytest
 
 from tests import compiling
 
+# The skip policy.
+pytest_plugins = ["tests.skips"]
+
 COMPILED = compiling.begin()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(

@@ -15,10 +15,11 @@ import pytest
 
 from maxhydra.align.losses import Answers, Pairs, losses, rewards
 from maxhydra.config.schema.tasks.dpo import DpoTask, PreferenceLoss
+from tests.skips import import_optional
 
-torch = pytest.importorskip("torch", reason="needs the parity extra")
-cpo = pytest.importorskip("trl.experimental.cpo", reason="needs the parity extra")
-orpo = pytest.importorskip("trl.experimental.orpo", reason="needs the parity extra")
+torch = import_optional("torch", extra="parity")
+cpo = import_optional("trl.experimental.cpo", extra="parity")
+orpo = import_optional("trl.experimental.orpo", extra="parity")
 pytestmark = pytest.mark.parity
 
 B = 7

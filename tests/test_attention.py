@@ -24,6 +24,7 @@ from maxhydra.kernels.attention import (
 )
 from maxhydra.kernels.attention.spec import TokenInfo
 from maxhydra.kernels.placement import capability
+from tests import skips
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 MASKS = {
@@ -431,7 +432,7 @@ def test_the_loss_is_the_same_on_every_backend_that_serves_a_request(mask):
     np.testing.assert_allclose(list(losses.values()), losses["reference"], rtol=1e-2 if is_on_gpu else 1e-5)
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason=skips.GPU)
 @pytest.mark.parametrize("backend", ["cudnn", "mosaic", "triton"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("heads", HEADS)

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import transformers
 from tokenizers import processors
 from vocabularies import MARKS, family_folder, template, with_token
 
@@ -17,6 +16,9 @@ from maxhydra.data.record_types import Rejected
 from maxhydra.data.tokenizers import Tokenizer
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.data.tokenizers.hf import build
+from tests.skips import import_optional
+
+transformers = import_optional("transformers", extra="parity")
 
 FAMILIES = sorted(MARKS)
 # Blank text that the family's template puts between the generation prompt and an answer.

@@ -17,10 +17,11 @@ from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh
 from tests.running import SMALL, finished
+from tests.skips import import_optional
 
-gguf = pytest.importorskip("gguf", reason="needs the gguf extra")
-torch = pytest.importorskip("torch", reason="needs the parity extra")
-transformers = pytest.importorskip("transformers", reason="needs the parity extra")
+gguf = import_optional("gguf", extra="gguf")
+torch = import_optional("torch", extra="parity")
+transformers = import_optional("transformers", extra="parity")
 
 pytestmark = pytest.mark.parity
 

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
-from tensorboardX.record_writer import RecordWriter
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data, OnError, Packing, PackingMethod
 from maxhydra.data import BatchSpec, Loader, Row, RowSpec, host_loader, tokenizer
 from maxhydra.data.array_codec import encode_arrays
+from tests.skips import import_optional
+
+pa = import_optional("pyarrow", extra="data")
+pq = import_optional("pyarrow.parquet", extra="data")
+RecordWriter = import_optional("tensorboardX.record_writer", extra="tensorboard").RecordWriter
 
 RECORDS = 40
 

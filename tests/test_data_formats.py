@@ -9,13 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from tensorboardX.crc32c import _crc32c
-from tensorboardX.record_writer import RecordWriter
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.corpus import FileFormat
@@ -26,6 +22,12 @@ from maxhydra.data.formats.file_cache import GROUPS, FileCache, LruCache
 from maxhydra.data.formats.tf_example import parse_example
 from maxhydra.data.records import BadRecord, Records
 from maxhydra.data.shuffle import ShuffleOrder
+from tests.skips import import_optional
+
+pa = import_optional("pyarrow", extra="data")
+pq = import_optional("pyarrow.parquet", extra="data")
+_crc32c = import_optional("tensorboardX.crc32c", extra="tensorboard")._crc32c
+RecordWriter = import_optional("tensorboardX.record_writer", extra="tensorboard").RecordWriter
 
 
 def make_example_class() -> Any:

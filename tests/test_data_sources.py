@@ -6,14 +6,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import datasets
 import fsspec
 import jax
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import tensorflow_datasets as tfds
 from array_record.python.array_record_module import ArrayRecordWriter
 from builds import build_c4, build_letters, build_olmo
 
@@ -30,6 +26,12 @@ from maxhydra.data.sources import RecordSource, RowSource, Source, StreamSource,
 from maxhydra.data.sources.hf import HfStream
 from maxhydra.data.sources.olmo import is_repetitive
 from maxhydra.sharding import Sharder, build_mesh
+from tests.skips import import_optional
+
+datasets = import_optional("datasets", extra="data")
+pa = import_optional("pyarrow", extra="data")
+pq = import_optional("pyarrow.parquet", extra="data")
+tfds = import_optional("tensorflow_datasets", extra="data")
 
 SPEC = RowSpec(seq_len=16, vocab_size=100_000, seed=1)
 

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import openai
 import pytest
 from running import SMALL, command, environment, finished, silent
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.decode.checkpoint_check import check_origin, settings_name
+from tests.skips import import_optional
+
+openai = import_optional("openai", extra="test")
 
 MODEL = [override for override in SMALL if override.startswith("model.")]
 DECODE = ["task=decode", "checkpoint.load_parameters=outputs/run", "task.engine.max_batch=4", *MODEL]

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import tokenizers
 
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.detokenize import Detokenizer, Stopper
@@ -101,10 +102,8 @@ def test_text_is_held_back_only_while_it_may_be_a_stop_text():
     assert stopper.is_stopped and stopper.rest() == ""
 
 
-@pytest.mark.parity
 def test_words_of_other_tokenizers_keep_their_spaces():
     """A tokenizer that writes a space before a word only where something stands before it, as SentencePiece's do."""
-    tokenizers = pytest.importorskip("tokenizers")
     words = ["▁The", "▁capital", "▁of", "▁France", "▁is", "▁Paris", "s", "ian", "▁", ".", "<0xF0>", "<0x9F>", "<0xA6>"]
     words += ["<0x99>", "<unk>"]
     ids = {word: id for id, word in enumerate(words)}
@@ -125,11 +124,9 @@ def test_words_of_other_tokenizers_keep_their_spaces():
     assert not any("�" in part for part in parts)
 
 
-@pytest.mark.parity
 @pytest.mark.parametrize("size", [1, 3, 5, 8])
 def test_a_decoder_that_breaks_whole_runs_of_bytes_never_sees_part_of_a_character(size):
     """Bytes in a row of which one is no text are all shown as broken, as SentencePiece's way back from bytes has it."""
-    tokenizers = pytest.importorskip("tokenizers")
     words = [*(f"<0x{byte:02X}>" for byte in range(256)), "one", "two"]
     library = tokenizers.Tokenizer(tokenizers.models.BPE({word: id for id, word in enumerate(words)}, []))
     library.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])

@@ -9,9 +9,10 @@ import pytest
 
 from maxhydra.config.schema.tasks.distill import Divergence, FeatureLoss
 from maxhydra.distill.losses import at_top, divergence, feature_distance, log_probs
+from tests.skips import import_optional
 
-torch = pytest.importorskip("torch", reason="needs the parity extra")
-gkd = pytest.importorskip("trl.experimental.gkd", reason="needs the parity extra")
+torch = import_optional("torch", extra="parity")
+gkd = import_optional("trl.experimental.gkd", extra="parity")
 pytestmark = pytest.mark.parity
 
 B, S, V = 2, 5, 19

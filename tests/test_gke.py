@@ -6,11 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
-from kubernetes import client as k8s
 
 from maxhydra.cli import main
 from maxhydra.config.errors import ConfigError, Problem
@@ -29,6 +26,12 @@ from maxhydra.runs.registry import Registry
 from maxhydra.runs.rerun import arguments, rerun_command
 from maxhydra.runtime.hardware_options import hardware_options
 from tests import running
+from tests.skips import import_optional
+
+kubernetes_validate = import_optional("kubernetes_validate", extra="test")
+jobset = import_optional("kubeflow_trainer_api.models.jobset_v1alpha2_job_set", extra="test")
+k8s = import_optional("kubernetes.client", extra="gke")
+
 
 GOLDEN = Path(__file__).parent / "golden"
 IMAGE, BUCKET = "us-docker.pkg.dev/project/repository/maxhydra:1", "gs://bucket/runs"
@@ -84,7 +87,7 @@ def test_manifests_are_valid(name: str) -> None:
         kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
     manifest = job_set(settings, work)
     # A field that the model does not know is not there afterwards.
-    assert JobsetV1alpha2JobSet.from_dict(manifest).to_dict() == manifest
+    assert jobset.JobsetV1alpha2JobSet.from_dict(manifest).to_dict() == manifest
 
 
 def test_settings_are_checked_all_at_once() -> None:

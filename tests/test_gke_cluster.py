@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes as k8s
 import pytest
+from tests.jobset import DEFINITION
+from tests.kube import Server, missing, serving, wait_for
+from tests.skips import import_optional
 
 from maxhydra.config.errors import ConfigError
 from maxhydra.launch.base import Proposal, Shared
@@ -24,8 +26,10 @@ from maxhydra.record import RunDirectory
 from maxhydra.sweep.plan import read_plan
 from maxhydra.sweep.run import cancel, resume_sweep, status
 from tests import running
-from tests.jobset import DEFINITION
-from tests.kube import Server, missing, serving, wait_for
+
+k8s = import_optional("kubernetes", extra="gke")
+import_optional("optuna", extra="sweep")
+
 
 MISSING = missing()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING)]

@@ -18,6 +18,7 @@ from maxhydra.layers import Context
 from maxhydra.layers.quant.int4 import quantized
 from maxhydra.model import ModelDef, build, kept, mapped
 from maxhydra.train import plan_states
+from tests.skips import import_optional
 
 SIZES = {"num_layers": 2, "emb_dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 ENDS = QuantizationRule(kind=QuantizationKind.int8_weights, targets=["^(embedding|head)$"])
@@ -46,7 +47,7 @@ def numpys(kernel: np.ndarray, group: int) -> np.ndarray:
 
 
 def test_a_kernel_and_back_is_what_qwix_makes_of_it() -> None:
-    qwix = pytest.importorskip("qwix", reason="needs the parity extra")
+    qwix = import_optional("qwix", extra="parity")
     kernel = draw(64, 24)
     parts = quantized(kernel, inputs=1, leading=0, groups=4)
     # Theirs goes half a step beyond the largest code, unless told otherwise.

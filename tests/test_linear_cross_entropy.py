@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from maxhydra.kernels import linear_cross_entropy
 from maxhydra.kernels.linear_cross_entropy import BACKENDS, Call, UnsupportedError, choose, triton
 from maxhydra.kernels.linear_cross_entropy.chunks import Objective, sums
+from tests.skips import import_optional
+
+torch = import_optional("torch", extra="parity")
 
 B, S, D = 2, 4, 8
 TILE = triton.Tile(logits=64, at_once=2, warps=4)

@@ -10,6 +10,7 @@ from maxhydra.config.schema import model as config
 from maxhydra.config.schema.mesh import Mesh
 from maxhydra.kernels.grouped_matmul import BACKENDS, UnsupportedError, grouped_matmul
 from maxhydra.sharding import Sharder, build_mesh
+from tests.skips import import_optional
 
 SIX = config.Moe(experts=6, top_k=2)
 
@@ -77,8 +78,8 @@ def test_capacity_drops_the_overflow_in_token_order_and_nothing_else():
 @pytest.mark.parity
 def test_the_balance_loss_is_that_of_transformers():
     """Theirs counts a token once for each of its experts, ours as one: a factor of top_k. The last third is padding."""
-    torch = pytest.importorskip("torch", reason="needs the parity extra")
-    theirs = pytest.importorskip("transformers.models.mixtral.modeling_mixtral", reason="needs the parity extra")
+    torch = import_optional("torch", extra="parity")
+    theirs = import_optional("transformers.models.mixtral.modeling_mixtral", extra="parity")
     mixture = Mixture(config.Moe(experts=6, top_k=2, balance_weight=1.0))
     x, real = mixture.inputs(2, 12), np.ones((2, 12), np.int64)
     real[:, 8:] = 0

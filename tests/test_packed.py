@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from maxhydra.convert.dequantize import read_float8, unpacked
+from tests.skips import import_optional
 
 
 def through(tensors, settings=None):
@@ -15,8 +15,8 @@ def through(tensors, settings=None):
 
 
 def test_four_bits_are_those_of_transformers():
-    torch = pytest.importorskip("torch", reason="needs the parity extra")
-    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4", reason="needs the parity extra")
+    torch = import_optional("torch", extra="parity")
+    mxfp4 = import_optional("transformers.integrations.mxfp4", extra="parity")
     random = np.random.default_rng(0)
     blocks = random.integers(0, 256, (3, 10, 2, 16)).astype(np.uint8)
     scales = random.integers(120, 133, (3, 10, 2)).astype(np.uint8)
@@ -39,7 +39,7 @@ def test_tiles_of_float8_are_scaled_each_by_its_own():
 
 
 def test_float8_is_read_from_safetensors(tmp_path):
-    torch = pytest.importorskip("torch", reason="needs the parity extra")
+    torch = import_optional("torch", extra="parity")
     from safetensors.torch import save_file
 
     tensors = {"a": torch.ones(3), "w": torch.randn(4, 5).to(torch.float8_e4m3fn), "z": torch.ones(2)}

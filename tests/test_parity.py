@@ -13,10 +13,12 @@ import pytest
 from drawn import drawn
 
 from maxhydra.record.atomic_io import replace_file
+from tests import skips
 from tests.golden_models import Distance, Golden
+from tests.skips import import_optional
 
-torch = pytest.importorskip("torch", reason="needs the parity extra")
-transformers = pytest.importorskip("transformers", reason="needs the parity extra")
+torch = import_optional("torch", extra="parity")
+transformers = import_optional("transformers", extra="parity")
 
 from tests.zoo import make  # noqa: E402
 
@@ -58,7 +60,7 @@ def table() -> dict[str, str]:
     return {line.split("|")[1].strip(): line for line in inside.strip().splitlines()[2:]}
 
 
-@pytest.mark.skipif("MAXHYDRA_WRITE_DOCS" not in os.environ, reason="writes the documentation")
+@pytest.mark.skipif("MAXHYDRA_WRITE_DOCS" not in os.environ, reason=skips.WRITE_DOCS)
 @pytest.mark.parametrize("family", make.families())
 def test_the_table_is_written(family: str) -> None:
     """A line at a time, so that one family can be measured alone. In one process (-n 0): all write the same file."""

@@ -35,13 +35,14 @@ from maxhydra.train.checkpoint import open_checkpointer, restore
 from maxhydra.train.objectives import next_token_loss
 from maxhydra.train.state import Guard, StateFactory, TrainState
 from maxhydra.train.step import make_step
+from tests.skips import import_optional
 
 SINGLE = Sharder.single()
 
 
 @pytest.mark.parametrize("is_wide_back", [False, True])
 def test_a_product_of_integers_and_its_gradients_are_those_of_qwix(is_wide_back: bool) -> None:
-    qt = pytest.importorskip("qwix._src.core.dot_general_qt", reason="needs the parity extra")
+    qt = import_optional("qwix._src.core.dot_general_qt", extra="parity")
     shapes = [(6, 32), (32, 16), (6, 16)]
     x, weight, d_out = (jnp.asarray(draw(*shape, seed=i, size=1.0)) for i, shape in enumerate(shapes))
     # Theirs goes half a step beyond the largest code, unless told otherwise.
@@ -71,7 +72,7 @@ def test_a_product_of_integers_and_its_gradients_are_those_of_qwix(is_wide_back:
 )
 def test_training_for_rounded_activations_is_that_of_qwix(kind: QuantizationKind, bits: Any) -> None:
     """Values and gradients of a projection; a token has a scale, and the gradient is that of what was rounded."""
-    qt = pytest.importorskip("qwix._src.core.dot_general_qt", reason="needs the parity extra")
+    qt = import_optional("qwix._src.core.dot_general_qt", extra="parity")
     x, kernel, d_out = (
         jnp.asarray(draw(*shape, seed=i, size=1.0)) for i, shape in enumerate([(3, 2, 32), (32, 16), (3, 2, 16)])
     )

@@ -8,8 +8,9 @@ from maxhydra.config.schema.reward import Term
 from maxhydra.data import RowSpec
 from maxhydra.data.sources import RecordSource, open_source
 from maxhydra.rl.rewards import Sample, build_score
+from tests.skips import import_optional
 
-pytest.importorskip("reasoning_gym")
+import_optional("reasoning_gym", extra="rl")
 
 
 def source(*overrides: str) -> RecordSource:

@@ -12,6 +12,8 @@ import pytest
 import running
 from running import SMALL, facts, finished, losses, parameter_hash, run
 
+from tests import skips
+
 STEPS = 60
 RUN = [*SMALL, f"train.steps={STEPS}", "checkpoint.every=4", "checkpoint.keep=2", "model.dropout=0.1"]
 RUN += ["train.eval_batches=0"]
@@ -168,7 +170,7 @@ def test_loading_another_run(tmp_path: Path) -> None:
     assert taken[1] < losses(source)[1] - 0.1
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small tmpfs")
+@pytest.mark.skipif(os.geteuid() != 0, reason=skips.ROOT)
 def test_a_full_disk_leaves_the_last_checkpoint_intact(tmp_path: Path) -> None:
     """The disk fills up between two saves; the run says so, keeps what it has, and goes on once there is room."""
     disk = tmp_path / "disk"

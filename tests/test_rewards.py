@@ -10,6 +10,7 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.reward import OnFault, Reward, Term
 from maxhydra.rl.reward_pool import RewardError, RewardPool, RewardResult
 from maxhydra.rl.rewards import Sample, build_score, extract_answer
+from tests.skips import import_optional
 
 
 def answer(text: str, expected: Any = None, **changes: Any) -> Sample:
@@ -45,7 +46,7 @@ def test_exact_answers_differ_in_case_and_spaces_at_most() -> None:
 
 
 def test_equal_expressions_are_the_same_answer() -> None:
-    pytest.importorskip("math_verify")
+    import_optional("math_verify", extra="rl")
     pairs = [
         ("$\\frac{1}{2}$", "0.5"),
         ("$x^2-1$", "$(x-1)(x+1)$"),

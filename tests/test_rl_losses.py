@@ -12,6 +12,7 @@ import pytest
 from maxhydra.config.schema.tasks.grpo import Clip, GrpoTask, Kl, KlEstimator, PolicyLoss, Scale
 from maxhydra.rl.advantages import advantages, is_degenerate, scale_of
 from maxhydra.rl.losses import Logprobs, divergence, policy_loss
+from tests.skips import import_optional
 
 B, S = 6, 9
 MAX_TOKENS = 12
@@ -49,8 +50,8 @@ def ours(task: GrpoTask, given: dict[str, np.ndarray]) -> tuple[float, np.ndarra
 
 def theirs(task: GrpoTask, given: dict[str, np.ndarray]) -> tuple[float, np.ndarray]:
     """The same by GRPOTrainer's loss, told the log-probs instead of a model."""
-    torch = pytest.importorskip("torch")
-    trl = pytest.importorskip("trl")
+    torch = import_optional("torch", extra="parity")
+    trl = import_optional("trl", extra="parity")
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in given.items()}
     new = tensors["new"].clone().requires_grad_()
     trainer: Any = trl.GRPOTrainer.__new__(trl.GRPOTrainer)
@@ -181,7 +182,7 @@ def test_places_that_do_not_count_may_hold_anything(kind: PolicyLoss) -> None:
 def test_advantages_are_those_of_the_formula() -> None:
     rewards = np.array([[1.0, 0.0, 0.0, 1.0], [0.3, 0.3, 0.3, 0.3], [0.0, 0.0, 0.0, 2.0]])
     centred = rewards - rewards.mean(1, keepdims=True)
-    torch = pytest.importorskip("torch")
+    torch = import_optional("torch", extra="parity")
     group = torch.tensor(rewards).std(dim=1, keepdim=True).numpy() + 1e-4
     np.testing.assert_allclose(advantages(rewards, Scale.group), centred / group, atol=1e-6)
     whole = float(torch.tensor(rewards).std()) + 1e-4

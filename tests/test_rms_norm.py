@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from maxhydra.kernels.rms_norm import Call, UnsupportedError, choose, rms_norm, triton
+from tests.skips import import_optional
+
+torch = import_optional("torch", extra="parity")
 
 EPS = 1e-5
 TILES = triton.Tiles(triton.Tile(2, 4), triton.Tile(4, 4))

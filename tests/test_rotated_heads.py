@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from maxhydra.kernels.qkv_rope import Call, UnsupportedError, choose, qkv_rope, triton
+from tests.skips import import_optional
+
+torch = import_optional("torch", extra="parity")
+llama = import_optional("transformers.models.llama.modeling_llama", extra="parity")
 
 B, T, N, K, H = 2, 16, 3, 1, 32
 
@@ -17,7 +19,7 @@ def by_transformers(heads: np.ndarray, angles: np.ndarray, cotangents: list[np.n
     whole = torch.tensor(heads, requires_grad=True)
     q, k, v = torch.split(whole.transpose(1, 2), (N, K, K), dim=1)
     twice = torch.tensor(np.concatenate([angles, angles], axis=-1))
-    q, k = apply_rotary_pos_emb(q, k, twice.cos(), twice.sin())
+    q, k = llama.apply_rotary_pos_emb(q, k, twice.cos(), twice.sin())
     parts = [part.transpose(1, 2) for part in (q, k, v)]
     sum(torch.sum(part * torch.tensor(d)) for part, d in zip(parts, cotangents, strict=True)).backward()
     return [*(part.detach().numpy() for part in parts), whole.grad.numpy()]

@@ -26,6 +26,7 @@ from maxhydra.runs.compare import compare
 from maxhydra.runs.importance import importance
 from maxhydra.runs.index import FILE
 from maxhydra.runs.query import best, order, select
+from tests.skips import import_optional
 
 ROOT = Path(__file__).parent.parent
 RATES = {"a": 1e-4, "b": 1e-3, "c": 3e-3}
@@ -349,7 +350,7 @@ def test_importance_is_the_analysis_of_variance():
 
 
 def test_frame(outputs):
-    pandas = pytest.importorskip("pandas")
+    pandas = import_optional("pandas", extra="test")
     table = frame(outputs, "sweep=lr").set_index("path")
     assert isinstance(table, pandas.DataFrame)
     assert table["optimizer.learning_rate"].to_dict() == {f"lr/{name}": rate for name, rate in RATES.items()}

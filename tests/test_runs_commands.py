@@ -17,6 +17,7 @@ from maxhydra.cli.main import run as maxhydra
 from maxhydra.config.compose.composer import compose
 from maxhydra.record import RunDirectory
 from maxhydra.record.provenance import code
+from tests.skips import import_optional
 
 ROOT = Path(__file__).parent.parent
 
@@ -159,7 +160,7 @@ def test_export(runs, outputs):
     with open("all.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["optimizer.learning_rate"]) for row in rows] == [0.003, 0.001, 0.0001]
-    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet = import_optional("pyarrow.parquet", extra="data")
     assert runs("export", "all.parquet")[0] == 0
     table = parquet.read_table("all.parquet").to_pydict()
     assert table["metric:eval/loss"][2] == pytest.approx(2.625) and table["value"][0] is None

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from maxhydra.decode.sampler import ALTERNATIVES, SampledTokens, SamplingFeatures, Settings, choose, filtered, penalised
+from tests.skips import import_optional
 
 ALL = SamplingFeatures(draws=True, filters=True, penalises=True, reports=True)
 DRAW = SamplingFeatures(draws=True, filters=False, penalises=False, reports=False)
@@ -73,8 +74,8 @@ def test_filters_equal_their_transcription(how):
 @pytest.mark.parity
 @pytest.mark.parametrize("how", FILTERS, ids=str)
 def test_filters_equal_those_of_transformers(how):
-    torch = pytest.importorskip("torch")
-    processors = pytest.importorskip("transformers.generation.logits_process")
+    torch = import_optional("torch", extra="parity")
+    processors = import_optional("transformers.generation.logits_process", extra="parity")
     logits = 3 * np.random.default_rng(1).normal(size=(32, 300)).astype(np.float32)
     expected = torch.from_numpy(logits)
     if how["top_k"]:
@@ -89,8 +90,8 @@ def test_filters_equal_those_of_transformers(how):
 
 @pytest.mark.parity
 def test_penalty_equals_that_of_transformers():
-    torch = pytest.importorskip("torch")
-    processors = pytest.importorskip("transformers.generation.logits_process")
+    torch = import_optional("torch", extra="parity")
+    processors = import_optional("transformers.generation.logits_process", extra="parity")
     rng = np.random.default_rng(2)
     logits, ids = rng.normal(size=(4, 60)).astype(np.float32), rng.integers(0, 60, (4, 11))
     seen = np.zeros((4, 60), bool)

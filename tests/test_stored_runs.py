@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from maxhydra.config.written import from_yaml
+from maxhydra.runs.restart import arguments
 
 from maxhydra.config import Config
 from maxhydra.config.compose import compose
-from maxhydra.config.written import from_yaml
-from maxhydra.runs.restart import arguments
 from tests.running import facts, finished, losses
 from tests.stored import make
 

@@ -11,7 +11,6 @@ import textwrap
 import time
 from pathlib import Path
 
-import optuna
 import pytest
 
 from maxhydra.cli.main import run as maxhydra
@@ -25,6 +24,10 @@ from maxhydra.sweep.run import begin, cancel, listed, resume_sweep, status
 from maxhydra.sweep.search import SearchProposals
 from maxhydra.sweep.space import distributions, grid_values
 from maxhydra.sweep.trials import TrialStatus
+from tests.skips import import_optional
+
+optuna = import_optional("optuna", extra="sweep")
+
 
 JOB = textwrap.dedent(
     """

@@ -27,12 +27,13 @@ from maxhydra.tasks import Job, convert
 from maxhydra.train import plan_states
 from maxhydra.train.checkpoint import open_checkpointer
 from tests.running import SMALL, finished
+from tests.skips import import_optional
 from tests.test_engine import ask
 
-torch = pytest.importorskip("torch", reason="needs the parity extra")
-transformers = pytest.importorskip("transformers", reason="needs the parity extra")
-peft = pytest.importorskip("peft", reason="needs the parity extra")
-safetensors = pytest.importorskip("safetensors.torch")
+torch = import_optional("torch", extra="parity")
+transformers = import_optional("transformers", extra="parity")
+peft = import_optional("peft", extra="parity")
+safetensors = import_optional("safetensors.torch", extra="parity")
 
 pytestmark = pytest.mark.parity
 

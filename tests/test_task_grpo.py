@@ -18,6 +18,7 @@ from maxhydra.rl.evaluate import majority, pass_at
 from maxhydra.rl.reward_pool import RewardResult
 from maxhydra.rl.rollout import Group, columns
 from maxhydra.rl.setup import check
+from tests import skips
 
 # Also the tests that take minutes.
 FULL = "MAXHYDRA_FULL" in os.environ
@@ -170,7 +171,7 @@ def patient(*overrides: str, cwd: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not FULL, reason="takes minutes: set MAXHYDRA_FULL=1")
+@pytest.mark.skipif(not FULL, reason=skips.FULL)
 @pytest.mark.parametrize(("steps", "rise"), [(200, 0.08), (500, 0.2)])
 def test_rewards_teach_sums_that_were_held_out(steps: int, rise: float, start: Path) -> None:
     """From the fine-tuned model on: the experiment in part, or as it is."""

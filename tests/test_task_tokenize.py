@@ -7,7 +7,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import datasets
 import jax
 import numpy as np
 import pytest
@@ -28,6 +27,9 @@ from maxhydra.data.sources.grain import open_records
 from maxhydra.record import RunDirectory
 from maxhydra.tasks import Job, tokenize
 from tests.running import ROOT, command, environment, finished
+from tests.skips import import_optional
+
+datasets = import_optional("datasets", extra="data")
 
 TEXTS = [f"{index} " + "word " * (index % 23) + "é" * (index % 3) for index in range(600)]
 

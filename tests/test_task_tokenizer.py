@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import transformers
 from running import facts, finished
 
 from maxhydra import runtime
@@ -24,6 +23,7 @@ from maxhydra.data.sources.demo import TEXT
 from maxhydra.record import RunDirectory
 from maxhydra.tasks import Job
 from maxhydra.tasks import tokenizer as task
+from tests.skips import import_optional
 
 SAMPLES = ["Friends, Romans, countrymen,\n lend me  your ears; 1234", "naïve 日本語 🎭", "<|eos|><|im_end|>", ""]
 
@@ -53,6 +53,7 @@ def test_loads_alike_here_and_in_transformers(tmp_path: Path, lines: str, model:
     given = [special, f"task.output={folder}", "data=grain", lines, "+data.columns.text=body"]
     metrics = train(tmp_path, f"task.model={model}", "task.vocab_size=500", *given)
     words = tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder))))
+    transformers = import_optional("transformers", extra="parity")
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert words.vocab_size == len(theirs) == metrics["vocab_size"] == 500
     marks = ["<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]

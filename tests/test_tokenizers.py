@@ -9,10 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sentencepiece
-import tiktoken
-import tiktoken.load
-import transformers
 from tokenizers import Tokenizer as Library
 from vocabularies import byte_level, metaspace, save, sentencepiece_file, tiktoken_file, with_token
 
@@ -22,6 +18,12 @@ from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data import special_tokens, tokenizer
 from maxhydra.data.tokenizers import Tokenizer
 from maxhydra.data.tokenizers.tiktoken import PATTERN
+from tests.skips import import_optional
+
+sentencepiece = import_optional("sentencepiece", extra="data")
+tiktoken = import_optional("tiktoken", extra="data")
+import_optional("tiktoken.load", extra="data")
+transformers = import_optional("transformers", extra="parity")
 
 TEXTS = [
     "To be, or not to be: that is the question.",

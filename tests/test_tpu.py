@@ -21,11 +21,12 @@ from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.sharding import Sharder, abstract_mesh, build_mesh
 from maxhydra.train.compile import compile_report, traced_step
+from tests import skips
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 ON_TPU = [
     pytest.mark.tpu_compile,
-    pytest.mark.skipif(not (HAS_LIBTPU and "MAXHYDRA_TPU" in os.environ), reason="needs libtpu and MAXHYDRA_TPU=1"),
+    pytest.mark.skipif(not (HAS_LIBTPU and "MAXHYDRA_TPU" in os.environ), reason=skips.TPU_COMPILER),
 ]
 KERNEL = "stablehlo.custom_call @tpu_custom_call"
 
@@ -60,8 +61,8 @@ def test_everything_compiles(chip):
     assert decoding["has_pages_kernel"]
 
 
-@pytest.mark.skipif(HAS_LIBTPU, reason="libtpu is installed")
-def test_without_libtpu_the_way_to_get_it_is_told():
+def test_without_libtpu_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "libtpu", None)
     with pytest.raises(ConfigError, match="libtpu is not installed"):
         devices_of("v5e")
 

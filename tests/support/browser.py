@@ -1,15 +1,12 @@
-"""A real Chromium, driven by its own driver. Both are Debian packages; without them a test says so and is skipped.
-
-MAXHYDRA_BROWSER=required, as .ci/run sets, makes that an error.
-"""
+"""A real Chromium, driven by its own driver. Both are Debian packages; without them a test says so and is skipped."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from tests.skips import import_optional
 
 
 @contextmanager
@@ -17,11 +14,8 @@ def chromium(*, width: int = 1280, height: int = 800) -> Iterator:
     """A window of that size, light, which notes every request and every line of the console."""
     program, driver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
     if program is None or driver is None:
-        missing = "chromium and chromedriver are needed: apt install chromium chromium-driver"
-        if os.environ.get("MAXHYDRA_BROWSER") == "required":
-            pytest.fail(missing)
-        pytest.skip(missing)
-    webdriver = pytest.importorskip("selenium.webdriver")
+        pytest.skip("needs chromium and chromedriver: apt-get install chromium chromium-driver")
+    webdriver = import_optional("selenium.webdriver", extra="test")
     options = webdriver.ChromeOptions()
     options.binary_location = program
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import sentencepiece
+from tests.skips import import_optional
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from maxhydra.data.sources.demo import TEXT
@@ -108,6 +108,7 @@ def with_token(folder: Path, text: str) -> Path:
 
 
 def sentencepiece_file(path: Path, **options: object) -> Path:
+    sentencepiece = import_optional("sentencepiece", extra="data")
     content = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(line for line in lines() if line),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from tests.skips import KUBERNETES
 
 VARIABLE = "KUBEBUILDER_ASSETS"
 BINARIES = ("kube-apiserver", "kube-controller-manager", "etcd")
@@ -35,13 +36,14 @@ def missing() -> str:
     """Why no cluster can be started here; empty where one can."""
     folder = os.environ.get(VARIABLE)
     if not folder:
-        return f"{VARIABLE} does not name a folder with {', '.join(BINARIES[:2])}"
+        return KUBERNETES
     if absent := [name for name in BINARIES if _binary(name) is None]:
-        return f"{', '.join(absent)}: neither in {folder} nor on the PATH"
+        install = ": apt-get install etcd-server" if absent == ["etcd"] else ""
+        return f"needs {', '.join(absent)} in {VARIABLE}={folder} or on the PATH{install}"
     try:
         subprocess.run([str(_binary(BINARIES[0])), "--version"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        return f"{BINARIES[0]} does not run on this machine: {error}"
+        return f"needs a {BINARIES[0]} for {os.uname().machine}; that of {VARIABLE}={folder} does not start: {error}"
     return ""
 
 

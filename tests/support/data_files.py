@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from tests.skips import import_optional
 
 COUNT = 230
 
@@ -49,9 +50,7 @@ def write_tokens(folder: Path) -> list[str]:
 
 
 def write_parquet(folder: Path) -> list[str]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+    pa, pq = (import_optional(name, extra="data") for name in ("pyarrow", "pyarrow.parquet"))
     pq.write_table(pa.table({"body": documents()}), folder / "a.parquet", row_group_size=9)
     return ["data=grain", f"data.path={folder}/a.parquet", "+data.columns.text=body"]
 
@@ -79,8 +78,7 @@ def write_tfrecord(folder: Path) -> list[str]:
 
 
 def write_hf(folder: Path) -> list[str]:
-    import datasets
-
+    datasets = import_optional("datasets", extra="data")
     datasets.Dataset.from_dict({"text": documents()}).save_to_disk(str(folder / "saved"))
     return ["data=hf", f"data.name={folder}/saved"]
 

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorflow_datasets as tfds
-from tensorboardX.record_writer import RecordWriter
+from tests.skips import import_optional
+
+tfds = import_optional("tensorflow_datasets", extra="data")
+RecordWriter = import_optional("tensorboardX.record_writer", extra="tensorboard").RecordWriter
 
 
 class Letters(tfds.core.GeneratorBasedBuilder):

