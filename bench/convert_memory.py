@@ -13,7 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from maxhydra.convert.hf import write_safetensors
+from maxhydra.convert.hf_write import write_safetensors
 
 WIDTH, HIDDEN, HEAD_DIM, VOCAB, KV_HEADS = 2048, 8192, 64, 32000, 8
 CONVERT = """

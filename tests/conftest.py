@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import compiling
+from tests.support import compile_cache as compiling
 
 # The skip policy.
-pytest_plugins = ["tests.skips"]
+pytest_plugins = ["tests.support.skips"]
 
 COMPILED = compiling.begin()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

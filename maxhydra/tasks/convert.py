@@ -14,8 +14,8 @@ from maxhydra.config.schema.quantization import TO_KEEP
 from maxhydra.config.schema.tasks.convert import ConvertFormat, ConvertTask
 from maxhydra.convert.adapter_lineage import origin
 from maxhydra.convert.arrays import open_arrays
-from maxhydra.convert.hf import family_of, write_hf
 from maxhydra.convert.hf_config import is_hf_folder
+from maxhydra.convert.hf_write import family_of, write_hf
 from maxhydra.convert.load import read_adapter
 from maxhydra.convert.own_write import write_own
 from maxhydra.convert.peft_write import write_peft

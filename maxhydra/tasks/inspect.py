@@ -17,7 +17,7 @@ from maxhydra.runtime.topology import slice_devices
 from maxhydra.sharding import Sharder, abstract_mesh, build_mesh, bytes_per_device, is_axes
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import plan_states
-from maxhydra.train.compile import CompileReport, compile_report
+from maxhydra.train.compile_report import CompileReport, compile_report
 
 NEEDS_DEVICES = KEEPS_RUN = False
 

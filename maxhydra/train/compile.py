@@ -1,22 +1,16 @@
-"""A training step compiled for devices that need not be here: what it would take of their memory, and its kernels."""
+"""Compiled training steps: headroom for small arrays, and a step whose batch size ramps up."""
 
-import dataclasses
-import re
-import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.model import flops_per_token
 from maxhydra.sharding import Sharder
-from maxhydra.train.batches import plan_batches
-from maxhydra.train.objectives import next_token_loss
-from maxhydra.train.state import plan_states
-from maxhydra.train.trainer import trace_step
+from maxhydra.train.state import TrainState
+from maxhydra.train.step import Batch, Metrics, StepFn, sequences_in
 
 BYTES = 64 * 2**20
 
@@ -37,64 +31,27 @@ def reserve_gpu_headroom(sharder: Sharder) -> Iterator[None]:
         gap.delete()
 
 
-# A kernel in a compiled program, by the name that it was given.
-KERNEL = re.compile(r'^\s*(?:ROOT )?%?([A-Za-z_]\w*)[\w.-]* = .*custom_call_target="tpu_custom_call"', re.MULTILINE)
-COLUMNS = {"tokens": "int32", "targets": "int32", "positions": "int32", "segments": "int32", "weights": "float32"}
+class RampedStep:
+    """Runs the step that was compiled for a batch's size."""
 
+    def __init__(
+        self, compile_for: Callable[[Mapping[str, Any]], StepFn], sizes: Sequence[int], compiled: Mapping[int, StepFn]
+    ):
+        """`compile_for` compiles for batches like an example; `compiled` holds what is there already."""
+        self._compile_for, self._sizes = compile_for, sorted(set(sizes))
+        self._steps: dict[int, StepFn] = dict(compiled)
+        self._under_way: dict[int, Future[StepFn]] = {}
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="compile")
 
-@dataclasses.dataclass(frozen=True)
-class CompileReport:
-    """What the compiler says of a step."""
-
-    device: str
-    devices: int
-    seconds: float
-    """Of compiling."""
-    bytes_per_device: dict[str, int]
-    """Of the state and the batch, of what the step holds besides, and of the program."""
-    kernels: dict[str, int]
-    """Kernels by name, as often as they stand in the program; in a loop over layers they run more often."""
-    tflop_per_device: float
-    """Of the model, a step."""
-
-
-def compile_report(config: Config, sharder: Sharder) -> CompileReport:
-    """What the compiler says of the step, for the devices of the sharder's mesh."""
-    assert isinstance(sharder.mesh, jax.sharding.Mesh)
-    spec, began = plan_batches(config, sharder), time.perf_counter()
-    try:
-        compiled = traced_step(config, sharder).lower().compile()
-    except jax.errors.JaxRuntimeError as error:
-        raise _explained(error, config) from None
-    used, devices = compiled.memory_analysis(), sharder.mesh.devices.flat
-    tokens = spec.batch * spec.rows.seq_len
-    return CompileReport(
-        device=devices[0].device_kind,
-        devices=len(devices),
-        seconds=time.perf_counter() - began,
-        bytes_per_device={
-            "state and batch": used.argument_size_in_bytes,
-            "besides": used.temp_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes,
-            "program": used.generated_code_size_in_bytes,
-        },
-        kernels=dict(Counter(KERNEL.findall(compiled.as_text()))),
-        tflop_per_device=flops_per_token(config.model, spec.rows.seq_len) * tokens / len(devices) / 1e12,
-    )
-
-
-def traced_step(config: Config, sharder: Sharder) -> jax.stages.Traced:
-    """The step of pretraining on packed rows."""
-    spec, states = plan_batches(config, sharder), plan_states(config, sharder)
-    shape = (spec.batch, spec.rows.seq_len)
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=spec.sharding) for name, dtype in COLUMNS.items()}
-    return trace_step(states, next_token_loss(states.model, sharder, config.train), config.train, batch)
-
-
-def _explained(error: Exception, config: Config) -> Exception:
-    """Memory that does not suffice is the config's mistake; all else is not known here."""
-    if "RESOURCE_EXHAUSTED" not in str(error):
-        return error
-    reason = f"the step does not fit: {str(error).splitlines()[0]}"
-    hint = "or more devices, model.remat.policy=full, train.loss_chunk=1024"
-    value = config.train.per_device_batch_size
-    return ConfigError(Problem("train.per_device_batch_size", reason, value=value, accepted="less", hint=hint))
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        size = sequences_in(batch)
+        for wanted in self._sizes[self._sizes.index(size) :][:2]:
+            if wanted not in self._steps and wanted not in self._under_way:
+                example = {
+                    name: jax.ShapeDtypeStruct((wanted, *array.shape[1:]), array.dtype, sharding=array.sharding)
+                    for name, array in batch.items()
+                }
+                self._under_way[wanted] = self._worker.submit(self._compile_for, example)
+        if size not in self._steps:
+            self._steps[size] = self._under_way.pop(size).result()
+        return self._steps[size](state, batch)

@@ -23,13 +23,12 @@ from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory, seri
 from maxhydra.runtime import Machine
 from maxhydra.train.batches import BatchSource
 from maxhydra.train.checkpoint import open_checkpointer
-from maxhydra.train.compile import reserve_gpu_headroom
+from maxhydra.train.compile import RampedStep, reserve_gpu_headroom
 from maxhydra.train.loop import LoopContext, TrainResult, fit
 from maxhydra.train.metrics import MetricsLogger, StepCost
 from maxhydra.train.objectives import Evaluate
 from maxhydra.train.preemption import PreemptionSignal
 from maxhydra.train.progress import open_progress
-from maxhydra.train.ramp import RampedStep
 from maxhydra.train.restore import InitialState, begin
 from maxhydra.train.state import StateFactory, Tree
 from maxhydra.train.step import LossFn, StepFn, make_step, sequences_in

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from tests.skips import import_optional
+
+from tests.support.skips import import_optional
 
 
 @contextmanager

@@ -20,9 +20,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from maxhydra.config.schema.metrics import LOGGED
-from tests import compiling, warm
+from tests.support import compile_cache as compiling
+from tests.support import fork_server as warm
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def script(name: str) -> ModuleType:

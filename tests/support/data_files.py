@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from tests.skips import import_optional
+
+from tests.support.skips import import_optional
 
 COUNT = 230
 
@@ -104,8 +105,8 @@ def write_mixture(folder: Path) -> list[str]:
 
 
 def write_build(name: str, folder: Path) -> list[str]:
-    """A build of tests/builds.py, whose libraries take seconds to import."""
-    import builds
+    """A build of tests/support/tfds_builds.py, whose libraries take seconds to import."""
+    from tests.support import tfds_builds as builds
 
     overrides: list[str] = getattr(builds, f"write_{name}")(folder)
     return overrides

@@ -3,8 +3,8 @@
 Half of a short run are imports, and the tests give hundreds of commands. A fork is a process like any other: it has the
 folder, the environment and the streams of the one who asks, can be killed, and leaves by the usual way out.
 
-    python -m tests.warm NUMBER                 serves a listening socket until the process that started it is gone
-    python tests/warm.py SOCKET ARGUMENTS...    `maxhydra ARGUMENTS...`
+    python -m tests.support.fork_server NUMBER    serves a listening socket until its parent process ends
+    python tests/support/fork_server.py SOCKET ARGUMENTS...    `maxhydra ARGUMENTS...`
 """
 
 import atexit
@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STREAMS = (0, 1, 2)
 
 
@@ -39,7 +39,7 @@ def server(prefix: str) -> str:
         listener.bind(address)
         listener.listen()
         number = listener.fileno()
-        words = [sys.executable, "-m", "tests.warm", str(number)]
+        words = [sys.executable, "-m", "tests.support.fork_server", str(number)]
         own = {**os.environ, "PYTHONPATH": str(ROOT)}
         # It ends when its input does, and so with this process, however that ends.
         process = subprocess.Popen(words, cwd=ROOT, env=own, stdin=subprocess.PIPE, pass_fds=[number])
@@ -155,7 +155,7 @@ def _prepare() -> None:
     from maxhydra.config.compose.composer import compose
     from maxhydra.record import environment
     from maxhydra.runtime.hardware_options import hardware_options
-    from tests import compiling
+    from tests.support import compile_cache as compiling
 
     named = [f"tasks.{module.name}" for module in pkgutil.iter_modules(tasks.__path__)]
     for name in ("cli.session", "cli.execute", "runs.report", *named):

@@ -1,4 +1,4 @@
-"""A golden model (tests/zoo/make.py) under our own code: how far logits, gradients and decoding are from transformers'.
+"""A golden model under our code: distance of logits, gradients and decoding from those of transformers.
 
 No torch here.
 """
@@ -14,7 +14,8 @@ from safetensors import safe_open
 
 from maxhydra.config.schema import model as config
 from maxhydra.convert.arrays import HeldArrays
-from maxhydra.convert.hf import family_of, hf_source, write_hf
+from maxhydra.convert.hf import hf_source
+from maxhydra.convert.hf_write import family_of, write_hf
 from maxhydra.convert.name_table import Table
 from maxhydra.convert.source import Source
 from maxhydra.convert.stream_in import fill, on_first_device

@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from hopper_arithmetic import computed
-from hopper_memory import Barrier, Load, Memory, Product, Race, Store, View
 from jax.extend.core import ClosedJaxpr, Literal
+
+from tests.support.hopper_arithmetic import computed
+from tests.support.hopper_memory import Barrier, Load, Memory, Product, Race, Store, View
 
 NOTHING = ("set_max_registers_p", "commit_group", "async_prefetch")
 # Where an equation has another program inside.

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tests.skips import KUBERNETES
+
+from tests.support.skips import KUBERNETES
 
 VARIABLE = "KUBEBUILDER_ASSETS"
 BINARIES = ("kube-apiserver", "kube-controller-manager", "etcd")

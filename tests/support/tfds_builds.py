@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.skips import import_optional
+
+from tests.support.skips import import_optional
 
 tfds = import_optional("tensorflow_datasets", extra="data")
 RecordWriter = import_optional("tensorboardX.record_writer", extra="tensorboard").RecordWriter

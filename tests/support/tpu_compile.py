@@ -1,4 +1,4 @@
-"""`python tests/tpu_compile.py CHIP`: every kernel, a training step and a decoding step, compiled for a TPU by libtpu.
+"""`python tests/support/tpu_compile.py CHIP` compiles every kernel and one train and decode step for a TPU.
 
 One line of JSON each. A process compiles for one chip, since libtpu reads the compiler flags of the hardware once.
 """
@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 from jax.sharding import SingleDeviceSharding
-from tpu_programs import PROGRAMS, Program
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.decode.buckets import Shape
@@ -21,7 +20,8 @@ from maxhydra.layers import PagedCacheSpec
 from maxhydra.model import build
 from maxhydra.runtime.topology import slice_devices
 from maxhydra.sharding import Sharder, build_mesh
-from maxhydra.train.compile import compile_report
+from maxhydra.train.compile_report import compile_report
+from tests.support.tpu_programs import PROGRAMS, Program
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 MODEL = ["model=llama3.2-1b", "model.num_layers=2", "train.seq_len=2048", "train.per_device_batch_size=2"]

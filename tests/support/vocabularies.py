@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.skips import import_optional
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from maxhydra.data.sources.demo import TEXT
+from tests.support.skips import import_optional
 
 TEMPLATES = Path(__file__).parent / "templates"
 

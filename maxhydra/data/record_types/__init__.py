@@ -1,6 +1,6 @@
 """What a record means. A module of this package is one shape, chosen by data.shape.
 
-Each has `build(corpus, data, seq_len) -> RecordType`. The columns that a shape reads are in `maxhydra.config.schema.corpus.ROLES`.
+Each has `build(corpus, data, seq_len) -> RecordType`. The columns it reads are in `config.schema.corpus.ROLES`.
 """
 
 import dataclasses

@@ -1,0 +1,276 @@
+"""The command as a user meets it: in its own process, with exit codes, output and what it leaves behind."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxhydra import __version__
+from maxhydra.cli.main import run
+from maxhydra.config.registry import groups
+from tests.support.cli import SMALL
+from tests.support.run_folders import write_run
+
+ROOT = Path(__file__).parents[2]
+
+
+def maxhydra(
+    *arguments: str, cwd: Path, python: tuple[str, ...] = (), **extra: str
+) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "110", **extra}
+    command = [sys.executable, *python, "-m", "maxhydra", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
+    """Top-level packages that a process under `-X importtime` imported."""
+    return {name.partition(".")[0] for name in re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.MULTILINE)}
+
+
+def test_help_lists_everything_and_imports_little(tmp_path: Path) -> None:
+    done = maxhydra("--help", cwd=tmp_path, python=("-X", "importtime"))
+    assert done.returncode == 0
+    for group, paths in groups().items():
+        assert group in done.stdout
+        for path in paths:
+            assert path.stem in done.stdout
+    assert "explain" in done.stdout and "Examples:" in done.stdout and "--multirun" in done.stdout
+    assert not {"hydra", "omegaconf", "jax", "yaml"} & imported(done)
+
+
+def test_cfg_shows_the_config_without_jax(tmp_path: Path) -> None:
+    done = maxhydra("--cfg", "job", "train.steps=77", cwd=tmp_path, python=("-X", "importtime"))
+    assert done.returncode == 0
+    assert "\n  steps: 77\n" in done.stdout and "optimizer:" in done.stdout and "hydra:" not in done.stdout
+    assert "hydra" in imported(done) and "jax" not in imported(done)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistakes_end_with_exit_code_2(tmp_path: Path) -> None:
+    done = maxhydra(
+        "model.num_layer=3",
+        "train.steps=-5",
+        "data=text",
+        "data.path=/nope",
+        cwd=tmp_path,
+        python=("-X", "importtime"),
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    said = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("import time:"))
+    assert "3 problems" in said and "Traceback" not in said and len(said) < 1500
+    for words in ("model.num_layer=3", "'model.num_layers'", "train.steps=-5", "data.path=/nope"):
+        assert words in said
+    assert "jax" not in imported(done) and list(tmp_path.iterdir()) == []
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"maxhydra {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--multrun"], ["--multrun: no such flag", "did you mean '--multirun'?"]),
+        (["--config-path", "x"], ["--config-path: no such flag", "--config-dir"]),
+        (["explian"], ["explian: no such command", "did you mean 'explain'?"]),
+        (["explain", "optimizer.lerning_rate"], ["no such key", "did you mean 'optimizer.learning_rate'?"]),
+        (["explain", "model.kinds.layr.mlp.dim"], ["model.kinds has no 'layr'", "did you mean 'layer'?"]),
+        (["--cfg", "jobs"], ["--cfg", "job"]),
+        (["--cfg", "job", "-m"], ["takes one of"]),
+        (["--resolve"], ["goes with --cfg"]),
+        (["-sc", "install=tcsh"], ["bash"]),
+        (["-m", "train.steps=10,-1,x"], ["train.steps=-1: is out of range", "train.steps=x: is not an integer"]),
+        (["-m", "model.num_heads=4,6", "model.num_kv_heads=4,2"], ["model.num_kv_heads=4: does not divide"]),
+        (["-m", "model=tiny,tny"], ["model=tny: no such option"]),
+        (
+            ["-m", "hydra/launcher=slurm", "hydra.launcher.nodes=0", "hydra.launcher.mem=much", "run.seed=1,2"],
+            ["hydra.launcher.nodes=0: is out of range", "hydra.launcher.mem=much: cannot be read"],
+        ),
+        (["-m", "hydra/launcher=slurm", "hydra.launcher.node=2"], ["hydra.launcher.node"]),
+        (["hydra/launcher=slurm"], ["hydra/launcher=slurm: launches the jobs of -m alone", "maxhydra -m"]),
+        (
+            ["-m", "hydra/launcher=slurm", "hydra.launcher.detach=true", "hydra/sweeper=optuna", "run.seed=range(1,3)"],
+            ["hydra.launcher.detach=true: a search waits for results"],
+        ),
+        (
+            ["-m", "hydra/sweeper=optuna", "objective=eval/los", "train.seq_len=int(interval(8,16))"],
+            ["objective=eval/los: is logged by no run of task=pretrain", "did you mean 'eval/loss'?"],
+        ),
+        (
+            ["-m", "hydra/sweeper=optuna", "train.eval_batches=0", "train.seq_len=int(interval(16,8))"],
+            ["objective=eval/loss: is not logged: nothing is evaluated", "train.seq_len"],
+        ),
+        (
+            ["-m", "hydra/sweeper=optuna", "hydra.sweeper.objectives=eval/los", "run.seed=range(1,3)"],
+            ["hydra.sweeper.objectives=eval/los: is logged by no run"],
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_refusals(arguments: list[str], said: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    for words in said:
+        assert words in captured.err
+
+
+def test_look_at_a_config_that_a_check_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--cfg", "job", "-p", "data", "data=text"]) == 2
+    captured = capsys.readouterr()
+    assert "source: text" in captured.out and "data.path=null: is needed" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cfg", "job", "-p", "optimizer.schedule"], "kind: cosine"),
+        (["-c", "job", "-p", "run.notes", "--resolve", "run.notes=${objective}"], "eval/loss"),
+        (["--cfg", "all", "-p", "hydra.run"], "dir: ."),
+        (["--info", "defaults"], "model/tiny"),
+        (["train.steps=5", "-i", "searchpath"], "pkg://maxhydra.conf"),
+        (["--hydra-help"], "Hydra (1."),
+        (["-sc", "install=bash"], "complete"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_looks(arguments: list[str], said: str, tmp_path: Path) -> None:
+    done = maxhydra(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("mod", {"model=", "model.", "models"}),
+        ("optimizer=m", {"optimizer=muon"}),
+        ("-m optimizer/schedule=c", {"optimizer/schedule=constant", "optimizer/schedule=cosine"}),
+        ("optimizer=sgd optimizer.lea", {"optimizer.learning_rate="}),
+        ("explain train.st", {"train.steps="}),
+        ("expl", {"explain"}),
+        ("runs re", {"rerun", "resume", "report"}),
+    ],
+)
+def test_shell_completion(
+    line: str, expected: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", f"maxhydra {line}")
+    monkeypatch.setattr(sys, "argv", ["maxhydra"])
+    assert run(["-sc", "query=bash"]) == 0
+    assert set(capsys.readouterr().out.split()) == expected
+
+
+def test_explain_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", "optimizer.learning_rate", "optimizer.learning_rate=0.5"]) == 0
+    out = capsys.readouterr().out
+    facts = dict(line.split(maxsplit=1) for line in out.replace("set in", "set_in").splitlines()[1:])
+    assert out.startswith("optimizer.learning_rate: Peak learning rate.")
+    assert facts == {
+        "type": "float",
+        "accepted": "a number, over 0",
+        "default": "0.0003",
+        "value": "0.5",
+        "set_in": "the command line",
+    }
+
+
+def test_explain_says_which_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", "train.steps", "experiment=shakespeare"]) == 0
+    place = re.search(r"set in +(\S+):(\d+)", capsys.readouterr().out)
+    assert place is not None and place[1].endswith("conf/experiment/shakespeare.yaml")
+    assert Path(place[1]).read_text().splitlines()[int(place[2]) - 1].strip().startswith("steps:")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (
+            "optimizer",
+            ["options of the group optimizer (adamw is chosen)", "muon", "weight_decay", "Peak learning rate"],
+        ),
+        ("optimizer/schedule", ["wsd", "warmup_steps"]),
+        ("experiment", ["shakespeare", "none is chosen"]),
+        ("train", ["log_every", "early_stop"]),
+        ("mesh.rules.embed", ["list[str]", "[fsdp,expert,sequence]", "the schema's default"]),
+        ("", ["model", "objective"]),
+    ],
+)
+def test_explain_sections_and_groups(path: str, said: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", *([path] if path else [])]) == 0
+    out = capsys.readouterr().out
+    for words in said:
+        assert words in out
+
+
+def test_inspect_leaves_nothing_behind(tmp_path: Path) -> None:
+    done = maxhydra("task=inspect", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "parameters" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistake_that_the_task_finds(tmp_path: Path) -> None:
+    done = maxhydra("task=inspect", "task.devices=8", "mesh.tensor=3", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "mesh.tensor=3" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_sweep_folders(tmp_path: Path) -> None:
+    """Readable job folders in one sweep folder, beside Hydra's multirun.yaml and what `sweep resume` needs, no more."""
+    done = maxhydra("-m", "task=inspect", "run.name=sizes", "model.num_layers=2,3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["sizes"]
+    left = {path.name for path in (tmp_path / "outputs" / "sizes").iterdir()}
+    assert left == {"multirun.yaml", "sweep.json", "0_num_layers=2", "1_num_layers=3"}
+    assert "job 0: task=inspect run.name=sizes model.num_layers=2" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["run.name=alone/inner"], "lies in the folder of a run"),
+        (["run.name=lr"], "is a folder of other runs, such as"),
+        (["-m", "run.name=alone", "run.seed=1,2"], "is a run already, and no sweep"),
+        (["-m", "hydra/sweeper=optuna", "run.name=alone", "run.seed=1,2"], "is a run already, and no sweep"),
+    ],
+)
+def test_runs_do_not_lie_in_one_another(arguments: list[str], said: str, tmp_path: Path) -> None:
+    """`runs list` would not find the inner ones, and `runs gc` would take them with the outer one."""
+    for name in ("alone", "lr/0_seed=1"):
+        write_run(tmp_path / "outputs" / name)
+    before = sorted(tmp_path.rglob("*"))
+    done = maxhydra(*SMALL, *arguments, cwd=tmp_path)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_failing_job_of_a_sweep(tmp_path: Path) -> None:
+    """The other jobs still run; the message is the one that the job alone would give."""
+    done = maxhydra("-m", "task=inspect", "task.devices=8", "mesh.tensor=3,2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "job 1:" in done.stdout
+    assert "mesh.tensor=3" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_command_that_a_run_ends_with_goes_on_with_it(tmp_path: Path) -> None:
+    small = [*SMALL, "train.steps=2", r"run.notes=two words and \${neither}"]
+    first = maxhydra(*small, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    folder = re.search(r"^run: +(\S+)$", first.stdout, re.MULTILINE)
+    advice = re.search(r"^next: +maxhydra (.*?) +#", first.stdout, re.MULTILINE)
+    assert folder is not None and advice is not None
+    assert (tmp_path / folder[1] / "report.html").is_file()
+    second = maxhydra(*shlex.split(advice[1]), cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    steps = [json.loads(line)["step"] for line in (tmp_path / folder[1] / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(set(steps)) == [1, 2, 3, 4]
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == [Path(folder[1]).name]

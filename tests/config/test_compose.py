@@ -1,0 +1,211 @@
+"""Composition agrees with Hydra's own, every option composes, origins are right, and YAML round trips."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+
+from maxhydra.config import Config, ConfigError
+from maxhydra.config.compose.composer import CONFIG_NAME, MODULE, Composer, compose, register
+from maxhydra.config.compose.resolvers import LONGEST, job_folder
+from maxhydra.config.fields import walk
+from maxhydra.config.options import model_option, model_options
+from maxhydra.config.registry import CONF, description, groups, is_overlay
+from maxhydra.config.schema.tasks.inspect import Format, InspectTask
+from maxhydra.config.serialize import from_yaml, to_yaml
+from tests.support.sampled_cases import drawn
+
+OPTIONS = [(group, path.stem) for group, paths in groups().items() for path in paths]
+# Of which Hydra composes the whole run, which is written and read back: the others state other numbers.
+MODELS = drawn(list(model_options()), 12)
+
+
+@pytest.fixture(scope="module")
+def composer() -> Composer:
+    return Composer()
+
+
+def by_hydra(overrides: list[str]) -> Config:
+    """The reference: Hydra's public API and OmegaConf's own instantiation."""
+    register()
+    with hydra.initialize_config_module(MODULE, version_base="1.3"):
+        node = hydra.compose(CONFIG_NAME, overrides)
+    config = OmegaConf.to_object(node)
+    assert isinstance(config, Config)
+    return config
+
+
+# What an option cannot guess.
+NEEDS = {
+    ("data", "grain"): ["data.path=."],
+    ("data", "hf"): ["data.name=someone/dataset"],
+    ("data", "mixture"): ["+data.sources={one: {source: demo}}"],
+    ("data", "olmo"): ["data.path=pyproject.toml"],
+    ("data", "tfds"): ["data.name=c4/en"],
+    ("data", "reasoning_gym"): ["data.name=chain_sum"],
+    ("model", "from_hf"): [f"model.path={Path(__file__).parents[1] / 'parity' / 'golden' / 'llama'}"],
+    ("reward", "function"): ["reward.terms.own.function=math:sqrt"],
+    ("reward", "length"): ["reward.terms.length.target=100"],
+    ("task", "convert"): ["task.output=folder"],
+    ("task", "score"): ["task.input=ids.npz", "task.output=scores.npz"],
+    ("task", "teacher_logits"): ["task.output=logits"],
+    ("task", "tokenize"): ["task.output=tokens"],
+}
+# Groups that no run has unless asked for.
+ADDED = ("sweep",)
+
+
+def choose(group: str, option: str, text: Path) -> list[str]:
+    """An option alone, with the path that `data=text` cannot do without."""
+    raw = (CONF / group / f"{option}.yaml").read_text()
+    needs_text = (group, option) == ("data", "text") or "override /data: text" in raw
+    chosen = f"+{group}={option}" if group in ADDED else f"{group}={option}"
+    return [chosen, *NEEDS.get((group, option), []), *([f"data.path={text}"] if needs_text else [])]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "some.txt"
+    path.write_text("to be or not to be\n")
+    return path
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda name: str(name))
+def test_every_option_composes(group: str, option: str, text: Path, composer: Composer) -> None:
+    overrides = choose(group, option, text)
+    composed = composer.examine(overrides, with_hydra=False).composed()
+    assert composed.choices[group] == option
+    if group == "model" and option in model_options():
+        assert composed.config.model == model_option(option), "the same without a run around it"
+    if group != "model" or option in MODELS:
+        assert composed.config == composer.examine(overrides).composed().config
+        assert from_yaml(to_yaml(composed.config)) == composed.config
+
+
+def test_every_option_says_what_it_is() -> None:
+    for group, option in OPTIONS:
+        path = CONF / group / f"{option}.yaml"
+        assert path.read_text().startswith("#") and description(path), path
+        assert is_overlay(path) == (group in ("experiment", "debug", "recipe", "local", "sweep")), path
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.steps=77", "optimizer.b1=null", "optimizer=sgd"],
+        ["model.pattern.0=other", "+model.kinds={other:{attention:{window:8}}}"],
+        ["~mesh.rules.embed", "mesh.rules={vocab:[fsdp,tensor]}"],
+        ["~mesh.rules.embed", "+mesh.rules.embed=[fsdp]"],
+        ["run.notes=steps ${train.steps}", "train.seq_len=${train.steps}", "train.steps=64"],
+        [
+            "++optimizer.weight_decay=0",
+            "run.tags=[a,b]",
+            "run.name='1'",
+            "hardware=cpu",
+            "hardware.simulated_devices=4",
+        ],
+        ["task=inspect", "task.devices=8", "task.format=json", "debug=one_step", "experiment=shakespeare"],
+        ["model.remat={policy:custom,save:[query]}", "model.dtypes.compute=float32", "+hardware.peak_tflops.int8=1"],
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_overrides_compose_as_in_hydra(overrides: list[str], composer: Composer) -> None:
+    config = composer.examine(overrides).composed().config
+    assert config == by_hydra(overrides)
+    assert config == composer.examine(overrides, with_hydra=False).composed().config
+    assert from_yaml(to_yaml(config)) == config
+
+
+def test_task_has_its_own_fields() -> None:
+    config = compose(["task=inspect", "task.devices=8", "task.format=json"]).config
+    assert config.task == InspectTask(name="inspect", devices=8, slices=1, format=Format.json)
+    assert type(from_yaml(to_yaml(config)).task) is InspectTask
+
+
+def test_config_is_final() -> None:
+    config = compose([]).config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train.steps = 3
+
+
+def test_recipe_stays_with_its_model(tmp_path: Path) -> None:
+    """The values of the tiny default must not follow to another model, nor overrule an option's own."""
+    tiny = compose([]).config
+    assert (tiny.train.steps, tiny.train.seq_len, tiny.optimizer.learning_rate) == (300, 128, 3e-3)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "other.yaml").write_text("defaults: [tiny]\ncontext_length: 4096\n")
+    other = compose(["model=other"], config_dir=str(tmp_path))
+    general = Config().train
+    assert (other.config.train.steps, other.config.train.seq_len) == (general.steps, general.seq_len)
+    assert other.config.optimizer.learning_rate == 3e-4 and "recipe" not in other.choices
+    again = compose(["model=other", "recipe=tiny"], config_dir=str(tmp_path))
+    assert again.config.train.steps == 300 and again.choices["recipe"] == "tiny"
+    assert compose(["optimizer=sgd"]).config.optimizer.learning_rate == 0.1
+
+
+def test_short_run_needs_no_other_change() -> None:
+    assert compose(["train.steps=5"]).config.optimizer.schedule.warmup_steps == 5
+    assert compose([]).config.optimizer.schedule.warmup_steps == 20
+
+
+def test_origins(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  steps: 50\n  seq_len: 64\n")
+    composed = compose(["experiment=mine", "train.steps=60", "run.tags=[a]"], config_dir=str(tmp_path))
+    assert composed.origin("train.steps") == "the command line"
+    assert composed.origin("run.tags.0") == "the command line"
+    assert composed.origin("train.seq_len").endswith("experiment/mine.yaml:4")
+    assert composed.origin("model.num_layers").partition(":")[0].endswith("conf/model/tiny.yaml")
+    assert composed.origin("train.z_loss") == "the schema's default"
+
+
+def test_every_origin_holds_the_value(composer: Composer) -> None:
+    """The line that is named sets the key that is asked for; what no line sets has the schema's default."""
+    composed = composer.examine(["experiment=shakespeare"]).composed()
+    for path, field in walk(Config):
+        if field.spec.is_section or "*" in path:
+            continue
+        file, _, line = composed.origin(path).rpartition(":")
+        value: Any = composed.config
+        for name in path.split("."):
+            value = getattr(value, name)
+        if file:
+            assert Path(file).read_text().splitlines()[int(line) - 1].strip().startswith(f"{field.name}:")
+        else:
+            assert value == field.default
+
+
+def test_from_yaml_checks() -> None:
+    lines = to_yaml(compose([]).config).replace("num_layers:", "num_layer:").replace("seed: 0", "seed: -1")
+    with pytest.raises(ConfigError) as error:
+        from_yaml(lines, source="outputs/x/config.yaml")
+    found = {problem.path: problem.source.partition(":")[0] for problem in error.value.problems}
+    assert found["model.num_layer"] == found["run.seed"] == "outputs/x/config.yaml"
+    assert "model.num_layers" in found
+
+
+def test_folder_of_options(tmp_path: Path) -> None:
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "mine.yaml").write_text("defaults: [adamw]\nb2: 0.99\n")
+    composed = compose(["optimizer=mine"], config_dir=str(tmp_path))
+    assert (composed.config.optimizer.b1, composed.config.optimizer.b2) == (0.9, 0.99)
+    assert composed.origin("optimizer.b2").endswith("optimizer/mine.yaml:2")
+
+
+def test_job_folder() -> None:
+    overrides = ["optimizer.learning_rate=0.01", "run.notes=a b", "data.path=/some/where", "+optimizer/schedule=wsd"]
+    assert job_folder(3, overrides, ["run.notes"]) == "3_learning_rate=0.01,path=_some_where,schedule=wsd"
+    assert job_folder(0, overrides, [line.lstrip("+").partition("=")[0] for line in overrides]) == "0"
+    assert job_folder(1, ["a.x=1", "b.x=2"], []) == "1_a.x=1,b.x=2"
+    long = [job_folder(7, [f"run.notes={'x' * 300}{end}"], []) for end in "ab"]
+    assert all(len(name) <= LONGEST for name in long) and long[0] != long[1]
+
+
+def test_local_overlay_is_found_where_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "default.yaml").write_text("# @package _global_\nrun:\n  outputs: /scratch\n")
+    composed = compose(["run.name=x"], config_dir=str(tmp_path))
+    assert composed.config.run.outputs == "/scratch" and composed.choices["local"] == "default"

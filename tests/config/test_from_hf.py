@@ -1,0 +1,94 @@
+"""model=from_hf: the model, its weights and its tokenizer as a Hugging Face folder states them."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxhydra.config import Config, ConfigError
+from maxhydra.config.compose.composer import Composer, compose
+from maxhydra.config.serialize import from_yaml, to_yaml
+
+GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
+SHORT = "train.seq_len=64"
+
+
+def composed(folder: Path, *overrides: str) -> Config:
+    return compose(["model=from_hf", f"model.path={folder}", *overrides]).config
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        compose([SHORT, *overrides])
+    return str(caught.value)
+
+
+def test_the_folder_states_the_model_and_the_command_line_has_the_last_word() -> None:
+    folder = GOLDEN / "mistral"
+    told = json.loads((folder / "config.json").read_text())
+    config = composed(folder, "model.remat.policy=full", "model.kinds.layer.mlp.activation=gelu")
+    assert config.model.num_layers == told["num_hidden_layers"]
+    assert config.model.kinds["layer"].attention.window == told["sliding_window"]
+    assert config.model.remat.policy.value == "full" and config.model.kinds["layer"].mlp.activation.value == "gelu"
+    assert config.checkpoint.load_parameters == str(folder) and config.data.tokenizer.kind == "byte"
+    assert config.train.seq_len == told["max_position_embeddings"]
+    assert composed(folder, "checkpoint.load_parameters=null").checkpoint.load_parameters is None
+
+
+def test_an_experiment_may_name_the_folder(tmp_path: Path) -> None:
+    named = "# @package _global_\ndefaults:\n  - override /model: from_hf\nmodel:\n  path: {}\n"
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(named.format(GOLDEN / "mistral"))
+    (tmp_path / "experiment" / "idle.yaml").write_text("# @package _global_\nmodel:\n  path: somewhere\n")
+    composer = Composer(str(tmp_path))
+    config = composer.examine(["experiment=mine"]).composed().config
+    assert config == composed(GOLDEN / "mistral")
+    assert config == composer.examine(["experiment=mine"], with_hydra=False).composed().config
+    other = composer.examine(["experiment=mine", f"model.path={GOLDEN / 'llama'}"]).composed().config
+    assert other == composed(GOLDEN / "llama")
+    assert "choose model=from_hf" in str(composer.examine(["experiment=idle"]).problems[0])
+
+
+def test_a_tokenizer_beside_the_weights_is_the_runs(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "llama", tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    words = composed(tmp_path / "model").data.tokenizer
+    assert (words.kind, words.path) == ("hf", str(tmp_path / "model"))
+
+
+def test_the_runs_config_needs_no_folder(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "llama", tmp_path / "model")
+    config = composed(tmp_path / "model", "checkpoint.load_parameters=null")
+    shutil.rmtree(tmp_path / "model")
+    assert from_yaml(to_yaml(config)) == config
+
+
+def test_what_cannot_be_read_is_one_message(tmp_path: Path) -> None:
+    assert refusal("model=from_hf").count("model.") == 1
+    assert "is not a folder" in refusal("model=from_hf", f"model.path={tmp_path / 'nowhere'}")
+    assert "has no config.json" in refusal("model=from_hf", f"model.path={tmp_path}")
+    assert "choose model=from_hf" in refusal("model=tiny", f"model.path={tmp_path}")
+    settings = tmp_path / "config.json"
+    for text, told in {
+        "{": "config.json cannot be read",
+        "[]": "holds no settings",
+        '{"model_type": "unheard"}': "is a folder of model_type unheard",
+        '{"model_type": "llama"}': "config.json lacks",
+    }.items():
+        settings.write_text(text)
+        message = refusal("model=from_hf", f"model.path={tmp_path}")
+        assert told in message and len(message.splitlines()) <= 4, message
+
+
+def test_the_config_is_shown_without_jax() -> None:
+    code = (
+        "import sys; from maxhydra.cli import entry;"
+        f"code = entry.run(['--cfg', 'job', 'model=from_hf', 'model.path={GOLDEN / 'llama'}', '{SHORT}']);"
+        "assert 'jax' not in sys.modules and 'torch' not in sys.modules; sys.exit(code)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert "num_layers: 3" in shown.stdout

@@ -1,0 +1,280 @@
+"""Bad input through the whole pipeline: raise stops with file, index and reason; skip logs them, all else arrives."""
+
+import gzip
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from maxhydra.config import ConfigError
+from maxhydra.config.schema.data import Data, OnError, Packing, PackingMethod
+from maxhydra.data import BatchSpec, Loader, Row, RowSpec, host_loader, tokenizer
+from maxhydra.data.array_codec import encode_arrays
+from tests.support.skips import import_optional
+
+pa = import_optional("pyarrow", extra="data")
+pq = import_optional("pyarrow.parquet", extra="data")
+RecordWriter = import_optional("tensorboardX.record_writer", extra="tensorboard").RecordWriter
+
+RECORDS = 40
+
+
+def texts() -> list[str]:
+    """Of 300 letters without rhyme, so that compression leaves a byte of each to be damaged."""
+    random = np.random.default_rng(0)
+    return [f"{i:03d} " + "".join(random.choice(list("abcdefghijklmnopqrstuvwxyz"), 300)) for i in range(RECORDS)]
+
+
+def lines() -> list[bytes]:
+    return [json.dumps({"text": text}).encode() for text in texts()]
+
+
+def flip(path: Path, at: int) -> None:
+    letters = bytearray(path.read_bytes())
+    letters[at] ^= 0xFF
+    path.write_bytes(letters)
+
+
+def with_line(number: int, line: bytes) -> Callable[[Path], str]:
+    def write(folder: Path) -> str:
+        changed = lines()
+        changed[number] = line
+        (folder / "bad.jsonl").write_bytes(b"\n".join(changed))
+        return "bad.jsonl"
+
+    return write
+
+
+def write_arrayrecord(folder: Path, options: str) -> Path:
+    path = folder / "bad.array_record"
+    writer = ArrayRecordWriter(str(path), options)
+    for line in lines():
+        writer.write(line)
+    writer.close()
+    return path
+
+
+def corrupt_chunk(folder: Path) -> str:
+    path = write_arrayrecord(folder, "group_size:1,uncompressed")
+    flip(path, path.read_bytes().index(b"017 ") + 100)
+    return path.name
+
+
+def corrupt_group(folder: Path) -> str:
+    path = write_arrayrecord(folder, "group_size:4,uncompressed")
+    flip(path, path.read_bytes().index(b"017 ") + 100)
+    return path.name
+
+
+def foreign_record(folder: Path) -> str:
+    writer = ArrayRecordWriter(str(folder / "bad.array_record"), "group_size:1")
+    for i, line in enumerate(lines()):
+        writer.write({5: encode_arrays({"tokens": np.arange(9)})[:-3], 6: b"\xff\xff"}.get(i, line))
+    writer.close()
+    return "bad.array_record"
+
+
+def damaged_tfrecord(folder: Path, change: Callable[[Path, list[int]], Any]) -> str:
+    path = folder / "bad.tfrecord"
+    writer, starts, at = RecordWriter(str(path)), [], 0
+    for line in lines():
+        writer.write(line)
+        starts.append(at)
+        at += len(line) + 16
+    writer.close()
+    change(path, starts)
+    return path.name
+
+
+def corrupt_row_group(folder: Path) -> str:
+    path = folder / "bad.parquet"
+    pq.write_table(
+        pa.table({"text": texts()}),
+        path,
+        row_group_size=10,
+        compression="zstd",
+        use_dictionary=False,
+        write_page_checksum=True,
+    )
+    column = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    flip(path, column.data_page_offset + column.total_compressed_size // 2)
+    return path.name
+
+
+def text_that_is_no_text(folder: Path) -> str:
+    """Arrow writes what it is told is UTF-8."""
+    payloads = [b"\xff\xfe" if i == 3 else text.encode() for i, text in enumerate(texts())]
+    buffers = pa.array(payloads, pa.binary()).buffers()
+    column = pa.Array.from_buffers(pa.string(), RECORDS, buffers)
+    pq.write_table(pa.table({"text": column}), folder / "bad.parquet")
+    return "bad.parquet"
+
+
+def missing_column(folder: Path) -> str:
+    pq.write_table(pa.table({"body": texts()[:3], "url": ["x"] * 3}), folder / "bad.parquet")
+    return "bad.parquet"
+
+
+def cut_gzip(folder: Path) -> str:
+    (folder / "bad.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines()))[:-50])
+    return "bad.jsonl.gz"
+
+
+def cut_arrayrecord(folder: Path) -> str:
+    path = write_arrayrecord(folder, "group_size:1")
+    path.write_bytes(path.read_bytes()[:-70_000])
+    return path.name
+
+
+ALL = set(range(RECORDS))
+CASES: dict[str, tuple[Callable[[Path], str], set[int], int, str, str]] = {
+    # what makes the file; records lost; times a record is skipped; where the first lies; why
+    "bad JSON": (with_line(7, b'{"text": "a'), {7}, 1, "line 8", "bad JSON: Unterminated string"),
+    "no object": (with_line(7, b"[1, 2]"), {7}, 1, "line 8", "not a JSON object but list"),
+    "invalid UTF-8": (with_line(7, b'{"text": "\xff"}'), {7}, 1, "line 8", "not UTF-8: .*0xff"),
+    "half a surrogate": (with_line(7, b'{"text": "\\ud800"}'), {7}, 1, "line 8", "not Unicode text"),
+    "nested": (with_line(7, b"[" * 100_000), {7}, 1, "line 8", "bad JSON: nested too deeply"),
+    "no column": (with_line(7, b'{"body": "a"}'), {7}, 1, "line 8", "no column 'text'; it has 'body'"),
+    "no text": (with_line(7, b'{"text": 5}'), {7}, 1, "line 8", "not text but int"),
+    "null": (with_line(7, b'{"text": null}'), {7}, 1, "line 8", "not text but NoneType"),
+    "long document": (
+        with_line(7, b'{"text": "' + b"a" * 10_000_000 + b'"}'),
+        {7},
+        1,
+        "line 8",
+        "10,000,000 characters, over data.max_characters=5,000,000",
+    ),
+    "cut gzip": (cut_gzip, ALL, 1, "the whole file", "cannot be unpacked: "),
+    "corrupt chunk": (corrupt_chunk, {17}, 1, "record 17", "chunk data hash mismatch"),
+    "corrupt group": (corrupt_group, {16, 17, 18, 19}, 4, "record 16", "chunk data hash mismatch"),
+    "foreign records": (foreign_record, {5, 6}, 2, "record 5", "a record of arrays|buffer is smaller"),
+    "cut ArrayRecord": (cut_arrayrecord, ALL, 1, "the whole file", "not a whole ArrayRecord file"),
+    "corrupt payload": (
+        lambda folder: damaged_tfrecord(folder, lambda path, starts: flip(path, starts[9] + 40)),
+        {9},
+        1,
+        "record 9",
+        "its checksum is wrong",
+    ),
+    "corrupt length": (
+        lambda folder: damaged_tfrecord(folder, lambda path, starts: flip(path, starts[9] + 9)),
+        set(range(9, RECORDS)),
+        1,
+        "record 9",
+        "cut short or damaged: what follows byte",
+    ),
+    "cut TFRecord": (
+        lambda folder: damaged_tfrecord(
+            folder, lambda path, starts: path.write_bytes(path.read_bytes()[: starts[30] + 20])
+        ),
+        set(range(30, RECORDS)),
+        1,
+        "record 30",
+        "cut short or damaged",
+    ),
+    "corrupt row group": (corrupt_row_group, set(range(10, 20)), 10, "row 10", "its row group 1 cannot be read"),
+    "no UTF-8 in Parquet": (text_that_is_no_text, {3}, 1, "row 3", "not UTF-8: "),
+    "no such column": (missing_column, ALL, 3, "row 0", "no column 'text'; it has 'body', 'url'"),
+}
+
+
+class Whole(BatchSpec):
+    """All rows are this process's own."""
+
+    def own_rows(self, batch: int) -> np.ndarray:
+        return np.arange(batch)
+
+
+def open_loader(folder: Path, path: str, on_error: str, **values: Any) -> Loader[list[Row]]:
+    """Every document in a row by itself, in the order of the files, which a good one follows."""
+    good = folder / "good.jsonl"
+    good.write_text('{"text": "good 0"}\n{"text": "good 1"}\n')
+    data = Data(
+        source="grain",
+        path=f"{folder / path}; {good}",
+        eval_path=str(good),
+        on_error=OnError[on_error],
+        shuffle=False,
+        cache=str(folder / "cache"),
+        packing=Packing(method=PackingMethod.none),
+        **values,
+    )
+    spec = RowSpec(seq_len=320, vocab_size=259, seed=0)
+    return host_loader(data, Whole(rows=spec, batch=1, sharding=None))  # type: ignore[arg-type]
+
+
+def read(loader: Loader[list[Row]], count: int) -> list[str]:
+    words = tokenizer(Data())
+    rows = [next(loader)[0] for _ in range(count)]
+    return [words.decode(row["tokens"][row["weights"] > 0].tolist()) for row in rows]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_raise_stops_and_says_where(case: str, tmp_path: Path) -> None:
+    write, _, _, place, reason = CASES[case]
+    name = write(tmp_path)
+    loader = open_loader(tmp_path, name, "raise")
+    with pytest.raises(ConfigError, match=rf"{tmp_path / name}, {place}: .*({reason})") as error:
+        read(loader, RECORDS + 2)
+    assert "data.on_error=skip" in str(error.value)
+    assert len(str(error.value).splitlines()) == 2
+    loader.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_skip_logs_and_all_others_arrive(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write, lost, times, place, reason = CASES[case]
+    name = write(tmp_path)
+    expected = [text for i, text in enumerate(texts()) if i not in lost] + ["good 0", "good 1"]
+    loader = open_loader(tmp_path, name, "skip", prefetch=0)
+    with caplog.at_level(logging.WARNING, "maxhydra"):
+        assert read(loader, len(expected)) == expected
+        assert loader.metrics()["data/skipped"] == times
+        # The next epoch meets the same.
+        assert read(loader, 1) == expected[:1]
+    loader.close()
+    skipped = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
+    assert len(skipped) == 2 * times
+    assert skipped[0].startswith(f"skipped {tmp_path / name}, {place}: ")
+    assert re.search(reason, skipped[0])
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "array_record", "tfrecord", "parquet", "jsonl.gz", "blank.jsonl"])
+def test_an_empty_file(ending: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / f"empty.{ending}"
+    match ending:
+        case "array_record":
+            ArrayRecordWriter(str(path), "group_size:1").close()
+        case "parquet":
+            pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
+        case "jsonl.gz":
+            path.write_bytes(gzip.compress(b""))
+        case "blank.jsonl":
+            path.write_bytes(b"\n \n")
+        case _:
+            path.write_bytes(b"")
+    with pytest.raises(ConfigError, match=rf"data\.path={path}: the file holds no records"):
+        open_loader(tmp_path, path.name, "raise")
+    with caplog.at_level(logging.WARNING, "maxhydra"):
+        loader = open_loader(tmp_path, path.name, "skip")
+        assert read(loader, 2) == ["good 0", "good 1"]
+        loader.close()
+    assert f"skipped {path}: the file holds no records" in caplog.text
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_nothing_but_bad_records(on_error: str, tmp_path: Path) -> None:
+    """A whole epoch without a row must end in a message, not in an endless search."""
+    (tmp_path / "bad.jsonl").write_text("{\n" * 300)
+    data = Data(source="grain", path=f"{tmp_path}/bad.jsonl", on_error=OnError[on_error], cache=str(tmp_path / "cache"))
+    loader = host_loader(data, Whole(rows=RowSpec(16, 259, 0), batch=1, sharding=None))  # type: ignore[arg-type]
+    expected = r"bad\.jsonl, line \d+: bad JSON" if on_error == "raise" else "no record of a whole epoch could be used"
+    with pytest.raises(ConfigError, match=expected):
+        next(loader)
+    loader.close()

@@ -1,0 +1,396 @@
+"""Shapes of records: what is learned of each, what a row holds, and what is refused; through the whole pipeline too."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from maxhydra.config import ConfigError
+from maxhydra.config.schema.data import Data, OnError, Overlong, Packing
+from maxhydra.config.schema.mesh import RULES, Mesh
+from maxhydra.config.schema.tokenizer import Tokenizer as Config
+from maxhydra.data import BatchSpec, RowSpec, host_loader, tokenizer, train_loader
+from maxhydra.data.document import Document
+from maxhydra.data.record_types import RecordType, Rejected, build_shape
+from maxhydra.data.records import Record
+from maxhydra.sharding import Sharder, build_mesh
+from tests.support.skips import import_optional
+from tests.support.vocabularies import MARKS, family_folder, template
+
+BOS, EOS, PAD = 256, 257, 258
+
+
+def shape(data: Data, seq_len: int = 64) -> RecordType:
+    return build_shape(data, data, seq_len)
+
+
+def one(data: Data, record: Record, seq_len: int = 64) -> Any:
+    (example,) = shape(data, seq_len).encode([record])
+    return example
+
+
+def refused(data: Data, record: Record, seq_len: int = 64) -> str:
+    example = one(data, record, seq_len)
+    assert isinstance(example, Rejected), example
+    return example.reason
+
+
+def row(data: Data, record: Record, seq_len: int = 64) -> dict[str, np.ndarray]:
+    made = shape(data, seq_len)
+    (example,) = made.encode([record])
+    assert not isinstance(example, Rejected), example
+    return made.row(example, seq_len)
+
+
+def says(*contents: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return Config(kind="hf", path=str(family_folder("chatml", tmp_path_factory.mktemp("words") / "chatml")))
+
+
+def jsonl(folder: Path, records: list[dict[str, Any]], **values: Any) -> Data:
+    path = folder / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return Data(source="grain", path=str(path), **values)
+
+
+def spec(seq_len: int, batch: int = 2) -> BatchSpec:
+    sharding = Sharder(build_mesh(Mesh(data=1), jax.devices()[:1]), RULES).sharding(("act_batch", "act_length"))
+    return BatchSpec(rows=RowSpec(seq_len=seq_len, vocab_size=700, seed=0), batch=batch, sharding=sharding)
+
+
+class TestChat:
+    def test_documents(self, chatml: Config) -> None:
+        data = Data(source="hf", name="x", shape="chat", tokenizer=chatml, columns={"messages": "talk"})
+        document = one(data, {"talk": says("Who?", "I.", "Why?", "So.")})
+        assert isinstance(document, Document)
+        assert document.weights is not None
+        words = tokenizer(data)
+        learned = document.tokens[document.weights > 0].tolist()
+        end = words.marks[MARKS["chatml"][2]]
+        assert learned == [*words.encode("I."), end, *words.encode("So."), end]
+
+    def test_bytes_with_a_template(self, tmp_path: Path) -> None:
+        (tmp_path / "t.jinja").write_text(template("chatml", marked=False))
+        words = Config(chat_template=str(tmp_path / "t.jinja"))
+        document = one(Data(source="hf", name="x", shape="chat", tokenizer=words), {"messages": says("q", "né")})
+        assert bytes(document.tokens[document.weights > 0].tolist()) == "né<|im_end|>".encode()
+        with pytest.raises(ConfigError, match="no file is there"):
+            shape(Data(source="hf", name="x", shape="chat", tokenizer=Config(chat_template=str(tmp_path / "u.jinja"))))
+
+    def test_refused(self, chatml: Config) -> None:
+        data = Data(source="hf", name="x", shape="chat", tokenizer=chatml, max_characters=100)
+        assert "no column 'messages'; it has 'text'" in refused(data, {"text": "x"})
+        assert "not a list of messages but str" in refused(data, {"messages": "x"})
+        assert "over data.max_characters=100" in refused(data, {"messages": says("x" * 100, "y")})
+        assert "not Unicode" in refused(data, {"messages": says("x", "\ud800")})
+        assert "not a list of messages but ndarray" in refused(data, {"messages": np.arange(3)})
+
+    def test_a_tokenizer_without_a_template(self) -> None:
+        with pytest.raises(ConfigError, match=r"data\.tokenizer\.chat_template"):
+            shape(Data(source="hf", name="x", shape="chat"))
+
+    def test_batches(self, tmp_path: Path, chatml: Config) -> None:
+        """Packed rows: each conversation in its own segment, learned in the right places."""
+        talks = [says("Who?" * k, "I am." * (k + 1)) for k in range(12)]
+        data = jsonl(
+            tmp_path, [{"messages": talk} for talk in talks], shape="chat", tokenizer=chatml, eval_fraction=0.01
+        )
+        words = tokenizer(data)
+        loader = train_loader(data, spec(256))
+        batch = {name: np.asarray(array) for name, array in next(loader).items()}
+        loader.close()
+        assert batch["segments"].max() > 1
+        learned = batch["targets"][batch["weights"] > 0]
+        answers = {talk[1]["content"] for talk in talks}
+        end = words.marks["<|im_end|>"]
+        parts = np.split(learned, np.flatnonzero(learned == end) + 1)[:-1]
+        assert len(parts) > 3
+        assert {words.decode(part.tolist()) for part in parts} <= answers
+        assert (batch["segments"][batch["weights"] > 0] > 0).all()
+
+
+class TestPreference:
+    def data(self, **values: Any) -> Data:
+        return Data(source="hf", name="x", shape="preference", **values)
+
+    def test_texts(self) -> None:
+        made = row(self.data(), {"prompt": "ab", "chosen": "cd", "rejected": "e"}, seq_len=8)
+        a, b, c, d, e = b"abcde"
+        assert {name: column.tolist() for name, column in made.items()} == {
+            "chosen_tokens": [BOS, a, b, c, d, 0, 0, 0],
+            "chosen_targets": [a, b, c, d, EOS, 0, 0, 0],
+            "chosen_positions": [0, 1, 2, 3, 4, 0, 0, 0],
+            "chosen_weights": [0, 0, 1, 1, 1, 0, 0, 0],
+            "rejected_tokens": [BOS, a, b, e, 0, 0, 0, 0],
+            "rejected_targets": [a, b, e, EOS, 0, 0, 0, 0],
+            "rejected_positions": [0, 1, 2, 3, 0, 0, 0, 0],
+            "rejected_weights": [0, 0, 1, 1, 0, 0, 0, 0],
+        }
+        assert {column.dtype for name, column in made.items() if "weights" not in name} == {np.dtype(np.int32)}
+
+    def test_without_a_prompt_what_both_begin_with_is_one(self) -> None:
+        made = row(self.data(), {"chosen": "abcd", "rejected": "abe"}, seq_len=8)
+        with_prompt = row(self.data(), {"prompt": "ab", "chosen": "cd", "rejected": "e"}, seq_len=8)
+        for name in made:
+            np.testing.assert_array_equal(made[name], with_prompt[name])
+
+    @pytest.mark.parametrize("form", ["apart", "whole", "text after messages", "messages after text"])
+    def test_messages(self, chatml: Config, form: str) -> None:
+        data = self.data(tokenizer=chatml)
+        prompt = says("Who?") if form == "messages after text" else says("Who?", "I.", "Why?")
+        chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("Because.", "Be gone."))
+        record: dict[str, Any] = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        if form == "whole":
+            record = {"chosen": [*prompt, *chosen], "rejected": [*prompt, *rejected]}
+        if form == "text after messages":
+            record |= {"chosen": "Because.", "rejected": "Be gone."}
+        if form == "messages after text":
+            record |= {"prompt": "Who?"}
+        made = row(data, record)
+        words = tokenizer(data)
+        transformers = import_optional("transformers", extra="parity")
+        theirs = transformers.AutoTokenizer.from_pretrained(chatml.path, local_files_only=True)
+        before = theirs.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        for side, text in (("chosen", "Because."), ("rejected", "Be gone.")):
+            answer = [*words.encode(text), words.marks["<|im_end|>"]]
+            learned = made[f"{side}_weights"] > 0
+            assert made[f"{side}_targets"][learned].tolist() == answer
+            assert made[f"{side}_tokens"][: len(before)].tolist() == before
+            assert np.flatnonzero(learned)[0] == len(before) - 1, "no token of the prompt, and no earlier turn"
+
+    def test_too_long(self) -> None:
+        record = {"prompt": "p" * 10, "chosen": "c" * 6, "rejected": "r" * 3}
+        assert "a prompt of 11 tokens, 18 with chosen, 15 with rejected" in refused(self.data(), record, 16)
+        assert row(self.data(), record, 17)["chosen_weights"].sum() == 7
+
+        truncating = self.data(packing=Packing(overlong=Overlong.truncate))
+        made = row(truncating, record, 12)
+        assert bytes(made["chosen_tokens"].tolist()) == b"pppppp" + b"c" * 6, "the prompt is cut first, from the left"
+        assert made["chosen_weights"].sum() == 7
+        assert bytes(made["rejected_tokens"][:6].tolist()) == b"pppppp"
+        assert made["rejected_weights"].sum() == 4
+        made = row(truncating, record, 4)
+        assert bytes(made["chosen_tokens"].tolist()) == b"pccc", "then the answers, at their ends"
+        assert made["chosen_targets"].tolist() == [ord("c")] * 4
+        assert made["rejected_targets"].tolist() == [*b"rrr", EOS]
+
+    def test_refused(self, chatml: Config) -> None:
+        reason = refused(self.data(), {"chosen": "x"})
+        assert "no column 'rejected'" in reason and "expected: chosen and rejected" in reason
+        assert "are the same" in refused(self.data(), {"chosen": "x", "rejected": "x"})
+        same = {"chosen": says("a", "b"), "rejected": says("a", "b")}
+        assert "are the same" in refused(self.data(tokenizer=chatml), same)
+        assert "no text as content but int" in refused(self.data(tokenizer=chatml), {"chosen": 3, "rejected": "x"})
+        ids = {"prompt": np.arange(3), "chosen": np.arange(4), "rejected": np.arange(5)}
+        assert "numbers, which no template" in refused(self.data(tokenizer=chatml), ids)
+        with pytest.raises(ConfigError, match="chat_template"):
+            one(self.data(), {"chosen": says("a", "b"), "rejected": says("a", "c")})
+
+    def test_an_answer_without_a_token_to_learn(self) -> None:
+        """Its pair would count as one that only fills up a batch."""
+        data = self.data(tokenizer=Config(add_eos=False))
+        assert "chosen has no token to learn" in refused(data, {"prompt": "a", "chosen": "", "rejected": "b"})
+        assert "rejected has no token to learn" in refused(data, {"chosen": "ab", "rejected": "a"})
+        assert row(self.data(), {"prompt": "a", "chosen": "b", "rejected": ""})["rejected_weights"].sum() == 1
+
+    def test_a_prompt_that_the_messages_repeat(self, chatml: Config) -> None:
+        """As a text, and with the keys without a value that columnar files give."""
+        data = self.data(tokenizer=chatml)
+        sides = {side: [{**turn, "name": None} for turn in says("Who?", side)] for side in ("chosen", "rejected")}
+        whole, repeated = row(data, sides), row(data, {"prompt": "Who?", **sides})
+        for name in whole:
+            np.testing.assert_array_equal(whole[name], repeated[name])
+
+    @pytest.mark.parametrize(
+        ("prompt", "chosen", "reason"),
+        [
+            (says("q", "a"), says("b")[:1], "the prompt ends with a turn of the assistant"),
+            (says("q"), says("b"), "chosen ends with a turn of the user"),
+            (None, says("q"), "chosen ends with a turn of the user"),
+            (says("q"), says("other", "b"), "chosen begins with a turn of the user that is not the prompt's"),
+        ],
+    )
+    def test_exchanged_columns(self, chatml: Config, prompt: Any, chosen: Any, reason: str) -> None:
+        record = {"prompt": prompt, "chosen": chosen, "rejected": "answer"}
+        found = refused(self.data(tokenizer=chatml), record)
+        assert reason in found and "expected: chosen and rejected" in found
+
+    def test_batches(self, tmp_path: Path) -> None:
+        records = [{"prompt": f"{k:02}", "chosen": "yes", "rejected": "no"} for k in range(20)]
+        loader = train_loader(jsonl(tmp_path, records, shape="preference"), spec(16, batch=4))
+        batch = next(loader)
+        metrics = loader.metrics()
+        loader.close()
+        assert {name: array.shape for name, array in batch.items()} == {
+            f"{side}_{name}": (4, 16)
+            for side in ("chosen", "rejected")
+            for name in ("tokens", "targets", "positions", "weights")
+        }
+        # begin, 2 letters, then 3 and 2: 6 and 5 of 16 places.
+        assert metrics["data/padding"] == pytest.approx(1 - 11 / 32)
+        loader = train_loader(jsonl(tmp_path, records, shape="preference"), spec(4))
+        with pytest.raises(ConfigError, match=r"records.jsonl.*over train.seq_len=4"):
+            next(loader)
+        loader.close()
+
+
+class TestPrompts:
+    def data(self, **values: Any) -> Data:
+        return Data(source="hf", name="x", shape="prompts", **values)
+
+    def test_text(self) -> None:
+        made = row(self.data(columns={"prompt": "question"}), {"question": "ab", "answer": [1, {"x": 2}], "id": 7}, 6)
+        assert made["tokens"].tolist() == [BOS, *b"ab", PAD, PAD, PAD]
+        assert (made["length"].dtype, made["length"].shape, int(made["length"])) == (np.int32, (), 3)
+        assert (made["info"].dtype, made["info"].shape) == (object, ())
+        assert made["info"].item() == {"prompt": "ab", "answer": [1, {"x": 2}], "record": {"id": 7}}
+
+    def test_messages(self, chatml: Config) -> None:
+        made = row(self.data(tokenizer=chatml), {"prompt": says("2 + 2?"), "answer": "4"})
+        transformers = import_optional("transformers", extra="parity")
+        theirs = transformers.AutoTokenizer.from_pretrained(chatml.path, local_files_only=True)
+        expected = theirs.apply_chat_template(says("2 + 2?"), add_generation_prompt=True, return_dict=False)
+        assert made["tokens"][: int(made["length"])].tolist() == expected
+        assert made["info"].item()["prompt"].endswith("<|im_start|>assistant\n")
+
+    def test_refused(self, chatml: Config) -> None:
+        assert "a prompt of 6 tokens: over train.seq_len=4" in refused(self.data(), {"prompt": "abcde"}, 4)
+        assert "no column 'prompt'" in refused(self.data(), {"answer": 1})
+        assert "special token" in refused(self.data(tokenizer=chatml), {"prompt": says("<|im_end|>")})
+        assert "nothing to answer" in refused(self.data(tokenizer=Config(add_bos=False)), {"prompt": ""})
+        assert "message 0 has no role" in refused(self.data(tokenizer=chatml), {"prompt": [3]})
+
+    def test_rows_on_the_host(self, tmp_path: Path) -> None:
+        records = [{"prompt": f"{k} + 1?", "answer": k + 1} for k in range(10)]
+        loader = host_loader(jsonl(tmp_path, records, shape="prompts", eval_fraction=0.1), spec(16, batch=3))
+        seen = [row["info"].item() for _ in range(3) for row in next(loader)]
+        loader.close()
+        assert sorted(info["answer"] for info in seen) == list(range(1, 10))
+        assert all(info["prompt"] == f"{info['answer'] - 1} + 1?" for info in seen)
+
+
+class TestTokens:
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"tokens": [[1, 2], [3]]}, "a list that is no array"),
+            ({"tokens": [1.5, 2, 3]}, "not a list of token ids but float64 of shape (3,)"),
+            ({"tokens": [1, -100, 5]}, "ids from -100 to 5"),
+            ({"tokens": [1, 2**32 + 5, 7]}, "ids from 1 to 4294967301"),
+            ({"tokens": np.array([0, 2**32 - 1, 5], np.uint32)}, "ids from 0 to 4294967295"),
+            ({"weights": [1, 1]}, "weights of shape (2,) for 3 tokens"),
+            ({"weights": [[1], [1, 2], [1]]}, "a list that is no array"),
+            ({"weights": ["a", "b", "c"]}, "weights that are not finite numbers"),
+            ({"weights": [1, float("nan"), 1]}, "weights that are not finite numbers"),
+        ],
+    )
+    def test_refused(self, change: dict[str, Any], reason: str) -> None:
+        """Each would be trained on as another token or as a loss of NaN, or would end the run without its place."""
+        assert reason in refused(Data(source="hf", name="x", shape="tokens"), {"tokens": [1, 2, 3]} | change)
+
+    def test_documents(self) -> None:
+        for weights in (None, [0, 1, 1], [False, True, True], np.array([0, 1, 1], np.uint8)):
+            document = one(Data(source="hf", name="x", shape="tokens"), {"tokens": [1, 2, 3], "weights": weights})
+            assert document.tokens.tolist() == [1, 2, 3]
+            assert document.weights is None if weights is None else document.weights.tolist() == [0, 1, 1]
+
+
+class TestTeacher:
+    def record(self, count: int, k: int = 3, kind: type = np.float16) -> dict[str, Any]:
+        random = np.random.default_rng(count)
+        return {
+            "tokens": random.integers(1, 200, count).tolist(),
+            "teacher_ids": random.integers(200, size=(count - 1, k)).tolist(),
+            "teacher_logits": random.normal(size=(count - 1, k)).astype(kind),
+        }
+
+    @pytest.mark.parametrize("kind", [np.float16, np.float32])
+    def test_documents(self, kind: type) -> None:
+        record = self.record(5, kind=kind)
+        document = one(Data(source="hf", name="x", shape="teacher"), record)
+        assert document.tokens.tolist() == record["tokens"]
+        assert document.columns["teacher_ids"].dtype == np.int32
+        assert document.columns["teacher_logits"].dtype == kind
+        np.testing.assert_array_equal(document.columns["teacher_logits"], record["teacher_logits"])
+
+    def test_columns_stay_beside_their_tokens(self, tmp_path: Path) -> None:
+        records = [
+            {**self.record(5 + k), "teacher_logits": self.record(5 + k)["teacher_logits"].tolist()} for k in range(8)
+        ]
+        loader = train_loader(jsonl(tmp_path, records, shape="teacher", eval_fraction=0.01), spec(16))
+        batch = {name: np.asarray(array) for name, array in next(loader).items()}
+        loader.close()
+        assert batch["teacher_ids"].shape == batch["teacher_logits"].shape == (2, 16, 3)
+        known = {
+            (before, after): (ids, logits)
+            for record in records
+            for before, after, ids, logits in zip(
+                record["tokens"], record["tokens"][1:], record["teacher_ids"], record["teacher_logits"], strict=False
+            )
+        }
+        checked = 0
+        for place in zip(*np.nonzero(batch["segments"]), strict=True):
+            ids, logits = known[int(batch["tokens"][place]), int(batch["targets"][place])]
+            assert batch["teacher_ids"][place].tolist() == ids
+            np.testing.assert_allclose(batch["teacher_logits"][place], logits, rtol=1e-6)
+            checked += 1
+        assert checked > 16
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"teacher_ids": [[1, 2, 3]]}, "both should be [4, k]"),
+            ({"teacher_logits": [[1.0]] * 4}, "both should be [4, k]"),
+            ({"teacher_logits": [[1.0, 2.0], [1.0]]}, "a list that is no array"),
+            ({"teacher_logits": [[float("nan")] * 3] * 4}, "not finite"),
+            ({"teacher_ids": [["a"] * 3] * 4}, "ids and numbers are needed"),
+            ({"tokens": "text"}, "not a list of ids"),
+            ({"tokens": [1]}, "of which a teacher can say nothing"),
+            ({"tokens": [1, 2, 3, -100, 5]}, "ids from -100 to 5"),
+            ({"teacher_ids": [[1, 2, -1]] * 4}, "ids from -1 to 2"),
+            ({"weights": [1, 1, 1, 1, float("nan")]}, "weights that are not finite numbers"),
+        ],
+    )
+    def test_refused(self, change: dict[str, Any], reason: str) -> None:
+        assert reason in refused(Data(source="hf", name="x", shape="teacher"), self.record(5) | change)
+
+
+def to_messages(record: Record) -> Record:
+    """A formatting function, as a user would write one."""
+    return {"messages": [{"role": "user", "content": record["q"]}, {"role": "assistant", "content": record["a"]}]}
+
+
+class TestFormatting:
+    def test_runs_before_the_shape(self, tmp_path: Path, chatml: Config) -> None:
+        records = [{"q": f"q{k}", "a": f"answer {k}"} for k in range(9)]
+        formatting = f"{__name__}:to_messages"
+        data = jsonl(tmp_path, records, shape="chat", tokenizer=chatml, formatting=formatting, eval_fraction=0.1)
+        loader = train_loader(data, spec(512, batch=1))
+        batch = {name: np.asarray(array) for name, array in next(loader).items()}
+        loader.close()
+        learned = tokenizer(data).decode(batch["targets"][batch["weights"] > 0].tolist())
+        assert sorted(learned.split("answer ")[1:]) == [str(k) for k in range(8)]
+
+    def test_what_it_raises_names_the_record(self, tmp_path: Path, chatml: Config) -> None:
+        records = [{"q": "q", "a": "a"}] * 4 + [{"q": "no answer"}] + [{"q": "q", "a": "a"}] * 4
+        values = {"shape": "chat", "tokenizer": chatml, "formatting": f"{__name__}:to_messages", "eval_fraction": 0.1}
+        loader = train_loader(jsonl(tmp_path, records, **values), spec(64))
+        with pytest.raises(ConfigError, match=r"records.jsonl.*data.formatting raised KeyError: 'a'"):
+            next(loader)
+        loader.close()
+        loader = train_loader(jsonl(tmp_path, records, on_error=OnError["skip"], **values), spec(64))
+        next(loader)
+        assert loader.metrics()["data/skipped"] >= 1
+        loader.close()
+
+    @pytest.mark.parametrize("path", ["nowhere:f", f"{__name__}:nothing"])
+    def test_a_function_that_is_not_there(self, tmp_path: Path, path: str) -> None:
+        with pytest.raises(ConfigError, match=r"data\.formatting"):
+            next(train_loader(jsonl(tmp_path, [{"text": "x"}] * 9, formatting=path), spec(8)))

@@ -1,0 +1,91 @@
+"""Every source, through its real config: a state saved anywhere goes on in a fresh process, batch for batch.
+
+The positions fall into packing windows, shuffled groups of records and the edges of epochs: the files are so small that
+several epochs pass.
+"""
+
+import hashlib
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.cli import ROOT, finished
+from tests.support.data_files import WRITERS
+
+LENGTH = 440
+# So many take a minute a source: MAXHYDRA_FULL=1.
+POSITIONS, BATCHES = (200, 50) if os.environ.get("MAXHYDRA_FULL") == "1" else (50, 10)
+
+# Batches of four rows from three streams, in windows of a few rows.
+COMMON = ["train.seq_len=32", "model.vocab_size=60000", "data.packing.window=6", "data.streams=3"]
+
+
+def open_loader(overrides: list[str]) -> Any:
+    from maxhydra.config.compose.composer import compose
+    from maxhydra.data import BatchSpec, RowSpec, host_loader
+
+    config = compose([*COMMON, *overrides], None).config
+    rows = RowSpec(seq_len=config.train.seq_len, vocab_size=config.model.vocab_size, seed=11)
+
+    class Whole(BatchSpec):
+        """All rows are this process's own."""
+
+        def own_rows(self, batch: int) -> np.ndarray:
+            return np.arange(batch)
+
+    return host_loader(config.data, Whole(rows=rows, batch=4, sharding=None))  # type: ignore[arg-type]
+
+
+def digest(rows: list[dict[str, np.ndarray]]) -> str:
+    total = hashlib.sha256()
+    for row in rows:
+        for name in sorted(row):
+            column = row[name]
+            total.update(name.encode() + (repr(column.item()).encode() if column.dtype == object else column.tobytes()))
+    return total.hexdigest()
+
+
+def go_on(job: Path) -> None:
+    """What the fresh process does: restore each state, and print what follows it."""
+    given = json.loads(job.read_text())
+    loader = open_loader(given["overrides"])
+    seen = []
+    for state in given["states"]:
+        loader.restore(state)
+        seen.append([digest(next(loader)) for _ in range(BATCHES)])
+    loader.close()
+    print(json.dumps(seen))
+
+
+@pytest.mark.parametrize("source", WRITERS)
+def test_positions_go_on_in_a_fresh_process(source: str, tmp_path: Path) -> None:
+    write: Callable[[Path], list[str]] = WRITERS[source]
+    overrides = write(tmp_path)
+    loader = open_loader(overrides)
+    states, digests = [], []
+    for _ in range(LENGTH + BATCHES):
+        states.append(loader.state())
+        digests.append(digest(next(loader)))
+    epochs = loader.metrics()["data/epoch"]
+    loader.close()
+    assert len(set(digests)) > LENGTH // 2, "the batches differ"
+    assert epochs > 1.5 or source == "synthetic", "positions lie on both sides of the edge of an epoch"
+
+    positions = random.Random(source).sample(range(LENGTH), POSITIONS)
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps({"overrides": overrides, "states": [states[at] for at in positions]}))
+    places = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    fresh = finished(str(job), cwd=tmp_path, module="tests.test_data_resume", PYTHONPATH=places)
+    for at, seen in zip(positions, json.loads(fresh.stdout.splitlines()[-1]), strict=True):
+        assert seen == digests[at : at + BATCHES], f"after batch {at}"
+
+
+if __name__ == "__main__":
+    go_on(Path(sys.argv[1]))

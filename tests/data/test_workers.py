@@ -1,0 +1,171 @@
+"""Worker processes: the same batches as without, a clear error when one dies, none left behind."""
+
+import json
+import operator
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from maxhydra.config import ConfigError
+from maxhydra.config.schema.data import Data
+from maxhydra.data import Batch, BatchSpec, RowSpec, train_loader
+from maxhydra.data.records import Record
+from maxhydra.data.workers import WorkerDied, Workers
+from tests.support.cli import ROOT, environment
+
+
+def doubled(record: Record) -> Record:
+    """A formatting function, which a worker finds by its name."""
+    return {"text": record["text"] * 2}
+
+
+def refuse_the_last(record: Record) -> Record:
+    if record["text"].startswith("399 "):
+        raise ValueError("it is the last")
+    return record
+
+
+def die(record: Record) -> Record:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return record
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.jsonl"
+    texts = (f"{index} " + "word " * (index % 17) for index in range(400))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Workers import this file by name."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    yield
+    assert not children(os.getpid()), "a worker was left behind"
+
+
+def data_of(path: Path, **values: object) -> Data:
+    given = {"source": "grain", "path": str(path), "cache": str(path.parent / "cache"), **values}
+    return Data(**given)  # type: ignore[arg-type]
+
+
+def spec() -> BatchSpec:
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return BatchSpec(rows=RowSpec(seq_len=64, vocab_size=259, seed=3), batch=4, sharding=sharding)
+
+
+def take(data: Data, count: int) -> list[Batch]:
+    loader = train_loader(data, spec())
+    try:
+        return [next(loader) for _ in range(count)]
+    finally:
+        loader.close()
+
+
+def children(process: int) -> list[int]:
+    """Worker processes of a process; the tracker of shared memory, which ends with the interpreter, is none."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            called = (folder / "cmdline").read_bytes()
+        except (OSError, IndexError):
+            continue
+        if parent == process and b"spawn_main" in called:
+            found.append(int(folder.name))
+    return found
+
+
+def test_workers_give_the_same_batches(path: Path) -> None:
+    formatting = "tests.test_data_workers:doubled"
+    # More than an epoch, in windows of several chunks.
+    alone, helped = (take(data_of(path, formatting=formatting, workers=workers), 60) for workers in (0, 2))
+    for one, other in zip(alone, helped, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
+
+
+def test_a_worker_that_dies_is_an_error_and_not_a_wait(path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"data.workers=2: a worker process ended in the middle of its work"):
+        take(data_of(path, formatting="tests.test_data_workers:die", workers=2), 1)
+    assert time.monotonic() - began < 60
+
+
+def test_what_a_worker_raises_names_the_record(path: Path) -> None:
+    data = data_of(path, formatting="tests.test_data_workers:refuse_the_last", workers=1, eval_path=str(path))
+    with pytest.raises(ConfigError, match=r"texts.jsonl, line 400.*\n?.*ValueError: it is the last"):
+        take(data, 60)
+
+
+def test_workers_can_be_ended_while_they_write() -> None:
+    """A result of 64 MB, which no one has read to its end when the pool is closed."""
+    for delay in (0.1, 0.6):
+        pool = Workers(2, int)
+        futures = [pool.submit(operator.mul, b"x", 2**26) for _ in range(4)]
+        time.sleep(delay)
+        pool.shutdown(cancel_futures=True)
+        assert all(future.done() for future in futures)
+
+
+def test_a_pool_gives_results_raises_errors_and_tells_of_a_death() -> None:
+    with Workers(1, int) as pool:
+        assert pool.submit(divmod, 7, 2).result() == (3, 1)
+        with pytest.raises(ZeroDivisionError):
+            pool.submit(divmod, 7, 0).result()
+        with pytest.raises(WorkerDied):
+            pool.submit(os._exit, 3).result()
+        with pytest.raises(WorkerDied):
+            pool.submit(divmod, 7, 2).result()
+
+
+def test_workers_end_with_a_run_that_is_killed(path: Path, tmp_path: Path) -> None:
+    script = f"""
+from tests.data.test_workers import data_of, spec, train_loader
+from pathlib import Path
+if __name__ == "__main__":
+    loader = train_loader(data_of(Path({str(path)!r}), workers=1), spec())
+    next(loader)
+    print("ready", flush=True)
+    input()
+"""
+    (tmp_path / "run.py").write_text(script)
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "run.py")],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "ready"
+    (worker,) = children(process.pid)
+    # What is meant for the run does not reach its workers.
+    os.kill(worker, signal.SIGTERM)
+    os.kill(worker, signal.SIGINT)
+    time.sleep(0.5)
+    assert Path(f"/proc/{worker}").exists()
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{worker}").exists() and _state(worker) != "Z" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{worker}").exists() or _state(worker) == "Z"
+
+
+def _state(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"

@@ -1,0 +1,459 @@
+"""The server as its clients meet it: through OpenAI's own client, and through raw sockets where that is too polite."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.decode import Sampling
+from maxhydra.decode.openai_server import Access, Limits, ServerDefaults, Service, listen, serve
+from maxhydra.decode.openai_server.response_schema import ResponseBuilder
+from maxhydra.decode.prompts import PromptEncoder
+from maxhydra.decode.request import Completion, Delta, TokenLogprob
+from tests.support.fake_engine import WORDS, FakeEngine
+from tests.support.skips import import_optional
+
+openai = import_optional("openai", extra="test")
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+LIMITS = {"max_body": 2**20, "max_connections": 200, "timeout": 5.0, "keep_alive": 5.0, "drain": 5.0}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+class Running:
+    """A server in a thread, and clients for it."""
+
+    def __init__(self, engine: FakeEngine, prompts: PromptEncoder, *, key: str | None, places: int, limits: Limits):
+        self.engine, self.listener = engine, listen("127.0.0.1", 0)
+        self.port = self.listener.getsockname()[1]
+        offer = ServerDefaults("tiny", Sampling(max_tokens=4), 8, 320)  # type: ignore[call-arg]
+        self._ready = threading.Event()
+
+        async def main() -> None:
+            self.loop, self.stop = asyncio.get_running_loop(), asyncio.Event()
+            self.service = Service(engine, prompts, offer, access=Access(key, is_local=True), places=places, seed=0)
+            self._ready.set()
+            await serve(self.listener, self.service, limits, stop=self.stop)
+
+        self.thread = threading.Thread(target=lambda: asyncio.run(main()))
+        self.thread.start()
+        self._ready.wait()
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=30)
+
+    def raw(self, data: bytes, *, until_closed: bool = True) -> bytes:
+        """Send bytes, and read what comes until the server closes or falls silent."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as link:
+            with contextlib.suppress(ConnectionError):
+                link.sendall(data)
+            received = b""
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                while part := link.recv(65536):
+                    received += part
+                    if not until_closed and b"\r\n\r\n" in received:
+                        break
+            return received
+
+    def post(self, body: bytes | dict[str, Any], path: str = "/v1/chat/completions") -> tuple[int, dict[str, Any]]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        return reply(self.raw(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data))
+
+    def get(self, path: str) -> bytes:
+        return self.raw(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+
+    def idle(self, seconds: float = 5) -> bool:
+        """Whether every place is free, soon."""
+        return eventually(lambda: self.engine.stats()["running"] + self.engine.stats()["waiting"] == 0, seconds)
+
+    def end(self) -> None:
+        self.loop.call_soon_threadsafe(self.stop.set)
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+        self.service.close()
+        self.engine.close()
+
+
+def reply(data: bytes) -> tuple[int, dict[str, Any]]:
+    head, _, body = data.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)
+
+
+def eventually(happens: Any, seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if happens():
+            return True
+        time.sleep(0.01)
+    return bool(happens())
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
+    path: Path = tmp_path_factory.mktemp("chat") / "chat.jinja"
+    path.write_text(TEMPLATE)
+    return PromptEncoder(compose([f"data.tokenizer.chat_template={path}"]).config.data, vocab_size=320)
+
+
+@contextlib.contextmanager
+def running(
+    prompts: PromptEncoder,
+    *,
+    key: str | None = None,
+    places: int = 200,
+    seconds: float = 0.0,
+    slots: int = 8,
+    **limits: Any,
+) -> Iterator[Running]:
+    engine = FakeEngine(slots=slots, seconds=seconds)
+    server = Running(engine, prompts, key=key, places=places, limits=Limits(**{**LIMITS, **limits}))
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+@pytest.fixture(scope="module")
+def server(prompts: PromptEncoder) -> Iterator[Running]:
+    with running(prompts) as server:
+        yield server
+
+
+def words(start: str, count: int) -> str:
+    first = WORDS.index(start)
+    return " ".join(WORDS[(first + n) % len(WORDS)] for n in range(count))
+
+
+# OpenAI's client
+
+
+def test_chat_with_samples_and_usage(server: Running) -> None:
+    client = server.client()
+    one = client.chat.completions.create(model="tiny", messages=HELLO, seed=3)  # type: ignore[arg-type]
+    two = client.chat.completions.create(model="tiny", messages=HELLO, seed=3, n=2, max_completion_tokens=6)  # type: ignore[call-overload]
+    text = one.choices[0].message.content
+    assert text == words(text.split()[0], 4) and one.choices[0].finish_reason == "length"
+    assert one.usage is not None and one.usage.prompt_tokens == len("<user>hello\n<assistant>")
+    assert one.usage.completion_tokens == 4 and one.usage.total_tokens == one.usage.prompt_tokens + 4
+    first, second = (choice.message.content for choice in two.choices)
+    assert first.startswith(text) and len(first.split()) == 6 and second != first and two.usage.completion_tokens == 12
+    assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
+
+
+def test_content_may_come_in_parts(server: Running) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+    make = server.client().chat.completions.create
+    whole, parted = (make(model="tiny", messages=m, seed=1) for m in (HELLO, parts))  # type: ignore[call-overload]
+    assert whole.choices[0].message.content == parted.choices[0].message.content
+
+
+def test_streams_say_the_same_as_whole_answers(server: Running) -> None:
+    make = server.client().chat.completions.create
+    settings: Any = {"model": "tiny", "messages": HELLO, "seed": 9, "n": 2, "max_tokens": 7, "logprobs": True}
+    whole = make(**settings, top_logprobs=2)
+    texts, tokens, ends, usage = ["", ""], [[], []], [None, None], None
+    for chunk in make(**settings, top_logprobs=2, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            tokens[choice.index] += choice.logprobs.content if choice.logprobs else []
+            ends[choice.index] = choice.finish_reason or ends[choice.index]
+    for choice in whole.choices:
+        assert texts[choice.index] == choice.message.content and ends[choice.index] == choice.finish_reason == "length"
+        assert tokens[choice.index] == choice.logprobs.content and len(tokens[choice.index]) == 7
+        assert [top.logprob for top in tokens[choice.index][0].top_logprobs] == [-1.0, -2.0]
+    assert usage == whole.usage
+
+
+def test_stop_texts_end_the_answer(server: Running) -> None:
+    make = server.client().chat.completions.create
+    for stop in ("delta", ["zeta", "delta"]):
+        done = make(model="tiny", messages=HELLO, max_tokens=16, stop=stop)  # type: ignore[call-overload]
+        assert done.choices[0].finish_reason == "stop" and "delta" not in done.choices[0].message.content
+
+
+def test_completions_of_texts_and_tokens(server: Running) -> None:
+    make = server.client().completions.create
+    done = make(model="tiny", prompt=["a", "b"], n=2, max_tokens=3, logprobs=1, seed=0)
+    assert [choice.index for choice in done.choices] == [0, 1, 2, 3] and done.usage.prompt_tokens == 4
+    first = done.choices[0].logprobs
+    assert len(first.tokens) == len(first.token_logprobs) == len(first.text_offset) == len(first.top_logprobs) == 3
+    same = make(model="tiny", prompt=[256, 97], max_tokens=3, seed=0)
+    assert same.choices[0].text == done.choices[0].text
+    pieces = make(model="tiny", prompt="a", max_tokens=3, seed=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in pieces) == done.choices[0].text
+
+
+def test_a_long_answer_with_log_probabilities_takes_no_longer_a_token(prompts: PromptEncoder) -> None:
+    made = ResponseBuilder(False, "tiny", prompts, prompt_tokens=1, has_logprobs=True, include_usage=False)
+    tokens = tuple(b"abc" * 10_000)
+    drawn = Completion("", tokens, tuple(TokenLogprob(token, -1.0, ()) for token in tokens), "length")
+    began = time.monotonic()
+    (choice,) = made.whole([drawn])["choices"]
+    # A sum of all lengths before each token would take 17 s.
+    assert choice["logprobs"]["text_offset"] == list(range(30_000)) and time.monotonic() - began < 6
+    assert made.chunk(0, Delta("", ()), 5)["choices"][0]["logprobs"]["text_offset"] == []
+
+
+def test_without_a_seed_requests_differ_and_with_one_they_do_not(server: Running) -> None:
+    make = server.client().completions.create
+    drawn = {make(model="tiny", prompt="a", max_tokens=1).choices[0].text for _ in range(12)}
+    assert len(drawn) > 2
+    fixed = {make(model="tiny", prompt="a", max_tokens=1, seed=1).choices[0].text for _ in range(4)}
+    assert len(fixed) == 1
+
+
+# Bad requests
+
+CHAT = {"model": "tiny", "messages": HELLO}
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 1e999}, None),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"max_completion_tokens": 3, "max_tokens": 4}, "max_completion_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"seed": 1.5}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 9}, "n"),
+        ({"n": "2"}, "n"),
+        ({"stop": 5}, "stop"),
+        ({"stop": {"a": 1}}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stream": 1}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": True}}, "stream_options"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+        ({"tempreature": 1}, "tempreature"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ({"\ud800": 1}, "?"),
+    ],
+)
+def test_a_bad_field_is_named(server: Running, change: dict[str, Any], param: str | None) -> None:
+    status, body = server.post({**CHAT, **change})
+    assert status == 400 and body["error"]["param"] == param and body["error"]["message"], body
+    assert body["error"]["type"] == "invalid_request_error"
+    assert server.idle()
+
+
+def test_refusals_name_the_key_to_change(server: Running) -> None:
+    long = server.post({**CHAT, "messages": [{"role": "user", "content": "x" * 600}]})[1]
+    assert "task.engine.max_context" in long["error"]["message"]
+    assert "task.max_samples" in server.post({**CHAT, "n": 9})[1]["error"]["message"]
+    assert "temperature" in server.post({**CHAT, "temprature": 9})[1]["error"]["message"]
+    status, huge = server.post({**CHAT, "messages": [{"role": "user", "content": "x" * 10_000_000}]})
+    assert status == 413 and "task.max_body_mib" in huge["error"]["message"]
+    with pytest.raises(openai.APIStatusError) as raised:
+        big = [{"role": "user", "content": "x" * 10_000_000}]
+        server.client().chat.completions.create(model="tiny", messages=big)  # type: ignore[arg-type]
+    assert raised.value.status_code == 413
+    with pytest.raises(openai.NotFoundError) as missing:
+        server.client().chat.completions.create(model="large", messages=HELLO)  # type: ignore[arg-type]
+    assert missing.value.code == "model_not_found" and "'tiny'" in missing.value.message
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], None, 5, [[]], ["a", [1]], [320], [-1], [True], {"a": 1}, ["x"] * 9])
+def test_a_bad_prompt_is_named(server: Running, prompt: Any) -> None:
+    status, body = server.post({"model": "tiny", "prompt": prompt}, "/v1/completions")
+    accepted = prompt == ["a", [1]]
+    assert status == (200 if accepted else 400) and (accepted or body["error"]["param"] == "prompt"), body
+
+
+def test_neutral_and_null_fields_are_accepted(server: Running) -> None:
+    neutral = {
+        "frequency_penalty": 0,
+        "logit_bias": {},
+        "tools": None,
+        "user": "me",
+        "response_format": {"type": "text"},
+    }
+    status, _ = server.post({**CHAT, **neutral, "temperature": None, "stop": None, "n": None, "stream": None})
+    assert status == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 200_000, b'{"n": NaN}', b"1" * 9999]
+)
+def test_what_is_no_json_object_is_refused(server: Running, body: bytes) -> None:
+    status, answer = server.post(body)
+    assert status == 400 and answer["error"]["code"] == "invalid_json"
+
+
+GOOD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"HELLO\r\n\r\n", 400),
+        (b"GET /health HTTP/2.0\r\nHost: a\r\n\r\n", 400),
+        (b"GET http://x/health HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),
+        (GOOD + b"Host: localhost\r\n\r\n", 400),
+        (GOOD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+        (GOOD + b"Content-Length: -1\r\n\r\n", 400),
+        (GOOD + b"Content-Length: 1e3\r\n\r\n", 400),
+        (GOOD + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n", 411),
+        (GOOD + b"A: b\r\n folded\r\n\r\n", 400),
+        (GOOD + b"A : b\r\n\r\n", 400),
+        (GOOD + b"A: b\x00\r\n\r\n", 400),
+        (GOOD + b"A: " + b"x" * 40_000 + b"\r\n\r\n", 431),
+        (GOOD + b"A: b\r\n" * 150 + b"\r\n", 431),
+        (b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", 404),
+        (b"DELETE /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", 405),
+        (b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n", 403),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}", 415),
+    ],
+)
+def test_what_is_no_proper_http_is_refused(server: Running, data: bytes, status: int) -> None:
+    code, body = reply(server.raw(data))
+    assert code == status and body["error"]["message"]
+
+
+def test_slow_and_silent_clients_lose_their_connection(prompts: PromptEncoder) -> None:
+    with running(prompts, timeout=0.3, keep_alive=0.3) as server:
+        assert server.raw(b"") == b""
+        assert reply(server.raw(b"GET /health HT"))[0] == 408
+        slow = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        assert reply(server.raw(slow + b"Content-Length: 9\r\n\r\n{"))[0] == 408
+        assert server.raw(GOOD + b"\r\n").startswith(b"HTTP/1.1 200")
+
+
+def test_a_connection_serves_many_requests(server: Running) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as link:
+        link.sendall((GOOD + b"\r\n") * 3)
+        received = b""
+        while received.count(b"HTTP/1.1 200") < 3:
+            received += link.recv(4096)
+    assert received.count(b'{"status": "ok"}') == 3
+
+
+# Access, limits, hang-ups, the end
+
+
+def test_the_key_is_asked_for_and_never_told(prompts: PromptEncoder) -> None:
+    with running(prompts, key="sesame-1234") as server:
+        assert server.client("sesame-1234").models.list().data[0].id == "tiny"
+        for wrong in ("sesame-123", "", "sesame-12345"):
+            with pytest.raises(openai.AuthenticationError) as raised:
+                server.client(wrong or "x").models.list()
+            assert "sesame" not in str(raised.value)
+        assert reply(server.get("/health"))[0] == 200 and reply(server.get("/metrics"))[0] == 401
+
+
+def test_a_full_queue_says_when_to_come_back(prompts: PromptEncoder) -> None:
+    with running(prompts, places=4, slots=2, seconds=0.02) as server:
+        make = server.client().completions.create
+        with ThreadPoolExecutor(4) as pool:
+            under_way = [pool.submit(make, model="tiny", prompt="a", max_tokens=40) for _ in range(4)]
+            assert eventually(lambda: b"server_sequences 4\n" in server.get("/metrics"), 5)
+            with pytest.raises(openai.RateLimitError) as raised:
+                make(model="tiny", prompt="a")
+            assert raised.value.response.headers["retry-after"] == "1" and "task.queue" in raised.value.message
+            assert all(len(done.result().choices[0].text.split()) == 40 for done in under_way)
+        assert make(model="tiny", prompt="a").choices[0].text
+        metrics = server.get("/metrics").decode()
+        assert "maxhydra_server_sequences 0\n" in metrics and 'responses{status="429"} 1' in metrics
+        assert "maxhydra_engine_tokens_written 164\n" in metrics
+
+
+def test_too_many_connections_are_turned_away(prompts: PromptEncoder) -> None:
+    with running(prompts, max_connections=2) as server, contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+        assert eventually(lambda: b" 503 " in server.get("/health"), 5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_frees_its_places(prompts: PromptEncoder, stream: bool) -> None:
+    with running(prompts, seconds=0.01) as server:
+        body = json.dumps({**CHAT, "n": 4, "max_tokens": 450, "stream": stream}).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", server.port)) as link:
+            link.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            assert eventually(lambda: server.engine.stats()["running"] == 4, 5)
+        assert server.idle(1) and server.engine.stats()["tokens_written"] < 1000
+        assert b"maxhydra_server_sequences 0\n" in server.get("/metrics")
+
+
+def test_the_end_lets_requests_finish_and_cancels_what_takes_too_long(prompts: PromptEncoder) -> None:
+    engine = FakeEngine(seconds=0.01)
+    server = Running(engine, prompts, key=None, places=9, limits=Limits(**{**LIMITS, "drain": 2.0}))
+    make = server.client().completions.create
+    with ThreadPoolExecutor(2) as pool:
+        short, long = (pool.submit(make, model="tiny", prompt="a", max_tokens=n) for n in (40, 400))
+        assert eventually(lambda: engine.stats()["running"] == 2, 5)
+        idle = socket.create_connection(("127.0.0.1", server.port))
+        began = time.monotonic()
+        server.end()
+        assert 1.5 < time.monotonic() - began < 10 and idle.recv(1) == b""
+        assert len(short.result().choices[0].text.split()) == 40
+        with pytest.raises(openai.APIConnectionError):
+            long.result()
+
+
+def test_an_engine_that_failed_is_told_of(prompts: PromptEncoder) -> None:
+    with running(prompts, seconds=0.01) as server:
+        make = server.client().completions.create
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(make, model="tiny", prompt="a", max_tokens=400)
+            assert eventually(lambda: server.engine.stats()["running"] == 1, 5)
+            assert reply(server.get("/health"))[0] == 200
+            server.engine.fail("out of memory")
+            with pytest.raises(openai.InternalServerError, match="out of memory"):
+                asked.result()
+        assert reply(server.get("/health"))[0] == 503 and server.post(CHAT)[0] == 503
+
+
+def test_64_clients_lose_no_request(prompts: PromptEncoder) -> None:
+    with running(prompts, slots=16, seconds=0.001) as server:
+        until, client = time.monotonic() + 3, server.client()
+
+        def ask(number: int) -> int:
+            served = 0
+            while time.monotonic() < until:
+                stream = bool((number + served) % 2)
+                done = client.completions.create(
+                    model="tiny", prompt=f"{number}", max_tokens=5, seed=number, stream=stream
+                )
+                text = "".join(c.choices[0].text for c in done) if stream else done.choices[0].text  # type: ignore[union-attr]
+                assert text == words(text.split()[0], 5)
+                served += 1
+            return served
+
+        with ThreadPoolExecutor(64) as pool:
+            served = list(pool.map(ask, range(64)))
+        assert min(served) > 0 and server.idle()
+        assert server.engine.stats()["tokens_written"] == 5 * sum(served)

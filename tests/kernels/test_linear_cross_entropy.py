@@ -1,0 +1,118 @@
+"""Cross-entropy's kernel in interpret mode against torch, values and gradients, and what the table says of it."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxhydra.kernels import linear_cross_entropy
+from maxhydra.kernels.linear_cross_entropy import BACKENDS, Call, UnsupportedError, choose, triton
+from maxhydra.kernels.linear_cross_entropy.chunks import Objective, sums
+from tests.support.skips import import_optional
+
+torch = import_optional("torch", extra="parity")
+
+B, S, D = 2, 4, 8
+TILE = triton.Tile(logits=64, at_once=2, warps=4)
+KERNEL = partial(triton.per_token, tile=TILE, interpret=True)
+
+
+def by_torch(case: dict[str, np.ndarray], z_loss: float, cap: float) -> list[np.ndarray]:
+    """Loss, nll, and the gradients of the loss by hidden states, head and weights of tokens."""
+    hidden, head, weights = (torch.tensor(case[name], requires_grad=True) for name in ("hidden", "head", "weights"))
+    logits = cap * torch.tanh(hidden @ head / cap)
+    targets = torch.tensor(case["targets"]).long()
+    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(B, S)
+    loss = torch.sum(weights * (nll + z_loss * torch.logsumexp(logits, -1) ** 2))
+    loss.backward()
+    found = (loss.detach(), torch.sum(weights * nll).detach(), hidden.grad, head.grad, weights.grad)
+    return [array.numpy() for array in found]
+
+
+# A vocabulary of whole pieces, and one with a piece of its own and a half at its end.
+@pytest.mark.parametrize(("vocabulary", "chunk"), [(256, 4), (352, 2)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_kernel_is_torchs(vocabulary: int, chunk: int, dtype: jnp.dtype) -> None:
+    """With a soft-cap and a z-loss, whole and in chunks."""
+    rng, z_loss, cap = np.random.default_rng(vocabulary), 0.1, 3.0
+    case = {
+        "hidden": np.asarray(rng.normal(size=(B, S, D))),
+        "head": np.asarray(rng.normal(size=(D, vocabulary))),
+        "targets": rng.integers(0, vocabulary, (B, S)).astype(np.int32),
+        "weights": rng.uniform(0, 1, (B, S)),
+    }
+    hidden, head = (jnp.asarray(case[name], dtype) for name in ("hidden", "head"))
+    weights, targets = jnp.asarray(case["weights"], jnp.float32), jnp.asarray(case["targets"])
+
+    @jax.jit
+    def run(hidden: jax.Array, head: jax.Array, weights: jax.Array) -> tuple:
+        def loss(hidden: jax.Array, head: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+            def logits_of(hidden: jax.Array, head: jax.Array) -> jax.Array:
+                return (cap * jnp.tanh((hidden @ head) / cap)).astype(dtype)
+
+            return sums(Objective(logits_of, KERNEL, z_loss, chunk), (hidden, weights, [head]), targets)
+
+        (value, nll), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(hidden, head, weights)
+        return value, nll, *gradients
+
+    tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
+    for got, wanted in zip(run(hidden, head, weights), by_torch(case, z_loss, cap), strict=True):
+        off = np.linalg.norm(np.asarray(got, np.float64) - wanted)
+        assert off <= tolerance * np.linalg.norm(wanted)
+
+
+def test_a_target_that_is_no_token_counts_no_logit() -> None:
+    """As padding has it, whose weight is zero."""
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 256)), jnp.float32)
+    _, nll, d_logits = KERNEL(logits, jnp.asarray([-1, 256]), jnp.zeros(2), z_loss=0.0, dtype=logits.dtype)
+    np.testing.assert_allclose(nll, torch.logsumexp(torch.tensor(np.asarray(logits)), -1), rtol=1e-6)
+    assert not np.any(d_logits)
+
+
+@pytest.mark.parametrize("level", [1e4, -1e4])
+def test_logits_far_from_zero_do_not_overflow(level: float) -> None:
+    logits = jnp.full((1, 256), level - 100).at[0, 200].set(level).at[0, 201].set(level - 1)
+    losses, _, d_logits = KERNEL(logits, jnp.asarray([201]), jnp.ones(1), z_loss=0.0, dtype=logits.dtype)
+    p = 1 / (1 + np.exp(-1.0))
+    np.testing.assert_allclose(losses, [-np.log(1 - p)], rtol=1e-3)
+    np.testing.assert_allclose(d_logits[0, 199:203], [0, p, -p, 0], rtol=1e-3, atol=1e-6)
+
+
+def test_the_kernel_serves_one_gpu_and_says_why_not_otherwise() -> None:
+    usual = {"platform": "gpu", "devices": 1, "dtype": "bfloat16", "vocabulary": 128256, "is_cut": True}
+    assert choose("auto", Call(**usual)) == "triton"
+    for change, reason in (
+        ({"platform": "cpu"}, "runs on gpu, not cpu"),
+        ({"devices": 4}, "runs on 1 device, not 4"),
+        ({"vocabulary": 50257}, "takes a vocabulary in multiples of 64, not 50257"),
+    ):
+        with pytest.raises(UnsupportedError, match=reason):
+            choose("triton", Call(**{**usual, **change}))
+        assert choose("auto", Call(**{**usual, **change})) == "xla"
+    with pytest.raises(UnsupportedError, match="makes all logits at once"):
+        choose("reference", Call(**usual))
+
+
+@pytest.mark.parametrize("backend", [name for name, row in BACKENDS.items() if "cpu" in row.platforms])
+def test_backends_that_run_anywhere_agree(backend: str) -> None:
+    rng = np.random.default_rng(1)
+    hidden, head = jnp.asarray(rng.normal(size=(B, S, D))), jnp.asarray(rng.normal(size=(D, 17)))
+    targets, weights = jnp.asarray(rng.integers(0, 17, (B, S))), jnp.asarray(rng.uniform(0, 1, (B, S)))
+
+    def loss(head: jax.Array) -> jax.Array:
+        return linear_cross_entropy.linear_cross_entropy(
+            lambda hidden: hidden @ head, hidden, targets, weights, z_loss=0.0, chunk=0, backend=backend
+        )[0]
+
+    got, gradient = jax.value_and_grad(loss)(head)
+    theirs = torch.tensor(np.asarray(head), requires_grad=True)
+    logits = (torch.tensor(np.asarray(hidden)) @ theirs).flatten(0, 1)
+    each = torch.nn.functional.cross_entropy(
+        logits, torch.tensor(np.asarray(targets)).long().flatten(), reduction="none"
+    )
+    wanted = torch.sum(torch.tensor(np.asarray(weights)).flatten() * each)
+    wanted.backward()
+    np.testing.assert_allclose(got, wanted.item(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, theirs.grad.numpy(), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,108 @@
+"""Mixtures of experts: routing, dispatch, balance; against evaluations that meet every expert with every token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxhydra.config.schema import model as config
+from maxhydra.config.schema.mesh import Mesh
+from maxhydra.kernels.grouped_matmul import BACKENDS, UnsupportedError, grouped_matmul
+from maxhydra.sharding import Sharder, build_mesh
+from tests.support.mixtures import Mixture, expert, softmax_top_k
+from tests.support.skips import import_optional
+
+SIX = config.Moe(experts=6, top_k=2)
+
+
+def densely(weights, x, shares):
+    """Every expert on every token."""
+    return sum(shares[..., index, None] * expert(weights, index, x) for index in range(shares.shape[-1]))
+
+
+def gradients(function, weights, x):
+    """Of a fixed random projection of the output, by weights and tokens."""
+    towards = np.random.default_rng(0).normal(size=x.shape)
+    return jax.jit(jax.value_and_grad(lambda w, x: jnp.sum(function(w, x) * towards), (0, 1)))(weights, x)
+
+
+def assert_close(ours, theirs, tolerance):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), ours, theirs)
+
+
+@pytest.mark.parametrize("backend", [name for name, row in BACKENDS.items() if "cpu" in row.platforms])
+def test_grouped_products_are_those_of_numpy(backend):
+    random = np.random.default_rng(0)
+    sizes = np.array([3, 0, 5, 2])
+    x, w = random.normal(size=(10, 4)).astype(np.float32), random.normal(size=(4, 4, 3)).astype(np.float32)
+    groups = np.repeat(np.arange(4), sizes)
+    out, pull_back = jax.vjp(lambda x, w: grouped_matmul(x, w, jnp.asarray(sizes), backend=backend), x, w)
+    np.testing.assert_allclose(out, np.stack([row @ w[g] for row, g in zip(x, groups, strict=True)]), rtol=1e-5)
+    dx, dw = pull_back(jnp.ones_like(out))
+    np.testing.assert_allclose(dx, w[groups].sum(-1), rtol=1e-5)
+    by_hand = np.stack([np.repeat(x[groups == g].sum(0)[:, None], 3, axis=1) for g in range(4)])
+    np.testing.assert_allclose(dw, by_hand, rtol=1e-5, atol=1e-6)
+
+
+def test_a_backend_that_cannot_serve_is_an_error():
+    with pytest.raises(UnsupportedError, match="takes float32 or bfloat16 or float16, not float64"), jax.enable_x64():
+        grouped_matmul(jnp.ones((2, 2), "float64"), jnp.ones((1, 2, 2), "float64"), jnp.array([2]), backend="xla")
+
+
+def test_dropless_is_the_dense_evaluation_of_the_chosen_experts():
+    mixture = Mixture(SIX)
+    x = mixture.inputs(2, 9)
+    ours = gradients(lambda w, x: mixture(w, x).out_BTD, mixture.weights, x)
+    dense = gradients(lambda w, x: densely(w, x, softmax_top_k(w, x, 2)), mixture.weights, x)
+    assert_close(ours, dense, 2e-5)
+
+
+def test_capacity_drops_the_overflow_in_token_order_and_nothing_else():
+    """Six places for twelve tokens: those who come seventh or later at an expert go without it. Padding takes none."""
+    mixture = Mixture(config.Moe(experts=4, top_k=2, capacity_factor=1.0))
+    x = mixture.inputs(2, 12)
+    segments = np.ones((2, 12), np.int32)
+    segments[1, :5] = 0
+    chosen = np.array(softmax_top_k(mixture.weights, x, 2)) > 0
+    before = np.cumsum(chosen & (segments[..., None] > 0), axis=1) - chosen
+    kept = chosen & (before < 6) & (segments[..., None] > 0)
+    assert 0 < np.sum(chosen[segments > 0]) - np.sum(kept) < np.sum(kept)
+
+    def by_hand(weights, x):
+        return densely(weights, x, jnp.where(kept, softmax_top_k(weights, x, 2), 0))
+
+    ours = gradients(lambda w, x: mixture(w, x, segments=jnp.asarray(segments)).out_BTD, mixture.weights, x)
+    assert_close(ours, gradients(by_hand, mixture.weights, x), 2e-5)
+
+
+@pytest.mark.parity
+def test_the_balance_loss_is_that_of_transformers():
+    """Theirs counts a token once for each of its experts, ours as one: a factor of top_k. The last third is padding."""
+    torch = import_optional("torch", extra="parity")
+    theirs = import_optional("transformers.models.mixtral.modeling_mixtral", extra="parity")
+    mixture = Mixture(config.Moe(experts=6, top_k=2, balance_weight=1.0))
+    x, real = mixture.inputs(2, 12), np.ones((2, 12), np.int64)
+    real[:, 8:] = 0
+    logits = torch.tensor(np.array(x @ mixture.weights["router"]["kernel"]).reshape(-1, 6))
+    loss = theirs.load_balancing_loss_func((logits,), 6, 2, torch.tensor(real)) / 2
+    ours = mixture(mixture.weights, x, segments=jnp.asarray(real)).side
+    np.testing.assert_allclose(ours["loss"], loss.item(), rtol=1e-5)
+    assert ours["load"].sum() == real.sum() * 2
+
+
+FULL = {"experts": 8, "top_k": 3, "bias": True, "clamp": 2.0, "shared": config.Shared(dim=8, gate=config.Gate.sigmoid)}
+SPLIT = [(None, {"expert": 2, "sequence": 2, "tensor": 2}), (1.0, {"fsdp": 2, "expert": 2, "tensor": 2})]
+
+
+@pytest.mark.parametrize(("capacity", "axes"), SPLIT, ids=["dropless", "capacity"])
+def test_experts_over_eight_devices_are_those_of_one(capacity, axes):
+    mixture = Mixture(config.Moe(**FULL, capacity_factor=capacity, balance_weight=0.1))
+    x = mixture.inputs(8, 6)
+    sharder = Sharder(build_mesh(Mesh(**axes), jax.devices()), Mesh().rules)
+
+    def both(w, x, sharder=None):
+        fed = mixture(w, x, sharder=sharder)
+        return fed.out_BTD + fed.side["loss"]
+
+    ours = gradients(lambda w, x: both(w, x, sharder), mixture.weights, x)
+    assert_close(ours, gradients(both, mixture.weights, x), 1e-5)

@@ -1,0 +1,43 @@
+"""Every family against the stored outputs of transformers on a tiny model (tests/parity/golden, see zoo/make.py)."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from maxhydra.convert.compatibility import is_same
+from maxhydra.convert.hf_config import model_of
+from tests.support.golden_models import Golden
+
+PARITY = Path(__file__).parent
+FAMILIES = sorted(folder.name for folder in (PARITY / "golden").iterdir() if folder.is_dir())
+
+
+def test_every_family_of_the_zoo_has_a_golden_model() -> None:
+    assert sorted(path.name.removesuffix(".json") for path in (PARITY / "zoo").glob("*.json")) == FAMILIES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_equals_its_reference(family: str, tmp_path: Path) -> None:
+    """Logits, gradients, decoding through a cache, and the way back to the same files."""
+    golden = Golden(PARITY / "golden" / family)
+    distance, logits = golden.distance()
+    assert distance.logits < 2e-4 and distance.kl < 1e-8 and distance.gradients < 1e-3, distance
+    real = np.asarray(golden.mask) == 1
+    np.testing.assert_allclose(golden.decoded()[real], logits[real], atol=1e-4)
+    check_the_way_back(golden, tmp_path)
+
+
+def check_the_way_back(golden: Golden, folder: Path) -> None:
+    """Bit for bit the tensors that transformers wrote, and settings that mean the same."""
+    source = golden.source
+    table = golden.write(folder)
+    with safe_open(folder / "model.safetensors", framework="numpy") as written:
+        names = set(written.keys())
+        assert names == {name for name in source.shapes if name in names or "inv_freq" not in name}
+        for name in names:
+            np.testing.assert_array_equal(written.get_tensor(name), source.read(name), err_msg=name)
+    settings = table.to_settings(source.model)
+    assert settings is not None
+    assert is_same(model_of("", "back", table.to_model(settings)), source.model)

@@ -1,0 +1,51 @@
+"""Problems of reasoning-gym as a source, and its verifiers as a reward."""
+
+import pytest
+
+from maxhydra.config import ConfigError
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.reward import Term
+from maxhydra.data import RowSpec
+from maxhydra.data.sources import RecordSource, open_source
+from maxhydra.rl.rewards import Sample, build_score
+from tests.support.skips import import_optional
+
+import_optional("reasoning_gym", extra="rl")
+
+
+def source(*overrides: str) -> RecordSource:
+    data = compose(["data=reasoning_gym", "data.name=chain_sum", "data.problems=40", *overrides]).config.data
+    opened = open_source(data, data, RowSpec(seq_len=64, vocab_size=300, seed=0))
+    assert isinstance(opened, RecordSource)
+    return opened
+
+
+def test_problems_are_made_again_alike_and_some_are_held_out() -> None:
+    one, other = source("data.eval_fraction=0.25"), source("data.eval_fraction=0.25")
+    assert (len(one.train), len(one.evaluation)) == (30, 10)
+    assert one.train.read([3, 7]) == other.train.read([3, 7])
+    trained, held_out = (part.read(range(len(part))) for part in (one.train, one.evaluation))
+    assert not {record["entry"]["metadata"]["source_index"] for record in trained} & {
+        record["entry"]["metadata"]["source_index"] for record in held_out
+    }
+    assert trained[0]["prompt"] == [{"role": "user", "content": trained[0]["entry"]["question"]}]
+
+
+def test_the_tasks_verifier_scores() -> None:
+    score = build_score(Term(kind="reasoning_gym"))
+    (record,) = source().train.read([0])
+
+    def scored(text: str | None) -> float:
+        entry = {"entry": record["entry"]}
+        return score(Sample(prompt="", text="", answer=text, expected=record["answer"], record=entry, tokens=1))
+
+    assert scored(f" {record['answer']}\n") == 1
+    assert scored("no") < 1 and scored(None) < 1
+
+
+def test_a_task_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="chain_sum"):
+        source("data.name=chain_sums")
+    with pytest.raises(ConfigError) as caught:
+        compose(["data=reasoning_gym"])
+    assert [problem.path for problem in caught.value.problems] == ["data.name"]

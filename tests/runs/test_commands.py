@@ -1,0 +1,281 @@
+"""`maxhydra runs` as a person and a program use it."""
+
+import csv
+import io
+import json
+import shlex
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from maxhydra.cli.main import run as maxhydra
+from maxhydra.config.compose.composer import compose
+from maxhydra.record import RunDirectory
+from maxhydra.record.provenance import code
+from tests.support import cli as running
+from tests.support.run_folders import change_facts, write_run
+from tests.support.skips import import_optional
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def outputs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "outputs"
+    for number, rate in enumerate([1e-4, 1e-3, 3e-3]):
+        created = f"2026-03-0{number + 1}T12:00:00Z"
+        write_run(folder / "lr" / f"{number}_learning_rate={rate}", rate=rate, created=created)
+    write_run(folder / "alone", rate=2e-3, status="failed", steps=5, created="2026-03-09T12:00:00Z")
+    return folder
+
+
+@pytest.fixture
+def runs(outputs, capsys):
+    """Exit code, stdout and stderr of `maxhydra runs ...`."""
+
+    def call(*words):
+        code = maxhydra(["runs", *words])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_listing(runs):
+    code, out, err = runs("list")
+    assert code == 0 and not err
+    assert [line.split()[0] for line in out.splitlines()] == [
+        "run",
+        "alone",
+        "lr/2_learning_rate=0.003",
+        "lr/1_learning_rate=0.001",
+        "lr/0_learning_rate=0.0001",
+    ]
+    code, out, _ = runs("list", "sweep=lr", "--sort", "eval/loss", "-c", "optimizer.learning_rate", "-n", "2")
+    assert "0.001  " in out.splitlines()[1] and out.splitlines()[-1] == "2 of 3 runs; -n 0 shows all"
+    code, out, _ = runs("list", "--json", "status=finished", "-c", "run.seed")
+    listed = json.loads(out)
+    assert [run["path"][:4] for run in listed] == ["lr/2", "lr/1", "lr/0"] and listed[0]["run.seed"] == 0
+    assert runs("list", "tag=none")[1] == "no run meets these conditions\n"
+
+
+def test_damage_is_told_on_stderr_alone(runs, outputs):
+    (outputs / "alone" / "run.json").write_text("{")
+    code, out, err = runs("list", "--json")
+    assert code == 0 and len(json.loads(out)) == 3
+    assert err.startswith("maxhydra: outputs/alone/run.json: is not JSON") and err.count("\n") == 1
+
+
+def test_best_show_and_diff(runs):
+    code, out, _ = runs("best")
+    assert code == 0 and out.splitlines()[1].startswith("lr/1_")
+    assert out.splitlines()[-1].endswith("maxhydra optimizer.learning_rate=0.001")
+    first = json.loads(runs("best", "--json", "-n", "1")[1])
+    assert [run["path"] for run in first] == ["lr/1_learning_rate=0.001"] and first[0]["rerun"].startswith("cd ")
+    code, out, _ = runs("show", "alone")
+    assert "status        failed" in out and "optimizer.learning_rate = 0.002" in out
+    shown = json.loads(runs("show", "lr/1", "--json")[1])
+    assert shown["config"]["optimizer.learning_rate"] == 0.001 and shown["metrics"]["eval/loss"] == pytest.approx(2.625)
+    code, out, _ = runs("diff", "lr/0", "lr/2")
+    assert "optimizer.learning_rate" in out and "code and machine: no difference" in out
+    assert json.loads(runs("diff", "lr/0", "lr/2", "--json")[1])["config"]["optimizer.learning_rate"] == [0.0001, 0.003]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lst"], "did you mean 'list'?"),
+        (["show", "lr/9"], "no such run"),
+        (["show", "lr/"], "3 runs are called so"),
+        (["show", "alune"], "did you mean 'alone'?"),
+        (["list", "--sort", "eval/los"], "did you mean 'eval/loss'?"),
+        (["list", "--sorted"], "unrecognized arguments"),
+        (["best", "--metric", "reward"], "no run has a setting or a metric of this name"),
+        (["diff", "alone", "alone"], "needs two different runs"),
+        (["export", "x.xls"], "accepted: .csv, .parquet"),
+        (["gc"], "needs a rule"),
+        (["gc", "--status", "finishd", "--older", "5x"], "no such status"),
+        (["gc", "--older", "5x"], "30m, 12h, 7d, 2w"),
+        (["gc", "sweep=lr"], "there is nobody to ask"),
+        (["tag", "alone", "-r", "x"], "the run has no such tag"),
+        (["list", "-o", "nowhere"], "is not a folder"),
+        (["rerun", "alone"], "the code is another"),
+        (["serve", "--port", "99999"], "cannot be listened on"),
+    ],
+)
+def test_mistakes_are_one_clear_message(runs, outputs, words, said, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    code, _, err = runs(*words)
+    assert code == 2 and said in err and "Traceback" not in err
+    assert len(list(outputs.rglob("run.json"))) == 4
+
+
+def test_labels_of_a_run_under_way_are_kept(runs, outputs):
+    live = RunDirectory(outputs / "live")
+    live.start("", {"tags": ["first", "second"]})
+    assert runs("tag", "live", "keep", "-r", "first")[1] == "live: second keep\n"
+    runs("note", "live", "why not")
+    live.update(timings={"compile": 1.0})
+    assert runs("note", "live")[1] == "live: why not\n"
+    live.finish("finished")
+    again = RunDirectory(outputs / "live")
+    again.start("", {"tags": ["first", "second"]})
+    assert again.read()["tags"] == ["second", "keep"] and again.read()["notes"] == "why not"
+    again.finish("finished")
+    assert [run["path"] for run in json.loads(runs("list", "tag=keep", "--json")[1])] == ["live"]
+
+
+def test_labels_given_at_once_are_all_kept(outputs):
+    folder = outputs / "alone"
+    threads = [threading.Thread(target=RunDirectory(folder).label, kwargs={"add": [f"t{i}"]}) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(RunDirectory(folder).read()["tags"]) == [f"t{i}" for i in range(8)]
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"tags": 3}'])
+def test_labels_that_cannot_be_read_are_left_out_and_left_alone(runs, outputs, damage):
+    labels = outputs / "lr" / "1_learning_rate=0.001" / "labels.json"
+    labels.write_text(damage)
+    for words in (
+        ["best", "sweep=lr"],
+        ["show", "lr/1"],
+        ["report", "lr"],
+        ["report", "lr/1"],
+        ["diff", "lr/0", "lr/1"],
+    ):
+        assert runs(*words)[0] == 0
+    for words in (["tag", "lr/1", "x"], ["note", "lr/1", "y"]):
+        code, _, err = runs(*words)
+        assert code == 2 and "labels.json: cannot be read" in err and labels.read_text() == damage
+
+
+def test_export(runs, outputs):
+    assert runs("export", "all.csv", "sweep=lr")[0] == 0
+    with open("all.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["optimizer.learning_rate"]) for row in rows] == [0.003, 0.001, 0.0001]
+    parquet = import_optional("pyarrow.parquet", extra="data")
+    assert runs("export", "all.parquet")[0] == 0
+    table = parquet.read_table("all.parquet").to_pydict()
+    assert table["metric:eval/loss"][2] == pytest.approx(2.625) and table["value"][0] is None
+
+
+def test_gc_takes_what_the_rules_say_and_nothing_else(runs, outputs):
+    for folder in outputs.rglob("run.json"):
+        (folder.parent / "checkpoints" / "20").mkdir(parents=True)
+    live = RunDirectory(outputs / "live")
+    live.start("", {})
+    code, out, _ = runs("gc", "sweep=lr", "--keep-best", "1", "--checkpoints", "--yes")
+    assert code == 0 and "the checkpoints of 2 runs" in out
+    left = sorted(path.parent.relative_to(outputs).as_posix() for path in outputs.rglob("checkpoints"))
+    assert left == ["alone", "lr/1_learning_rate=0.001"]
+    assert runs("gc", "--status", "failed", "--older", "1d", "--yes")[0] == 0
+    assert runs("gc", "path~l", "--status", "finished", "--older", "52000w", "--yes")[1] == "nothing to take away\n"
+    assert runs("gc", "path~l", "--keep-best", "1", "-m", "eval/loss", "--yes")[0] == 0
+    assert sorted(path.parent.name for path in outputs.rglob("run.json")) == ["1_learning_rate=0.001", "live"]
+    live.finish("finished")
+
+
+@pytest.mark.parametrize("flags", [["--checkpoints"], []])
+def test_gc_leaves_a_run_that_was_gone_on_with_meanwhile(runs, outputs, flags):
+    """run.json may say lost of a run whose host was silent for long, or be read before the run went on."""
+    folders = sorted((outputs / "lr").iterdir())
+    for folder in folders:
+        (folder / "checkpoints" / "20").mkdir(parents=True)
+    holder = "import fcntl, os, sys; h = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT); fcntl.lockf(h, fcntl.LOCK_EX); "
+    holder += "print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", holder, str(folders[1] / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        _, out, err = runs("gc", "sweep=lr", "--yes", *flags)
+        other.stdin.close()
+    assert "1_learning_rate=0.001 stays" in err and "2 runs" in out.splitlines()[-1]
+    assert [folder for folder in folders if (folder / "checkpoints" / "20").exists()] == folders[1:2]
+
+
+def test_report(runs, outputs):
+    assert runs("report", "lr")[1] == "outputs/lr/sweep.html\n"
+    assert runs("report", "alone")[1] == "outputs/alone/report.html\n"
+    assert runs("report", "--metric", "loss", "--max", "--to", "all.html")[1] == "all.html\n"
+    page = Path("all.html").read_text()
+    assert "loss, larger is better" in page and "Settings varied" in page
+    for metrics in outputs.rglob("metrics.jsonl"):
+        metrics.unlink()
+    assert runs("report", "lr")[0] == 0 and "No metrics were written." in (outputs / "lr" / "sweep.html").read_text()
+
+
+def test_a_report_with_a_result_beyond_all_numbers_is_still_drawn(runs, outputs):
+    """Strict JSON, since a browser reads no other, and a scale without that run."""
+    for metrics in (outputs / "lr").rglob("metrics.jsonl"):
+        value = '"Infinity"' if "1_" in metrics.parent.name else "2.5"
+        metrics.write_text(f'{{"step": 1, "loss": 3.0, "eval/loss": {value}}}\n')
+    assert runs("report", "lr", "-m", "eval/loss")[0] == 0
+    page = (outputs / "lr" / "sweep.html").read_text()
+    text = page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
+    data = json.loads(text, parse_constant=pytest.fail)
+    drawn = [line["run"] for line in data["lines"]]
+    assert drawn and all(not name.startswith("1_") for name in drawn)
+    assert "∞" in page
+
+
+def test_tail(runs, outputs):
+    _, out, _ = runs("tail", "lr/1", "-n", "1", "-f")
+    assert out.splitlines() == [
+        "2026-03-04 12:01:00 INFO end of 1_learning_rate=0.001",
+        "outputs/lr/1_learning_rate=0.001: finished: all done",
+    ]
+
+
+def test_rerun_and_resume_give_the_overrides_again(runs, outputs):
+    git, _ = code()
+    folder = outputs / "lr" / "1_learning_rate=0.001"
+    change_facts(folder, git={**git, "sha": "b" * 40}, command=["maxhydra", "-m", "-cd", "my conf", "x=1,2"])
+    exit_code, _, err = runs("rerun", "lr/1")
+    assert exit_code == 2 and "commit bbbbbbbb" in err and "--anyway" in err
+    out = runs("rerun", "lr/1", "run.seed=1", "--anyway", "--dry-run")[1]
+    words = ["maxhydra", "-cd", "my conf", "optimizer.learning_rate=0.001", "run.seed=1"]
+    assert shlex.split(out) == ["cd", str(folder.parent), "&&", *words]
+    change_facts(folder, command=["maxhydra", "job", "job.yaml"], config_dir="/my conf")
+    out = runs("rerun", "lr/1", "--anyway", "--dry-run")[1]
+    assert shlex.split(out)[3:] == ["maxhydra", "--config-dir", "/my conf", "optimizer.learning_rate=0.001"]
+    out = runs("resume", "lr/1", "optimizer.learning_rate=1", "--dry-run")[1]
+    assert shlex.split(out)[-3:] == [
+        "optimizer.learning_rate=1",
+        "run.outputs='..'",
+        "run.name='lr/1_learning_rate=0.001'",
+    ]
+    # Hydra reads the name whole, whatever is in it.
+    assert compose(shlex.split(out)[-1:], None).config.run.name == "lr/1_learning_rate=0.001"
+    change_facts(folder, overrides=["tracker.api_key=***"])
+    assert "was a secret" in runs("rerun", "lr/1", "--anyway", "--dry-run")[2]
+
+
+def test_no_verb_imports_jax(outputs):
+    verbs = [path.stem for path in (ROOT / "maxhydra" / "cli" / "runs").glob("[a-z]*.py")]
+    check = f"""
+import importlib, sys
+from maxhydra.cli.main import run
+run(["runs", "list"]), run(["runs", "best"]), run(["runs", "report"])
+for verb in {verbs}: importlib.import_module(f"maxhydra.cli.runs.{{verb}}")
+assert not {{"jax", "numpy", "hydra", "omegaconf", "pandas", "pyarrow"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", check], check=True, env=running.environment(), stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+def test_a_job_of_a_sweep_is_resumed_and_run_again(tmp_path):
+    """The sweep's command names all jobs; each is restarted by its own overrides."""
+    small = [*running.SMALL, "train.eval_batches=0", "optimizer/schedule=constant", "checkpoint.mode=synchronous"]
+    running.finished("-m", *small, "optimizer.learning_rate=1e-3", "train.steps=2", "run.name=lr", cwd=tmp_path)
+    job = "lr/0"
+    running.finished("runs", "resume", job, "train.steps=4", cwd=tmp_path)
+    folder = tmp_path / "outputs" / job
+    assert sorted(running.losses(folder)) == [1, 2, 3, 4] and len(running.facts(folder)["sessions"]) == 2
+    running.finished("runs", "rerun", job, "run.name=again", cwd=tmp_path)
+    assert running.losses(tmp_path / "outputs" / "again") == running.losses(folder)

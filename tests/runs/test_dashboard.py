@@ -1,0 +1,143 @@
+"""The dashboard's server gives what the files hold, to this machine alone, and nothing else of the disk."""
+
+import http.client
+import json
+import socket
+import urllib.parse
+
+import pytest
+
+from maxhydra.runs.dashboard import machine
+from maxhydra.runs.registry import Registry
+from maxhydra.runs.server import Server
+from tests.support.run_folders import change_facts, line, write_run
+
+EVIL = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture
+def outputs(tmp_path):
+    folder = tmp_path / "outputs"
+    for number, rate in enumerate([1e-4, 1e-3, 3e-3]):
+        write_run(folder / "lr" / f"{number}", rate=rate, created=f"2026-03-0{number + 1}T12:00:00Z")
+    (tmp_path / "secret.txt").write_text("top secret")
+    return folder
+
+
+@pytest.fixture
+def server(outputs, monkeypatch):
+    monkeypatch.setattr("maxhydra.runs.dashboard.REFRESH_SECONDS", 0)
+    server = Server(Registry(outputs), host="127.0.0.1", port=0)
+    server.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def get(server, path, host=None, method="GET"):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection.request(method, path, headers={"Host": host or f"127.0.0.1:{server.server_port}"})
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, dict(answer.getheaders()), content.decode()
+
+
+def ask(server, what, **parameters):
+    status, _, content = get(server, f"/api/{what}?{urllib.parse.urlencode(parameters, doseq=True)}")
+    assert status == 200, content
+    return json.loads(content)
+
+
+def test_only_what_changed_is_sent_again(server, outputs):
+    first = ask(server, "runs", since="")
+    assert first["whole"] and [run["path"] for run in first["runs"]] == ["lr/2", "lr/1", "lr/0"]
+    assert first["runs"][1]["steps"] == 40 and first["runs"][1]["metrics"]["eval/loss"] == pytest.approx(2.625)
+    again = ask(server, "runs", since=first["token"])
+    assert not again["whole"] and again["runs"] == [] and again["count"] == 3
+    with (outputs / "lr" / "0" / "metrics.jsonl").open("a") as file:
+        file.write(line(41, 0.0))
+    later = ask(server, "runs", since=first["token"])
+    assert [(run["path"], run["step"]) for run in later["runs"]] == [("lr/0", 41)]
+    (outputs / ".runs.sqlite").unlink()
+    assert ask(server, "runs", since="another-7")["whole"]
+
+
+def test_curves_are_those_of_the_files(server, outputs):
+    charts = {chart["metric"]: chart for chart in ask(server, "curves", run=["lr/1", "lr/2"])["charts"]}
+    assert list(charts)[:2] == ["eval/loss", "loss"] and charts["tokens_per_second"]["system"]
+    train = charts["loss"]["lines"][1]
+    rows = [json.loads(text) for text in (outputs / "lr" / "2" / "metrics.jsonl").read_text().splitlines()]
+    assert train["run"] == "lr/2" and train["look"] == "1"
+    assert train["values"] == [pytest.approx(row["loss"], rel=1e-4) for row in rows if "loss" in row]
+
+
+def test_questions(server):
+    assert ask(server, "select", condition=["eval/loss<2.7"])["paths"] == ["lr/1"]
+    assert "did you mean 'optimizer.kind'?" in ask(server, "select", condition=["optimizer.knd=x"])["problem"]
+    found = ask(server, "compare", run=["lr/0", "lr/1"])
+    assert found["config"] == [{"name": "optimizer.learning_rate", "values": [0.0001, 0.001]}]
+    assert ask(server, "values", key="optimizer.learning_rate")["values"]["lr/2"] == 0.003
+    assert "eval/loss" in ask(server, "keys")["metrics"]
+    assert ask(server, "log", run="lr/1")["text"].endswith("end of 1\n")
+
+
+def test_this_machine(tmp_path, monkeypatch):
+    seen = machine(tmp_path)
+    assert seen["load"] >= 0 and 0 < seen["memory"][0] < seen["memory"][1] and seen["gpus"] == []
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 75, 1024, 143771'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert machine(tmp_path)["gpus"] == [{"name": "NVIDIA H200", "busy": 0.75, "memory": [2**30, 143771 * 2**20]}]
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1", "", "127.0.0.1:1"])
+def test_other_names_are_refused(server, host):
+    status, _, content = get(server, "/api/runs", host=host or " ")
+    assert status == 403 and "lr/" not in content
+    assert get(server, "/", host=f"localhost:{server.server_port}")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../secret.txt",
+        "/secret.txt",
+        "/api/log?run=../secret.txt",
+        "/api/log?run=lr/0/../../../secret.txt",
+        "/api/log?run=%2e%2e/secret.txt",
+        "/api/log?run=/etc/passwd",
+        "/api/log",
+        "/api/values",
+        "/api/nothing",
+        "//evil.example/",
+    ],
+)
+def test_nothing_else_of_the_disk_is_given(server, path):
+    status, _, content = get(server, path)
+    assert status in (400, 404) and "top secret" not in content and "root:" not in content
+
+
+def test_it_only_reads(server):
+    for method in ("POST", "PUT", "DELETE"):
+        assert get(server, "/api/runs", method=method)[0] == 501
+
+
+def test_pages_of_other_sites_get_nothing(server):
+    status, headers, content = get(server, "/")
+    assert status == 200 and headers["X-Frame-Options"] == "DENY" and "Access-Control-Allow-Origin" not in headers
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert "connect-src 'self'" in content and "unsafe" not in content
+    assert "://" not in content.replace("http-equiv", "")
+
+
+def test_only_this_machine_is_served(server):
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.2", server.server_port), 2):
+        pass
+
+
+def test_every_text_is_data(server, outputs):
+    change_facts(outputs / "lr" / "0", notes=EVIL, tags=[EVIL], reason=EVIL)
+    _, headers, content = get(server, "/api/runs")
+    assert headers["Content-Type"].startswith("application/json") and json.loads(content)["runs"][-1]["notes"] == EVIL

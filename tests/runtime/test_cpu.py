@@ -1,0 +1,26 @@
+"""The CPU's compiler is kept from a fusion that gives wrong numbers."""
+
+import subprocess
+import sys
+
+from tests.support.cli import environment
+
+CASE = """
+import jax, jax.numpy as jnp
+from maxhydra import runtime
+from maxhydra.config.compose.composer import compose
+runtime.start(compose(["hardware={option}"]).config.hardware)
+x = jnp.stack([jnp.arange(40_000.0), jnp.zeros(40_000), jnp.zeros(40_000)], axis=1)
+squares = jax.jit(jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2)))(x)
+print(float(abs(squares - x[:, 0] ** 2).max()))
+"""
+
+
+def test_a_product_and_a_reduction_are_right() -> None:
+    """Row i holds (i, 0, 0), so its squared norm is i^2; jaxlib 0.10.2 gets the last rows wrong by itself."""
+    for option in ("cpu", "auto"):
+        done = subprocess.run(
+            [sys.executable, "-c", CASE.format(option=option)], env=environment(), capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert float(done.stdout) == 0.0

@@ -1,0 +1,149 @@
+"""The same numbers on any mesh: devices are simulated, processes are real."""
+
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from maxhydra import data, model, optim
+from maxhydra.config import Config
+from maxhydra.config.compose.composer import compose
+from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.train.batches import plan_batches
+from maxhydra.train.checkpoint import open_checkpointer, restore
+from maxhydra.train.objectives import next_token_loss
+from maxhydra.train.state import StateFactory, TrainState
+from maxhydra.train.step import make_step
+from tests.support.cli import SMALL, finished, finished_together, losses
+
+GLOBAL_BATCH = 8
+# float32 differences between reductions in another order; the loss is around 5.
+TOLERANCE = 1e-5
+
+
+class Run:
+    """A training run put together by hand, on as many of the simulated devices as its mesh has."""
+
+    def __init__(self, *overrides: str, slices: int = 1, **axes: int):
+        devices = slices * math.prod(axes.values())
+        mesh = [f"mesh.{axis}={size}" for axis, size in {"fsdp": 1, **axes}.items()]
+        mesh += [f"mesh.slices={slices}", f"mesh.dcn.data={slices}"]
+        batch = f"train.per_device_batch_size={GLOBAL_BATCH / devices}"
+        sizes = [*SMALL, "model.num_heads=4", "model.num_kv_heads=4"]
+        self.config: Config = compose([*sizes, batch, *mesh, *overrides]).config
+        self.sharder = Sharder(build_mesh(self.config.mesh, jax.devices()[:devices]), self.config.mesh.rules)
+        decoder = model.build(self.config.model)
+        self.sharder.check(decoder.axes, decoder.shapes)
+        optimizer = optim.build(self.config.optimizer, steps=40, shapes=decoder.shapes, axes=decoder.axes)
+        self.states = StateFactory(decoder, optimizer, self.sharder)
+        self.loader = data.train_loader(self.config.data, plan_batches(self.config, self.sharder))
+        loss = next_token_loss(decoder, self.sharder, self.config.train)
+        step = make_step(loss, optimizer, self.config.train, decoder.settled, decoder.cast)
+        self.step = jax.jit(step, donate_argnums=0)
+
+    def train(self, state: TrainState, steps: int) -> tuple[TrainState, np.ndarray]:
+        seen = []
+        for _ in range(steps):
+            state, metrics = self.step(state, next(self.loader))
+            seen.append(float(metrics["loss"]))
+        return state, np.array(seen)
+
+
+def ten_and_ten(run: Run, folder: Path) -> np.ndarray:
+    """Losses of 20 steps, with a checkpoint after 10."""
+    state, before = run.train(run.states.create(0), 10)
+    saving = open_checkpointer(folder, run.config.checkpoint)
+    saving.save(10, state, run.loader.state(), {})
+    saving.close()
+    return np.concatenate([before, run.train(state, 10)[1]])
+
+
+def last_ten(run: Run, folder: Path) -> np.ndarray:
+    """Losses of the 10 steps after a checkpoint."""
+    restored = restore(folder, run.config.checkpoint, run.states.abstract())
+    assert restored is not None and int(restored.state.step) == 10
+    run.loader.restore(restored.data)
+    return run.train(restored.state, 10)[1]
+
+
+@pytest.fixture(scope="module")
+def one_device_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("one_device")
+
+
+@pytest.fixture(scope="module")
+def one_device(one_device_folder: Path) -> np.ndarray:
+    return ten_and_ten(Run(), one_device_folder)
+
+
+@pytest.fixture(scope="module")
+def eight_devices_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("eight_devices")
+    ten_and_ten(Run(fsdp=8), folder)
+    return folder
+
+
+MESHES = [
+    {"fsdp": 8},
+    {"fsdp": 4, "tensor": 2},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"data": 8},
+    {"tensor": 4},
+    {"fsdp": 2, "sequence": 4},
+    {"fsdp": 2, "expert": 2, "tensor": 2},
+    {"data": 2, "sequence": 2, "tensor": 2},
+]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "-".join(f"{axis}{size}" for axis, size in axes.items()))
+def test_a_mesh_changes_no_loss(axes: dict[str, int], one_device: np.ndarray) -> None:
+    run = Run(**axes)
+    state, seen = run.train(run.states.create(0), 20)
+    assert seen[-1] < seen[0] - 0.3
+    np.testing.assert_allclose(seen, one_device, rtol=TOLERANCE)
+    if "fsdp" in axes:
+        parts = {leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(state.params) if leaf.ndim > 2}
+        whole = {leaf.size for leaf in jax.tree.leaves(state.params) if leaf.ndim > 2}
+        assert max(parts) <= max(whole) / axes["fsdp"]
+
+
+def test_two_slices_change_no_loss(one_device: np.ndarray) -> None:
+    run = Run(slices=2, fsdp=4)
+    assert run.sharder.mesh.shape["data"] == 2
+    _, seen = run.train(run.states.create(0), 20)
+    np.testing.assert_allclose(seen, one_device, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon", "lion", "sgd"])
+def test_a_mesh_changes_no_loss_of_any_other_optimizer(optimizer: str) -> None:
+    alone, spread = Run(f"optimizer={optimizer}"), Run(f"optimizer={optimizer}", data=2, fsdp=2, tensor=2)
+    expected = alone.train(alone.states.create(0), 8)[1]
+    seen = spread.train(spread.states.create(0), 8)[1]
+    np.testing.assert_allclose(seen, expected, rtol=3e-5)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {}], ids=["fsdp4", "fsdp2-tensor2", "one"])
+def test_a_checkpoint_of_eight_devices_goes_on_on_fewer(
+    axes: dict[str, int], one_device: np.ndarray, eight_devices_folder: Path
+) -> None:
+    np.testing.assert_allclose(last_ten(Run(**axes), eight_devices_folder), one_device[10:], rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("change", ["model.scan_unroll=2", "model.remat.policy=full", "model.remat.policy=minimal"])
+def test_layer_stacking_and_remat_are_not_in_the_checkpoint(
+    change: str, one_device: np.ndarray, one_device_folder: Path
+) -> None:
+    np.testing.assert_allclose(last_ten(Run(change), one_device_folder), one_device[10:], rtol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    """Two processes of two devices each, meeting over plain environment variables, against one process of four."""
+    arguments = [*SMALL, "train.steps=20", "checkpoint.every=10", "mesh.fsdp=4", "train.per_device_batch_size=2"]
+    finished(*arguments, "run.name=one", cwd=tmp_path, devices=4)
+    finished_together(2, *arguments, "run.name=two", cwd=tmp_path, devices=2)
+    one, two = losses(tmp_path / "outputs" / "one"), losses(tmp_path / "outputs" / "two")
+    assert list(one) == list(two) == list(range(1, 21))
+    np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=TOLERANCE)

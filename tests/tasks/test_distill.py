@@ -1,0 +1,112 @@
+"""task=distill and task=teacher_logits as a user runs them: after kills they end as without, and a teacher that does
+not fit is refused."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from array_record.python.array_record_module import ArrayRecordReader
+
+from maxhydra.config import ConfigError
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.config import Config
+from maxhydra.data.array_codec import decode_arrays
+from maxhydra.distill.teacher import plan_teacher
+from maxhydra.layers import Context
+from maxhydra.model import build
+from maxhydra.sharding import Sharder
+from tests.support.cli import ROOT, SMALL, finished, kill_when, losses, parameter_hash
+
+DATA = ["data=grain", "data.path=text.jsonl", "data.eval_fraction=0.1", *SMALL]
+SIZES = [size for size in SMALL if size.startswith("model.")]
+TEACHER = ["task.teacher.weights=teacher", "task.teacher.model=tiny", f"task.teacher.overrides={json.dumps(SIZES)}"]
+STEPS = 24
+STUDENT = [
+    *("task=distill", *TEACHER, "task.temperature=2", "task.temperature_end=1", "task.alpha=0.8"),
+    *(*DATA, "model.num_layers=1", f"train.steps={STEPS}", "checkpoint.every=8", "train.loss_chunk=8"),
+]
+LOGITS = ["task=teacher_logits", "checkpoint.load_parameters=teacher", "task.output=logits", "task.k=5", *DATA]
+
+
+def teacher_config() -> Config:
+    return compose(SMALL).config
+
+
+@pytest.fixture(scope="module")
+def cwd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text, and with a teacher that was only begun."""
+    folder = tmp_path_factory.mktemp("school")
+    lines = (ROOT / "maxhydra/data/text/shakespeare.txt").read_text().splitlines()[300:1500]
+    texts = ["\n".join(lines[at : at + 8]) for at in range(0, len(lines), 8)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(folder / "teacher" / "params", weights())
+    return folder
+
+
+def weights() -> dict:
+    return jax.jit(build(teacher_config().model).init)(jax.random.key(7))
+
+
+@pytest.mark.slow
+def test_a_kill_changes_no_bit(cwd: Path) -> None:
+    whole, killed = cwd / "outputs" / "whole", cwd / "outputs" / "killed"
+    finished(*STUDENT, "run.name=whole", cwd=cwd)
+    kill_when([*STUDENT, "run.name=killed"], killed / "metrics.jsonl", cwd=cwd)
+    finished(*STUDENT, "run.name=killed", cwd=cwd)
+    assert losses(killed) == losses(whole)
+    assert parameter_hash(killed, STEPS) == parameter_hash(whole, STEPS)
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    first, last = rows[0], rows[-2]
+    assert last["divergence"] < first["divergence"] and last["cross_entropy"] < first["cross_entropy"]
+    assert first["loss"] == pytest.approx(0.8 * first["divergence"] + 0.2 * first["cross_entropy"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_logits_written_in_two_sessions_are_the_teachers(cwd: Path) -> None:
+    kill_when(LOGITS, cwd / "logits" / "index.json", cwd=cwd)
+    assert not json.loads((cwd / "logits" / "index.json").read_text())["complete"]
+    finished(*LOGITS, cwd=cwd)
+    index = json.loads((cwd / "logits" / "index.json").read_text())
+    assert index["complete"] and len(index["shards"]) == 8
+
+    model = build(teacher_config().model)
+    reader = ArrayRecordReader(str(sorted((cwd / "logits").glob("*.array_record"))[3]))
+    record = decode_arrays(reader.read([5])[0])
+    tokens = jnp.asarray(record["tokens"][:-1][None].astype(np.int32))
+    context = Context(
+        positions=jnp.arange(tokens.shape[1])[None],
+        segments=None,
+        sharder=Sharder.single(),
+        cache=None,
+        dropout_key=None,
+    )
+
+    def logits(weights: dict) -> jax.Array:
+        return model.logits(weights, model.hidden(weights, tokens, context)[0], Sharder.single())
+
+    expected = np.asarray(jax.nn.log_softmax(jax.jit(logits)(weights())))[0]
+    assert record["teacher_ids"].shape == (len(expected), 5)
+    np.testing.assert_allclose(record["teacher_logits"], -np.sort(-expected, -1)[:, :5], atol=0.01)
+    taken = np.take_along_axis(expected, record["teacher_ids"].astype(np.int64), -1)
+    np.testing.assert_allclose(record["teacher_logits"], taken, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ([*TEACHER, "model.vocab_size=300"], "has a vocabulary of 320, the student's is 300"),
+        (["task.teacher.weights=teacher"], "is no run that says which model it is"),
+        (["task.teacher.weights=teacher", "task.teacher.model=tinny"], "task.teacher.model"),
+        ([*TEACHER, "model.context_length=4096", "train.seq_len=2048"], "is over the teacher's context_length=1024"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused(overrides: list[str], reason: str) -> None:
+    config = compose(["task=distill", *overrides]).config
+    with pytest.raises(ConfigError) as caught:
+        plan_teacher(config, config.task.teacher, Sharder.single())
+    assert reason in str(caught.value)

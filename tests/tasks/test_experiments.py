@@ -1,0 +1,71 @@
+"""Every experiment and every debug overlay runs, with a model small enough for a test."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import ROOT, SMALL, facts, finished, losses
+
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
+# overfit has a test of its own.
+OVERLAYS = sorted({path.stem for path in (ROOT / "conf" / "debug").glob("*.yaml")} - {"overfit"})
+SIZES = [override for override in SMALL if override.startswith(("model.", "train.seq_len"))]
+# Sizes that other models set and the small one must not inherit.
+SIZES += ["model.dtypes.compute=float32", "model.vocab_size=320", "model.context_length=64", "train.loss_chunk=0"]
+
+
+# What an experiment reads that is not there in a test, or that a small model cannot have.
+INSTEAD = {
+    "llama3.1-8b_text": ["data.path=text.txt"],
+    "smollm2_lora": [
+        *("checkpoint.load_parameters=null", "data.tokenizer.kind=byte", "data.tokenizer.path=null"),
+        "data.tokenizer.chat_template=lines",
+    ],
+}
+INSTEAD["smollm2_grpo"] = [
+    *INSTEAD["smollm2_lora"],
+    *("model.context_length=256", "train.seq_len=192", "train.per_device_batch_size=8", "task.max_tokens=8"),
+]
+# A run of another experiment that one begins with.
+BEFORE = re.compile(r"\$\{run\.outputs\}/([\w.-]+)")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experiments")
+    (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 400)
+    return folder
+
+
+def run_experiment(name: str, here: Path) -> Path:
+    """The folder of its run, made after those that it needs, each once."""
+    folder = here / "outputs" / name
+    if not folder.exists():
+        for needed in BEFORE.findall((ROOT / "conf/experiment" / f"{name}.yaml").read_text()):
+            run_experiment(needed, here)
+        # One step saves nothing by itself, and others go on from it.
+        saved = ["debug=one_step", "checkpoint.mode=synchronous", f"run.name={name}"]
+        finished(f"experiment={name}", *SIZES, *INSTEAD.get(name, []), *saved, cwd=here)
+    return folder
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_runs(name: str, here: Path) -> None:
+    run = facts(run_experiment(name, here))
+    assert run["status"] == "finished"
+    assert run["choices"]["experiment"] == name
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_every_overlay_runs(name: str, tmp_path: Path) -> None:
+    finished(*SIZES, "train.steps=3", f"debug={name}", "run.name=it", cwd=tmp_path)
+    assert facts(tmp_path / "outputs" / "it")["status"] == "finished"
+
+
+def test_overfit_fits_its_batch(tmp_path: Path) -> None:
+    """One batch of 8 x 32 bytes, learned by heart: the loss falls far under what text in general allows."""
+    finished(*SIZES, "debug=overfit", "train.steps=150", "train.per_device_batch_size=2", "run.name=it", cwd=tmp_path)
+    assert facts(tmp_path / "outputs" / "it")["status"] == "finished"
+    seen = losses(tmp_path / "outputs" / "it")
+    assert seen[150] < 1.0 < 5.0 < seen[1]

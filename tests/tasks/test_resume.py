@@ -1,0 +1,193 @@
+"""A run that is killed, preempted, robbed of disk space or of a checkpoint goes on as if nothing had happened."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import cli as running
+from tests.support import skips
+from tests.support.cli import SMALL, facts, finished, losses, parameter_hash, run
+
+STEPS = 60
+RUN = [*SMALL, f"train.steps={STEPS}", "checkpoint.every=4", "checkpoint.keep=2", "model.dropout=0.1"]
+RUN += ["train.eval_batches=0"]
+# The same learning rate whatever the number of steps.
+RUN += ["optimizer/schedule=constant"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cwd = tmp_path_factory.mktemp("whole")
+    finished(*RUN, "run.name=whole", cwd=cwd)
+    return cwd / "outputs" / "whole"
+
+
+def kill_when(folder: Path, cwd: Path, moment: str, rng: random.Random) -> None:
+    """Start the run and kill -9 it: some time after its start, or while a checkpoint is being written."""
+    process = running.silent(*RUN, "run.name=killed", cwd=cwd)
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().count("\n") if metrics.exists() else 0
+    deadline = time.time() + 120
+    if moment == "start":
+        time.sleep(rng.uniform(0.2, 2))
+    while moment != "start" and process.runs() and time.time() < deadline:
+        if moment == "step" and metrics.exists() and metrics.read_text().count("\n") > lines:
+            time.sleep(rng.uniform(0, 0.2))
+            break
+        if moment == "save" and any("tmp" in name for name in list_names(folder / "checkpoints")):
+            break
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+
+
+def list_names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+@pytest.mark.slow
+def test_ten_kills_change_no_bit(uninterrupted: Path, tmp_path: Path) -> None:
+    folder, rng = tmp_path / "outputs" / "killed", random.Random(0)
+    interrupted_saves = 0
+    for moment in ["step", "save", "start", "step", "save", "step", "start", "step", "save", "step"]:
+        kill_when(folder, tmp_path, moment, rng)
+        interrupted_saves += any("tmp" in name for name in list_names(folder / "checkpoints"))
+    finished(*RUN, "run.name=killed", cwd=tmp_path)
+    assert interrupted_saves >= 1, "no kill fell into a save"
+    assert losses(folder) == losses(uninterrupted)
+    assert parameter_hash(folder, STEPS) == parameter_hash(uninterrupted, STEPS)
+    assert facts(folder)["status"] == "finished"
+
+
+def test_signals_save_and_the_same_command_goes_on(uninterrupted: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / "asked"
+    arguments = [*RUN, "run.name=asked", "checkpoint.every=1000"]
+    metrics = folder / "metrics.jsonl"
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGUSR1, 138)):
+        before = metrics.stat().st_size if metrics.exists() else 0
+        with open(tmp_path / "told", "w") as told, open(os.devnull) as nothing:
+            process = running.started(*arguments, cwd=tmp_path, streams=(nothing, told, told))
+        while process.runs() and not (metrics.exists() and metrics.stat().st_size > before):
+            time.sleep(0.005)
+        process.signal(number)
+        assert process.wait(60) == code, (tmp_path / "told").read_text()
+        assert facts(folder)["status"] == "preempted" and number.name in facts(folder)["reason"]
+        assert len(list_names(folder / "checkpoints")) >= 1
+    finished(*arguments, cwd=tmp_path)
+    assert losses(folder) == losses(uninterrupted)
+    assert parameter_hash(folder, STEPS) == parameter_hash(uninterrupted, STEPS)
+
+
+def test_a_mixture_goes_on_after_a_kill(tmp_path: Path) -> None:
+    """Experts, their router, and its correction, which moves by the load and not by a gradient."""
+    mixture = ["model=qwen3-moe-tiny", "model.kinds.layer.moe.router.bias_rate=0.001", "train.steps=20"]
+    mixture += ["train.seq_len=16", "train.per_device_batch_size=2"]
+    mixture += ["train.log_every=1", "train.eval_batches=0", "train.sample.tokens=0", "checkpoint.every=2"]
+    whole, killed = tmp_path / "outputs" / "whole", tmp_path / "outputs" / "killed"
+    finished(*mixture, "run.name=whole", cwd=tmp_path)
+    running.kill_when([*mixture, "run.name=killed"], killed / "metrics.jsonl", cwd=tmp_path)
+    finished(*mixture, "run.name=killed", cwd=tmp_path)
+    assert [session["status"] for session in facts(killed)["sessions"]] == ["lost", "finished"]
+    assert losses(killed) == losses(whole)
+    assert parameter_hash(killed, 20) == parameter_hash(whole, 20)
+
+
+def truncate(checkpoint: Path) -> None:
+    for part in checkpoint.rglob("*"):
+        if part.is_file() and part.parent.name == "d":
+            os.truncate(part, part.stat().st_size // 2)
+
+
+def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(uninterrupted: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / "cut"
+    finished(*RUN, "train.steps=12", "run.name=cut", cwd=tmp_path)
+    newest = folder / "checkpoints" / "12"
+    truncate(newest)
+    done = finished(*RUN, "run.name=cut", cwd=tmp_path)
+    assert "checkpoints/12 cannot be read" in done.stderr
+    assert "going on from step 8" in done.stderr
+    assert losses(folder) == losses(uninterrupted)
+    assert (folder / "checkpoints" / "12.unreadable").is_dir()
+
+
+def test_checkpoints_of_which_none_can_be_read_stay_and_no_new_run_begins(tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / "away"
+    finished(*RUN, "train.steps=8", "run.name=away", cwd=tmp_path)
+    checkpoints, before = folder / "checkpoints", losses(folder)
+    shutil.copytree(checkpoints / "4", tmp_path / "4")
+    truncate(checkpoints)
+    done = run(*RUN, "run.name=away", cwd=tmp_path)
+    assert done.returncode == 2 and "none of the run's 2 checkpoints can be read" in done.stderr
+    assert sorted(list_names(checkpoints)) == ["4", "8"] and losses(folder) == before
+    shutil.rmtree(checkpoints / "4")
+    shutil.copytree(tmp_path / "4", checkpoints / "4")
+    shutil.copytree(checkpoints / "8", checkpoints / "8.unreadable")
+    assert "going on from step 4" in finished(*RUN, "train.steps=8", "run.name=away", cwd=tmp_path).stderr
+    assert sorted(list_names(checkpoints)) == ["4", "8", "8.unreadable", "8.unreadable-2"]
+    assert losses(folder) == before
+
+
+def test_a_checkpoint_of_another_run_that_is_not_whole_is_named(tmp_path: Path) -> None:
+    finished(*RUN, "train.steps=4", "run.name=first", cwd=tmp_path)
+    newest = tmp_path / "outputs" / "first" / "checkpoints" / "4"
+    truncate(newest)
+    for field in ("load_full_state", "load_parameters"):
+        done = run(*RUN, "run.name=second", f"checkpoint.{field}=outputs/first", cwd=tmp_path)
+        assert done.returncode == 2
+        reason = "cannot be read: the list of arrays in params is missing or damaged"
+        assert f"checkpoint.{field}={newest}: {reason}" in done.stderr
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    finished(*RUN, "train.steps=4", "run.name=first", cwd=tmp_path)
+    done = run(*RUN, "train.steps=4", "run.name=first", "model.mlp_dim=96", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "holds another model" in done.stderr and "(2, 64, 32)" in done.stderr and "(2, 96, 32)" in done.stderr
+    done = run(*RUN, "run.name=second", "checkpoint.load_parameters=nowhere", cwd=tmp_path)
+    assert done.returncode == 2 and "checkpoint.load_parameters=nowhere: nothing is there" in done.stderr
+
+
+def test_loading_another_run(tmp_path: Path) -> None:
+    """load_full_state goes on at the other run's step; load_parameters takes the weights and starts at zero."""
+    finished(*RUN, "train.steps=8", "run.name=first", cwd=tmp_path)
+    source = tmp_path / "outputs" / "first"
+    finished(*RUN, "train.steps=12", "run.name=full", f"checkpoint.load_full_state={source}", cwd=tmp_path)
+    finished(*RUN, "train.steps=12", "run.name=first", cwd=tmp_path)
+    assert losses(tmp_path / "outputs" / "full") == {step: loss for step, loss in losses(source).items() if step > 8}
+    finished(*RUN, "train.steps=4", "run.name=weights", f"checkpoint.load_parameters={source}", cwd=tmp_path)
+    taken = losses(tmp_path / "outputs" / "weights")
+    assert list(taken) == [1, 2, 3, 4]
+    assert taken[1] < losses(source)[1] - 0.1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason=skips.ROOT)
+def test_a_full_disk_leaves_the_last_checkpoint_intact(tmp_path: Path) -> None:
+    """The disk fills up between two saves; the run says so, keeps what it has, and goes on once there is room."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
+    try:
+        arguments = [*RUN, f"run.outputs={disk}", "run.name=full", "checkpoint.keep=1"]
+        finished(*arguments, "train.steps=4", cwd=tmp_path)
+        free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+        (disk / "ballast").write_bytes(os.urandom(free - 60_000))
+        done = run(*arguments, "train.steps=8", cwd=tmp_path)
+        assert done.returncode == 1, done.stderr
+        assert "could not be written" in done.stderr
+        assert "the checkpoint of step 4 is intact" in done.stderr
+        assert "Traceback" not in done.stderr
+        (disk / "ballast").unlink()
+        finished(*arguments, "train.steps=8", cwd=tmp_path)
+        assert list(losses(disk / "full")) == list(range(1, 9))
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)

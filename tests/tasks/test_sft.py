@@ -1,0 +1,173 @@
+"""Fine-tuning as a user runs it: with an adapter around another run's weights, killed, loaded, asked, moved."""
+
+import dataclasses
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from maxhydra.config import Config, ConfigError
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.run import Checkpoint
+from maxhydra.config.serialize import from_yaml
+from maxhydra.convert.load import load_weights
+from maxhydra.layers import Context
+from maxhydra.model import build, merge_trees, parameter_count
+from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.tasks import Job, sft
+from maxhydra.train import next_token_loss, plan_states
+from maxhydra.train.checkpoint import open_checkpointer, read_state
+from maxhydra.train.restore import begin
+from tests.support.cli import SMALL, facts, finished, losses, parameter_hash, silent
+
+STEPS = 24
+SFT = [*SMALL, "task=sft", "data=arithmetic", "model.emb_dim=64", "optimizer/schedule=constant"]
+ADAPTER = ["adapter.targets=[attention/,mlp/]", "adapter.dropout=0.1", "checkpoint.load_parameters=outputs/base"]
+LORA = [*SFT, "adapter=lora", *ADAPTER, f"train.steps={STEPS}", "checkpoint.every=4"]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of the model itself, and one of an adapter around it."""
+    cwd = tmp_path_factory.mktemp("sft")
+    finished(*SFT, "train.steps=4", "run.name=base", cwd=cwd)
+    finished(*LORA, "run.name=whole", cwd=cwd)
+    return cwd
+
+
+def config_of(folder: Path) -> Config:
+    return from_yaml((folder / "config.yaml").read_text())
+
+
+def stored(folder: Path, step: int) -> dict[str, np.ndarray]:
+    with ocp.StandardCheckpointer() as reader:
+        params = reader.restore(folder / "checkpoints" / str(step) / "params")
+    return {"/".join(path): np.asarray(leaf) for path, leaf in ocp.tree.to_flat_dict(params).items()}
+
+
+def test_an_adapter_alone_is_trained_and_saved(here: Path) -> None:
+    first, last = (stored(here / "outputs/whole", step) for step in (STEPS - 4, STEPS))
+    assert all("/lora/" in name for name in last) and len(last) == 14
+    assert all(np.abs(last[name] - first[name]).max() > 0 for name in last)
+    told = facts(here / "outputs/whole")
+    assert told["trained_parameters"] == sum(leaf.size for leaf in last.values()) < told["parameters"] / 4
+    seen = losses(here / "outputs/whole")
+    assert np.mean([seen[step] for step in range(STEPS - 3, STEPS + 1)]) < seen[1] - 0.3
+
+
+def test_a_run_of_an_adapter_loads_as_the_merged_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once with the adapter beside the weights it was trained around, once as load_weights gives them."""
+    monkeypatch.chdir("/")
+    config = config_of(here / "outputs/whole")
+    model = build(config.model, config.adapter)
+    base = load_weights(str(here / "outputs/base"), model, shardings=None, dtype="float32")
+    sharder = Sharder(build_mesh(config.mesh, jax.devices()[:1]), config.mesh.rules)
+    states = plan_states(config, sharder)
+    trained = read_state(here / "outputs/whole/checkpoints" / str(STEPS), states.abstract()).state.params
+    loaded = load_weights(str(here / "outputs/whole"), model.base, shardings=None, dtype="float32")
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 250, (2, 16)))
+    positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
+    ctx = Context(positions=positions, segments=None, sharder=Sharder.single(), cache=None, dropout_key=None)
+    apart, merged, plain = (
+        one.logits(weights, one.hidden(weights, tokens, ctx)[0], Sharder.single())
+        for one, weights in ((model, merge_trees(trained, base)), (model.base, loaded), (model.base, base))
+    )
+    np.testing.assert_allclose(merged, apart, atol=1e-5)
+    assert np.abs(plain - apart).max() > 0.05
+
+
+def test_killed_and_started_again_it_ends_the_same(here: Path) -> None:
+    folder = here / "outputs/killed"
+    process = silent(*LORA, "run.name=killed", cwd=here)
+    deadline = time.time() + 120
+    while process.runs() and time.time() < deadline and not (folder / "checkpoints/8").is_dir():
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    done = finished(*LORA, "run.name=killed", cwd=here)
+    assert "going on from step" in done.stderr and facts(folder)["start_step"] < STEPS
+    assert losses(folder) == losses(here / "outputs/whole")
+    assert parameter_hash(folder, STEPS) == parameter_hash(here / "outputs/whole", STEPS)
+
+
+def test_a_full_state_goes_on_around_the_same_weights(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(here)
+    config = config_of(here / "outputs/whole")
+    sharder = Sharder(build_mesh(config.mesh, jax.devices()[:1]), config.mesh.rules)
+    states = plan_states(config, sharder)
+    saving = Checkpoint(load_full_state="outputs/whole")
+    batches = type("Silent", (), {"restore": lambda self, state: None})()
+    start = begin(states, here / "nothing", saving, batches, seed=5, initial=None)
+    base = load_weights("outputs/base", states.model, shardings=None, dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, start.state.frozen, base)
+
+
+def test_a_run_of_an_adapter_is_asked_like_any_other(here: Path) -> None:
+    asked = ["task=decode", "data=arithmetic", *SMALL[:6], "model.emb_dim=64", "task.sampling.max_tokens=4"]
+    done = finished(*asked, "checkpoint.load_parameters=outputs/whole", "task.prompt='1+2='", cwd=here)
+    assert done.stdout.strip("\n")
+
+
+def test_weights_that_are_gone_are_named(here: Path, tmp_path: Path) -> None:
+    shutil.copytree(here / "outputs/whole", tmp_path / "alone")
+    for name in ("config.yaml", "run.json"):
+        path = tmp_path / "alone" / name
+        path.write_text(path.read_text().replace(str(here), "/gone"))
+    model = build(config_of(here / "outputs/whole").model)
+    with pytest.raises(ConfigError) as caught:
+        load_weights(str(tmp_path / "alone"), model, shardings=None, dtype="float32")
+    (problem,) = caught.value.problems
+    assert "around the weights of outputs/base, where nothing is" in problem.reason and "config.yaml" in problem.hint
+
+
+def test_text_is_no_conversation() -> None:
+    sources = "+data.sources={a: {source: arithmetic, shape: chat}, b: {source: arithmetic}}"
+    for overrides, path in (["data.shape=text"], "data.shape"), (["data=mixture", sources], "data.sources.b.shape"):
+        job: Any = Job(compose([*SFT, *overrides]).config, {}, None, None)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError) as caught:
+            sft.run(job)
+        assert [(problem.path, problem.accepted) for problem in caught.value.problems] == [(path, "chat")]
+
+
+def test_a_checkpoint_is_under_two_percent_of_the_model(tmp_path: Path) -> None:
+    """Of SmolLM2-135M with adapter=lora: all of the folder, the optimizer included, against the model in float32."""
+    config = compose(["model=smollm2-135m", "adapter=lora", "train.seq_len=8"]).config
+    states = plan_states(config, Sharder(build_mesh(config.mesh, jax.devices()[:1]), config.mesh.rules))
+    random = np.random.default_rng(0)
+    state = jax.tree.map(
+        lambda leaf: jnp.asarray(np.abs(random.normal(size=leaf.shape)), leaf.dtype),
+        dataclasses.replace(states.abstract(), frozen={}),
+    )
+    saver = open_checkpointer(tmp_path, Checkpoint())
+    saver.save(1, state, {}, {})
+    saver.close()
+    folder = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    weights = sum(path.stat().st_size for path in (tmp_path / "1/params").rglob("*") if path.is_file())
+    model = 4 * parameter_count(states.model.base.shapes)
+    assert weights < 0.007 * model and folder < 0.02 * model
+
+
+def test_what_is_frozen_costs_no_gradient() -> None:
+    """An adapter's step does two of the three products of a step with every weight: none for the weight itself."""
+    config = compose([*SFT, "model.mlp_dim=256", "model.scan_unroll=2", "adapter=lora", "adapter.rank=1"]).config
+    flops = []
+    for one in (config, dataclasses.replace(config, adapter=compose(SFT).config.adapter)):
+        sharder = Sharder(build_mesh(one.mesh, jax.devices()[:1]), one.mesh.rules)
+        states = plan_states(one, sharder)
+        weights = states.abstract()
+        loss = next_token_loss(states.model, sharder, one.train)
+        tokens = jax.ShapeDtypeStruct((8, 32), jnp.int32)
+        batch = {"tokens": tokens, "targets": tokens, "positions": tokens}
+        batch["weights"] = jax.ShapeDtypeStruct((8, 32), jnp.float32)
+        gradient = jax.grad(
+            lambda params, frozen, batch, loss=loss: loss(merge_trees(params, frozen), batch, None)["loss"]
+        )
+        compiled = jax.jit(gradient).lower(weights.params, weights.frozen, batch).compile()
+        flops.append(compiled.cost_analysis()["flops"])
+    assert flops[0] < 0.75 * flops[1]
