@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from maxhydra.runs.restart import arguments
 
 from maxhydra.config import Config
 from maxhydra.config.compose import compose
 from maxhydra.config.serialize import from_yaml
+from maxhydra.runs.rerun import arguments
 from tests.stored import make
 from tests.support.cli import facts, finished, losses
 
