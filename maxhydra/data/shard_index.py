@@ -23,7 +23,7 @@ NOTHING: Mapping[str, Any] = {}
 # Settings of `data` that tokens depend on, besides those of the tokenizer.
 SETTINGS = (
     *("source", "path", "eval_path", "format", "name", "config", "split", "eval_split", "eval_name", "data_dir"),
-    *("shape", "columns", "formatting", "on_error", "max_characters"),
+    *("record_type", "columns", "formatting", "on_error", "max_characters"),
 )
 
 # Records of the source that are kept a digest of.
