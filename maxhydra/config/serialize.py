@@ -7,6 +7,7 @@ from maxhydra.config.compose.provenance import parse_yaml
 from maxhydra.config.compose.validate import Validator
 from maxhydra.config.errors import ConfigError
 from maxhydra.config.fields import walk
+from maxhydra.config.migrations import migrate_sourced
 from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema.config import Config
 
@@ -23,7 +24,7 @@ def from_yaml(text: str, source: str = "config.yaml") -> Config:
 
 def assembled(text: str, source: str) -> ConfigMerge:
     """What a config's text places, before it is checked."""
-    content = parse_yaml(text, source)
+    content = migrate_sourced(parse_yaml(text, source))
     assembly = ConfigMerge()
     task = content.value.get("task")
     name = task.value.get("name") if task is not None and isinstance(task.value, dict) else None

@@ -10,6 +10,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from maxhydra.config.compose.provenance import display_path
 from maxhydra.config.errors import Problem, did_you_mean, options_shown
+from maxhydra.config.migrations import renamed_option
 from maxhydra.config.registry import groups
 
 # Raised while composing. Hydra uses ValueError for groups that are given something else than a name.
@@ -39,7 +40,8 @@ def _missing_option(error: MissingConfigException) -> Problem:
     if not group:
         return Problem(option, "no such config file", hint=f"{option}.yaml is looked for in the config folders")
     accepted = options_shown(group, options, near=option)
-    return Problem(group, "no such option", option, accepted, did_you_mean(option, options))
+    hint = renamed_option(group, option) or did_you_mean(option, options)
+    return Problem(group, "no such option", option, accepted, hint)
 
 
 def _malformed_yaml(error: yaml.MarkedYAMLError) -> Problem:

@@ -13,6 +13,7 @@ from maxhydra.config.compose.provenance import COMMAND_LINE, SourcedValue
 from maxhydra.config.declare import MISSING
 from maxhydra.config.errors import Problem, did_you_mean
 from maxhydra.config.fields import FieldType, fields, is_open, walk
+from maxhydra.config.migrations import migrate_key
 from maxhydra.config.registry import GLOBAL, groups, task_schemas
 from maxhydra.config.schema.config import Config
 
@@ -190,9 +191,14 @@ class ConfigMerge:
         depth = next(depth for depth in range(len(names)) if self.spec(".".join(names[: depth + 1])) is None)
         parent, name = ".".join(names[:depth]), names[depth]
         choices = self.names(parent) if parent else [*self.names(""), *groups()]
-        hint = self._pitfall(parent, name, located) or self._nearest(parent, name, choices)
+        hint = self._renamed(path) or self._pitfall(parent, name, located) or self._nearest(parent, name, choices)
         accepted = ", ".join(dict.fromkeys(choices)) or "nothing here"
         return Problem(path, "no such key", located.plain, accepted, hint, located.source)
+
+    def _renamed(self, path: str) -> str:
+        current = migrate_key(path)
+        is_known = current != path and self.spec(current) is not None
+        return f"{path} was renamed to {current}" if is_known else ""
 
     def _pitfall(self, parent: str, name: str, located: SourcedValue) -> str:
         if not parent and name in groups() and located.source != COMMAND_LINE:

@@ -15,6 +15,7 @@ from hydra.errors import HydraException
 from maxhydra.config.compose.merge import ConfigMerge
 from maxhydra.config.compose.provenance import COMMAND_LINE, locate
 from maxhydra.config.errors import Problem, did_you_mean, options_shown, show
+from maxhydra.config.migrations import renamed_option
 
 
 @dataclasses.dataclass
@@ -86,7 +87,7 @@ class Groups:
             return Problem(group, "is no option", None, options_shown(group, options), hint, COMMAND_LINE)
         for option in value if isinstance(value, list) else [value]:
             if option not in options:
-                hint = did_you_mean(str(option), options)
+                hint = renamed_option(group, option) or did_you_mean(str(option), options)
                 accepted = options_shown(group, options, near=str(option))
                 return Problem(group, "no such option", option, accepted, hint, COMMAND_LINE)
         return None
