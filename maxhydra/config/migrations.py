@@ -11,6 +11,9 @@ from functools import cache
 from typing import Any
 
 from maxhydra.config.compose.provenance import SourcedValue
+from maxhydra.config.fields import walk
+from maxhydra.config.registry import task_schemas
+from maxhydra.config.schema.config import Config
 
 # Old path -> new path. `*` matches one name; a rename never moves a key to another section.
 RENAMED_KEYS = {
@@ -58,9 +61,18 @@ def _renames(reverse: bool) -> dict[str, list[tuple[str, str]]]:
     """Renames by the last name of the path that they match: most keys need one dictionary lookup."""
     found: dict[str, list[tuple[str, str]]] = {}
     for old, new in RENAMED_KEYS.items():
+        if not _exists(new):
+            continue
         before, after = (new, old) if reverse else (old, new)
         found.setdefault(before.rpartition(".")[2], []).append((before, after))
     return found
+
+
+@cache
+def _exists(path: str) -> bool:
+    """Return whether the schema has a key: a rename takes effect together with the field that it renames."""
+    keys = (key for cls in task_schemas().values() for key, _ in walk(cls, "task"))
+    return path in {key for key, _ in walk(Config)} or path in keys
 
 
 def migrate_option(group: str, option: Any) -> Any:

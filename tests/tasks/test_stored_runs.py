@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from maxhydra.config import Config
-from maxhydra.config.compose import compose
+from maxhydra.config.compose.composer import compose
 from maxhydra.config.serialize import from_yaml
 from maxhydra.runs.rerun import arguments
 from tests.stored import make
