@@ -23,11 +23,13 @@ def modules() -> list[Path]:
 
 
 def imported(path: Path) -> set[str]:
-    """Sub-packages of maxhydra that a module imports."""
+    """Sub-packages of maxhydra that a module imports, by statement or by `import_module` with a name in the code."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and node.args and _called(node) == "import_module":
+            found.add(_leading_text(node.args[0]))
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
@@ -66,6 +68,23 @@ def test_no_family_names_in_shared_code() -> None:
                 node.body = [line for line in node.body if not _is_text(line)] or [ast.Pass()]
         found = {name.lower() for name in family.findall(ast.unparse(tree))}
         assert found <= ({"olmo"} if "data" in path.parts or path.name == "corpus.py" else set()), path
+
+
+def _called(node: ast.Call) -> str:
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def _leading_text(node: ast.expr) -> str:
+    """The constant beginning of a string or f-string: `maxhydra.tasks.` of f"maxhydra.tasks.{name}"."""
+    first = node.values[0] if isinstance(node, ast.JoinedStr) and node.values else node
+    return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
+
+
+def test_import_module_counts_as_an_import(tmp_path: Path) -> None:
+    """Discovered plug-ins of a package are its own modules; any other package must be in a lower row."""
+    source = 'import_module("maxhydra.convert.hf_config"); importlib.import_module(f"maxhydra.tasks.{name}")\n'
+    (tmp_path / "module.py").write_text(source + "import_module(f'{__name__}.x'); import_module(name)\n")
+    assert imported(tmp_path / "module.py") == {"convert", "tasks"}
 
 
 def _is_text(statement: ast.stmt) -> bool:

@@ -1,1 +1,1 @@
-"""The command line. Nothing here imports jax, and help answers before Hydra is imported."""
+"""The command line. Nothing here imports jax before a run starts, and --help does not import Hydra."""

@@ -1,4 +1,4 @@
-"""The flags of the command line: Hydra's, less those that our own commands replace."""
+"""Command line flags: those of Hydra, without the ones that maxhydra replaces."""
 
 import argparse
 from typing import NoReturn
@@ -7,37 +7,37 @@ from maxhydra.config.errors import ConfigError, Problem, did_you_mean
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 REPLACED = {
-    "--config-path": "--config-dir adds a folder of options",
-    "-cp": "--config-dir adds a folder of options",
-    "--experimental-rerun": "a run of the same run.name resumes",
+    "--config-path": "use --config-dir to add a folder of options",
+    "-cp": "use --config-dir to add a folder of options",
+    "--experimental-rerun": "start with the same run.name to resume a run",
 }
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with a flag in the form of every other mistake."""
+    """ArgumentParser that raises ConfigError, so that a wrong flag is reported like any other problem."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(Problem(self.prog, message, hint=f"{self.prog} --help lists the flags"))
+        raise ConfigError(Problem(self.prog, message, hint=f"see {self.prog} --help"))
 
 
 def parser() -> Parser:
     flags = Parser(prog="maxhydra", add_help=False, allow_abbrev=False)
     flags.add_argument("overrides", nargs="*", help="key=value, group=option, ~key; see --help")
-    flags.add_argument("--cfg", "-c", choices=["job", "hydra", "all"], help="Show the config instead of running")
-    flags.add_argument("--resolve", action="store_true", help="With --cfg: fill in interpolations")
-    flags.add_argument("--package", "-p", help="With --cfg: the part to show")
+    flags.add_argument("--cfg", "-c", choices=["job", "hydra", "all"], help="Print the config instead of running")
+    flags.add_argument("--resolve", action="store_true", help="With --cfg: resolve interpolations")
+    flags.add_argument("--package", "-p", help="With --cfg: the section to print")
     flags.add_argument("--run", "-r", action="store_true", help="Run one job (the default)")
     flags.add_argument("--multirun", "-m", action="store_true", help="Run the jobs of a sweep")
     flags.add_argument("--shell-completion", "-sc", action="store_true", help="install=SHELL, uninstall=SHELL")
     flags.add_argument("--config-name", "-cn", default="config", help="Primary config instead of config.yaml")
-    flags.add_argument("--config-dir", "-cd", help="A further folder of options")
-    flags.add_argument("--info", "-i", const="all", nargs="?", choices=INFO, help="Show how the config is composed")
+    flags.add_argument("--config-dir", "-cd", help="Additional folder of options")
+    flags.add_argument("--info", "-i", const="all", nargs="?", choices=INFO, help="Print how the config is composed")
     flags.add_argument("--hydra-help", action="store_true", help="Hydra's help")
     return flags
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Flags and overrides in any order."""
+    """Parse flags and overrides in any order."""
     known = parser()
     flags, rest = known.parse_known_intermixed_args(arguments)
     if rest:
@@ -49,5 +49,5 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if sum(modes) > 1:
         raise ConfigError(Problem("maxhydra", "takes one of --run, --multirun, --cfg, --info and --shell-completion"))
     if flags.resolve and flags.cfg is None:
-        raise ConfigError(Problem("--resolve", "goes with --cfg"))
+        raise ConfigError(Problem("--resolve", "is only used with --cfg"))
     return flags

@@ -1,4 +1,4 @@
-"""`maxhydra --help`: groups with their options, overlays, subcommands, flags and examples, read off the folders."""
+"""`maxhydra --help`: groups with their options, overlays, commands, flags and examples, listed from the folders."""
 
 import ast
 import re
@@ -15,54 +15,54 @@ COMMANDS = Path(__file__).parent / "commands"
 
 FLAGS = {
     "-m, --multirun": "run one job for each combination of values: train.steps=100,200",
-    "-c, --cfg job|hydra|all": "show the config instead of running; --resolve fills in ${...}, -p PATH shows a part",
-    "-i, --info [WHAT]": "show how the config is composed: all, config, defaults, defaults-tree, plugins, searchpath",
-    "-cd, --config-dir DIR": "a folder with options of your own, laid out as conf/ is",
-    "-cn, --config-name NAME": "start from another file than config.yaml",
+    "-c, --cfg job|hydra|all": "print the config and exit; --resolve resolves ${...}, -p PATH selects a section",
+    "-i, --info [WHAT]": "print how the config is composed: all, config, defaults, defaults-tree, plugins, searchpath",
+    "-cd, --config-dir DIR": "a folder with your own options, with the layout of conf/",
+    "-cn, --config-name NAME": "primary config instead of config.yaml",
     "-sc, --shell-completion": 'completion of groups, options and keys: eval "$(maxhydra -sc install=bash)"',
-    "--hydra-help": "what Hydra itself can be told",
+    "--hydra-help": "help of Hydra itself",
     "-h, --help; --version": "",
 }
 
 EXAMPLES = {
     "maxhydra": "train a tiny model on Shakespeare, in two minutes on a laptop",
-    "maxhydra train.steps=1000 optimizer=muon run.name=muon": "longer, another optimizer; the same name again resumes",
-    "maxhydra data=text data.path=my.txt": "on your own text",
-    "maxhydra task=inspect model=llama3.1-405b task.devices=256": "what a model needs, without having the devices",
-    "maxhydra task=tune model=llama3.2-1b task.save_as=fast": "the fastest settings on this machine, as an experiment",
-    "maxhydra -m optimizer.learning_rate=1e-3,3e-3 run.name=lr": "a sweep, in outputs/lr",
-    "maxhydra runs best sweep=lr": "which of its runs won, and how to run it again",
-    "maxhydra explain optimizer.learning_rate": "what a key means, and where its value comes from",
+    "maxhydra train.steps=1000 optimizer=muon run.name=muon": "longer, another optimizer; the same run.name resumes",
+    "maxhydra data=text data.path=my.txt": "train on your own text",
+    "maxhydra task=inspect model=llama3.1-405b task.devices=256": "parameters and memory, without the devices",
+    "maxhydra task=tune model=llama3.2-1b task.save_as=fast": "find the fastest settings, save as an experiment",
+    "maxhydra -m optimizer.learning_rate=1e-3,3e-3 run.name=lr": "a sweep in outputs/lr",
+    "maxhydra runs best sweep=lr": "its best run, and the command to run it again",
+    "maxhydra explain optimizer.learning_rate": "the meaning of a key, and where its value comes from",
 }
 
 
 @cache
 def commands() -> dict[str, str]:
-    """Subcommand -> what it does."""
+    """Return the summary of each subcommand."""
     return docstrings(COMMANDS)
 
 
 def docstrings(folder: Path) -> dict[str, str]:
-    """Module of a folder -> the first line of its docstring, without importing it."""
+    """Return the first docstring line of each module in a folder, without importing it."""
     paths = (path for path in sorted(folder.glob("*.py")) if not path.name.startswith("_"))
     return {path.stem: (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0] for path in paths}
 
 
 def help_text(arguments: list[str]) -> str:
-    """The whole help; with `--config-dir`, the options of that folder too."""
-    found = groups((CONF, *_config_dirs(arguments)))
-    overlays = {group: paths for group, paths in found.items() if is_overlay(paths[0])}
-    sections = {group: paths for group, paths in found.items() if group not in overlays}
+    """Return the help text, including the options of `--config-dir`."""
+    options = groups((CONF, *_config_dirs(arguments)))
+    overlays = {group: paths for group, paths in options.items() if is_overlay(paths[0])}
+    sections = {group: paths for group, paths in options.items() if group not in overlays}
     lines = [
         "maxhydra: train and run language models in JAX, as Hydra experiments",
         "",
         "usage: maxhydra [group=option ...] [key=value ...] [flags]",
         "       maxhydra COMMAND ...",
         "",
-        "Groups, each a part of the config (* is chosen unless you say otherwise):",
+        "Config groups and their options (* is the default):",
         *_groups(sections),
         "",
-        "Overlays, which may set any key:",
+        "Overlays, which can set any key:",
         *_table({f"{group}={path.stem}": description(path) for group, paths in overlays.items() for path in paths}),
         "",
         "Commands:",
@@ -72,9 +72,9 @@ def help_text(arguments: list[str]) -> str:
         *_table(FLAGS),
         "",
         "Examples:",
-        *(line for command, what in EXAMPLES.items() for line in (f"  {command}", f"      {what}")),
+        *(line for command, text in EXAMPLES.items() for line in (f"  {command}", f"      {text}")),
         "",
-        "Every key: maxhydra --cfg job, and docs/config.md.",
+        "All keys: maxhydra --cfg job, and docs/config.md.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -86,26 +86,26 @@ def _config_dirs(arguments: list[str]) -> Iterator[Path]:
             yield Path(inline or value).expanduser()
 
 
-def _groups(found: dict[str, list[Path]]) -> Iterator[str]:
+def _groups(options: dict[str, list[Path]]) -> Iterator[str]:
     chosen = dict(defaults())
-    width = max(len(group) for group in found) + 2
-    for group, paths in found.items():
+    width = max(len(group) for group in options) + 2
+    for group, paths in options.items():
         doc = Config.__annotations__[group].__doc__ if group in Config.__annotations__ else ""
-        what = re.split(r"[.;:]\s", f"{doc} ")[0].strip()
+        summary = re.split(r"[.;:]\s", f"{doc} ")[0].strip()
         names = ", ".join(f"*{path.stem}" if chosen.get(group) == path.stem else path.stem for path in paths)
-        yield from _entry(group, f"{names}  ({what})" if what else names, width)
+        yield from _entry(group, f"{names}  ({summary})" if summary else names, width)
 
 
 def _table(rows: dict[str, str]) -> Iterator[str]:
     width = min(max((len(name) for name in rows), default=0), 34) + 2
-    for name, what in rows.items():
-        yield from _entry(name, what, width)
+    for name, text in rows.items():
+        yield from _entry(name, text, width)
 
 
-def _entry(name: str, what: str, width: int) -> list[str]:
+def _entry(name: str, text: str, width: int) -> list[str]:
     columns = max(60, min(shutil.get_terminal_size((110, 24)).columns, 120))
     head, indent = f"  {name:<{width}}", " " * (width + 2)
     if len(name) >= width:
-        return [f"  {name}", *textwrap.wrap(what, columns, initial_indent=indent, subsequent_indent=indent)]
-    wrapped = textwrap.wrap(what, columns, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
+        return [f"  {name}", *textwrap.wrap(text, columns, initial_indent=indent, subsequent_indent=indent)]
+    wrapped = textwrap.wrap(text, columns, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
     return [line.rstrip() for line in wrapped] or [head.rstrip()]

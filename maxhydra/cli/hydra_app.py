@@ -123,10 +123,10 @@ def _complete(app: Hydra, config_name: str, arguments: list[str]) -> int:
     sys.argv[0] = "maxhydra"  # the command whose completion is installed, also for `python -m maxhydra`
     if action == "query":
         line = os.environ.get("COMP_LINE", "")
-        words = line.split(" ")
-        is_verb = words[1:-1] == ["runs"]
-        names = docstrings(VERBS) if is_verb else commands() if len(words) == 2 else {}
-        print("\n".join(name for name in names if name.startswith(words[-1])))
+        parts = line.split(" ")
+        is_verb = parts[1:-1] == ["runs"]
+        names = docstrings(VERBS) if is_verb else commands() if len(parts) == 2 else {}
+        print("\n".join(name for name in names if name.startswith(parts[-1])))
         if is_verb:
             return 0  # a verb cannot be an override
         os.environ["COMP_LINE"] = _without_command(line)
@@ -136,8 +136,8 @@ def _complete(app: Hydra, config_name: str, arguments: list[str]) -> int:
 
 def _without_command(line: str) -> str:
     """Remove the subcommand from a line to complete; its arguments are paths and overrides as everywhere."""
-    words = line.split(" ")
-    return " ".join(words[:1] + words[2:]) if len(words) > 2 and words[1] in commands() else line
+    parts = line.split(" ")
+    return " ".join(parts[:1] + parts[2:]) if len(parts) > 2 and parts[1] in commands() else line
 
 
 def translate_errors(action: Callable[[], Result]) -> Result:

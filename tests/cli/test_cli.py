@@ -83,7 +83,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "model.kinds.layr.mlp.dim"], ["model.kinds has no 'layr'", "did you mean 'layer'?"]),
         (["--cfg", "jobs"], ["--cfg", "job"]),
         (["--cfg", "job", "-m"], ["takes one of"]),
-        (["--resolve"], ["goes with --cfg"]),
+        (["--resolve"], ["is only used with --cfg"]),
         (["-sc", "install=tcsh"], ["bash"]),
         (["-m", "train.steps=10,-1,x"], ["train.steps=-1: is out of range", "train.steps=x: is not an integer"]),
         (["-m", "model.num_heads=4,6", "model.num_kv_heads=4,2"], ["model.num_kv_heads=4: does not divide"]),
@@ -93,7 +93,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             ["hydra.launcher.nodes=0: is out of range", "hydra.launcher.mem=much: cannot be read"],
         ),
         (["-m", "hydra/launcher=slurm", "hydra.launcher.node=2"], ["hydra.launcher.node"]),
-        (["hydra/launcher=slurm"], ["hydra/launcher=slurm: launches the jobs of -m alone", "maxhydra -m"]),
+        (["hydra/launcher=slurm"], ["hydra/launcher=slurm: is only used with -m", "maxhydra -m"]),
         (
             ["-m", "hydra/launcher=slurm", "hydra.launcher.detach=true", "hydra/sweeper=optuna", "run.seed=range(1,3)"],
             ["hydra.launcher.detach=true: a search waits for results"],

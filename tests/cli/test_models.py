@@ -12,12 +12,12 @@ from maxhydra.cli.commands import models
 
 def test_sizes_are_counted_once_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """46.7 billion weights, 12.9 billion active (Jiang et al., 2024)."""
-    monkeypatch.setattr(models, "COUNTED", tmp_path / "kept" / "models.json")
+    monkeypatch.setattr(models, "CACHE", tmp_path / "kept" / "models.json")
     assert main.run(["models", "mixtral-8x7b", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["parameters"] == 46_702_792_704 and round(found["active"] / 1e9, 1) == 12.9
     assert (found["layers"], found["context"], found["licence"]) == (32, 32768, "Apache-2.0")
-    monkeypatch.setattr(models, "_counted", lambda name: pytest.fail("counted twice"))
+    monkeypatch.setattr(models, "_count", lambda name: pytest.fail("counted twice"))
     assert main.run(["models", "mixtral-8x7*"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:5] == ["mixtral-8x7b", "46.7B", "12.88B", "32", "32k"]
     assert main.run(["models", "mixtrl-8x7b"]) == 2 and "mixtral-8x7b" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Subcommands: one file each, found by its name.
+"""Subcommands, one discovered file each.
 
 A file has a docstring, whose first line `maxhydra --help` shows, and `main(arguments) -> exit code`.
 """

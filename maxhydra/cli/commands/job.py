@@ -1,10 +1,10 @@
-"""Run a config that was composed before, in a folder that is fixed: job CONFIG.yaml [--run-dir DIR].
+"""Run a saved config in a given folder, as launchers do: job CONFIG.yaml [--run-dir DIR].
 
-maxhydra job outputs/lr/3/job.yaml --run-dir outputs/lr/3      as launchers do; the same again resumes
-maxhydra job outputs/first/config.yaml                         a config as runs keep it, in the folder that it names
+maxhydra job outputs/lr/3/job.yaml --run-dir outputs/lr/3      the same command again resumes
+maxhydra job outputs/first/config.yaml                         config.yaml of a run, in the folder that it names
 
-Hydra is not needed. Exit codes: 0 finished, 1 failed, 2 a wrong config; 143 and 138, ended by SIGTERM or SIGUSR1 after
-saving, are those on which a launcher starts it again.
+Works without Hydra. Exit codes: 0 finished, 1 failed, 2 invalid config; 143 and 138 mean that the run saved and
+stopped on SIGTERM or SIGUSR1, and that the launcher should start it again.
 """
 
 from pathlib import Path
@@ -19,15 +19,15 @@ def main(arguments: list[str]) -> int:
     parser = Parser(prog="maxhydra job", add_help=False)
     parser.add_argument("config", type=Path)
     parser.add_argument("--run-dir", type=Path)
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     from maxhydra.launch.job_spec import read_order  # noqa: PLC0415
     from maxhydra.launch.termination import write_termination_message  # noqa: PLC0415
 
-    run_dir = None if asked.run_dir is None else asked.run_dir.absolute()
+    run_dir = None if args.run_dir is None else args.run_dir.absolute()
     with write_termination_message(run_dir):
-        order = read_order(asked.config)
-        # jax comes in here, and not before the config is valid.
+        spec = read_order(args.config)
+        # jax is imported here, after the config is known to be valid.
         from maxhydra.cli.run_job import execute  # noqa: PLC0415
 
-        execute(order.config, order.choices, overrides=order.overrides, path=run_dir, config_dir=order.config_dir)
+        execute(spec.config, spec.choices, overrides=spec.overrides, path=run_dir, config_dir=spec.config_dir)
     return 0

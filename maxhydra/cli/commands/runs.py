@@ -1,12 +1,12 @@
-"""Find, compare, rerun, tidy and watch runs: runs VERB ...; `runs --help` lists the verbs.
+"""Find, compare, rerun, resume, delete and watch runs: runs VERB ...; `runs --help` lists the verbs.
 
-Runs are looked for in outputs/ and all folders below it; `-o FOLDER` names another place. A run is named by its path
-there (lr/3_learning_rate=0.003), by its last part, or by the beginning of either. Conditions choose among runs:
+Runs are searched in outputs/ and its subfolders, or in `-o FOLDER`. A run is named by its path in that folder
+(lr/3_learning_rate=0.003), by the last part of the path, or by a prefix of either. Conditions select runs:
 
   status=finished  tag=first  model=tiny  optimizer.learning_rate=1e-3  'eval/loss<2'  'train.steps>=100'  notes~base
 
-A key is a field of the run, a key of its config, a group, or a metric; a metric means its last value, or with :min or
-:max an extreme ('eval/loss:min<2').
+A key is a field of the run, a key of its config, a group, or a metric; a metric stands for its last value, or with :min
+or :max for its minimum or maximum ('eval/loss:min<2').
 """
 
 import argparse
@@ -19,21 +19,23 @@ from maxhydra.config.errors import ConfigError, Problem, did_you_mean
 
 
 def main(arguments: list[str]) -> int:
-    """Hand over to the verb's module, the only one that is imported."""
+    """Run the verb's module, the only one that is imported."""
     verbs = docstrings(VERBS)
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
-        print(__doc__ + "\nVerbs (maxhydra runs VERB --help says more):")
-        print("\n".join(f"  {verb:<8} {what}" for verb, what in verbs.items()))
+        print(__doc__ + "\nVerbs (details: maxhydra runs VERB --help):")
+        print("\n".join(f"  {verb:<8} {summary}" for verb, summary in verbs.items()))
         return 0
     if name not in verbs:
         raise ConfigError(
             Problem(f"runs {name}", "no such verb", accepted=", ".join(verbs), hint=did_you_mean(name, verbs))
         )
     module = importlib.import_module(f"maxhydra.cli.runs.{name}")
-    shape = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog=f"maxhydra runs {name}", description=module.__doc__, allow_abbrev=False, formatter_class=shape)
-    parser.add_argument("-o", "--outputs", default="outputs", metavar="FOLDER", help="where the runs lie")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        prog=f"maxhydra runs {name}", description=module.__doc__, allow_abbrev=False, formatter_class=formatter
+    )
+    parser.add_argument("-o", "--outputs", default="outputs", metavar="FOLDER", help="folder that contains the runs")
     module.declare(parser)
     exit_code: int = module.run(parser.parse_intermixed_args(arguments[1:]))
     return exit_code

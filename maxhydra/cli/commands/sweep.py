@@ -1,11 +1,11 @@
-"""Go on with a sweep, end it, or say where it stands: sweep resume|cancel|status NAME.
+"""Resume or cancel a sweep, or show its status: sweep resume|cancel|status NAME.
 
-maxhydra sweep resume lr                   runs what is left; jobs that were interrupted go on from their checkpoints
+maxhydra sweep resume lr                   run the remaining jobs; interrupted ones resume from their checkpoints
 maxhydra sweep resume lr --workers 2       two jobs at a time
-maxhydra sweep resume lr --trials 40       a search goes on to so many jobs in all
-maxhydra sweep resume lr --max-failures 9  a search goes on until so many jobs have failed in all
-maxhydra sweep resume lr --detach          on a cluster: submits what is left, and does not wait
-maxhydra sweep cancel lr                   jobs under way save and end; resume goes on with them
+maxhydra sweep resume lr --trials 40       continue a search up to 40 trials in total
+maxhydra sweep resume lr --max-failures 9  continue a search until 9 jobs have failed
+maxhydra sweep resume lr --detach          on a cluster: submit the remaining jobs and do not wait
+maxhydra sweep cancel lr                   running jobs save a checkpoint and stop; resume continues them
 maxhydra sweep status lr
 """
 
@@ -18,8 +18,8 @@ from maxhydra.cli.flags import Parser
 from maxhydra.cli.main import RunFailed
 from maxhydra.config.errors import ConfigError, Problem
 
-# What `resume` may change of a sweep's settings.
-CHANGED = ("workers", "trials", "max_failures")
+# Sweep settings that `resume` can change.
+CHANGEABLE = ("workers", "trials", "max_failures")
 
 
 def main(arguments: list[str]) -> int:
@@ -27,31 +27,31 @@ def main(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
-    asked = parser.parse_args(arguments)
-    # optuna takes a second to import, which --help need not wait for.
+    args = parser.parse_args(arguments)
+    # Imported here so that --help does not wait a second for optuna.
     from maxhydra.sweep.run import cancel, read_plan, resume_sweep, status  # noqa: PLC0415
 
-    folder = _folder(asked)
+    folder = _folder(args)
     plan = read_plan(folder)
-    if asked.verb == "status":
+    if args.verb == "status":
         print("\n".join(status(plan)))
         return 0
-    if asked.verb == "cancel":
+    if args.verb == "cancel":
         cancel(plan, say=print)
         return 0
-    if asked.detach and (plan.space or plan.launcher.kind == "local"):
-        why = "a search waits for results to know what to try" if plan.space else "jobs of this machine are watched"
-        raise ConfigError(Problem("--detach", f"does not go with this sweep: {why}"))
-    changes = {name: value for name in CHANGED if (value := getattr(asked, name)) is not None}
+    if args.detach and (plan.space or plan.launcher.kind == "local"):
+        reason = "a search needs results to choose the next trial" if plan.space else "local jobs need this process"
+        raise ConfigError(Problem("--detach", f"is not possible for this sweep: {reason}"))
+    changes = {name: value for name in CHANGEABLE if (value := getattr(args, name)) is not None}
     if "trials" in changes and (not plan.space or plan.settings.sampler == "grid"):
-        raise ConfigError(Problem("--trials", "does not go with this sweep: all of its jobs are given", asked.trials))
+        raise ConfigError(Problem("--trials", "is only possible for a search; these jobs are fixed", args.trials))
     if "max_failures" in changes and not plan.space:
-        reason = "does not go with this sweep: it goes on whatever fails"
-        raise ConfigError(Problem("--max-failures", reason, asked.max_failures))
+        reason = "is only possible for a search; other sweeps run all jobs even if some fail"
+        raise ConfigError(Problem("--max-failures", reason, args.max_failures))
     plan = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, **changes))
     if problems := list(plan.settings.problems()):
         raise ConfigError(problems)
-    if reason := resume_sweep(plan, say=partial(print, flush=True), detach=asked.detach):
+    if reason := resume_sweep(plan, say=partial(print, flush=True), detach=args.detach):
         raise RunFailed(reason)
     return 0
 
@@ -59,15 +59,15 @@ def main(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="maxhydra sweep", add_help=False)
     parser.add_argument("verb", choices=["resume", "cancel", "status"])
-    parser.add_argument("name", help="of the sweep, or its folder")
+    parser.add_argument("name", help="name of the sweep, or its folder")
     parser.add_argument("--workers", type=int)
     parser.add_argument("--trials", type=int)
     parser.add_argument("--max-failures", type=int)
     parser.add_argument("--detach", action="store_true")
-    parser.add_argument("--outputs", default="outputs", help="folder that holds the runs")
+    parser.add_argument("--outputs", default="outputs", help="folder that contains the runs")
     return parser
 
 
-def _folder(asked: argparse.Namespace) -> Path:
-    given = Path(asked.name).expanduser()
-    return (given if given.is_dir() else Path(asked.outputs) / asked.name).absolute()
+def _folder(args: argparse.Namespace) -> Path:
+    given = Path(args.name).expanduser()
+    return (given if given.is_dir() else Path(args.outputs) / args.name).absolute()

@@ -1,6 +1,6 @@
-"""Verbs of `maxhydra runs`: one file each, found by its name.
+"""Verbs of `maxhydra runs`, one discovered file each.
 
-A file has a docstring, whose first line `maxhydra runs --help` shows, `declare(parser)`, and `run(asked) -> exit code`.
+A file has a docstring, whose first line `maxhydra runs --help` shows, `declare(parser)`, and `run(args) -> exit code`.
 """
 
 from pathlib import Path

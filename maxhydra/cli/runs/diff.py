@@ -1,4 +1,4 @@
-"""Say how two or more runs differ, in config, code and results: diff RUN RUN ... [--json].
+"""Compare the config, code and results of two or more runs: diff RUN RUN ... [--json].
 
 maxhydra runs diff lr/0 lr/1
 """
@@ -7,7 +7,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 
-from maxhydra.cli.runs._listing import add_json, print_json, print_table
+from maxhydra.cli.runs._common import add_json, print_json, print_table
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.runs.compare import Difference, compare
 from maxhydra.runs.registry import Registry, Run
@@ -19,21 +19,23 @@ def declare(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(asked: argparse.Namespace) -> int:
-    registry = Registry(asked.outputs)
+def run(args: argparse.Namespace) -> int:
+    registry = Registry(args.outputs)
     every = registry.runs()
-    runs = list(dict.fromkeys(registry.find(name, every) for name in asked.names))
+    runs = list(dict.fromkeys(registry.find(name, every) for name in args.names))
     if len(runs) < 2:
-        raise ConfigError(Problem("runs diff", "needs two different runs", value=" ".join(asked.names)))
-    found = compare(registry, runs)
-    if asked.json:
-        parts = {part.name: getattr(found, part.name) for part in dataclasses.fields(found) if part.name != "runs"}
+        raise ConfigError(Problem("runs diff", "needs two different runs", value=" ".join(args.names)))
+    comparison = compare(registry, runs)
+    if args.json:
+        parts = {
+            part.name: getattr(comparison, part.name) for part in dataclasses.fields(comparison) if part.name != "runs"
+        }
         named = {part: {entry.name: entry.values for entry in entries} for part, entries in parts.items()}
         print_json({"runs": [run.path for run in runs], **named})
         return 0
-    _print("config", runs, found.config)
-    _print("metrics", runs, found.metrics)
-    _print("code and machine", runs, found.surroundings)
+    _print("config", runs, comparison.config)
+    _print("metrics", runs, comparison.metrics)
+    _print("code and machine", runs, comparison.surroundings)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Show the runs: list [CONDITION ...] [--sort KEY] [--columns KEY,KEY] [--json].
+"""List runs: list [CONDITION ...] [--sort KEY] [--columns KEY,KEY] [--json].
 
 maxhydra runs list
 maxhydra runs list status=finished optimizer.learning_rate=1e-3 --sort eval/loss
@@ -7,44 +7,48 @@ maxhydra runs list sweep=lr 'eval/loss<2' --columns optimizer.learning_rate,run.
 
 import argparse
 
-from maxhydra.cli.runs._listing import add_conditions, add_json, as_facts, print_json, print_runs, tell_faults
+from maxhydra.cli.runs._common import add_conditions, add_json, as_facts, print_json, print_runs, print_warnings
 from maxhydra.runs.query import order, parse, select
 from maxhydra.runs.registry import FIELDS, Registry
 
-# A screen; programs get all.
+# Rows that fit a screen; --json prints all.
 _LIMIT = 40
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
     add_conditions(parser)
-    parser.add_argument("-s", "--sort", default="", metavar="KEY", help="a field, setting or metric; newest first else")
+    parser.add_argument(
+        "-s", "--sort", default="", metavar="KEY", help="a field, setting or metric; default: newest first"
+    )
     parser.add_argument("-r", "--reverse", action="store_true", help="largest first")
-    parser.add_argument("-c", "--columns", default="", metavar="KEY,KEY", help="settings and metrics to show besides")
-    parser.add_argument("-n", "--limit", type=int, help=f"so many at most; {_LIMIT} unless --json, 0 for all")
+    parser.add_argument("-c", "--columns", default="", metavar="KEY,KEY", help="additional settings and metrics")
+    parser.add_argument(
+        "-n", "--limit", type=int, help=f"maximum number of runs; default {_LIMIT}, all with --json; 0 for all"
+    )
     add_json(parser)
 
 
-def run(asked: argparse.Namespace) -> int:
-    registry = Registry(asked.outputs)
-    runs = select(registry, asked.conditions)
-    if asked.sort:
-        runs = order(registry, runs, asked.sort, descending=asked.reverse)
-    elif asked.reverse:
+def run(args: argparse.Namespace) -> int:
+    registry = Registry(args.outputs)
+    runs = select(registry, args.conditions)
+    if args.sort:
+        runs = order(registry, runs, args.sort, descending=args.reverse)
+    elif args.reverse:
         runs.reverse()
-    # What is asked about is shown.
-    asked_for = list(filter(None, asked.columns.split(",")))
-    about = [asked.sort, *(parse(text).key for text in asked.conditions)]
-    columns = list(dict.fromkeys([*asked_for, *(name for name in about if name and name not in FIELDS)]))
-    limit = asked.limit if asked.limit is not None else 0 if asked.json else _LIMIT
+    # Keys of conditions and of --sort are shown too.
+    requested = list(filter(None, args.columns.split(",")))
+    queried = [args.sort, *(parse(text).key for text in args.conditions)]
+    columns = list(dict.fromkeys([*requested, *(name for name in queried if name and name not in FIELDS)]))
+    limit = args.limit if args.limit is not None else 0 if args.json else _LIMIT
     shown = runs[: limit or len(runs)]
-    if asked.json:
+    if args.json:
         values = {name: registry.values(name, shown) for name in columns}
         print_json([as_facts(run, **{name: values[name].get(run.id) for name in columns}) for run in shown])
     elif not runs:
-        print("no runs" if not asked.conditions else "no run meets these conditions")
+        print("no runs" if not args.conditions else "no run matches these conditions")
     else:
         print_runs(registry, shown, columns)
         if len(shown) < len(runs):
             print(f"{len(shown)} of {len(runs)} runs; -n 0 shows all")
-    tell_faults(registry)
+    print_warnings(registry)
     return 0

@@ -1,24 +1,24 @@
-"""Write a note on a run, or show it: note RUN [TEXT]; also of a run that is under way.
+"""Set or show the note of a run, even while it is running: note RUN [TEXT].
 
 maxhydra runs note lr/3 "the baseline of figure 2"
 """
 
 import argparse
 
-from maxhydra.cli.runs._listing import label
+from maxhydra.cli.runs._common import label
 from maxhydra.runs.registry import Registry
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="RUN")
-    parser.add_argument("text", nargs="?", help="in place of the note that is there; '' for none")
+    parser.add_argument("text", nargs="?", help="replaces the current note; '' deletes it")
 
 
-def run(asked: argparse.Namespace) -> int:
-    registry = Registry(asked.outputs)
-    found = registry.find(asked.name)
+def run(args: argparse.Namespace) -> int:
+    registry = Registry(args.outputs)
+    found = registry.find(args.name)
     directory = registry.directory(found)
-    if asked.text is not None:
-        label(directory, note=asked.text)
+    if args.text is not None:
+        label(directory, note=args.text)
     print(f"{found.path}: {directory.read()['notes'] or 'no note'}")
     return 0

@@ -1,7 +1,7 @@
-"""Write one HTML page over many runs, or over one: report [SWEEP|FOLDER|RUN] [--metric NAME] [--max] [--to FILE].
+"""Write an HTML report of a sweep or of one run: report [SWEEP|FOLDER|RUN] [--metric NAME] [--max] [--to FILE].
 
-Parallel coordinates, curves, importance of the settings, the best runs with the commands to run them again, and how
-their configs differ. The page needs nothing but itself.
+Parallel coordinates, curves, importance of the settings, the best runs with the commands to run them again, and the
+differences between their configs. The page is self-contained.
 
 maxhydra runs report lr
 maxhydra runs report . --metric eval/loss:min --to all.html
@@ -10,7 +10,7 @@ maxhydra runs report . --metric eval/loss:min --to all.html
 import argparse
 from pathlib import Path
 
-from maxhydra.cli.runs._listing import tell_faults
+from maxhydra.cli.runs._common import print_warnings
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.report import write_report
@@ -18,22 +18,22 @@ from maxhydra.runs.sweep import write_sweep_report
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", default=".", metavar="SWEEP", help="a folder of runs; all of them without")
-    parser.add_argument("-m", "--metric", help="by which runs are ranked; their objective without")
+    parser.add_argument("name", nargs="?", default=".", metavar="SWEEP", help="a folder of runs; default: all runs")
+    parser.add_argument("-m", "--metric", help="metric that ranks the runs; default: their objective")
     parser.add_argument("--max", action="store_true", help="larger is better")
-    parser.add_argument("--to", type=Path, metavar="FILE", help="sweep.html in the folder without")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="output file; default: sweep.html in the folder")
 
 
-def run(asked: argparse.Namespace) -> int:
-    registry = Registry(asked.outputs)
-    folder, runs = registry.under(asked.name)
+def run(args: argparse.Namespace) -> int:
+    registry = Registry(args.outputs)
+    folder, runs = registry.under(args.name)
     if not runs:
-        raise ConfigError(Problem("runs report", f"{asked.outputs} holds no runs"))
+        raise ConfigError(Problem("runs report", f"no runs in {args.outputs}"))
     if runs[0].path == folder:
         print(write_report(registry.directory(runs[0])))
         return 0
-    path = asked.to or registry.root / folder / "sweep.html"
+    path = args.to or registry.root / folder / "sweep.html"
     title = folder or registry.root.resolve().name
-    print(write_sweep_report(registry, runs, path, title=title, metric=asked.metric, largest=asked.max))
-    tell_faults(registry)
+    print(write_sweep_report(registry, runs, path, title=title, metric=args.metric, largest=args.max))
+    print_warnings(registry)
     return 0

@@ -1,7 +1,7 @@
-"""Run it again, from the start, in a new folder: rerun RUN [key=value ...] [--anyway].
+"""Run again from step 0 in a new folder: rerun RUN [key=value ...] [--anyway].
 
-The overrides of the run are used again, in the folder where it was started, with any changes that are given. The code
-must be the one that the run had; --anyway goes on with other code. `run.name=NAME` names the new run.
+Uses the overrides of the run, in the folder where it was started, plus the given changes. The code must be the same as
+in the original run unless --anyway is given. `run.name=NAME` names the new run.
 
 maxhydra runs rerun lr/3
 maxhydra runs rerun lr/3 run.seed=1 --anyway
@@ -9,7 +9,7 @@ maxhydra runs rerun lr/3 run.seed=1 --anyway
 
 import argparse
 
-from maxhydra.cli.runs._starting import start
+from maxhydra.cli.runs._common import start
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.rerun import arguments, changed_code
@@ -17,18 +17,18 @@ from maxhydra.runs.rerun import arguments, changed_code
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="RUN")
-    parser.add_argument("changes", nargs="*", metavar="key=value", help="what is to be different")
-    parser.add_argument("--anyway", action="store_true", help="also with other code than the run had")
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="overrides to change or add")
+    parser.add_argument("--anyway", action="store_true", help="run even if the code has changed")
     parser.add_argument("--dry-run", action="store_true", help="only print the command")
 
 
-def run(asked: argparse.Namespace) -> int:
-    registry = Registry(asked.outputs)
-    directory = registry.directory(registry.find(asked.name))
+def run(args: argparse.Namespace) -> int:
+    registry = Registry(args.outputs)
+    directory = registry.directory(registry.find(args.name))
     facts = directory.read()
     difference = changed_code(facts, directory.path)
-    if difference and not asked.anyway:
+    if difference and not args.anyway:
         raise ConfigError(
-            Problem(asked.name, f"the code is another: {difference}", hint="--anyway runs it with this code")
+            Problem(args.name, f"the code has changed: {difference}", hint="run the current code with --anyway")
         )
-    return start(arguments(facts, None, *asked.changes), facts["folder"], dry=asked.dry_run)
+    return start(arguments(facts, None, *args.changes), facts["folder"], dry=args.dry_run)

@@ -1,7 +1,7 @@
-"""Watch the runs in a browser, live, on this machine: serve [--port N].
+"""Serve a live dashboard of the runs on this machine: serve [--port N].
 
-A table with search and sort, curves that grow while runs train, runs side by side, the machine, and logs. It only
-reads, and listens on 127.0.0.1; from elsewhere, `ssh -L 8080:127.0.0.1:8080 host`.
+A table with search and sort, live curves, side-by-side comparison, machine load, and logs. The server is read-only and
+listens on 127.0.0.1; from another machine, use `ssh -L 8080:127.0.0.1:8080 host`.
 
 maxhydra runs serve
 """
@@ -14,18 +14,20 @@ from maxhydra.runs.server import Server
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--port", type=int, default=8080, help="0 takes any that is free")
-    parser.add_argument("--host", default="127.0.0.1", help="an address of this machine to listen on")
+    parser.add_argument("--port", type=int, default=8080, help="0: any free port")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
 
 
-def run(asked: argparse.Namespace) -> int:
-    registry = Registry(asked.outputs)
+def run(args: argparse.Namespace) -> int:
+    registry = Registry(args.outputs)
     try:
-        server = Server(registry, host=asked.host, port=asked.port)
+        server = Server(registry, host=args.host, port=args.port)
     except (OSError, OverflowError) as error:
-        hint = "--port 0 takes any that is free"
-        raise ConfigError(Problem("--port", f"cannot be listened on: {error}", value=asked.port, hint=hint)) from None
-    print(f"{server.url}  (Ctrl-C ends it)", flush=True)
+        hint = "--port 0 chooses a free port"
+        raise ConfigError(
+            Problem("--port", f"cannot listen on this port: {error}", value=args.port, hint=hint)
+        ) from None
+    print(f"{server.url}  (Ctrl-C to stop)", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Show one run: what it was, what came of it, and what of its config is not the default: show [RUN] [--json].
+"""Show one run: status, results, and the config values that differ from the defaults: show [RUN] [--json].
 
 maxhydra runs show            # the newest
 maxhydra runs show lr/3 --json
@@ -7,7 +7,7 @@ maxhydra runs show lr/3 --json
 import argparse
 import shlex
 
-from maxhydra.cli.runs._listing import add_json, print_json
+from maxhydra.cli.runs._common import add_json, print_json
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.record import scan_metrics
 from maxhydra.runs.registry import Registry, Run
@@ -19,19 +19,19 @@ _WIDTH = 14
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="RUN")
-    parser.add_argument("--all", action="store_true", help="the whole config")
+    parser.add_argument("--all", action="store_true", help="show the whole config")
     add_json(parser)
 
 
-def run(asked: argparse.Namespace) -> int:
-    registry = Registry(asked.outputs)
+def run(args: argparse.Namespace) -> int:
+    registry = Registry(args.outputs)
     runs = registry.runs()
     if not runs:
-        raise ConfigError(Problem("runs show", f"{asked.outputs} holds no runs"))
-    found = registry.find(asked.name, runs) if asked.name else runs[0]
+        raise ConfigError(Problem("runs show", f"no runs in {args.outputs}"))
+    found = registry.find(args.name, runs) if args.name else runs[0]
     directory = registry.directory(found)
     facts = directory.read()
-    if asked.json:
+    if args.json:
         config, metrics = registry.settings([found.id])[found.id], registry.metrics([found.id])[found.id]
         print_json({**facts, "path": found.path, "config": config, "metrics": metrics})
         return 0
@@ -41,9 +41,9 @@ def run(asked: argparse.Namespace) -> int:
         facts, scan_metrics(directory.metrics_path).rows, total_steps=lookup(config_yaml, "train.steps")
     ):
         _line(figure.label.lower(), f"{figure.value}{f'  ({figure.note})' if figure.note else ''}")
-    print("\nconfig" if asked.all else "\nconfig, where it is not the default (--all shows the rest)")
+    print("\nconfig" if args.all else "\nconfig values that are not the default (--all shows the rest)")
     for setting in settings(config_yaml):
-        if asked.all or setting.changed:
+        if args.all or setting.changed:
             print(f"  {setting.path} = {setting.value}")
     return 0
 

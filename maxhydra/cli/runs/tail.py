@@ -1,8 +1,8 @@
-"""Show the end of a run's log, and what is added: tail [RUN] [-n LINES] [-f]; the newest run without a name.
+"""Show the end of a run's log and follow it: tail [RUN] [-n LINES] [-f]; default: the newest run.
 
 maxhydra runs tail lr/3 -f
 
-Of a job that has not begun, it is what the job has printed so far, which says why it does not begin.
+For a job that has not started its run yet, shows the output of the job, which says why.
 """
 
 import argparse
@@ -15,34 +15,34 @@ from maxhydra.record import RunDirectory
 from maxhydra.runs.registry import Registry
 
 _PAUSE = 0.5
-# Read from the end: enough for any number of lines that a person asks for.
+# Bytes that are read from the end of the log.
 _WINDOW = 1 << 20
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="RUN")
     parser.add_argument("-n", "--lines", type=int, default=20)
-    parser.add_argument("-f", "--follow", action="store_true", help="until the run ends")
+    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
 
 
-def run(asked: argparse.Namespace) -> int:
-    waiting = _waiting(Path(asked.outputs), asked.name)
-    if waiting is not None:
-        position = _print_end(waiting.path / CONSOLE, asked.lines)
-        while asked.follow and not waiting.exists():
+def run(args: argparse.Namespace) -> int:
+    pending = _pending_job(Path(args.outputs), args.name)
+    if pending is not None:
+        position = _print_end(pending.path / CONSOLE, args.lines)
+        while args.follow and not pending.exists():
             time.sleep(_PAUSE)
-            position = _print_from(waiting.path / CONSOLE, position)
-        if not waiting.exists():
-            print(f"{waiting.path}: has not begun")
+            position = _print_from(pending.path / CONSOLE, position)
+        if not pending.exists():
+            print(f"{pending.path}: has not started yet")
             return 0
-    registry = Registry(asked.outputs)
+    registry = Registry(args.outputs)
     runs = registry.runs()
     if not runs:
-        raise ConfigError(Problem("runs tail", f"{asked.outputs} holds no runs"))
-    directory = registry.directory(registry.find(asked.name, runs) if asked.name else runs[0])
-    position = _print_end(directory.log_path, asked.lines)
-    while asked.follow:
-        # Asked before the log is read: what was written before the end is then sure to be seen.
+        raise ConfigError(Problem("runs tail", f"no runs in {args.outputs}"))
+    directory = registry.directory(registry.find(args.name, runs) if args.name else runs[0])
+    position = _print_end(directory.log_path, args.lines)
+    while args.follow:
+        # Read the status before the log, so that the last lines of a run that ends in between are still printed.
         is_running = directory.read()["status"] == "running"
         position = _print_from(directory.log_path, position)
         if not is_running:
@@ -53,14 +53,14 @@ def run(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _waiting(outputs: Path, name: str | None) -> RunDirectory | None:
-    """The folder of a job that was started or submitted, and is not a run yet."""
+def _pending_job(outputs: Path, name: str | None) -> RunDirectory | None:
+    """Return the folder of a job that was started or submitted but has no run yet."""
     run = RunDirectory(outputs / (name or ""), writes=False)
     return run if name and (run.path / CLAIM).exists() and not run.exists() else None
 
 
 def _print_end(log: Path, lines: int) -> int:
-    """The last lines; gives the place after them."""
+    """Print the last lines and return the position after them."""
     if not log.exists():
         return 0
     with log.open("rb") as file:

@@ -230,7 +230,7 @@ class ConfigMerge:
 
 @cache
 def _defaults(types: tuple[tuple[str, type], ...]) -> DictConfig:
-    """Return the schema's defaults with these section types. Cached: OmegaConf is slow to build it, and merge copies."""
+    """Return the schema defaults with these section types; cached, because OmegaConf is slow to build them."""
     node = OmegaConf.structured(Config)
     for path, cls in types:
         if path:

@@ -1,13 +1,16 @@
-"""What the verbs share: conditions, a table for people, JSON for programs, and word of what could not be read."""
+"""Helpers that the verbs share: conditions, tables, JSON output, warnings, and starting a run again."""
 
 import argparse
 import datetime
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import maxhydra
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import to_json
@@ -15,51 +18,51 @@ from maxhydra.record.labels import LABELS
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.summary import duration, show
 
-# Named one by one, and not more.
-_FAULTS = 10
+# Warnings that are printed one by one; the rest is only counted.
+_MAX_WARNINGS = 10
 _COLOURS = {"finished": "32", "running": "34", "failed": "31", "preempted": "33", "lost": "33"}
 WIDEST = 60
 
 
 def add_conditions(parser: argparse.ArgumentParser) -> None:
-    text = "which runs: status=finished, tag=first, train.steps=100, 'eval/loss<2'; all must hold"
+    text = "select runs: status=finished, tag=first, train.steps=100, 'eval/loss<2'; all must hold"
     parser.add_argument("conditions", nargs="*", metavar="CONDITION", help=text)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def print_json(value: Any) -> None:
     print(json.dumps(json.loads(to_json(value)), indent=2, ensure_ascii=False))
 
 
-def tell_faults(registry: Registry) -> None:
-    """On stderr, so that it never gets into what a program reads."""
+def print_warnings(registry: Registry) -> None:
+    """Print unreadable files of runs on stderr, so that they never mix with the output that a program parses."""
     faults = registry.faults()
-    for fault in faults[:_FAULTS]:
+    for fault in faults[:_MAX_WARNINGS]:
         print(f"maxhydra: {fault}", file=sys.stderr)
-    if len(faults) > _FAULTS:
-        print(f"maxhydra: and {len(faults) - _FAULTS} more places that cannot be read", file=sys.stderr)
+    if len(faults) > _MAX_WARNINGS:
+        print(f"maxhydra: and {len(faults) - _MAX_WARNINGS} more unreadable files", file=sys.stderr)
 
 
 def label(directory: RunDirectory, **changes: Any) -> None:
-    """Tags and a note; ConfigError where those that are there cannot be read, and would be lost."""
+    """Change tags and note; raise ConfigError if the existing ones cannot be read and would be overwritten."""
     try:
         directory.label(**changes)
     except ValueError as error:
-        hint = "mend it, or take it away"
+        hint = "repair or delete the file"
         raise ConfigError(Problem(str(directory.path / LABELS), f"cannot be read: {error}", hint=hint)) from None
 
 
 def as_facts(run: Run, **more: Any) -> dict[str, Any]:
-    """A run for programs."""
+    """Return a run as a JSON object."""
     facts = {name: value for name, value in run._asdict().items() if name not in ("id", "change")}
     return {**facts, "sweep": run.sweep, **more}
 
 
 def print_runs(registry: Registry, runs: Sequence[Run], columns: Sequence[str]) -> None:
-    """One line for each run; `columns` are settings and metrics to show besides."""
+    """Print one line per run; `columns` are additional config keys and metrics."""
     extra = {name: registry.values(name, runs) for name in columns}
     objectives = {run.objective for run in runs if run.objective}
     objective = next(iter(objectives)) if len(objectives) == 1 else "objective"
@@ -82,10 +85,10 @@ def print_runs(registry: Registry, runs: Sequence[Run], columns: Sequence[str]) 
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as they need to be, numbers to the right; a status in its colour on a terminal."""
+    """Print aligned columns, numbers to the right, and a status in its color on a terminal."""
     table = [list(head), *(list(row) for row in rows)]
     widths = [min(WIDEST, max(map(len, cells))) for cells in zip(*table, strict=True)]
-    right = [all(_is_figure(row[column]) for row in rows) for column in range(len(head))]
+    right = [all(_is_number(row[column]) for row in rows) for column in range(len(head))]
     is_coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for line, row in enumerate(table):
         cells = [_fit(cell, width, right[at]) for at, (cell, width) in enumerate(zip(row, widths, strict=True))]
@@ -103,14 +106,28 @@ def _colour(cell: str, code: str) -> str:
     return f"\033[{code}m{cell}\033[0m" if code else cell
 
 
-def _is_figure(cell: str) -> bool:
+def _is_number(cell: str) -> bool:
     return not cell or cell[0] in "-+.∞0123456789" or cell == "NaN"
 
 
 def age(moment: str) -> str:
-    """How long ago, in one unit: 40 s, 3 m, 5 h, 12 d."""
+    """Return the time since a moment in one unit: 40 s, 3 m, 5 h, 12 d."""
     seconds = (datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(moment)).total_seconds()
     for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
         if seconds >= size:
             return f"{int(seconds // size)} {unit}"
     return f"{max(0, int(seconds))} s"
+
+
+def start(arguments: list[str], folder: str, *, dry: bool) -> int:
+    """Replace this process by a run, so that signals and the exit code are the run's; `dry` only prints the command."""
+    print(f"cd {shlex.quote(folder)} && {shlex.join(['maxhydra', *arguments])}", flush=True)
+    if dry:
+        return 0
+    if not Path(folder).is_dir():
+        raise ConfigError(Problem("folder", "in which the run was started no longer exists", value=folder))
+    package = Path(maxhydra.__file__).parent.parent
+    paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.chdir(folder)
+    command = [sys.executable, "-m", "maxhydra", *arguments]
+    os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
