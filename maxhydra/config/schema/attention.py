@@ -1,4 +1,4 @@
-"""Attention as data: the mixer that looks at earlier tokens by content."""
+"""Schema of grouped-query attention."""
 
 from collections.abc import Iterator
 from enum import Enum
@@ -28,62 +28,67 @@ class AttentionBias(Enum):
 
 @schema
 class Temperature(Schema):
-    """Queries grow with their position, which keeps attention sharp over long contexts (Nakanishi, 2025):
+    """Position-dependent query scale, which keeps attention sharp over long contexts (Nakanishi, 2025):
     1 + scale * ln(1 + floor((position + 1) / floor))."""
 
     floor: int | None = option(None, ge=1)
-    """Positions over which the factor stays the same. null: queries stay as they are."""
+    """Number of positions that share a scale. null: queries are not scaled."""
     scale: float | None = option(None, gt=0)
-    """How fast the factor grows with the logarithm of the position."""
+    """Growth of the scale with the logarithm of the position."""
 
     def check(self) -> Iterator[Problem]:
         given = {"floor": self.floor, "scale": self.scale}
         missing = [name for name, value in given.items() if value is None]
         if len(missing) == 1:
             other = "scale" if missing == ["floor"] else "floor"
-            yield Problem(missing[0], f"is needed beside {other}", value=None, accepted="a positive number")
+            yield Problem(missing[0], f"is required together with {other}", value=None, accepted="a positive number")
 
 
 @schema
 class Attention(Schema):
-    """Grouped-query attention (Ainslie et al., 2023); multi-head and multi-query are its two ends."""
+    """Grouped-query attention (Ainslie et al., 2023); multi-head and multi-query attention are special cases."""
 
     num_heads: int | None = option(None, ge=1)
-    """Query heads of this kind, where they differ from the model's."""
+    """Query heads of this kind. null: model.num_heads."""
     num_kv_heads: int | None = option(None, ge=1)
-    """Key and value heads of this kind, where they differ from the model's."""
+    """Key and value heads of this kind. null: model.num_kv_heads."""
     head_dim: int | None = option(None, ge=1)
-    """Size of a head of this kind, where it differs from the model's."""
+    """Head dimension of this kind. null: model.head_dim."""
     window: int | None = option(None, ge=1)
-    """Sliding window: a token sees itself and the window - 1 tokens before it. null: all before it."""
+    """Sliding window: a token attends to itself and the window - 1 tokens before it. null: to all tokens before it."""
     chunk: int | None = option(None, ge=1)
-    """A sequence is cut into chunks of so many tokens, which do not see each other. null: it is not cut."""
+    """Chunked attention: tokens attend only within chunks of this many tokens. null: no chunks."""
     softcap: float | None = option(None, gt=0)
     """Attention logits become softcap * tanh(logits / softcap)."""
     scale: float | None = option(None, gt=0)
     """Factor on the attention logits. null: 1 / sqrt(head_dim)."""
     sinks: bool = False
-    """A learned logit for each query head joins the softmax, so that a head may attend to nothing (gpt-oss, 2025)."""
+    """Add a learned logit per query head to the softmax, so that a head can attend to nothing (gpt-oss, 2025)."""
     qk_norm: QkNorm = QkNorm.none
-    """Norm of queries and keys (Henry et al., 2020) before positions: of each head, with a scale or plain, or of whole
-    projections."""
+    """Norm of queries and keys (Henry et al., 2020) before RoPE: per head with a scale (head) or without (head_plain), or
+    over the whole projection (whole)."""
     bias: AttentionBias = AttentionBias.none
-    """Which projections add a learned vector: none, those to queries, keys and values, or all."""
+    """Projections with a bias: none, query, key and value (qkv), or all, including the output."""
     gated: bool = False
-    """Whether what a head gathers is multiplied by the sigmoid of a projection of the token (Qiu et al., 2025)."""
+    """Multiply the attention output by the sigmoid of a projection of the token (Qiu et al., 2025)."""
     value: ValueSource = ValueSource.own
-    """What values are made of: a projection of their own, or that of the keys, without their norm and positions."""
+    """Values: a separate projection (own), or the key projection before norm and RoPE (key)."""
     value_norm: bool = False
-    """Whether the values of each head are normalised, without a scale."""
+    """Normalize the values of each head, without a scale."""
     shares: str | None = None
-    """Kind of the prefix whose last layer's keys and values are seen in the place of own ones (Brandon et al., 2024).
-    null: the layer has its own."""
+    """Kind of the prefix from whose last layer keys and values are taken (cross-layer KV sharing, Brandon et al., 2024).
+    null: the layer computes its own."""
     temperature: Temperature = section(Temperature)
     rope: Rope = section(Rope)
 
     def check(self) -> Iterator[Problem]:
         if self.shares is not None and (self.value is ValueSource.key or self.value_norm):
-            reason = "takes values as they are: value and value_norm belong to the kind they come from"
+            reason = "uses the values of another kind, so value and value_norm must be set there"
             yield Problem("shares", reason, value=self.shares, accepted="null")
         if self.window is not None and self.chunk is not None:
-            yield Problem("chunk", f"does not go with window={self.window}", value=self.chunk, accepted="one of them")
+            yield Problem(
+                "chunk",
+                f"cannot be combined with window={self.window}",
+                value=self.chunk,
+                accepted="only one of the two",
+            )

@@ -1,4 +1,4 @@
-"""The way into the model as data: what becomes of a token before the first layer."""
+"""Schema of embeddings and multi-token prediction."""
 
 from enum import Enum
 
@@ -18,29 +18,29 @@ class Positions(Enum):
 
 @schema
 class Embedding(Schema):
-    """A row of a table for each token, and what is done to it."""
+    """Token embedding."""
 
     scale: EmbeddingScale = EmbeddingScale.one
-    """Factor on the rows: one, or root_dim, the square root of emb_dim in the compute format (Vaswani et al., 2017)."""
+    """Factor on embeddings: one, or root_dim, sqrt(emb_dim) in the compute dtype (Vaswani et al., 2017)."""
     positions: Positions = Positions.none
-    """learned: a vector for each of context_length positions is added to the token's (Radford et al., 2018)."""
+    """learned: add a learned vector for each of context_length positions (Radford et al., 2018)."""
 
 
 @schema
 class PerLayer(Schema):
-    """A second, narrow embedding of each token for every layer (Gemma 3n, 2025)."""
+    """Per-layer embeddings: an additional small embedding of each token for every layer (Gemma 3n, 2025)."""
 
     dim: int | None = option(None, ge=1)
-    """Its size. null: there is none."""
+    """Dimension. null: no per-layer embeddings."""
     activation: Activation = Activation.gelu_tanh
-    """Function on the gate by which a layer takes its own in."""
+    """Activation of the gate through which a layer uses its embedding."""
 
 
 @schema
 class Mtp(Schema):
-    """Multi-token prediction (DeepSeek-V3, 2024): layers behind the last, of its kind, look further ahead."""
+    """Multi-token prediction (DeepSeek-V3, 2024): extra layers of the last kind predict later tokens."""
 
     depth: int = option(0, ge=0)
-    """Tokens beyond the next that are predicted, each by a layer of its own that training alone uses. 0: none."""
+    """Number of extra tokens that are predicted, each by an additional layer that is used only in training. 0: none."""
     loss_weight: float = option(0.3, ge=0)
-    """Training adds this times the mean of their cross-entropies."""
+    """Weight of the mean cross-entropy of the extra predictions."""

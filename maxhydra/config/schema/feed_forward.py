@@ -1,4 +1,4 @@
-"""Feed-forward layers as data."""
+"""Schema of feed-forward layers."""
 
 from enum import Enum
 
@@ -23,8 +23,8 @@ class Mlp(Schema):
     kind: MlpKind = MlpKind.gated
     """gated: down(activation(gate(x)) * up(x)); plain: down(activation(up(x)))."""
     dim: int | None = option(None, ge=1)
-    """Hidden size of this kind, where it differs from the model's mlp_dim."""
+    """Hidden size of this kind. null: model.mlp_dim."""
     activation: Activation = Activation.silu
-    """Function on the gate, or on the hidden layer; gelu is the exact form, gelu_tanh its approximation."""
+    """Activation of the gate or, if plain, of the hidden layer; gelu is exact, gelu_tanh its approximation."""
     bias: bool = False
-    """Whether the projections add a learned vector."""
+    """Add a bias to the projections."""

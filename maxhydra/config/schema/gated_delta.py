@@ -1,4 +1,4 @@
-"""Gated DeltaNet as data: the mixer that keeps a state of fixed size instead of every token."""
+"""Schema of Gated DeltaNet, a linear attention layer with a recurrent state of fixed size."""
 
 from collections.abc import Iterator
 from enum import Enum
@@ -17,18 +17,18 @@ class DeltaBackend(Enum):
 
 @schema
 class Delta(Schema):
-    """Gated DeltaNet (Yang et al., 2024): a decaying state per head, in which a key overwrites what it finds."""
+    """Gated DeltaNet (Yang et al., 2024): a decaying state per head, updated by the delta rule."""
 
     num_key_heads: int | None = option(None, ge=1)
-    """Query and key heads; divides num_value_heads. null: the model's num_kv_heads."""
+    """Query and key heads; divides num_value_heads. null: model.num_kv_heads."""
     num_value_heads: int | None = option(None, ge=1)
-    """Value heads, each with a state of its own. null: the model's num_heads."""
+    """Value heads, each with its own state. null: model.num_heads."""
     key_dim: int | None = option(None, ge=1)
-    """Size of a query and key head. null: the model's head_dim."""
+    """Dimension of a query and key head. null: model.head_dim."""
     value_dim: int | None = option(None, ge=1)
-    """Size of a value head. null: the model's head_dim."""
+    """Dimension of a value head. null: model.head_dim."""
     taps: int = option(4, ge=1)
-    """Tokens that the short convolution before the heads looks at: the token itself and those before it."""
+    """Kernel size of the short causal convolution before the heads."""
 
     def check(self) -> Iterator[Problem]:
         keys, values = self.num_key_heads, self.num_value_heads

@@ -1,4 +1,4 @@
-"""Which implementation serves each operation of a model."""
+"""Schema of kernel backends: which implementation is used for each operation of a model."""
 
 from collections.abc import Iterator
 from enum import Enum
@@ -29,7 +29,7 @@ class GroupedMatmulBackend(Enum):
 
 
 class TritonBackend(Enum):
-    """Of operations that have no more than one kernel."""
+    """Backends of operations that have a single GPU kernel."""
 
     auto = "auto"
     reference = "reference"
@@ -50,31 +50,31 @@ class FusedLinearBackend(Enum):
 
 @schema
 class ModelKernels(Schema):
-    """Which implementation serves each operation; a backend named here that cannot serve is an error."""
+    """Backend of each operation. A backend that is set here and does not support the model or device is an error."""
 
     attention: AttentionBackend = AttentionBackend.auto
-    """auto takes the fastest that supports the request."""
+    """auto chooses the fastest backend that supports the model and device."""
     grouped_matmul: GroupedMatmulBackend = GroupedMatmulBackend.auto
-    """Products of tokens with the experts they were given to; auto as for attention."""
+    """Matmuls of tokens with the weights of their experts; auto as for attention."""
     rms_norm: TritonBackend = TritonBackend.auto
-    """Norms before attention and feed-forward, with the gradient of the stream beside them; auto as for attention."""
+    """Norms before attention and feed-forward, with the residual gradient fused in; auto as for attention."""
     qkv_rope: TritonBackend = TritonBackend.auto
-    """Query, key and value out of one product with rotary positions, in training; auto as for attention."""
+    """Splitting the fused QKV projection and applying RoPE, in training; auto as for attention."""
     linear_cross_entropy: TritonBackend = TritonBackend.auto
-    """The head and the loss of its logits in training; auto as for attention."""
+    """LM head fused with the cross-entropy loss, in training; auto as for attention."""
     delta: DeltaBackend = DeltaBackend.auto
-    """chunked, with kernels for TPUs (pallas_tpu) or GPUs (triton), or the reference, token by token; auto as for
-    attention."""
+    """Gated DeltaNet: chunked in XLA or as a kernel for TPUs (pallas_tpu) or GPUs (triton), or reference, token by token;
+    auto as for attention."""
     fused_linear: FusedLinearBackend = FusedLinearBackend.auto
-    """To decode on one GPU: norm, gate and residual on the way of the products that they stand around, or (none) each
-    for itself."""
+    """Decoding on one GPU: fuse norm, gate and residual add into the adjacent matmul (auto), or run them separately
+    (none)."""
     projection: Projection = Projection.plain
-    """Products with weights. outputs_first: for few rows on a CPU, joined: on a GPU, weights laid out for it; decoding
-    sets them there."""
+    """Weight layout of linear layers. outputs_first is for small batches on a CPU, joined for a GPU; decoding sets them
+    there."""
     tiles: Tiles = section(Tiles)
 
     def sizes(self, operation: str) -> Sizes:
-        """Those that are asked of the backend that is named for an operation."""
+        """Return the tile sizes set for the chosen backend of an operation."""
         backend = getattr(self, operation).value
         tiles = vars(self.tiles).get(backend)
         tile = None if tiles is None else vars(tiles).get(operation)
@@ -85,6 +85,6 @@ class ModelKernels(Schema):
             for operation, tile in vars(tiles).items():
                 named = getattr(self, operation).value
                 if tile.sizes and named != backend:
-                    reason = f"has sizes of a kernel that model.kernels.{operation}={named} need not take"
+                    reason = f"sets tile sizes of a kernel that model.kernels.{operation}={named} may not use"
                     hint = f"set model.kernels.{operation}={backend}"
                     yield Problem(f"tiles.{backend}.{operation}", reason, value=dict(tile.sizes), hint=hint)

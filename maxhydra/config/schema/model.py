@@ -1,4 +1,4 @@
-"""The model as data: sizes at the top, then a pattern of layer kinds and the mechanisms of each kind."""
+"""Schema of a model: sizes, a repeating pattern of layer kinds, and the mechanisms of each kind."""
 
 from collections.abc import Iterator
 from enum import Enum
@@ -119,20 +119,20 @@ class Kind(Schema):
     """One kind of layer: x + mixer(norm(x)), then x + feed_forward(norm(x))."""
 
     norms: Norms = Norms.pre
-    """What is normalised: the input of mixer and feed-forward (pre), their output (post), or both (sandwich)."""
+    """Norm placement: on the input of mixer and feed-forward (pre), on their output (post), or both (sandwich)."""
     mixer: Mixer = Mixer.attention
-    """What carries information between tokens; the section of that name says how."""
+    """Token mixer; configured in the section of the same name."""
     attention: Attention = section(Attention)
     delta: Delta = section(Delta)
     mla: Mla = section(Mla)
     feed_forward: FeedForward = FeedForward.mlp
-    """What works on each token alone; the section of that name says how."""
+    """Per-token layer; configured in the section of the same name."""
     mlp: Mlp = section(Mlp)
     moe: Moe = section(Moe)
     beside: Beside = Beside.none
     """moe: a mixture beside feed_forward=mlp, both with norms of their own after them, as the section moe says."""
     is_scaled: bool = False
-    """Whether a constant of the layer, which comes with the weights and is not trained, multiplies what it leaves."""
+    """Multiply the layer's output by a per-layer constant that is loaded with the weights and not trained."""
 
     def check(self) -> Iterator[Problem]:
         is_mixture = self.feed_forward is FeedForward.moe or self.beside is Beside.moe
@@ -151,12 +151,12 @@ class Kind(Schema):
 
 @schema
 class Dtypes(Schema):
-    """Number formats by role."""
+    """Dtypes by role."""
 
     weights: Dtype = Dtype.float32
-    """Parameters, gradients and, unless optimizer.mu_dtype says otherwise, moments."""
+    """Parameters, gradients and, unless optimizer.mu_dtype is set, optimizer moments."""
     compute: Dtype = Dtype.bfloat16
-    """Activations and matrix products."""
+    """Activations and matmuls."""
     softmax: Dtype = Dtype.float32
     """Attention logits and their softmax."""
     logits: Dtype = Dtype.float32
@@ -165,14 +165,15 @@ class Dtypes(Schema):
 
 @schema
 class Remat(Schema):
-    """Which activations of a layer are kept for the backward pass, and which are computed again."""
+    """Rematerialization: which activations are saved for the backward pass, and which are recomputed."""
 
     policy: RematPolicy = RematPolicy.none
-    """none keeps all, full layer inputs, minimal products and attention kernels, custom what save and offload name."""
+    """none saves all activations, full only layer inputs, minimal also matmul and attention outputs, custom those named in
+    save and offload."""
     save: list[str] = option([])
-    """custom: activations kept on the device: query, key, value, context, attention_out, mlp_gate, mlp_up, mlp_out."""
+    """custom: activations saved on the device: query, key, value, context, attention_out, mlp_gate, mlp_up, mlp_out."""
     offload: list[str] = option([])
-    """custom: activations kept in host memory."""
+    """custom: activations offloaded to host memory."""
 
     def check(self) -> Iterator[Problem]:
         for field in ("save", "offload"):
@@ -181,7 +182,7 @@ class Remat(Schema):
                 if name not in ACTIVATIONS:
                     yield Problem(
                         field,
-                        f"no activation is called {name!r}",
+                        f"has no activation {name!r}",
                         value=names,
                         accepted=", ".join(ACTIVATIONS),
                         hint=did_you_mean(name, ACTIVATIONS),
@@ -191,7 +192,7 @@ class Remat(Schema):
                     field,
                     f"is not used by policy={self.policy.value}",
                     value=names,
-                    hint="set policy=custom or leave it empty",
+                    hint="set policy=custom, or leave this empty",
                 )
         if self.policy is RematPolicy.custom and not self.save and not self.offload:
             yield Problem(
@@ -199,7 +200,7 @@ class Remat(Schema):
                 "needs names in save or offload",
                 value="custom",
                 accepted="names from " + ", ".join(ACTIVATIONS),
-                hint="to keep nothing, set policy=full",
+                hint="to save nothing but layer inputs, set policy=full",
             )
 
 
@@ -211,7 +212,7 @@ class Model(Schema):
     """A decoder: embedding, layers of a repeating pattern of kinds, final norm, head."""
 
     num_layers: int = option(ge=1)
-    """Layers in all, prefix included."""
+    """Number of layers, including the prefix."""
     emb_dim: int = option(ge=1)
     """Width of the residual stream."""
     mlp_dim: int = option(ge=1)
@@ -221,45 +222,45 @@ class Model(Schema):
     num_kv_heads: int = option(ge=1)
     """Key and value heads; divides num_heads."""
     head_dim: int = option(ge=2)
-    """Size of a head."""
+    """Dimension of a head."""
     vocab_size: int = option(ge=2)
     """Rows of the embedding."""
     context_length: int = option(ge=1)
-    """Longest sequence the model is meant for; train.seq_len stays within it."""
+    """Maximum sequence length of the model; train.seq_len must not exceed it."""
     prefix: list[str] = option([])
-    """Kinds of the leading layers that stand outside the pattern."""
+    """Kinds of the leading layers, before the pattern starts."""
     pattern: list[str] = option(["layer"])
-    """Kinds that repeat to fill the rest; a last repetition may be partial."""
+    """Kinds that repeat to fill the remaining layers; the last repetition may be partial."""
     kinds: dict[str, Kind] = option({})
-    """The layer kinds by name."""
+    """Layer kinds by name."""
     head: Head = Head.separate
-    """Output projection: its own weights, or the embedding's (tied)."""
+    """LM head: separate weights, or those of the embedding (tied)."""
     norm: Norm = Norm.rms
-    """rms: RMSNorm (Zhang and Sennrich, 2019); rms_plus_one: the same with 1 + scale for its scale, which begins at
-    zero; layer: LayerNorm (Ba et al., 2016), with a bias."""
+    """rms: RMSNorm (Zhang and Sennrich, 2019); rms_plus_one: the same with a scale of 1 + w, w
+    initialized to zero; layer: LayerNorm (Ba et al., 2016), with a bias."""
     norm_eps: float = option(1e-5, gt=0)
-    """Added to the mean square or to the variance in norms."""
+    """Added to the mean square or the variance in norms."""
     mtp: Mtp = section(Mtp)
     embedding: Embedding = section(Embedding)
     logit_softcap: float | None = option(None, gt=0)
     """Output logits become softcap * tanh(logits / softcap)."""
     per_layer: PerLayer = section(PerLayer)
     dropout: float = option(0.0, ge=0, lt=1)
-    """Dropped share of each residual branch's output, in training."""
+    """Dropout rate on the output of each residual branch, in training."""
     init_scale: float = option(1.0, gt=0)
-    """Factor on the initial weights, which are normal with variance 1 / fan-in."""
+    """Factor on the initial weights, which are normally distributed with variance 1 / fan-in."""
     dtypes: Dtypes = section(Dtypes)
     remat: Remat = section(Remat)
     scan_unroll: int = option(1, ge=1)
-    """Pattern repetitions written out per step of the scan over layers; num_layers unrolls all."""
+    """Pattern repetitions unrolled per iteration of the scan over layers; num_layers unrolls all."""
     kernels: ModelKernels = section(ModelKernels)
     path: str | None = None
-    """model=from_hf: Hugging Face folder whose config.json states the model. Weights and tokenizer come from there too,
-    unless checkpoint.load_parameters and data.tokenizer say otherwise. Given on the command line."""
+    """model=from_hf: Hugging Face folder whose config.json defines the model. Weights and tokenizer are loaded from it too,
+    unless checkpoint.load_parameters or data.tokenizer is set."""
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a layer keeps a state of its sequence instead of every token, so that no part of it can be shared."""
+        """True if a layer keeps a recurrent state instead of a KV cache, so that prefixes cannot be shared."""
         used = {*self.prefix, *self.pattern}
         return any(kind.mixer is Mixer.delta for name, kind in self.kinds.items() if name in used)
 
@@ -270,70 +271,75 @@ class Model(Schema):
                 if name not in self.kinds:
                     yield Problem(
                         field,
-                        f"no layer kind is called {name!r}",
+                        f"model.kinds has no {name!r}",
                         value=getattr(self, field),
                         accepted=", ".join(self.kinds) or "a kind defined in model.kinds",
                         hint=did_you_mean(name, self.kinds),
                     )
         yield from self._check_shared()
         if self.mtp.depth and self.per_layer.dim is not None:
-            reason = "has no embeddings for the layers of mtp"
+            reason = "is not supported together with mtp layers"
             yield Problem("per_layer.dim", reason, value=self.per_layer.dim, accepted="null, or mtp.depth=0")
         if not self.pattern and len(self.prefix) != self.num_layers:
             yield Problem(
                 "pattern",
-                "is empty, and prefix alone does not make num_layers",
+                "is empty, and prefix alone does not have num_layers layers",
                 value=[],
                 accepted=f"kinds for {self.num_layers - len(self.prefix)} layers",
             )
         if len(self.prefix) > self.num_layers:
             yield Problem(
                 "prefix",
-                f"has {len(self.prefix)} layers, num_layers is {self.num_layers}",
+                f"has {len(self.prefix)} layers, but num_layers is {self.num_layers}",
                 value=self.prefix,
                 accepted=f"at most {self.num_layers} kinds",
             )
 
     def _check_shared(self) -> Iterator[Problem]:
-        """Who shares keys and values finds them in the prefix, in heads of the same number and size."""
+        """Shared keys and values must come from a kind in the prefix with the same KV heads."""
         for name, kind in self.kinds.items():
             source = kind.attention.shares
             if source is None:
                 continue
-            where, own = f"kinds.{name}.attention.shares", [k for k in self.prefix if k in self.kinds]
-            givers = [k for k in own if self.kinds[k].attention.shares is None and k not in self.pattern]
-            if source not in givers:
-                reason = "is no kind of model.prefix alone, with keys and values of its own"
-                yield Problem(where, reason, value=source, accepted=", ".join(dict.fromkeys(givers)) or "null")
+            path, prefix = f"kinds.{name}.attention.shares", [k for k in self.prefix if k in self.kinds]
+            sources = [k for k in prefix if self.kinds[k].attention.shares is None and k not in self.pattern]
+            if source not in sources:
+                reason = "must be a kind that is used only in model.prefix and has its own keys and values"
+                yield Problem(path, reason, value=source, accepted=", ".join(dict.fromkeys(sources)) or "null")
             elif self._kv_sizes(self.kinds[source]) != self._kv_sizes(kind):
-                yield Problem(where, "has other heads: num_kv_heads and head_dim must agree", value=source)
+                yield Problem(path, "has a different num_kv_heads or head_dim; they must be equal", value=source)
 
     def _kv_sizes(self, kind: Kind) -> tuple[int, int]:
-        own = kind.attention
-        return own.num_kv_heads or self.num_kv_heads, own.head_dim or self.head_dim
+        attention = kind.attention
+        return attention.num_kv_heads or self.num_kv_heads, attention.head_dim or self.head_dim
 
     def _check_heads(self) -> Iterator[Problem]:
-        for where, kind in {
+        for prefix, kind in {
             "": None,
             **{f"kinds.{name}.attention.": kind for name, kind in self.kinds.items()},
         }.items():
-            own = kind.attention if kind else None
-            heads = own.num_heads if own and own.num_heads else self.num_heads
-            kv_heads = own.num_kv_heads if own and own.num_kv_heads else self.num_kv_heads
-            head_dim = own.head_dim if own and own.head_dim else self.head_dim
-            is_repeat = own is not None and (own.num_heads, own.num_kv_heads) == (None, None)
+            layer = kind.attention if kind else None
+            heads = layer.num_heads if layer and layer.num_heads else self.num_heads
+            kv_heads = layer.num_kv_heads if layer and layer.num_kv_heads else self.num_kv_heads
+            head_dim = layer.head_dim if layer and layer.head_dim else self.head_dim
+            is_repeat = layer is not None and (layer.num_heads, layer.num_kv_heads) == (None, None)
             if heads % kv_heads and not is_repeat:
                 divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
                 yield Problem(
-                    f"{where}num_kv_heads",
-                    f"does not divide {where}num_heads={heads}",
+                    f"{prefix}num_kv_heads",
+                    f"does not divide {prefix}num_heads={heads}",
                     value=kv_heads,
                     accepted=", ".join(divisors),
                 )
-            if head_dim % 2 and not (own is not None and own.head_dim is None):
+            if head_dim % 2 and not (layer is not None and layer.head_dim is None):
                 yield Problem(
-                    f"{where}head_dim", "is odd; rotary positions turn pairs", value=head_dim, accepted="an even number"
+                    f"{prefix}head_dim", "is odd, but RoPE rotates pairs", value=head_dim, accepted="an even number"
                 )
-            elif own and int(head_dim * own.rope.share) not in range(2, head_dim + 1, 2):
-                accepted = f"a share of head_dim={head_dim} that is an even number"
-                yield Problem(f"{where}rope.share", "leaves half a pair", value=own.rope.share, accepted=accepted)
+            elif layer and int(head_dim * layer.rope.share) not in range(2, head_dim + 1, 2):
+                accepted = f"a value for which share * head_dim={head_dim} is even"
+                yield Problem(
+                    f"{prefix}rope.share",
+                    "does not select a whole number of pairs",
+                    value=layer.rope.share,
+                    accepted=accepted,
+                )

@@ -1,4 +1,4 @@
-"""Mixtures of experts as data: how tokens find their experts, what the experts are, how their load is kept even."""
+"""Schema of mixture-of-experts layers: router, experts, load balancing."""
 
 from collections.abc import Iterator
 from enum import Enum
@@ -31,72 +31,71 @@ class Gate(Enum):
 
 @schema
 class Router(Schema):
-    """Scores every expert for every token, in float32; the best get the token."""
+    """Scores every expert for every token in float32; each token is routed to its top_k experts."""
 
     scores: RouterScores = RouterScores.softmax
-    """softmax over all experts (Shazeer et al., 2017), softmax_of_chosen over the logits of the chosen alone, sigmoid
-    of each by itself (DeepSeek-AI, 2024)."""
+    """softmax over all experts (Shazeer et al., 2017), softmax_of_chosen over the logits of the top_k experts only,
+    or an independent sigmoid per expert (DeepSeek-AI, 2024)."""
     normalize: bool = True
-    """Whether the scores of the chosen are divided by their sum; softmax_of_chosen sums to one anyway."""
+    """Divide the scores of the top_k experts by their sum; those of softmax_of_chosen sum to one already."""
     scale: float = option(1.0, gt=0)
-    """Factor on the scores of the chosen."""
+    """Factor on the scores of the top_k experts."""
     scaled: Scaled = Scaled.output
-    """What a score multiplies: an expert's output, or its input (Llama 4, 2025)."""
+    """Multiply the score with the expert's output, or with its input (Llama 4, 2025)."""
     bias: bool = False
-    """Whether the logits have a trained bias."""
+    """Add a trained bias to the router logits."""
     norm: bool = False
-    """Whether tokens are normalised for the router alone, by their root mean square, a learned scale and sqrt(emb_dim)
-    (Gemma 4, 2026)."""
+    """Normalize the router's input by its root mean square, a learned scale and sqrt(emb_dim) (Gemma 4, 2026)."""
     expert_scale: bool = False
-    """Whether a learned factor of each expert multiplies its score, after the division by the sum."""
+    """Multiply each expert's score by a learned factor, after normalization."""
     groups: int = option(1, ge=1)
-    """Groups of neighbouring experts; a token's experts come from its best groups (DeepSeek-AI, 2024)."""
+    """Group-limited routing: number of groups of adjacent experts (DeepSeek-AI, 2024)."""
     top_groups: int = option(1, ge=1)
-    """Groups that a token's experts come from."""
+    """Number of groups from which a token's experts are chosen."""
     group_score: GroupScore = GroupScore.max
-    """What a group is judged by: its best score, or the sum of its two best."""
+    """Score of a group: its best expert score (max), or the sum of its two best (top2_sum)."""
     bias_rate: float | None = option(None, ge=0)
-    """Loss-free balancing (Wang et al., 2024): a bias that counts in the choice alone, and after each step moves by
-    this much, up for experts with less than the mean load, down for the others. null: no such bias."""
+    """Loss-free balancing (Wang et al., 2024): a bias that affects expert selection but not the scores. After
+    each step it rises by this much for experts below the mean load and falls for the others. null: no bias."""
 
 
 @schema
 class Shared(Schema):
-    """An expert that every token meets (DeepSeek-AI, 2024); several are one of their summed size."""
+    """Shared expert that processes every token (DeepSeek-AI, 2024); several are one expert of their total size."""
 
     dim: int | None = option(None, ge=1)
-    """Hidden size. null: there is none."""
+    """Hidden size. null: no shared expert."""
     gate: Gate = Gate.none
-    """Factor on its output: none, or the sigmoid of a projection of the token."""
+    """Gate on its output: none, or the sigmoid of a projection of the token."""
 
 
 @schema
 class Moe(Schema):
-    """A mixture of experts (Shazeer et al., 2017): gated feed-forwards, of which a router gives each token a few."""
+    """A mixture of experts (Shazeer et al., 2017): gated MLPs, of which each token uses the top_k."""
 
     experts: int | None = option(None, ge=2)
-    """Experts of a layer."""
+    """Number of experts per layer."""
     top_k: int = option(2, ge=1)
-    """Experts that a token meets."""
+    """Number of experts per token."""
     dim: int | None = option(None, ge=1)
-    """Hidden size of an expert, where it differs from the model's mlp_dim."""
+    """Hidden size of an expert. null: model.mlp_dim."""
     activation: Activation = Activation.silu
-    """Function on the gate, of experts and of the shared one."""
+    """Activation of the gate in routed and shared experts."""
     bias: bool = False
-    """Whether the three maps of an expert have biases."""
+    """Add a bias to the three projections of an expert."""
     clamp: float | None = option(None, gt=0)
-    """Clamped SwiGLU (OpenAI, 2025): gate up to this, up within plus and minus this, and (up + 1) * gate *
-    sigmoid(clamp_slope * gate). null: activation(gate) * up."""
+    """Clamped SwiGLU (OpenAI, 2025): gate is clamped from above, up to [-clamp, clamp], and the result is
+    (up + 1) * gate * sigmoid(clamp_slope * gate). null: activation(gate) * up."""
     clamp_slope: float = option(1.702, gt=0)
-    """Slope of the sigmoid where clamp is set."""
+    """Slope of the sigmoid if clamp is set."""
     router: Router = section(Router)
     shared: Shared = section(Shared)
     capacity_factor: float | None = option(None, gt=0)
-    """An expert takes at most this times an even share of the tokens of a sequence, the first to come, and the rest go
-    without it (Lepikhin et al., 2021). With a cache, in task=score, and with null, no token is dropped."""
+    """Expert capacity as a multiple of an even share of a sequence's tokens; later tokens over it are dropped (Lepikhin
+    et al., 2021). No token is dropped if null, with a KV cache, or in task=score."""
     balance_weight: float = option(0.0, ge=0)
-    """Weight of the auxiliary loss experts * sum(load share * mean score) of each layer (Fedus et al., 2022), 1 where
-    the load is even."""
+    """Weight of the auxiliary load balancing loss of each layer (Fedus et al., 2022): experts * sum(load fraction * mean
+    score), which is 1 for an even load."""
 
     def check(self) -> Iterator[Problem]:
         if self.experts is None:
@@ -105,18 +104,22 @@ class Moe(Schema):
         if self.top_k > self.experts:
             yield Problem("top_k", f"is more than experts={self.experts}", value=self.top_k)
         if self.experts % router.groups:
-            fits = ", ".join(str(n) for n in range(1, self.experts + 1) if self.experts % n == 0)
+            divisors = ", ".join(str(n) for n in range(1, self.experts + 1) if self.experts % n == 0)
             yield Problem(
-                "router.groups", f"does not divide experts={self.experts}", value=router.groups, accepted=fits
+                "router.groups", f"does not divide experts={self.experts}", value=router.groups, accepted=divisors
             )
         elif router.top_groups > router.groups:
             yield Problem("router.top_groups", f"is more than groups={router.groups}", value=router.top_groups)
         elif self.top_k > router.top_groups * (self.experts // router.groups):
-            room = router.top_groups * (self.experts // router.groups)
-            yield Problem("top_k", f"is more than the {room} experts of router.top_groups groups", value=self.top_k)
+            available = router.top_groups * (self.experts // router.groups)
+            yield Problem(
+                "top_k", f"is more than the {available} experts in router.top_groups groups", value=self.top_k
+            )
         elif router.group_score is GroupScore.top2_sum and self.experts // router.groups < 2:
-            yield Problem("router.group_score", "needs groups of two experts or more", value="top2_sum")
+            yield Problem("router.group_score", "needs groups of at least two experts", value="top2_sum")
         if router.scaled is Scaled.input and (self.bias or router.scores is RouterScores.softmax_of_chosen):
             yield Problem(
-                "router.scaled", "input serves experts without bias and scores of each by itself", value="input"
+                "router.scaled",
+                "input is only supported for experts without bias and not with softmax_of_chosen",
+                value="input",
             )
