@@ -1,4 +1,4 @@
-"""Regular expressions by which a config chooses among names: parameters, projections."""
+"""Regular expressions that select parameters or projections by name."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -7,12 +7,12 @@ from maxhydra.config.errors import Problem
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:
-    """Whether one of them is found in a name."""
+    """Return whether one of the patterns occurs in a name."""
     return any(re.search(pattern, name) for pattern in patterns)
 
 
 def unreadable(field: str, patterns: list[str]) -> Iterator[Problem]:
-    """Those that are no regular expressions."""
+    """Yield a problem for every pattern that is not a valid regular expression."""
     for pattern in patterns:
         try:
             re.compile(pattern)

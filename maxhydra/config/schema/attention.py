@@ -55,7 +55,7 @@ class Attention(Schema):
     head_dim: int | None = option(None, ge=1)
     """Head dimension of this kind. null: model.head_dim."""
     window: int | None = option(None, ge=1)
-    """Sliding window: a token attends to itself and the window - 1 tokens before it. null: to all tokens before it."""
+    """Sliding window: a token attends to itself and the window - 1 tokens before it. null: to all before it."""
     chunk: int | None = option(None, ge=1)
     """Chunked attention: tokens attend only within chunks of this many tokens. null: no chunks."""
     softcap: float | None = option(None, gt=0)
@@ -65,8 +65,8 @@ class Attention(Schema):
     sinks: bool = False
     """Add a learned logit per query head to the softmax, so that a head can attend to nothing (gpt-oss, 2025)."""
     qk_norm: QkNorm = QkNorm.none
-    """Norm of queries and keys (Henry et al., 2020) before RoPE: per head with a scale (head) or without (head_plain), or
-    over the whole projection (whole)."""
+    """Norm of queries and keys (Henry et al., 2020) before RoPE: per head with a scale (head) or without (head_plain),
+    or over the whole projection (whole)."""
     bias: AttentionBias = AttentionBias.none
     """Projections with a bias: none, query, key and value (qkv), or all, including the output."""
     gated: bool = False
@@ -76,7 +76,7 @@ class Attention(Schema):
     value_norm: bool = False
     """Normalize the values of each head, without a scale."""
     shares: str | None = None
-    """Kind of the prefix from whose last layer keys and values are taken (cross-layer KV sharing, Brandon et al., 2024).
+    """Kind of the prefix from whose last layer keys and values are taken (cross-layer sharing, Brandon et al., 2024).
     null: the layer computes its own."""
     temperature: Temperature = section(Temperature)
     rope: Rope = section(Rope)

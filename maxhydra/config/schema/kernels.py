@@ -63,8 +63,8 @@ class ModelKernels(Schema):
     linear_cross_entropy: TritonBackend = TritonBackend.auto
     """LM head fused with the cross-entropy loss, in training; auto as for attention."""
     delta: DeltaBackend = DeltaBackend.auto
-    """Gated DeltaNet: chunked in XLA or as a kernel for TPUs (pallas_tpu) or GPUs (triton), or reference, token by token;
-    auto as for attention."""
+    """Gated DeltaNet: chunked in XLA or as a kernel for TPUs (pallas_tpu) or GPUs (triton), or reference, token by
+    token; auto as for attention."""
     fused_linear: FusedLinearBackend = FusedLinearBackend.auto
     """Decoding on one GPU: fuse norm, gate and residual add into the adjacent matmul (auto), or run them separately
     (none)."""

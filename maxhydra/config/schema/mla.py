@@ -9,18 +9,18 @@ from maxhydra.config.schema.rope import Rope, RopeKind
 
 @schema
 class Indexer(Schema):
-    """Sparse attention (DeepSeek-V3.2, 2025): small indexer heads score earlier tokens, attention uses the top_k."""
+    """Sparse attention (DeepSeek-V3.2, 2025): indexer heads score earlier tokens, attention uses the top_k."""
 
     top_k: int | None = option(None, ge=1)
-    """Tokens that a query attends to. null: no indexer, all earlier tokens. With train.seq_len or more, attention is dense,
-    which is used to warm up an indexer."""
+    """Tokens that a query attends to. null: no indexer, all earlier tokens. With train.seq_len or more, attention is
+    dense, which is used to warm up an indexer."""
     num_heads: int = option(64, ge=1)
     """Heads of the indexer."""
     head_dim: int = option(128, ge=2)
     """Head dimension of the indexer; RoPE is applied to its first qk_rope_head_dim dimensions."""
     loss_weight: float = option(1.0, ge=0)
-    """Weight of the indexer loss, the mean over tokens of KL(attention summed over heads || softmax of the scores). Only
-    this loss trains the indexer, and it trains nothing else."""
+    """Weight of the indexer loss, the mean over tokens of KL(attention summed over heads || softmax of the scores).
+    Only this loss trains the indexer, and it trains nothing else."""
 
 
 @schema
@@ -38,8 +38,8 @@ class Mla(Schema):
     v_head_dim: int | None = option(None, ge=1)
     """Dimension of values. null: model.head_dim."""
     mscale: float | None = option(None, gt=0)
-    """rope.kind=yarn: multiply attention logits, in addition to 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), by (0.1 *
-    mscale * ln(rope.factor) + 1)^2. null: no extra factor."""
+    """rope.kind=yarn: multiply attention logits, in addition to 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), by
+    (0.1 * mscale * ln(rope.factor) + 1)^2. null: no extra factor."""
     rope: Rope = section(Rope)
     indexer: Indexer = section(Indexer)
 

@@ -168,8 +168,8 @@ class Remat(Schema):
     """Rematerialization: which activations are saved for the backward pass, and which are recomputed."""
 
     policy: RematPolicy = RematPolicy.none
-    """none saves all activations, full only layer inputs, minimal also matmul and attention outputs, custom those named in
-    save and offload."""
+    """none saves all activations, full only layer inputs, minimal also matmul and attention outputs, custom those named
+    in save and offload."""
     save: list[str] = option([])
     """custom: activations saved on the device: query, key, value, context, attention_out, mlp_gate, mlp_up, mlp_out."""
     offload: list[str] = option([])
@@ -255,7 +255,7 @@ class Model(Schema):
     """Pattern repetitions unrolled per iteration of the scan over layers; num_layers unrolls all."""
     kernels: ModelKernels = section(ModelKernels)
     path: str | None = None
-    """model=from_hf: Hugging Face folder whose config.json defines the model. Weights and tokenizer are loaded from it too,
+    """model=from_hf: Hugging Face folder whose config.json defines the model. Weights and tokenizer are loaded from it,
     unless checkpoint.load_parameters or data.tokenizer is set."""
 
     @property

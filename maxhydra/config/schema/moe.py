@@ -91,11 +91,11 @@ class Moe(Schema):
     router: Router = section(Router)
     shared: Shared = section(Shared)
     capacity_factor: float | None = option(None, gt=0)
-    """Expert capacity as a multiple of an even share of a sequence's tokens; later tokens over it are dropped (Lepikhin
-    et al., 2021). No token is dropped if null, with a KV cache, or in task=score."""
+    """Expert capacity as a multiple of an even share of a sequence's tokens; later tokens are dropped (Lepikhin et al.,
+    2021). No token is dropped if null, with a KV cache, or in task=score."""
     balance_weight: float = option(0.0, ge=0)
-    """Weight of the auxiliary load balancing loss of each layer (Fedus et al., 2022): experts * sum(load fraction * mean
-    score), which is 1 for an even load."""
+    """Weight of the auxiliary load balancing loss of each layer (Fedus et al., 2022): experts * sum(load fraction *
+    mean score), which is 1 for an even load."""
 
     def check(self) -> Iterator[Problem]:
         if self.experts is None:

@@ -1,4 +1,4 @@
-"""Optimizer, schedule and what is trained."""
+"""Schema of the optimizer, the learning rate schedule and the trained parameters."""
 
 from collections.abc import Iterator
 from enum import Enum
@@ -31,7 +31,7 @@ class DecayStyle(Enum):
 
 @schema
 class Schedule(Schema):
-    """Learning rate over the run: warm up, then the kind's shape."""
+    """Learning rate schedule: linear warm-up, then the curve of the kind."""
 
     kind: ScheduleKind = ScheduleKind.cosine
     """cosine, wsd (warm-up, stable, decay), linear, constant, inverse_sqrt."""
@@ -59,13 +59,13 @@ USES: dict[OptimizerKind, tuple[str, ...]] = {
     OptimizerKind.lion: ("b1", "b2", "mu_dtype"),
 }
 OPTIONAL = ("mu_dtype",)
-# A number in bfloat16 stays as it is where less than 1/256 of it is taken away.
+# In bfloat16, subtracting less than 1/256 of a number leaves it unchanged.
 LARGEST_DECAY = 0.995
 
 
 @schema
 class Optimizer(Schema):
-    """One optimizer; its option in conf/optimizer sets the fields it uses and leaves the others null."""
+    """Optimizer. Its option in conf/optimizer sets the fields that the kind uses and leaves the others null."""
 
     kind: OptimizerKind = OptimizerKind.adamw
     """adamw, adafactor, sgd, muon (matrices of the layers; adamw for the rest) or lion."""
@@ -77,10 +77,10 @@ class Optimizer(Schema):
     no_decay: list[str] = option(["norm", "bias"])
     """Parameters whose path matches one of these regular expressions are not decayed."""
     trainable: list[str] = option([".*"])
-    """Parameters whose path matches one of these regular expressions are trained; the rest keep their values and have
-    no optimizer state."""
+    """Parameters whose path matches one of these regular expressions are trained; all others are frozen and have no
+    optimizer state."""
     clip_norm: float | None = option(1.0, gt=0)
-    """Gradients are scaled down to this global norm. null: never."""
+    """Global norm to which gradients are clipped. null: no clipping."""
     b1: float | None = option(None, ge=0, lt=1)
     """adamw, muon (its adamw part), lion: decay of the first moment."""
     b2: float | None = option(None, ge=0, lt=1)
@@ -88,35 +88,35 @@ class Optimizer(Schema):
     b2_decay: float | None = option(None, gt=0, lt=1)
     """adafactor: exponent of the second moment's decay, 1 - step ** -b2_decay."""
     eps: float | None = option(None, gt=0)
-    """adamw, adafactor, muon: keeps the division finite."""
+    """adamw, adafactor, muon: added to the denominator for numerical stability."""
     momentum: float | None = option(None, ge=0, lt=1)
-    """sgd, muon: momentum (Nesterov's in muon)."""
+    """sgd, muon: momentum (Nesterov in muon)."""
     newton_schulz_steps: int | None = option(None, ge=1)
-    """muon: iterations of the orthogonalisation."""
+    """muon: iterations of the orthogonalization."""
     min_dim_factored: int | None = option(None, ge=1)
-    """adafactor: matrices whose two largest sides reach this are factored."""
+    """adafactor: the second moment is factored if the two largest dimensions are at least this."""
     mu_dtype: Dtype | None = None
-    """Number format of the first moment. null: that of the weights."""
+    """Dtype of the first moment. null: that of the weights."""
 
     def check(self) -> Iterator[Problem]:
         specific = sorted({field for fields in USES.values() for field in fields})
         yield from _used(self, "optimizer", {field: field in USES[self.kind] for field in specific})
 
     def check_moments(self, weights: Dtype) -> Iterator[Problem]:
-        """Those of weights in this format must be able to follow the gradients."""
+        """Yield problems of decay rates that moments in their dtype cannot represent."""
         by_weights, by_mu = (weights, "model.dtypes.weights"), (self.mu_dtype or weights, "optimizer.mu_dtype")
-        # Lion's b1 is of no state.
+        # Lion's b1 does not belong to any optimizer state.
         formats = {"b1": by_mu, "b2": by_weights, "momentum": by_mu}
         for field, (dtype, key) in ({"b2": by_mu} if self.kind is OptimizerKind.lion else formats).items():
             decay = getattr(self, field)
             if dtype is Dtype.bfloat16 and decay is not None and decay > LARGEST_DECAY:
-                reason = "leaves a moment in bfloat16 where it is: it can take no step so small"
+                reason = "is too close to 1 for a moment in bfloat16, whose updates would round to zero"
                 accepted, hint = f"at most {LARGEST_DECAY}", f"or set {key}=float32"
                 yield Problem(field, reason, value=decay, accepted=accepted, hint=hint)
 
 
 def _used(section: Schedule | Optimizer, group: str, used: dict[str, bool]) -> Iterator[Problem]:
-    """A field that the kind uses must be set, and one that it does not use must not."""
+    """Yield problems of fields that the kind needs and that are null, or that it does not use and are set."""
     kind = section.kind.value
     for field, is_used in used.items():
         value = getattr(section, field)
@@ -125,14 +125,14 @@ def _used(section: Schedule | Optimizer, group: str, used: dict[str, bool]) -> I
                 field,
                 f"is needed by kind={kind}",
                 value=None,
-                hint=f"set it, or choose the whole option with {group}={kind}",
+                hint=f"set it, or choose the option {group}={kind}, which sets all fields",
             )
         if not is_used and value is not None:
-            mine = [name for name, yes in used.items() if yes]
+            uses = [name for name, is_used in used.items() if is_used]
             yield Problem(
                 field,
                 f"is not used by kind={kind}",
                 value=value,
-                accepted=f"null; {kind} uses {', '.join(mine) or 'none of these'}",
-                hint=f"{group}={kind} chooses the whole option",
+                accepted=f"null; {kind} uses {', '.join(uses) or 'none of these'}",
+                hint=f"{group}={kind} sets all fields of this kind",
             )

@@ -1,4 +1,4 @@
-"""Number formats of matrix products and weights below model.dtypes.compute."""
+"""Schema of quantization: formats of matmuls in training and of weights in decoding."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -29,47 +29,45 @@ class Activations(Enum):
     int8 = "int8"
 
 
-# Ways to train, and ways in which weights are kept that are trained no more.
+# Kinds for training, and kinds in which weights are stored for decoding.
 QAT = (QuantizationKind.qat_int8, QuantizationKind.qat_int4)
 TO_TRAIN = (QuantizationKind.fp8, QuantizationKind.int8, *QAT)
-TO_KEEP = (QuantizationKind.int8_weights, QuantizationKind.int4_weights)
+TO_STORE = (QuantizationKind.int8_weights, QuantizationKind.int4_weights)
 GROUPED = (QuantizationKind.qat_int4, QuantizationKind.int4_weights)
 
 
 @schema
 class QuantizationRule(Schema):
-    """Which projections are computed in fewer bits when training, or kept in fewer bits when decoding."""
+    """Projections whose matmuls are quantized in training, or whose weights are quantized in decoding."""
 
     kind: QuantizationKind = QuantizationKind.none
-    """none. To train: fp8, products in float8, e4m3 forward and e5m2 for gradients, each array with one scale
-    (Micikevicius et al., 2022); int8, products of integers, a scale for each row and each output; qat_int8 and
-    qat_int4, the forward pass that int8_weights and int4_weights will have, with the gradient of the weights as they
-    are (straight-through, Bengio et al., 2013). To decode: int8_weights, weights rounded to int8 as they are loaded, a
-    scale for each output; int4_weights, to four bits, a scale for each group of inputs of an output; both are
-    multiplied in model.dtypes.compute."""
+    """none. For training: fp8, float8 matmuls with e4m3 forward and e5m2 gradients, one scale per tensor (Micikevicius et
+    al., 2022); int8, integer matmuls with a scale per row and per output channel; qat_int8 and qat_int4,
+    quantization-aware training for int8_weights and int4_weights with straight-through gradients (Bengio et al.,
+    2013). For decoding: int8_weights, weights quantized when loaded, a scale per output channel; int4_weights, a scale
+    per group of inputs; both are dequantized to model.dtypes.compute for the matmul."""
     targets: list[str] = option([])
-    """Projections that are meant, as regular expressions on <layer kind>/<projection>, such as layer/mlp/up; with
-    int8_weights and qat_int8 also `embedding` and, where it is not tied, `head`. What no expression matches stays in
-    model.dtypes.compute."""
+    """Projections to quantize: regular expressions on <layer kind>/<projection>, such as layer/mlp/up; int8_weights and
+    qat_int8 also support `embedding` and, if it is not tied, `head`. All others stay in model.dtypes.compute."""
     group: int | None = option(None, ge=2)
-    """int4_weights, qat_int4: inputs of an output that share a scale. null: all."""
+    """int4_weights, qat_int4: group size, the inputs of an output channel that share a scale. null: all."""
     history: int | None = option(None, ge=1)
-    """fp8: scale an array by the largest number that it had in so many steps before (delayed scaling), which the
-    checkpoint keeps. null: by the largest that it has (current scaling)."""
+    """fp8: length of the amax history for delayed scaling, which is part of the checkpoint. null: current scaling, by the
+    amax of the tensor itself."""
     backward: Backward = Backward.quantized
-    """int8: the two products of the backward pass; quantized: of integers too, the gradient with scales of its own;
-    compute: in model.dtypes.compute."""
+    """int8: matmuls of the backward pass; quantized: integer matmuls, with separate scales for the gradient; compute: in
+    model.dtypes.compute."""
 
     activations: Activations = Activations.compute
-    """qat_int8, qat_int4: what weights are multiplied with, those of experts left out; int8: rounded too, a scale for
-    each token, with the gradient as it is, for engines that multiply integers; compute: as it is, which is what
-    int8_weights and int4_weights do here."""
+    """qat_int8, qat_int4: activations, except those of experts; int8: fake-quantized with a scale per token and
+    straight-through gradients, for engines with integer matmuls; compute: not quantized, as int8_weights and
+    int4_weights run here."""
 
     def check(self) -> Iterator[Problem]:
         kind = self.kind
         if kind is not QuantizationKind.none and not self.targets:
-            hint = f"choose the whole option with quantization={kind.value}"
-            yield Problem("targets", "is empty, so nothing would be quantised", value=[], hint=hint)
+            hint = f"quantization={kind.value} selects an option with targets"
+            yield Problem("targets", "is empty, so nothing would be quantized", value=[], hint=hint)
         yield from unreadable("targets", self.targets)
         for name, value, users in (
             ("group", self.group, GROUPED),
@@ -78,32 +76,34 @@ class QuantizationRule(Schema):
             ("activations", None if self.activations is Activations.compute else self.activations, QAT),
         ):
             if value is not None and kind not in users:
-                told = ", ".join(user.value for user in users)
-                yield Problem(name, f"is not used by kind={kind.value}", value=value, hint=f"{told} use it")
+                kinds = ", ".join(user.value for user in users)
+                yield Problem(name, f"is not used by kind={kind.value}", value=value, hint=f"it is used by {kinds}")
         if self.group is not None and self.group % 2:
-            yield Problem("group", "is odd, and a byte holds two inputs", value=self.group, accepted="even numbers")
+            yield Problem(
+                "group", "is odd, but two inputs are packed into a byte", value=self.group, accepted="even numbers"
+            )
 
 
 @schema
 class Quantization(QuantizationRule):
-    """The rule of most projections, and others for some."""
+    """The quantization rule of most projections, and overrides for some of them."""
 
     overrides: dict[str, QuantizationRule] = option({})
-    """Rules by names of your own for projections that want another format; the first that matches a projection holds,
-    and the one above holds after them. kind=none leaves its targets in model.dtypes.compute."""
+    """Rules for projections with another format, by a name of your choice. The first one that matches a projection is
+    used, then the rule above. kind=none leaves its targets in model.dtypes.compute."""
 
     @property
     def rules(self) -> dict[str, QuantizationRule]:
-        """Every rule by its path below this section, in the order in which they are asked."""
+        """All rules by path below this section, in the order in which they are matched."""
         return {**{f"overrides.{name}": rule for name, rule in self.overrides.items()}, "": self}
 
     @property
     def kinds(self) -> set[QuantizationKind]:
-        """All that it does; empty where it does nothing."""
+        """The kinds in use, without none."""
         return {rule.kind for rule in self.rules.values()} - {QuantizationKind.none}
 
     def without_history(self) -> "Quantization":
-        """The same for a model that remembers nothing."""
+        """Return the same rules with current scaling, for a model without an amax history."""
         overrides = {name: dataclasses.replace(rule, history=None) for name, rule in self.overrides.items()}
         return dataclasses.replace(self, history=None, overrides=overrides)
 
@@ -113,13 +113,13 @@ class Quantization(QuantizationRule):
             hint = "try quantization=fp8 or quantization=int8_weights"
             yield Problem("targets", "is not used by kind=none", value=self.targets, hint=hint)
         if self.overrides and self.kind is QuantizationKind.none:
-            reason = "are exceptions to a rule, and kind=none is none"
+            reason = "need a base rule, but quantization.kind is none"
             yield Problem(
-                "overrides", reason, value=sorted(self.overrides), hint="choose quantization=... for the others"
+                "overrides", reason, value=sorted(self.overrides), hint="choose the base rule with quantization=..."
             )
-        first = TO_TRAIN if self.kind in TO_TRAIN else TO_KEEP
+        first = TO_TRAIN if self.kind in TO_TRAIN else TO_STORE
         for name, rule in self.overrides.items():
             if rule.kind not in (*first, QuantizationKind.none):
-                reason = f"does not go with kind={self.kind.value}: the one is to train, the other to decode"
+                reason = f"cannot be combined with kind={self.kind.value}: one is for training, the other for decoding"
                 accepted = ", ".join(kind.value for kind in first)
                 yield Problem(f"overrides.{name}.kind", reason, value=rule.kind, accepted=accepted)

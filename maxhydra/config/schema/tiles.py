@@ -1,26 +1,26 @@
-"""Sizes by which kernels cut their work, in place of those that were measured."""
+"""Schema of kernel tile sizes, which override the measured defaults."""
 
 from collections.abc import Iterator
 
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem
 
-# By name below a section.
+# Sizes by dotted name, such as forward.rows.
 Sizes = tuple[tuple[str, int], ...]
-# Numbers of things, and not sizes of arrays, which Triton has as powers of two alone.
+# Counts, which need not be powers of two as Triton requires of block sizes.
 COUNTS = ("stages", "at_once", "band")
 
 
 class Tile(Schema):
-    """Sizes of one kernel, or sections of several."""
+    """Tile sizes of one kernel, or sections of several kernels."""
 
     @property
     def sizes(self) -> Sizes:
-        """Those that are set, such as forward.rows."""
+        """The sizes that are set, by dotted name."""
         found: list[tuple[str, int]] = []
         for name, value in vars(self).items():
             if isinstance(value, Tile):
-                found += [(f"{name}.{below}", size) for below, size in value.sizes]
+                found += [(f"{name}.{child}", size) for child, size in value.sizes]
             elif value is not None:
                 found.append((name, value))
         return tuple(found)
@@ -34,21 +34,21 @@ class Tile(Schema):
 
 @schema
 class AttentionBlock(Tile):
-    """What a program of one of attention's kernels does at a time."""
+    """Block sizes of one attention kernel."""
 
     queries: int | None = option(None, ge=16, le=512)
-    """Of a block. null, here and below: as measured, cut down to what divides the arrays."""
+    """Queries per block. null, here and below: the measured default, reduced until it divides the array."""
     keys: int | None = option(None, ge=16, le=512)
-    """Of a block."""
+    """Keys per block."""
     warps: int | None = option(None, ge=1, le=32)
-    """Of a program."""
+    """Warps per program."""
     stages: int | None = option(None, ge=1, le=16)
-    """Loads that are on their way at a time."""
+    """Pipeline stages (loads in flight)."""
 
 
 @schema
 class AttentionTile(Tile):
-    """The kernels of attention: forward, and the gradients by queries and by keys and values."""
+    """Attention kernels: forward, and the backward kernels for queries and for keys and values."""
 
     forward: AttentionBlock = section(AttentionBlock)
     for_queries: AttentionBlock = section(AttentionBlock)
@@ -57,42 +57,42 @@ class AttentionTile(Tile):
 
 @schema
 class StepTile(Tile):
-    """What a step of attention on Hopper takes."""
+    """Pipeline step of the Hopper attention kernel."""
 
     size: int | None = option(None, ge=64, le=128)
-    """Keys of a step."""
+    """Keys per step."""
     stages: int | None = option(None, ge=1, le=16)
-    """Steps whose loads are on their way at a time."""
+    """Pipeline stages (steps whose loads are in flight)."""
 
 
 @schema
 class HopperAttentionTile(Tile):
-    """Attention on Hopper forward; backward, registers leave no choice."""
+    """Forward Hopper attention; the backward kernel has fixed sizes, because registers allow no others."""
 
     forward: StepTile = section(StepTile)
 
 
 @schema
 class ProductTile(Tile):
-    """What a program of a grouped product makes."""
+    """Tile of a grouped matmul kernel."""
 
     rows: int | None = option(None, ge=16, le=512)
-    """Of what is made."""
+    """Rows of the output tile."""
     columns: int | None = option(None, ge=16, le=512)
-    """Of what is made."""
+    """Columns of the output tile."""
     summed: int | None = option(None, ge=16, le=512)
-    """Terms of a sum at a time."""
+    """Tile size along the contracted dimension."""
     warps: int | None = option(None, ge=1, le=32)
-    """Of a program."""
+    """Warps per program."""
     stages: int | None = option(None, ge=1, le=16)
-    """Loads that are on their way at a time."""
+    """Pipeline stages (loads in flight)."""
     band: int | None = option(None, ge=1)
-    """Tiles of rows that pass over the columns together."""
+    """Row tiles that are scheduled together over all columns, for L2 reuse."""
 
 
 @schema
 class GroupedMatmulTile(Tile):
-    """The kernels of grouped products: those with rows, and sums over rows, which are the gradient of the matrices."""
+    """Grouped matmul kernels: forward and input gradient (products), and the weight gradient (sums)."""
 
     products: ProductTile = section(ProductTile)
     sums: ProductTile = section(ProductTile)
@@ -100,17 +100,17 @@ class GroupedMatmulTile(Tile):
 
 @schema
 class RowsTile(Tile):
-    """What a program of a norm takes."""
+    """Tile of a norm kernel."""
 
     rows: int | None = option(None, ge=1, le=512)
-    """One after the other."""
+    """Rows per program, processed one after the other."""
     warps: int | None = option(None, ge=1, le=32)
-    """Of a program."""
+    """Warps per program."""
 
 
 @schema
 class RmsNormTile(Tile):
-    """The kernels of a norm."""
+    """RMSNorm kernels."""
 
     forward: RowsTile = section(RowsTile)
     backward: RowsTile = section(RowsTile)
@@ -118,29 +118,29 @@ class RmsNormTile(Tile):
 
 @schema
 class QkvRopeTile(Tile):
-    """What a program takes of one head."""
+    """Tile of the QKV and RoPE kernel, for one head."""
 
     tokens: int | None = option(None, ge=1, le=1024)
-    """At a time."""
+    """Tokens per program."""
     warps: int | None = option(None, ge=1, le=32)
-    """Of a program."""
+    """Warps per program."""
 
 
 @schema
 class LinearCrossEntropyTile(Tile):
-    """What a program, which has a row of logits, does at a time."""
+    """Tile of the cross-entropy kernel; a program processes one row of logits."""
 
     logits: int | None = option(None, ge=64, le=65536)
-    """Of a piece."""
+    """Logits per block."""
     at_once: int | None = option(None, ge=1, le=64)
-    """Pieces that are on their way together."""
+    """Blocks that are loaded concurrently."""
     warps: int | None = option(None, ge=1, le=32)
-    """Of a program."""
+    """Warps per program."""
 
 
 @schema
 class TritonTiles(Schema):
-    """Sizes of the kernels in Triton, by operation; each needs model.kernels.<operation>=triton."""
+    """Tile sizes of Triton kernels by operation; each needs model.kernels.<operation>=triton."""
 
     attention: AttentionTile = section(AttentionTile)
     grouped_matmul: GroupedMatmulTile = section(GroupedMatmulTile)
@@ -151,14 +151,14 @@ class TritonTiles(Schema):
 
 @schema
 class MosaicTiles(Schema):
-    """Sizes of the kernels in Mosaic, by operation; each needs model.kernels.<operation>=mosaic."""
+    """Tile sizes of Mosaic kernels by operation; each needs model.kernels.<operation>=mosaic."""
 
     attention: HopperAttentionTile = section(HopperAttentionTile)
 
 
 @schema
 class Tiles(Schema):
-    """By backend."""
+    """Tile sizes by backend."""
 
     mosaic: MosaicTiles = section(MosaicTiles)
     triton: TritonTiles = section(TritonTiles)
