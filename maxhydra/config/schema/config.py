@@ -1,4 +1,4 @@
-"""The root of the config: every key that exists, its type and its default."""
+"""Root of the config schema: all sections, and the checks across them."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from maxhydra.config.schema.run import Checkpoint, Run, Task, Tracker, Train
 
 @schema
 class Config(Schema):
-    """One run."""
+    """The config of one run."""
 
     task: Task = section(Task)
     model: Model = section(Model)
@@ -34,30 +34,30 @@ class Config(Schema):
     run: Run = section(Run)
     train: Train = section(Train)
     objective: str = option("eval/loss")
-    """Metric that the command returns, and a sweeper minimises."""
+    """Metric that a run returns and a sweeper minimizes."""
 
     def check(self) -> Iterator[Problem]:
         if self.train.seq_len > self.model.context_length:
             yield Problem(
                 "train.seq_len",
-                f"is over model.context_length={self.model.context_length}",
+                f"exceeds model.context_length={self.model.context_length}",
                 value=self.train.seq_len,
                 accepted=f"1 to {self.model.context_length}",
-                hint="set both to train on longer sequences",
+                hint="raise both to train on longer sequences",
             )
         for problem in self.task.check_model(self.model):
             yield dataclasses.replace(problem, path=f"task.{problem.path}")
-        # Adapters are in float32 whatever they stand beside.
+        # Adapter weights are float32 whatever the dtype of the frozen weights.
         trained = self.model.dtypes.weights if self.adapter.kind is AdapterKind.none else Dtype.float32
         for problem in self.optimizer.check_moments(trained):
             yield dataclasses.replace(problem, path=f"optimizer.{problem.path}")
         schedule = self.optimizer.schedule
-        busy = schedule.warmup_steps + (schedule.decay_steps or 0)
-        if busy > self.train.steps:
+        scheduled = schedule.warmup_steps + (schedule.decay_steps or 0)
+        if scheduled > self.train.steps:
             yield Problem(
                 "train.steps",
-                f"is under optimizer.schedule's warm-up and decay, {busy} steps",
+                f"is less than the {scheduled} steps of warm-up and decay in optimizer.schedule",
                 value=self.train.steps,
-                accepted=f"{busy} or more",
-                hint="or set optimizer.schedule.warmup_steps and decay_steps lower",
+                accepted=f"{scheduled} or more",
+                hint="or reduce optimizer.schedule.warmup_steps and decay_steps",
             )

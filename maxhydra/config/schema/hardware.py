@@ -1,4 +1,4 @@
-"""What the run stands on: chips, their ceilings, compiler flags, and how the processes find each other."""
+"""Schema of hardware: chips and their peak rates, compiler flags, multi-process setup."""
 
 from collections.abc import Iterator
 from enum import Enum
@@ -31,55 +31,56 @@ class Cluster(Enum):
 
 @schema
 class Distributed(Schema):
-    """How the processes of one run meet."""
+    """How the processes of a multi-process run find each other (jax.distributed)."""
 
     cluster: Cluster = Cluster.auto
-    """auto looks for SLURM, a GKE JobSet or TPU pod, then JAX_COORDINATOR_ADDRESS; none stays alone;
-    gpu_multiprocess is one process per GPU of this host."""
+    """auto detects SLURM, a GKE JobSet or TPU pod, then JAX_COORDINATOR_ADDRESS; none runs a single process;
+    gpu_multiprocess starts one process per GPU of this host."""
     timeout_seconds: int = option(300, ge=1)
-    """How long to wait for the other processes."""
+    """Time to wait for the other processes."""
 
 
 @schema
 class GkeNodes(Schema):
-    """Nodes of Google Kubernetes Engine that have this chip."""
+    """Google Kubernetes Engine nodes with this chip."""
 
     accelerator: str | None = None
-    """Value of their label gke-tpu-accelerator or gke-accelerator. null: there are none."""
+    """Value of the node label gke-tpu-accelerator or gke-accelerator. null: not available on GKE."""
     chips_per_node: int = option(8, ge=1)
-    """Chips of a node."""
+    """Chips per node."""
     one_node_chips: int = option(8, ge=1)
-    """tpu: a slice of up to so many chips is one node."""
+    """tpu: largest slice, in chips, that is a single node."""
     dimensions: int = option(2, ge=2, le=3)
-    """tpu: numbers in the topology of a slice, 2 for 4x4, 3 for 2x2x4."""
+    """tpu: dimensions of a slice topology: 2 for 4x4, 3 for 2x2x4."""
 
 
 @schema
 class Hardware(Schema):
-    """A kind of chip. Ceilings are per device, dense, as the vendor states them."""
+    """A kind of chip. Peak rates are per device, dense, as published by the vendor."""
 
     platform: Platform = Platform.auto
-    """JAX platform; auto looks for a GPU, then a TPU, then takes the CPU."""
+    """JAX platform; auto tries GPU, TPU, then CPU."""
     device_kinds: list[str] = option([])
-    """Regular expressions on the device name by which hardware=auto finds this option."""
+    """Regular expressions on the device name by which hardware=auto selects this option."""
     peak_tflops: dict[str, float] = option({})
-    """Dense matrix TFLOP/s by number format (bfloat16, float8, int8, ...)."""
+    """Dense matmul TFLOP/s by dtype (bfloat16, float8, int8, ...)."""
     memory_gib: float | None = option(None, gt=0)
     """Device memory."""
     bandwidth_gb_s: float | None = option(None, gt=0)
-    """Device memory bandwidth, 10^9 bytes a second."""
+    """Device memory bandwidth in 10^9 bytes per second."""
     xla_flags: list[str] = option([])
-    """Added to XLA_FLAGS (LIBTPU_INIT_ARGS on a TPU) before the backend starts; what the environment sets wins."""
+    """Added to XLA_FLAGS (LIBTPU_INIT_ARGS on a TPU) before the backend starts; flags in the environment take
+    precedence."""
     flag_sets: dict[str, list[str]] = option({})
-    """Flags by a name of your choice that task=tune tries, each set over xla_flags."""
+    """Sets of flags for task=tune to try on top of xla_flags, by a name of your choice."""
     compilation_cache: str | None = "~/.cache/maxhydra/xla"
-    """Folder of compiled programs, so that a resumed run starts at once. null: none."""
+    """Folder of the persistent compilation cache, so that a resumed run does not compile again. null: no cache."""
     matmul_precision: Precision = Precision.default
-    """Precision of float32 matrix products."""
+    """Precision of float32 matmuls."""
     simulated_devices: int | None = option(None, ge=1)
-    """cpu: pretend to have so many devices."""
+    """cpu: number of simulated devices."""
     debug_nans: bool = False
-    """Stop at the operation that first makes a NaN; slow."""
+    """Stop at the first operation that produces a NaN (jax_debug_nans); slow."""
     distributed: Distributed = section(Distributed)
     gke: GkeNodes = section(GkeNodes)
 

@@ -1,14 +1,14 @@
-"""The device mesh: devices along each axis, within a slice and across slices, and what is sharded over which."""
+"""Schema of the device mesh: devices per axis, within and across slices, and sharding rules."""
 
 from collections.abc import Iterator
 
 from maxhydra.config.declare import Schema, option, schema, section
 from maxhydra.config.errors import Problem, did_you_mean
 
-# From least to most communication: neighbours on the fastest links belong to the last axis.
+# From least to most communication: devices on the fastest links are adjacent along the last axis.
 AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 
-# Logical axis -> mesh axes. Weights name their dimensions after what they hold; activations begin with `act_`.
+# Logical axis -> mesh axes. Axes of activations start with `act_`; all others belong to weights.
 RULES: dict[str, list[str]] = {
     "act_batch": ["data", "fsdp", "expert"],
     "act_length": ["sequence"],
@@ -34,29 +34,31 @@ RULES: dict[str, list[str]] = {
 
 @schema
 class Axes(Schema):
-    """Devices along each axis; one axis may be -1 and takes what is left."""
+    """Devices along each axis; one axis may be -1 and gets the remaining devices."""
 
     data: int = option(1, ge=-1)
-    """Replicas of the whole model, each on its share of the batch."""
+    """Data parallelism: replicas of the model, each with a part of the batch."""
     fsdp: int = option(1, ge=-1)
-    """The batch and the weights are both split; weights are gathered layer by layer."""
+    """Fully sharded data parallelism: batch and weights are sharded; weights are all-gathered layer by layer."""
     expert: int = option(1, ge=-1)
-    """Experts of a mixture are split; elsewhere it acts as fsdp does."""
+    """Expert parallelism: experts are sharded; in other layers the axis acts as fsdp."""
     sequence: int = option(1, ge=-1)
-    """Tokens of a sequence are split; keys and values are gathered in attention."""
+    """Context parallelism: sequences are sharded; keys and values are all-gathered in attention."""
     tensor: int = option(1, ge=-1)
-    """Heads, feed-forward columns and vocabulary are split."""
+    """Tensor parallelism: heads, feed-forward columns and vocabulary are sharded."""
 
     def check(self) -> Iterator[Problem]:
         sizes = {axis: getattr(self, axis) for axis in AXES}
         for axis, size in sizes.items():
             if size == 0:
-                yield Problem(axis, "is not a size", value=0, accepted="a positive number, or -1 for what is left")
+                yield Problem(
+                    axis, "is not a size", value=0, accepted="a positive number, or -1 for the remaining devices"
+                )
         automatic = [axis for axis, size in sizes.items() if size == -1]
         if len(automatic) > 1:
             yield Problem(
                 automatic[-1],
-                f"only one axis can be -1, and {automatic[0]} is too",
+                f"only one axis can be -1, but {automatic[0]} is -1 too",
                 value=-1,
                 accepted="a positive number",
             )
@@ -64,13 +66,13 @@ class Axes(Schema):
 
 @schema
 class Mesh(Axes):
-    """Axes within a slice (fast links) stand here; those across slices (data-centre network) under dcn."""
+    """Mesh axes within a slice (fast links); those across slices (data center network) are under dcn."""
 
     dcn: Axes = section(Axes)
     slices: int | None = option(None, ge=1)
-    """Slices that the devices form. null: as the devices say."""
+    """Number of slices. null: as reported by the devices."""
     rules: dict[str, list[str]] = option(RULES)
-    """Mesh axes over which each logical axis is split, first to last."""
+    """Mesh axes over which each logical axis is sharded, in order."""
 
     def check(self) -> Iterator[Problem]:
         yield from super().check()
@@ -87,7 +89,7 @@ class Mesh(Axes):
                 if axis not in AXES:
                     yield Problem(
                         f"rules.{name}",
-                        f"no mesh axis is called {axis!r}",
+                        f"{axis!r} is not a mesh axis",
                         value=axes,
                         accepted=", ".join(AXES),
                         hint=did_you_mean(axis, AXES),

@@ -1,5 +1,6 @@
-"""The metrics that a task logs, by name: what an objective can be. Known before anything runs, so that a sweep by a
-metric that no run will log is refused before its first job.
+"""Names of the metrics that each task logs, which are the possible objectives.
+
+They are known before a run starts, so that a sweep over a metric that is never logged fails before its first job.
 """
 
 from collections.abc import Iterator
@@ -7,9 +8,9 @@ from fnmatch import fnmatch
 
 from maxhydra.config.errors import Problem, did_you_mean
 
-# Of every task that trains. `*` stands for what only the run knows, such as the name of a source.
+# Metrics of every training task. `*` matches names known only to the run, such as those of data sources.
 STEPS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped", "step_time", "input_wait", "data/*")
-# Of layers that tell of themselves, and of those behind the last.
+# Aux losses and statistics of layers, and multi-token prediction.
 LAYERS = ("side_loss", "moe/*", "mtp_loss")
 SPEED = ("tokens_per_second", "tflops_per_device", "mfu")
 LIKELIHOOD = ("eval/loss", "eval/perplexity", "eval/tokens")
@@ -28,11 +29,11 @@ LOGGED = {
 
 
 def unlogged(path: str, name: str, *, task: str, evaluates: bool) -> Iterator[Problem]:
-    """Refuse a metric that no run of this task logs; `path` is the key that names it."""
+    """Yield the problem of a metric that no run of this task logs; `path` is the key that names it."""
     known = LOGGED.get(task)
     if known is None:
         accepted = f"objectives of task={', '.join(LOGGED)}"
-        yield Problem(path, f"is not logged: task={task} does not train", value=name, accepted=accepted)
+        yield Problem(path, f"is not logged, because task={task} does not train", value=name, accepted=accepted)
         return
     logged = [metric for metric in known if evaluates or not metric.startswith("eval/")]
     if any(fnmatch(name, metric) for metric in logged):
@@ -40,8 +41,6 @@ def unlogged(path: str, name: str, *, task: str, evaluates: bool) -> Iterator[Pr
     accepted = ", ".join(logged)
     if name in known:
         hint = "set train.eval_batches to 1 or more"
-        yield Problem(path, "is not logged: nothing is evaluated", value=name, accepted=accepted, hint=hint)
+        yield Problem(path, "is not logged, because evaluation is disabled", value=name, accepted=accepted, hint=hint)
         return
-    yield Problem(
-        path, f"is logged by no run of task={task}", value=name, accepted=accepted, hint=did_you_mean(name, logged)
-    )
+    yield Problem(path, f"is not logged by task={task}", value=name, accepted=accepted, hint=did_you_mean(name, logged))

@@ -32,7 +32,7 @@ class Activations(Enum):
 # Kinds for training, and kinds in which weights are stored for decoding.
 QAT = (QuantizationKind.qat_int8, QuantizationKind.qat_int4)
 TO_TRAIN = (QuantizationKind.fp8, QuantizationKind.int8, *QAT)
-TO_STORE = (QuantizationKind.int8_weights, QuantizationKind.int4_weights)
+TO_KEEP = (QuantizationKind.int8_weights, QuantizationKind.int4_weights)
 GROUPED = (QuantizationKind.qat_int4, QuantizationKind.int4_weights)
 
 
@@ -41,8 +41,8 @@ class QuantizationRule(Schema):
     """Projections whose matmuls are quantized in training, or whose weights are quantized in decoding."""
 
     kind: QuantizationKind = QuantizationKind.none
-    """none. For training: fp8, float8 matmuls with e4m3 forward and e5m2 gradients, one scale per tensor (Micikevicius et
-    al., 2022); int8, integer matmuls with a scale per row and per output channel; qat_int8 and qat_int4,
+    """none. For training: fp8, float8 matmuls with e4m3 forward and e5m2 gradients, one scale per tensor (Micikevicius
+    et al., 2022); int8, integer matmuls with a scale per row and per output channel; qat_int8 and qat_int4,
     quantization-aware training for int8_weights and int4_weights with straight-through gradients (Bengio et al.,
     2013). For decoding: int8_weights, weights quantized when loaded, a scale per output channel; int4_weights, a scale
     per group of inputs; both are dequantized to model.dtypes.compute for the matmul."""
@@ -52,11 +52,11 @@ class QuantizationRule(Schema):
     group: int | None = option(None, ge=2)
     """int4_weights, qat_int4: group size, the inputs of an output channel that share a scale. null: all."""
     history: int | None = option(None, ge=1)
-    """fp8: length of the amax history for delayed scaling, which is part of the checkpoint. null: current scaling, by the
-    amax of the tensor itself."""
+    """fp8: length of the amax history for delayed scaling, which is part of the checkpoint. null: current scaling,
+    by the amax of the tensor itself."""
     backward: Backward = Backward.quantized
-    """int8: matmuls of the backward pass; quantized: integer matmuls, with separate scales for the gradient; compute: in
-    model.dtypes.compute."""
+    """int8: matmuls of the backward pass; quantized: integer matmuls, with separate scales for the gradient; compute:
+    in model.dtypes.compute."""
 
     activations: Activations = Activations.compute
     """qat_int8, qat_int4: activations, except those of experts; int8: fake-quantized with a scale per token and
@@ -117,7 +117,7 @@ class Quantization(QuantizationRule):
             yield Problem(
                 "overrides", reason, value=sorted(self.overrides), hint="choose the base rule with quantization=..."
             )
-        first = TO_TRAIN if self.kind in TO_TRAIN else TO_STORE
+        first = TO_TRAIN if self.kind in TO_TRAIN else TO_KEEP
         for name, rule in self.overrides.items():
             if rule.kind not in (*first, QuantizationKind.none):
                 reason = f"cannot be combined with kind={self.kind.value}: one is for training, the other for decoding"

@@ -153,7 +153,7 @@ class Train(Schema):
     sample: Sample = section(Sample)
 
     def no_z_loss(self, *, task: str) -> Iterator[Problem]:
-        """Yield the problem of a z_loss in a task whose loss does not support it; the path starts at the config root."""
+        """Yield the problem of a z_loss in a task that does not support it, with a path from the config root."""
         if self.z_loss:
             yield Problem("train.z_loss", f"is not used by task={task}", value=self.z_loss, accepted="0")
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Schema of tokenizers."""
 
 from collections.abc import Iterator
 
@@ -11,25 +11,24 @@ class Tokenizer(Schema):
     """Text to token ids and back."""
 
     kind: str = option("byte", one_of="maxhydra.data.tokenizers")
-    """byte: UTF-8 bytes plus begin, end and padding; hf: a folder or tokenizer.json of Hugging Face; sentencepiece: a
-    .model file; tiktoken: a .tiktoken file, with its pattern and special tokens in FILE.json beside it, or an
-    encoding's name; gguf: the one inside a .gguf file."""
+    """byte: UTF-8 bytes plus BOS, EOS and padding tokens; hf: a Hugging Face folder or tokenizer.json; sentencepiece: a
+    .model file; tiktoken: a .tiktoken file, with its pattern and special tokens in FILE.json next to it, or the
+    name of an encoding; gguf: the tokenizer of a .gguf file."""
     path: str | None = None
-    """Folder, file or name that the kind needs, for gguf also package:NAME of an installed package; byte needs none."""
+    """Folder, file or name of the tokenizer; for gguf also package:NAME of an installed package. byte needs none."""
     add_bos: bool = True
-    """Begin each document with the begin token, where the tokenizer has one."""
+    """Prepend the BOS token to each document, if the tokenizer has one."""
     add_eos: bool = True
-    """End each document with the end token, where the tokenizer has one."""
+    """Append the EOS token to each document, if the tokenizer has one."""
     bos: str | None = None
-    """Begin token by its text. null: the one that the tokenizer's files name."""
+    """Text of the BOS token. null: as in the tokenizer's files."""
     eos: str | None = None
-    """End token by its text. null: the one that the tokenizer's files name."""
+    """Text of the EOS token. null: as in the tokenizer's files."""
     pad: str | None = None
-    """Padding token by its text. null: the one that the files name, else the end token; padding never decides what is
-    learned."""
+    """Text of the padding token. null: as in the tokenizer's files, else EOS. Padding is always masked in the loss."""
     chat_template: str | None = None
-    """File with a Jinja chat template, or the name of one that ships with the package: lines, a line for each turn but
-    the assistant's, which end with the end token. null: the one in the tokenizer's folder."""
+    """File with a Jinja chat template, or the name of a built-in one: lines, which writes one line per turn and ends
+    the assistant's turns with EOS. null: the template in the tokenizer's folder."""
 
     def check(self) -> Iterator[Problem]:
         if (self.path is None) != (self.kind == "byte"):

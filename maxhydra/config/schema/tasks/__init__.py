@@ -1,1 +1,1 @@
-"""Fields of single tasks: one file per task that has any, named as the task."""
+"""Task-specific fields: one file per task that has any, named after the task."""

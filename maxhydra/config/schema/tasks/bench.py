@@ -17,36 +17,36 @@ class Measured(Enum):
     kernels = "kernels"
 
 
-# Keys of the engine that follow from the load.
+# Engine keys that are derived from the load.
 DERIVED = ("max_batch", "cache_tokens", "max_context")
 
 
 @schema
 class Load(Schema):
-    """decode: how many prompts are answered at once, and how long they are."""
+    """decode: batch sizes, and lengths of prompts and completions."""
 
     batches: list[int] = option([1, 8, 32], ge=1)
-    """Prompts asked at once, one measurement for each number."""
+    """Numbers of concurrent prompts; one measurement each."""
     prompt: int = option(64, ge=1)
-    """Tokens of a prompt."""
+    """Tokens per prompt."""
     new: int = option(64, ge=2)
-    """Tokens of an answer."""
+    """Tokens per completion."""
     repeats: int = option(3, ge=1)
-    """Times that each is measured; the best counts."""
+    """Repetitions of each measurement; the best counts."""
 
 
 @schema
 class BenchTask(Task):
-    """Measures what the config would do on this machine; a JSON line for each measurement, kept in bench.jsonl."""
+    """Measures speed and memory of the config on this machine; one JSON line per measurement in bench.jsonl."""
 
     what: list[Measured] = option([Measured.pretrain])
     """pretrain: the training step, with fresh weights; decode: the engine, with fresh weights unless
-    checkpoint.load_parameters names others; kernels: every backend that can serve the calls of the model's forward pass
-    in training, its values and gradients held against the reference."""
+    checkpoint.load_parameters is set; kernels: every supported backend of the kernels in the training forward pass,
+    with values and gradients compared to the reference."""
     steps: int = option(20, ge=1)
-    """pretrain: steps that are timed."""
+    """pretrain: timed steps."""
     warm_up: int = option(3, ge=1)
-    """pretrain: steps before them."""
+    """pretrain: warm-up steps."""
     load: Load = section(Load)
     engine: Engine = section(Engine)
 
@@ -57,8 +57,8 @@ class BenchTask(Task):
         for name in DERIVED:
             value, default = getattr(self.engine, name), defaults[name]
             if value != default:
-                hint = "it follows from task.load"
-                yield Problem(f"engine.{name}", "is not read", value=value, accepted=show(default), hint=hint)
+                hint = "it is derived from task.load"
+                yield Problem(f"engine.{name}", "is not used", value=value, accepted=show(default), hint=hint)
         if not self.load.batches:
             yield Problem("load.batches", "is empty", value=[], accepted="numbers of prompts")
 
@@ -66,5 +66,5 @@ class BenchTask(Task):
         if Measured.decode in self.what:
             yield from self.engine.check_model(model)
             if (length := self.load.prompt + self.load.new) > model.context_length:
-                reason = f"and load.new make {length} tokens, over model.context_length={model.context_length}"
+                reason = f"plus load.new is {length} tokens, more than model.context_length={model.context_length}"
                 yield Problem("load.prompt", reason, value=self.load.prompt)

@@ -20,19 +20,19 @@ class ConvertTask(Task):
     """Writes the weights of checkpoint.load_parameters in another format."""
 
     format: ConvertFormat = ConvertFormat.hf
-    """hf: a Hugging Face folder with config.json, safetensors and the tokenizer's files, adapters merged; peft: the
-    adapter of a run alone, as PEFT loads it; maxhydra: a checkpoint of ours with the weights alone, adapters merged, in
-    the format of quantization=int8_weights or int4_weights where one is given."""
+    """hf: a Hugging Face folder with config.json, safetensors and the tokenizer's files, adapters merged; peft: only
+    the adapter of a run, in PEFT format; maxhydra: a checkpoint with only the weights, adapters merged, quantized if
+    quantization=int8_weights or int4_weights is set."""
     output: str | None = None
-    """Folder to write, which must not be there yet; it appears when it is complete."""
+    """Output folder, which must not exist yet; it appears when it is complete."""
     dtype: Dtype | None = None
-    """hf, maxhydra: number format of the weights in the folder. null: that of model.dtypes.weights, or, of weights that
-    are then rounded to fewer bits, that of model.dtypes.compute."""
+    """hf, maxhydra: dtype of the written weights. null: model.dtypes.weights, or model.dtypes.compute for weights
+    that are quantized."""
     model_type: str | None = None
-    """Family as which the model is written, by Hugging Face's name. null: the first that can tell it."""
+    """Hugging Face model_type to write. null: the first that can represent the model."""
 
     def check(self) -> Iterator[Problem]:
         if self.output is None:
-            yield Problem("output", "is needed", value=None, accepted="a folder that is not there yet")
+            yield Problem("output", "is needed", value=None, accepted="a folder that does not exist yet")
         if self.format is ConvertFormat.peft and self.dtype is not None:
             yield Problem("dtype", "is not used by format=peft, which is written in float32", value=self.dtype)

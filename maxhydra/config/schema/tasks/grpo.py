@@ -31,65 +31,67 @@ class KlEstimator(Enum):
 
 @schema
 class Clip(Schema):
-    """How far an update may move the probability of a token (or, with gspo, of an answer)."""
+    """Clipping of the ratio of new to old probability of a token (with gspo, of a completion)."""
 
     low: float = option(0.2, ge=0, lt=1)
-    """Ratios of new to old probability below 1 - low give no gradient that would lower them."""
+    """Ratios below 1 - low have no gradient that would lower them further."""
     high: float = option(0.2, ge=0)
-    """Ratios above 1 + high give no gradient that would raise them."""
+    """Ratios above 1 + high have no gradient that would raise them further."""
 
 
 @schema
 class Kl(Schema):
-    """What ties the model to the one that it starts from."""
+    """KL penalty to the initial model."""
 
     beta: float = option(0.0, ge=0)
-    """Weight of the divergence from the starting weights; 0 keeps none of them."""
+    """Weight of the KL divergence from the initial weights; 0 does not keep a copy of them."""
     estimator: KlEstimator = KlEstimator.k3
     """With r = log p_start - log p of a token: k1 is -r, k2 is r^2 / 2, k3 is exp(r) - r - 1 (Schulman, 2020)."""
 
 
 @schema
 class Evaluation(Schema):
-    """How held-out prompts are answered: train.eval_batches batches of them."""
+    """Evaluation on train.eval_batches batches of held-out prompts."""
 
     samples: int = option(1, ge=1)
-    """Answers to each prompt, k of pass@k and maj@k."""
+    """Completions per prompt, k of pass@k and maj@k."""
     temperature: float = option(1.0, ge=0, le=LARGEST)
-    """Divides the logits; 0 takes the likeliest token."""
+    """Sampling temperature; 0 is greedy."""
 
 
 @schema
 class GrpoTask(Task):
-    """Reinforcement learning from groups of answers to a prompt, each worth more or less than its group's mean."""
+    """Group relative policy optimization: the advantage of a completion is its reward relative to its group."""
 
     group_size: int = option(8, ge=2)
-    """Answers to each prompt; a batch of train.per_device_batch_size rows and more holds whole groups."""
+    """Completions per prompt; a batch consists of whole groups."""
     max_tokens: int = option(256, ge=1)
-    """Tokens of an answer at most; what they leave of train.seq_len is for the prompt."""
+    """Maximum tokens of a completion; the rest of train.seq_len is for the prompt."""
     loss: PolicyLoss = PolicyLoss.grpo
-    """grpo: mean over tokens, then over answers (Shao et al., 2024); dr_grpo: over answers, each divided by max_tokens
-    (Liu et al., 2025); dapo: over all tokens (Yu et al., 2025); gspo: ratios of whole answers (Zheng et al., 2025)."""
+    """grpo: mean over tokens, then over completions (Shao et al., 2024); dr_grpo: token sum divided by max_tokens, mean
+    over completions (Liu et al., 2025); dapo: mean over all tokens (Yu et al., 2025); gspo: ratios of whole
+    completions (Zheng et al., 2025)."""
     clip: Clip = section(Clip)
     kl: Kl = section(Kl)
     scale: Scale | None = None
-    """What a reward less its group's mean is divided by: the standard deviation in its group, in the batch, or nothing.
-    null: nothing for loss=dr_grpo, else that of the group."""
+    """Divisor of the advantage (reward minus group mean): the standard deviation of the group or of the batch, or none.
+    null: none for loss=dr_grpo, otherwise group."""
     mask_degenerate: bool = True
-    """Groups whose rewards are all equal count for nothing; otherwise with advantage 0, as a share of the mean."""
+    """Exclude groups with equal rewards from the loss; false keeps them with advantage 0 in the mean."""
     rounds: int = option(1, ge=1)
-    """Times that prompts are drawn for a batch at most, until it is full of groups whose rewards differ (dynamic
-    sampling); the last round's others fill what is left."""
+    """Dynamic sampling: maximum number of times that new prompts are sampled until the batch is full of groups with
+    different rewards; groups of the last round fill the rest."""
     importance_cap: float | None = option(None, gt=0)
-    """Tokens are weighted by the ratio of their probabilities in training and in sampling, up to this. null: not."""
+    """Truncated importance sampling: weight tokens by the ratio of training to rollout probability, up to this cap.
+    null: no weights."""
     iterations: int = option(1, ge=1)
-    """Updates on each batch of answers."""
+    """Updates per batch of rollouts."""
     off_policy_steps: int = option(0, ge=0)
-    """Batches of answers that are written ahead, while training goes on, each with the weights of that time; 0 writes
-    each with the newest weights, and waits for it."""
+    """Batches of rollouts that are generated ahead, concurrently with training and with the weights of that time; 0
+    generates each batch with the newest weights before training on it."""
     rollout_mesh: list[str] = option([])
-    """The mesh on which answers are written, as overrides such as ['mesh=ddp'] or ['mesh=fsdp_tp','mesh.tensor=2']; the
-    weights are moved over to it. Empty: that of training, where they are used as they lie."""
+    """Mesh of the rollouts, as overrides such as ['mesh=ddp'] or ['mesh=fsdp_tp','mesh.tensor=2']; weights are
+    resharded to it. Empty: the training mesh, without resharding."""
     evaluation: Evaluation = section(Evaluation)
     engine: Engine = section(Engine)
 

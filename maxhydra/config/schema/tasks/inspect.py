@@ -15,19 +15,19 @@ class Format(Enum):
 
 @schema
 class InspectTask(Task):
-    """Shows what a model would need on devices that need not be here."""
+    """Shows parameters and memory of a model on devices that need not be present."""
 
     devices: int = option(1, ge=1)
     """Devices to plan for."""
     slices: int = option(1, ge=1)
-    """Slices that these devices form."""
+    """Number of slices of these devices."""
     topology: str | None = None
-    """TPU slice to compile the training step for, such as v5e:2x4 or v5p:2x2x1: its devices are planned for. Needs
-    libtpu, and no TPU. null: nothing is compiled."""
+    """TPU slice to compile the training step for, such as v5e:2x4 or v5p:2x2x1, which also sets the devices.
+    Needs libtpu, but no TPU. null: no compilation."""
     format: Format = Format.table
-    """table for people, json for programs."""
+    """Output format."""
 
     def check(self) -> Iterator[Problem]:
         if self.topology is not None and self.devices != 1:
-            reason = f"topology={self.topology} says how many there are"
-            yield Problem("devices", reason, value=self.devices, hint="leave one of them out")
+            reason = f"is already given by topology={self.topology}"
+            yield Problem("devices", reason, value=self.devices, hint="set only one of the two")

@@ -6,11 +6,11 @@ from maxhydra.config.schema.run import Task
 
 @schema
 class TeacherLogitsTask(Task):
-    """Writes what the model of checkpoint.load_parameters thinks of the next tokens of a source, for task=distill."""
+    """Writes the top next-token logits of the model in checkpoint.load_parameters, for task=distill."""
 
     output: str = option()
-    """Folder for the shards and their index.json; named again, it goes on where it was broken off."""
+    """Output folder for shards and index.json; an incomplete folder is resumed."""
     shards: int = option(8, ge=1)
-    """Files to write, of about as many records each; one that was not finished is begun anew."""
+    """Number of files, with about the same number of records each; an unfinished file is written again."""
     k: int = option(64, ge=1)
-    """Likeliest tokens kept after each token, each with its log-probability in float16."""
+    """Most likely tokens that are stored per position, with their log-probabilities in float16."""

@@ -6,11 +6,11 @@ from maxhydra.config.schema.run import Task
 
 @schema
 class TokenizeTask(Task):
-    """Tokenizes a source once, so that training need not."""
+    """Tokenizes a source in advance, so that training does not have to."""
 
     output: str = option()
-    """Folder for the shards and their index.json; named again, it goes on where it was broken off."""
+    """Output folder for shards and index.json; an incomplete folder is resumed."""
     shards: int = option(8, ge=1)
-    """Files to write, of about as many records each."""
+    """Number of files, with about the same number of records each."""
     workers: int | None = option(None, ge=1)
-    """Processes, each at a shard of its own. null: one per core."""
+    """Processes, each writing one shard at a time. null: one per core."""
