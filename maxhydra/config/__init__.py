@@ -1,4 +1,4 @@
-"""The typed config: schema, validation and errors. No jax here."""
+"""Typed config: schema, composition, validation and errors. Does not import jax."""
 
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.schema.config import Config

@@ -1,8 +1,6 @@
-"""How a schema class is declared: a dataclass that is set once, with bounds and a docstring line per field.
-
-OmegaConf makes a frozen dataclass read-only, which would forbid overrides, so ours are ordinary dataclasses whose
-attributes can be set once: composed freely by Hydra, immutable as soon as they are instantiated.
-"""
+"""Declaration of schema classes: write-once dataclasses with bounds and a docstring per field.  OmegaConf makes nodes
+of a frozen dataclass read-only, which would forbid overrides. Schema classes are therefore ordinary dataclasses whose
+attributes can be assigned once: Hydra can override them, and instances are immutable."""
 
 import ast
 import dataclasses
@@ -16,7 +14,7 @@ from maxhydra.config.errors import Problem
 
 T = TypeVar("T")
 
-# OmegaConf's mark for a value that must be given; written out, so that the schema imports in milliseconds.
+# OmegaConf's marker of a required value, without importing OmegaConf, so that the schema imports in milliseconds.
 MISSING: Any = "???"
 
 
@@ -29,7 +27,7 @@ def option(
     lt: float | None = None,
     one_of: str | None = None,
 ) -> Any:
-    """A field with a default and what it accepts: numeric bounds, or the modules of a package as `one_of`."""
+    """Declare a field with a default and accepted values: numeric bounds, or the modules of a package (`one_of`)."""
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt, "one_of": one_of}
     metadata = {name: bound for name, bound in bounds.items() if bound is not None}
     if isinstance(default, (list, dict)):
@@ -38,12 +36,12 @@ def option(
 
 
 def section(cls: type[T]) -> T:
-    """A nested schema class, built with its own defaults."""
+    """Declare a nested section with the defaults of its class."""
     return dataclasses.field(default_factory=cls)  # type: ignore[return-value]
 
 
 class Schema:
-    """Base of every schema class: attributes can be set once, and `check` lists cross-field problems."""
+    """Base of schema classes: attributes can be assigned once, and `check` yields cross-field problems."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__:
@@ -51,7 +49,7 @@ class Schema:
         object.__setattr__(self, name, value)
 
     def check(self) -> Iterator[Problem]:
-        """Problems between the fields of this class; paths are relative to it."""
+        """Yield problems between fields of this class; paths are relative to it."""
         return iter(())
 
 
@@ -63,7 +61,7 @@ def schema(cls: type[T]) -> type[T]:
 
 @cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field of a schema class, inherited ones included."""
+    """Return the docstring under each field of a schema class, including inherited fields."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):

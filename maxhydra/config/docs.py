@@ -1,4 +1,4 @@
-"""docs/config.md, every key of the schema: `python -m maxhydra.config.docs` writes it."""
+"""Generator of docs/config.md, the reference of all keys: `python -m maxhydra.config.docs`."""
 
 from collections.abc import Iterable, Iterator
 
@@ -14,23 +14,23 @@ PATH = PACKAGE.parent / "docs" / "config.md"
 HEAD = """\
 # Config reference
 
-Every key, generated from the schema by `python -m maxhydra.config.docs`. Set a key on the command line as
-`maxhydra train.steps=1000`; `maxhydra explain train.steps` adds where its value comes from. A `*` in a path stands for
-names that you choose. Where no default stands, the options in `conf/` or the command line give the value.
+All keys, generated from the schema by `python -m maxhydra.config.docs`. Set a key on the command line as
+`maxhydra train.steps=1000`; `maxhydra explain train.steps` also shows where its value comes from. A `*` in a path is a
+name that you choose. A key without a default is set by the options in `conf/` or on the command line.
 """
 
 
 def reference() -> str:
-    """The page."""
+    """Return the page."""
     parts = [HEAD, *_section("", Config)]
     for name, cls in task_schemas().items():
-        own = {key: field for key, field in fields(cls).items() if key not in fields(Task)}
-        parts += [f"## `task`, with `task={name}`\n", f"{cls.__doc__}\n", _table("task", own.values())]
+        extra = {key: field for key, field in fields(cls).items() if key not in fields(Task)}
+        parts += [f"## `task`, with `task={name}`\n", f"{cls.__doc__}\n", _table("task", extra.values())]
     return "\n".join(parts)
 
 
 def _section(path: str, cls: type) -> Iterator[str]:
-    """The keys of a section, then its sections."""
+    """Yield the table of a section's keys, then its subsections."""
     keys = [field for field in fields(cls).values() if not field.spec.is_section]
     if path:
         yield f"## `{path}`\n"
@@ -38,11 +38,11 @@ def _section(path: str, cls: type) -> Iterator[str]:
     if keys:
         yield _table(path, keys)
     for field in fields(cls).values():
-        here = f"{path}.{field.name}" if path else field.name
+        full_path = f"{path}.{field.name}" if path else field.name
         if field.spec.is_section:
-            yield from _section(here, field.spec.type)
+            yield from _section(full_path, field.spec.type)
         elif field.spec.item is not None and field.spec.item.is_section:
-            yield from _section(f"{here}.*", field.spec.item.type)
+            yield from _section(f"{full_path}.*", field.spec.item.type)
 
 
 def _table(path: str, keys: Iterable[Field]) -> str:
@@ -56,7 +56,7 @@ def _table(path: str, keys: Iterable[Field]) -> str:
 
 
 def _accepted(spec: FieldType) -> str:
-    """As in messages, but modules are named by their package, so that a new one does not change the page."""
+    """Return the accepted values as in messages; plug-ins by package, so that a new one does not change the page."""
     bounded = spec.item if spec.item is not None and not spec.item.is_section else spec
     if "one_of" in bounded.bounds:
         return f"modules of {bounded.bounds['one_of']}"

@@ -1,4 +1,4 @@
-"""What a user sees when a config is wrong: every problem at once, with path, value, what is accepted, the way out."""
+"""Config errors: all problems at once, each with path, value, accepted values, a hint and its origin."""
 
 import dataclasses
 import difflib
@@ -8,17 +8,15 @@ from enum import Enum
 from typing import Any
 
 UNSET = object()
-# Options that an error lists; a group that has more has too many to read.
+# Maximum number of options that an error lists.
 SHOWN = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One mistake in the config.
-
-    `path` is the dotted key, `value` what was given (UNSET where there is none), `accepted` what would be right, `hint`
-    the way out, `source` where the value was written (a YAML file with its line, or the command line).
-    """
+    """One mistake in the config.  `path` is the dotted key, `value` the given value (UNSET if there is none),
+    `accepted` describes valid values, `hint` says how to fix it, and `source` is where the value was set (a YAML file
+    with its line, or the command line)."""
 
     path: str
     reason: str
@@ -28,7 +26,7 @@ class Problem:
     source: str = ""
 
     def under(self, prefix: str) -> "Problem":
-        """The same problem seen from a parent section."""
+        """Return the problem with its path below a parent section."""
         return dataclasses.replace(self, path=f"{prefix}.{self.path}" if prefix else self.path)
 
     def __str__(self) -> str:
@@ -41,7 +39,7 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """The config cannot be run as asked. Exit code 2, no traceback."""
+    """The config is not valid; reported without a traceback. Exit code 2."""
 
     def __init__(self, problems: Problem | Iterable[Problem]):
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
@@ -52,7 +50,7 @@ class ConfigError(Exception):
 
 
 def show(value: Any) -> str:
-    """A value as one would write it on the command line."""
+    """Format a value as on the command line."""
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, bool):
@@ -65,15 +63,15 @@ def show(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """As Hydra reads it whole, whatever is in it: names of sweeps hold `=` and commas, and a path may hold a quote.
+    """Quote a text for Hydra's override grammar: sweep names contain `=` and commas, and a path may contain a quote.
 
-    To Hydra a backslash is one like any other, but before a quote.
+    Hydra treats a backslash literally except before a quote.
     """
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + (found[2] and r"\'"), text) + "'"
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + (match[2] and r"\'"), text) + "'"
 
 
 def options_shown(group: str, options: list[str], near: str = "") -> str:
-    """The options of a group; of very many those nearest to a name, and where the others are listed."""
+    """List the options of a group; of many, those most similar to a name and the command that lists all."""
     if len(options) <= SHOWN:
         return ", ".join(options)
     nearest = difflib.get_close_matches(near, options, n=SHOWN, cutoff=0.0)
@@ -82,6 +80,6 @@ def options_shown(group: str, options: list[str], near: str = "") -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'?`, or nothing when no known name is near."""
+    """Return `did you mean 'x'?`, or an empty string if no known name is similar."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""What every key of the schema is: its type, bounds, default and doc, and whether a value fits."""
+"""Schema introspection: type, bounds, default and docs of every key, and validation of values."""
 
 import dataclasses
 import math
@@ -40,13 +40,13 @@ class FieldType:
 
     @property
     def names(self) -> list[str]:
-        """The words that are accepted, where only some are."""
+        """The accepted names, if the type has a fixed set of them."""
         if issubclass(self.type, Enum):
             return [member.name for member in self.type]
         return modules(self.bounds["one_of"]) if "one_of" in self.bounds else []
 
     def __str__(self) -> str:
-        """The type in a word or two."""
+        """Return a short name of the type."""
         if self.item is not None:
             name = f"list[{self.item}]" if self.type is list else f"dict[str, {self.item}]"
         else:
@@ -55,15 +55,15 @@ class FieldType:
 
     @property
     def accepted(self) -> str:
-        """What a value may be, in words."""
+        """Description of the accepted values."""
         if self.is_section:
-            return f"a section with {', '.join(fields(self.type))}" if fields(self.type) else "nothing yet"
+            return f"a section with {', '.join(fields(self.type))}" if fields(self.type) else "an empty section"
         if self.type is list:
             assert self.item is not None
             return f"a list, each item {self.item.accepted}"
         if self.type is dict:
             assert self.item is not None
-            return f"names, each with {self.item.accepted}"
+            return f"a mapping of names to {self.item.accepted}"
         null = ", or null" if self.optional else ""
         if self.names or "one_of" in self.bounds:
             return ", ".join(self.names) + null
@@ -74,7 +74,7 @@ class FieldType:
         return ", ".join([NOUNS[self.type], *([" and ".join(limits)] if limits else [])]) + null
 
     def mismatch(self, value: Any) -> str:
-        """Why a value does not fit, or nothing; judged by OmegaConf's own conversion, so that the two never differ."""
+        """Return why a value is rejected, or an empty string; uses OmegaConf's own conversion so that both agree."""
         if value is None:
             return "" if self.optional else "cannot be null"
         if self.type is list:
@@ -98,7 +98,7 @@ class FieldType:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A key of a section; `owner` is the schema class that has it."""
+    """A key of a section; `owner` is its schema class."""
 
     name: str
     spec: FieldType
@@ -107,29 +107,29 @@ class Field:
 
     @property
     def doc(self) -> str:
-        """The docstring under the field, or the class's own where the field is a section. Read from the source file."""
+        """The docstring under the field, read from the source file, or the class docstring if it is a section."""
         doc = self.spec.type.__doc__ if self.spec.is_section else field_docs(self.owner).get(self.name)
         return " ".join((doc or "").split())
 
 
 def fields(cls: type) -> dict[str, Field]:
-    """The keys of a schema class, in order."""
+    """Return the keys of a schema class, in order."""
     return _fields(cls)
 
 
 @cache
 def _fields(cls: type) -> dict[str, Field]:
     hints = typing.get_type_hints(cls)
-    found: dict[str, Field] = {}
+    result: dict[str, Field] = {}
     for field in dataclasses.fields(cls):
         spec = _spec(hints[field.name], field.metadata)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        found[field.name] = Field(field.name, spec, default, cls)
-    return found
+        result[field.name] = Field(field.name, spec, default, cls)
+    return result
 
 
 def _spec(annotation: Any, bounds: Mapping[str, Any]) -> FieldType:
-    """Bounds of a list or dict hold for its items."""
+    """Return the type of an annotation; bounds of a list or dict apply to its items."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is types.UnionType:
         (inner,) = (argument for argument in arguments if argument is not types.NoneType)
@@ -140,16 +140,16 @@ def _spec(annotation: Any, bounds: Mapping[str, Any]) -> FieldType:
 
 
 def is_open(value: Any) -> bool:
-    """Whether a value is known only after composing: an interpolation, or one still to be given."""
+    """Return whether a value is only known after composition: an interpolation, or `???`."""
     return isinstance(value, str) and ("${" in value or value == "???")
 
 
 def walk(cls: type, path: str = "") -> Iterator[tuple[str, Field]]:
-    """Every key under a schema class with its path, sections before their keys; `*` stands for a dict's names."""
+    """Yield every key under a schema class with its path, sections before their keys; `*` is any entry of a dict."""
     for field in fields(cls).values():
-        here = f"{path}.{field.name}" if path else field.name
-        yield here, field
+        full_path = f"{path}.{field.name}" if path else field.name
+        yield full_path, field
         if field.spec.is_section:
-            yield from walk(field.spec.type, here)
+            yield from walk(field.spec.type, full_path)
         elif field.spec.item is not None and field.spec.item.is_section:
-            yield from walk(field.spec.item.type, f"{here}.*")
+            yield from walk(field.spec.item.type, f"{full_path}.*")

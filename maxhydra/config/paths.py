@@ -1,4 +1,4 @@
-"""Paths that a config names: what a glob pattern finds, and what lies near a path that leads nowhere."""
+"""Paths in a config: glob patterns, and a hint about the nearest existing folder of a wrong path."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ def is_remote(name: str) -> bool:
 
 
 def parts(names: str) -> list[str]:
-    """The names in a text that separates them by `;`."""
+    """Split a text of names separated by `;`."""
     return [part for part in (name.strip() for name in names.split(";")) if part]
 
 
 def matches(name: str) -> list[Path]:
-    """What a local name or pattern finds, in order."""
+    """Return the files that a local name or glob pattern matches, sorted."""
     root = Path(name).expanduser()
     if root.exists():
         return [root]
@@ -27,8 +27,8 @@ def matches(name: str) -> list[Path]:
 
 
 def beside(path: Path) -> str:
-    """How far a path exists, and what lies there."""
+    """Return a hint that lists the nearest existing folder of a path."""
     parent = path if path.is_dir() else next((folder for folder in path.parents if folder.is_dir()), Path("."))
-    names = sorted(found.name for found in parent.iterdir())
+    names = sorted(entry.name for entry in parent.iterdir())
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"{parent.resolve()} holds {', '.join(names[:8]) or 'nothing'}{more}"
+    return f"{parent.resolve()} contains {', '.join(names[:8]) or 'nothing'}{more}"

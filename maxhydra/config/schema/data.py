@@ -1,4 +1,4 @@
-"""Where the tokens come from, and how they become batches."""
+"""Schema of data: sources, mixing, tokenizer, packing, loading."""
 
 import math
 from collections.abc import Iterator
@@ -28,60 +28,60 @@ class Overlong(Enum):
 
 @schema
 class Packing(Schema):
-    """How documents of any length become sequences of train.seq_len tokens."""
+    """Packing of documents into sequences of train.seq_len tokens."""
 
     method: PackingMethod = PackingMethod.auto
-    """best_fit and first_fit keep documents whole; concat_then_split cuts them at the sequence's end; none gives each
-    its own sequence; auto is best_fit where the shape can be packed."""
+    """best_fit and first_fit keep documents whole; concat_then_split cuts them at the end of a sequence; none puts each
+    document into its own sequence; auto is best_fit if the record type can be packed."""
     window: int = option(128, ge=1)
-    """Sequences' worth of tokens that are packed together; more fills better, and costs more to resume."""
+    """Size of the packing buffer in sequences; larger wastes less padding but makes resuming slower."""
     max_segments: int | None = option(None, ge=1)
-    """Documents in a sequence at most."""
+    """Maximum number of documents per sequence. null: unlimited."""
     overlong: Overlong = Overlong.split
-    """A document over the sequence: split into pieces, truncate its end, or drop it (concat_then_split always
-    splits)."""
+    """Documents longer than a sequence: split, truncate or drop (concat_then_split always splits)."""
 
 
 @schema
 class Data(Corpus):
-    """A source, or a mixture of them, as batches of sequences of train.seq_len tokens."""
+    """A data source or a mixture of sources, as batches of sequences of train.seq_len tokens."""
 
     sources: dict[str, Corpus] = option({})
-    """mixture: the sources by a name of your choice."""
+    """mixture: sources by a name of your choice."""
     weights: dict[str, float] = option({})
-    """mixture: share of the sequences by source; they need not sum to 1. Empty: by temperature."""
+    """mixture: sampling weight of each source; they need not sum to 1. Empty: by temperature."""
     temperature: float = option(1.0, gt=0)
-    """mixture without weights: a source's share goes with its number of records to the power 1 / temperature."""
+    """mixture without weights: the weight of a source is its number of records to the power 1 / temperature."""
     tokenizer: Tokenizer = section(Tokenizer)
     packing: Packing = section(Packing)
     shuffle: bool = True
-    """Visit the records in a new random order each epoch, drawn from run.seed; false keeps their order."""
+    """Shuffle records in a new order each epoch, seeded by run.seed; false keeps their order."""
     streams: int | None = option(None, ge=1)
-    """Shares into which records are split for reading, kept when a run resumes on other hosts. null: one per process
-    at the run's start."""
+    """Number of streams into which records are split for reading; fixed when a run resumes on other hosts. null: one
+    per process at the start of the run."""
     workers: int = option(0, ge=0)
-    """Processes that read and tokenize; 0 does it in threads of the training process."""
+    """Worker processes that read and tokenize; 0 uses threads of the training process."""
     on_error: OnError = OnError["raise"]
-    """A record that cannot be used: raise stops the run and says which, skip counts and logs it."""
+    """Invalid records: raise stops the run and names the record, skip logs and counts it."""
     max_characters: int = option(5_000_000, ge=1)
-    """Longest document; one over it is an error, since tokenizing it can take all memory."""
+    """Maximum length of a document. A longer one is an error, because tokenizing it can exhaust memory."""
     cache: str = "~/.cache/maxhydra/data"
-    """Folder for copies of remote files."""
+    """Cache folder for remote files."""
     overfit_batches: int | None = option(None, ge=1)
-    """Train and evaluate on the first so many batches again and again. null: on all of them."""
+    """Train and evaluate repeatedly on the first N batches, for debugging. null: on all data."""
     prefetch: int = option(2, ge=0)
-    """Batches prepared ahead of the step."""
+    """Batches that are prefetched."""
 
     def corpora(self) -> dict[str, Corpus]:
-        """The sources by name; the name of one that is no mixture is empty."""
+        """Return the sources by name; a single source has an empty name."""
         return dict(self.sources) if self.source == "mixture" else {"": self}
 
     def other_shapes(self, accepted: str, *, task: str, hint: str) -> Iterator[Problem]:
-        """Sources, seen from the root of the config, whose records do not mean what a task learns from."""
+        """Yield problems of sources with a record type that a task does not train on; paths start at the config
+        root."""
         for name, corpus in self.corpora().items():
             if corpus.record_type != accepted:
                 path = f"data.sources.{name}.record_type" if name else "data.record_type"
-                reason = f"is not what task={task} learns from"
+                reason = f"is not supported by task={task}"
                 yield Problem(path, reason, value=corpus.record_type, accepted=accepted, hint=hint)
 
     def check(self) -> Iterator[Problem]:
@@ -89,13 +89,13 @@ class Data(Corpus):
         is_mixture = self.source == "mixture"
         if is_mixture != bool(self.sources):
             reason = "is needed by source=mixture" if is_mixture else f"is not used by source={self.source}"
-            yield Problem("sources", reason, value=self.sources or None, accepted="a source or more, by name")
+            yield Problem("sources", reason, value=sorted(self.sources) or None, accepted="one or more sources by name")
         yield from self._check_weights()
         for name, corpus in self.sources.items():
             if corpus.source == "mixture":
-                yield Problem(f"sources.{name}.source", "is within a mixture already", value="mixture")
+                yield Problem(f"sources.{name}.source", "mixtures cannot be nested", value="mixture")
         if self.source in READY_ROWS and self.packing.method is not PackingMethod.auto:
-            reason = f"has no use: source={self.source} gives whole sequences"
+            reason = f"is not used: source={self.source} yields full sequences"
             yield Problem("packing.method", reason, value=self.packing.method, accepted="auto")
 
     def _check_weights(self) -> Iterator[Problem]:
@@ -103,13 +103,15 @@ class Data(Corpus):
             if name not in self.sources:
                 yield Problem(
                     f"weights.{name}",
-                    "names no source of data.sources",
+                    "is not a source of data.sources",
                     value=self.weights[name],
-                    accepted=", ".join(self.sources) or "none: there are no sources",
+                    accepted=", ".join(self.sources) or "none, because there are no sources",
                     hint=did_you_mean(name, self.sources),
                 )
             elif not 0 < self.weights[name] < math.inf:
-                yield Problem(f"weights.{name}", "is no number above 0", value=self.weights[name], accepted="above 0")
-        if left_out := [name for name in self.sources if self.weights and name not in self.weights]:
-            hint = "give every source a weight, or none"
-            yield Problem("weights", f"leaves out {', '.join(left_out)}", value=self.weights, hint=hint)
+                yield Problem(
+                    f"weights.{name}", "is not a positive number", value=self.weights[name], accepted="over 0"
+                )
+        if missing := [name for name in self.sources if self.weights and name not in self.weights]:
+            hint = "set weights for all sources or for none"
+            yield Problem("weights", f"has no weight for {', '.join(missing)}", value=self.weights, hint=hint)
