@@ -100,15 +100,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             ["-m", "hydra/sweeper=optuna", "objective=eval/los", "train.seq_len=int(interval(8,16))"],
-            ["objective=eval/los: is logged by no run of task=pretrain", "did you mean 'eval/loss'?"],
+            ["objective=eval/los: is not logged by task=pretrain", "did you mean 'eval/loss'?"],
         ),
         (
             ["-m", "hydra/sweeper=optuna", "train.eval_batches=0", "train.seq_len=int(interval(16,8))"],
-            ["objective=eval/loss: is not logged: nothing is evaluated", "train.seq_len"],
+            ["objective=eval/loss: is not logged, because evaluation is disabled", "train.seq_len"],
         ),
         (
             ["-m", "hydra/sweeper=optuna", "hydra.sweeper.objectives=eval/los", "run.seed=range(1,3)"],
-            ["hydra.sweeper.objectives=eval/los: is logged by no run"],
+            ["hydra.sweeper.objectives=eval/los: is not logged by task="],
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

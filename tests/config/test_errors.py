@@ -51,17 +51,17 @@ def write(folder: Path, name: str, text: str) -> Path:
         ("tracker.backends=[wandb,tensorbord]", "tracker.backends", ["the item tensorbord", "tensorboard"]),
         ("optimizer.no_decay=norm", "optimizer.no_decay", ["is not a list"]),
         ("train=3", "train", ["is a section", "seq_len"]),
-        ("task.devices=8", "task.devices", ["task=inspect has it"]),
-        ("optimizer.b1=0.9,0.8", "optimizer.b1", ["several values for one run", "add -m"]),
-        ("experiment=null", "experiment", ["~experiment takes the group out"]),
-        ("+optimizer.b1=0.8", "optimizer.b1", ["exists already", "drop the plus sign: optimizer.b1=0.8"]),
+        ("task.devices=8", "task.devices", ["task=inspect has this key"]),
+        ("optimizer.b1=0.9,0.8", "optimizer.b1", ["several values for a single run", "add -m"]),
+        ("experiment=null", "experiment", ["remove the group with ~experiment"]),
+        ("+optimizer.b1=0.8", "optimizer.b1", ["already exists", "drop the plus sign: optimizer.b1=0.8"]),
         ("+model=tiny", "model", ["is chosen twice"]),
         ("~optimizer.b1", "optimizer.b1", ["cannot be deleted"]),
         ("mesh.rules.embd=[fsdp]", "mesh.rules.embd", ["has no 'embd'", "did you mean 'embed'?"]),
         ("mesh.rules.new=[fsdp]", "mesh.rules.new", ["+mesh.rules.new=... "[:-1]]),
         ("+model.kinds.new.attention.window=4", "model.kinds.new.attention.window", ["+model.kinds={new:{"]),
         ("model.pattern.5=layer", "model.pattern.5", ["has 1 items"]),
-        ("run.name=a(b", "run.name", ["=a(b", "cannot be read", "quotes"]),
+        ("run.name=a(b", "run.name", ["=a(b", "cannot be parsed", "quote a value"]),
         ("hello", "hello", ["is not an override", "key=value"]),
         ("run.notes=${run.nam}", "run.notes", ["${run.nam}", "'run.nam' not found"]),
         ("train.log_every=${run.outputs}", "train.log_every", ["an integer, 1 or more"]),
@@ -119,7 +119,7 @@ def test_so_small_a_step_is_none_in_bfloat16() -> None:
 
 def test_dataset_path_that_does_not_exist() -> None:
     text = str(problems("data=text", "data.path=/nope")["data.path"])
-    assert "data.path=/nope: no file is there" in text and "accepted: a file" in text
+    assert "data.path=/nope: no such file" in text and "accepted: a file" in text
 
 
 def test_all_mistakes_at_once() -> None:

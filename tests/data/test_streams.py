@@ -396,8 +396,8 @@ def test_weights_that_name_no_source_are_refused(tmp_path: Path) -> None:
     problems = {problem.path: problem for problem in data.check()}
     assert problems["weights.wikki"].accepted == "wiki, books"
     assert problems["weights.wikki"].hint == "did you mean 'wiki'?"
-    assert "above 0" in problems["weights.books"].reason
-    assert "leaves out wiki" in problems["weights"].reason
+    assert "not a positive number" in problems["weights.books"].reason
+    assert "has no weight for wiki" in problems["weights"].reason
     for weight in (math.nan, math.inf, 0.0):
         data = Data(source="mixture", sources=sources, weights={"wiki": weight, "books": 1.0})
         assert [problem.path for problem in data.check()] == ["weights.wiki"]

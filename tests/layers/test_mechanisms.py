@@ -164,8 +164,8 @@ def test_a_layout_for_decoding_loses_nothing(platform: str) -> None:
 @pytest.mark.parametrize(
     ("section", "path", "reason"),
     [
-        (config.Attention(window=3, chunk=4), "chunk", "does not go with window=3"),
-        (config.Temperature(floor=8), "scale", "is needed beside floor"),
+        (config.Attention(window=3, chunk=4), "chunk", "cannot be combined with window=3"),
+        (config.Temperature(floor=8), "scale", "is required together with floor"),
         (config.Rope(kind=config.RopeKind.yarn, factor=2.0), "original_context", "is needed by kind=yarn"),
         (config.Rope(kind=config.RopeKind.linear), "factor", "is needed by kind=linear"),
         (config.Rope(truncate=False), "truncate", "is not used by kind=default"),
@@ -173,7 +173,7 @@ def test_a_layout_for_decoding_loses_nothing(platform: str) -> None:
         (
             config.Rope(kind=config.RopeKind.yarn, factor=2.0, original_context=8, beta_fast=0.5),
             "beta_slow",
-            "is faster than beta_fast",
+            "is larger than beta_fast",
         ),
     ],
 )

@@ -68,5 +68,5 @@ def test_a_layer_shares_with_a_kind_of_the_prefix_alone():
     with pytest.raises(ConfigError, match=r"(?s)local_shared.attention.shares.*accepted: local, global") as error:
         compose([*TINY, "model.kinds.local_shared.attention.shares=global_shared"])
     assert len(error.value.problems) == 1
-    with pytest.raises(ConfigError, match="has other heads"):
+    with pytest.raises(ConfigError, match="has a different num_kv_heads or head_dim"):
         compose([*TINY, "model.kinds.local_shared.attention.shares=global"])

@@ -59,7 +59,7 @@ def test_listing(runs):
     code, out, _ = runs("list", "--json", "status=finished", "-c", "run.seed")
     listed = json.loads(out)
     assert [run["path"][:4] for run in listed] == ["lr/2", "lr/1", "lr/0"] and listed[0]["run.seed"] == 0
-    assert runs("list", "tag=none")[1] == "no run meets these conditions\n"
+    assert runs("list", "tag=none")[1] == "no run matches these conditions\n"
 
 
 def test_damage_is_told_on_stderr_alone(runs, outputs):
@@ -99,11 +99,11 @@ def test_best_show_and_diff(runs):
         (["gc"], "needs a rule"),
         (["gc", "--status", "finishd", "--older", "5x"], "no such status"),
         (["gc", "--older", "5x"], "30m, 12h, 7d, 2w"),
-        (["gc", "sweep=lr"], "there is nobody to ask"),
+        (["gc", "sweep=lr"], "stdin is not a terminal"),
         (["tag", "alone", "-r", "x"], "the run has no such tag"),
         (["list", "-o", "nowhere"], "is not a folder"),
-        (["rerun", "alone"], "the code is another"),
-        (["serve", "--port", "99999"], "cannot be listened on"),
+        (["rerun", "alone"], "the code has changed"),
+        (["serve", "--port", "99999"], "cannot listen on this port"),
     ],
 )
 def test_mistakes_are_one_clear_message(runs, outputs, words, said, monkeypatch):
@@ -176,7 +176,7 @@ def test_gc_takes_what_the_rules_say_and_nothing_else(runs, outputs):
     left = sorted(path.parent.relative_to(outputs).as_posix() for path in outputs.rglob("checkpoints"))
     assert left == ["alone", "lr/1_learning_rate=0.001"]
     assert runs("gc", "--status", "failed", "--older", "1d", "--yes")[0] == 0
-    assert runs("gc", "path~l", "--status", "finished", "--older", "52000w", "--yes")[1] == "nothing to take away\n"
+    assert runs("gc", "path~l", "--status", "finished", "--older", "52000w", "--yes")[1] == "no runs to delete\n"
     assert runs("gc", "path~l", "--keep-best", "1", "-m", "eval/loss", "--yes")[0] == 0
     assert sorted(path.parent.name for path in outputs.rglob("run.json")) == ["1_learning_rate=0.001", "live"]
     live.finish("finished")

@@ -253,7 +253,7 @@ def test_plans_are_read_as_written_and_settings_are_checked(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "flags, said",
-    [(["--workers", "0"], "1 or more"), (["--trials", "9"], "all of its jobs are given")],
+    [(["--workers", "0"], "1 or more"), (["--trials", "9"], "these jobs are fixed")],
 )
 def test_what_resume_cannot_change_is_refused(
     flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
