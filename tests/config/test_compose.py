@@ -8,6 +8,7 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
+import maxhydra.convert  # noqa: F401  registers model=from_hf
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import CONFIG_NAME, MODULE, Composer, compose, register
 from maxhydra.config.compose.resolvers import LONGEST, job_folder

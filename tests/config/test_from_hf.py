@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import maxhydra.convert  # noqa: F401  registers model=from_hf
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import Composer, compose
 from maxhydra.config.serialize import from_yaml, to_yaml
