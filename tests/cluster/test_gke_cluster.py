@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from maxhydra.config.errors import ConfigError
-from maxhydra.launch.base import Proposal, Shared
+from maxhydra.launch.base import SweepContext, Trial
 from maxhydra.launch.gke import GkeJobs, GkeSettings
 from maxhydra.launch.gke.manifests import config_map, job_set
 from maxhydra.record import RunDirectory
@@ -96,26 +96,26 @@ def play(namespace: str, name: str, condition: str, message: str, exit_code: int
 def test_a_job_is_sent_once_and_leaves_nothing_behind(namespace: str, tmp_path: Path) -> None:
     """Whole, also where a controller died between its two objects; and all of it goes when it is ended."""
     settings = dataclasses.replace(SETTINGS, namespace=namespace, nodes=2, queue="team")
-    jobs = GkeJobs(settings, Shared(tmp_path / "lr", tuple(CHOICES), None))
-    proposal = Proposal(0, "0", ())
-    jobs.prepare(proposal)
-    assert jobs.find(proposal) is None and jobs.past(proposal) is None
-    (job,) = jobs.start([proposal])
+    jobs = GkeJobs(settings, SweepContext(tmp_path / "lr", tuple(CHOICES), None))
+    trial = Trial(0, "0", ())
+    jobs.prepare(trial)
+    assert jobs.find_active(trial) is None and jobs.find_started(trial) is None
+    (job,) = jobs.start([trial])
     ((name, there),) = job_sets(namespace).items()
-    work = jobs._work(proposal, jobs._order(proposal))
+    description = jobs._work(trial, jobs._order(trial))
     # The server drops what its schema does not know: nothing was.
-    assert there["spec"] == job_set(settings, work)["spec"]
+    assert there["spec"] == job_set(settings, description)["spec"]
     made = config_maps(namespace)[name]
     assert [owner.uid for owner in made.metadata.owner_references] == [there["metadata"]["uid"]]
-    assert made.data == config_map(settings, work, None)["data"] and made.immutable
+    assert made.data == config_map(settings, description, None)["data"] and made.immutable
     assert jobs.is_running(job) and jobs.state(job) == "waits for its pods"
     core().delete_namespaced_config_map(name, namespace)
-    again = GkeJobs(settings, Shared(tmp_path / "lr", tuple(CHOICES), None))
-    assert again.find(proposal) is not None
-    again.start([proposal])
+    again = GkeJobs(settings, SweepContext(tmp_path / "lr", tuple(CHOICES), None))
+    assert again.find_active(trial) is not None
+    again.start([trial])
     assert job_sets(namespace)[name]["metadata"]["uid"] == there["metadata"]["uid"]
     assert [owner.uid for owner in config_maps(namespace)[name].metadata.owner_references] == [there["metadata"]["uid"]]
-    again.end([job])
+    again.stop([job])
     wait_for(lambda: not job_sets(namespace) and not config_maps(namespace), GARBAGE_SECONDS)
     wait_for(lambda: not again.is_running(job), 10)
     assert job.status() == "preempted"
@@ -153,13 +153,13 @@ def test_a_sweep_is_left_alone_watched_and_gone_on_with(namespace: str, server: 
 
 def test_refusals_are_one_line(namespace: str, tmp_path: Path) -> None:
     """By who may do what, by quota, by names that cannot be."""
-    proposal, shared = Proposal(0, "0", ()), Shared(tmp_path / "s", tuple(CHOICES), None)
-    GkeJobs(SETTINGS, shared).prepare(proposal)
+    trial, shared = Trial(0, "0", ()), SweepContext(tmp_path / "s", tuple(CHOICES), None)
+    GkeJobs(SETTINGS, shared).prepare(trial)
 
     def refused(**settings: Any) -> str:
         jobs = GkeJobs(dataclasses.replace(SETTINGS, **{"namespace": namespace, **settings}), shared)
         with pytest.raises(ConfigError) as caught:
-            jobs.start([proposal])
+            jobs.start([trial])
         (problem,) = caught.value.problems
         assert "\n" not in problem.reason
         return str(problem)
