@@ -12,7 +12,7 @@ from typing import NamedTuple
 import yaml
 
 from maxhydra.record import scan_metrics
-from maxhydra.record.labels import LABELS, labelled, read_labels
+from maxhydra.record.labels import LABELS, apply_labels, read_labels
 from maxhydra.record.liveness import is_lost
 from maxhydra.record.metrics import Row
 from maxhydra.runs import config_sections
@@ -119,10 +119,10 @@ def read_facts(folder: Path, faults: list[str]) -> Facts | None:
         faults.append(f"{RUN}: {_why(error)}; the run is skipped")
         return None
     try:
-        return labelled(facts, read_labels(folder))
+        return apply_labels(facts, read_labels(folder))
     except (OSError, ValueError) as error:
         faults.append(f"{LABELS}: {_why(error)}; skipped")
-        return labelled(facts, {})
+        return apply_labels(facts, {})
 
 
 def read_settings(folder: Path, facts: Facts, faults: list[str]) -> list[tuple[str, config_sections.Cell]]:

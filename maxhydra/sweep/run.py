@@ -9,8 +9,7 @@ from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.launch.base import JobBackend
 from maxhydra.launch.registry import make_backend
 from maxhydra.record import RunDirectory
-from maxhydra.record.atomic_io import from_number, replace_file
-from maxhydra.record.lock import take_lock
+from maxhydra.record.atomic_io import acquire_lock, from_number, replace_file
 from maxhydra.sweep.controller import Controller
 from maxhydra.sweep.plan import CANCELLED, FILE, SweepPlan, read_plan, write_plan
 from maxhydra.sweep.search import SearchTrials
@@ -82,7 +81,7 @@ def _is_finished(run: RunDirectory) -> bool:
 def _sweep_lock(plan: SweepPlan) -> Iterator[None]:
     """Hold the sweep's lock: two controllers would each start the jobs that the other has proposed."""
     try:
-        lock = take_lock(plan.folder / LOCK)
+        lock = acquire_lock(plan.folder / LOCK)
     except BlockingIOError:
         reason = "is being run by another process"
         raise ConfigError(Problem("sweep", reason, value=plan.folder.name, hint="wait for it, or stop it")) from None

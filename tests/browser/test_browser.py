@@ -13,7 +13,7 @@ from maxhydra.record.liveness import process_start
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.server import Server
 from maxhydra.runs.sweep import write_sweep_report
-from tests.support.browser import chromium, complaints, prefers, requests
+from tests.support.browser import chromium, console_messages, requests, set_color_scheme
 from tests.support.run_folders import change_facts, line, write_run
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -57,7 +57,7 @@ def until(browser, script, seconds=20):
             if found := browser.execute_script(f"return {script}"):
                 return found
         time.sleep(0.1)
-    raise AssertionError(f"never true: {script}; console: {complaints(browser)}")
+    raise AssertionError(f"never true: {script}; console: {console_messages(browser)}")
 
 
 def names(browser):
@@ -92,7 +92,7 @@ def overflow(browser):
 def is_clean(browser, *origins):
     asked = requests(browser)
     assert asked and all(url.startswith((*origins, "data:", "about:")) for url in asked), asked
-    assert complaints(browser) == []
+    assert console_messages(browser) == []
 
 
 def test_search_sort_and_choose_two(window, server):
@@ -198,10 +198,10 @@ def test_dark_and_light_and_foreign_text(window, server):
     open_dashboard(window, server, "#run=failed&tab=compare")
     assert window.execute_script(ground) == "rgb(10, 10, 10)"
     window.execute_script("localStorage.clear()")
-    prefers(window, "dark")
+    set_color_scheme(window, "dark")
     open_dashboard(window, server, "#run=failed")
     assert window.execute_script(ground) == "rgb(10, 10, 10)"
-    prefers(window, "light")
+    set_color_scheme(window, "light")
     assert window.execute_script("return document.querySelectorAll('img').length") == 0
     assert EVIL in window.execute_script("return document.querySelector('tr[data-run=failed]').textContent")
     is_clean(window, server.url)

@@ -22,7 +22,7 @@ from maxhydra.launch.gke.manifests import config_map, job_set
 from maxhydra.record import RunDirectory
 from maxhydra.sweep.plan import read_plan
 from maxhydra.sweep.run import cancel, resume_sweep, status
-from tests.support import cli as running
+from tests.support import cli
 from tests.support.jobset import DEFINITION
 from tests.support.kube import Server, missing, serving, wait_for
 from tests.support.skips import import_optional
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING
 
 SETTINGS = GkeSettings(image="registry.example/maxhydra:1", outputs="gs://bucket/runs")
 JOBSETS = {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"}
-CHOICES = ["hardware=cpu", *running.SMALL]
+CHOICES = ["hardware=cpu", *cli.SMALL]
 FINISHED = {"status": "finished", "reason": "done", "objective": {"name": "eval/loss", "value": 2.5}, "end_step": 2}
 GARBAGE_SECONDS = 90
 
@@ -126,7 +126,7 @@ def test_a_sweep_is_left_alone_watched_and_gone_on_with(namespace: str, server: 
     options = {"namespace": namespace, "image": SETTINGS.image, "outputs": SETTINGS.outputs, "detach": "true"}
     launcher = ["hydra/launcher=gke", *(f"hydra.launcher.{key}={value}" for key, value in options.items())]
     command = ["-m", *CHOICES, *launcher, "run.seed=1,2", "run.name=s"]
-    running.finished(*command, cwd=tmp_path, KUBECONFIG=str(server.kubeconfig))
+    cli.finished(*command, cwd=tmp_path, KUBECONFIG=str(server.kubeconfig))
     first, second = sorted(job_sets(namespace))
     plan = read_plan(tmp_path / "outputs" / "s")
     assert [line for line in status(plan) if "has not begun  waits for its pods" in line]

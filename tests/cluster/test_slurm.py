@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from maxhydra.cli import main
-from tests.support import compile_cache as compiling
-from tests.support import fork_server as warm
+from tests.support import compile_cache
+from tests.support import fork_server
 from tests.support.cli import SMALL, command, environment, facts, finished, losses, run, silent
 from tests.support.slurm import cluster, require, wait_for
 
@@ -59,7 +59,7 @@ def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
 
 def quick(folder: Path) -> str:
     """Jobs that need not import everything first: `python -m maxhydra`, which a warm process does."""
-    return f"hydra.launcher.python={warm.program(folder / 'python', compiling.PREFIX, skipped=2)}"
+    return f"hydra.launcher.python={fork_server.program(folder / 'python', compile_cache.PREFIX, skipped=2)}"
 
 
 def program(path: Path, interpreter: str, text: str) -> Path:

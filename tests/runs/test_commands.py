@@ -15,7 +15,7 @@ from maxhydra.cli.main import run as maxhydra
 from maxhydra.config.compose.composer import compose
 from maxhydra.record import RunDirectory
 from maxhydra.record.provenance import code
-from tests.support import cli as running
+from tests.support import cli
 from tests.support.run_folders import change_facts, write_run
 from tests.support.skips import import_optional
 
@@ -265,17 +265,17 @@ run(["runs", "list"]), run(["runs", "best"]), run(["runs", "report"])
 for verb in {verbs}: importlib.import_module(f"maxhydra.cli.runs.{{verb}}")
 assert not {{"jax", "numpy", "hydra", "omegaconf", "pandas", "pyarrow"}} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", check], check=True, env=running.environment(), stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", check], check=True, env=cli.environment(), stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.slow
 def test_a_job_of_a_sweep_is_resumed_and_run_again(tmp_path):
     """The sweep's command names all jobs; each is restarted by its own overrides."""
-    small = [*running.SMALL, "train.eval_batches=0", "optimizer/schedule=constant", "checkpoint.mode=synchronous"]
-    running.finished("-m", *small, "optimizer.learning_rate=1e-3", "train.steps=2", "run.name=lr", cwd=tmp_path)
+    small = [*cli.SMALL, "train.eval_batches=0", "optimizer/schedule=constant", "checkpoint.mode=synchronous"]
+    cli.finished("-m", *small, "optimizer.learning_rate=1e-3", "train.steps=2", "run.name=lr", cwd=tmp_path)
     job = "lr/0"
-    running.finished("runs", "resume", job, "train.steps=4", cwd=tmp_path)
+    cli.finished("runs", "resume", job, "train.steps=4", cwd=tmp_path)
     folder = tmp_path / "outputs" / job
-    assert sorted(running.losses(folder)) == [1, 2, 3, 4] and len(running.facts(folder)["sessions"]) == 2
-    running.finished("runs", "rerun", job, "run.name=again", cwd=tmp_path)
-    assert running.losses(tmp_path / "outputs" / "again") == running.losses(folder)
+    assert sorted(cli.losses(folder)) == [1, 2, 3, 4] and len(cli.facts(folder)["sessions"]) == 2
+    cli.finished("runs", "rerun", job, "run.name=again", cwd=tmp_path)
+    assert cli.losses(tmp_path / "outputs" / "again") == cli.losses(folder)
