@@ -1,16 +1,16 @@
-"""HTML that is escaped by construction: a string is text, and only `element` makes markup."""
+"""HTML that is escaped by construction: plain strings are text, and only `element` creates markup."""
 
 import html
 from typing import TypeAlias
 
 
 class Html(str):
-    """Markup that is safe to put into a page as it stands."""
+    """Markup that is safe to insert into a page without escaping."""
 
     __slots__ = ()
 
 
-# Elements without content, and so without an end.
+# Elements without content or end tag.
 _VOID = ("input",)
 
 Child: TypeAlias = "str | Html | None"
@@ -18,13 +18,13 @@ Child: TypeAlias = "str | Html | None"
 
 def element(name: str, *children: Child, **attributes: str | bool | None) -> Html:
     """`<name attribute="...">children</name>`: `class_` is class, `aria_label` aria-label, True a bare attribute."""
-    written = [_attribute(key, value) for key, value in attributes.items() if value not in (None, False)]
-    opening = " ".join([name, *written])
-    return Html(f"<{opening}>" if name in _VOID else f"<{opening}>{together(*children)}</{name}>")
+    rendered = [_attribute(key, value) for key, value in attributes.items() if value not in (None, False)]
+    opening = " ".join([name, *rendered])
+    return Html(f"<{opening}>" if name in _VOID else f"<{opening}>{concat(*children)}</{name}>")
 
 
-def together(*children: Child) -> Html:
-    """Children one after the other; plain strings are escaped, None is left out."""
+def concat(*children: Child) -> Html:
+    """Concatenate children; plain strings are escaped, None is omitted."""
     return Html("".join(c if isinstance(c, Html) else html.escape(c) for c in children if c is not None))
 
 

@@ -1,4 +1,4 @@
-"""The key numbers of a run, as a person would say them."""
+"""Key numbers of a run, and formatting of numbers, durations and times."""
 
 import dataclasses
 import datetime
@@ -15,7 +15,7 @@ Facts = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class KeyNumber:
-    """One number of the header, and a remark under it."""
+    """A number in the header of a report, and a note below it."""
 
     label: str
     value: str
@@ -23,18 +23,18 @@ class KeyNumber:
 
 
 def figures(facts: Facts, rows: Sequence[Row], *, total_steps: int | None) -> list[KeyNumber]:
-    """Those that the run has, most important first."""
-    found = [
+    """Key numbers that the run has, most important first."""
+    candidates = [
         _loss("Eval loss", rows, "eval/loss"),
         _loss("Train loss", rows, "loss"),
         _objective(facts),
-        _typical("Tokens / s", rows, "tokens_per_second", compact),
-        _typical("MFU", rows, "mfu", "{:.1%}".format),
+        _median("Tokens / s", rows, "tokens_per_second", compact),
+        _median("MFU", rows, "mfu", "{:.1%}".format),
         _duration(facts),
         _steps(rows, total_steps),
         KeyNumber("Parameters", compact(facts["parameters"])) if facts.get("parameters") else None,
     ]
-    return [figure for figure in found if figure is not None]
+    return [item for item in candidates if item is not None]
 
 
 def _loss(label: str, rows: Sequence[Row], metric: str) -> KeyNumber | None:
@@ -53,10 +53,12 @@ def _objective(facts: Facts) -> KeyNumber | None:
     return KeyNumber(objective["name"], number(from_number(objective["value"])), "objective")
 
 
-def _typical(label: str, rows: Sequence[Row], metric: str, write: Any) -> KeyNumber | None:
-    """The median, which start-up and pauses do not move."""
+def _median(label: str, rows: Sequence[Row], metric: str, format_value: Any) -> KeyNumber | None:
+    """The median, which is robust to start-up and pauses."""
     values = [value for value in series(rows, metric)[1] if math.isfinite(value)]
-    return KeyNumber(label, write(statistics.median(values)), "median" if len(values) > 1 else "") if values else None
+    if not values:
+        return None
+    return KeyNumber(label, format_value(statistics.median(values)), "median" if len(values) > 1 else "")
 
 
 def _duration(facts: Facts) -> KeyNumber:
@@ -66,7 +68,7 @@ def _duration(facts: Facts) -> KeyNumber:
 
 
 def wall_seconds(facts: Facts) -> float:
-    """Sum over the sessions; one that is under way or lost counts until it was last heard of."""
+    """Total over the sessions; a running or lost session counts until its last update."""
     return sum(session_seconds(session, facts) for session in facts["sessions"])
 
 
@@ -84,7 +86,7 @@ def _steps(rows: Sequence[Row], total: int | None) -> KeyNumber | None:
 
 
 def number(value: float) -> str:
-    """Four significant digits: 2.070, 0.001234, 1.25e-07, 12,345."""
+    """Format with four significant digits: 2.070, 0.001234, 1.25e-07, 12,345."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
     if value and not 1e-3 <= abs(value) < 1e9:
@@ -93,12 +95,12 @@ def number(value: float) -> str:
 
 
 def show(value: Any) -> str:
-    """A setting or a measurement in a cell of a table; nothing where there is none."""
+    """Format a setting or a measurement for a table cell; None is empty."""
     match value:
         case None:
             return ""
         case float():
-            # A setting such as 0.003 as it was written; a measurement with as many digits as its neighbours.
+            # Settings such as 0.003 as they were written; measurements with four digits, for alignment.
             return f"{value:g}" if value == float(f"{value:.3g}") else number(value)
         case tuple() | list():
             return " ".join(map(str, value))

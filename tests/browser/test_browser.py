@@ -13,8 +13,8 @@ from maxhydra.record.liveness import process_start
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.server import Server
 from maxhydra.runs.sweep import write_sweep_report
-from tests.support.browser import chromium, console_messages, requests, set_color_scheme
-from tests.support.run_folders import change_facts, line, write_run
+from tests.support.browser import chromium, console_messages, sent_requests, set_color_scheme
+from tests.support.run_folders import change_facts, metrics_lines, write_run
 
 EVIL = "<img src=x onerror=alert(1)>"
 
@@ -90,7 +90,7 @@ def overflow(browser):
 
 
 def is_clean(browser, *origins):
-    asked = requests(browser)
+    asked = sent_requests(browser)
     assert asked and all(url.startswith((*origins, "data:", "about:")) for url in asked), asked
     assert console_messages(browser) == []
 
@@ -146,7 +146,7 @@ def test_curves_grow_while_the_run_trains(window, server, outputs):
     path = "document.querySelector('[data-metric=loss] path.curve').getAttribute('d').length"
     before = until(window, path)
     with (outputs / "live" / "metrics.jsonl").open("a") as file:
-        file.write("".join(line(step, 2.0) for step in range(11, 20)))
+        file.write("".join(metrics_lines(step, 2.0) for step in range(11, 20)))
     until(window, f"{path} > {before}")
     step = "document.querySelector('tr[data-run=live] .steps').textContent"
     until(window, f"{step} === '19'")
@@ -216,7 +216,7 @@ def test_nothing_is_cut_off(window, server, width):
     assert overflow(window) <= 0
     wide = window.execute_script("const r = document.querySelector('#rows'); return r.scrollWidth - r.clientWidth")
     assert wide <= 0
-    requests(window)
+    sent_requests(window)
 
 
 def test_the_report_of_a_sweep(window, outputs, tmp_path):
@@ -225,7 +225,7 @@ def test_the_report_of_a_sweep(window, outputs, tmp_path):
     path = write_sweep_report(registry, runs, tmp_path / "sweep.html", title=folder, metric=None, largest=False)
     text = path.read_text()
     assert not re.search(r"https?://|@import|url\(", text)
-    requests(window)
+    sent_requests(window)
     window.get(path.as_uri())
     until(window, "document.querySelectorAll('#parallel path.curve').length === 12")
     until(window, "document.querySelectorAll('.charts path.curve').length === 12")

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from maxhydra.cli import main
-from tests.support import compile_cache
-from tests.support import fork_server
+from tests.support import compile_cache, fork_server
 from tests.support.cli import SMALL, command, environment, facts, finished, losses, run, silent
 from tests.support.slurm import cluster, require, wait_for
 

@@ -10,7 +10,7 @@ import pytest
 from maxhydra.runs.dashboard import machine
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.server import Server
-from tests.support.run_folders import change_facts, line, write_run
+from tests.support.run_folders import change_facts, metrics_lines, write_run
 
 EVIL = "<img src=x onerror=alert(1)>"
 
@@ -56,7 +56,7 @@ def test_only_what_changed_is_sent_again(server, outputs):
     again = ask(server, "runs", since=first["token"])
     assert not again["whole"] and again["runs"] == [] and again["count"] == 3
     with (outputs / "lr" / "0" / "metrics.jsonl").open("a") as file:
-        file.write(line(41, 0.0))
+        file.write(metrics_lines(41, 0.0))
     later = ask(server, "runs", since=first["token"])
     assert [(run["path"], run["step"]) for run in later["runs"]] == [("lr/0", 41)]
     (outputs / ".runs.sqlite").unlink()

@@ -25,7 +25,7 @@ from maxhydra.runs.compare import compare
 from maxhydra.runs.importance import importance
 from maxhydra.runs.index import FILE
 from maxhydra.runs.query import best, order, select
-from tests.support.run_folders import change_facts, line, write_run
+from tests.support.run_folders import change_facts, metrics_lines, write_run
 from tests.support.skips import import_optional
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ def test_what_changes_on_disk_is_seen(outputs):
     assert registry.token == token
     metrics = outputs / "lr" / "a" / "metrics.jsonl"
     with metrics.open("a") as file:
-        file.write(line(41, -10) + '{"step": 42, "lo')
+        file.write(metrics_lines(41, -10) + '{"step": 42, "lo')
     registry.refresh()
     assert registry.token != token
     run = registry.find("lr/a")
@@ -137,7 +137,7 @@ def test_another_file_under_the_number_of_the_old_one_is_read_anew(outputs):
     registry = Registry(outputs)
     run, metrics = registry.find("lr/a"), outputs / "lr" / "a" / "metrics.jsonl"
     inode = metrics.stat().st_ino
-    metrics.write_text("".join(line(step, 100.5) for step in range(1, 90)))
+    metrics.write_text("".join(metrics_lines(step, 100.5) for step in range(1, 90)))
     assert metrics.stat().st_ino == inode
     registry.refresh()
     assert registry.metric("loss:min")[run.id] == pytest.approx(100.5 + 5 / 89) and not registry.faults()
