@@ -248,7 +248,7 @@ def test_a_run_is_restored_from_its_termination_message(tmp_path: Path) -> None:
     assert run.status == "failed" and RunDirectory(local, writes=False).read()["reason"] == "OOMKilled"
     # A rerun uses the overrides of the job, never the defaults.
     facts = RunDirectory(local, writes=False).read()
-    with pytest.raises(ConfigError, match="does not say with which overrides"):
+    with pytest.raises(ConfigError, match="has no overrides"):
         arguments(facts, None)
     assert rerun_command(facts).startswith("cd ")
     (local / "job.json").write_text(json.dumps({"choices": {}, "overrides": ["run.seed=7"], "config_dir": None}))
