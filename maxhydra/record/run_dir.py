@@ -260,7 +260,8 @@ class RunDirectory:
 
 
 def _close_lost(session: Facts, run: Facts) -> Facts:
-    """Return an earlier session as it is stored; one without an end was lost at the last `updated` time."""
+    """Return an earlier session unchanged, or closed as lost at the last `updated` time if it has no end."""
+
     if session["status"] != "running":
         return session
     closed = copy.deepcopy(session)

@@ -13,9 +13,9 @@ from typing import Any
 from maxhydra.config.errors import ConfigError
 from maxhydra.record import scan_metrics
 from maxhydra.record.metrics import Row
+from maxhydra.runs import query
 from maxhydra.runs.compare import compare
 from maxhydra.runs.curves import compare_charts, encode, is_system
-from maxhydra.runs.query import select
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.rerun import rerun_command
 
@@ -66,7 +66,7 @@ class Dashboard:
         """Paths of the runs that match the conditions (command-line syntax), or a description of the problem."""
         with self._lock:
             try:
-                return {"paths": [run.path for run in select(self.registry, conditions)]}
+                return {"paths": [run.path for run in query.select(self.registry, conditions)]}
             except ConfigError as error:
                 return {"problem": "; ".join(f"{p.path}: {p.reason} {p.hint}".strip() for p in error.problems)}
 

@@ -13,7 +13,7 @@ from maxhydra.runs.curves import Chart, Line, charts, encode
 from maxhydra.runs.html import Html, concat, element
 from maxhydra.runs.page import copy_box, curve_controls, figure_frame, head_row, page, read_asset, scrolling, section
 from maxhydra.runs.settings import lookup, settings
-from maxhydra.runs.summary import Facts, KeyNumber, duration, figures, moment, number, session_seconds
+from maxhydra.runs.summary import Facts, KeyNumber, duration, figures, format_number, moment, session_seconds
 
 # Files next to the report that it links to.
 _FILES = ("config.yaml", "metrics.jsonl", "log.txt", "run.json", "diff.patch")
@@ -89,7 +89,8 @@ def _summarize(line: Line) -> str:
     if not finite:
         return f"{line.name}: never finite"
     low = min(finite, key=lambda point: point[1])
-    return f"{line.name}: {number(finite[0][1])} to {number(finite[-1][1])}, lowest {number(low[1])} at step {low[0]}"
+    first, last, lowest = (format_number(value) for value in (finite[0][1], finite[-1][1], low[1]))
+    return f"{line.name}: {first} to {last}, lowest {lowest} at step {low[0]}"
 
 
 def _sample(sample: str | None) -> Html | None:
@@ -150,11 +151,11 @@ def _format(value: Any) -> str:
 
 def _sessions(facts: Facts) -> Html:
     names = ("", "Started", "Took", "Steps", "Ended", "Host", "Commit")
-    rows = [_session(number, session, facts) for number, session in enumerate(facts["sessions"], start=1)]
+    rows = [_session(index, session, facts) for index, session in enumerate(facts["sessions"], start=1)]
     return section("Sessions", scrolling(element("table", head_row(names), element("tbody", *rows), class_="sessions")))
 
 
-def _session(number: int, session: Facts, facts: Facts) -> Html:
+def _session(index: int, session: Facts, facts: Facts) -> Html:
     # The run's status is more recent: it also reflects whether the process of the last session is alive.
     status = str(facts["status"] if session is facts["sessions"][-1] else session["status"])
     steps = [session.get("start_step"), session.get("end_step")]
@@ -162,7 +163,7 @@ def _session(number: int, session: Facts, facts: Facts) -> Html:
     commit = (git.get("sha") or "")[:8] + ("*" if git.get("dirty") else "")
     return element(
         "tr",
-        element("td", str(number)),
+        element("td", str(index)),
         element("td", moment(session["started"])),
         element("td", duration(session_seconds(session, facts))),
         element("td", " – ".join(f"{step:,}" for step in steps if step is not None)),

@@ -1,7 +1,7 @@
 """HTTP server of the dashboard: read-only, and only for requests that address it by its own host name.
 
 DNS rebinding protection: a page of another site can make a browser send requests to 127.0.0.1, also under a host name
-of its own; such requests carry a different Host header and are rejected.
+that resolves to it; such requests carry a different Host header and are rejected.
 """
 
 import json

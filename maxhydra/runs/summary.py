@@ -28,11 +28,11 @@ def figures(facts: Facts, rows: Sequence[Row], *, total_steps: int | None) -> li
         _loss("Eval loss", rows, "eval/loss"),
         _loss("Train loss", rows, "loss"),
         _objective(facts),
-        _median("Tokens / s", rows, "tokens_per_second", compact),
+        _median("Tokens / s", rows, "tokens_per_second", format_compact),
         _median("MFU", rows, "mfu", "{:.1%}".format),
         _duration(facts),
         _steps(rows, total_steps),
-        KeyNumber("Parameters", compact(facts["parameters"])) if facts.get("parameters") else None,
+        KeyNumber("Parameters", format_compact(facts["parameters"])) if facts.get("parameters") else None,
     ]
     return [item for item in candidates if item is not None]
 
@@ -42,15 +42,15 @@ def _loss(label: str, rows: Sequence[Row], metric: str) -> KeyNumber | None:
     finite = [(value, step) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
     if not values:
         return None
-    note = f"best {number(min(finite)[0])} at step {min(finite)[1]:,}" if finite else "never finite"
-    return KeyNumber(label, number(values[-1]), note if len(values) > 1 else "")
+    note = f"best {format_number(min(finite)[0])} at step {min(finite)[1]:,}" if finite else "never finite"
+    return KeyNumber(label, format_number(values[-1]), note if len(values) > 1 else "")
 
 
 def _objective(facts: Facts) -> KeyNumber | None:
     objective = facts.get("objective") or {}
     if objective.get("value") is None or objective["name"] in ("eval/loss", "loss"):
         return None
-    return KeyNumber(objective["name"], number(from_number(objective["value"])), "objective")
+    return KeyNumber(objective["name"], format_number(from_number(objective["value"])), "objective")
 
 
 def _median(label: str, rows: Sequence[Row], metric: str, format_value: Any) -> KeyNumber | None:
@@ -85,7 +85,7 @@ def _steps(rows: Sequence[Row], total: int | None) -> KeyNumber | None:
     return KeyNumber("Steps", f"{rows[-1]['step']:,}", f"of {total:,}" if total else "")
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format with four significant digits: 2.070, 0.001234, 1.25e-07, 12,345."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
@@ -101,13 +101,13 @@ def show(value: Any) -> str:
             return ""
         case float():
             # Settings such as 0.003 as they were written; measurements with four digits, for alignment.
-            return f"{value:g}" if value == float(f"{value:.3g}") else number(value)
+            return f"{value:g}" if value == float(f"{value:.3g}") else format_number(value)
         case tuple() | list():
             return " ".join(map(str, value))
     return str(value)
 
 
-def compact(value: float) -> str:
+def format_compact(value: float) -> str:
     """15210 -> 15.2K, 8030261248 -> 8.03B."""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= size:

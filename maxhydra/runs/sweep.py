@@ -19,7 +19,7 @@ from maxhydra.runs.query import best
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.report import figure
 from maxhydra.runs.rerun import rerun_command
-from maxhydra.runs.summary import KeyNumber, duration, moment, number, show
+from maxhydra.runs.summary import KeyNumber, duration, format_number, moment, show
 
 # Number of best runs with curves, in the table, and in the comparison of configs.
 MAX_CURVES, MAX_RANKED, MAX_COMPARED = 60, 20, 5
@@ -111,8 +111,8 @@ def _figures(sweep: Sweep) -> list[KeyNumber]:
     items = [KeyNumber("Runs", str(len(sweep.runs)), f"{len(ranked)} with a result")]
     if ranked:
         first, last = sweep.values[ranked[0].id], sweep.values[ranked[-1].id]
-        items = [KeyNumber(f"Best {sweep.metric}", number(first), ranked[0].path.rpartition("/")[2]), *items]
-        items.append(KeyNumber("Worst", number(last), ranked[-1].path.rpartition("/")[2]))
+        items = [KeyNumber(f"Best {sweep.metric}", format_number(first), ranked[0].path.rpartition("/")[2]), *items]
+        items.append(KeyNumber("Worst", format_number(last), ranked[-1].path.rpartition("/")[2]))
     items.append(KeyNumber("Settings varied", str(len(sweep.varied))))
     return [*items, KeyNumber("Wall time", duration(sum(run.seconds for run in sweep.runs)), "total of all runs")]
 
@@ -214,7 +214,7 @@ def _table(registry: Registry, sweep: Sweep) -> Html | None:
             "tr",
             element("td", str(rank), class_="figure"),
             element("td", run.path.rpartition("/")[2]),
-            element("td", number(sweep.values[run.id]), class_="figure"),
+            element("td", format_number(sweep.values[run.id]), class_="figure"),
             *(element("td", show(sweep.settings[run.id].get(key)), class_="figure") for key in sweep.varied),
             element("td", duration(run.seconds), class_="figure"),
             element("td", element("span", run.status, class_=f"status {run.status}")),

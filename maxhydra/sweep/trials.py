@@ -1,4 +1,4 @@
-"""Sources of trials: which job to run next, and what is known about the ones that ended."""
+"""Sources of trials: propose the next job, and record the results of jobs that ended."""
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -23,7 +23,7 @@ class TrialSource(Protocol):
         ...
 
     def next_trial(self) -> Trial | None:
-        """Propose a new trial; None if there are no more."""
+        """Propose a new trial; None after the last one."""
         ...
 
     def report(self, trial: Trial, step: int, value: float) -> bool:

@@ -67,8 +67,8 @@ def write_program(path: Path, interpreter: str, text: str) -> Path:
     return path
 
 
-def output_of(*command: str, scheduler: dict[str, str]) -> str:
-    return subprocess.run(command, env={**os.environ, **scheduler}, capture_output=True, text=True, check=True).stdout
+def output_of(*arguments: str, scheduler: dict[str, str]) -> str:
+    return subprocess.run(arguments, env={**os.environ, **scheduler}, capture_output=True, text=True, check=True).stdout
 
 
 def wait_until_all_ended(scheduler: dict[str, str], seconds: float) -> None:

@@ -14,7 +14,7 @@ from maxhydra.record import MetricsWriter, RunDirectory
 from maxhydra.runs import write_report
 from maxhydra.runs.curves import decimate
 from maxhydra.runs.settings import settings
-from maxhydra.runs.summary import compact, duration, number
+from maxhydra.runs.summary import duration, format_compact, format_number
 
 CONFIG = """
 train: {steps: 300, seq_len: 1024, log_every: 10}
@@ -211,6 +211,12 @@ def test_settings_mark_differences_from_the_schema():
 
 
 def test_number_formats():
-    assert [number(v) for v in (2.07, 0.00012, 0, 12345.6, math.nan)] == ["2.070", "0.00012", "0", "12,346", "NaN"]
-    assert [compact(v) for v in (12, 15_210, 999_900, 8_030_261_248)] == ["12", "15.2K", "1000K", "8.03B"]
+    assert [format_number(v) for v in (2.07, 0.00012, 0, 12345.6, math.nan)] == [
+        "2.070",
+        "0.00012",
+        "0",
+        "12,346",
+        "NaN",
+    ]
+    assert [format_compact(v) for v in (12, 15_210, 999_900, 8_030_261_248)] == ["12", "15.2K", "1000K", "8.03B"]
     assert [duration(v) for v in (0.42, 42, 200, 7500, 90_000)] == ["0.4 s", "42 s", "3 m 20 s", "2 h 5 m", "1 d 1 h"]

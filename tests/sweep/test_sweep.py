@@ -78,10 +78,16 @@ def run(plan: SweepPlan) -> tuple[list[str], SearchTrials]:
     return [*output, reason], trials
 
 
+def run_search(folder: Path) -> None:
+    """Entry point of the controller process."""
+    plan = read_plan(folder)
+    Controller(plan, SearchTrials(plan), ScriptJobs(LocalSettings(), plan.shared), print).run()
+
+
 def start_controller(plan: SweepPlan) -> subprocess.Popen:
     """Run a controller in a separate process."""
-    script = "from pathlib import Path\nfrom tests.sweep.test_sweep import *\nplan = read_plan(Path(sys.argv[1]))\n"
-    script += "Controller(plan, SearchTrials(plan), ScriptJobs(LocalSettings(), plan.shared), print).run()"
+    script = "import sys; from pathlib import Path; from tests.sweep.test_sweep import run_search\n"
+    script += "run_search(Path(sys.argv[1]))"
     root = str(Path(__file__).parents[2])
     return subprocess.Popen([sys.executable, "-c", script, str(plan.folder)], cwd=root, stdout=subprocess.DEVNULL)
 

@@ -70,7 +70,7 @@ class GkeSettings(LauncherSettings):
     chips_per_node: int | None = None
     """GPU: chips requested per node. null: all that the hardware option declares."""
     exclusive: bool | None = None
-    """Give each slice a node pool of its own. null: true for multi-host TPU slices, which are one node pool each."""
+    """Give each slice a separate node pool. null: true for multi-host TPU slices, which are one node pool each."""
     cpu: str | None = None
     """CPU request per node, such as 8. null: no request."""
     memory: str | None = None
