@@ -43,11 +43,12 @@ def compare(registry: Registry, runs: Sequence[Run]) -> Comparison:
     configs = [settings[id] for id in ids]
     names = dict.fromkeys(name for id in ids for name in metrics[id])
     environments = [_environment(registry.directory(run).read()) for run in runs]
+    changed_keys, changed_names = sorted(differing(configs)), differing(environments)
     return Comparison(
         tuple(runs),
-        tuple(Difference(key, tuple(config.get(key) for config in configs)) for key in sorted(differing(configs))),
+        tuple(Difference(key, tuple(config.get(key) for config in configs)) for key in changed_keys),
         tuple(Difference(name, tuple(metrics[id].get(name) for id in ids)) for name in names),
-        tuple(Difference(name, tuple(each.get(name) for each in environments)) for name in differing(environments)),
+        tuple(Difference(name, tuple(each.get(name) for each in environments)) for name in changed_names),
     )
 
 

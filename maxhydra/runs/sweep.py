@@ -114,7 +114,8 @@ def _figures(sweep: Sweep) -> list[KeyNumber]:
         items = [KeyNumber(f"Best {sweep.metric}", format_number(first), ranked[0].path.rpartition("/")[2]), *items]
         items.append(KeyNumber("Worst", format_number(last), ranked[-1].path.rpartition("/")[2]))
     items.append(KeyNumber("Settings varied", str(len(sweep.varied))))
-    return [*items, KeyNumber("Wall time", duration(sum(run.seconds for run in sweep.runs)), "total of all runs")]
+    total = sum(run.seconds for run in sweep.runs)
+    return [*items, KeyNumber("Wall time", duration(total), "total of all runs")]
 
 
 def _axes(sweep: Sweep) -> list[dict[str, Any]]:

@@ -219,4 +219,5 @@ def test_number_formats():
         "NaN",
     ]
     assert [format_compact(v) for v in (12, 15_210, 999_900, 8_030_261_248)] == ["12", "15.2K", "1000K", "8.03B"]
-    assert [duration(v) for v in (0.42, 42, 200, 7500, 90_000)] == ["0.4 s", "42 s", "3 m 20 s", "2 h 5 m", "1 d 1 h"]
+    durations = (0.42, 42, 200, 7500, 90_000)
+    assert [duration(v) for v in durations] == ["0.4 s", "42 s", "3 m 20 s", "2 h 5 m", "1 d 1 h"]

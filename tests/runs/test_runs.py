@@ -295,7 +295,9 @@ def test_order_and_best(outputs):
     rows = {path.parent.name: path.read_text().splitlines() for path in outputs.rglob("metrics.jsonl")}
     final = {name: [json.loads(row)["eval/loss"] for row in lines if "eval" in row] for name, lines in rows.items()}
     ranking = sorted((values[-1], name) for name, values in final.items() if values)
-    assert [run.path[3:] for run in order(registry, runs, "eval/loss", descending=False)][:3] == [n for _, n in ranking]
+    ascending = order(registry, runs, "eval/loss", descending=False)
+    assert [run.path[3:] for run in ascending][:3] == [name for _, name in ranking]
+
     assert order(registry, runs, "eval/loss", descending=True)[-1].path == "alone"
     metric, ranked = best(registry, runs, None, largest=False)
     assert metric == "eval/loss" and [run.path[3:] for run in ranked] == [name for _, name in ranking]
