@@ -106,5 +106,5 @@ def _as_tuple(value: Any) -> tuple[str, ...]:
 
 def _config_dir(hydra: DictConfig) -> str | None:
     """The folder passed as --config-dir, which jobs need too."""
-    given = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
-    return given[0] if given else None
+    folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
+    return folders[0] if folders else None

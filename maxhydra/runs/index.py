@@ -18,15 +18,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from maxhydra.runs import config_sections
 from maxhydra.runs.scan import (
-    HALF,
+    INCOMPLETE_LINE,
     METRICS,
     FileStamp,
     MetricSummary,
     Position,
-    find,
+    find_runs,
     read_facts,
+    read_metric_summaries,
     read_settings,
-    read_traces,
     tail,
 )
 from maxhydra.runs.summary import Facts, wall_seconds
@@ -130,18 +130,20 @@ class Index:
         known = {
             path: IndexEntry(id, FileStamp(facts, metrics), Position(*rest)) for path, id, facts, metrics, *rest in rows
         }
-        found = dict(find(self.root))
-        gone = [known[path].id for path in known.keys() - found.keys()]
-        changed = [path for path, stamp in found.items() if path not in known or known[path].stamp != stamp]
+        stamps = dict(find_runs(self.root))
+        gone = [known[path].id for path in known.keys() - stamps.keys()]
+        changed = [path for path, stamp in stamps.items() if path not in known or known[path].stamp != stamp]
         if not gone and not changed:
             return
-        positions = [self._position(path, known.get(path), found[path]) for path in changed]
+        positions = [self._position(path, known.get(path), stamps[path]) for path in changed]
         with self._transaction() as change, _parallel_map(len(changed)) as map_runs:
             for id in gone:
                 self._remove(id)
             folders = [self.root / path for path in changed]
-            for path, since, result in zip(changed, positions, map_runs(read_traces, folders, positions), strict=True):
-                id = self._store_run(path, found[path], known.get(path), change)
+            for path, since, result in zip(
+                changed, positions, map_runs(read_metric_summaries, folders, positions), strict=True
+            ):
+                id = self._store_run(path, stamps[path], known.get(path), change)
                 self._store_metrics(id, since, *result)
 
     @contextlib.contextmanager
@@ -205,7 +207,7 @@ class Index:
                 stored = MetricSummary(*earlier)
                 traces[name] = stored.merge(traces[name]) if name in traces else stored
             ((before,),) = self._connection.execute("SELECT metrics_faults FROM run WHERE id = ?", (id,))
-            errors = [*(error for error in json.loads(before or "[]") if HALF not in error), *errors]
+            errors = [*(error for error in json.loads(before or "[]") if INCOMPLETE_LINE not in error), *errors]
         self._connection.execute("DELETE FROM metric WHERE run = ?", (id,))
         self._connection.executemany(
             "INSERT INTO metric VALUES (?, ?, ?, ?, ?, ?, ?, ?)",

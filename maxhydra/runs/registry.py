@@ -13,7 +13,7 @@ from maxhydra.record.liveness import is_lost
 from maxhydra.record.run_dir import LOST_REASON
 from maxhydra.runs.config_sections import Cell
 from maxhydra.runs.index import Index, unpack
-from maxhydra.runs.scan import HALF
+from maxhydra.runs.scan import INCOMPLETE_LINE
 
 STATUSES = ("running", "finished", "failed", "preempted", "lost")
 # Suffixes of a metric's name and their index columns; the default is the last value.
@@ -96,7 +96,9 @@ class Registry:
         for path, entry, *columns in self._index.rows(query):
             is_running = entry is not None and _is_running(json.loads(entry))
             errors = [error for column in columns for error in json.loads(column or "[]")]
-            messages += [f"{self.root / path}/{error}" for error in errors if not (is_running and HALF in error)]
+            messages += [
+                f"{self.root / path}/{error}" for error in errors if not (is_running and INCOMPLETE_LINE in error)
+            ]
         return sorted(messages)
 
     def settings(self, ids: Iterable[int]) -> dict[int, dict[str, Cell]]:

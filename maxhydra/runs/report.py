@@ -10,8 +10,19 @@ from maxhydra import __version__
 from maxhydra.record import RunDirectory, read_metrics
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.runs.curves import Chart, Line, charts, encode
-from maxhydra.runs.html import Html, concat, element
-from maxhydra.runs.page import copy_box, curve_controls, figure_frame, head_row, page, read_asset, scrolling, section
+from maxhydra.runs.page import (
+    Html,
+    concat,
+    copy_box,
+    curve_controls,
+    element,
+    figure_frame,
+    head_row,
+    page,
+    read_asset,
+    scrolling,
+    section,
+)
 from maxhydra.runs.settings import lookup, settings
 from maxhydra.runs.summary import Facts, KeyNumber, duration, figures, format_number, moment, session_seconds
 

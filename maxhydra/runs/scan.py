@@ -20,7 +20,7 @@ from maxhydra.runs.summary import Facts, wall_seconds
 
 RUN, METRICS, CONFIG = "run.json", "metrics.jsonl", "config.yaml"
 # Message for an incomplete last line, which is normal while the run is running.
-HALF = "is half-written"
+INCOMPLETE_LINE = "is half-written"
 # Optional facts of run.json, and their types.
 KINDS = {"objective": dict, "git": dict, "choices": dict, "tags": list, "command": list, "overrides": list}
 # Bytes hashed to recognize a file: several lines, which contain step times and so are unique.
@@ -64,7 +64,7 @@ class Position(NamedTuple):
     """Digest of the bytes before `offset`, because file systems reuse inode numbers."""
 
 
-def find(root: Path) -> Iterator[tuple[str, FileStamp]]:
+def find_runs(root: Path) -> Iterator[tuple[str, FileStamp]]:
     """Yield every run below a folder by its relative path. Run folders are not searched for nested runs."""
     pending = [""]
     while pending:
@@ -142,7 +142,7 @@ def read_settings(folder: Path, facts: Facts, errors: list[str]) -> list[tuple[s
         return groups
 
 
-def read_traces(folder: Path, since: Position) -> tuple[Position, dict[str, MetricSummary], list[str]]:
+def read_metric_summaries(folder: Path, since: Position) -> tuple[Position, dict[str, MetricSummary], list[str]]:
     """Read metrics.jsonl from a position: the new position, a summary of each metric, and read errors."""
     path, errors = folder / METRICS, []
     try:
@@ -155,7 +155,7 @@ def read_traces(folder: Path, since: Position) -> tuple[Position, dict[str, Metr
     for number in scan.bad_lines:
         errors.append(f"{METRICS} line {since.lines + number}: is not a row of numbers with a step; skipped")
     if scan.is_cut:
-        errors.append(f"{METRICS} line {since.lines + scan.lines + 1}: {HALF}; skipped")
+        errors.append(f"{METRICS} line {since.lines + scan.lines + 1}: {INCOMPLETE_LINE}; skipped")
     now = Position(inode, scan.end, since.lines + scan.lines, tail(path, scan.end))
     return now, _summaries(scan.rows), errors
 

@@ -14,8 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 from maxhydra.config.errors import ConfigError
 from maxhydra.record.atomic_io import to_json
 from maxhydra.runs.dashboard import Dashboard, machine
-from maxhydra.runs.html import Html
-from maxhydra.runs.page import live_page, read_asset
+from maxhydra.runs.page import Html, live_page, read_asset
 from maxhydra.runs.registry import Registry
 
 HEADERS = {
@@ -44,7 +43,7 @@ class Server(ThreadingHTTPServer):
         bar, body = Html(read_asset("dashboard_bar.html")), Html(read_asset("dashboard.html"))
         self.page = live_page(title, body, bar=bar, data=data).encode()
 
-    def handle_request_path(self, path: str, query: dict[str, list[str]]) -> Any:
+    def api_response(self, path: str, query: dict[str, list[str]]) -> Any:
         """Response to an API request as JSON-compatible data. Raises KeyError for unknown paths."""
         dashboard, runs = self.dashboard, query.get("run", [])[:MAX_RUNS]
         match path:
@@ -93,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_json(self, path: str, query: dict[str, list[str]]) -> None:
         try:
-            content = to_json(self.server.handle_request_path(path, query))
+            content = to_json(self.server.api_response(path, query))
         except (KeyError, ValueError):
             self._send(HTTPStatus.NOT_FOUND, b'{"problem": "not found"}', "application/json")
         except ConfigError as error:

@@ -12,9 +12,19 @@ from maxhydra.record.atomic_io import replace_file
 from maxhydra.runs.compare import differing
 from maxhydra.runs.config_sections import Cell
 from maxhydra.runs.curves import compare_charts, encode
-from maxhydra.runs.html import Html, concat, element
 from maxhydra.runs.importance import MIN_RUNS, importance
-from maxhydra.runs.page import copy_box, curve_controls, figure_frame, head_row, page, scrolling, section
+from maxhydra.runs.page import (
+    Html,
+    concat,
+    copy_box,
+    curve_controls,
+    element,
+    figure_frame,
+    head_row,
+    page,
+    scrolling,
+    section,
+)
 from maxhydra.runs.query import best
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.report import figure

@@ -99,7 +99,7 @@ class SearchTrials:
 
 def _combinations(space: Mapping[str, BaseDistribution]) -> list[dict[str, Any]]:
     values = [grid_values(distribution) for distribution in space.values()]
-    return [dict(zip(space, chosen, strict=True)) for chosen in itertools.product(*values)]
+    return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*values)]
 
 
 def _from_study(trial: optuna.trial.Trial | FrozenTrial) -> Trial:

@@ -17,7 +17,8 @@ MINIMUMS |= {"save_seconds": 1, "max_requeues": 0, "poll_seconds": 1}
 # Upper bound of sbatch --signal.
 MAX_SAVE_SECONDS = 65535
 # Each parameter is one line of the script, so a value must not be able to add another.
-WORD = (r"[^\s'\"\\]+", "one word")
+WORD = (r"[^\s'\"\\]+", "one word without quotes or backslashes")
+
 PATTERNS = {
     "partition": WORD,
     "account": WORD,
