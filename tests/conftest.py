@@ -1,6 +1,6 @@
-"""Eight simulated CPU devices for every test, set before jax is imported; meshes are built over `jax.devices()[:n]`.
+"""Eight simulated CPU devices for every test, set before jax is imported; meshes use `jax.devices()[:n]`.
 
-JAX_COMPILATION_CACHE_DIR keeps compiled programs from one session to the next. The last flag is that of
+JAX_COMPILATION_CACHE_DIR keeps compiled programs between sessions. The last XLA flag is the one of
 conf/hardware/cpu.yaml.
 """
 
@@ -13,42 +13,43 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import compile_cache as compiling
+from tests.support import compile_cache
 
 # The skip policy.
 pytest_plugins = ["tests.support.skips"]
 
-COMPILED = compiling.begin()
+CACHE_FOLDER = compile_cache.set_up_cache()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
-    [os.environ.get("XLA_FLAGS", ""), compiling.flags(8), "--xla_cpu_experimental_ynn_fusion_type="]
+    [os.environ.get("XLA_FLAGS", ""), compile_cache.flags(8), "--xla_cpu_experimental_ynn_fusion_type="]
 )
 
-# A process that has compiled so much gets slower, and two of them fill a small machine.
-FULL_BYTES = 3 * 2**30
+# Memory above which compiled programs are dropped: the process gets slower, and two of them fill a small machine.
+MAX_RESIDENT_BYTES = 3 * 2**30
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, so that no worker is left alone with one at the end; whole, for their fixtures."""
+    """Run files with slow tests first, so that no worker is left with one at the end. Files stay whole for fixtures."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:
-    compiling.cycles_are_rare()
+    compile_cache.reduce_gc()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_programs_go_when_there_are_many():
+def drop_compiled_programs():
+    """Clear jax's caches after a module if the process has grown too large."""
     yield
     import jax
 
     pages = int(Path("/proc/self/statm").read_text().split()[1]) if sys.platform == "linux" else 0
-    if pages * resource.getpagesize() > FULL_BYTES:
+    if pages * resource.getpagesize() > MAX_RESIDENT_BYTES:
         jax.clear_caches()
         gc.collect()
 
 
 def pytest_unconfigure() -> None:
-    if COMPILED is not None:
-        shutil.rmtree(COMPILED, ignore_errors=True)
+    if CACHE_FOLDER is not None:
+        shutil.rmtree(CACHE_FOLDER, ignore_errors=True)

@@ -1,1 +1,1 @@
-"""Doors through which Hydra comes to the places of maxhydra.launch: hydra/launcher=slurm, gke."""
+"""Hydra launcher plugins for the backends in maxhydra.launch: hydra/launcher=slurm, gke."""

@@ -1,4 +1,4 @@
-"""What every door does: hand the sweep that was planned to its controller."""
+"""Base class of the launcher plugins: runs the planned sweep with maxhydra's controller."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,18 +13,18 @@ from omegaconf import DictConfig
 
 from maxhydra.cli.main import RunFailed
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.launch.registry import options
+from maxhydra.launch.registry import hydra_defaults
 
 
-def register(kind: str, door: str) -> None:
-    """Tell Hydra of hydra/launcher=<kind>. Keys and defaults are those of the place's settings, which explain them."""
-    target = f"hydra_plugins.maxhydra_launcher.{kind}.{door}"
-    node = {"_target_": target, **options(kind)}
+def register(kind: str, class_name: str) -> None:
+    """Register hydra/launcher=<kind>. Its keys and defaults are the fields of the launcher's settings class."""
+    target = f"hydra_plugins.maxhydra_launcher.{kind}.{class_name}"
+    node = {"_target_": target, **hydra_defaults(kind)}
     ConfigStore.instance().store(group="hydra/launcher", name=kind, node=node, provider="maxhydra")
 
 
 class SweepLauncher(Launcher):
-    """The jobs of a plain sweep are in its plan already, each of them checked; what is left of it is run here."""
+    """Runs the jobs of a grid sweep, which the CLI has already validated and written to sweep.json."""
 
     def __init__(self, **settings: Any):
         self._config: DictConfig | None = None
@@ -33,14 +33,14 @@ class SweepLauncher(Launcher):
         self._config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        # Heavy, and not needed by whoever only lists Hydra's plugins.
+        # Slow to import, and not needed to list Hydra's plugins.
         from maxhydra.sweep.run import read_plan, resume_sweep  # noqa: PLC0415
 
         assert self._config is not None
         plan = read_plan(Path(self._config.hydra.sweep.dir).absolute())
         if len(plan.listed) != len(job_overrides):
             accepted = "hydra/sweeper=basic, hydra/sweeper=optuna"
-            raise ConfigError(Problem("hydra.sweeper", "does not go with this launcher", accepted=accepted))
+            raise ConfigError(Problem("hydra.sweeper", "is not supported by this launcher", accepted=accepted))
         if reason := resume_sweep(plan, say=partial(print, flush=True), detach=plan.launcher.detached):
             raise RunFailed(reason)
         return []

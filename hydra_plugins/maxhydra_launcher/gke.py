@@ -1,4 +1,4 @@
-"""hydra/launcher=gke; what it does is maxhydra.launch.gke's."""
+"""hydra/launcher=gke, implemented in maxhydra.launch.gke."""
 
 from hydra_plugins.maxhydra_launcher._base import SweepLauncher, register
 
@@ -6,4 +6,4 @@ register("gke", "GkeLauncher")
 
 
 class GkeLauncher(SweepLauncher):
-    """JobSets of a Kubernetes cluster."""
+    """Launches jobs as JobSets on a Kubernetes cluster."""

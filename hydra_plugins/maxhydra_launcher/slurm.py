@@ -1,4 +1,4 @@
-"""hydra/launcher=slurm; what it does is maxhydra.launch.slurm's."""
+"""hydra/launcher=slurm, implemented in maxhydra.launch.slurm."""
 
 from hydra_plugins.maxhydra_launcher._base import SweepLauncher, register
 
@@ -6,4 +6,4 @@ register("slurm", "SlurmLauncher")
 
 
 class SlurmLauncher(SweepLauncher):
-    """Jobs of a SLURM cluster."""
+    """Launches jobs on a SLURM cluster."""

@@ -1,1 +1,1 @@
-"""hydra/sweeper=optuna: searches a space of configs with jobs that run beside each other."""
+"""hydra/sweeper=optuna: hyperparameter search with parallel jobs."""

@@ -1,4 +1,4 @@
-"""The door through which Hydra comes to a search; what it does is maxhydra.sweep's."""
+"""hydra/sweeper=optuna, implemented in maxhydra.sweep."""
 
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from maxhydra.cli.main import RunFailed
 from maxhydra.config.compose.overrides import parse
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.schema.metrics import unlogged
-from maxhydra.launch.registry import PLACES, is_ours, launcher_settings
+from maxhydra.launch.registry import LAUNCHERS, is_maxhydra_launcher, launcher_settings
 from maxhydra.sweep.plan import Settings, SweepPlan
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -21,7 +21,7 @@ BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 LISTS = [name for name, value in vars(Settings()).items() if isinstance(value, tuple)]
 
 
-# The keys of hydra.sweeper and their defaults are those of Settings, which says what they mean.
+# The keys of hydra.sweeper and their defaults are the fields of Settings, which documents them.
 ConfigStore.instance().store(
     group="hydra/sweeper",
     name="optuna",
@@ -35,7 +35,7 @@ ConfigStore.instance().store(
 
 
 class OptunaSweeper(Sweeper):
-    """Plans the sweep, writes the plan down, and hands over."""
+    """Validates the search, writes its plan to sweep.json, and runs it with maxhydra's controller."""
 
     def __init__(self, params: dict[str, str], **settings: Any):
         self._params, self._settings = params, settings
@@ -45,32 +45,34 @@ class OptunaSweeper(Sweeper):
         self._config = config
 
     def sweep(self, arguments: list[str]) -> None:
-        # Heavy, and not needed by whoever only lists Hydra's plugins.
-        from maxhydra.sweep.run import begin  # noqa: PLC0415
-        from maxhydra.sweep.space import distributions, split  # noqa: PLC0415
+        # Slow to import, and not needed to list Hydra's plugins.
+        from maxhydra.sweep.run import start_sweep  # noqa: PLC0415
+        from maxhydra.sweep.space import distributions, split_overrides  # noqa: PLC0415
 
         assert self._config is not None
         hydra = self._config.hydra
-        settings = Settings(**{name: _several(value) if name in LISTS else value for name, value in self._plain()})
+        settings = Settings(
+            **{name: _as_tuple(value) if name in LISTS else value for name, value in self._plain_settings()}
+        )
         problems = list(settings.problems())
         launcher = launcher_settings(hydra.launcher)
         problems += launcher.problems()
         if launcher.detached:
-            reason = "a search waits for results to know what to try next"
+            reason = "a search needs results to choose the next trial"
             problems.append(Problem("hydra.launcher.detach", reason, value=True, accepted="false"))
-        if hydra.launcher._target_ != BASIC_LAUNCHER and not is_ours(hydra.launcher):
-            accepted = ", ".join(f"hydra/launcher={name}" for name in ("basic", *PLACES) if name != "local")
-            problems.append(Problem("hydra.launcher", "does not serve hydra/sweeper=optuna", accepted=accepted))
+        if hydra.launcher._target_ != BASIC_LAUNCHER and not is_maxhydra_launcher(hydra.launcher):
+            accepted = ", ".join(f"hydra/launcher={name}" for name in ("basic", *LAUNCHERS) if name != "local")
+            problems.append(Problem("hydra.launcher", "does not support hydra/sweeper=optuna", accepted=accepted))
         objectives = settings.objectives or (str(self._config.objective),)
         path = "hydra.sweeper.objectives" if settings.objectives else "objective"
         task, evaluates = str(self._config.task.name), self._config.train.eval_batches > 0
         for name in objectives:
             problems += unlogged(path, name, task=task, evaluates=evaluates)
         params = [f"{key}={value}" for key, value in self._params.items()]
-        fixed, space = split(parse([*params, *arguments], loader=None).overrides)
+        fixed, space = split_overrides(parse([*params, *arguments], loader=None).overrides)
         if not space:
             hint = "optimizer.learning_rate='tag(log,interval(1e-4,1e-2))'"
-            problems.append(Problem("hydra.sweeper", "has nothing to search", hint=hint))
+            problems.append(Problem("hydra.sweeper", "has no key to search", hint=hint))
         try:
             distributions(space, grid=settings.sampler == "grid")
         except ConfigError as error:
@@ -88,21 +90,21 @@ class OptunaSweeper(Sweeper):
             config_dir=_config_dir(hydra),
             launcher=launcher,
         )
-        if reason := begin(plan, say=partial(print, flush=True)):
+        if reason := start_sweep(plan, say=partial(print, flush=True)):
             raise RunFailed(reason)
 
-    def _plain(self) -> list[tuple[str, Any]]:
+    def _plain_settings(self) -> list[tuple[str, Any]]:
         plain = OmegaConf.to_container(OmegaConf.create(self._settings))
         assert isinstance(plain, dict)
         return [(str(name), value) for name, value in plain.items()]
 
 
-def _several(value: Any) -> tuple[str, ...]:
-    """A list; `objectives=eval/loss` is a list of one."""
+def _as_tuple(value: Any) -> tuple[str, ...]:
+    """Convert a list or a single value: `objectives=eval/loss` is a list of one."""
     return tuple(map(str, value)) if isinstance(value, list) else () if value is None else (str(value),)
 
 
 def _config_dir(hydra: DictConfig) -> str | None:
-    """The folder of --config-dir, which jobs need too."""
-    given = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
-    return given[0] if given else None
+    """The folder passed as --config-dir, which jobs need too."""
+    folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
+    return folders[0] if folders else None

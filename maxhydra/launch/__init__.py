@@ -1,5 +1,5 @@
-"""Places where jobs run: this machine, a SLURM cluster, a Kubernetes cluster.
+"""Job backends: the local machine, a SLURM cluster, a Kubernetes (GKE) cluster.
 
-A place is a module with its settings, which a sweep keeps in sweep.json, and its `Jobs`, which start, find and end jobs
-there. What runs is the same everywhere: `maxhydra job`, in a folder that was fixed beforehand.
+Each backend is a module with a `LauncherSettings` subclass, stored in sweep.json, and a `JobBackend`, which
+starts, finds and stops jobs. The payload is the same everywhere: `maxhydra job` in a run folder chosen in advance.
 """

@@ -1,4 +1,4 @@
-"""A job, and what every place does with jobs."""
+"""Jobs, trials, and the `JobBackend` interface that every launcher implements."""
 
 import dataclasses
 import json
@@ -9,22 +9,22 @@ from typing import Any, Protocol
 from maxhydra.config.errors import quoted
 from maxhydra.record import RunDirectory, scan_metrics, series
 
-# In a job's folder, beside the run: by what it is found again, and all that its processes print.
+# Files in a job's folder: the claim, by which a backend finds the job again, and the output of its processes.
 CLAIM, CONSOLE = ".job.json", "console.txt"
 
 
-def read_claim(folder: Path, *needed: str) -> dict[str, Any] | None:
-    """The claim in a job's folder; None where there is none, or one of another place, which says other things."""
+def read_claim(folder: Path, *required: str) -> dict[str, Any] | None:
+    """Return the claim in a job's folder, or None if it is missing or was written by another backend."""
     try:
         claim: dict[str, Any] = json.loads((folder / CLAIM).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return claim if all(name in claim for name in needed) else None
+    return claim if all(name in claim for name in required) else None
 
 
 @dataclasses.dataclass(frozen=True)
-class Proposal:
-    """One job: its number, the folder below the sweep's, and what sets it apart."""
+class Trial:
+    """One job of a sweep: its number, its folder below the sweep's, and the overrides specific to it."""
 
     number: int
     folder: str
@@ -32,97 +32,97 @@ class Proposal:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
-    """What the jobs of a sweep have in common."""
+class SweepContext:
+    """Settings common to all jobs of a sweep."""
 
     folder: Path
-    """The sweep's; each job has a folder of its own below."""
+    """Folder of the sweep; each job has a folder below it."""
     fixed: tuple[str, ...]
-    """Overrides of every job."""
+    """Overrides applied to every job."""
     config_dir: str | None
-    """A further folder of options."""
+    """Additional config folder (--config-dir)."""
 
-    def path(self, proposal: Proposal) -> Path:
-        return self.folder / proposal.folder
+    def path(self, trial: Trial) -> Path:
+        return self.folder / trial.folder
 
-    def overrides(self, proposal: Proposal) -> list[str]:
-        """All of a job's overrides, the place of its folder among them."""
-        place = [f"run.outputs={quoted(str(self.folder))}", f"run.name={quoted(proposal.folder)}"]
-        return [*self.fixed, *proposal.overrides, *place]
+    def overrides(self, trial: Trial) -> list[str]:
+        """All overrides of a job, including those that set its run folder."""
+        run_folder = [f"run.outputs={quoted(str(self.folder))}", f"run.name={quoted(trial.folder)}"]
+        return [*self.fixed, *trial.overrides, *run_folder]
 
 
 @dataclasses.dataclass
 class Job:
-    """A job that was started. What became of it is read from the run's folder."""
+    """A started job. Its status is read from the run folder."""
 
-    proposal: Proposal
+    trial: Trial
     run: RunDirectory
     restarts: int = 0
-    read: int = 0
-    """Bytes of its metrics that were looked at."""
+    metrics_offset: int = 0
+    """Bytes of metrics.jsonl read so far."""
 
-    def news(self, name: str) -> Iterator[tuple[int, float]]:
-        """Steps and values of a metric since the last look; from the start again where a job has cut its file back."""
+    def new_values(self, name: str) -> Iterator[tuple[int, float]]:
+        """Steps and values of a metric logged since the last call; all of them if a resumed job truncated its file."""
         path = self.run.metrics_path
-        if path.exists() and path.stat().st_size < self.read:
-            self.read = 0
-        scan = scan_metrics(path, start=self.read)
-        self.read = scan.end
+        if path.exists() and path.stat().st_size < self.metrics_offset:
+            self.metrics_offset = 0
+        scan = scan_metrics(path, start=self.metrics_offset)
+        self.metrics_offset = scan.end
         return zip(*series(scan.rows, name), strict=True)
 
-    def last(self, name: str) -> float | None:
-        """The last value that was logged of a metric."""
+    def last_value(self, name: str) -> float | None:
+        """Last logged value of a metric."""
         values = series(scan_metrics(self.run.metrics_path).rows, name)[1]
         return values[-1] if values else None
 
     def status(self) -> str:
-        """What the run says of itself; `failed` where it never came to say anything."""
+        """Status in run.json; `failed` if the run never wrote one."""
         return str(self.run.read()["status"]) if self.run.exists() else "failed"
 
     def reason(self) -> str:
-        """Why it ended as it did."""
-        return str(self.run.read().get("reason") or "it does not say why") if self.run.exists() else "it did not begin"
+        """Why the run ended, from run.json."""
+        return str(self.run.read().get("reason") or "no reason recorded") if self.run.exists() else "it did not start"
 
 
 class JobBackend(Protocol):
-    """Starts jobs at a place, finds them again, and ends them."""
+    """Starts jobs on one kind of machine or cluster, finds them again, and stops them."""
 
-    def prepare(self, proposal: Proposal) -> None:
-        """Write what the job needs; ConfigError where its config is wrong. Nothing is started."""
+    def prepare(self, trial: Trial) -> None:
+        """Write the files the job needs without starting it. Raises ConfigError if its config is invalid."""
         ...
 
-    def render(self, proposals: Sequence[Proposal]) -> str:
-        """What `start` would hand to the place, as text. Nothing is written, and nobody asked."""
+    def render(self, trials: Sequence[Trial]) -> str:
+        """Return what `start` would submit, as text, without writing files or contacting the cluster."""
         ...
 
-    def start(self, proposals: Sequence[Proposal]) -> Sequence[Job]:
-        """Start jobs that are prepared. ConfigError where the place refuses them."""
+    def start(self, trials: Sequence[Trial]) -> Sequence[Job]:
+        """Start prepared jobs. Raises ConfigError if the backend rejects them."""
         ...
 
-    def find(self, proposal: Proposal) -> Job | None:
-        """A job that waits or runs already."""
+    def find_active(self, trial: Trial) -> Job | None:
+        """Return the trial's job if it is queued or running."""
         ...
 
-    def past(self, proposal: Proposal) -> Job | None:
-        """A job that was started before, whatever became of it."""
+    def find_started(self, trial: Trial) -> Job | None:
+        """Return the trial's job if it was ever started, in whatever state it is now."""
         ...
 
     def is_running(self, job: Job) -> bool:
-        """Whether it is not over: it may wait for its turn as well."""
+        """True while the job is queued or running."""
         ...
 
     def may_restart(self, job: Job) -> bool:
-        """Whether a job that was interrupted should go on, or was ended on purpose."""
+        """True if an interrupted job should be restarted, False if it was stopped on purpose."""
         ...
 
     def state(self, job: Job) -> str:
-        """What the place says of it, for a person; empty where it has nothing to add to the run's own status."""
+        """Human-readable state from the scheduler; empty if it adds nothing to the run's status."""
         ...
 
-    def end(self, jobs: Sequence[Job]) -> None:
-        """Ask them to save and end."""
+    def stop(self, jobs: Sequence[Job]) -> None:
+        """Ask jobs to save a checkpoint and exit."""
         ...
 
-    def leave(self, jobs: Sequence[Job]) -> str:
-        """The controller was interrupted: end what cannot be left alone; what became of the jobs, for a person."""
+    def on_interrupt(self, jobs: Sequence[Job]) -> str:
+        """Handle an interrupted controller: stop jobs that need it, and return a message about all of them."""
         ...

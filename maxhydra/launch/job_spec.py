@@ -1,6 +1,6 @@
-"""What a worker is handed: job.yaml, the whole config, and beside it job.json with what run.json will tell of it.
+"""Input files of a worker: job.yaml, the complete config, and job.json, the provenance that goes into run.json.
 
-Both are plain text that the worker reads without Hydra. They lie in the run's folder, or wherever the place puts them.
+Both are plain text that the worker reads without importing Hydra. They live in the run folder; on GKE, in a ConfigMap.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ CONFIG, FACTS = "job.yaml", "job.json"
 
 @dataclasses.dataclass(frozen=True)
 class JobSpec:
-    """A valid config, the option chosen in each group, and what it was composed from."""
+    """A valid config, the option chosen in each config group, and the overrides it was composed from."""
 
     config: Config
     choices: dict[str, str]
@@ -26,7 +26,7 @@ class JobSpec:
     config_dir: str | None
 
     def files(self) -> dict[str, str]:
-        """Name -> content of the files to hand over. Overrides are there to be told, so secrets among them are not."""
+        """Map file names to contents. Overrides are recorded for display only, so secrets in them are redacted."""
         facts = {"choices": self.choices, "overrides": scrub_argv(self.overrides), "config_dir": self.config_dir}
         return {CONFIG: to_yaml(self.config), FACTS: json.dumps(facts, indent=1) + "\n"}
 
@@ -37,12 +37,12 @@ class JobSpec:
 
 
 def read_order(path: Path) -> JobSpec:
-    """The order whose config is at `path`; a config without a job.json beside it runs too. ConfigError otherwise."""
+    """Read the job whose config is at `path`; job.json next to it is optional. Raises ConfigError."""
     try:
         config = from_yaml(path.read_text(encoding="utf-8"), str(path))
-        # run.json, of a run whose own config.yaml this is, tells the same.
-        beside = [file for name in (FACTS, "run.json") if (file := path.with_name(name)).exists()]
-        facts = json.loads(beside[0].read_text(encoding="utf-8")) if beside else {}
+        # In a run folder, run.json holds the same keys for the run's config.yaml.
+        candidates = [file for name in (FACTS, "run.json") if (file := path.with_name(name)).exists()]
+        facts = json.loads(candidates[0].read_text(encoding="utf-8")) if candidates else {}
         overrides = migrate_overrides(facts.get("overrides", []))
         return JobSpec(config, migrate_config(facts.get("choices", {})), overrides, facts.get("config_dir"))
     except (OSError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
-"""Jobs as processes of this machine, each an ordinary command in a session of its own.
+"""Jobs as local processes, each an ordinary command in its own session.
 
-They outlive the controller. What it needs to find them again is beside the run: .job.json with the process, and the
-run's own run.json.
+Processes outlive the controller. A restarted controller finds them by .job.json, which identifies the process, and by
+run.json.
 """
 
 import dataclasses
@@ -16,20 +16,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from maxhydra.launch.base import CLAIM, CONSOLE, Job, Proposal, Shared, read_claim
+from maxhydra.launch.base import CLAIM, CONSOLE, Job, SweepContext, Trial, read_claim
 from maxhydra.launch.settings import LauncherSettings
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.record.liveness import is_alive, process_start
 
-# What a claim says of the process.
+# Keys of the claim that identify the process.
 CLAIMED = ("host", "pid", "pid_started")
 CLAIMING = "import sys; from maxhydra.launch.local import claim_and_become; claim_and_become(sys.argv[1], sys.argv[2:])"
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalSettings(LauncherSettings):
-    """This machine: nothing to set."""
+    """The local machine has no settings."""
 
     kind: ClassVar[str] = "local"
 
@@ -37,7 +37,7 @@ class LocalSettings(LauncherSettings):
 @dataclasses.dataclass
 class LocalJob(Job):
     process: subprocess.Popen | None = None
-    """None for one that another controller started, and that is known by its claim."""
+    """None if another controller started the job, which is then identified by its claim."""
     claim: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -46,48 +46,48 @@ class LocalJob(Job):
 
 
 class LocalJobs:
-    """Processes of this machine."""
+    """Runs jobs as processes on this machine."""
 
-    def __init__(self, settings: LocalSettings, shared: Shared):
-        self._shared = shared
+    def __init__(self, settings: LocalSettings, sweep: SweepContext):
+        self._sweep = sweep
 
-    def prepare(self, proposal: Proposal) -> None:
-        """The command composes and checks its config itself."""
+    def prepare(self, trial: Trial) -> None:
+        """Do nothing: the command composes and validates its config itself."""
 
-    def render(self, proposals: Sequence[Proposal]) -> str:
-        return "".join(shlex.join(self.command(proposal)) + "\n" for proposal in proposals)
+    def render(self, trials: Sequence[Trial]) -> str:
+        return "".join(shlex.join(self.command(trial)) + "\n" for trial in trials)
 
-    def start(self, proposals: Sequence[Proposal]) -> Sequence[LocalJob]:
-        return [self._start(proposal) for proposal in proposals]
+    def start(self, trials: Sequence[Trial]) -> Sequence[LocalJob]:
+        return [self._start(trial) for trial in trials]
 
-    def _start(self, proposal: Proposal) -> LocalJob:
-        path = self._shared.path(proposal)
+    def _start(self, trial: Trial) -> LocalJob:
+        path = self._sweep.path(trial)
         path.mkdir(parents=True, exist_ok=True)
         with open(path / CONSOLE, "ab") as console:
             process = subprocess.Popen(
-                # The job claims its folder itself before it is anything else: a controller that is killed now leaves
-                # no job unclaimed.
-                [sys.executable, "-c", CLAIMING, str(path), *self.command(proposal)],
+                # The job writes its claim before anything else, so a controller that is killed here leaves no
+                # unclaimed job behind.
+                [sys.executable, "-c", CLAIMING, str(path), *self.command(trial)],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return LocalJob(proposal, RunDirectory(path, writes=False), process=process)
+        return LocalJob(trial, RunDirectory(path, writes=False), process=process)
 
-    def command(self, proposal: Proposal) -> list[str]:
-        """The command of a job, which a person could type as well."""
-        config_dir = [] if self._shared.config_dir is None else ["--config-dir", self._shared.config_dir]
-        return [sys.executable, "-m", "maxhydra", *config_dir, *self._shared.overrides(proposal)]
+    def command(self, trial: Trial) -> list[str]:
+        """Command line of a job; it can also be run manually."""
+        config_dir = [] if self._sweep.config_dir is None else ["--config-dir", self._sweep.config_dir]
+        return [sys.executable, "-m", "maxhydra", *config_dir, *self._sweep.overrides(trial)]
 
-    def find(self, proposal: Proposal) -> LocalJob | None:
-        job = self.past(proposal)
+    def find_active(self, trial: Trial) -> LocalJob | None:
+        job = self.find_started(trial)
         return job if job is not None and self.is_running(job) else None
 
-    def past(self, proposal: Proposal) -> LocalJob | None:
-        path = self._shared.path(proposal)
+    def find_started(self, trial: Trial) -> LocalJob | None:
+        path = self._sweep.path(trial)
         claim = read_claim(path, *CLAIMED)
-        return None if claim is None else LocalJob(proposal, RunDirectory(path, writes=False), claim=claim)
+        return None if claim is None else LocalJob(trial, RunDirectory(path, writes=False), claim=claim)
 
     def is_running(self, job: Job) -> bool:
         assert isinstance(job, LocalJob)
@@ -101,20 +101,20 @@ class LocalJobs:
     def state(self, job: Job) -> str:
         return ""
 
-    def end(self, jobs: Sequence[Job]) -> None:
+    def stop(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             assert isinstance(job, LocalJob)
             if self.is_running(job):
                 os.kill(job.pid, signal.SIGTERM)
 
-    def leave(self, jobs: Sequence[Job]) -> str:
-        """They would keep this machine busy with nobody watching."""
-        self.end(jobs)
-        return f"{len(jobs)} jobs were asked to save and end"
+    def on_interrupt(self, jobs: Sequence[Job]) -> str:
+        """Stop the jobs: without a controller they would occupy this machine unattended."""
+        self.stop(jobs)
+        return f"{len(jobs)} jobs were asked to save and exit"
 
 
 def claim_and_become(path: str, command: list[str]) -> None:
-    """Write down which process this is, and go on as the job's command."""
+    """Write the claim of this process, then exec the job's command."""
     claim = dict(zip(CLAIMED, (socket.gethostname(), os.getpid(), process_start(os.getpid())), strict=True))
     replace_file(Path(path) / CLAIM, json.dumps(claim))
     os.execv(command[0], command)

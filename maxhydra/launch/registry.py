@@ -1,4 +1,4 @@
-"""The table of places: the settings and the jobs of each, by the name that sweep.json and hydra/launcher give it."""
+"""Launchers by name: the settings class and the backend of each, as named in sweep.json and hydra/launcher."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,61 +6,61 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.launch.base import JobBackend, Shared
+from maxhydra.launch.base import JobBackend, SweepContext
 from maxhydra.launch.gke import GkeJobs, GkeSettings
 from maxhydra.launch.local import LocalJobs, LocalSettings
 from maxhydra.launch.settings import LauncherSettings
 from maxhydra.launch.slurm import SlurmJobs, SlurmSettings
 
-PLACES: dict[str, tuple[type[LauncherSettings], Callable[[Any, Shared], JobBackend]]] = {
+LAUNCHERS: dict[str, tuple[type[LauncherSettings], Callable[[Any, SweepContext], JobBackend]]] = {
     "local": (LocalSettings, LocalJobs),
     "slurm": (SlurmSettings, SlurmJobs),
     "gke": (GkeSettings, GkeJobs),
 }
-# Where Hydra finds the doors to them: hydra.launcher._target_ is <DOORS>.<kind>.<class>.
-DOORS = "hydra_plugins.maxhydra_launcher"
+# Package of the Hydra plugins: hydra.launcher._target_ is <PLUGIN_PACKAGE>.<kind>.<class>.
+PLUGIN_PACKAGE = "hydra_plugins.maxhydra_launcher"
 
 
-def make_backend(launcher: LauncherSettings, shared: Shared) -> JobBackend:
-    return PLACES[launcher.kind][1](launcher, shared)
+def make_backend(launcher: LauncherSettings, sweep: SweepContext) -> JobBackend:
+    return LAUNCHERS[launcher.kind][1](launcher, sweep)
 
 
-def read_launcher(told: Mapping[str, Any]) -> LauncherSettings:
-    """The settings that `LauncherSettings.told` wrote down."""
-    options = dict(told)
+def launcher_from_json(stored: Mapping[str, Any]) -> LauncherSettings:
+    """Inverse of `LauncherSettings.to_json`."""
+    options = dict(stored)
     kind = options.pop("kind")
-    if kind not in PLACES:
-        raise ConfigError(Problem("launcher", "no such place", kind, ", ".join(PLACES)))
-    return PLACES[kind][0](**{name: _fixed(value) for name, value in options.items()})
+    if kind not in LAUNCHERS:
+        raise ConfigError(Problem("launcher", "is not a known launcher", kind, ", ".join(LAUNCHERS)))
+    return LAUNCHERS[kind][0](**{name: lists_to_tuples(value) for name, value in options.items()})
 
 
-def is_ours(node: DictConfig) -> bool:
-    """Whether hydra.launcher leads to a place of this table."""
-    return str(node._target_).startswith(f"{DOORS}.")
+def is_maxhydra_launcher(node: DictConfig) -> bool:
+    """True if hydra.launcher is one of the launchers in `LAUNCHERS`."""
+    return str(node._target_).startswith(f"{PLUGIN_PACKAGE}.")
 
 
 def launcher_settings(node: DictConfig) -> LauncherSettings:
-    """The settings that hydra.launcher holds; this machine where it is a launcher of somebody else, Hydra's own too."""
-    if not is_ours(node):
+    """Settings in hydra.launcher; `LocalSettings` for any other launcher, including Hydra's default."""
+    if not is_maxhydra_launcher(node):
         return LocalSettings()
     options = OmegaConf.to_container(node, resolve=True)
     assert isinstance(options, dict)
-    kind = options.pop("_target_").removeprefix(f"{DOORS}.").partition(".")[0]
-    return read_launcher({"kind": kind, **{str(name): value for name, value in options.items()}})
+    kind = options.pop("_target_").removeprefix(f"{PLUGIN_PACKAGE}.").partition(".")[0]
+    return launcher_from_json({"kind": kind, **{str(name): value for name, value in options.items()}})
 
 
-def options(kind: str) -> dict[str, Any]:
-    """Name -> default, as Hydra's config store takes them."""
-    return {name: _open(value) for name, value in vars(PLACES[kind][0]()).items()}
+def hydra_defaults(kind: str) -> dict[str, Any]:
+    """Option names and defaults of a launcher, in the form Hydra's config store expects."""
+    return {name: _to_hydra_value(value) for name, value in vars(LAUNCHERS[kind][0]()).items()}
 
 
-def _open(value: Any) -> Any:
-    """Lists for tuples; and mappings that take new keys, which Hydra forbids elsewhere."""
+def _to_hydra_value(value: Any) -> Any:
+    """Convert tuples to lists, and dicts to mappings that accept new keys, which Hydra's struct mode forbids."""
     if isinstance(value, dict):
         return OmegaConf.create(value, flags={"struct": False})
     return list(value) if isinstance(value, tuple) else value
 
 
-def _fixed(value: Any) -> Any:
-    """JSON and YAML have lists for what are tuples."""
-    return tuple(_fixed(item) for item in value) if isinstance(value, list) else value
+def lists_to_tuples(value: Any) -> Any:
+    """Convert lists, also nested ones, to tuples; JSON and YAML have no tuples."""
+    return tuple(lists_to_tuples(item) for item in value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""What the settings of every place have in common: hydra.launcher, and `launcher` in sweep.json."""
+"""Base class and validation helpers for launcher settings: hydra.launcher, and `launcher` in sweep.json."""
 
 import dataclasses
 import re
@@ -12,43 +12,44 @@ KEY = "hydra.launcher"
 
 @dataclasses.dataclass(frozen=True)
 class LauncherSettings:
-    """How jobs are started at a place. Subclasses are frozen dataclasses of plain values, which JSON can hold."""
+    """How a launcher starts jobs. Subclasses are frozen dataclasses of JSON-serializable values."""
 
     kind: ClassVar[str]
 
     @property
     def detached(self) -> bool:
-        """Whether whoever starts jobs does not wait for them."""
+        """True if the launcher submits jobs and returns without waiting for them."""
         return False
 
     def problems(self) -> Iterator[Problem]:
-        """All that is wrong with the values."""
+        """Yield every invalid value."""
         yield from ()
 
-    def told(self) -> dict[str, Any]:
-        """As sweep.json keeps it."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the form stored in sweep.json."""
         return {"kind": self.kind, **dataclasses.asdict(self)}
 
 
-def out_of_range(settings: LauncherSettings, least: Mapping[str, int]) -> Iterator[Problem]:
-    """Numbers that are none, or too small."""
-    for name, lowest in least.items():
+def minimum_problems(settings: LauncherSettings, minimums: Mapping[str, int]) -> Iterator[Problem]:
+    """Yield fields that are not integers, or below their minimum."""
+    for name, minimum in minimums.items():
         value = getattr(settings, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-            yield Problem(f"{KEY}.{name}", "is out of range", value, f"{lowest} or more")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            yield Problem(f"{KEY}.{name}", "is out of range", value, f"{minimum} or more")
 
 
-def not_offered(settings: LauncherSettings, accepted: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
-    """Choices that do not exist."""
+def choice_problems(settings: LauncherSettings, accepted: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
+    """Yield fields whose value is not one of the accepted choices."""
     for name, choices in accepted.items():
         value = getattr(settings, name)
         if value not in choices:
-            yield Problem(f"{KEY}.{name}", "no such one", value, ", ".join(choices), did_you_mean(str(value), choices))
+            hint = did_you_mean(str(value), choices)
+            yield Problem(f"{KEY}.{name}", "is not a valid choice", value, ", ".join(choices), hint)
 
 
-def unlike(settings: LauncherSettings, patterns: Mapping[str, tuple[str, str]]) -> Iterator[Problem]:
-    """Texts that are given and do not have the form that is needed: name -> (pattern, the same in words)."""
-    for name, (pattern, words) in patterns.items():
+def pattern_problems(settings: LauncherSettings, patterns: Mapping[str, tuple[str, str]]) -> Iterator[Problem]:
+    """Yield non-null fields that do not match their pattern; `patterns` maps name -> (regex, description)."""
+    for name, (pattern, description) in patterns.items():
         value = getattr(settings, name)
         if value is not None and not re.fullmatch(pattern, str(value)):
-            yield Problem(f"{KEY}.{name}", "cannot be read", value, words)
+            yield Problem(f"{KEY}.{name}", "is malformed", value, description)

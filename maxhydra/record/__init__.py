@@ -1,4 +1,4 @@
-"""The run directory on disk: what a run was, what it measured, and what it said. No jax here."""
+"""The run folder on disk: config, provenance, status, metrics and log of a run. Does not import jax."""
 
 from maxhydra.record.log import FILE_ONLY, logging_to
 from maxhydra.record.metrics import MetricsWriter, NullMetricsWriter, read_metrics, scan_metrics, series

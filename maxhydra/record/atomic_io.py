@@ -1,21 +1,22 @@
-"""Files that are whole at any moment, and values as strict JSON."""
+"""Atomic file writes, file locks, and strict JSON."""
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, SupportsFloat
 
-# JSON has no numbers for these; the strings read back with float().
+# JSON cannot represent these numbers; they are stored as strings that float() parses.
 NONFINITE = ("NaN", "Infinity", "-Infinity")
 
 
 def replace_file(path: os.PathLike[str] | str, text: str) -> None:
-    """Write beside the file, sync, rename: a reader, or a kill at any moment, finds the old text or the new one."""
+    """Replace a file atomically: write a temporary file, fsync, rename. Readers see the old text or the new one."""
     folder = os.path.dirname(os.path.abspath(path))
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{os.path.basename(path)}.", suffix=".tmp")
     try:
@@ -33,7 +34,7 @@ def replace_file(path: os.PathLike[str] | str, text: str) -> None:
 
 
 def _sync_folder(folder: str) -> None:
-    """Make the rename itself durable; some network file systems do not offer it."""
+    """Make the rename durable. Ignored on network file systems that do not support fsync on folders."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -42,13 +43,31 @@ def _sync_folder(folder: str) -> None:
             os.close(handle)
 
 
+def acquire_lock(path: Path) -> int | None:
+    """Lock a file exclusively until the returned handle is closed; BlockingIOError if another process holds it.
+
+    The lock belongs to the process, not to the handle: it ends with the process, and forked workers do not hold it.
+    Returns None on a file system without locks, where the caller proceeds unprotected.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Strict JSON: NaN and infinities become the strings of NONFINITE."""
+    """Serialize to strict JSON; NaN and infinities become the strings of NONFINITE."""
     return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
 def plain(value: Any) -> Any:
-    """The value made of dicts, lists, strings, numbers and None; array scalars become numbers."""
+    """Convert to dicts, lists, strings, numbers and None; array scalars become numbers."""
     match value:
         case None | bool() | int() | str():
             return value
@@ -62,7 +81,7 @@ def plain(value: Any) -> Any:
             return _number(float(value))
         case Iterable():
             return [plain(item) for item in value]
-    raise TypeError(f"{type(value).__name__} has no JSON form: {value!r}")
+    raise TypeError(f"{type(value).__name__} cannot be stored as JSON: {value!r}")
 
 
 def _number(value: float) -> float | str:
@@ -74,5 +93,5 @@ def _number(value: float) -> float | str:
 
 
 def from_number(value: Any) -> Any:
-    """Undo what `to_json` does to a number."""
+    """Inverse of `to_json` for a number: parses the strings of NONFINITE."""
     return float(value) if value in NONFINITE else value

@@ -1,6 +1,6 @@
-"""labels.json: tags and a note that people give a run after it started.
+"""labels.json: tags and a note added to a run after it started.
 
-A file of its own: the process of a live run rewrites run.json from what it remembers, and would undo them.
+A separate file, because a running process rewrites run.json from memory and would undo the changes.
 """
 
 import contextlib
@@ -17,39 +17,39 @@ LABELS, FACTS = "labels.json", "run.json"
 
 
 def change_labels(folder: Path, *, add: Iterable[str], remove: Iterable[str], note: str | None) -> None:
-    """Add tags, take tags away (also those of the config), and replace the note unless it is None."""
-    with _alone(folder):
+    """Add and remove tags (also those set by the config), and replace the note unless it is None."""
+    with _label_lock(folder):
         labels = read_labels(folder)
         tags = {**labels.get("tags", {}), **dict.fromkeys(add, True), **dict.fromkeys(remove, False)}
-        kept = labels.get("note") if note is None else note
-        replace_file(folder / LABELS, to_json({"tags": tags, "note": kept}, indent=2) + "\n")
-        # Who watches run.json for changes need not watch this file too.
+        new_note = labels.get("note") if note is None else note
+        replace_file(folder / LABELS, to_json({"tags": tags, "note": new_note}, indent=2) + "\n")
+        # Update the mtime of run.json, so that watchers of run.json notice the change.
         os.utime(folder / FACTS)
 
 
 def read_labels(folder: Path) -> dict[str, Any]:
-    """What the file says; nothing where there is none."""
+    """Contents of labels.json; empty if it does not exist."""
     try:
-        found = json.loads((folder / LABELS).read_text(encoding="utf-8"))
+        labels = json.loads((folder / LABELS).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    if not isinstance(found, dict) or not isinstance(found.get("tags"), dict):
+    if not isinstance(labels, dict) or not isinstance(labels.get("tags"), dict):
         raise ValueError(f"{LABELS} is not a mapping with tags")
-    return found
+    return labels
 
 
-def labelled(facts: dict[str, Any], labels: dict[str, Any]) -> dict[str, Any]:
-    """The facts of run.json with the labels over them."""
+def apply_labels(facts: dict[str, Any], labels: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of run.json with tags and note replaced by the labels."""
     changes: dict[str, bool] = labels.get("tags", {})
-    own = [tag for tag in facts.get("tags") or [] if changes.get(tag, True)]
-    added = [tag for tag, is_on in changes.items() if is_on and tag not in own]
+    original = [tag for tag in facts.get("tags") or [] if changes.get(tag, True)]
+    added = [tag for tag, is_on in changes.items() if is_on and tag not in original]
     note = labels.get("note")
-    return {**facts, "tags": [*own, *added], "notes": facts.get("notes") if note is None else note}
+    return {**facts, "tags": [*original, *added], "notes": facts.get("notes") if note is None else note}
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Two people who label at once take turns. The folder is its own lock; some file systems have none."""
+def _label_lock(folder: Path) -> Iterator[None]:
+    """Serialize concurrent label changes by locking the folder. Ignored on file systems without locks."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

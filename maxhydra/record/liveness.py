@@ -1,4 +1,4 @@
-"""Whether the process that wrote a run is still there."""
+"""Check whether the process that writes a run is still alive."""
 
 import contextlib
 import datetime
@@ -8,29 +8,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# A run on another host whose run.json is older than this, and still says running, is lost. Longer than any compilation.
+# Seconds after which a `running` run on another host counts as lost. Longer than any compilation.
 LOST_SECONDS = 3600
 
 
 def process_start(pid: int) -> str | None:
-    """When a process started, in the kernel's own words: tells it from a later one that was given the same number.
+    """Start time of a process, as recorded by the operating system; distinguishes processes that reuse a pid.
 
-    None where the system does not say (no /proc).
+    None if the system has no /proc.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
-    # The name, in brackets, may hold spaces; the start time is field 22 of the line, 20 after it.
+    # The process name in parentheses may contain spaces; the start time is field 22, which is number 20 after it.
     return f"{boot}/{stat.rpartition(')')[2].split()[19]}"
 
 
 def is_alive(host: str, pid: int, started: str | None) -> bool | None:
-    """Whether that process runs; None where it cannot be known from here, on another host."""
+    """True if the process is running; None if it is on another host."""
     if host != socket.gethostname():
         return None
-    # A process of another user is there too, and may not be signalled.
+    # A PermissionError means that the process exists but belongs to another user.
     with contextlib.suppress(PermissionError):
         try:
             os.kill(pid, 0)
@@ -40,9 +40,9 @@ def is_alive(host: str, pid: int, started: str | None) -> bool | None:
 
 
 def is_lost(session: Mapping[str, Any], updated: str) -> bool:
-    """Whether the process of a session that says running is gone; `updated` is when run.json was last written."""
+    """True if the process of a `running` session is gone; `updated` is the time run.json was last written."""
     alive = is_alive(session["host"], session["pid"], session["pid_started"])
     if alive is not None:
         return not alive
-    silent = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(updated)
-    return silent.total_seconds() > LOST_SECONDS
+    silence = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(updated)
+    return silence.total_seconds() > LOST_SECONDS

@@ -1,7 +1,7 @@
-"""metrics.jsonl: one strict JSON object a line, `step` first. Training and evaluation of one step are separate lines.
+"""metrics.jsonl: one strict JSON object per line, `step` first. Train and eval metrics of a step are separate lines.
 
-NaN and infinities, for which JSON has no number, are the strings "NaN", "Infinity" and "-Infinity"; the reader gives
-them back as floats.
+NaN and infinities, which JSON cannot represent, are stored as the strings "NaN", "Infinity" and "-Infinity"; the reader
+converts them back to floats.
 """
 
 import dataclasses
@@ -19,20 +19,20 @@ _NUMBERS = frozenset((int, float))
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """What could be read of a file from some byte on, whatever state it is in."""
+    """Rows read from a metrics file, which may be damaged or still being written."""
 
     rows: list[Row]
     bad_lines: list[int]
-    """Numbers, from 1 where the reading began, of whole lines that are no metrics."""
+    """Numbers of complete lines that are not valid rows, counted from 1 at the start of the scan."""
     lines: int
     end: int
-    """The byte after the last whole line."""
+    """Byte offset after the last complete line."""
     is_cut: bool
-    """Half a line follows: it is being written, or its writer was killed."""
+    """True if an incomplete line follows: it is being written, or its writer was killed."""
 
 
 class MetricsWriter:
-    """Appends lines; each is handed to the system whole, so that a killed process loses none that was written."""
+    """Appends lines, each with a single write call, so that a killed process loses no completed line."""
 
     def __init__(self, path: Path | str):
         self._path = Path(path)
@@ -40,37 +40,37 @@ class MetricsWriter:
         self._file = self._open()
 
     def _open(self) -> int:
-        """Open at the end of the last whole line, and cut off what a kill left after it."""
+        """Open for appending, and truncate an incomplete last line."""
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        os.ftruncate(file, _whole_length(self._path.read_bytes()))
+        os.ftruncate(file, _complete_length(self._path.read_bytes()))
         return file
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Add one line."""
+        """Append one line."""
         if "step" in metrics:
-            raise ValueError("a metric cannot be called 'step'")
+            raise ValueError("'step' is reserved and cannot be the name of a metric")
         line = (to_json({"step": int(step), **metrics}) + "\n").encode()
-        before = os.fstat(self._file).st_size
+        size_before = os.fstat(self._file).st_size
         try:
-            written = os.write(self._file, line)
-            if written != len(line):
-                raise OSError(f"only {written} of {len(line)} bytes fit on the disk of {self._path}")
+            num_bytes = os.write(self._file, line)
+            if num_bytes != len(line):
+                raise OSError(f"the disk of {self._path} is full: wrote {num_bytes} of {len(line)} bytes")
         except OSError:
-            os.ftruncate(self._file, before)
+            os.ftruncate(self._file, size_before)
             raise
 
     def flush(self) -> None:
-        """Have the disk hold all that was written, so that it outlives the machine too."""
+        """Fsync, so that the metrics survive a crash of the machine."""
         os.fsync(self._file)
 
     def truncate(self, after_step: int) -> None:
-        """Keep the lines up to and including `after_step`: a resumed run writes the later ones again.
+        """Drop lines after `after_step`, which a resumed run writes again.
 
-        One that cannot be read stays as it is, for whoever looks into it; all readers skip it.
+        Damaged lines are kept for inspection; all readers skip them.
         """
         lines = self._path.read_bytes().split(b"\n")[:-1]
-        kept = [line for line in lines if (row := _parse(line)) is None or row["step"] <= after_step]
-        replace_file(self._path, "".join(f"{line.decode(errors='replace')}\n" for line in kept))
+        remaining = [line for line in lines if (row := _parse(line)) is None or row["step"] <= after_step]
+        replace_file(self._path, "".join(f"{line.decode(errors='replace')}\n" for line in remaining))
         os.close(self._file)
         self._file = self._open()
 
@@ -80,7 +80,7 @@ class MetricsWriter:
 
 
 class NullMetricsWriter(MetricsWriter):
-    """Writes nothing: for every process but the first."""
+    """Discards everything; used by all processes except the first."""
 
     def __init__(self) -> None:
         pass
@@ -99,21 +99,21 @@ class NullMetricsWriter(MetricsWriter):
 
 
 def read_metrics(path: Path | str) -> list[Row]:
-    """All whole lines in order, without those that are damaged; none where there is no file."""
+    """All valid rows in order, without damaged lines; empty if the file does not exist."""
     return scan_metrics(path).rows
 
 
 def scan_metrics(path: Path | str, *, start: int = 0) -> Scan:
-    """The lines from byte `start` on, which a line begins at; damage is skipped and told. Empty without a file."""
+    """Read rows from byte `start`, the start of a line; skips and reports damaged lines. Empty without a file."""
     try:
         with open(path, "rb") as file:
             file.seek(start)
             content = file.read()
     except FileNotFoundError:
         content = b""
-    length = _whole_length(content)
+    length = _complete_length(content)
     lines = content[:length].split(b"\n")[:-1]
-    parsed = _parse_together(lines) or [_parse(line) for line in lines]
+    parsed = _parse_all(lines) or [_parse(line) for line in lines]
     rows = [row for row in parsed if row is not None]
     if b"NaN" in content or b"Infinity" in content:
         rows = [{name: from_number(value) for name, value in row.items()} for row in rows]
@@ -121,8 +121,8 @@ def scan_metrics(path: Path | str, *, start: int = 0) -> Scan:
     return Scan(rows, bad, len(lines), start + length, is_cut=length < len(content))
 
 
-def _parse_together(lines: list[bytes]) -> Sequence[Row | None] | None:
-    """All lines by one call, several times faster than one by one; None where any of them is not a row."""
+def _parse_all(lines: list[bytes]) -> Sequence[Row | None] | None:
+    """Parse all lines in one call, which is several times faster; None if any of them is not a valid row."""
     try:
         rows = json.loads(b"[" + b",".join(lines) + b"]")
     except ValueError:
@@ -139,7 +139,7 @@ def _parse(line: bytes) -> Row | None:
 
 
 def _is_row(row: Any) -> bool:
-    """A number for every name, an integer for `step`; NaN and infinities are still strings here."""
+    """True if `step` is an integer and all values are numbers, or strings for NaN and infinities."""
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return False
     return _NUMBERS.issuperset(map(type, row.values())) or all(
@@ -148,12 +148,12 @@ def _is_row(row: Any) -> bool:
 
 
 def series(source: Path | str | Sequence[Row], name: str) -> tuple[list[int], list[float]]:
-    """The steps and values of one metric."""
+    """Steps and values of one metric."""
     rows = read_metrics(source) if isinstance(source, (str, Path)) else source
     points = [(row["step"], row[name]) for row in rows if name in row]
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _whole_length(content: bytes) -> int:
-    """Bytes up to the end of the last whole line."""
+def _complete_length(content: bytes) -> int:
+    """Number of bytes up to the end of the last complete line."""
     return content.rfind(b"\n") + 1

@@ -1,4 +1,4 @@
-"""What a run stood on, so that it can be told from another and run again. Never a secret, nor the whole environment."""
+"""Provenance of a run: command, code version, packages, host. Contains no secrets, and only listed variables."""
 
 import importlib.metadata
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 from maxhydra.record.redact import scrub_argv, scrub_text
 
-# The only environment variables that are written down: those that change what is computed, or say where it ran.
+# The only environment variables that are recorded: those that affect results, or identify where the run ran.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "JAX_COMPILATION_CACHE_DIR",
@@ -61,27 +61,27 @@ def environment() -> dict[str, Any]:
 
 
 def code() -> tuple[dict[str, Any] | None, str]:
-    """The state of the code that is running, and the text of its uncommitted changes."""
+    """Git state of the running code, and the text of its uncommitted changes."""
     return _git(_repository())
 
 
 def command() -> list[str]:
-    """The command line, as one would type it, without secrets."""
+    """Command line as a user would type it, with secrets redacted."""
     program = Path(sys.argv[0] or sys.executable)
     is_module = program.name == "__main__.py"
-    words = ["python", "-m", program.parent.name] if is_module else [program.name]
-    return [*words, *scrub_argv(sys.argv[1:])]
+    prefix = ["python", "-m", program.parent.name] if is_module else [program.name]
+    return [*prefix, *scrub_argv(sys.argv[1:])]
 
 
 def _repository() -> Path:
-    """The checkout that holds this code, or the working directory where the package was installed from a wheel."""
-    here = Path(__file__).resolve().parent
-    return here if _run_git(here, "rev-parse", "--show-toplevel") else Path.cwd()
+    """Checkout that contains this code, or the working directory if the package was installed from a wheel."""
+    package = Path(__file__).resolve().parent
+    return package if _run_git(package, "rev-parse", "--show-toplevel") else Path.cwd()
 
 
-def _git(where: Path) -> tuple[dict[str, Any] | None, str]:
-    """Commit, branch, whether anything differs from it, and that difference; (None, "") outside a repository."""
-    top = _run_git(where, "rev-parse", "--show-toplevel")
+def _git(path: Path) -> tuple[dict[str, Any] | None, str]:
+    """Commit, branch and dirty state, and the diff against HEAD; (None, "") outside a repository."""
+    top = _run_git(path, "rev-parse", "--show-toplevel")
     if top is None:
         return None, ""
     folder = Path(top)
@@ -96,15 +96,15 @@ def _git(where: Path) -> tuple[dict[str, Any] | None, str]:
     }
     diff = _run_git(folder, "diff", "--no-ext-diff", "--no-color", "HEAD") or ""
     if len(diff) > DIFF_LIMIT:
-        # Cut at the end of a line, so that no secret loses the part by which it is known.
-        kept = diff[: diff.rfind("\n", 0, DIFF_LIMIT) + 1]
-        diff = f"{kept}... {len(diff) - len(kept)} more characters are not kept"
+        # Cut at the end of a line: half a secret might not be recognized by the redaction.
+        head = diff[: diff.rfind("\n", 0, DIFF_LIMIT) + 1]
+        diff = f"{head}... {len(diff) - len(head)} more characters are not kept"
     return facts, scrub_text(diff)
 
 
 def _run_git(folder: Path, *arguments: str) -> str | None:
-    """What git prints, or None where there is no git, no repository or no answer in time."""
-    # Without optional locks a status never gets in the way of somebody's commit.
+    """Output of a git command, or None without git, outside a repository, or after a timeout."""
+    # Without optional locks, `git status` cannot interfere with a concurrent commit.
     variables = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
     try:
         done = subprocess.run(
@@ -123,8 +123,8 @@ def _run_git(folder: Path, *arguments: str) -> str | None:
 
 @cache
 def _packages() -> dict[str, str]:
-    """Every installed distribution and its version. The jobs of a sweep may share a process, and then this too."""
-    # Asked for by name, each value would have its file parsed again.
-    told = [distribution.metadata for distribution in importlib.metadata.distributions()]
-    found = {metadata["Name"]: metadata["Version"] for metadata in told if "Name" in metadata}
-    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+    """Name and version of every installed distribution. Cached, since jobs of a sweep may share a process."""
+    # `distribution.metadata` parses its file on each access, so it is read once.
+    metadata = [distribution.metadata for distribution in importlib.metadata.distributions()]
+    versions = {item["Name"]: item["Version"] for item in metadata if "Name" in item}
+    return dict(sorted(versions.items(), key=lambda item: item[0].lower()))

@@ -1,7 +1,7 @@
-"""Takes secrets out of commands, diffs and URLs before they are written down.
+"""Redact secrets from commands, diffs and URLs before they are stored.
 
-Two marks of a secret: the name it is given (`api_key=`, `--token`), and the shape of well-known tokens. Names are read
-word by word, so that `train.sample.tokens`, `data.tokenizer.kind` and `pad_token_id` are left alone.
+A value is secret if its key says so (`api_key=`, `--token`), or if it has the format of a well-known token. Keys are
+matched word by word, so that `train.sample.tokens`, `data.tokenizer.kind` and `pad_token_id` are not redacted.
 """
 
 import itertools
@@ -9,12 +9,12 @@ import re
 
 HIDDEN = "***"
 
-# Any of these words in a key, or of these pairs of words in a row, makes its value a secret.
+# A key with one of these words, or these consecutive pairs of words, has a secret value.
 _SECRET_WORDS = frozenset(("secret", "password", "passwd", "passphrase", "credential", "credentials", "apikey"))
 _SECRET_PAIRS = frozenset((("api", "key"), ("access", "key"), ("private", "key"), ("auth", "key")))
-# So does `token`, but for words beside it that make it a piece of text: special tokens and counts.
+# So does a key with `token`, unless one of these words marks it as a text token or a count.
 _TEXT_TOKENS = frozenset(("bos", "eos", "pad", "unk", "sep", "cls", "mask", "id", "ids", "per", "next", "special"))
-# Values that say nothing: absent, or a type in source code.
+# Values that are not secret: null values, or a type in source code.
 _HARMLESS = frozenset(("", "none", "null", "true", "false", "???", HIDDEN, "str", "int", "float", "bool", "bytes"))
 
 _TOKENS = re.compile(
@@ -37,7 +37,7 @@ _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)(.*?)(-----END [
 _URL_CREDENTIALS = re.compile(r"""(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.]{0,15}://)[^/\s:@'"]*(?::[^/\s@'"]*)?@""")
 _AUTHORIZATION = re.compile(r"""(?i)(\bbearer\s+|\bauthorization["']?\s*[:=]\s*["']?basic\s+)[A-Za-z0-9+/=._~-]{8,}""")
 # key=value, key: "value", "key": 'value', key: str = "value", ("key", "value").
-# Possessive and bounded repeats keep the search linear: a diff may be one long line.
+# Possessive and bounded quantifiers keep matching linear: a diff may be one long line.
 _NAME = re.compile(
     r"""
     (?<![\w./])(?P<key>[A-Za-z_][\w./]*+(?:-[\w./]++){0,6}+)
@@ -46,7 +46,7 @@ _NAME = re.compile(
     """,
     re.VERBOSE,
 )
-# A bare value that is called or indexed is code and no secret.
+# A bare value that is called or indexed is code, not a secret.
 _VALUE = re.compile(
     r"""
     "(?P<double>(?:\\.|[^"\\\n])*+)" | '(?P<single>(?:\\.|[^'\\\n])*+)' | ["']?(?P<bare>[^\s"',;()\[\]{}]++)(?![(\[])
@@ -56,7 +56,7 @@ _VALUE = re.compile(
 
 
 def is_secret_name(key: str) -> bool:
-    """Whether a key (dotted, dashed, snake or camel case) names a secret."""
+    """True if a key (dotted, dashed, snake or camel case) names a secret."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", key)
     parts = [word.lower() for word in re.split(r"[^A-Za-z0-9]+", words) if word]
     if _SECRET_WORDS.intersection(parts) or _SECRET_PAIRS.intersection(itertools.pairwise(parts)):
@@ -65,30 +65,31 @@ def is_secret_name(key: str) -> bool:
 
 
 def scrub_text(text: str) -> str:
-    """Hide secrets anywhere in a text: a diff, a URL, a YAML file."""
+    """Redact secrets anywhere in a text, such as a diff, a URL or a YAML file."""
     text = _PRIVATE_KEY.sub(rf"\1{HIDDEN}\3", text)
     text = _URL_CREDENTIALS.sub(rf"\g<scheme>{HIDDEN}@", text)
     text = _AUTHORIZATION.sub(rf"\1{HIDDEN}", text)
-    return _TOKENS.sub(HIDDEN, _hide_named(text))
+    return _TOKENS.sub(HIDDEN, _redact_named(text))
 
 
-def _hide_named(text: str) -> str:
-    pieces, done = [], 0
+def _redact_named(text: str) -> str:
+    pieces, position = [], 0
     for name in _NAME.finditer(text):
-        value = _VALUE.match(text, name.end()) if name.start() >= done and is_secret_name(name["key"]) else None
+        value = _VALUE.match(text, name.end()) if name.start() >= position and is_secret_name(name["key"]) else None
         if value is not None and value[value.lastgroup or 0].lower() not in _HARMLESS:
             start, end = value.span(value.lastgroup or 0)
-            pieces += [text[done:start], HIDDEN]
-            done = end
-    return "".join([*pieces, text[done:]])
+            pieces += [text[position:start], HIDDEN]
+            position = end
+    return "".join([*pieces, text[position:]])
 
 
 def scrub_argv(argv: list[str]) -> list[str]:
-    """Hide secrets of a command line: `key=value`, `--key=value`, `--key value`, and known tokens anywhere."""
+    """Redact a command line: `key=value`, `--key=value`, `--key value`, and known tokens anywhere."""
     clean: list[str] = []
-    for before, word in zip(["", *argv], argv, strict=False):
+    for previous, word in zip(["", *argv], argv, strict=False):
         key, equals, value = word.partition("=")
-        if before.startswith("--") and "=" not in before and is_secret_name(before) and not word.startswith("--"):
+        is_flag = previous.startswith("--") and "=" not in previous
+        if is_flag and is_secret_name(previous) and not word.startswith("--"):
             clean.append(HIDDEN)
         elif equals and is_secret_name(key) and value.lower() not in _HARMLESS:
             clean.append(f"{key}={HIDDEN}")

@@ -1,4 +1,4 @@
-"""outputs/<run>/: where everything about a run lies, and run.json, which tells what became of it."""
+"""The run folder outputs/<run>/, and run.json, which records the status and provenance of the run."""
 
 import contextlib
 import copy
@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from maxhydra.record.atomic_io import plain, replace_file, to_json
-from maxhydra.record.labels import LABELS, change_labels, labelled, read_labels
+from maxhydra.record.atomic_io import acquire_lock, plain, replace_file, to_json
+from maxhydra.record.labels import LABELS, apply_labels, change_labels, read_labels
 from maxhydra.record.liveness import is_lost, process_start
-from maxhydra.record.lock import take_lock
 from maxhydra.record.provenance import environment
 from maxhydra.record.redact import scrub_text
 
@@ -23,13 +22,13 @@ log = logging.getLogger("maxhydra")
 
 Facts = dict[str, Any]
 
-# Facts that belong to a session as well as to the run as a whole, which shows the latest.
+# Facts stored per session and, with the latest value, for the whole run.
 SESSION_FACTS = ("devices", "start_step", "end_step")
 STATUSES = ("running", "finished", "failed", "preempted")
 LOCK = ".lock"
-# `heartbeat` writes no more often than this.
+# Minimum interval between writes of `heartbeat`.
 HEARTBEAT_SECONDS = 15
-LOST_REASON = "its process ended without a word"
+LOST_REASON = "its process ended without reporting a status"
 
 
 class RunInUseError(RuntimeError):
@@ -37,7 +36,7 @@ class RunInUseError(RuntimeError):
 
 
 class RunDirectory:
-    """One run on disk. With `writes=False` (every process but the first) it names the files and changes none."""
+    """One run on disk. With `writes=False` (all processes except the first) it only provides paths and reads."""
 
     def __init__(self, path: Path | str, *, writes: bool = True):
         self.path = Path(path)
@@ -76,30 +75,30 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def session(self, config_yaml: str, facts: Mapping[str, Any]) -> Iterator["RunDirectory"]:
-        """`start`, and a promise that run.json says how it ended: what is raised inside makes the run failed."""
+        """Start a session whose end is always recorded: an exception inside marks the run as failed."""
         self.start(config_yaml, facts)
         try:
             yield self
         except BaseException as error:
             if self._is_open:
-                # A full disk may be what was raised; it must not hide behind a second error.
+                # The error may be a full disk; a second error must not hide it.
                 with contextlib.suppress(OSError):
                     self.finish("failed", f"{type(error).__name__}: {error}".rstrip(": "))
             raise
 
     def start(self, config_yaml: str, facts: Mapping[str, Any]) -> None:
-        """Open a session: create the run, or add to the one that is there. Raises RunInUseError if it is being written.
+        """Open a session of a new or existing run. Raises RunInUseError if another process is writing it.
 
         `environment()` is recorded here; `facts` adds what only the caller knows (name, task, choices, devices, ...).
         """
         if not self.writes:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        self._take_lock()
-        previous = self._stored() if self.exists() else {}
-        earlier = [_closed(session, previous) for session in previous.get("sessions", [])]
+        self._acquire_lock()
+        previous = self._read_facts() if self.exists() else {}
+        earlier = [_close_lost(session, previous) for session in previous.get("sessions", [])]
         known = {**environment(), **plain(facts)}
-        git = self._keep_diff(known.pop("git"), known.pop("diff"), number=len(earlier) + 1)
+        git = self._store_diff(known.pop("git"), known.pop("diff"), number=len(earlier) + 1)
         self._replace_config(config_yaml, number=len(earlier) + 1)
         now = _now()
         session = {
@@ -122,13 +121,13 @@ class RunDirectory:
         self.update(**{name: known[name] for name in SESSION_FACTS if name in known})
 
     def update(self, **facts: Any) -> None:
-        """Add facts and rewrite run.json; a fact that is a mapping adds its keys to those already there."""
+        """Add facts and rewrite run.json; a mapping is merged into an existing one."""
         if self.writes:
             self._merge(facts)
             self._save()
 
     def heartbeat(self, **facts: Any) -> None:
-        """The same, written only now and then; where it cannot be written the run is warned and goes on."""
+        """Like `update`, but rate-limited; a failed write is logged as a warning and does not stop the run."""
         if not self.writes:
             return
         self._merge(facts)
@@ -140,16 +139,16 @@ class RunDirectory:
                 self._last_write = time.monotonic()
 
     def finish(self, status: str, reason: str | None = None, **facts: Any) -> None:
-        """Close the session: finished, failed or preempted, and why."""
+        """Close the session with a status (finished, failed, preempted) and a reason."""
         if status not in STATUSES:
             raise ValueError(f"status={status!r}, accepted: {', '.join(STATUSES)}")
         if not self.writes:
             return
-        now, why = _now(), None if reason is None else scrub_text(reason)
+        now, clean_reason = _now(), None if reason is None else scrub_text(reason)
         seconds = round(time.monotonic() - self._session_start, 3)
         sessions: list[Facts] = self._facts["sessions"]
-        sessions[-1].update(ended=now, status=status, reason=why, seconds=seconds)
-        self._facts.update(status=status, reason=why, finished=now)
+        sessions[-1].update(ended=now, status=status, reason=clean_reason, seconds=seconds)
+        self._facts.update(status=status, reason=clean_reason, finished=now)
         total = round(sum(session["seconds"] for session in sessions), 3)
         self._merge({**facts, "timings": {**facts.get("timings", {}), "total": total}})
         self._save()
@@ -157,7 +156,7 @@ class RunDirectory:
         self._release_lock()
 
     def withdraw(self, reason: str) -> None:
-        """The session could not begin: take a new run's folder away; one that has got anywhere is closed as failed."""
+        """Undo a session that could not start: remove the folder of a new run, or close a resumed one as failed."""
         if not self.writes:
             return
         has_steps = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
@@ -172,35 +171,35 @@ class RunDirectory:
             self.path.rmdir()
 
     def read(self) -> Facts:
-        """What run.json and labels.json say, with status `lost` for a run whose process is gone.
+        """Facts of run.json and labels.json, with status `lost` for a run whose process is gone.
 
-        Labels that cannot be read are left out: what became of the run does not depend on them.
+        Unreadable labels are ignored with a warning, since the run's status does not depend on them.
         """
-        facts = self._stored()
+        facts = self._read_facts()
         try:
-            return labelled(facts, read_labels(self.path))
+            return apply_labels(facts, read_labels(self.path))
         except ValueError as error:
-            log.warning("%s is left out: %s", self.path / LABELS, error)
-            return labelled(facts, {})
+            log.warning("%s is ignored: %s", self.path / LABELS, error)
+            return apply_labels(facts, {})
 
     def label(self, *, add: Iterable[str] = (), remove: Iterable[str] = (), note: str | None = None) -> None:
-        """Tags and a note, at any time and from any process; see labels.py."""
+        """Change tags and note, at any time and from any process; see labels.py."""
         change_labels(self.path, add=add, remove=remove, note=note)
 
     def remove(self) -> None:
-        """Take the whole folder away. Raises RunInUseError if it is being written.
+        """Delete the folder. Raises RunInUseError if another process is writing it.
 
-        It is hidden first, in one step: a kill midway leaves nothing that looks like a run.
+        The folder is renamed first, atomically, so that a kill midway leaves nothing that looks like a run.
         """
-        self._take_lock()
+        self._acquire_lock()
         hidden = self.path.with_name(f".removed-{self.path.name}-{os.getpid()}")
         self.path.rename(hidden)
         self._release_lock()
         shutil.rmtree(hidden)
 
     def remove_checkpoints(self) -> None:
-        """Take the checkpoints alone away, in the same manner."""
-        self._take_lock()
+        """Delete only the checkpoints, in the same way."""
+        self._acquire_lock()
         try:
             hidden = self.path / ".removed-checkpoints"
             if hidden.exists():
@@ -211,7 +210,7 @@ class RunDirectory:
         finally:
             self._release_lock()
 
-    def _stored(self) -> Facts:
+    def _read_facts(self) -> Facts:
         facts: Facts = json.loads(self.facts_path.read_text(encoding="utf-8"))
         if facts["status"] == "running" and is_lost(facts["sessions"][-1], facts["updated"]):
             facts.update(status="lost", reason=LOST_REASON)
@@ -229,8 +228,8 @@ class RunDirectory:
         replace_file(self.facts_path, to_json(self._facts, indent=2) + "\n")
         self._last_write = time.monotonic()
 
-    def _keep_diff(self, git: Facts | None, diff: str, number: int) -> Facts | None:
-        """Uncommitted changes go to a file of their own, one per session."""
+    def _store_diff(self, git: Facts | None, diff: str, number: int) -> Facts | None:
+        """Store uncommitted changes in a separate file, one per session."""
         if git is None or not diff:
             return git
         name = "diff.patch" if number == 1 else f"diff.{number}.patch"
@@ -238,21 +237,21 @@ class RunDirectory:
         return {**git, "diff": name}
 
     def _replace_config(self, config_yaml: str, number: int) -> None:
-        """config.yaml is this session's; one that differed is kept under the number of the session that it served."""
+        """Write this session's config.yaml; a different earlier one is kept as config.<session>.yaml."""
         if self.config_path.exists():
-            before = self.config_path.read_text(encoding="utf-8")
-            if before == config_yaml:
+            previous = self.config_path.read_text(encoding="utf-8")
+            if previous == config_yaml:
                 return
-            replace_file(self.path / f"config.{number - 1}.yaml", before)
+            replace_file(self.path / f"config.{number - 1}.yaml", previous)
         replace_file(self.config_path, config_yaml)
 
-    def _take_lock(self) -> None:
+    def _acquire_lock(self) -> None:
         try:
-            self._lock = take_lock(self.path / LOCK)
+            self._lock = acquire_lock(self.path / LOCK)
         except BlockingIOError:
-            holder = self._stored()["sessions"][-1] if self.exists() else {}
-            where = f" (process {holder['pid']} on {holder['host']})" if holder else ""
-            raise RunInUseError(f"{self.path} is being written by another process{where}") from None
+            holder = self._read_facts()["sessions"][-1] if self.exists() else {}
+            owner = f" (process {holder['pid']} on {holder['host']})" if holder else ""
+            raise RunInUseError(f"{self.path} is being written by another process{owner}") from None
 
     def _release_lock(self) -> None:
         if self._lock is not None:
@@ -260,8 +259,9 @@ class RunDirectory:
             self._lock = None
 
 
-def _closed(session: Facts, run: Facts) -> Facts:
-    """An earlier session as history: one that never said how it ended was lost, last heard of at `updated`."""
+def _close_lost(session: Facts, run: Facts) -> Facts:
+    """Return an earlier session unchanged, or closed as lost at the last `updated` time if it has no end."""
+
     if session["status"] != "running":
         return session
     closed = copy.deepcopy(session)

@@ -1,4 +1,4 @@
-"""Runs after the fact: the registry of all, and the reports of one and of many."""
+"""Stored runs: the registry of all runs, and reports of one or many."""
 
 from maxhydra.runs.export import frame
 from maxhydra.runs.registry import Registry

@@ -1,4 +1,4 @@
-"""What differs between runs: settings, code and packages, and what came of it."""
+"""Differences between runs: config, code, packages, and metrics."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,13 @@ from maxhydra.runs.config_sections import Cell
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.summary import Facts
 
-# Settings that differ between any two runs and say nothing about why they went differently.
-_ALWAYS = ("run.name", "run.outputs", "run.notes", "run.tags")
+# Settings that differ between any two runs and do not explain a different result.
+_ALWAYS_DIFFERENT = ("run.name", "run.outputs", "run.notes", "run.tags")
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One thing, and what it is in each run; None where a run has none of it."""
+    """A key and its value in each run; None if a run does not have it."""
 
     name: str
     values: tuple[Any, ...]
@@ -22,7 +22,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Of the same runs in the same order."""
+    """Differences between `runs`; the values of each `Difference` are in the same order."""
 
     runs: tuple[Run, ...]
     config: tuple[Difference, ...]
@@ -31,29 +31,30 @@ class Comparison:
 
 
 def differing(configs: Sequence[Mapping[str, Cell]]) -> list[str]:
-    """Keys that are not the same in all configs, but for names and notes."""
+    """Keys whose values are not the same in all configs, except names and notes."""
     keys = dict.fromkeys(key for config in configs for key in config)
-    return [key for key in keys if key not in _ALWAYS and len({config.get(key) for config in configs}) > 1]
+    return [key for key in keys if key not in _ALWAYS_DIFFERENT and len({config.get(key) for config in configs}) > 1]
 
 
 def compare(registry: Registry, runs: Sequence[Run]) -> Comparison:
-    """Settings and surroundings that differ, and every metric of any."""
+    """Compare runs: settings and environment that differ, and all metrics."""
     ids = [run.id for run in runs]
     settings, metrics = registry.settings(ids), registry.metrics(ids)
     configs = [settings[id] for id in ids]
     names = dict.fromkeys(name for id in ids for name in metrics[id])
-    around = [_surroundings(registry.directory(run).read()) for run in runs]
+    environments = [_environment(registry.directory(run).read()) for run in runs]
+    changed_keys, changed_names = sorted(differing(configs)), differing(environments)
     return Comparison(
         tuple(runs),
-        tuple(Difference(key, tuple(config.get(key) for config in configs)) for key in sorted(differing(configs))),
+        tuple(Difference(key, tuple(config.get(key) for config in configs)) for key in changed_keys),
         tuple(Difference(name, tuple(metrics[id].get(name) for id in ids)) for name in names),
-        tuple(Difference(name, tuple(facts.get(name) for facts in around)) for name in differing(around)),
+        tuple(Difference(name, tuple(each.get(name) for each in environments)) for name in changed_names),
     )
 
 
-def _surroundings(facts: Facts) -> dict[str, Any]:
-    """What the run stood on besides its config."""
+def _environment(facts: Facts) -> dict[str, Any]:
+    """Code, machine and package versions of a run."""
     git, packages = facts.get("git") or {}, facts.get("packages") or {}
     code = {"commit": git.get("sha"), "uncommitted changes": "yes" if git.get("dirty") else "no"}
-    same = {name: facts.get(name) for name in ("host", "devices", "python", "platform")}
-    return {**code, **same, **{f"package {name}": version for name, version in packages.items()}}
+    machine = {name: facts.get(name) for name in ("host", "devices", "python", "platform")}
+    return {**code, **machine, **{f"package {name}": version for name, version in packages.items()}}

@@ -1,4 +1,4 @@
-"""config.yaml in pieces: its top-level sections, most of which are the same text in thousands of runs."""
+"""Parse config.yaml section by section with a cache, since most sections are identical in thousands of runs."""
 
 import functools
 import re
@@ -10,9 +10,9 @@ from maxhydra.config.migrations import migrate_config
 from maxhydra.record.atomic_io import to_json
 from maxhydra.runs.settings import leaves
 
-# libyaml, where PyYAML was built with it, is ten times faster.
+# libyaml is ten times faster, if PyYAML was built with it.
 _LOADER: type[yaml.CSafeLoader] | type[yaml.SafeLoader] = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-# A line at the margin starts a section, one with two spaces a part of it; the dash of a list starts neither.
+# An unindented line starts a section, a line with two spaces a part of it; list items start neither.
 _SECTION = re.compile(r"^(?=[^\s-])", re.MULTILINE)
 _PART = re.compile(r"^(?=  [^\s-])", re.MULTILINE)
 _HEAD = re.compile(r"([\w.]+):\n")
@@ -22,17 +22,17 @@ Leaves = tuple[tuple[str, Cell], ...]
 
 
 def read(config_yaml: str) -> list[tuple[str, Cell]]:
-    """Dotted key and value of every leaf. Raises yaml.YAMLError."""
+    """Dotted key and value of every leaf of config.yaml. Raises yaml.YAMLError."""
     return [leaf for section in _SECTION.split(config_yaml) if section.strip() for leaf in _read_section(section)]
 
 
 @functools.lru_cache(maxsize=4096)
 def _read_section(section: str) -> Leaves:
-    """Of a section that is new, most parts are known: they are read one by one."""
+    """Parse a section part by part: of a new section, most parts are cached."""
     head, *parts = _PART.split(section)
     name = _HEAD.fullmatch(head)
     if name is None or not parts:
-        # An empty section has no key of its own; its name alone is that of a group, whose value is the chosen option.
+        # An empty section is dropped: its name alone would be the key of a config group, whose value is an option.
         return tuple(leaf for leaf in _read_part("", section) if leaf[1] != "{}" or "." in leaf[0])
     return tuple(leaf for part in parts for leaf in _read_part(f"{name[1]}.", part))
 
@@ -47,12 +47,12 @@ def _read_part(prefix: str, text: str) -> Leaves:
 
 
 def cell(value: Any) -> Cell:
-    """A value as the index keeps it: numbers compare as numbers, all else as one would write it on the command line."""
+    """Convert a value for the index: numbers stay numbers, all else becomes command-line syntax."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, int) and abs(value) >= 2**63:
         return str(value)
-    # NaN is not equal to itself, and SQLite would take it for NULL.
+    # NaN does not equal itself, and SQLite would store it as NULL.
     if isinstance(value, float) and value != value:
         return "NaN"
     return value if isinstance(value, (int, float, str)) else to_json(value)

@@ -1,4 +1,4 @@
-"""The curves of a report: which metrics share a chart, and points few enough to send yet true to the extremes."""
+"""Curves of a report: which metrics share a chart, and decimation that preserves extremes."""
 
 import dataclasses
 import math
@@ -8,13 +8,13 @@ from typing import Any
 from maxhydra.record.metrics import Row, series
 
 POINTS = 2000
-# Those of float32: with fewer, rounding once more for display would show other numbers than a table of the run does.
+# Precision of float32: with fewer digits, rounding again for display would disagree with the run's tables.
 DIGITS = 7
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One metric over the steps; NaN where it was not finite."""
+    """One metric over the steps; values that are not finite are NaN."""
 
     name: str
     metric: str
@@ -35,7 +35,7 @@ class Chart:
 
     @property
     def style(self) -> dict[str, bool]:
-        """Speeds are drawn from zero, where noise looks as small as it is; shares as percentages."""
+        """Axis options: throughput starts at zero, so that noise is to scale; ratios are shown as percentages."""
         metrics = [line.metric for line in self.lines]
         return {"zero": any(m in _FROM_ZERO for m in metrics), "percent": any(m in _SHARES for m in metrics)}
 
@@ -51,17 +51,17 @@ _CHARTS: dict[str, dict[str, str]] = {
 }
 _FROM_ZERO = ("tokens_per_second", "mfu", "tflops_per_device")
 _SHARES = ("mfu",)
-# Metrics without noise, which smoothing would only falsify.
+# Metrics without noise, which smoothing would distort.
 _EXACT = ("learning_rate", "eval/")
-# Metrics that say the same as one above, or that nobody plots.
-_NOT_DRAWN = ("step", "tokens", "skipped", "step_time", "input_wait", "eval/tokens", "eval/perplexity")
+# Metrics that duplicate one above, or are not worth plotting.
+_NOT_PLOTTED = ("step", "tokens", "skipped", "step_time", "input_wait", "eval/tokens", "eval/perplexity")
 
 
 def charts(rows: Sequence[Row]) -> list[Chart]:
-    """The charts that have data: those above in order, then one for each other metric that a task wrote."""
-    seen = dict.fromkeys(name for row in rows for name in row if name not in _NOT_DRAWN)
+    """Charts of one run that have data: those of `_CHARTS` in order, then one per other metric."""
+    seen = dict.fromkeys(name for row in rows for name in row if name not in _NOT_PLOTTED)
     if "mfu" in seen:
-        seen.pop("tflops_per_device", None)  # The same curve in another unit.
+        seen.pop("tflops_per_device", None)  # The same curve in a different unit.
     known = {metric for lines in _CHARTS.values() for metric in lines}
     others = {name: {name: name} for name in seen if name not in known}
     return [
@@ -75,26 +75,28 @@ def charts(rows: Sequence[Row]) -> list[Chart]:
 _TITLES = {"loss": "Train loss", "eval/loss": "Eval loss"} | {
     metric: title for title, lines in _CHARTS.items() for metric in lines if len(lines) == 1
 }
-# Metrics of the machine rather than of the model.
+# Metrics of the machine, not of the model.
 _SYSTEM = ("tokens_per_second", "mfu", "tflops_per_device", "step_time", "input_wait")
 
 
-def compared(runs: Mapping[str, Sequence[Row]]) -> list[Chart]:
-    """A chart for each metric with a line for each run that has it, the well-known ones first."""
+def compare_charts(runs: Mapping[str, Sequence[Row]]) -> list[Chart]:
+    """One chart per metric with one line per run that has it, well-known metrics first."""
     seen = dict.fromkeys(name for rows in runs.values() for row in rows for name in row)
     known = [*("eval/loss", "loss"), *_TITLES, *_SYSTEM]
     names = [
-        name for name in dict.fromkeys([*known, *seen]) if name in seen and (name not in _NOT_DRAWN or is_system(name))
+        name
+        for name in dict.fromkeys([*known, *seen])
+        if name in seen and (name not in _NOT_PLOTTED or is_system(name))
     ]
-    drawn = [
+    result = [
         Chart(
             _TITLES.get(metric, metric),
             tuple(_line(rows, metric, run) for run, rows in runs.items() if any(metric in row for row in rows)),
         )
         for metric in names
     ]
-    # Lines that never move, such as a count of records that were skipped, come last.
-    return sorted(drawn, key=lambda chart: len({value for line in chart.lines for value in line.values}) == 1)
+    # Constant lines, such as a count of skipped records, come last.
+    return sorted(result, key=lambda chart: len({value for line in chart.lines for value in line.values}) == 1)
 
 
 def is_system(metric: str) -> bool:
@@ -107,24 +109,24 @@ def _line(rows: Sequence[Row], metric: str, name: str) -> Line:
 
 
 def decimate(steps: Sequence[int], values: Sequence[float], limit: int) -> tuple[list[int], list[float]]:
-    """At most about `limit` points: both ends, and of each stretch its lowest, its highest and its first NaN."""
+    """Reduce to about `limit` points: both ends, and the minimum, maximum and first NaN of each bin."""
     if len(values) <= limit:
         return list(steps), list(values)
-    stretches = max(1, limit // 2)
-    keep = {0, len(values) - 1}
-    for stretch in range(stretches):
-        inside = range(stretch * len(values) // stretches, (stretch + 1) * len(values) // stretches)
+    num_bins = max(1, limit // 2)
+    indices = {0, len(values) - 1}
+    for number in range(num_bins):
+        inside = range(number * len(values) // num_bins, (number + 1) * len(values) // num_bins)
         finite = [i for i in inside if math.isfinite(values[i])]
         if finite:
-            keep |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+            indices |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
         if len(finite) < len(inside):
-            keep.add(next(i for i in inside if not math.isfinite(values[i])))
-    chosen = sorted(keep)
-    return [steps[i] for i in chosen], [values[i] for i in chosen]
+            indices.add(next(i for i in inside if not math.isfinite(values[i])))
+    ordered = sorted(indices)
+    return [steps[i] for i in ordered], [values[i] for i in ordered]
 
 
 def encode(line: Line, points: int = POINTS) -> dict[str, Any]:
-    """For the page: steps as differences, which are short to write; null where a value is not finite."""
+    """Encode for the page: delta-encoded steps, which are shorter, and null for values that are not finite."""
     steps, values = decimate(line.steps, line.values, points)
     return {
         "name": line.name,

@@ -1,4 +1,4 @@
-"""What the dashboard asks for, as JSON: the runs and their changes, curves, comparisons, logs, and this machine."""
+"""JSON responses of the dashboard: runs and their changes, curves, comparisons, logs, and the local machine."""
 
 import dataclasses
 import os
@@ -13,25 +13,25 @@ from typing import Any
 from maxhydra.config.errors import ConfigError
 from maxhydra.record import scan_metrics
 from maxhydra.record.metrics import Row
+from maxhydra.runs import query
 from maxhydra.runs.compare import compare
-from maxhydra.runs.curves import compared, encode, is_system
-from maxhydra.runs.query import select
+from maxhydra.runs.curves import compare_charts, encode, is_system
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.rerun import rerun_command
 
-# The folder is looked through at most so often, however many pages are open.
+# Minimum interval between scans of the folder, however many pages are open.
 REFRESH_SECONDS = 1.5
 POINTS = 1000
 LOG_BYTES = 64 * 1024
-# Runs whose metrics are kept parsed.
-KEPT = 32
-# Figures of each run that stand in the table.
-SHOWN_METRICS = ("loss", "eval/loss", "tokens_per_second")
+# Number of runs whose parsed metrics are cached.
+CACHED_RUNS = 32
+# Metrics of each run in the table.
+TABLE_METRICS = ("loss", "eval/loss", "tokens_per_second")
 GPU_QUERY = ("--query-gpu=name,utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits")
 
 
 class Dashboard:
-    """Answers from many threads, one at a time: the index has one connection."""
+    """Serves requests from many threads, one at a time, because the index has one connection."""
 
     def __init__(self, registry: Registry):
         self.registry = registry
@@ -40,7 +40,7 @@ class Dashboard:
         self._rows: dict[str, tuple[tuple[int, int], list[Row]]] = {}
 
     def runs(self, since: str) -> dict[str, Any]:
-        """The runs that changed since a token; all of them where that is unknown, or where any went away."""
+        """Runs that changed since a token; all runs if the token is unknown."""
         with self._lock:
             self._refresh()
             registry = self.registry
@@ -48,9 +48,9 @@ class Dashboard:
             epoch, _, change = since.partition("-")
             is_known = token.startswith(f"{epoch}-") and change.isdigit()
             known_change = int(change) if is_known else -1
-            # The state of a process changes without a word in its files.
+            # A process can die without a change of its files.
             changed = [run for run in runs if run.change > known_change or run.status in ("running", "lost")]
-            values = {name: registry.metric(name) for name in SHOWN_METRICS}
+            values = {name: registry.metric(name) for name in TABLE_METRICS}
             steps = registry.setting("train.steps")
             return {
                 "token": token,
@@ -63,31 +63,31 @@ class Dashboard:
             }
 
     def select(self, conditions: Sequence[str]) -> dict[str, Any]:
-        """Paths of the runs that meet the conditions, in the words of the command line, or what is wrong with them."""
+        """Paths of the runs that match the conditions (command-line syntax), or a description of the problem."""
         with self._lock:
             try:
-                return {"paths": [run.path for run in select(self.registry, conditions)]}
+                return {"paths": [run.path for run in query.select(self.registry, conditions)]}
             except ConfigError as error:
                 return {"problem": "; ".join(f"{p.path}: {p.reason} {p.hint}".strip() for p in error.problems)}
 
     def keys(self) -> dict[str, Any]:
-        """Everything that a column can show."""
+        """All keys that a column can show."""
         with self._lock:
             return {"keys": self.registry.keys(), "metrics": self.registry.metric_names()}
 
     def values(self, key: str) -> dict[str, Any]:
-        """One column: path -> value."""
+        """Values of one column, by path."""
         with self._lock:
             runs = self.registry.runs()
-            found = self.registry.values(key, runs)
-            return {"values": {run.path: found[run.id] for run in runs if run.id in found}}
+            by_id = self.registry.values(key, runs)
+            return {"values": {run.path: by_id[run.id] for run in runs if run.id in by_id}}
 
     def curves(self, paths: Sequence[str]) -> dict[str, Any]:
-        """A chart for each metric of the chosen runs; a line's look is the place of its run in the choice."""
+        """One chart per metric of the selected runs; the look of a line is the index of its run."""
         with self._lock:
-            chosen = self._chosen(paths)
-            rows = {run.path: self._metrics(run) for run in chosen}
-        looks = {run.path: str(place % 8) for place, run in enumerate(chosen)}
+            selected = self._known_runs(paths)
+            rows = {run.path: self._metrics(run) for run in selected}
+        looks = {run.path: str(index % 8) for index, run in enumerate(selected)}
         return {
             "charts": [
                 {
@@ -99,27 +99,27 @@ class Dashboard:
                         {**encode(line, POINTS), "run": line.name, "look": looks[line.name]} for line in chart.lines
                     ],
                 }
-                for chart in compared(rows)
+                for chart in compare_charts(rows)
             ]
         }
 
     def compare(self, paths: Sequence[str]) -> dict[str, Any]:
-        """Settings and surroundings that differ, and all metrics; of one run, its facts alone."""
+        """Settings and environment that differ, all metrics, and facts of each run."""
         with self._lock:
-            chosen = self._chosen(paths)
-            found = compare(self.registry, chosen)
-            facts = [self.registry.directory(run).read() for run in chosen]
-        parts = {name: getattr(found, name) for name in ("config", "metrics", "surroundings")}
+            selected = self._known_runs(paths)
+            comparison = compare(self.registry, selected)
+            facts = [self.registry.directory(run).read() for run in selected]
+        tables = {name: getattr(comparison, name) for name in ("config", "metrics", "surroundings")}
         return {
-            "runs": [run.path for run in chosen],
-            **{name: [dataclasses.asdict(entry) for entry in entries] for name, entries in parts.items()},
-            "facts": [_facts(run, each) for run, each in zip(chosen, facts, strict=True)],
+            "runs": [run.path for run in selected],
+            **{name: [dataclasses.asdict(entry) for entry in entries] for name, entries in tables.items()},
+            "facts": [_facts(run, each) for run, each in zip(selected, facts, strict=True)],
         }
 
     def log(self, path: str) -> dict[str, Any]:
-        """The end of a run's log."""
+        """Last part of a run's log."""
         with self._lock:
-            (run,) = self._chosen([path])
+            (run,) = self._known_runs([path])
             log = self.registry.directory(run).log_path
         if not log.exists():
             return {"text": ""}
@@ -134,21 +134,21 @@ class Dashboard:
             self.registry.refresh()
             self._refreshed = time.monotonic()
 
-    def _chosen(self, paths: Sequence[str]) -> list[Run]:
-        """Only runs that the registry knows: what a browser sends is never a path on the disk."""
+    def _known_runs(self, paths: Sequence[str]) -> list[Run]:
+        """Runs of the registry with these paths. Paths sent by a browser are never used as file paths."""
         known = {run.path: run for run in self.registry.runs()}
         return [known[path] for path in dict.fromkeys(paths) if path in known]
 
     def _metrics(self, run: Run) -> list[Row]:
         path = self.registry.directory(run).metrics_path
         try:
-            seen = path.stat()
+            status = path.stat()
         except OSError:
             return []
-        mark = (seen.st_ino, seen.st_size)
-        if self._rows.get(run.path, ((0, 0), []))[0] != mark:
-            self._rows[run.path] = (mark, scan_metrics(path).rows)
-        while len(self._rows) > KEPT:
+        stamp = (status.st_ino, status.st_size)
+        if self._rows.get(run.path, ((0, 0), []))[0] != stamp:
+            self._rows[run.path] = (stamp, scan_metrics(path).rows)
+        while len(self._rows) > CACHED_RUNS:
             del self._rows[next(iter(self._rows))]
         return self._rows[run.path][1]
 
@@ -192,7 +192,7 @@ def _facts(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def machine(folder: Path) -> dict[str, Any]:
-    """Load, memory and disk of the machine that serves the page, and its GPUs where the driver's tool is there."""
+    """Load, memory and disk of the serving machine, and its GPUs if nvidia-smi is installed."""
     memory = _memory()
     disk = shutil.disk_usage(folder)
     return {
@@ -205,7 +205,7 @@ def machine(folder: Path) -> dict[str, Any]:
 
 
 def _memory() -> dict[str, int]:
-    """Bytes; nothing where there is no /proc."""
+    """Contents of /proc/meminfo in bytes; empty without /proc."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

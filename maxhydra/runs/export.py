@@ -1,4 +1,4 @@
-"""All runs as one table, a row each: for a spreadsheet, Parquet, or pandas."""
+"""Export runs as one table with a row per run, as CSV, Parquet, or a pandas DataFrame."""
 
 import csv
 from collections.abc import Callable, Sequence
@@ -16,21 +16,23 @@ Table = dict[str, list[Any]]
 
 
 def table(registry: Registry, runs: Sequence[Run]) -> Table:
-    """Column -> values: the run's own fields, every setting, and the last value of every metric (`metric:` before it,
-    because a group or a setting may have the same name)."""
+    """Map columns to values: fields of the run, all settings, and the last value of every metric.
+
+    Metric columns are prefixed with `metric:`, because a group or a setting may have the same name.
+    """
     names = [name for name in Run._fields if name not in ("id", "change", "tags")]
     columns: Table = {name: [getattr(run, name) for run in runs] for name in names}
     columns["tags"] = [",".join(run.tags) for run in runs]
     ids = [run.id for run in runs]
-    for prefix, found in (("", registry.settings(ids)), ("metric:", registry.metrics(ids))):
-        for key in dict.fromkeys(key for values in found.values() for key in values):
+    for prefix, by_run in (("", registry.settings(ids)), ("metric:", registry.metrics(ids))):
+        for key in dict.fromkeys(key for values in by_run.values() for key in values):
             name = f"{prefix}{key}" if f"{prefix}{key}" not in columns else f"config:{key}"
-            columns[name] = [found[id].get(key) for id in ids]
+            columns[name] = [by_run[id].get(key) for id in ids]
     return columns
 
 
 def frame(outputs: Path | str = "outputs", *conditions: str) -> "pandas.DataFrame":
-    """The runs that meet the conditions, as pandas has them: `frame("outputs", "status=finished", "eval/loss<2")`."""
+    """Runs that match the conditions as a DataFrame: `frame("outputs", "status=finished", "eval/loss<2")`."""
     import pandas  # noqa: PLC0415
 
     registry = Registry(outputs)
@@ -45,21 +47,21 @@ def write_csv(columns: Table, path: Path) -> None:
 
 
 def write_parquet(columns: Table, path: Path) -> None:
-    """A column whose values are not of one kind, such as a setting that is a number here and null there, is text."""
+    """Write Parquet. A column with mixed types, such as a setting that is a number or null, becomes text."""
     try:
         import pyarrow  # noqa: PLC0415
         import pyarrow.parquet  # noqa: PLC0415
     except ImportError:
-        raise ConfigError(Problem("pyarrow", "is needed to write Parquet", hint="pip install pyarrow")) from None
-    arrays = {name: pyarrow.array(_alike(values)) for name, values in columns.items()}
+        raise ConfigError(Problem("pyarrow", "is required to write Parquet", hint="pip install pyarrow")) from None
+    arrays = {name: pyarrow.array(_uniform(values)) for name, values in columns.items()}
     pyarrow.parquet.write_table(pyarrow.table(arrays), path)
 
 
-def _alike(values: list[Any]) -> list[Any]:
-    kinds = {type(value) for value in values if value is not None}
-    if kinds <= {int, float} and len(kinds) == 2:
+def _uniform(values: list[Any]) -> list[Any]:
+    types = {type(value) for value in values if value is not None}
+    if types <= {int, float} and len(types) == 2:
         return [None if value is None else float(value) for value in values]
-    return values if len(kinds) <= 1 else [None if value is None else str(value) for value in values]
+    return values if len(types) <= 1 else [None if value is None else str(value) for value in values]
 
 
 WRITERS: dict[str, Callable[[Table, Path], None]] = {".csv": write_csv, ".parquet": write_parquet}

@@ -1,4 +1,4 @@
-"""Which runs may go, by rules that a person gave, and taking them away."""
+"""Garbage collection of runs: which runs may be deleted under the given rules."""
 
 import dataclasses
 import datetime
@@ -16,58 +16,58 @@ _UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """A run goes if every rule that is given lets it. A run that is under way always stays."""
+    """A run is deleted if every given rule allows it. Running runs are never deleted."""
 
     statuses: tuple[str, ...] = ()
     older_than: float | None = None
-    """Seconds since run.json was last written."""
+    """Minimum age in seconds, counted from the last write of run.json."""
     keep_best: int | None = None
-    """The best so many of each sweep stay, by `metric`."""
+    """Keep this many of the best runs of each sweep, by `metric`."""
     metric: str | None = None
     largest: bool = False
 
 
 def seconds(text: str) -> float:
-    """30m, 12h, 7d, 2w."""
+    """Parse a duration: 30m, 12h, 7d, 2w."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text)
     if match is None:
-        raise ConfigError(Problem("--older", "is not a time", text, "30m, 12h, 7d, 2w"))
+        raise ConfigError(Problem("--older", "is not a duration", text, "30m, 12h, 7d, 2w"))
     return float(match[1]) * _UNITS[match[2]]
 
 
 def disposable(registry: Registry, runs: Sequence[Run], rules: Rules) -> list[Run]:
-    """Those of the runs that may go."""
-    chosen = [run for run in runs if run.status != "running"]
+    """Runs that may be deleted."""
+    candidates = [run for run in runs if run.status != "running"]
     if rules.statuses:
-        chosen = [run for run in chosen if run.status in rules.statuses]
+        candidates = [run for run in candidates if run.status in rules.statuses]
     if rules.older_than is not None:
         now = datetime.datetime.now(datetime.UTC)
-        chosen = [run for run in chosen if (now - _parsed(run.updated)).total_seconds() > rules.older_than]
+        candidates = [run for run in candidates if (now - _parse_time(run.updated)).total_seconds() > rules.older_than]
     if rules.keep_best is not None:
-        kept = _best_of_each(registry, runs, rules)
-        chosen = [run for run in chosen if run.id not in kept]
-    return chosen
+        protected = _best_of_each_sweep(registry, runs, rules)
+        candidates = [run for run in candidates if run.id not in protected]
+    return candidates
 
 
-def _best_of_each(registry: Registry, runs: Sequence[Run], rules: Rules) -> set[int]:
+def _best_of_each_sweep(registry: Registry, runs: Sequence[Run], rules: Rules) -> set[int]:
     sweeps: dict[str, list[Run]] = {}
     for run in runs:
         sweeps.setdefault(run.sweep, []).append(run)
-    ranked = [best(registry, alike, rules.metric, largest=rules.largest)[1] for alike in sweeps.values()]
-    return {run.id for found in ranked for run in found[: rules.keep_best]}
+    rankings = [best(registry, members, rules.metric, largest=rules.largest)[1] for members in sweeps.values()]
+    return {run.id for ranking in rankings for run in ranking[: rules.keep_best]}
 
 
 def size(folder: Path) -> int:
-    """Bytes on disk."""
+    """Size of a folder on disk in bytes."""
     total = 0
-    for here, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in names:
             try:
-                total += os.lstat(os.path.join(here, name)).st_blocks * 512
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
             except OSError:
                 continue
     return total
 
 
-def _parsed(moment: str) -> datetime.datetime:
-    return datetime.datetime.fromisoformat(moment)
+def _parse_time(text: str) -> datetime.datetime:
+    return datetime.datetime.fromisoformat(text)

@@ -1,36 +1,36 @@
-"""How much of the spread of a result goes with each setting, taken alone."""
+"""Importance of settings: the share of a result's variance that each setting explains on its own."""
 
 import math
 from collections.abc import Mapping, Sequence
 
 from maxhydra.runs.config_sections import Cell
 
-# Fewer runs than these say nothing.
-FEWEST = 4
+# Minimum number of runs for a meaningful estimate.
+MIN_RUNS = 4
 
 
 def importance(settings: Mapping[str, Sequence[Cell | None]], results: Sequence[float]) -> dict[str, float]:
     """Share of the variance of the results that each setting explains, largest first.
 
     One-way analysis of variance with Kelley's epsilon squared, (SS_between - (k - 1) MS_within) / SS_total: unlike the
-    plain ratio it is near 0 for a setting that has nothing to do with the result, however many values it takes. A
-    setting with many values is cut into groups of equal size first. Effects of several settings together are not seen.
+    plain ratio, it is near 0 for a setting unrelated to the result, however many values it takes. A setting with many
+    values is binned into groups of equal size first. Interactions between settings are not detected.
     """
-    if len(results) < FEWEST:
+    if len(results) < MIN_RUNS:
         return {}
     shares = {name: _share(_groups(values), results) for name, values in settings.items()}
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
 def _groups(values: Sequence[Cell | None]) -> list[int]:
-    """Number of the group of each value: one for each value that comes back, or about sqrt(n) of equal size."""
+    """Group index of each value: one group per recurring value, or about sqrt(n) groups of equal size."""
     distinct = sorted(set(values), key=_rank)
     if len(distinct) <= max(2, len(values) // 2):
         return [distinct.index(value) for value in values]
     count = max(2, math.isqrt(len(values)))
-    places = sorted(range(len(values)), key=lambda place: _rank(values[place]))
-    group = {place: order * count // len(values) for order, place in enumerate(places)}
-    return [group[place] for place in range(len(values))]
+    ranking = sorted(range(len(values)), key=lambda index: _rank(values[index]))
+    group = {index: rank * count // len(values) for rank, index in enumerate(ranking)}
+    return [group[index] for index in range(len(values))]
 
 
 def _rank(value: Cell | None) -> tuple[int, float, str]:

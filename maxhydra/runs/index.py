@@ -1,7 +1,7 @@
-"""outputs/.runs.sqlite: what the files of all runs say, kept so that ten thousand of them need not be read again.
+"""outputs/.runs.sqlite: an index of all runs, so that the files of ten thousand runs are not read each time.
 
-The files are the truth. Whatever changed since is read anew before each use; an index that is gone, damaged or of
-another version is made again, and one that cannot be written lives in memory.
+The files are the source of truth. Changed files are read again before each use; an index that is missing, damaged or
+has a different version is rebuilt, and one that cannot be written is kept in memory.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from maxhydra.runs import config_sections
 from maxhydra.runs.scan import (
-    HALF,
+    INCOMPLETE_LINE,
     METRICS,
     FileStamp,
     MetricSummary,
     Position,
-    find,
+    find_runs,
     read_facts,
+    read_metric_summaries,
     read_settings,
-    read_traces,
     tail,
 )
 from maxhydra.runs.summary import Facts, wall_seconds
@@ -34,22 +34,22 @@ from maxhydra.runs.summary import Facts, wall_seconds
 T = TypeVar("T")
 
 FILE = ".runs.sqlite"
-# Of the tables below and of what is put into them.
+# Version of the tables below and their contents.
 VERSION = 4
-# Another process may be making the index of very many runs.
+# Lock timeout: another process may be building the index of very many runs.
 BUSY_SECONDS = 300
-# From so many changed runs on, it pays to start processes that read them; each takes so many at a time.
-MANY, CHUNK = 1000, 50
+# Number of changed runs from which worker processes pay off, and runs per task of a worker.
+PARALLEL_RUNS, CHUNK = 1000, 50
 
 _TABLES = """
--- `change` grows with every refresh that found something; `epoch` tells this file from the one before it.
+-- `change` grows with every refresh that found changes; `epoch` identifies this database file.
 CREATE TABLE counter (epoch TEXT, change INTEGER);
 INSERT INTO counter VALUES (hex(randomblob(8)), 0);
 CREATE TABLE run (
   id INTEGER PRIMARY KEY, path TEXT UNIQUE, facts_stamp TEXT, metrics_stamp TEXT, change INTEGER,
   inode INTEGER, offset INTEGER, lines INTEGER, tail TEXT, step INTEGER, faults TEXT, metrics_faults TEXT, entry TEXT,
   settings BLOB);
--- Every key with every value that any run has had, once; `run.settings` holds the numbers of a run's own, packed.
+-- Every distinct (key, value) pair of any run; `run.settings` holds the packed ids of a run's pairs.
 CREATE TABLE setting (id INTEGER PRIMARY KEY, key TEXT, value, UNIQUE (key, value));
 CREATE TABLE metric (
   name TEXT, run INTEGER, step INTEGER, last REAL, low REAL, low_step INTEGER, high REAL, high_step INTEGER,
@@ -59,7 +59,7 @@ CREATE INDEX metric_of_run ON metric (run);
 
 
 class IndexEntry(NamedTuple):
-    """What the index remembers of a run's files."""
+    """Stored state of a run's files."""
 
     id: int
     stamp: FileStamp
@@ -67,7 +67,7 @@ class IndexEntry(NamedTuple):
 
 
 class Index:
-    """The tables, brought up to date by `refresh`. One connection, for one thread at a time."""
+    """The index tables, updated by `refresh`. One connection, used by one thread at a time."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -76,19 +76,19 @@ class Index:
         self._connection = self._open()
 
     def refresh(self) -> None:
-        """Read what changed on disk."""
-        self._surely(self._refresh)
+        """Read the files that changed on disk."""
+        self._with_recovery(self._refresh)
 
     def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        """What a query finds."""
-        return self._surely(lambda: self._connection.execute(query, values).fetchall())
+        """Rows of a query."""
+        return self._with_recovery(lambda: self._connection.execute(query, values).fetchall())
 
     def close(self) -> None:
         self._connection.close()
 
-    def _surely(self, action: Callable[[], T]) -> T:
-        """Do it; where the index is damaged, with a new one; where none can be kept (no locks there), in memory."""
-        for recover in (self._start_over, self._move_to_memory):
+    def _with_recovery(self, action: Callable[[], T]) -> T:
+        """Run an action; rebuild a damaged index, then fall back to memory (e.g. on file systems without locks)."""
+        for recover in (self._rebuild, self._move_to_memory):
             try:
                 return action()
             except sqlite3.DatabaseError:
@@ -97,7 +97,7 @@ class Index:
 
     def _open(self) -> sqlite3.Connection:
         if os.access(self.root, os.W_OK):
-            for _ in ("as it is", "anew"):
+            for _ in range(2):  # The existing file, then a new one.
                 with contextlib.suppress(sqlite3.DatabaseError):
                     return _connect(str(self._file))
                 self._delete()
@@ -108,7 +108,7 @@ class Index:
             for path in (self._file, self._file.with_name(f"{FILE}-journal")):
                 path.unlink(missing_ok=True)
 
-    def _start_over(self) -> None:
+    def _rebuild(self) -> None:
         self._connection.close()
         self._settings.clear()
         self._delete()
@@ -130,23 +130,25 @@ class Index:
         known = {
             path: IndexEntry(id, FileStamp(facts, metrics), Position(*rest)) for path, id, facts, metrics, *rest in rows
         }
-        found = dict(find(self.root))
-        gone = [known[path].id for path in known.keys() - found.keys()]
-        changed = [path for path, stamp in found.items() if path not in known or known[path].stamp != stamp]
+        stamps = dict(find_runs(self.root))
+        gone = [known[path].id for path in known.keys() - stamps.keys()]
+        changed = [path for path, stamp in stamps.items() if path not in known or known[path].stamp != stamp]
         if not gone and not changed:
             return
-        positions = [self._position(path, known.get(path), found[path]) for path in changed]
-        with self._writing() as change, _mapping(len(changed)) as mapped:
+        positions = [self._position(path, known.get(path), stamps[path]) for path in changed]
+        with self._transaction() as change, _parallel_map(len(changed)) as map_runs:
             for id in gone:
-                self._forget(id)
+                self._remove(id)
             folders = [self.root / path for path in changed]
-            for path, since, read in zip(changed, positions, mapped(read_traces, folders, positions), strict=True):
-                id = self._keep(path, found[path], known.get(path), change)
-                self._keep_metrics(id, since, *read)
+            for path, since, result in zip(
+                changed, positions, map_runs(read_metric_summaries, folders, positions), strict=True
+            ):
+                id = self._store_run(path, stamps[path], known.get(path), change)
+                self._store_metrics(id, since, *result)
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[int]:
-        """One transaction; gives the number by which its changes are told from earlier ones."""
+    def _transaction(self) -> Iterator[int]:
+        """One transaction; yields the change number of its updates."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             (change,) = self._connection.execute("UPDATE counter SET change = change + 1 RETURNING change").fetchone()
@@ -157,7 +159,7 @@ class Index:
             raise
         self._connection.execute("COMMIT")
 
-    def _keep(self, path: str, stamp: FileStamp, known: IndexEntry | None, change: int) -> int:
+    def _store_run(self, path: str, stamp: FileStamp, known: IndexEntry | None, change: int) -> int:
         (id,) = self._connection.execute(
             "INSERT INTO run (path, facts_stamp, metrics_stamp, change) VALUES (?, ?, ?, ?) "
             "ON CONFLICT (path) DO UPDATE SET facts_stamp = excluded.facts_stamp, "
@@ -165,46 +167,47 @@ class Index:
             (path, stamp.facts, stamp.metrics, change),
         ).fetchone()
         if known is None or known.stamp.facts != stamp.facts:
-            self._keep_facts(id, self.root / path)
+            self._store_facts(id, self.root / path)
         return int(id)
 
-    def _keep_facts(self, id: int, folder: Path) -> None:
-        faults: list[str] = []
-        facts = read_facts(folder, faults)
-        settings = [] if facts is None else read_settings(folder, facts, faults)
+    def _store_facts(self, id: int, folder: Path) -> None:
+        errors: list[str] = []
+        facts = read_facts(folder, errors)
+        settings = [] if facts is None else read_settings(folder, facts, errors)
         entry = None if facts is None else json.dumps(_entry(facts))
         self._connection.execute(
             "UPDATE run SET faults = ?, entry = ?, settings = ? WHERE id = ?",
-            (json.dumps(faults), entry, pack(self._number(setting) for setting in settings), id),
+            (json.dumps(errors), entry, pack(self._setting_id(setting) for setting in settings), id),
         )
 
-    def _number(self, setting: tuple[str, config_sections.Cell]) -> int:
-        """The number of a key with a value, which is put into the table when it is first seen."""
-        number = self._settings.get(setting)
-        if number is None:
+    def _setting_id(self, setting: tuple[str, config_sections.Cell]) -> int:
+        """Id of a (key, value) pair, inserted into the table when first seen."""
+        setting_id = self._settings.get(setting)
+        if setting_id is None:
             row = self._connection.execute("SELECT id FROM setting WHERE key = ? AND value = ?", setting).fetchone()
             if row is None:
                 row = (self._connection.execute("INSERT INTO setting (key, value) VALUES (?, ?)", setting).lastrowid,)
-            number = self._settings[setting] = int(row[0])
-        return number
+            setting_id = self._settings[setting] = int(row[0])
+        return setting_id
 
     def _position(self, path: str, known: IndexEntry | None, stamp: FileStamp) -> Position:
-        """A file that grew is read from where it was left; a resumed run puts another one in its place."""
+        """Where to continue reading: the last position if the file only grew, the start if it was replaced."""
         since = known.position if known is not None else Position()
         inode, size, _ = (stamp.metrics or "0:0:0").split(":")
         has_grown = int(inode) == since.inode and int(size) >= since.offset
         return since if has_grown and tail(self.root / path / METRICS, since.offset) == since.tail else Position()
 
-    def _keep_metrics(
-        self, id: int, since: Position, now: Position, traces: dict[str, MetricSummary], faults: list[str]
+    def _store_metrics(
+        self, id: int, since: Position, now: Position, traces: dict[str, MetricSummary], errors: list[str]
     ) -> None:
         if since.offset:
             columns = "name, step, last, low, low_step, high, high_step"
             rows = self._connection.execute(f"SELECT {columns} FROM metric WHERE run = ?", (id,))
             for name, *earlier in rows.fetchall():
-                traces[name] = MetricSummary(*earlier).then(traces[name]) if name in traces else MetricSummary(*earlier)
+                stored = MetricSummary(*earlier)
+                traces[name] = stored.merge(traces[name]) if name in traces else stored
             ((before,),) = self._connection.execute("SELECT metrics_faults FROM run WHERE id = ?", (id,))
-            faults = [*(fault for fault in json.loads(before or "[]") if HALF not in fault), *faults]
+            errors = [*(error for error in json.loads(before or "[]") if INCOMPLETE_LINE not in error), *errors]
         self._connection.execute("DELETE FROM metric WHERE run = ?", (id,))
         self._connection.executemany(
             "INSERT INTO metric VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -213,27 +216,27 @@ class Index:
         step = max((trace.step for trace in traces.values()), default=None)
         self._connection.execute(
             "UPDATE run SET inode = ?, offset = ?, lines = ?, tail = ?, step = ?, metrics_faults = ? WHERE id = ?",
-            (*now, step, json.dumps(faults), id),
+            (*now, step, json.dumps(errors), id),
         )
 
-    def _forget(self, id: int) -> None:
+    def _remove(self, id: int) -> None:
         self._connection.execute("DELETE FROM metric WHERE run = ?", (id,))
         self._connection.execute("DELETE FROM run WHERE id = ?", (id,))
 
 
 @contextlib.contextmanager
-def _mapping(count: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """`map`, by several processes where there is much to do: nearly all of the time goes into parsing."""
-    if count < MANY:
+def _parallel_map(count: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """`map`, with worker processes for many items: nearly all of the time is spent parsing."""
+    if count < PARALLEL_RUNS:
         yield map
         return
-    # Spawned, not forked: the server has threads.
+    # Spawned instead of forked, because the server has threads.
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         yield functools.partial(pool.map, chunksize=CHUNK)
 
 
 def pack(numbers: Iterable[int]) -> bytes:
-    """Four bytes each."""
+    """Pack as 32-bit integers."""
     return array("I", numbers).tobytes()
 
 
@@ -242,18 +245,18 @@ def unpack(packed: bytes) -> "array[int]":
 
 
 def _connect(file: str) -> sqlite3.Connection:
-    """Open, and make the tables where they are not this version's. Raises DatabaseError on what is no index."""
-    # The server asks from one thread after the other.
+    """Open a database and create missing tables. Raises DatabaseError if it is not an index of this version."""
+    # The server queries from several threads, one at a time.
     connection = sqlite3.connect(file, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     try:
-        # A rebuildable file needs no patience with the disk.
+        # The file can be rebuilt, so durability is not needed.
         connection.execute("PRAGMA synchronous = OFF")
-        # 64 MB: the tables of ten thousand runs fit, and are not written page by page while they are made.
+        # 64 MB: the tables of ten thousand runs fit, so that pages are not written while the index is built.
         connection.execute("PRAGMA cache_size = -65536")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version != VERSION:
             if version or connection.execute("SELECT name FROM sqlite_master").fetchone():
-                raise sqlite3.DatabaseError("another version")
+                raise sqlite3.DatabaseError("not an index of this version")
             connection.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
     except BaseException:
         connection.close()
@@ -262,7 +265,7 @@ def _connect(file: str) -> sqlite3.Connection:
 
 
 def _entry(facts: Facts) -> dict[str, Any]:
-    """What is shown of every run; the rest is read from run.json when one is looked at."""
+    """Fields shown for every run; the others are read from run.json on demand."""
     session, objective, git = facts["sessions"][-1], facts.get("objective") or {}, facts.get("git") or {}
     return {
         "name": str(facts.get("name")),

@@ -1,52 +1,92 @@
-"""A page that needs nothing but itself: style, script and data inside it, and a policy that lets nothing else in."""
+"""Self-contained HTML pages: style, script and data are inline, and a CSP allows nothing else.
+
+HTML is escaped by construction: plain strings are text, and only `element` creates markup.
+"""
 
 import base64
 import hashlib
+import html
 import json
 from collections.abc import Sequence
 from importlib import resources
 from string import Template
-from typing import Any
+from typing import Any, TypeAlias
 
 from maxhydra.record.atomic_io import plain
-from maxhydra.runs.html import Html, element, together
+
+
+class Html(str):
+    """Markup that is safe to insert into a page without escaping."""
+
+    __slots__ = ()
+
+
+# Elements without content or end tag.
+_VOID = ("input",)
+
+Child: TypeAlias = "str | Html | None"
+
+
+def element(name: str, *children: Child, **attributes: str | bool | None) -> Html:
+    """`<name attribute="...">children</name>`: `class_` is class, `aria_label` aria-label, True a bare attribute."""
+    rendered = [_attribute(key, value) for key, value in attributes.items() if value not in (None, False)]
+    opening = " ".join([name, *rendered])
+    return Html(f"<{opening}>" if name in _VOID else f"<{opening}>{concat(*children)}</{name}>")
+
+
+def concat(*children: Child) -> Html:
+    """Concatenate children; plain strings are escaped, None is omitted."""
+    return Html("".join(c if isinstance(c, Html) else html.escape(c) for c in children if c is not None))
+
+
+def _attribute(key: str, value: str | bool | None) -> str:
+    name = key.rstrip("_").replace("_", "-")
+    return name if value is True else f'{name}="{html.escape(str(value))}"'
 
 
 def page(title: str, body: Html, *, name: str, data: Any) -> str:
-    """The whole document; `name` is that of its own style and script, which come after the shared ones."""
-    return _document(title, body, style=joined("base.css", f"{name}.css"), scripts=[f"{name}.js"], data=data)
+    """Complete document; `name` selects its style and script, which follow the shared ones."""
+    return _document(title, body, style=read_assets("base.css", f"{name}.css"), scripts=[f"{name}.js"], data=data)
 
 
 def live_page(title: str, body: Html, *, bar: Html, data: Any) -> str:
-    """The dashboard, whose script may talk to the server that it came from."""
-    style, scripts = joined("base.css", "dashboard.css"), ["dashboard_table.js", "dashboard.js"]
-    return _document(title, body, style=style, scripts=scripts, data=data, bar=bar, allowed="; connect-src 'self'")
+    """The dashboard page, whose script may connect to its server."""
+    style, scripts = read_assets("base.css", "dashboard.css"), ["dashboard_table.js", "dashboard.js"]
+    return _document(title, body, style=style, scripts=scripts, data=data, bar=bar, extra_policy="; connect-src 'self'")
 
 
 def _document(
-    title: str, body: Html, *, style: str, scripts: Sequence[str], data: Any, bar: Html | None = None, allowed: str = ""
+    title: str,
+    body: Html,
+    *,
+    style: str,
+    scripts: Sequence[str],
+    data: Any,
+    bar: Html | None = None,
+    extra_policy: str = "",
 ) -> str:
-    script = joined("page.js", "curves.js", *scripts)
-    # Hashes instead of 'unsafe-inline': no other script or style runs, even if one slipped into the page.
+    script = read_assets("page.js", "curves.js", *scripts)
+    # Hashes instead of 'unsafe-inline': no other script or style runs, even if one were injected.
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
-    return Template(part("page.html")).substitute(
-        policy=policy + allowed,
+    return Template(read_asset("page.html")).substitute(
+        policy=policy + extra_policy,
         style=style,
         script=script,
-        title=together(title),
+        title=concat(title),
         bar=bar or Html(),
         body=body,
-        # `<` as an escape: nothing in the data can end the element that holds it.
+        # `<` is escaped, so that nothing in the data can close the script element.
         data=Html(json.dumps(plain(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")),
     )
 
 
-def part(name: str) -> str:
-    return resources.files("maxhydra.runs").joinpath(name).read_text(encoding="utf-8")
+def read_asset(name: str) -> str:
+    """Contents of a file of runs/web/."""
+    return resources.files("maxhydra.runs").joinpath("web", name).read_text(encoding="utf-8")
 
 
-def joined(*names: str) -> str:
-    return "".join(part(name) for name in names)
+def read_assets(*names: str) -> str:
+    return "".join(read_asset(name) for name in names)
 
 
 def _hash(text: str) -> str:
@@ -54,7 +94,7 @@ def _hash(text: str) -> str:
 
 
 def curve_controls(*more: Html) -> Html:
-    """Scale and smoothing of the curves under it."""
+    """Controls for scale and smoothing of the curves below."""
     log = element("label", element("input", type="checkbox", id="log"), "Log scale", class_="check")
     slider = element("input", type="range", id="smoothing", min="0", max="0.98", step="0.02", value="0")
     return element(
@@ -66,13 +106,13 @@ def curve_controls(*more: Html) -> Html:
     )
 
 
-def figure_frame(title: str, *, label: str, number: int | None = None, wide: bool = False, words: str = "") -> Html:
-    """An empty frame, which the script fills; `label` and `words` say what the curves show to those who do not see."""
+def figure_frame(title: str, *, label: str, number: int | None = None, wide: bool = False, summary: str = "") -> Html:
+    """Empty figure that the script fills; `label` and `summary` describe it to screen readers and without scripts."""
     return element(
         "figure",
         element("figcaption", element("h3", title), element("output", class_="readout", aria_live="off")),
         element("div", class_="plot", tabindex="0", role="img", aria_label=label),
-        element("noscript", element("p", words)) if words else None,
+        element("noscript", element("p", summary)) if summary else None,
         class_="chart wide" if wide else "chart",
         data_chart=None if number is None else str(number),
     )
@@ -90,8 +130,8 @@ def head_row(names: Sequence[str]) -> Html:
     return element("thead", element("tr", *(element("th", name, scope="col") for name in names)))
 
 
-def copied(text: str, identity: str) -> Html:
-    """A command in a box with a button that copies it."""
+def copy_box(text: str, identity: str) -> Html:
+    """A command with a button that copies it."""
     return element(
         "div",
         element("code", text, id=identity),

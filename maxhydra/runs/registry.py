@@ -1,4 +1,4 @@
-"""The runs under a folder: which there are, what their settings and metrics are, and which one a name means."""
+"""The registry of runs under a folder: list them, read their settings and metrics, and resolve names."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -13,12 +13,12 @@ from maxhydra.record.liveness import is_lost
 from maxhydra.record.run_dir import LOST_REASON
 from maxhydra.runs.config_sections import Cell
 from maxhydra.runs.index import Index, unpack
-from maxhydra.runs.scan import HALF
+from maxhydra.runs.scan import INCOMPLETE_LINE
 
 STATUSES = ("running", "finished", "failed", "preempted", "lost")
-# A metric's name may end in one of these; without, its last value is meant.
+# Suffixes of a metric's name and their index columns; the default is the last value.
 PARTS = {"last": "last", "min": "low", "max": "high"}
-_SHOWN_NAMES = 8
+_MAX_NAMES_SHOWN = 8
 
 
 class Run(NamedTuple):
@@ -26,7 +26,7 @@ class Run(NamedTuple):
 
     id: int
     path: str
-    """Relative to the folder of runs: the run's name everywhere."""
+    """Path relative to the folder of runs, used as the run's name everywhere."""
     task: str | None
     model: str | None
     status: str
@@ -36,7 +36,7 @@ class Run(NamedTuple):
     seconds: float
     step: int | None
     objective: str | None
-    """Name of the metric that the run was to make small, and its value at the end."""
+    """Name of the metric that the run minimizes, and its final value."""
     value: float | None
     host: str
     devices: str | None
@@ -45,31 +45,31 @@ class Run(NamedTuple):
     tags: tuple[str, ...]
     notes: str
     change: int
-    """Grows with every change: see Registry.token."""
+    """Change number of the run's last update: see Registry.token."""
 
     @property
     def sweep(self) -> str:
-        """The folder that holds the run and its like; empty for a run that stands alone."""
+        """Folder that contains the runs of a sweep; empty for a single run."""
         return self.path.rpartition("/")[0]
 
 
-# What can be asked of a run by name, besides settings and metrics.
+# Fields of a run that conditions can refer to, in addition to settings and metrics.
 FIELDS = ("path", "sweep", "status", "tag", "created", "updated", "seconds", "step", "value", "host", "commit", "notes")
 
 
 class Registry:
-    """The runs of a folder and of all folders below it, as they are on disk at the last `refresh`."""
+    """Runs in a folder and its subfolders, as of the last `refresh`."""
 
     def __init__(self, root: Path | str):
         self.root = Path(root)
         if not self.root.is_dir():
-            hint = "runs are looked for in outputs/ of the working directory; -o FOLDER names another place"
+            hint = "runs are searched in outputs/ of the working directory; set another folder with -o FOLDER"
             raise ConfigError(Problem("--outputs", "is not a folder", value=str(root), hint=hint))
         self._index = Index(self.root)
         self.refresh()
 
     def refresh(self) -> None:
-        """Take in what changed on disk since."""
+        """Read what changed on disk."""
         self._index.refresh()
 
     def close(self) -> None:
@@ -77,64 +77,66 @@ class Registry:
 
     @property
     def token(self) -> str:
-        """Changes whenever a run does."""
+        """Changes whenever a run changes."""
         ((epoch, change),) = self._index.rows("SELECT epoch, change FROM counter")
         return f"{epoch}-{change}"
 
     def runs(self) -> list[Run]:
-        """All of them, newest first."""
+        """All runs, newest first."""
         rows = self._index.rows("SELECT entry, id, path, change, step FROM run WHERE entry IS NOT NULL")
-        # One call for all, which is faster than thousands.
+        # A single json.loads call is faster than thousands.
         entries = json.loads(f"[{','.join(row[0] for row in rows)}]")
-        found = [_run(entry, *row[1:]) for entry, row in zip(entries, rows, strict=True)]
-        return sorted(found, key=lambda run: (run.created, run.path), reverse=True)
+        runs = [_run(entry, *row[1:]) for entry, row in zip(entries, rows, strict=True)]
+        return sorted(runs, key=lambda run: (run.created, run.path), reverse=True)
 
     def faults(self) -> list[str]:
-        """What was skipped, one line for each place; half a line of a run that goes on is being written."""
-        lines = []
+        """Files and lines that could not be read, except the last line of a running run, which may be incomplete."""
+        messages = []
         query = "SELECT path, entry, faults, metrics_faults FROM run WHERE faults != '[]' OR metrics_faults != '[]'"
-        for path, entry, *faults in self._index.rows(query):
+        for path, entry, *columns in self._index.rows(query):
             is_running = entry is not None and _is_running(json.loads(entry))
-            found = [fault for part in faults for fault in json.loads(part or "[]")]
-            lines += [f"{self.root / path}/{f}" for f in found if not (is_running and HALF in f)]
-        return sorted(lines)
+            errors = [error for column in columns for error in json.loads(column or "[]")]
+            messages += [
+                f"{self.root / path}/{error}" for error in errors if not (is_running and INCOMPLETE_LINE in error)
+            ]
+        return sorted(messages)
 
     def settings(self, ids: Iterable[int]) -> dict[int, dict[str, Cell]]:
-        """The whole config of some runs, and the options that were chosen."""
+        """Complete configs of the given runs, including the options chosen in config groups."""
         known = {number: (key, value) for number, key, value in self._index.rows("SELECT id, key, value FROM setting")}
         packed = dict(self._index.rows("SELECT id, settings FROM run"))
         return {id: dict(sorted((known[n] for n in unpack(packed[id])), key=itemgetter(0))) for id in ids}
 
     def metrics(self, ids: Iterable[int]) -> dict[int, dict[str, float | None]]:
-        """The last value of each metric of some runs."""
+        """Last value of each metric of the given runs."""
         return {id: dict(self._index.rows("SELECT name, last FROM metric WHERE run = ?", id)) for id in ids}
 
     def keys(self) -> list[str]:
-        """Every setting and every group that any run has, or had."""
+        """All settings and config groups of any run, including deleted ones."""
         return [key for (key,) in self._index.rows("SELECT DISTINCT key FROM setting ORDER BY key")]
 
     def metric_names(self) -> list[str]:
         return [name for (name,) in self._index.rows("SELECT DISTINCT name FROM metric ORDER BY name")]
 
     def values(self, name: str, runs: Sequence[Run]) -> dict[int, Any]:
-        """A field, setting, group or metric of the runs that have it. ConfigError where nothing is called so."""
+        """Values of a field, setting, group or metric, by run id. Raises ConfigError if the name is unknown."""
         if name in FIELDS:
             return {run.id: getattr(run, "tags" if name == "tag" else name) for run in runs}
-        found: dict[int, Any] = {**(self.setting(name) or self.metric(name))}
-        if not found and runs:
+        values: dict[int, Any] = {**(self.setting(name) or self.metric(name))}
+        if not values and runs:
             raise ConfigError(self._unknown(name))
-        return found
+        return values
 
     def setting(self, key: str) -> dict[int, Cell]:
-        """A key of the config, or a group, in each run that has it."""
+        """Values of a config key or group, by run id."""
         values = dict(self._index.rows("SELECT id, value FROM setting WHERE key = ?", key))
         packed = self._index.rows("SELECT id, settings FROM run") if values else []
-        # A run has one value of a key: its number is looked for among the run's own, by C code alone.
-        found = ((id, next(filter(values.__contains__, unpack(numbers)), None)) for id, numbers in packed)
-        return {id: values[number] for id, number in found if number is not None}
+        # A run has at most one value of a key; `filter` searches its setting ids in C.
+        setting_ids = ((id, next(filter(values.__contains__, unpack(numbers)), None)) for id, numbers in packed)
+        return {id: values[number] for id, number in setting_ids if number is not None}
 
     def metric(self, name: str) -> dict[int, float | None]:
-        """Its last value (or NAME:min, NAME:max) in each run that has it; None where it is not finite."""
+        """Last value of a metric (or NAME:min, NAME:max) by run id; None if it is not finite."""
         metric, _, part = name.rpartition(":")
         if part not in PARTS or not metric:
             metric, part = name, "last"
@@ -142,44 +144,44 @@ class Registry:
 
     def _unknown(self, name: str) -> Problem:
         known = [*FIELDS, *self.keys(), *self.metric_names()]
-        ends = [key for key in known if key.rpartition(".")[2] == name]
-        hint = f"did you mean {ends[0]!r}?" if ends else did_you_mean(name, known)
-        metrics = ", ".join(self.metric_names()[: 2 * _SHOWN_NAMES])
+        same_suffix = [key for key in known if key.rpartition(".")[2] == name]
+        hint = f"did you mean {same_suffix[0]!r}?" if same_suffix else did_you_mean(name, known)
+        metrics = ", ".join(self.metric_names()[: 2 * _MAX_NAMES_SHOWN])
         accepted = f"{', '.join(FIELDS)}; any key of the config; a metric ({metrics}), also with :min or :max"
-        return Problem(name, "no run has a setting or a metric of this name", accepted=accepted, hint=hint)
+        return Problem(name, "is not a setting or a metric of any run", accepted=accepted, hint=hint)
 
     def find(self, name: str, runs: Sequence[Run] | None = None) -> Run:
-        """The run that a name means: its path, a folder on disk, its last part, or the beginning of either."""
+        """Resolve a name: a path, a folder on disk, the last part of a path, or a prefix of either."""
         runs = self.runs() if runs is None else runs
-        wanted = self._relative(name)
+        path = self._relative(name)
         for matches in (
-            [run for run in runs if run.path == wanted],
-            [run for run in runs if run.path.rpartition("/")[2] == wanted],
-            [run for run in runs if run.path.startswith(wanted) or run.path.rpartition("/")[2].startswith(wanted)],
+            [run for run in runs if run.path == path],
+            [run for run in runs if run.path.rpartition("/")[2] == path],
+            [run for run in runs if run.path.startswith(path) or run.path.rpartition("/")[2].startswith(path)],
         ):
             if len(matches) == 1:
                 return matches[0]
             if matches:
-                some = ", ".join(run.path for run in matches[:_SHOWN_NAMES])
-                more = f" and {len(matches) - _SHOWN_NAMES} more" if len(matches) > _SHOWN_NAMES else ""
-                raise ConfigError(Problem(name, f"{len(matches)} runs are called so", accepted=some + more))
-        newest = f"the newest is {runs[0].path!r}" if runs else f"{self.root} holds no runs"
-        hint = did_you_mean(wanted, [part for run in runs for part in (run.path, run.path.rpartition("/")[2])])
-        raise ConfigError(Problem(name, "no such run", hint=hint or newest))
+                names = ", ".join(run.path for run in matches[:_MAX_NAMES_SHOWN])
+                more = f" and {len(matches) - _MAX_NAMES_SHOWN} more" if len(matches) > _MAX_NAMES_SHOWN else ""
+                raise ConfigError(Problem(name, f"is ambiguous: {len(matches)} runs match", accepted=names + more))
+        newest = f"the newest is {runs[0].path!r}" if runs else f"{self.root} contains no runs"
+        hint = did_you_mean(path, [part for run in runs for part in (run.path, run.path.rpartition("/")[2])])
+        raise ConfigError(Problem(name, "is not a known run", hint=hint or newest))
 
     def under(self, name: str) -> tuple[str, list[Run]]:
-        """A sweep or any other folder below this one ("" for this one) with its runs; for a run's name, that run."""
-        runs, wanted = self.runs(), self._relative(name)
-        if wanted == ".":
+        """Relative path and runs of a sweep or another subfolder ("" for the root); a run's name gives that run."""
+        runs, path = self.runs(), self._relative(name)
+        if path == ".":
             return "", runs
-        inside = [run for run in runs if run.path.startswith(f"{wanted}/")]
+        inside = [run for run in runs if run.path.startswith(f"{path}/")]
         if inside:
-            return wanted, inside
-        found = self.find(name, runs)
-        return found.path, [found]
+            return path, inside
+        run = self.find(name, runs)
+        return run.path, [run]
 
     def _relative(self, name: str) -> str:
-        """A path that a shell completed (outputs/x/) as a path below the folder of runs."""
+        """Convert a path completed by a shell (outputs/x/) to a path below the folder of runs."""
         path, root = Path(name), self.root.resolve()
         if path.is_dir() and path.resolve().is_relative_to(root):
             return path.resolve().relative_to(root).as_posix()
@@ -194,15 +196,15 @@ def _is_running(entry: dict[str, Any]) -> bool:
 
 
 def _run(entry: dict[str, Any], id: int, path: str, change: int, step: int | None) -> Run:
-    is_gone = entry["status"] == "running" and not _is_running(entry)
+    is_dead = entry["status"] == "running" and not _is_running(entry)
     value = from_number(entry["value"])
     return Run(
         id=id,
         path=path,
         task=entry["task"],
         model=entry["model"],
-        status="lost" if is_gone else entry["status"],
-        reason=LOST_REASON if is_gone else entry["reason"],
+        status="lost" if is_dead else entry["status"],
+        reason=LOST_REASON if is_dead else entry["reason"],
         created=entry["created"],
         updated=entry["updated"],
         seconds=entry["seconds"],

@@ -1,4 +1,4 @@
-"""report.html: a run on one page that needs nothing but itself, neither a network nor the rest of the folder."""
+"""report.html: a self-contained report of one run."""
 
 import shlex
 from collections.abc import Sequence
@@ -10,34 +10,45 @@ from maxhydra import __version__
 from maxhydra.record import RunDirectory, read_metrics
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.runs.curves import Chart, Line, charts, encode
-from maxhydra.runs.html import Html, element, together
-from maxhydra.runs.page import copied, curve_controls, figure_frame, head_row, page, part, scrolling, section
+from maxhydra.runs.page import (
+    Html,
+    concat,
+    copy_box,
+    curve_controls,
+    element,
+    figure_frame,
+    head_row,
+    page,
+    read_asset,
+    scrolling,
+    section,
+)
 from maxhydra.runs.settings import lookup, settings
-from maxhydra.runs.summary import Facts, KeyNumber, duration, figures, moment, number, session_seconds
+from maxhydra.runs.summary import Facts, KeyNumber, duration, figures, format_number, moment, session_seconds
 
-# Beside the report, and worth a link.
+# Files next to the report that it links to.
 _FILES = ("config.yaml", "metrics.jsonl", "log.txt", "run.json", "diff.patch")
-# Packages that decide what is computed; the others are under a fold.
+# Packages that affect results; the others are in a collapsed section.
 _MAIN_PACKAGES = ("maxhydra", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def write_report(run: RunDirectory) -> Path:
-    """Write <run>/report.html from run.json, metrics.jsonl and config.yaml, whatever state the run is in."""
+    """Write <run>/report.html from run.json, metrics.jsonl and config.yaml, in any state of the run."""
     facts, rows = run.read(), read_metrics(run.metrics_path)
     config = run.config_path.read_text(encoding="utf-8") if run.config_path.exists() else ""
-    drawn = charts(rows)
-    encoded = [{**chart.style, "lines": [encode(line) for line in chart.lines]} for chart in drawn]
-    body = Template(part("report.html")).substitute(
+    run_charts = charts(rows)
+    encoded = [{**chart.style, "lines": [encode(line) for line in chart.lines]} for chart in run_charts]
+    body = Template(read_asset("report.html")).substitute(
         header=_header(facts),
-        figures=together(*map(figure, figures(facts, rows, total_steps=lookup(config, "train.steps")))),
+        figures=concat(*map(figure, figures(facts, rows, total_steps=lookup(config, "train.steps")))),
         controls=curve_controls(),
-        charts=_charts(drawn),
+        charts=_charts(run_charts),
         sample=_sample(facts.get("sample")),
         config=_config(config),
         environment=_environment(facts),
         sessions=_sessions(facts),
         files=_files(run.path),
-        version=together(__version__),
+        version=concat(__version__),
     )
     data = {"charts": encoded, "resumes": _resumes(facts)}
     replace_file(run.report_path, page(str(facts["name"]), Html(body), name="report", data=data))
@@ -57,10 +68,10 @@ def _header(facts: Facts) -> Html:
         moment(facts["created"]),
     ]
     why = element("span", str(facts["reason"]), class_="reason") if facts.get("reason") else None
-    return together(
+    return concat(
         element("p", element("span", status, class_=f"status {status}"), why, class_="eyebrow"),
         element("h1", str(facts["name"])),
-        element("p", *_between([str(word) for word in about if word]), class_="about"),
+        element("p", *(element("span", str(item)) for item in about if item), class_="about"),
         element("p", str(facts["notes"]), class_="notes") if facts.get("notes") else None,
         element("ul", *(element("li", str(tag)) for tag in facts["tags"]), class_="tags")
         if facts.get("tags")
@@ -68,32 +79,29 @@ def _header(facts: Facts) -> Html:
     )
 
 
-def _between(words: Sequence[str]) -> list[Html]:
-    return [element("span", word) for word in words]
+def figure(item: KeyNumber) -> Html:
+    note = element("dd", item.note, class_="note") if item.note else None
+    return element("div", element("dt", item.label), element("dd", item.value, class_="value"), note)
 
 
-def figure(found: KeyNumber) -> Html:
-    note = element("dd", found.note, class_="note") if found.note else None
-    return element("div", element("dt", found.label), element("dd", found.value, class_="value"), note)
-
-
-def _charts(drawn: Sequence[Chart]) -> Html:
-    if not drawn:
+def _charts(charts: Sequence[Chart]) -> Html:
+    if not charts:
         return element("p", "No metrics were written.", class_="empty")
-    return together(*(_chart(index, chart) for index, chart in enumerate(drawn)))
+    return concat(*(_chart(index, chart) for index, chart in enumerate(charts)))
 
 
 def _chart(index: int, chart: Chart) -> Html:
-    told = ". ".join(_told(line) for line in chart.lines)
-    return figure_frame(chart.title, label=f"{chart.title}. {told}", number=index, wide=index == 0, words=told)
+    summary = ". ".join(_summarize(line) for line in chart.lines)
+    return figure_frame(chart.title, label=f"{chart.title}. {summary}", number=index, wide=index == 0, summary=summary)
 
 
-def _told(line: Line) -> str:
+def _summarize(line: Line) -> str:
     finite = line.finite
     if not finite:
         return f"{line.name}: never finite"
     low = min(finite, key=lambda point: point[1])
-    return f"{line.name}: {number(finite[0][1])} to {number(finite[-1][1])}, lowest {number(low[1])} at step {low[0]}"
+    first, last, lowest = (format_number(value) for value in (finite[0][1], finite[-1][1], low[1]))
+    return f"{line.name}: {first} to {last}, lowest {lowest} at step {low[0]}"
 
 
 def _sample(sample: str | None) -> Html | None:
@@ -101,7 +109,7 @@ def _sample(sample: str | None) -> Html | None:
 
 
 def _config(config: str) -> Html:
-    """Every value, with those that are not the schema's default marked."""
+    """All settings, with values that differ from the schema's defaults marked."""
     rows = [
         element(
             "tr",
@@ -141,32 +149,32 @@ def _environment(facts: Facts) -> Html:
         "Variables": "  ".join(f"{name}={value}" for name, value in (facts.get("variables") or {}).items()),
         "Timings": "  ".join(f"{name.replace('_', ' ')} {duration(value)}" for name, value in timings.items()),
     }
-    pairs = [together(element("dt", label), element("dd", _shown(value))) for label, value in entries.items() if value]
-    command = copied(shlex.join(facts.get("command") or []), "command")
-    everything = element("p", "  ".join(f"{name} {version}" for name, version in packages.items()))
-    fold = element("details", element("summary", f"All {len(packages)} packages"), everything) if packages else None
+    pairs = [concat(element("dt", label), element("dd", _format(value))) for label, value in entries.items() if value]
+    command = copy_box(shlex.join(facts.get("command") or []), "command")
+    all_packages = element("p", "  ".join(f"{name} {version}" for name, version in packages.items()))
+    fold = element("details", element("summary", f"All {len(packages)} packages"), all_packages) if packages else None
     return section("Environment", command, element("dl", *pairs, class_="pairs"), fold)
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _sessions(facts: Facts) -> Html:
     names = ("", "Started", "Took", "Steps", "Ended", "Host", "Commit")
-    rows = [_session(number, session, facts) for number, session in enumerate(facts["sessions"], start=1)]
+    rows = [_session(index, session, facts) for index, session in enumerate(facts["sessions"], start=1)]
     return section("Sessions", scrolling(element("table", head_row(names), element("tbody", *rows), class_="sessions")))
 
 
-def _session(number: int, session: Facts, facts: Facts) -> Html:
-    # The run knows better than its last session whether that one is still alive.
+def _session(index: int, session: Facts, facts: Facts) -> Html:
+    # The run's status is more recent: it also reflects whether the process of the last session is alive.
     status = str(facts["status"] if session is facts["sessions"][-1] else session["status"])
     steps = [session.get("start_step"), session.get("end_step")]
     git = session.get("git") or {}
     commit = (git.get("sha") or "")[:8] + ("*" if git.get("dirty") else "")
     return element(
         "tr",
-        element("td", str(number)),
+        element("td", str(index)),
         element("td", moment(session["started"])),
         element("td", duration(session_seconds(session, facts))),
         element("td", " – ".join(f"{step:,}" for step in steps if step is not None)),
@@ -177,5 +185,5 @@ def _session(number: int, session: Facts, facts: Facts) -> Html:
 
 
 def _files(folder: Path) -> Html:
-    found = [name for name in _FILES if (folder / name).exists()]
-    return together(*(element("a", name, href=name) for name in found))
+    names = [name for name in _FILES if (folder / name).exists()]
+    return concat(*(element("a", name, href=name) for name in names))

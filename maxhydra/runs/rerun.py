@@ -1,4 +1,4 @@
-"""A run once more: the overrides it was started with, and whether the code is still the one it ran."""
+"""Rerun a run: its original overrides, and whether the code has changed since."""
 
 import shlex
 from pathlib import Path
@@ -9,48 +9,44 @@ from maxhydra.record.provenance import code
 from maxhydra.record.redact import HIDDEN
 from maxhydra.runs.summary import Facts
 
-# Flags that change what is composed; each takes a value.
+# Flags that affect composition; each takes a value.
 _FLAGS = ("--config-dir", "-cd", "--config-name", "-cn")
 
 
 def arguments(facts: Facts, name: str | None, *changes: str) -> list[str]:
-    """What to give `maxhydra`: the flags and overrides of the run, another run.name (None: a new one), and changes."""
+    """Arguments of `maxhydra`: the run's flags and overrides, the changes, and a run.name (None: a new name)."""
     if "overrides" not in facts:
-        raise ConfigError(Problem(str(facts["name"]), "run.json does not say with which overrides it was started"))
+        raise ConfigError(Problem(str(facts["name"]), "has no overrides in its run.json, so it cannot be rerun"))
     replaced = {_key(change) for change in changes} | {"run.name"}
-    kept = [override for override in migrate_overrides(facts["overrides"]) if _key(override) not in replaced]
-    hidden = [_key(override) for override in kept if HIDDEN in override]
-    if hidden:
-        hint = f"give it again: {' '.join(f'{key}=...' for key in hidden)}"
-        raise ConfigError(Problem(hidden[0], "was a secret, and is not written down", hint=hint))
-    named = [] if name is None else [f"run.name={quoted(name)}"]
-    return [*_flags(facts), *kept, *changes, *named]
+    overrides = [override for override in migrate_overrides(facts["overrides"]) if _key(override) not in replaced]
+    redacted = [_key(override) for override in overrides if HIDDEN in override]
+    if redacted:
+        hint = f"pass it again: {' '.join(f'{key}=...' for key in redacted)}"
+        raise ConfigError(Problem(redacted[0], "is a secret, whose value was not stored", hint=hint))
+    run_name = [] if name is None else [f"run.name={quoted(name)}"]
+    return [*_flags(facts), *overrides, *changes, *run_name]
 
 
 def rerun_command(facts: Facts) -> str:
-    """The exact command for a shell, in the folder where it was given; a new run."""
-    command, overrides = facts.get("command") or [], facts.get("overrides")
-    unnamed = (
-        []
-        if overrides is None
-        else [override for override in migrate_overrides(overrides) if _key(override) != "run.name"]
-    )
-    words = command if overrides is None else ["maxhydra", *_flags(facts), *unnamed]
-    return f"cd {shlex.quote(str(facts.get('folder')))} && {shlex.join(words)}"
+    """Shell command that reruns a run under a new name, in its original working directory."""
+    original, overrides = facts.get("command") or [], facts.get("overrides")
+    unnamed = [override for override in migrate_overrides(overrides or []) if _key(override) != "run.name"]
+    command = original if overrides is None else ["maxhydra", *_flags(facts), *unnamed]
+    return f"cd {shlex.quote(str(facts.get('folder')))} && {shlex.join(command)}"
 
 
 def changed_code(facts: Facts, folder: Path) -> str | None:
-    """In words, how the code differs from what the run's last session ran; None where it does not."""
+    """Describe how the code differs from that of the run's last session; None if it does not."""
     then = facts.get("git") or {}
     now, diff = code()
     if not then.get("sha") or now is None:
         return "the run's code is not under version control" if not then.get("sha") else "this code is not"
     if then["sha"] != now["sha"]:
-        return f"the run had commit {then['sha'][:8]}, this is {(now['sha'] or 'none')[:8]}"
-    kept = folder / str(then["diff"]) if then.get("diff") else None
-    before = kept.read_text(encoding="utf-8").rstrip("\n") if kept is not None and kept.exists() else ""
+        return f"the run used commit {then['sha'][:8]}, this is {(now['sha'] or 'none')[:8]}"
+    patch = folder / str(then["diff"]) if then.get("diff") else None
+    before = patch.read_text(encoding="utf-8").rstrip("\n") if patch is not None and patch.exists() else ""
     if before != diff.rstrip("\n"):
-        return "the commit is the same, the uncommitted changes are not"
+        return "the commit is the same, but the uncommitted changes differ"
     return None
 
 
@@ -59,12 +55,12 @@ def _key(override: str) -> str:
 
 
 def _flags(facts: Facts) -> list[str]:
-    """--config-dir and --config-name of the command, each with its value; a worker's command says neither."""
+    """--config-dir and --config-name of the original command. A worker's command has neither."""
     command: list[str] = facts.get("command") or []
-    found = ["--config-dir", facts["config_dir"]] if facts.get("config_dir") else []
-    for word, value in zip(command, [*command[1:], ""], strict=False):
-        if word in _FLAGS:
-            found += [word, value]
-        elif word.partition("=")[0] in _FLAGS:
-            found.append(word)
-    return found
+    flags = ["--config-dir", facts["config_dir"]] if facts.get("config_dir") else []
+    for argument, value in zip(command, [*command[1:], ""], strict=False):
+        if argument in _FLAGS:
+            flags += [argument, value]
+        elif argument.partition("=")[0] in _FLAGS:
+            flags.append(argument)
+    return flags

@@ -1,7 +1,7 @@
-"""The dashboard over HTTP, for this machine alone: it only reads, and answers only who asks for it by its own name.
+"""HTTP server of the dashboard: read-only, and only for requests that address it by its own host name.
 
-A page of another site can make a browser send requests here, also under a name that it points at 127.0.0.1; such
-requests carry another Host and are refused.
+DNS rebinding protection: a page of another site can make a browser send requests to 127.0.0.1, also under a host name
+that resolves to it; such requests carry a different Host header and are rejected.
 """
 
 import json
@@ -14,8 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 from maxhydra.config.errors import ConfigError
 from maxhydra.record.atomic_io import to_json
 from maxhydra.runs.dashboard import Dashboard, machine
-from maxhydra.runs.html import Html
-from maxhydra.runs.page import live_page, part
+from maxhydra.runs.page import Html, live_page, read_asset
 from maxhydra.runs.registry import Registry
 
 HEADERS = {
@@ -26,12 +25,12 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 NAMES = ("localhost", "127.0.0.1", "[::1]")
-# Runs in one request.
-MOST = 32
+# Maximum number of runs in one request.
+MAX_RUNS = 32
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one folder of runs. `url` is where; port 0 takes any that is free."""
+    """Serves one folder of runs at `url`; port 0 chooses a free port."""
 
     daemon_threads = True
 
@@ -41,12 +40,12 @@ class Server(ThreadingHTTPServer):
         self.hosts = {f"{name}:{self.server_port}" for name in (*NAMES, host)}
         self.url = f"http://{host}:{self.server_port}/"
         title, data = f"{registry.root.resolve().name} · maxhydra", {"root": str(registry.root)}
-        bar, body = Html(part("dashboard_bar.html")), Html(part("dashboard.html"))
+        bar, body = Html(read_asset("dashboard_bar.html")), Html(read_asset("dashboard.html"))
         self.page = live_page(title, body, bar=bar, data=data).encode()
 
-    def answer(self, path: str, query: dict[str, list[str]]) -> Any:
-        """The JSON of a request; KeyError for what there is not."""
-        dashboard, runs = self.dashboard, query.get("run", [])[:MOST]
+    def api_response(self, path: str, query: dict[str, list[str]]) -> Any:
+        """Response to an API request as JSON-compatible data. Raises KeyError for unknown paths."""
+        dashboard, runs = self.dashboard, query.get("run", [])[:MAX_RUNS]
         match path:
             case "/api/runs":
                 return dashboard.runs(query.get("since", [""])[0])
@@ -81,29 +80,29 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.headers.get("Host") not in self.server.hosts:
-            self._send(HTTPStatus.FORBIDDEN, b"this server answers to its own name only\n", "text/plain")
+            self._send(HTTPStatus.FORBIDDEN, b"unknown Host header; use the URL of this server\n", "text/plain")
             return
-        asked = urlsplit(self.path)
-        if asked.path == "/":
+        url = urlsplit(self.path)
+        if url.path == "/":
             self._send(HTTPStatus.OK, self.server.page, "text/html")
-        elif asked.path == "/favicon.ico":
+        elif url.path == "/favicon.ico":
             self._send(HTTPStatus.NO_CONTENT, b"", "image/x-icon")
         else:
-            self._answer(asked.path, parse_qs(asked.query))
+            self._send_json(url.path, parse_qs(url.query))
 
-    def _answer(self, path: str, query: dict[str, list[str]]) -> None:
+    def _send_json(self, path: str, query: dict[str, list[str]]) -> None:
         try:
-            content = to_json(self.server.answer(path, query))
+            content = to_json(self.server.api_response(path, query))
         except (KeyError, ValueError):
-            self._send(HTTPStatus.NOT_FOUND, b'{"problem": "no such thing"}', "application/json")
+            self._send(HTTPStatus.NOT_FOUND, b'{"problem": "not found"}', "application/json")
         except ConfigError as error:
             self._send(HTTPStatus.BAD_REQUEST, json.dumps({"problem": str(error)}).encode(), "application/json")
         else:
             self._send(HTTPStatus.OK, content.encode(), "application/json")
 
-    def _send(self, status: HTTPStatus, content: bytes, kind: str) -> None:
+    def _send(self, status: HTTPStatus, content: bytes, content_type: str) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Type", f"{content_type}; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
         for name, value in HEADERS.items():
             self.send_header(name, value)
@@ -111,4 +110,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *values: Any) -> None:
-        """Nothing: a page asks every two seconds."""
+        """Log nothing: a page polls every two seconds."""

@@ -1,4 +1,4 @@
-"""A run's config as a flat list, each value marked where it differs from the schema's default."""
+"""A run's config as a flat list of settings, each marked if it differs from the schema's default."""
 
 import dataclasses
 import typing
@@ -20,39 +20,40 @@ class Setting:
 
 
 def settings(config_yaml: str) -> list[Setting]:
-    """Every leaf of config.yaml under its dotted path."""
-    given = migrate_config(yaml.safe_load(config_yaml) or {})
-    defaults = dict(leaves(_defaults(Config, given)))
+    """All leaves of config.yaml by dotted path."""
+    config = migrate_config(yaml.safe_load(config_yaml) or {})
+    defaults = dict(leaves(_defaults(Config, config)))
     return [
-        Setting(path, _shown(value), changed=path not in defaults or defaults[path] != value)
-        for path, value in leaves(given)
+        Setting(path, _format(value), changed=path not in defaults or defaults[path] != value)
+        for path, value in leaves(config)
     ]
 
 
-def _defaults(schema: type, given: dict[str, Any]) -> dict[str, Any]:
-    """The schema's defaults; the entries of a mapping of sections (layer kinds) each have that section's."""
-    hints, found = typing.get_type_hints(schema), {}
+def _defaults(schema: type, config: dict[str, Any]) -> dict[str, Any]:
+    """Defaults of the schema; in a mapping of sections (layer kinds), each entry has the section's defaults."""
+    hints, defaults = typing.get_type_hints(schema), {}
     for field in dataclasses.fields(schema):
-        here, hint = given.get(field.name), hints[field.name]
-        entry = (typing.get_args(hint) or (None,))[-1]
+        value, hint = config.get(field.name), hints[field.name]
+        entry_type = (typing.get_args(hint) or (None,))[-1]
         if dataclasses.is_dataclass(hint):
-            found[field.name] = _defaults(typing.cast(type, hint), here or {})
-        elif dataclasses.is_dataclass(entry) and isinstance(here, dict):
-            found[field.name] = {name: _defaults(typing.cast(type, entry), value or {}) for name, value in here.items()}
+            defaults[field.name] = _defaults(typing.cast(type, hint), value or {})
+        elif dataclasses.is_dataclass(entry_type) and isinstance(value, dict):
+            entry_schema = typing.cast(type, entry_type)
+            defaults[field.name] = {name: _defaults(entry_schema, entry or {}) for name, entry in value.items()}
         elif field.default_factory is not dataclasses.MISSING:
-            found[field.name] = plain(field.default_factory())
+            defaults[field.name] = plain(field.default_factory())
         else:
-            found[field.name] = plain(field.default)
-    return found
+            defaults[field.name] = plain(field.default)
+    return defaults
 
 
 def lookup(config_yaml: str, path: str) -> Any:
-    """One value of config.yaml, or None."""
+    """A single value of config.yaml, or None."""
     return dict(leaves(migrate_config(yaml.safe_load(config_yaml) or {}))).get(path)
 
 
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of everything that is not a mapping, or an empty one."""
+    """Dotted path and value of every leaf; an empty mapping is a leaf."""
     if isinstance(node, dict) and node:
         for key, value in node.items():
             yield from leaves(value, f"{path}.{key}" if path else str(key))
@@ -60,5 +61,5 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, node
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return value if isinstance(value, str) else to_json(value)

@@ -1,4 +1,4 @@
-"""The key numbers of a run, as a person would say them."""
+"""Key numbers of a run, and formatting of numbers, durations and times."""
 
 import dataclasses
 import datetime
@@ -15,7 +15,7 @@ Facts = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class KeyNumber:
-    """One number of the header, and a remark under it."""
+    """A number in the header of a report, and a note below it."""
 
     label: str
     value: str
@@ -23,18 +23,18 @@ class KeyNumber:
 
 
 def figures(facts: Facts, rows: Sequence[Row], *, total_steps: int | None) -> list[KeyNumber]:
-    """Those that the run has, most important first."""
-    found = [
+    """Key numbers that the run has, most important first."""
+    candidates = [
         _loss("Eval loss", rows, "eval/loss"),
         _loss("Train loss", rows, "loss"),
         _objective(facts),
-        _typical("Tokens / s", rows, "tokens_per_second", compact),
-        _typical("MFU", rows, "mfu", "{:.1%}".format),
+        _median("Tokens / s", rows, "tokens_per_second", format_compact),
+        _median("MFU", rows, "mfu", "{:.1%}".format),
         _duration(facts),
         _steps(rows, total_steps),
-        KeyNumber("Parameters", compact(facts["parameters"])) if facts.get("parameters") else None,
+        KeyNumber("Parameters", format_compact(facts["parameters"])) if facts.get("parameters") else None,
     ]
-    return [figure for figure in found if figure is not None]
+    return [item for item in candidates if item is not None]
 
 
 def _loss(label: str, rows: Sequence[Row], metric: str) -> KeyNumber | None:
@@ -42,21 +42,23 @@ def _loss(label: str, rows: Sequence[Row], metric: str) -> KeyNumber | None:
     finite = [(value, step) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
     if not values:
         return None
-    note = f"best {number(min(finite)[0])} at step {min(finite)[1]:,}" if finite else "never finite"
-    return KeyNumber(label, number(values[-1]), note if len(values) > 1 else "")
+    note = f"best {format_number(min(finite)[0])} at step {min(finite)[1]:,}" if finite else "never finite"
+    return KeyNumber(label, format_number(values[-1]), note if len(values) > 1 else "")
 
 
 def _objective(facts: Facts) -> KeyNumber | None:
     objective = facts.get("objective") or {}
     if objective.get("value") is None or objective["name"] in ("eval/loss", "loss"):
         return None
-    return KeyNumber(objective["name"], number(from_number(objective["value"])), "objective")
+    return KeyNumber(objective["name"], format_number(from_number(objective["value"])), "objective")
 
 
-def _typical(label: str, rows: Sequence[Row], metric: str, write: Any) -> KeyNumber | None:
-    """The median, which start-up and pauses do not move."""
+def _median(label: str, rows: Sequence[Row], metric: str, format_value: Any) -> KeyNumber | None:
+    """The median, which is robust to start-up and pauses."""
     values = [value for value in series(rows, metric)[1] if math.isfinite(value)]
-    return KeyNumber(label, write(statistics.median(values)), "median" if len(values) > 1 else "") if values else None
+    if not values:
+        return None
+    return KeyNumber(label, format_value(statistics.median(values)), "median" if len(values) > 1 else "")
 
 
 def _duration(facts: Facts) -> KeyNumber:
@@ -66,7 +68,7 @@ def _duration(facts: Facts) -> KeyNumber:
 
 
 def wall_seconds(facts: Facts) -> float:
-    """Sum over the sessions; one that is under way or lost counts until it was last heard of."""
+    """Total over the sessions; a running or lost session counts until its last update."""
     return sum(session_seconds(session, facts) for session in facts["sessions"])
 
 
@@ -83,8 +85,8 @@ def _steps(rows: Sequence[Row], total: int | None) -> KeyNumber | None:
     return KeyNumber("Steps", f"{rows[-1]['step']:,}", f"of {total:,}" if total else "")
 
 
-def number(value: float) -> str:
-    """Four significant digits: 2.070, 0.001234, 1.25e-07, 12,345."""
+def format_number(value: float) -> str:
+    """Format with four significant digits: 2.070, 0.001234, 1.25e-07, 12,345."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
     if value and not 1e-3 <= abs(value) < 1e9:
@@ -93,19 +95,19 @@ def number(value: float) -> str:
 
 
 def show(value: Any) -> str:
-    """A setting or a measurement in a cell of a table; nothing where there is none."""
+    """Format a setting or a measurement for a table cell; None is empty."""
     match value:
         case None:
             return ""
         case float():
-            # A setting such as 0.003 as it was written; a measurement with as many digits as its neighbours.
-            return f"{value:g}" if value == float(f"{value:.3g}") else number(value)
+            # Settings such as 0.003 as they were written; measurements with four digits, for alignment.
+            return f"{value:g}" if value == float(f"{value:.3g}") else format_number(value)
         case tuple() | list():
             return " ".join(map(str, value))
     return str(value)
 
 
-def compact(value: float) -> str:
+def format_compact(value: float) -> str:
     """15210 -> 15.2K, 8030261248 -> 8.03B."""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= size:

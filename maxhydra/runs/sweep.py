@@ -1,4 +1,4 @@
-"""sweep.html: many runs on one page that needs nothing but itself, and which of their settings made the difference."""
+"""sweep.html: a self-contained report of many runs, and which of their settings made the difference."""
 
 import dataclasses
 import math
@@ -11,27 +11,37 @@ from maxhydra.record import scan_metrics
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.runs.compare import differing
 from maxhydra.runs.config_sections import Cell
-from maxhydra.runs.curves import compared, encode
-from maxhydra.runs.html import Html, element, together
-from maxhydra.runs.importance import FEWEST, importance
-from maxhydra.runs.page import copied, curve_controls, figure_frame, head_row, page, scrolling, section
+from maxhydra.runs.curves import compare_charts, encode
+from maxhydra.runs.importance import MIN_RUNS, importance
+from maxhydra.runs.page import (
+    Html,
+    concat,
+    copy_box,
+    curve_controls,
+    element,
+    figure_frame,
+    head_row,
+    page,
+    scrolling,
+    section,
+)
 from maxhydra.runs.query import best
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.report import figure
 from maxhydra.runs.rerun import rerun_command
-from maxhydra.runs.summary import KeyNumber, duration, moment, number, show
+from maxhydra.runs.summary import KeyNumber, duration, format_number, moment, show
 
-# The best so many have curves, a place in the table, and a column in the comparison of configs.
-CURVES, RANKED, COMPARED = 60, 20, 5
-# Points of one chart, over all of its lines.
+# Number of best runs with curves, in the table, and in the comparison of configs.
+MAX_CURVES, MAX_RANKED, MAX_COMPARED = 60, 20, 5
+# Points of one chart, summed over its lines.
 POINTS = 30_000
-# Shades from the best run to the worst; the style has a class for each.
+# Number of shades from the best run to the worst; the style has a class for each.
 SHADES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """Runs, best first, then those without a value; their settings, and which of these differ."""
+    """Runs, best first, then those without a result; their settings, and which of these vary."""
 
     title: str
     metric: str
@@ -47,11 +57,11 @@ class Sweep:
 
     @property
     def measured(self) -> list[Run]:
-        """Those whose result has a place on a scale."""
+        """Runs with a finite result."""
         return [run for run in self.ranked if math.isfinite(self.values[run.id])]
 
     def shade(self, run: Run) -> int:
-        """0 for the best."""
+        """Shade index of a run, 0 for the best."""
         ranked = self.ranked
         return ranked.index(run) * SHADES // max(1, len(ranked)) if run.id in self.values else SHADES - 1
 
@@ -59,10 +69,10 @@ class Sweep:
 def write_sweep_report(
     registry: Registry, runs: Sequence[Run], path: Path, *, title: str, metric: str | None, largest: bool
 ) -> Path:
-    """Write the page from what is on disk now; the runs may still be under way."""
+    """Write the page from the current state on disk; runs may still be running."""
     sweep = _sweep(registry, runs, title, metric, largest)
     charts = _charts(registry, sweep)
-    body = together(
+    body = concat(
         element(
             "main",
             _header(sweep),
@@ -82,12 +92,12 @@ def write_sweep_report(
 
 def _sweep(registry: Registry, runs: Sequence[Run], title: str, metric: str | None, largest: bool) -> Sweep:
     name, ranked = best(registry, runs, metric, largest=largest)
-    found = registry.values(name, ranked)
-    places = {run.id for run in ranked}
-    ordered = [*ranked, *(run for run in runs if run.id not in places)]
+    results = registry.values(name, ranked)
+    ranked_ids = {run.id for run in ranked}
+    ordered = [*ranked, *(run for run in runs if run.id not in ranked_ids)]
     settings = registry.settings(run.id for run in ordered)
     varied = differing(list(settings.values()))
-    return Sweep(title, name, largest, ordered, {run.id: found[run.id] for run in ranked}, settings, varied)
+    return Sweep(title, name, largest, ordered, {run.id: results[run.id] for run in ranked}, settings, varied)
 
 
 def _header(sweep: Sweep) -> Html:
@@ -102,23 +112,24 @@ def _header(sweep: Sweep) -> Html:
         "header",
         element("p", *statuses, class_="eyebrow"),
         element("h1", sweep.title),
-        element("p", *(element("span", word) for word in about), class_="about"),
+        element("p", *(element("span", item) for item in about), class_="about"),
     )
 
 
 def _figures(sweep: Sweep) -> list[KeyNumber]:
     ranked = sweep.ranked
-    found = [KeyNumber("Runs", str(len(sweep.runs)), f"{len(ranked)} with a result")]
+    items = [KeyNumber("Runs", str(len(sweep.runs)), f"{len(ranked)} with a result")]
     if ranked:
         first, last = sweep.values[ranked[0].id], sweep.values[ranked[-1].id]
-        found = [KeyNumber(f"Best {sweep.metric}", number(first), ranked[0].path.rpartition("/")[2]), *found]
-        found.append(KeyNumber("Worst", number(last), ranked[-1].path.rpartition("/")[2]))
-    found.append(KeyNumber("Settings varied", str(len(sweep.varied))))
-    return [*found, KeyNumber("Wall time", duration(sum(run.seconds for run in sweep.runs)), "of all runs together")]
+        items = [KeyNumber(f"Best {sweep.metric}", format_number(first), ranked[0].path.rpartition("/")[2]), *items]
+        items.append(KeyNumber("Worst", format_number(last), ranked[-1].path.rpartition("/")[2]))
+    items.append(KeyNumber("Settings varied", str(len(sweep.varied))))
+    total = sum(run.seconds for run in sweep.runs)
+    return [*items, KeyNumber("Wall time", duration(total), "total of all runs")]
 
 
 def _axes(sweep: Sweep) -> list[dict[str, Any]]:
-    """The varied settings and the result; which are numbers, the script finds out."""
+    """Varied settings and the result; the script determines which are numeric."""
     names = [name.rpartition(".")[2] if _is_unique(name, sweep.varied) else name for name in sweep.varied]
     return [
         *({"name": name, "full": full} for name, full in zip(names, sweep.varied, strict=True)),
@@ -142,8 +153,8 @@ def _lines(sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def _charts(registry: Registry, sweep: Sweep) -> list[dict[str, Any]]:
-    shown = (sweep.ranked or sweep.runs)[:CURVES]
-    # The best is drawn last, over the others.
+    shown = (sweep.ranked or sweep.runs)[:MAX_CURVES]
+    # The best run is drawn last, on top of the others.
     rows = {run.path: scan_metrics(registry.directory(run).metrics_path).rows for run in reversed(shown)}
     looks = {run.path: f"s{sweep.shade(run)}" if len(shown) > SHADES else None for run in shown}
     points = max(50, POINTS // max(1, len(shown)))
@@ -157,14 +168,14 @@ def _charts(registry: Registry, sweep: Sweep) -> list[dict[str, Any]]:
                 for line in chart.lines
             ],
         }
-        for chart in compared(rows)
+        for chart in compare_charts(rows)
     ]
 
 
 def _coordinates(sweep: Sweep) -> Html | None:
     if not sweep.varied or not sweep.measured:
         return None
-    label = f"Parallel coordinates of {', '.join(sweep.varied)} and {sweep.metric}, a line for each run"
+    label = f"Parallel coordinates of {', '.join(sweep.varied)} and {sweep.metric}, one line per run"
     plot = element("div", class_="parallel", id="parallel", role="img", aria_label=label, tabindex="0")
     return section("Settings and results", plot, element("p", class_="under", id="parallel-readout"))
 
@@ -172,14 +183,14 @@ def _coordinates(sweep: Sweep) -> Html | None:
 def _curves(charts: Sequence[dict[str, Any]], sweep: Sweep) -> Html:
     if not charts:
         return section("Curves", element("p", "No metrics were written.", class_="empty"))
-    first = next((place for place, chart in enumerate(charts) if chart["metric"] == sweep.metric), 0)
+    first = next((index for index, chart in enumerate(charts) if chart["metric"] == sweep.metric), 0)
     options = [
-        element("option", chart["title"], value=str(place), selected=place == first)
-        for place, chart in enumerate(charts)
+        element("option", chart["title"], value=str(index), selected=index == first)
+        for index, chart in enumerate(charts)
     ]
     choice = element("label", "Metric", element("select", *options, id="metric"), class_="check")
-    many = f" (the best {CURVES})" if len(sweep.ranked) > CURVES else ""
-    frame = figure_frame("", label=f"Curves of {min(CURVES, len(sweep.runs))} runs", number=0, wide=True)
+    many = f" (the best {MAX_CURVES})" if len(sweep.ranked) > MAX_CURVES else ""
+    frame = figure_frame("", label=f"Curves of {min(MAX_CURVES, len(sweep.runs))} runs", number=0, wide=True)
     return section(f"Curves{many}", element("div", frame, class_="charts"), aside=curve_controls(choice))
 
 
@@ -188,8 +199,8 @@ def _importance(sweep: Sweep) -> Html | None:
     columns = {key: [sweep.settings[run.id].get(key) for run in measured] for key in sweep.varied}
     shares = importance(columns, [sweep.values[run.id] for run in measured])
     if not shares:
-        said = f"With fewer than {FEWEST} results nothing can be said." if sweep.varied else "No setting was varied."
-        return section("Importance", element("p", said, class_="empty"))
+        reason = f"Needs at least {MIN_RUNS} results." if sweep.varied else "No setting was varied."
+        return section("Importance", element("p", reason, class_="empty"))
     rows = [
         element(
             "tr",
@@ -199,37 +210,37 @@ def _importance(sweep: Sweep) -> Html | None:
         )
         for key, share in shares.items()
     ]
-    told = f"How much of the spread of {sweep.metric} goes with each setting alone, less what chance would give."
+    caption = f"Share of the variance of {sweep.metric} that each setting explains on its own, corrected for chance."
     table = element("table", element("tbody", *rows), class_="importance")
-    return section("Importance", element("p", told, class_="under"), scrolling(table))
+    return section("Importance", element("p", caption, class_="under"), scrolling(table))
 
 
 def _table(registry: Registry, sweep: Sweep) -> Html | None:
-    ranked = sweep.ranked[:RANKED]
+    ranked = sweep.ranked[:MAX_RANKED]
     if not ranked:
         return None
     commands = [rerun_command(registry.directory(run).read()) for run in ranked]
     rows = [
         element(
             "tr",
-            element("td", str(place), class_="figure"),
+            element("td", str(rank), class_="figure"),
             element("td", run.path.rpartition("/")[2]),
-            element("td", number(sweep.values[run.id]), class_="figure"),
+            element("td", format_number(sweep.values[run.id]), class_="figure"),
             *(element("td", show(sweep.settings[run.id].get(key)), class_="figure") for key in sweep.varied),
             element("td", duration(run.seconds), class_="figure"),
             element("td", element("span", run.status, class_=f"status {run.status}")),
-            element("td", element("code", command, id=f"command-{place}"), class_="again"),
-            element("td", element("button", "Copy", type="button", data_copy=f"command-{place}")),
+            element("td", element("code", command, id=f"command-{rank}"), class_="again"),
+            element("td", element("button", "Copy", type="button", data_copy=f"command-{rank}")),
         )
-        for place, (run, command) in enumerate(zip(ranked, commands, strict=True), start=1)
+        for rank, (run, command) in enumerate(zip(ranked, commands, strict=True), start=1)
     ]
     names = ["", "Run", sweep.metric, *sweep.varied, "Time", "Status", "Command", ""]
     table = scrolling(element("table", head_row(names), element("tbody", *rows), class_="ranked"))
-    return section("Best runs", copied(commands[0], "best-command"), table)
+    return section("Best runs", copy_box(commands[0], "best-command"), table)
 
 
 def _differences(sweep: Sweep) -> Html | None:
-    shown = sweep.runs[:COMPARED]
+    shown = sweep.runs[:MAX_COMPARED]
     if len(shown) < 2:
         return None
     keys = differing([sweep.settings[run.id] for run in shown])
@@ -245,4 +256,4 @@ def _differences(sweep: Sweep) -> Html | None:
         return section("Config", element("p", f"The best {len(shown)} runs have the same config.", class_="empty"))
     names = ["", *(run.path.rpartition("/")[2] for run in shown)]
     table = scrolling(element("table", head_row(names), element("tbody", *rows), class_="ranked"))
-    return section(f"Config of the best {len(shown)}, where it differs", table)
+    return section(f"Differences in the config of the best {len(shown)}", table)

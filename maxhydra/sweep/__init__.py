@@ -1,6 +1,6 @@
-"""Sweeps that look for the best: what is tried, jobs that try it, and a controller that may die at any moment.
+"""Sweeps: grids and hyperparameter searches, run by a controller that can be restarted at any time.
 
-A job is an ordinary run in a folder of its own, started by an ordinary command; the controller only reads what runs
-write. So a sweep can be gone on with after anything: finished jobs are there, running ones are found again, and one
-that was lost goes on from its checkpoint.
+A job is an ordinary run in its own folder, started by an ordinary command; the controller only reads what runs write.
+So a sweep can be resumed after any failure: finished jobs are recorded, running ones are found again, and interrupted
+ones resume from their checkpoints.
 """

@@ -1,171 +1,171 @@
-"""The loop of a sweep: keep every worker busy, read what jobs write, end what does badly, tell what came of it."""
+"""The control loop of a sweep: keep workers busy, read metrics, prune bad trials, record results."""
 
 import math
 import time
 from collections.abc import Callable
 
 from maxhydra.config.errors import ConfigError
-from maxhydra.launch.base import Job, JobBackend, Proposal
+from maxhydra.launch.base import Job, JobBackend, Trial
 from maxhydra.sweep.plan import SweepPlan
-from maxhydra.sweep.trials import Proposals, TrialStatus
+from maxhydra.sweep.trials import TrialSource, TrialStatus
 
-# Seconds between two looks at the jobs: a free worker has its next job within this.
-LOOK_EVERY = 0.2
+# Seconds between polls of the jobs, which bounds the idle time of a free worker.
+POLL_SECONDS = 0.2
 
 
 class Controller:
-    """Runs the jobs of a plan. Nothing that it knows is lost with it."""
+    """Runs the jobs of a plan. It holds no state that would be lost if it were killed."""
 
-    def __init__(self, plan: SweepPlan, proposals: Proposals, jobs: JobBackend, say: Callable[[str], None]):
-        self._plan, self._proposals, self._jobs, self._say = plan, proposals, jobs, say
-        self._waiting: list[Proposal] = []
+    def __init__(self, plan: SweepPlan, trials: TrialSource, backend: JobBackend, say: Callable[[str], None]):
+        self._plan, self._trials, self._backend, self._say = plan, trials, backend, say
+        self._waiting: list[Trial] = []
         self._running: list[Job] = []
         self._pruned: set[int] = set()
-        self._reported: dict[int, int] = {}
+        self._last_reported_step: dict[int, int] = {}
 
     def run(self) -> str:
-        """Until all jobs are over; why not all were started, if so."""
+        """Run until all jobs have ended; returns why the sweep is incomplete, or an empty string."""
         self._adopt()
         try:
-            while not self._plan.is_cancelled and (self._fill() or self._running):
-                self._look()
-                time.sleep(LOOK_EVERY)
+            while not self._plan.is_cancelled and (self._fill_workers() or self._running):
+                self._poll()
+                time.sleep(POLL_SECONDS)
         except KeyboardInterrupt:
-            self._say(f"{self._jobs.leave(self._running)}; {self._way_on}")
+            self._say(f"{self._backend.on_interrupt(self._running)}; {self._resume_hint}")
             raise
-        return self._ending()
+        return self._problem()
 
     def submit(self) -> None:
-        """Start what is left, and do not wait for it."""
+        """Start the remaining jobs without waiting for them."""
         self._adopt()
-        self._fill()
+        self._fill_workers()
         for job in self._running:
-            self._say(f"job {job.proposal.number}: {self._jobs.state(job) or 'started'}")
+            self._say(f"job {job.trial.number}: {self._backend.state(job) or 'started'}")
 
     @property
-    def _way_on(self) -> str:
-        return f"to go on: maxhydra sweep resume {self._plan.folder.name}"
+    def _resume_hint(self) -> str:
+        return f"resume with: maxhydra sweep resume {self._plan.folder.name}"
 
     @property
     def _may_start(self) -> bool:
-        """A search whose jobs fail is not worth going on with. Jobs that were all asked for have each their turn."""
-        return not self._plan.space or self._proposals.counts()[TrialStatus.failed] <= self._plan.settings.max_failures
+        """False for a search with too many failed jobs. A grid sweep always runs every job."""
+        return not self._plan.space or self._trials.counts()[TrialStatus.failed] <= self._plan.settings.max_failures
 
-    def _ending(self) -> str:
-        """What is not as it should be now that all is over."""
+    def _problem(self) -> str:
+        """Why the sweep is incomplete; empty if it is complete."""
         if self._plan.is_cancelled:
-            return f"cancelled; {self._way_on}"
-        allowed, failed = self._plan.settings.max_failures, self._proposals.counts()[TrialStatus.failed]
+            return f"cancelled; {self._resume_hint}"
+        allowed, failed = self._plan.settings.max_failures, self._trials.counts()[TrialStatus.failed]
         if self._plan.space and not self._may_start:
-            return f"{failed} jobs failed, over max_failures={allowed}; {self._way_on} --max-failures {2 * failed}"
+            return f"{failed} jobs failed, over max_failures={allowed}; {self._resume_hint} --max-failures {2 * failed}"
         if self._plan.space:
             return ""
-        # Of jobs that were all asked for, one that is missing is one too many.
-        return f"{failed} jobs failed; {self._way_on}" if failed else ""
+        # A grid sweep is complete only if every job succeeded.
+        return f"{failed} jobs failed; {self._resume_hint}" if failed else ""
 
     def _adopt(self) -> None:
-        """Find what is under way already."""
-        for proposal in self._proposals.unfinished():
-            if (found := self._jobs.find(proposal)) is not None:
-                self._say(f"job {proposal.number}: found running")
-                self._running.append(found)
-            elif not self._settled(proposal):
-                self._waiting.append(proposal)
+        """Take over jobs that an earlier controller started."""
+        for trial in self._trials.unfinished():
+            if (job := self._backend.find_active(trial)) is not None:
+                self._say(f"job {trial.number}: found running")
+                self._running.append(job)
+            elif not self._record_if_ended(trial):
+                self._waiting.append(trial)
 
-    def _fill(self) -> bool:
-        """Start jobs while workers are free, all of them at once; whether any may follow."""
-        settings, chosen = self._plan.settings, list[Proposal]()
+    def _fill_workers(self) -> bool:
+        """Start jobs for all free workers in one batch; returns whether more may follow."""
+        settings, batch = self._plan.settings, list[Trial]()
         may_follow = True
-        while may_follow and len(self._running) + len(chosen) < settings.workers:
-            proposal = self._next() if self._may_start else None
-            may_follow = proposal is not None
-            if proposal is not None and self._prepared(proposal):
-                chosen.append(proposal)
-        self._running += self._jobs.start(chosen) if chosen else []
-        for proposal in chosen:
-            tried = " ".join(proposal.overrides) if self._plan.space else proposal.folder
-            self._say(f"job {proposal.number}: {tried}")
+        while may_follow and len(self._running) + len(batch) < settings.workers:
+            trial = self._next_trial() if self._may_start else None
+            may_follow = trial is not None
+            if trial is not None and self._prepare(trial):
+                batch.append(trial)
+        self._running += self._backend.start(batch) if batch else []
+        for trial in batch:
+            label = " ".join(trial.overrides) if self._plan.space else trial.folder
+            self._say(f"job {trial.number}: {label}")
         return may_follow
 
-    def _next(self) -> Proposal | None:
-        return self._waiting.pop(0) if self._waiting else self._proposals.next()
+    def _next_trial(self) -> Trial | None:
+        return self._waiting.pop(0) if self._waiting else self._trials.next_trial()
 
-    def _prepared(self, proposal: Proposal) -> bool:
-        """Whether the job can be started. Of a search, a combination that cannot work is a result as well."""
+    def _prepare(self, trial: Trial) -> bool:
+        """Prepare a job; False if its config is invalid, which a search records as a failed trial."""
         try:
-            self._jobs.prepare(proposal)
+            self._backend.prepare(trial)
         except ConfigError as error:
             if not self._plan.space:
                 raise
-            self._say(f"job {proposal.number}: failed, {error.problems[0]}")
-            self._proposals.tell(proposal, TrialStatus.failed, ())
+            self._say(f"job {trial.number}: failed, {error.problems[0]}")
+            self._trials.record_result(trial, TrialStatus.failed, ())
             return False
         return True
 
-    def _settled(self, proposal: Proposal) -> bool:
-        """Whether a job that an earlier controller proposed came to its end since, which is told now.
+    def _record_if_ended(self, trial: Trial) -> bool:
+        """Record the result of a job that ended while no controller was running; False if there is none.
 
-        Not of jobs that were listed: those that failed are tried again, since whoever goes on has changed something.
+        Failed jobs of a grid sweep are not recorded but run again, since the user has presumably fixed something.
         """
-        job = self._jobs.past(proposal) if self._plan.space else None
+        job = self._backend.find_started(trial) if self._plan.space else None
         if job is None or not job.run.exists() or job.status() not in ("finished", "failed"):
             return False
-        self._tell(job)
+        self._record(job)
         return True
 
-    def _look(self) -> None:
-        """One look at every job."""
+    def _poll(self) -> None:
+        """Check every running job once."""
         for job in list(self._running):
-            ended = not self._jobs.is_running(job)
+            ended = not self._backend.is_running(job)
             self._report(job)
             if ended:
                 self._running.remove(job)
                 self._close(job)
 
     def _report(self, job: Job) -> None:
-        """Hand on what the objective was at each evaluation since the last look; end the job where that is asked."""
-        number = job.proposal.number
+        """Report new objective values to the pruner, and stop the job if it is to be pruned."""
+        number = job.trial.number
         if len(self._plan.objectives) != 1 or number in self._pruned:
             return
         (name,) = self._plan.objectives
-        for step, value in job.news(name):
-            if step <= self._reported.get(number, -1):
+        for step, value in job.new_values(name):
+            if step <= self._last_reported_step.get(number, -1):
                 continue
-            self._reported[number] = step
-            if self._proposals.report(job.proposal, step, value) and self._jobs.is_running(job):
-                self._say(f"job {number}: ended at step {step}, {name} {value:.4g}")
+            self._last_reported_step[number] = step
+            if self._trials.report(job.trial, step, value) and self._backend.is_running(job):
+                self._say(f"job {number}: pruned at step {step}, {name} {value:.4g}")
                 self._pruned.add(number)
-                self._jobs.end([job])
+                self._backend.stop([job])
                 return
 
     def _close(self, job: Job) -> None:
-        """A job is over: tell how it ended, or start it again where it was interrupted."""
-        status, number = job.status(), job.proposal.number
+        """Handle a job that has ended: restart it if it was interrupted, else record its result."""
+        status, number = job.status(), job.trial.number
         interrupted = status in ("preempted", "lost", "running") and number not in self._pruned
         if self._plan.is_cancelled and status != "finished":
             return
-        if interrupted and job.restarts < self._plan.settings.max_restarts and self._jobs.may_restart(job):
-            self._say(f"job {number}: {status}, goes on from its last checkpoint")
-            (again,) = self._jobs.start([job.proposal])
-            again.restarts = job.restarts + 1
-            self._running.append(again)
+        if interrupted and job.restarts < self._plan.settings.max_restarts and self._backend.may_restart(job):
+            self._say(f"job {number}: {status}, resumes from its last checkpoint")
+            (restarted,) = self._backend.start([job.trial])
+            restarted.restarts = job.restarts + 1
+            self._running.append(restarted)
             return
-        self._tell(job)
+        self._record(job)
 
-    def _tell(self, job: Job) -> None:
-        number, status = job.proposal.number, job.status()
+    def _record(self, job: Job) -> None:
+        number, status = job.trial.number, job.status()
         if number in self._pruned and status != "finished":
-            self._proposals.tell(job.proposal, TrialStatus.pruned, ())
+            self._trials.record_result(job.trial, TrialStatus.pruned, ())
             return
-        values = {name: value for name in self._plan.objectives if (value := job.last(name)) is not None}
-        wrong = [f"logged no {name}" for name in self._plan.objectives if name not in values]
-        wrong += [f"{name} is nan" for name, value in values.items() if math.isnan(value)]
-        if status == "finished" and not wrong:
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-            self._say(f"job {number}: {shown or 'finished'}")
-            self._proposals.tell(job.proposal, TrialStatus.finished, list(values.values()))
+        values = {name: value for name in self._plan.objectives if (value := job.last_value(name)) is not None}
+        problems = [f"did not log {name}" for name in self._plan.objectives if name not in values]
+        problems += [f"{name} is nan" for name, value in values.items() if math.isnan(value)]
+        if status == "finished" and not problems:
+            scores = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+            self._say(f"job {number}: {scores or 'finished'}")
+            self._trials.record_result(job.trial, TrialStatus.finished, list(values.values()))
             return
-        why = ", ".join(wrong) if status == "finished" else job.reason()
-        place = self._jobs.state(job)
-        self._say(f"job {number}: failed, {why}{place and f' ({place})'}; see {job.run.path}")
-        self._proposals.tell(job.proposal, TrialStatus.failed, ())
+        reason = ", ".join(problems) if status == "finished" else job.reason()
+        state = self._backend.state(job)
+        self._say(f"job {number}: failed, {reason}{state and f' ({state})'}; see {job.run.path}")
+        self._trials.record_result(job.trial, TrialStatus.failed, ())

@@ -1,4 +1,4 @@
-"""sweep.json: all that is needed to go on with a sweep in another process."""
+"""The plan of a sweep, stored as sweep.json: everything needed to resume it in another process."""
 
 import dataclasses
 import json
@@ -8,66 +8,66 @@ from typing import Any
 
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
 from maxhydra.config.migrations import migrate_overrides
-from maxhydra.launch.base import Proposal, Shared
+from maxhydra.launch.base import SweepContext, Trial
 from maxhydra.launch.local import LocalSettings
-from maxhydra.launch.registry import read_launcher
+from maxhydra.launch.registry import launcher_from_json, lists_to_tuples
 from maxhydra.launch.settings import LauncherSettings
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import replace_file
 
 FILE = "sweep.json"
-# There while a sweep is not to start jobs: whoever cancels it is not the process that runs it.
+# Marker file of a cancelled sweep, read by the controller, which is another process than `sweep cancel`.
 CANCELLED = ".cancelled"
 LOCAL = LocalSettings()
 SAMPLERS = ("tpe", "cmaes", "random", "grid", "nsga2")
 PRUNERS = ("none", "asha", "hyperband", "median")
 STORAGES = ("journal", "sqlite")
 DIRECTIONS = ("minimize", "maximize")
-# What each number must at least be.
-LEAST = {"trials": 1, "workers": 1, "min_steps": 1, "reduction_factor": 2}
-LEAST |= {"startup_trials": 0, "max_failures": 0, "max_restarts": 0}
-# numpy takes twice as much; the number of trials so far is added.
+# Minimum of each number.
+MINIMUMS = {"trials": 1, "workers": 1, "min_steps": 1, "reduction_factor": 2}
+MINIMUMS |= {"startup_trials": 0, "max_failures": 0, "max_restarts": 0}
+# Half of numpy's limit, because the number of earlier trials is added.
 LARGEST_SEED = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a sweep searches: hydra.sweeper."""
+    """Search settings: hydra.sweeper."""
 
     sampler: str = "tpe"
     """tpe, cmaes, random, grid (every combination), nsga2 (several objectives)."""
     trials: int = 20
-    """Jobs in all; a grid has as many as it has combinations."""
+    """Total number of jobs. A grid always runs all combinations."""
     workers: int = 1
-    """Jobs at a time; whenever one ends, the next starts."""
+    """Jobs that run in parallel."""
     pruner: str = "none"
-    """none, asha, hyperband or median: ends a job early when it does worse than others did at the same step."""
+    """none, asha, hyperband or median: stops a job early if it is worse than others were at the same step."""
     min_steps: int = 1
-    """asha, hyperband: steps that every job gets. median: steps before any is ended."""
+    """asha, hyperband: steps that every job runs. median: steps before a job can be pruned."""
     reduction_factor: int = 3
-    """asha, hyperband: one in so many goes on to so many times the steps."""
+    """asha, hyperband: one in `reduction_factor` jobs continues to `reduction_factor` times the steps."""
     startup_trials: int = 10
-    """tpe, cmaes: jobs drawn at random first. median: jobs that none is held against."""
+    """tpe, cmaes: jobs sampled at random first. median: jobs that must finish before any is pruned."""
     objectives: tuple[str, ...] = ()
-    """Metrics to search by. Empty: the config's objective."""
+    """Metrics to optimize. Empty: the config's objective."""
     directions: tuple[str, ...] = ()
     """minimize or maximize for each objective. Empty: minimize."""
     storage: str = "journal"
-    """journal or sqlite: the file in the sweep's folder that keeps the trials."""
+    """journal or sqlite: format of the study file in the sweep's folder."""
     seed: int | None = 0
-    """Of the sampler. null: a new one each time."""
+    """Seed of the sampler. null: a random seed each time."""
     max_failures: int = 3
-    """Failed jobs after which no more are started."""
+    """Number of failed jobs above which a search starts no more."""
     max_restarts: int = 3
-    """How often a job that was interrupted is started again, from its last checkpoint."""
+    """Restarts of an interrupted job, each from its last checkpoint."""
 
     def problems(self) -> Iterator[Problem]:
         for name, accepted in (("sampler", SAMPLERS), ("pruner", PRUNERS), ("storage", STORAGES)):
             value = getattr(self, name)
             if value not in accepted:
                 hint = did_you_mean(str(value), accepted)
-                yield Problem(f"hydra.sweeper.{name}", "no such one", value, ", ".join(accepted), hint)
-        for name, least in LEAST.items():
+                yield Problem(f"hydra.sweeper.{name}", "is not a valid choice", value, ", ".join(accepted), hint)
+        for name, least in MINIMUMS.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 yield Problem(f"hydra.sweeper.{name}", "is out of range", value, f"{least} or more")
@@ -75,53 +75,55 @@ class Settings:
             yield Problem("hydra.sweeper.seed", "is out of range", self.seed, f"0 to {LARGEST_SEED}, or null")
         for direction in self.directions:
             if direction not in DIRECTIONS:
-                yield Problem("hydra.sweeper.directions", "no such one", direction, ", ".join(DIRECTIONS))
+                yield Problem("hydra.sweeper.directions", "is not a valid choice", direction, ", ".join(DIRECTIONS))
         yield from self._objective_problems()
 
     def _objective_problems(self) -> Iterator[Problem]:
-        several = len(self.objectives) > 1
+        is_multi_objective = len(self.objectives) > 1
         if len(set(self.objectives)) < len(self.objectives):
-            yield Problem("hydra.sweeper.objectives", "name a metric twice", list(self.objectives), "each once")
-        if self.directions and len(self.directions) != max(1, len(self.objectives)):
-            reason = f"are {len(self.directions)} for {max(1, len(self.objectives))} objectives"
-            yield Problem("hydra.sweeper.directions", reason, list(self.directions), "one for each objective")
-        if several and self.pruner != "none":
-            reason = "ends jobs by one metric, and there are several objectives"
-            yield Problem("hydra.sweeper.pruner", reason, self.pruner, "none")
-        if several and self.sampler == "cmaes":
             yield Problem(
-                "hydra.sweeper.sampler", "searches by one objective", self.sampler, "nsga2, tpe, random, grid"
+                "hydra.sweeper.objectives", "contain a metric twice", list(self.objectives), "each metric once"
+            )
+        if self.directions and len(self.directions) != max(1, len(self.objectives)):
+            reason = f"has {len(self.directions)} entries for {max(1, len(self.objectives))} objectives"
+            yield Problem("hydra.sweeper.directions", reason, list(self.directions), "one for each objective")
+        if is_multi_objective and self.pruner != "none":
+            reason = "supports one objective, but several are set"
+            yield Problem("hydra.sweeper.pruner", reason, self.pruner, "none")
+        if is_multi_objective and self.sampler == "cmaes":
+            yield Problem(
+                "hydra.sweeper.sampler", "supports one objective only", self.sampler, "nsga2, tpe, random, grid"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class SweepPlan:
-    """A sweep: its folder, what its jobs share, and what tells them apart."""
+    """A sweep: its folder, the settings its jobs share, and the jobs or the search space."""
 
     folder: Path
     fixed: tuple[str, ...]
-    """Overrides of every job."""
+    """Overrides applied to every job."""
     space: dict[str, str]
-    """Key -> values to search, in the syntax of the command line."""
+    """Search space: key -> sweep expression in command-line syntax. Empty for a grid sweep."""
     listed: tuple[tuple[str, ...], ...]
-    """Overrides of each job where they are not searched but given."""
+    """Overrides of each job of a grid sweep."""
     folders: tuple[str, ...]
-    """The folder of each job that is given."""
+    """Folder of each job of a grid sweep."""
     objectives: tuple[str, ...]
     settings: Settings
     config_dir: str | None
     launcher: LauncherSettings = LOCAL
-    """Where the jobs run."""
 
     @property
-    def shared(self) -> Shared:
-        """What the place needs to know of all jobs."""
-        return Shared(self.folder, self.fixed, self.config_dir)
+    def shared(self) -> SweepContext:
+        """Settings that the job backend needs."""
+        return SweepContext(self.folder, self.fixed, self.config_dir)
 
     @property
-    def proposals(self) -> list[Proposal]:
-        """The jobs that are given."""
-        return [Proposal(number, *told) for number, told in enumerate(zip(self.folders, self.listed, strict=True))]
+    def proposals(self) -> list[Trial]:
+        """Trials of a grid sweep."""
+        jobs = zip(self.folders, self.listed, strict=True)
+        return [Trial(number, folder, overrides) for number, (folder, overrides) in enumerate(jobs)]
 
     @property
     def is_cancelled(self) -> bool:
@@ -133,37 +135,32 @@ class SweepPlan:
 
 
 def write_plan(plan: SweepPlan) -> None:
-    """Keep it; ConfigError where the folder is a run's, in which nobody looks for other runs."""
+    """Write sweep.json. Raises ConfigError if the folder is a run, because runs are not searched for nested runs."""
     if RunDirectory(plan.folder, writes=False).exists():
-        hint = "choose another"
-        raise ConfigError(Problem("run.name", "is a run already, and no sweep", value=plan.folder.name, hint=hint))
+        reason, hint = "is an existing run, not a sweep", "choose another name"
+        raise ConfigError(Problem("run.name", reason, value=plan.folder.name, hint=hint))
     plan.folder.mkdir(parents=True, exist_ok=True)
-    told = {**dataclasses.asdict(plan), "folder": None, "launcher": plan.launcher.told()}
-    replace_file(plan.folder / FILE, json.dumps(told, indent=1) + "\n")
+    stored = {**dataclasses.asdict(plan), "folder": None, "launcher": plan.launcher.to_json()}
+    replace_file(plan.folder / FILE, json.dumps(stored, indent=1) + "\n")
 
 
 def read_plan(folder: Path) -> SweepPlan:
-    """The plan of a sweep's folder; ConfigError where there is none."""
+    """Read the plan in a sweep's folder. Raises ConfigError if there is none."""
     try:
-        told: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        told["fixed"] = migrate_overrides(told["fixed"])
-        told["listed"] = [migrate_overrides(job) for job in told["listed"]]
-        settings = Settings(**_tuples(told.pop("settings")))
-        launcher = read_launcher(told.pop("launcher", LOCAL.told()))
-        given = {"folder": folder, "settings": settings, "space": told["space"], "launcher": launcher}
-        return SweepPlan(**{**_tuples(told), **given})
+        stored: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        stored["fixed"] = migrate_overrides(stored["fixed"])
+        stored["listed"] = [migrate_overrides(job) for job in stored["listed"]]
+        settings = Settings(**_tuple_values(stored.pop("settings")))
+        launcher = launcher_from_json(stored.pop("launcher", LOCAL.to_json()))
+        fields = {"folder": folder, "settings": settings, "space": stored["space"], "launcher": launcher}
+        return SweepPlan(**{**_tuple_values(stored), **fields})
     except FileNotFoundError:
         known = sorted(path.parent.name for path in folder.parent.glob(f"*/{FILE}"))
         hint = did_you_mean(folder.name, known)
-        raise ConfigError(Problem(str(folder), "is no sweep", accepted=", ".join(known), hint=hint)) from None
+        raise ConfigError(Problem(str(folder), "is not a sweep", accepted=", ".join(known), hint=hint)) from None
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(Problem(str(folder / FILE), f"cannot be read: {error}")) from None
 
 
-def _tuples(told: dict[str, Any]) -> dict[str, Any]:
-    """JSON has lists for what are tuples of texts, or of tuples of texts."""
-
-    def fixed(value: Any) -> Any:
-        return tuple(fixed(item) for item in value) if isinstance(value, list) else value
-
-    return {name: fixed(value) for name, value in told.items()}
+def _tuple_values(stored: dict[str, Any]) -> dict[str, Any]:
+    return {name: lists_to_tuples(value) for name, value in stored.items()}

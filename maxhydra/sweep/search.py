@@ -1,4 +1,4 @@
-"""Proposals by optuna: a study on disk, a sampler that learns from it, a pruner that ends what does badly."""
+"""Trials proposed by Optuna: a study on disk, a sampler that learns from it, and a pruner for bad trials."""
 
 import itertools
 import logging
@@ -12,20 +12,20 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from maxhydra.config.compose.resolvers import job_folder
 from maxhydra.config.migrations import migrate_overrides
-from maxhydra.launch.base import Proposal
+from maxhydra.launch.base import Trial
 from maxhydra.sweep.plan import Settings, SweepPlan
 from maxhydra.sweep.space import distributions, grid_values, overrides_of
-from maxhydra.sweep.trials import TrialStatus, told
+from maxhydra.sweep.trials import TrialStatus, format_counts
 
 optuna.logging.set_verbosity(logging.WARNING)
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 
-# Of several objectives, as many of the jobs that none beats in all are shown.
-SHOWN = 5
+# Maximum number of Pareto-optimal jobs listed for several objectives.
+MAX_BEST_SHOWN = 5
 STATES = {
     TrialStatus.finished: TrialState.COMPLETE,
     TrialStatus.failed: TrialState.FAIL,
@@ -33,15 +33,15 @@ STATES = {
 }
 
 
-class SearchProposals:
-    """Trials of a study, numbered from 0 in the order in which they were proposed."""
+class SearchTrials:
+    """Trials of an Optuna study, numbered from 0 in the order in which they were proposed."""
 
     def __init__(self, plan: SweepPlan):
         settings = plan.settings
         self._plan = plan
         self._space = self.check(plan)
         grid = _combinations(self._space) if settings.sampler == "grid" else []
-        self._trials = len(grid) or settings.trials
+        self._max_trials = len(grid) or settings.trials
         self._study = optuna.create_study(
             study_name=plan.folder.name,
             storage=_storage(settings, plan.folder),
@@ -49,65 +49,63 @@ class SearchProposals:
             directions=[optuna.study.StudyDirection[name.upper()] for name in plan.directions],
             load_if_exists=True,
         )
-        # A sampler that begins anew with the same seed would draw what it has drawn before.
-        before = len(self._study.get_trials(deepcopy=False))
-        self._study.sampler = _sampler(settings, None if settings.seed is None else settings.seed + before)
+        # After a restart, the same seed would repeat earlier samples.
+        num_earlier = len(self._study.get_trials(deepcopy=False))
+        self._study.sampler = _sampler(settings, None if settings.seed is None else settings.seed + num_earlier)
         for params in grid:
             self._study.enqueue_trial(params, skip_if_exists=True)
 
     @staticmethod
     def check(plan: SweepPlan) -> dict[str, BaseDistribution]:
-        """What is searched; ConfigError where it cannot be."""
+        """Return the search space. Raises ConfigError if it is invalid."""
         return distributions(plan.space, grid=plan.settings.sampler == "grid")
 
-    def unfinished(self) -> list[Proposal]:
-        return [_proposal(trial) for trial in self._study.get_trials(deepcopy=False, states=[TrialState.RUNNING])]
+    def unfinished(self) -> list[Trial]:
+        return [_from_study(trial) for trial in self._study.get_trials(deepcopy=False, states=[TrialState.RUNNING])]
 
-    def next(self) -> Proposal | None:
+    def next_trial(self) -> Trial | None:
         proposed = [trial for trial in self._study.get_trials(deepcopy=False) if trial.state is not TrialState.WAITING]
-        if len(proposed) >= self._trials:
+        if len(proposed) >= self._max_trials:
             return None
-        return _proposal(self._study.ask(self._space))
+        return _from_study(self._study.ask(self._space))
 
-    def report(self, proposal: Proposal, step: int, value: float) -> bool:
-        trial = self._trial(proposal)
-        if step not in self._study.get_trials(deepcopy=False)[proposal.number].intermediate_values:
-            trial.report(value, step)
-        return trial.should_prune()
+    def report(self, trial: Trial, step: int, value: float) -> bool:
+        stored = self._study.get_trials(deepcopy=False)[trial.number]
+        study_trial = optuna.trial.Trial(self._study, stored._trial_id)
+        if step not in stored.intermediate_values:
+            study_trial.report(value, step)
+        return study_trial.should_prune()
 
-    def tell(self, proposal: Proposal, fate: TrialStatus, values: Sequence[float]) -> None:
-        told = list(values) if fate is TrialStatus.finished else None
-        self._study.tell(proposal.number, told, state=STATES[fate])
+    def record_result(self, trial: Trial, status: TrialStatus, values: Sequence[float]) -> None:
+        objectives = list(values) if status is TrialStatus.finished else None
+        self._study.tell(trial.number, objectives, state=STATES[status])
 
     def counts(self) -> Mapping[TrialStatus, int]:
         states = [trial.state for trial in self._study.get_trials(deepcopy=False)]
-        return {fate: states.count(state) for fate, state in STATES.items()}
+        return {status: states.count(state) for status, state in STATES.items()}
 
     def summary(self) -> str:
-        """The best, with the command that runs it again."""
+        """Counts, and the best jobs with the commands that rerun them."""
         counts = self.counts()
-        lines = [told(counts)]
+        lines = [format_counts(counts)]
         if not counts[TrialStatus.finished]:
             return lines[0]
-        for trial in self._study.best_trials[:SHOWN]:
+        for trial in self._study.best_trials[:MAX_BEST_SHOWN]:
             values = zip(self._plan.objectives, trial.values, strict=True)
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in values)
+            scores = ", ".join(f"{name} {value:.4g}" for name, value in values)
             command = shlex.join(["maxhydra", *self._plan.fixed, *migrate_overrides(overrides_of(trial.params))])
-            lines.append(f"best: job {trial.number}, {shown}\n      {command}")
+            lines.append(f"best: job {trial.number}, {scores}\n      {command}")
         return "\n".join(lines)
-
-    def _trial(self, proposal: Proposal) -> Trial:
-        return Trial(self._study, self._study.get_trials(deepcopy=False)[proposal.number]._trial_id)
 
 
 def _combinations(space: Mapping[str, BaseDistribution]) -> list[dict[str, Any]]:
     values = [grid_values(distribution) for distribution in space.values()]
-    return [dict(zip(space, chosen, strict=True)) for chosen in itertools.product(*values)]
+    return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*values)]
 
 
-def _proposal(trial: Trial | FrozenTrial) -> Proposal:
+def _from_study(trial: optuna.trial.Trial | FrozenTrial) -> Trial:
     overrides = overrides_of(trial.params)
-    return Proposal(trial.number, job_folder(trial.number, overrides, []), tuple(migrate_overrides(overrides)))
+    return Trial(trial.number, job_folder(trial.number, overrides, []), tuple(migrate_overrides(overrides)))
 
 
 def _storage(settings: Settings, folder: Path) -> BaseStorage:
@@ -120,7 +118,7 @@ def _sampler(settings: Settings, seed: int | None) -> optuna.samplers.BaseSample
     samplers = optuna.samplers
     match settings.sampler:
         case "tpe":
-            # Trials under way count as bad ones near by, so that workers do not all try the same.
+            # constant_liar treats running trials as bad, so that parallel workers do not all sample the same region.
             return samplers.TPESampler(
                 seed=seed, n_startup_trials=settings.startup_trials, constant_liar=True, multivariate=True
             )
@@ -128,7 +126,7 @@ def _sampler(settings: Settings, seed: int | None) -> optuna.samplers.BaseSample
             return samplers.CmaEsSampler(seed=seed, n_startup_trials=settings.startup_trials)
         case "nsga2":
             return samplers.NSGAIISampler(seed=seed)
-        case _:  # A grid is drawn up beforehand.
+        case _:  # The trials of a grid are enqueued in advance.
             return samplers.RandomSampler(seed=seed)
 
 

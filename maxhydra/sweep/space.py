@@ -1,7 +1,7 @@
-"""What a sweep searches, from the syntax of Hydra's overrides to distributions.
+"""Search spaces: Hydra's sweep syntax converted to Optuna distributions.
 
-a,b,c and choice(a,b,c) are categories; range(1,9,2) whole or even steps; interval(0,1) all numbers between, and
-tag(log,interval(1e-5,1e-2)) all orders of magnitude alike; int(interval(1,8)) whole numbers.
+a,b,c and choice(a,b,c) are categorical; range(1,9,2) is stepped; interval(0,1) is uniform;
+tag(log,interval(1e-5,1e-2)) is log-uniform; int(interval(1,8)) is integer-valued.
 """
 
 import math
@@ -16,27 +16,27 @@ from maxhydra.config.errors import ConfigError, Problem
 
 
 def distributions(space: dict[str, str], *, grid: bool) -> dict[str, optuna.BaseDistribution]:
-    """Key -> distribution, in the order given. All mistakes at once."""
+    """Map keys to distributions, in the given order. Raises one ConfigError with all problems."""
     parsed = parse([f"{key}={text}" for key, text in space.items()], loader=None)
     problems = list(parsed.problems)
-    found: dict[str, optuna.BaseDistribution] = {}
+    result: dict[str, optuna.BaseDistribution] = {}
     for override in parsed.overrides:
         key = override.get_key_element()
-        made = _distribution(override)
-        if isinstance(made, Problem):
-            problems.append(made)
-        elif grid and _is_open(made):
-            hint = "write the values out, or choose another hydra.sweeper.sampler"
-            problems.append(Problem(key, "has no end of values for a grid", space[key], hint=hint))
+        distribution = _distribution(override)
+        if isinstance(distribution, Problem):
+            problems.append(distribution)
+        elif grid and _is_continuous(distribution):
+            hint = "list the values, or choose another hydra.sweeper.sampler"
+            problems.append(Problem(key, "is continuous, but a grid needs discrete values", space[key], hint=hint))
         else:
-            found[key] = made
+            result[key] = distribution
     if problems:
         raise ConfigError(problems)
-    return found
+    return result
 
 
 def grid_values(distribution: optuna.BaseDistribution) -> list[Any]:
-    """Every value of a distribution that has finitely many."""
+    """All values of a discrete distribution."""
     if isinstance(distribution, optuna.CategoricalDistribution):
         return list(distribution.choices)
     assert isinstance(distribution, (optuna.IntDistribution, optuna.FloatDistribution)) and distribution.step
@@ -45,7 +45,7 @@ def grid_values(distribution: optuna.BaseDistribution) -> list[Any]:
 
 
 def overrides_of(params: dict[str, Any]) -> list[str]:
-    """What a job is given: values as the command line would have them."""
+    """Overrides that set sampled parameters."""
     return [f"{key}={value}" for key, value in params.items()]
 
 
@@ -55,20 +55,20 @@ def _distribution(override: Override) -> optuna.BaseDistribution | Problem:
         choices = list(override.sweep_string_iterator())
         return optuna.CategoricalDistribution(choices)
     if isinstance(value, RangeSweep):
-        return _stepped(key, text, value)
+        return _range_distribution(key, text, value)
     if isinstance(value, IntervalSweep):
-        return _between(key, text, value)
-    hint = "several values, range(...) or interval(...)"
-    return Problem(key, "is one value, and nothing to search", text, hint=hint)
+        return _interval_distribution(key, text, value)
+    hint = "give several values, range(...) or interval(...)"
+    return Problem(key, "is a single value, which cannot be searched", text, hint=hint)
 
 
-def _stepped(key: str, text: str, sweep: RangeSweep) -> optuna.BaseDistribution | Problem:
-    """Hydra's range ends before its stop, as Python's does."""
+def _range_distribution(key: str, text: str, sweep: RangeSweep) -> optuna.BaseDistribution | Problem:
+    """Distribution of range(start, stop, step), which excludes stop as in Python."""
     start, stop, step = sweep.start, sweep.stop, sweep.step
     assert start is not None and stop is not None
     count = math.ceil((stop - start) / step) if step else 0
     if count < 1:
-        return Problem(key, "is an empty range", text, "range(start, stop, step) with a value or more")
+        return Problem(key, "is an empty range", text, "range(start, stop, step) with at least one value")
     last = start + (count - 1) * step
     low, high, step = min(start, last), max(start, last), abs(step)
     if isinstance(low, int) and isinstance(high, int) and isinstance(step, int):
@@ -76,24 +76,24 @@ def _stepped(key: str, text: str, sweep: RangeSweep) -> optuna.BaseDistribution 
     return optuna.FloatDistribution(float(low), float(high), step=float(step))
 
 
-def _between(key: str, text: str, sweep: IntervalSweep) -> optuna.BaseDistribution | Problem:
+def _interval_distribution(key: str, text: str, sweep: IntervalSweep) -> optuna.BaseDistribution | Problem:
     start, end, is_log = sweep.start, sweep.end, "log" in sweep.tags
     assert start is not None and end is not None
     if start >= end:
-        return Problem(key, "is an empty interval", text, "interval(start, end) with start under end")
+        return Problem(key, "is an empty interval", text, "interval(start, end) with start < end")
     if is_log and start <= 0:
-        return Problem(key, "has no logarithm at its start", text, "a start over 0")
+        return Problem(key, "is log-scaled but does not start above 0", text, "a start > 0")
     if isinstance(start, int) and isinstance(end, int):
         return optuna.IntDistribution(start, end, log=is_log)
     return optuna.FloatDistribution(float(start), float(end), log=is_log)
 
 
-def _is_open(distribution: optuna.BaseDistribution) -> bool:
+def _is_continuous(distribution: optuna.BaseDistribution) -> bool:
     return not isinstance(distribution, optuna.CategoricalDistribution) and distribution.step is None  # type: ignore[attr-defined]
 
 
-def split(overrides: Iterable[Override]) -> tuple[list[str], dict[str, str]]:
-    """Overrides of a sweep: those that all jobs share, and key -> what is searched."""
+def split_overrides(overrides: Iterable[Override]) -> tuple[list[str], dict[str, str]]:
+    """Split a sweep's overrides into those fixed for all jobs and the search space (key -> sweep expression)."""
     fixed, space = [], {}
     for override in overrides:
         if override.is_sweep_override():

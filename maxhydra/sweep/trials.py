@@ -1,74 +1,74 @@
-"""What to try next, and what came of it: the side of a sweep that decides."""
+"""Sources of trials: propose the next job, and record the results of jobs that ended."""
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
-from maxhydra.launch.base import Proposal
+from maxhydra.launch.base import Trial
 
 
 class TrialStatus(Enum):
-    """How a job ended."""
+    """How a trial ended."""
 
     finished = "finished"
     failed = "failed"
     pruned = "pruned"
 
 
-class Proposals(Protocol):
-    """Where jobs come from. Everything that it is told survives the process."""
+class TrialSource(Protocol):
+    """Proposes trials and records their results. All of its state survives the process."""
 
-    def unfinished(self) -> list[Proposal]:
-        """Jobs that are known already, and not the end of them."""
+    def unfinished(self) -> list[Trial]:
+        """Trials that were proposed before and have no recorded result."""
         ...
 
-    def next(self) -> Proposal | None:
-        """A new job; None when there will be no more."""
+    def next_trial(self) -> Trial | None:
+        """Propose a new trial; None after the last one."""
         ...
 
-    def report(self, proposal: Proposal, step: int, value: float) -> bool:
-        """What the objective is at a step; True where the job should end for it."""
+    def report(self, trial: Trial, step: int, value: float) -> bool:
+        """Report the objective at a step; returns True if the trial should be pruned."""
         ...
 
-    def tell(self, proposal: Proposal, fate: TrialStatus, values: Sequence[float]) -> None:
-        """How a job ended, with its objectives."""
+    def record_result(self, trial: Trial, status: TrialStatus, values: Sequence[float]) -> None:
+        """Record how a trial ended, with its objective values."""
         ...
 
     def counts(self) -> Mapping[TrialStatus, int]:
-        """Jobs that have ended, by how."""
+        """Number of ended trials by status."""
         ...
 
     def summary(self) -> str:
-        """What came of all of it, for a person."""
+        """Human-readable summary of all results."""
         ...
 
 
-class ListedProposals:
-    """Jobs that are all known, as those of a plain sweep are. What became of each stands in its own folder."""
+class ListedTrials:
+    """The fixed list of jobs of a grid sweep. Their results are stored in their run folders."""
 
-    def __init__(self, jobs: Sequence[Proposal], done: Mapping[int, TrialStatus]):
-        """`done`: numbers of the jobs that are over."""
-        self._left = [job for job in jobs if job.number not in done]
-        self._fates = dict(done)
+    def __init__(self, trials: Sequence[Trial], done: Mapping[int, TrialStatus]):
+        """`done` maps the numbers of ended trials to their status."""
+        self._unfinished = [trial for trial in trials if trial.number not in done]
+        self._statuses = dict(done)
 
-    def unfinished(self) -> list[Proposal]:
-        return self._left
+    def unfinished(self) -> list[Trial]:
+        return self._unfinished
 
-    def next(self) -> Proposal | None:
+    def next_trial(self) -> Trial | None:
         return None
 
-    def report(self, proposal: Proposal, step: int, value: float) -> bool:
+    def report(self, trial: Trial, step: int, value: float) -> bool:
         return False
 
-    def tell(self, proposal: Proposal, fate: TrialStatus, values: Sequence[float]) -> None:
-        self._fates[proposal.number] = fate
+    def record_result(self, trial: Trial, status: TrialStatus, values: Sequence[float]) -> None:
+        self._statuses[trial.number] = status
 
     def counts(self) -> Mapping[TrialStatus, int]:
-        return {fate: list(self._fates.values()).count(fate) for fate in TrialStatus}
+        return {status: list(self._statuses.values()).count(status) for status in TrialStatus}
 
     def summary(self) -> str:
-        return told(self.counts())
+        return format_counts(self.counts())
 
 
-def told(counts: Mapping[TrialStatus, int]) -> str:
-    return ", ".join(f"{count} {fate.value}" for fate, count in counts.items() if count)
+def format_counts(counts: Mapping[TrialStatus, int]) -> str:
+    return ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)

@@ -1,4 +1,4 @@
-"""The dashboard and the report in a real browser, used as a person would."""
+"""The dashboard and the sweep report in a real browser, operated like a user would."""
 
 import contextlib
 import json
@@ -13,15 +13,15 @@ from maxhydra.record.liveness import process_start
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.server import Server
 from maxhydra.runs.sweep import write_sweep_report
-from tests.support.browser import chromium, complaints, prefers, requests
-from tests.support.run_folders import change_facts, line, write_run
+from tests.support.browser import chromium, console_messages, sent_requests, set_color_scheme
+from tests.support.run_folders import change_facts, metrics_lines, write_run
 
 EVIL = "<img src=x onerror=alert(1)>"
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """Twelve runs of a sweep, one that failed, and one that this very process writes."""
+    """Twelve runs of a sweep, a failed run, and a running one whose process is this one."""
     folder = tmp_path_factory.mktemp("browser") / "outputs"
     for number in range(12):
         rate, day = 10 ** (-4 + number / 5), f"2026-03-{number + 1:02d}"
@@ -29,8 +29,8 @@ def outputs(tmp_path_factory):
     write_run(folder / "failed", status="failed", steps=3, reason=EVIL, tags=[EVIL], notes="''")
     live = write_run(folder / "live", status="running", steps=10, created="2026-04-01T12:00:00Z")
     (session,) = json.loads((live / "run.json").read_text())["sessions"]
-    own = {**session, "host": socket.gethostname(), "pid": os.getpid(), "pid_started": process_start(os.getpid())}
-    change_facts(live, sessions=[own])
+    own_process = {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": process_start(os.getpid())}
+    change_facts(live, sessions=[{**session, **own_process}])
     return folder
 
 
@@ -50,14 +50,14 @@ def server(outputs):
 
 
 def until(browser, script, seconds=20):
-    """Wait for a script to give something true, and give it back."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    """Wait until a script returns a true value, and return it."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
         with contextlib.suppress(Exception):
-            if found := browser.execute_script(f"return {script}"):
-                return found
+            if value := browser.execute_script(f"return {script}"):
+                return value
         time.sleep(0.1)
-    raise AssertionError(f"never true: {script}; console: {complaints(browser)}")
+    raise AssertionError(f"never true: {script}; console: {console_messages(browser)}")
 
 
 def names(browser):
@@ -89,10 +89,11 @@ def overflow(browser):
     return browser.execute_script("return document.documentElement.scrollWidth - innerWidth")
 
 
-def is_clean(browser, *origins):
-    asked = requests(browser)
-    assert asked and all(url.startswith((*origins, "data:", "about:")) for url in asked), asked
-    assert complaints(browser) == []
+def check_clean(browser, *origins):
+    """Check that no foreign URL was requested, and that nothing was written to the console."""
+    urls = sent_requests(browser)
+    assert urls and all(url.startswith((*origins, "data:", "about:")) for url in urls), urls
+    assert console_messages(browser) == []
 
 
 def test_search_sort_and_choose_two(window, server):
@@ -118,7 +119,7 @@ def test_search_sort_and_choose_two(window, server):
     assert "lr%2F11_lr" in window.execute_script("return location.hash")
     colours = "[...document.querySelectorAll('[data-metric=loss] path.curve')].map(p => getComputedStyle(p).stroke)"
     assert len(set(window.execute_script(f"return {colours}"))) == 2
-    is_clean(window, server.url)
+    check_clean(window, server.url)
 
 
 def test_the_cursor_reads_the_same_step_in_every_chart(window, server, outputs):
@@ -138,7 +139,7 @@ def test_the_cursor_reads_the_same_step_in_every_chart(window, server, outputs):
         "const s = document.querySelector('#smoothing'); s.value = 0.9; s.dispatchEvent(new Event('input'))"
     )
     until(window, "document.querySelectorAll('[data-metric=loss] path.raw').length === 2")
-    is_clean(window, server.url)
+    check_clean(window, server.url)
 
 
 def test_curves_grow_while_the_run_trains(window, server, outputs):
@@ -146,7 +147,7 @@ def test_curves_grow_while_the_run_trains(window, server, outputs):
     path = "document.querySelector('[data-metric=loss] path.curve').getAttribute('d').length"
     before = until(window, path)
     with (outputs / "live" / "metrics.jsonl").open("a") as file:
-        file.write("".join(line(step, 2.0) for step in range(11, 20)))
+        file.write("".join(metrics_lines(step, 2.0) for step in range(11, 20)))
     until(window, f"{path} > {before}")
     step = "document.querySelector('tr[data-run=live] .steps').textContent"
     until(window, f"{step} === '19'")
@@ -155,10 +156,10 @@ def test_curves_grow_while_the_run_trains(window, server, outputs):
     until(window, "document.querySelector('.log')?.textContent.includes('something new')")
     change_facts(outputs / "live", status="finished")
     until(window, "document.querySelector('tr[data-run=live] .status').textContent === 'finished'")
-    is_clean(window, server.url)
+    check_clean(window, server.url)
 
 
-def test_tabs_columns_keys_and_faults(window, server, outputs):
+def test_tabs_columns_keys_and_read_errors(window, server, outputs):
     open_dashboard(window, server, "#run=lr/0_lr&run=lr/1_lr&tab=compare")
     assert "optimizer.learning_rate" in until(window, "document.querySelector('.compare')?.textContent")
     press(window, '[data-tab="system"]')
@@ -184,27 +185,27 @@ def test_tabs_columns_keys_and_faults(window, server, outputs):
         "return document.querySelector('#fault-list').textContent"
     )
     (broken / "run.json").unlink()
-    is_clean(window, server.url)
+    check_clean(window, server.url)
 
 
 def test_dark_and_light_and_foreign_text(window, server):
     open_dashboard(window, server)
     window.execute_script("localStorage.clear()")
-    ground = "return getComputedStyle(document.body).backgroundColor"
+    background = "return getComputedStyle(document.body).backgroundColor"
     open_dashboard(window, server, "#run=failed")
-    assert window.execute_script(ground) == "rgb(255, 255, 255)"
+    assert window.execute_script(background) == "rgb(255, 255, 255)"
     press(window, "#theme")
-    assert window.execute_script(ground) == "rgb(10, 10, 10)"
+    assert window.execute_script(background) == "rgb(10, 10, 10)"
     open_dashboard(window, server, "#run=failed&tab=compare")
-    assert window.execute_script(ground) == "rgb(10, 10, 10)"
+    assert window.execute_script(background) == "rgb(10, 10, 10)"
     window.execute_script("localStorage.clear()")
-    prefers(window, "dark")
+    set_color_scheme(window, "dark")
     open_dashboard(window, server, "#run=failed")
-    assert window.execute_script(ground) == "rgb(10, 10, 10)"
-    prefers(window, "light")
+    assert window.execute_script(background) == "rgb(10, 10, 10)"
+    set_color_scheme(window, "light")
     assert window.execute_script("return document.querySelectorAll('img').length") == 0
     assert EVIL in window.execute_script("return document.querySelector('tr[data-run=failed]').textContent")
-    is_clean(window, server.url)
+    check_clean(window, server.url)
 
 
 @pytest.mark.parametrize("width", [1280, 1920])
@@ -216,7 +217,7 @@ def test_nothing_is_cut_off(window, server, width):
     assert overflow(window) <= 0
     wide = window.execute_script("const r = document.querySelector('#rows'); return r.scrollWidth - r.clientWidth")
     assert wide <= 0
-    requests(window)
+    sent_requests(window)
 
 
 def test_the_report_of_a_sweep(window, outputs, tmp_path):
@@ -225,7 +226,7 @@ def test_the_report_of_a_sweep(window, outputs, tmp_path):
     path = write_sweep_report(registry, runs, tmp_path / "sweep.html", title=folder, metric=None, largest=False)
     text = path.read_text()
     assert not re.search(r"https?://|@import|url\(", text)
-    requests(window)
+    sent_requests(window)
     window.get(path.as_uri())
     until(window, "document.querySelectorAll('#parallel path.curve').length === 12")
     until(window, "document.querySelectorAll('.charts path.curve').length === 12")
@@ -246,4 +247,4 @@ def test_the_report_of_a_sweep(window, outputs, tmp_path):
     press(window, "#theme")
     assert window.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(10, 10, 10)"
     assert overflow(window) <= 0
-    is_clean(window, "file:")
+    check_clean(window, "file:")

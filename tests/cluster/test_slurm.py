@@ -1,4 +1,4 @@
-"""Sweeps on a real SLURM cluster: arrays, several nodes, signals and requeue, a killed controller, cancelling."""
+"""Sweeps on a real SLURM cluster: arrays, several nodes, signals and requeues, a killed controller, cancelling."""
 
 import json
 import os
@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from maxhydra.cli import main
-from tests.support import compile_cache as compiling
-from tests.support import fork_server as warm
+from tests.support import compile_cache, fork_server
 from tests.support.cli import SMALL, command, environment, facts, finished, losses, run, silent
 from tests.support.slurm import cluster, require, wait_for
 
@@ -22,19 +21,19 @@ WORKER = """
 folder=$(dirname "$4")
 count=${SLURM_RESTART_COUNT:-0}
 echo $count >> "$folder/starts"
-trap 'echo told by SIGUSR1; exit 138' USR1
+trap 'echo received SIGUSR1; exit 138' USR1
 case "$folder-$count" in
   *seed=1-0) exit 138;; *seed=1-1) exit 143;; *seed=3-*) exit 138;;
   *seed=2-0) for _ in $(seq 500); do sleep 0.2; done;;
 esac
 """
-SEARCHED = """
+SEARCH_WORKER = """
 import signal, sys, time
 import yaml
 from maxhydra.record import MetricsWriter, RunDirectory
 
-asked = []
-signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+received = []
+signal.signal(signal.SIGTERM, lambda *_: received.append(1))
 rate = yaml.safe_load(open(sys.argv[4]))["optimizer"]["learning_rate"]
 run = RunDirectory(sys.argv[6])
 with run.session("", {}):
@@ -42,9 +41,9 @@ with run.session("", {}):
     for step in range(1, 31):
         time.sleep(0.2)
         metrics.write(step, {"eval/loss": rate + 1 / step})
-        if asked:
+        if received:
             break
-    run.finish("preempted" if asked else "finished", "SIGTERM" if asked else "done")
+    run.finish("preempted" if received else "finished", "SIGTERM" if received else "done")
 """
 LAUNCHER = ["-m", "hydra/launcher=slurm", "hydra.launcher.poll_seconds=1"]
 TOLERANCE = 2e-5
@@ -57,39 +56,39 @@ def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
         yield extra
 
 
-def quick(folder: Path) -> str:
-    """Jobs that need not import everything first: `python -m maxhydra`, which a warm process does."""
-    return f"hydra.launcher.python={warm.program(folder / 'python', compiling.PREFIX, skipped=2)}"
+def fast_python(folder: Path) -> str:
+    """Override for a `python -m maxhydra` that runs in the fork server, without importing everything first."""
+    return f"hydra.launcher.python={fork_server.program(folder / 'python', compile_cache.PREFIX, skipped=2)}"
 
 
-def program(path: Path, interpreter: str, text: str) -> Path:
+def write_program(path: Path, interpreter: str, text: str) -> Path:
     path.write_text(f"#!{interpreter}\n{text}")
     path.chmod(0o755)
     return path
 
 
-def said(*words: str, scheduler: dict[str, str]) -> str:
-    return subprocess.run(words, env={**os.environ, **scheduler}, capture_output=True, text=True, check=True).stdout
+def output_of(*arguments: str, scheduler: dict[str, str]) -> str:
+    return subprocess.run(arguments, env={**os.environ, **scheduler}, capture_output=True, text=True, check=True).stdout
 
 
-def wait_until_all_are_over(scheduler: dict[str, str], seconds: float) -> None:
-    """SLURM lets a job that was put back wait for two minutes, which an administrator, as here, can cut short.
+def wait_until_all_ended(scheduler: dict[str, str], seconds: float) -> None:
+    """Wait for all jobs. SLURM delays a requeued job by two minutes, which an administrator, as here, can shorten.
 
-    Not below some seconds: a node refuses the credential of a job that it has just seen end.
+    But not below some seconds: a node rejects the credential of a job that has just ended.
     """
-    put_back: dict[str, float] = {}
+    requeued_at: dict[str, float] = {}
 
-    def are_over() -> bool:
-        lines = said("squeue", "-hr", "--states=all", "-o", "%i|%T|%r", scheduler=scheduler).splitlines()
+    def have_ended() -> bool:
+        lines = output_of("squeue", "-hr", "--states=all", "-o", "%i|%T|%r", scheduler=scheduler).splitlines()
         jobs = [line.split("|") for line in lines]
         for identity, _, reason in jobs:
             if reason != "BeginTime":
-                put_back.pop(identity, None)
-            elif time.monotonic() - put_back.setdefault(identity, time.monotonic()) > 4:
-                said("scontrol", "update", f"JobId={identity}", "StartTime=now", scheduler=scheduler)
+                requeued_at.pop(identity, None)
+            elif time.monotonic() - requeued_at.setdefault(identity, time.monotonic()) > 4:
+                output_of("scontrol", "update", f"JobId={identity}", "StartTime=now", scheduler=scheduler)
         return all(state in ("COMPLETED", "FAILED", "CANCELLED") for _, state, _ in jobs)
 
-    wait_for(are_over, seconds)
+    wait_for(have_ended, seconds)
 
 
 def sessions(folder: Path) -> list[str]:
@@ -98,12 +97,12 @@ def sessions(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_six_jobs_outlive_their_controller(scheduler: dict[str, str], tmp_path: Path) -> None:
-    """The controller is killed while jobs wait and run; the next finds all of them, and none is lost or doubled."""
+    """The controller is killed while jobs wait and run; the next finds all of them, and none is lost or duplicated."""
     seeds = "run.seed=1,2,3,4,5,6"
-    launcher = [*LAUNCHER, "hydra.launcher.array_parallelism=3", quick(tmp_path)]
-    asked = [*launcher, *SMALL, "train.steps=4", "run.name=six", seeds]
+    launcher = [*LAUNCHER, "hydra.launcher.array_parallelism=3", fast_python(tmp_path)]
+    arguments = [*launcher, *SMALL, "train.steps=4", "run.name=six", seeds]
     sweep = tmp_path / "outputs" / "six"
-    controller = silent(*asked, cwd=tmp_path, **scheduler)
+    controller = silent(*arguments, cwd=tmp_path, **scheduler)
     wait_for(lambda: list(sweep.glob("*/run.json")), 120)
     controller.kill()
     controller.wait()
@@ -122,34 +121,34 @@ def test_six_jobs_outlive_their_controller(scheduler: dict[str, str], tmp_path: 
 
 
 @pytest.mark.slow
-def test_two_nodes_are_preempted_and_equal_one_process(scheduler: dict[str, str], tmp_path: Path) -> None:
-    """Detached; told by SIGUSR1 to save, as before a time limit; back in the queue, and on to the end by itself."""
+def test_two_preempted_nodes_equal_one_process(scheduler: dict[str, str], tmp_path: Path) -> None:
+    """Detached; SIGUSR1 makes it save, as before a time limit; it is requeued, and finishes without a controller."""
     arguments = [*SMALL, "train.steps=150", "mesh.fsdp=2", "train.per_device_batch_size=4", "checkpoint.every=1000"]
-    launcher = [*LAUNCHER, "hydra.launcher.nodes=2", "hydra.launcher.detach=true", quick(tmp_path)]
+    launcher = [*LAUNCHER, "hydra.launcher.nodes=2", "hydra.launcher.detach=true", fast_python(tmp_path)]
     done = finished(*launcher, *arguments, "run.name=two", cwd=tmp_path, **scheduler)
     identity = re.search(r"job 0: slurm (\d+) ", done.stdout)
     assert identity is not None, done.stdout
     folder = tmp_path / "outputs" / "two" / "0"
     tail = run("runs", "tail", "two/0", cwd=tmp_path, **scheduler)
-    assert tail.returncode == 0, "there is a log before there is a run"
+    assert tail.returncode == 0, "the console can be shown before the run has a log"
     wait_for(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size, 120)
-    said("scancel", "--signal=USR1", identity[1], scheduler=scheduler)
+    output_of("scancel", "--signal=USR1", identity[1], scheduler=scheduler)
     finished(*arguments, "run.name=one", cwd=tmp_path, devices=2)
-    wait_until_all_are_over(scheduler, 240)
-    told = facts(folder)
+    wait_until_all_ended(scheduler, 240)
+    run_facts = facts(folder)
     assert sessions(folder) == ["preempted", "finished"], (folder / "console.txt").read_text()
-    assert told["processes"] == 2 and told["variables"]["SLURM_RESTART_COUNT"] == "1"
-    assert "SIGUSR1" in told["sessions"][0]["reason"]
+    assert run_facts["processes"] == 2 and run_facts["variables"]["SLURM_RESTART_COUNT"] == "1"
+    assert "SIGUSR1" in run_facts["sessions"][0]["reason"]
     one, two = losses(tmp_path / "outputs" / "one"), losses(folder)
     assert list(one) == list(two) == list(range(1, 151))
     np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=TOLERANCE)
 
 
 @pytest.mark.slow
-def test_a_sweep_is_cancelled_and_gone_on_with(
+def test_a_cancelled_sweep_can_be_resumed(
     scheduler: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Jobs that run save and end, those that wait leave the queue, the controller ends; and all of it goes on."""
+    """Running jobs save and exit, queued ones leave the queue, the controller exits; and all of it can be resumed."""
     arguments = [*SMALL, "train.steps=300", "checkpoint.every=1000", "run.name=off", "run.seed=1,2"]
     launcher = [*LAUNCHER, "hydra.launcher.array_parallelism=1"]
     env = environment(**scheduler)
@@ -160,7 +159,7 @@ def test_a_sweep_is_cancelled_and_gone_on_with(
     wait_for(lambda: (first / "metrics.jsonl").exists() and (first / "metrics.jsonl").stat().st_size, 120)
     for name, value in scheduler.items():
         monkeypatch.setenv(name, value)
-    # In this process, which does not have to start first: the job is as quick.
+    # In this process, because starting another one would take as long as the job.
     assert main.run(["sweep", "cancel", "off", "--outputs", str(tmp_path / "outputs")]) == 0
     assert controller.wait(60) == 1 and "cancelled" in controller.communicate()[1]
     wait_for(lambda: sessions(first) == ["preempted"], 60)
@@ -168,32 +167,32 @@ def test_a_sweep_is_cancelled_and_gone_on_with(
     done = finished("sweep", "resume", "off", cwd=tmp_path, **scheduler).stdout
     assert done.rstrip().endswith("2 finished")
     assert sessions(first) == ["preempted", "finished"] and sessions(second) == ["finished"]
-    # Killed at another moment, or never: the same losses.
+    # An interruption does not change the losses.
     finished(*arguments[:-1], "run.name=whole", "run.seed=1", cwd=tmp_path)
     assert losses(first) == losses(tmp_path / "outputs" / "whole")
     assert json.loads((first / "job.json").read_text())["overrides"][-1] == "run.name='0_seed=1'"
 
 
-def test_jobs_of_an_array_are_put_back_one_by_one(scheduler: dict[str, str], tmp_path: Path) -> None:
-    """A worker in place of ours: interrupted twice, and then done; near its time limit; interrupted once too often."""
-    worker = program(tmp_path / "worker", "/bin/bash", WORKER)
-    asked = ["hydra.launcher.detach=true", "hydra.launcher.max_requeues=2", f"hydra.launcher.python={worker}"]
-    asked += ["hydra.launcher.time=1", "hydra.launcher.save_seconds=50"]
-    finished(*LAUNCHER, *asked, "run.name=array", "run.seed=1,2,3", cwd=tmp_path, **scheduler)
+def test_jobs_of_an_array_are_requeued_individually(scheduler: dict[str, str], tmp_path: Path) -> None:
+    """With a fake worker: interrupted twice and then done; near its time limit; interrupted too often."""
+    worker = write_program(tmp_path / "worker", "/bin/bash", WORKER)
+    options = ["hydra.launcher.detach=true", "hydra.launcher.max_requeues=2", f"hydra.launcher.python={worker}"]
+    options += ["hydra.launcher.time=1", "hydra.launcher.save_seconds=50"]
+    finished(*LAUNCHER, *options, "run.name=array", "run.seed=1,2,3", cwd=tmp_path, **scheduler)
     folders = [tmp_path / "outputs" / "array" / f"{index}_seed={index + 1}" for index in range(3)]
-    wait_until_all_are_over(scheduler, 120)
+    wait_until_all_ended(scheduler, 120)
     assert [(folder / "starts").read_text().split() for folder in folders] == [
         ["0", "1", "2"],
         ["0", "1"],
         ["0", "1", "2"],
     ]
-    assert "told by SIGUSR1" in (folders[1] / "console.txt").read_text()
+    assert "received SIGUSR1" in (folders[1] / "console.txt").read_text()
     assert "max_requeues=2" in (folders[2] / "console.txt").read_text()
 
 
-def test_a_search_ends_what_does_badly(scheduler: dict[str, str], tmp_path: Path) -> None:
-    """Jobs of a worker in place of ours, which writes runs as training does, and saves when it is told to."""
-    worker = program(tmp_path / "worker", sys.executable, SEARCHED)
+def test_a_search_prunes_bad_jobs(scheduler: dict[str, str], tmp_path: Path) -> None:
+    """With a fake worker that writes runs as training does, and saves on SIGTERM."""
+    worker = write_program(tmp_path / "worker", sys.executable, SEARCH_WORKER)
     search = [
         "hydra/sweeper=optuna",
         "hydra.sweeper.sampler=grid",
@@ -201,16 +200,16 @@ def test_a_search_ends_what_does_badly(scheduler: dict[str, str], tmp_path: Path
         "hydra.sweeper.pruner=asha",
     ]
     rates = "optimizer.learning_rate=0.3,0.5,1,2"
-    asked = [*LAUNCHER, *search, f"hydra.launcher.python={worker}", "run.name=search", rates]
-    done = finished(*asked, cwd=tmp_path, **scheduler).stdout
+    arguments = [*LAUNCHER, *search, f"hydra.launcher.python={worker}", "run.name=search", rates]
+    done = finished(*arguments, cwd=tmp_path, **scheduler).stdout
     statuses = [facts(path)["status"] for path in sorted((tmp_path / "outputs" / "search").glob("[0-9]_*"))]
     pruned = statuses.count("preempted")
     assert pruned >= 1 and statuses.count("finished") == 4 - pruned, done
     assert f"{4 - pruned} finished, {pruned} pruned" in done and "optimizer.learning_rate=0.3" in done
 
 
-def test_what_the_cluster_refuses_is_said_in_a_line(scheduler: dict[str, str], tmp_path: Path) -> None:
-    asked = [*LAUNCHER, "debug=one_step", "run.name=refused", "run.seed=1,2"]
-    refused = run(*asked, "hydra.launcher.partition=nowhere", cwd=tmp_path, **scheduler)
-    assert refused.returncode == 2 and "nowhere" in refused.stderr and "Traceback" not in refused.stderr
-    assert not list(tmp_path.glob("outputs/*/*/.job.json")), "nothing claims to be submitted"
+def test_errors_of_the_cluster_are_one_line(scheduler: dict[str, str], tmp_path: Path) -> None:
+    arguments = [*LAUNCHER, "debug=one_step", "run.name=rejected", "run.seed=1,2"]
+    done = run(*arguments, "hydra.launcher.partition=nowhere", cwd=tmp_path, **scheduler)
+    assert done.returncode == 2 and "nowhere" in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("outputs/*/*/.job.json")), "no job is recorded as submitted"

@@ -1,4 +1,4 @@
-"""Jobs on Kubernetes without a cluster: what is refused, what would be sent, what comes back."""
+"""Jobs on Kubernetes without a cluster: rejected settings, rendered manifests, and returned results."""
 
 import contextlib
 import dataclasses
@@ -13,19 +13,34 @@ from maxhydra.cli import main
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.schema.hardware import Hardware
 from maxhydra.launch.gke import GkeSettings
-from maxhydra.launch.gke.api_errors import refusal
+from maxhydra.launch.gke.api_errors import api_error
 from maxhydra.launch.gke.cluster import Cluster
-from maxhydra.launch.gke.manifests import Work, config_map, job_name, job_set, job_template, sweep_id, to_yaml
-from maxhydra.launch.gke.placement import place
-from maxhydra.launch.gke.pods import ending, leader, progress
-from maxhydra.launch.registry import read_launcher
-from maxhydra.launch.termination import LIMIT, forget, message, read_message, relay, write_termination_message
+from maxhydra.launch.gke.manifests import (
+    JobDescription,
+    config_map_manifest,
+    job_name,
+    job_set_manifest,
+    job_template,
+    sweep_id,
+    to_yaml,
+)
+from maxhydra.launch.gke.placement import choose_placement
+from maxhydra.launch.gke.pods import describe_progress, leader_pod, run_result
+from maxhydra.launch.registry import launcher_from_json
+from maxhydra.launch.termination import (
+    LIMIT,
+    decode_message,
+    encode_message,
+    remove_relayed_run,
+    write_relayed_run,
+    write_termination_message,
+)
 from maxhydra.record import RunDirectory, read_metrics
 from maxhydra.runs import write_report
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.rerun import arguments, rerun_command
 from maxhydra.runtime.hardware_options import hardware_options
-from tests.support import cli as running
+from tests.support import cli
 from tests.support.skips import import_optional
 
 kubernetes_validate = import_optional("kubernetes_validate", extra="test")
@@ -35,10 +50,10 @@ k8s = import_optional("kubernetes.client", extra="gke")
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 IMAGE, BUCKET = "us-docker.pkg.dev/project/repository/maxhydra:1", "gs://bucket/runs"
-GIVEN = GkeSettings(image=IMAGE, outputs=BUCKET)
-TPU = dataclasses.replace(GIVEN, topology="4x8", slices=2, queue="team", service_account="trainer", max_restarts=5)
+BASE = GkeSettings(image=IMAGE, outputs=BUCKET)
+TPU = dataclasses.replace(BASE, topology="4x8", slices=2, queue="team", service_account="trainer", max_restarts=5)
 GPU = dataclasses.replace(
-    GIVEN,
+    BASE,
     namespace="research",
     nodes=2,
     slices=2,
@@ -57,42 +72,42 @@ LAUNCHER = ["hydra/launcher=gke", f"hydra.launcher.image={IMAGE}", f"hydra.launc
 CASES = {"gke_tpu": (TPU, "tpu-v5e"), "gke_gpu": (GPU, "gpu-h100")}
 
 
-def work_of(settings: GkeSettings, hardware: Hardware) -> Work:
+def describe(settings: GkeSettings, hardware: Hardware) -> JobDescription:
     sweep = "lr-0a1b2c"
     files = {"job.yaml": "task:\n  name: pretrain\n", "job.json": '{"choices": {}}\n'}
-    placement = place(settings, hardware)
-    return Work(job_name(settings.prefix, sweep, 3), sweep, 3, "lr/3_learning_rate=0.01", files, placement)
+    placement = choose_placement(settings, hardware)
+    return JobDescription(job_name(settings.prefix, sweep, 3), sweep, 3, "lr/3_learning_rate=0.01", files, placement)
 
 
 def problems(**settings: Any) -> dict[str, str]:
     """Path -> reason."""
-    return {problem.path: problem.reason for problem in dataclasses.replace(GIVEN, **settings).problems()}
+    return {problem.path: problem.reason for problem in dataclasses.replace(BASE, **settings).problems()}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_manifests_are_those_on_file(name: str) -> None:
+def test_manifests_match_the_golden_files(name: str) -> None:
     settings, option = CASES[name]
-    work = work_of(settings, hardware_options()[option])
-    rendered = to_yaml([job_set(settings, work), config_map(settings, work, owner="1234")])
-    assert rendered == (GOLDEN / f"{name}.yaml").read_text()
+    description = describe(settings, hardware_options()[option])
+    manifests = [job_set_manifest(settings, description), config_map_manifest(settings, description, owner="1234")]
+    assert to_yaml(manifests) == (GOLDEN / f"{name}.yaml").read_text()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_manifests_are_valid(name: str) -> None:
-    """ConfigMap and Job by the schemas of Kubernetes, the JobSet by the models that its own schema was turned into."""
+    """ConfigMap and Job are checked by the Kubernetes schemas, the JobSet by models generated from its schema."""
     settings, option = CASES[name]
-    work = work_of(settings, hardware_options()[option])
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **job_template(settings, work)}
-    for manifest in (job, config_map(settings, work, owner="1234")):
+    description = describe(settings, hardware_options()[option])
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **job_template(settings, description)}
+    for manifest in (job, config_map_manifest(settings, description, owner="1234")):
         kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
-    manifest = job_set(settings, work)
-    # A field that the model does not know is not there afterwards.
+    manifest = job_set_manifest(settings, description)
+    # The model drops unknown fields, so equality means that all fields are known.
     assert jobset.JobsetV1alpha2JobSet.from_dict(manifest).to_dict() == manifest
 
 
-def test_settings_are_checked_all_at_once() -> None:
+def test_all_invalid_settings_are_reported_at_once() -> None:
     assert problems() == {}
-    assert read_launcher(json.loads(json.dumps(GPU.told()))) == GPU
+    assert launcher_from_json(json.loads(json.dumps(GPU.to_json()))) == GPU
     wrong = GkeSettings(
         image="a b",
         namespace="Bad_Name",
@@ -110,13 +125,13 @@ def test_settings_are_checked_all_at_once() -> None:
         node_selector={"/pool": "x"},
         command=(),
     )
-    found = [problem.path.removeprefix("hydra.launcher.") for problem in wrong.problems()]
-    assert set(found) == {
+    paths = [problem.path.removeprefix("hydra.launcher.") for problem in wrong.problems()]
+    assert set(paths) == {
         *("outputs", "image", "namespace", "topology", "slices", "max_restarts", "ttl_seconds", "memory", "queue"),
         *("prefix", "secrets", "env", "env.WANDB_API_KEY", "volumes", "volumes./x", "volumes./y"),
         *("tolerations", "node_selector", "command"),
     }
-    assert found.count("volumes") == 2
+    assert paths.count("volumes") == 2
     assert problems(secrets="wandb", env=[], detach="yes").keys() == {
         f"hydra.launcher.{name}" for name in ("secrets", "env", "detach")
     }
@@ -135,8 +150,8 @@ def test_settings_are_checked_all_at_once() -> None:
     ],
 )
 def test_nodes_of_a_slice(option: str, topology: str, nodes: int, chips: int) -> None:
-    """As GKE's table of TPU machine types has them."""
-    placement = place(dataclasses.replace(GIVEN, topology=topology), hardware_options()[option])
+    """Matches GKE's table of TPU machine types."""
+    placement = choose_placement(dataclasses.replace(BASE, topology=topology), hardware_options()[option])
     assert (placement.nodes, placement.resources) == (nodes, {"google.com/tpu": chips})
 
 
@@ -152,19 +167,19 @@ def test_nodes_of_a_slice(option: str, topology: str, nodes: int, chips: int) ->
         ("cpu", {"nodes": 2, "outputs": "empty://"}, ["hydra.launcher.outputs"]),
     ],
 )
-def test_nodes_that_do_not_exist(option: str, settings: dict[str, Any], paths: list[str]) -> None:
+def test_invalid_placements_are_rejected(option: str, settings: dict[str, Any], paths: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        place(dataclasses.replace(GIVEN, **settings), hardware_options()[option])
+        choose_placement(dataclasses.replace(BASE, **settings), hardware_options()[option])
     assert [problem.path for problem in caught.value.problems] == paths
 
 
-def test_every_chip_has_nodes() -> None:
-    named = {name: option for name, option in hardware_options().items() if option.platform.value in ("tpu", "gpu")}
-    assert named and all(option.gke.accelerator for option in named.values())
+def test_every_accelerator_option_has_a_gke_accelerator() -> None:
+    options = {name: option for name, option in hardware_options().items() if option.platform.value in ("tpu", "gpu")}
+    assert options and all(option.gke.accelerator for option in options.values())
 
 
-def test_names_are_short_enough_whatever_the_sweep_is_called() -> None:
-    """A pod's name is its JobSet's, `-w`, two indices and five characters: 63 in all."""
+def test_names_are_short_enough_for_any_sweep_name() -> None:
+    """A pod's name is its JobSet's, `-w`, two indices and five characters: 63 in total."""
     for folder in ("/outputs/lr", "/outputs/" + "Ünïcode_and__very_long" * 5, "/outputs/---", "/x/2026-11-15"):
         name = job_name("maxhydra-tests1", sweep_id(Path(folder)), 99999)
         assert len(f"{name}-w-99-9999-abcde") <= 63
@@ -176,7 +191,7 @@ def test_names_are_short_enough_whatever_the_sweep_is_called() -> None:
 
 
 @pytest.mark.parametrize(
-    "status, said, path, way_out",
+    "status, message, path, hint",
     [
         (403, 'jobsets.jobset.x-k8s.io is forbidden: User "x" cannot create resource', "namespace", "Role"),
         (403, 'configmaps "x" is forbidden: exceeded quota: team', "namespace", "queue"),
@@ -186,100 +201,101 @@ def test_names_are_short_enough_whatever_the_sweep_is_called() -> None:
         (409, "already exists", "", "get jobsets"),
     ],
 )
-def test_refusals_say_the_way_out(status: int, said: str, path: str, way_out: str) -> None:
-    error = refusal("JobSet x", status=status, said=said, by="https://cluster", namespace="team")
+def test_api_errors_have_a_hint(status: int, message: str, path: str, hint: str) -> None:
+    error = api_error("JobSet x", status=status, message=message, server="https://cluster", namespace="team")
     (problem,) = error.problems
     assert problem.path == f"hydra.launcher.{path}".rstrip(".")
-    assert said in problem.reason and "https://cluster" in problem.reason and way_out in problem.hint
-    assert not error.is_passing
+    assert message in problem.reason and "https://cluster" in problem.reason and hint in problem.hint
+    assert not error.is_transient
 
 
-def test_a_run_comes_back_through_its_last_words(tmp_path: Path) -> None:
-    """What does not fit is left out, the least useful first; what comes back is a run like any other."""
-    there = RunDirectory(tmp_path / "pod" / "lr")
+def test_a_run_is_restored_from_its_termination_message(tmp_path: Path) -> None:
+    """The least useful keys are dropped until the message fits; the result reads like any other run."""
+    remote = RunDirectory(tmp_path / "pod" / "lr")
     facts = {"task": "pretrain", "choices": {"model": "tiny"}, "tags": [], "notes": ""}
-    with there.session("train:\n  steps: 7\n", facts):
-        there.update(packages={f"package-{number}": "1.2.3" for number in range(300)})
+    with remote.session("train:\n  steps: 7\n", facts):
+        remote.update(packages={f"package-{number}": "1.2.3" for number in range(300)})
         metrics = {"eval/loss": 2.5, "loss": float("nan")}
-        there.finish("finished", "done", objective={"name": "eval/loss", "value": 2.5}, metrics=metrics, end_step=7)
-    text = message(there.read())
-    assert len(text.encode()) <= LIMIT < there.facts_path.stat().st_size
-    told = read_message(text)
-    assert told is not None and "packages" not in told
-    here = tmp_path / "outputs" / "lr" / "0"
-    relay(here, told, "train:\n  steps: 7\n")
-    assert read_metrics(here / "metrics.jsonl") == [{"step": 7, "eval/loss": 2.5}]
+        remote.finish("finished", "done", objective={"name": "eval/loss", "value": 2.5}, metrics=metrics, end_step=7)
+    text = encode_message(remote.read())
+    assert len(text.encode()) <= LIMIT < remote.facts_path.stat().st_size
+    message = decode_message(text)
+    assert message is not None and "packages" not in message
+    local = tmp_path / "outputs" / "lr" / "0"
+    write_relayed_run(local, message, "train:\n  steps: 7\n")
+    assert read_metrics(local / "metrics.jsonl") == [{"step": 7, "eval/loss": 2.5}]
     (run,) = Registry(tmp_path / "outputs").runs()
     assert (run.status, run.value) == ("finished", 2.5)
     huge = {"status": "failed", "reason": "x" * 9000, "metrics": {f"m{i}": 1.0 for i in range(900)}}
-    assert len(message(huge).encode()) <= LIMIT
-    # The whole message of a compiler is in the session too, and a note may be of any length.
-    sessions = there.read()["sessions"]
+    assert len(encode_message(huge).encode()) <= LIMIT
+    # A long compiler error is also in the session, and notes can have any length.
+    sessions = remote.read()["sessions"]
     for fact in ({"notes": "x" * 9000}, {"tags": ["x" * 90] * 90}, {"lines": [{"x": "y" * 90}] * 90}):
-        words = "é" * 9000
-        facts = {**there.read(), **fact, "reason": words, "sessions": [{**sessions[0], "reason": words}]}
-        assert len(message(facts).encode()) <= LIMIT
-        left = read_message(message(facts))
-        assert left is not None
-        assert left["status"] == "finished" and left["reason"].startswith("éé") and left["objective"]["value"] == 2.5
-        relay(tmp_path / "short", left, "")
+        reason = "é" * 9000
+        facts = {**remote.read(), **fact, "reason": reason, "sessions": [{**sessions[0], "reason": reason}]}
+        assert len(encode_message(facts).encode()) <= LIMIT
+        reduced = decode_message(encode_message(facts))
+        assert reduced is not None
+        assert reduced["status"] == "finished" and reduced["reason"].startswith("éé")
+        assert reduced["objective"]["value"] == 2.5
+        write_relayed_run(tmp_path / "short", reduced, "")
         assert write_report(RunDirectory(tmp_path / "short", writes=False)).is_file()
-    # Of a job that did not begin, there is no session to tell of.
-    short = read_message(message({"status": "failed", "reason": "OOMKilled"}))
+    # A job that did not start has no session.
+    short = decode_message(encode_message({"status": "failed", "reason": "OOMKilled"}))
     assert short is not None
-    relay(here, short, "")
+    write_relayed_run(local, short, "")
     (run,) = Registry(tmp_path / "outputs").runs()
-    assert run.status == "failed" and RunDirectory(here, writes=False).read()["reason"] == "OOMKilled"
-    # It is run again as it was asked for, not as a run of nothing but defaults.
-    facts = RunDirectory(here, writes=False).read()
-    with pytest.raises(ConfigError, match="does not say with which overrides"):
+    assert run.status == "failed" and RunDirectory(local, writes=False).read()["reason"] == "OOMKilled"
+    # A rerun uses the overrides of the job, never the defaults.
+    facts = RunDirectory(local, writes=False).read()
+    with pytest.raises(ConfigError, match="has no overrides"):
         arguments(facts, None)
     assert rerun_command(facts).startswith("cd ")
-    (here / "job.json").write_text(json.dumps({"choices": {}, "overrides": ["run.seed=7"], "config_dir": None}))
-    relay(here, short, "")
-    assert arguments(RunDirectory(here, writes=False).read(), None) == ["run.seed=7"]
-    assert rerun_command(RunDirectory(here, writes=False).read()).endswith("maxhydra run.seed=7")
-    forget(here)
-    assert not Registry(tmp_path / "outputs").runs() and not (here / "metrics.jsonl").exists()
-    forget(there.path)
-    assert there.exists()
-    assert read_message("Traceback") is None and read_message("[1]") is None and read_message(None) is None
+    (local / "job.json").write_text(json.dumps({"choices": {}, "overrides": ["run.seed=7"], "config_dir": None}))
+    write_relayed_run(local, short, "")
+    assert arguments(RunDirectory(local, writes=False).read(), None) == ["run.seed=7"]
+    assert rerun_command(RunDirectory(local, writes=False).read()).endswith("maxhydra run.seed=7")
+    remove_relayed_run(local)
+    assert not Registry(tmp_path / "outputs").runs() and not (local / "metrics.jsonl").exists()
+    remove_relayed_run(remote.path)
+    assert remote.exists()
+    assert decode_message("Traceback") is None and decode_message("[1]") is None and decode_message(None) is None
 
 
-def test_every_end_has_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_exit_writes_a_termination_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MAXHYDRA_TERMINATION_LOG", str(tmp_path / "log"))
     ends = {None: "finished", SystemExit(143): "failed", ConfigError(Problem("a", "is wrong")): "failed"}
     for error, status in ends.items():
         with contextlib.suppress(BaseException), write_termination_message(tmp_path / "run"):
             if error is not None:
                 raise error
-        told = read_message((tmp_path / "log").read_text())
-        assert told is not None and told["status"] == status
+        message = decode_message((tmp_path / "log").read_text())
+        assert message is not None and message["status"] == status
 
 
-def rendered(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+def render(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """Exit code and output of `maxhydra launch render`."""
     code = main.run(["launch", "render", *arguments])
-    said = capsys.readouterr()
-    return code, said.out + said.err
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
 
 
-def test_render_refuses_what_a_launch_would(capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = rendered(capsys, "hydra/launcher=gke", "hydra.launcher.slices=0", "hydra.launcher.namespace=No_Name")
-    assert code == 2 and "4 problems" in said
-    code, said = rendered(capsys, *LAUNCHER, "hardware=cpu", "train.step=3")
-    assert code == 2 and "train.step" in said
-    code, said = rendered(capsys, *LAUNCHER, "hardware=cpu", "hydra.launcher.slice=3")
-    assert code == 2 and "did you mean 'slices'?" in said
-    code, said = rendered(capsys, *LAUNCHER, "hardware=auto")
-    assert code == 2 and "does not say which nodes to ask for" in said
+def test_render_rejects_what_a_launch_rejects(capsys: pytest.CaptureFixture[str]) -> None:
+    code, output = render(capsys, "hydra/launcher=gke", "hydra.launcher.slices=0", "hydra.launcher.namespace=No_Name")
+    assert code == 2 and "4 problems" in output
+    code, output = render(capsys, *LAUNCHER, "hardware=cpu", "train.step=3")
+    assert code == 2 and "train.step" in output
+    code, output = render(capsys, *LAUNCHER, "hardware=cpu", "hydra.launcher.slice=3")
+    assert code == 2 and "did you mean 'slices'?" in output
+    code, output = render(capsys, *LAUNCHER, "hardware=auto")
+    assert code == 2 and "must name the hardware, because it selects the nodes" in output
 
 
-def test_the_worker_runs_what_the_config_map_holds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Rendered, taken out as a pod would see it, run, and told back through the termination log."""
+def test_the_worker_runs_the_files_of_the_config_map(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Rendered, extracted as a pod would see it, run, and reported through the termination message."""
     folder = f"run.outputs={tmp_path / 'outputs'}"
     short = ["train.steps=2", "run.name=lr", "run.seed=1,2", folder]
-    code, text = rendered(capsys, *LAUNCHER, "hardware=cpu", *running.SMALL, *short)
+    code, text = render(capsys, *LAUNCHER, "hardware=cpu", *cli.SMALL, *short)
     assert code == 0 and not (tmp_path / "outputs").exists()
     manifests = list(yaml.safe_load_all(text))
     assert [manifest["kind"] for manifest in manifests] == ["JobSet", "ConfigMap"] * 2
@@ -287,47 +303,47 @@ def test_the_worker_runs_what_the_config_map_holds(capsys: pytest.CaptureFixture
     for path, content in files.items():
         path.write_text(content)
     pod = manifests[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    *start, _, where = pod["containers"][0]["command"]
-    assert start == ["python", "-m", "maxhydra", "job", "/etc/maxhydra/job.yaml"] and where == "/outputs/lr/0_seed=1"
-    last_words = {"MAXHYDRA_TERMINATION_LOG": str(tmp_path / "termination-log")}
-    command = ["job", str(tmp_path / "job.yaml"), "--run-dir", str(tmp_path / "there")]
-    running.finished(*command, cwd=tmp_path, **last_words)
-    told = read_message((tmp_path / "termination-log").read_text())
-    assert told is not None and (told["status"], told["end_step"]) == ("finished", 2)
-    assert told["objective"]["value"] == running.facts(tmp_path / "there")["objective"]["value"]
-    assert told["choices"]["hardware"] == "cpu" and "run.seed=1" in told["overrides"]
+    *start, _, run_dir = pod["containers"][0]["command"]
+    assert start == ["python", "-m", "maxhydra", "job", "/etc/maxhydra/job.yaml"] and run_dir == "/outputs/lr/0_seed=1"
+    variables = {"MAXHYDRA_TERMINATION_LOG": str(tmp_path / "termination-log")}
+    command = ["job", str(tmp_path / "job.yaml"), "--run-dir", str(tmp_path / "run")]
+    cli.finished(*command, cwd=tmp_path, **variables)
+    message = decode_message((tmp_path / "termination-log").read_text())
+    assert message is not None and (message["status"], message["end_step"]) == ("finished", 2)
+    assert message["objective"]["value"] == cli.facts(tmp_path / "run")["objective"]["value"]
+    assert message["choices"]["hardware"] == "cpu" and "run.seed=1" in message["overrides"]
     (tmp_path / "job.yaml").write_text(files[tmp_path / "job.yaml"].replace("steps: 2", "steps: -2"))
-    assert running.run(*command, cwd=tmp_path, **last_words).returncode == 2
-    told = read_message((tmp_path / "termination-log").read_text())
-    assert told is not None and told["status"] == "failed" and "train.steps" in told["reason"]
+    assert cli.run(*command, cwd=tmp_path, **variables).returncode == 2
+    message = decode_message((tmp_path / "termination-log").read_text())
+    assert message is not None and message["status"] == "failed" and "train.steps" in message["reason"]
 
 
-def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nobody listens, no such context, a file that is no kubeconfig, no file."""
+def test_an_unreachable_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing listening, an unknown context, an invalid kubeconfig, a missing kubeconfig."""
     path = tmp_path / "kubeconfig"
     monkeypatch.setenv("KUBECONFIG", str(path))
-    nobody = {"name": "nobody", "cluster": {"server": "https://127.0.0.1:9"}}
-    context = {"name": "here", "context": {"cluster": "nobody", "user": "me"}}
-    config = {"clusters": [nobody], "contexts": [context], "users": [{"name": "me", "user": {"token": "x"}}]}
+    cluster = {"name": "unreachable", "cluster": {"server": "https://127.0.0.1:9"}}
+    current = {"name": "here", "context": {"cluster": "unreachable", "user": "me"}}
+    config = {"clusters": [cluster], "contexts": [current], "users": [{"name": "me", "user": {"token": "x"}}]}
     path.write_text(yaml.safe_dump({**config, "current-context": "here"}))
 
-    def refused(context: str | None) -> str:
+    def error(context: str | None) -> str:
         with pytest.raises(ConfigError) as caught:
             Cluster("default", context).job_sets("x")
         (problem,) = caught.value.problems
         assert problem.path == "hydra.launcher.context" and problem.hint and "\n" not in problem.reason
         return problem.reason
 
-    assert "https://127.0.0.1:9 does not answer" in refused(None) and "Connection refused" in refused(None)
-    assert "elsewhere" in refused("elsewhere")
+    assert "https://127.0.0.1:9 does not respond" in error(None) and "Connection refused" in error(None)
+    assert "elsewhere" in error("elsewhere")
     path.write_text("not: [a, config")
-    assert "leads to no cluster" in refused(None)
+    assert "does not select a cluster" in error(None)
     path.unlink()
-    assert "leads to no cluster" in refused(None)
+    assert "does not select a cluster" in error(None)
 
 
-def pod_of(job: int, index: int, *, phase: str = "Running", **state: Any) -> k8s.V1Pod:
-    """A pod as the client gives it, whose worker is in a state: terminated=..., waiting=..."""
+def make_pod(job: int, index: int, *, phase: str = "Running", **state: Any) -> k8s.V1Pod:
+    """A pod as returned by the client, with its worker in the given state: terminated=..., waiting=..."""
     labels = {"jobset.sigs.k8s.io/job-index": str(job), "batch.kubernetes.io/job-completion-index": str(index)}
     worker = k8s.V1ContainerStatus(
         name="worker", image="", image_id="", ready=False, restart_count=0, state=k8s.V1ContainerState(**state)
@@ -336,18 +352,18 @@ def pod_of(job: int, index: int, *, phase: str = "Running", **state: Any) -> k8s
     return k8s.V1Pod(metadata=k8s.V1ObjectMeta(name=f"x-w-{job}-{index}", labels=labels), status=status)
 
 
-def test_what_pods_say() -> None:
-    """The first process speaks for the run; where it cannot, those that failed are named."""
-    words = json.dumps({"status": "failed", "reason": "loss is NaN"})
+def test_results_of_pods() -> None:
+    """The first process reports the run's result; if it cannot, the failed pods are named."""
+    message = json.dumps({"status": "failed", "reason": "loss is NaN"})
     killed = k8s.V1ContainerStateTerminated(exit_code=137, reason="OOMKilled", message="Killed\n")
-    told = k8s.V1ContainerStateTerminated(exit_code=1, reason="Error", message=words)
-    pods = [pod_of(1, 0, terminated=killed), pod_of(0, 10), pod_of(0, 2, terminated=told)]
-    first = leader(pods)
-    assert first is not None and first.metadata.name == "x-w-0-2" and leader([]) is None
-    assert ending(pods, ("Failed", "")) == {"status": "failed", "reason": "loss is NaN"}
-    reason = ending(pods[:2], ("Failed", "too many restarts"))["reason"]
+    failed = k8s.V1ContainerStateTerminated(exit_code=1, reason="Error", message=message)
+    pods = [make_pod(1, 0, terminated=killed), make_pod(0, 10), make_pod(0, 2, terminated=failed)]
+    first = leader_pod(pods)
+    assert first is not None and first.metadata.name == "x-w-0-2" and leader_pod([]) is None
+    assert run_result(pods, ("Failed", "")) == {"status": "failed", "reason": "loss is NaN"}
+    reason = run_result(pods[:2], ("Failed", "too many restarts"))["reason"]
     assert reason == "x-w-1-0: OOMKilled, exit code 137, Killed; too many restarts"
-    assert ending([], ("Completed", ""))["status"] == "finished"
-    waiting = pod_of(0, 1, phase="Pending", waiting=k8s.V1ContainerStateWaiting(reason="ImagePullBackOff"))
-    assert progress([pods[1], waiting]) == "pods: 1 pending, 1 running (ImagePullBackOff)"
-    assert progress([]) == "waits for its pods"
+    assert run_result([], ("Completed", ""))["status"] == "finished"
+    waiting = make_pod(0, 1, phase="Pending", waiting=k8s.V1ContainerStateWaiting(reason="ImagePullBackOff"))
+    assert describe_progress([pods[1], waiting]) == "pods: 1 pending, 1 running (ImagePullBackOff)"
+    assert describe_progress([]) == "waits for its pods"

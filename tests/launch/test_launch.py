@@ -1,4 +1,4 @@
-"""Launchers without a cluster: the batch script in bash, settings that cannot work, a worker without Hydra."""
+"""Launchers without a cluster: the SLURM script run by bash, invalid settings, and a worker without Hydra."""
 
 import json
 import os
@@ -8,58 +8,63 @@ from pathlib import Path
 
 import pytest
 
+from maxhydra.config.compose.composer import Composer
 from maxhydra.config.errors import ConfigError
-from maxhydra.launch.base import Proposal, Shared
-from maxhydra.launch.composing import Ordering
-from maxhydra.launch.job_spec import read_order
-from maxhydra.launch.registry import read_launcher
+from maxhydra.launch.base import SweepContext, Trial
+from maxhydra.launch.compose import compose_job
+from maxhydra.launch.job_spec import JobSpec, read_order
+from maxhydra.launch.registry import launcher_from_json
 from maxhydra.launch.slurm.script import render
 from maxhydra.launch.slurm.settings import SlurmSettings
 from tests.support.cli import SMALL, environment, facts
 
 
-def words_of_srun(settings: SlurmSettings, folder: Path, *, code: int = 0, state: str = "RUNNING") -> list[str]:
-    """Run the batch script in bash, with commands of SLURM that write down how they were called."""
+def compose(sweep: SweepContext, trial: Trial) -> JobSpec:
+    return compose_job(Composer(sweep.config_dir), sweep, trial)
+
+
+def srun_arguments(settings: SlurmSettings, folder: Path, *, code: int = 0, state: str = "RUNNING") -> list[str]:
+    """Run the batch script in bash with fake SLURM commands that record their arguments."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".job.json").write_text('{"name": "sweep-1"}')
     for name, body in {"srun": f"exit {code}", "squeue": f"echo {state}", "scontrol": "", "apptainer": ""}.items():
         script = folder / name
-        script.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > "{folder}/{name}.words"\n{body}\n')
+        script.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > "{folder}/{name}.arguments"\n{body}\n')
         script.chmod(0o755)
     text = render(settings, name="sweep-1", sweep=folder.parent, folders=[folder])
     variables = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     done = subprocess.run(["bash"], input=text, env=variables, text=True, capture_output=True)
     assert done.returncode == code and not done.stderr, done.stderr
-    return (folder / "srun.words").read_text().splitlines()
+    return (folder / "srun.arguments").read_text().splitlines()
 
 
 def test_the_script_starts_the_worker(tmp_path: Path) -> None:
     folder = tmp_path / "a sweep's" / "0_x=1"
     worker = ["-m", "maxhydra", "job", f"{folder}/job.yaml", "--run-dir", str(folder)]
-    plain = words_of_srun(SlurmSettings(setup=("export A='b c'", "test \"$A\" = 'b c'")), folder)
+    plain = srun_arguments(SlurmSettings(setup=("export A='b c'", "test \"$A\" = 'b c'")), folder)
     assert plain == ["--kill-on-bad-exit=1", "--cpus-per-task=1", sys.executable, *worker]
     mounts = ("/data:/data:ro",)
     pyxis = SlurmSettings(container="nvcr.io#jax:26", container_mounts=mounts, srun=("--mpi=none",), cpus_per_task=8)
     image = ["--container-image=nvcr.io#jax:26", f"--container-mounts={folder.parent}:{folder.parent},/data:/data:ro"]
-    assert words_of_srun(pyxis, folder) == [
+    assert srun_arguments(pyxis, folder) == [
         "--kill-on-bad-exit=1", "--cpus-per-task=8", "--mpi=none", *image, "python", *worker
     ]  # fmt: skip
     apptainer = SlurmSettings(container="jax.sif", container_runtime="apptainer", gpus_per_node=4, python="python3.12")
     bound = ["apptainer", "exec", "--nv", "--bind", f"{folder.parent}:{folder.parent}", "jax.sif", "python3.12"]
-    assert words_of_srun(apptainer, folder)[2:] == [*bound, *worker]
+    assert srun_arguments(apptainer, folder)[2:] == [*bound, *worker]
 
 
 @pytest.mark.parametrize(
     "code, state, requeued",
     [(138, "RUNNING", True), (143, "RUNNING", True), (143, "COMPLETING", False), (1, "RUNNING", False)],
 )
-def test_the_script_puts_back_what_was_interrupted(tmp_path: Path, code: int, state: str, requeued: bool) -> None:
-    words_of_srun(SlurmSettings(), tmp_path / "s" / "0", code=code, state=state)
-    assert (tmp_path / "s" / "0" / "scontrol.words").exists() == requeued
+def test_the_script_requeues_interrupted_jobs(tmp_path: Path, code: int, state: str, requeued: bool) -> None:
+    srun_arguments(SlurmSettings(), tmp_path / "s" / "0", code=code, state=state)
+    assert (tmp_path / "s" / "0" / "scontrol.arguments").exists() == requeued
 
 
-def test_a_job_that_was_submitted_twice_runs_once(tmp_path: Path) -> None:
-    """Another claim is in the folder: whoever wrote that has submitted the job again."""
+def test_a_job_submitted_twice_runs_once(tmp_path: Path) -> None:
+    """The folder holds another claim, so its writer has submitted the job again."""
     folder = tmp_path / "s" / "0"
     folder.mkdir(parents=True)
     (folder / ".job.json").write_text('{"name": "sweep-2"}')
@@ -68,67 +73,65 @@ def test_a_job_that_was_submitted_twice_runs_once(tmp_path: Path) -> None:
     assert done.returncode == 0 and not (folder / "console.txt").exists()
 
 
-def test_what_is_asked_of_slurm() -> None:
+def test_sbatch_parameters() -> None:
     settings = SlurmSettings(
         partition="gpu", account="lab", qos="high", constraint="a100|h100", nodes=4, tasks_per_node=8, gpus_per_node=8,
         cpus_per_task=12, mem="512G", time="2-00:00:00", array_parallelism=2, sbatch=("--exclusive", "--gres=nvme:1"),
     )  # fmt: skip
     assert list(settings.problems()) == []
     text = render(settings, name="lr-1", sweep=Path("/o/lr"), folders=[Path("/o/lr/0"), Path("/o/lr/1")])
-    asked = {line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")}
-    assert asked >= {
+    parameters = {line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")}
+    assert parameters >= {
         "--partition=gpu", "--account=lab", "--qos=high", "--constraint=a100|h100", "--nodes=4", "--ntasks-per-node=8",
         "--gpus-per-node=8", "--cpus-per-task=12", "--mem=512G", "--time=2-00:00:00", "--array=0-1%2", "--exclusive",
         "--gres=nvme:1", "--requeue", "--signal=USR1@120",
     }  # fmt: skip
-    assert read_launcher(json.loads(json.dumps(settings.told()))) == settings
+    assert launcher_from_json(json.loads(json.dumps(settings.to_json()))) == settings
 
 
 @pytest.mark.parametrize(
     "text, seconds", [("30", 1800), ("1:30", 90), ("4:00:00", 14400), ("2-12", 216000), ("1-00:00:10", 86410)]
 )
-def test_times_as_slurm_reads_them(text: str, seconds: int) -> None:
+def test_slurm_time_formats(text: str, seconds: int) -> None:
     assert SlurmSettings(time=text).seconds == seconds
 
 
-def test_every_wrong_setting_is_named_at_once() -> None:
+def test_all_invalid_settings_are_reported_at_once() -> None:
     wrong = SlurmSettings(
         partition="a b", nodes=0, tasks_per_node="2", mem="lots", time="1:00", max_requeues=-1,  # type: ignore[arg-type]
         container_runtime="dockr", container_mounts=("/data",), setup=("a\nb",), sbatch=("--array=3", "gres"),
     )  # fmt: skip
-    named = [problem.path.rpartition(".")[2] for problem in wrong.problems()]
-    assert named == [
+    paths = [problem.path.rpartition(".")[2] for problem in wrong.problems()]
+    assert paths == [
         "nodes", "tasks_per_node", "max_requeues", "container_runtime", "partition", "mem", "time", "container_mounts",
         "container_mounts", "setup", "sbatch", "sbatch",
     ]  # fmt: skip
 
 
-def test_a_worker_needs_no_hydra_and_goes_on_with_its_run(tmp_path: Path) -> None:
-    shared = Shared(tmp_path / "sweep", (*SMALL, "checkpoint.every=2"), str(tmp_path))
-    proposal = Proposal(0, "0_a", ("train.steps=3",))
-    folder = shared.path(proposal)
+def test_a_worker_needs_no_hydra_and_resumes_its_run(tmp_path: Path) -> None:
+    sweep = SweepContext(tmp_path / "sweep", (*SMALL, "checkpoint.every=2"), str(tmp_path))
+    folder = sweep.path(Trial(0, "0_a", ()))
     for steps in (3, 5):
-        Ordering(shared).order(Proposal(0, "0_a", (f"train.steps={steps}",))).write(folder)
+        compose(sweep, Trial(0, "0_a", (f"train.steps={steps}",))).write(folder)
         script = "import sys; from maxhydra.cli.main import run; code = run(sys.argv[1:]); "
         script += "sys.exit(code or ('hydra' in sys.modules and 99))"
-        words = [sys.executable, "-c", script, "job", f"{folder}/job.yaml", "--run-dir", str(folder)]
-        done = subprocess.run(words, env=environment(), cwd=tmp_path, capture_output=True, text=True)
+        command = [sys.executable, "-c", script, "job", f"{folder}/job.yaml", "--run-dir", str(folder)]
+        done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    told = facts(folder)
-    assert [(session["start_step"], session["end_step"]) for session in told["sessions"]] == [(0, 3), (3, 5)]
-    assert told["choices"]["model"] == "tiny" and "train.steps=5" in told["overrides"]
-    assert told["config_dir"] == str(tmp_path)
+    run = facts(folder)
+    assert [(session["start_step"], session["end_step"]) for session in run["sessions"]] == [(0, 3), (3, 5)]
+    assert run["choices"]["model"] == "tiny" and "train.steps=5" in run["overrides"]
+    assert run["config_dir"] == str(tmp_path)
 
 
 @pytest.mark.parametrize("folder", ["/home/o'hara/lr", r"/a\b/c\'d", "/x/trailing\\", "/a b/c=1,2[3]"])
-def test_a_job_finds_its_folder_whatever_the_path_holds(folder: str) -> None:
-    order = Ordering(Shared(Path(folder), (), None)).order(Proposal(0, "0_seed=1", ("run.seed=1",)))
-    assert (order.config.run.outputs, order.config.run.name) == (folder, "0_seed=1")
+def test_a_job_finds_its_folder_whatever_characters_the_path_has(folder: str) -> None:
+    spec = compose(SweepContext(Path(folder), (), None), Trial(0, "0_seed=1", ("run.seed=1",)))
+    assert (spec.config.run.outputs, spec.config.run.name) == (folder, "0_seed=1")
 
 
-def test_an_order_that_cannot_be_read_lists_every_problem(tmp_path: Path) -> None:
-    order = Ordering(Shared(tmp_path, (), None)).order(Proposal(0, "0", ()))
-    order.write(tmp_path)
+def test_an_invalid_job_file_lists_every_problem(tmp_path: Path) -> None:
+    compose(SweepContext(tmp_path, (), None), Trial(0, "0", ())).write(tmp_path)
     text = (tmp_path / "job.yaml").read_text()
     (tmp_path / "job.yaml").write_text(text.replace("log_every: 10", "log_every: 0").replace("seed: 0", "sed: 0"))
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""The run directory: what it says, and that it can be read whatever happened to the process that wrote it."""
+"""The run folder: its contents, and that it can be read whatever happened to the process that wrote it."""
 
 import json
 import logging
@@ -30,21 +30,21 @@ from maxhydra.record import (
 ROOT = Path(__file__).parents[2]
 
 
-def strict(text):
-    """Parse as JSON and nothing more: Python's NaN and Infinity are refused."""
+def parse_strict(text):
+    """Parse strict JSON: Python's NaN and Infinity literals are rejected."""
 
-    def refuse(name):
+    def reject(name):
         raise ValueError(name)
 
-    return json.loads(text, parse_constant=refuse)
+    return json.loads(text, parse_constant=reject)
 
 
-def test_import_brings_no_jax():
+def test_import_does_not_load_jax():
     code = "import maxhydra.record, sys; assert not {'jax', 'numpy', 'omegaconf'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_life_of_a_run(tmp_path):
+def test_lifecycle_of_a_run(tmp_path):
     run = RunDirectory(tmp_path / "a")
     run.start("x: 1\n", {"task": "pretrain", "choices": {"model": "tiny"}, "devices": ["cpu"], "xla_flags": "--a"})
     facts = run.read()
@@ -56,7 +56,7 @@ def test_life_of_a_run(tmp_path):
     run.update(timings={"compile": np.float32(1.5)}, start_step=0)
     run.update(timings={"first_step": 2.0}, best={"step": 3, "value": float("nan")})
     run.finish("finished", "all steps done", end_step=10, objective={"name": "eval/loss", "value": 1.25})
-    facts = strict(run.facts_path.read_text())
+    facts = parse_strict(run.facts_path.read_text())
     assert facts["status"] == "finished" and facts["reason"] == "all steps done" and facts["finished"]
     assert facts["timings"]["compile"] == 1.5 and facts["timings"]["first_step"] == 2 and facts["timings"]["total"] >= 0
     assert facts["best"] == {"step": 3, "value": "NaN"} and facts["objective"]["value"] == 1.25
@@ -78,7 +78,7 @@ def test_second_session_keeps_the_first_and_its_config(tmp_path):
     assert sorted(p.name for p in run.path.glob("config.*")) == ["config.2.yaml", "config.yaml"]
 
 
-def test_what_is_raised_in_a_session_makes_the_run_failed(tmp_path):
+def test_an_exception_in_a_session_marks_the_run_as_failed(tmp_path):
     run = RunDirectory(tmp_path / "a")
     with pytest.raises(ValueError), run.session("", {}):
         raise ValueError("no such thing: password=hunter2")
@@ -86,7 +86,7 @@ def test_what_is_raised_in_a_session_makes_the_run_failed(tmp_path):
     assert run.read()["reason"] == "ValueError: no such thing: password=***"
 
 
-def test_withdrawing_takes_a_new_run_away_and_fails_an_old_one(tmp_path):
+def test_withdraw_removes_a_new_run_and_fails_an_old_one(tmp_path):
     new = RunDirectory(tmp_path / "new")
     with pytest.raises(ValueError), new.session("x: 1", {}), logging_to(new.log_path, console=False) as log:
         log.info("begin")
@@ -132,7 +132,7 @@ time.sleep(60)
     assert facts["status"] == "running" and facts["sessions"][0]["status"] == "lost"
 
 
-def test_lost_on_another_host_is_told_by_its_heartbeat(tmp_path):
+def test_a_run_on_another_host_is_lost_after_a_missing_heartbeat(tmp_path):
     run = RunDirectory(tmp_path)
     run.start("", {})
     facts = json.loads(run.facts_path.read_text())
@@ -143,7 +143,7 @@ def test_lost_on_another_host_is_told_by_its_heartbeat(tmp_path):
     assert run.read()["status"] == "lost"
 
 
-def test_a_new_process_with_the_old_number_is_not_the_run(tmp_path):
+def test_a_new_process_with_the_same_pid_is_not_the_run(tmp_path):
     run = RunDirectory(tmp_path)
     run.start("", {})
     facts = json.loads(run.facts_path.read_text())
@@ -165,7 +165,7 @@ def test_other_processes_write_nothing(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_a_heartbeat_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
+def test_a_heartbeat_that_cannot_be_written_is_logged(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("maxhydra.record.run_dir.HEARTBEAT_SECONDS", 0)
     run = RunDirectory(tmp_path / "a")
     run.start("", {})
@@ -177,7 +177,7 @@ def test_a_heartbeat_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsy
         run.update(x=1)
 
 
-def test_heartbeats_are_rarely_written(tmp_path):
+def test_heartbeats_are_rate_limited(tmp_path):
     run = RunDirectory(tmp_path)
     run.start("", {})
     before = run.facts_path.stat().st_ino
@@ -198,8 +198,8 @@ print(json.dumps(environment()))
 """
 
 
-def test_environment_holds_no_secret(tmp_path):
-    """A checkout of its own, with uncommitted changes, a remote with a password, and secrets all around."""
+def test_environment_contains_no_secret(tmp_path):
+    """A separate checkout with uncommitted changes, a remote with a password, and secrets in several places."""
 
     def git(*arguments):
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path, check=True)
@@ -236,28 +236,28 @@ def test_environment_holds_no_secret(tmp_path):
     assert not any("hunter2" in path.read_text() for path in run.path.iterdir())
 
 
-def test_metrics_come_back_as_they_went_in(tmp_path):
+def test_metrics_round_trip(tmp_path):
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(path)
     writer.write(1, {"loss": np.float32(0.1), "b": 2, "a": 0.5})
     writer.write(1, {"eval/loss": float("nan"), "x": math.inf, "y": -math.inf})
     writer.close()
     lines = path.read_text().splitlines()
-    assert list(strict(lines[0])) == ["step", "loss", "b", "a"]
-    assert strict(lines[1]) == {"step": 1, "eval/loss": "NaN", "x": "Infinity", "y": "-Infinity"}
+    assert list(parse_strict(lines[0])) == ["step", "loss", "b", "a"]
+    assert parse_strict(lines[1]) == {"step": 1, "eval/loss": "NaN", "x": "Infinity", "y": "-Infinity"}
     first, second = read_metrics(path)
     assert np.float32(first["loss"]) == np.float32(0.1) and first["b"] == 2
     assert math.isnan(second["eval/loss"]) and (second["x"], second["y"]) == (math.inf, -math.inf)
     assert series(path, "a") == ([1], [0.5]) and series(read_metrics(path), "none") == ([], [])
 
 
-def test_a_metric_cannot_be_called_step(tmp_path):
+def test_a_metric_cannot_be_named_step(tmp_path):
     with pytest.raises(ValueError):
         MetricsWriter(tmp_path / "m").write(1, {"step": 2})
 
 
 @pytest.mark.parametrize("tail", [b"", b'{"step": 3, "lo', b'{"step": 3}'])
-def test_a_half_written_line_is_dropped(tmp_path, tail):
+def test_an_incomplete_line_is_dropped(tmp_path, tail):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + tail)
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
@@ -267,7 +267,7 @@ def test_a_half_written_line_is_dropped(tmp_path, tail):
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
 
 
-def test_truncate_keeps_up_to_a_step_and_goes_on(tmp_path):
+def test_truncate_keeps_up_to_a_step_and_writing_continues(tmp_path):
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(path)
     for step in (1, 2, 2, 3, 4):
@@ -279,8 +279,8 @@ def test_truncate_keeps_up_to_a_step_and_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"\0\0\0", b'{"step": 2, "lo', b"\xff\xfe", b"[]", b"{}"])
-def test_a_damaged_line_does_not_keep_a_run_from_going_on(tmp_path, damage):
-    """A machine that loses its power may leave any bytes in the middle."""
+def test_a_damaged_line_does_not_prevent_resuming(tmp_path, damage):
+    """A power failure may leave arbitrary bytes in the middle of a file."""
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + damage + b'\n{"step": 3}\n{"step": 4}\n')
     assert [row["step"] for row in read_metrics(path)] == [1, 3, 4]
@@ -313,14 +313,14 @@ while True:
 """
 
 
-def test_kill_at_any_moment_leaves_everything_readable(tmp_path):
-    chance = random.Random(0)
+def test_a_kill_at_any_moment_leaves_all_files_readable(tmp_path):
+    rng = random.Random(0)
     for session in range(1, 9):
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         assert writer.stdout.readline() == b"on\n", writer.stderr.read()
-        time.sleep(chance.uniform(0, 0.15))
+        time.sleep(rng.uniform(0, 0.15))
         os.kill(writer.pid, signal.SIGKILL)
         writer.wait()
         run = RunDirectory(tmp_path)
@@ -332,8 +332,8 @@ def test_kill_at_any_moment_leaves_everything_readable(tmp_path):
         assert all(len(row) == 41 for row in rows)
 
 
-def test_a_full_disk_leaves_the_file_as_it_was(tmp_path):
-    """A file size limit stands in for a full disk: the write comes up short."""
+def test_a_full_disk_leaves_the_file_unchanged(tmp_path):
+    """A file size limit simulates a full disk: the write comes up short."""
     code = """
 import resource, signal, sys
 from maxhydra.record import MetricsWriter, read_metrics
@@ -347,7 +347,7 @@ for attempt in (lambda: writer.write(2, {"loss": 1.0, "padding": 2.0}), lambda: 
     try:
         attempt()
     except OSError:
-        print("refused")
+        print("failed")
 """
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "m.jsonl"), str(tmp_path / "f")],
@@ -356,13 +356,13 @@ for attempt in (lambda: writer.write(2, {"loss": 1.0, "padding": 2.0}), lambda: 
         text=True,
         check=True,
     )
-    assert done.stdout.split() == ["refused", "refused"], done.stderr
+    assert done.stdout.split() == ["failed", "failed"], done.stderr
     assert (tmp_path / "m.jsonl").read_text() == '{"step": 1, "loss": 1.0}\n'
     assert (tmp_path / "f").read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_log_goes_to_the_file_with_times_and_to_stderr_without(tmp_path, capsys):
+def test_the_log_file_has_timestamps_and_stderr_has_not(tmp_path, capsys):
     for session in (1, 2):
         with logging_to(tmp_path / "log.txt", console=True) as log:
             log.info("session %d", session)

@@ -1,4 +1,4 @@
-"""No secret is written down, and nothing else is lost."""
+"""Secrets are redacted, and nothing else is."""
 
 from pathlib import Path
 
@@ -43,20 +43,20 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("line", SECRETS)
-def test_named_secrets_are_hidden(line):
+def test_named_secrets_are_redacted(line):
     hidden = scrub_text(line.format(HEX))
     assert HEX not in hidden and "***" in hidden
     assert hidden == line.format("***").replace("me:***@", "***@")
 
 
 @pytest.mark.parametrize("token", KNOWN_TOKENS)
-def test_known_tokens_are_hidden_anywhere(token):
+def test_known_tokens_are_redacted_anywhere(token):
     assert scrub_text(f"run --x {token} # {token}.") == "run --x *** # ***."
     assert token not in " ".join(scrub_argv(["maxhydra", f"run.notes={token}", token]))
 
 
 @pytest.mark.parametrize("line", HARMLESS)
-def test_the_rest_is_kept(line):
+def test_harmless_text_is_unchanged(line):
     assert scrub_text(line) == line
 
 
@@ -78,8 +78,8 @@ def test_command_line():
     ]
 
 
-def test_source_code_survives():
-    """This package's own source holds no secret, so scrubbing must not touch it but for the patterns' own examples."""
+def test_source_code_is_unchanged():
+    """The package's source contains no secrets, so redaction must not change it."""
     for path in sorted((Path(__file__).parents[2] / "maxhydra" / "optim").glob("*.py")):
         assert scrub_text(path.read_text()) == path.read_text()
 

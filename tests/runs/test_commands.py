@@ -1,4 +1,4 @@
-"""`maxhydra runs` as a person and a program use it."""
+"""`maxhydra runs` as used by people and by scripts."""
 
 import csv
 import io
@@ -15,7 +15,7 @@ from maxhydra.cli.main import run as maxhydra
 from maxhydra.config.compose.composer import compose
 from maxhydra.record import RunDirectory
 from maxhydra.record.provenance import code
-from tests.support import cli as running
+from tests.support import cli
 from tests.support.run_folders import change_facts, write_run
 from tests.support.skips import import_optional
 
@@ -37,8 +37,8 @@ def outputs(tmp_path, monkeypatch):
 def runs(outputs, capsys):
     """Exit code, stdout and stderr of `maxhydra runs ...`."""
 
-    def call(*words):
-        code = maxhydra(["runs", *words])
+    def call(*arguments):
+        code = maxhydra(["runs", *arguments])
         return code, *capsys.readouterr()
 
     return call
@@ -62,7 +62,7 @@ def test_listing(runs):
     assert runs("list", "tag=none")[1] == "no run matches these conditions\n"
 
 
-def test_damage_is_told_on_stderr_alone(runs, outputs):
+def test_damage_is_reported_on_stderr_only(runs, outputs):
     (outputs / "alone" / "run.json").write_text("{")
     code, out, err = runs("list", "--json")
     assert code == 0 and len(json.loads(out)) == 3
@@ -85,15 +85,15 @@ def test_best_show_and_diff(runs):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["lst"], "did you mean 'list'?"),
-        (["show", "lr/9"], "no such run"),
-        (["show", "lr/"], "3 runs are called so"),
+        (["show", "lr/9"], "is not a known run"),
+        (["show", "lr/"], "is ambiguous: 3 runs match"),
         (["show", "alune"], "did you mean 'alone'?"),
         (["list", "--sort", "eval/los"], "did you mean 'eval/loss'?"),
         (["list", "--sorted"], "unrecognized arguments"),
-        (["best", "--metric", "reward"], "no run has a setting or a metric of this name"),
+        (["best", "--metric", "reward"], "is not a setting or a metric of any run"),
         (["diff", "alone", "alone"], "needs two different runs"),
         (["export", "x.xls"], "accepted: .csv, .parquet"),
         (["gc"], "needs a rule"),
@@ -106,14 +106,14 @@ def test_best_show_and_diff(runs):
         (["serve", "--port", "99999"], "cannot listen on this port"),
     ],
 )
-def test_mistakes_are_one_clear_message(runs, outputs, words, said, monkeypatch):
+def test_mistakes_give_one_clear_message(runs, outputs, arguments, message, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    code, _, err = runs(*words)
-    assert code == 2 and said in err and "Traceback" not in err
+    code, _, err = runs(*arguments)
+    assert code == 2 and message in err and "Traceback" not in err
     assert len(list(outputs.rglob("run.json"))) == 4
 
 
-def test_labels_of_a_run_under_way_are_kept(runs, outputs):
+def test_labels_of_a_running_run_are_preserved(runs, outputs):
     live = RunDirectory(outputs / "live")
     live.start("", {"tags": ["first", "second"]})
     assert runs("tag", "live", "keep", "-r", "first")[1] == "live: second keep\n"
@@ -128,7 +128,7 @@ def test_labels_of_a_run_under_way_are_kept(runs, outputs):
     assert [run["path"] for run in json.loads(runs("list", "tag=keep", "--json")[1])] == ["live"]
 
 
-def test_labels_given_at_once_are_all_kept(outputs):
+def test_concurrent_labels_are_all_stored(outputs):
     folder = outputs / "alone"
     threads = [threading.Thread(target=RunDirectory(folder).label, kwargs={"add": [f"t{i}"]}) for i in range(8)]
     for thread in threads:
@@ -139,19 +139,19 @@ def test_labels_given_at_once_are_all_kept(outputs):
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"tags": 3}'])
-def test_labels_that_cannot_be_read_are_left_out_and_left_alone(runs, outputs, damage):
+def test_unreadable_labels_are_ignored_and_not_overwritten(runs, outputs, damage):
     labels = outputs / "lr" / "1_learning_rate=0.001" / "labels.json"
     labels.write_text(damage)
-    for words in (
+    for arguments in (
         ["best", "sweep=lr"],
         ["show", "lr/1"],
         ["report", "lr"],
         ["report", "lr/1"],
         ["diff", "lr/0", "lr/1"],
     ):
-        assert runs(*words)[0] == 0
-    for words in (["tag", "lr/1", "x"], ["note", "lr/1", "y"]):
-        code, _, err = runs(*words)
+        assert runs(*arguments)[0] == 0
+    for arguments in (["tag", "lr/1", "x"], ["note", "lr/1", "y"]):
+        code, _, err = runs(*arguments)
         assert code == 2 and "labels.json: cannot be read" in err and labels.read_text() == damage
 
 
@@ -166,15 +166,15 @@ def test_export(runs, outputs):
     assert table["metric:eval/loss"][2] == pytest.approx(2.625) and table["value"][0] is None
 
 
-def test_gc_takes_what_the_rules_say_and_nothing_else(runs, outputs):
+def test_gc_deletes_exactly_what_the_rules_allow(runs, outputs):
     for folder in outputs.rglob("run.json"):
         (folder.parent / "checkpoints" / "20").mkdir(parents=True)
     live = RunDirectory(outputs / "live")
     live.start("", {})
     code, out, _ = runs("gc", "sweep=lr", "--keep-best", "1", "--checkpoints", "--yes")
     assert code == 0 and "the checkpoints of 2 runs" in out
-    left = sorted(path.parent.relative_to(outputs).as_posix() for path in outputs.rglob("checkpoints"))
-    assert left == ["alone", "lr/1_learning_rate=0.001"]
+    remaining = sorted(path.parent.relative_to(outputs).as_posix() for path in outputs.rglob("checkpoints"))
+    assert remaining == ["alone", "lr/1_learning_rate=0.001"]
     assert runs("gc", "--status", "failed", "--older", "1d", "--yes")[0] == 0
     assert runs("gc", "path~l", "--status", "finished", "--older", "52000w", "--yes")[1] == "no runs to delete\n"
     assert runs("gc", "path~l", "--keep-best", "1", "-m", "eval/loss", "--yes")[0] == 0
@@ -183,8 +183,8 @@ def test_gc_takes_what_the_rules_say_and_nothing_else(runs, outputs):
 
 
 @pytest.mark.parametrize("flags", [["--checkpoints"], []])
-def test_gc_leaves_a_run_that_was_gone_on_with_meanwhile(runs, outputs, flags):
-    """run.json may say lost of a run whose host was silent for long, or be read before the run went on."""
+def test_gc_keeps_a_run_that_was_resumed_meanwhile(runs, outputs, flags):
+    """run.json may say lost for a run whose host was silent for long, or may be read before the run was resumed."""
     folders = sorted((outputs / "lr").iterdir())
     for folder in folders:
         (folder / "checkpoints" / "20").mkdir(parents=True)
@@ -210,8 +210,8 @@ def test_report(runs, outputs):
     assert runs("report", "lr")[0] == 0 and "No metrics were written." in (outputs / "lr" / "sweep.html").read_text()
 
 
-def test_a_report_with_a_result_beyond_all_numbers_is_still_drawn(runs, outputs):
-    """Strict JSON, since a browser reads no other, and a scale without that run."""
+def test_a_report_with_an_infinite_result_is_still_written(runs, outputs):
+    """As strict JSON, the only kind that browsers parse, and with a scale that excludes that run."""
     for metrics in (outputs / "lr").rglob("metrics.jsonl"):
         value = '"Infinity"' if "1_" in metrics.parent.name else "2.5"
         metrics.write_text(f'{{"step": 1, "loss": 3.0, "eval/loss": {value}}}\n')
@@ -219,8 +219,8 @@ def test_a_report_with_a_result_beyond_all_numbers_is_still_drawn(runs, outputs)
     page = (outputs / "lr" / "sweep.html").read_text()
     text = page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
     data = json.loads(text, parse_constant=pytest.fail)
-    drawn = [line["run"] for line in data["lines"]]
-    assert drawn and all(not name.startswith("1_") for name in drawn)
+    names = [line["run"] for line in data["lines"]]
+    assert names and all(not name.startswith("1_") for name in names)
     assert "∞" in page
 
 
@@ -232,15 +232,15 @@ def test_tail(runs, outputs):
     ]
 
 
-def test_rerun_and_resume_give_the_overrides_again(runs, outputs):
+def test_rerun_and_resume_use_the_original_overrides(runs, outputs):
     git, _ = code()
     folder = outputs / "lr" / "1_learning_rate=0.001"
     change_facts(folder, git={**git, "sha": "b" * 40}, command=["maxhydra", "-m", "-cd", "my conf", "x=1,2"])
     exit_code, _, err = runs("rerun", "lr/1")
     assert exit_code == 2 and "commit bbbbbbbb" in err and "--anyway" in err
     out = runs("rerun", "lr/1", "run.seed=1", "--anyway", "--dry-run")[1]
-    words = ["maxhydra", "-cd", "my conf", "optimizer.learning_rate=0.001", "run.seed=1"]
-    assert shlex.split(out) == ["cd", str(folder.parent), "&&", *words]
+    command = ["maxhydra", "-cd", "my conf", "optimizer.learning_rate=0.001", "run.seed=1"]
+    assert shlex.split(out) == ["cd", str(folder.parent), "&&", *command]
     change_facts(folder, command=["maxhydra", "job", "job.yaml"], config_dir="/my conf")
     out = runs("rerun", "lr/1", "--anyway", "--dry-run")[1]
     assert shlex.split(out)[3:] == ["maxhydra", "--config-dir", "/my conf", "optimizer.learning_rate=0.001"]
@@ -250,10 +250,10 @@ def test_rerun_and_resume_give_the_overrides_again(runs, outputs):
         "run.outputs='..'",
         "run.name='lr/1_learning_rate=0.001'",
     ]
-    # Hydra reads the name whole, whatever is in it.
+    # Hydra parses the name as a single value.
     assert compose(shlex.split(out)[-1:], None).config.run.name == "lr/1_learning_rate=0.001"
     change_facts(folder, overrides=["tracker.api_key=***"])
-    assert "was a secret" in runs("rerun", "lr/1", "--anyway", "--dry-run")[2]
+    assert "is a secret, whose value was not stored" in runs("rerun", "lr/1", "--anyway", "--dry-run")[2]
 
 
 def test_no_verb_imports_jax(outputs):
@@ -265,17 +265,17 @@ run(["runs", "list"]), run(["runs", "best"]), run(["runs", "report"])
 for verb in {verbs}: importlib.import_module(f"maxhydra.cli.runs.{{verb}}")
 assert not {{"jax", "numpy", "hydra", "omegaconf", "pandas", "pyarrow"}} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", check], check=True, env=running.environment(), stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", check], check=True, env=cli.environment(), stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.slow
-def test_a_job_of_a_sweep_is_resumed_and_run_again(tmp_path):
-    """The sweep's command names all jobs; each is restarted by its own overrides."""
-    small = [*running.SMALL, "train.eval_batches=0", "optimizer/schedule=constant", "checkpoint.mode=synchronous"]
-    running.finished("-m", *small, "optimizer.learning_rate=1e-3", "train.steps=2", "run.name=lr", cwd=tmp_path)
+def test_a_job_of_a_sweep_can_be_resumed_and_rerun(tmp_path):
+    """The sweep's command names all jobs; each is restarted with its own overrides."""
+    small = [*cli.SMALL, "train.eval_batches=0", "optimizer/schedule=constant", "checkpoint.mode=synchronous"]
+    cli.finished("-m", *small, "optimizer.learning_rate=1e-3", "train.steps=2", "run.name=lr", cwd=tmp_path)
     job = "lr/0"
-    running.finished("runs", "resume", job, "train.steps=4", cwd=tmp_path)
+    cli.finished("runs", "resume", job, "train.steps=4", cwd=tmp_path)
     folder = tmp_path / "outputs" / job
-    assert sorted(running.losses(folder)) == [1, 2, 3, 4] and len(running.facts(folder)["sessions"]) == 2
-    running.finished("runs", "rerun", job, "run.name=again", cwd=tmp_path)
-    assert running.losses(tmp_path / "outputs" / "again") == running.losses(folder)
+    assert sorted(cli.losses(folder)) == [1, 2, 3, 4] and len(cli.facts(folder)["sessions"]) == 2
+    cli.finished("runs", "rerun", job, "run.name=again", cwd=tmp_path)
+    assert cli.losses(tmp_path / "outputs" / "again") == cli.losses(folder)

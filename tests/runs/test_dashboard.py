@@ -1,4 +1,4 @@
-"""The dashboard's server gives what the files hold, to this machine alone, and nothing else of the disk."""
+"""The dashboard server returns the contents of the run files, only to this machine, and nothing else of the disk."""
 
 import http.client
 import json
@@ -10,7 +10,7 @@ import pytest
 from maxhydra.runs.dashboard import machine
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.server import Server
-from tests.support.run_folders import change_facts, line, write_run
+from tests.support.run_folders import change_facts, metrics_lines, write_run
 
 EVIL = "<img src=x onerror=alert(1)>"
 
@@ -37,34 +37,34 @@ def server(outputs, monkeypatch):
 def get(server, path, host=None, method="GET"):
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
     connection.request(method, path, headers={"Host": host or f"127.0.0.1:{server.server_port}"})
-    answer = connection.getresponse()
-    content = answer.read()
+    response = connection.getresponse()
+    content = response.read()
     connection.close()
-    return answer.status, dict(answer.getheaders()), content.decode()
+    return response.status, dict(response.getheaders()), content.decode()
 
 
-def ask(server, what, **parameters):
-    status, _, content = get(server, f"/api/{what}?{urllib.parse.urlencode(parameters, doseq=True)}")
+def get_json(server, name, **parameters):
+    status, _, content = get(server, f"/api/{name}?{urllib.parse.urlencode(parameters, doseq=True)}")
     assert status == 200, content
     return json.loads(content)
 
 
-def test_only_what_changed_is_sent_again(server, outputs):
-    first = ask(server, "runs", since="")
+def test_only_changes_are_sent_again(server, outputs):
+    first = get_json(server, "runs", since="")
     assert first["whole"] and [run["path"] for run in first["runs"]] == ["lr/2", "lr/1", "lr/0"]
     assert first["runs"][1]["steps"] == 40 and first["runs"][1]["metrics"]["eval/loss"] == pytest.approx(2.625)
-    again = ask(server, "runs", since=first["token"])
+    again = get_json(server, "runs", since=first["token"])
     assert not again["whole"] and again["runs"] == [] and again["count"] == 3
     with (outputs / "lr" / "0" / "metrics.jsonl").open("a") as file:
-        file.write(line(41, 0.0))
-    later = ask(server, "runs", since=first["token"])
+        file.write(metrics_lines(41, 0.0))
+    later = get_json(server, "runs", since=first["token"])
     assert [(run["path"], run["step"]) for run in later["runs"]] == [("lr/0", 41)]
     (outputs / ".runs.sqlite").unlink()
-    assert ask(server, "runs", since="another-7")["whole"]
+    assert get_json(server, "runs", since="another-7")["whole"]
 
 
-def test_curves_are_those_of_the_files(server, outputs):
-    charts = {chart["metric"]: chart for chart in ask(server, "curves", run=["lr/1", "lr/2"])["charts"]}
+def test_curves_match_the_files(server, outputs):
+    charts = {chart["metric"]: chart for chart in get_json(server, "curves", run=["lr/1", "lr/2"])["charts"]}
     assert list(charts)[:2] == ["eval/loss", "loss"] and charts["tokens_per_second"]["system"]
     train = charts["loss"]["lines"][1]
     rows = [json.loads(text) for text in (outputs / "lr" / "2" / "metrics.jsonl").read_text().splitlines()]
@@ -72,19 +72,19 @@ def test_curves_are_those_of_the_files(server, outputs):
     assert train["values"] == [pytest.approx(row["loss"], rel=1e-4) for row in rows if "loss" in row]
 
 
-def test_questions(server):
-    assert ask(server, "select", condition=["eval/loss<2.7"])["paths"] == ["lr/1"]
-    assert "did you mean 'optimizer.kind'?" in ask(server, "select", condition=["optimizer.knd=x"])["problem"]
-    found = ask(server, "compare", run=["lr/0", "lr/1"])
-    assert found["config"] == [{"name": "optimizer.learning_rate", "values": [0.0001, 0.001]}]
-    assert ask(server, "values", key="optimizer.learning_rate")["values"]["lr/2"] == 0.003
-    assert "eval/loss" in ask(server, "keys")["metrics"]
-    assert ask(server, "log", run="lr/1")["text"].endswith("end of 1\n")
+def test_queries(server):
+    assert get_json(server, "select", condition=["eval/loss<2.7"])["paths"] == ["lr/1"]
+    assert "did you mean 'optimizer.kind'?" in get_json(server, "select", condition=["optimizer.knd=x"])["problem"]
+    comparison = get_json(server, "compare", run=["lr/0", "lr/1"])
+    assert comparison["config"] == [{"name": "optimizer.learning_rate", "values": [0.0001, 0.001]}]
+    assert get_json(server, "values", key="optimizer.learning_rate")["values"]["lr/2"] == 0.003
+    assert "eval/loss" in get_json(server, "keys")["metrics"]
+    assert get_json(server, "log", run="lr/1")["text"].endswith("end of 1\n")
 
 
-def test_this_machine(tmp_path, monkeypatch):
-    seen = machine(tmp_path)
-    assert seen["load"] >= 0 and 0 < seen["memory"][0] < seen["memory"][1] and seen["gpus"] == []
+def test_local_machine(tmp_path, monkeypatch):
+    state = machine(tmp_path)
+    assert state["load"] >= 0 and 0 < state["memory"][0] < state["memory"][1] and state["gpus"] == []
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 75, 1024, 143771'\n")
     tool.chmod(0o755)
@@ -93,7 +93,7 @@ def test_this_machine(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1", "", "127.0.0.1:1"])
-def test_other_names_are_refused(server, host):
+def test_other_host_names_are_rejected(server, host):
     status, _, content = get(server, "/api/runs", host=host or " ")
     assert status == 403 and "lr/" not in content
     assert get(server, "/", host=f"localhost:{server.server_port}")[0] == 200
@@ -114,17 +114,17 @@ def test_other_names_are_refused(server, host):
         "//evil.example/",
     ],
 )
-def test_nothing_else_of_the_disk_is_given(server, path):
+def test_no_other_file_is_served(server, path):
     status, _, content = get(server, path)
     assert status in (400, 404) and "top secret" not in content and "root:" not in content
 
 
-def test_it_only_reads(server):
+def test_it_is_read_only(server):
     for method in ("POST", "PUT", "DELETE"):
         assert get(server, "/api/runs", method=method)[0] == 501
 
 
-def test_pages_of_other_sites_get_nothing(server):
+def test_other_sites_get_nothing(server):
     status, headers, content = get(server, "/")
     assert status == 200 and headers["X-Frame-Options"] == "DENY" and "Access-Control-Allow-Origin" not in headers
     assert headers["X-Content-Type-Options"] == "nosniff"
@@ -137,7 +137,7 @@ def test_only_this_machine_is_served(server):
         pass
 
 
-def test_every_text_is_data(server, outputs):
+def test_texts_are_sent_as_data(server, outputs):
     change_facts(outputs / "lr" / "0", notes=EVIL, tags=[EVIL], reason=EVIL)
     _, headers, content = get(server, "/api/runs")
     assert headers["Content-Type"].startswith("application/json") and json.loads(content)["runs"][-1]["notes"] == EVIL

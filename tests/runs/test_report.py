@@ -1,4 +1,4 @@
-"""The report holds the run's values, runs no foreign script, needs no network and stays small."""
+"""The report contains the run's values, runs no foreign script, needs no network and stays small."""
 
 import base64
 import hashlib
@@ -14,7 +14,7 @@ from maxhydra.record import MetricsWriter, RunDirectory
 from maxhydra.runs import write_report
 from maxhydra.runs.curves import decimate
 from maxhydra.runs.settings import settings
-from maxhydra.runs.summary import compact, duration, number
+from maxhydra.runs.summary import duration, format_compact, format_number
 
 CONFIG = """
 train: {steps: 300, seq_len: 1024, log_every: 10}
@@ -38,7 +38,7 @@ def write_run(path, steps=30, status="finished", reason="all done", rows=None, c
 
 
 class Page(html.parser.HTMLParser):
-    """The page's elements with their attributes and text; an element that is not closed is an error."""
+    """Elements of a page with their attributes and text; an unclosed element is an error."""
 
     def __init__(self, text):
         super().__init__()
@@ -66,7 +66,7 @@ def report(run):
     return Page(write_report(run).read_text())
 
 
-def test_values_are_there(tmp_path):
+def test_values_are_shown(tmp_path):
     page = report(write_run(tmp_path / "a", sample="To be, or not", tags=["first"], notes="why not"))
     assert page.texts["h1"] == ["a"] and page.texts["pre"] == ["To be, or not"]
     values = dict(zip(page.texts["dt"], page.texts["dd"], strict=False))
@@ -76,9 +76,9 @@ def test_values_are_there(tmp_path):
         assert value in shown
     assert page.texts["h3"] == ["Loss", "Learning rate", "Tokens per second"]
     data = json.loads(page.texts["script"][0])
-    train, held_out = data["charts"][0]["lines"]
+    train, evaluation = data["charts"][0]["lines"]
     assert train["steps"] == [1] * 30 and train["values"][:2] == [5, 2.5]
-    assert held_out["name"] == "eval" and held_out["steps"] == [10, 10, 10] and held_out["exact"]
+    assert evaluation["name"] == "eval" and evaluation["steps"] == [10, 10, 10] and evaluation["exact"]
     assert {"first", "finished", "Changed only"} <= {t for texts in page.texts.values() for t in texts}
 
 
@@ -106,7 +106,7 @@ def test_every_text_is_inert(tmp_path):
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
 
 
-def test_the_policy_allows_this_script_and_style_alone_and_no_network(tmp_path):
+def test_the_policy_allows_only_this_script_and_style_and_no_network(tmp_path):
     page = report(write_run(tmp_path / "a"))
     (policy,) = [a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy
@@ -125,7 +125,7 @@ def test_few_points(tmp_path, steps):
     assert ("No metrics were written." in page.source) == (steps == 0)
 
 
-def test_nan_is_null_and_said(tmp_path):
+def test_nan_is_null_and_reported(tmp_path):
     def rows(step):
         return {"loss": math.nan if step > 20 else 3.0, "grad_norm": math.inf}
 
@@ -142,7 +142,7 @@ def test_nan_is_null_and_said(tmp_path):
     ]
 
 
-def test_a_run_under_way_and_one_without_config(tmp_path):
+def test_a_running_run_and_one_without_config(tmp_path):
     page = report(write_run(tmp_path / "a", status="running", config=""))
     assert "running" in page.texts["span"] and "Config" not in page.texts["h2"]
 
@@ -158,24 +158,24 @@ def test_sessions_and_resumes(tmp_path):
     assert page.texts["td"].count("10 – 30") == 1 and "preempted" in page.texts["span"]
 
 
-def test_metrics_of_other_tasks_are_drawn_too(tmp_path):
+def test_metrics_of_other_tasks_are_plotted_too(tmp_path):
     page = report(write_run(tmp_path / "a", rows=lambda step: {"loss": 1.0, "reward/mean": step, "mfu": 0.4}))
     assert page.texts["h3"] == ["Loss", "Model FLOPs utilization", "reward/mean"]
 
 
-def test_a_curve_ends_at_the_number_that_the_table_has(tmp_path):
+def test_a_curve_ends_at_the_number_in_the_table(tmp_path):
     page = report(write_run(tmp_path / "a", rows=lambda step: {"loss": 1.9064768552780151}))
     last = json.loads(page.texts["script"][0])["charts"][0]["lines"][0]["values"][-1]
     assert "1.906" in page.texts["dd"] and f"{last:.4g}" == "1.906"
 
 
-def test_a_long_run_stays_small_and_keeps_its_extremes(tmp_path):
-    chance = random.Random(0)
+def test_a_long_run_gives_a_small_page_with_its_extremes(tmp_path):
+    rng = random.Random(0)
     names = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu")
     spike = {777: 1000.0, 15_001: -5.0}
 
     def rows(step):
-        return {**{name: chance.uniform(0, 1) for name in names}, "grad_norm": spike.get(step, 0.5)}
+        return {**{name: rng.uniform(0, 1) for name in names}, "grad_norm": spike.get(step, 0.5)}
 
     page = report(write_run(tmp_path / "a", steps=20_000, rows=rows))
     assert len(page.source.encode()) < 300_000
@@ -185,9 +185,9 @@ def test_a_long_run_stays_small_and_keeps_its_extremes(tmp_path):
 
 
 def test_decimation_keeps_ends_extremes_and_nan():
-    chance = random.Random(1)
+    rng = random.Random(1)
     steps = list(range(0, 50_000, 5))
-    values = [chance.gauss(0, 1) for _ in steps]
+    values = [rng.gauss(0, 1) for _ in steps]
     values[4321] = math.nan
     few_steps, few = decimate(steps, values, 500)
     assert len(few) <= 510 and few_steps == sorted(few_steps)
@@ -198,7 +198,7 @@ def test_decimation_keeps_ends_extremes_and_nan():
     assert decimate(steps[:500], values[:500], 500) == (steps[:500], values[:500])
 
 
-def test_settings_mark_what_differs_from_the_schema():
+def test_settings_mark_differences_from_the_schema():
     marked = {setting.path: (setting.value, setting.changed) for setting in settings(CONFIG)}
     assert marked == {
         "train.steps": ("300", True),
@@ -210,7 +210,14 @@ def test_settings_mark_what_differs_from_the_schema():
     }
 
 
-def test_numbers_for_people():
-    assert [number(v) for v in (2.07, 0.00012, 0, 12345.6, math.nan)] == ["2.070", "0.00012", "0", "12,346", "NaN"]
-    assert [compact(v) for v in (12, 15_210, 999_900, 8_030_261_248)] == ["12", "15.2K", "1000K", "8.03B"]
-    assert [duration(v) for v in (0.42, 42, 200, 7500, 90_000)] == ["0.4 s", "42 s", "3 m 20 s", "2 h 5 m", "1 d 1 h"]
+def test_number_formats():
+    assert [format_number(v) for v in (2.07, 0.00012, 0, 12345.6, math.nan)] == [
+        "2.070",
+        "0.00012",
+        "0",
+        "12,346",
+        "NaN",
+    ]
+    assert [format_compact(v) for v in (12, 15_210, 999_900, 8_030_261_248)] == ["12", "15.2K", "1000K", "8.03B"]
+    durations = (0.42, 42, 200, 7500, 90_000)
+    assert [duration(v) for v in durations] == ["0.4 s", "42 s", "3 m 20 s", "2 h 5 m", "1 d 1 h"]

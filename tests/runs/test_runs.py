@@ -1,4 +1,4 @@
-"""The registry says what the files say, whatever became of the files, of the index, or of the processes."""
+"""The registry reflects the files on disk, whatever happens to the files, the index, or the processes."""
 
 import functools
 import json
@@ -25,7 +25,7 @@ from maxhydra.runs.compare import compare
 from maxhydra.runs.importance import importance
 from maxhydra.runs.index import FILE
 from maxhydra.runs.query import best, order, select
-from tests.support.run_folders import change_facts, line, write_run
+from tests.support.run_folders import change_facts, metrics_lines, write_run
 from tests.support.skips import import_optional
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ RATES = {"a": 1e-4, "b": 1e-3, "c": 3e-3}
 
 @pytest.fixture
 def outputs(tmp_path):
-    """A sweep of three, and a run that stands alone."""
+    """A sweep of three runs, and a single run."""
     for number, (name, rate) in enumerate(RATES.items()):
         write_run(tmp_path / "lr" / name, rate=rate, seed=number, created=f"2026-03-0{number + 1}T12:00:00Z")
     write_run(tmp_path / "alone", rate=2e-3, status="failed", steps=5, tags=["odd"], created="2026-03-09T12:00:00Z")
@@ -45,16 +45,16 @@ def paths(runs):
     return [run.path for run in runs]
 
 
-def flattened(node, path=""):
+def flatten(node, path=""):
     if isinstance(node, dict) and node:
         for key, value in node.items():
-            yield from flattened(value, f"{path}.{key}" if path else key)
+            yield from flatten(value, f"{path}.{key}" if path else key)
     else:
         yield path, node
 
 
 @functools.cache
-def whole_config():
+def full_config():
     return to_yaml(compose(["optimizer=muon"], None).config)
 
 
@@ -62,16 +62,16 @@ def whole_config():
     "notes",
     ["plain", "two\nlines: here\n", "- no list", "a: b # c", "é ☃ 'quoted'", " wide " * 40, "|", "\t", "x\n\n  y\n- z"],
 )
-def test_config_is_read_in_pieces_as_yaml_reads_it_whole(notes):
-    content = yaml.safe_load(whole_config())
+def test_config_parsed_in_sections_equals_the_whole_yaml(notes):
+    content = yaml.safe_load(full_config())
     content["run"]["notes"], content["run"]["tags"] = notes, [notes, "b"]
     text = yaml.safe_dump(content, sort_keys=False)
-    pieces = dict(config_sections.read(text))
-    whole = {path: config_sections.cell(value) for path, value in flattened(content) if value != {} or "." in path}
-    assert pieces == whole and pieces["run.notes"] == notes
+    parsed = dict(config_sections.read(text))
+    expected = {path: config_sections.cell(value) for path, value in flatten(content) if value != {} or "." in path}
+    assert parsed == expected and parsed["run.notes"] == notes
 
 
-def test_runs_of_all_depths_newest_first(outputs):
+def test_runs_at_all_depths_newest_first(outputs):
     write_run(outputs / "deep" / "er" / "x", created="2026-03-10T12:00:00Z")
     (outputs / ".hidden").mkdir()
     write_run(outputs / ".hidden" / "y")
@@ -81,9 +81,9 @@ def test_runs_of_all_depths_newest_first(outputs):
     assert runs[2].sweep == "lr" and runs[1].sweep == "" and runs[1].tags == ("odd",) and runs[1].step == 5
 
 
-def test_metrics_are_those_of_the_file(tmp_path):
-    chance = np.random.default_rng(0)
-    loss, accuracy = chance.normal(size=50), chance.normal(size=50)
+def test_metrics_match_the_file(tmp_path):
+    rng = np.random.default_rng(0)
+    loss, accuracy = rng.normal(size=50), rng.normal(size=50)
     loss[7] = math.nan
     folder = write_run(tmp_path / "a", steps=1)
     (folder / "metrics.jsonl").unlink()
@@ -98,14 +98,14 @@ def test_metrics_are_those_of_the_file(tmp_path):
     assert registry.metric("accuracy:min")[id] == accuracy[::3].min()
 
 
-def test_what_changes_on_disk_is_seen(outputs):
+def test_changes_on_disk_are_detected(outputs):
     registry = Registry(outputs)
     token = registry.token
     registry.refresh()
     assert registry.token == token
     metrics = outputs / "lr" / "a" / "metrics.jsonl"
     with metrics.open("a") as file:
-        file.write(line(41, -10) + '{"step": 42, "lo')
+        file.write(metrics_lines(41, -10) + '{"step": 42, "lo')
     registry.refresh()
     assert registry.token != token
     run = registry.find("lr/a")
@@ -121,23 +121,23 @@ def test_what_changes_on_disk_is_seen(outputs):
     writer.truncate(after_step=10)
     writer.close()
     RunDirectory(outputs / "lr" / "b").label(add=["good"], note="why")
-    change_facts(outputs / "alone", status="finished", notes="mended")
+    change_facts(outputs / "alone", status="finished", notes="fixed")
     write_run(outputs / "new")
     (outputs / "lr" / "c" / "run.json").unlink()
     registry.refresh()
     assert sorted(paths(registry.runs())) == ["alone", "lr/a", "lr/b", "new"]
     assert registry.find("lr/a").step == 10 and registry.metric("loss:min")[run.id] > 2
     assert registry.find("lr/b").tags == ("good",) and registry.find("lr/b").notes == "why"
-    assert registry.find("alone").status == "finished" and registry.find("alone").notes == "mended"
+    assert registry.find("alone").status == "finished" and registry.find("alone").notes == "fixed"
     assert "lr/c" not in [str(value) for value in registry.values("path", registry.runs()).values()]
 
 
-def test_another_file_under_the_number_of_the_old_one_is_read_anew(outputs):
-    """Of a run that went on twice since the last look, ext4 gives the third file the number of the first."""
+def test_a_new_file_with_a_reused_inode_is_read_from_the_start(outputs):
+    """If a run was resumed twice since the last refresh, ext4 gives the third file the inode of the first."""
     registry = Registry(outputs)
     run, metrics = registry.find("lr/a"), outputs / "lr" / "a" / "metrics.jsonl"
     inode = metrics.stat().st_ino
-    metrics.write_text("".join(line(step, 100.5) for step in range(1, 90)))
+    metrics.write_text("".join(metrics_lines(step, 100.5) for step in range(1, 90)))
     assert metrics.stat().st_ino == inode
     registry.refresh()
     assert registry.metric("loss:min")[run.id] == pytest.approx(100.5 + 5 / 89) and not registry.faults()
@@ -156,15 +156,15 @@ def test_another_file_under_the_number_of_the_old_one_is_read_anew(outputs):
         {"sessions": [{"host": "", "pid": 1, "pid_started": None, "seconds": 10**400}]},
     ],
 )
-def test_a_run_of_another_make_does_not_hide_the_others(outputs, facts):
+def test_a_run_in_an_unknown_format_does_not_hide_the_others(outputs, facts):
     write_run(outputs / "odd", **{"status": "running", **facts})
     registry = Registry(outputs)
     assert sorted(paths(registry.runs())) == ["alone", "lr/a", "lr/b", "lr/c"]
-    (fault,) = registry.faults()
-    assert "odd/run.json" in fault and "the run is skipped" in fault
+    (message,) = registry.faults()
+    assert "odd/run.json" in message and "the run is skipped" in message
 
 
-def test_damage_is_skipped_and_named(outputs, capsys):
+def test_damage_is_skipped_and_reported(outputs, capsys):
     (outputs / "lr" / "a" / "run.json").write_text('{"name": "a",\n "status"')
     (outputs / "lr" / "b" / "config.yaml").write_text("a: [1\n")
     (outputs / "lr" / "c" / "labels.json").write_text("[]")
@@ -176,25 +176,25 @@ def test_damage_is_skipped_and_named(outputs, capsys):
     registry = Registry(outputs)
     assert sorted(paths(registry.runs())) == ["alone", "lr/b", "lr/c"]
     assert registry.find("alone").step == 5 and registry.metric("loss")[registry.find("alone").id] > 0
-    told = "\n".join(registry.faults())
+    messages = "\n".join(registry.faults())
     for part in (
         "lr/a/run.json: is not JSON (line 2",
         "lr/b/config.yaml: is not YAML",
         "lr/c/labels.json: is damaged",
         "odd/run.json: is damaged (list index out of range); the run is skipped",
-        "odder/run.json: is damaged (objective is no object); the run is skipped",
+        "odder/run.json: is damaged (objective is not an object); the run is skipped",
         "alone/metrics.jsonl line 2: is not a row",
         "alone/metrics.jsonl line 3: is not a row",
         "alone/metrics.jsonl line 4: is not a row",
         "alone/metrics.jsonl line 9: is half-written",
     ):
-        assert part in told
+        assert part in messages
     assert len(registry.faults()) == 9
     assert (outputs / "alone" / "metrics.jsonl").read_text().endswith('{"st')
 
 
 @pytest.mark.parametrize("damage", ["delete", "garbage", "cut", "version", "foreign", "read-only", "a folder"])
-def test_the_index_is_made_again(outputs, damage, monkeypatch):
+def test_the_index_is_rebuilt(outputs, damage, monkeypatch):
     before = Registry(outputs)
     expected = [run._replace(id=0, change=0) for run in before.runs()]
     before.close()
@@ -224,7 +224,7 @@ def test_the_index_is_made_again(outputs, damage, monkeypatch):
     assert registry.setting("optimizer.learning_rate")[registry.find("lr/b").id] == 1e-3
 
 
-def test_damage_behind_the_first_page_is_found_when_it_is_read(outputs):
+def test_damage_after_the_first_page_is_detected_on_read(outputs):
     Registry(outputs).close()
     index = outputs / FILE
     content = index.read_bytes()
@@ -232,14 +232,14 @@ def test_damage_behind_the_first_page_is_found_when_it_is_read(outputs):
     assert len(Registry(outputs).runs()) == 4
 
 
-def test_many_runs_are_read_by_several_processes_to_the_same_end(outputs, monkeypatch):
-    one = Registry(outputs)
-    expected = [(run.path, run.step, one.metrics([run.id])[run.id]) for run in one.runs()]
-    one.close()
+def test_parallel_reading_gives_the_same_result(outputs, monkeypatch):
+    serial = Registry(outputs)
+    expected = [(run.path, run.step, serial.metrics([run.id])[run.id]) for run in serial.runs()]
+    serial.close()
     (outputs / FILE).unlink()
-    monkeypatch.setattr("maxhydra.runs.index.MANY", 1)
-    several = Registry(outputs)
-    assert [(run.path, run.step, several.metrics([run.id])[run.id]) for run in several.runs()] == expected
+    monkeypatch.setattr("maxhydra.runs.index.PARALLEL_RUNS", 1)
+    parallel = Registry(outputs)
+    assert [(run.path, run.step, parallel.metrics([run.id])[run.id]) for run in parallel.runs()] == expected
 
 
 def test_a_run_whose_process_is_gone_is_lost(tmp_path):
@@ -263,7 +263,7 @@ time.sleep(60)
         process.send_signal(signal.SIGKILL)
         process.wait()
     (run,) = registry.runs()
-    assert run.status == "lost" and "without a word" in run.reason
+    assert run.status == "lost" and "ended without reporting a status" in run.reason
     assert paths(select(registry, ["status=lost"])) == ["a"] and len(registry.faults()) == 1
 
 
@@ -294,15 +294,17 @@ def test_order_and_best(outputs):
     runs = registry.runs()
     rows = {path.parent.name: path.read_text().splitlines() for path in outputs.rglob("metrics.jsonl")}
     final = {name: [json.loads(row)["eval/loss"] for row in lines if "eval" in row] for name, lines in rows.items()}
-    wanted = sorted((values[-1], name) for name, values in final.items() if values)
-    assert [run.path[3:] for run in order(registry, runs, "eval/loss", descending=False)][:3] == [n for _, n in wanted]
+    ranking = sorted((values[-1], name) for name, values in final.items() if values)
+    ascending = order(registry, runs, "eval/loss", descending=False)
+    assert [run.path[3:] for run in ascending][:3] == [name for _, name in ranking]
+
     assert order(registry, runs, "eval/loss", descending=True)[-1].path == "alone"
     metric, ranked = best(registry, runs, None, largest=False)
-    assert metric == "eval/loss" and [run.path[3:] for run in ranked] == [name for _, name in wanted]
+    assert metric == "eval/loss" and [run.path[3:] for run in ranked] == [name for _, name in ranking]
     assert best(registry, runs, "tokens_per_second", largest=True)[1][-1].path == "alone"
 
 
-def test_bad_questions_are_answered_all_at_once(outputs):
+def test_all_invalid_conditions_are_reported_at_once(outputs):
     registry = Registry(outputs)
     with pytest.raises(ConfigError) as error:
         select(registry, ["optimizer.learning_rat=3", "status=finishd", "nothing", "learning_rate.x=1"])
@@ -311,7 +313,7 @@ def test_bad_questions_are_answered_all_at_once(outputs):
     assert "did you mean 'optimizer.learning_rate'?" in text and "did you mean 'finished'?" in text
     with pytest.raises(ConfigError, match=r"did you mean 'run\.seed'"):
         registry.values("seed", registry.runs())
-    with pytest.raises(ConfigError, match="3 runs are called so"):
+    with pytest.raises(ConfigError, match="is ambiguous: 3 runs match"):
         registry.find("lr/")
     with pytest.raises(ConfigError, match="did you mean 'alone'"):
         registry.find("alon3")
@@ -324,26 +326,26 @@ def test_bad_questions_are_answered_all_at_once(outputs):
 def test_comparison(outputs):
     change_facts(outputs / "lr" / "b", packages={"jax": "0.11.2"})
     registry = Registry(outputs)
-    found = compare(registry, [registry.find("lr/a"), registry.find("lr/b")])
-    assert {entry.name: entry.values for entry in found.config} == {
+    comparison = compare(registry, [registry.find("lr/a"), registry.find("lr/b")])
+    assert {entry.name: entry.values for entry in comparison.config} == {
         "optimizer.learning_rate": (1e-4, 1e-3),
         "run.seed": (0, 1),
     }
-    assert [(entry.name, entry.values) for entry in found.surroundings] == [("package jax", ("0.10.2", "0.11.2"))]
-    assert {entry.name for entry in found.metrics} == {"loss", "eval/loss", "learning_rate", "tokens_per_second"}
+    assert [(entry.name, entry.values) for entry in comparison.surroundings] == [("package jax", ("0.10.2", "0.11.2"))]
+    assert {entry.name for entry in comparison.metrics} == {"loss", "eval/loss", "learning_rate", "tokens_per_second"}
 
 
-def test_importance_is_the_analysis_of_variance():
-    chance = np.random.default_rng(0)
-    group = chance.integers(0, 4, 40)
-    results = group * 0.5 + chance.normal(size=40)
-    ours = importance({"x": [int(g) for g in group]}, results.tolist())["x"]
+def test_importance_matches_the_analysis_of_variance():
+    rng = np.random.default_rng(0)
+    group = rng.integers(0, 4, 40)
+    results = group * 0.5 + rng.normal(size=40)
+    share = importance({"x": [int(g) for g in group]}, results.tolist())["x"]
     ratio = scipy.stats.f_oneway(*(results[group == g] for g in range(4))).statistic
     between, within = 3, 40 - 4
-    assert ours == pytest.approx(between * (ratio - 1) / (between * ratio + within))
-    rate = 10 ** chance.uniform(-4, -2, 60)
+    assert share == pytest.approx(between * (ratio - 1) / (between * ratio + within))
+    rate = 10 ** rng.uniform(-4, -2, 60)
     curved = (np.log10(rate) + 3) ** 2
-    shares = importance({"noise": chance.normal(size=60).tolist(), "rate": rate.tolist()}, curved.tolist())
+    shares = importance({"noise": rng.normal(size=60).tolist(), "rate": rate.tolist()}, curved.tolist())
     assert list(shares) == ["rate", "noise"] and shares["rate"] > 0.8 and shares["noise"] < 0.15
     assert importance({"x": [1, 2]}, [1.0, 2.0]) == {}
     assert importance({"x": ["a", "a", "b", "b"]}, [1.0, 1.0, 1.0, 1.0]) == {"x": 0.0}

@@ -1,4 +1,4 @@
-"""A real Chromium, driven by its own driver. Both are Debian packages; without them a test says so and is skipped."""
+"""A headless Chromium driven by Selenium. Tests are skipped if the Debian packages are not installed."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from tests.support.skips import import_optional
 
 @contextmanager
 def chromium(*, width: int = 1280, height: int = 800) -> Iterator:
-    """A window of that size, light, which notes every request and every line of the console."""
+    """A window of the given size in light mode, which logs all requests and console messages."""
     program, driver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
     if program is None or driver is None:
         pytest.skip("needs chromium and chromedriver: apt-get install chromium chromium-driver")
@@ -26,24 +26,24 @@ def chromium(*, width: int = 1280, height: int = 800) -> Iterator:
     try:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        prefers(browser, "light")
+        set_color_scheme(browser, "light")
         yield browser
     finally:
         browser.quit()
 
 
-def prefers(browser, scheme: str) -> None:
+def set_color_scheme(browser, scheme: str) -> None:
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
 
-def requests(browser) -> list[str]:
-    """Addresses that were asked for since the last call."""
+def sent_requests(browser) -> list[str]:
+    """URLs requested since the last call."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     sent = [message for message in messages if message["method"] == "Network.requestWillBeSent"]
     return [message["params"]["request"]["url"] for message in sent]
 
 
-def complaints(browser) -> list[str]:
-    """What the console said since the last call."""
+def console_messages(browser) -> list[str]:
+    """Console messages since the last call."""
     return [entry["message"] for entry in browser.get_log("browser")]

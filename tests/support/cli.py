@@ -1,4 +1,4 @@
-"""Runs the command as a user would, in its own process, and reads what it left."""
+"""Run the command line as a user would, in a separate process, and read the results."""
 
 import hashlib
 import importlib.util
@@ -20,14 +20,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from maxhydra.config.schema.metrics import LOGGED
-from tests.support import compile_cache as compiling
-from tests.support import fork_server as warm
+from tests.support import compile_cache, fork_server
 
 ROOT = Path(__file__).parents[2]
 
 
 def script(name: str) -> ModuleType:
-    """A script of bench/, which is no package."""
+    """Import a script of bench/, which is not a package."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -35,10 +34,10 @@ def script(name: str) -> ModuleType:
     return module
 
 
-# How processes find each other, which is read when a run starts.
-MEETING = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# Variables through which processes form a cluster; read when a run starts.
+CLUSTER_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
-# A model that compiles and trains in moments; everything else is the default run.
+# A model that compiles and trains in seconds; everything else is the default config.
 SMALL = [
     "model.num_layers=2",
     "model.emb_dim=32",
@@ -57,11 +56,11 @@ SMALL = [
 
 
 def environment(devices: int = 1, **extra: str) -> dict[str, str]:
-    """A clean environment with so many simulated devices."""
-    left = ("XLA_", "JAX_", "SLURM_", "PYTHONDONTWRITEBYTECODE")
-    keep = {name: value for name, value in os.environ.items() if not name.startswith(left)}
-    own = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": compiling.flags(devices)}
-    return {**keep, **compiling.kept(), **own, **extra}
+    """A clean environment with `devices` simulated devices."""
+    removed = ("XLA_", "JAX_", "SLURM_", "PYTHONDONTWRITEBYTECODE")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(removed)}
+    settings = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": compile_cache.flags(devices)}
+    return {**inherited, **compile_cache.cache_variables(), **settings, **extra}
 
 
 def command(*overrides: str) -> list[str]:
@@ -70,31 +69,34 @@ def command(*overrides: str) -> list[str]:
 
 def started(
     *arguments: str, cwd: Path, streams: Sequence[IO[str]], devices: int = 1, module: str = "maxhydra", **extra: str
-) -> warm.Command:
-    """`python -m MODULE ARGUMENTS...` under way, with these as its input, output and errors."""
-    assert not any(name.startswith("JAX_") for name in {*extra} - {*MEETING}), "jax reads these when it is imported"
-    numbers, given = [stream.fileno() for stream in streams], environment(devices, **extra)
-    address = warm.server(compiling.PREFIX)
-    return warm.Command(address, arguments, folder=str(cwd), environment=given, streams=numbers, module=module)
+) -> fork_server.Command:
+    """Start `python -m MODULE ARGUMENTS...` with the given stdin, stdout and stderr."""
+    late = {name for name in {*extra} - {*CLUSTER_VARIABLES} if name.startswith("JAX_")}
+    assert not late, f"jax reads {late} on import, which the fork server has already done"
+    files, variables = [stream.fileno() for stream in streams], environment(devices, **extra)
+    address = fork_server.server(compile_cache.PREFIX)
+    return fork_server.Command(address, arguments, folder=str(cwd), environment=variables, streams=files, module=module)
 
 
-def silent(*overrides: str, cwd: Path, **extra: str) -> warm.Command:
-    with open(os.devnull, "r+") as nothing:
-        return started(*overrides, cwd=cwd, streams=[nothing] * 3, **extra)
+def silent(*overrides: str, cwd: Path, **extra: str) -> fork_server.Command:
+    """Start a command with all streams connected to /dev/null."""
+    with open(os.devnull, "r+") as devnull:
+        return started(*overrides, cwd=cwd, streams=[devnull] * 3, **extra)
 
 
 def run(
     *overrides: str, cwd: Path, devices: int = 1, timeout: float = 240, **extra: str
 ) -> subprocess.CompletedProcess[str]:
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors, open(os.devnull) as nothing:
-        code = started(*overrides, cwd=cwd, devices=devices, streams=(nothing, out, errors), **extra).wait(timeout)
+    """Run a command and capture its output."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors, open(os.devnull) as devnull:
+        code = started(*overrides, cwd=cwd, devices=devices, streams=(devnull, out, errors), **extra).wait(timeout)
         out.seek(0)
         errors.seek(0)
         return subprocess.CompletedProcess(command(*overrides), code, out.read(), errors.read())
 
 
 def finished(*overrides: str, cwd: Path, devices: int = 1, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run to a good end, or show what went wrong."""
+    """Run a command that must succeed; its output is shown if it fails."""
     done = run(*overrides, cwd=cwd, devices=devices, **extra)
     assert done.returncode == 0, f"{overrides}\n{done.stdout}\n{done.stderr}"
     return done
@@ -103,32 +105,33 @@ def finished(*overrides: str, cwd: Path, devices: int = 1, **extra: str) -> subp
 def finished_together(
     count: int, *arguments: str, cwd: Path, devices: int = 1, **extra: str
 ) -> list[subprocess.CompletedProcess[str]]:
-    """So many processes of the command that meet over plain environment variables, each with its own devices."""
+    """Run a command in `count` processes that form a cluster through JAX variables, each with its own devices."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
 
-    def one(index: int) -> subprocess.CompletedProcess[str]:
-        meeting = dict(zip(MEETING, (address, str(count), str(index)), strict=True)) if count > 1 else {}
-        return finished(*arguments, cwd=cwd, devices=devices, **meeting, **extra)
+    def run_process(index: int) -> subprocess.CompletedProcess[str]:
+        values = (address, str(count), str(index))
+        cluster = dict(zip(CLUSTER_VARIABLES, values, strict=True)) if count > 1 else {}
+        return finished(*arguments, cwd=cwd, devices=devices, **cluster, **extra)
 
-    warm.server(compiling.PREFIX)  # one for all
+    fork_server.server(compile_cache.PREFIX)  # Started once, before the threads.
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(one, range(count)))
+        return list(pool.map(run_process, range(count)))
 
 
-def kill_when(arguments: Sequence[str], sign: Path, *, cwd: Path) -> None:
-    """Start the command and kill -9 it as soon as a file has grown."""
-    before = sign.stat().st_size if sign.exists() else 0
+def kill_when(arguments: Sequence[str], file: Path, *, cwd: Path) -> None:
+    """Start a command and kill -9 it as soon as a file has grown."""
+    size_before = file.stat().st_size if file.exists() else 0
     process = silent(*arguments, cwd=cwd)
-    while process.runs() and not (sign.exists() and sign.stat().st_size > before):
+    while process.runs() and not (file.exists() and file.stat().st_size > size_before):
         time.sleep(0.002)
-    assert process.runs(), "it ended before it could be killed"
+    assert process.runs(), "the process ended before it could be killed"
     process.kill()
     process.wait()
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Training loss by step; a step that was logged twice is an error, as is a metric that no objective can name."""
+    """Training loss by step. Fails if a step was logged twice, or a metric is missing from the schema's table."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     task = facts(folder)["task"]
     unknown = {name for row in rows for name in row if not any(fnmatch(name, known) for known in LOGGED[task])}
@@ -140,7 +143,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def parameter_hash(folder: Path, step: int) -> str:
-    """Digest of the weights in a checkpoint, bit for bit."""
+    """SHA-256 of the weights in a checkpoint."""
     with ocp.StandardCheckpointer() as reader:
         params = reader.restore(folder / "checkpoints" / str(step) / "params")
     digest = hashlib.sha256()
@@ -150,4 +153,5 @@ def parameter_hash(folder: Path, step: int) -> str:
 
 
 def facts(folder: Path) -> dict:
+    """Contents of run.json."""
     return json.loads((folder / "run.json").read_text())

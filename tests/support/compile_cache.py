@@ -1,8 +1,7 @@
-"""How tests spend little time: they compile in a hurry, and each program once for all processes of a session.
+"""Settings that keep tests fast: low optimization levels, and a compilation cache shared by all processes of a session.
 
-Most of a test's time is compilation. Little optimisation halves it, and so does the older way of writing fused loops
-where XLA still has it; one piece of LLVM code instead of 32 saves some more where there are few cores. Does not import
-jax.
+Most of a test's time is compilation. A low optimization level halves it, and so do the old fusion emitters of XLA, in
+versions that still have them; one LLVM module instead of 32 saves more on few cores. Does not import jax.
 """
 
 import gc
@@ -14,47 +13,47 @@ from importlib.metadata import version
 from pathlib import Path
 
 FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-# XLA stops at a flag that it does not know, as it does at this one from jax 0.11 on.
+# XLA aborts on unknown flags; this one was removed in jax 0.11.
 FLAGS += ["--xla_cpu_use_fusion_emitters=false"] if version("jax").startswith("0.10.") else []
 
-# Folders of a session that has not been heard of for so long are those of one that was killed.
-PREFIX, ABANDONED = "maxhydra-tests-", 6 * 3600
+# Cache folders older than this many seconds belong to sessions that were killed.
+PREFIX, MAX_AGE_SECONDS = "maxhydra-tests-", 6 * 3600
 
-# Workers share the cores, and a library's own threads wait for each other in busy loops.
+# Test workers share the cores, and the threads of these libraries spin while they wait.
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
-# Objects, rounds and rounds of rounds before Python looks for cycles.
-CYCLES = (100_000, 20, 20)
+# Thresholds of Python's cyclic garbage collector.
+GC_THRESHOLDS = (100_000, 20, 20)
 
-KEPT = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+CACHE_VARIABLES = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
 
 
 def flags(devices: int | None = None) -> str:
-    """XLA_FLAGS of a process with so many simulated devices; None leaves them to whoever starts it."""
+    """XLA_FLAGS for `devices` simulated devices; None leaves their number unset."""
     return " ".join([*FLAGS, *([] if devices is None else [f"--xla_force_host_platform_device_count={devices}"])])
 
 
-def kept() -> dict[str, str]:
-    """The variables that make a child find what others have compiled."""
-    return {name: os.environ[name] for name in KEPT if name in os.environ}
+def cache_variables() -> dict[str, str]:
+    """Environment variables that make a child process use the shared compilation cache."""
+    return {name: os.environ[name] for name in CACHE_VARIABLES if name in os.environ}
 
 
-def begin() -> str | None:
-    """Keep programs in a folder for the session, which its first process gets to remove; none where one is named."""
+def set_up_cache() -> str | None:
+    """Create a cache folder for the session and return it for removal; None if the environment names one."""
     folder = None
-    if KEPT[0] not in os.environ:
+    if CACHE_VARIABLES[0] not in os.environ:
         for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-            if time.time() - path.stat().st_mtime > ABANDONED:
+            if time.time() - path.stat().st_mtime > MAX_AGE_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)
-        folder = os.environ[KEPT[0]] = tempfile.mkdtemp(prefix=PREFIX)
-    os.environ.setdefault(KEPT[1], "0")
+        folder = os.environ[CACHE_VARIABLES[0]] = tempfile.mkdtemp(prefix=PREFIX)
+    os.environ.setdefault(CACHE_VARIABLES[1], "0")
     for name in THREADS:
         os.environ.setdefault(name, "1")
     return folder
 
 
-def cycles_are_rare() -> None:
-    """What has been imported stays; at Python's own numbers, looking through it takes a twentieth of all time."""
+def reduce_gc() -> None:
+    """Freeze imported objects and run the garbage collector rarely; with its defaults it takes 5% of the time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*CYCLES)
+    gc.set_threshold(*GC_THRESHOLDS)

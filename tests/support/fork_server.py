@@ -1,10 +1,10 @@
-"""A process that has imported what a run imports, and forks itself for each command.
+"""A process that has imported everything a run needs, and forks itself for each command.
 
-Half of a short run are imports, and the tests give hundreds of commands. A fork is a process like any other: it has the
-folder, the environment and the streams of the one who asks, can be killed, and leaves by the usual way out.
+Imports take half the time of a short run, and the tests run hundreds of commands. A fork is an ordinary process: it has
+the working directory, environment and streams of its client, can be killed, and exits normally.
 
     python -m tests.support.fork_server NUMBER    serves a listening socket until its parent process ends
-    python tests/support/fork_server.py SOCKET ARGUMENTS...    `maxhydra ARGUMENTS...`
+    python tests/support/fork_server.py SOCKET ARGUMENTS...    runs `maxhydra ARGUMENTS...`
 """
 
 import atexit
@@ -32,32 +32,32 @@ STREAMS = (0, 1, 2)
 
 @functools.cache
 def server(prefix: str) -> str:
-    """Where commands are taken, in a folder of that name; the first that asks starts it."""
+    """Address of the server's socket, in a temporary folder with this prefix; the first call starts the server."""
     folder = tempfile.mkdtemp(prefix=prefix)
     address = f"{folder}/socket"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
         number = listener.fileno()
-        words = [sys.executable, "-m", "tests.support.fork_server", str(number)]
-        own = {**os.environ, "PYTHONPATH": str(ROOT)}
-        # It ends when its input does, and so with this process, however that ends.
-        process = subprocess.Popen(words, cwd=ROOT, env=own, stdin=subprocess.PIPE, pass_fds=[number])
+        command = [sys.executable, "-m", "tests.support.fork_server", str(number)]
+        variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+        # The server exits when its stdin closes, that is, when this process ends for any reason.
+        process = subprocess.Popen(command, cwd=ROOT, env=variables, stdin=subprocess.PIPE, pass_fds=[number])
     atexit.register(shutil.rmtree, folder)
     atexit.register(process.communicate)
     return address
 
 
 def program(path: Path, prefix: str, *, skipped: int = 0) -> Path:
-    """A script that is `maxhydra`, less so many words before its arguments."""
-    words = f'"{sys.executable}" -I "{__file__}" "{server(prefix)}"'
-    path.write_text(f'#!/bin/sh\nshift {skipped}\nexec {words} "$@"\n')
+    """Write a script that acts as `maxhydra`, ignoring its first `skipped` arguments."""
+    command = f'"{sys.executable}" -I "{__file__}" "{server(prefix)}"'
+    path.write_text(f'#!/bin/sh\nshift {skipped}\nexec {command} "$@"\n')
     path.chmod(0o755)
     return path
 
 
 class Command:
-    """One that runs; what it leaves is in its folder and behind its streams."""
+    """A running command, in the style of subprocess.Popen."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Command:
         self.signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code as subprocess tells it; TimeoutError where it takes longer, and then it is killed."""
+        """Exit code as in subprocess; kills the command and raises TimeoutError after `timeout` seconds."""
         self._connection.settimeout(timeout)
         with self._connection:
             try:
@@ -98,7 +98,7 @@ class Command:
                 raise
 
     def _line(self) -> str:
-        """An answer. They come one by one, and nothing is read ahead of what is asked for."""
+        """Read one line of the server's response, byte by byte, so that nothing after it is consumed."""
         text = b""
         while not text.endswith(b"\n"):
             text += self._connection.recv(1) or b"\n"
@@ -106,20 +106,21 @@ class Command:
 
 
 def _serve(listener: socket.socket) -> dict[str, Any]:
-    """Returns in a fork, with what is asked of it."""
+    """Accept requests; returns only in a forked child, with its request."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
             sys.exit()
         connection, _ = listener.accept()
-        # A fork that minds the command leaves this process free for the next.
+        # A supervisor process waits for the command, so that this process can accept the next request.
         if os.fork() == 0:
             listener.close()
-            return _minded(connection)
+            return _supervise(connection)
         connection.close()
 
 
-def _minded(connection: socket.socket) -> dict[str, Any]:
+def _supervise(connection: socket.socket) -> dict[str, Any]:
+    """Fork the command, report its pid and exit code to the client; returns only in the command's process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, streams, _, _ = socket.recv_fds(connection, 1, len(STREAMS))
     with connection.makefile("r") as text:
@@ -139,31 +140,31 @@ def _minded(connection: socket.socket) -> dict[str, Any]:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """What `python -m MODULE` would find in that folder and environment."""
+    """Run the requested module as `python -m MODULE` would in that folder and environment."""
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = [request["folder"], *given, *sys.path[1:]]
+    python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [request["folder"], *python_path, *sys.path[1:]]
     sys.argv = [request["module"], *request["arguments"]]
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
 
 def _prepare() -> None:
-    """What every command would do again: imports, a first composition, a look at what is installed."""
+    """Do the work that all commands share: imports, a first composition, the list of installed packages."""
     from maxhydra import tasks
     from maxhydra.config.compose.composer import compose
     from maxhydra.record import environment
     from maxhydra.runtime.hardware_options import hardware_options
-    from tests.support import compile_cache as compiling
+    from tests.support import compile_cache
 
-    named = [f"tasks.{module.name}" for module in pkgutil.iter_modules(tasks.__path__)]
-    for name in ("cli.hydra_app", "cli.run_job", "runs.report", *named):
+    task_modules = [f"tasks.{module.name}" for module in pkgutil.iter_modules(tasks.__path__)]
+    for name in ("cli.hydra_app", "cli.run_job", "runs.report", *task_modules):
         importlib.import_module(f"maxhydra.{name}")
     compose([])
     hardware_options()
     environment()
-    compiling.cycles_are_rare()
+    compile_cache.reduce_gc()
 
 
 if __name__ == "__main__":
@@ -172,7 +173,7 @@ if __name__ == "__main__":
         _become(_serve(socket.socket(fileno=int(sys.argv[1]))))
     else:
         command = Command(sys.argv[1], sys.argv[2:], folder=os.getcwd(), environment=os.environ)
-        # A scheduler knows this process alone.
-        for told in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(told, lambda number, _: command.signal(number))
+        # Forward signals: a scheduler knows only this process.
+        for forwarded in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(forwarded, lambda number, _: command.signal(number))
         sys.exit(command.wait())

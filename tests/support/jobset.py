@@ -1,6 +1,6 @@
-"""What JobSet v1alpha2 takes, as a custom resource definition: its fields, types and choices, and nothing unknown.
+"""Custom resource definition of JobSet v1alpha2: its fields, types and enums, with unknown fields dropped.
 
-The template of a Job, which Kubernetes itself defines, is left open here; kubernetes-validate checks it as a Job.
+The Job template, which Kubernetes itself defines, is not checked here; kubernetes-validate checks it as a Job.
 """
 
 from typing import Any
@@ -10,83 +10,85 @@ TEXTS = {"type": "array", "items": TEXT}
 OPEN = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 
 
-def chosen(*values: str) -> dict[str, Any]:
+def enum(*values: str) -> dict[str, Any]:
     return {**TEXT, "enum": list(values)}
 
 
-def thing(*required: str, **properties: dict[str, Any]) -> dict[str, Any]:
-    needed = {"required": list(required)} if required else {}
-    return {"type": "object", "properties": properties, **needed}
+def object_type(*required: str, **properties: dict[str, Any]) -> dict[str, Any]:
+    required_fields = {"required": list(required)} if required else {}
+    return {"type": "object", "properties": properties, **required_fields}
 
 
-def listed(items: dict[str, Any], key: str) -> dict[str, Any]:
+def list_map(items: dict[str, Any], key: str) -> dict[str, Any]:
     return {"type": "array", "items": items, "x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
 
 
 ACTIONS = ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts")
 ACTIONS += ("RestartJob", "RestartJobAndIgnoreMaxRestarts")
-RULE = thing(
+RULE = object_type(
     "name",
     "action",
     name=TEXT,
-    action=chosen(*ACTIONS),
+    action=enum(*ACTIONS),
     onJobFailureReasons=TEXTS,
     onJobFailureMessagePatterns=TEXTS,
     targetReplicatedJobs=TEXTS,
 )
-REPLICATED_JOB = thing(
+REPLICATED_JOB = object_type(
     "name",
     "template",
     name=TEXT,
     groupName=TEXT,
     replicas={**NUMBER, "default": 1},
     template=OPEN,
-    dependsOn=listed(thing("name", "status", name=TEXT, status=chosen("Ready", "Complete")), "name"),
+    dependsOn=list_map(object_type("name", "status", name=TEXT, status=enum("Ready", "Complete")), "name"),
 )
-SPEC = thing(
-    replicatedJobs=listed(REPLICATED_JOB, "name"),
-    network=thing(enableDNSHostnames=SWITCH, subdomain=TEXT, publishNotReadyAddresses=SWITCH),
-    successPolicy=thing("operator", operator=chosen("All", "Any"), targetReplicatedJobs=TEXTS),
-    failurePolicy=thing(
+SPEC = object_type(
+    replicatedJobs=list_map(REPLICATED_JOB, "name"),
+    network=object_type(enableDNSHostnames=SWITCH, subdomain=TEXT, publishNotReadyAddresses=SWITCH),
+    successPolicy=object_type("operator", operator=enum("All", "Any"), targetReplicatedJobs=TEXTS),
+    failurePolicy=object_type(
         maxRestarts=NUMBER,
-        restartStrategy=chosen("Recreate", "BlockingRecreate", "InPlaceRestart"),
+        restartStrategy=enum("Recreate", "BlockingRecreate", "InPlaceRestart"),
         rules={"type": "array", "items": RULE},
     ),
-    startupPolicy=thing("startupPolicyOrder", startupPolicyOrder=chosen("AnyOrder", "InOrder")),
+    startupPolicy=object_type("startupPolicyOrder", startupPolicyOrder=enum("AnyOrder", "InOrder")),
     suspend=SWITCH,
-    coordinator=thing("replicatedJob", replicatedJob=TEXT, jobIndex={"type": "integer"}, podIndex={"type": "integer"}),
+    coordinator=object_type(
+        "replicatedJob", replicatedJob=TEXT, jobIndex={"type": "integer"}, podIndex={"type": "integer"}
+    ),
     managedBy=TEXT,
     ttlSecondsAfterFinished={**NUMBER, "minimum": 0},
 )
-CONDITION = thing(
+CONDITION = object_type(
     "type",
     "status",
     "reason",
     "message",
     "lastTransitionTime",
     type=TEXT,
-    status=chosen("True", "False", "Unknown"),
+    status=enum("True", "False", "Unknown"),
     reason={**TEXT, "minLength": 1},
     message=TEXT,
     observedGeneration={"type": "integer"},
     lastTransitionTime={**TEXT, "format": "date-time"},
 )
 COUNTS = dict.fromkeys(("ready", "succeeded", "failed", "active", "suspended"), NUMBER)
-STATUS = thing(
-    conditions=listed(CONDITION, "type"),
+STATUS = object_type(
+    conditions=list_map(CONDITION, "type"),
     restarts=NUMBER,
     restartsCountTowardsMax=NUMBER,
     terminalState=TEXT,
-    replicatedJobsStatus=listed(thing("name", *COUNTS, name=TEXT, **COUNTS), "name"),
+    replicatedJobsStatus=list_map(object_type("name", *COUNTS, name=TEXT, **COUNTS), "name"),
 )
-SCHEMA = thing(apiVersion=TEXT, kind=TEXT, metadata={"type": "object"}, spec=SPEC, status=STATUS)
+SCHEMA = object_type(apiVersion=TEXT, kind=TEXT, metadata={"type": "object"}, spec=SPEC, status=STATUS)
 
 DEFINITION = {
     "apiVersion": "apiextensions.k8s.io/v1",
     "kind": "CustomResourceDefinition",
     "metadata": {
         "name": "jobsets.jobset.x-k8s.io",
-        # Names under k8s.io are kept for approved ones, and this is one.
+        # Groups under k8s.io need an approval annotation.
         "annotations": {"api-approved.kubernetes.io": "https://github.com/kubernetes-sigs/jobset"},
     },
     "spec": {

@@ -1,7 +1,7 @@
-"""A real Kubernetes API server on loopback: etcd, kube-apiserver, and the controller that collects garbage.
+"""A real Kubernetes API server on loopback: etcd, kube-apiserver, and the garbage collection controller.
 
-KUBEBUILDER_ASSETS names the folder of kube-apiserver and kube-controller-manager; etcd is there or on the PATH. No
-kubelet runs and no JobSet controller: a test makes the pods of a JobSet, and says how they ended, itself.
+KUBEBUILDER_ASSETS names the folder of kube-apiserver and kube-controller-manager; etcd is there or on the PATH. There
+is no kubelet and no JobSet controller: tests create the pods of a JobSet, and set their final states, themselves.
 """
 
 import json
@@ -27,14 +27,13 @@ VARIABLE = "KUBEBUILDER_ASSETS"
 BINARIES = ("kube-apiserver", "kube-controller-manager", "etcd")
 START_SECONDS = 120
 APIS = ("api/v1", "batch/v1", "rbac.authorization.k8s.io/v1", "apiextensions.k8s.io/v1", "apiregistration.k8s.io/v1")
-# Admission of things that no test makes, some of which would wait for an API that is off; and accounts for pods, which
-# nothing runs.
+# Admission plugins that the tests do not need; some would wait for a disabled API.
 UNUSED = ("ServiceAccount", "MutatingAdmissionWebhook", "ValidatingAdmissionWebhook", "DefaultIngressClass", "Priority")
 UNUSED += ("RuntimeClass", "DefaultStorageClass", "PersistentVolumeClaimResize", "StorageObjectInUseProtection")
 
 
 def missing() -> str:
-    """Why no cluster can be started here; empty where one can."""
+    """Why no cluster can be started here; empty if one can."""
     folder = os.environ.get(VARIABLE)
     if not folder:
         return KUBERNETES
@@ -53,7 +52,7 @@ def _binary(name: str) -> str | None:
 
 
 class Server:
-    """A cluster whose state is one folder."""
+    """A cluster whose state is stored in one folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -61,7 +60,7 @@ class Server:
         self._pki = folder / "pki"
         self._pki.mkdir(parents=True)
         self._api, self._etcd, self._peer, self._manager = _free_ports(4)
-        self._tokens = {"admin": secrets.token_hex(16), "nobody": secrets.token_hex(16)}
+        self._tokens = {"admin": secrets.token_hex(16), "unprivileged": secrets.token_hex(16)}
         self._processes: list[subprocess.Popen] = []
 
     @property
@@ -69,9 +68,9 @@ class Server:
         return f"https://127.0.0.1:{self._api}"
 
     def start(self, *objects: dict[str, Any]) -> None:
-        """`objects` are custom resource definitions, which the garbage collector must know when it begins."""
+        """`objects` are custom resource definitions, which must exist before the garbage collector starts."""
         self._make_keys()
-        rights = {"admin": "system:masters", "nobody": "nothing"}
+        rights = {"admin": "system:masters", "unprivileged": "none"}
         rows = [f"{token},{user},{user},{rights[user]}" for user, token in self._tokens.items()]
         (self._pki / "tokens.csv").write_text("\n".join(rows) + "\n")
         self.kubeconfig.write_text(yaml.safe_dump(self._kubeconfig()))
@@ -86,14 +85,14 @@ class Server:
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=default={peer}",
         )
-        wait_for(lambda: _answers(f"{local}/health", None), START_SECONDS)
+        wait_for(lambda: _is_ok(f"{local}/health", None), START_SECONDS)
         self._spawn_api(local)
-        wait_for(lambda: self._answers("/readyz"), START_SECONDS)
+        wait_for(lambda: self._is_ok("/readyz"), START_SECONDS)
         for definition in objects:
             self.post("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition)
         group = [(item["spec"]["group"], item["spec"]["names"]["plural"]) for item in objects]
         for name, plural in group:
-            wait_for(lambda name=name, plural=plural: self._answers(f"/apis/{name}/v1alpha2/{plural}"), START_SECONDS)
+            wait_for(lambda name=name, plural=plural: self._is_ok(f"/apis/{name}/v1alpha2/{plural}"), START_SECONDS)
         self._spawn(
             "kube-controller-manager",
             f"--kubeconfig={self.kubeconfig}",
@@ -119,9 +118,9 @@ class Server:
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers, method="POST")
         urllib.request.urlopen(request, context=self._tls(), timeout=30).close()
 
-    def _answers(self, path: str) -> bool:
+    def _is_ok(self, path: str) -> bool:
         headers = {"Authorization": f"Bearer {self._tokens['admin']}"}
-        return _answers(urllib.request.Request(self.url + path, headers=headers), self._tls())
+        return _is_ok(urllib.request.Request(self.url + path, headers=headers), self._tls())
 
     def _tls(self) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=str(self._pki / "ca.crt"))
@@ -157,7 +156,7 @@ class Server:
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--service-account-key-file={pki / 'sa.pub'}",
             f"--service-account-signing-key-file={pki / 'sa.key'}",
-            # Only what tests use: the server is ready in half the time.
+            # Only the APIs that tests use: the server starts in half the time.
             f"--runtime-config=api/all=false,{','.join(f'{name}=true' for name in APIS)}",
             "--feature-gates=APIPriorityAndFairness=false",
             f"--disable-admission-plugins={','.join(UNUSED)}",
@@ -166,7 +165,7 @@ class Server:
     def _spawn(self, name: str, *arguments: str) -> None:
         path = _binary(name)
         assert path is not None
-        # etcd refuses to start on processors that its makers do not test, unless told otherwise.
+        # etcd does not start on untested architectures unless this variable allows it.
         env = {**os.environ, "ETCD_UNSUPPORTED_ARCH": {"aarch64": "arm64"}.get(os.uname().machine, "")}
         with open(self.folder / f"{name}.log", "ab") as log:
             self._processes.append(
@@ -174,7 +173,7 @@ class Server:
             )
 
     def _make_keys(self) -> None:
-        """An authority of its own, with the extensions that strict clients want, and the server's certificate."""
+        """Create a certificate authority with the extensions that strict clients require, and the server's keys."""
         names = "subjectAltName=IP:127.0.0.1,DNS:localhost"
         key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
         authority = ["-addext", "basicConstraints=critical,CA:TRUE", "-addext", "keyUsage=critical,keyCertSign"]
@@ -200,17 +199,17 @@ def serving(folder: Path, *definitions: dict[str, Any]) -> Iterator[Server]:
         server.stop()
 
 
-def wait_for(happens: Callable[[], bool], seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < until, "it did not happen in time"
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.1)
 
 
-def _answers(request: str | urllib.request.Request, tls: ssl.SSLContext | None) -> bool:
+def _is_ok(request: str | urllib.request.Request, tls: ssl.SSLContext | None) -> bool:
     try:
-        with urllib.request.urlopen(request, context=tls, timeout=5) as answer:
-            return bool(answer.status == 200)
+        with urllib.request.urlopen(request, context=tls, timeout=5) as response:
+            return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
 

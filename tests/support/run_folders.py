@@ -1,4 +1,4 @@
-"""Folders as runs leave them, written without the code under test."""
+"""Run folders in their stored format, written without the code under test."""
 
 import json
 import math
@@ -39,15 +39,15 @@ def write_run(
     notes: str = "''",
     **facts: object,
 ) -> Path:
-    """Loss falls faster the nearer the rate is to 1e-3."""
+    """Write a run whose loss falls faster the nearer the learning rate is to 1e-3."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(CONFIG.format(rate=rate, seed=seed, notes=notes))
     floor = 2 + (math.log10(rate) + 3) ** 2
-    (folder / "metrics.jsonl").write_text("".join(line(step, floor) for step in range(1, steps + 1)))
+    (folder / "metrics.jsonl").write_text("".join(metrics_lines(step, floor) for step in range(1, steps + 1)))
     (folder / "log.txt").write_text(f"2026-03-04 12:00:00 INFO begin\n2026-03-04 12:01:00 INFO end of {folder.name}\n")
     value = {"name": "eval/loss", "value": floor + 5 / steps + 0.5}
     session = {"started": created, "ended": created, "status": status, "reason": None, "seconds": 60.0}
-    known = {
+    defaults = {
         "name": folder.name,
         "task": "pretrain",
         "status": status,
@@ -68,14 +68,14 @@ def write_run(
         "objective": value if status == "finished" else None,
         "sessions": [{**session, "host": socket.gethostname(), "pid": 1, "pid_started": "0"}],
     }
-    (folder / "run.json").write_text(json.dumps({**known, **facts}))
+    (folder / "run.json").write_text(json.dumps({**defaults, **facts}))
     return folder
 
 
-def line(step: int, floor: float) -> str:
+def metrics_lines(step: int, floor: float) -> str:
     row = {"step": step, "loss": floor + 5 / step, "learning_rate": 1e-3, "tokens_per_second": 5000.0 + step}
-    held_out = json.dumps({"step": step, "eval/loss": floor + 5 / step + 0.5}) + "\n" if step % 10 == 0 else ""
-    return json.dumps(row) + "\n" + held_out
+    eval_line = json.dumps({"step": step, "eval/loss": floor + 5 / step + 0.5}) + "\n" if step % 10 == 0 else ""
+    return json.dumps(row) + "\n" + eval_line
 
 
 def change_facts(folder: Path, **facts: object) -> None:

@@ -1,6 +1,6 @@
-"""A few of many cases, the same in every session; MAXHYDRA_FULL=1 takes all of them.
+"""A fixed random sample of many test cases; MAXHYDRA_FULL=1 runs all of them.
 
-For what other tests show of each case already, in another way.
+For properties that other tests cover for every case in another way.
 """
 
 import os
@@ -12,7 +12,8 @@ T = TypeVar("T")
 
 
 def drawn(cases: Sequence[T], count: int, *, seed: int = 0) -> list[T]:
+    """Sample `count` cases, in their original order."""
     if os.environ.get("MAXHYDRA_FULL") == "1":
         return list(cases)
-    chosen = set(random.Random(seed).sample(range(len(cases)), count))
-    return [case for index, case in enumerate(cases) if index in chosen]
+    indices = set(random.Random(seed).sample(range(len(cases)), count))
+    return [case for index, case in enumerate(cases) if index in indices]

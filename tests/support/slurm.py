@@ -1,4 +1,4 @@
-"""A real SLURM cluster on loopback: two nodes that are this machine, all of its state in one folder."""
+"""A real SLURM cluster on loopback: two virtual nodes on this machine, with all state in one folder."""
 
 import getpass
 import os
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-NEEDED = ("munged", "mungekey", "munge", "slurmctld", "slurmd", "sinfo", "sbatch", "srun", "squeue", "scancel")
+COMMANDS = ("munged", "mungekey", "munge", "slurmctld", "slurmd", "sinfo", "sbatch", "srun", "squeue", "scancel")
 NODES = ("127.0.0.1", "127.0.0.2")
 SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
-# Nodes are named by loopback addresses, which resolve without /etc/hosts; more processors than there are, so that jobs
-# need not wait for each other; no control groups, so that it runs in a container.
+# Nodes are named by loopback addresses, which resolve without /etc/hosts; more CPUs than the machine has, so that jobs
+# need not wait for each other; no cgroups, so that it runs in a container.
 CONFIG = """
 ClusterName=loop
 SlurmctldHost={host}(127.0.0.1)
@@ -61,16 +61,16 @@ PartitionName=main Nodes=127.0.0.[1-2] Default=YES MaxTime=INFINITE State=UP
 
 
 def require() -> None:
-    """Skip where SLURM is not installed."""
-    missing = [name for name in NEEDED if shutil.which(name, path=SEARCH) is None]
+    """Skip the test if SLURM is not installed."""
+    missing = [name for name in COMMANDS if shutil.which(name, path=SEARCH) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}: apt-get install slurm-wlm munge")
 
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """The environment of a machine of the cluster, which ends with the block, its jobs too."""
-    # SLURM refuses folders that others may write to.
+    """Environment for clients of a cluster that runs, with its jobs, until the context exits."""
+    # SLURM rejects folders that others can write to.
     for path in (folder, folder / "munge", folder / "state", *(folder / "spool" / node for node in NODES)):
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(0o755)
@@ -81,59 +81,59 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
 
     def start(*command: str) -> None:
         with open(folder / f"{len(daemons)}.out", "wb") as out:
-            everything = {**os.environ, **environment}
-            daemons.append(subprocess.Popen(command, env=everything, stdout=out, stderr=out, start_new_session=True))
+            variables = {**os.environ, **environment}
+            daemons.append(subprocess.Popen(command, env=variables, stdout=out, stderr=out, start_new_session=True))
 
-    def answers(*command: str) -> str:
+    def output_of(*command: str) -> str:
         done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
         return done.stdout if done.returncode == 0 else ""
 
     try:
         munge = folder / "munge"
-        answers("mungekey", "--create", f"--keyfile={munge}/key")
+        output_of("mungekey", "--create", f"--keyfile={munge}/key")
         files = [f"--{name}-file={munge}/{name}" for name in ("key", "pid", "log", "seed")]
         start("munged", "--foreground", "--force", f"--socket={munge}/socket", *files)
-        wait_for(lambda: answers("munge", "-n", f"--socket={munge}/socket"), 20)
+        wait_for(lambda: output_of("munge", "-n", f"--socket={munge}/socket"), 20)
         start("slurmctld", "-D", "-c")
-        wait_for(lambda: "is UP" in answers("scontrol", "ping"), 30)
+        wait_for(lambda: "is UP" in output_of("scontrol", "ping"), 30)
         for node in NODES:
             start("slurmd", "-D", "-N", node)
-        wait_for(lambda: answers("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").count("\n") == len(NODES), 30)
+        wait_for(lambda: output_of("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").count("\n") == len(NODES), 30)
         yield environment
     finally:
-        answers("scancel", "--full", f"--user={getpass.getuser()}")
-        # munged last: the others would wait for it to vouch for them.
+        output_of("scancel", "--full", f"--user={getpass.getuser()}")
+        # munged last, because the others need it to authenticate.
         for daemon in reversed(daemons):
             daemon.terminate()
             try:
                 daemon.wait(10)
             except subprocess.TimeoutExpired:
                 daemon.kill()
-        _end_steps(environment["SLURM_CONF"])
+        _kill_steps(environment["SLURM_CONF"])
 
 
-def _end_steps(config: str) -> None:
-    """What is left of the jobs: they outlive the daemons by design."""
+def _kill_steps(config: str) -> None:
+    """Kill remaining processes of jobs, which outlive the daemons by design."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             variables = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        is_of_a_job = any(line.startswith(b"SLURM_JOB_ID=") for line in variables)
-        if is_of_a_job and f"SLURM_CONF={config}".encode() in variables:
+        has_job_id = any(line.startswith(b"SLURM_JOB_ID=") for line in variables)
+        if has_job_id and f"SLURM_CONF={config}".encode() in variables:
             os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def _free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in held]
-    for each in held:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
         each.close()
     return ports
 
 
 def wait_for(condition: Callable[[], object], seconds: float) -> None:
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, "waited too long"
+        assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.1)

@@ -1,5 +1,5 @@
-"""Sweeps: what is searched, jobs beside each other, and going on after a kill. Jobs are real processes that write runs
-as training does, in a fraction of a second."""
+"""Sweeps: search spaces, parallel jobs, and resuming after a kill. Jobs are real processes that write runs as training
+does, in a fraction of a second."""
 
 import dataclasses
 import math
@@ -15,13 +15,13 @@ import pytest
 
 from maxhydra.cli.main import run as maxhydra
 from maxhydra.config.errors import ConfigError
-from maxhydra.launch.base import Proposal
+from maxhydra.launch.base import Trial
 from maxhydra.launch.local import LocalJobs, LocalSettings
 from maxhydra.record import RunDirectory
 from maxhydra.sweep.controller import Controller
 from maxhydra.sweep.plan import Settings, SweepPlan, read_plan, write_plan
-from maxhydra.sweep.run import begin, cancel, listed, resume_sweep, status
-from maxhydra.sweep.search import SearchProposals
+from maxhydra.sweep.run import _listed_trials, cancel, resume_sweep, start_sweep, status
+from maxhydra.sweep.search import SearchTrials
 from maxhydra.sweep.space import distributions, grid_values
 from maxhydra.sweep.trials import TrialStatus
 from tests.support.skips import import_optional
@@ -38,8 +38,8 @@ JOB = textwrap.dedent(
     values = dict(line.split("=", 1) for line in sys.argv[1:])
     path = Path(values["run.outputs"].strip("'")) / values["run.name"].strip("'")
     rate, steps = float(values["rate"]), int(values.get("steps", 9))
-    asked = []
-    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    received = []
+    signal.signal(signal.SIGTERM, lambda *_: received.append(1))
     run = RunDirectory(path)
     with run.session("", {}):
         (path.parent / f"started-{path.name}").open("a").write("x")
@@ -49,39 +49,45 @@ JOB = textwrap.dedent(
             if rate > 5:
                 raise RuntimeError("diverged")
             metrics.write(step, {"eval/loss": (rate - 0.3) ** 2 + 1 / step if rate >= 0 else float("nan")})
-            if asked:
+            if received:
                 break
-        run.finish("preempted" if asked else "finished", "SIGTERM" if asked else "done")
+        run.finish("preempted" if received else "finished", "SIGTERM" if received else "done")
     """
 )
 
 
 class ScriptJobs(LocalJobs):
-    """The same jobs, of which each runs a small script."""
+    """Local jobs that run the small script above."""
 
-    def command(self, proposal: Proposal) -> list[str]:
-        _, _, _, *rest = super().command(proposal)
+    def command(self, trial: Trial) -> list[str]:
+        _, _, _, *rest = super().command(trial)
         return [sys.executable, "-c", JOB, *rest]
 
 
-def plan_of(folder: Path, space: dict[str, str], *, fixed: tuple[str, ...] = (), **settings: object) -> SweepPlan:
-    chosen = Settings(**{"workers": 2, **settings})  # type: ignore[arg-type]
-    objectives = chosen.objectives or ("eval/loss",)
-    return SweepPlan(folder, fixed, space, (), (), objectives, chosen, None)
+def make_plan(folder: Path, space: dict[str, str], *, fixed: tuple[str, ...] = (), **settings: object) -> SweepPlan:
+    sweep_settings = Settings(**{"workers": 2, **settings})  # type: ignore[arg-type]
+    objectives = sweep_settings.objectives or ("eval/loss",)
+    return SweepPlan(folder, fixed, space, (), (), objectives, sweep_settings, None)
 
 
-def run(plan: SweepPlan) -> tuple[list[str], SearchProposals]:
+def run(plan: SweepPlan) -> tuple[list[str], SearchTrials]:
     write_plan(plan)
-    said: list[str] = []
-    proposals = SearchProposals(plan)
-    reason = Controller(plan, proposals, ScriptJobs(LocalSettings(), plan.shared), said.append).run()
-    return [*said, reason], proposals
+    output: list[str] = []
+    trials = SearchTrials(plan)
+    reason = Controller(plan, trials, ScriptJobs(LocalSettings(), plan.shared), output.append).run()
+    return [*output, reason], trials
+
+
+def run_search(folder: Path) -> None:
+    """Entry point of the controller process."""
+    plan = read_plan(folder)
+    Controller(plan, SearchTrials(plan), ScriptJobs(LocalSettings(), plan.shared), print).run()
 
 
 def start_controller(plan: SweepPlan) -> subprocess.Popen:
-    """The same in a process of its own."""
-    script = "from pathlib import Path\nfrom tests.test_sweep import *\nplan = read_plan(Path(sys.argv[1]))\n"
-    script += "Controller(plan, SearchProposals(plan), ScriptJobs(LocalSettings(), plan.shared), print).run()"
+    """Run a controller in a separate process."""
+    script = "import sys; from pathlib import Path; from tests.sweep.test_sweep import run_search\n"
+    script += "run_search(Path(sys.argv[1]))"
     root = str(Path(__file__).parents[2])
     return subprocess.Popen([sys.executable, "-c", script, str(plan.folder)], cwd=root, stdout=subprocess.DEVNULL)
 
@@ -98,11 +104,11 @@ def start_controller(plan: SweepPlan) -> subprocess.Popen:
         ("tag(log,interval(1e-5,1e-2))", optuna.distributions.FloatDistribution(1e-5, 1e-2, log=True)),
     ],
 )
-def test_the_syntax_of_overrides_becomes_distributions(text: str, expected: object) -> None:
+def test_sweep_syntax_becomes_distributions(text: str, expected: object) -> None:
     assert distributions({"key": text}, grid=False) == {"key": expected}
 
 
-def test_every_empty_range_is_refused_at_once() -> None:
+def test_all_invalid_ranges_are_reported_at_once() -> None:
     space = {"a": "range(5,5)", "b": "interval(2,1)", "c": "tag(log,interval(0,1))", "d": "7"}
     with pytest.raises(ConfigError) as caught:
         distributions(space, grid=False)
@@ -110,64 +116,62 @@ def test_every_empty_range_is_refused_at_once() -> None:
 
 
 def test_a_grid_has_every_combination_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no end of values"):
+    with pytest.raises(ConfigError, match="is continuous, but a grid needs discrete values"):
         distributions({"rate": "interval(0,1)"}, grid=True)
     assert grid_values(distributions({"x": "range(1,8,2)"}, grid=True)["x"]) == [1, 3, 5, 7]
-    _, proposals = run(plan_of(tmp_path / "s", {"rate": "0.1,0.3", "steps": "range(1,4)"}, sampler="grid"))
-    tried = sorted(tuple(sorted(trial.params.items())) for trial in proposals._study.trials)
-    assert tried == sorted((("rate", rate), ("steps", steps)) for rate in ("0.1", "0.3") for steps in (1, 2, 3))
-    assert proposals.counts()[TrialStatus.finished] == 6
-    assert "best: job" in proposals.summary() and "rate=0.3" in proposals.summary()
+    _, trials = run(make_plan(tmp_path / "s", {"rate": "0.1,0.3", "steps": "range(1,4)"}, sampler="grid"))
+    params = sorted(tuple(sorted(trial.params.items())) for trial in trials._study.trials)
+    assert params == sorted((("rate", rate), ("steps", steps)) for rate in ("0.1", "0.3") for steps in (1, 2, 3))
+    assert trials.counts()[TrialStatus.finished] == 6
+    assert "best: job" in trials.summary() and "rate=0.3" in trials.summary()
 
 
-def test_bad_jobs_are_ended_early_and_failures_are_counted(tmp_path: Path) -> None:
+def test_bad_jobs_are_pruned_and_failures_are_counted(tmp_path: Path) -> None:
     settings = {"sampler": "random", "pruner": "asha", "min_steps": 1, "trials": 8, "seed": 3}
-    said, proposals = run(
-        plan_of(tmp_path / "s", {"rate": "interval(0,4)"}, fixed=("steps=30", "pause=0.1"), **settings)
-    )
-    counts = proposals.counts()
+    _, trials = run(make_plan(tmp_path / "s", {"rate": "interval(0,4)"}, fixed=("steps=30", "pause=0.1"), **settings))
+    counts = trials.counts()
     assert counts[TrialStatus.pruned] >= 2 and counts[TrialStatus.finished] >= 1 and sum(counts.values()) == 8
-    ended = [trial for trial in proposals._study.trials if trial.state is optuna.trial.TrialState.PRUNED]
-    assert all(max(trial.intermediate_values) < 30 for trial in ended)
-    said, proposals = run(plan_of(tmp_path / "f", {"rate": "range(6,20)"}, sampler="grid", max_failures=2, workers=1))
-    assert proposals.counts() == {TrialStatus.finished: 0, TrialStatus.failed: 3, TrialStatus.pruned: 0}
-    assert any("diverged" in line for line in said)
-    plan = plan_of(tmp_path / "f", {"rate": "range(6,20)"}, sampler="grid", max_failures=4, workers=1)
-    said, proposals = run(plan)
-    assert proposals.counts()[TrialStatus.failed] == 5
-    assert said[-1] == "5 jobs failed, over max_failures=4; to go on: maxhydra sweep resume f --max-failures 10"
+    pruned = [trial for trial in trials._study.trials if trial.state is optuna.trial.TrialState.PRUNED]
+    assert all(max(trial.intermediate_values) < 30 for trial in pruned)
+    output, trials = run(make_plan(tmp_path / "f", {"rate": "range(6,20)"}, sampler="grid", max_failures=2, workers=1))
+    assert trials.counts() == {TrialStatus.finished: 0, TrialStatus.failed: 3, TrialStatus.pruned: 0}
+    assert any("diverged" in line for line in output)
+    plan = make_plan(tmp_path / "f", {"rate": "range(6,20)"}, sampler="grid", max_failures=4, workers=1)
+    output, trials = run(plan)
+    assert trials.counts()[TrialStatus.failed] == 5
+    assert output[-1] == "5 jobs failed, over max_failures=4; resume with: maxhydra sweep resume f --max-failures 10"
 
 
-def test_jobs_that_were_all_asked_for_have_each_their_turn(tmp_path: Path) -> None:
-    """However many before them failed; gone on with, the same ones would fail first again."""
+def test_every_job_of_a_grid_sweep_runs(tmp_path: Path) -> None:
+    """Failures do not stop a grid sweep: after a resume, the same jobs would fail first again."""
     rates = ["9"] * 5 + ["0.5"]
     plan = dataclasses.replace(
-        plan_of(tmp_path / "s", {}),
+        make_plan(tmp_path / "s", {}),
         listed=tuple((f"rate={rate}",) for rate in rates),
         folders=tuple(str(number) for number in range(6)),
         objectives=(),
     )
     write_plan(plan)
-    proposals = listed(plan)
-    Controller(plan, proposals, ScriptJobs(LocalSettings(), plan.shared), print).run()
-    assert proposals.counts() == {TrialStatus.finished: 1, TrialStatus.failed: 5, TrialStatus.pruned: 0}
+    trials = _listed_trials(plan)
+    Controller(plan, trials, ScriptJobs(LocalSettings(), plan.shared), print).run()
+    assert trials.counts() == {TrialStatus.finished: 1, TrialStatus.failed: 5, TrialStatus.pruned: 0}
 
 
-def test_a_job_whose_objective_is_no_number_has_failed_and_others_go_on(tmp_path: Path) -> None:
-    lines, proposals = run(plan_of(tmp_path, {"rate": "choice(-1,0.5)"}, sampler="grid"))
-    assert proposals.counts() == {TrialStatus.finished: 1, TrialStatus.failed: 1, TrialStatus.pruned: 0}
+def test_a_job_with_a_nan_objective_has_failed_and_others_continue(tmp_path: Path) -> None:
+    lines, trials = run(make_plan(tmp_path, {"rate": "choice(-1,0.5)"}, sampler="grid"))
+    assert trials.counts() == {TrialStatus.finished: 1, TrialStatus.failed: 1, TrialStatus.pruned: 0}
     assert any("failed, eval/loss is nan" in line for line in lines)
 
 
-def test_the_status_tells_of_an_objective_that_is_no_number(tmp_path: Path) -> None:
-    plan = dataclasses.replace(plan_of(tmp_path / "s", {}), listed=((), (), ()), folders=("0", "1", "2"))
+def test_status_shows_objectives_that_are_not_finite(tmp_path: Path) -> None:
+    plan = dataclasses.replace(make_plan(tmp_path / "s", {}), listed=((), (), ()), folders=("0", "1", "2"))
     write_plan(plan)
     for folder, value in zip(plan.folders, (2.5, math.nan, -math.inf), strict=True):
         job = RunDirectory(plan.folder / folder)
         job.start("", {})
         job.finish("finished", objective={"name": "eval/loss", "value": value})
-    told = ["0: finished  eval/loss 2.5", "1: finished  eval/loss nan", "2: finished  eval/loss -inf", "3 finished"]
-    assert list(status(plan)) == told
+    expected = ["0: finished  eval/loss 2.5", "1: finished  eval/loss nan", "2: finished  eval/loss -inf", "3 finished"]
+    assert list(status(plan)) == expected
 
 
 def test_several_objectives(tmp_path: Path) -> None:
@@ -177,14 +181,14 @@ def test_several_objectives(tmp_path: Path) -> None:
         "objectives": ("eval/loss", "step"),
         "directions": ("minimize", "maximize"),
     }
-    _, proposals = run(plan_of(tmp_path / "s", {"rate": "interval(0,1)", "steps": "range(2,5)"}, **settings))
-    assert proposals.counts()[TrialStatus.finished] == 4
-    assert len(proposals._study.directions) == 2
+    _, trials = run(make_plan(tmp_path / "s", {"rate": "interval(0,1)", "steps": "range(2,5)"}, **settings))
+    assert trials.counts()[TrialStatus.finished] == 4
+    assert len(trials._study.directions) == 2
 
 
-def test_a_controller_that_is_killed_leaves_nothing_doubled_or_lost(tmp_path: Path) -> None:
-    """Killed while jobs run; the next controller finds those, restarts one that was killed too, and makes the rest."""
-    plan = plan_of(
+def test_a_killed_controller_neither_duplicates_nor_loses_jobs(tmp_path: Path) -> None:
+    """The next controller finds running jobs, restarts one that was killed too, and runs the rest."""
+    plan = make_plan(
         tmp_path / "s", {"rate": "interval(0,1)"}, fixed=("steps=20", "pause=0.15"), sampler="random", trials=6
     )
     write_plan(plan)
@@ -196,51 +200,51 @@ def test_a_controller_that_is_killed_leaves_nothing_doubled_or_lost(tmp_path: Pa
     victim = RunDirectory(first.parent, writes=False).read()["sessions"][-1]["pid"]
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: RunDirectory(first.parent, writes=False).read()["status"] == "lost")
-    said: list[str] = []
-    proposals = SearchProposals(plan)
-    Controller(plan, proposals, ScriptJobs(LocalSettings(), plan.shared), said.append).run()
-    assert any("found running" in line for line in said)
-    assert [trial.number for trial in proposals._study.trials] == list(range(6))
-    assert proposals.counts()[TrialStatus.finished] == 6
+    output: list[str] = []
+    trials = SearchTrials(plan)
+    Controller(plan, trials, ScriptJobs(LocalSettings(), plan.shared), output.append).run()
+    assert any("found running" in line for line in output)
+    assert [trial.number for trial in trials._study.trials] == list(range(6))
+    assert trials.counts()[TrialStatus.finished] == 6
     starts = sorted(len(path.read_text()) for path in plan.folder.glob("started-*"))
     assert starts == [1, 1, 1, 1, 1, 2]
-    rates = [trial.params["rate"] for trial in proposals._study.trials]
-    assert len(set(rates)) == 6, "a sampler that begins anew must not draw the same again"
+    rates = [trial.params["rate"] for trial in trials._study.trials]
+    assert len(set(rates)) == 6, "a restarted sampler must not repeat its samples"
 
 
-def test_a_sweep_is_cancelled_and_gone_on_with(tmp_path: Path) -> None:
-    """From another process than the controller's, which starts nothing more, and restarts nothing."""
+def test_a_cancelled_sweep_can_be_resumed(tmp_path: Path) -> None:
+    """Cancelled from a process other than the controller, which then neither starts nor restarts jobs."""
     settings = {"sampler": "random", "trials": 3}
-    plan = plan_of(tmp_path / "s", {"rate": "interval(0,1)"}, fixed=("steps=20", "pause=0.1"), **settings)
+    plan = make_plan(tmp_path / "s", {"rate": "interval(0,1)"}, fixed=("steps=20", "pause=0.1"), **settings)
     write_plan(plan)
     with start_controller(plan) as controller:
         wait_for(lambda: len(list(plan.folder.glob("*/metrics.jsonl"))) == 2)
-        said: list[str] = []
-        cancel(plan, said.append)
-        assert said[0].startswith("2 jobs were told to end")
+        output: list[str] = []
+        cancel(plan, output.append)
+        assert output[0].startswith("2 jobs were asked to stop")
         assert controller.wait(30) == 0
     runs = [RunDirectory(path.parent, writes=False) for path in plan.folder.glob("*/run.json")]
     wait_for(lambda: [run.read()["status"] for run in runs] == ["preempted"] * 2)
     (plan.folder / ".cancelled").unlink()
-    _, proposals = run(plan)
-    assert proposals.counts()[TrialStatus.finished] == 3
+    _, trials = run(plan)
+    assert trials.counts()[TrialStatus.finished] == 3
     assert sorted(len(path.read_text()) for path in plan.folder.glob("started-*")) == [1, 2, 2]
 
 
 def wait_for(condition: object, seconds: float = 60) -> None:
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
-        assert time.monotonic() < until, "waited too long"
+        assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)
 
 
-def test_plans_are_read_as_written_and_settings_are_checked(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path / "s", {"rate": "0.1,0.3"}, fixed=("steps=3",))
+def test_plans_round_trip_and_settings_are_validated(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path / "s", {"rate": "0.1,0.3"}, fixed=("steps=3",))
     write_plan(plan)
     assert read_plan(plan.folder) == plan
-    with pytest.raises(ConfigError, match="another"):
-        begin(dataclasses.replace(plan, space={"rate": "1,2"}), print)
-    with pytest.raises(ConfigError, match="is no sweep"):
+    with pytest.raises(ConfigError, match="is an existing sweep with different settings"):
+        start_sweep(dataclasses.replace(plan, space={"rate": "1,2"}), print)
+    with pytest.raises(ConfigError, match="is not a sweep"):
         read_plan(tmp_path / "x")
     wrong = Settings(sampler="tpr", pruner="asha", workers=0, objectives=("a", "b"), directions=("up",))
     assert {problem.path.rpartition(".")[2] for problem in wrong.problems()} == {
@@ -252,20 +256,20 @@ def test_plans_are_read_as_written_and_settings_are_checked(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, message",
     [(["--workers", "0"], "1 or more"), (["--trials", "9"], "these jobs are fixed")],
 )
-def test_what_resume_cannot_change_is_refused(
-    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_resume_rejects_settings_it_cannot_change(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a worker it would wait for ever."""
-    write_plan(plan_of(tmp_path / "s", {"rate": "0.1,0.3"}, sampler="grid"))
+    """Without a worker it would wait forever."""
+    write_plan(make_plan(tmp_path / "s", {"rate": "0.1,0.3"}, sampler="grid"))
     assert maxhydra(["sweep", "resume", str(tmp_path / "s"), *flags]) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "s" / "study.journal").exists()
+    assert message in capsys.readouterr().err and not (tmp_path / "s" / "study.journal").exists()
 
 
-def test_two_controllers_do_not_run_one_sweep(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path / "s", {"rate": "0.1"})
+def test_two_controllers_cannot_run_the_same_sweep(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path / "s", {"rate": "0.1"})
     write_plan(plan)
     holder = "import fcntl, os, sys; h = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT); fcntl.lockf(h, fcntl.LOCK_EX); "
     holder += "print('held', flush=True); sys.stdin.read()"

@@ -1,7 +1,7 @@
-"""Jobs on Google Kubernetes Engine: each a JobSet, with its config in a ConfigMap that goes when the JobSet goes.
+"""Jobs on Google Kubernetes Engine: one JobSet per job, with its config in a ConfigMap owned by the JobSet.
 
-What a pod runs needs neither Hydra nor the Kubernetes API. How it ended comes back as the pod's last words, where the
-folder of the run cannot be seen from outside.
+Pods need neither Hydra nor access to the Kubernetes API. If the run folder is not visible from outside the cluster, the
+result comes back as the pod's termination message.
 """
 
 from maxhydra.launch.gke.jobs import GkeJobs

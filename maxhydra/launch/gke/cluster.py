@@ -1,4 +1,4 @@
-"""The Kubernetes API as far as jobs need it. The only module that imports its client, which takes a second."""
+"""The part of the Kubernetes API that jobs need. The only module that imports the client, which takes a second."""
 
 import json
 import os
@@ -12,106 +12,106 @@ import urllib3
 import yaml
 
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.launch.gke.api_errors import no_answer, refusal
+from maxhydra.launch.gke.api_errors import api_error, unreachable_error
 from maxhydra.launch.gke.manifests import GROUP, PLURAL, SWEEP, VERSION, Manifest
 from maxhydra.launch.settings import KEY
 
 JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
-# Seconds to connect, and to wait for an answer.
+# Seconds to connect, and to wait for a response.
 TIMEOUT = (5, 60)
-GONE_SECONDS, GONE_PAUSE = 300, 0.5
+DELETE_TIMEOUT, DELETE_POLL = 300, 0.5
 
 
 class Cluster:
-    """One namespace of a cluster."""
+    """One namespace of a Kubernetes cluster."""
 
     def __init__(self, namespace: str, context: str | None):
         self._namespace = namespace
-        api = _connected(context)
+        api = _connect(context)
         self._address = api.configuration.host
         self._objects, self._core = k8s.client.CustomObjectsApi(api), k8s.client.CoreV1Api(api)
         self._jobsets = {"group": GROUP, "version": VERSION, "namespace": namespace, "plural": PLURAL}
 
     def create_job_set(self, manifest: Manifest) -> Manifest:
-        """As the cluster has it afterwards. RefusedError with status 409 where the name is taken."""
-        with self._explained(f"JobSet {manifest['metadata']['name']}"):
-            made: Manifest = self._objects.create_namespaced_custom_object(
+        """Return the created object. Raises ClusterApiError with status 409 if the name is taken."""
+        with self._api_errors(f"JobSet {manifest['metadata']['name']}"):
+            created: Manifest = self._objects.create_namespaced_custom_object(
                 **self._jobsets, body=manifest, _request_timeout=TIMEOUT
             )
-        return made
+        return created
 
     def job_set(self, name: str) -> Manifest | None:
-        with self._explained(f"JobSet {name}"), _absent_is_none():
-            found: Manifest = self._objects.get_namespaced_custom_object(
+        with self._api_errors(f"JobSet {name}"), _ignore_not_found():
+            item: Manifest = self._objects.get_namespaced_custom_object(
                 **self._jobsets, name=name, _request_timeout=TIMEOUT
             )
-            return found
+            return item
         return None
 
     def job_sets(self, sweep: str) -> dict[str, Manifest]:
-        """Those of a sweep, by name."""
-        with self._explained(f"JobSets of {sweep}"):
-            listed = self._objects.list_namespaced_custom_object(
+        """JobSets of a sweep, by name."""
+        with self._api_errors(f"JobSets of {sweep}"):
+            response = self._objects.list_namespaced_custom_object(
                 **self._jobsets, label_selector=f"{SWEEP}={sweep}", _request_timeout=TIMEOUT
             )
-        return {item["metadata"]["name"]: item for item in listed["items"]}
+        return {item["metadata"]["name"]: item for item in response["items"]}
 
     def delete_job_set(self, name: str) -> None:
-        """Its pods are asked to end, and it stays until they have."""
-        with self._explained(f"JobSet {name}"), _absent_is_none():
+        """Delete a JobSet in the foreground: its pods get SIGTERM, and it remains until they have exited."""
+        with self._api_errors(f"JobSet {name}"), _ignore_not_found():
             self._objects.delete_namespaced_custom_object(
                 **self._jobsets, name=name, propagation_policy="Foreground", _request_timeout=TIMEOUT
             )
 
-    def wait_until_gone(self, name: str) -> None:
-        """Until a name is free again, which takes as long as its pods take to save."""
-        until = time.monotonic() + GONE_SECONDS
+    def wait_until_deleted(self, name: str) -> None:
+        """Wait until a deleted JobSet's name is free again, which takes as long as its pods take to save."""
+        deadline = time.monotonic() + DELETE_TIMEOUT
         while self.job_set(name) is not None:
-            if time.monotonic() > until:
-                reason = f"JobSet {name} is being deleted, and still there after {GONE_SECONDS} s"
+            if time.monotonic() > deadline:
+                reason = f"JobSet {name} still exists {DELETE_TIMEOUT} s after its deletion"
                 raise ConfigError(
                     Problem(f"{KEY}.namespace", reason, self._namespace, hint=f"kubectl describe jobset {name}")
                 )
-            time.sleep(GONE_PAUSE)
+            time.sleep(DELETE_POLL)
 
     def create_config_map(self, manifest: Manifest) -> None:
-        """In place of one that another JobSet of the same name has left behind."""
+        """Create a ConfigMap, replacing one left behind by an earlier JobSet of the same name."""
         metadata = manifest["metadata"]
-        with self._explained(f"ConfigMap {metadata['name']}"):
+        with self._api_errors(f"ConfigMap {metadata['name']}"):
             try:
                 self._core.create_namespaced_config_map(self._namespace, manifest, _request_timeout=TIMEOUT)
             except k8s.client.ApiException as error:
                 if error.status != 409:
                     raise
-                there = self._core.read_namespaced_config_map(
+                existing = self._core.read_namespaced_config_map(
                     metadata["name"], self._namespace, _request_timeout=TIMEOUT
                 )
-                owners = [owner.uid for owner in there.metadata.owner_references or []]
+                owners = [owner.uid for owner in existing.metadata.owner_references or []]
                 if metadata["ownerReferences"][0]["uid"] in owners:
                     return
                 self._core.delete_namespaced_config_map(metadata["name"], self._namespace, _request_timeout=TIMEOUT)
                 self._core.create_namespaced_config_map(self._namespace, manifest, _request_timeout=TIMEOUT)
 
     def pods(self, name: str) -> list[Any]:
-        """Of a JobSet."""
-        with self._explained(f"pods of {name}"):
+        """Pods of a JobSet."""
+        with self._api_errors(f"pods of {name}"):
             selector = f"{JOBSET_LABEL}={name}"
-            found: list[Any] = self._core.list_namespaced_pod(
+            pods: list[Any] = self._core.list_namespaced_pod(
                 self._namespace, label_selector=selector, _request_timeout=TIMEOUT
             ).items
-        return found
+        return pods
 
     def log(self, pod: str, *, lines: int) -> str:
-        """The end of what a pod has printed."""
-        with self._explained(f"log of pod {pod}"):
+        """Last `lines` lines of a pod's log."""
+        with self._api_errors(f"log of pod {pod}"):
             text: str = self._core.read_namespaced_pod_log(
                 pod, self._namespace, tail_lines=lines, _request_timeout=TIMEOUT
             )
         return text
 
     def follow(self, pod: str) -> Iterator[str]:
-        """What a pod prints, line by line until it ends."""
-        with self._explained(f"log of pod {pod}"):
+        """Stream a pod's log line by line until the pod ends."""
+        with self._api_errors(f"log of pod {pod}"):
             stream = self._core.read_namespaced_pod_log(
                 pod, self._namespace, follow=True, _preload_content=False, _request_timeout=(TIMEOUT[0], None)
             )
@@ -119,19 +119,21 @@ class Cluster:
                 yield line.decode(errors="replace")
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def _api_errors(self, request: str) -> Iterator[None]:
         try:
             yield
         except k8s.client.ApiException as error:
-            said, status = _message(error), int(error.status)
-            raise refusal(what, status=status, said=said, by=self._address, namespace=self._namespace) from None
+            message, status = _message(error), int(error.status)
+            raise api_error(
+                request, status=status, message=message, server=self._address, namespace=self._namespace
+            ) from None
         except urllib3.exceptions.HTTPError as error:
-            raise no_answer(self._address, error) from None
+            raise unreachable_error(self._address, error) from None
 
 
 @contextmanager
-def _absent_is_none() -> Iterator[None]:
-    """An object that is not there is an answer; a kind of object that the cluster does not know is none."""
+def _ignore_not_found() -> Iterator[None]:
+    """Suppress 404 for a missing object, but not for an unknown resource type."""
     try:
         yield
     except k8s.client.ApiException as error:
@@ -139,12 +141,12 @@ def _absent_is_none() -> Iterator[None]:
             raise
 
 
-def _connected(context: str | None) -> Any:
-    """A client of the kubeconfig, or of the account of the pod that this runs in."""
+def _connect(context: str | None) -> Any:
+    """API client from the kubeconfig, or from the pod's service account when running inside a cluster."""
     configuration = k8s.client.Configuration()
     try:
         try:
-            # The client itself reads the variable once, when it is imported.
+            # The client library reads KUBECONFIG only once, when it is imported.
             path = os.environ.get("KUBECONFIG")
             k8s.config.load_kube_config(path, context, client_configuration=configuration)
         except k8s.config.ConfigException:
@@ -152,18 +154,18 @@ def _connected(context: str | None) -> Any:
                 raise
             k8s.config.load_incluster_config(client_configuration=configuration)
     except (k8s.config.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, AttributeError) as error:
-        reason = f"leads to no cluster: {' '.join(str(error).split())}"
+        reason = f"does not select a cluster: {' '.join(str(error).split())}"
         hint = "kubectl config get-contexts lists them; gcloud container clusters get-credentials NAME adds one"
         raise ConfigError(Problem(f"{KEY}.context", reason, context, hint=hint)) from None
-    # A cluster that cannot be reached is said so at once; a controller asks again by itself.
+    # Report an unreachable cluster immediately; the controller has its own retries.
     configuration.retries = False
     return k8s.client.ApiClient(configuration)
 
 
 def _message(error: Any) -> str:
-    """What the server said, in one line."""
-    told = _body(error).get("message") or str(error.body or "").strip() or str(error.reason)
-    return " ".join(str(told).split())
+    """The server's error message in one line."""
+    message = _body(error).get("message") or str(error.body or "").strip() or str(error.reason)
+    return " ".join(str(message).split())
 
 
 def _details(error: Any) -> dict[str, Any]:

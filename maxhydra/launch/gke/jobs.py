@@ -1,4 +1,4 @@
-"""Jobs as JobSets. What is known of them is in the cluster, under names that follow from the sweep's folder."""
+"""Jobs as JobSets. All state is in the cluster, under names derived from the sweep's folder."""
 
 import dataclasses
 import json
@@ -9,17 +9,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxhydra.config.compose.composer import Composer
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.launch.base import CLAIM, CONSOLE, Job, Proposal, Shared
-from maxhydra.launch.composing import Ordering
-from maxhydra.launch.gke.api_errors import RefusedError
-from maxhydra.launch.gke.manifests import Manifest, Work, config_map, job_name, job_set, sweep_id, to_yaml
-from maxhydra.launch.gke.placement import place
-from maxhydra.launch.gke.pods import ending, leader, progress
+from maxhydra.launch.base import CLAIM, CONSOLE, Job, SweepContext, Trial
+from maxhydra.launch.compose import compose_job
+from maxhydra.launch.gke.api_errors import ClusterApiError
+from maxhydra.launch.gke.manifests import (
+    JobDescription,
+    Manifest,
+    config_map_manifest,
+    job_name,
+    job_set_manifest,
+    sweep_id,
+    to_yaml,
+)
+from maxhydra.launch.gke.placement import choose_placement
+from maxhydra.launch.gke.pods import describe_progress, leader_pod, run_result
 from maxhydra.launch.gke.settings import GkeSettings
 from maxhydra.launch.gke.volumes import OUTPUTS
 from maxhydra.launch.job_spec import CONFIG, JobSpec, read_order
-from maxhydra.launch.termination import forget, relay
+from maxhydra.launch.termination import remove_relayed_run, write_relayed_run
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.record.redact import scrub_text
@@ -28,23 +37,23 @@ if TYPE_CHECKING:
     from maxhydra.launch.gke.cluster import Cluster
 
 log = logging.getLogger("maxhydra")
-# Seconds for which an answer of the cluster is taken as the state of things.
-FRESH = 2.0
+# Seconds for which a response of the cluster counts as its current state.
+CACHE_SECONDS = 2.0
 CONSOLE_LINES = 10_000
 
 
 class GkeJobs:
-    """JobSets of one namespace."""
+    """Runs jobs as JobSets in one namespace."""
 
-    def __init__(self, settings: GkeSettings, shared: Shared):
-        self._settings, self._shared = settings, shared
-        self._sweep = sweep_id(shared.folder)
-        self._seen: dict[str, Manifest] | None = None
-        self._seen_at = float("-inf")
+    def __init__(self, settings: GkeSettings, sweep: SweepContext):
+        self._settings, self._sweep = settings, sweep
+        self._sweep_id = sweep_id(sweep.folder)
+        self._job_sets: dict[str, Manifest] | None = None
+        self._fetched_at = float("-inf")
 
     @cached_property
-    def _ordering(self) -> Ordering:
-        return Ordering(self._shared)
+    def _composer(self) -> Composer:
+        return Composer(self._sweep.config_dir)
 
     @cached_property
     def _cluster(self) -> "Cluster":
@@ -55,184 +64,186 @@ class GkeJobs:
             raise ConfigError(Problem("hydra/launcher", f"needs the package {error.name}", "gke", hint=hint)) from None
         return Cluster(self._settings.namespace, self._settings.context)
 
-    def prepare(self, proposal: Proposal) -> None:
-        order = self._order(proposal)
-        self._work(proposal, order)
-        order.write(self._shared.path(proposal))
+    def prepare(self, trial: Trial) -> None:
+        spec = self._compose(trial)
+        self._describe(trial, spec)
+        spec.write(self._sweep.path(trial))
 
-    def render(self, proposals: Sequence[Proposal]) -> str:
-        """The objects as YAML. That a JobSet owns its ConfigMap is said when it is there to do so."""
-        works = [self._work(proposal, self._order(proposal)) for proposal in proposals]
-        pairs = [(job_set(self._settings, work), config_map(self._settings, work, owner=None)) for work in works]
+    def render(self, trials: Sequence[Trial]) -> str:
+        """Render the objects as YAML. The ConfigMap has no owner reference yet: that needs the JobSet's uid."""
+        settings = self._settings
+        jobs = [self._describe(trial, self._compose(trial)) for trial in trials]
+        pairs = [(job_set_manifest(settings, job), config_map_manifest(settings, job, owner=None)) for job in jobs]
         return to_yaml([document for pair in pairs for document in pair])
 
-    def start(self, proposals: Sequence[Proposal]) -> Sequence[Job]:
-        return [self._start(proposal) for proposal in proposals]
+    def start(self, trials: Sequence[Trial]) -> Sequence[Job]:
+        return [self._start(trial) for trial in trials]
 
-    def find(self, proposal: Proposal) -> Job | None:
-        """Not one that was told to end: `start` waits for it to make room."""
-        job = self._job(proposal)
-        return job if self.is_running(job) and not _is_going(self._view()[self._name(proposal)]) else None
+    def find_active(self, trial: Trial) -> Job | None:
+        """Ignores a JobSet that is being deleted: `start` waits until its name is free."""
+        job = self._job(trial)
+        is_active = self.is_running(job) and not _is_being_deleted(self._current_job_sets()[self._name(trial)])
+        return job if is_active else None
 
-    def past(self, proposal: Proposal) -> Job | None:
-        job = self._job(proposal)
+    def find_started(self, trial: Trial) -> Job | None:
+        job = self._job(trial)
         return job if (job.run.path / CLAIM).exists() and (self.is_running(job) or job.run.exists()) else None
 
     def is_running(self, job: Job) -> bool:
-        """What a job that is over has left is brought here before anyone asks for it."""
-        there = self._view().get(self._name(job.proposal))
-        if there is not None and (_is_going(there) or _outcome(there) is None):
+        """Also saves the result of a job that has ended, before anyone reads it."""
+        job_set = self._current_job_sets().get(self._name(job.trial))
+        if job_set is not None and (_is_being_deleted(job_set) or _outcome(job_set) is None):
             return True
         try:
-            self._bring_home(job, there)
-        except RefusedError as error:
-            if not error.is_passing:
+            self._save_result(job, job_set)
+        except ClusterApiError as error:
+            if not error.is_transient:
                 raise
             log.warning("%s", error.problems[0].reason)
             return True
         return False
 
     def may_restart(self, job: Job) -> bool:
-        """The cluster itself starts again what was preempted; what is over has been ended on purpose."""
+        """Never: JobSets restart preempted pods themselves, so a job that is over was stopped on purpose."""
         return False
 
     def state(self, job: Job) -> str:
-        there = self._view().get(self._name(job.proposal))
-        if there is None:
+        job_set = self._current_job_sets().get(self._name(job.trial))
+        if job_set is None:
             return ""
-        if _is_going(there):
+        if _is_being_deleted(job_set):
             return "ending"
-        if (outcome := _outcome(there)) is not None:
+        if (outcome := _outcome(job_set)) is not None:
             return outcome[0]
-        if there["spec"].get("suspend"):
+        if job_set["spec"].get("suspend"):
             return f"waits in queue {self._settings.queue}" if self._settings.queue else "suspended"
-        return progress(self._cluster.pods(self._name(job.proposal)))
+        return describe_progress(self._cluster.pods(self._name(job.trial)))
 
-    def end(self, jobs: Sequence[Job]) -> None:
+    def stop(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
-            self._cluster.delete_job_set(self._name(job.proposal))
-        self._seen_at = float("-inf")
+            self._cluster.delete_job_set(self._name(job.trial))
+        self._fetched_at = float("-inf")
 
-    def leave(self, jobs: Sequence[Job]) -> str:
-        """They need nobody who watches."""
-        return f"{len(jobs)} jobs go on in namespace {self._settings.namespace}"
+    def on_interrupt(self, jobs: Sequence[Job]) -> str:
+        """Leave the jobs running: they do not need a controller."""
+        return f"{len(jobs)} jobs continue in namespace {self._settings.namespace}"
 
     def logs(self, number: int, *, follow: bool) -> Iterator[str]:
-        """What the first process prints."""
-        pod = leader(self._cluster.pods(job_name(self._settings.prefix, self._sweep, number)))
+        """Log of the first process of a job."""
+        pod = leader_pod(self._cluster.pods(job_name(self._settings.prefix, self._sweep_id, number)))
         if pod is None:
-            reason = "has no pods: it waits, or it was deleted"
-            raise ConfigError(Problem(f"job {number}", reason, hint="maxhydra sweep status says more"))
+            reason = "has no pods: it is queued, or was deleted"
+            raise ConfigError(Problem(f"job {number}", reason, hint="see maxhydra sweep status"))
         if follow:
             yield from self._cluster.follow(pod.metadata.name)
         else:
             yield self._cluster.log(pod.metadata.name, lines=CONSOLE_LINES)
 
-    def _job(self, proposal: Proposal) -> Job:
-        return Job(proposal, RunDirectory(self._shared.path(proposal), writes=False))
+    def _job(self, trial: Trial) -> Job:
+        return Job(trial, RunDirectory(self._sweep.path(trial), writes=False))
 
-    def _name(self, proposal: Proposal) -> str:
-        return job_name(self._settings.prefix, self._sweep, proposal.number)
+    def _name(self, trial: Trial) -> str:
+        return job_name(self._settings.prefix, self._sweep_id, trial.number)
 
-    def _order(self, proposal: Proposal) -> JobSpec:
-        """The job's config, with the folders that it has in a pod."""
-        order = self._ordering.order(proposal)
-        run = dataclasses.replace(order.config.run, outputs=f"{OUTPUTS}/{self._shared.folder.name}")
-        return dataclasses.replace(order, config=dataclasses.replace(order.config, run=run))
+    def _compose(self, trial: Trial) -> JobSpec:
+        """Compose the job's config, with the output folder as mounted in the pod."""
+        spec = compose_job(self._composer, self._sweep, trial)
+        run = dataclasses.replace(spec.config.run, outputs=f"{OUTPUTS}/{self._sweep.folder.name}")
+        return dataclasses.replace(spec, config=dataclasses.replace(spec.config, run=run))
 
-    def _work(self, proposal: Proposal, order: JobSpec) -> Work:
-        """ConfigError where the job cannot run on the nodes that it asks for."""
-        files = order.files()
+    def _describe(self, trial: Trial, spec: JobSpec) -> JobDescription:
+        """Raises ConfigError if the job cannot run on the requested nodes, or its config contains a secret."""
+        files = spec.files()
         if scrub_text(files[CONFIG]) != files[CONFIG]:
-            reason = "holds what looks like a secret, and a ConfigMap is read by many"
-            raise ConfigError(Problem(f"job {proposal.number}", reason, hint="give it by hydra.launcher.secrets"))
-        return Work(
-            name=self._name(proposal),
-            sweep=self._sweep,
-            number=proposal.number,
-            run=f"{self._shared.folder.name}/{proposal.folder}",
+            reason = "contains what looks like a secret, and ConfigMaps are not confidential"
+            raise ConfigError(Problem(f"job {trial.number}", reason, hint="pass it with hydra.launcher.secrets"))
+        return JobDescription(
+            name=self._name(trial),
+            sweep=self._sweep_id,
+            number=trial.number,
+            run=f"{self._sweep.folder.name}/{trial.folder}",
             files=files,
-            placement=place(self._settings, order.config.hardware),
+            placement=choose_placement(self._settings, spec.config.hardware),
         )
 
-    def _start(self, proposal: Proposal) -> Job:
-        """Submit a job, unless it is there already: a controller that was killed may have been through half of this."""
-        job = self._job(proposal)
-        claim = {"jobset": self._name(proposal), "namespace": self._settings.namespace}
+    def _start(self, trial: Trial) -> Job:
+        """Submit a job. Idempotent: a controller that was killed may have completed part of this."""
+        job = self._job(trial)
+        claim = {"jobset": self._name(trial), "namespace": self._settings.namespace}
         replace_file(job.run.path / CLAIM, json.dumps(claim))
-        work = self._work(proposal, read_order(job.run.path / CONFIG))
-        manifest = job_set(self._settings, work)
-        there = self._submitted(work.name, manifest)
-        forget(job.run.path)
+        description = self._describe(trial, read_order(job.run.path / CONFIG))
+        job_set = self._create_or_adopt(description.name, job_set_manifest(self._settings, description))
+        remove_relayed_run(job.run.path)
         try:
-            self._cluster.create_config_map(config_map(self._settings, work, owner=there["metadata"]["uid"]))
-        except RefusedError as error:
-            if not error.is_passing:
-                # Its pods would wait for their config for ever.
-                self._cluster.delete_job_set(work.name)
+            uid = job_set["metadata"]["uid"]
+            self._cluster.create_config_map(config_map_manifest(self._settings, description, owner=uid))
+        except ClusterApiError as error:
+            if not error.is_transient:
+                # Its pods would wait for the ConfigMap forever.
+                self._cluster.delete_job_set(description.name)
             raise
-        if self._seen is not None:
-            # Whatever becomes of the next question: what was not seen counts as ended.
-            self._seen[work.name] = there
+        if self._job_sets is not None:
+            # If the next request fails, a job missing from the cached state would count as ended.
+            self._job_sets[description.name] = job_set
         return job
 
-    def _submitted(self, name: str, manifest: Manifest) -> Manifest:
-        """A new JobSet, or the one that has the name: under way or done it is kept, failed or going it makes room."""
+    def _create_or_adopt(self, name: str, manifest: Manifest) -> Manifest:
+        """Create a JobSet, or adopt the existing one if it is running or complete; a failed one is replaced."""
         try:
             return self._cluster.create_job_set(manifest)
-        except RefusedError as error:
+        except ClusterApiError as error:
             if error.status != 409:
                 raise
-        there = self._cluster.job_set(name)
-        if there is not None and not _is_going(there) and (_outcome(there) or ("",))[0] != "Failed":
-            return there
+        existing = self._cluster.job_set(name)
+        if existing is not None and not _is_being_deleted(existing) and (_outcome(existing) or ("",))[0] != "Failed":
+            return existing
         self._cluster.delete_job_set(name)
-        self._cluster.wait_until_gone(name)
+        self._cluster.wait_until_deleted(name)
         return self._cluster.create_job_set(manifest)
 
-    def _view(self) -> dict[str, Manifest]:
-        """The sweep's JobSets as of a moment ago. A cluster that is out of reach for a while has not changed."""
-        if time.monotonic() - self._seen_at > FRESH:
+    def _current_job_sets(self) -> dict[str, Manifest]:
+        """JobSets of the sweep, cached briefly. While the cluster is unreachable, the last known state is kept."""
+        if time.monotonic() - self._fetched_at > CACHE_SECONDS:
             try:
-                self._seen = self._cluster.job_sets(self._sweep)
-            except RefusedError as error:
-                if not error.is_passing or self._seen is None:
+                self._job_sets = self._cluster.job_sets(self._sweep_id)
+            except ClusterApiError as error:
+                if not error.is_transient or self._job_sets is None:
                     raise
                 log.warning("%s", error.problems[0].reason)
-            self._seen_at = time.monotonic()
-        assert self._seen is not None
-        return self._seen
+            self._fetched_at = time.monotonic()
+        assert self._job_sets is not None
+        return self._job_sets
 
-    def _bring_home(self, job: Job, there: Manifest | None) -> None:
-        """Write down here how a run ended, unless its own folder can be seen."""
+    def _save_result(self, job: Job, job_set: Manifest | None) -> None:
+        """Write the run's result and console to the local folder, unless the run's own folder is visible there."""
         if job.run.exists() or not (job.run.path / CLAIM).exists():
             return
-        if there is None:
-            told: dict[str, Any] = {"status": "preempted", "reason": "its JobSet is not in the cluster"}
+        if job_set is None:
+            result: dict[str, Any] = {"status": "preempted", "reason": "its JobSet is not in the cluster"}
         else:
-            pods = self._cluster.pods(there["metadata"]["name"])
-            told = ending(pods, _outcome(there) or ("", ""))
-            self._keep_console(job.run.path, pods)
-        relay(job.run.path, told, (job.run.path / CONFIG).read_text(encoding="utf-8"))
+            pods = self._cluster.pods(job_set["metadata"]["name"])
+            result = run_result(pods, _outcome(job_set) or ("", ""))
+            self._save_console(job.run.path, pods)
+        write_relayed_run(job.run.path, result, (job.run.path / CONFIG).read_text(encoding="utf-8"))
 
-    def _keep_console(self, folder: Path, pods: Sequence[Any]) -> None:
-        """What it printed, as far as the cluster still has it."""
-        pod = leader(pods)
+    def _save_console(self, folder: Path, pods: Sequence[Any]) -> None:
+        """Save the log of the first process, if the cluster still has it."""
+        pod = leader_pod(pods)
         try:
             text = self._cluster.log(pod.metadata.name, lines=CONSOLE_LINES) if pod is not None else ""
-        except RefusedError:
+        except ClusterApiError:
             return
         if text:
             replace_file(folder / CONSOLE, text)
 
 
-def _is_going(there: Manifest) -> bool:
-    return "deletionTimestamp" in there["metadata"]
+def _is_being_deleted(job_set: Manifest) -> bool:
+    return "deletionTimestamp" in job_set["metadata"]
 
 
-def _outcome(there: Manifest) -> tuple[str, str] | None:
-    """`Completed` or `Failed`, and what is said of it; None while it is neither."""
-    for condition in there.get("status", {}).get("conditions", []):
+def _outcome(job_set: Manifest) -> tuple[str, str] | None:
+    """`Completed` or `Failed` with the condition's message; None while the JobSet is active."""
+    for condition in job_set.get("status", {}).get("conditions", []):
         if condition["type"] in ("Completed", "Failed") and condition["status"] == "True":
             return condition["type"], condition.get("message", "")
     return None

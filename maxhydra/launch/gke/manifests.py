@@ -1,8 +1,8 @@
-"""The objects of a job as plain dicts: functions of the settings and the job, without a cluster.
+"""Kubernetes objects of a job as plain dicts: pure functions of the settings and the job.
 
-A JobSet makes a Job for each slice, a Job a pod for each of its nodes, and a headless Service gives every pod a name
-that all can resolve. The job's config is a ConfigMap that the JobSet owns. The JobSet is made first, since only then
-has it an identity to be owned by; its pods wait until the ConfigMap is there.
+A JobSet creates one Job per slice, a Job one pod per node, and a headless Service gives every pod a DNS name. The
+job's config is a ConfigMap owned by the JobSet. The JobSet is created first, because the owner reference needs its
+uid; its pods wait until the ConfigMap exists.
 """
 
 import dataclasses
@@ -33,65 +33,71 @@ SWEEP, NUMBER, RUN = "maxhydra/sweep", "maxhydra/job", "maxhydra/run"
 QUEUE = "kueue.x-k8s.io/queue-name"
 EXCLUSIVE = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
 JOB_INDEX = "jobset.sigs.k8s.io/job-index"
-# Names of the JobSet's one kind of Job, and of the container; short, since they become part of every pod's name.
+# Names of the replicated Job and of the container; short, because they become part of every pod's name.
 WORKERS, CONTAINER = "w", "worker"
 TERMINATION_LOG = "/dev/termination-log"
 PORT = 12321
-# 128 and the signal, where a run was asked to end, saved, and can go on.
-INTERRUPTED = (138, 143)
+# 128 + SIGUSR1 or SIGTERM: the run was asked to stop, saved a checkpoint, and can be resumed.
+RESUMABLE_EXIT_CODES = (138, 143)
 
 Manifest = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """A job as its pods see it."""
+class JobDescription:
+    """Parameters of a job's objects."""
 
     name: str
-    """Of its objects."""
+    """Name of the JobSet and of the ConfigMap."""
     sweep: str
     number: int
     run: str
-    """The run's folder below the outputs."""
+    """Run folder below the outputs."""
     files: Mapping[str, str]
-    """What the worker reads: name -> text. The first is its config."""
+    """Files that the worker reads: name -> text. The first is its config."""
     placement: Placement
 
 
 def sweep_id(folder: Path) -> str:
-    """A label by which the jobs of a sweep's folder are found, also by a controller that knows only the folder."""
+    """Label value of a sweep. Derived from the folder alone, so any controller can find the sweep's jobs."""
     readable = re.sub(r"[^a-z0-9]+", "-", folder.name.lower()).strip("-")[:18].rstrip("-")
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:6]
     return f"{readable}-{digest}".lstrip("-")
 
 
 def job_name(prefix: str, sweep: str, number: int) -> str:
-    """The same for the same job, always: a job cannot be submitted twice."""
+    """Deterministic name of a job, so that it cannot be submitted twice."""
     return f"{prefix}-{sweep}-{number}"
 
 
-def config_map(settings: GkeSettings, work: Work, owner: str | None) -> Manifest:
-    """The job's files; `owner` is the JobSet's uid, with which they go away."""
-    metadata = _metadata(settings, work)
+def config_map_manifest(settings: GkeSettings, description: JobDescription, owner: str | None) -> Manifest:
+    """ConfigMap with the job's files; `owner` is the JobSet's uid, with which it is garbage-collected."""
+    metadata = _metadata(settings, description)
     if owner is not None:
-        reference = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "JobSet", "name": work.name, "uid": owner}
+        reference = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "JobSet", "name": description.name, "uid": owner}
         metadata["ownerReferences"] = [reference]
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "data": dict(work.files)}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata,
+        "immutable": True,
+        "data": dict(description.files),
+    }
 
 
-def job_set(settings: GkeSettings, work: Work) -> Manifest:
-    metadata = _metadata(settings, work)
+def job_set_manifest(settings: GkeSettings, description: JobDescription) -> Manifest:
+    metadata = _metadata(settings, description)
     if settings.queue is not None:
         metadata["labels"][QUEUE] = settings.queue
-    if _is_exclusive(settings, work.placement):
+    if _is_exclusive(settings, description.placement):
         metadata["annotations"] |= EXCLUSIVE
-    job = {"name": WORKERS, "replicas": work.placement.slices, "template": job_template(settings, work)}
+    job = {"name": WORKERS, "replicas": description.placement.slices, "template": job_template(settings, description)}
     spec = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "successPolicy": {"operator": "All"},
         "failurePolicy": {
             "maxRestarts": settings.max_restarts,
-            # The Jobs' own policy is what tells a pod that was preempted from one that failed.
+            # The Jobs' podFailurePolicy distinguishes preempted pods from failed ones.
             "rules": [
                 {
                     "name": "preempted",
@@ -107,37 +113,37 @@ def job_set(settings: GkeSettings, work: Work) -> Manifest:
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": "JobSet", "metadata": metadata, "spec": spec}
 
 
-def job_template(settings: GkeSettings, work: Work) -> Manifest:
-    """The Job of a slice: all of its pods, or none. Pods are not replaced one by one, since all have to meet."""
-    codes = {"containerName": CONTAINER, "operator": "In", "values": list(INTERRUPTED)}
+def job_template(settings: GkeSettings, description: JobDescription) -> Manifest:
+    """Job of a slice. Pods are never replaced one by one, since all processes must initialize together."""
+    codes = {"containerName": CONTAINER, "operator": "In", "values": list(RESUMABLE_EXIT_CODES)}
     saved = {"action": "FailJob", "onExitCodes": codes}
     evicted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    pod = {"labels": _labels(work), "annotations": {RUN: work.run}}
+    pod = {"labels": _labels(description), "annotations": {RUN: description.run}}
     if any(map(is_bucket, [settings.outputs, *settings.volumes.values()])):
         pod["annotations"] |= GCSFUSE_ANNOTATION
     return {
         "spec": {
-            "parallelism": work.placement.nodes,
-            "completions": work.placement.nodes,
+            "parallelism": description.placement.nodes,
+            "completions": description.placement.nodes,
             "completionMode": "Indexed",
             "backoffLimit": 0,
             "podFailurePolicy": {"rules": [saved, evicted]},
-            "template": {"metadata": pod, "spec": _pod(settings, work)},
+            "template": {"metadata": pod, "spec": _pod(settings, description)},
         }
     }
 
 
-def _metadata(settings: GkeSettings, work: Work) -> Manifest:
+def _metadata(settings: GkeSettings, description: JobDescription) -> Manifest:
     return {
-        "name": work.name,
+        "name": description.name,
         "namespace": settings.namespace,
-        "labels": _labels(work),
-        "annotations": {RUN: work.run},
+        "labels": _labels(description),
+        "annotations": {RUN: description.run},
     }
 
 
-def _labels(work: Work) -> dict[str, str]:
-    return {SWEEP: work.sweep, NUMBER: str(work.number)}
+def _labels(description: JobDescription) -> dict[str, str]:
+    return {SWEEP: description.sweep, NUMBER: str(description.number)}
 
 
 def _is_exclusive(settings: GkeSettings, placement: Placement) -> bool:
@@ -146,14 +152,14 @@ def _is_exclusive(settings: GkeSettings, placement: Placement) -> bool:
     return placement.platform is Platform.tpu and placement.nodes > 1
 
 
-def _pod(settings: GkeSettings, work: Work) -> Manifest:
-    placement = work.placement
+def _pod(settings: GkeSettings, description: JobDescription) -> Manifest:
+    placement = description.placement
     mounts = {OUTPUTS: settings.outputs, **settings.volumes}
     if placement.platform is Platform.gpu:
-        # NCCL exchanges more through it than the 64 MB that a container has.
+        # NCCL needs more shared memory than the container default of 64 MB.
         mounts.setdefault(SHARED_MEMORY, "memory://")
     named = {f"volume-{number}": item for number, item in enumerate(mounts.items())}
-    config = {"name": "config", "configMap": {"name": work.name}}
+    config = {"name": "config", "configMap": {"name": description.name}}
     spec = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": settings.grace_seconds,
@@ -162,7 +168,7 @@ def _pod(settings: GkeSettings, work: Work) -> Manifest:
         "nodeSelector": placement.selector or None,
         "tolerations": [*placement.tolerations, *map(_toleration, settings.tolerations)] or None,
         "containers": [
-            _container(settings, work)
+            _container(settings, description)
             | {
                 "volumeMounts": [
                     {"name": "config", "mountPath": CONFIG, "readOnly": True},
@@ -175,61 +181,64 @@ def _pod(settings: GkeSettings, work: Work) -> Manifest:
     return {key: value for key, value in spec.items() if value is not None}
 
 
-def _container(settings: GkeSettings, work: Work) -> Manifest:
-    chips = {name: str(count) for name, count in work.placement.resources.items()}
+def _container(settings: GkeSettings, description: JobDescription) -> Manifest:
+    chips = {name: str(count) for name, count in description.placement.resources.items()}
     memory = {} if settings.memory is None else {"memory": settings.memory}
     cpu = {} if settings.cpu is None else {"cpu": settings.cpu}
     resources = {"requests": cpu | memory | chips, "limits": memory | chips}
-    config = f"{CONFIG}/{next(iter(work.files))}"
+    config = f"{CONFIG}/{next(iter(description.files))}"
     container = {
         "name": CONTAINER,
         "image": settings.image,
-        "command": [*settings.command, "job", config, "--run-dir", f"{OUTPUTS}/{work.run}"],
-        "env": [*_environment(work), *({"name": key, "value": show(value)} for key, value in settings.env.items())],
+        "command": [*settings.command, "job", config, "--run-dir", f"{OUTPUTS}/{description.run}"],
+        "env": [
+            *_environment(description),
+            *({"name": key, "value": show(value)} for key, value in settings.env.items()),
+        ],
         "envFrom": [{"secretRef": {"name": name}} for name in settings.secrets],
         "resources": {kind: amounts for kind, amounts in resources.items() if amounts},
-        # How the run ended comes back through here, where nobody can see its folder from outside.
+        # Carries the run's result to launchers that cannot see the run folder.
         "terminationMessagePath": TERMINATION_LOG,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     return {key: value for key, value in container.items() if value}
 
 
-def _environment(work: Work) -> list[Manifest]:
-    """How the processes meet, besides what GKE itself tells those on TPUs, and where to say how the run ended."""
+def _environment(description: JobDescription) -> list[Manifest]:
+    """JAX cluster variables (on TPU, GKE sets its own), and the path of the termination message."""
     values = {"PYTHONUNBUFFERED": "1", "MAXHYDRA_TERMINATION_LOG": TERMINATION_LOG}
-    if work.placement.processes == 1 or work.placement.platform is Platform.tpu:
+    if description.placement.processes == 1 or description.placement.platform is Platform.tpu:
         return [{"name": name, "value": value} for name, value in values.items()]
     values |= {
-        "JOBSET_NAME": work.name,
+        "JOBSET_NAME": description.name,
         "REPLICATED_JOB_NAME": WORKERS,
-        "JAX_COORDINATOR_ADDRESS": f"{work.name}-{WORKERS}-0-0.{work.name}:{PORT}",
-        "JAX_NUM_PROCESSES": str(work.placement.processes),
-        "JOBSET_PODS_PER_JOB": str(work.placement.nodes),
+        "JAX_COORDINATOR_ADDRESS": f"{description.name}-{WORKERS}-0-0.{description.name}:{PORT}",
+        "JAX_NUM_PROCESSES": str(description.placement.processes),
+        "JOBSET_PODS_PER_JOB": str(description.placement.nodes),
     }
     index = {"name": "JOBSET_JOB_INDEX", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{JOB_INDEX}']"}}}
     return [*({"name": name, "value": value} for name, value in values.items()), index]
 
 
 def _toleration(text: str) -> Manifest:
-    found = re.fullmatch(TOLERATION, text)
-    assert found is not None, text
-    toleration = {"key": found["key"], "operator": "Exists" if found["value"] is None else "Equal"}
-    optional = {"value": found["value"], "effect": found["effect"]}
+    match = re.fullmatch(TOLERATION, text)
+    assert match is not None, text
+    toleration = {"key": match["key"], "operator": "Exists" if match["value"] is None else "Equal"}
+    optional = {"value": match["value"], "effect": match["effect"]}
     return toleration | {name: value for name, value in optional.items() if value is not None}
 
 
-class _Readable(yaml.SafeDumper):
-    """Texts of several lines are written as such."""
+class _BlockStyleDumper(yaml.SafeDumper):
+    """Writes multi-line strings in block style."""
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-_Readable.add_representer(str, _text)
+_BlockStyleDumper.add_representer(str, _represent_text)
 
 
 def to_yaml(documents: Sequence[Manifest]) -> str:
-    """As kubectl takes them."""
-    return yaml.dump_all(documents, Dumper=_Readable, sort_keys=False, width=120, explicit_start=True)
+    """Multi-document YAML for kubectl apply."""
+    return yaml.dump_all(documents, Dumper=_BlockStyleDumper, sort_keys=False, width=120, explicit_start=True)

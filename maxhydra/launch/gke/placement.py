@@ -1,4 +1,4 @@
-"""On which nodes a job runs: labels and resources, from the hardware option and the settings."""
+"""Node placement of a job: node labels and resources, from the hardware option and the launcher settings."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from typing import Any
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.schema.hardware import Cluster, Hardware, Platform
 from maxhydra.launch.gke.settings import GkeSettings
-from maxhydra.launch.gke.volumes import is_of_a_pod
+from maxhydra.launch.gke.volumes import is_pod_local
 from maxhydra.launch.settings import KEY
 
 RESOURCES = {Platform.tpu: "google.com/tpu", Platform.gpu: "nvidia.com/gpu"}
@@ -18,16 +18,16 @@ TOPOLOGY = "cloud.google.com/gke-tpu-topology"
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What a job needs of the cluster."""
+    """Nodes and chips that a job requests."""
 
     platform: Platform
     slices: int
     nodes: int
-    """Of a slice; each runs one process."""
+    """Per slice; one process per node."""
     chips: int
-    """Of a node; none on a CPU."""
+    """Per node; 0 on CPU."""
     selector: dict[str, str]
-    """Labels of the nodes."""
+    """Node labels."""
 
     @property
     def processes(self) -> int:
@@ -39,21 +39,21 @@ class Placement:
 
     @property
     def tolerations(self) -> list[dict[str, Any]]:
-        """Nodes with chips keep off whoever does not ask for any."""
+        """Tolerations for the taints that keep other pods off accelerator nodes."""
         return [{"key": name, "operator": "Exists", "effect": "NoSchedule"} for name in self.resources]
 
 
-def place(settings: GkeSettings, hardware: Hardware) -> Placement:
-    """ConfigError where the settings and the hardware do not go together."""
+def choose_placement(settings: GkeSettings, hardware: Hardware) -> Placement:
+    """Compute the placement. Raises ConfigError if the settings do not fit the hardware."""
     if problems := list(_problems(settings, hardware)):
         raise ConfigError(problems)
-    placement = _placed(settings, hardware)
-    if placement.processes > 1 and (problems := list(_meeting_problems(settings, hardware))):
+    placement = _placement(settings, hardware)
+    if placement.processes > 1 and (problems := list(_multi_process_problems(settings, hardware))):
         raise ConfigError(problems)
     return placement
 
 
-def _placed(settings: GkeSettings, hardware: Hardware) -> Placement:
+def _placement(settings: GkeSettings, hardware: Hardware) -> Placement:
     nodes, chips, labels = settings.nodes, 0, {}
     if hardware.platform is not Platform.cpu:
         assert hardware.gke.accelerator is not None
@@ -70,30 +70,31 @@ def _placed(settings: GkeSettings, hardware: Hardware) -> Placement:
 def _problems(settings: GkeSettings, hardware: Hardware) -> Iterator[Problem]:
     platform = hardware.platform
     if platform is Platform.auto:
-        hint = "maxhydra explain hardware lists the options"
-        yield Problem("hardware", "does not say which nodes to ask for", "auto", "tpu-v5e, gpu-h100, cpu, ...", hint)
+        hint = "list the options with maxhydra explain hardware"
+        reason = "must name the hardware, because it selects the nodes"
+        yield Problem("hardware", reason, "auto", "tpu-v5e, gpu-h100, cpu, ...", hint)
         return
     if platform is not Platform.cpu and hardware.gke.accelerator is None:
-        yield Problem("hardware.gke.accelerator", "is not known", hint="kubectl describe node shows the label's value")
+        yield Problem("hardware.gke.accelerator", "is unknown", hint="see the node labels in kubectl describe node")
     if platform is Platform.tpu:
         yield from _slice_problems(settings, hardware)
         misplaced = {"nodes": settings.nodes != 1, "chips_per_node": settings.chips_per_node is not None}
-        told = f"follows from {KEY}.topology on a TPU"
+        reason = f"is determined by {KEY}.topology on TPU"
     else:
         misplaced = {"topology": settings.topology is not None}
         misplaced["chips_per_node"] = platform is Platform.cpu and settings.chips_per_node is not None
-        told = f"means nothing to hardware.platform={platform.value}"
+        reason = f"has no effect with hardware.platform={platform.value}"
     for name in (name for name, is_misplaced in misplaced.items() if is_misplaced):
-        yield Problem(f"{KEY}.{name}", told, getattr(settings, name))
+        yield Problem(f"{KEY}.{name}", reason, getattr(settings, name))
 
 
-def _meeting_problems(settings: GkeSettings, hardware: Hardware) -> Iterator[Problem]:
-    """Of a job with several processes, which meet, and save together."""
+def _multi_process_problems(settings: GkeSettings, hardware: Hardware) -> Iterator[Problem]:
+    """Problems of a job with several processes, which form a cluster and write one checkpoint."""
     if hardware.distributed.cluster is Cluster.none:
-        reason = "leaves each process alone, and the job has several"
+        reason = "disables multi-process initialization, but the job has several processes"
         yield Problem("hardware.distributed.cluster", reason, Cluster.none, "auto")
-    if is_of_a_pod(settings.outputs):
-        reason = "is a folder of each pod alone, and the pods of a job save together"
+    if is_pod_local(settings.outputs):
+        reason = "is local to each pod, but the pods of a job write one checkpoint together"
         yield Problem(f"{KEY}.outputs", reason, settings.outputs, "gs://bucket/folder, pvc://claim/folder")
 
 
@@ -101,14 +102,14 @@ def _slice_problems(settings: GkeSettings, hardware: Hardware) -> Iterator[Probl
     facts, topology = hardware.gke, settings.topology
     example = "x".join(["4"] * facts.dimensions)
     if topology is None:
-        yield Problem(f"{KEY}.topology", "must be given for a TPU", accepted=f"such as {example}")
+        yield Problem(f"{KEY}.topology", "is required for a TPU", accepted=f"such as {example}")
     elif topology.count("x") + 1 != facts.dimensions:
-        reason = f"is no slice of {facts.accelerator}"
+        reason = f"is not a slice shape of {facts.accelerator}"
         yield Problem(f"{KEY}.topology", reason, topology, f"{facts.dimensions} numbers, such as {example}")
     elif _chips(topology) > facts.one_node_chips and _chips(topology) % facts.chips_per_node:
-        reason = f"is {_chips(topology)} chips, and a node of {facts.accelerator} has {facts.chips_per_node}"
+        reason = f"has {_chips(topology)} chips, but a node of {facts.accelerator} has {facts.chips_per_node}"
         yield Problem(f"{KEY}.topology", reason, topology, f"a multiple, such as {example}")
 
 
 def _chips(topology: str) -> int:
-    return math.prod(int(side) for side in topology.split("x"))
+    return math.prod(int(size) for size in topology.split("x"))

@@ -1,4 +1,4 @@
-"""hydra.launcher for hydra/launcher=gke, and every rule of Kubernetes that its values can break."""
+"""Settings of hydra/launcher=gke, with the Kubernetes naming rules that their values must follow."""
 
 import dataclasses
 import re
@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from maxhydra.config.errors import Problem
 from maxhydra.launch.gke.volumes import RESERVED, SOURCES, is_source
-from maxhydra.launch.settings import KEY, LauncherSettings, out_of_range, unlike
+from maxhydra.launch.settings import KEY, LauncherSettings, minimum_problems, pattern_problems
 from maxhydra.record.redact import is_secret_name
 
 LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
-# A Service, which a JobSet has in its own name, may not begin with a digit; 15 characters leave room for the rest.
+# The JobSet's headless Service has its name, which must start with a letter; 15 characters leave space for the suffix.
 PREFIX = r"[a-z](?:[-a-z0-9]{0,13}[a-z0-9])?"
 SUBDOMAIN = rf"(?=[^/]{{1,253}}(?:/|$)){LABEL}(?:\.{LABEL})*"
 QUALIFIED = rf"(?:{SUBDOMAIN}/)?[A-Za-z0-9](?:[-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?"
@@ -21,24 +21,24 @@ VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 TOLERATION = (
     rf"(?P<key>{QUALIFIED})(?:=(?P<value>{LABEL_VALUE}))?(?::(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?"
 )
-NAME_WORDS = "small letters, digits and dashes"
+NAME_RULE = "lowercase letters, digits and dashes"
 
-# What each text must look like, where it is given.
-FORMS = {
+# Field -> (regex, description), checked if the field is set.
+PATTERNS = {
     "image": (r"[^\s@:/][^\s]*", "an image with its registry, such as us-docker.pkg.dev/project/repository/maxhydra:1"),
-    "namespace": (LABEL, f"{NAME_WORDS}, up to 63"),
-    "context": (r"\S+", "a context of the kubeconfig; kubectl config get-contexts lists them"),
-    "topology": (r"[1-9]\d*(x[1-9]\d*){1,2}", "chips along each side of a slice, such as 4x4 or 2x2x4"),
-    "cpu": (QUANTITY, "a quantity of Kubernetes, such as 8 or 500m"),
-    "memory": (QUANTITY, "a quantity of Kubernetes, such as 64Gi"),
-    "queue": (LABEL, f"a LocalQueue of the namespace: {NAME_WORDS}, up to 63"),
-    "priority_class": (SUBDOMAIN, f"{NAME_WORDS} and dots"),
-    "service_account": (SUBDOMAIN, f"{NAME_WORDS} and dots"),
-    "prefix": (PREFIX, f"{NAME_WORDS}, a letter first, up to 15"),
+    "namespace": (LABEL, f"{NAME_RULE}, up to 63"),
+    "context": (r"\S+", "a context of the kubeconfig; list them with kubectl config get-contexts"),
+    "topology": (r"[1-9]\d*(x[1-9]\d*){1,2}", "chips per dimension of a slice, such as 4x4 or 2x2x4"),
+    "cpu": (QUANTITY, "a Kubernetes quantity, such as 8 or 500m"),
+    "memory": (QUANTITY, "a Kubernetes quantity, such as 64Gi"),
+    "queue": (LABEL, f"a LocalQueue of the namespace: {NAME_RULE}, up to 63"),
+    "priority_class": (SUBDOMAIN, f"{NAME_RULE} and dots"),
+    "service_account": (SUBDOMAIN, f"{NAME_RULE} and dots"),
+    "prefix": (PREFIX, f"{NAME_RULE}, starting with a letter, up to 15"),
 }
-LEAST = {"slices": 1, "nodes": 1, "max_restarts": 0, "grace_seconds": 1}
-# The same for numbers that may be null.
-LEAST_IF_GIVEN = {"chips_per_node": 1, "ttl_seconds": 0}
+MINIMUMS = {"slices": 1, "nodes": 1, "max_restarts": 0, "grace_seconds": 1}
+# Minimums of fields that may be null.
+OPTIONAL_MINIMUMS = {"chips_per_node": 1, "ttl_seconds": 0}
 LISTS, MAPPINGS, SWITCHES = (
     ("secrets", "tolerations", "command"),
     ("env", "volumes", "node_selector"),
@@ -48,85 +48,85 @@ LISTS, MAPPINGS, SWITCHES = (
 
 @dataclasses.dataclass(frozen=True)
 class GkeSettings(LauncherSettings):
-    """A JobSet for each job: hydra.launcher."""
+    """hydra.launcher with hydra/launcher=gke: one JobSet per job."""
 
     kind: ClassVar[str] = "gke"
 
     image: str = ""
-    """Container image that has maxhydra, with its registry and tag. Must be given."""
+    """Container image with maxhydra, including registry and tag. Required."""
     outputs: str = ""
-    """Where runs are kept: gs://bucket/folder, pvc://claim/folder, host:///folder, or empty:// for nowhere. Must be
-    given. Same place and same sweep again go on from the checkpoints there."""
+    """Output volume: gs://bucket/folder, pvc://claim/folder, host:///folder, or empty:// to discard outputs. Required.
+    Submitting the same sweep with the same outputs resumes from the checkpoints there."""
     namespace: str = "default"
-    """Where the objects are made."""
+    """Namespace of the objects."""
     context: str | None = None
-    """Of the kubeconfig. null: the current one, or the pod's own account inside a cluster."""
+    """Context of the kubeconfig. null: the current context, or the pod's service account inside a cluster."""
     topology: str | None = None
-    """TPU: the chips of a slice, 4x4 or 2x2x4; how many nodes that is follows from the hardware option."""
+    """TPU: chips of a slice, such as 4x4 or 2x2x4. The hardware option determines the number of nodes."""
     slices: int = 1
-    """Slices, or groups of nodes, of a job."""
+    """TPU slices (or groups of nodes) per job."""
     nodes: int = 1
-    """GPU, CPU: nodes of a slice, each with one process."""
+    """GPU, CPU: nodes per slice, with one process each."""
     chips_per_node: int | None = None
-    """GPU: taken of each node. null: all that the hardware option says there are."""
+    """GPU: chips requested per node. null: all that the hardware option declares."""
     exclusive: bool | None = None
-    """A node pool to each slice alone. null: for TPU slices of several nodes, which are a node pool each."""
+    """Give each slice a separate node pool. null: true for multi-host TPU slices, which are one node pool each."""
     cpu: str | None = None
-    """Asked of each node, such as 8. null: nothing is asked."""
+    """CPU request per node, such as 8. null: no request."""
     memory: str | None = None
-    """Asked of each node, such as 64Gi, which is a limit too."""
+    """Memory request and limit per node, such as 64Gi. null: neither."""
     queue: str | None = None
-    """LocalQueue of Kueue in which jobs wait for their turn."""
+    """Kueue LocalQueue for the jobs."""
     priority_class: str | None = None
     """PriorityClass of the pods."""
     service_account: str | None = None
-    """Kubernetes service account of the pods, by which they may read and write buckets."""
+    """Kubernetes service account of the pods, which grants access to buckets."""
     secrets: tuple[str, ...] = ()
-    """Names of Secrets, whose keys become environment variables; values never pass through here."""
+    """Names of Secrets whose keys become environment variables. The values never pass through the launcher."""
     env: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Environment variables that are no secrets."""
+    """Environment variables that are not secret."""
     volumes: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Folder in the pod -> gs://bucket/folder, pvc://claim/folder, host:///folder, empty://, or memory://."""
+    """Mount path in the pod -> gs://bucket/folder, pvc://claim/folder, host:///folder, empty://, or memory://."""
     node_selector: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Labels that nodes must have, besides those that the hardware option asks for."""
+    """Required node labels, in addition to those of the hardware option."""
     tolerations: tuple[str, ...] = ()
-    """Taints to put up with: key, key=value, key=value:NoSchedule."""
+    """Tolerated taints: key, key=value, key=value:NoSchedule."""
     command: tuple[str, ...] = ("python", "-m", "maxhydra")
-    """How the image runs maxhydra."""
+    """Command that runs maxhydra in the image."""
     max_restarts: int = 3
-    """How often a job that failed is started again; one that was preempted always is."""
+    """Restarts of a failed job. Preempted jobs are always restarted."""
     grace_seconds: int = 60
-    """From SIGTERM to SIGKILL, in which a run saves. Spot nodes give 25 at most."""
+    """Seconds from SIGTERM to SIGKILL, in which a run saves a checkpoint. Spot nodes allow 25 at most."""
     ttl_seconds: int | None = 7 * 86400
-    """After which a job that is over is deleted from the cluster. null: never."""
+    """Seconds after which a finished job is deleted from the cluster. null: never."""
     prefix: str = "maxhydra"
-    """Names of objects begin with it."""
+    """Name prefix of the objects."""
     detach: bool = False
-    """Submit and return; `maxhydra sweep resume` looks after the jobs later."""
+    """Submit and return. `maxhydra sweep resume` monitors the jobs later."""
 
     @property
     def detached(self) -> bool:
         return self.detach
 
     def problems(self) -> Iterator[Problem]:
-        if wrong := list(self._type_problems()):
-            yield from wrong
+        if type_problems := list(self._type_problems()):
+            yield from type_problems
             return
-        needed = {"image": FORMS["image"][1], "outputs": SOURCES}
+        required = {"image": PATTERNS["image"][1], "outputs": SOURCES}
         yield from (
-            Problem(f"{KEY}.{name}", "must be given", accepted=words)
-            for name, words in needed.items()
+            Problem(f"{KEY}.{name}", "is required", accepted=description)
+            for name, description in required.items()
             if not getattr(self, name)
         )
-        yield from unlike(self, {name: form for name, form in FORMS.items() if getattr(self, name) != ""})
-        yield from out_of_range(self, LEAST)
-        given = {name: least for name, least in LEAST_IF_GIVEN.items() if getattr(self, name) is not None}
-        yield from out_of_range(self, given)
-        yield from self._place_problems()
+        yield from pattern_problems(self, {name: rule for name, rule in PATTERNS.items() if getattr(self, name) != ""})
+        yield from minimum_problems(self, MINIMUMS)
+        optional = {name: least for name, least in OPTIONAL_MINIMUMS.items() if getattr(self, name) is not None}
+        yield from minimum_problems(self, optional)
+        yield from self._volume_problems()
         yield from self._list_problems()
 
     def _type_problems(self) -> Iterator[Problem]:
-        for names, kind, words in (
+        for names, kind, example in (
             (LISTS, tuple, "[a,b]"),
             (MAPPINGS, dict, "{key:value}"),
             (SWITCHES, bool, "true, false"),
@@ -134,35 +134,38 @@ class GkeSettings(LauncherSettings):
             for name in names:
                 value = getattr(self, name)
                 if not isinstance(value, kind) and not (name == "exclusive" and value is None):
-                    yield Problem(f"{KEY}.{name}", "is of the wrong kind", value, words)
+                    yield Problem(f"{KEY}.{name}", "has the wrong type", value, example)
 
-    def _place_problems(self) -> Iterator[Problem]:
-        """Of outputs and volumes."""
+    def _volume_problems(self) -> Iterator[Problem]:
+        """Problems of `outputs` and `volumes`."""
         sources = [(f"{KEY}.volumes.{mount}", source) for mount, source in self.volumes.items()]
         sources += [(f"{KEY}.outputs", self.outputs)] if self.outputs else []
         yield from (
-            Problem(path, "is no place for files", it, SOURCES) for path, it in sources if not is_source(str(it))
+            Problem(path, "is not a supported volume URL", source, SOURCES)
+            for path, source in sources
+            if not is_source(str(source))
         )
         for mount in self.volumes:
             if not re.fullmatch(r"(/[\w.-]+)+", mount) or mount in RESERVED:
                 accepted = f"an absolute path other than {' and '.join(RESERVED)}"
-                yield Problem(f"{KEY}.volumes", "has a folder that cannot be mounted", mount, accepted)
+                yield Problem(f"{KEY}.volumes", "has an invalid mount path", mount, accepted)
 
     def _list_problems(self) -> Iterator[Problem]:
         if not self.command:
             yield Problem(f"{KEY}.command", "is empty", accepted="[python,-m,maxhydra]")
-        yield from _unlike("secrets", self.secrets, SUBDOMAIN, "the name of a Secret")
-        yield from _unlike("env", self.env, VARIABLE, "letters, digits and _, no digit first")
-        yield from _unlike("node_selector", self.node_selector, QUALIFIED, "a label, such as example.com/pool")
-        yield from _unlike("node_selector", self.node_selector.values(), LABEL_VALUE, "the value of a label")
-        yield from _unlike("tolerations", self.tolerations, TOLERATION, "key, key=value, key=value:NoSchedule")
+        yield from _item_problems("secrets", self.secrets, SUBDOMAIN, "the name of a Secret")
+        yield from _item_problems("env", self.env, VARIABLE, "letters, digits and _, not starting with a digit")
+        yield from _item_problems("node_selector", self.node_selector, QUALIFIED, "a label, such as example.com/pool")
+        yield from _item_problems("node_selector", self.node_selector.values(), LABEL_VALUE, "a label value")
+        yield from _item_problems("tolerations", self.tolerations, TOLERATION, "key, key=value, key=value:NoSchedule")
         for name in self.env:
             if is_secret_name(name):
                 hint = f"kubectl create secret generic NAME --from-literal={name}=..., and {KEY}.secrets=[NAME]"
-                yield Problem(f"{KEY}.env.{name}", "looks like a secret, and a JobSet is read by many", hint=hint)
+                reason = "looks like a secret, and JobSets are not confidential"
+                yield Problem(f"{KEY}.env.{name}", reason, hint=hint)
 
 
-def _unlike(name: str, values: Iterable[object], pattern: str, words: str) -> Iterator[Problem]:
+def _item_problems(name: str, values: Iterable[object], pattern: str, description: str) -> Iterator[Problem]:
     for value in values:
         if not re.fullmatch(pattern, str(value)):
-            yield Problem(f"{KEY}.{name}", "cannot be read", value, words)
+            yield Problem(f"{KEY}.{name}", "is malformed", value, description)

@@ -1,8 +1,8 @@
-"""Jobs of a SLURM cluster.
+"""Jobs on a SLURM cluster.
 
-SLURM's own commands are called directly. submitit, the usual way from Python, pickles a function as the payload, learns
-states from accounting alone, which small clusters lack, and knows no job before it has its id; here the payload is a
-plain command over srun, squeue is asked, and a job is known by a name that was written down before it was submitted.
+SLURM's commands are called directly instead of through submitit, which pickles a function as the payload, reads job
+states only from accounting, which small clusters lack, and does not know a job before it has an id. Here the payload is
+a plain command run by srun, states come from squeue, and a job is identified by a name recorded before submission.
 """
 
 from maxhydra.launch.slurm.jobs import SlurmJobs

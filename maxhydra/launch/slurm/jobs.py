@@ -1,4 +1,4 @@
-"""Runs as jobs of SLURM. A claim beside the run, written before it is submitted, says by which name to find it."""
+"""Runs as SLURM jobs. A claim in the run folder, written before submission, holds the name by which to find the job."""
 
 import dataclasses
 import json
@@ -7,28 +7,29 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from maxhydra.config.compose.composer import Composer
 from maxhydra.config.errors import ConfigError
-from maxhydra.launch.base import CLAIM, Job, Proposal, Shared, read_claim
-from maxhydra.launch.composing import Ordering
+from maxhydra.launch.base import CLAIM, Job, SweepContext, Trial, read_claim
+from maxhydra.launch.compose import compose_job
 from maxhydra.launch.slurm import scheduler
-from maxhydra.launch.slurm.scheduler import OVER, Entry, Queue
+from maxhydra.launch.slurm.scheduler import TERMINAL_STATES, Entry, Queue
 from maxhydra.launch.slurm.script import SCRIPTS, render
 from maxhydra.launch.slurm.settings import SlurmSettings
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import replace_file
 
-# SLURM's MaxArraySize unless a cluster has another.
-LARGEST_ARRAY = 1000
-# What a cluster does to a job that is not the job's fault, nor anybody's wish.
-MISHAPS = ("BOOT_FAIL", "NODE_FAIL", "PREEMPTED", "TIMEOUT")
+# SLURM's default MaxArraySize.
+MAX_ARRAY_SIZE = 1000
+# States in which the cluster ended a job that neither failed nor was cancelled.
+INTERRUPTED_STATES = ("BOOT_FAIL", "NODE_FAIL", "PREEMPTED", "TIMEOUT")
 
 
 @dataclasses.dataclass
 class SlurmJob(Job):
     claim: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """name and index: where the queue has it; id, once that is known."""
-    is_leaving: bool = False
-    """Whether it was on its way out when it was found, as after a cancel: if that left it unfinished, it goes on."""
+    """`name` and `index` identify the job in the queue; `id` is set once it is known."""
+    was_completing: bool = False
+    """True if the job was COMPLETING when found, for example after a cancel; if unfinished, it is restarted."""
 
     @property
     def key(self) -> scheduler.Key:
@@ -36,101 +37,103 @@ class SlurmJob(Job):
 
 
 class SlurmJobs:
-    """Jobs of the cluster that the commands of this machine speak to."""
+    """Submits jobs to the cluster that this machine's SLURM commands talk to."""
 
-    def __init__(self, settings: SlurmSettings, shared: Shared):
-        self._settings, self._shared = settings, shared
+    def __init__(self, settings: SlurmSettings, sweep: SweepContext):
+        self._settings, self._sweep = settings, sweep
         self._queue = Queue(settings.poll_seconds)
-        self._ordering: Ordering | None = None
+        self._composer: Composer | None = None
 
-    def prepare(self, proposal: Proposal) -> None:
-        if self._ordering is None:
-            self._ordering = Ordering(self._shared)
-        self._ordering.order(proposal).write(self._shared.path(proposal))
+    def prepare(self, trial: Trial) -> None:
+        if self._composer is None:
+            self._composer = Composer(self._sweep.config_dir)
+        compose_job(self._composer, self._sweep, trial).write(self._sweep.path(trial))
 
-    def render(self, proposals: Sequence[Proposal]) -> str:
-        folders = [self._shared.path(proposal) for proposal in proposals]
-        name = _word(self._shared.folder.name)
-        return render(self._settings, name=name, sweep=self._shared.folder, folders=folders)
+    def render(self, trials: Sequence[Trial]) -> str:
+        folders = [self._sweep.path(trial) for trial in trials]
+        name = _safe_name(self._sweep.folder.name)
+        return render(self._settings, name=name, sweep=self._sweep.folder, folders=folders)
 
-    def start(self, proposals: Sequence[Proposal]) -> Sequence[SlurmJob]:
-        return [job for part in _parts(proposals) for job in self._submit(part)]
+    def start(self, trials: Sequence[Trial]) -> Sequence[SlurmJob]:
+        return [job for batch in _array_batches(trials) for job in self._submit(batch)]
 
-    def _submit(self, proposals: Sequence[Proposal]) -> list[SlurmJob]:
-        """One job, or an array. Claims come first: a job that nobody had time to write down is found by its name."""
-        name = f"{_word(self._shared.folder.name)}-{uuid.uuid4().hex[:8]}"
-        jobs = [self._job(proposal, {"name": name, "index": index}) for index, proposal in enumerate(proposals)]
+    def _submit(self, trials: Sequence[Trial]) -> list[SlurmJob]:
+        """Submit one job or an array. Claims are written first, so that a restarted controller finds jobs by name."""
+        name = f"{_safe_name(self._sweep.folder.name)}-{uuid.uuid4().hex[:8]}"
+        jobs = [self._job(trial, {"name": name, "index": index}) for index, trial in enumerate(trials)]
         for job in jobs:
             _write_claim(job)
-        folder = self._shared.folder / SCRIPTS
+        folder = self._sweep.folder / SCRIPTS
         folder.mkdir(exist_ok=True)
         script = folder / f"{name}.sh"
         folders = [job.run.path for job in jobs]
-        replace_file(script, render(self._settings, name=name, sweep=self._shared.folder, folders=folders))
+        replace_file(script, render(self._settings, name=name, sweep=self._sweep.folder, folders=folders))
         try:
             identity = scheduler.submit(script)
         except ConfigError:
             for job in jobs:
                 (job.run.path / CLAIM).unlink()
             raise
-        self._queue.forget()
+        self._queue.invalidate()
         for job in jobs:
             job.claim["id"] = f"{identity}_{job.claim['index']}" if len(jobs) > 1 else identity
             _write_claim(job)
         return jobs
 
-    def find(self, proposal: Proposal) -> SlurmJob | None:
-        job = self.past(proposal)
+    def find_active(self, trial: Trial) -> SlurmJob | None:
+        job = self.find_started(trial)
         entry = None if job is None else self._entry(job)
-        if job is None or entry is None or entry.state in OVER:
+        if job is None or entry is None or entry.state in TERMINAL_STATES:
             return None
-        job.is_leaving = entry.state == "COMPLETING"
+        job.was_completing = entry.state == "COMPLETING"
         return job
 
-    def past(self, proposal: Proposal) -> SlurmJob | None:
-        claim = read_claim(self._shared.path(proposal), "name", "index")
-        return None if claim is None else self._job(proposal, claim)
+    def find_started(self, trial: Trial) -> SlurmJob | None:
+        claim = read_claim(self._sweep.path(trial), "name", "index")
+        return None if claim is None else self._job(trial, claim)
 
     def is_running(self, job: Job) -> bool:
         entry = self._entry(job)
-        return entry is not None and entry.state not in OVER
+        return entry is not None and entry.state not in TERMINAL_STATES
 
     def may_restart(self, job: Job) -> bool:
-        entry = self._last(job)
-        return entry is None or entry.state in MISHAPS or _slurm(job).is_leaving
+        entry = self._last_entry(job)
+        return entry is None or entry.state in INTERRUPTED_STATES or _as_slurm_job(job).was_completing
 
     def state(self, job: Job) -> str:
-        entry = self._last(job)
+        entry = self._last_entry(job)
         return "" if entry is None else str(entry)
 
-    def end(self, jobs: Sequence[Job]) -> None:
-        """Those that wait leave the queue; those that run get SIGTERM, and the cluster's KillWait to save."""
-        entries = [entry for job in jobs if (entry := self._entry(job)) is not None and entry.state not in OVER]
+    def stop(self, jobs: Sequence[Job]) -> None:
+        """Cancel queued jobs; running ones get SIGTERM, and the cluster's KillWait seconds to save."""
+        entries = [
+            entry for job in jobs if (entry := self._entry(job)) is not None and entry.state not in TERMINAL_STATES
+        ]
         if entries:
             scheduler.cancel([entry.id for entry in entries])
-            self._queue.forget()
+            self._queue.invalidate()
 
-    def leave(self, jobs: Sequence[Job]) -> str:
-        """The cluster goes on with them."""
-        claims = [_slurm(job).claim for job in jobs]
-        return f"{len(jobs)} jobs stay with SLURM: {' '.join(claim.get('id', claim['name']) for claim in claims)}"
+    def on_interrupt(self, jobs: Sequence[Job]) -> str:
+        """Leave the jobs to the cluster."""
+        claims = [_as_slurm_job(job).claim for job in jobs]
+        return f"{len(jobs)} jobs remain in SLURM: {' '.join(claim.get('id', claim['name']) for claim in claims)}"
 
-    def _job(self, proposal: Proposal, claim: dict[str, Any]) -> SlurmJob:
-        return SlurmJob(proposal, RunDirectory(self._shared.path(proposal), writes=False), claim=claim)
+    def _job(self, trial: Trial, claim: dict[str, Any]) -> SlurmJob:
+        return SlurmJob(trial, RunDirectory(self._sweep.path(trial), writes=False), claim=claim)
 
     def _entry(self, job: Job) -> Entry | None:
-        return self._queue.find(_slurm(job).key)
+        return self._queue.find(_as_slurm_job(job).key)
 
-    def _last(self, job: Job) -> Entry | None:
-        """What the scheduler says, or what accounting remembers."""
+    def _last_entry(self, job: Job) -> Entry | None:
+        """Entry in the queue, or in accounting if the job has left the queue."""
         if (entry := self._entry(job)) is not None:
             return entry
-        identity = _slurm(job).claim.get("id")
-        state = None if identity is None else scheduler.past_state(identity)
+        identity = _as_slurm_job(job).claim.get("id")
+        state = None if identity is None else scheduler.accounting_state(identity)
         return None if identity is None or state is None else Entry(identity, state)
 
 
-def _slurm(job: Job) -> SlurmJob:
+def _as_slurm_job(job: Job) -> SlurmJob:
     assert isinstance(job, SlurmJob)
     return job
 
@@ -139,11 +142,11 @@ def _write_claim(job: SlurmJob) -> None:
     replace_file(job.run.path / CLAIM, json.dumps(job.claim))
 
 
-def _parts(proposals: Sequence[Proposal]) -> Iterator[Sequence[Proposal]]:
-    for start in range(0, len(proposals), LARGEST_ARRAY):
-        yield proposals[start : start + LARGEST_ARRAY]
+def _array_batches(trials: Sequence[Trial]) -> Iterator[Sequence[Trial]]:
+    for start in range(0, len(trials), MAX_ARRAY_SIZE):
+        yield trials[start : start + MAX_ARRAY_SIZE]
 
 
-def _word(name: str) -> str:
-    """A name that needs no quotes anywhere, short enough for a column."""
+def _safe_name(name: str) -> str:
+    """A name that needs no quoting, short enough for a column of squeue."""
     return re.sub(r"[^-\w.]", "_", name)[:40]

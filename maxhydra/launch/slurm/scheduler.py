@@ -1,4 +1,4 @@
-"""SLURM's commands, and their errors in one line."""
+"""Wrappers around SLURM's commands that report failures as one-line problems."""
 
 import dataclasses
 import logging
@@ -13,22 +13,31 @@ from maxhydra.config.errors import ConfigError, Problem
 
 log = logging.getLogger("maxhydra")
 
-# States that a job does not leave again.
-OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
-OVER |= {"REVOKED", "TIMEOUT"}
-SECONDS = 60
-# Variables of SLURM that say which cluster is meant.
-KEPT = ("SLURM_CLUSTERS", "SLURM_CONF")
-# Name of a job and its place in the array.
+# States that a job never leaves.
+TERMINAL_STATES = {
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+}
+TERMINAL_STATES |= {"REVOKED", "TIMEOUT"}
+TIMEOUT_SECONDS = 60
+# Environment variables that select the cluster.
+CLUSTER_VARIABLES = ("SLURM_CLUSTERS", "SLURM_CONF")
+# Job name and array index.
 Key = tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What the scheduler says of a job."""
+    """State of a job in the scheduler."""
 
     id: str
-    """As a person writes it: 12, or 12_3 in an array."""
+    """Job id as displayed: 12, or 12_3 in an array."""
     state: str
     reason: str = ""
 
@@ -38,34 +47,34 @@ class Entry:
 
 
 class Queue:
-    """The jobs of this user that the scheduler knows; asked again when the answer is older than `seconds`."""
+    """Jobs of this user known to the scheduler, refreshed when older than `seconds`."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
         self._entries: dict[Key, Entry] = {}
-        self._asked: float | None = None
+        self._queried_at: float | None = None
 
     def find(self, key: Key) -> Entry | None:
-        if self._asked is None or time.monotonic() - self._asked > self._seconds:
-            self._ask()
+        if self._queried_at is None or time.monotonic() - self._queried_at > self._seconds:
+            self._refresh()
         return self._entries.get(key)
 
-    def forget(self) -> None:
-        """Something was changed: ask again."""
-        self._asked = None
+    def invalidate(self) -> None:
+        """Force a refresh on the next lookup."""
+        self._queried_at = None
 
-    def _ask(self) -> None:
+    def _refresh(self) -> None:
         try:
-            # Those that ended lately too; every job of an array on a line of its own.
+            # Includes recently ended jobs; one line per array task.
             lines = _output("squeue", "--me", "--noheader", "--array", "--states=all", "--format=%j|%i|%K|%T|%r")
         except ConfigError as error:
             if not self._entries:
                 raise
-            # A scheduler that does not answer has not lost its jobs.
+            # An unresponsive scheduler has not lost its jobs: keep the last known state.
             log.warning("%s", error.problems[0])
         else:
             self._entries = dict(map(_entry, lines))
-        self._asked = time.monotonic()
+        self._queried_at = time.monotonic()
 
 
 def _entry(line: str) -> tuple[Key, Entry]:
@@ -74,23 +83,25 @@ def _entry(line: str) -> tuple[Key, Entry]:
 
 
 def submit(script: Path) -> str:
-    """The id of a script that was submitted."""
-    # Whoever submits may be in a job, whose own shape would be taken for what is asked.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in KEPT}
-    # --parsable: the id, and after a semicolon the cluster.
+    """Submit a batch script and return its job id."""
+    # Inside a SLURM job, inherited SLURM_* variables would override the script's parameters.
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in CLUSTER_VARIABLES
+    }
+    # --parsable prints the id, optionally followed by a semicolon and the cluster.
     return _output("sbatch", "--parsable", str(script), env=inherited)[-1].partition(";")[0]
 
 
 def cancel(ids: Sequence[str]) -> None:
-    """Out of the queue, or ended: SIGTERM, and SIGKILL after the cluster's KillWait. One may just have ended itself."""
+    """Cancel jobs: SIGTERM, then SIGKILL after the cluster's KillWait. A job may have ended in the meantime."""
     try:
         _output("scancel", *ids)
     except ConfigError as error:
         log.warning("%s", error.problems[0])
 
 
-def past_state(identity: str) -> str | None:
-    """What accounting says of a job that the scheduler has forgotten; None where there is no accounting."""
+def accounting_state(identity: str) -> str | None:
+    """State of a job that has left the queue, from accounting; None without accounting."""
     try:
         lines = _output("sacct", "--noheader", "--parsable2", "--allocations", "--jobs", identity, "--format=State")
     except ConfigError:
@@ -100,16 +111,16 @@ def past_state(identity: str) -> str | None:
 
 
 def _output(*command: str, env: Mapping[str, str] | None = None) -> list[str]:
-    """The lines that a command prints; its complaint as one line where it fails."""
+    """Run a command and return its output lines; raises ConfigError with its stderr as one line."""
     name = command[0]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True, env=env)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True, env=env)
     except FileNotFoundError:
-        hint = "a machine that submits jobs has SLURM's commands; hydra/launcher=basic runs jobs here"
+        hint = "run this on a login node with SLURM installed, or run jobs locally with hydra/launcher=basic"
         raise ConfigError(Problem("hydra/launcher=slurm", f"{name} is not installed", hint=hint)) from None
     except subprocess.TimeoutExpired:
-        raise ConfigError(Problem("hydra/launcher=slurm", f"{name} has not answered for {SECONDS} s")) from None
+        raise ConfigError(Problem("hydra/launcher=slurm", f"{name} timed out after {TIMEOUT_SECONDS} s")) from None
     except subprocess.CalledProcessError as error:
-        said = "; ".join(re.sub(r"^\w+: (error|fatal): ", "", line) for line in error.stderr.strip().splitlines())
-        raise ConfigError(Problem("hydra/launcher=slurm", f"{name}: {said or error.returncode}")) from None
+        stderr = "; ".join(re.sub(r"^\w+: (error|fatal): ", "", line) for line in error.stderr.strip().splitlines())
+        raise ConfigError(Problem("hydra/launcher=slurm", f"{name}: {stderr or error.returncode}")) from None
     return done.stdout.splitlines()

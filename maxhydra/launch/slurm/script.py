@@ -1,4 +1,4 @@
-"""The batch script: what is asked of SLURM, and what a job does there."""
+"""The batch script of a job or job array."""
 
 import shlex
 import sys
@@ -9,12 +9,12 @@ from maxhydra.launch.base import CLAIM, CONSOLE
 from maxhydra.launch.job_spec import CONFIG
 from maxhydra.launch.slurm.settings import SlurmSettings
 
-# Beside the sweep's jobs: the scripts, and what SLURM itself has to say of a job.
+# Folder below the sweep's with the batch scripts and the output of SLURM itself.
 SCRIPTS = ".slurm"
 
 
 def render(settings: SlurmSettings, *, name: str, sweep: Path, folders: Sequence[Path]) -> str:
-    """The script of one job, or of an array with a job for each folder."""
+    """Render the script of one job, or of an array with one task per folder."""
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {parameter}" for parameter in _parameters(settings, name, sweep, len(folders))),
@@ -23,7 +23,7 @@ def render(settings: SlurmSettings, *, name: str, sweep: Path, folders: Sequence
         *(f"  {shlex.quote(str(folder))}" for folder in folders),
         ")",
         "folder=${folders[${SLURM_ARRAY_TASK_ID:-0}]}",
-        "# Who submitted this may have died before knowing it, and have submitted it again: the claim names one.",
+        "# A killed controller may have submitted this job twice: only the one named in the claim runs.",
         f'grep -qsF \'"{name}"\' "$folder/{CLAIM}" || exit 0',
         f'exec >> "$folder/{CONSOLE}" 2>&1',
         *_setup(settings),
@@ -41,10 +41,10 @@ def _parameters(settings: SlurmSettings, name: str, sweep: Path, jobs: int) -> I
         at_a_time = f"%{settings.array_parallelism}" if settings.array_parallelism else ""
         yield f"--array=0-{jobs - 1}{at_a_time}"
     yield f"--output={shlex.quote(f'{sweep}/{SCRIPTS}/%x-%a.out' if jobs > 1 else f'{sweep}/{SCRIPTS}/%x.out')}"
-    # A job that starts again adds to what it said before.
+    # A requeued job appends to its earlier output.
     yield "--open-mode=append"
     yield "--requeue"
-    # To the processes of srun, not to this script, which waits for them.
+    # Sent to the processes of srun, not to this script, which waits for them.
     yield f"--signal=USR1@{settings.save_seconds}"
     for option in ("partition", "account", "qos", "constraint", "time", "mem"):
         if (value := getattr(settings, option)) is not None:
@@ -62,35 +62,36 @@ def _setup(settings: SlurmSettings) -> list[str]:
 
 
 def _command(settings: SlurmSettings, sweep: Path) -> str:
-    """srun in front of the worker. A process that fails takes the others along, which would wait for it for ever."""
-    # Newer versions of srun do not take this from the job.
-    words = ["srun", "--kill-on-bad-exit=1", f"--cpus-per-task={settings.cpus_per_task}", *map(str, settings.srun)]
+    """srun command in front of the worker. If one process fails, srun kills the others, which would hang."""
+    # Since SLURM 22.05, srun does not inherit --cpus-per-task from the job.
+    command = ["srun", "--kill-on-bad-exit=1", f"--cpus-per-task={settings.cpus_per_task}", *map(str, settings.srun)]
     mounts = [f"{sweep}:{sweep}", *map(str, settings.container_mounts)]
     match settings.container, settings.container_runtime:
         case None, _:
             pass
         case image, "pyxis":
-            words += [f"--container-image={image}", f"--container-mounts={','.join(mounts)}"]
+            command += [f"--container-image={image}", f"--container-mounts={','.join(mounts)}"]
         case image, _:
             gpus = ["--nv"] if settings.gpus_per_node else []
-            words += ["apptainer", "exec", *gpus, *(word for mount in mounts for word in ("--bind", mount)), image]
-    own = "python" if settings.container else sys.executable
-    return shlex.join([*words, settings.python or own, "-m", "maxhydra", "job"])
+            binds = [word for mount in mounts for word in ("--bind", mount)]
+            command += ["apptainer", "exec", *gpus, *binds, image]
+    default_python = "python" if settings.container else sys.executable
+    return shlex.join([*command, settings.python or default_python, "-m", "maxhydra", "job"])
 
 
 def _requeue(settings: SlurmSettings) -> list[str]:
-    """After a signal a job has saved, and goes back to the queue; not so one that was cancelled, and is not RUNNING."""
+    """Requeue a job that saved after a signal, unless it was cancelled, in which case it is no longer RUNNING."""
     return [
         "if [ $code = 138 ] || [ $code = 143 ]; then",
-        # One job of an array has the array's id for its own.
+        # In an array, $SLURM_JOB_ID of one of the tasks equals the array's id.
         "  job=$SLURM_JOB_ID",
         "  [ -z $SLURM_ARRAY_TASK_ID ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",
         '  if [ "$(squeue -h -j $job -o %T)" != RUNNING ]; then',
         '    echo "maxhydra: cancelled"',
         f"  elif [ ${{SLURM_RESTART_COUNT:-0}} -ge {settings.max_requeues} ]; then",
-        f'    echo "maxhydra: interrupted once more than max_requeues={settings.max_requeues}"',
+        f'    echo "maxhydra: interrupted more than max_requeues={settings.max_requeues} times"',
         "  else",
-        '    echo "maxhydra: interrupted, goes back to the queue"',
+        '    echo "maxhydra: interrupted, requeued"',
         "    scontrol requeue $job",
         "  fi",
         "fi",

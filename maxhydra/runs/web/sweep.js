@@ -3,7 +3,7 @@
   const { axes, lines, charts } = page.data;
   const MARGIN = { left: 40, right: 40, top: 28, bottom: 26 };
 
-  // Numbers have a scale, logarithmic where they span more than a factor of thirty; other values stand in a row.
+  // Numeric axes are linear, or logarithmic if values span more than a factor of 30; other values are evenly spaced.
   function scaleOf(index) {
     const values = lines.map((line) => line.values[index]);
     if (values.every((value) => typeof value === "number")) {
@@ -39,7 +39,7 @@
         }).join("");
         return page.svg("path", { class: `curve cs${lines[i].shade}`, d: text });
       });
-      // The best over the others.
+      // Draw the best run on top.
       node.append(...[...paths].reverse());
       axes.forEach((axis, i) => {
         const anchor = i === 0 ? "start" : i === axes.length - 1 ? "end" : "middle";
@@ -60,12 +60,12 @@
         if (i !== null) paths[i].parentNode.insertBefore(paths[i], node.querySelector(".axis"));
         readout.replaceChildren();
         if (i !== null) readout.append(page.html("b", {}, lines[i].run), ...axes.flatMap((axis, j) => [`  ${axis.name} `, page.html("b", {}, page.cell(lines[i].values[j]))]));
-        else readout.textContent = "Point at a line to read it; the strongest is the best.";
+        else readout.textContent = "Hover over a line to read its values; the darkest line is the best run.";
       };
-      const away = ([px, py], event, box) => Math.hypot(px - event.clientX + box.left, py - event.clientY + box.top);
+      const distanceTo = ([px, py], event, box) => Math.hypot(px - event.clientX + box.left, py - event.clientY + box.top);
       plot.onpointermove = (event) => {
         const box = plot.getBoundingClientRect();
-        const distance = places.map((place) => Math.min(...place.map((point) => away(point, event, box))));
+        const distance = places.map((place) => Math.min(...place.map((point) => distanceTo(point, event, box))));
         const nearest = distance.indexOf(Math.min(...distance));
         choose(distance[nearest] < 40 ? nearest : null);
       };

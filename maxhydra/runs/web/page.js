@@ -1,5 +1,5 @@
 "use strict";
-// What every page shares: elements, numbers in words, light and dark, buttons that copy.
+// Shared by all pages: DOM helpers, number formatting, light and dark themes, copy buttons.
 const page = (() => {
   const SVG = document.querySelector("#theme svg").namespaceURI;
 
@@ -16,7 +16,7 @@ const page = (() => {
   const html = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
   const svg = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
 
-  // Four significant digits; an axis drops trailing zeros, a readout keeps them so that it stands still.
+  // Four significant digits; axes drop trailing zeros, readouts keep them so that the text does not jump.
   function number(value, { percent = false, trim = false } = {}) {
     if (value === null || value === undefined) return "NaN";
     const size = Math.abs(value), digits = (v) => (trim ? String(+v.toPrecision(4)) : v.toPrecision(4));
@@ -26,7 +26,7 @@ const page = (() => {
     return size >= 1e6 ? digits(value / 1e6) + "M" : size >= 1e4 ? digits(value / 1e3) + "K" : digits(value);
   }
 
-  // A setting as it was written, a measurement with four digits.
+  // Settings as they were written, measurements with four digits.
   function cell(value) {
     if (value === null || value === undefined) return "";
     if (typeof value !== "number") return String(value);
@@ -44,9 +44,9 @@ const page = (() => {
   async function copy(button, text, node) {
     try {
       await navigator.clipboard.writeText(text);
-      const before = button.textContent;
+      const label = button.textContent;
       button.textContent = "Copied";
-      setTimeout(() => (button.textContent = before), 1500);
+      setTimeout(() => (button.textContent = label), 1500);
     } catch {
       if (node) getSelection().selectAllChildren(node);
     }
@@ -57,20 +57,20 @@ const page = (() => {
   }
 
   const root = document.documentElement;
-  const remembered = (() => { try { return localStorage.getItem("theme"); } catch { return null; } })();
-  if (remembered === "light" || remembered === "dark") root.dataset.theme = remembered;
+  const storedTheme = (() => { try { return localStorage.getItem("theme"); } catch { return null; } })();
+  if (storedTheme === "light" || storedTheme === "dark") root.dataset.theme = storedTheme;
   document.getElementById("theme").addEventListener("click", () => {
     const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
     root.dataset.theme = dark ? "light" : "dark";
-    try { localStorage.setItem("theme", root.dataset.theme); } catch { /* A file that may store nothing. */ }
+    try { localStorage.setItem("theme", root.dataset.theme); } catch { /* Pages opened as files may not have storage. */ }
   });
 
-  // Draw a part anew only when what it shows has changed: a click or a selection must not fall between two drawings.
-  const shown = new WeakMap();
+  // Redraw a part only when its content has changed, so that clicks and text selections are not lost.
+  const currentContent = new WeakMap();
   function update(node, content, draw) {
-    const now = JSON.stringify(content);
-    if (shown.get(node) === now && node.childNodes.length) return;
-    shown.set(node, now);
+    const next = JSON.stringify(content);
+    if (currentContent.get(node) === next && node.childNodes.length) return;
+    currentContent.set(node, next);
     node.replaceChildren(...draw());
   }
 

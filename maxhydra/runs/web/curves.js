@@ -1,11 +1,11 @@
 "use strict";
-// Charts whose lines share the steps, one cursor, and the controls for smoothing and scale.
+// Charts with a shared step axis and cursor, and the controls for smoothing and scale.
 const curves = (() => {
   const MARGIN = { left: 52, right: 14, top: 8, bottom: 22 };
-  // With more lines than these the readout names the one under the pointer alone.
-  const NAMED = 8;
+  // With more lines than this, the readout names only the line under the pointer.
+  const MAX_NAMED = 8;
 
-  // Mean with weights that fall off on both sides, so that the curve does not lag behind; gaps stay gaps.
+  // Two-sided exponential smoothing, so that the curve does not lag behind; gaps stay gaps.
   function smooth(values, weight) {
     const sums = values.map(() => 0), masses = values.map(() => 0);
     for (const order of [values.keys(), [...values.keys()].reverse()]) {
@@ -47,18 +47,18 @@ const curves = (() => {
     return low > 0 && step - steps[low - 1] < steps[low] - step ? low - 1 : low;
   }
 
-  // Steps are sent as differences. A line's look is the class of its number unless it brings one.
+  // Decode delta-encoded steps. The default look of a line is the CSS class of its index.
   function decode(charts) {
     return charts.map((chart) => ({
       ...chart,
       lines: chart.lines.map((line, index) => {
         let step = 0;
-        return { ...line, look: line.look ?? String(index % NAMED), steps: line.steps.map((d) => (step += d)) };
+        return { ...line, look: line.look ?? String(index % MAX_NAMED), steps: line.steps.map((d) => (step += d)) };
       }),
     }));
   }
 
-  // `host` holds the figures; each chart names its own. `resumes` are steps to mark.
+  // `host` contains the figures, one per chart. `resumes` are steps to mark.
   function group(host, { resumes = [] } = {}) {
     const view = { log: false, smoothing: 0, step: null, y: null };
     let charts = [], span = [0, 1];
@@ -118,12 +118,12 @@ const curves = (() => {
       const { y, ticks } = scale(chart, chart.shown, chart.inner.height);
       chart.y = y;
       axes(node, chart, ticks, width, height);
-      const floor = MARGIN.top + chart.inner.height, isSparse = chart.lines.length <= NAMED && chart.lines.every((line) => line.steps.length <= 40);
+      const floor = MARGIN.top + chart.inner.height, isSparse = chart.lines.length <= MAX_NAMED && chart.lines.every((line) => line.steps.length <= 40);
       chart.paths = chart.lines.map((line, index) => {
         const weight = line.exact ? 0 : view.smoothing, values = chart.shown[index];
-        if (weight && chart.lines.length <= NAMED) node.append(path(chart, line, values, `curve raw c${line.look}`));
-        const drawn = path(chart, line, weight ? smooth(values, weight) : values, `curve c${line.look}`);
-        node.append(drawn);
+        if (weight && chart.lines.length <= MAX_NAMED) node.append(path(chart, line, values, `curve raw c${line.look}`));
+        const curve = path(chart, line, weight ? smooth(values, weight) : values, `curve c${line.look}`);
+        node.append(curve);
         if (isSparse && !weight) line.steps.forEach((step, i) => {
           if (values[i] !== null) node.append(page.svg("circle", { class: `f${line.look}`, cx: chart.x(step), cy: y(values[i]), r: 2.5 }));
         });
@@ -133,23 +133,23 @@ const curves = (() => {
           tick.append(page.svg("title", {}, `${line.name} is not finite at step ${line.steps[i]}`));
           node.append(tick);
         });
-        return drawn;
+        return curve;
       });
       chart.cursor = page.svg("g", { class: "cursor", visibility: "hidden" });
       node.append(chart.cursor);
       plot.append(node);
     }
 
-    // The lines that the readout names: all of a few, of many the one nearest to the pointer.
-    function named(chart, picked) {
+    // Lines that the readout names: all if they are few, else the one nearest to the pointer.
+    function namedLines(chart, picked) {
       const all = [...chart.lines.keys()];
-      if (all.length <= NAMED) return all;
+      if (all.length <= MAX_NAMED) return all;
       if (view.step === null || view.y === null || view.over !== chart) return [];
-      const away = (i) => { const value = chart.shown[i][picked[i]]; return value === null ? Infinity : Math.abs(chart.y(value) - view.y); };
-      return [all.reduce((best, i) => (away(i) < away(best) ? i : best))];
+      const distance = (i) => { const value = chart.shown[i][picked[i]]; return value === null ? Infinity : Math.abs(chart.y(value) - view.y); };
+      return [all.reduce((best, i) => (distance(i) < distance(best) ? i : best))];
     }
 
-    // One cursor for all charts: the numbers of the same step side by side.
+    // One cursor for all charts, which shows the values at the same step.
     function point(chart) {
       const readout = chart.figure.querySelector(".readout");
       readout.replaceChildren();
@@ -157,16 +157,16 @@ const curves = (() => {
       chart.cursor.replaceChildren();
       chart.cursor.setAttribute("visibility", view.step === null ? "hidden" : "visible");
       const picked = chart.lines.map((line) => (view.step === null ? line.steps.length - 1 : nearest(line.steps, view.step)));
-      const shown = named(chart, picked), lead = shown.length ? shown[0] : 0;
+      const shown = namedLines(chart, picked), lead = shown.length ? shown[0] : 0;
       if (view.step !== null) {
         const step = chart.lines[lead].steps[picked[lead]], at = chart.x(step);
         chart.cursor.append(page.svg("line", { x1: at, x2: at, y1: MARGIN.top, y2: MARGIN.top + chart.inner.height }));
         readout.append(page.html("span", {}, "step ", page.html("b", {}, step.toLocaleString("en"))));
       }
-      chart.paths.forEach((node, i) => node.classList.toggle("chosen", chart.lines.length > NAMED && shown.includes(i)));
+      chart.paths.forEach((node, i) => node.classList.toggle("chosen", chart.lines.length > MAX_NAMED && shown.includes(i)));
       for (const i of shown) {
         const line = chart.lines[i], value = chart.shown[i][picked[i]];
-        // A chart under a legend needs no names beside its numbers.
+        // Below a legend, values need no names.
         const label = chart.lines.length > 1 && !(chart.brief && shown.length > 1) ? `${line.name} ` : "";
         readout.append(page.html("span", {}, page.html("i", { class: `f${line.look}` }), label, page.html("b", {}, page.number(line.values[picked[i]], { percent: chart.percent }))));
         if (view.step !== null && value !== null) chart.cursor.append(page.svg("circle", { class: `f${line.look}`, cx: chart.x(line.steps[picked[i]]), cy: chart.y(value), r: 4 }));
@@ -194,7 +194,7 @@ const curves = (() => {
       };
     }
 
-    // Show these charts, each with its `figure`, in place of those before.
+    // Replace the current charts; each has its `figure`.
     function show(next) {
       charts = next;
       const ends = charts.flatMap((chart) => chart.lines.flatMap((line) => (line.steps.length ? [line.steps[0], line.steps[line.steps.length - 1]] : [])));
@@ -207,7 +207,7 @@ const curves = (() => {
     return { view, show, redraw };
   }
 
-  // The two controls that stand over every group of charts.
+  // Connect the two controls above a group of charts.
   function control(charts, smoothing) {
     const slider = document.getElementById("smoothing"), smoothed = document.getElementById("smoothed");
     const smoothBy = () => { charts.view.smoothing = +slider.value; smoothed.textContent = slider.value; };

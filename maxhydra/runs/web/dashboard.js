@@ -1,30 +1,30 @@
 "use strict";
 (() => {
-  const MOST = 8, PAUSE = 2000;
+  const MAX_CHOSEN = 8, POLL_MS = 2000;
   const byId = (id) => document.getElementById(id);
   const runs = new Map();
   const state = { token: "", chosen: [], tab: "curves", busy: false, signature: "" };
   const short = (path) => path.slice(path.lastIndexOf("/") + 1);
   byId("root").textContent = page.data.root;
 
-  async function ask(what, parameters = []) {
-    const answer = await fetch(`/api/${what}?${new URLSearchParams(parameters)}`);
-    return answer.json();
+  async function request(path, parameters = []) {
+    const response = await fetch(`/api/${path}?${new URLSearchParams(parameters)}`);
+    return response.json();
   }
   const chosenQuery = () => state.chosen.map((path) => ["run", path]);
 
-  // What is chosen, and the tab, stand in the address: a reload, or a link sent to oneself, shows the same.
+  // The chosen runs and the tab are stored in the URL, so that a reload or a shared link shows the same view.
   function remember() {
     history.replaceState(null, "", `#${new URLSearchParams([...chosenQuery(), ["tab", state.tab]])}`);
   }
   function recall() {
     const parts = new URLSearchParams(location.hash.slice(1));
-    state.chosen = parts.getAll("run").slice(0, MOST);
+    state.chosen = parts.getAll("run").slice(0, MAX_CHOSEN);
     if (byId("tabs").querySelector(`[data-tab="${CSS.escape(parts.get("tab") ?? "")}"]`)) state.tab = parts.get("tab");
   }
 
   function choose(paths) {
-    state.chosen = paths.slice(-MOST);
+    state.chosen = paths.slice(-MAX_CHOSEN);
     remember();
     table.render();
     legend();
@@ -39,35 +39,35 @@
   function legend() {
     const item = (path, i) => page.html("li", { title: path }, page.html("i", { class: `f${i % 8}` }), page.html("span", {}, short(path)),
       page.html("button", { type: "button", "aria-label": `Remove ${path}`, onclick: () => choose(state.chosen.filter((each) => each !== path)) }, "×"));
-    const nothing = () => [page.html("li", { class: "empty" }, "Choose a run; the boxes at the left choose several.")];
+    const nothing = () => [page.html("li", { class: "empty" }, "Choose a run, or several with the boxes on the left.")];
     page.update(byId("legend"), state.chosen, () => (state.chosen.length ? state.chosen.map(item) : nothing()));
   }
 
-  // Tabs. Each keeps its elements while what it shows stays the same, so that nothing jumps while runs train.
+  // Tabs. Elements are kept while the content is unchanged, so that the page does not jump while runs train.
   const content = byId("content"), host = page.html("div", { class: "charts" });
   const group = curves.group(host);
   curves.control(group, 0);
 
   async function showCurves(isSystem) {
-    const answer = await ask("curves", chosenQuery());
-    const wanted = curves.decode(answer.charts.filter((chart) => chart.system === isSystem));
-    const signature = JSON.stringify([state.chosen, isSystem, wanted.map((chart) => chart.metric)]);
+    const response = await request("curves", chosenQuery());
+    const charts = curves.decode(response.charts.filter((chart) => chart.system === isSystem));
+    const signature = JSON.stringify([state.chosen, isSystem, charts.map((chart) => chart.metric)]);
     if (signature !== state.signature || !host.isConnected) {
       state.signature = signature;
-      host.replaceChildren(...wanted.map((chart, i) => page.html("figure", { class: i === 0 && !isSystem ? "chart wide" : "chart", "data-metric": chart.metric },
+      host.replaceChildren(...charts.map((chart, i) => page.html("figure", { class: i === 0 && !isSystem ? "chart wide" : "chart", "data-metric": chart.metric },
         page.html("figcaption", {}, page.html("h3", {}, chart.title), page.html("output", { class: "readout" })),
         page.html("div", { class: "plot", tabindex: 0, role: "img", "aria-label": `${chart.title} of ${chart.lines.map((line) => line.run).join(", ")}` }))));
       const tiles = isSystem ? [page.html("dl", { class: "tiles", id: "machine" }), page.html("dl", { class: "tiles", id: "devices" })] : [];
-      content.replaceChildren(...tiles, wanted.length ? host : page.html("p", { class: "empty" }, "No metrics yet."));
+      content.replaceChildren(...tiles, charts.length ? host : page.html("p", { class: "empty" }, "No metrics yet."));
     }
-    group.show(wanted.map((chart, i) => ({ ...chart, brief: true, lines: chart.lines.map((line) => ({ ...line, name: short(line.run) })), figure: host.children[i] })));
+    group.show(charts.map((chart, i) => ({ ...chart, brief: true, lines: chart.lines.map((line) => ({ ...line, name: short(line.run) })), figure: host.children[i] })));
   }
 
   const share = ([used, total]) => `${page.number(used / 2 ** 30, { trim: true })} of ${page.number(total / 2 ** 30, { trim: true })} GiB`;
   const tile = (label, value, note) => page.html("div", {}, page.html("dt", { title: label }, label), page.html("dd", {}, value, note ? page.html("small", {}, note) : null));
 
   async function showSystem() {
-    const [, machine, compared] = await Promise.all([showCurves(true), ask("machine"), ask("compare", chosenQuery())]);
+    const [, machine, compared] = await Promise.all([showCurves(true), request("machine"), request("compare", chosenQuery())]);
     if (!byId("machine")) return;
     byId("machine").replaceChildren(
       tile("Load", String(machine.load), `${machine.processors} processors, this machine`),
@@ -89,20 +89,20 @@
   }
 
   async function showCompare() {
-    const found = await ask("compare", chosenQuery());
-    const commands = found.facts.map((facts) => {
+    const comparison = await request("compare", chosenQuery());
+    const commands = comparison.facts.map((facts) => {
       const code = page.html("code", {}, facts.again), button = page.html("button", { type: "button" }, "Copy");
       button.addEventListener("click", () => page.copy(button, facts.again, code));
       return page.html("div", { class: "command" }, code, button);
     });
-    const config = found.runs.length > 1 ? differences("Config, where it differs", found.runs, found.config, false) : [];
-    const code = found.runs.length > 1 ? differences("Code and machine, where they differ", found.runs, found.surroundings, false) : [];
-    page.update(content, found, () => [...config, ...differences("Metrics, last values", found.runs, found.metrics, true), ...code, page.html("h2", {}, "Run again"), ...commands]);
+    const config = comparison.runs.length > 1 ? differences("Differences in config", comparison.runs, comparison.config, false) : [];
+    const code = comparison.runs.length > 1 ? differences("Differences in code and machine", comparison.runs, comparison.surroundings, false) : [];
+    page.update(content, comparison, () => [...config, ...differences("Metrics, last values", comparison.runs, comparison.metrics, true), ...code, page.html("h2", {}, "Rerun"), ...commands]);
   }
 
   async function showLog() {
     const before = content.querySelector("select"), path = before && state.chosen.includes(before.value) ? before.value : state.chosen[state.chosen.length - 1];
-    const { text } = await ask("log", [["run", path]]);
+    const { text } = await request("log", [["run", path]]);
     const atEnd = !content.querySelector(".log") || content.scrollTop + content.clientHeight > content.scrollHeight - 40;
     const choice = () => page.html("select", { "aria-label": "Log of", onchange: () => refresh() }, ...state.chosen.map((each) => page.html("option", { value: each, selected: each === path }, each)));
     page.update(content, [path, text, state.chosen], () => [page.html("div", { class: "log-choice" }, choice()), page.html("pre", { class: "log" }, text || "Nothing was logged.")]);
@@ -118,16 +118,16 @@
   }
   for (const button of byId("tabs").querySelectorAll("[role=tab]")) button.addEventListener("click", () => { state.tab = button.dataset.tab; state.signature = ""; content.replaceChildren(); remember(); refresh(); });
 
-  // Search: plain words are looked for here; conditions are those of the command line, and the server's to judge.
+  // Search: plain words are matched in the browser; conditions use the command-line syntax and go to the server.
   const search = byId("search");
-  let asked = 0;
+  let latest = 0;
   async function find() {
     const parts = search.value.trim().split(/\s+/).filter(Boolean), conditions = parts.filter((part) => /[=<>~]/.test(part));
     table.state.words = parts.filter((part) => !conditions.includes(part)).map((part) => part.toLowerCase());
-    const mine = ++asked, answer = conditions.length ? await ask("select", conditions.map((each) => ["condition", each])) : {};
-    if (mine !== asked) return;
-    byId("problem").textContent = answer.problem ?? "";
-    table.state.allowed = answer.paths ? new Set(answer.paths) : null;
+    const current = ++latest, response = conditions.length ? await request("select", conditions.map((each) => ["condition", each])) : {};
+    if (current !== latest) return;
+    byId("problem").textContent = response.problem ?? "";
+    table.state.allowed = response.paths ? new Set(response.paths) : null;
     table.state.here = 0;
     table.arrange();
   }
@@ -149,13 +149,13 @@
 
   const column = byId("column");
   column.addEventListener("focus", async () => {
-    const { keys, metrics } = await ask("keys");
+    const { keys, metrics } = await request("keys");
     byId("keys").replaceChildren(...[...metrics, ...keys].map((key) => page.html("option", { value: key })));
   });
   column.addEventListener("change", async () => {
-    const key = column.value.trim(), answer = key ? await ask("values", [["key", key]]) : {};
-    byId("problem").textContent = answer.problem ? `${key}: no run has it` : "";
-    if (answer.values) { table.addColumn(key, answer.values); column.value = ""; }
+    const key = column.value.trim(), response = key ? await request("values", [["key", key]]) : {};
+    byId("problem").textContent = response.problem ? `${key}: not found in any run` : "";
+    if (response.values) { table.addColumn(key, response.values); column.value = ""; }
   });
 
   function faults(lines) {
@@ -168,30 +168,30 @@
 
   async function poll() {
     try {
-      const answer = await ask("runs", [["since", state.token]]);
-      if (answer.whole) runs.clear();
-      for (const run of answer.runs) runs.set(run.path, run);
-      state.token = answer.token;
-      // A run that is not there any more is seen by the count alone: begin anew.
-      if (runs.size !== answer.count) { state.token = ""; runs.clear(); return poll(); }
+      const response = await request("runs", [["since", state.token]]);
+      if (response.whole) runs.clear();
+      for (const run of response.runs) runs.set(run.path, run);
+      state.token = response.token;
+      // Deleted runs show only in the count: reload everything.
+      if (runs.size !== response.count) { state.token = ""; runs.clear(); return poll(); }
       const isFirst = !table.state.shown.length && !state.chosen.length;
       state.chosen = state.chosen.filter((path) => runs.has(path));
-      const unchanged = !answer.whole && !answer.runs.length;
+      const unchanged = !response.whole && !response.runs.length;
       if (!unchanged) { table.show(runs); statuses(); }
-      faults(answer.faults);
+      faults(response.faults);
       if (isFirst && table.state.shown.length) choose([table.state.shown[0].path]);
-      else if (answer.whole || state.chosen.some((path) => runs.get(path).status === "running" || answer.runs.some((run) => run.path === path)) || state.tab === "system") { legend(); await refresh(); }
+      else if (response.whole || state.chosen.some((path) => runs.get(path).status === "running" || response.runs.some((run) => run.path === path)) || state.tab === "system") { legend(); await refresh(); }
       byId("live").className = "live on";
       byId("live").textContent = "live";
     } catch (error) {
       if (!(error instanceof TypeError)) throw error;
       byId("live").className = "live off";
-      byId("live").textContent = "server is gone";
+      byId("live").textContent = "server unreachable";
     }
     return undefined;
   }
 
   recall();
   legend();
-  (async () => { for (;;) { if (!document.hidden) await poll(); await new Promise((done) => setTimeout(done, PAUSE)); } })();
+  (async () => { for (;;) { if (!document.hidden) await poll(); await new Promise((done) => setTimeout(done, POLL_MS)); } })();
 })();

@@ -1,7 +1,7 @@
 "use strict";
-// The table of runs: what is searched for, in which order, and only the rows that can be seen.
+// The table of runs: filtering, sorting, and virtual scrolling (only visible rows are rendered).
 const table = (() => {
-  const HEIGHT = 33, SPARE = 10;
+  const HEIGHT = 33, OVERSCAN = 10;
   const age = (created) => {
     const seconds = Math.max(0, (Date.now() - Date.parse(created)) / 1000);
     for (const [size, unit] of [[86400, "d"], [3600, "h"], [60, "m"]]) if (seconds >= size) return `${Math.floor(seconds / size)} ${unit}`;
@@ -13,17 +13,17 @@ const table = (() => {
     return [page.html("span", {}, run.step === null ? "" : run.step.toLocaleString("en")), bar];
   };
   const name = (run) => {
-    // Runs of a sweep differ at the end of their names: what has no room is left out of the middle.
+    // Names of a sweep's runs differ at the end, so long names are truncated in the middle.
     const cut = run.path.lastIndexOf("/") + 1, tail = Math.max(cut, run.path.length - 16);
     const front = page.html("span", { class: "front" }, page.html("i", {}, run.path.slice(0, cut)), run.path.slice(cut, tail));
     const tags = run.tags.map((tag) => page.html("span", { class: "tag" }, tag));
     return [page.html("div", {}, front, page.html("span", {}, run.path.slice(tail)), ...tags)];
   };
   const figure = (value) => [value === null || value === undefined ? "" : page.number(value)];
-  // What a run under way has reached so far stands where its result will.
+  // A running run shows the current value of its objective.
   const objective = (run) => run.value ?? run.metrics[run.objective ?? "eval/loss"];
-  // Those marked wide are shown where there is room.
-  const ROOM = 740;
+  // Columns marked wide are hidden if the table is narrower than this.
+  const WIDE_MIN_WIDTH = 740;
   const columns = [
     { key: "path", title: "Run", of: (run) => run.path, show: name, class: "run", width: "auto" },
     { key: "status", title: "Status", of: (run) => run.status, show: (run) => [page.html("span", { class: `status ${run.status}`, title: run.reason ?? "" }, run.status)], width: 96 },
@@ -38,8 +38,8 @@ const table = (() => {
   const scroller = document.getElementById("rows"), head = document.getElementById("head"), body = document.getElementById("body");
   let runs = new Map(), events = {};
 
-  // A column that was asked for stands beside the result.
-  const all = () => [...columns.slice(0, 3), ...state.extra, ...columns.slice(3).filter((column) => !column.wide || scroller.clientWidth >= ROOM)];
+  // Columns added by the user follow the result.
+  const all = () => [...columns.slice(0, 3), ...state.extra, ...columns.slice(3).filter((column) => !column.wide || scroller.clientWidth >= WIDE_MIN_WIDTH)];
 
   function compare(a, b) {
     if (typeof a === "number" && typeof b === "number") return a - b;
@@ -61,14 +61,14 @@ const table = (() => {
 
   let drawnHead = "";
   function header() {
-    // What has not changed stays the same element: a click must not fall between two drawings of it.
+    // Unchanged elements are kept, so that clicks are not lost.
     const now = JSON.stringify([state.sort, state.down, scroller.clientWidth, all().map((column) => column.key)]);
     if (now === drawnHead) return;
     drawnHead = now;
     const cells = all().map((column) => {
       const sort = state.sort === column.key ? (state.down ? "descending" : "ascending") : null;
-      const turn = () => { state.down = state.sort === column.key ? !state.down : column.key === "created"; state.sort = column.key; arrange(); };
-      const button = page.html("button", { type: "button", title: column.title, onclick: turn, "data-sort": column.key }, column.title);
+      const toggleSort = () => { state.down = state.sort === column.key ? !state.down : column.key === "created"; state.sort = column.key; arrange(); };
+      const button = page.html("button", { type: "button", title: column.title, onclick: toggleSort, "data-sort": column.key }, column.title);
       const drop = column.extra ? page.html("button", { type: "button", class: "drop", "aria-label": `Remove ${column.title}`, onclick: () => { state.extra = state.extra.filter((each) => each !== column); arrange(); } }, "×") : null;
       const cell = page.html("th", { scope: "col", "aria-sort": sort, class: `${column.right ? "right" : ""} ${column.extra ? "extra" : ""}` }, drop ? page.html("div", {}, button, drop) : button);
       cell.style.width = column.width === "auto" ? "" : `${column.width}px`;
@@ -77,7 +77,7 @@ const table = (() => {
     const pick = page.html("th", { "aria-label": "Chosen" });
     pick.style.width = "30px";
     head.replaceChildren(pick, ...cells);
-    // The name takes what the others leave, and never less than it needs to be told apart.
+    // The name column takes the remaining width, with a minimum that keeps names distinguishable.
     const rest = all().reduce((sum, column) => sum + (column.width === "auto" ? 0 : column.width), 30);
     const width = Math.max(200, scroller.clientWidth - rest);
     cells[0].style.width = `${width}px`;
@@ -109,8 +109,8 @@ const table = (() => {
   }
 
   function render() {
-    const first = Math.max(0, Math.floor(scroller.scrollTop / HEIGHT) - SPARE);
-    const last = Math.min(state.shown.length, first + Math.ceil(scroller.clientHeight / HEIGHT) + 2 * SPARE);
+    const first = Math.max(0, Math.floor(scroller.scrollTop / HEIGHT) - OVERSCAN);
+    const last = Math.min(state.shown.length, first + Math.ceil(scroller.clientHeight / HEIGHT) + 2 * OVERSCAN);
     const chosen = events.chosen ? events.chosen() : [];
     const seen = state.shown.slice(first, last);
     drawnRows = new Map(seen.map((run, i) => [run.path, row(run, first + i, chosen)]));
