@@ -71,7 +71,7 @@ def test_prompts_are_the_same_with_their_gates_taken_along_and_pages_filled(monk
 
     monkeypatch.setattr(fused_layers, "suits", lambda *_: False)
     monkeypatch.setattr(fused_layers, "gates", lambda *_: True)
-    monkeypatch.setattr(fused_layers, "fused_product", product)
+    monkeypatch.setattr(fused_layers, "fused_linear", product)
     monkeypatch.setattr(attend, "filled", fill)
     logits, pages = prompts_read(arranged.model, arranged.use(arranged.keep(params)))
     assert filled == [(3, 8, 2, 8)] * 3 and activations == [jax.nn.silu] * 3
