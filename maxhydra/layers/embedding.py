@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config.schema import model as config
-from maxhydra.kernels.fused_linear import Norm as Factors
-from maxhydra.kernels.fused_linear import first_rows, largest_output
+from maxhydra.kernels.fused_linear import largest_output
 from maxhydra.kernels.int8_weight_matmul import int8_product
 from maxhydra.kernels.matmul import Layout, projected
 from maxhydra.layers.params import Dtypes, ParamBuilder
@@ -72,16 +71,6 @@ class Embedding(nnx.Module):
         if is_trained_for(self.format):
             found = straight(partial(rounded_weight, over=(-1,)), found)
         return self._placed(found, positions_BT)
-
-    @jax.named_scope("embedding")
-    def begun(self, tokens_BT: jax.Array, then: Factors) -> tuple[jax.Array, jax.Array] | None:
-        """The rows and the norm that comes then, by one kernel on one device; None where that cannot be."""
-        is_plain = not (isinstance(self.table, Int8) or is_trained_for(self.format) or self.spec.is_scaled)
-        if not is_plain or self.spec.layout is not Layout.joined or self.positions is not None:
-            return None
-        shape = (*tokens_BT.shape, self.spec.emb_dim)
-        found = first_rows(self.table[...].astype(self.spec.dtypes.compute), tokens_BT.reshape(-1), then)
-        return None if found is None else (found[0].reshape(shape), found[1].reshape(shape))
 
     def _placed(self, rows_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """Rows at their scale and with their positions. Padding stands anywhere: what is out of reach is clipped."""

@@ -161,7 +161,7 @@ class Delta(nnx.Module):
         cache = None if ctx.cache is None else ctx.cache.written({"state": state_BNKV, **tails}, ctx.rows)
         return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, {})
 
-    def empty_cache(self, room: CacheSpec, layers: int) -> Cache:
+    def empty_cache(self, cache_spec: CacheSpec, layers: int) -> Cache:
         """The state, in float32 since its errors stay with it, and the tokens that the convolutions look back at."""
         spec, before = self.spec, self.spec.taps - 1
         state = StateSpec((spec.num_value_heads, spec.key_dim, spec.value_dim), jnp.float32, ("act_heads", None, None))
@@ -171,7 +171,7 @@ class Delta(nnx.Module):
         of_values = StateSpec(
             (before, spec.num_value_heads, spec.value_dim), spec.dtypes.compute, (None, "act_heads", None)
         )
-        return room.kept(layers, {"state": state, "query": of_keys, "key": of_keys, "value": of_values})
+        return cache_spec.kept(layers, {"state": state, "query": of_keys, "key": of_keys, "value": of_values})
 
     def _kept(self, ctx: Context) -> dict[str, Any]:
         """What earlier tokens of each row left: nothing where a row begins, whatever lies in its place."""

@@ -106,7 +106,7 @@ class Indexer(nnx.Module):
             scores_BTS = jax.lax.scan(add, zeros, heads)[0]
         return jnp.where(visible_BTS, scores_BTS, -jnp.inf)
 
-    def side(
+    def aux_loss(
         self, scores_BTS: jax.Array, q_BTNH: jax.Array, k_BSNH: jax.Array, visible_BTS: jax.Array, *, scale: float
     ) -> AuxOutputs:
         """The loss: KL(p || softmax(scores)) of each query, where p is the attention of all heads together, over the

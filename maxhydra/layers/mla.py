@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.attention.spec import Request, TokenInfo, visible
-from maxhydra.layers.attend import attend, cached_positions, written
+from maxhydra.layers.attention import attend, cached_positions, write_cache
 from maxhydra.layers.context import Context
 from maxhydra.layers.indexer import Indexer, IndexerSpec
 from maxhydra.layers.interfaces import AuxOutputs, MixerOutput, visible_keys
@@ -49,7 +49,7 @@ class MlaSpec:
     scale: float
     rotation: Rotation | None
     indexer: IndexerSpec | None
-    wanted: KernelChoice
+    kernel: KernelChoice
     init_scale: float
     out_scale: float
     dtypes: Dtypes
@@ -69,7 +69,7 @@ class MlaSpec:
             scale=_sharpness(own) * (plain_dim + own.qk_rope_head_dim) ** -0.5,
             rotation=Rotation.of(own.rope, own.qk_rope_head_dim),
             indexer=IndexerSpec.of(model, kind),
-            wanted=KernelChoice(model.kernels.attention.value, model.kernels.sizes("attention")),
+            kernel=KernelChoice(model.kernels.attention.value, model.kernels.sizes("attention")),
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
@@ -153,7 +153,7 @@ class Mla(nnx.Module):
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> MixerOutput:
         q_BTNH, narrow_BTQ = self._queries(x_BTD, ctx)
         seen, cache = self._seen(x_BTD, ctx)
-        side: AuxOutputs = {}
+        aux: AuxOutputs = {}
         if self.indexer is not None and seen.index_BSI is not None:
             visible_BTS = self._visible(seen, q_BTNH.shape[1])
             scores_BTS = self.indexer(x_BTD, narrow_BTQ, seen.index_BSI, visible_BTS, ctx)
@@ -165,17 +165,17 @@ class Mla(nnx.Module):
             mixed_BTNV = self._attend(q_BTNH, k_BSNH, v_BSNV, seen, ctx)
             if self.indexer is not None and ctx.cache is None:
                 looked_BTS = self._visible(seen, q_BTNH.shape[1]) & ctx.is_real_BT[:, :, None]
-                side = self.indexer.side(scores_BTS, q_BTNH, k_BSNH, looked_BTS, scale=self.spec.scale)
+                aux = self.indexer.aux_loss(scores_BTS, q_BTNH, k_BSNH, looked_BTS, scale=self.spec.scale)
         mixed_BTNV = ctx.constrain(mixed_BTNV, "act_batch", "act_length", "act_heads", None)
         out_BTD = self.out(checkpoint_name(mixed_BTNV, "context"), ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
-        return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, side)
+        return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, aux)
 
-    def empty_cache(self, room: CacheSpec, layers: int) -> Cache:
+    def empty_cache(self, cache_spec: CacheSpec, layers: int) -> Cache:
         """The latent in the place of the value: it is gathered, where the key with its position is only compared."""
         spec = self.spec
         index_dim = 0 if spec.indexer is None else spec.indexer.head_dim
-        return room.keys_and_values(
+        return cache_spec.keys_and_values(
             layers=layers,
             kv_heads=1,
             head_dim=spec.rope_dim + index_dim,
@@ -206,7 +206,7 @@ class Mla(nnx.Module):
             tokens = TokenInfo(ctx.segments, ctx.segments, None, None)
             return LatentCacheView(_whole(latent_BTR, ctx), _whole(key_BTP, ctx), _whole(index_BTI, ctx), tokens), None
         keys_BTH = key_BTP if index_BTI is None else jnp.concatenate([key_BTP, index_BTI], axis=-1)
-        cache = written(keys_BTH[:, :, None], latent_BTR[:, :, None], ctx)
+        cache = write_cache(keys_BTH[:, :, None], latent_BTR[:, :, None], ctx)
         kept: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
         key_BSP, index_BSI = jnp.split(kept.key_BSKH[:, :, 0], [self.spec.rope_dim], axis=-1)
         tokens = TokenInfo(None, None, cached_positions(ctx), kept.positions_BS)
@@ -243,7 +243,7 @@ class Mla(nnx.Module):
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, seen: LatentCacheView, ctx: Context) -> jax.Array:
         request = dataclasses.replace(self._request, is_length_split=ctx.is_length_split)
-        return attend(q, k, v, request, ctx, wanted=self.spec.wanted, **seen.tokens._asdict())
+        return attend(q, k, v, request, ctx, kernel=self.spec.kernel, **seen.tokens._asdict())
 
     def _visible(self, seen: LatentCacheView, queries: int) -> jax.Array:
         found = visible(self._request, seen.tokens, queries=range(queries), keys=range(seen.latent_BSR.shape[1]))

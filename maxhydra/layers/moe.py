@@ -100,12 +100,12 @@ class MoeSpec:
         even = tokens * self.router.top_k / self.router.experts
         return min(tokens, math.ceil(self.capacity_factor * even))
 
-    def settled(self, new: Any, old: Any, side: AuxOutputs) -> Any:
+    def apply_aux_updates(self, new: Any, old: Any, aux: AuxOutputs) -> Any:
         """The weights that a step made of old ones, with the correction of the choice moved by the load alone."""
         rate = self.router.bias_rate
         if rate is None or "correction" not in new.get("router", {}):
             return new
-        correction = corrected(old["router"]["correction"], side["load"], rate=rate)
+        correction = corrected(old["router"]["correction"], aux["load"], rate=rate)
         return {**new, "router": {**new["router"], "correction": correction}}
 
 
@@ -135,10 +135,10 @@ class Moe(nnx.Module):
             out_BTD = out_BTD + self._shared(x_BTD, ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
         load_E = load(routing.ids_BTK, is_real_BT, self.spec.router.experts)
-        side = {"load": load_E}
+        aux = {"load": load_E}
         if self.spec.balance_weight:
-            side["loss"] = self.spec.balance_weight * balance_loss(load_E, routing.shares_BTE, is_real_BT)
-        return FeedForwardOutput(checkpoint_name(out_BTD, "mlp_out"), side)
+            aux["loss"] = self.spec.balance_weight * balance_loss(load_E, routing.shares_BTE, is_real_BT)
+        return FeedForwardOutput(checkpoint_name(out_BTD, "mlp_out"), aux)
 
     def _shared(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         assert self.shared is not None

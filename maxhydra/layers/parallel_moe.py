@@ -38,4 +38,4 @@ class ParallelMoe(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, first_BTD: jax.Array, ctx: Context) -> FeedForwardOutput:
         fed = self.moe(self.norm(x_BTD), ctx, seen_BTD=x_BTD)
-        return FeedForwardOutput(self.first_norm(first_BTD) + self.out_norm(fed.out_BTD), fed.side)
+        return FeedForwardOutput(self.first_norm(first_BTD) + self.out_norm(fed.out_BTD), fed.aux)

@@ -27,7 +27,7 @@ class Rotation:
         rates = frequencies(rope, head_dim)
         return None if rates is None else cls(rates, _amplitude(rope), rope.pairs)
 
-    def turns_halves(self, head_dim: int) -> bool:
+    def rotates_halves(self, head_dim: int) -> bool:
         """Whether `turns` can say it: all of a head turns, in pairs of its halves."""
         return self.pairs is config.Pairs.halves and 2 * len(self.frequencies) == head_dim
 

@@ -134,7 +134,7 @@ class ModelDef:
         for group in BLOCKS:
             specs, sides = getattr(self._spec, group), told.get(group, {})
             blocks = {
-                index: specs[int(index)].settled(block, old[group][index], sides.get(index, {}))
+                index: specs[int(index)].apply_aux_updates(block, old[group][index], sides.get(index, {}))
                 for index, block in new.get(group, {}).items()
             }
             new = {**new, group: blocks} if blocks else new

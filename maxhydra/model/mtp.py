@@ -22,8 +22,8 @@ class Mtp(Block):
         self.join = make.projection("join", (2 * D,), (D,), ("embed", None), scale=scale)
         self.norm = spec.norm.build(D, make)
 
-    def ahead(self, hidden_BTD: jax.Array, later_BTD: jax.Array, ctx: Context) -> BlockOutput:
-        """What the head takes in the place of the stream."""
+    def predict(self, hidden_BTD: jax.Array, later_BTD: jax.Array, ctx: Context) -> BlockOutput:
+        """Hidden states for the head, which then predicts one token further than the layer before."""
         both = [self.embedding_norm(later_BTD), self.hidden_norm(hidden_BTD)]
-        left = self(self.join(jnp.concatenate(both, axis=-1), ctx), ctx)
-        return left._replace(x_BTD=ctx.constrain(self.norm(left.x_BTD), "act_batch", "act_length", "act_embed"))
+        out = self(self.join(jnp.concatenate(both, axis=-1), ctx), ctx)
+        return out._replace(x_BTD=ctx.constrain(self.norm(out.x_BTD), "act_batch", "act_length", "act_embed"))

@@ -25,10 +25,10 @@ from maxhydra.layers import (
     RMSNorm,
     dropout,
 )
+from maxhydra.layers.attention import scale_queries
 from maxhydra.layers.mlp import ACTIVATIONS, gated
 from maxhydra.layers.norm import LayerNorm
 from maxhydra.layers.rope import Rotation, frequencies, rotate
-from maxhydra.layers.temperature import scale_queries
 from maxhydra.sharding import Sharder
 
 FLOAT32 = {"compute": config.Dtype.float32}
