@@ -23,7 +23,7 @@ class ParallelMoeSpec:
     @classmethod
     def of(cls, model: config.Model, kind: config.Kind) -> "ParallelMoeSpec | None":
         """None where the feed-forward stands alone."""
-        return cls(MoeSpec.of(model, kind), NormSpec.of(model)) if kind.beside is config.Beside.moe else None
+        return cls(MoeSpec.of(model, kind), NormSpec.of(model)) if kind.parallel_moe is config.ParallelMoe.moe else None
 
 
 class ParallelMoe(nnx.Module):

@@ -62,7 +62,7 @@ class BlockSpec:
     name: str
     mixer: MixerSpec
     feed_forward: FeedForwardSpec
-    beside: ParallelMoeSpec | None
+    parallel_moe: ParallelMoeSpec | None
     per_layer: PerLayerSpec | None
     is_scaled: bool
     emb_dim: int
@@ -77,7 +77,7 @@ class BlockSpec:
             name=name,
             mixer=MIXERS[kind.mixer].of(model, kind),
             feed_forward=FEED_FORWARDS[kind.feed_forward].of(model, kind),
-            beside=ParallelMoeSpec.of(model, kind),
+            parallel_moe=ParallelMoeSpec.of(model, kind),
             per_layer=PerLayerSpec.of(model),
             is_scaled=kind.is_scaled,
             emb_dim=model.emb_dim,
@@ -100,11 +100,13 @@ class BlockSpec:
 
     def idle_parameters(self) -> int:
         """Number of weights that are not used for a given token (experts it is not routed to)."""
-        return self.feed_forward.idle_parameters() + (self.beside.moe.idle_parameters() if self.beside else 0)
+        return self.feed_forward.idle_parameters() + (
+            self.parallel_moe.moe.idle_parameters() if self.parallel_moe else 0
+        )
 
     def forward_flops(self, seq_len: int) -> float:
         """Forward FLOPs per token of a sequence of this length."""
-        parallel_moe = 0.0 if self.beside is None else self.beside.moe.forward_flops()
+        parallel_moe = 0.0 if self.parallel_moe is None else self.parallel_moe.moe.forward_flops()
         per_layer = 0.0 if self.per_layer is None else self.per_layer.forward_flops()
         return self.mixer.forward_flops(seq_len) + self.feed_forward.forward_flops() + parallel_moe + per_layer
 
@@ -123,7 +125,9 @@ class Block(nnx.Module):
         self.attention_post_norm = self._build_norm(make, has_post)
         self.mlp_norm = self._build_norm(make, has_pre)
         self.mlp: FeedForward = spec.feed_forward.build(make.below("mlp"))
-        self.beside = None if spec.beside is None else ParallelMoe(spec.beside, make.below("beside"))
+        self.parallel_moe = (
+            None if spec.parallel_moe is None else ParallelMoe(spec.parallel_moe, make.below("parallel_moe"))
+        )
         self.mlp_post_norm = self._build_norm(make, has_post)
         self.per_layer = None if spec.per_layer is None else PerLayerInput(spec.per_layer, make.below("per_layer"))
         self.scale = make.ones((1,), ("norm",)) if spec.is_scaled else None
@@ -141,9 +145,9 @@ class Block(nnx.Module):
         x_BTD, normed_BTD = self.split_norm(self.mlp_norm, x_BTD, ctx)
         feed_forward = self.mlp(normed_BTD, ctx)
         aux = {"mlp": feed_forward.aux, "attention": mixer.aux}
-        if self.beside is not None:
-            feed_forward = self.beside(x_BTD, feed_forward.out_BTD, ctx)
-            aux["beside"] = feed_forward.aux
+        if self.parallel_moe is not None:
+            feed_forward = self.parallel_moe(x_BTD, feed_forward.out_BTD, ctx)
+            aux["parallel_moe"] = feed_forward.aux
         branch_BTD = apply_norm(self.mlp_post_norm, feed_forward.out_BTD)
         x_BTD = add_residual(x_BTD, dropout(branch_BTD, ctx.key(1), rate=rate), ctx)
 

@@ -74,13 +74,12 @@ class DecoderSpec:
         repetitions, rest = divmod(repeated, len(model.pattern)) if repeated else (0, 0)
         pattern = tuple(BlockSpec.of(model, name) for name in model.pattern)
         prefix = tuple(BlockSpec.of(model, name) for name in model.prefix)
-        last = (prefix + pattern * repetitions + pattern[:rest])[-1]
         return cls(
             prefix=prefix,
             pattern=pattern if repetitions else (),
             repetitions=repetitions,
             remainder=pattern[:rest],
-            mtp=(last,) * model.mtp.depth,
+            mtp=(BlockSpec.of(model, model.layer_kinds()[-1]),) * model.mtp.depth,
             vocabulary=VocabularySpec.of(model),
             per_layer=PerLayerSpec.of(model),
             is_tied=model.head is config.Head.tied,

@@ -124,7 +124,7 @@ class FusedBlock(Block):
 def block_class(spec: BlockSpec, matmul: MatmulSpec) -> type[Block]:
     """FusedBlock for pre-norm layers whose weights are laid out for the fused kernels, otherwise Block."""
     is_laid_out = matmul.is_fused and matmul.layout is Layout.joined
-    return FusedBlock if is_laid_out and spec.norms is config.Norms.pre and spec.beside is None else Block
+    return FusedBlock if is_laid_out and spec.norms is config.Norms.pre and spec.parallel_moe is None else Block
 
 
 class NormHandoff:
