@@ -85,7 +85,7 @@ class AttentionSpec:
             temperature=_temperature(section.temperature),
             rotation=Rotation.of(section.rope, head_dim),
             kernel=KernelChoice(model.kernels.attention.value, model.kernels.sizes("attention")),
-            qkv_rope_kernel=KernelChoice(model.kernels.rotated_heads.value, model.kernels.sizes("rotated_heads")),
+            qkv_rope_kernel=KernelChoice(model.kernels.qkv_rope.value, model.kernels.sizes("qkv_rope")),
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
