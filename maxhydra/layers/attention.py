@@ -177,7 +177,7 @@ class Attention(nnx.Module):
         decoding the weights would be copied into one on every step unless they are stored as one (Layout.joined).
         """
         is_whole = ctx.sharder.ways("heads") == ctx.sharder.ways("kv_heads") == 1
-        is_fused = (ctx.cache is None and is_whole) or self.query.product.layout is Layout.joined
+        is_fused = (ctx.cache is None and is_whole) or self.query.matmul_spec.layout is Layout.joined
         if is_fused and self.spec.turns_plainly and are_bare(self.qkv):
             return self._qkv_rope(fused_matmul(self.qkv, x_BTD, ctx), ctx)
         if is_fused:
@@ -270,7 +270,7 @@ class Attention(nnx.Module):
 
     def _qkv_heads(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         """Heads of query, key and value in one array [B, T, M, H]."""
-        if self.query.product.layout is Layout.joined:
+        if self.query.matmul_spec.layout is Layout.joined:
             return fused_matmul(self.qkv, x_BTD, ctx)
         return jnp.concatenate([projection(x_BTD, ctx) for projection in self.qkv], axis=2)
 

@@ -27,7 +27,7 @@ from maxhydra.kernels.matmul import Layout
 from maxhydra.layers.context import Context
 from maxhydra.layers.linear import Linear, are_alike
 from maxhydra.layers.norm import RMSNorm
-from maxhydra.layers.quant.int8 import Int8, side_by_side
+from maxhydra.layers.quant.int8 import Int8, concatenate_int8
 
 
 def can_fuse(projections: Sequence[Linear], x_BTD: jax.Array, ctx: Context) -> bool:
@@ -37,7 +37,7 @@ def can_fuse(projections: Sequence[Linear], x_BTD: jax.Array, ctx: Context) -> b
         return False
     if isinstance(first.kernel, Int8):
         return suits(rows, jnp.int8)
-    return isinstance(first.kernel, nnx.Param) and suits(rows, first.product.compute)
+    return isinstance(first.kernel, nnx.Param) and suits(rows, first.matmul_spec.compute)
 
 
 def can_gate(gate: Linear, value: Linear, x_BTD: jax.Array, ctx: Context, activation: Activation) -> bool:
@@ -45,14 +45,14 @@ def can_gate(gate: Linear, value: Linear, x_BTD: jax.Array, ctx: Context, activa
     if not (_are_fusable((gate, value), ctx) and isinstance(gate.kernel, nnx.Param)):
         return False
     *rows, inputs = x_BTD.shape
-    return gates(math.prod(rows), gate.width, inputs, gate.product.compute, activation)
+    return gates(math.prod(rows), gate.width, inputs, gate.matmul_spec.compute, activation)
 
 
 def _are_fusable(projections: Sequence[Linear], ctx: Context) -> bool:
     first = projections[0]
     is_bare = all(linear.bias is None and (linear.lora is None or not ctx.is_adapted) for linear in projections)
     is_bare = is_bare and are_alike(projections) and not first.is_rounded
-    is_laid_out = first.product.is_fused and first.product.layout is Layout.joined
+    is_laid_out = first.matmul_spec.is_fused and first.matmul_spec.layout is Layout.joined
     return is_laid_out and is_bare and ctx.sharder.mesh.size == 1
 
 
@@ -71,7 +71,7 @@ def fused_projection(
     first = projections[0]
     packed = [linear.kernel.parts for linear in projections if isinstance(linear.kernel, Int8)]
     if packed:
-        fused = side_by_side(packed)
+        fused = concatenate_int8(packed)
         kernel, scales_N = fused.codes, fused.scales.reshape(-1)
     else:
         kernel, scales_N = _concatenated_kernel(projections), None

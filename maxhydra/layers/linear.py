@@ -22,11 +22,19 @@ from maxhydra.kernels.int8_matmul import integer_product
 from maxhydra.kernels.int8_weight_matmul import int8_product
 from maxhydra.kernels.matmul import Layout, projected
 from maxhydra.layers.context import Context
-from maxhydra.layers.quant.amax_history import AmaxHistory, shared
+from maxhydra.layers.quant.amax_history import AmaxHistory, merge_histories
 from maxhydra.layers.quant.int4 import Int4, Int4Parts
-from maxhydra.layers.quant.int8 import Int8, quantized, side_by_side
+from maxhydra.layers.quant.int8 import Int8, concatenate_int8, quantized
 from maxhydra.layers.quant.nf4 import Nf4, Nf4Parts
-from maxhydra.layers.quant.qat import Product, QatMatmul, entering, is_trained_for, rounding, straight, straight_product
+from maxhydra.layers.quant.qat import (
+    Matmul,
+    QatMatmul,
+    is_qat,
+    round_inputs,
+    rounding,
+    straight_through,
+    straight_through_matmul,
+)
 from maxhydra.layers.quant.rules import QuantRule, format_of
 
 # Letters for the input and output dimensions of a matmul; more than any weight has.
@@ -97,10 +105,10 @@ class Lora(nnx.Module):
         self.a, self.b = a, b
         self.spec, self.number = spec, number
 
-    def __call__(self, x: jax.Array, ctx: Context, product: MatmulSpec, *, inputs: int) -> jax.Array:
+    def __call__(self, x: jax.Array, ctx: Context, matmul_spec: MatmulSpec, *, inputs: int) -> jax.Array:
         x = dropout(x, ctx.key(self.number), rate=self.spec.dropout)
-        low_rank = _matmul(x, self.a[...], product, inputs=inputs)
-        return self.spec.scale * _matmul(low_rank, self.b[...], product, inputs=1)
+        low_rank = _matmul(x, self.a[...], matmul_spec, inputs=inputs)
+        return self.spec.scale * _matmul(low_rank, self.b[...], matmul_spec, inputs=1)
 
     def matrix(self) -> jax.Array:
         """The update of the kernel, scale * a @ b."""
@@ -114,7 +122,7 @@ class Linear(nnx.Module):
         self,
         kernel: nnx.Param | Nf4 | Int8 | Int4,
         lora: Lora | None,
-        product: MatmulSpec,
+        matmul_spec: MatmulSpec,
         *,
         name: str,
         inputs: int,
@@ -123,8 +131,8 @@ class Linear(nnx.Module):
     ):
         """`name`: <layer kind>/<path in the layer>, which config targets match."""
         self.kernel, self.lora, self.bias, self.history = kernel, lora, bias, history
-        self.product, self.name, self.inputs = product, name, inputs
-        self.format = product.format_of(name)
+        self.matmul_spec, self.name, self.inputs = matmul_spec, name, inputs
+        self.format = matmul_spec.format_of(name)
 
     def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
         return self.add_lora(fused_matmul((self,), x, ctx), x, ctx)
@@ -133,31 +141,31 @@ class Linear(nnx.Module):
         """x @ kernel in this projection's number format; `histories`: amax histories of all projections in kernel."""
         rule, is_alone = self.format, ctx.sharder.mesh.size == 1
         if histories:
-            history = shared(list(histories))
+            history = merge_histories(list(histories))
             return self._as_matrices(lambda x, kernel: delayed_product(is_alone, x, kernel, history), x, kernel)
         if rule is not None and rule.kind is QuantizationKind.fp8:
             return self._as_matrices(partial(float8_product, is_alone), x, kernel)
         if rule is not None and rule.kind is QuantizationKind.int8:
             return self._as_matrices(partial(integer_product, rule.is_wide_back), x, kernel)
-        if rule is not None and is_trained_for(rule):
-            x = entering(rule, x, inputs=self.inputs)
-            return straight_product(self._qat_matmul(rule, is_alone=is_alone), x, kernel)
-        return _matmul(x, kernel, self.product, inputs=self.inputs)
+        if rule is not None and is_qat(rule):
+            x = round_inputs(rule, x, inputs=self.inputs)
+            return straight_through_matmul(self._qat_matmul(rule, is_alone=is_alone), x, kernel)
+        return _matmul(x, kernel, self.matmul_spec, inputs=self.inputs)
 
     def _qat_matmul(self, rule: QuantRule, *, is_alone: bool) -> QatMatmul:
         """The matmul as it will be computed once the kernel is quantized, with straight-through gradients."""
-        plain = partial(_matmul, spec=self.product, inputs=self.inputs)
+        plain = partial(_matmul, spec=self.matmul_spec, inputs=self.inputs)
         rounded = rounding(rule, inputs=self.inputs, name=self.name)
         if rule.kind is QuantizationKind.qat_int4:
             return QatMatmul(lambda x, kernel: plain(x, rounded(kernel)), rounded, plain)
 
         def int8_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
             parts = quantized(kernel, range(self.inputs))
-            return int8_product(x, parts.codes, parts.scales, layout=self.product.layout, is_alone=is_alone)
+            return int8_product(x, parts.codes, parts.scales, layout=self.matmul_spec.layout, is_alone=is_alone)
 
         return QatMatmul(int8_matmul, rounded, plain)
 
-    def _as_matrices(self, matmul: Product, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    def _as_matrices(self, matmul: Matmul, x: jax.Array, kernel: jax.Array) -> jax.Array:
         """Apply a matmul of matrices to arrays with more dimensions."""
         rows, outputs = x.shape[: x.ndim - self.inputs], kernel.shape[self.inputs :]
         size = math.prod(kernel.shape[: self.inputs])
@@ -185,21 +193,21 @@ class Linear(nnx.Module):
         """Dequantize or cast a stored kernel to [*inputs, *outputs] in the compute dtype."""
         if isinstance(self.kernel, Nf4):
             assert isinstance(stored, Nf4Parts)
-            return self.kernel.unpacked(stored, self.product.compute)
+            return self.kernel.unpacked(stored, self.matmul_spec.compute)
         if isinstance(self.kernel, Int4):
             assert isinstance(stored, Int4Parts)
-            return self.kernel.unpacked(stored, self.product.compute)
+            return self.kernel.unpacked(stored, self.matmul_spec.compute)
         assert isinstance(stored, jax.Array)
-        return stored.astype(self.product.compute)
+        return stored.astype(self.matmul_spec.compute)
 
     def matrix(self, ctx: Context) -> jax.Array:
         """Kernel plus LoRA update as one array [*inputs, *outputs], for callers that use slices of it; no dropout."""
         if isinstance(self.kernel, Int8):
-            kernel = self.kernel.unpacked(self.product.compute)
+            kernel = self.kernel.unpacked(self.matmul_spec.compute)
         else:
             kernel = self.weight(self.stored)
-        if self.format is not None and is_trained_for(self.format):
-            kernel = straight(rounding(self.format, inputs=self.inputs, name=self.name), kernel)
+        if self.format is not None and is_qat(self.format):
+            kernel = straight_through(rounding(self.format, inputs=self.inputs, name=self.name), kernel)
         if self.lora is None or not ctx.is_adapted:
             return kernel
         return kernel + self.lora.matrix().astype(kernel.dtype)
@@ -208,7 +216,7 @@ class Linear(nnx.Module):
         """out = x @ kernel, plus the LoRA update if an adapter is active."""
         if self.lora is None or not ctx.is_adapted:
             return out
-        return out + self.lora(x, ctx, self.product, inputs=self.inputs)
+        return out + self.lora(x, ctx, self.matmul_spec, inputs=self.inputs)
 
 
 def project_together(projections: Sequence[Linear], x: jax.Array, ctx: Context) -> list[jax.Array]:
@@ -243,8 +251,8 @@ def fused_matmul(projections: Sequence[Linear], x: jax.Array, ctx: Context) -> j
     first = projections[0]
     packed = [projection.kernel.parts for projection in projections if isinstance(projection.kernel, Int8)]
     if packed:
-        fused, is_alone = side_by_side(packed), ctx.sharder.mesh.size == 1
-        out = int8_product(x, fused.codes, fused.scales, layout=first.product.layout, is_alone=is_alone)
+        fused, is_alone = concatenate_int8(packed), ctx.sharder.mesh.size == 1
+        out = int8_product(x, fused.codes, fused.scales, layout=first.matmul_spec.layout, is_alone=is_alone)
         return _with_biases(projections, out)
 
     histories = [projection.history[...] for projection in projections if projection.history is not None]

@@ -93,7 +93,7 @@ class Mlp(nnx.Module):
 
     def _gate_and_up(self, gate: Linear, x_BTD: jax.Array, ctx: Context) -> list[jax.Array]:
         """Both projections, by one matmul if their weights are stored as one."""
-        if gate.product.layout is Layout.joined:
+        if gate.matmul_spec.layout is Layout.joined:
             return project_together((gate, self.up), x_BTD, ctx)
         both = (projection(x_BTD, ctx) for projection in (gate, self.up))
         return [ctx.constrain(hidden_BTF, "act_batch", "act_length", "act_mlp") for hidden_BTF in both]

@@ -43,7 +43,7 @@ from maxhydra.layers.fused_decode import (
 )
 from maxhydra.layers.mlp import ACTIVATIONS
 from maxhydra.layers.quant.int8 import Int8
-from maxhydra.layers.quant.qat import is_trained_for
+from maxhydra.layers.quant.qat import is_qat
 from maxhydra.model.block import Block, BlockOutput, BlockSpec, add_residual, drop_empty
 
 
@@ -157,7 +157,7 @@ def embed_and_norm(
     if first is None or ctx.cache is None or ctx.sharder.mesh.size > 1:
         return None
     spec = embedding.spec
-    is_plain = not (isinstance(embedding.table, Int8) or is_trained_for(embedding.format) or spec.is_scaled)
+    is_plain = not (isinstance(embedding.table, Int8) or is_qat(embedding.format) or spec.is_scaled)
     if not is_plain or embedding.positions is not None:
         return None
     shape = (*tokens_BT.shape, spec.emb_dim)

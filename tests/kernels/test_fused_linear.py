@@ -199,7 +199,7 @@ def test_fused_block_equals_block() -> None:
     spec = BlockSpec.of(model(is_int8=False).config, "plain")
     matmul = MatmulSpec(compute=np.dtype(np.float32), layout=Layout.joined)
     assert block_class(spec, matmul) is FusedBlock
-    make = ParamBuilder(jax.random.key(0), dtype=np.dtype(np.float32), layers=None, product=matmul)
+    make = ParamBuilder(jax.random.key(0), dtype=np.dtype(np.float32), layers=None, matmul_spec=matmul)
     fused = FusedBlock(spec, make.below("plain"))
     plain = nnx.merge(nnx.graphdef(Block(spec, make.below("plain"))), nnx.state(fused))
     x_BTD, scale_D = jnp.asarray(draw(3, 1, 32, seed=5)), jnp.asarray(draw(32, seed=6))

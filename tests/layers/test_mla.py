@@ -52,16 +52,16 @@ def make_model(**changes) -> config.Model:
     )
 
 
-def make_layer(model: config.Model, **product) -> Mla:
+def make_layer(model: config.Model, **matmul_options) -> Mla:
     float32 = jnp.dtype("float32")
-    spec = MatmulSpec(compute=float32, layout=Layout.plain, **product)
-    make = ParamBuilder(jax.random.key(0), dtype=float32, layers=None, product=spec)
+    spec = MatmulSpec(compute=float32, layout=Layout.plain, **matmul_options)
+    make = ParamBuilder(jax.random.key(0), dtype=float32, layers=None, matmul_spec=spec)
     return MlaSpec.of(model, model.kinds["layer"]).build(make)
 
 
-def drawn_layer(model: config.Model, **product) -> Mla:
+def drawn_layer(model: config.Model, **matmul_options) -> Mla:
     """Weights all drawn anew, vectors and those of an adapter too."""
-    graphdef, weights = nnx.split(make_layer(model, **product))
+    graphdef, weights = nnx.split(make_layer(model, **matmul_options))
     leaves, structure = jax.tree.flatten(weights)
     rng = np.random.default_rng(1)
     drawn = [jnp.asarray(rng.normal(size=leaf.shape) * 0.4 + (leaf.ndim == 1), jnp.float32) for leaf in leaves]
