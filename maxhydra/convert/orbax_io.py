@@ -15,6 +15,7 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.compose.validate import section_from
 from maxhydra.config.migrations import migrate_config
 from maxhydra.config.schema.quantization import Quantization
+from maxhydra.model.renamed_params import current_path, rename_keys, restore_keys, stored_names
 
 Tree = Any
 FORMAT = "quantization.yaml"
@@ -46,10 +47,11 @@ def find_checkpoint(key: str, location: str) -> Path:
 def read_parameters(key: str, path: Path, abstract_params: Tree) -> Tree:
     """The weights of a checkpoint on the shapes, types and shardings of `abstract_params`."""
     with readable(key, path):
-        require_same(path, "params", abstract_params)
+        names = require_same(path, "params", abstract_params)
+        abstract_params = rename_keys(abstract_params, names)
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
             items = reader.restore(path, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params)))
-    return items.params
+    return restore_keys(items.params, names)
 
 
 @contextmanager
@@ -86,13 +88,17 @@ def read_format(checkpoint: Path) -> Quantization | None:
     return section_from(Quantization, migrate_config(values, "quantization"), path="quantization", source=str(path))
 
 
-def require_same(path: Path, item: str, wanted: Tree) -> None:
-    """Refuse a checkpoint whose arrays differ in name or shape, naming the first that does."""
+def require_same(path: Path, item: str, wanted: Tree) -> dict[str, str]:
+    """Raise ConfigError for a checkpoint whose arrays differ in name or shape, naming the first that does.
+
+    Returns the names that the checkpoint stores under those of an earlier version, for `rename_keys`.
+    """
     with ocp.StandardCheckpointer() as reader:
         stored = reader.metadata(path / item).item_metadata
     if stored is None:
         raise ValueError(f"the list of arrays in {item} is missing or damaged")
-    have = {name: tuple(leaf.shape) for name, leaf in _named(stored.tree).items()}
+    stored_leaves = _named(stored.tree)
+    have = {current_path(name): tuple(leaf.shape) for name, leaf in stored_leaves.items()}
     want = {name: tuple(leaf.shape) for name, leaf in _named(ocp.tree.serialize_tree(wanted)).items()}
     for name in sorted({*have, *want}):
         if have.get(name) == want.get(name):
@@ -103,6 +109,7 @@ def require_same(path: Path, item: str, wanted: Tree) -> None:
         if item == "rest":
             hint = "choose another run.name; checkpoint.load_parameters takes the weights alone"
         raise ConfigError(Problem("checkpoint", reason, value=path, hint=hint))
+    return stored_names(stored_leaves)
 
 
 def _named(tree: Tree) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""The mechanisms that layers are made of, each in a file of its own, and the context that travels between them."""
+"""Building blocks of transformer layers: attention variants, feed-forwards, norms, embeddings, caches."""
 
 from maxhydra.layers.attention import Attention, AttentionSpec
 from maxhydra.layers.context import Context
-from maxhydra.layers.dropout import dropout
 from maxhydra.layers.embedding import Embedding, Head, VocabularySpec
 from maxhydra.layers.experts import ExpertLinear
 from maxhydra.layers.gated_delta import DeltaSpec
@@ -16,7 +15,7 @@ from maxhydra.layers.interfaces import (
     MixerSpec,
 )
 from maxhydra.layers.kv_cache import Cache, CacheSpec, DenseCacheSpec, PagedCacheSpec, PageTable
-from maxhydra.layers.linear import Linear, LoraSpec, MatmulSpec
+from maxhydra.layers.linear import Linear, LoraSpec, MatmulSpec, dropout
 from maxhydra.layers.mla import Mla, MlaSpec
 from maxhydra.layers.mlp import Mlp, MlpSpec
 from maxhydra.layers.moe import Moe, MoeSpec

@@ -1,4 +1,4 @@
-"""What travels beside the activations: where each token stands, the cache, the sharding, the source of randomness."""
+"""What a forward pass passes along with the activations: positions, cache, sharding, randomness."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,53 +15,40 @@ from maxhydra.sharding import Sharder
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=[
-        "positions",
-        "segments",
-        "cache",
-        "dropout_key",
-        "rows",
-        "layer_input",
-        "shared",
-        "normed",
-        "following",
-        "asked",
-    ],
+    data_fields=["positions", "segments", "cache", "dropout_key", "rows", "layer_input", "shared", "asked"],
     meta_fields=["sharder", "is_adapted", "is_fresh"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
-    """The same forward pass serves training, prefill and decoding; this says which it is. A pytree, the sharder and
-    what begins with is_ static."""
+    """Inputs of a forward pass other than tokens; training, prefill and decoding differ only in these.
+
+    A pytree, in which the sharder and the is_* flags are static.
+    """
 
     positions: jax.Array
-    """[B, T] place of each token in its own sequence."""
+    """[B, T] position of each token in its sequence."""
     segments: jax.Array | None
-    """[B, T] sequence of its row to which a token belongs; 0 is padding. None: one sequence a row, padding
-    behind it, at position 0. With a cache a row is one sequence, and only 0 or not 0 counts."""
+    """[B, T] number of the token's sequence within its row; 0 is padding. None: one sequence per row, followed by
+    padding at position 0. With a cache every row is one sequence, and only zero or nonzero matters."""
     sharder: Sharder
-    """Where activations live."""
+    """How activations are sharded."""
     cache: Any
-    """What earlier tokens left behind: the whole model's at the top, one layer's inside it. None: nothing is kept."""
+    """State of earlier tokens: the whole model's in the decoder, one layer's inside a layer. None: no cache."""
     dropout_key: jax.Array | None
-    """Randomness for dropout. None: no dropout."""
+    """PRNG key for dropout. None: no dropout."""
     rows: PageTable | None = None
-    """Where the rows lie in a cache that outlives the call. None: the cache has the rows of the call."""
+    """Pages and slots of the rows in a cache that is larger than the call. None: cache rows are the call's rows."""
     layer_input: jax.Array | None = None
-    """[B, T, P] embedding of the tokens for this very layer; None where layers have none."""
+    """[B, T, P] per-layer embedding of the tokens (Gemma 3n); in the decoder [L, B, T, P]. None if unused."""
     shared: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """By layer kind what its last layer so far handed on to others."""
-    normed: jax.Array | None = None
-    """[B, T, D] what this layer's first norm makes of its input, where the layer before made it along."""
-    following: jax.Array | None = None
-    """[D] scale of the next layer's first norm, for a layer that can make it along. Norms of a model differ in that."""
+    """By layer kind, what the latest layer of that kind shares with others, such as keys and values."""
     asked: jax.Array | None = None
-    """[B] the token of each row that alone is looked at after the last layer, which need not feed the others forward.
-    None: all are."""
+    """[B] index of the only token of each row whose output is used. The last layer skips the feed-forward of the
+    others. None: the outputs of all tokens are used."""
     is_adapted: bool = True
-    """Whether an adapter adds to the model; without, it answers as it did before the adapter was trained."""
+    """Whether the adapter is applied; without it the model gives the outputs of its base."""
     is_fresh: bool = False
-    """Whether every row begins with the tokens at hand, padding behind them: the cache has nothing to look at yet."""
+    """Whether every row starts with the tokens of this call, padding behind them: the cache is still empty."""
 
     @classmethod
     def of_batch(
@@ -72,7 +59,7 @@ class Context:
         *,
         is_adapted: bool = True,
     ) -> "Context":
-        """Of whole rows as they are trained on, of one document or of several."""
+        """The context of a training batch, whose rows hold one or several documents."""
         return cls(
             positions=batch["positions"],
             segments=batch.get("segments"),
@@ -84,44 +71,45 @@ class Context:
 
     @property
     def is_length_split(self) -> bool:
-        """Whether the tokens of a sequence lie on several devices. Those that meet a cache come a few at a time."""
+        """Whether sequences are sharded along their length. With a cache they are not: tokens come a few at a time."""
         return self.cache is None and self.sharder.ways("act_length") > 1
 
     @property
     def is_real_BT(self) -> jax.Array:
-        """[B, T] whether a token is none of the padding, which without segments is at position 0, as the first is."""
+        """[B, T] False for padding. Without segments that is every token at position 0 except the first."""
         if self.segments is not None:
             return self.segments != 0
         return (self.positions > 0) | (jnp.arange(self.positions.shape[1]) == 0)
 
     @property
     def place(self) -> Placement:
-        """The devices as kernels see them."""
+        """The devices and the sharding as kernels take them."""
         batch, heads = self.sharder.spec(("act_batch", "act_heads"))
         kv_heads = self.sharder.spec(("act_batch", "act_kv_heads"))[1]
         return Placement(self.sharder.platform, self.sharder.mesh, batch, heads, kv_heads)
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Have the compiler split an activation by these logical axes."""
-        split = [None if axis == "act_length" and not self.is_length_split else axis for axis in axes]
-        return self.sharder.constrain(x, *split)
+        """Constrain the sharding of an activation to these logical axes."""
+        names = [None if axis == "act_length" and not self.is_length_split else axis for axis in axes]
+        return self.sharder.constrain(x, *names)
 
     def at_layer(self, index: jax.Array | int, cache: Any, layer_input: jax.Array | None) -> "Context":
-        """What the layer of this index sees: its own cache, key and input."""
+        """The context of the layer of this index, with its own cache, dropout key and per-layer embedding."""
         return dataclasses.replace(self, cache=cache, dropout_key=self.key(index), layer_input=layer_input)
 
-    def of_asked(self) -> "Context":
-        """What is left of it where only the tokens that are asked for go on."""
-        tokens = {name: self.taken(getattr(self, name)) for name in ("positions", "segments", "layer_input", "normed")}
+    def for_output_tokens(self) -> "Context":
+        """The context of the tokens that `select_output_tokens` selects."""
+        names = ("positions", "segments", "layer_input")
+        tokens = {name: self.select_output_tokens(getattr(self, name)) for name in names}
         return dataclasses.replace(self, **tokens, asked=None)
 
-    def taken(self, x_BT: jax.Array | None) -> Any:
-        """[B, 1, ...] of [B, T, ...]: the tokens that are asked for; all of them if nothing says which."""
+    def select_output_tokens(self, x_BT: jax.Array | None) -> Any:
+        """[B, T, ...] reduced to [B, 1, ...], the tokens whose output is used; unchanged if all outputs are used."""
         if x_BT is None or self.asked is None:
             return x_BT
-        places = self.asked.reshape(-1, *[1] * (x_BT.ndim - 1))
-        return jnp.take_along_axis(x_BT, places, axis=1)
+        index = self.asked.reshape(-1, *[1] * (x_BT.ndim - 1))
+        return jnp.take_along_axis(x_BT, index, axis=1)
 
     def key(self, index: jax.Array | int) -> jax.Array | None:
-        """The index-th key below this one; None where there is no dropout."""
+        """The dropout key folded with an index; None without dropout."""
         return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, index)

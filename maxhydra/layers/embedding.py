@@ -1,4 +1,7 @@
-"""The two ends of the model: token ids to vectors, and vectors to logits over the vocabulary. B batch, T tokens."""
+"""Embedding and LM head: token ids to vectors, and vectors to logits.
+
+B batch, T tokens, D residual stream, V vocabulary.
+"""
 
 import dataclasses
 from functools import partial
@@ -9,26 +12,25 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config.schema import model as config
-from maxhydra.kernels.fused_linear import Norm as Factors
-from maxhydra.kernels.fused_linear import first_rows, largest_output
+from maxhydra.kernels.fused_linear import largest_output
 from maxhydra.kernels.int8_weight_matmul import int8_product
 from maxhydra.kernels.matmul import Layout, projected
 from maxhydra.layers.params import Dtypes, ParamBuilder
-from maxhydra.layers.quant.int8 import Int8, Int8Parts, quantized, rounded_weight, rows
-from maxhydra.layers.quant.qat import QatMatmul, entering, is_trained_for, straight, straight_product
+from maxhydra.layers.quant.int8 import Int8, Int8Parts, quantized, rounded_weight, take_rows
+from maxhydra.layers.quant.qat import QatMatmul, is_qat, round_inputs, straight_through, straight_through_matmul
 from maxhydra.layers.quant.rules import QuantRule
 
 
 @dataclasses.dataclass(frozen=True)
 class VocabularySpec:
-    """Sizes of both ends."""
+    """Sizes and options of embedding and head, resolved from the config."""
 
     vocab_size: int
     emb_dim: int
     is_scaled: bool
-    """Whether the embedding's rows are multiplied by the square root of emb_dim."""
+    """Whether embeddings are multiplied by sqrt(emb_dim)."""
     positions: int | None
-    """How many positions have a vector of their own; None: none."""
+    """Number of learned position embeddings; None without any."""
     softcap: float | None
     layout: Layout
     init_scale: float
@@ -49,42 +51,31 @@ class VocabularySpec:
 
 
 class Embedding(nnx.Module):
-    """A row of the table per token; as a tied head (Press and Wolf, 2017), a logit per row."""
+    """Token embeddings, and with tied weights (Press and Wolf, 2017) also the head."""
 
     def __init__(self, spec: VocabularySpec, make: ParamBuilder):
         self.spec = spec
-        # emb_dim^-1/2, so that a tied head turns normalised activations into logits of variance init_scale^2. As an
-        # input the size of a row is free: every branch normalises the stream before reading it.
+        # emb_dim^-1/2, so that a tied head maps normalized activations to logits of variance init_scale^2. As an input
+        # the scale of a row does not matter: every branch normalizes the residual stream before reading it.
         std = spec.init_scale * spec.emb_dim**-0.5
-        self.table = make.end("embedding", spec.vocab_size, spec.emb_dim, ("vocab", "embed"), std=std)
+        self.table = make.vocabulary_matrix("embedding", spec.vocab_size, spec.emb_dim, ("vocab", "embed"), std=std)
         self.format = make.named("embedding")[1]
-        count = spec.positions
-        at = None if count is None else make.matrix((count,), (spec.emb_dim,), ("positions", "embed"), std=std)
-        self.positions = at
+        shape = None if spec.positions is None else ((spec.positions,), (spec.emb_dim,))
+        self.positions = None if shape is None else make.matrix(*shape, ("positions", "embed"), std=std)
 
     @jax.named_scope("embedding")
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """Rows of the tokens; an id outside the vocabulary gives NaN, which the loss then shows."""
+        """[B, T, D] embeddings; an id outside the vocabulary gives NaN, which shows up in the loss."""
         compute = self.spec.dtypes.compute
         if isinstance(self.table, Int8):
-            return self._placed(rows(self.table.parts, tokens_BT, compute), positions_BT)
-        found = jnp.take(self.table[...], tokens_BT, axis=0, mode="fill", fill_value=jnp.nan).astype(compute)
-        if is_trained_for(self.format):
-            found = straight(partial(rounded_weight, over=(-1,)), found)
-        return self._placed(found, positions_BT)
+            return self._scale_and_position(take_rows(self.table.parts, tokens_BT, compute), positions_BT)
+        rows_BTD = jnp.take(self.table[...], tokens_BT, axis=0, mode="fill", fill_value=jnp.nan).astype(compute)
+        if is_qat(self.format):
+            rows_BTD = straight_through(partial(rounded_weight, over=(-1,)), rows_BTD)
+        return self._scale_and_position(rows_BTD, positions_BT)
 
-    @jax.named_scope("embedding")
-    def begun(self, tokens_BT: jax.Array, then: Factors) -> tuple[jax.Array, jax.Array] | None:
-        """The rows and the norm that comes then, by one kernel on one device; None where that cannot be."""
-        is_plain = not (isinstance(self.table, Int8) or is_trained_for(self.format) or self.spec.is_scaled)
-        if not is_plain or self.spec.layout is not Layout.joined or self.positions is not None:
-            return None
-        shape = (*tokens_BT.shape, self.spec.emb_dim)
-        found = first_rows(self.table[...].astype(self.spec.dtypes.compute), tokens_BT.reshape(-1), then)
-        return None if found is None else (found[0].reshape(shape), found[1].reshape(shape))
-
-    def _placed(self, rows_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """Rows at their scale and with their positions. Padding stands anywhere: what is out of reach is clipped."""
+    def _scale_and_position(self, rows_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """Embeddings scaled, with learned positions added. Positions of padding may be out of range and are clipped."""
         if self.spec.is_scaled:
             rows_BTD = rows_BTD * jnp.asarray(self.spec.emb_dim**0.5, rows_BTD.dtype)
         if self.positions is None:
@@ -92,75 +83,79 @@ class Embedding(nnx.Module):
         return rows_BTD + jnp.take(self.positions[...], positions_BT, axis=0, mode="clip").astype(rows_BTD.dtype)
 
     def logits(self, hidden: jax.Array, *, is_alone: bool) -> jax.Array:
-        """[..., D] to [..., V]; is_alone: on one device."""
-        form = _Form("...D,VD->...V", 1, self.format, is_alone)
-        return _logits(form, hidden, self.table, self.spec)
+        """Logits [..., V] of hidden states [..., D]; `is_alone`: on one device."""
+        matmul = _HeadMatmul("...D,VD->...V", 1, self.format, is_alone)
+        return _logits(matmul, hidden, self.table, self.spec)
 
     def largest_logit(self, hidden_BD: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-        """The largest logit [B] and its token, on one device; None where that takes all logits."""
-        return _largest(_Form("...D,VD->...V", 1, self.format, is_alone=True), hidden_BD, self.table, self.spec)
+        """Largest logit [B] and its token by one kernel, on one device; None if all logits must be computed."""
+        return _largest(_HeadMatmul("...D,VD->...V", 1, self.format, is_alone=True), hidden_BD, self.table, self.spec)
 
 
 class Head(nnx.Module):
-    """An output projection of its own."""
+    """An LM head with its own weights."""
 
     def __init__(self, spec: VocabularySpec, make: ParamBuilder):
         self.spec = spec
         std = spec.init_scale * spec.emb_dim**-0.5
-        self.kernel = make.end("head", spec.emb_dim, spec.vocab_size, ("embed", "vocab"), std=std)
+        self.kernel = make.vocabulary_matrix("head", spec.emb_dim, spec.vocab_size, ("embed", "vocab"), std=std)
         self.format = make.named("head")[1]
 
     def logits(self, hidden: jax.Array, *, is_alone: bool) -> jax.Array:
-        """[..., D] to [..., V]; is_alone: on one device."""
-        form = _Form("...D,DV->...V", 0, self.format, is_alone)
-        return _logits(form, hidden, self.kernel, self.spec)
+        """Logits [..., V] of hidden states [..., D]; `is_alone`: on one device."""
+        matmul = _HeadMatmul("...D,DV->...V", 0, self.format, is_alone)
+        return _logits(matmul, hidden, self.kernel, self.spec)
 
     def largest_logit(self, hidden_BD: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-        """The largest logit [B] and its token, on one device; None where that takes all logits."""
-        return _largest(_Form("...D,DV->...V", 0, self.format, is_alone=True), hidden_BD, self.kernel, self.spec)
+        """Largest logit [B] and its token by one kernel, on one device; None if all logits must be computed."""
+        return _largest(_HeadMatmul("...D,DV->...V", 0, self.format, is_alone=True), hidden_BD, self.kernel, self.spec)
 
 
-class _Form(NamedTuple):
-    """What is static of a product with an end of the model."""
+class _HeadMatmul(NamedTuple):
+    """Static arguments of the matmul with a vocabulary matrix."""
 
     equation: str
     summed: int
-    """The dimension of the weight that is summed over."""
+    """The contracted dimension of the weight."""
     format: QuantRule | None
-    """Of the weight."""
+    """Quantization rule of the weight."""
     is_alone: bool
 
 
-def _logits(form: _Form, hidden: jax.Array, weight: nnx.Param | Int8, spec: VocabularySpec) -> jax.Array:
-    """The product, then softcap * tanh(logits / softcap): logits within -softcap and softcap (Gemma 2, 2024)."""
+def _logits(matmul: _HeadMatmul, hidden: jax.Array, weight: nnx.Param | Int8, spec: VocabularySpec) -> jax.Array:
+    """Logits with softcap * tanh(logits / softcap) applied, if there is a softcap (Gemma 2, 2024)."""
     dtypes = spec.dtypes
 
-    def packed(hidden: jax.Array, parts: Int8Parts) -> jax.Array:
-        codes_DV = parts.codes.T if form.summed else parts.codes
+    def int8_matmul(hidden: jax.Array, parts: Int8Parts) -> jax.Array:
+        codes_DV = parts.codes.T if matmul.summed else parts.codes
         return int8_product(
-            hidden, codes_DV, parts.scales, layout=spec.layout, is_alone=form.is_alone, dtype=dtypes.logits
+            hidden, codes_DV, parts.scales, layout=spec.layout, is_alone=matmul.is_alone, dtype=dtypes.logits
         )
 
     def plain(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-        return projected(form.equation, hidden, weight, layout=spec.layout, dtype=dtypes.logits)
+        return projected(matmul.equation, hidden, weight, layout=spec.layout, dtype=dtypes.logits)
 
     if isinstance(weight, Int8):
-        logits = packed(hidden, weight.parts)
-    elif is_trained_for(form.format):
-        over = (form.summed,)
-        way = QatMatmul(lambda x, weight: packed(x, quantized(weight, over)), partial(rounded_weight, over=over), plain)
-        logits = straight_product(way, entering(form.format, hidden, inputs=1), weight[...].astype(dtypes.compute))
+        logits = int8_matmul(hidden, weight.parts)
+    elif is_qat(matmul.format):
+        over = (matmul.summed,)
+        rounded = partial(rounded_weight, over=over)
+        qat = QatMatmul(lambda x, weight: int8_matmul(x, quantized(weight, over)), rounded, plain)
+        logits = straight_through_matmul(
+            qat, round_inputs(matmul.format, hidden, inputs=1), weight[...].astype(dtypes.compute)
+        )
     else:
         logits = plain(hidden, weight[...].astype(dtypes.compute))
     return logits if spec.softcap is None else spec.softcap * jnp.tanh(logits / spec.softcap)
 
 
 def _largest(
-    form: _Form, hidden_BD: jax.Array, weight: nnx.Param | Int8, spec: VocabularySpec
+    matmul: _HeadMatmul, hidden_BD: jax.Array, weight: nnx.Param | Int8, spec: VocabularySpec
 ) -> tuple[jax.Array, jax.Array] | None:
-    """By a kernel, where logits are a product and nothing else, with a weight that lies as it reads it."""
-    is_plain = spec.layout is Layout.joined and spec.softcap is None and not is_trained_for(form.format)
+    """Largest logit by the argmax kernel: for plain logits and a weight in the layout of the kernel."""
+    is_plain = spec.layout is Layout.joined and spec.softcap is None and not is_qat(matmul.format)
     if isinstance(weight, Int8) or not is_plain:
         return None
-    kept = weight[...].astype(hidden_BD.dtype)
-    return largest_output(hidden_BD, kept if form.summed else kept.T, dtype=spec.dtypes.logits)
+    weight_VD = weight[...].astype(hidden_BD.dtype)
+    weight_VD = weight_VD if matmul.summed else weight_VD.T
+    return largest_output(hidden_BD, weight_VD, dtype=spec.dtypes.logits)

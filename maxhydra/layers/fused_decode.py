@@ -1,7 +1,9 @@
-"""Projections of a few tokens together with what stands around them in a block: x + down(gate(norm(x))) in two kernels.
+"""Projections through the fused_linear kernels, which apply norm, gate and residual sum in the same launch.
 
-Only where weights lie together for decoding, on one device; what a projection has besides its kernel, such as a bias or
-an adapter, it keeps to itself, and goes the way of other products.
+Available for weights that are laid out for decoding (`Layout.joined`), on one device. A projection with a bias, an
+active adapter or rounded operands is not covered and runs as an ordinary matmul.
+
+B batch, T tokens, D residual stream; M rows, K inputs, N outputs of a matmul, P partial sums.
 """
 
 import math
@@ -20,119 +22,125 @@ from maxhydra.kernels.fused_linear import (
     product_and_norm,
     suits,
 )
-from maxhydra.kernels.fused_linear import Norm as Factors
+from maxhydra.kernels.fused_linear import Norm as NormParams
 from maxhydra.kernels.matmul import Layout
 from maxhydra.layers.context import Context
 from maxhydra.layers.linear import Linear, are_alike
 from maxhydra.layers.norm import RMSNorm
-from maxhydra.layers.quant.int8 import Int8, side_by_side
+from maxhydra.layers.quant.int8 import Int8, concatenate_int8
 
 
 def can_fuse(projections: Sequence[Linear], x_BTD: jax.Array, ctx: Context) -> bool:
-    """Whether the rows of x meet these projections in kernels that do what stands around them."""
+    """Whether the decode kernels cover these projections, fused into one, for the number of rows in x."""
     first, rows = projections[0], math.prod(x_BTD.shape[:2])
     if not _are_fusable(projections, ctx):
         return False
     if isinstance(first.kernel, Int8):
         return suits(rows, jnp.int8)
-    return isinstance(first.kernel, nnx.Param) and suits(rows, first.product.compute)
+    return isinstance(first.kernel, nnx.Param) and suits(rows, first.matmul_spec.compute)
 
 
 def can_gate(gate: Linear, value: Linear, x_BTD: jax.Array, ctx: Context, activation: Activation) -> bool:
-    """Whether the rows of x, which are many, meet a gate and what it is for in one kernel."""
+    """Whether the prefill kernel covers activation(gate(x)) * value(x) for the number of rows in x."""
     if not (_are_fusable((gate, value), ctx) and isinstance(gate.kernel, nnx.Param)):
         return False
     *rows, inputs = x_BTD.shape
-    return gates(math.prod(rows), gate.width, inputs, gate.product.compute, activation)
+    return gates(math.prod(rows), gate.width, inputs, gate.matmul_spec.compute, activation)
 
 
 def _are_fusable(projections: Sequence[Linear], ctx: Context) -> bool:
-    """Whether they lie as such kernels take them, and have nothing besides."""
     first = projections[0]
-    is_bare = all(one.bias is None and (one.lora is None or not ctx.is_adapted) for one in projections)
+    is_bare = all(linear.bias is None and (linear.lora is None or not ctx.is_adapted) for linear in projections)
     is_bare = is_bare and are_alike(projections) and not first.is_rounded
-    is_asked = first.product.is_fused and first.product.layout is Layout.joined
-    return is_asked and is_bare and ctx.sharder.mesh.size == 1
+    is_laid_out = first.matmul_spec.is_fused and first.matmul_spec.layout is Layout.joined
+    return is_laid_out and is_bare and ctx.sharder.mesh.size == 1
 
 
-def fused(
+def fused_projection(
     projections: Sequence[Linear],
     x: jax.Array,
     *,
     norm: RMSNorm | None = None,
     activation: Activation | None = None,
-    onto: jax.Array | None = None,
+    residual: jax.Array | None = None,
 ) -> jax.Array:
-    """[B, T, ...] by one kernel: what projections make of norm(x), side by side in the first dimension of their
-    outputs. With an activation the first half of these is a gate for the second; `onto` is added."""
+    """[B, T, ...] projections of norm(x), concatenated along their first output dimension, by one kernel.
+
+    With an activation the first half of the outputs gates the second. `residual` is added to the result.
+    """
     first = projections[0]
-    packed = [one.kernel.parts for one in projections if isinstance(one.kernel, Int8)]
+    packed = [linear.kernel.parts for linear in projections if isinstance(linear.kernel, Int8)]
     if packed:
-        whole = side_by_side(packed)
-        kernel, scales_N = whole.codes, whole.scales.reshape(-1)
+        fused = concatenate_int8(packed)
+        kernel, scales_N = fused.codes, fused.scales.reshape(-1)
     else:
-        kernel, scales_N = _side_by_side(projections), None
+        kernel, scales_N = _concatenated_kernel(projections), None
     width, *rest = kernel.shape[first.inputs :]
     weight_NK = _outputs_first(kernel, first.inputs)
-    around = Epilogue(
-        norm=None if norm is None else norm.factors,
+    epilogue = Epilogue(
+        norm=None if norm is None else norm.kernel_params,
         activation=activation,
-        onto_MN=None if onto is None else onto.reshape(-1, onto.shape[-1]),
+        onto_MN=None if residual is None else residual.reshape(-1, residual.shape[-1]),
     )
-    out_MN = fused_linear(x.reshape(-1, weight_NK.shape[1]), weight_NK, scales_N, around, dtype=x.dtype)
+    out_MN = fused_linear(x.reshape(-1, weight_NK.shape[1]), weight_NK, scales_N, epilogue, dtype=x.dtype)
     return out_MN.reshape(*x.shape[:2], width if activation is None else width // 2, *rest)
 
 
-def fused_normed(
+def project_norm(
     projections: Sequence[Linear],
     x_BTD: jax.Array,
     norm: RMSNorm,
-    ctx: Context,
+    normed_BTD: jax.Array | None,
     activation: Activation | None = None,
 ) -> jax.Array:
-    """`fused` of norm(x), which the layer before may have made along."""
-    if ctx.normed is None:
-        return fused(projections, x_BTD, norm=norm, activation=activation)
-    return fused(projections, ctx.normed, activation=activation)
+    """`fused_projection` of norm(x); `normed_BTD` is norm(x) if an earlier kernel computed it."""
+    if normed_BTD is None:
+        return fused_projection(projections, x_BTD, norm=norm, activation=activation)
+    return fused_projection(projections, normed_BTD, activation=activation)
 
 
-def parts_of_normed(projections: Sequence[Linear], x_BTD: jax.Array, norm: RMSNorm, ctx: Context) -> jax.Array:
-    """[P, B, T, ...]: parts whose sum is what `fused_normed` makes, for a kernel that adds them up as it reads them."""
+def project_norm_partial_sums(
+    projections: Sequence[Linear], x_BTD: jax.Array, norm: RMSNorm, normed_BTD: jax.Array | None
+) -> jax.Array:
+    """[P, B, T, ...] partial sums of `project_norm`, for a kernel that adds them up as it reads them."""
     first = projections[0]
     if isinstance(first.kernel, Int8):
-        return fused_normed(projections, x_BTD, norm, ctx)[None]
-    kernel = _side_by_side(projections)
+        return project_norm(projections, x_BTD, norm, normed_BTD)[None]
+    kernel = _concatenated_kernel(projections)
     weight_NK = _outputs_first(kernel, first.inputs)
-    normed_MK = (norm.factors(x_BTD) if ctx.normed is None else ctx.normed).reshape(-1, weight_NK.shape[1])
-    parts_PMN = parts_of_product(normed_MK, weight_NK, dtype=x_BTD.dtype)
-    return parts_PMN.reshape(-1, *x_BTD.shape[:2], *kernel.shape[first.inputs :])
+    normed_MK = (norm.kernel_params(x_BTD) if normed_BTD is None else normed_BTD).reshape(-1, weight_NK.shape[1])
+    sums_PMN = parts_of_product(normed_MK, weight_NK, dtype=x_BTD.dtype)
+    return sums_PMN.reshape(-1, *x_BTD.shape[:2], *kernel.shape[first.inputs :])
 
 
-def added(
-    projection: Linear, x: jax.Array, onto_BTD: jax.Array, *, then: Factors | None
+def add_projection(
+    projection: Linear, x: jax.Array, residual_BTD: jax.Array, *, next_norm: NormParams | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """onto + projection(x), and the norm of that where it is asked for and does not come on the way to a product."""
-    weight_NK = weight_read(projection)
-    if then is None or weight_NK is None:
-        return fused((projection,), x, onto=onto_BTD), None
-    x_MK, onto_MN = x.reshape(-1, weight_NK.shape[1]), onto_BTD.reshape(-1, onto_BTD.shape[-1])
-    stream_MN, normed_MN = product_and_norm(x_MK, weight_NK, onto_MN, then, dtype=x.dtype)
-    return stream_MN.reshape(onto_BTD.shape), normed_MN.reshape(onto_BTD.shape)
+    """residual + projection(x), and `next_norm` of that.
+
+    None instead of the norm if none is given, or with int8 weights, whose single row the next matmul normalizes.
+    """
+    weight_NK = plain_weight(projection)
+    if next_norm is None or weight_NK is None:
+        return fused_projection((projection,), x, residual=residual_BTD), None
+    x_MK, residual_MN = x.reshape(-1, weight_NK.shape[1]), residual_BTD.reshape(-1, residual_BTD.shape[-1])
+    out_MN, normed_MN = product_and_norm(x_MK, weight_NK, residual_MN, next_norm, dtype=x.dtype)
+    return out_MN.reshape(residual_BTD.shape), normed_MN.reshape(residual_BTD.shape)
 
 
-def weight_read(projection: Linear) -> jax.Array | None:
-    """[N, K] that `added` will read, for the kernel before it to ask for; None where that has another format."""
+def plain_weight(projection: Linear) -> jax.Array | None:
+    """[N, K] weight that `add_projection` reads, for the kernel before it to prefetch; None for int8 weights."""
     if isinstance(projection.kernel, Int8):
         return None
-    return _outputs_first(projection.weight(projection.kept), projection.inputs)
+    return _outputs_first(projection.weight(projection.stored), projection.inputs)
 
 
-def _side_by_side(projections: Sequence[Linear]) -> jax.Array:
-    """Their kernels as one."""
-    return jnp.concatenate([one.weight(one.kept) for one in projections], axis=projections[0].inputs)
+def _concatenated_kernel(projections: Sequence[Linear]) -> jax.Array:
+    kernels = [linear.weight(linear.stored) for linear in projections]
+    return jnp.concatenate(kernels, axis=projections[0].inputs)
 
 
 def _outputs_first(kernel: jax.Array, inputs: int) -> jax.Array:
-    """[N, K]."""
+    """A kernel [*inputs, *outputs] as a matrix [N, K]."""
     size = math.prod(kernel.shape[:inputs])
     return jnp.moveaxis(kernel, range(inputs), range(-inputs, 0)).reshape(-1, size)

@@ -1,7 +1,7 @@
 """Gated DeltaNet (Yang et al., 2024), in the form of Qwen3-Next (2025).
 
-Shapes: B batch, T tokens, D residual stream, M key heads, K key size, N value heads, V value size, P tokens before the
-first that the convolutions see.
+Shapes: B batch, T tokens, D residual stream, M key heads, K key size, N value heads, V value size, W convolution taps,
+P = W - 1 earlier tokens that the convolutions read.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from maxhydra.sharding import LogicalAxes
 
 
 class ShortConvolution(nnx.Module):
-    """silu(sum over w of kernel[w] * x[t - W + 1 + w]), within a sequence."""
+    """Causal depthwise convolution: silu(sum over w of kernel[w] * x[t - W + 1 + w]), within a sequence."""
 
     def __init__(self, shape: tuple[int, int], axes: LogicalAxes, *, taps: int, make: ParamBuilder):
         self.kernel = make.matrix((taps,), shape, (None, *axes), std=taps**-0.5)
@@ -32,10 +32,10 @@ class ShortConvolution(nnx.Module):
     def __call__(
         self, x_BTNH: jax.Array, segments_BT: jax.Array | None, tail_BPNH: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The sums, and, where a tail of earlier tokens goes in, that of the tokens so far.
+        """The output, and the tail of the last P tokens if one was given.
 
-        Without a tail a token sees its own segment alone. With one a row is one sequence, and padding stands before its
-        first token, or after those of the call.
+        Without a tail a token sees only its own segment. With one every row is one sequence, and padding comes before
+        its first token or after the last token of this call.
         """
         kernel_WNH = self.kernel[...].astype(x_BTNH.dtype)
         taps, length = kernel_WNH.shape[0], x_BTNH.shape[1]
@@ -56,24 +56,24 @@ class ShortConvolution(nnx.Module):
 
 
 def _last(all_BSNH: jax.Array, segments_BT: jax.Array | None, count: int) -> jax.Array:
-    """The tokens up to the last that is none of the padding after them."""
+    """The last `count` tokens before the trailing padding."""
     if segments_BT is None:
         return all_BSNH[:, all_BSNH.shape[1] - count :]
-    places_1T = jnp.arange(1, segments_BT.shape[1] + 1)[None]
-    end_B = jnp.max(jnp.where(segments_BT != 0, places_1T, 0), axis=1)
-    places_BP = end_B[:, None] + jnp.arange(count)[None]
-    return jnp.take_along_axis(all_BSNH, places_BP[:, :, None, None], axis=1)
+    indices_1T = jnp.arange(1, segments_BT.shape[1] + 1)[None]
+    end_B = jnp.max(jnp.where(segments_BT != 0, indices_1T, 0), axis=1)
+    indices_BP = end_B[:, None] + jnp.arange(count)[None]
+    return jnp.take_along_axis(all_BSNH, indices_BP[:, :, None, None], axis=1)
 
 
-# Added to the squared length of a query or key before it is divided by it.
+# Added to the squared L2 norm of queries and keys before its inverse square root.
 LENGTH_EPS = 1e-6
-# How fast heads forget at first, in nats a token at a step of one.
+# Range of the initial decay rates, in nats per token at a step of one.
 SLOWEST, FASTEST = 0.01, 16.0
 
 
 @dataclasses.dataclass(frozen=True)
 class DeltaSpec:
-    """Sizes of one kind of layer, resolved."""
+    """Sizes of Gated DeltaNet in one layer kind, resolved from the config."""
 
     emb_dim: int
     num_key_heads: int
@@ -89,14 +89,14 @@ class DeltaSpec:
 
     @classmethod
     def of(cls, model: config.Model, kind: config.Kind) -> "DeltaSpec":
-        own = kind.delta
+        section = kind.delta
         return cls(
             emb_dim=model.emb_dim,
-            num_key_heads=own.num_key_heads or model.num_kv_heads,
-            num_value_heads=own.num_value_heads or model.num_heads,
-            key_dim=own.key_dim or model.head_dim,
-            value_dim=own.value_dim or model.head_dim,
-            taps=own.taps,
+            num_key_heads=section.num_key_heads or model.num_kv_heads,
+            num_value_heads=section.num_value_heads or model.num_heads,
+            key_dim=section.key_dim or model.head_dim,
+            value_dim=section.value_dim or model.head_dim,
+            taps=section.taps,
             norm_eps=model.norm_eps,
             backend=model.kernels.delta.value,
             init_scale=model.init_scale,
@@ -108,7 +108,7 @@ class DeltaSpec:
         return Delta(self, make)
 
     def forward_flops(self, seq_len: int) -> float:
-        """Operations per token, whatever the length: projections and taps, then the state found, changed and read."""
+        """Forward FLOPs per token, independent of length: projections, convolutions, state read, update and query."""
         keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
         projections = self.emb_dim * (2 * keys + 3 * values + 2 * self.num_value_heads)
         return 2.0 * (projections + self.taps * (2 * keys + values)) + 6.0 * values * self.key_dim
@@ -132,37 +132,37 @@ class Delta(nnx.Module):
         self.query_filter = ShortConvolution(keys, of_keys, taps=spec.taps, make=make)
         self.key_filter = ShortConvolution(keys, of_keys, taps=spec.taps, make=make)
         self.value_filter = ShortConvolution(values, of_values, taps=spec.taps, make=make)
-        self.log_speed = make.drawn(values[:1], ("heads",), _log_speeds)
+        self.log_speed = make.random(values[:1], ("heads",), _log_speeds)
         self.step_bias = make.ones(values[:1], ("heads",))
         self.norm = RMSNorm(spec.value_dim, eps=spec.norm_eps, dtypes=spec.dtypes, make=make)
 
     @jax.named_scope("delta")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> MixerOutput:
-        kept = self._kept(ctx)
-        q_BTMK, k_BTMK, v_BTNV, tails = self._heads(x_BTD, ctx, kept)
+        previous = self._previous_state(ctx)
+        q_BTMK, k_BTMK, v_BTNV, tails = self._heads(x_BTD, ctx, previous)
         with kernel_errors_as_config_errors():
             mixed_BTNV, state_BNKV = gated_delta(
                 _unit(q_BTMK) * self.spec.key_dim**-0.5,
                 _unit(k_BTMK),
                 v_BTNV,
                 log_decay_BTN=self._log_decay(x_BTD, ctx),
-                rate_BTN=jax.nn.sigmoid(_wide(self.rate(x_BTD, ctx))),
-                state_BNKV=kept.get("state"),
+                rate_BTN=jax.nn.sigmoid(_float32(self.rate(x_BTD, ctx))),
+                state_BNKV=previous.get("state"),
                 segments_BT=ctx.segments,
                 backend=self.spec.backend,
                 place=ctx.place,
             )
         gate_BTNV = ctx.constrain(self.gate(x_BTD, ctx), "act_batch", "act_length", "act_heads", None)
-        gated_BTNV = _wide(self.norm(mixed_BTNV)) * jax.nn.silu(_wide(gate_BTNV))
+        gated_BTNV = _float32(self.norm(mixed_BTNV)) * jax.nn.silu(_float32(gate_BTNV))
         gated_BTNV = gated_BTNV.astype(self.spec.dtypes.compute)
         gated_BTNV = ctx.constrain(gated_BTNV, "act_batch", "act_length", "act_heads", None)
         out_BTD = self.out(checkpoint_name(gated_BTNV, "context"), ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
-        cache = None if ctx.cache is None else ctx.cache.written({"state": state_BNKV, **tails}, ctx.rows)
+        cache = None if ctx.cache is None else ctx.cache.write({"state": state_BNKV, **tails}, ctx.rows)
         return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, {})
 
-    def empty_cache(self, room: CacheSpec, layers: int) -> Cache:
-        """The state, in float32 since its errors stay with it, and the tokens that the convolutions look back at."""
+    def empty_cache(self, cache_spec: CacheSpec, layers: int) -> Cache:
+        """The state, in float32 because its rounding errors accumulate, and the tails of the convolutions."""
         spec, before = self.spec, self.spec.taps - 1
         state = StateSpec((spec.num_value_heads, spec.key_dim, spec.value_dim), jnp.float32, ("act_heads", None, None))
         of_keys = StateSpec(
@@ -171,52 +171,52 @@ class Delta(nnx.Module):
         of_values = StateSpec(
             (before, spec.num_value_heads, spec.value_dim), spec.dtypes.compute, (None, "act_heads", None)
         )
-        return room.kept(layers, {"state": state, "query": of_keys, "key": of_keys, "value": of_values})
+        return cache_spec.states(layers, {"state": state, "query": of_keys, "key": of_keys, "value": of_values})
 
-    def _kept(self, ctx: Context) -> dict[str, Any]:
-        """What earlier tokens of each row left: nothing where a row begins, whatever lies in its place."""
+    def _previous_state(self, ctx: Context) -> dict[str, Any]:
+        """State and tails of earlier tokens; zeros for rows that start in this call, whose slot may hold old data."""
         if ctx.cache is None:
             return {}
         is_first_BT = ctx.positions == 0
         if ctx.segments is not None:
             is_first_BT &= ctx.segments != 0
-        begins_B = jnp.any(is_first_BT, axis=1)
-        found: dict[str, jax.Array] = ctx.cache.read(ctx.rows)
+        starts_B = jnp.any(is_first_BT, axis=1)
+        stored: dict[str, jax.Array] = ctx.cache.read(ctx.rows)
         return {
-            name: jnp.where(begins_B.reshape(-1, *(1,) * (array.ndim - 1)), 0, array) for name, array in found.items()
+            name: jnp.where(starts_B.reshape(-1, *(1,) * (array.ndim - 1)), 0, array) for name, array in stored.items()
         }
 
     def _heads(
-        self, x_BTD: jax.Array, ctx: Context, kept: dict[str, jax.Array]
+        self, x_BTD: jax.Array, ctx: Context, previous: dict[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array | None]]:
-        """Queries, keys and values of whole sequences, each a mean over a few tokens, and the new tails of each."""
-        parts = {
+        """Queries, keys and values after their convolutions, unsplit along the sequence, and the new tails."""
+        branches = {
             "query": (self.query, self.query_filter, "act_kv_heads"),
             "key": (self.key, self.key_filter, "act_kv_heads"),
             "value": (self.value, self.value_filter, "act_heads"),
         }
         heads: dict[str, jax.Array] = {}
         tails: dict[str, jax.Array | None] = {}
-        for name, (projection, convolution, axis) in parts.items():
+        for name, (projection, convolution, axis) in branches.items():
             projected = ctx.constrain(projection(x_BTD, ctx), "act_batch", None, axis, None)
-            heads[name], tails[name] = convolution(checkpoint_name(projected, name), ctx.segments, kept.get(name))
+            heads[name], tails[name] = convolution(checkpoint_name(projected, name), ctx.segments, previous.get(name))
         return heads["query"], heads["key"], heads["value"], tails
 
     def _log_decay(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         """-speed * softplus(step), after Mamba (Gu and Dao, 2023)."""
-        step_BTN = jax.nn.softplus(_wide(self.decay(x_BTD, ctx)) + _wide(self.step_bias[...]))
-        return -jnp.exp(_wide(self.log_speed[...])) * step_BTN
+        step_BTN = jax.nn.softplus(_float32(self.decay(x_BTD, ctx)) + _float32(self.step_bias[...]))
+        return -jnp.exp(_float32(self.log_speed[...])) * step_BTN
 
 
 def _log_speeds(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.log(jax.random.uniform(key, shape, jnp.float32, SLOWEST, FASTEST))
 
 
-def _wide(x: jax.Array) -> jax.Array:
+def _float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """Heads of length one, in float32."""
-    wide = _wide(x)
-    return wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + LENGTH_EPS)
+    """Heads scaled to unit L2 norm, in float32."""
+    x = _float32(x)
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + LENGTH_EPS)

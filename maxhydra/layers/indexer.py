@@ -1,9 +1,9 @@
-"""The indexer of sparse attention (DeepSeek-V3.2, 2025): which earlier tokens are worth a look.
+"""The indexer of DeepSeek sparse attention (DeepSeek-V3.2, 2025), which selects the keys that a query attends to.
 
-The score of key s for query t is sum_n weight[t, n] * relu(q[t, n] . k[s]), over small heads n that share a key. It
-learns from what attention does, and attention learns nothing from it: its inputs carry no gradient back.
+The score of key s for query t is sum_n weight[t, n] * relu(q[t, n] . k[s]), over small heads n that share a key. It is
+trained to imitate the attention weights; gradients do not flow from it into the rest of the model.
 
-Shapes: B batch, T queries, S keys, D residual stream, Q narrow vector of the queries, N heads, I size of a head.
+Shapes: B batch, T queries, S keys, D residual stream, Q query rank, N heads, I size of a head.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ NORM_EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class IndexerSpec:
-    """Sizes, resolved."""
+    """Sizes of the indexer, resolved from the config."""
 
     emb_dim: int
     query_rank: int
     num_heads: int
     head_dim: int
     rotation: Rotation | None
-    """Of the first part of a head, whatever pairs attention turns, by halves."""
+    """RoPE of the first part of a head, in pairs of halves even if attention uses interleaved pairs."""
     top_k: int
     loss_weight: float
     init_scale: float
@@ -39,19 +39,19 @@ class IndexerSpec:
 
     @classmethod
     def of(cls, model: config.Model, kind: config.Kind) -> "IndexerSpec | None":
-        """None where all earlier tokens are looked at."""
-        own, mla = kind.mla.indexer, kind.mla
-        if own.top_k is None:
+        """None for dense attention."""
+        indexer, mla = kind.mla.indexer, kind.mla
+        if indexer.top_k is None:
             return None
         assert mla.q_lora_rank is not None
         return cls(
             emb_dim=model.emb_dim,
             query_rank=mla.q_lora_rank,
-            num_heads=own.num_heads,
-            head_dim=own.head_dim,
+            num_heads=indexer.num_heads,
+            head_dim=indexer.head_dim,
             rotation=Rotation.of(dataclasses.replace(mla.rope, pairs=config.Pairs.halves), mla.qk_rope_head_dim),
-            top_k=own.top_k,
-            loss_weight=own.loss_weight,
+            top_k=indexer.top_k,
+            loss_weight=indexer.loss_weight,
             init_scale=model.init_scale,
             dtypes=Dtypes.of(model.dtypes),
         )
@@ -62,7 +62,7 @@ class IndexerSpec:
 
 
 class Indexer(nnx.Module):
-    """Scores of keys by queries, and what it has yet to learn."""
+    """Scores of keys for queries, and the loss that trains them."""
 
     def __init__(self, spec: IndexerSpec, make: ParamBuilder):
         self.spec = spec
@@ -73,24 +73,24 @@ class Indexer(nnx.Module):
         self.weight = make.projection("weight", (D,), (N,), ("embed", None), scale=scale)
 
     def keys(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-        """What the tokens are found by, [B, T, I]."""
+        """Indexer keys of the tokens, [B, T, I]."""
         key_BTI = self.key_norm(self.key(jax.lax.stop_gradient(x_BTD), ctx))
-        return self._turned(key_BTI[:, :, None], ctx)[:, :, 0]
+        return self._rotate(key_BTI[:, :, None], ctx)[:, :, 0]
 
     @jax.named_scope("indexer")
     def __call__(
         self,
         x_BTD: jax.Array,
-        narrow_BTQ: jax.Array,
+        low_rank_BTQ: jax.Array,
         key_BSI: jax.Array,
         visible_BTS: jax.Array,
         ctx: Context,
     ) -> jax.Array:
-        """Scores [B, T, S] in float32, -inf where a query may not look.
+        """Scores [B, T, S] in float32, -inf for keys that are not visible.
 
-        Several queries meet the keys head by head, so that no array has both queries and keys of all heads.
+        With several queries the heads are summed in a scan, so no array [B, T, N, S] is allocated.
         """
-        q_BTNI = self._turned(self.query(jax.lax.stop_gradient(narrow_BTQ), ctx), ctx)
+        q_BTNI = self._rotate(self.query(jax.lax.stop_gradient(low_rank_BTQ), ctx), ctx)
         weight_BTN = self.weight(jax.lax.stop_gradient(x_BTD), ctx).astype(jnp.float32)
         weight_BTN = weight_BTN * (self.spec.num_heads * self.spec.head_dim) ** -0.5
         if q_BTNI.shape[1] == 1:
@@ -106,40 +106,42 @@ class Indexer(nnx.Module):
             scores_BTS = jax.lax.scan(add, zeros, heads)[0]
         return jnp.where(visible_BTS, scores_BTS, -jnp.inf)
 
-    def side(
+    def aux_loss(
         self, scores_BTS: jax.Array, q_BTNH: jax.Array, k_BSNH: jax.Array, visible_BTS: jax.Array, *, scale: float
     ) -> AuxOutputs:
-        """The loss: KL(p || softmax(scores)) of each query, where p is the attention of all heads together, over the
-        keys that attention looked at; nothing where it has no weight."""
+        """The aux loss KL(p || softmax(scores)), p the mean attention weights of all heads over the attended keys.
+
+        Empty if the loss has no weight.
+        """
         if not self.spec.loss_weight:
             return {}
         queries, keys = jax.lax.stop_gradient((q_BTNH, k_BSNH))
         p_BTS = _attention(queries, keys, visible_BTS, scale)
         has_keys_BT = jnp.any(visible_BTS, axis=-1)
-        # Where a query sees nothing, such as padding, nothing must become infinite: its gradient would not be zero.
-        log_q_BTS = jax.nn.log_softmax(jnp.where(visible_BTS, scores_BTS, NOTHING), axis=-1)
+        # Queries without visible keys (padding) must stay finite, or their gradients would be NaN.
+        log_q_BTS = jax.nn.log_softmax(jnp.where(visible_BTS, scores_BTS, MASKED), axis=-1)
         log_p_BTS = jnp.log(jnp.where(p_BTS > 0, p_BTS, 1.0))
         kl_BT = jnp.sum(p_BTS * (log_p_BTS - jnp.where(p_BTS > 0, log_q_BTS, 0.0)), axis=-1)
         mean = jnp.sum(jnp.where(has_keys_BT, kl_BT, 0.0)) / jnp.maximum(jnp.sum(has_keys_BT), 1)
         return {"loss": self.spec.loss_weight * mean}
 
-    def _turned(self, x_BTNI: jax.Array, ctx: Context) -> jax.Array:
-        """With its position."""
+    def _rotate(self, x_BTNI: jax.Array, ctx: Context) -> jax.Array:
+        """Apply RoPE."""
         return x_BTNI if self.spec.rotation is None else rotate(x_BTNI, ctx.positions, self.spec.rotation)
 
 
-# A logit that leaves no weight, and is finite.
-NOTHING = -1e30
+# A finite logit with zero softmax weight.
+MASKED = -1e30
 
 
 def _scores(q_BTNI: jax.Array, weight_BTN: jax.Array, key_BSI: jax.Array) -> jax.Array:
     """sum_n weight * relu(q . k), in float32."""
-    products = jnp.einsum("BTNI,BSI->BTNS", q_BTNI, key_BSI, preferred_element_type=jnp.float32)
-    return jnp.einsum("BTNS,BTN->BTS", jax.nn.relu(products), weight_BTN)
+    dots = jnp.einsum("BTNI,BSI->BTNS", q_BTNI, key_BSI, preferred_element_type=jnp.float32)
+    return jnp.einsum("BTNS,BTN->BTS", jax.nn.relu(dots), weight_BTN)
 
 
 def _attention(q_BTNH: jax.Array, k_BSNH: jax.Array, visible_BTS: jax.Array, scale: float) -> jax.Array:
-    """Mean over heads of attention weights, head by head; zeros for a query that sees nothing."""
+    """Mean attention weights over heads, one head at a time; zeros for a query without visible keys."""
 
     def add(total_BTS: jax.Array, head: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         logits_BTS = jnp.einsum("BTH,BSH->BTS", *head, preferred_element_type=jnp.float32) * scale

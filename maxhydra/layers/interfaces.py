@@ -1,6 +1,6 @@
-"""What a block asks of its two parts: the mixer, which carries information between tokens, and the feed-forward.
+"""Interfaces of the two sub-layers of a block: the mixer, which combines tokens, and the feed-forward.
 
-A mechanism is a frozen spec, made from the config of a layer kind, and a module that the spec builds. B batch, T
+Each consists of a frozen spec, made from the config of a layer kind, and a module that the spec builds. B batch, T
 tokens, D residual stream.
 """
 
@@ -13,82 +13,78 @@ from maxhydra.layers.kv_cache import Cache, CacheSpec
 from maxhydra.layers.params import ParamBuilder
 
 AuxOutputs = dict[str, jax.Array]
-"""What a part tells besides its output, by name. `loss`: a scalar, already weighted, that training adds to its own."""
+"""Auxiliary outputs of a sub-layer by name. `loss`: a scalar, already weighted, that training adds to its loss."""
 
 
 class MixerOutput(NamedTuple):
-    """What a mixer gives back."""
+    """What a mixer returns."""
 
     out_BTD: jax.Array
     cache: Any
-    """The successor of the layer's cache; None without one."""
-    side: AuxOutputs
-    handed: Any = None
-    """What later layers find under this layer's kind in `ctx.shared`; None: nothing."""
-    normed_BTD: jax.Array | None = None
-    """The norm of what it gives, where that was asked for and made along."""
+    """The layer's updated cache; None without one."""
+    aux: AuxOutputs
+    shared: Any = None
+    """What later layers read as `ctx.shared[kind]`, such as keys and values; None if nothing is shared."""
 
 
 class FeedForwardOutput(NamedTuple):
-    """What a feed-forward gives back."""
+    """What a feed-forward returns."""
 
     out_BTD: jax.Array
-    side: AuxOutputs
-    normed_BTD: jax.Array | None = None
-    """As of a mixer."""
+    aux: AuxOutputs
 
 
 class Mixer(Protocol):
-    """Looks at the tokens at hand and at those in the cache."""
+    """Combines the tokens of this call with each other and with those in the cache."""
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> MixerOutput: ...
 
-    def empty_cache(self, room: CacheSpec, layers: int) -> Cache:
-        """What so many layers of this kind keep of earlier tokens."""
+    def empty_cache(self, cache_spec: CacheSpec, layers: int) -> Cache:
+        """The empty cache of this many layers of this kind."""
         ...
 
 
 class FeedForward(Protocol):
-    """Works on each token alone."""
+    """Transforms each token separately."""
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> FeedForwardOutput: ...
 
 
 class MixerSpec(Protocol):
-    """A mixer's sizes and mechanisms, resolved."""
+    """Sizes and options of a mixer, resolved from the config."""
 
     def build(self, make: ParamBuilder) -> Any: ...
 
     def forward_flops(self, seq_len: int) -> float:
-        """Operations of a forward pass per token of sequences of this length: weights, and the look at others."""
+        """Forward FLOPs per token of a sequence of this length: projections, and the mixing of tokens."""
         ...
 
 
 class FeedForwardSpec(Protocol):
-    """A feed-forward's sizes and mechanisms, resolved."""
+    """Sizes and options of a feed-forward, resolved from the config."""
 
     def build(self, make: ParamBuilder) -> Any: ...
 
     def forward_flops(self) -> float:
-        """Operations of a forward pass per token: of the weights that a token meets."""
+        """Forward FLOPs per token, counting only the experts that it is routed to."""
         ...
 
     def idle_parameters(self) -> int:
-        """Weights that a token does not meet."""
+        """Number of weights that are not used for a given token."""
         ...
 
-    def settled(self, new: Any, old: Any, side: AuxOutputs) -> Any:
-        """The weights that a training step made of old ones, with what changes by what the layer told instead."""
+    def apply_aux_updates(self, new: Any, old: Any, aux: AuxOutputs) -> Any:
+        """Return the weights after an optimizer step, with the updates that come from `aux` instead of gradients."""
         ...
 
 
 def visible_keys(window: int | None, seq_len: int) -> float:
-    """Keys that a token sees on average: token i sees min(i + 1, window) of them."""
+    """Mean number of keys that a token attends to: min(i + 1, window) for token i."""
     window = min(window or seq_len, seq_len)
     return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
 
 
 def visible_in_chunk(chunk: int, seq_len: int) -> float:
-    """The same where token i sees i % chunk + 1 of them."""
-    whole, rest = divmod(seq_len, chunk)
-    return (whole * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2) / seq_len
+    """Mean number of keys that a token attends to under chunked attention: i % chunk + 1 for token i."""
+    chunks, rest = divmod(seq_len, chunk)
+    return (chunks * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2) / seq_len

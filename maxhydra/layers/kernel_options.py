@@ -1,4 +1,4 @@
-"""What a config asks of kernels. A backend that was asked for and cannot serve is the config's mistake."""
+"""Kernel choices of the config. A requested backend that does not support the call is a config error."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,16 +10,16 @@ from maxhydra.kernels.tiles import Sizes
 
 
 class KernelChoice(NamedTuple):
-    """Of one operation, by the names of its arguments."""
+    """Backend and tile sizes of one operation; the fields are named like the arguments of its function."""
 
     backend: str
     sizes: Sizes
-    """Of the tile of the backend's kernel."""
+    """Tile sizes of the backend's kernel."""
 
 
 @contextmanager
 def kernel_errors_as_config_errors() -> Iterator[None]:
-    """Kernels in here are named by the key of model.kernels that chose them."""
+    """Raise UnsupportedError of kernels as ConfigError for the key of model.kernels that chose the backend."""
     try:
         yield
     except UnsupportedError as error:

@@ -1,9 +1,9 @@
-"""What a layer keeps of earlier tokens.
+"""Caches of earlier tokens: keys and values, dense or paged, and recurrent states.
 
-A cache is any pytree of arrays with the methods of `Cache`; it holds the layers of one place of the pattern on a
-leading axis. The mixer that needs it makes it (`empty_cache`), finds its own layer in `ctx.cache` and returns the
-successor of that; the decoder only hands on, and the engine only allocates, shards and donates, so that a latent,
-recurrent or ring cache is a new class here and no change there.
+A cache is any pytree of arrays with the methods of `Cache`, stacked over the layers of one pattern position. The mixer
+creates it (`empty_cache`), reads its own layer as `ctx.cache` and returns the updated layer. The decoder only passes it
+on, and the engine only allocates, shards and donates it, so a latent, recurrent or ring cache is a new class here and
+no change there.
 
 L layers, B rows of a batch, T tokens of a row, S slots, P pages, W pages of a row, Z tokens of a page, K key and value
 heads, H head size.
@@ -24,46 +24,46 @@ from maxhydra.sharding import LogicalAxes
 
 
 class PageTable(NamedTuple):
-    """Where the rows of a call lie in caches that outlive the call."""
+    """Pages and slots that the rows of a call have in the caches of an engine."""
 
     table_BW: jax.Array
-    """Pages of each row, in the order of its tokens; the rest is any page. Tokens beyond them are not seen."""
+    """Pages of each row in token order; entries after its last page are arbitrary. Later tokens are not visible."""
     slots_B: jax.Array
-    """Place of each row among those that are decoded at a time, for caches of a fixed size per sequence."""
+    """Slot of each row among the sequences that are decoded together, for caches of fixed size per sequence."""
 
 
 class Cache(Protocol):
-    """What the decoder and the engine ask of a cache."""
+    """The interface of caches for the decoder and the engine."""
 
     def at(self, layer: jax.Array | int) -> Any:
-        """The layer of this index as its mixer sees it."""
+        """The view of one layer that its mixer gets."""
         ...
 
-    def merged(self, view: Any) -> Self:
-        """The whole with what the mixer made of a layer."""
+    def with_layer(self, view: Any) -> Self:
+        """The cache with one layer's view updated by its mixer."""
         ...
 
     def axes(self) -> Self:
-        """Logical axes in place of each array."""
+        """The cache with the logical axes of each array in its place."""
         ...
 
 
 class CacheSpec(Protocol):
-    """What there is to be kept, before any mixer says what of: every kind of cache is made from it."""
+    """Capacity of a cache, from which every kind of mixer creates the arrays that it needs."""
 
     def keys_and_values(
         self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype, value_dim: int | None = None
     ) -> Cache:
-        """A key and a value of each token and head. `value_dim`: the size of values where keys have another."""
+        """A cache of keys and values per token and head. `value_dim`: size of values if it differs from keys."""
         ...
 
-    def kept(self, layers: int, arrays: Mapping[str, "StateSpec"]) -> Cache:
-        """Arrays of a fixed size per sequence, such as the state of a recurrence."""
+    def states(self, layers: int, arrays: Mapping[str, "StateSpec"]) -> Cache:
+        """A cache of arrays of fixed size per sequence, such as the state of a recurrence."""
         ...
 
 
 class StateSpec(NamedTuple):
-    """An array that a layer keeps of a sequence, without the dimensions of layers and sequences."""
+    """One array of a state cache, without the dimensions of layers and sequences."""
 
     shape: tuple[int, ...]
     dtype: DTypeLike
@@ -71,17 +71,17 @@ class StateSpec(NamedTuple):
 
 
 class KeysValues(NamedTuple):
-    """Tokens that queries can look at."""
+    """Keys and values to attend to."""
 
     key_BSKH: jax.Array
     value_BSKH: jax.Array
     positions_BS: jax.Array | None
-    """-1 where there is none. None: they are the tokens at hand, one for each query."""
+    """Position of each key, -1 for an empty slot. None: keys are the tokens of this call, one per query."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseCacheSpec:
-    """A place for every token of a few sequences of about the same length."""
+    """One slot per token of a few sequences of similar length."""
 
     batch: int
     length: int
@@ -93,19 +93,19 @@ class DenseCacheSpec:
         key, value = (jnp.zeros((*shape, size), dtype) for size in (head_dim, value_dim or head_dim))
         return DenseCache(key, value, jnp.zeros(shape[:2], jnp.int32))
 
-    def kept(self, layers: int, arrays: Mapping[str, StateSpec]) -> "StateCache":
+    def states(self, layers: int, arrays: Mapping[str, StateSpec]) -> "StateCache":
         return _states(layers, self.batch, "act_batch", arrays)
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedCacheSpec:
-    """Pages that sequences take as they need them (Kwon et al., 2023), and slots for what has a fixed size."""
+    """Pages allocated to sequences on demand (Kwon et al., 2023), and one slot per sequence for states."""
 
     pages: int
     page_size: int
     slots: int
     storage: np.dtype | None
-    """Number format of what is kept; None: that of the computation."""
+    """Dtype of stored keys and values; None: the compute dtype."""
 
     def keys_and_values(
         self, *, layers: int, kv_heads: int, head_dim: int, dtype: np.dtype, value_dim: int | None = None
@@ -116,20 +116,20 @@ class PagedCacheSpec:
         scale = jnp.zeros(shape, jnp.float32) if storage in SCALED else None
         return PagedCache(key, value, scale, scale)
 
-    def kept(self, layers: int, arrays: Mapping[str, StateSpec]) -> "StateCache":
-        """One place for each sequence that is decoded at a time, in the arrays' own formats."""
+    def states(self, layers: int, arrays: Mapping[str, StateSpec]) -> "StateCache":
+        """One slot per sequence decoded at a time, in the dtypes of the arrays."""
         return _states(layers, self.slots, None, arrays)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NoCache:
-    """Of layers that keep nothing of their own."""
+    """The cache of layers without state, such as those that use the keys and values of another."""
 
     def at(self, layer: jax.Array | int) -> "NoCache":
         return self
 
-    def merged(self, view: "NoCache") -> "NoCache":
+    def with_layer(self, view: "NoCache") -> "NoCache":
         return self
 
     def axes(self) -> "NoCache":
@@ -139,7 +139,7 @@ class NoCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseCache:
-    """Keys and values of every token so far; the token at position p lies in slot p of its row."""
+    """Keys and values of all tokens so far; the token at position p is in slot p of its row."""
 
     key_LBSKH: jax.Array
     value_LBSKH: jax.Array
@@ -149,7 +149,7 @@ class DenseCache:
         take = partial(jax.lax.dynamic_index_in_dim, index=layer, keepdims=False)
         return DenseLayer(take(self.key_LBSKH), take(self.value_LBSKH), take(self.length_LB), jnp.asarray(layer))
 
-    def merged(self, view: "DenseLayer") -> "DenseCache":
+    def with_layer(self, view: "DenseLayer") -> "DenseCache":
         put = partial(jax.lax.dynamic_update_index_in_dim, index=view.layer, axis=0)
         return DenseCache(
             put(self.key_LBSKH, view.key_BSKH),
@@ -158,15 +158,15 @@ class DenseCache:
         )
 
     def axes(self) -> "DenseCache":
-        of_tokens: Any = ("layers", "act_batch", None, _heads_axis(self.key_LBSKH.shape[3]), None)
-        of_rows: Any = ("layers", "act_batch")
-        return DenseCache(of_tokens, of_tokens, of_rows)
+        token_axes: Any = ("layers", "act_batch", None, _heads_axis(self.key_LBSKH.shape[3]), None)
+        row_axes: Any = ("layers", "act_batch")
+        return DenseCache(token_axes, token_axes, row_axes)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseLayer:
-    """A layer of a dense cache."""
+    """One layer of a dense cache."""
 
     key_BSKH: jax.Array
     value_BSKH: jax.Array
@@ -177,9 +177,9 @@ class DenseLayer:
     def insert(
         self, key_BTKH: jax.Array, value_BTKH: jax.Array, positions_BT: jax.Array, rows: PageTable | None
     ) -> "DenseLayer":
-        """Write tokens into the slots of their positions; those with a negative position (padding) are left out.
+        """Write tokens to the slots of their positions; negative positions (padding) are not written.
 
-        Nothing is written beyond the last slot: the caller sizes the cache for the longest sequence.
+        Positions beyond the last slot are dropped: the caller sizes the cache for the longest sequence.
         """
         slots_BT = jnp.where(positions_BT < 0, self.key_BSKH.shape[1], positions_BT)
         return dataclasses.replace(
@@ -190,13 +190,13 @@ class DenseLayer:
         )
 
     begin = insert
-    """Rows lie in one piece: those that begin are written as all others are."""
+    """Rows are contiguous, so tokens that start a sequence are written like any others."""
 
     def pages(self, positions_BT: jax.Array, rows: PageTable | None) -> Pages | None:
         return None
 
     def is_exact(self, dtype: np.dtype) -> bool:
-        """Whether numbers of this format come back as they were."""
+        """Whether values of this dtype are stored without loss."""
         return self.key_BSKH.dtype == dtype
 
     def read(self, rows: PageTable | None, dtype: np.dtype) -> KeysValues:
@@ -205,17 +205,17 @@ class DenseLayer:
         return KeysValues(self.key_BSKH, self.value_BSKH, positions_BS)
 
 
-# Formats that need a scale, and their largest number.
+# Storage dtypes that need a scale -> their largest value.
 SCALED = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedCache:
-    """Keys and values in pages of all sequences together; a call writes its tokens and reads its own rows' pages.
+    """Keys and values of all sequences in one pool of pages; a call writes its tokens and reads its rows' pages.
 
-    Nothing but those is touched, so that a step costs the same however many pages there are. Within a page the tokens
-    of a head lie together, as attention reads them. In 8 bits every token has a scale per head.
+    Only those are touched, so the cost of a step does not depend on the number of pages. Within a page the tokens of a
+    head are contiguous, as attention reads them. In 8 bits every token has one scale per head.
     """
 
     key_LPKZH: jax.Array
@@ -226,69 +226,73 @@ class PagedCache:
     def at(self, layer: jax.Array | int) -> "PagedLayer":
         return PagedLayer(self, jnp.asarray(layer), None)
 
-    def merged(self, view: "PagedLayer") -> "PagedCache":
+    def with_layer(self, view: "PagedLayer") -> "PagedCache":
         return view.cache
 
     def axes(self) -> "PagedCache":
-        of_tokens: Any = ("layers", None, _heads_axis(self.key_LPKZH.shape[2]), None, None)
-        of_scales: Any = None if self.key_scale_LPKZ is None else of_tokens[:4]
-        return PagedCache(of_tokens, of_tokens, of_scales, of_scales)
+        token_axes: Any = ("layers", None, _heads_axis(self.key_LPKZH.shape[2]), None, None)
+        scale_axes: Any = None if self.key_scale_LPKZ is None else token_axes[:4]
+        return PagedCache(token_axes, token_axes, scale_axes, scale_axes)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedLayer:
-    """A layer of a paged cache: the whole, and which part of it is meant."""
+    """One layer of a paged cache: the whole cache and the layer's index."""
 
     cache: PagedCache
     layer: jax.Array
     length_B: jax.Array | None
-    """Tokens of each row, once this call's are written."""
+    """Number of tokens of each row after this call's tokens are written."""
 
     def insert(
         self, key_BTKH: jax.Array, value_BTKH: jax.Array, positions_BT: jax.Array, rows: PageTable | None
     ) -> Self:
-        """Write tokens into the pages of their rows; those with a negative position (padding) are left out."""
+        """Write tokens to the pages of their rows; negative positions (padding) are not written."""
         assert rows is not None
         Z = self.cache.key_LPKZH.shape[3]
         page_BT = jnp.take_along_axis(rows.table_BW, jnp.maximum(positions_BT, 0) // Z, axis=1)
-        place = (self.layer, self._but_for(positions_BT < 0, page_BT), slice(None), positions_BT % Z)
-        return self._written(place, key_BTKH, value_BTKH, positions_BT)
+        index = (self.layer, self._mask_pages(positions_BT < 0, page_BT), slice(None), positions_BT % Z)
+        return self._write(index, key_BTKH, value_BTKH, positions_BT)
 
     def begin(
         self, key_BTKH: jax.Array, value_BTKH: jax.Array, positions_BT: jax.Array, rows: PageTable | None
     ) -> Self:
-        """`insert` of tokens that begin their rows: page by page, which takes a GPU a fraction of the time. Padding
-        behind the tokens fills their last page, where nobody sees it before it is written again."""
+        """`insert` for tokens that start their rows: whole pages are written, in a fraction of the time on a GPU.
+
+        Padding after the tokens fills their last page; it is overwritten before any query can see it.
+        """
         assert rows is not None
         Z = self.cache.key_LPKZH.shape[3]
         W = min(positions_BT.shape[1] // Z, rows.table_BW.shape[1])
         if positions_BT.shape[1] % Z:
             return self.insert(key_BTKH, value_BTKH, positions_BT, rows)
-        place = (self.layer, self._but_for(positions_BT[:, : W * Z : Z] < 0, rows.table_BW[:, :W]))
+        index = (self.layer, self._mask_pages(positions_BT[:, : W * Z : Z] < 0, rows.table_BW[:, :W]))
         key, value = (x.reshape(x.shape[0], -1, Z, *x.shape[2:])[:, :W].swapaxes(2, 3) for x in (key_BTKH, value_BTKH))
-        return self._written(place, key, value, positions_BT)
+        return self._write(index, key, value, positions_BT)
 
-    def _but_for(self, is_none: jax.Array, pages: jax.Array) -> jax.Array:
-        """Pages, each written once; where there is none, one that does not exist, each another: a GPU writes several
-        numbers at a time where it is told that no place comes twice."""
-        beyond = self.cache.key_LPKZH.shape[1] + jnp.arange(pages.size, dtype=pages.dtype).reshape(pages.shape)
-        return jnp.where(is_none, beyond, pages)
+    def _mask_pages(self, is_padding: jax.Array, pages: jax.Array) -> jax.Array:
+        """Page indices, with distinct out-of-range ones for padding.
 
-    def _written(self, place: tuple[Any, ...], key: jax.Array, value: jax.Array, positions_BT: jax.Array) -> Self:
-        """With [..., H] at these places, where they exist."""
-        key, key_scale = _stored(key, self.cache.key_LPKZH.dtype)
-        value, value_scale = _stored(value, self.cache.value_LPKZH.dtype)
+        Distinct, because a GPU scatters several values at a time if it knows that no index occurs twice.
+        """
+        out_of_range = self.cache.key_LPKZH.shape[1] + jnp.arange(pages.size, dtype=pages.dtype).reshape(pages.shape)
+        return jnp.where(is_padding, out_of_range, pages)
+
+    def _write(self, index: tuple[Any, ...], key: jax.Array, value: jax.Array, positions_BT: jax.Array) -> Self:
+        """The layer with keys and values [..., H] written at an index; out-of-range entries are dropped."""
+        key, key_scale = _quantize(key, self.cache.key_LPKZH.dtype)
+        value, value_scale = _quantize(value, self.cache.value_LPKZH.dtype)
         cache = PagedCache(
-            self.cache.key_LPKZH.at[place].set(key, mode="drop", unique_indices=True),
-            self.cache.value_LPKZH.at[place].set(value, mode="drop", unique_indices=True),
-            _set(self.cache.key_scale_LPKZ, place, key_scale),
-            _set(self.cache.value_scale_LPKZ, place, value_scale),
+            self.cache.key_LPKZH.at[index].set(key, mode="drop", unique_indices=True),
+            self.cache.value_LPKZH.at[index].set(value, mode="drop", unique_indices=True),
+            _set(self.cache.key_scale_LPKZ, index, key_scale),
+            _set(self.cache.value_scale_LPKZ, index, value_scale),
         )
         return dataclasses.replace(self, cache=cache, length_B=jnp.max(positions_BT, axis=1) + 1)
 
     def pages(self, positions_BT: jax.Array, rows: PageTable | None) -> Pages | None:
-        """The rows' pages where they lie, before this call's tokens are written; None where numbers are scaled."""
+        """The rows' pages in place, before this call's tokens are written; None for storage with scales."""
         assert rows is not None
         if self.cache.key_scale_LPKZ is not None:
             return None
@@ -297,14 +301,14 @@ class PagedLayer:
         return Pages(key, value, self.layer * P + rows.table_BW, jnp.max(positions_BT, axis=1) + 1)
 
     def with_pages(self, pages: Pages) -> "PagedLayer":
-        """The layer with what was written to `pages`."""
+        """The layer with updated pages."""
         shape = self.cache.key_LPKZH.shape
         key, value = pages.key_PKZH.reshape(shape), pages.value_PKZH.reshape(shape)
         cache = dataclasses.replace(self.cache, key_LPKZH=key, value_LPKZH=value)
         return PagedLayer(cache, self.layer, pages.length_B)
 
     def is_exact(self, dtype: np.dtype) -> bool:
-        """Whether numbers of this format come back as they were."""
+        """Whether values of this dtype are stored without loss."""
         return self.cache.key_LPKZH.dtype == dtype
 
     def read(self, rows: PageTable | None, dtype: np.dtype) -> KeysValues:
@@ -325,17 +329,17 @@ class PagedLayer:
     def _gather(
         self, all_LPKZH: jax.Array, scale_LPKZ: jax.Array | None, rows: PageTable, dtype: np.dtype
     ) -> jax.Array:
-        found_BWKZH = all_LPKZH[self.layer, rows.table_BW].astype(dtype)
+        gathered_BWKZH = all_LPKZH[self.layer, rows.table_BW].astype(dtype)
         if scale_LPKZ is not None:
-            found_BWKZH = found_BWKZH * scale_LPKZ[self.layer, rows.table_BW][..., None].astype(dtype)
-        B, W, K, Z, H = found_BWKZH.shape
-        return found_BWKZH.swapaxes(1, 2).reshape(B, K, W * Z, H)
+            gathered_BWKZH = gathered_BWKZH * scale_LPKZ[self.layer, rows.table_BW][..., None].astype(dtype)
+        B, W, K, Z, H = gathered_BWKZH.shape
+        return gathered_BWKZH.swapaxes(1, 2).reshape(B, K, W * Z, H)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["names"])
 @dataclasses.dataclass(frozen=True)
 class StateCache:
-    """Arrays [L, sequences, ...] that do not grow with a sequence, for mixers that forget."""
+    """Arrays [L, sequences, ...] of fixed size per sequence, for recurrent mixers."""
 
     arrays: dict[str, Any]
     names: tuple[tuple[str, LogicalAxes], ...]
@@ -344,7 +348,7 @@ class StateCache:
     def at(self, layer: jax.Array | int) -> "StateLayer":
         return StateLayer(self, jnp.asarray(layer))
 
-    def merged(self, view: "StateLayer") -> "StateCache":
+    def with_layer(self, view: "StateLayer") -> "StateCache":
         return view.cache
 
     def axes(self) -> "StateCache":
@@ -354,50 +358,50 @@ class StateCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StateLayer:
-    """A layer of such a cache: the whole, and which part of it is meant."""
+    """One layer of a state cache: the whole cache and the layer's index."""
 
     cache: StateCache
     layer: jax.Array
 
     def read(self, rows: PageTable | None) -> dict[str, jax.Array]:
-        """What the rows of the call left; a row without a sequence finds that of another, which it must not use."""
-        place = self._place(rows)
-        return {name: array.at[place].get(mode="clip") for name, array in self.cache.arrays.items()}
+        """The states of the call's rows; a padding row reads another row's state, which it must not use."""
+        index = self._index(rows)
+        return {name: array.at[index].get(mode="clip") for name, array in self.cache.arrays.items()}
 
-    def written(self, arrays: Mapping[str, jax.Array], rows: PageTable | None) -> "StateLayer":
-        place = self._place(rows)
+    def write(self, arrays: Mapping[str, jax.Array], rows: PageTable | None) -> "StateLayer":
+        index = self._index(rows)
         old = self.cache.arrays
-        new = {name: old[name].at[place].set(arrays[name].astype(old[name].dtype), mode="drop") for name in old}
+        new = {name: old[name].at[index].set(arrays[name].astype(old[name].dtype), mode="drop") for name in old}
         return StateLayer(StateCache(new, self.cache.names), self.layer)
 
-    def _place(self, rows: PageTable | None) -> tuple[jax.Array, ...]:
+    def _index(self, rows: PageTable | None) -> tuple[jax.Array, ...]:
         return (self.layer,) if rows is None else (self.layer, rows.slots_B)
 
 
 def _states(layers: int, count: int, axis: str | None, arrays: Mapping[str, StateSpec]) -> StateCache:
     return StateCache(
-        {name: jnp.zeros((layers, count, *kept.shape), kept.dtype) for name, kept in arrays.items()},
-        tuple((name, ("layers", axis, *kept.axes)) for name, kept in arrays.items()),
+        {name: jnp.zeros((layers, count, *spec.shape), spec.dtype) for name, spec in arrays.items()},
+        tuple((name, ("layers", axis, *spec.axes)) for name, spec in arrays.items()),
     )
 
 
 def _heads_axis(heads: int) -> str | None:
-    """One head that all queries share is not split."""
+    """The logical axis of the heads; a single head, shared by all queries, is not sharded."""
     return "act_kv_heads" if heads > 1 else None
 
 
-def _stored(x: jax.Array, storage: np.dtype) -> tuple[jax.Array, jax.Array | None]:
-    """Numbers [..., H] as they are kept, and the scale [...] that makes them what they were."""
+def _quantize(x: jax.Array, storage: np.dtype) -> tuple[jax.Array, jax.Array | None]:
+    """Values [..., H] in the storage dtype, and their scale [...]; None if the dtype needs none."""
     if storage not in SCALED:
         return x.astype(storage), None
-    wide = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(wide), axis=-1) / SCALED[storage]
-    scaled = wide / jnp.where(scale == 0, 1, scale)[..., None]
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / SCALED[storage]
+    scaled = x / jnp.where(scale == 0, 1, scale)[..., None]
     return (jnp.round(scaled) if storage == jnp.int8 else scaled).astype(storage), scale
 
 
-def _set(scales: jax.Array | None, place: tuple[Any, ...], new: jax.Array | None) -> jax.Array | None:
-    return None if scales is None else scales.at[place].set(new, mode="drop", unique_indices=True)
+def _set(scales: jax.Array | None, index: tuple[Any, ...], new: jax.Array | None) -> jax.Array | None:
+    return None if scales is None else scales.at[index].set(new, mode="drop", unique_indices=True)
 
 
 @jax.vmap

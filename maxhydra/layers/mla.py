@@ -1,12 +1,12 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024), with the choice of keys of DeepSeek-V3.2 where it has an indexer.
+"""Multi-head latent attention (DeepSeek-V2, 2024), optionally with the sparse indexer of DeepSeek-V3.2.
 
-A token leaves a latent, from which the keys and values of all heads are made, and one key with its position that all
-heads share. Only these are cached. Where many queries come together keys and values are made from the latents; where
-few meet a long cache, it is cheaper to bring the queries into the space of the latents, and the gathered latents out of
-it: the two forms are one product, bracketed differently.
+Each token caches a latent, from which the keys and values of all heads are projected, and one rotated key that all
+heads share. With many queries, keys and values are projected from the latents. With few queries over a long cache it is
+cheaper to project the queries into the latent space and the attention output back out of it ("absorbed" form). The two
+forms are the same matmul, associated differently.
 
 Shapes: B batch, T tokens, S keys (the T tokens, or the slots of the cache), D residual stream, N heads, R latent, H
-size of a query and key: F without position and P with it, V size of a value, I indexer head.
+size of a query and key: F without RoPE and P with it, V size of a value, Q query rank, I indexer head.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.attention.spec import Request, TokenInfo, visible
-from maxhydra.layers.attend import attend, cached_positions, written
+from maxhydra.layers.attention import attend, cached_positions, write_cache
 from maxhydra.layers.context import Context
 from maxhydra.layers.indexer import Indexer, IndexerSpec
 from maxhydra.layers.interfaces import AuxOutputs, MixerOutput, visible_keys
@@ -31,13 +31,13 @@ from maxhydra.layers.norm import RMSNorm
 from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
 from maxhydra.layers.rope import Rotation, rotate
 
-# Of the norms of the latents, whatever that of the model is.
+# Epsilon of the latent norms, independent of the model's.
 NORM_EPS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class MlaSpec:
-    """Sizes and mechanisms of one kind of layer, resolved."""
+    """Sizes and options of MLA in one layer kind, resolved from the config."""
 
     emb_dim: int
     num_heads: int
@@ -49,27 +49,27 @@ class MlaSpec:
     scale: float
     rotation: Rotation | None
     indexer: IndexerSpec | None
-    wanted: KernelChoice
+    kernel: KernelChoice
     init_scale: float
     out_scale: float
     dtypes: Dtypes
 
     @classmethod
     def of(cls, model: config.Model, kind: config.Kind) -> "MlaSpec":
-        own = kind.mla
-        plain_dim = own.qk_nope_head_dim or model.head_dim
+        section = kind.mla
+        plain_dim = section.qk_nope_head_dim or model.head_dim
         return cls(
             emb_dim=model.emb_dim,
             num_heads=model.num_heads,
-            query_rank=own.q_lora_rank,
-            latent_dim=own.kv_lora_rank,
+            query_rank=section.q_lora_rank,
+            latent_dim=section.kv_lora_rank,
             plain_dim=plain_dim,
-            rope_dim=own.qk_rope_head_dim,
-            value_dim=own.v_head_dim or model.head_dim,
-            scale=_sharpness(own) * (plain_dim + own.qk_rope_head_dim) ** -0.5,
-            rotation=Rotation.of(own.rope, own.qk_rope_head_dim),
+            rope_dim=section.qk_rope_head_dim,
+            value_dim=section.v_head_dim or model.head_dim,
+            scale=_logit_scale(section) * (plain_dim + section.qk_rope_head_dim) ** -0.5,
+            rotation=Rotation.of(section.rope, section.qk_rope_head_dim),
             indexer=IndexerSpec.of(model, kind),
-            wanted=KernelChoice(model.kernels.attention.value, model.kernels.sizes("attention")),
+            kernel=KernelChoice(model.kernels.attention.value, model.kernels.sizes("attention")),
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
@@ -83,45 +83,44 @@ class MlaSpec:
         return Mla(self, make)
 
     def forward_flops(self, seq_len: int) -> float:
-        """Operations per token in the form with keys and values, over the keys that a token looks at."""
+        """Forward FLOPs per token in the form with keys and values, over the keys that a token attends to."""
         queries = self.num_heads * self.key_dim
         weights = self.emb_dim * (self.latent_dim + self.rope_dim + self.num_heads * self.value_dim)
         weights += self.latent_dim * self.num_heads * (self.plain_dim + self.value_dim)
         weights += self.emb_dim * queries if self.query_rank is None else self.query_rank * (self.emb_dim + queries)
         top_k = None if self.indexer is None else self.indexer.top_k
-        looks = 2.0 * self.num_heads * (self.key_dim + self.value_dim) * visible_keys(top_k, seq_len)
-        return 2.0 * weights + looks + (0.0 if self.indexer is None else self.indexer.forward_flops(seq_len))
+        attention = 2.0 * self.num_heads * (self.key_dim + self.value_dim) * visible_keys(top_k, seq_len)
+        return 2.0 * weights + attention + (0.0 if self.indexer is None else self.indexer.forward_flops(seq_len))
 
 
 class LatentCacheView(NamedTuple):
-    """What tokens leave for queries to look at."""
+    """Latents and keys to attend to."""
 
     latent_BSR: jax.Array
     key_BSP: jax.Array
-    """The part with position of every head's key."""
+    """The rotated part of the key, shared by all heads."""
     index_BSI: jax.Array | None
-    """Key of the indexer."""
+    """Keys of the indexer."""
     tokens: TokenInfo
 
-    def narrowed(self, scores_BTS: jax.Array, top_k: int) -> "LatentCacheView":
-        """Only those with the highest scores, for each query by itself: one query's are taken out, those of several
-        marked."""
+    def select_top_k(self, scores_BTS: jax.Array, top_k: int) -> "LatentCacheView":
+        """Only the keys with the highest scores of each query: gathered for one query per row, masked for several."""
         if scores_BTS.shape[2] <= top_k:
             return self
-        best_BTK, places_BTK = jax.lax.top_k(scores_BTS, top_k)
+        best_BTK, indices_BTK = jax.lax.top_k(scores_BTS, top_k)
         if scores_BTS.shape[1] > 1:
             return self._replace(tokens=self.tokens._replace(chosen_BTS=scores_BTS >= best_BTK[:, :, -1:]))
         assert self.tokens.kv_positions_BS is not None
-        places_BK = places_BTK[:, 0]
+        indices_BK = indices_BTK[:, 0]
         latent_BKR, key_BKP = (
-            jnp.take_along_axis(x_BSH, places_BK[:, :, None], axis=1) for x_BSH in (self.latent_BSR, self.key_BSP)
+            jnp.take_along_axis(x_BSH, indices_BK[:, :, None], axis=1) for x_BSH in (self.latent_BSR, self.key_BSP)
         )
-        positions_BK = jnp.take_along_axis(self.tokens.kv_positions_BS, places_BK, axis=1)
+        positions_BK = jnp.take_along_axis(self.tokens.kv_positions_BS, indices_BK, axis=1)
         return LatentCacheView(latent_BKR, key_BKP, None, self.tokens._replace(kv_positions_BS=positions_BK))
 
 
 class Mla(nnx.Module):
-    """out(attention([query, rope(query)], [key(c), rope(key)], value(c))) of the latent c = norm(latent(x))."""
+    """out(attention([query, rope(query)], [key(c), rope(key)], value(c))) with the latent c = norm(latent(x))."""
 
     def __init__(self, spec: MlaSpec, make: ParamBuilder):
         self.spec = spec
@@ -151,31 +150,31 @@ class Mla(nnx.Module):
 
     @jax.named_scope("mla")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> MixerOutput:
-        q_BTNH, narrow_BTQ = self._queries(x_BTD, ctx)
-        seen, cache = self._seen(x_BTD, ctx)
-        side: AuxOutputs = {}
-        if self.indexer is not None and seen.index_BSI is not None:
-            visible_BTS = self._visible(seen, q_BTNH.shape[1])
-            scores_BTS = self.indexer(x_BTD, narrow_BTQ, seen.index_BSI, visible_BTS, ctx)
-            seen = seen.narrowed(scores_BTS, self.indexer.spec.top_k)
-        if self._is_few(q_BTNH.shape[1], ctx):
-            mixed_BTNV = self._gather_latents(q_BTNH, seen, ctx)
+        q_BTNH, low_rank_BTQ = self._queries(x_BTD, ctx)
+        view, cache = self._update_cache(x_BTD, ctx)
+        aux: AuxOutputs = {}
+        if self.indexer is not None and view.index_BSI is not None:
+            visible_BTS = self._visible(view, q_BTNH.shape[1])
+            scores_BTS = self.indexer(x_BTD, low_rank_BTQ, view.index_BSI, visible_BTS, ctx)
+            view = view.select_top_k(scores_BTS, self.indexer.spec.top_k)
+        if self._is_absorbed(q_BTNH.shape[1], ctx):
+            mixed_BTNV = self._attend_latents(q_BTNH, view, ctx)
         else:
-            k_BSNH, v_BSNV = self._keys_values(seen, ctx)
-            mixed_BTNV = self._attend(q_BTNH, k_BSNH, v_BSNV, seen, ctx)
+            k_BSNH, v_BSNV = self._keys_values(view, ctx)
+            mixed_BTNV = self._attend(q_BTNH, k_BSNH, v_BSNV, view, ctx)
             if self.indexer is not None and ctx.cache is None:
-                looked_BTS = self._visible(seen, q_BTNH.shape[1]) & ctx.is_real_BT[:, :, None]
-                side = self.indexer.side(scores_BTS, q_BTNH, k_BSNH, looked_BTS, scale=self.spec.scale)
+                attended_BTS = self._visible(view, q_BTNH.shape[1]) & ctx.is_real_BT[:, :, None]
+                aux = self.indexer.aux_loss(scores_BTS, q_BTNH, k_BSNH, attended_BTS, scale=self.spec.scale)
         mixed_BTNV = ctx.constrain(mixed_BTNV, "act_batch", "act_length", "act_heads", None)
         out_BTD = self.out(checkpoint_name(mixed_BTNV, "context"), ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
-        return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, side)
+        return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, aux)
 
-    def empty_cache(self, room: CacheSpec, layers: int) -> Cache:
-        """The latent in the place of the value: it is gathered, where the key with its position is only compared."""
+    def empty_cache(self, cache_spec: CacheSpec, layers: int) -> Cache:
+        """Latents are cached as values, since attention sums over them, and rotated and indexer keys as keys."""
         spec = self.spec
         index_dim = 0 if spec.indexer is None else spec.indexer.head_dim
-        return room.keys_and_values(
+        return cache_spec.keys_and_values(
             layers=layers,
             kv_heads=1,
             head_dim=spec.rope_dim + index_dim,
@@ -184,71 +183,76 @@ class Mla(nnx.Module):
         )
 
     def _queries(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
-        """Queries, and the narrow vectors that they were made from; the stream itself where there are none."""
+        """Queries, and the low-rank vectors they are projected from; x itself if queries have no low rank."""
         if self.query is not None:
-            narrow_BTQ, q_BTNH = x_BTD, self.query(x_BTD, ctx)
+            low_rank_BTQ, q_BTNH = x_BTD, self.query(x_BTD, ctx)
         else:
             assert self.query_down is not None and self.query_norm is not None and self.query_up is not None
-            narrow_BTQ = self.query_norm(self.query_down(x_BTD, ctx))
-            q_BTNH = self.query_up(narrow_BTQ, ctx)
-        plain_BTNF, turned_BTNP = jnp.split(q_BTNH, [self.spec.plain_dim], axis=-1)
-        q_BTNH = jnp.concatenate([plain_BTNF, self._turned(turned_BTNP, ctx)], axis=-1)
+            low_rank_BTQ = self.query_norm(self.query_down(x_BTD, ctx))
+            q_BTNH = self.query_up(low_rank_BTQ, ctx)
+        plain_BTNF, rotary_BTNP = jnp.split(q_BTNH, [self.spec.plain_dim], axis=-1)
+        q_BTNH = jnp.concatenate([plain_BTNF, self._rotate(rotary_BTNP, ctx)], axis=-1)
         q_BTNH = ctx.constrain(q_BTNH, "act_batch", "act_length", "act_heads", None)
-        return checkpoint_name(q_BTNH, "query"), narrow_BTQ
+        return checkpoint_name(q_BTNH, "query"), low_rank_BTQ
 
-    def _seen(self, x_BTD: jax.Array, ctx: Context) -> tuple[LatentCacheView, Any]:
-        """What the tokens at hand can look at, those in the cache among them, and the cache with these in it."""
+    def _update_cache(self, x_BTD: jax.Array, ctx: Context) -> tuple[LatentCacheView, Any]:
+        """The latents and keys to attend to, and the cache with those of this call."""
         latent_BTR, key_BTP = jnp.split(self.latent(x_BTD, ctx), [self.spec.latent_dim], axis=-1)
         latent_BTR = self.latent_norm(latent_BTR)
-        key_BTP = self._turned(key_BTP[:, :, None], ctx)[:, :, 0]
+        key_BTP = self._rotate(key_BTP[:, :, None], ctx)[:, :, 0]
         index_BTI = None if self.indexer is None else self.indexer.keys(x_BTD, ctx)
         if ctx.cache is None:
             tokens = TokenInfo(ctx.segments, ctx.segments, None, None)
-            return LatentCacheView(_whole(latent_BTR, ctx), _whole(key_BTP, ctx), _whole(index_BTI, ctx), tokens), None
+            return LatentCacheView(
+                _unsplit(latent_BTR, ctx), _unsplit(key_BTP, ctx), _unsplit(index_BTI, ctx), tokens
+            ), None
         keys_BTH = key_BTP if index_BTI is None else jnp.concatenate([key_BTP, index_BTI], axis=-1)
-        cache = written(keys_BTH[:, :, None], latent_BTR[:, :, None], ctx)
-        kept: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
-        key_BSP, index_BSI = jnp.split(kept.key_BSKH[:, :, 0], [self.spec.rope_dim], axis=-1)
-        tokens = TokenInfo(None, None, cached_positions(ctx), kept.positions_BS)
-        return LatentCacheView(kept.value_BSKH[:, :, 0], key_BSP, index_BSI, tokens), cache
+        cache = write_cache(keys_BTH[:, :, None], latent_BTR[:, :, None], ctx)
+        cached: KeysValues = cache.read(ctx.rows, self.spec.dtypes.compute)
+        key_BSP, index_BSI = jnp.split(cached.key_BSKH[:, :, 0], [self.spec.rope_dim], axis=-1)
+        tokens = TokenInfo(None, None, cached_positions(ctx), cached.positions_BS)
+        return LatentCacheView(cached.value_BSKH[:, :, 0], key_BSP, index_BSI, tokens), cache
 
-    def _turned(self, x_BTNP: jax.Array, ctx: Context) -> jax.Array:
-        """With its position."""
+    def _rotate(self, x_BTNP: jax.Array, ctx: Context) -> jax.Array:
+        """Apply RoPE."""
         return x_BTNP if self.spec.rotation is None else rotate(x_BTNP, ctx.positions, self.spec.rotation)
 
-    def _is_few(self, queries: int, ctx: Context) -> bool:
-        """Whether it takes fewer operations to bring so many queries to the latents than to make keys and values."""
-        made = self.spec.plain_dim + self.spec.value_dim
-        return ctx.cache is not None and queries * (2 * self.spec.latent_dim - made) < self.spec.latent_dim * made
+    def _is_absorbed(self, queries: int, ctx: Context) -> bool:
+        """Whether the absorbed form takes fewer FLOPs than projecting keys and values, for this many queries."""
+        projected = self.spec.plain_dim + self.spec.value_dim
+        return (
+            ctx.cache is not None
+            and queries * (2 * self.spec.latent_dim - projected) < self.spec.latent_dim * projected
+        )
 
-    def _keys_values(self, seen: LatentCacheView, ctx: Context) -> tuple[jax.Array, jax.Array]:
-        both_BSNH = self.key_value(seen.latent_BSR, ctx)
+    def _keys_values(self, view: LatentCacheView, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        both_BSNH = self.key_value(view.latent_BSR, ctx)
         plain_BSNF, v_BSNV = jnp.split(both_BSNH, [self.spec.plain_dim], axis=-1)
-        shared_BSNP = jnp.broadcast_to(seen.key_BSP[:, :, None], (*plain_BSNF.shape[:3], self.spec.rope_dim))
+        shared_BSNP = jnp.broadcast_to(view.key_BSP[:, :, None], (*plain_BSNF.shape[:3], self.spec.rope_dim))
         k_BSNH = jnp.concatenate([plain_BSNF, shared_BSNP], axis=-1)
         return (
             checkpoint_name(ctx.constrain(k_BSNH, "act_batch", None, "act_heads", None), "key"),
             checkpoint_name(ctx.constrain(v_BSNV, "act_batch", None, "act_heads", None), "value"),
         )
 
-    def _gather_latents(self, q_BTNH: jax.Array, seen: LatentCacheView, ctx: Context) -> jax.Array:
-        """The form for few queries: every head looks at the latents themselves, as if they were its keys and values."""
-        into_RNF, out_of_RNV = jnp.split(self.key_value.matrix(ctx), [self.spec.plain_dim], axis=-1)
-        plain_BTNF, turned_BTNP = jnp.split(q_BTNH, [self.spec.plain_dim], axis=-1)
-        latent_BTNR = jnp.einsum("BTNF,RNF->BTNR", plain_BTNF, into_RNF)
-        queries = jnp.concatenate([latent_BTNR, turned_BTNP], axis=-1)
-        keys = jnp.concatenate([seen.latent_BSR, seen.key_BSP], axis=-1)[:, :, None]
-        mixed_BTNR = self._attend(queries, keys, seen.latent_BSR[:, :, None], seen, ctx)
-        return jnp.einsum("BTNR,RNV->BTNV", mixed_BTNR, out_of_RNV)
+    def _attend_latents(self, q_BTNH: jax.Array, view: LatentCacheView, ctx: Context) -> jax.Array:
+        """The absorbed form: every head attends to the latents, used as both keys and values."""
+        key_RNF, value_RNV = jnp.split(self.key_value.matrix(ctx), [self.spec.plain_dim], axis=-1)
+        plain_BTNF, rotary_BTNP = jnp.split(q_BTNH, [self.spec.plain_dim], axis=-1)
+        latent_BTNR = jnp.einsum("BTNF,RNF->BTNR", plain_BTNF, key_RNF)
+        queries = jnp.concatenate([latent_BTNR, rotary_BTNP], axis=-1)
+        keys = jnp.concatenate([view.latent_BSR, view.key_BSP], axis=-1)[:, :, None]
+        mixed_BTNR = self._attend(queries, keys, view.latent_BSR[:, :, None], view, ctx)
+        return jnp.einsum("BTNR,RNV->BTNV", mixed_BTNR, value_RNV)
 
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, seen: LatentCacheView, ctx: Context) -> jax.Array:
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, view: LatentCacheView, ctx: Context) -> jax.Array:
         request = dataclasses.replace(self._request, is_length_split=ctx.is_length_split)
-        return attend(q, k, v, request, ctx, wanted=self.spec.wanted, **seen.tokens._asdict())
+        return attend(q, k, v, request, ctx, kernel=self.spec.kernel, **view.tokens._asdict())
 
-    def _visible(self, seen: LatentCacheView, queries: int) -> jax.Array:
-        found = visible(self._request, seen.tokens, queries=range(queries), keys=range(seen.latent_BSR.shape[1]))
-        assert found is not None
-        return found
+    def _visible(self, view: LatentCacheView, queries: int) -> jax.Array:
+        mask = visible(self._request, view.tokens, queries=range(queries), keys=range(view.latent_BSR.shape[1]))
+        assert mask is not None
+        return mask
 
     @property
     def _request(self) -> Request:
@@ -263,13 +267,13 @@ class Mla(nnx.Module):
         )
 
 
-def _sharpness(mla: config.Mla) -> float:
-    """By how much logits grow where positions are stretched."""
+def _logit_scale(mla: config.Mla) -> float:
+    """YaRN's factor on attention logits; 1 without mscale or context extension."""
     if mla.mscale is None or mla.rope.factor is None:
         return 1.0
     return (0.1 * mla.mscale * math.log(max(mla.rope.factor, 1.0)) + 1) ** 2
 
 
-def _whole(x_BSH: jax.Array | None, ctx: Context) -> Any:
-    """Of whole sequences on each device: queries may be split along the sequence, what they look at is not."""
+def _unsplit(x_BSH: jax.Array | None, ctx: Context) -> Any:
+    """Latents or keys of whole sequences on each device: only queries are split along the sequence."""
     return None if x_BSH is None else ctx.constrain(x_BSH, "act_batch", None, None)

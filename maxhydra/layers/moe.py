@@ -1,4 +1,7 @@
-"""A mixture of experts (Shazeer et al., 2017) as the feed-forward of a layer. B batch, T tokens, D residual stream."""
+"""Mixture of experts (Shazeer et al., 2017) as a feed-forward.
+
+B batch, T tokens, D residual stream, E experts, K experts per token.
+"""
 
 import dataclasses
 import math
@@ -18,18 +21,18 @@ from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
 from maxhydra.layers.router import Router, RouterSpec
 
 
-def load(ids_BTK: jax.Array, is_real_BT: jax.Array | None, experts: int) -> jax.Array:
-    """How many tokens were given to each expert, float32 [E]; padding does not count."""
-    is_given_BTE = jnp.any(ids_BTK[..., None] == jnp.arange(experts), axis=2)
+def expert_load(ids_BTK: jax.Array, is_real_BT: jax.Array | None, experts: int) -> jax.Array:
+    """Number of tokens routed to each expert, float32 [E]; padding is not counted."""
+    is_routed_BTE = jnp.any(ids_BTK[..., None] == jnp.arange(experts), axis=2)
     if is_real_BT is not None:
-        is_given_BTE = is_given_BTE & is_real_BT[..., None]
-    return jnp.sum(is_given_BTE, axis=(0, 1), dtype=jnp.float32)
+        is_routed_BTE = is_routed_BTE & is_real_BT[..., None]
+    return jnp.sum(is_routed_BTE, axis=(0, 1), dtype=jnp.float32)
 
 
 def balance_loss(load_E: jax.Array, shares_BTE: jax.Array, is_real_BT: jax.Array | None) -> jax.Array:
-    """E * sum_e f_e p_e, f the share of the load and p the mean share of the scores (Fedus et al., 2022; equation 4).
+    """E * sum_e f_e p_e, f the fraction of the load and p the mean normalized score (Fedus et al., 2022; equation 4).
 
-    1 where both are even. The gradient goes through p: a load is a count, and has none.
+    1 for a uniform load. The gradient flows through p only: the load is a count.
     """
     real_BT1 = jnp.ones(shares_BTE.shape[:2]) if is_real_BT is None else is_real_BT
     real_BT1 = real_BT1.astype(jnp.float32)[..., None]
@@ -37,15 +40,15 @@ def balance_loss(load_E: jax.Array, shares_BTE: jax.Array, is_real_BT: jax.Array
     return load_E.size * jnp.sum(load_E / jnp.maximum(jnp.sum(load_E), 1) * mean_E)
 
 
-def corrected(bias: jax.Array, load: jax.Array, *, rate: float) -> jax.Array:
-    """The bias [..., E] of the choice after a step with this load: b + rate * sign(mean - load) (Wang et al., 2024)."""
-    move = rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
-    return bias + move.astype(bias.dtype)
+def update_router_bias(bias: jax.Array, load: jax.Array, *, rate: float) -> jax.Array:
+    """The routing bias [..., E] after a step with this load: b + rate * sign(mean - load) (Wang et al., 2024)."""
+    update = rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+    return bias + update.astype(bias.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class MoeSpec:
-    """One kind of layer, resolved."""
+    """A mixture of experts in one layer kind, resolved from the config."""
 
     router: RouterSpec
     experts: ExpertsSpec
@@ -57,24 +60,24 @@ class MoeSpec:
 
     @classmethod
     def of(cls, model: config.Model, kind: config.Kind) -> "MoeSpec":
-        own = kind.moe
+        section = kind.moe
         shared = MlpSpec(
             emb_dim=model.emb_dim,
-            dim=own.shared.dim or 0,
+            dim=section.shared.dim or 0,
             is_gated=True,
-            activation=own.activation,
+            activation=section.activation,
             has_bias=False,
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),
         )
         return cls(
-            router=RouterSpec.of(model, own),
-            experts=ExpertsSpec.of(model, own),
+            router=RouterSpec.of(model, section),
+            experts=ExpertsSpec.of(model, section),
             shared=shared if shared.dim else None,
-            shared_gate=own.shared.gate,
-            capacity_factor=own.capacity_factor,
-            balance_weight=own.balance_weight,
+            shared_gate=section.shared.gate,
+            capacity_factor=section.capacity_factor,
+            balance_weight=section.balance_weight,
             dtypes=shared.dtypes,
         )
 
@@ -82,35 +85,35 @@ class MoeSpec:
         return Moe(self, make)
 
     def forward_flops(self) -> float:
-        """Of the router, the experts that a token meets, and the shared one with its gate."""
+        """Forward FLOPs per token: router, its top_k experts, and the shared expert with its gate."""
         D, shared = self.experts.emb_dim, 0.0
         if self.shared is not None:
             shared = self.shared.forward_flops() + (0 if self.shared_gate is config.Gate.none else 2.0 * D)
         return 2.0 * D * self.router.experts + 2.0 * 3 * D * self.experts.dim * self.router.top_k + shared
 
     def idle_parameters(self) -> int:
-        own = self.experts
-        biases = 2 * own.dim + own.emb_dim if own.has_bias else 0
-        return (own.experts - self.router.top_k) * (3 * own.emb_dim * own.dim + biases)
+        experts = self.experts
+        biases = 2 * experts.dim + experts.emb_dim if experts.has_bias else 0
+        return (experts.experts - self.router.top_k) * (3 * experts.emb_dim * experts.dim + biases)
 
     def capacity(self, tokens: int) -> int | None:
-        """Places of an expert for a sequence of so many tokens; None: as many as come."""
+        """Slots of an expert for a sequence of this many tokens; None if no token is dropped."""
         if self.capacity_factor is None:
             return None
         even = tokens * self.router.top_k / self.router.experts
         return min(tokens, math.ceil(self.capacity_factor * even))
 
-    def settled(self, new: Any, old: Any, side: AuxOutputs) -> Any:
-        """The weights that a step made of old ones, with the correction of the choice moved by the load alone."""
+    def apply_aux_updates(self, new: Any, old: Any, aux: AuxOutputs) -> Any:
+        """Weights after an optimizer step, with the routing bias updated by the load instead of a gradient."""
         rate = self.router.bias_rate
         if rate is None or "correction" not in new.get("router", {}):
             return new
-        correction = corrected(old["router"]["correction"], side["load"], rate=rate)
+        correction = update_router_bias(old["router"]["correction"], aux["load"], rate=rate)
         return {**new, "router": {**new["router"], "correction": correction}}
 
 
 class Moe(nnx.Module):
-    """experts(x), weighted by the router, and what every token shares."""
+    """The router's weighted sum of experts(x), plus an optional shared expert."""
 
     def __init__(self, spec: MoeSpec, make: ParamBuilder):
         self.spec = spec
@@ -124,21 +127,23 @@ class Moe(nnx.Module):
         )
 
     @jax.named_scope("moe")
-    def __call__(self, x_BTD: jax.Array, ctx: Context, *, seen_BTD: jax.Array | None = None) -> FeedForwardOutput:
-        """`seen_BTD`: what the router sees, where that is not x."""
+    def __call__(
+        self, x_BTD: jax.Array, ctx: Context, *, router_input_BTD: jax.Array | None = None
+    ) -> FeedForwardOutput:
+        """`router_input_BTD`: input of the router if it is not x."""
         is_real_BT = ctx.is_real_BT
-        routing = self.router(x_BTD if seen_BTD is None else seen_BTD)
-        given = RoutedTokens(x_BTD, routing.ids_BTK, routing.weights_BTK)
+        routing = self.router(x_BTD if router_input_BTD is None else router_input_BTD)
+        routed = RoutedTokens(x_BTD, routing.ids_BTK, routing.weights_BTK)
         capacity = self.spec.capacity(x_BTD.shape[1]) if ctx.cache is None else None
-        out_BTD = self.experts(given, ctx, capacity=capacity, is_real_BT=is_real_BT).astype(self.spec.dtypes.compute)
+        out_BTD = self.experts(routed, ctx, capacity=capacity, is_real_BT=is_real_BT).astype(self.spec.dtypes.compute)
         if self.shared is not None:
             out_BTD = out_BTD + self._shared(x_BTD, ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
-        load_E = load(routing.ids_BTK, is_real_BT, self.spec.router.experts)
-        side = {"load": load_E}
+        load_E = expert_load(routing.ids_BTK, is_real_BT, self.spec.router.experts)
+        aux = {"load": load_E}
         if self.spec.balance_weight:
-            side["loss"] = self.spec.balance_weight * balance_loss(load_E, routing.shares_BTE, is_real_BT)
-        return FeedForwardOutput(checkpoint_name(out_BTD, "mlp_out"), side)
+            aux["loss"] = self.spec.balance_weight * balance_loss(load_E, routing.shares_BTE, is_real_BT)
+        return FeedForwardOutput(checkpoint_name(out_BTD, "mlp_out"), aux)
 
     def _shared(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         assert self.shared is not None

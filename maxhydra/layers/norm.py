@@ -1,4 +1,4 @@
-"""Normalisation: RMSNorm (Zhang and Sennrich, 2019), LayerNorm (Ba et al., 2016)."""
+"""Normalization: RMSNorm (Zhang and Sennrich, 2019), LayerNorm (Ba et al., 2016)."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config.schema import model as config
-from maxhydra.kernels.fused_linear import Norm as Factors
+from maxhydra.kernels.fused_linear import Norm as NormParams
 from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.rms_norm import rms_norm
 from maxhydra.kernels.rms_norm.reference import unit_square
@@ -17,35 +17,35 @@ from maxhydra.layers.params import Dtypes, ParamBuilder
 
 @dataclasses.dataclass(frozen=True)
 class NormSpec:
-    """How a model normalises."""
+    """The kind of norm that a model uses, resolved from the config."""
 
     kind: config.Norm
     eps: float
-    wanted: KernelChoice
+    kernel: KernelChoice
     dtypes: Dtypes
 
     @classmethod
     def of(cls, model: config.Model) -> "NormSpec":
-        wanted = KernelChoice(model.kernels.rms_norm.value, model.kernels.sizes("rms_norm"))
-        return cls(model.norm, model.norm_eps, wanted, Dtypes.of(model.dtypes))
+        kernel = KernelChoice(model.kernels.rms_norm.value, model.kernels.sizes("rms_norm"))
+        return cls(model.norm, model.norm_eps, kernel, Dtypes.of(model.dtypes))
 
     def build(self, dim: int, make: ParamBuilder) -> "Norm":
-        """A norm over vectors of this size."""
+        """Build a norm over vectors of this size."""
         if self.kind is config.Norm.layer:
             return LayerNorm(dim, eps=self.eps, dtypes=self.dtypes, make=make)
-        is_centred = self.kind is config.Norm.rms_plus_one
-        return RMSNorm(dim, eps=self.eps, dtypes=self.dtypes, make=make, is_centred=is_centred)
+        is_centered = self.kind is config.Norm.rms_plus_one
+        return RMSNorm(dim, eps=self.eps, dtypes=self.dtypes, make=make, is_centered=is_centered)
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + eps) * scale, in float32 whatever x is: a mean of squares overflows half precision.
+    """x / sqrt(mean(x^2) + eps) * scale, in float32 for any x: a mean of squares overflows half precision.
 
-    A centred scale is kept less one: weight decay then draws it to one.
+    A centered scale is stored minus one, so that weight decay pulls it towards one (Gemma).
     """
 
-    def __init__(self, dim: int, *, eps: float, dtypes: Dtypes, make: ParamBuilder, is_centred: bool = False):
-        self.eps, self.dtypes, self.is_centred = eps, dtypes, is_centred
-        self.scale = (make.zeros if is_centred else make.ones)((dim,), ("norm",))
+    def __init__(self, dim: int, *, eps: float, dtypes: Dtypes, make: ParamBuilder, is_centered: bool = False):
+        self.eps, self.dtypes, self.is_centered = eps, dtypes, is_centered
+        self.scale = (make.zeros if is_centered else make.ones)((dim,), ("norm",))
 
     @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -53,26 +53,26 @@ class RMSNorm(nnx.Module):
 
     @jax.named_scope("norm")
     def norm_with_residual(
-        self, x: jax.Array, *, wanted: KernelChoice, place: Placement
+        self, x: jax.Array, *, kernel: KernelChoice, place: Placement
     ) -> tuple[jax.Array, jax.Array]:
-        """x to go on with, and the norm of x: see `norm_with_residual`."""
+        """x and the norm of x: see the function `norm_with_residual`."""
         with kernel_errors_as_config_errors():
-            return rms_norm(x, self._factor, eps=self.eps, dtype=self.dtypes.compute, **wanted._asdict(), place=place)
+            return rms_norm(x, self._factor, eps=self.eps, dtype=self.dtypes.compute, **kernel._asdict(), place=place)
 
     @property
     def _factor(self) -> jax.Array:
-        """In float32 where something is added; else as it is, since a kernel widens it on the way."""
+        """The scale, in float32 if it is centered; otherwise in its own dtype, which kernels convert on reading."""
         scale = self.scale[...]
-        return 1 + scale.astype(jnp.float32) if self.is_centred else scale
+        return 1 + scale.astype(jnp.float32) if self.is_centered else scale
 
     @property
-    def factors(self) -> Factors:
-        """The same for a kernel that does it on the way to a product."""
-        return Factors(self.scale[...], offset=float(self.is_centred), eps=self.eps)
+    def kernel_params(self) -> NormParams:
+        """This norm as the fused_linear kernels take it."""
+        return NormParams(self.scale[...], offset=float(self.is_centered), eps=self.eps)
 
 
 class PlainNorm(nnx.Module):
-    """The same without a scale."""
+    """RMSNorm without a scale."""
 
     def __init__(self, *, eps: float, dtypes: Dtypes):
         self.eps, self.dtypes = eps, dtypes
@@ -91,8 +91,8 @@ class LayerNorm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        unit = unit_square(wide - jnp.mean(wide, axis=-1, keepdims=True), self.eps)
+        x_float32 = x.astype(jnp.float32)
+        unit = unit_square(x_float32 - jnp.mean(x_float32, axis=-1, keepdims=True), self.eps)
         scaled = unit * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return scaled.astype(self.dtypes.compute)
 
@@ -101,12 +101,12 @@ Norm = RMSNorm | PlainNorm | LayerNorm
 
 
 def norm_with_residual(
-    norm: Norm | None, x: jax.Array, *, wanted: KernelChoice, place: Placement
+    norm: Norm | None, x: jax.Array, *, kernel: KernelChoice, place: Placement
 ) -> tuple[jax.Array, jax.Array]:
-    """A stream to go on with, and what a branch of it sees; where there is no norm, the stream.
+    """The residual stream x and norm(x), the input of a branch; x twice without a norm.
 
-    Both come from one place, so that in the backward pass the gradients of both meet in one kernel where there is one.
+    Returning both from one operation lets an RMSNorm kernel add their two gradients in its backward pass.
     """
     if isinstance(norm, RMSNorm):
-        return norm.norm_with_residual(x, wanted=wanted, place=place)
+        return norm.norm_with_residual(x, kernel=kernel, place=place)
     return x, x if norm is None else norm(x)

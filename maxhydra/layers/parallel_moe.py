@@ -1,4 +1,4 @@
-"""A mixture of experts beside the feed-forward of a layer (Gemma 4, 2026). B batch, T tokens, D residual stream."""
+"""A mixture of experts in parallel with the MLP of a layer (Gemma 4, 2026). B batch, T tokens, D residual stream."""
 
 import dataclasses
 
@@ -15,19 +15,19 @@ from maxhydra.layers.params import ParamBuilder
 
 @dataclasses.dataclass(frozen=True)
 class ParallelMoeSpec:
-    """The mixture, and the norms around it."""
+    """The mixture of experts and the norms of both branches, resolved from the config."""
 
     moe: MoeSpec
     norm: NormSpec
 
     @classmethod
     def of(cls, model: config.Model, kind: config.Kind) -> "ParallelMoeSpec | None":
-        """None where the feed-forward stands alone."""
-        return cls(MoeSpec.of(model, kind), NormSpec.of(model)) if kind.beside is config.Beside.moe else None
+        """None for layer kinds without a parallel MoE."""
+        return cls(MoeSpec.of(model, kind), NormSpec.of(model)) if kind.parallel_moe is config.ParallelMoe.moe else None
 
 
 class ParallelMoe(nnx.Module):
-    """first_norm(first) + out_norm(moe(norm(x))): the router sees the stream x itself."""
+    """first_norm(mlp_out) + out_norm(moe(norm(x))); the router's input is x itself, without the norm."""
 
     def __init__(self, spec: ParallelMoeSpec, make: ParamBuilder):
         D = spec.moe.experts.emb_dim
@@ -36,6 +36,6 @@ class ParallelMoe(nnx.Module):
         self.moe = Moe(spec.moe, make.below("moe"))
         self.out_norm = spec.norm.build(D, make)
 
-    def __call__(self, x_BTD: jax.Array, first_BTD: jax.Array, ctx: Context) -> FeedForwardOutput:
-        fed = self.moe(self.norm(x_BTD), ctx, seen_BTD=x_BTD)
-        return FeedForwardOutput(self.first_norm(first_BTD) + self.out_norm(fed.out_BTD), fed.side)
+    def __call__(self, x_BTD: jax.Array, mlp_out_BTD: jax.Array, ctx: Context) -> FeedForwardOutput:
+        moe = self.moe(self.norm(x_BTD), ctx, router_input_BTD=x_BTD)
+        return FeedForwardOutput(self.first_norm(mlp_out_BTD) + self.out_norm(moe.out_BTD), moe.aux)

@@ -1,4 +1,4 @@
-"""How weights are made and used: initial values, logical axes, and the number format of each role."""
+"""Creation of weights: initial values, logical axes, storage formats, and dtypes by role."""
 
 import dataclasses
 import math
@@ -21,13 +21,13 @@ from maxhydra.layers.quant.nf4 import Nf4
 from maxhydra.layers.quant.rules import QuantRule
 from maxhydra.sharding import LogicalAxes
 
-# Keys of a layer that its own dropout takes.
+# Dropout keys of a layer that its two residual branches use.
 FREE_KEYS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Dtypes:
-    """Number formats by role, as `config.Dtypes` documents them."""
+    """Dtypes by role, as documented in `config.Dtypes`."""
 
     weights: np.dtype
     compute: np.dtype
@@ -40,29 +40,29 @@ class Dtypes:
 
 
 class ParamBuilder:
-    """Makes the weights of modules: initial values and logical axes, alone or stacked over layers.
+    """Creates the weights of modules with initial values and logical axes, optionally stacked over layers.
 
-    A key per weight in the order of making; values do not depend on how the weights are sharded, and those of the model
-    not on its adapter.
+    Every weight gets its own PRNG key in the order of creation. Values do not depend on the sharding, and those of the
+    base model do not depend on an adapter.
     """
 
-    def __init__(self, key: jax.Array, *, dtype: np.dtype, layers: int | None, product: MatmulSpec):
-        self._key, self._dtype, self._product = key, dtype, product
+    def __init__(self, key: jax.Array, *, dtype: np.dtype, layers: int | None, matmul_spec: MatmulSpec):
+        self._key, self._dtype, self._matmul_spec = key, dtype, matmul_spec
         self._numbers = count(1)
         self._path = ""
         self._stack: tuple[int, ...] = () if layers is None else (layers,)
         self._stack_axes: LogicalAxes = () if layers is None else ("layers",)
 
     def stacked(self, layers: int) -> "ParamBuilder":
-        """A maker of weights that hold so many layers, on a leading axis `layers`."""
+        """A builder of weights that are stacked over this many layers, on a leading axis `layers`."""
         key = jax.random.fold_in(self._key, next(self._numbers))
-        return ParamBuilder(key, dtype=self._dtype, layers=layers, product=self._product)
+        return ParamBuilder(key, dtype=self._dtype, layers=layers, matmul_spec=self._matmul_spec)
 
     def below(self, name: str) -> "ParamBuilder":
-        """The same maker for a part of this name."""
-        part = copy(self)
-        part._path = f"{self._path}{name}/"
-        return part
+        """The same builder for a submodule of this name."""
+        builder = copy(self)
+        builder._path = f"{self._path}{name}/"
+        return builder
 
     def ones(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
         return nnx.Param(jnp.ones(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
@@ -70,12 +70,12 @@ class ParamBuilder:
     def zeros(self, shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
         return nnx.Param(jnp.zeros(self._stack + shape, self._dtype), axes=self._stack_axes + axes)
 
-    def drawn(
-        self, shape: tuple[int, ...], axes: LogicalAxes, draw: Callable[[jax.Array, tuple[int, ...]], jax.Array]
+    def random(
+        self, shape: tuple[int, ...], axes: LogicalAxes, sample: Callable[[jax.Array, tuple[int, ...]], jax.Array]
     ) -> nnx.Param:
-        """Values that a function of a key and a shape draws."""
+        """Random values from a function of key and shape."""
         key = jax.random.fold_in(self._key, next(self._numbers))
-        return nnx.Param(draw(key, self._stack + shape).astype(self._dtype), axes=self._stack_axes + axes)
+        return nnx.Param(sample(key, self._stack + shape).astype(self._dtype), axes=self._stack_axes + axes)
 
     def matrix(
         self,
@@ -86,17 +86,19 @@ class ParamBuilder:
         std: float,
         is_wide: bool = False,
     ) -> nnx.Param:
-        """Normal values in [*rows, *columns], drawn in float32 whatever format they are kept in.
+        """Normal values [*rows, *columns], sampled in float32 for any dtype.
 
-        `is_wide`: they are used in that format too, not in that of the model's products.
+        `is_wide`: the matrix is used in its own dtype, not in the compute dtype.
         """
         key = jax.random.fold_in(self._key, next(self._numbers))
-        drawn = self._normal(key, rows, columns, axes, std=std, dtype=self._dtype)
-        drawn.set_metadata(is_wide=is_wide)
-        return drawn
+        matrix = self._normal(key, rows, columns, axes, std=std, dtype=self._dtype)
+        matrix.set_metadata(is_wide=is_wide)
+        return matrix
 
-    def end(self, name: str, rows: int, columns: int, axes: LogicalAxes, *, std: float) -> nnx.Param | Int8:
-        """A matrix between the vocabulary and the residual stream, whose products sum over the latter."""
+    def vocabulary_matrix(
+        self, name: str, rows: int, columns: int, axes: LogicalAxes, *, std: float
+    ) -> nnx.Param | Int8:
+        """The embedding or head matrix; as a head it is contracted over the residual stream."""
         key = jax.random.fold_in(self._key, next(self._numbers))
         matrix = self._normal(key, (rows,), (columns,), axes, std=std, dtype=self._dtype)
         return Int8(matrix[...], axes, summed=("embed",)) if self._is_int8(name) else matrix
@@ -104,13 +106,13 @@ class ParamBuilder:
     def experts(
         self, name: str, count: int, shape: tuple[int, int], axes: tuple[str, str], *, std: float
     ) -> nnx.Param | Nf4 | Int8 | Int4:
-        """A map [inputs, outputs] of each of so many experts."""
-        drawn = self.matrix((count, shape[0]), (shape[1],), ("experts", *axes), std=std)
-        return self._kept(drawn, Shape(len(self._stack), 1, 1), self._path + name)
+        """A kernel [inputs, outputs] for each of `count` experts."""
+        kernels = self.matrix((count, shape[0]), (shape[1],), ("experts", *axes), std=std)
+        return self._store(kernels, Shape(len(self._stack), 1, 1), self._path + name)
 
     def named(self, name: str) -> tuple[str, QuantRule | None]:
-        """A weight of this part as configs name it, and its format."""
-        return self._path + name, self._product.format_of(self._path + name)
+        """Full name of a weight of this module, as config targets match it, and its quantization rule."""
+        return self._path + name, self._matmul_spec.format_of(self._path + name)
 
     def projection(
         self,
@@ -122,42 +124,42 @@ class ParamBuilder:
         scale: float,
         has_bias: bool = False,
     ) -> Linear:
-        """A map from inputs of unit variance to outputs of variance scale^2: its entries have scale^2 / fan-in."""
+        """A projection with kernel variance scale^2 / fan-in: unit-variance inputs give outputs of variance scale^2."""
         number = next(self._numbers)
         key = jax.random.fold_in(self._key, number)
         std = scale * math.prod(inputs) ** -0.5
         kernel = self._normal(key, inputs, outputs, axes, std=std, dtype=self._dtype)
         name = self._path + name
-        spec, lora = self._product.lora, None
+        spec, lora = self._matmul_spec.lora, None
         if spec is not None and spec.adds_to(name):
             key = jax.random.fold_in(key, 1)
             lora = self._lora(spec, key, inputs, outputs, axes, number=FREE_KEYS + number)
-        kept = self._kept(kernel, Shape(len(self._stack), 0, len(inputs)), name)
+        stored = self._store(kernel, Shape(len(self._stack), 0, len(inputs)), name)
         bias = self.zeros(outputs, axes[len(inputs) :]) if has_bias else None
         history = self._history(name)
-        return Linear(kept, lora, self._product, name=name, inputs=len(inputs), bias=bias, history=history)
+        return Linear(stored, lora, self._matmul_spec, name=name, inputs=len(inputs), bias=bias, history=history)
 
-    def _kept(self, kernel: nnx.Param, shape: Shape, name: str) -> nnx.Param | Nf4 | Int8 | Int4:
-        """The kernel in the format that it is kept in."""
-        axes, lora, form = kernel.get_metadata("axes"), self._product.lora, self._product.format_of(name)
+    def _store(self, kernel: nnx.Param, shape: Shape, name: str) -> nnx.Param | Nf4 | Int8 | Int4:
+        """The kernel in its storage format."""
+        axes, lora, rule = kernel.get_metadata("axes"), self._matmul_spec.lora, self._matmul_spec.format_of(name)
         if lora is not None and lora.over_nf4 and not shape.experts:
             return Nf4(kernel[...], axes, inputs=shape.inputs, stacked=bool(self._stack), name=name)
-        if form is not None and form.kind is QuantizationKind.int4_weights:
-            return Int4(kernel[...], axes, shape, group=form.group, name=name)
+        if rule is not None and rule.kind is QuantizationKind.int4_weights:
+            return Int4(kernel[...], axes, shape, group=rule.group, name=name)
         first = shape.stacked + shape.experts
         summed = axes[first : first + shape.inputs]
         return Int8(kernel[...], axes, summed=summed, leading=shape.experts) if self._is_int8(name) else kernel
 
     def _is_int8(self, name: str) -> bool:
-        form = self._product.format_of(name)
-        return form is not None and form.kind is QuantizationKind.int8_weights
+        rule = self._matmul_spec.format_of(name)
+        return rule is not None and rule.kind is QuantizationKind.int8_weights
 
     def _history(self, name: str) -> AmaxHistory | None:
-        """Empty, where products are scaled by what was there before."""
-        form = self._product.format_of(name)
-        if form is None or form.history is None:
+        """An empty amax history for projections with delayed scaling; None for others."""
+        rule = self._matmul_spec.format_of(name)
+        if rule is None or rule.history is None:
             return None
-        empty = jnp.zeros((*self._stack, ARRAYS, form.history), jnp.float32)
+        empty = jnp.zeros((*self._stack, ARRAYS, rule.history), jnp.float32)
         return AmaxHistory(empty, axes=(*self._stack_axes, None, None))
 
     def _lora(
@@ -170,12 +172,12 @@ class ParamBuilder:
         *,
         number: int,
     ) -> Lora:
-        """Trained in float32 whatever the model is kept in: its steps are small."""
-        into, out_of = (*axes[: len(inputs)], None), (None, *axes[len(inputs) :])
+        """LoRA matrices, always in float32: their updates are small."""
+        a_axes, b_axes = (*axes[: len(inputs)], None), (None, *axes[len(inputs) :])
         std = (3 * math.prod(inputs)) ** -0.5
-        a = self._normal(key, inputs, (spec.rank,), into, std=std, dtype=jnp.dtype(jnp.float32))
+        a = self._normal(key, inputs, (spec.rank,), a_axes, std=std, dtype=jnp.dtype(jnp.float32))
         b = jnp.zeros((*self._stack, spec.rank, *outputs), jnp.float32)
-        return Lora(a, nnx.Param(b, axes=self._stack_axes + out_of), spec, number=number)
+        return Lora(a, nnx.Param(b, axes=self._stack_axes + b_axes), spec, number=number)
 
     def _normal(
         self,
@@ -187,7 +189,7 @@ class ParamBuilder:
         std: float,
         dtype: np.dtype,
     ) -> nnx.Param:
-        """Drawn as a plain matrix: random numbers in four dimensions take XLA seconds to compile for a CPU."""
+        """Sampled as a matrix: random numbers in four dimensions take XLA seconds to compile for CPUs."""
         flat = (*self._stack, math.prod(rows), math.prod(columns))
         values = std * jax.random.normal(key, flat, jnp.float32)
         shaped = values.astype(dtype).reshape(*self._stack, *rows, *columns)
@@ -197,7 +199,7 @@ class ParamBuilder:
 def residual_scale(model: config.Model) -> float:
     """Scale of the last projection of each residual branch.
 
-    The stream is a sum of 2 * num_layers branches; at 1 / sqrt(2 * num_layers) each, their sum has the variance of one,
-    however deep the model is (Radford et al., 2019).
+    The residual stream is a sum of 2 * num_layers branches. Scaled by 1 / sqrt(2 * num_layers) each, their sum has the
+    variance of one branch at any depth (Radford et al., 2019).
     """
     return model.init_scale * (2 * model.num_layers) ** -0.5

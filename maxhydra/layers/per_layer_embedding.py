@@ -1,6 +1,6 @@
-"""Embeddings for each layer (Gemma 3n, 2025): what a token is, told to every layer anew.
+"""Per-layer embeddings (Gemma 3n, 2025): every layer gets its own embedding of each token.
 
-B batch, T tokens, D residual stream, L layers, P size of a layer's own embedding, V vocabulary.
+B batch, T tokens, D residual stream, L layers, P size of a per-layer embedding, V vocabulary.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
 
 @dataclasses.dataclass(frozen=True)
 class PerLayerSpec:
-    """Sizes, resolved."""
+    """Sizes of per-layer embeddings, resolved from the config."""
 
     dim: int
     layers: int
@@ -32,7 +32,7 @@ class PerLayerSpec:
 
     @classmethod
     def of(cls, model: config.Model) -> "PerLayerSpec | None":
-        """None where there is none."""
+        """None for models without them."""
         if model.per_layer.dim is None:
             return None
         return cls(
@@ -48,7 +48,7 @@ class PerLayerSpec:
         )
 
     def forward_flops(self) -> float:
-        """Operations per token and layer: the share of the map from the stream, and the layer's two."""
+        """Forward FLOPs per token and layer: its share of the context projection, and its gate and out projections."""
         return 2.0 * 3 * self.emb_dim * self.dim
 
 
@@ -65,20 +65,20 @@ class PerLayerEmbedding(nnx.Module):
 
     @jax.named_scope("per_layer")
     def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-        """[L, B, T, P]."""
+        """Embeddings of the tokens for all layers, [L, B, T, P]."""
         spec = self.spec
         rows = jnp.take(self.table[...], tokens_BT, axis=0, mode="fill", fill_value=jnp.nan)
-        own_BTLP = self._by_layer(rows.astype(spec.dtypes.compute)) * spec.dim**0.5
+        table_BTLP = self._by_layer(rows.astype(spec.dtypes.compute)) * spec.dim**0.5
         context_BTLP = self.norm(self._by_layer(self.context(x_BTD, ctx)) * spec.emb_dim**-0.5)
-        both_LBTP = jnp.moveaxis((context_BTLP + own_BTLP) * 2**-0.5, 2, 0)
-        return ctx.constrain(both_LBTP.astype(spec.dtypes.compute), None, "act_batch", "act_length", None)
+        out_LBTP = jnp.moveaxis((context_BTLP + table_BTLP) * 2**-0.5, 2, 0)
+        return ctx.constrain(out_LBTP.astype(spec.dtypes.compute), None, "act_batch", "act_length", None)
 
     def _by_layer(self, x_BTW: jax.Array) -> jax.Array:
         return x_BTW.reshape(*x_BTW.shape[:2], self.spec.layers, self.spec.dim)
 
 
 class PerLayerInput(nnx.Module):
-    """norm(out(activation(gate(x)) * own)), which a layer adds to the stream."""
+    """norm(out(activation(gate(x)) * embedding)), which a layer adds to the residual stream."""
 
     def __init__(self, spec: PerLayerSpec, make: ParamBuilder):
         self.spec = spec
@@ -90,6 +90,6 @@ class PerLayerInput(nnx.Module):
     @jax.named_scope("per_layer")
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         assert ctx.layer_input is not None
-        taken_BTP = gated(self.spec.activation, self.gate(x_BTD, ctx), ctx.layer_input)
-        out_BTD = self.norm(self.out(taken_BTP, ctx))
+        gated_BTP = gated(self.spec.activation, self.gate(x_BTD, ctx), ctx.layer_input)
+        out_BTD = self.norm(self.out(gated_BTP, ctx))
         return ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")

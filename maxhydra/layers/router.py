@@ -1,6 +1,6 @@
-"""The router of a mixture of experts (Shazeer et al., 2017), in float32 whatever the rest is computed in.
+"""The router of a mixture of experts (Shazeer et al., 2017), always computed in float32.
 
-B batch, T tokens, D residual stream, E experts, K experts of a token, G groups of experts.
+B batch, T tokens, D residual stream, E experts, K experts per token, G groups of experts.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from maxhydra.config.schema import model as config
 from maxhydra.kernels.rms_norm.reference import unit_square
 from maxhydra.layers.params import ParamBuilder
 
-# Added to a sum of scores that is divided by.
+# Added to a sum of scores before dividing by it.
 TINY = 1e-20
 
 
 @dataclasses.dataclass(frozen=True)
 class RouterSpec:
-    """Sizes and mechanisms, resolved."""
+    """Sizes and options of the router, resolved from the config."""
 
     emb_dim: int
     experts: int
@@ -30,7 +30,7 @@ class RouterSpec:
     scale: float
     has_bias: bool
     norm_eps: float | None
-    """Of the norm that the router has of its own; None: it has none."""
+    """Epsilon of the router's own input norm; None without one."""
     has_expert_scale: bool
     groups: int
     top_groups: int
@@ -61,18 +61,18 @@ class RouterSpec:
 
 
 class Routing(NamedTuple):
-    """Where tokens go."""
+    """The router's decision."""
 
     ids_BTK: jax.Array
     """The experts of each token."""
     weights_BTK: jax.Array
-    """What each of them counts."""
+    """Weight of each expert's output."""
     shares_BTE: jax.Array
-    """The scores of all experts as shares of one."""
+    """Scores of all experts, normalized to sum to one."""
 
 
 class Router(nnx.Module):
-    """The experts with the best scores(x kernel)."""
+    """Top-k experts by score, a softmax or sigmoid of x @ kernel."""
 
     def __init__(self, spec: RouterSpec, make: ParamBuilder):
         self.spec = spec
@@ -86,49 +86,49 @@ class Router(nnx.Module):
 
     @jax.named_scope("router")
     def __call__(self, x_BTD: jax.Array) -> Routing:
-        wide_BTD, kernel_DE = self._normed(x_BTD.astype(jnp.float32)), self.kernel[...].astype(jnp.float32)
-        logits_BTE = jnp.einsum("BTD,DE->BTE", wide_BTD, kernel_DE, precision=jax.lax.Precision.HIGHEST)
+        x_BTD, kernel_DE = self._normalize(x_BTD.astype(jnp.float32)), self.kernel[...].astype(jnp.float32)
+        logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD, kernel_DE, precision=jax.lax.Precision.HIGHEST)
         if self.bias is not None:
             logits_BTE = logits_BTE + self.bias[...].astype(jnp.float32)
         if self.spec.scores is config.RouterScores.softmax_of_chosen:
             ids_BTK = self._choose(logits_BTE)
             weights_BTK = jax.nn.softmax(jnp.take_along_axis(logits_BTE, ids_BTK, axis=-1))
-            return Routing(ids_BTK, self._scaled(weights_BTK, ids_BTK), jax.nn.softmax(logits_BTE))
+            return Routing(ids_BTK, self._scale_weights(weights_BTK, ids_BTK), jax.nn.softmax(logits_BTE))
         is_sigmoid = self.spec.scores is config.RouterScores.sigmoid
         scores_BTE = jax.nn.sigmoid(logits_BTE) if is_sigmoid else jax.nn.softmax(logits_BTE)
         ids_BTK = self._choose(scores_BTE)
         weights_BTK = jnp.take_along_axis(scores_BTE, ids_BTK, axis=-1)
         if self.spec.normalize:
-            weights_BTK = _shares(weights_BTK)
-        shares_BTE = _shares(scores_BTE) if is_sigmoid else scores_BTE
-        return Routing(ids_BTK, self._scaled(weights_BTK, ids_BTK), shares_BTE)
+            weights_BTK = _normalized(weights_BTK)
+        shares_BTE = _normalized(scores_BTE) if is_sigmoid else scores_BTE
+        return Routing(ids_BTK, self._scale_weights(weights_BTK, ids_BTK), shares_BTE)
 
-    def _normed(self, wide_BTD: jax.Array) -> jax.Array:
-        """Tokens as the router sees them."""
+    def _normalize(self, x_BTD: jax.Array) -> jax.Array:
+        """The router's own norm of its input, if it has one (Gemma 4)."""
         if self.scale is None:
-            return wide_BTD
+            return x_BTD
         assert self.spec.norm_eps is not None
         scale_D = self.scale[...].astype(jnp.float32) * self.spec.emb_dim**-0.5
-        return unit_square(wide_BTD, self.spec.norm_eps) * scale_D
+        return unit_square(x_BTD, self.spec.norm_eps) * scale_D
 
-    def _scaled(self, weights_BTK: jax.Array, ids_BTK: jax.Array) -> jax.Array:
-        """What the chosen count."""
+    def _scale_weights(self, weights_BTK: jax.Array, ids_BTK: jax.Array) -> jax.Array:
+        """Weights of the chosen experts times the constant and the per-expert scale."""
         weights_BTK = self.spec.scale * weights_BTK
         if self.expert_scale is None:
             return weights_BTK
         return weights_BTK * self.expert_scale[...].astype(jnp.float32)[ids_BTK]
 
     def _choose(self, scores_BTE: jax.Array) -> jax.Array:
-        """The experts [B, T, K] with the best scores, the correction added, among those of the best groups."""
+        """[B, T, K] experts with the best biased scores, among those of the best groups."""
         scores_BTE = jax.lax.stop_gradient(scores_BTE)
         if self.correction is not None:
             scores_BTE = scores_BTE + jax.lax.stop_gradient(self.correction[...]).astype(jnp.float32)
         if self.spec.groups > 1:
-            scores_BTE = self._limited(scores_BTE)
+            scores_BTE = self._limit_to_groups(scores_BTE)
         return jax.lax.top_k(scores_BTE, self.spec.top_k)[1]
 
-    def _limited(self, scores_BTE: jax.Array) -> jax.Array:
-        """The scores, minus infinity in all but the best groups."""
+    def _limit_to_groups(self, scores_BTE: jax.Array) -> jax.Array:
+        """The scores, with -inf for experts outside the best groups."""
         spec = self.spec
         by_group_BTGE = scores_BTE.reshape(*scores_BTE.shape[:2], spec.groups, -1)
         counted = 1 if spec.group_score is config.GroupScore.max else 2
@@ -138,5 +138,5 @@ class Router(nnx.Module):
         return jnp.where(is_best_BTG[..., None], by_group_BTGE, -jnp.inf).reshape(scores_BTE.shape)
 
 
-def _shares(scores: jax.Array) -> jax.Array:
+def _normalized(scores: jax.Array) -> jax.Array:
     return scores / (jnp.sum(scores, axis=-1, keepdims=True) + TINY)

@@ -1,4 +1,4 @@
-"""The decoder as data: built from a config, seen from outside as plain functions over a plain tree of weights."""
+"""The decoder, built from a config and used as pure functions over a nested dict of weights."""
 
 from maxhydra.model.flops import active_parameters, flops_per_token, parameter_count
 from maxhydra.model.lora import kept, merged, parameter_counts, part_kept

@@ -1,11 +1,12 @@
-"""The decoder: embedding, prefix, repetitions of the pattern under one scan, remainder, final norm, head.
+"""The decoder: embedding, prefix layers, a scan over repetitions of the pattern, remainder layers, final norm, head.
 
-Every position of the pattern is one block whose weights are stacked over the repetitions, so that compile time does not
-grow with depth. The decoder knows neither what its blocks do nor what their caches hold. B batch, T tokens, D residual
-stream.
+Every position of the pattern is one block with weights stacked over the repetitions, so compile time does not grow with
+depth. The decoder depends neither on what its blocks compute nor on what their caches hold. B batch, T tokens, D
+residual stream, V vocabulary.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,32 +34,33 @@ from maxhydra.layers import (
     QuantRule,
     VocabularySpec,
 )
-from maxhydra.model.block import Block, BlockOutput, BlockSpec
+from maxhydra.model.block import Block, BlockSpec
+from maxhydra.model.fused_block import NormHandoff, block_class, embed_and_norm
 from maxhydra.model.mtp import Mtp
 from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder
 
-# The parts of a decoder that hold its blocks.
+# Attributes of the decoder that hold its blocks.
 BLOCKS = ("prefix", "pattern", "remainder", "mtp")
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderSpec:
-    """The model config, resolved: which block stands where."""
+    """The model config, resolved: the block of every layer, embedding, norm, head."""
 
     prefix: tuple[BlockSpec, ...]
     pattern: tuple[BlockSpec, ...]
     repetitions: int
     remainder: tuple[BlockSpec, ...]
     mtp: tuple[BlockSpec, ...]
-    """Layers behind the last, which predict tokens beyond the next."""
+    """Multi-token prediction layers after the last (mtp.py)."""
     vocabulary: VocabularySpec
     per_layer: PerLayerSpec | None
     is_tied: bool
     norm: NormSpec
     unroll: int
     remat: Remat
-    product: MatmulSpec
+    matmul_spec: MatmulSpec
     dtypes: Dtypes
 
     @classmethod
@@ -68,24 +70,23 @@ class DecoderSpec:
         lora: LoraSpec | None = None,
         formats: tuple[QuantRule, ...] = (),
     ) -> "DecoderSpec":
-        repeated = model.num_layers - len(model.prefix)
-        repetitions, rest = divmod(repeated, len(model.pattern)) if repeated else (0, 0)
+        remaining = model.num_layers - len(model.prefix)
+        repetitions, rest = divmod(remaining, len(model.pattern)) if remaining else (0, 0)
         pattern = tuple(BlockSpec.of(model, name) for name in model.pattern)
         prefix = tuple(BlockSpec.of(model, name) for name in model.prefix)
-        last = (prefix + pattern * repetitions + pattern[:rest])[-1]
         return cls(
             prefix=prefix,
             pattern=pattern if repetitions else (),
             repetitions=repetitions,
             remainder=pattern[:rest],
-            mtp=(last,) * model.mtp.depth,
+            mtp=(BlockSpec.of(model, model.layer_kinds()[-1]),) * model.mtp.depth,
             vocabulary=VocabularySpec.of(model),
             per_layer=PerLayerSpec.of(model),
             is_tied=model.head is config.Head.tied,
             norm=NormSpec.of(model),
             unroll=max(1, min(model.scan_unroll, repetitions)),
             remat=Remat.of(model.remat),
-            product=MatmulSpec(
+            matmul_spec=MatmulSpec(
                 compute=Dtypes.of(model.dtypes).compute,
                 layout=Layout(model.kernels.projection.value),
                 is_fused=model.kernels.fused_linear is config.FusedLinearBackend.auto,
@@ -97,126 +98,128 @@ class DecoderSpec:
 
     @property
     def is_written_out(self) -> bool:
-        """Whether the repetitions stand one after the other in the program, and not in a loop."""
+        """Whether the scan over repetitions is fully unrolled."""
         return self.unroll == self.repetitions
 
     @property
     def layers(self) -> tuple[BlockSpec, ...]:
-        """Every layer from first to last."""
+        """The spec of every layer from first to last."""
         return self.prefix + self.pattern * self.repetitions + self.remainder
 
 
 class ModelOutput(NamedTuple):
-    """What a forward pass gives."""
+    """What a forward pass returns."""
 
     hidden_BTD: jax.Array
     """Hidden states after the final norm."""
     cache: Any
-    """The new cache; None without one."""
+    """The updated cache; None without one."""
     kept: list[jax.Array]
-    """The residual stream after every layer, where it was asked for."""
+    """The residual stream after every layer, if requested."""
     sides: dict[str, Any]
-    """What layers tell besides (layers/interfaces.py), at the path of the layer's part among the weights; those of the
-    pattern stacked over its repetitions."""
+    """Aux outputs (layers/interfaces.py) at the path of the sub-layer in the parameter tree; those of the pattern are
+    stacked over its repetitions."""
     ahead: list[jax.Array]
-    """What the layers behind the last (mtp.py) give to the head, where it was asked for."""
+    """Hidden states of the multi-token prediction layers (mtp.py), if requested."""
 
 
 class StackOutput(NamedTuple):
-    """What some of the layers leave."""
+    """What a run of consecutive layers returns."""
 
     x_BTD: jax.Array
     caches: list[Any]
-    kept: list[jax.Array]
-    sides: dict[str, Any]
+    layer_outputs: list[jax.Array]
+    aux: dict[str, Any]
     ctx: Context
-    """With what these layers handed on to later ones."""
+    """The context, with what these layers share with later ones."""
 
 
 class Decoder(nnx.Module):
-    """Tokens to hidden states, and hidden states to logits."""
+    """Maps tokens to hidden states, and hidden states to logits."""
 
     def __init__(self, spec: DecoderSpec, key: jax.Array):
         self.spec = spec
-        make = ParamBuilder(key, dtype=spec.dtypes.weights, layers=None, product=spec.product)
+        make = ParamBuilder(key, dtype=spec.dtypes.weights, layers=None, matmul_spec=spec.matmul_spec)
         self.embedding = Embedding(spec.vocabulary, make)
-        own = spec.per_layer
-        self.per_layer = None if own is None else PerLayerEmbedding(own, make.below("per_layer"))
-        self.prefix = _numbered([Block(block, make.below(block.name)) for block in spec.prefix])
-        stacks = [make.stacked(spec.repetitions).below(block.name) for block in spec.pattern]
-        self.pattern = _numbered([Block(block, stack) for block, stack in zip(spec.pattern, stacks, strict=True)])
-        self.remainder = _numbered([Block(block, make.below(block.name)) for block in spec.remainder])
+        per_layer = spec.per_layer
+        self.per_layer = None if per_layer is None else PerLayerEmbedding(per_layer, make.below("per_layer"))
+        self.prefix = self._build_blocks(spec.prefix, make)
+        self.pattern = self._build_blocks(spec.pattern, make.stacked(spec.repetitions))
+        self.remainder = self._build_blocks(spec.remainder, make)
         self.final_norm = spec.norm.build(spec.vocabulary.emb_dim, make)
         self.head = None if spec.is_tied else Head(spec.vocabulary, make)
         scale = spec.vocabulary.init_scale
         self.mtp = _numbered([Mtp(block, make.below("mtp"), scale=scale) for block in spec.mtp])
 
     def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool, ahead: bool) -> ModelOutput:
-        """A forward pass, which leaves the stream after every layer only where asked to `keep` it, and runs the layers
-        behind the last only where asked to look `ahead`."""
+        """Run a forward pass.
+
+        `keep`: also return the residual stream after every layer. `ahead`: also run the multi-token prediction layers.
+        """
         caches = ctx.cache or self._map_blocks(lambda block, layers: None)
-        x_BTD, ctx = self._embedded(tokens_BT, ctx)
+        x_BTD, first_norm_BTD = self._embed(tokens_BT, ctx)
         if self.per_layer is not None:
             ctx = dataclasses.replace(ctx, layer_input=self.per_layer(tokens_BT, x_BTD, ctx))
-        prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first=0)
+        prefix = self._run_blocks(self.prefix, x_BTD, ctx, caches["prefix"], first_norm_BTD, first=0)
         pattern = self._run_pattern(prefix.x_BTD, prefix.ctx, caches["pattern"], keep=keep)
         first = len(self.spec.layers) - len(self.remainder)
-        remainder = self._run_blocks(self.remainder, pattern.x_BTD, pattern.ctx, caches["remainder"], first=first)
-        parts = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
-        asked_BTD = remainder.ctx.taken(remainder.x_BTD)
-        hidden_BTD = ctx.constrain(self.final_norm(asked_BTD), "act_batch", "act_length", "act_embed")
-        further = self._run_ahead(hidden_BTD, tokens_BT, ctx) if ahead else StackOutput(hidden_BTD, [], [], {}, ctx)
+        remainder = self._run_blocks(self.remainder, pattern.x_BTD, pattern.ctx, caches["remainder"], None, first=first)
+        stacks = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
+        x_BTD = remainder.ctx.select_output_tokens(remainder.x_BTD)
+        hidden_BTD = ctx.constrain(self.final_norm(x_BTD), "act_batch", "act_length", "act_embed")
+        mtp = self._run_mtp(hidden_BTD, tokens_BT, ctx) if ahead else StackOutput(hidden_BTD, [], [], {}, ctx)
         return ModelOutput(
             hidden_BTD=hidden_BTD,
-            cache=None if ctx.cache is None else {name: part.caches for name, part in parts.items()},
-            kept=[x_BTD for part in parts.values() for x_BTD in part.kept] if keep else [],
-            sides={name: part.sides for name, part in {**parts, "mtp": further}.items() if part.sides},
-            ahead=further.kept,
+            cache=None if ctx.cache is None else {name: stack.caches for name, stack in stacks.items()},
+            kept=[x_BTD for stack in stacks.values() for x_BTD in stack.layer_outputs] if keep else [],
+            sides={name: stack.aux for name, stack in {**stacks, "mtp": mtp}.items() if stack.aux},
+            ahead=mtp.layer_outputs,
         )
 
-    def _embedded(self, tokens_BT: jax.Array, ctx: Context) -> tuple[jax.Array, Context]:
-        """The stream that the first layer finds, perhaps with what its first norm makes of it."""
-        first = _in_order(self.prefix)[0].first_norm() if self.prefix and self.spec.product.is_fused else None
-        if first is not None and ctx.cache is not None and ctx.sharder.mesh.size == 1:
-            found = self.embedding.begun(tokens_BT, first)
-            if found is not None:
-                return found[0], dataclasses.replace(ctx, normed=found[1])
-        return ctx.constrain(self.embedding(tokens_BT, ctx.positions), "act_batch", "act_length", "act_embed"), ctx
+    def _build_blocks(self, specs: Sequence[BlockSpec], make: ParamBuilder) -> nnx.Dict:
+        return _numbered([block_class(spec, self.spec.matmul_spec)(spec, make.below(spec.name)) for spec in specs])
+
+    def _embed(self, tokens_BT: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array | None]:
+        """Embeddings of the tokens, and the first layer's norm of them if a fused kernel computed it too."""
+        fused = embed_and_norm(self.embedding, tokens_BT, _in_order(self.prefix), ctx)
+        if fused is not None:
+            return fused
+        return ctx.constrain(self.embedding(tokens_BT, ctx.positions), "act_batch", "act_length", "act_embed"), None
 
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
-        """[B, T, D] to [B, T, V], soft-capped; T may be any part of the sequence, and is split if it can be."""
+        """Soft-capped logits [B, T, V] of hidden states [B, T, D]; T is sharded if it is divisible."""
         length = "act_length" if hidden.shape[1] % sharder.ways("act_length") == 0 else None
         logits = (self.head or self.embedding).logits(hidden, is_alone=sharder.mesh.size == 1)
         return sharder.constrain(logits, "act_batch", length, "act_vocab")
 
     def largest_logit(self, hidden_BD: jax.Array, sharder: Sharder) -> tuple[jax.Array, jax.Array]:
-        """[B, D] to the largest logit of each row, and the token it belongs to."""
-        end, is_alone = self.head or self.embedding, sharder.mesh.size == 1
-        found = end.largest_logit(hidden_BD) if is_alone and self.spec.product.is_fused else None
-        if found is not None:
-            return found
+        """The largest logit [B] of hidden states [B, D], and its token [B]."""
+        head, is_alone = self.head or self.embedding, sharder.mesh.size == 1
+        fused = head.largest_logit(hidden_BD) if is_alone and self.spec.matmul_spec.is_fused else None
+        if fused is not None:
+            return fused
         logits_BV = self.logits(hidden_BD[:, None], sharder)[:, 0]
         return jnp.max(logits_BV, axis=-1), jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
-    def empty_cache(self, room: CacheSpec) -> dict[str, list[Cache]]:
-        """The caches of all blocks; those of the pattern hold every repetition, the others one layer."""
-        return self._map_blocks(lambda block, layers: block.empty_cache(room, layers))
+    def empty_cache(self, cache_spec: CacheSpec) -> dict[str, list[Cache]]:
+        """Empty caches of all blocks; those of the pattern are stacked over its repetitions."""
+        return self._map_blocks(lambda block, layers: block.empty_cache(cache_spec, layers))
 
     def projections(self) -> list[str]:
-        """The name of every linear map of every block."""
+        """Names of all linear projections."""
         return [module.name for _, module in nnx.iter_modules(self) if isinstance(module, Linear)]
 
     def expert_maps(self) -> list[str]:
-        """The name of every linear map of experts."""
+        """Names of all linear projections of experts."""
         return [module.name for _, module in nnx.iter_modules(self) if isinstance(module, ExpertLinear)]
 
     def cast_weights(self) -> set[tuple[str, ...]]:
-        """Where the weights lie that blocks use in the compute format."""
+        """Paths of the weights that blocks use in the compute dtype."""
         weights = ((path, weight) for path, weight in nnx.to_flat_state(nnx.state(self)) if path[0] in BLOCKS)
         return {path for path, weight in weights if _is_cast(weight)}
 
     def _map_blocks(self, function: Callable[[Block, int], Any]) -> dict[str, list[Any]]:
-        """A function of every block and the layers that it stands for."""
+        """Apply a function to every block and its number of layers."""
         groups = {"prefix": (self.prefix, 1), "pattern": (self.pattern, self.spec.repetitions)}
         groups["remainder"] = (self.remainder, 1)
         return {
@@ -224,50 +227,61 @@ class Decoder(nnx.Module):
         }
 
     def _run_blocks(
-        self, blocks: nnx.Dict, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, first: int
+        self,
+        blocks: nnx.Dict,
+        x_BTD: jax.Array,
+        ctx: Context,
+        caches: list[Any],
+        normed_BTD: jax.Array | None,
+        *,
+        first: int,
     ) -> StackOutput:
-        """Blocks one after the other, the first of them layer number `first`."""
-        new_caches, kept, sides = [], [], []
-        normed, ctx = ctx.normed, dataclasses.replace(ctx, normed=None)
-        norms = [block.first_norm() for block in _in_order(blocks)[1:]] if ctx.cache is not None else []
-        scales = [None if norm is None else norm.scale_K for norm in norms]
-        for index, (block, cache) in enumerate(zip(_in_order(blocks), caches, strict=True), start=first):
-            graphdef, weights = self._split(block)
-            run = self.spec.remat.wrap(_runner(graphdef), in_loop=False)
-            own_input = None if ctx.layer_input is None else ctx.layer_input[index]
-            following = scales[index - first] if index - first < len(scales) else None
-            is_last = index == len(self.spec.layers) - 1
-            own = dataclasses.replace(ctx, normed=normed, following=following, asked=ctx.asked if is_last else None)
-            x_BTD, view, side, handed, normed = run(weights, x_BTD, own.at_layer(index, _seen(cache, 0), own_input))
-            if handed is not None:
-                ctx = dataclasses.replace(ctx, shared={**ctx.shared, block.name: handed})
+        """Run blocks in sequence; the first has layer index `first`, and `normed_BTD` is its norm of x if known."""
+        new_caches, layer_outputs, aux = [], [], []
+        handoff = NormHandoff(_in_order(blocks), ctx, normed_BTD)
+        for index, (block, cache) in enumerate(zip(_in_order(blocks), caches, strict=True)):
+            layer, graphdef, weights = first + index, *self._split(block)
+            method, extra = handoff.inputs(index)
+            run = self.spec.remat.wrap(_as_function(graphdef, method), in_loop=False)
+            is_last = layer == len(self.spec.layers) - 1
+            layer_input = None if ctx.layer_input is None else ctx.layer_input[layer]
+            layer_ctx = ctx if is_last else dataclasses.replace(ctx, asked=None)
+            layer_ctx = layer_ctx.at_layer(layer, _cache_view(cache, 0), layer_input)
+            out = handoff.output(run(weights, x_BTD, layer_ctx, *extra))
+            if out.shared is not None:
+                ctx = dataclasses.replace(ctx, shared={**ctx.shared, block.name: out.shared})
             if is_last:
-                # The layer has taken the tokens that are asked for.
+                # The last layer has already reduced the stream to the output tokens.
                 ctx = dataclasses.replace(ctx, asked=None)
-            new_caches.append(_merged(cache, view))
-            kept.append(x_BTD)
-            sides.append(side)
-        return StackOutput(x_BTD, new_caches, kept, _told(sides), ctx)
+            x_BTD = out.x_BTD
+            new_caches.append(_merge_view(cache, out.cache))
+            layer_outputs.append(x_BTD)
+            aux.append(out.aux)
+        return StackOutput(x_BTD, new_caches, layer_outputs, _by_layer(aux), ctx)
 
-    def _run_ahead(self, x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context) -> StackOutput:
-        """The layers behind the last, each on what the one before it made. At the end of a row there are no later
-        tokens, and the first ones stand in for them: nothing earlier sees it, and no loss counts it."""
-        kept, sides = [], []
+    def _run_mtp(self, x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context) -> StackOutput:
+        """Run the MTP layers, each on the output of the one before it.
+
+        At the end of a row there are no later tokens, and the row's first tokens take their place: no earlier position
+        attends to them, and the loss does not count them.
+        """
+        outputs, aux = [], []
         for index, layer in enumerate(_in_order(self.mtp)):
             later_BTD = self.embedding(jnp.roll(tokens_BT, -1 - index, axis=1), ctx.positions + 1 + index)
             graphdef, weights = self._split(layer)
-            run = self.spec.remat.wrap(_runner(graphdef, Mtp.ahead), in_loop=False)
-            own_ctx = ctx.at_layer(len(self.spec.layers) + index, None, None)
-            x_BTD, _, side, *_ = run(weights, x_BTD, later_BTD, own_ctx)
-            kept.append(x_BTD)
-            sides.append(side)
-        return StackOutput(x_BTD, [], kept, _told(sides), ctx)
+            run = self.spec.remat.wrap(_as_function(graphdef, Mtp.predict), in_loop=False)
+            layer_ctx = ctx.at_layer(len(self.spec.layers) + index, None, None)
+            out = run(weights, x_BTD, later_BTD, layer_ctx)
+            x_BTD = out.x_BTD
+            outputs.append(x_BTD)
+            aux.append(out.aux)
+        return StackOutput(x_BTD, [], outputs, _by_layer(aux), ctx)
 
     def _split(self, block: Block) -> tuple[Any, nnx.State]:
-        """The block without its weights, and the weights, matrices in the compute format.
+        """The graph definition of a block, and its weights, with matrices in the compute dtype.
 
-        They are cast here, outside what is computed again, unless that was done before: a layer that casts its own does
-        it twice, and hands back a gradient of twice the bytes.
+        They are cast here, outside the rematerialized function, unless that was done before: a layer that casts its own
+        weights does so twice, and its gradient takes twice the bytes.
         """
         graphdef, weights = nnx.split(block)
 
@@ -277,76 +291,79 @@ class Decoder(nnx.Module):
         return graphdef, jax.tree.map(cast, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
     def _run_pattern(self, x_BTD: jax.Array, ctx: Context, caches: list[Any], *, keep: bool) -> StackOutput:
-        """All repetitions of the pattern under one scan.
+        """Run all repetitions of the pattern in one scan.
 
-        The caches are carried and updated in place rather than scanned over, which would hold them twice. Nothing is
-        handed on from here: what layers share comes from the prefix.
+        Caches are carried and updated in place; scanned over, they would be held twice. Pattern layers do not share
+        keys and values with later layers: only prefix layers do.
         """
         spec = self.spec
         if not spec.repetitions:
             return StackOutput(x_BTD, caches, [], {}, ctx)
         splits = [self._split(block) for block in _in_order(self.pattern)]
         in_loop = not spec.is_written_out
-        runs = [spec.remat.wrap(_runner(graphdef), in_loop=in_loop) for graphdef, _ in splits]
+        runs = [spec.remat.wrap(_as_function(graphdef), in_loop=in_loop) for graphdef, _ in splits]
 
         def repetition(carry: tuple[jax.Array, list[Any]], xs: tuple[jax.Array, list[Any], Any]) -> tuple[Any, Any]:
             (x_BTD, caches), (index, weights, inputs) = carry, xs
-            new_caches, kept, sides = [], [], []
-            for place, (run, cache) in enumerate(zip(runs, caches, strict=True)):
-                layer = len(self.prefix) + index * len(runs) + place
-                own_input = None if inputs is None else inputs[place]
-                own_ctx = dataclasses.replace(ctx, asked=None).at_layer(layer, _seen(cache, index), own_input)
-                x_BTD, view, side, *_ = run(weights[place], x_BTD, own_ctx)
-                new_caches.append(_merged(cache, view))
-                kept.append(x_BTD)
-                sides.append(side)
-            return (x_BTD, new_caches), (kept if keep else [], sides)
+            new_caches, layer_outputs, aux = [], [], []
+            for position, (run, cache) in enumerate(zip(runs, caches, strict=True)):
+                layer = len(self.prefix) + index * len(runs) + position
+                layer_input = None if inputs is None else inputs[position]
+                layer_ctx = dataclasses.replace(ctx, asked=None)
+                out = run(weights[position], x_BTD, layer_ctx.at_layer(layer, _cache_view(cache, index), layer_input))
+                x_BTD = out.x_BTD
+                new_caches.append(_merge_view(cache, out.cache))
+                layer_outputs.append(x_BTD)
+                aux.append(out.aux)
+            return (x_BTD, new_caches), (layer_outputs if keep else [], aux)
 
         xs = (jnp.arange(spec.repetitions), [weights for _, weights in splits], self._pattern_inputs(ctx))
-        (x_BTD, caches), (kept, sides) = jax.lax.scan(repetition, (x_BTD, caches), xs, unroll=spec.unroll)
-        in_order = [place[index] for index in range(spec.repetitions) for place in kept]
-        return StackOutput(x_BTD, caches, in_order, _told(sides), ctx)
+        (x_BTD, caches), (stacked, aux) = jax.lax.scan(repetition, (x_BTD, caches), xs, unroll=spec.unroll)
+        layer_outputs = [outputs[index] for index in range(spec.repetitions) for outputs in stacked]
+        return StackOutput(x_BTD, caches, layer_outputs, _by_layer(aux), ctx)
 
     def _pattern_inputs(self, ctx: Context) -> jax.Array | None:
-        """The inputs of the pattern's layers, [repetitions, places, B, T, P]."""
+        """Per-layer embeddings of the pattern's layers, [repetitions, positions, B, T, P]."""
         if ctx.layer_input is None:
             return None
-        places = len(self.pattern)
-        own = ctx.layer_input[len(self.prefix) : len(self.prefix) + self.spec.repetitions * places]
-        return own.reshape(self.spec.repetitions, places, *own.shape[1:])
+        positions = len(self.pattern)
+        inputs = ctx.layer_input[len(self.prefix) : len(self.prefix) + self.spec.repetitions * positions]
+        return inputs.reshape(self.spec.repetitions, positions, *inputs.shape[1:])
 
 
 def _is_cast(weight: nnx.Variable) -> bool:
-    """Whether a weight is used in the compute format. Vectors (norms) are few, and used in the format they are kept in,
-    as are wide matrices (routers) and weights that are no plain numbers."""
-    own_axes = [name for name in weight.get_metadata("axes") if name != "layers"]
-    return isinstance(weight, nnx.Param) and len(own_axes) > 1 and not weight.get_metadata("is_wide", False)
+    """Whether a weight is used in the compute dtype.
+
+    Vectors (norms), matrices marked as wide (routers) and quantized weights are used in the dtype they are stored in.
+    """
+    layer_axes = [name for name in weight.get_metadata("axes") if name != "layers"]
+    return isinstance(weight, nnx.Param) and len(layer_axes) > 1 and not weight.get_metadata("is_wide", False)
 
 
-def _told(sides: list[Any]) -> dict[str, Any]:
-    """By the layer's key among the weights, of the layers that tell anything."""
-    return {str(index): side for index, side in enumerate(sides) if side}
+def _by_layer(aux: list[Any]) -> dict[str, Any]:
+    """Aux outputs under the layer's key in the parameter tree; only layers that have any."""
+    return {str(index): outputs for index, outputs in enumerate(aux) if outputs}
 
 
-def _seen(cache: Cache | None, index: jax.Array | int) -> Any:
+def _cache_view(cache: Cache | None, index: jax.Array | int) -> Any:
     return None if cache is None else cache.at(index)
 
 
-def _merged(cache: Cache | None, view: Any) -> Cache | None:
-    return None if cache is None else cache.merged(view)
+def _merge_view(cache: Cache | None, view: Any) -> Cache | None:
+    return None if cache is None else cache.with_layer(view)
 
 
-def _runner(graphdef: Any, call: Callable[..., BlockOutput] = Block.__call__) -> Callable[..., BlockOutput]:
-    """A block as a function of its weights."""
+def _as_function(graphdef: Any, method: Callable[..., Any] = operator.call) -> Callable[..., Any]:
+    """A block as a pure function of its weights and inputs."""
 
-    def run(weights: Any, *inputs: Any) -> BlockOutput:
-        return call(nnx.merge(graphdef, weights), *inputs)
+    def run(weights: Any, *inputs: Any) -> Any:
+        return method(nnx.merge(graphdef, weights), *inputs)
 
     return run
 
 
 def _numbered(blocks: Sequence[Block]) -> nnx.Dict:
-    """Blocks under the keys "0", "1", ...: a tree of weights with text for keys is the same in every file format."""
+    """Blocks under the keys "0", "1", ...: string keys are the same in every checkpoint format."""
     return nnx.Dict({str(index): block for index, block in enumerate(blocks)})
 
 

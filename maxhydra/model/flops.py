@@ -1,4 +1,4 @@
-"""How large a model is and how much arithmetic a token costs, from shapes and sizes alone."""
+"""Parameter counts and FLOPs of a model, computed from its config without allocating weights."""
 
 import math
 from typing import Any
@@ -11,12 +11,12 @@ from maxhydra.model.model_def import build
 
 
 def parameter_count(shapes: Any) -> int:
-    """Weights in a tree of arrays or shapes."""
+    """Number of weights in a tree of arrays or shapes."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 
 def active_parameters(model: config.Model) -> int:
-    """Weights that a token meets, embedding and head among them: all but the experts it is not given to."""
+    """Number of weights used per token, including embedding and head: all but the experts it is not routed to."""
     spec = DecoderSpec.of(model)
     idle = sum(layer.idle_parameters() for layer in spec.layers)
     if model.mtp.depth:
@@ -25,11 +25,10 @@ def active_parameters(model: config.Model) -> int:
 
 
 def flops_per_token(model: config.Model, seq_len: int) -> float:
-    """Floating-point operations of one training step per token, forward and backward, as the model needs them.
+    """Model FLOPs per token of one training step, forward and backward.
 
-    A product with a weight matrix costs a token 2 operations per weight, and the backward pass twice as many again.
-    What an implementation does besides (recomputation, masked logits) is not counted, nor are norms and activations, so
-    that a share of the hardware's peak made of this number is comparable between implementations.
+    A matmul costs a token 2 FLOPs per weight, and the backward pass twice as many again. Rematerialization, masked
+    logits, norms and activations are not counted, so an MFU based on this number is comparable between implementations.
     """
     spec = DecoderSpec.of(model)
     head = model.emb_dim * model.vocab_size

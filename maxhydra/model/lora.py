@@ -1,4 +1,4 @@
-"""A model under its adapter or in fewer bits: how the base is kept there, and adapter and base as the latter alone."""
+"""Base weights in their storage format (plain, NF4, INT8, INT4), and merging of LoRA adapters into them."""
 
 from typing import Any
 
@@ -19,35 +19,35 @@ TO_INT8 = jax.jit(int8.stored, static_argnames=("axes", "of_scales"))
 
 
 def kept(model: ModelDef, keys: tuple[str, ...], weight: jax.Array) -> Tree:
-    """A weight of the model's base, found below these keys, as the model keeps it."""
+    """A base weight at this path, converted to the model's storage format."""
     return part_kept(model, keys, weight, counted=0)
 
 
 def part_kept(model: ModelDef, keys: tuple[str, ...], weight: jax.Array, *, counted: int) -> Tree:
-    """The same of a part of the weight, at an index of so many of its leading axes."""
-    place, axes = model.shapes, model.axes
+    """`kept` for a slice of the weight, at an index of its first `counted` axes."""
+    shapes, axes = model.shapes, model.axes
     for key in keys:
-        place, axes = place[key], axes[key]
-    if not isinstance(place, dict):
+        shapes, axes = shapes[key], axes[key]
+    if not isinstance(shapes, dict):
         return weight
     stacked = int(_is_stacked(keys))
-    if "groups" in place:
-        return TO_NF4(weight, inputs=weight.ndim - place["codes"].ndim + 1, stacked=bool(stacked))
-    if "nibbles" in place:
+    if "groups" in shapes:
+        return TO_NF4(weight, inputs=weight.ndim - shapes["codes"].ndim + 1, stacked=bool(stacked))
+    if "nibbles" in shapes:
         leading = stacked + (axes["nibbles"][stacked] == "experts")
-        inputs = weight.ndim + counted - place["nibbles"].ndim + 1
-        return TO_INT4(weight, inputs=inputs, leading=leading - counted, groups=place["scales"].shape[leading])
+        inputs = weight.ndim + counted - shapes["nibbles"].ndim + 1
+        return TO_INT4(weight, inputs=inputs, leading=leading - counted, groups=shapes["scales"].shape[leading])
     return TO_INT8(weight, axes=axes["codes"][counted:], of_scales=axes["scales"][counted:])
 
 
 def parameter_counts(model: ModelDef) -> tuple[int, int]:
-    """Weights of the model with its adapter, and how many of them are trained."""
-    own, (trained, frozen) = parameter_count(model.base.shapes), split_trainable(model.shapes)
-    return (own + parameter_count(trained), parameter_count(trained)) if frozen else (own, own)
+    """Number of weights of the model with its adapter, and of those that are trained."""
+    base, (trained, frozen) = parameter_count(model.base.shapes), split_trainable(model.shapes)
+    return (base + parameter_count(trained), parameter_count(trained)) if frozen else (base, base)
 
 
 def merged(model: ModelDef, weights: Tree, *, dtype: np.dtype) -> Tree:
-    """The weights of the base with what the adapter adds: the same answers without an adapter."""
+    """Base weights with the LoRA update merged in: the same outputs without an adapter."""
     spec = LoraSpec.of(model.adapter)
     if spec is None:
         return weights
@@ -59,22 +59,22 @@ def merged(model: ModelDef, weights: Tree, *, dtype: np.dtype) -> Tree:
             return {name: walk(below, shapes[name], (*keys, name)) for name, below in node.items()}
         kernel, stacked = node["kernel"], _is_stacked(keys)
         if isinstance(kernel, dict):
-            kernel = nf4.restored(kernel, shapes["kernel"].shape, stacked=stacked, dtype=np.dtype(np.float32))
+            kernel = nf4.dequantized(kernel, shapes["kernel"].shape, stacked=stacked, dtype=np.dtype(np.float32))
         if ADAPTER in node:
-            kernel = kernel.astype(jnp.float32) + spec.scale * _product(**node[ADAPTER], stacked=stacked)
-        beside = {name: walk(node[name], shapes[name], (*keys, name)) for name in shapes if name != "kernel"}
-        return {"kernel": kernel.astype(dtype), **beside}
+            kernel = kernel.astype(jnp.float32) + spec.scale * _low_rank_update(**node[ADAPTER], stacked=stacked)
+        others = {name: walk(node[name], shapes[name], (*keys, name)) for name in shapes if name != "kernel"}
+        return {"kernel": kernel.astype(dtype), **others}
 
     return walk(weights, model.base.shapes, ())
 
 
-def _product(a: jax.Array, b: jax.Array, *, stacked: bool) -> jax.Array:
-    """a [*inputs, rank] times b [rank, *outputs], in full precision where the hardware would round."""
+def _low_rank_update(a: jax.Array, b: jax.Array, *, stacked: bool) -> jax.Array:
+    """a [*inputs, rank] @ b [rank, *outputs], in full float32 precision on any hardware."""
 
-    def one(a: jax.Array, b: jax.Array) -> jax.Array:
+    def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.tensordot(a, b, axes=1, precision=jax.lax.Precision.HIGHEST)
 
-    return jax.vmap(one)(a, b) if stacked else one(a, b)
+    return jax.vmap(matmul)(a, b) if stacked else matmul(a, b)
 
 
 def _is_stacked(keys: tuple[str, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""A model as plain functions over a plain tree of weights: the only door through which the rest of the code sees it."""
+"""A model as pure functions over a nested dict of weights: the only interface to NNX for the rest of the code."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -22,9 +22,9 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class ModelDef:
-    """What a model is, without its weights. Nothing here allocates until `init` or `empty_cache` is called.
+    """A model without its weights. Nothing is allocated until `init` or `empty_cache` is called.
 
-    Weights are nested dicts of arrays keyed by text. The layers of one position of the pattern are stacked on a leading
+    Weights are nested dicts of arrays with string keys. The layers of one pattern position are stacked on a leading
     axis: `pattern/0/attention/query/kernel` is [layers, embed, heads, head_dim].
     """
 
@@ -34,13 +34,13 @@ class ModelDef:
 
     @property
     def base(self) -> "ModelDef":
-        """The model without its adapter, its weights plain numbers."""
-        own = None if self.is_packed or self.quantization is None else self.quantization.without_history()
-        return dataclasses.replace(self, adapter=None, quantization=own)
+        """The model without its adapter, with unquantized weights."""
+        quantization = None if self.is_packed or self.quantization is None else self.quantization.without_history()
+        return dataclasses.replace(self, adapter=None, quantization=quantization)
 
     @property
     def is_packed(self) -> bool:
-        """Whether weights are kept in fewer bits than they are used in, adapters aside."""
+        """Whether base weights are stored quantized (INT8 or INT4); QLoRA's NF4 does not count."""
         return self.quantization is not None and not self.quantization.kinds.isdisjoint(TO_KEEP)
 
     @cached_property
@@ -49,18 +49,18 @@ class ModelDef:
 
     @property
     def is_written_out(self) -> bool:
-        """Whether the layers of the pattern run one after the other in the program, and not in a loop."""
+        """Whether the scan over the layers of the pattern is fully unrolled."""
         return self._spec.is_written_out
 
     @cached_property
     def _abstract(self) -> Decoder:
-        """The module with shapes in place of arrays."""
+        """The module with shapes instead of arrays."""
         decoder = nnx.eval_shape(lambda: Decoder(self._spec, jax.random.key(0)))
         names = decoder.projections()
         problems = list(_unmatched("adapter.targets", self.adapter, names))
         for path, rule in (self.quantization.rules if self.quantization else {}).items():
             key = ".".join(filter(None, ("quantization", path, "targets")))
-            problems += _unmatched(key, rule, [*names, *_others(rule, decoder)])
+            problems += _unmatched(key, rule, [*names, *_other_targets(rule, decoder)])
         if problems:
             raise ConfigError(problems)
         return decoder
@@ -71,12 +71,12 @@ class ModelDef:
 
     @cached_property
     def shapes(self) -> Tree:
-        """Shape and dtype of every weight."""
+        """Tree of the shape and dtype of every weight."""
         return nnx.to_pure_dict(nnx.state(self._abstract))
 
     @cached_property
     def axes(self) -> Tree:
-        """Logical axis names of every weight."""
+        """Tree of the logical axes of every weight."""
         weights = nnx.to_flat_state(nnx.state(self._abstract))
         axes = {path: weight.get_metadata("axes") for path, weight in weights}
         return nnx.traversals.unflatten_mapping(axes)
@@ -86,85 +86,96 @@ class ModelDef:
         return self._abstract.cast_weights()
 
     def init(self, key: jax.Array) -> Tree:
-        """Initial weights. The same under any sharding; jit with out_shardings to make each shard where it belongs."""
+        """Initial weights, independent of sharding; jit with out_shardings to create each shard on its device."""
         return nnx.to_pure_dict(nnx.state(Decoder(self._spec, key)))
 
     def forward(
         self, params: Tree, tokens: jax.Array, ctx: Context, *, keep: bool = False, ahead: bool = False
     ) -> ModelOutput:
-        """All that a pass over tokens [B, T] gives, with the stream after every layer where that is to be kept, and
-        with what predicts tokens beyond the next where that is to be looked at."""
+        """Forward pass over tokens [B, T].
+
+        `keep`: also return the residual stream after every layer. `ahead`: also run the multi-token prediction layers.
+        """
         return self._bind(params)(tokens, ctx, keep=keep, ahead=ahead)
 
     def hidden(self, params: Tree, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
-        """Hidden states [B, T, D] of tokens [B, T] after the final norm, and the cache with these tokens in it; of the
-        asked tokens alone where ctx asks for one of each row."""
-        forward = self.forward(params, tokens, ctx)
-        return forward.hidden_BTD, forward.cache
+        """Hidden states [B, T, D] after the final norm, and the cache with these tokens.
+
+        [B, 1, D] if ctx selects one output token per row.
+        """
+        output = self.forward(params, tokens, ctx)
+        return output.hidden_BTD, output.cache
 
     def features(
         self, params: Tree, tokens: jax.Array, ctx: Context, layers: Sequence[int]
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Hidden states as `hidden` gives them, and the residual stream [B, T, D] after each of some layers."""
-        forward = self.forward(params, tokens, ctx, keep=bool(layers))
-        return forward.hidden_BTD, [forward.kept[layer] for layer in layers]
+        """Hidden states as in `hidden`, and the residual stream [B, T, D] after each of the given layers."""
+        output = self.forward(params, tokens, ctx, keep=bool(layers))
+        return output.hidden_BTD, [output.kept[layer] for layer in layers]
 
     def logits(self, params: Tree, hidden: jax.Array, sharder: Sharder) -> jax.Array:
-        """Logits [B, T, V] of hidden states, in dtypes.logits, soft-capped."""
+        """Soft-capped logits [B, T, V] of hidden states, in dtypes.logits."""
         return self._bind(params).logits(hidden, sharder)
 
     def largest_logit(self, params: Tree, hidden_BD: jax.Array, sharder: Sharder) -> tuple[jax.Array, jax.Array]:
-        """The largest of each row's logits [B] and whose it is, the first where several are; not finite where any is no
-        number. Logits themselves need not be written for that."""
+        """The largest logit [B] and its token [B], the first on ties; not finite if any logit is NaN.
+
+        A kernel may compute it without writing the logits to memory.
+        """
         return self._bind(params).largest_logit(hidden_BD, sharder)
 
     def cast(self, weights: Tree) -> Tree:
-        """Weights, or a part of them, with the layers' matrices in the compute format, which layers would cast by
-        themselves: who differentiates by these has gradients as the products make them, in half the bytes."""
+        """Weights, or a subtree of them, with the matrices of layers cast to the compute dtype.
+
+        Layers would cast them anyway. Differentiating with respect to the result gives gradients in the compute dtype,
+        which take half the bytes.
+        """
         compute, paths = self._spec.dtypes.compute, self._cast_weights
         return jax.tree_util.tree_map_with_path(
             lambda keys, leaf: leaf.astype(compute) if tuple(key.key for key in keys) in paths else leaf, weights
         )
 
-    def settled(self, new: Tree, old: Tree, told: Tree) -> Tree:
-        """The weights that a training step made of old ones, with what layers change in themselves by what they told.
+    def settled(self, new: Tree, old: Tree, aux: Tree) -> Tree:
+        """Weights after an optimizer step, with the updates that come from aux outputs instead of gradients.
 
-        `told`: as `ModelOutput.sides`, perhaps summed. Weights that are not trained, as those under an adapter, stay.
+        `aux`: as in ModelOutput, possibly summed over microbatches. Frozen weights are not in `new` and stay unchanged.
         """
         for group in BLOCKS:
-            specs, sides = getattr(self._spec, group), told.get(group, {})
+            specs, group_aux = getattr(self._spec, group), aux.get(group, {})
             blocks = {
-                index: specs[int(index)].settled(block, old[group][index], sides.get(index, {}))
+                index: specs[int(index)].apply_aux_updates(block, old[group][index], group_aux.get(index, {}))
                 for index, block in new.get(group, {}).items()
             }
             new = {**new, group: blocks} if blocks else new
         return new
 
-    def empty_cache(self, room: CacheSpec) -> Tree:
-        """The cache of every layer, each of the kind that its mixer needs."""
-        return self._abstract.empty_cache(room)
+    def empty_cache(self, cache_spec: CacheSpec) -> Tree:
+        """Empty caches of all layers, each of the kind that its mixer needs."""
+        return self._abstract.empty_cache(cache_spec)
 
     def _bind(self, params: Tree) -> Decoder:
-        """The module over its own weights; what lies beside them, such as a teacher's, is not its business."""
+        """The module bound to its weights; other entries of `params`, such as a teacher's, are ignored."""
         return nnx.merge(self._graphdef, {name: params[name] for name in self.shapes})
 
 
 def build(model: config.Model, adapter: Adapter | None = None, quantization: Quantization | None = None) -> ModelDef:
-    """The model of a config, with what an adapter adds to it, and the number formats of its products."""
+    """The model of a config, with an optional adapter and quantization."""
     return ModelDef(model, adapter, quantization)
 
 
-def _others(rule: QuantizationRule, decoder: Decoder) -> list[str]:
-    """Weights besides projections that a rule may be for: the products of experts and of the two ends of the model are
-    made in model.dtypes.compute, so that they have to do with formats of weights alone."""
+def _other_targets(rule: QuantizationRule, decoder: Decoder) -> list[str]:
+    """Names of weights other than projections that a rule may target.
+
+    Matmuls of experts, embedding and head run in model.dtypes.compute, so only weight storage formats apply to them.
+    """
     is_int8 = rule.kind in (QuantizationKind.int8_weights, QuantizationKind.qat_int8)
     is_int4 = rule.kind in (QuantizationKind.int4_weights, QuantizationKind.qat_int4)
-    ends = ["embedding", *(["head"] if decoder.head else [])] if is_int8 else []
-    return [*ends, *(decoder.expert_maps() if is_int8 or is_int4 else [])]
+    vocabulary = ["embedding", *(["head"] if decoder.head else [])] if is_int8 else []
+    return [*vocabulary, *(decoder.expert_maps() if is_int8 or is_int4 else [])]
 
 
 def _unmatched(key: str, section: Adapter | QuantizationRule | None, names: list[str]) -> Iterator[Problem]:
-    """Every target must name a projection: a typo would do less than was asked for, in silence."""
+    """Problems for targets that match no projection: a typo would silently quantize or train less than intended."""
     targets = (section.targets if section else None) or []
     for target in targets:
         if not any(matches([target], name) for name in names):

@@ -1,7 +1,7 @@
-"""Multi-token prediction (DeepSeek-V3, 2024): the k-th layer behind the last predicts the token k after the next.
+"""Multi-token prediction (DeepSeek-V3, 2024): the k-th extra layer predicts the token k after the next.
 
-It sees what the layer before it made of a token, and the embedding of the token k later, which by then is known. B
-batch, T tokens, D residual stream.
+Its inputs are the hidden states of the layer before it and the embedding of the token k positions later. B batch, T
+tokens, D residual stream.
 """
 
 import jax
@@ -12,7 +12,7 @@ from maxhydra.model.block import Block, BlockOutput, BlockSpec
 
 
 class Mtp(Block):
-    """norm(block(join([norm(embedding of the later token), norm(hidden)]))), the block's weights beside its own."""
+    """norm(block(join([norm(embedding of the later token), norm(hidden)]))); a block with four extra weights."""
 
     def __init__(self, spec: BlockSpec, make: ParamBuilder, *, scale: float):
         super().__init__(spec, make)
@@ -22,8 +22,8 @@ class Mtp(Block):
         self.join = make.projection("join", (2 * D,), (D,), ("embed", None), scale=scale)
         self.norm = spec.norm.build(D, make)
 
-    def ahead(self, hidden_BTD: jax.Array, later_BTD: jax.Array, ctx: Context) -> BlockOutput:
-        """What the head takes in the place of the stream."""
-        both = [self.embedding_norm(later_BTD), self.hidden_norm(hidden_BTD)]
-        left = self(self.join(jnp.concatenate(both, axis=-1), ctx), ctx)
-        return left._replace(x_BTD=ctx.constrain(self.norm(left.x_BTD), "act_batch", "act_length", "act_embed"))
+    def predict(self, hidden_BTD: jax.Array, later_BTD: jax.Array, ctx: Context) -> BlockOutput:
+        """Hidden states for the head, which then predicts one token further than the layer before."""
+        inputs = [self.embedding_norm(later_BTD), self.hidden_norm(hidden_BTD)]
+        out = self(self.join(jnp.concatenate(inputs, axis=-1), ctx), ctx)
+        return out._replace(x_BTD=ctx.constrain(self.norm(out.x_BTD), "act_batch", "act_length", "act_embed"))

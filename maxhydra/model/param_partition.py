@@ -1,21 +1,21 @@
-"""The parts of a model's weights: what is trained, what stays as it is, and what layers remember of earlier steps.
+"""Partition of a model's variables into trainable weights, frozen weights and amax histories.
 
-With an adapter its own weights are trained; without one all are. Trees are nested dicts with anything for leaves:
-arrays, shapes, axes, shardings.
+With an adapter only its weights are trained; without one all are. Trees are nested dicts with any leaves: arrays,
+shapes, axes, shardings.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 Tree = Any
-# The key below which a projection keeps what its adapter adds.
+# Key of a projection's LoRA weights.
 ADAPTER = "lora"
-# The key of what a projection remembers (layers/quant/amax_history.py).
+# Key of a projection's amax history (layers/quant/amax_history.py).
 HISTORY = "history"
 
 
 def split_trainable(tree: Tree) -> tuple[Tree, Tree]:
-    """(what is trained, the rest, which is empty without an adapter), without what layers remember."""
+    """(trainable weights, frozen weights), without amax histories; nothing is frozen without an adapter."""
     weights = _part(tree, HISTORY, within=False) if _has(tree, HISTORY) else tree
     if not _has(weights, ADAPTER):
         return weights, {}
@@ -23,19 +23,21 @@ def split_trainable(tree: Tree) -> tuple[Tree, Tree]:
 
 
 def remembered(tree: Tree) -> Tree:
-    """What layers remember alone; `merge_trees` of it and the parts of `split_trainable` is the tree."""
+    """Only the amax histories; `merge_trees` of these and both parts of `split_trainable` gives the tree."""
     return _part(tree, HISTORY, within=True)
 
 
-def merge_trees(one: Tree, other: Tree) -> Tree:
-    """The tree of which two have different leaves."""
-    both = {key: merge_trees(one[key], other[key]) for key in one if key in other}
-    return {**other, **one, **both}
+def merge_trees(first: Tree, second: Tree) -> Tree:
+    """The union of two trees with disjoint leaves."""
+    common = {key: merge_trees(first[key], second[key]) for key in first if key in second}
+    return {**second, **first, **common}
 
 
 def mapped(tree: Tree, function: Callable[[tuple[str, ...], Any], Tree], keys: tuple[str, ...] = ()) -> Tree:
-    """The tree with a function of keys and leaf in place of each leaf. The old tree is emptied on the way, so that old
-    and new leaves need not all exist at once."""
+    """Replace each leaf by a function of its keys and value.
+
+    The old tree is emptied in the process, so old and new leaves need not all exist at once.
+    """
     if not isinstance(tree, dict):
         return function(keys, tree)
     return {name: mapped(tree.pop(name), function, (*keys, name)) for name in list(tree)}
@@ -46,15 +48,15 @@ def _has(tree: Tree, key: str) -> bool:
 
 
 def _part(tree: Tree, key: str, *, within: bool) -> Tree:
-    """The leaves below a key, or all others; no empty branches."""
+    """The leaves below a key, or all others, without empty branches."""
     if not isinstance(tree, dict):
         return {} if within else tree
-    kept = {}
+    part = {}
     for name, below in tree.items():
         if name == key:
-            part = below if within else {}
+            subtree = below if within else {}
         else:
-            part = _part(below, key, within=within)
-        if not isinstance(part, dict) or part:
-            kept[name] = part
-    return kept
+            subtree = _part(below, key, within=within)
+        if not isinstance(subtree, dict) or subtree:
+            part[name] = subtree
+    return part

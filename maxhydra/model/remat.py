@@ -1,4 +1,4 @@
-"""Rematerialisation (Chen et al., 2016): which activations of a layer wait for the backward pass, and where."""
+"""Rematerialization (Chen et al., 2016): which activations of a layer are saved for the backward pass, and where."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from maxhydra.kernels.attention.spec import KEPT
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """A policy of `config.Remat`, ready to wrap a layer."""
+    """The remat policy of a config, applied to the function of a layer."""
 
     policy: config.RematPolicy
     save: tuple[str, ...]
@@ -23,10 +23,10 @@ class Remat:
         return cls(remat.policy, tuple(remat.save), tuple(remat.offload))
 
     def wrap(self, function: Callable[..., Any], *, in_loop: bool) -> Callable[..., Any]:
-        """The function with its activations kept by the policy.
+        """Wrap a function in jax.checkpoint with this policy.
 
-        Outside a loop the compiler must be kept from merging the second computation with the first, which would keep
-        everything after all. In a loop the two lie in different bodies, and the barrier would only cost.
+        Outside a loop XLA must be kept from merging the recomputation with the original by CSE, which would save
+        everything after all. In a scan the two are in different bodies, and the barrier would only cost time.
         """
         if self.policy is config.RematPolicy.none:
             return function
@@ -37,7 +37,7 @@ class Remat:
         if self.policy is config.RematPolicy.full:
             return policies.nothing_saveable
         if self.policy is config.RematPolicy.minimal:
-            # The projections; products with a batch dimension are attention's, whose results grow with length squared.
+            # The projections; matmuls with a batch dimension are attention's, which grow with the square of the length.
             return _with_fused_attention(policies.dots_with_no_batch_dims_saveable)
         named = policies.save_only_these_names(*self.save)
         if self.offload:
@@ -47,15 +47,15 @@ class Remat:
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        # The kernel's result under that name is not enough: its backward pass also reads the softmax's normaliser.
+        # Saving the kernel's output alone is not enough: its backward pass also reads the softmax normalizer.
         return _with_fused_attention(named) if "context" in self.save else named
 
 
 def _with_fused_attention(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """The policy, keeping also what an attention kernel returns: as small as its inputs, and dear to compute."""
+    """The policy, also saving outputs of attention kernels: as small as their inputs, expensive to recompute."""
 
-    def keeps(primitive: Any, *args: Any, **params: Any) -> Any:
-        is_kept = primitive.name.startswith("dot_product_attention_fwd") or params.get("name") == KEPT
-        return is_kept or policy(primitive, *args, **params)
+    def is_saveable(primitive: Any, *args: Any, **params: Any) -> Any:
+        is_attention = primitive.name.startswith("dot_product_attention_fwd") or params.get("name") == KEPT
+        return is_attention or policy(primitive, *args, **params)
 
-    return keeps
+    return is_saveable

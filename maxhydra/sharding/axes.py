@@ -1,4 +1,4 @@
-"""The arithmetic of mesh axes: fills in -1, and refuses sizes whose product is not the number of devices."""
+"""Sizes of mesh axes: fills in -1, and rejects sizes whose product is not the number of devices."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ class AxisSizes:
 
 
 def axis_sizes(mesh: Mesh, *, devices: int, slices: int) -> AxisSizes:
-    """Fill the -1 of each network; a product that does not match the devices is a ConfigError that shows it."""
+    """Fill in the -1 of each network; ConfigError if the sizes do not multiply to the number of devices."""
     if devices % slices:
         fits = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
         reason = f"{devices} devices do not form {slices} equal slices"
@@ -30,8 +30,8 @@ def axis_sizes(mesh: Mesh, *, devices: int, slices: int) -> AxisSizes:
     have = f"{per_slice} device{'s' * (per_slice > 1)}{' in a slice' * (slices > 1)}"
     problems: list[Problem] = []
     within = _fill(mesh, _Network("mesh", per_slice, have, "mesh.fsdp=-1"), problems)
-    apart = "mesh.dcn.data=-1, or mesh.slices=1 to see them as one"
-    across = _fill(mesh.dcn, _Network("mesh.dcn", slices, f"{slices} slice{'s' * (slices > 1)}", apart), problems)
+    remedy = "mesh.dcn.data=-1, or mesh.slices=1 to treat them as one"
+    across = _fill(mesh.dcn, _Network("mesh.dcn", slices, f"{slices} slice{'s' * (slices > 1)}", remedy), problems)
     if problems:
         raise ConfigError(problems)
     return AxisSizes(within=within, across=across)
@@ -39,7 +39,7 @@ def axis_sizes(mesh: Mesh, *, devices: int, slices: int) -> AxisSizes:
 
 @dataclasses.dataclass(frozen=True)
 class _Network:
-    """What the sizes of one set of axes must multiply to, and how a message speaks of it."""
+    """The device count that the sizes of one set of axes must multiply to, and texts for messages about it."""
 
     prefix: str
     count: int
@@ -48,51 +48,51 @@ class _Network:
 
 
 def _fill(axes: Axes, network: _Network, problems: list[Problem]) -> tuple[int, ...]:
-    """Sizes of one network with the -1 filled; a product that does not fit is added to `problems`."""
+    """Sizes of one network with the -1 filled in; a mismatch with the device count is added to `problems`."""
     sizes = {axis: getattr(axes, axis) for axis in AXES}
     automatic = next((axis for axis, size in sizes.items() if size == -1), None)
     explicit = {axis: size for axis, size in sizes.items() if size != -1}
-    product = math.prod(explicit.values())
-    if automatic is None and product != network.count:
-        problems.append(_wrong_product(explicit, network))
-    if automatic is not None and network.count % product:
-        problems.append(_no_share_left(explicit, automatic, network))
-    filled = {automatic: network.count // product} if automatic is not None else {}
+    total = math.prod(explicit.values())
+    if automatic is None and total != network.count:
+        problems.append(_size_mismatch(explicit, network))
+    if automatic is not None and network.count % total:
+        problems.append(_not_divisible(explicit, automatic, network))
+    filled = {automatic: network.count // total} if automatic is not None else {}
     return tuple({**sizes, **filled}.values())
 
 
-def _wrong_product(sizes: dict[str, int], network: _Network) -> Problem:
-    """No axis is -1 and the product is another number."""
+def _size_mismatch(sizes: dict[str, int], network: _Network) -> Problem:
+    """The problem that no axis is -1 and the sizes do not multiply to the device count."""
     prefix, count = network.prefix, network.count
     if math.prod(sizes.values()) == 1:
         path = network.remedy.partition("=")[0]
         reason = f"every axis of {prefix} is 1, but there are {network.have}"
         return Problem(path, reason, value=1, accepted=f"{count}, or -1", hint=f"set {network.remedy}")
-    axis, room = _to_change(sizes, count)
-    accepted = f"{room}, or -1 for what is left" if room else f"sizes with product {count}, or one of them -1"
+    axis, size = _axis_to_change(sizes, count)
+    accepted = f"{size}, or -1 for the remaining devices" if size else f"sizes with product {count}, or one of them -1"
     reason = f"{_shown(sizes, prefix)}, but there {'is' if count == 1 else 'are'} {network.have}"
     return Problem(f"{prefix}.{axis}", reason, value=sizes[axis], accepted=accepted)
 
 
-def _no_share_left(sizes: dict[str, int], automatic: str, network: _Network) -> Problem:
-    """The explicit sizes leave no whole number for the axis that is -1."""
+def _not_divisible(sizes: dict[str, int], automatic: str, network: _Network) -> Problem:
+    """The problem that the explicit sizes do not divide the device count, so the -1 axis has no size."""
     prefix, count = network.prefix, network.count
-    axis, room = _to_change(sizes, count)
-    fits = ", ".join(str(n) for n in range(1, room + 1) if room % n == 0)
-    reason = f"{_shown(sizes, prefix)} does not divide {network.have}, and {prefix}.{automatic}=-1 takes what is left"
+    axis, size = _axis_to_change(sizes, count)
+    fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+    reason = f"{_shown(sizes, prefix)} does not divide {network.have}, which {prefix}.{automatic}=-1 requires"
     return Problem(
         f"{prefix}.{axis}", reason, value=sizes[axis], accepted=fits or f"sizes whose product divides {count}"
     )
 
 
-def _to_change(sizes: dict[str, int], count: int) -> tuple[str, int]:
-    """The axis that alone would put the product right and the room it has; 0 where no single axis does."""
-    product = math.prod(sizes.values())
+def _axis_to_change(sizes: dict[str, int], count: int) -> tuple[str, int]:
+    """The axis whose change alone fixes the mismatch, and its right size; 0 if no single axis does."""
+    total = math.prod(sizes.values())
     large = [axis for axis, size in reversed(sizes.items()) if size > 1]
     for axis in large:
-        room, rest = divmod(count, product // sizes[axis])
+        size, rest = divmod(count, total // sizes[axis])
         if rest == 0:
-            return axis, room
+            return axis, size
     return large[0], 0
 
 

@@ -1,4 +1,4 @@
-"""The devices as a mesh: neighbours on fast links along the last axes, slices along the first."""
+"""Device meshes: devices with fast links along the last axes, slices along the first."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 from maxhydra.config.schema.mesh import AXES, Mesh
 from maxhydra.sharding.axes import axis_sizes
 
-# The compiler carries shardings from parameters and constraints to all else.
+# The compiler propagates shardings from parameters and constraints to everything else.
 AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 
 
@@ -22,10 +22,10 @@ def build_mesh(mesh: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.s
 
 
 def device_grid(mesh: Mesh, devices: Sequence[Any]) -> np.ndarray:
-    """Devices by their place along each axis of AXES.
+    """Devices arranged by their index along each axis of AXES.
 
     An axis that spans both networks has the slices outermost, so that each slice holds a contiguous run of it, as in
-    jax's `create_hybrid_device_mesh`, which serves only devices that know their slice and no simulated slices.
+    jax's `create_hybrid_device_mesh`, which supports only devices with a slice index, not simulated slices.
     """
     ordered = sorted(devices, key=lambda device: (_slice_of(device), device.process_index, device.id))
     slices = mesh.slices or len({_slice_of(device) for device in ordered})
@@ -40,13 +40,13 @@ def device_grid(mesh: Mesh, devices: Sequence[Any]) -> np.ndarray:
 
 
 def remeshed(mesh: Mesh, devices: np.ndarray) -> jax.sharding.Mesh:
-    """Another mesh over the devices of one that there is, in the same order: a program can run over both."""
+    """Another mesh over the devices of an existing one, in the same order: one program can use both."""
     sizes = device_grid(mesh, devices.flatten().tolist()).shape
     return jax.sharding.Mesh(devices.reshape(sizes), AXES, axis_types=AXIS_TYPES)
 
 
 def abstract_mesh(mesh: Mesh, *, devices: int, slices: int) -> AbstractMesh:
-    """The same mesh without devices: enough to plan any number of them on a laptop."""
+    """The mesh without devices: enough to plan for any number of devices on a laptop."""
     return AbstractMesh(axis_sizes(mesh, devices=devices, slices=slices).total, AXES, axis_types=AXIS_TYPES)
 
 

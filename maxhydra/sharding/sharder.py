@@ -15,12 +15,12 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.mesh import AXES, RULES
 from maxhydra.sharding.mesh import AXIS_TYPES
 
-# One logical axis name, or None for a dimension that is never split, per dimension of an array.
+# One logical axis name per dimension of an array, or None for a dimension that is never sharded.
 LogicalAxes: TypeAlias = tuple[str | None, ...]
 
 
 def is_axes(node: Any) -> bool:
-    """Whether a node of a tree is the axes of one array. A named tuple or a tuple of trees (optax) is not."""
+    """Whether a node of a tree holds the axes of one array. A NamedTuple or a tuple of trees (optax) does not."""
     return type(node) is tuple and all(name is None or isinstance(name, str) for name in node)
 
 
@@ -37,25 +37,25 @@ class Sharder:
 
     @classmethod
     def single(cls) -> "Sharder":
-        """The sharder of one device, which needs none: every spec is empty and `constrain` returns its input."""
+        """A sharder for one device: every spec is empty and `constrain` returns its input."""
         return cls(AbstractMesh((1,) * len(AXES), AXES, axis_types=AXIS_TYPES), RULES)
 
     @property
     def platform(self) -> str:
-        """Of the devices of the mesh, which may be another than JAX runs on here; where it names none, that one."""
+        """Platform of the mesh's devices, which may differ from the local one; the local one for an abstract mesh."""
         device = self.mesh.abstract_mesh.abstract_device
         return jax.default_backend() if device is None else device.platform
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
-        """Mesh axes of more than one device over which a logical axis is split."""
+        """Mesh axes of more than one device over which a logical axis is sharded."""
         return tuple(axis for axis in dict(self.rules)[name] if self.mesh.shape[axis] > 1)
 
     def ways(self, name: str) -> int:
-        """Into how many parts a logical axis is split; `ways("act_batch")` must divide the batch."""
+        """Number of shards of a logical axis; `ways("act_batch")` must divide the batch."""
         return math.prod(self.mesh.shape[axis] for axis in self.mesh_axes(name))
 
     def spec(self, axes: LogicalAxes) -> PartitionSpec:
-        """The partition of an array. A mesh axis can split one dimension only: the first that asks for it has it."""
+        """The PartitionSpec of an array. A mesh axis can shard only one dimension: the first that maps to it."""
         used: set[str] = set()
         entries: list[str | tuple[str, ...] | None] = []
         for name in axes:
@@ -68,19 +68,19 @@ class Sharder:
         return NamedSharding(self.mesh, self.spec(axes))
 
     def tree(self, axes_tree: Any) -> Any:
-        """A tree of axes to the same tree of shardings."""
+        """A tree of logical axes mapped to a tree of shardings."""
         return jax.tree.map(self.sharding, axes_tree, is_leaf=is_axes)
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Have the compiler split a value this way."""
+        """Constrain the sharding of a value to these logical axes."""
         if len(axes) != x.ndim:
-            raise ValueError(f"{len(axes)} axes {axes} for a value of shape {x.shape}")
+            raise ValueError(f"{len(axes)} logical axes {axes} for a value of shape {x.shape}")
         if self.mesh.size == 1:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes))
 
     def check(self, axes_tree: Any, shapes_tree: Any) -> None:
-        """Raise one ConfigError that lists every dimension of every array that its mesh axes do not divide."""
+        """Raise one ConfigError that lists every dimension that is not divisible by its mesh axes."""
         misfits: dict[tuple[tuple[str, ...], str, int], list[str]] = defaultdict(list)
 
         def visit(path: jax.tree_util.KeyPath, axes: LogicalAxes, array: Any) -> None:
@@ -100,22 +100,22 @@ class Sharder:
         ways = math.prod(self.mesh.shape[axis] for axis in split)
         shown = " x ".join(f"{axis}={self.mesh.shape[axis]}" for axis in split)
         axis = max(split, key=lambda axis: size % self.mesh.shape[axis])
-        room = math.gcd(size, math.prod(self.mesh.axis_sizes))
-        fits = ", ".join(str(n) for n in range(1, room + 1) if room % n == 0)
-        product = f" ({shown}, {ways} ways)" if len(split) > 1 else ""
+        divisor = math.gcd(size, math.prod(self.mesh.axis_sizes))
+        fits = ", ".join(str(n) for n in range(1, divisor + 1) if divisor % n == 0)
+        sizes = f" ({shown}, {ways} shards)" if len(split) > 1 else ""
         return Problem(
             f"mesh.{axis}",
-            f"does not divide {name}={size} of {', '.join(arrays)}{product}",
+            f"does not divide {name}={size} of {', '.join(arrays)}{sizes}",
             value=self.mesh.shape[axis],
-            accepted=f"{fits}{' in all' if len(split) > 1 else ''}",
-            hint=f"or keep {name} whole with mesh.rules.{name}=[]",
+            accepted=f"{fits}{' in total' if len(split) > 1 else ''}",
+            hint=f"or do not shard {name}: mesh.rules.{name}=[]",
         )
 
 
 def bytes_per_device(
     shape: Sequence[int], dtype: DTypeLike, spec: PartitionSpec, mesh: jax.sharding.Mesh | AbstractMesh
 ) -> int:
-    """Bytes of an array on the device that holds the largest part of it."""
+    """Bytes of the largest shard of an array."""
     ways = [math.prod(mesh.shape[axis] for axis in _names(entry)) for entry in spec]
     ways += [1] * (len(shape) - len(ways))
     return math.prod(-(-size // n) for size, n in zip(shape, ways, strict=True)) * np.dtype(dtype).itemsize

@@ -22,6 +22,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.run import Checkpoint, SaveMode
 from maxhydra.convert.orbax_io import find_checkpoint, first_line, readable, require_same, steps_in
+from maxhydra.model.renamed_params import rename_keys, restore_keys
 from maxhydra.train.state import TrainState
 
 Tree = Any
@@ -186,16 +187,17 @@ def _set_aside(path: Path) -> None:
 
 def read_state(path: Path, abstract: TrainState) -> Restored:
     """Read a checkpoint onto the shapes and shardings of `abstract`, whatever mesh wrote it."""
-    require_same(path, "params", abstract.params)
-    require_same(path, "rest", _rest(abstract))
+    param_names = require_same(path, "params", abstract.params)
+    rest_names = require_same(path, "rest", _rest(abstract))
     items = ocp.args.Composite(
-        params=ocp.args.StandardRestore(abstract.params),
-        rest=ocp.args.StandardRestore(_rest(abstract)),
+        params=ocp.args.StandardRestore(rename_keys(abstract.params, param_names)),
+        rest=ocp.args.StandardRestore(rename_keys(_rest(abstract), rest_names)),
         data=ocp.args.JsonRestore(),
     )
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         items = reader.restore(path, args=items)
-    state = TrainState(params=items.params, frozen=abstract.frozen, **{"history": {}, **items.rest})
+    params, rest = restore_keys(items.params, param_names), restore_keys(items.rest, rest_names)
+    state = TrainState(params=params, frozen=abstract.frozen, **{"history": {}, **rest})
     return Restored(state=state, data=items.data, source=path)
 
 

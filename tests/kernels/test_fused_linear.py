@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.quantization import Quantization, QuantizationKind
@@ -22,12 +23,14 @@ from maxhydra.kernels.fused_linear import (
     small_batch,
 )
 from maxhydra.kernels.fused_linear import split_k_reduce as row_kernel
+from maxhydra.kernels.matmul import Layout
 from maxhydra.kernels.paged_attention import triton as pages_kernel
-from maxhydra.layers import Context, PagedCacheSpec, PageTable
+from maxhydra.layers import Context, DenseCacheSpec, MatmulSpec, PagedCacheSpec, PageTable, ParamBuilder
 from maxhydra.layers import attention as attention_layers
-from maxhydra.layers import embedding as embedding_layers
 from maxhydra.layers import fused_decode as fused_layers
-from maxhydra.model import ModelDef, build, kept, mapped
+from maxhydra.model import ModelDef, build, fused_block, kept, mapped
+from maxhydra.model.block import Block, BlockSpec
+from maxhydra.model.fused_block import FusedBlock, block_class
 from maxhydra.sharding import Sharder
 
 SINGLE = Sharder.single()
@@ -191,6 +194,29 @@ def tokens_drawn(model: ModelDef, params: dict, rows: int) -> list[list[int]]:
     return drawn
 
 
+def test_fused_block_equals_block() -> None:
+    """The same weights and inputs, with the norm handed in and the next layer's norm handed out, and without."""
+    spec = BlockSpec.of(model(is_int8=False).config, "plain")
+    matmul = MatmulSpec(compute=np.dtype(np.float32), layout=Layout.joined)
+    assert block_class(spec, matmul) is FusedBlock
+    make = ParamBuilder(jax.random.key(0), dtype=np.dtype(np.float32), layers=None, matmul_spec=matmul)
+    fused = FusedBlock(spec, make.below("plain"))
+    plain = nnx.merge(nnx.graphdef(Block(spec, make.below("plain"))), nnx.state(fused))
+    x_BTD, scale_D = jnp.asarray(draw(3, 1, 32, seed=5)), jnp.asarray(draw(32, seed=6))
+    cache = plain.empty_cache(DenseCacheSpec(3, 8), layers=1).at(0)
+    positions = jnp.zeros((3, 1), jnp.int32)
+    context = Context(positions=positions, segments=None, sharder=SINGLE, cache=cache, dropout_key=None)
+    expected_out = plain(x_BTD, context)
+    out, next_BTD = fused.run(x_BTD, context, plain.attention_norm(x_BTD), scale_D)
+    alone = fused(x_BTD, context)
+    for found in (out, alone):
+        for array, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected_out), strict=True):
+            np.testing.assert_allclose(array, wanted, rtol=1e-5, atol=1e-5)
+    x = np.asarray(expected_out.x_BTD, np.float64)
+    unit = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + spec.norm.eps)
+    np.testing.assert_allclose(next_BTD, unit * np.asarray(scale_D), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("rows", "is_int8", "normed"), [(1, True, 0), (3, False, 3)])
 def test_greedy_tokens_are_the_same_with_and_without(
     rows: int, is_int8: bool, normed: int, monkeypatch: pytest.MonkeyPatch
@@ -228,7 +254,7 @@ def test_greedy_tokens_are_the_same_from_parts_of_heads(monkeypatch: pytest.Monk
     def over_pages(*arguments: Any, then: Any, backend: str) -> Any:
         return pages_kernel.attention(*arguments, interpret=True)
 
-    monkeypatch.setattr(embedding_layers, "first_rows", partial(embed_norm.looked_up, interpret=True))
+    monkeypatch.setattr(fused_block, "first_rows", partial(embed_norm.looked_up, interpret=True))
     monkeypatch.setattr(fused_layers, "parts_of_product", parts)
     monkeypatch.setattr(attention_layers, "serving", lambda *_: "triton")
     monkeypatch.setattr(attention_layers, "paged_attention", over_pages)

@@ -13,7 +13,8 @@ from maxhydra.kernels.fused_linear.swiglu_prefill_mosaic import gated
 from maxhydra.kernels.grouped_matmul.mosaic.params import How
 from maxhydra.kernels.paged_attention import Pages, prefill_write
 from maxhydra.kernels.placement import Placement
-from maxhydra.layers import Context, PagedCacheSpec, PageTable, attend
+from maxhydra.layers import Context, PagedCacheSpec, PageTable
+from maxhydra.layers import attention as attention_layers
 from maxhydra.layers import fused_decode as fused_layers
 from maxhydra.model import ModelDef
 from tests.kernels.test_fused_linear import SINGLE, draw, expected, model
@@ -71,8 +72,8 @@ def test_prompts_are_the_same_with_their_gates_taken_along_and_pages_filled(monk
 
     monkeypatch.setattr(fused_layers, "suits", lambda *_: False)
     monkeypatch.setattr(fused_layers, "gates", lambda *_: True)
-    monkeypatch.setattr(fused_layers, "fused_product", product)
-    monkeypatch.setattr(attend, "filled", fill)
+    monkeypatch.setattr(fused_layers, "fused_linear", product)
+    monkeypatch.setattr(attention_layers, "filled", fill)
     logits, pages = prompts_read(arranged.model, arranged.use(arranged.keep(params)))
     assert filled == [(3, 8, 2, 8)] * 3 and activations == [jax.nn.silu] * 3
     np.testing.assert_allclose(logits, plain, rtol=1e-4, atol=1e-5)

@@ -25,10 +25,10 @@ from maxhydra.layers import (
     RMSNorm,
     dropout,
 )
+from maxhydra.layers.attention import scale_queries
 from maxhydra.layers.mlp import ACTIVATIONS, gated
 from maxhydra.layers.norm import LayerNorm
 from maxhydra.layers.rope import Rotation, frequencies, rotate
-from maxhydra.layers.temperature import scale_queries
 from maxhydra.sharding import Sharder
 
 FLOAT32 = {"compute": config.Dtype.float32}
@@ -41,8 +41,8 @@ def make_model(kind: config.Kind | None = None, dtypes: dict | None = None, **ch
 
 
 def maker(dtype: str = "float32", layers: int | None = None, compute: str = "float32") -> ParamBuilder:
-    product = MatmulSpec(compute=jnp.dtype(compute), layout=Layout.plain)
-    return ParamBuilder(jax.random.key(0), dtype=jnp.dtype(dtype), layers=layers, product=product)
+    matmul_spec = MatmulSpec(compute=jnp.dtype(compute), layout=Layout.plain)
+    return ParamBuilder(jax.random.key(0), dtype=jnp.dtype(dtype), layers=layers, matmul_spec=matmul_spec)
 
 
 def make_context(batch: int, length: int, **changes) -> Context:
@@ -231,7 +231,7 @@ def test_cache_writes_at_positions_and_leaves_padding_out():
     whole = DenseCacheSpec(2, 6).keys_and_values(layers=3, kv_heads=2, head_dim=4, dtype=jnp.dtype("float32"))
     cache = whole.at(1).insert(key, value, jnp.array([[0, 1, 2], [0, -1, -1]]), None)
     cache = cache.insert(key[:, :1], value[:, :1], jnp.array([[3], [1]]), None)
-    whole = whole.merged(cache)
+    whole = whole.with_layer(cache)
     assert [bool(np.any(whole.at(layer).key_BSKH)) for layer in range(3)] == [False, True, False]
     cache = whole.at(1)
     np.testing.assert_array_equal(cache.length_B, [4, 2])

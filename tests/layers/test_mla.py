@@ -52,16 +52,16 @@ def make_model(**changes) -> config.Model:
     )
 
 
-def make_layer(model: config.Model, **product) -> Mla:
+def make_layer(model: config.Model, **matmul_options) -> Mla:
     float32 = jnp.dtype("float32")
-    spec = MatmulSpec(compute=float32, layout=Layout.plain, **product)
-    make = ParamBuilder(jax.random.key(0), dtype=float32, layers=None, product=spec)
+    spec = MatmulSpec(compute=float32, layout=Layout.plain, **matmul_options)
+    make = ParamBuilder(jax.random.key(0), dtype=float32, layers=None, matmul_spec=spec)
     return MlaSpec.of(model, model.kinds["layer"]).build(make)
 
 
-def drawn_layer(model: config.Model, **product) -> Mla:
+def drawn_layer(model: config.Model, **matmul_options) -> Mla:
     """Weights all drawn anew, vectors and those of an adapter too."""
-    graphdef, weights = nnx.split(make_layer(model, **product))
+    graphdef, weights = nnx.split(make_layer(model, **matmul_options))
     leaves, structure = jax.tree.flatten(weights)
     rng = np.random.default_rng(1)
     drawn = [jnp.asarray(rng.normal(size=leaf.shape) * 0.4 + (leaf.ndim == 1), jnp.float32) for leaf in leaves]
@@ -156,9 +156,9 @@ def test_the_layer_is_the_papers(kind):
     for row, want in zip(found.out_BTD, expected, strict=True):
         np.testing.assert_allclose(row, want.out, atol=2e-5)
     if kind is SPARSE:
-        np.testing.assert_allclose(found.side["loss"], np.mean([want.kl for want in expected]), rtol=1e-5)
+        np.testing.assert_allclose(found.aux["loss"], np.mean([want.kl for want in expected]), rtol=1e-5)
     else:
-        assert found.side == {}
+        assert found.aux == {}
 
 
 @pytest.mark.parametrize("kind", [{}, SPARSE], ids=["plain", "sparse"])
@@ -184,7 +184,7 @@ def test_a_cache_of_latents_gives_what_the_whole_sequence_gives(kind, is_paged):
         mixed = step(weights, x[:, start:stop], ctx)
         cache = mixed.cache
         parts.append(mixed.out_BTD)
-        assert mixed.side == {}
+        assert mixed.aux == {}
     np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, atol=2e-5)
     assert [layer._is_few(stop, ctx) for stop in (11, 10)] == [False, True]
 
@@ -196,7 +196,7 @@ def test_the_indexer_learns_from_its_loss_alone():
 
     def losses(weights, x):
         mixed = nnx.merge(graphdef, weights)(x, make_context(segments=segments))
-        return jnp.sum(jnp.square(mixed.out_BTD)), mixed.side["loss"]
+        return jnp.sum(jnp.square(mixed.out_BTD)), mixed.aux["loss"]
 
     by_output, by_side = jax.jit(jax.jacrev(losses, argnums=(0, 1)))(weights, x)
     for (grads, of_x), is_side in ((by_output, False), (by_side, True)):
@@ -211,9 +211,9 @@ def test_the_indexer_learns_from_its_loss_alone():
 def test_padding_teaches_the_indexer_nothing_in_rows_of_one_document_either():
     layer, x = drawn_layer(make_model(**SPARSE)), inputs()
     segments = jnp.asarray(np.array([[1] * 9 + [0] * 5, [1] * LENGTH]))
-    expected = run(layer, x, make_context(segments=segments)).side["loss"]
+    expected = run(layer, x, make_context(segments=segments)).aux["loss"]
     alone = make_context(positions=jnp.where(segments == 0, 0, make_context().positions))
-    np.testing.assert_allclose(run(layer, x, alone).side["loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(run(layer, x, alone).aux["loss"], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kept", ["adapter", "int8"])
@@ -241,7 +241,7 @@ def test_eight_devices_give_what_one_gives():
     expected = run(layer, x, make_context(segments=segments))
     found = run(layer, x, make_context(segments=segments, sharder=sharder))
     np.testing.assert_allclose(found.out_BTD, expected.out_BTD, atol=2e-5)
-    np.testing.assert_allclose(found.side["loss"], expected.side["loss"], rtol=1e-5)
+    np.testing.assert_allclose(found.aux["loss"], expected.aux["loss"], rtol=1e-5)
 
 
 def test_a_kernel_that_cannot_is_refused_by_name():

@@ -85,7 +85,7 @@ def test_the_balance_loss_is_that_of_transformers():
     real[:, 8:] = 0
     logits = torch.tensor(np.array(x @ mixture.weights["router"]["kernel"]).reshape(-1, 6))
     loss = theirs.load_balancing_loss_func((logits,), 6, 2, torch.tensor(real)) / 2
-    ours = mixture(mixture.weights, x, segments=jnp.asarray(real)).side
+    ours = mixture(mixture.weights, x, segments=jnp.asarray(real)).aux
     np.testing.assert_allclose(ours["loss"], loss.item(), rtol=1e-5)
     assert ours["load"].sum() == real.sum() * 2
 
@@ -102,7 +102,7 @@ def test_experts_over_eight_devices_are_those_of_one(capacity, axes):
 
     def both(w, x, sharder=None):
         fed = mixture(w, x, sharder=sharder)
-        return fed.out_BTD + fed.side["loss"]
+        return fed.out_BTD + fed.aux["loss"]
 
     ours = gradients(lambda w, x: both(w, x, sharder), mixture.weights, x)
     assert_close(ours, gradients(both, mixture.weights, x), 1e-5)

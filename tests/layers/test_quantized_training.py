@@ -24,7 +24,7 @@ from maxhydra.kernels.int8_matmul import integer_product
 from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import Context
 from maxhydra.layers.linear import Linear, MatmulSpec
-from maxhydra.layers.quant.qat import rounding, straight
+from maxhydra.layers.quant.qat import rounding, straight_through
 from maxhydra.layers.quant.rules import QuantRule
 from maxhydra.model import build, kept, mapped
 from maxhydra.optim import Optimizer
@@ -98,7 +98,9 @@ def test_training_for_rounded_activations_is_that_of_qwix(kind: QuantizationKind
     out, own_pull_back = jax.vjp(projected, x, kernel)
     for found, other in zip((out, *own_pull_back(d_out)), (expected, *pull_back(d_out)), strict=True):
         np.testing.assert_allclose(found, other, rtol=1e-4, atol=1e-4)
-    weights_alone = np.asarray(x) @ np.asarray(straight(rounding(QuantRule.of(rule), inputs=1, name="up"), kernel))
+    weights_alone = np.asarray(x) @ np.asarray(
+        straight_through(rounding(QuantRule.of(rule), inputs=1, name="up"), kernel)
+    )
     assert 1e-4 < np.abs(out - weights_alone).max() / np.abs(weights_alone).max() < 0.02
 
 

@@ -24,8 +24,8 @@ class Mixture:
         dtypes = config.Dtypes(compute=config.Dtype.float32)
         model = config.Model(**sizes, vocab_size=8, context_length=64, kinds={"layer": kind}, dtypes=dtypes)
         self.spec, self.emb = MoeSpec.of(model, kind), emb
-        product = MatmulSpec(compute=jnp.dtype(jnp.float32), layout=Layout.plain)
-        make = ParamBuilder(jax.random.key(0), dtype=jnp.dtype(jnp.float32), layers=None, product=product)
+        matmul_spec = MatmulSpec(compute=jnp.dtype(jnp.float32), layout=Layout.plain)
+        make = ParamBuilder(jax.random.key(0), dtype=jnp.dtype(jnp.float32), layers=None, matmul_spec=matmul_spec)
         self._graph, state = nnx.split(self.spec.build(make))
         self.weights: Any = nnx.to_pure_dict(state)
         keys = jax.random.split(jax.random.key(1), 100)

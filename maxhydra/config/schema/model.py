@@ -25,7 +25,6 @@ __all__ = [
     "Attention",
     "AttentionBackend",
     "AttentionBias",
-    "Beside",
     "Delta",
     "DeltaBackend",
     "Dtype",
@@ -51,6 +50,7 @@ __all__ = [
     "Norm",
     "Norms",
     "Pairs",
+    "ParallelMoe",
     "PerLayer",
     "Positions",
     "Projection",
@@ -109,7 +109,7 @@ class FeedForward(Enum):
     moe = "moe"
 
 
-class Beside(Enum):
+class ParallelMoe(Enum):
     none = "none"
     moe = "moe"
 
@@ -129,23 +129,23 @@ class Kind(Schema):
     """Per-token layer; configured in the section of the same name."""
     mlp: Mlp = section(Mlp)
     moe: Moe = section(Moe)
-    beside: Beside = Beside.none
-    """moe: a mixture beside feed_forward=mlp, both with norms of their own after them, as the section moe says."""
+    parallel_moe: ParallelMoe = ParallelMoe.none
+    """moe: a mixture of experts (section moe) in parallel with feed_forward=mlp, each followed by its own norm."""
     is_scaled: bool = False
     """Multiply the layer's output by a per-layer constant that is loaded with the weights and not trained."""
 
     def check(self) -> Iterator[Problem]:
-        is_mixture = self.feed_forward is FeedForward.moe or self.beside is Beside.moe
+        is_mixture = self.feed_forward is FeedForward.moe or self.parallel_moe is ParallelMoe.moe
         if is_mixture and self.moe.experts is None:
-            asker = "feed_forward" if self.feed_forward is FeedForward.moe else "beside"
-            yield Problem("moe.experts", f"is needed by {asker}=moe", value=None, accepted="an integer, 2 or more")
-        if self.beside is Beside.moe and self.feed_forward is not FeedForward.mlp:
-            yield Problem("beside", "stands beside feed_forward=mlp", value="moe", accepted="none")
-        if self.beside is Beside.moe and self.moe.router.bias_rate is not None:
-            reason = "is for feed_forward=moe: no load is balanced that way beside another"
+            user = "feed_forward" if self.feed_forward is FeedForward.moe else "parallel_moe"
+            yield Problem("moe.experts", f"is needed by {user}=moe", value=None, accepted="an integer, 2 or more")
+        if self.parallel_moe is ParallelMoe.moe and self.feed_forward is not FeedForward.mlp:
+            yield Problem("parallel_moe", "requires feed_forward=mlp", value="moe", accepted="none")
+        if self.parallel_moe is ParallelMoe.moe and self.moe.router.bias_rate is not None:
+            reason = "requires feed_forward=moe: a parallel MoE has no router bias for load balancing"
             yield Problem("moe.router.bias_rate", reason, value=self.moe.router.bias_rate, accepted="null")
         if not is_mixture and self.moe.experts is not None:
-            hint = "set feed_forward=moe or beside=moe, or leave it null"
+            hint = "set feed_forward=moe or parallel_moe=moe, or leave it null"
             yield Problem("moe.experts", "is not used by feed_forward=mlp", value=self.moe.experts, hint=hint)
 
 
@@ -257,6 +257,11 @@ class Model(Schema):
     path: str | None = None
     """model=from_hf: Hugging Face folder whose config.json defines the model. Weights and tokenizer are loaded from it,
     unless checkpoint.load_parameters or data.tokenizer is set."""
+
+    def layer_kinds(self) -> list[str]:
+        """The kind of every layer from first to last: the prefix, then the pattern repeated."""
+        repeated = self.num_layers - len(self.prefix)
+        return [*self.prefix, *(self.pattern[index % len(self.pattern)] for index in range(repeated))]
 
     @property
     def is_recurrent(self) -> bool:

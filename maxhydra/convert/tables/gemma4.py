@@ -16,15 +16,19 @@ PER_LAYER = (
     Weight("per_layer/out/kernel", HF + "per_layer_projection.weight"),
     Weight("per_layer/norm/scale", HF + "post_per_layer_input_norm.weight"),
 )
-BESIDE = (
-    Weight("beside/first_norm/scale", HF + "post_feedforward_layernorm_1.weight"),
-    Weight("beside/norm/scale", HF + "pre_feedforward_layernorm_2.weight"),
-    Weight("beside/out_norm/scale", HF + "post_feedforward_layernorm_2.weight"),
-    Weight("beside/moe/router/kernel", HF + "router.proj.weight"),
-    Weight("beside/moe/router/scale", HF + "router.scale"),
-    Weight("beside/moe/router/expert_scale", HF + "router.per_expert_scale"),
-    Weight(("beside/moe/experts/gate/kernel", "beside/moe/experts/up/kernel"), HF + "experts.gate_up_proj", leading=1),
-    Weight("beside/moe/experts/down/kernel", HF + "experts.down_proj", leading=1),
+PARALLEL_MOE = (
+    Weight("parallel_moe/first_norm/scale", HF + "post_feedforward_layernorm_1.weight"),
+    Weight("parallel_moe/norm/scale", HF + "pre_feedforward_layernorm_2.weight"),
+    Weight("parallel_moe/out_norm/scale", HF + "post_feedforward_layernorm_2.weight"),
+    Weight("parallel_moe/moe/router/kernel", HF + "router.proj.weight"),
+    Weight("parallel_moe/moe/router/scale", HF + "router.scale"),
+    Weight("parallel_moe/moe/router/expert_scale", HF + "router.per_expert_scale"),
+    Weight(
+        ("parallel_moe/moe/experts/gate/kernel", "parallel_moe/moe/experts/up/kernel"),
+        HF + "experts.gate_up_proj",
+        leading=1,
+    ),
+    Weight("parallel_moe/moe/experts/down/kernel", HF + "experts.down_proj", leading=1),
 )
 ENDS = (
     Weight("per_layer/table", "model.embed_tokens_per_layer.weight", turned=False),
@@ -76,7 +80,7 @@ def moe(settings: Settings, function: str) -> dict[str, Any]:
         "activation": function,
         "router": {"norm": True, "expert_scale": True},
     }
-    return {"beside": "moe", "moe": mixture}
+    return {"parallel_moe": "moe", "moe": mixture}
 
 
 def kinds(settings: Settings, types: list[str]) -> dict[str, Any]:
@@ -131,7 +135,7 @@ def to_settings(model: config.Model) -> Settings | None:
     sharing = [kind for kind in layers if kind.attention.shares is not None]
     is_key = full.value is config.ValueSource.key
     mixture = {
-        "enable_moe_block": first.beside is config.Beside.moe,
+        "enable_moe_block": first.parallel_moe is config.ParallelMoe.moe,
         "num_experts": first.moe.experts,
         "top_k_experts": first.moe.top_k,
         "moe_intermediate_size": first.moe.dim,
@@ -156,7 +160,7 @@ def to_settings(model: config.Model) -> Settings | None:
 
 TABLE = Table(
     hf_types={"gemma4_text": "Gemma4ForCausalLM"},
-    layer=(*gemma2.LAYER, *llama.QK_NORMS, Weight("scale", HF + "layer_scalar"), *PER_LAYER, *BESIDE),
+    layer=(*gemma2.LAYER, *llama.QK_NORMS, Weight("scale", HF + "layer_scalar"), *PER_LAYER, *PARALLEL_MOE),
     ends=(*llama.ENDS, *ENDS),
     to_model=to_model,
     to_settings=to_settings,

@@ -1,7 +1,7 @@
-"""The largest numbers that arrays had in earlier steps, by which float8 scales them (kernels/float8).
+"""Amax history for delayed scaling in FP8 training (kernels/fp8_matmul).
 
-A history is no weight: no optimizer sees it, and what stands as its gradient is the column that the next step finds in
-front. It lies beside the kernel of its projection, and travels with the weights.
+A history is not a weight: the optimizer does not see it, and its "gradient" is the newest column, the amaxes of this
+step. It is stored next to the kernel of its projection and travels with the weights.
 """
 
 from collections.abc import Sequence
@@ -10,18 +10,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-# Of the input, the kernel, and the gradient of the output.
+# Input, kernel, and gradient of the output.
 ARRAYS = 3
 
 
 class AmaxHistory(nnx.Variable):
-    """Columns [arrays, steps], the last step first."""
+    """Amaxes [arrays, steps], newest step first."""
 
 
 @jax.custom_vjp
-def shared(histories: Sequence[jax.Array]) -> jax.Array:
-    """The history of projections whose products are one; what the product sees, all of them saw."""
+def merge_histories(histories: Sequence[jax.Array]) -> jax.Array:
+    """One history for a fused matmul of several projections; each gets the amaxes of the fused matmul."""
     return jnp.max(jnp.stack(list(histories)), axis=0)
 
 
-shared.defvjp(lambda histories: (shared(histories), len(histories)), lambda count, seen: ([seen] * count,))
+merge_histories.defvjp(
+    lambda histories: (merge_histories(histories), len(histories)), lambda count, amaxes: ([amaxes] * count,)
+)

@@ -1,6 +1,6 @@
-"""Weights in eight bits for decoding: integers, and one scale for all numbers that are summed into the same output.
+"""INT8 weights for decoding: integers, and one scale per output channel.
 
-The scale is the largest magnitude over 127, so that codes are symmetric and zero stays zero.
+The scale is amax / 127, so codes are symmetric and zero stays zero.
 """
 
 import dataclasses
@@ -21,35 +21,35 @@ LARGEST = 127
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Parts:
-    """A weight in eight bits."""
+    """The arrays of an INT8 weight."""
 
     codes: jax.Array
-    """int8, as the weight is laid out."""
+    """int8, in the layout of the weight."""
     scales: jax.Array
-    """float32, without the dimensions that are summed over."""
+    """float32, without the contracted dimensions."""
 
 
 def quantized(weight: jax.Array, over: Sequence[int]) -> Int8Parts:
-    """A weight in eight bits, a scale for what differs in these dimensions only."""
+    """Quantize a weight with one scale over the dimensions `over`."""
     codes, scales = rounded(weight, over, largest=LARGEST)
     return Int8Parts(codes, jnp.squeeze(scales, tuple(over)))
 
 
 def rounded_weight(weight: jax.Array, over: Sequence[int]) -> jax.Array:
-    """A weight as it is after that, in its own number format."""
+    """The weight after quantization and dequantization, in its own dtype."""
     return rounded(weight, over, largest=LARGEST).wide(weight.dtype)
 
 
 def stored(weight: jax.Array, axes: LogicalAxes, of_scales: LogicalAxes) -> dict[str, jax.Array]:
-    """The arrays of an Int8 by name, given its axes: what the scales lack is summed over."""
-    return vars(quantized(weight, [place for place, name in enumerate(axes) if name not in of_scales]))
+    """The arrays of an Int8 module by name; axes that the scales lack are reduced."""
+    return vars(quantized(weight, [dim for dim, name in enumerate(axes) if name not in of_scales]))
 
 
 class Int8(nnx.Module):
-    """A weight in eight bits; stacked over layers or not, as its array was."""
+    """An INT8 weight, with a leading dimension of layers if its array had one."""
 
     def __init__(self, weight: jax.Array, axes: LogicalAxes, *, summed: LogicalAxes, leading: int = 0):
-        """`summed`: axes that a product with the weight sums over; `leading`: dimensions of a layer's weight before
+        """`summed`: axes contracted in a matmul with the weight; `leading`: dimensions of a layer's weight before
         them."""
         self.leading = leading
         of_scales = tuple(name for name in axes if name not in summed)
@@ -62,14 +62,14 @@ class Int8(nnx.Module):
         return Int8Parts(self.codes[...], self.scales[...])
 
     def unpacked(self, dtype: np.dtype) -> jax.Array:
-        """The weight, scales standing for what is summed behind the dimensions that lead."""
+        """Dequantize; scales are broadcast over the contracted dimensions after the leading ones."""
         codes, scales = self.parts.codes, self.parts.scales
         over = tuple(range(self.leading, self.leading + codes.ndim - scales.ndim))
         return (codes.astype(jnp.float32) * jnp.expand_dims(scales, over)).astype(dtype)
 
 
-def side_by_side(parts: Sequence[Int8Parts]) -> Int8Parts:
-    """Kernels [*inputs, *outputs] of the same inputs as one, joined in the first dimension of their outputs."""
+def concatenate_int8(parts: Sequence[Int8Parts]) -> Int8Parts:
+    """Kernels [*inputs, *outputs] of the same inputs, concatenated along their first output dimension."""
     if len(parts) == 1:
         return parts[0]
     inputs = parts[0].codes.ndim - parts[0].scales.ndim
@@ -77,8 +77,8 @@ def side_by_side(parts: Sequence[Int8Parts]) -> Int8Parts:
     return Int8Parts(codes, jnp.concatenate([part.scales for part in parts]))
 
 
-def rows(table: Int8Parts, at: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Rows of a table with a scale for each; NaN outside of it."""
-    codes = jnp.take(table.codes, at, axis=0, mode="clip").astype(jnp.float32)
-    scales = jnp.take(table.scales, at, axis=0, mode="fill", fill_value=jnp.nan)
+def take_rows(table: Int8Parts, index: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Dequantized rows of an embedding table; NaN for an index out of range."""
+    codes = jnp.take(table.codes, index, axis=0, mode="clip").astype(jnp.float32)
+    scales = jnp.take(table.scales, index, axis=0, mode="fill", fill_value=jnp.nan)
     return (codes * scales[..., None]).astype(dtype)

@@ -1,9 +1,9 @@
-"""Weights that stay as they are, in four bits: 4-bit NormalFloat with double quantisation (Dettmers et al., 2023).
+"""Frozen weights in 4-bit NormalFloat with double quantization (QLoRA: Dettmers et al., 2023).
 
-Every BLOCK inputs of an output share a scale, their largest magnitude, by which they are divided; what is left becomes
-the nearest of sixteen levels, the quantiles of a normal distribution. The scales in turn become 8-bit floats, after the
-mean of their group is taken away; a group is the scales of all outputs over the same inputs. Together 4.13 bits a
-weight. Inputs are one dimension here, so that blocks need not end where a head does.
+Every BLOCK inputs of an output share a scale, their amax; the scaled values are rounded to the nearest of sixteen
+levels, quantiles of a normal distribution. The scales are stored as 8-bit floats after subtracting the mean of their
+group, which holds the scales of all outputs over the same inputs. In total 4.13 bits per weight. Inputs are flattened
+to one dimension, so blocks need not align with heads.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.layers.quant.pack_bits import Quantized, paired, parted
+from maxhydra.layers.quant.pack_bits import Quantized, pack_nibbles, unpack_nibbles
 from maxhydra.sharding import LogicalAxes
 
 BLOCK = 64
@@ -33,26 +33,26 @@ LARGEST = float(jnp.finfo(SCALE).max)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Nf4Parts:
-    """A kernel [inputs, *outputs] in four bits."""
+    """The arrays of an NF4 kernel [inputs, *outputs]."""
 
     codes: jax.Array
     """uint8 [inputs / 2, *outputs]: levels of two neighbouring inputs, the first in the lower half."""
     scales: jax.Array
     """8-bit floats [inputs / BLOCK, *outputs]."""
     groups: jax.Array
-    """float32 [inputs / BLOCK, 2]: mean of the scales, and what they were divided by without it."""
+    """float32 [inputs / BLOCK, 2]: mean of the scales, and the factor of their deviation from it."""
 
     def kernel(self, dtype: np.dtype) -> jax.Array:
-        """[inputs, *outputs], multiplied in float32 and rounded once."""
+        """Dequantize to [inputs, *outputs], multiplied in float32 and rounded once."""
         outputs = self.codes.shape[1:]
-        levels = jnp.asarray(LEVELS, jnp.float32)[parted(self.codes, 0)].reshape(-1, BLOCK, *outputs)
+        levels = jnp.asarray(LEVELS, jnp.float32)[unpack_nibbles(self.codes, 0)].reshape(-1, BLOCK, *outputs)
         mean, spread = (self.groups[:, i].reshape(-1, *[1] * len(outputs)) for i in range(2))
         scales = mean + spread * self.scales.astype(jnp.float32)
         return (levels * scales[:, None]).astype(dtype).reshape(-1, *outputs)
 
 
 def quantized(kernel: jax.Array) -> Nf4Parts:
-    """A kernel [inputs, *outputs] in four bits."""
+    """Quantize a kernel [inputs, *outputs]."""
     outputs = kernel.shape[1:]
     blocks = kernel.astype(jnp.float32).reshape(-1, BLOCK, *outputs)
     absmax = jnp.max(jnp.abs(blocks), axis=1)
@@ -60,27 +60,29 @@ def quantized(kernel: jax.Array) -> Nf4Parts:
     mean = jnp.mean(absmax, axis=over, keepdims=True)
     spread = jnp.max(jnp.abs(absmax - mean), axis=over, keepdims=True) / LARGEST
     scales = ((absmax - mean) / jnp.where(spread > 0, spread, 1)).astype(SCALE)
-    between = (np.array(LEVELS[1:], np.float32) + np.array(LEVELS[:-1], np.float32)) / 2
+    boundaries = (np.array(LEVELS[1:], np.float32) + np.array(LEVELS[:-1], np.float32)) / 2
     unit = blocks / jnp.where(absmax > 0, absmax, 1)[:, None]
-    codes = jnp.searchsorted(jnp.asarray(between), unit, method="compare_all").reshape(-1, *outputs)
+    codes = jnp.searchsorted(jnp.asarray(boundaries), unit, method="compare_all").reshape(-1, *outputs)
     groups = jnp.stack([mean.reshape(-1), spread.reshape(-1)], axis=1)
-    return Nf4Parts(codes=paired(codes, 0), scales=scales, groups=groups)
+    return Nf4Parts(codes=pack_nibbles(codes, 0), scales=scales, groups=groups)
 
 
 class Nf4(nnx.Module):
-    """The kernel [*inputs, *outputs] of a projection, in four bits; stacked over layers or not, as its array was."""
+    """An NF4 kernel [*inputs, *outputs], with a leading dimension of layers if its array had one."""
 
     def __init__(self, kernel: jax.Array, axes: LogicalAxes, *, inputs: int, stacked: bool, name: str):
-        """`axes` as those of the kernel, the first input's standing for all inputs."""
+        """`axes`: those of the kernel; the axis of the first input is used for the flattened inputs."""
         lead = int(stacked)
         self.inputs = kernel.shape[lead : lead + inputs]
         if math.prod(self.inputs) % BLOCK:
-            reason = f"{name} has {math.prod(self.inputs)} inputs, which blocks of {BLOCK} do not divide"
-            raise ConfigError(Problem("adapter.kind", reason, value="qlora", hint="try adapter=lora"))
+            reason = (
+                f"{name} has {math.prod(self.inputs)} inputs, which is not a multiple of the NF4 block size {BLOCK}"
+            )
+            raise ConfigError(Problem("adapter.kind", reason, value="qlora", hint="use adapter=lora instead"))
         parts = stored(kernel, inputs=inputs, stacked=stacked)
         outputs = axes[lead + inputs :]
         self.codes = Quantized(parts["codes"], axes=(*axes[: lead + 1], *outputs))
-        # Blocks are few, and need not divide over devices.
+        # There are few blocks, so they need not be divisible by the number of devices.
         self.scales = Quantized(parts["scales"], axes=(*axes[:lead], None, *outputs))
         self.groups = Quantized(parts["groups"], axes=(*axes[:lead], None, None))
 
@@ -89,20 +91,23 @@ class Nf4(nnx.Module):
         return Nf4Parts(self.codes[...], self.scales[...], self.groups[...])
 
     def unpacked(self, parts: Nf4Parts, dtype: np.dtype) -> jax.Array:
-        """[*inputs, *outputs] of one layer."""
+        """Dequantize to [*inputs, *outputs] of one layer."""
         flat = parts.kernel(dtype)
         return flat.reshape(*self.inputs, *flat.shape[1:])
 
 
 def stored(kernel: jax.Array, *, inputs: int, stacked: bool) -> dict[str, jax.Array]:
-    """The arrays of an Nf4 by name."""
+    """The arrays of an Nf4 module by name."""
     lead = int(stacked)
     flat = kernel.reshape(*kernel.shape[:lead], -1, *kernel.shape[lead + inputs :])
-    # Layer by layer, since the work on one takes several times its size.
+    # One layer at a time: temporaries take several times the size of a layer.
     return vars(jax.lax.map(quantized, flat) if stacked else quantized(flat))
 
 
-def restored(parts: dict[str, jax.Array], shape: tuple[int, ...], *, stacked: bool, dtype: np.dtype) -> jax.Array:
-    """The kernel of such arrays, in its shape."""
-    kernel = (lambda one: one.kernel(dtype)) if not stacked else jax.vmap(lambda one: one.kernel(dtype))
-    return kernel(Nf4Parts(**parts)).reshape(shape)
+def dequantized(parts: dict[str, jax.Array], shape: tuple[int, ...], *, stacked: bool, dtype: np.dtype) -> jax.Array:
+    """The dequantized kernel of the arrays of an Nf4 module, in its shape."""
+
+    def dequantize(parts: Nf4Parts) -> jax.Array:
+        return parts.kernel(dtype)
+
+    return (jax.vmap(dequantize) if stacked else dequantize)(Nf4Parts(**parts)).reshape(shape)

@@ -1,4 +1,4 @@
-"""What weights that are kept in fewer bits than they are used in have in common."""
+"""Storage shared by the quantized weight formats."""
 
 import jax
 import jax.numpy as jnp
@@ -6,17 +6,17 @@ from flax import nnx
 
 
 class Quantized(nnx.Variable):
-    """An array that is used as it is kept: never cast, never trained."""
+    """An array of a quantized weight: never cast, never trained."""
 
 
-def paired(codes: jax.Array, axis: int) -> jax.Array:
-    """Codes of four bits as bytes: two neighbours along an axis in each, the first in the lower half."""
+def pack_nibbles(codes: jax.Array, axis: int) -> jax.Array:
+    """Pack 4-bit codes into bytes: two neighbors along an axis per byte, the first in the low half."""
     pairs = codes.astype(jnp.uint8).reshape(*codes.shape[:axis], -1, 2, *codes.shape[axis + 1 :])
     first, second = (jax.lax.index_in_dim(pairs, half, axis + 1, keepdims=False) for half in (0, 1))
     return (first & 15) | second << 4
 
 
-def parted(pairs: jax.Array, axis: int) -> jax.Array:
-    """The codes of such bytes, 0 to 15."""
+def unpack_nibbles(pairs: jax.Array, axis: int) -> jax.Array:
+    """The 4-bit codes, 0 to 15, of packed bytes."""
     both = jnp.stack([pairs & 15, pairs >> 4], axis=axis + 1)
     return both.reshape(*pairs.shape[:axis], -1, *pairs.shape[axis + 1 :])

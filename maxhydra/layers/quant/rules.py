@@ -1,4 +1,4 @@
-"""Which weights of a model are kept or multiplied in fewer bits, resolved from the rules of a config."""
+"""Quantization rules: which weights are stored or multiplied in which format, resolved from the config."""
 
 import dataclasses
 
@@ -8,17 +8,17 @@ from maxhydra.config.schema.quantization import Activations, Backward, Quantizat
 
 @dataclasses.dataclass(frozen=True)
 class QuantRule:
-    """What a rule does with the weights that it is for."""
+    """How the weights that match `targets` are quantized."""
 
     kind: QuantizationKind
     targets: tuple[str, ...]
-    """Regular expressions on names of weights; the two ends of the model are `embedding` and `head`."""
+    """Regular expressions on weight names; the vocabulary matrices are `embedding` and `head`."""
     group: int | None = None
     history: int | None = None
     is_wide_back: bool = False
-    """Whether gradients are multiplied as they come."""
+    """Whether the backward matmuls run in the compute dtype."""
     rounds_inputs: bool = False
-    """Whether what enters a product is rounded to int8."""
+    """Whether inputs of the matmul are rounded to int8."""
 
     @classmethod
     def of(cls, rule: QuantizationRule) -> "QuantRule":
@@ -33,13 +33,13 @@ class QuantRule:
 
 
 def formats_of(quantization: Quantization | None) -> tuple[QuantRule, ...]:
-    """In the order in which they are asked."""
+    """The rules of a config in order of precedence: overrides, then the base rule."""
     if quantization is None:
         return ()
     return tuple(QuantRule.of(rule) for rule in (*quantization.overrides.values(), quantization))
 
 
 def format_of(formats: tuple[QuantRule, ...], name: str) -> QuantRule | None:
-    """That of the weight of this name; None where it is a plain one."""
-    found = next((one for one in formats if matches(one.targets, name)), None)
-    return None if found is None or found.kind is QuantizationKind.none else found
+    """The first rule that matches a weight name; None if the weight is not quantized."""
+    rule = next((rule for rule in formats if matches(rule.targets, name)), None)
+    return None if rule is None or rule.kind is QuantizationKind.none else rule
