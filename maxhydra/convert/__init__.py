@@ -1,1 +1,4 @@
-"""Weights of other formats as ours and back. derive.py and tables/ need no jax; load.py loads from anywhere."""
+"""Import and export of weights: Hugging Face, PEFT, GGUF and maxhydra checkpoints.
+
+load.py loads weights from any supported format. hf_config.py and tables/ do not import jax.
+"""

@@ -47,7 +47,7 @@ def detect(platform: Platform, env: Mapping[str, str], root: Path) -> DetectedDe
     return _gpu(env, root) or _tpu(env, root) or DetectedDevices(Platform.cpu, "cpu", 1, "neither GPU nor TPU is here")
 
 
-def cpu_refuses_cache(root: Path) -> bool:
+def cpu_rejects_cache(root: Path) -> bool:
     """Whether XLA rejects, with pages of errors, the very programs that it compiled on this CPU (openxla/xla#44565).
 
     It records a tuning preference of LLVM as if it were an instruction set. LLVM has that preference for the CPUs whose

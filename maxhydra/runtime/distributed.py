@@ -169,7 +169,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     return int(value)
 
 
-def connect(meeting: ClusterInfo, distributed: Distributed, platform: Platform) -> None:
+def initialize_distributed(meeting: ClusterInfo, distributed: Distributed, platform: Platform) -> None:
     """Wait for the other processes.
 
     jax aborts the whole process when its own time is up, so it waits in a thread, for longer than we do.

@@ -11,8 +11,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.hardware import Hardware, Platform, Precision
-from maxhydra.runtime.detect import JAX_NAMES, DetectedDevices, cpu_refuses_cache, detect
-from maxhydra.runtime.distributed import connect, detect_cluster
+from maxhydra.runtime.detect import JAX_NAMES, DetectedDevices, cpu_rejects_cache, detect
+from maxhydra.runtime.distributed import detect_cluster, initialize_distributed
 from maxhydra.runtime.flags import backend_environment, flags_in_effect
 from maxhydra.runtime.hardware_options import hardware_from, matches, resolve
 
@@ -71,7 +71,7 @@ def _start(hardware: Hardware, before: Mapping[str, str]) -> Machine:
     meeting = detect_cluster(resolved.distributed.cluster, os.environ, found)
     notes.append(str(meeting) if meeting else "one process")
     if meeting is not None and not jax.distributed.is_initialized():
-        connect(meeting, resolved.distributed, resolved.platform)
+        initialize_distributed(meeting, resolved.distributed, resolved.platform)
     device = _started(resolved, found)
     if resolved.device_kinds and not matches(resolved, device.device_kind):
         notes.append(f"the device calls itself {device.device_kind}; its ceilings are taken from {name}")
@@ -137,7 +137,7 @@ def _cache_folder(hardware: Hardware, env: Mapping[str, str]) -> tuple[str | Non
         folder = env.get("JAX_COMPILATION_CACHE_DIR", folder)
     if folder is None:
         return None, "compiled programs are not kept"
-    if hardware.platform is Platform.cpu and cpu_refuses_cache(Path("/")):
+    if hardware.platform is Platform.cpu and cpu_rejects_cache(Path("/")):
         return None, "compiled programs are not kept: XLA refuses them on this CPU"
     path = Path(folder).expanduser()
     return str(path), f"compiled programs are kept in {path}"

@@ -12,10 +12,10 @@ from safetensors.numpy import load_file, save_file
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema import model as config
-from maxhydra.convert.arrays import HeldArrays
+from maxhydra.convert.arrays import InMemoryArrays
 from maxhydra.convert.compatibility import is_same
-from maxhydra.convert.hf_config import model_of, table_of
-from maxhydra.convert.hf_write import family_of, write_hf
+from maxhydra.convert.hf_config import build_model, find_table
+from maxhydra.convert.hf_write import find_family, write_hf
 from maxhydra.convert.load import load_weights
 from maxhydra.model import build
 from tests.support.golden_models import Golden
@@ -36,7 +36,9 @@ def test_layers_behind_the_last_count_on_from_it(tmp_path):
     rng = np.random.default_rng(0)
     drawn = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), model.shapes["mtp"])
     params = {**golden.params, "mtp": drawn}
-    write_hf(tmp_path, model, HeldArrays(params), table=family_of(model, None), dtype=np.dtype("float32"), extra={})
+    write_hf(
+        tmp_path, model, InMemoryArrays(params), table=find_family(model, None), dtype=np.dtype("float32"), extra={}
+    )
     of_layer = {name.removeprefix("model.layers.2.") for name in names(tmp_path) if ".layers.2." in name}
     behind = {name.removeprefix("model.layers.3.") for name in names(tmp_path) if ".layers.3." in name}
     assert behind - of_layer == ADDED and of_layer <= behind
@@ -114,7 +116,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_an_option_means_what_the_published_settings_mean(name):
-    table = table_of("", name, PUBLISHED[name])
+    table = find_table("", name, PUBLISHED[name])
     option = compose([f"model={name}", "train.seq_len=128"]).config.model
-    assert is_same(model_of("", name, table.to_model(PUBLISHED[name])), option)
-    assert family_of(build(option), None) is table
+    assert is_same(build_model("", name, table.to_model(PUBLISHED[name])), option)
+    assert find_family(build(option), None) is table

@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.convert.dequantize import read_float8, unpacked
+from maxhydra.convert.dequantize import dequantized_view, read_float8
 from tests.support.skips import import_optional
 
 
 def through(tensors, settings=None):
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    plain, read = unpacked(settings or {}, shapes, tensors.__getitem__)
+    plain, read = dequantized_view(settings or {}, shapes, tensors.__getitem__)
     assert {name: read(name).shape for name in plain} == plain
     return {name: read(name) for name in plain}
 

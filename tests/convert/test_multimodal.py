@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxhydra.convert.hf import hf_source
-from maxhydra.convert.stream_in import fill, on_first_device
+from maxhydra.convert.stream_in import single_device_shardings, stream_weights
 from maxhydra.model import build
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
@@ -59,5 +59,5 @@ def test_the_text_of_a_larger_model_is_that_of_the_text_alone(family: str, tmp_p
     for folder in (GOLDEN / family, tmp_path):
         source = hf_source("", str(folder), folder)
         model = build(source.model)
-        both.append(fill(source, model, shardings=on_first_device(model), dtype="float32"))
+        both.append(stream_weights(source, model, shardings=single_device_shardings(model), dtype="float32"))
     jax.tree.map(np.testing.assert_array_equal, *both)

@@ -12,9 +12,9 @@ import pytest
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.mesh import Mesh
-from maxhydra.convert.arrays import HeldArrays
+from maxhydra.convert.arrays import InMemoryArrays
 from maxhydra.convert.load import load_weights
-from maxhydra.convert.own_write import write_own
+from maxhydra.convert.orbax_io import write_checkpoint
 from maxhydra.decode.open import weight_formats
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh
@@ -105,7 +105,7 @@ def test_it_is_as_small_on_disk(kind: str, share: float, tmp_path: Path) -> None
     model = build(config.model, quantization=config.quantization)
     rng = np.random.default_rng(0)
     drawn = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), model.base.shapes)
-    write_own(tmp_path, model, HeldArrays(drawn), dtype=jnp.dtype(jnp.bfloat16))
+    write_checkpoint(tmp_path, model, InMemoryArrays(drawn), dtype=jnp.dtype(jnp.bfloat16))
     in_bfloat16 = 2 * sum(leaf.size for leaf in jax.tree.leaves(drawn))
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < share * in_bfloat16
 

@@ -9,9 +9,9 @@ import pytest
 
 from maxhydra.convert.arrays import FileArrays
 from maxhydra.convert.hf import hf_source
-from maxhydra.convert.hf_config import model_of
+from maxhydra.convert.hf_config import build_model
 from maxhydra.convert.hf_write import write_hf, write_safetensors
-from maxhydra.convert.own_write import write_own
+from maxhydra.convert.orbax_io import write_checkpoint
 from maxhydra.convert.param_map import map_params
 from maxhydra.convert.tables.llama import TABLE
 from maxhydra.model import build, parameter_count
@@ -33,9 +33,9 @@ FLOAT = np.dtype("float32")
 def synthetic(folder: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SETTINGS))
-    model = build(model_of("", "", TABLE.to_model(SETTINGS)))
+    model = build(build_model("", "", TABLE.to_model(SETTINGS)))
     rows = [
-        (place.name(tensor), place.layout.their_shape) for place in map_params(TABLE, model) for tensor in place.tensors
+        (place.tensor_name(tensor), place.layout.hf_shape) for place in map_params(TABLE, model) for tensor in place.tensors
     ]
     rng = np.random.default_rng(0)
     write_safetensors(
@@ -55,7 +55,7 @@ def test_a_model_of_many_layers_never_lies_in_memory(form: str, tmp_path: Path) 
         if form == "hf":
             write_hf(tmp_path / "out", model, arrays, table=TABLE, dtype=FLOAT, extra={})
         else:
-            write_own(tmp_path / "out", model, arrays, dtype=FLOAT)
+            write_checkpoint(tmp_path / "out", model, arrays, dtype=FLOAT)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

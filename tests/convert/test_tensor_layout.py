@@ -4,26 +4,26 @@ import numpy as np
 import pytest
 
 from maxhydra.convert.name_table import Join, Weight
-from maxhydra.convert.param_map import Layout
+from maxhydra.convert.param_map import TensorLayout
 
 RNG = np.random.default_rng(0)
 
 
 def checked(row: Weight, theirs: np.ndarray, wanted: list[np.ndarray], heads: int = 1) -> None:
     """The arrays that are wanted, and the tensor again from them, to the last bit."""
-    layout = Layout(row, [array.shape for array in wanted], heads)
-    assert layout.their_shape == theirs.shape
-    ours = layout.ours(theirs, neighbours=row.neighbours)
+    layout = TensorLayout(row, [array.shape for array in wanted], heads)
+    assert layout.hf_shape == theirs.shape
+    ours = layout.from_hf(theirs, interleaved_rope=row.interleaved_rope)
     for got, want in zip(ours, wanted, strict=True):
         np.testing.assert_array_equal(got, want)
-    np.testing.assert_array_equal(layout.theirs(ours), theirs)
+    np.testing.assert_array_equal(layout.to_hf(ours), theirs)
 
 
 def test_a_matrix_is_turned_a_vector_and_an_embedding_are_kept() -> None:
     theirs = RNG.normal(size=(12, 5))
     checked(Weight("query", "q"), theirs, [theirs.T.reshape(5, 3, 4)])
     checked(Weight("out", "o", inputs=2), theirs.T, [theirs.reshape(3, 4, 5)])
-    checked(Weight("table", "e", turned=False), theirs, [theirs])
+    checked(Weight("table", "e", transposed=False), theirs, [theirs])
     checked(Weight("scale", "n"), theirs[0], [theirs[0]])
     checked(Weight("bias", "b", inputs=0), theirs[:, 0], [theirs[:, 0].reshape(3, 4)])
 
@@ -31,15 +31,15 @@ def test_a_matrix_is_turned_a_vector_and_an_embedding_are_kept() -> None:
 def test_gate_and_up_of_experts_in_one_tensor_in_halves_or_interleaved() -> None:
     """Experts first and not turned: gate_up[..., :F] and [..., F:], or [..., ::2] and [..., 1::2]."""
     theirs, bias = RNG.normal(size=(3, 5, 8)), RNG.normal(size=(3, 8))
-    halves = Weight(("gate", "up"), "gate_up", leading=1, turned=False)
+    halves = Weight(("gate", "up"), "gate_up", leading=1, transposed=False)
     checked(halves, theirs, [theirs[..., :4], theirs[..., 4:]])
-    woven = Weight(("gate", "up"), "gate_up", leading=1, turned=False, join=Join.interleaved)
+    woven = Weight(("gate", "up"), "gate_up", leading=1, transposed=False, join=Join.interleaved)
     checked(woven, theirs, [theirs[..., ::2], theirs[..., 1::2]])
     checked(
         Weight(("gate", "up"), "b", leading=1, inputs=0, join=Join.interleaved), bias, [bias[:, ::2], bias[:, 1::2]]
     )
-    turned = np.swapaxes(theirs, 1, 2)
-    checked(Weight(("gate", "up"), "gate_up", leading=1), turned, [theirs[..., :4], theirs[..., 4:]])
+    transposed = np.swapaxes(theirs, 1, 2)
+    checked(Weight(("gate", "up"), "gate_up", leading=1), transposed, [theirs[..., :4], theirs[..., 4:]])
 
 
 def test_parts_of_different_sizes_lie_one_after_the_other() -> None:
@@ -65,11 +65,11 @@ def test_query_key_value_and_gate_lie_head_by_head() -> None:
 def test_rotary_pairs_of_neighbours_become_halves() -> None:
     theirs = RNG.normal(size=(12, 5))
     wanted = theirs.reshape(3, 2, 2, 5).swapaxes(1, 2).reshape(12, 5).T.reshape(5, 3, 4)
-    checked(Weight("query", "q", neighbours=True), theirs, [wanted])
+    checked(Weight("query", "q", interleaved_rope=True), theirs, [wanted])
 
 
 @pytest.mark.parametrize("shape", [(6, 1, 4)])
 def test_an_axis_of_one_is_left_out(shape: tuple[int, ...]) -> None:
     theirs = RNG.normal(size=shape)
-    checked(Weight("conv", "c", turned=False, single_axis=1), theirs, [theirs[:, 0]])
-    checked(Weight("conv", "c", single_axis=1), theirs, [theirs[:, 0].T])
+    checked(Weight("conv", "c", transposed=False, singleton_axis=1), theirs, [theirs[:, 0]])
+    checked(Weight("conv", "c", singleton_axis=1), theirs, [theirs[:, 0].T])

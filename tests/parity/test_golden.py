@@ -7,7 +7,7 @@ import pytest
 from safetensors import safe_open
 
 from maxhydra.convert.compatibility import is_same
-from maxhydra.convert.hf_config import model_of
+from maxhydra.convert.hf_config import build_model
 from tests.support.golden_models import Golden
 
 PARITY = Path(__file__).parent
@@ -40,4 +40,4 @@ def check_the_way_back(golden: Golden, folder: Path) -> None:
             np.testing.assert_array_equal(written.get_tensor(name), source.read(name), err_msg=name)
     settings = table.to_settings(source.model)
     assert settings is not None
-    assert is_same(model_of("", "back", table.to_model(settings)), source.model)
+    assert is_same(build_model("", "back", table.to_model(settings)), source.model)

@@ -11,7 +11,7 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.hardware import Cluster, Distributed, Hardware, Platform, Precision
-from maxhydra.runtime.detect import DetectedDevices, cpu_refuses_cache, detect
+from maxhydra.runtime.detect import DetectedDevices, cpu_rejects_cache, detect
 from maxhydra.runtime.distributed import ClusterInfo, detect_cluster
 from maxhydra.runtime.flags import backend_environment, merge_flags
 from maxhydra.runtime.hardware_options import hardware_options, matches, resolve
@@ -103,11 +103,11 @@ class TestDetect:
         assert (name, hardware.platform) == ("cpu", Platform.cpu)
 
     def test_cpus_with_slow_gathers_keep_no_programs(self, tmp_path: Path) -> None:
-        assert not cpu_refuses_cache(tmp_path)
+        assert not cpu_rejects_cache(tmp_path)
         write(tmp_path / "proc/cpuinfo", "flags\t\t: fpu gds_no\nbugs\t\t: spectre_v1 spec_store_bypass\n")
-        assert not cpu_refuses_cache(tmp_path)
+        assert not cpu_rejects_cache(tmp_path)
         write(tmp_path / "proc/cpuinfo", "flags\t\t: fpu\nbugs\t\t: spectre_v1 gds bhi\n")
-        assert cpu_refuses_cache(tmp_path)
+        assert cpu_rejects_cache(tmp_path)
 
 
 class TestOptions:

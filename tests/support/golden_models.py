@@ -13,12 +13,12 @@ import numpy as np
 from safetensors import safe_open
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert.arrays import HeldArrays
+from maxhydra.convert.arrays import InMemoryArrays
 from maxhydra.convert.hf import hf_source
-from maxhydra.convert.hf_write import family_of, write_hf
+from maxhydra.convert.hf_write import find_family, write_hf
 from maxhydra.convert.name_table import Table
 from maxhydra.convert.source import Source
-from maxhydra.convert.stream_in import fill, on_first_device
+from maxhydra.convert.stream_in import single_device_shardings, stream_weights
 from maxhydra.layers import Context, DenseCacheSpec
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder
@@ -80,12 +80,12 @@ class Golden:
 
     def write(self, folder: Path) -> Table:
         """The model as a Hugging Face folder of our making, by this table."""
-        table = family_of(self.model, self.source.table.written_type)
-        write_hf(folder, self.model, HeldArrays(self.params), table=table, dtype=jnp.dtype("bfloat16"), extra={})
+        table = find_family(self.model, self.source.table.model_type)
+        write_hf(folder, self.model, InMemoryArrays(self.params), table=table, dtype=jnp.dtype("bfloat16"), extra={})
         return table
 
     def _filled(self, source: Source) -> Any:
-        return fill(source, self.model, shardings=on_first_device(self.model), dtype="float32")
+        return stream_weights(source, self.model, shardings=single_device_shardings(self.model), dtype="float32")
 
     def _loss(self, params: Any) -> tuple[jax.Array, jax.Array]:
         logits, _ = self._step(params, self.ids, self.positions, self.mask, None)

@@ -108,7 +108,7 @@ def test_a_folder_comes_back_bit_for_bit(case: str, tmp_path: Path, monkeypatch:
     (tmp_path / "in/tokenizer.json").write_text("{}")
     overrides = ["task.dtype=bfloat16"] if case == "llama" else []
     if case == "mistral":
-        monkeypatch.setattr(hf_write, "SHARD", 100_000)
+        monkeypatch.setattr(hf_write, "MAX_SHARD_BYTES", 100_000)
     out = converted(case, tmp_path / "in", tmp_path / "out", *overrides)
     before, after = (
         {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load(file).items()}
