@@ -1,4 +1,4 @@
-"""The norm of the gradients of what is trained, and gradients cut to it."""
+"""Global gradient norm over the trained parameters, and clipping to it."""
 
 import dataclasses
 from functools import reduce
@@ -11,33 +11,35 @@ Tree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Norm:
-    """sqrt of the sum of squares in float32, over the leaves that are trained."""
+class GradNorm:
+    """L2 norm in float32 over the trained leaves."""
 
     is_trained: Tree
-    """Of each leaf."""
-    is_apart: Tree
-    """Whether the layers of a leaf, stacked on its first axis, were written out, so that their gradients come one by
-    one: XLA would join them on the way to the sum, at a third of the speed of memory."""
+    """Tree of bools, one per leaf."""
+    is_per_layer: Tree
+    """True for a leaf of stacked layers whose loop is unrolled, so that gradients come layer by layer: XLA would
+    concatenate them before the sum, at a third of the memory bandwidth."""
 
     def __call__(self, grads: Tree) -> jax.Array:
-        leaves = zip(*map(jax.tree.leaves, (grads, self.is_trained, self.is_apart)), strict=True)
+        leaves = zip(*map(jax.tree.leaves, (grads, self.is_trained, self.is_per_layer)), strict=True)
         squares = [
-            _by_layer(leaf) if is_apart else _square(leaf) for leaf, is_trained, is_apart in leaves if is_trained
+            _sum_squares_by_layer(leaf) if is_per_layer else _sum_squares(leaf)
+            for leaf, is_trained, is_per_layer in leaves
+            if is_trained
         ]
         return jnp.sqrt(sum(squares, jnp.float32(0)))
 
 
-def _square(leaf: jax.Array) -> jax.Array:
+def _sum_squares(leaf: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(leaf.astype(jnp.float32)))
 
 
-def _by_layer(stack: jax.Array) -> jax.Array:
-    """Rows of each layer first, so that what is left to sum is small, and one sum for all layers."""
+def _sum_squares_by_layer(stack: jax.Array) -> jax.Array:
+    """Reduce each layer to its rows first, then sum the small remainder over all layers at once."""
     layers = (stack[i].reshape(stack.shape[1], -1).astype(jnp.float32) for i in range(stack.shape[0]))
     return jnp.sum(reduce(jnp.add, [jnp.sum(jnp.square(layer), axis=1) for layer in layers]))
 
 
-def clipped(grads: Tree, norm: jax.Array, limit: float) -> Tree:
-    """The gradients, scaled down to a norm of `limit` where theirs is larger (Pascanu et al., 2012)."""
+def clip_to_norm(grads: Tree, norm: jax.Array, limit: float) -> Tree:
+    """Scale the gradients down to a norm of `limit` if `norm` is larger (Pascanu et al., 2012)."""
     return jax.tree.map(lambda g: jnp.where(norm < limit, g, (g / norm) * limit), grads)
