@@ -35,7 +35,9 @@ def synthetic(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(SETTINGS))
     model = build(build_model("", "", TABLE.to_model(SETTINGS)))
     rows = [
-        (place.tensor_name(tensor), place.layout.hf_shape) for place in map_params(TABLE, model) for tensor in place.tensors
+        (place.tensor_name(tensor), place.layout.hf_shape)
+        for place in map_params(TABLE, model)
+        for tensor in place.tensors
     ]
     rng = np.random.default_rng(0)
     write_safetensors(
