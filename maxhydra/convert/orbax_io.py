@@ -94,14 +94,14 @@ def read_format(checkpoint: Path) -> Quantization | None:
     return section_from(Quantization, values, path="quantization", source=str(path))
 
 
-def require_same(path: Path, item: str, wanted: Tree) -> None:
+def require_same(path: Path, item: str, expected_tree: Tree) -> None:
     """Raise ConfigError if the arrays of a checkpoint differ in name or shape; names the first that does."""
     with ocp.StandardCheckpointer() as reader:
         stored = reader.metadata(path / item).item_metadata
     if stored is None:
         raise ValueError(f"the list of arrays in {item} is missing or damaged")
     stored_shapes = {name: tuple(leaf.shape) for name, leaf in _leaves_by_name(stored.tree).items()}
-    serialized = ocp.tree.serialize_tree(wanted)
+    serialized = ocp.tree.serialize_tree(expected_tree)
     expected_shapes = {name: tuple(leaf.shape) for name, leaf in _leaves_by_name(serialized).items()}
     for name in sorted({*stored_shapes, *expected_shapes}):
         if stored_shapes.get(name) == expected_shapes.get(name):

@@ -19,20 +19,23 @@ from maxhydra.convert.name_table import Settings, Table, UnsupportedError, Weigh
 from maxhydra.convert.tables import llama
 
 HF = llama.HF
-FEED = HF + "feed_forward."
+FEED_FORWARD = HF + "feed_forward."
 LAYER = (
     *llama.MIXER,
-    Weight("mlp/gate/kernel", FEED + "gate_proj.weight"),
-    Weight("mlp/up/kernel", FEED + "up_proj.weight"),
-    Weight("mlp/down/kernel", FEED + "down_proj.weight"),
-    Weight("mlp/router/kernel", FEED + "router.weight"),
+    Weight("mlp/gate/kernel", FEED_FORWARD + "gate_proj.weight"),
+    Weight("mlp/up/kernel", FEED_FORWARD + "up_proj.weight"),
+    Weight("mlp/down/kernel", FEED_FORWARD + "down_proj.weight"),
+    Weight("mlp/router/kernel", FEED_FORWARD + "router.weight"),
     Weight(
-        ("mlp/experts/gate/kernel", "mlp/experts/up/kernel"), FEED + "experts.gate_up_proj", transposed=False, leading=1
+        ("mlp/experts/gate/kernel", "mlp/experts/up/kernel"),
+        FEED_FORWARD + "experts.gate_up_proj",
+        transposed=False,
+        leading=1,
     ),
-    Weight("mlp/experts/down/kernel", FEED + "experts.down_proj", transposed=False, leading=1),
-    Weight("mlp/shared/gate/kernel", FEED + "shared_expert.gate_proj.weight"),
-    Weight("mlp/shared/up/kernel", FEED + "shared_expert.up_proj.weight"),
-    Weight("mlp/shared/down/kernel", FEED + "shared_expert.down_proj.weight"),
+    Weight("mlp/experts/down/kernel", FEED_FORWARD + "experts.down_proj", transposed=False, leading=1),
+    Weight("mlp/shared/gate/kernel", FEED_FORWARD + "shared_expert.gate_proj.weight"),
+    Weight("mlp/shared/up/kernel", FEED_FORWARD + "shared_expert.up_proj.weight"),
+    Weight("mlp/shared/down/kernel", FEED_FORWARD + "shared_expert.down_proj.weight"),
 )
 # model.mlp_dim is the size of the dense layers.
 NAMES = {**SIZES, "mlp_dim": "intermediate_size_mlp"}
