@@ -24,7 +24,7 @@ def slice_devices(name: str, *, slices: int, hardware: Hardware) -> Sequence[jax
     """Devices of a topology such as v5e:2x4; sets the XLA flags of the hardware option."""
     if importlib.util.find_spec("libtpu") is None:
         hint = "pip install 'jax[tpu]', which pins the matching libtpu; it requires Linux on x86-64"
-        raise ConfigError(Problem("task.topology", "requires libtpu, which is not installed", value=name, hint=hint))
+        raise ConfigError(Problem("task.topology", "libtpu is not installed", value=name, hint=hint))
     flags = merge_flags(hardware.xla_flags, os.environ.get("LIBTPU_INIT_ARGS", ""))
     os.environ.update({**LIBTPU_ENVIRONMENT, **os.environ, "LIBTPU_INIT_ARGS": flags})
     try:
