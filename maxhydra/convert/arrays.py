@@ -1,43 +1,41 @@
-"""The arrays of a model one part at a time, wherever they are: in memory, or still in files of others."""
+"""Host copies of slices of a model's parameters, from memory or from an external checkpoint."""
 
 import itertools
 from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 
-from maxhydra.convert.load import load_weights, open_external
-from maxhydra.convert.param_map import Keys, Place, Tensor
+from maxhydra.convert.param_map import Keys, ParamMapping, TensorIndex
 from maxhydra.convert.source import Source
-from maxhydra.convert.stream_in import checked_places, read
+from maxhydra.convert.stream_in import checked_mappings, read_arrays
 from maxhydra.model import ModelDef
 
 Index = tuple[int, ...]
 
 
 class Arrays(Protocol):
-    """Host copies of parts of arrays."""
+    """Parameters that are read as host arrays, slice by slice."""
 
-    def counted(self, keys: Keys) -> Index:
-        """Sizes of the leading axes by which an array is best taken."""
+    def stack_shape(self, keys: Keys) -> Index:
+        """Sizes of the leading axes along which a parameter is cheapest to slice."""
         ...
 
-    def part(self, keys: Keys, index: Index) -> np.ndarray:
-        """What lies at an index of the leading axes of an array."""
+    def read_slice(self, keys: Keys, index: Index) -> np.ndarray:
+        """The slice of a parameter at an index of its leading axes."""
         ...
 
 
-class HeldArrays:
-    """Those of a tree of weights."""
+class InMemoryArrays:
+    """Slices of a parameter tree."""
 
     def __init__(self, params: Any):
         self._params = params
 
-    def counted(self, keys: Keys) -> Index:
+    def stack_shape(self, keys: Keys) -> Index:
         return tuple(self._array(keys).shape[:1]) if keys[0] == "pattern" else ()
 
-    def part(self, keys: Keys, index: Index) -> np.ndarray:
+    def read_slice(self, keys: Keys, index: Index) -> np.ndarray:
         array = self._array(keys)
         return np.asarray(jax.device_get(array[index] if index else array))
 
@@ -49,36 +47,30 @@ class HeldArrays:
 
 
 class FileArrays:
-    """Those that tensors of others hold: each is read when it is asked for, and forgotten."""
+    """Slices of an external checkpoint; each tensor is read on access and not cached."""
 
     def __init__(self, source: Source, model: ModelDef):
         self._source = source
-        self._places: dict[Keys, tuple[Place, int]] = {
-            keys: (place, which) for place in checked_places(source, model) for which, keys in enumerate(place.keys)
+        self._mappings: dict[Keys, tuple[ParamMapping, int]] = {
+            keys: (mapping, which)
+            for mapping in checked_mappings(source, model)
+            for which, keys in enumerate(mapping.keys)
         }
 
-    def counted(self, keys: Keys) -> Index:
-        return self._places[keys][0].counted
+    def stack_shape(self, keys: Keys) -> Index:
+        return self._mappings[keys][0].stack_shape
 
-    def part(self, keys: Keys, index: Index) -> np.ndarray:
-        place, which = self._places[keys]
-        counted = place.counted
-        if len(index) >= len(counted):
-            return self._tensor(place, which, index[: len(counted)])[index[len(counted) :]]
-        open_axes = counted[len(index) :]
-        inner = [self.part(keys, (*index, *more)) for more in itertools.product(*map(range, open_axes))]
-        return np.stack(inner).reshape(*open_axes, *inner[0].shape)
+    def read_slice(self, keys: Keys, index: Index) -> np.ndarray:
+        mapping, which = self._mappings[keys]
+        stack_shape = mapping.stack_shape
+        if len(index) >= len(stack_shape):
+            return self._tensor(mapping, which, index[: len(stack_shape)])[index[len(stack_shape) :]]
+        open_axes = stack_shape[len(index) :]
+        slices = [self.read_slice(keys, (*index, *rest)) for rest in itertools.product(*map(range, open_axes))]
+        return np.stack(slices).reshape(*open_axes, *slices[0].shape)
 
-    def _tensor(self, place: Place, which: int, index: Index) -> np.ndarray:
-        at = iter(index)
-        layer = place.layers[next(at)] if place.is_stacked else place.layers[0]
-        expert = None if place.experts is None else next(at)
-        return read(self._source, place, Tensor(layer, expert, index))[which]
-
-
-def open_arrays(key: str, source: str, model: ModelDef, *, dtype: DTypeLike) -> Arrays:
-    """The arrays of a source that belongs to the model. Only those of our own checkpoints come into memory at once."""
-    found = open_external(key, source)
-    if found is not None:
-        return FileArrays(found, model)
-    return HeldArrays(load_weights(source, model, shardings=None, dtype=dtype, key=key))
+    def _tensor(self, mapping: ParamMapping, which: int, index: Index) -> np.ndarray:
+        axes = iter(index)
+        layer = mapping.layers[next(axes)] if mapping.is_stacked else mapping.layers[0]
+        expert = None if mapping.experts is None else next(axes)
+        return read_arrays(self._source, mapping, TensorIndex(layer, expert, index))[which]

@@ -1,8 +1,12 @@
-"""Whether two model configs mean the same to a set of weights, whatever words they use, and where they do not."""
+"""Comparison of model configs: do two configs describe the same function of the same weights, and where do they differ?
+
+Configs are compared as the modules see them, layer by layer, so different names of kinds or different patterns that
+give the same layers are equal.
+"""
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from fnmatch import fnmatch
 from typing import Any
@@ -10,38 +14,39 @@ from typing import Any
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.declare import Schema
 from maxhydra.config.schema import model as config
+from maxhydra.convert.hf_config import layer_names
 from maxhydra.convert.source import Source
 from maxhydra.model.decoder import DecoderSpec
 
-# Rounded through float32 in some files.
+# Some files store floats that were rounded to float32.
 TOLERANCE = 1e-5
-# What a run is free to choose: how it computes, trains or begins, not what weights mean. Patterns (fnmatch) of paths
-# below the model; those of a layer kind begin with `kinds.*`.
-FREE = (
+KEYS_WITHOUT_EFFECT_ON_WEIGHTS = (
     *("path", "context_length", "dropout", "init_scale", "dtypes.*", "remat.*", "scan_unroll", "kernels.*", "mtp.*"),
     *("kinds.*.moe.balance_weight", "kinds.*.moe.capacity_factor", "kinds.*.moe.router.bias_rate"),
     "kinds.*.mla.indexer.loss_weight",
 )
-# Which kind stands where is compared layer by layer.
-ARRANGED = ("prefix", "pattern", "kinds.*")
+"""Keys that a run may choose freely for given weights: they change how the model is computed, trained or initialized,
+not the function that the weights represent. fnmatch patterns of paths below `model`; `kinds.*` is any layer kind."""
+# Compared layer by layer instead of by value.
+ARRANGEMENT_KEYS = ("prefix", "pattern", "kinds.*")
 
 
 def require_same(source: Source, model: config.Model) -> None:
-    """Refuse a model that means something else than the files state, naming every setting that differs."""
-    stated = _with_silent(source.model, model, source.silent)
+    """Raise ConfigError if the model differs from the one that the files describe; names every differing key."""
+    file_model = _with_unspecified(source.model, model, source.unspecified)
     problems = list(source.check(model))
-    if not is_same(stated, model):
-        problems += _named(stated, model, source.location)
+    if not is_same(file_model, model):
+        problems += _differences(file_model, model, source.location)
     if problems:
         raise ConfigError(problems)
 
 
-def is_same(stated: config.Model, model: config.Model) -> bool:
-    """Whether weights of one can be used in the other."""
-    return _is_close(_resolved(_freed(stated, model)), _resolved(model))
+def is_same(file_model: config.Model, model: config.Model) -> bool:
+    """True if weights of one model can be used in the other."""
+    return _is_close(_resolve(_with_free_keys(file_model, model)), _resolve(model))
 
 
-def _resolved(model: config.Model) -> tuple[Any, ...]:
+def _resolve(model: config.Model) -> tuple[Any, ...]:
     """The model as its modules see it, layer by layer, without the names of kinds."""
     spec = DecoderSpec.of(model)
     layers = tuple(dataclasses.replace(layer, name="") for layer in spec.layers)
@@ -56,101 +61,103 @@ def _resolved(model: config.Model) -> tuple[Any, ...]:
     return layers, dataclasses.replace(spec, **arrangement)
 
 
-def _freed(stated: config.Model, model: config.Model) -> config.Model:
-    """The stated model with the run's own choices."""
-    return _changed(stated, model, lambda path: any(fnmatch(path, pattern) for pattern in FREE))
+def _with_free_keys(file_model: config.Model, model: config.Model) -> config.Model:
+    """The files' model with the run's values of KEYS_WITHOUT_EFFECT_ON_WEIGHTS."""
+    return _copy_keys(file_model, model, lambda path: _matches(path, KEYS_WITHOUT_EFFECT_ON_WEIGHTS))
 
 
-def _with_silent(stated: config.Model, model: config.Model, silent: tuple[str, ...]) -> config.Model:
-    patterns = [f"kinds.*.{path}{more}" for path in silent for more in ("", ".*")]
-    return _changed(stated, model, lambda path: any(fnmatch(path, pattern) for pattern in patterns))
+def _with_unspecified(file_model: config.Model, model: config.Model, unspecified: tuple[str, ...]) -> config.Model:
+    """The files' model with the run's values of keys that the files do not specify."""
+    patterns = tuple(f"kinds.*.{path}{suffix}" for path in unspecified for suffix in ("", ".*"))
+    return _copy_keys(file_model, model, lambda path: _matches(path, patterns))
 
 
-def _changed(stated: config.Model, model: config.Model, is_chosen: Any) -> config.Model:
-    """The stated model with the values of another at some paths; kinds correspond by the layers they stand at."""
-    own = {theirs: model.kinds[ours] for ours, theirs in _pairs(model, stated)}
+def _matches(path: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(path, pattern) for pattern in patterns)
 
-    def walk(one: Any, other: Any, path: str) -> Any:
-        if is_chosen(path):
+
+def _copy_keys(file_model: config.Model, model: config.Model, is_copied: Callable[[str], bool]) -> config.Model:
+    """The files' model with the values of `model` at some paths; kinds correspond if used at the same layer."""
+    kind_of = {file_kind: model.kinds[kind] for kind, file_kind in _kind_pairs(model, file_model)}
+
+    def walk(value: Any, other: Any, path: str) -> Any:
+        if is_copied(path):
             return other
-        if not isinstance(one, Schema) or type(one) is not type(other):
-            return one
-        found = {n: walk(value, getattr(other, n), f"{path}.{n}".lstrip(".")) for n, value in vars(one).items()}
-        return type(one)(**found)
+        if not isinstance(value, Schema) or type(value) is not type(other):
+            return value
+        fields = {n: walk(field, getattr(other, n), f"{path}.{n}".lstrip(".")) for n, field in vars(value).items()}
+        return type(value)(**fields)
 
-    changed = walk(stated, model, "")
-    kinds = {name: walk(kind, own.get(name, kind), f"kinds.{name}") for name, kind in stated.kinds.items()}
+    changed = walk(file_model, model, "")
+    kinds = {name: walk(kind, kind_of.get(name, kind), f"kinds.{name}") for name, kind in file_model.kinds.items()}
     return dataclasses.replace(changed, kinds=kinds)
 
 
-def _named(stated: config.Model, model: config.Model, location: str) -> Iterator[Problem]:
-    """Settings that differ, by the path at which the model has them."""
-    theirs, ours = _leaves(stated, ""), _leaves(model, "")
-    through_kinds = {name for ours_, _ in _pairs(model, stated) for name, _ in _of_kind(model, ours_).values()}
-    found: dict[str, tuple[Any, Any]] = {
-        path: (value, theirs[path])
-        for path, value in ours.items()
-        if path not in through_kinds and not any(fnmatch(path, pattern) for pattern in (*FREE, *ARRANGED))
+def _differences(file_model: config.Model, model: config.Model, location: str) -> Iterator[Problem]:
+    """Keys that differ, each at the path where the run's model sets it."""
+    file_values, values = _leaves(file_model, ""), _leaves(model, "")
+    pairs = _kind_pairs(model, file_model)
+    paths_in_kinds = {path for kind, _ in pairs for path, _ in _kind_values(model, kind).values()}
+    skipped = (*KEYS_WITHOUT_EFFECT_ON_WEIGHTS, *ARRANGEMENT_KEYS)
+    compared: dict[str, tuple[Any, Any]] = {
+        path: (value, file_values[path])
+        for path, value in values.items()
+        if path not in paths_in_kinds and not _matches(path, skipped)
     }
-    for our_kind, their_kind in _pairs(model, stated):
-        mine, other = _of_kind(model, our_kind), _of_kind(stated, their_kind)
-        for below, (path, value) in mine.items():
-            if not any(fnmatch(f"kinds.{our_kind}.{below}", pattern) for pattern in FREE):
-                found[path] = (value, other[below][1])
-    for path, (value, other) in found.items():
-        if not _is_close(value, other):
-            yield Problem(f"model.{path}", f"differs from {location}", value=_shown(value), accepted=_shown(other))
+    for kind, file_kind in pairs:
+        kind_values, file_kind_values = _kind_values(model, kind), _kind_values(file_model, file_kind)
+        for relative, (path, value) in kind_values.items():
+            if not _matches(f"kinds.{kind}.{relative}", KEYS_WITHOUT_EFFECT_ON_WEIGHTS):
+                compared[path] = (value, file_kind_values[relative][1])
+    for path, (value, file_value) in compared.items():
+        if not _is_close(value, file_value):
+            reason = f"differs from {location}"
+            yield Problem(f"model.{path}", reason, value=_format(value), accepted=_format(file_value))
 
 
-def _pairs(model: config.Model, stated: config.Model) -> list[tuple[str, str]]:
-    """Our kind and theirs at the same layer, each pair once."""
-    return list(dict.fromkeys(zip(_arranged(model), _arranged(stated), strict=False)))
+def _kind_pairs(model: config.Model, file_model: config.Model) -> list[tuple[str, str]]:
+    """Names of the kinds that the two models use at the same layer, each pair once."""
+    return list(dict.fromkeys(zip(layer_names(model), layer_names(file_model), strict=False)))
 
 
-def _arranged(model: config.Model) -> list[str]:
-    """The kind of every layer."""
-    repeated = model.num_layers - len(model.prefix)
-    pattern = [model.pattern[place % len(model.pattern)] for place in range(repeated)]
-    return [*model.prefix, *pattern]
+def _kind_values(model: config.Model, name: str) -> dict[str, tuple[str, Any]]:
+    """Path relative to the kind -> path below the model that sets the value, and the value.
 
-
-def _of_kind(model: config.Model, name: str) -> dict[str, tuple[str, Any]]:
-    """Path below the kind -> path below the model where the value stands, and the value.
-
-    A size that the kind leaves open stands at the model's top: under its own name, or with the section's before it.
+    A size that the kind leaves null is set at the top level of the model: under its own name, or with its section as
+    prefix (mlp.dim -> mlp_dim).
     """
     top = _leaves(model, "")
-    found: dict[str, tuple[str, Any]] = {}
+    values: dict[str, tuple[str, Any]] = {}
     for path, value in _leaves(model.kinds[name], "").items():
         section, _, leaf = path.rpartition(".")
-        general = [at for at in (leaf, f"{section}_{leaf}") if at in top]
-        found[path] = (f"kinds.{name}.{path}", value)
-        if value is None and general:
-            found[path] = (general[0], top[general[0]])
-    return found
+        top_keys = [key for key in (leaf, f"{section}_{leaf}") if key in top]
+        values[path] = (f"kinds.{name}.{path}", value)
+        if value is None and top_keys:
+            values[path] = (top_keys[0], top[top_keys[0]])
+    return values
 
 
 def _leaves(section: Any, path: str) -> dict[str, Any]:
-    """Dotted path -> value, for everything below a section but the kinds by name."""
+    """Dotted path -> value of everything below a section except `kinds`."""
     if not dataclasses.is_dataclass(section):
         return {path: section}
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for field in dataclasses.fields(section):
         if field.name != "kinds":
-            found |= _leaves(getattr(section, field.name), f"{path}.{field.name}".lstrip("."))
-    return found
+            leaves |= _leaves(getattr(section, field.name), f"{path}.{field.name}".lstrip("."))
+    return leaves
 
 
-def _is_close(one: Any, other: Any) -> bool:
-    if dataclasses.is_dataclass(one) and type(one) is type(other):
-        return all(_is_close(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one))
-    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
-        return len(one) == len(other) and all(_is_close(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=TOLERANCE)
-    return bool(one == other)
+def _is_close(a: Any, b: Any) -> bool:
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        return all(_is_close(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(_is_close(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=TOLERANCE)
+    return bool(a == b)
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     value = value.value if isinstance(value, Enum) else value
     return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Weights in a GGUF file, the format of llama.cpp."""
+"""Read a GGUF file, the format of llama.cpp."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,72 +8,78 @@ import numpy as np
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema import model as config
-from maxhydra.convert.hf_config import model_of, no_table, values_of
+from maxhydra.convert.hf_config import THETA, build_model, to_model_values, unknown_family
 from maxhydra.convert.name_table import Settings, Table, all_tables
-from maxhydra.convert.settings import THETA
 from maxhydra.convert.source import Source
 from maxhydra.layers.rope import frequencies
 from maxhydra.modelfiles import GgufFile, open_gguf
 
-# llama.cpp divides the plain frequencies by these, which is how it writes a stretched context.
-FACTORS = "rope_freqs.weight"
-# The file states the speeds at which positions turn, not why they are so. A window is left out where there is one, too.
-SILENT = ("attention.rope", "attention.window", "mlp.activation")
+# Divisors of the unscaled RoPE frequencies: how llama.cpp stores the scaling of Llama 3.1.
+FREQUENCY_FACTORS = "rope_freqs.weight"
+# The file has the resulting RoPE frequencies, not the scaling that gives them, and omits a sliding window.
+UNSPECIFIED = ("attention.rope", "attention.window", "mlp.activation")
 TOLERANCE = 1e-5
 
 
 def gguf_source(key: str, location: str, path: Path) -> Source:
-    """A GGUF file whose architecture has a table."""
+    """Open a GGUF file whose architecture has a table."""
     file = open_gguf(key, path)
     architecture = file.values.get("general.architecture")
-    known = {name: table for table in all_tables() if table.gguf for name in table.gguf.architectures}
-    if architecture not in known:
-        raise no_table(key, location, f"GGUF file of architecture {architecture}", list(known))
-    table = known[architecture]
-    values = values_of(key, location, table, _settings(key, location, file, table))
-    speeds = _speeds(file, values["kinds"]["layer"]["attention"]["rope"]["theta"], values["head_dim"])
+    tables = {name: table for table in all_tables() if table.gguf for name in table.gguf.architectures}
+    if architecture not in tables:
+        raise unknown_family(key, location, f"GGUF architecture {architecture}", list(tables))
+    table = tables[architecture]
+    values = to_model_values(key, location, table, _hf_settings(key, location, file, table))
+    file_frequencies = _frequencies(file, values["kinds"]["layer"]["attention"]["rope"]["theta"], values["head_dim"])
 
     def check(model: config.Model) -> Iterator[Problem]:
         for name, kind in model.kinds.items():
-            own = frequencies(kind.attention.rope, kind.attention.head_dim or model.head_dim)
-            if own is None or len(own) != len(speeds) or not np.allclose(own, speeds, rtol=TOLERANCE, atol=0):
-                reason = f"turns positions at other speeds than {location} was trained with"
-                where = f"model.kinds.{name}.attention.rope"
-                yield Problem(where, reason, value=f"theta {kind.attention.rope.theta:g}")
+            expected = frequencies(kind.attention.rope, kind.attention.head_dim or model.head_dim)
+            if (
+                expected is None
+                or len(expected) != len(file_frequencies)
+                or not np.allclose(expected, file_frequencies, rtol=TOLERANCE, atol=0)
+            ):
+                reason = f"gives other RoPE frequencies than {location} was trained with"
+                field = f"model.kinds.{name}.attention.rope"
+                yield Problem(field, reason, value=f"theta {kind.attention.rope.theta:g}")
 
     return Source(
         key=key,
         location=location,
         table=table,
-        model=model_of(key, location, values),
+        model=build_model(key, location, values),
         shapes=file.shapes,
         read=file.read,
         is_gguf=True,
-        silent=SILENT,
+        unspecified=UNSPECIFIED,
         check=check,
     )
 
 
-def _settings(key: str, location: str, file: GgufFile, table: Table) -> Settings:
-    """What config.json would hold."""
+def _hf_settings(key: str, location: str, file: GgufFile, table: Table) -> Settings:
+    """The contents of the equivalent config.json."""
     assert table.gguf is not None
     prefix = f"{file.values['general.architecture']}."
-    kind = file.values.get(f"{prefix}rope.scaling.type", "none")
-    if kind != "none":
-        reason = f"stretches its context by {prefix}rope.scaling.type={kind}"
-        raise ConfigError(Problem(key, reason, value=location, accepted="a file without rope scaling, or with factors"))
-    stated: dict[str, Any] = {theirs: file.values.get(prefix + ours) for theirs, ours in table.gguf.settings.items()}
-    head = next(row.gguf for row in table.ends if row.path == "head/kernel")
+    scaling = file.values.get(f"{prefix}rope.scaling.type", "none")
+    if scaling != "none":
+        reason = f"has unsupported RoPE scaling {prefix}rope.scaling.type={scaling}"
+        accepted = f"a file without rope.scaling.type, or with {FREQUENCY_FACTORS}"
+        raise ConfigError(Problem(key, reason, value=location, accepted=accepted))
+    settings: dict[str, Any] = {
+        hf_key: file.values.get(prefix + gguf_key) for hf_key, gguf_key in table.gguf.settings.items()
+    }
+    head = next(row.gguf for row in table.non_layer if row.path == "head/kernel")
     return {
-        **stated,
-        "vocab_size": stated["vocab_size"] or len(file.values.get("tokenizer.ggml.tokens", ())),
-        "rope_theta": stated["rope_theta"] or THETA,
+        **settings,
+        "vocab_size": settings["vocab_size"] or len(file.values.get("tokenizer.ggml.tokens", ())),
+        "rope_theta": settings["rope_theta"] or THETA,
         "hidden_act": "silu",
         "tie_word_embeddings": head not in file.shapes,
     }
 
 
-def _speeds(file: GgufFile, theta: float, head_dim: int) -> np.ndarray:
+def _frequencies(file: GgufFile, theta: float, head_dim: int) -> np.ndarray:
     base: dict[str, Any] = {"theta": theta}
-    plain = np.asarray(frequencies(config.Rope(**base), head_dim))
-    return plain / file.read(FACTORS) if FACTORS in file.shapes else plain
+    unscaled = np.asarray(frequencies(config.Rope(**base), head_dim))
+    return unscaled / file.read(FREQUENCY_FACTORS) if FREQUENCY_FACTORS in file.shapes else unscaled

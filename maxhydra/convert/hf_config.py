@@ -1,6 +1,12 @@
-"""The model that a Hugging Face folder's config.json states, as our config. No jax: a config is composed with it."""
+"""Conversion between a Hugging Face config.json and the `model` section of a config.
+
+The first part reads config.json with the table of its model_type. The second part has the keys that families share, for
+use by tables. jax is not imported: `model=from_hf` runs this while the config is composed.
+"""
 
 import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +18,26 @@ from maxhydra.config.schema import model as config
 from maxhydra.convert.name_table import Settings, Table, UnsupportedError, all_tables
 
 CONFIG = "config.json"
-WORDS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def stated_model(key: str, location: str) -> dict[str, Any]:
-    """The section `model` that a folder states."""
+    """The `model` section described by a Hugging Face folder."""
     folder = Path(location).expanduser()
     if not is_hf_folder(folder):
         reason = f"has no {CONFIG}" if folder.is_dir() else "is not a folder"
         raise ConfigError(Problem(key, reason, value=location, accepted="a Hugging Face folder"))
     settings = read_settings(key, location, folder)
-    values = values_of(key, location, table_of(key, location, settings), settings)
-    model_of(key, location, values)
+    values = to_model_values(key, location, find_table(key, location, settings), settings)
+    build_model(key, location, values)
     return {"model": values}
 
 
 def stated_run(location: str) -> dict[str, Any]:
-    """What else of a run a folder states: its tokenizer, where it has one."""
+    """Config values outside `model` that a folder determines: its tokenizer, if it has one."""
     folder = Path(location).expanduser()
-    has_words = any((folder / name).is_file() for name in WORDS)
-    return {"data": {"tokenizer": {"kind": "hf", "path": location}}} if has_words else {}
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    return {"data": {"tokenizer": {"kind": "hf", "path": location}}} if has_tokenizer else {}
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -39,27 +45,27 @@ def is_hf_folder(path: Path) -> bool:
 
 
 def read_settings(key: str, location: str, folder: Path) -> Settings:
-    """What config.json holds. `key` is the config field that names the folder as `location`."""
+    """Contents of config.json. `key` is the config field whose value is `location`, for errors."""
     try:
         settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(Problem(key, f"{CONFIG} cannot be read: {error}", value=location)) from None
     if not isinstance(settings, dict):
-        raise ConfigError(Problem(key, f"{CONFIG} holds no settings", value=location))
+        raise ConfigError(Problem(key, f"{CONFIG} is not a JSON object", value=location))
     return settings
 
 
-def table_of(key: str, location: str, settings: Settings) -> Table:
-    """The table of a model_type."""
-    known = {name: table for table in all_tables() for name in table.hf_types}
+def find_table(key: str, location: str, settings: Settings) -> Table:
+    """The table of config.json's model_type."""
+    tables = {name: table for table in all_tables() for name in table.hf_types}
     model_type = settings.get("model_type")
-    if model_type not in known:
-        raise no_table(key, location, f"folder of model_type {model_type}", list(known))
-    return known[model_type]
+    if model_type not in tables:
+        raise unknown_family(key, location, f"model_type {model_type}", list(tables))
+    return tables[model_type]
 
 
-def values_of(key: str, location: str, table: Table, settings: Settings) -> dict[str, Any]:
-    """Plain values of our model config."""
+def to_model_values(key: str, location: str, table: Table, settings: Settings) -> dict[str, Any]:
+    """Values of the `model` section, as YAML would hold them."""
     try:
         return table.to_model(settings)
     except KeyError as error:
@@ -67,20 +73,196 @@ def values_of(key: str, location: str, table: Table, settings: Settings) -> dict
     except UnsupportedError as error:
         reason = f"{CONFIG} has {error}"
     except (TypeError, ValueError, AttributeError) as error:
-        reason = f"{CONFIG} is not as its model_type has it: {error}"
+        reason = f"{CONFIG} has values of the wrong type for its model_type: {error}"
     raise ConfigError(Problem(key, reason, value=location))
 
 
-def model_of(key: str, location: str, values: dict[str, Any]) -> config.Model:
-    """The model config of plain values; what does not fit the schema is told of the location."""
+def build_model(key: str, location: str, values: dict[str, Any]) -> config.Model:
+    """Validate the values of the `model` section against the schema; errors name the location."""
     try:
         return model_from(values, source=location)
     except OmegaConfBaseException as error:
-        reason = f"{CONFIG} gives a model that cannot be: {str(error).splitlines()[0]}"
+        reason = f"{CONFIG} describes an invalid model: {str(error).splitlines()[0]}"
         raise ConfigError(Problem(key, reason, value=location)) from None
 
 
-def no_table(key: str, location: str, what: str, known: list[str]) -> ConfigError:
-    """A family without a table."""
-    hint = "a family is a table in maxhydra/convert/tables"
-    return ConfigError(Problem(key, f"is a {what}", value=location, accepted=", ".join(sorted(known)), hint=hint))
+def unknown_family(key: str, location: str, identifier: str, supported: list[str]) -> ConfigError:
+    """Error for a model family without a table."""
+    hint = "to add a family, write a table in maxhydra/convert/tables (docs/models.md)"
+    reason = f"has unsupported {identifier}"
+    return ConfigError(Problem(key, reason, value=location, accepted=", ".join(sorted(supported)), hint=hint))
+
+
+# Key of our `model` section -> key of config.json, for most families.
+SIZES = {
+    "num_layers": "num_hidden_layers",
+    "emb_dim": "hidden_size",
+    "mlp_dim": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
+# hidden_act -> model.kinds.*.mlp.activation
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+# Default base of the RoPE wavelengths (Su et al., 2021).
+THETA = 10000.0
+# RoPE scaling: rope_type -> our key -> key of config.json.
+ROPE_SCALINGS = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_context": "original_max_position_embeddings",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_context": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "truncate": "truncate",
+        "attention_factor": "attention_factor",
+    },
+}
+
+
+def sizes(settings: Settings, names: Mapping[str, str] = SIZES) -> dict[str, Any]:
+    """Sizes of the model; num_kv_heads defaults to num_heads, head_dim to emb_dim / num_heads."""
+    filled = dict(settings)
+    heads = settings[names["num_heads"]]
+    if filled.get(names["num_kv_heads"]) is None:
+        filled[names["num_kv_heads"]] = heads
+    if filled.get(names["head_dim"]) is None:
+        filled[names["head_dim"]] = settings[names["emb_dim"]] // heads
+    return {key: filled[hf_key] for key, hf_key in names.items()}
+
+
+def size_settings(model: config.Model, names: Mapping[str, str] = SIZES) -> Settings:
+    """Inverse of `sizes`."""
+    return {hf_key: getattr(model, key) for key, hf_key in names.items()}
+
+
+def head(settings: Settings, *, tied: bool) -> str:
+    """Value of model.head; `tied` is the family's default of tie_word_embeddings."""
+    return "tied" if settings.get("tie_word_embeddings", tied) else "separate"
+
+
+def activation(name: str) -> str:
+    """Activation of the feed-forward for a value of hidden_act."""
+    if name not in ACTIVATIONS:
+        raise UnsupportedError(f"unsupported hidden_act={name} (supported: {', '.join(ACTIVATIONS)})")
+    return ACTIVATIONS[name]
+
+
+def activation_setting(value: config.Activation) -> str:
+    """Inverse of `activation`: the first hidden_act of that meaning."""
+    return next(hf_name for hf_name, name in ACTIVATIONS.items() if name == value.value)
+
+
+def rope(settings: Settings) -> dict[str, Any]:
+    """RoPE of a model whose layers all share one."""
+    return rope_from(settings.get("rope_parameters") or settings.get("rope_scaling") or {}, settings)
+
+
+def rope_from(parameters: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """RoPE from rope_parameters, or from rope_scaling with the top-level rope_theta of older files."""
+    theta = parameters.get("rope_theta") or settings.get("rope_theta") or THETA
+    values: dict[str, Any] = {"theta": float(theta)}
+    share = parameters.get("partial_rotary_factor") or settings.get("partial_rotary_factor")
+    values |= {} if share is None else {"share": float(share)}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind == "default":
+        return values
+    if kind not in ROPE_SCALINGS:
+        raise UnsupportedError(f"unsupported rope_type={kind} (supported: default, {', '.join(ROPE_SCALINGS)})")
+    if kind == "yarn":
+        parameters = {"original_max_position_embeddings": settings["max_position_embeddings"], **parameters}
+        if not parameters.get("attention_factor"):
+            parameters |= {"attention_factor": _attention_factor(parameters)}
+    scaling = {
+        key: parameters[hf_key] for key, hf_key in ROPE_SCALINGS[kind].items() if parameters.get(hf_key) is not None
+    }
+    return {"kind": kind, **values} | scaling
+
+
+def _attention_factor(parameters: Mapping[str, Any]) -> float | None:
+    """YaRN's attention factor, if given as mscale and mscale_all_dim (DeepSeek-V2, 2024)."""
+    if not (parameters.get("mscale") and parameters.get("mscale_all_dim")):
+        return None
+    numerator, denominator = (
+        0.1 * parameters[scale] * math.log(parameters["factor"]) + 1.0 for scale in ("mscale", "mscale_all_dim")
+    )
+    return numerator / denominator
+
+
+def rope_settings(rope: config.Rope) -> Settings:
+    """Inverse of `rope`, with keys that every version of transformers reads."""
+    share = {} if rope.share == 1 else {"partial_rotary_factor": rope.share}
+    return {"rope_theta": rope.theta, "rope_scaling": _scaling_settings(rope) or None, **share}
+
+
+def rope_parameters(rope: config.Rope) -> Settings:
+    """The rope_parameters of one layer type, for families whose layer types differ."""
+    return {"rope_type": "default", "rope_theta": rope.theta, **_scaling_settings(rope)}
+
+
+def _scaling_settings(rope: config.Rope) -> Settings:
+    names = ROPE_SCALINGS.get(rope.kind.value, {}).items()
+    scaling = {hf_key: getattr(rope, key) for key, hf_key in names if getattr(rope, key) is not None}
+    return {"rope_type": rope.kind.value, **scaling} if scaling else {}
+
+
+# Values of layer_types in config.json, and the layer kinds they become.
+WINDOWED, FULL = "sliding_attention", "full_attention"
+KIND_NAMES = {WINDOWED: "local", FULL: "global"}
+
+
+def layer_names(model: config.Model) -> list[str]:
+    """Name of the kind of every layer, from first to last."""
+    repeated = model.num_layers - len(model.prefix)
+    return [*model.prefix, *(model.pattern[i % len(model.pattern)] for i in range(repeated))]
+
+
+def layer_kinds(model: config.Model) -> list[config.Kind]:
+    """The kind of every layer, from first to last."""
+    return [model.kinds[name] for name in layer_names(model)]
+
+
+def pattern_of(names: Sequence[str]) -> list[str]:
+    """The shortest list whose repetition gives these names; the last repetition may be partial."""
+    lengths = range(1, len(names) + 1)
+    length = next(n for n in lengths if all(name == names[i % n] for i, name in enumerate(names)))
+    return list(names[:length])
+
+
+def layer_types(settings: Settings, *, every: int) -> list[str]:
+    """The layer_types of config.json; default: every n-th layer has full attention, the others a window."""
+    numbers = range(1, settings["num_hidden_layers"] + 1)
+    return list(settings.get("layer_types") or [WINDOWED if number % every else FULL for number in numbers])
+
+
+def windowed_layers(types: Sequence[str], *, windowed: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
+    """Pattern and kinds of a model with these layer_types."""
+    kinds = {WINDOWED: windowed, FULL: full}
+    used = list(dict.fromkeys(types))
+    if unknown := [name for name in used if name not in kinds]:
+        raise UnsupportedError(f"unsupported layer_types {', '.join(unknown)} (supported: {', '.join(kinds)})")
+    pattern = [KIND_NAMES[name] for name in pattern_of(types)]
+    return {"pattern": pattern, "kinds": {KIND_NAMES[name]: dict(kinds[name]) for name in used}}
+
+
+def window_settings(model: config.Model) -> Settings:
+    """The layer_types of a model, and its sliding_window, which all windowed layers share."""
+    windows = [kind.attention.window for kind in layer_kinds(model)]
+    types = [FULL if window is None else WINDOWED for window in windows]
+    return {"layer_types": types, "sliding_window": next((window for window in windows if window), None)}
+
+
+def kind_by_type(model: config.Model) -> dict[str, config.Kind]:
+    """The layer kind of each layer type; a type without layers gets the kind of the first layer."""
+    kinds = layer_kinds(model)
+    of_type = {FULL if kind.attention.window is None else WINDOWED: kind for kind in reversed(kinds)}
+    return {WINDOWED: kinds[0], FULL: kinds[0], **of_type}

@@ -1,4 +1,4 @@
-"""Weights from wherever a config says they are: our own checkpoints, a Hugging Face folder, a GGUF file."""
+"""Load weights from any supported location: a maxhydra run, a Hugging Face or PEFT folder, or a GGUF file."""
 
 import logging
 import time
@@ -13,13 +13,14 @@ from jax.typing import DTypeLike
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.quantization import Quantization
 from maxhydra.convert.adapter_lineage import origin
+from maxhydra.convert.arrays import Arrays, FileArrays, InMemoryArrays
 from maxhydra.convert.gguf import gguf_source
 from maxhydra.convert.hf import hf_source
 from maxhydra.convert.hf_config import is_hf_folder
 from maxhydra.convert.orbax_io import find_checkpoint, read_format, read_parameters
 from maxhydra.convert.peft import PeftFolder, is_peft_folder, open_peft
 from maxhydra.convert.source import Source
-from maxhydra.convert.stream_in import fill, on_first_device
+from maxhydra.convert.stream_in import single_device_shardings, stream_weights
 from maxhydra.model import ModelDef, build, kept, mapped, merge_trees, merged, split_trainable
 from maxhydra.modelfiles import locate
 from maxhydra.sharding import is_axes
@@ -37,28 +38,36 @@ def load_weights(
     dtype: DTypeLike,
     key: str = "checkpoint.load_parameters",
 ) -> Tree:
-    """The weights of the model's base in a dtype, each shard where `shardings` puts it; None: on the first device.
+    """Load the weights of the model's base in `dtype`, with these shardings; None puts them on the first device.
 
-    What the model keeps in fewer bits is packed as soon as it is read; a checkpoint that holds it so already is read as
-    it is. A run's adapter is merged into the weights it was trained around. Anything that is not this model's is
-    refused before memory is taken; `key` is the config field that names `source`.
+    Weights that the model stores quantized are quantized as soon as they are read; a checkpoint that is already
+    quantized is loaded unchanged. A run's adapter is merged into its base weights. A source that does not match the
+    model raises ConfigError before device memory is allocated; `key` is the config field that names `source`.
     """
-    began = time.monotonic()
-    base, keep = model.base, partial(kept, model)
-    shardings = on_first_device(base) if shardings is None else shardings
-    if (packed := stored_format(key, source)) is not None:
-        require_format(key, source, packed, model)
-        params = read_parameters(key, find_checkpoint(key, source), _packed(model, shardings, dtype))
-    elif (foreign := open_external(key, source)) is not None:
-        params = fill(foreign, base, shardings=shardings, dtype=dtype, keep=keep)
+    start = time.monotonic()
+    base, quantize = model.base, partial(kept, model)
+    shardings = single_device_shardings(base) if shardings is None else shardings
+    if (quantization := stored_format(key, source)) is not None:
+        require_format(key, source, quantization, model)
+        params = read_parameters(key, find_checkpoint(key, source), _abstract_quantized(model, shardings, dtype))
+    elif (external := open_external(key, source)) is not None:
+        params = stream_weights(external, base, shardings=shardings, dtype=dtype, transform=quantize)
     else:
-        params = mapped(_own(key, source, base, shardings=shardings, dtype=dtype), keep)
-    log.info("weights of %s in %.1f s", source, time.monotonic() - began)
+        params = mapped(_load_run_or_peft(key, source, base, shardings=shardings, dtype=dtype), quantize)
+    log.info("loaded weights of %s in %.1f s", source, time.monotonic() - start)
     return params
 
 
+def open_arrays(key: str, source: str, model: ModelDef, *, dtype: DTypeLike) -> Arrays:
+    """Open a source of the model's weights for slice-wise reading; maxhydra checkpoints are loaded as a whole."""
+    external = open_external(key, source)
+    if external is not None:
+        return FileArrays(external, model)
+    return InMemoryArrays(load_weights(source, model, shardings=None, dtype=dtype, key=key))
+
+
 def stored_format(key: str, source: str) -> Quantization | None:
-    """The formats in which a checkpoint of ours keeps its weights; None for plain numbers, and for files of others."""
+    """The quantization of a maxhydra checkpoint; None if it is not quantized, and for external checkpoints."""
     path = locate(key, source)
     if not path.is_dir() or is_hf_folder(path) or is_peft_folder(path):
         return None
@@ -66,56 +75,56 @@ def stored_format(key: str, source: str) -> Quantization | None:
 
 
 def require_format(key: str, source: str, stored: Quantization, model: ModelDef) -> None:
-    """Refuse a checkpoint that keeps its weights otherwise than the model does: rounded twice they would be others."""
-    told = stored.kind.value
+    """Raise ConfigError if a checkpoint is not quantized as the model is: weights must not be rounded twice."""
+    kind = stored.kind.value
     if not model.is_packed or model.adapter is not None:
-        reason = f"holds weights in {told}, which are decoded with as they are and nothing else"
-        hint = "give the weights from which it was made"
+        reason = f"is quantized to {kind} and can only be used for inference"
+        hint = "load the unquantized weights from which it was made"
         raise ConfigError(Problem(key, reason, value=source, accepted="task=decode, serve or score", hint=hint))
     if model.quantization != stored:
         assert model.quantization is not None
-        reason = f"differs from that of {source}, which holds weights in {told}"
-        hint = f"leave quantization out: it is then taken from {source}"
+        reason = f"differs from the quantization of {source}, which is {kind}"
+        hint = f"omit quantization: it is then taken from {source}"
         raise ConfigError(Problem("quantization.kind", reason, value=model.quantization.kind, hint=hint))
 
 
 def open_external(key: str, source: str) -> Source | None:
-    """The weights of another project at a place; None where a run of ours should be."""
+    """Open a Hugging Face folder or GGUF file; None for other folders, which should be maxhydra runs."""
     path = locate(key, source)
     if not path.exists():
-        raise ConfigError(Problem(key, "nothing is there", value=source, accepted=ACCEPTED))
+        raise ConfigError(Problem(key, "does not exist", value=source, accepted=ACCEPTED))
     if path.is_file():
         return gguf_source(key, source, path)
     return hf_source(key, source, path) if is_hf_folder(path) else None
 
 
-def _own(key: str, source: str, model: ModelDef, *, shardings: Tree, dtype: DTypeLike) -> Tree:
-    """The weights of a run of ours, with its adapter merged where it trained one, or of an adapter of PEFT."""
+def _load_run_or_peft(key: str, source: str, model: ModelDef, *, shardings: Tree, dtype: DTypeLike) -> Tree:
+    """Load the weights of a maxhydra run, with its adapter merged if it trained one, or of a PEFT adapter."""
     path = locate(key, source)
     if is_peft_folder(path):
-        return _peft(open_peft(key, source, path), model, shardings=shardings, dtype=dtype)
+        return _load_peft(open_peft(key, source, path), model, shardings=shardings, dtype=dtype)
     checkpoint = find_checkpoint(key, source)
-    found = origin(key, checkpoint)
-    if found is None:
+    lineage = origin(key, checkpoint)
+    if lineage is None:
         return read_parameters(key, checkpoint, _abstract(model.shapes, shardings, dtype))
-    adapted = build(model.config, found.adapter)
+    adapted = build(model.config, lineage.adapter)
     trained = read_adapter(key, source, adapted, mesh=jax.tree.leaves(shardings)[0].mesh)
-    base = load_weights(found.base, adapted, shardings=shardings, dtype=found.dtype, key=key)
-    return _merged(adapted, trained, base, shardings=shardings, dtype=dtype)
+    base = load_weights(lineage.base, adapted, shardings=shardings, dtype=lineage.dtype, key=key)
+    return _merge_adapter(adapted, trained, base, shardings=shardings, dtype=dtype)
 
 
-def _peft(folder: PeftFolder, model: ModelDef, *, shardings: Tree, dtype: DTypeLike) -> Tree:
-    """The weights that an adapter of PEFT was trained around, with what it adds."""
-    foreign = open_external(folder.key, folder.base)
-    if foreign is None:
-        raise folder.problem(f"is an adapter around {folder.base}, which is no Hugging Face folder")
-    adapted = build(model.config, folder.adapter(model, foreign.table))
-    trained = folder.trained(model, foreign.table)
-    base = fill(foreign, model, shardings=shardings, dtype="float32")
-    return _merged(adapted, trained, base, shardings=shardings, dtype=dtype)
+def _load_peft(folder: PeftFolder, model: ModelDef, *, shardings: Tree, dtype: DTypeLike) -> Tree:
+    """Load the base weights of a PEFT adapter and merge the adapter into them."""
+    external = open_external(folder.key, folder.base)
+    if external is None:
+        raise folder.problem(f"is an adapter of {folder.base}, which is not a Hugging Face folder")
+    adapted = build(model.config, folder.adapter(model, external.table))
+    trained = folder.trained(model, external.table)
+    base = stream_weights(external, model, shardings=shardings, dtype="float32")
+    return _merge_adapter(adapted, trained, base, shardings=shardings, dtype=dtype)
 
 
-def _merged(adapted: ModelDef, trained: Tree, base: Tree, *, shardings: Tree, dtype: DTypeLike) -> Tree:
+def _merge_adapter(adapted: ModelDef, trained: Tree, base: Tree, *, shardings: Tree, dtype: DTypeLike) -> Tree:
     merge = jax.jit(
         lambda trained, base: merged(adapted, merge_trees(trained, base), dtype=jnp.dtype(dtype)),
         out_shardings=shardings,
@@ -124,26 +133,25 @@ def _merged(adapted: ModelDef, trained: Tree, base: Tree, *, shardings: Tree, dt
 
 
 def read_adapter(key: str, source: str, model: ModelDef, *, mesh: Mesh | None = None) -> Tree:
-    """What a run of ours trained as the adapter of this model, on every device of a mesh, since it is small; None: on
-    the first device."""
+    """Read the adapter that a run trained for this model, replicated over a mesh; None: on the first device."""
     shapes = split_trainable(model.shapes)[0]
-    mesh = mesh or jax.tree.leaves(on_first_device(model))[0].mesh
-    everywhere = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), shapes)
-    return read_parameters(key, find_checkpoint(key, source), _abstract(shapes, everywhere, "float32"))
+    mesh = mesh or jax.tree.leaves(single_device_shardings(model))[0].mesh
+    replicated = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), shapes)
+    return read_parameters(key, find_checkpoint(key, source), _abstract(shapes, replicated, "float32"))
 
 
-def _packed(model: ModelDef, shardings: Tree, dtype: DTypeLike) -> Tree:
-    """What packed weights are read onto, given the shardings of plain ones: each axis is split as it is there."""
+def _abstract_quantized(model: ModelDef, shardings: Tree, dtype: DTypeLike) -> Tree:
+    """Shapes, dtypes and shardings of quantized weights: each logical axis is sharded as in the unquantized weight."""
 
-    def walk(shapes: Tree, axes: Tree, plain: Tree, sharding: Tree) -> Tree:
-        if not is_axes(plain):
-            return {name: walk(below, axes[name], plain[name], sharding[name]) for name, below in shapes.items()}
+    def walk(shapes: Tree, axes: Tree, base_axes: Tree, sharding: Tree) -> Tree:
+        if not is_axes(base_axes):
+            return {name: walk(inner, axes[name], base_axes[name], sharding[name]) for name, inner in shapes.items()}
         if not isinstance(shapes, dict):
             return jax.ShapeDtypeStruct(shapes.shape, dtype, sharding=sharding)
-        split_trainable = dict(zip(plain, sharding.spec, strict=False))
-        own = {name: PartitionSpec(*map(split_trainable.get, axes[name])) for name in shapes}
+        mesh_axis_of = dict(zip(base_axes, sharding.spec, strict=False))
+        specs = {name: PartitionSpec(*map(mesh_axis_of.get, axes[name])) for name in shapes}
         return {
-            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(sharding.mesh, own[name]))
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(sharding.mesh, specs[name]))
             for name, leaf in shapes.items()
         }
 

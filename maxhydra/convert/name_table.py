@@ -1,6 +1,6 @@
-"""How other projects write a family: its settings and the names of its weights. tables/ has one module per family.
+"""Name tables: Hugging Face and GGUF names of a family's tensors and settings. tables/ has one module per family.
 
-A table in full, of a family whose experts are separate tensors, and whose gate and up lie in one:
+Example of a family with one tensor per expert, and with gate and up fused in one tensor:
 
     LAYER = "model.layers.{layer}."
     TABLE = Table(
@@ -17,14 +17,14 @@ A table in full, of a family whose experts are separate tensors, and whose gate 
             ),
             ...
         ),
-        ends=(Weight("embedding/table", "model.embed_tokens.weight", turned=False), ...),
+        non_layer=(Weight("embedding/table", "model.embed_tokens.weight", transposed=False), ...),
         to_model=to_model,
         to_settings=to_settings,
     )
 
-A row is one tensor of theirs and the array or arrays of ours that it holds, each of one layer. A row whose arrays a
-layer does not have is passed over, so a table lists what any kind of layer may have. Sizes never stand in a table: they
-follow from the model's own shapes. Nothing here imports jax: settings are read before a config is valid.
+A row maps one HF tensor to the parameter or parameters of one layer that it holds. Rows whose parameters a layer does
+not have are skipped, so a table lists the rows of all layer kinds. Tables contain no sizes; those follow from the
+model's parameter shapes. This module does not import jax, because config.json is read before a config is valid.
 """
 
 import dataclasses
@@ -38,53 +38,57 @@ from maxhydra.config.schema import model as config
 from maxhydra.convert import tables
 
 Settings = dict[str, Any]
-"""What config.json holds."""
+"""Contents of config.json."""
 
 
 class UnsupportedError(ValueError):
-    """A setting of theirs for which there is no mechanism here. The text names the setting and what is served."""
+    """A value in config.json that maxhydra does not implement. The message names it and the supported values."""
 
 
 class Join(Enum):
-    """How arrays of ours share the outputs of one tensor of theirs."""
+    """How several parameters are fused along the output axis of one HF tensor."""
 
     parts = "parts"
-    """One after the other."""
+    """Concatenated."""
     heads = "heads"
-    """Head by head: all parts of the first head, then all of the second. The heads are those of the first array, or of
-    the one that `Weight.heads` names; an array with several heads to each of these has them side by side."""
+    """Concatenated per head: all parameters of the first head, then all of the second. The number of heads is that of
+    the first parameter, or of the one named by `Weight.heads`; a parameter with several heads per group keeps them
+    adjacent."""
     interleaved = "interleaved"
-    """Number by number: first, first, second, second."""
+    """Alternating elements: first, first, second, second."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One tensor of theirs, and our path below the layer or the model; several where it holds several arrays.
+    """A row of the table: one HF tensor and the parameter path, or several if the tensor is fused.
 
-    Our arrays are [*leading, *inputs, *outputs]; theirs is [*leading, outputs, inputs], both flat.
+    Paths are relative to the layer or, outside the layers, to the model. Parameters are [*leading, *inputs, *outputs];
+    HF tensors are [*leading, outputs, inputs] with inputs and outputs flattened.
     """
 
     path: str | tuple[str, ...]
     hf: str
-    """Their name: `{layer}` where layers have a number, `{expert}` where each expert is a tensor of its own (then our
-    first axis counts the experts, and what stands below is of one)."""
+    """HF tensor name with a `{layer}` placeholder, and `{expert}` if each expert is a separate tensor (the first axis
+    of the parameter is then the expert axis, and the fields below describe one expert)."""
     gguf: str = ""
     inputs: int = 1
-    """Our dimensions that are inputs, after the leading ones; 0 for a bias. A vector is all inputs or all outputs."""
-    turned: bool = True
-    """Whether theirs has outputs before inputs, as torch's Linear; an embedding, or a Conv1D of GPT-2, has not."""
+    """Number of input dimensions of the parameter, after the leading ones; 0 for a bias. A vector is all inputs or all
+    outputs."""
+    transposed: bool = True
+    """True if the HF tensor is [outputs, inputs] as in torch.nn.Linear; False for an embedding or GPT-2's Conv1D."""
     leading: int = 0
-    """Our first dimensions that theirs has too, such as experts that lie in one tensor."""
+    """Number of leading dimensions shared by parameter and tensor, e.g. 1 if all experts are in one tensor."""
     join: Join = Join.parts
     heads: str = ""
-    """join=heads: the array whose first output dimension counts the heads, where it is not the first of this row."""
-    single_axis: int | None = None
-    """Where theirs has an axis of size 1 that ours has not, as a depthwise convolution's."""
-    beside: str = ""
-    """A path that the layer must have too, where layers of other kinds have arrays of the same names."""
-    neighbours: bool = False
-    """Theirs turns neighbours by rotary positions, where we turn halves of a head, and orders a head's numbers so."""
-    gguf_neighbours: bool = False
+    """With join=heads: the parameter whose first output dimension is the number of heads; default: the first one."""
+    singleton_axis: int | None = None
+    """Axis of size 1 that only the HF tensor has, as in a depthwise convolution."""
+    requires: str = ""
+    """A path that the layer must also have, to tell apart layer kinds with parameters of the same name."""
+    interleaved_rope: bool = False
+    """True if the HF tensor orders a head's features for RoPE on adjacent pairs; parameters pair the two halves."""
+    gguf_interleaved_rope: bool = False
+    """The same for the GGUF tensor."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -97,40 +101,43 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class Gguf:
-    """A family in GGUF files."""
+    """GGUF architectures and settings of a family."""
 
     architectures: tuple[str, ...]
-    """`general.architecture`."""
+    """Values of `general.architecture`."""
     settings: Mapping[str, str]
-    """Key of config.json -> the file's value of the same meaning, below the architecture's name."""
+    """Key of config.json -> GGUF key of the same meaning, without the architecture prefix."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A family as others write it."""
+    """Tensor names and settings of one model family."""
 
     hf_types: Mapping[str, str]
-    """`model_type` in config.json -> the class of transformers. The first is what is written."""
+    """`model_type` in config.json -> transformers class. The first entry is the one that is exported."""
     layer: tuple[Weight, ...]
-    ends: tuple[Weight, ...]
+    non_layer: tuple[Weight, ...]
+    """Rows outside the layers: embedding, final norm, head."""
     to_model: Callable[[Settings], dict[str, Any]]
-    """config.json -> our model config: plain values, as YAML would hold them; what equals the schema's default may be
-    left out. It is the whole truth about what the weights mean. A key that is not there has the family's default; a
-    setting that no mechanism serves is an UnsupportedError."""
+    """Converts config.json to the values of our `model` section, as YAML would hold them. Schema defaults may be
+    omitted. The result fully determines what the weights mean: a key missing from config.json has the family's
+    default, and an unsupported value raises UnsupportedError."""
     to_settings: Callable[[config.Model], Settings | None]
-    """The other way round, model_type, architectures and dtype aside. It need not refuse a model that the family
-    cannot tell: what it gives is read back through to_model, and must mean the same."""
+    """Inverse of to_model, without model_type, architectures and dtype. It need not reject models that the family
+    cannot represent: the export passes its result through to_model and compares."""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
-    """Patterns (fnmatch) of tensors that hold nothing of this model, such as the vision part of a larger one; {beyond}
-    is the number of the first layer behind the last."""
+    """fnmatch patterns of tensors to skip, such as the vision tower of a multimodal model; {beyond} is replaced by
+    num_layers, the index after the last layer."""
     gguf: Gguf | None = None
 
     @property
-    def written_type(self) -> str:
+    def model_type(self) -> str:
+        """The `model_type` written on export."""
         return next(iter(self.hf_types))
 
 
 def all_tables() -> Iterator[Table]:
-    """Every table of the package, found by its file."""
-    for module in pkgutil.iter_modules(tables.__path__):
-        yield importlib.import_module(f"{tables.__name__}.{module.name}").TABLE
+    """Yield the TABLE, or every table of TABLES, of each module in convert/tables."""
+    for info in pkgutil.iter_modules(tables.__path__):
+        module = importlib.import_module(f"{tables.__name__}.{info.name}")
+        yield from module.TABLES if hasattr(module, "TABLES") else (module.TABLE,)

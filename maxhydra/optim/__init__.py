@@ -1,4 +1,4 @@
-"""The optimizer of a run: an optax transformation, its learning rate over the steps, and how its state is laid out."""
+"""Optimizers: an optax transformation, its learning-rate schedule, and the sharding of its state."""
 
 from maxhydra.optim.build import Optimizer, OptimizerState, build
 from maxhydra.optim.layout import state_axes

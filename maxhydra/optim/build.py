@@ -1,12 +1,13 @@
-"""config.Optimizer -> one optax transformation: clip, the kind's scaling, decoupled decay, learning rate.
+"""Build the optax transformation of a config.Optimizer: clipping, scaling, decoupled weight decay, learning rate.
 
-All arithmetic is float32 whatever the format of the weights; the state is stored in its own formats. The learning rate
-depends on the number of updates that the state has seen, so a step whose new state is thrown away does not count.
+All arithmetic is float32 whatever the dtype of the weights; the state keeps its own dtypes. The learning rate depends
+on the number of applied updates in the state, so a step whose new state is discarded does not advance the schedule.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -18,20 +19,64 @@ from maxhydra.config.regex import matches
 from maxhydra.config.schema.optimizer import Optimizer as OptimizerConfig
 from maxhydra.config.schema.optimizer import OptimizerKind
 from maxhydra.optim.adafactor import scale_by_adafactor
-from maxhydra.optim.norm import Norm, clipped
-from maxhydra.optim.parameters import Sides, axes_by_path, check_patterns, is_stacked, is_table, path_of, paths, sides
+from maxhydra.optim.parameters import (
+    MatrixDims,
+    axes_by_path,
+    check_patterns,
+    is_stacked,
+    is_table,
+    matrix_dims,
+    path_of,
+    paths,
+)
 from maxhydra.optim.schedule import Schedule, schedule
 from maxhydra.sharding import LogicalAxes
 
 Tree = Any
 
-# Root mean square of adamw's updates in practice: with it muon's matrices and adamw's vectors share one learning rate
-# and one weight decay (Liu et al., 2025, "Muon is scalable for LLM training").
+
+@dataclasses.dataclass(frozen=True)
+class GradNorm:
+    """L2 norm in float32 over the trained leaves."""
+
+    is_trained: Tree
+    """Tree of bools, one per leaf."""
+    is_per_layer: Tree
+    """True for a leaf of stacked layers whose loop is unrolled, so that gradients come layer by layer: XLA would
+    concatenate them before the sum, at a third of the memory bandwidth."""
+
+    def __call__(self, grads: Tree) -> jax.Array:
+        leaves = zip(*map(jax.tree.leaves, (grads, self.is_trained, self.is_per_layer)), strict=True)
+        squares = [
+            _sum_squares_by_layer(leaf) if is_per_layer else _sum_squares(leaf)
+            for leaf, is_trained, is_per_layer in leaves
+            if is_trained
+        ]
+        return jnp.sqrt(sum(squares, jnp.float32(0)))
+
+
+def _sum_squares(leaf: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(leaf.astype(jnp.float32)))
+
+
+def _sum_squares_by_layer(stack: jax.Array) -> jax.Array:
+    """Reduce each layer to its rows first, then sum the small remainder over all layers at once."""
+    layers = (stack[i].reshape(stack.shape[1], -1).astype(jnp.float32) for i in range(stack.shape[0]))
+    return jnp.sum(reduce(jnp.add, [jnp.sum(jnp.square(layer), axis=1) for layer in layers]))
+
+
+def clip_to_norm(grads: Tree, norm: jax.Array, limit: float) -> Tree:
+    """Scale the gradients down to a norm of `limit` if `norm` is larger (Pascanu et al., 2012)."""
+    return jax.tree.map(lambda g: jnp.where(norm < limit, g, (g / norm) * limit), grads)
+
+
+# Typical RMS of AdamW updates. Muon updates are scaled to it, so that Muon's matrices and AdamW's vectors share one
+# learning rate and weight decay (Liu et al., 2025, "Muon is scalable for LLM training").
 ADAM_RMS = 0.2
 
 
 class OptimizerState(NamedTuple):
-    """Updates applied so far, and the state of the transformations."""
+    """Number of applied updates, and the state of the inner transformations."""
 
     applied: jax.Array
     inner: Tree
@@ -39,61 +84,61 @@ class OptimizerState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """`transform` turns gradients into updates to add; `schedule(applied)` is the learning rate of the next one.
+    """`transform` converts gradients to updates to add; `schedule(applied)` is the learning rate of the next update.
 
-    `norm` is that of gradients, by which the transformation clips them; who has it at hand already may give it to
-    `update` as `norm`.
+    `norm` is the gradient norm by which `transform` clips; a caller that has already computed it can pass it to
+    `transform.update` as `norm`.
     """
 
     transform: optax.GradientTransformation
     schedule: Schedule
     norm: Callable[[Tree], jax.Array] = optax.tree.norm
     is_trained: Tree = None
-    """Of each parameter. None: all are."""
+    """Tree of bools, one per parameter; None if all are trained."""
 
     def held(self, new: Tree, old: Tree) -> Tree:
-        """New parameters, old ones where they are not trained: what a layer changes in itself stays there too."""
+        """Replace frozen parameters in `new` by those in `old`, also where a layer updates itself (router bias)."""
         if self.is_trained is None:
             return new
         return jax.tree.map(lambda is_trained, n, o: n if is_trained else o, self.is_trained, new, old)
 
 
 def build(config: OptimizerConfig, *, steps: int, shapes: Tree, axes: Tree, is_written_out: bool = False) -> Optimizer:
-    """The optimizer of parameters with these shapes and logical axes, over a run of `steps` steps.
+    """Build the optimizer for parameters with these shapes and logical axes, over a run of `steps` steps.
 
-    is_written_out: gradients of stacked layers are made layer by layer, in no loop.
+    is_written_out: the layer loop is unrolled, so gradients of stacked layers are computed layer by layer.
     """
     names = paths(shapes)
     check_patterns(config.trainable, config.no_decay, jax.tree.leaves(names))
-    own_axes = axes_by_path(axes)
-    trained = [("scale", _SCALINGS[config.kind](config, own_axes))]
+    axes_of = axes_by_path(axes)
+    transforms = [("scale", _SCALINGS[config.kind](config, axes_of))]
     if config.weight_decay > 0:
         decayed = jax.tree.map(lambda path: not matches(config.no_decay, path), names)
-        trained.append(("decay", optax.add_decayed_weights(config.weight_decay, mask=decayed)))
+        transforms.append(("decay", optax.add_decayed_weights(config.weight_decay, mask=decayed)))
     labels = jax.tree.map(lambda path: "trained" if matches(config.trainable, path) else "frozen", names)
-    inner = optax.partition({"trained": optax.named_chain(*trained), "frozen": optax.set_to_zero()}, labels)
+    inner = optax.partition({"trained": optax.named_chain(*transforms), "frozen": optax.set_to_zero()}, labels)
     learning_rate = schedule(config.schedule, peak=config.learning_rate, steps=steps)
-    is_apart = jax.tree.map(
-        lambda path: is_written_out and len(own_axes[path]) > 2 and is_stacked(own_axes[path]), names
+    is_per_layer = jax.tree.map(
+        lambda path: is_written_out and len(axes_of[path]) > 2 and is_stacked(axes_of[path]), names
     )
     is_trained = jax.tree.map(lambda label: label == "trained", labels)
-    norm = Norm(is_trained=is_trained, is_apart=is_apart)
-    return Optimizer(_descend(inner, learning_rate, norm, config.clip_norm), learning_rate, norm, is_trained)
+    norm = GradNorm(is_trained=is_trained, is_per_layer=is_per_layer)
+    return Optimizer(_scale_by_schedule(inner, learning_rate, norm, config.clip_norm), learning_rate, norm, is_trained)
 
 
-def _descend(
-    inner: optax.GradientTransformation, learning_rate: Schedule, norm: Norm, clip_norm: float | None
+def _scale_by_schedule(
+    inner: optax.GradientTransformation, learning_rate: Schedule, norm: GradNorm, clip_norm: float | None
 ) -> optax.GradientTransformation:
     """Minus the learning rate times `inner` of the clipped gradients, computed in float32."""
 
     def init(params: Tree) -> OptimizerState:
         return OptimizerState(jnp.zeros((), jnp.int32), inner.init(params))
 
-    def update(grads: Tree, state: OptimizerState, params: Tree, **known: jax.Array) -> tuple[Tree, OptimizerState]:
-        wide_grads, wide_params = (jax.tree.map(lambda x: x.astype(jnp.float32), tree) for tree in (grads, params))
+    def update(grads: Tree, state: OptimizerState, params: Tree, **extra: jax.Array) -> tuple[Tree, OptimizerState]:
+        grads_f32, params_f32 = (jax.tree.map(lambda x: x.astype(jnp.float32), tree) for tree in (grads, params))
         if clip_norm is not None:
-            wide_grads = clipped(wide_grads, known["norm"] if known else norm(wide_grads), clip_norm)
-        updates, new_inner = inner.update(wide_grads, state.inner, wide_params)
+            grads_f32 = clip_to_norm(grads_f32, extra["norm"] if extra else norm(grads_f32), clip_norm)
+        updates, new_inner = inner.update(grads_f32, state.inner, params_f32)
         rate = -learning_rate(state.applied)
         stored = jax.tree.map(lambda new, old: new.astype(old.dtype), new_inner, state.inner)
         return jax.tree.map(lambda u: rate * u, updates), OptimizerState(state.applied + 1, stored)
@@ -122,11 +167,11 @@ def _adafactor(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformat
 
 
 def _muon(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
-    """Orthogonalised momentum for the layers' matrices; adamw for embeddings, head, norms and biases.
+    """Orthogonalized momentum for the layers' matrices; AdamW for embeddings, head, norms and biases.
 
-    `optax.contrib.muon` composes the same parts, but cannot mask the decay of its adamw half.
+    `optax.contrib.muon` composes the same transformations, but cannot mask the weight decay of its AdamW half.
     """
-    matrices = {path: sides(names) for path, names in axes.items() if not is_table(names)}
+    matrices = {path: matrix_dims(names) for path, names in axes.items() if not is_table(names)}
     dimensions = {path: MuonDimensionNumbers(m.rows, m.columns) for path, m in matrices.items() if m is not None}
 
     def dimensions_of(updates: Tree) -> Tree:
@@ -150,12 +195,12 @@ def _label(is_matrix: bool) -> str:
     return "muon" if is_matrix else "adamw"
 
 
-def _match_adam_rms(matrices: dict[str, Sides]) -> optax.GradientTransformation:
-    """An orthogonal n x m matrix has a root mean square of 1 / sqrt(max(n, m)); bring it to ADAM_RMS."""
+def _match_adam_rms(matrices: dict[str, MatrixDims]) -> optax.GradientTransformation:
+    """Scale updates to ADAM_RMS; an orthogonal n x m matrix has an RMS of 1 / sqrt(max(n, m))."""
 
     def scale(keys: jax.tree_util.KeyPath, update: jax.Array) -> jax.Array:
         matrix = matrices[path_of(keys)]
-        longest = max(math.prod(update.shape[d] for d in side) for side in (matrix.rows, matrix.columns))
+        longest = max(math.prod(update.shape[d] for d in dims) for dims in (matrix.rows, matrix.columns))
         return update * (ADAM_RMS * math.sqrt(longest))
 
     return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(scale, updates))

@@ -1,8 +1,8 @@
-"""What the optimizer knows about parameters: their paths, and which of their dimensions make a matrix.
+"""Parameter paths, and which dimensions of a parameter are the rows and columns of a matrix.
 
-Layers are stacked on a leading axis for the scan, experts on the next; to an optimizer that looks at matrices each is a
-matrix of its own, and a projection to heads is one matrix with heads x head_dim columns. Logical axis names say so;
-shapes do not.
+Layers are stacked on a leading axis for the scan, experts on the next. Matrix optimizers must treat each layer and
+expert as a separate matrix, and a projection to heads as one matrix with heads x head_dim columns. The names of the
+logical axes determine this; shapes alone do not.
 """
 
 import dataclasses
@@ -20,38 +20,38 @@ Tree = Any
 
 # Axes along which independent parameters are stacked.
 STACKED = ("layers", "experts")
-# Axes that continue the side of the axis before them: heads x head_dim is one side.
-CONTINUED = ("head_dim",)
+# Axes that are flattened with the axis before them: heads x head_dim are the rows or the columns.
+FLATTENED = ("head_dim",)
 # Axes whose entries are looked up or scored one by one: the parameter is a table of vectors, not a linear map.
 TABLES = ("vocab", "positions")
 
 
 @dataclasses.dataclass(frozen=True)
-class Sides:
-    """Dimensions of a parameter that is a linear map: those of its rows (inputs) and of its columns (outputs)."""
+class MatrixDims:
+    """Dimensions of a linear map that are its rows (inputs) and its columns (outputs)."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
 
 
-def own_dimensions(axes: LogicalAxes) -> tuple[int, ...]:
+def unstacked_dims(axes: LogicalAxes) -> tuple[int, ...]:
     """Dimensions within one layer, or one expert of it."""
     return tuple(dimension for dimension, name in enumerate(axes) if name not in STACKED)
 
 
-def sides(axes: LogicalAxes) -> Sides | None:
-    """Rows and columns of each layer's matrix; None for a vector, or where there are more than two sides."""
+def matrix_dims(axes: LogicalAxes) -> MatrixDims | None:
+    """Rows and columns of each layer's matrix; None for a vector and for more than two dimensions."""
     groups: list[tuple[int, ...]] = []
-    for dimension in own_dimensions(axes):
-        if axes[dimension] in CONTINUED and groups:
+    for dimension in unstacked_dims(axes):
+        if axes[dimension] in FLATTENED and groups:
             groups[-1] = (*groups[-1], dimension)
         else:
             groups.append((dimension,))
-    return Sides(*groups) if len(groups) == 2 else None
+    return MatrixDims(*groups) if len(groups) == 2 else None
 
 
 def is_stacked(axes: LogicalAxes) -> bool:
-    """Whether the layers of a repeated pattern lie on the first axis."""
+    """True if the first axis stacks the layers of a repeated pattern."""
     return axes[0] == "layers"
 
 
@@ -60,12 +60,12 @@ def is_table(axes: LogicalAxes) -> bool:
 
 
 def path_of(keys: jax.tree_util.KeyPath) -> str:
-    """`pattern/0/attention/query/kernel`."""
+    """Path of a parameter, such as `pattern/0/attention/query/kernel`."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def paths(tree: Tree) -> Tree:
-    """The same tree with each leaf's path in its place."""
+    """Replace each leaf of the tree by its path."""
     return jax.tree_util.tree_map_with_path(lambda keys, _: path_of(keys), tree)
 
 
@@ -74,7 +74,7 @@ def axes_by_path(axes: Tree) -> dict[str, LogicalAxes]:
 
 
 def check_patterns(trainable: list[str], no_decay: list[str], known: list[str]) -> None:
-    """A pattern that cannot be read, or a trainable one that names no parameter, is a ConfigError."""
+    """Raise ConfigError for an invalid pattern, or a trainable pattern that matches no parameter."""
     problems = [*unreadable("optimizer.trainable", trainable), *unreadable("optimizer.no_decay", no_decay)]
     if not problems:
         problems = list(_unmatched(trainable, known))

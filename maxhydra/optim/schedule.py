@@ -1,8 +1,8 @@
-"""The learning rate as a function of the step.
+"""Learning-rate schedules.
 
-Steps count from 0. Warm-up is linear from zero at step -1: of `warmup_steps` = w steps, step s has (s + 1) / (w + 1) of
-the peak, so the first step already learns and step w is the first at the peak. The last step, steps - 1, has exactly
-`final_fraction` of the peak; steps after it (a run that is made longer than its schedule) stay there.
+Steps count from 0. Warm-up is linear from zero at step -1: with `warmup_steps` = w, step s has (s + 1) / (w + 1) of the
+peak, so the first step has a nonzero rate and step w is the first at the peak. The last step, steps - 1, has exactly
+`final_fraction` of the peak; later steps (a run extended beyond its schedule) stay at that value.
 """
 
 import math
@@ -20,13 +20,13 @@ Schedule: TypeAlias = Callable[[int | jax.Array], jax.Array]
 
 
 def schedule(config: ScheduleConfig, *, peak: float, steps: int) -> Schedule:
-    """Warm-up times the shape of the kind, times the peak."""
+    """Build the schedule: peak x warm-up x shape of the kind."""
     after_warmup = _SHAPES[config.kind](config, steps)
 
     def learning_rate(step: int | jax.Array) -> jax.Array:
-        at = jnp.asarray(step, jnp.float32)
-        warmup = jnp.minimum(1.0, (at + 1) / (config.warmup_steps + 1))
-        return peak * warmup * after_warmup(at)
+        step_f32 = jnp.asarray(step, jnp.float32)
+        warmup = jnp.minimum(1.0, (step_f32 + 1) / (config.warmup_steps + 1))
+        return peak * warmup * after_warmup(step_f32)
 
     return learning_rate
 
@@ -39,9 +39,9 @@ def _constant(config: ScheduleConfig, steps: int) -> Shape:
 
 
 def _inverse_sqrt(config: ScheduleConfig, steps: int) -> Shape:
-    """sqrt((w + 1) / (s + 1)): 1 at the end of the warm-up (Vaswani et al., 2017, with a free peak)."""
+    """sqrt((w + 1) / (s + 1)): 1 at the end of the warm-up (Vaswani et al., 2017, with an arbitrary peak)."""
     first = config.warmup_steps + 1
-    return lambda at: jnp.sqrt(first / jnp.maximum(at + 1, first))
+    return lambda step: jnp.sqrt(first / jnp.maximum(step + 1, first))
 
 
 def _linear(config: ScheduleConfig, steps: int) -> Shape:
@@ -53,7 +53,7 @@ def _cosine(config: ScheduleConfig, steps: int) -> Shape:
 
 
 def _wsd(config: ScheduleConfig, steps: int) -> Shape:
-    """Warm-up, stable, decay (Hu et al., 2024): the last `decay_steps` steps are below the peak."""
+    """Warmup-stable-decay (Hu et al., 2024): the last `decay_steps` steps are below the peak."""
     assert config.decay_steps is not None and config.decay_style is not None
     return _decay(config.decay_style, _final(config), start=steps - 1 - config.decay_steps, end=steps - 1)
 
@@ -66,10 +66,10 @@ def _final(config: ScheduleConfig) -> float:
 def _decay(style: DecayStyle, final: float, *, start: int, end: int) -> Shape:
     """1 until step `start`, `final` from step `end` on."""
 
-    def shape(at: jax.Array) -> jax.Array:
-        progress = jnp.clip((at - start) / max(end - start, 1), 0.0, 1.0)
-        left = 1 - progress if style is DecayStyle.linear else 0.5 * (1 + jnp.cos(math.pi * progress))
-        return final + (1 - final) * left
+    def shape(step: jax.Array) -> jax.Array:
+        progress = jnp.clip((step - start) / max(end - start, 1), 0.0, 1.0)
+        remaining = 1 - progress if style is DecayStyle.linear else 0.5 * (1 + jnp.cos(math.pi * progress))
+        return final + (1 - final) * remaining
 
     return shape
 

@@ -1,4 +1,4 @@
-"""What the run stands on: finds the hardware, sets flags and caches, joins the processes, starts the backend."""
+"""Start-up of jax: detect the hardware, set flags and caches, connect the processes, start the backend."""
 
 from maxhydra.runtime.machine import Machine, original_environment, predict_hardware, start, start_on_host
 

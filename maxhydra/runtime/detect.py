@@ -1,4 +1,4 @@
-"""Finds the accelerator from files and variables, without jax: flags must be set before a backend starts."""
+"""Detect the accelerator from files and environment variables, without jax, whose flags must be set first."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from maxhydra.config.schema.hardware import Platform
 
-# JAX_PLATFORMS names vendors where our platforms name kinds of chip.
+# JAX_PLATFORMS distinguishes vendors, our platforms do not.
 JAX_NAMES = {"cpu": Platform.cpu, "cuda": Platform.gpu, "gpu": Platform.gpu, "rocm": Platform.gpu, "tpu": Platform.tpu}
 
 # PCI device ids of vendor Google; v2 and v3 share one.
@@ -25,7 +25,7 @@ TPU_PCI_IDS = {
 
 @dataclasses.dataclass(frozen=True)
 class DetectedDevices:
-    """A kind of device on this host, how many of them this process may use, and what was seen."""
+    """Device kind of this host, the number of devices this process may use, and the evidence found (`seen`)."""
 
     platform: Platform
     kind: str
@@ -34,31 +34,30 @@ class DetectedDevices:
 
 
 def detect(platform: Platform, env: Mapping[str, str], root: Path) -> DetectedDevices:
-    """The devices of a platform; for `auto` those of JAX_PLATFORMS, else the first of GPU, TPU and CPU that is here."""
-    asked = platform
-    if asked is Platform.auto and (named := env.get("JAX_PLATFORMS", "").split(",")[0]):
-        asked = JAX_NAMES.get(named, Platform.auto)
-    if asked is Platform.gpu:
-        return _gpu(env, root) or DetectedDevices(Platform.gpu, "", 0, "no NVIDIA driver is here")
-    if asked is Platform.tpu:
-        return _tpu(env, root) or DetectedDevices(Platform.tpu, "", 0, "no TPU is here")
-    if asked is Platform.cpu:
-        return DetectedDevices(Platform.cpu, "cpu", 1, "the CPU was asked for")
-    return _gpu(env, root) or _tpu(env, root) or DetectedDevices(Platform.cpu, "cpu", 1, "neither GPU nor TPU is here")
+    """Detect the devices of a platform; `auto` follows JAX_PLATFORMS, else takes the first of GPU, TPU and CPU."""
+    if platform is Platform.auto and (name := env.get("JAX_PLATFORMS", "").split(",")[0]):
+        platform = JAX_NAMES.get(name, Platform.auto)
+    if platform is Platform.gpu:
+        return _gpu(env, root) or DetectedDevices(Platform.gpu, "", 0, "no NVIDIA driver found")
+    if platform is Platform.tpu:
+        return _tpu(env, root) or DetectedDevices(Platform.tpu, "", 0, "no TPU found")
+    if platform is Platform.cpu:
+        return DetectedDevices(Platform.cpu, "cpu", 1, "CPU requested")
+    return _gpu(env, root) or _tpu(env, root) or DetectedDevices(Platform.cpu, "cpu", 1, "no GPU or TPU found")
 
 
-def cpu_refuses_cache(root: Path) -> bool:
-    """Whether XLA rejects, with pages of errors, the very programs that it compiled on this CPU (openxla/xla#44565).
+def cpu_rejects_cache(root: Path) -> bool:
+    """True if XLA rejects cached programs that it compiled on this very CPU, with pages of errors (openxla/xla#44565).
 
-    It records a tuning preference of LLVM as if it were an instruction set. LLVM has that preference for the CPUs whose
-    gather instructions were slowed down by a security fix, which Linux lists under the bug `gds`.
+    XLA records an LLVM tuning preference as if it were an instruction set. LLVM sets it for CPUs whose gather
+    instructions were slowed down by a security fix, which Linux lists as the bug `gds`.
     """
     cpuinfo = root / "proc/cpuinfo"
     return cpuinfo.is_file() and bool(re.search(r"^bugs\s*:.*\bgds\b", cpuinfo.read_text(), re.MULTILINE))
 
 
 def _gpu(env: Mapping[str, str], root: Path) -> DetectedDevices | None:
-    """NVIDIA GPUs that CUDA_VISIBLE_DEVICES lets this process see."""
+    """NVIDIA GPUs that CUDA_VISIBLE_DEVICES makes visible to this process."""
     kinds = list(_driver_models(root)) or list(_nvidia_smi_models(env))
     visible = kinds
     if "CUDA_VISIBLE_DEVICES" in env:
@@ -77,7 +76,7 @@ def _driver_models(root: Path) -> Iterator[str]:
 
 
 def _nvidia_smi_models(env: Mapping[str, str]) -> Iterator[str]:
-    """`GPU 0: NVIDIA H200 (UUID: ...)`; containers can lack the driver's files and still have the tool."""
+    """Parse `GPU 0: NVIDIA H200 (UUID: ...)`; containers may have nvidia-smi but not the driver's files."""
     tool = shutil.which("nvidia-smi", path=env.get("PATH", ""))
     if tool is None:
         return
@@ -89,7 +88,7 @@ def _nvidia_smi_models(env: Mapping[str, str]) -> Iterator[str]:
 
 
 def _tpu(env: Mapping[str, str], root: Path) -> DetectedDevices | None:
-    """TPU chips: GKE names the type in the environment; a TPU VM shows the chips on its PCI bus."""
+    """TPU chips, from GKE's TPU_ACCELERATOR_TYPE or from the PCI bus of a TPU VM."""
     chips = [
         TPU_PCI_IDS[identity]
         for vendor in sorted(root.glob("sys/bus/pci/devices/*/vendor"))

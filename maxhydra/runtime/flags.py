@@ -1,4 +1,4 @@
-"""Compiler flags and the platform, in the environment: they are read once, when the backend starts."""
+"""Environment variables with XLA flags and the platform, which jax reads once, when the backend starts."""
 
 from collections.abc import Mapping
 
@@ -6,26 +6,26 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.hardware import Hardware, Platform
 from maxhydra.runtime.detect import JAX_NAMES
 
-# The CPU backend stays available beside the accelerator for host-side arrays; the first name is the default.
+# The CPU backend stays available for host-side arrays; the first name is the default backend.
 JAX_PLATFORMS = {Platform.cpu: "cpu", Platform.gpu: "cuda,cpu", Platform.tpu: "tpu,cpu"}
 
 
-def merge_flags(ours: list[str], existing: str) -> str:
-    """Our flags and those that the environment sets already, which win."""
-    kept = {_name(flag) for flag in existing.split()}
-    return " ".join([*(flag for flag in ours if _name(flag) not in kept), *existing.split()])
+def merge_flags(flags: list[str], existing: str) -> str:
+    """Add flags to those of an environment variable, which take precedence."""
+    existing_names = {_name(flag) for flag in existing.split()}
+    return " ".join([*(flag for flag in flags if _name(flag) not in existing_names), *existing.split()])
 
 
 def replaced_flags(flags: list[str], others: list[str]) -> list[str]:
-    """The flags, with others in place of those of the same name."""
+    """Add `others` to the flags, replacing flags of the same name."""
     return merge_flags(flags, " ".join(others)).split()
 
 
 def backend_environment(hardware: Hardware, env: Mapping[str, str]) -> dict[str, str]:
-    """Variables to set before the backend starts."""
-    wrong = [flag for flag in hardware.xla_flags if not flag.startswith("--xla_") or " " in flag]
-    if wrong:
-        reason = f"{wrong[0]!r} is not a flag"
+    """Environment variables to set before the backend starts."""
+    invalid = [flag for flag in hardware.xla_flags if not flag.startswith("--xla_") or " " in flag]
+    if invalid:
+        reason = f"{invalid[0]!r} is not an XLA flag"
         raise ConfigError(
             Problem("hardware.xla_flags", reason, value=hardware.xla_flags, accepted="--xla_name=value, ...")
         )
@@ -40,12 +40,12 @@ def backend_environment(hardware: Hardware, env: Mapping[str, str]) -> dict[str,
 
 
 def flags_in_effect(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Every compiler flag that the backend reads."""
+    """All XLA flags that the backend reads."""
     return tuple(f"{env.get('XLA_FLAGS', '')} {env.get('LIBTPU_INIT_ARGS', '')}".split())
 
 
 def _platforms(platform: Platform, existing: str) -> str:
-    """JAX_PLATFORMS for a platform; one that names another platform first is a mistake."""
+    """JAX_PLATFORMS for a platform; ConfigError if it is already set and starts with another platform."""
     if not existing:
         return JAX_PLATFORMS[platform]
     if JAX_NAMES.get(existing.split(",")[0]) is not platform:

@@ -1,4 +1,4 @@
-"""Weights for others: any that we load as a Hugging Face folder, an adapter of ours as PEFT has it."""
+"""task=convert: export weights as a Hugging Face folder, a PEFT adapter, or a maxhydra checkpoint."""
 
 import json
 import shutil
@@ -13,12 +13,11 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.quantization import TO_KEEP
 from maxhydra.config.schema.tasks.convert import ConvertFormat, ConvertTask
 from maxhydra.convert.adapter_lineage import origin
-from maxhydra.convert.arrays import open_arrays
 from maxhydra.convert.hf_config import is_hf_folder
-from maxhydra.convert.hf_write import family_of, write_hf
-from maxhydra.convert.load import read_adapter
-from maxhydra.convert.own_write import write_own
-from maxhydra.convert.peft_write import write_peft
+from maxhydra.convert.hf_write import find_family, write_hf
+from maxhydra.convert.load import open_arrays, read_adapter
+from maxhydra.convert.orbax_io import write_checkpoint
+from maxhydra.convert.peft import write_peft
 from maxhydra.data.tokenizers import check_vocabulary
 from maxhydra.data.tokenizers.hf import HuggingFaceTokenizer
 from maxhydra.decode.checkpoint_check import check_origin
@@ -36,7 +35,7 @@ def run(job: Job) -> Outcome:
     assert isinstance(task, ConvertTask) and task.output is not None
     source = config.checkpoint.load_parameters
     if source is None:
-        raise ConfigError(Problem(KEY, "is needed: it says what to convert", value=None))
+        raise ConfigError(Problem(KEY, "is required: it names the weights to convert", value=None))
     _check_format(config, task)
     check_origin(config, source)
     with atomic_output_dir(Path(task.output).expanduser().absolute()) as folder:
@@ -46,63 +45,65 @@ def run(job: Job) -> Outcome:
 
 
 def _write_hf(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
-    whole = model.build(config.model)
-    table = family_of(whole, task.model_type)
+    decoder = model.build(config.model)
+    table = find_family(decoder, task.model_type)
     dtype = jnp.dtype((task.dtype or config.model.dtypes.weights).value)
-    arrays = open_arrays(KEY, source, whole, dtype=dtype)
-    write_hf(folder, whole, arrays, table=table, dtype=dtype, extra=_tokens(config, source, folder))
+    arrays = open_arrays(KEY, source, decoder, dtype=dtype)
+    write_hf(folder, decoder, arrays, table=table, dtype=dtype, extra=_write_tokenizer(config, source, folder))
 
 
-def _write_own(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
-    whole = model.build(config.model, quantization=config.quantization)
-    # Weights are packed as decoding would have loaded them, and so give the same answers to the last bit.
-    own = config.model.dtypes.compute if whole.is_packed else config.model.dtypes.weights
-    dtype = jnp.dtype((task.dtype or own).value)
-    write_own(folder, whole, open_arrays(KEY, source, whole.base, dtype=dtype), dtype=dtype)
+def _write_maxhydra(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
+    decoder = model.build(config.model, quantization=config.quantization)
+    # Quantize from the dtype in which task=decode would load the weights, so that both give bit-identical results.
+    default = config.model.dtypes.compute if decoder.is_packed else config.model.dtypes.weights
+    dtype = jnp.dtype((task.dtype or default).value)
+    write_checkpoint(folder, decoder, open_arrays(KEY, source, decoder.base, dtype=dtype), dtype=dtype)
 
 
 def _check_format(config: Config, task: ConvertTask) -> None:
-    """Fewer bits are a matter of our own checkpoints."""
-    asked = config.quantization
-    written = TO_KEEP if task.format is ConvertFormat.maxhydra else ()
-    if asked.kinds <= set(written):
+    """Raise ConfigError if the output format cannot store the quantization; only maxhydra checkpoints can."""
+    supported = TO_KEEP if task.format is ConvertFormat.maxhydra else ()
+    if config.quantization.kinds <= set(supported):
         return
-    accepted = ", ".join(["none", *(kind.value for kind in written)])
-    reason = f"is not written by task.format={task.format.value}"
-    hint = "" if written else "task.format=maxhydra writes " + ", ".join(kind.value for kind in TO_KEEP)
-    raise ConfigError(Problem("quantization.kind", reason, value=asked.kind, accepted=accepted, hint=hint))
+    accepted = ", ".join(["none", *(kind.value for kind in supported)])
+    reason = f"is not supported by task.format={task.format.value}"
+    hint = "" if supported else "task.format=maxhydra supports " + ", ".join(kind.value for kind in TO_KEEP)
+    raise ConfigError(
+        Problem("quantization.kind", reason, value=config.quantization.kind, accepted=accepted, hint=hint)
+    )
 
 
 def _write_peft(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
-    found = origin(KEY, source)
-    if found is None:
+    lineage = origin(KEY, source)
+    if lineage is None:
         accepted = "a run that was trained with adapter=lora or adapter=qlora"
-        raise ConfigError(Problem(KEY, "holds no adapter", value=source, accepted=accepted))
-    adapted = model.build(config.model, found.adapter)
-    table = family_of(adapted.base, task.model_type)
-    write_peft(folder, adapted, read_adapter(KEY, source, adapted), table=table, base=found.base)
+        raise ConfigError(Problem(KEY, "contains no adapter", value=source, accepted=accepted))
+    adapted = model.build(config.model, lineage.adapter)
+    table = find_family(adapted.base, task.model_type)
+    write_peft(folder, adapted, read_adapter(KEY, source, adapted), table=table, base=lineage.base)
 
 
-WRITERS = {ConvertFormat.hf: _write_hf, ConvertFormat.peft: _write_peft, ConvertFormat.maxhydra: _write_own}
+WRITERS = {ConvertFormat.hf: _write_hf, ConvertFormat.peft: _write_peft, ConvertFormat.maxhydra: _write_maxhydra}
 
 
-def _tokens(config: Config, source: str, folder: Path) -> dict[str, Any]:
-    """Put the tokenizer's files into the folder, and tell which tokens begin and end a text.
+def _write_tokenizer(config: Config, source: str, folder: Path) -> dict[str, Any]:
+    """Write the tokenizer's files into the folder and return the special token ids for config.json.
 
-    They come from where the config says, or with a Hugging Face folder from there; bytes have no files.
+    The tokenizer is the config's, or that of the source if the config has none (kind=byte) and it is a HF folder.
     """
-    words, place = config.data.tokenizer, locate(KEY, source)
-    if words.kind == "byte" and is_hf_folder(place):
-        _copy_tokenizer(place, folder)
-        told = json.loads((place / "config.json").read_text(encoding="utf-8"))
-        return {key: told[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in told}
-    made = data.tokenizer(config.data)
-    check_vocabulary(made, config.data, data.RowSpec(seq_len=1, vocab_size=config.model.vocab_size, seed=0))
-    if words.kind == "hf" and words.path is not None and Path(words.path).expanduser().is_dir():
-        _copy_tokenizer(Path(words.path).expanduser(), folder)
-    elif isinstance(made, HuggingFaceTokenizer):
-        made.save(folder)
-    return {"bos_token_id": made.bos, "eos_token_id": made.eos, "pad_token_id": made.pad}
+    tokenizer_config, source_folder = config.data.tokenizer, locate(KEY, source)
+    if tokenizer_config.kind == "byte" and is_hf_folder(source_folder):
+        _copy_tokenizer(source_folder, folder)
+        settings = json.loads((source_folder / "config.json").read_text(encoding="utf-8"))
+        return {key: settings[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in settings}
+    tokenizer = data.tokenizer(config.data)
+    check_vocabulary(tokenizer, config.data, data.RowSpec(seq_len=1, vocab_size=config.model.vocab_size, seed=0))
+    path = tokenizer_config.path
+    if tokenizer_config.kind == "hf" and path is not None and Path(path).expanduser().is_dir():
+        _copy_tokenizer(Path(path).expanduser(), folder)
+    elif isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer.save(folder)
+    return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:

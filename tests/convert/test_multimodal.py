@@ -1,4 +1,4 @@
-"""The text of models that see or hear, as they are published: the part of a larger folder."""
+"""Text decoders inside multimodal Hugging Face folders."""
 
 import json
 from pathlib import Path
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from maxhydra.convert.hf import hf_source
-from maxhydra.convert.stream_in import fill, on_first_device
+from maxhydra.convert.stream_in import single_device_shardings, stream_weights
 from maxhydra.model import build
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
-# Golden model of the text -> model_type of the whole, keys of its settings, what stands for `model.` in the names of
-# tensors, the prefix of others, another tensor.
-WHOLES = {
+# Text-only golden model -> multimodal model_type, path of the text settings, replacement of `model.` in tensor names,
+# prefix of other tensor names, a tensor of another modality.
+MULTIMODAL = {
     "gemma3": ("gemma3", ("text_config",), "language_model.model.", "language_model.", "vision_tower.head.probe"),
     "gemma4": ("gemma4", ("text_config",), "model.language_model.", "", "model.embed_vision.weight"),
     "llama4_text": (
@@ -30,34 +30,36 @@ WHOLES = {
 }
 
 
-def write_whole(
+def write_multimodal(
     folder: Path, text: Path, model_type: str, keys: tuple[str, ...], body: str, prefix: str, other: str
 ) -> None:
-    """The same bytes under the names of the larger model, with a tensor of another part, which is as large as one."""
+    """Write the same tensors under the names of the multimodal model, plus a tensor of another modality."""
     settings = json.loads((text / "config.json").read_text())
     for key in reversed(keys):
         settings = {key: settings}
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, **settings}))
-    whole = (text / "model.safetensors").read_bytes()
-    size = int.from_bytes(whole[:8], "little")
-    header = json.loads(whole[8 : 8 + size])
-    tensors = {name: told for name, told in header.items() if name != "__metadata__"}
+    content = (text / "model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
     renamed = {
-        body + name.removeprefix("model.") if name.startswith("model.") else prefix + name: told
-        for name, told in tensors.items()
+        body + name.removeprefix("model.") if name.startswith("model.") else prefix + name: entry
+        for name, entry in tensors.items()
     }
-    end = max(told["data_offsets"][1] for told in tensors.values())
+    end = max(entry["data_offsets"][1] for entry in tensors.values())
     renamed[other] = {"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]}
-    told = json.dumps(renamed).encode()
-    (folder / "model.safetensors").write_bytes(len(told).to_bytes(8, "little") + told + whole[8 + size :] + bytes(4))
+    encoded = json.dumps(renamed).encode()
+    (folder / "model.safetensors").write_bytes(
+        len(encoded).to_bytes(8, "little") + encoded + content[8 + size :] + bytes(4)
+    )
 
 
-@pytest.mark.parametrize("family", WHOLES)
-def test_the_text_of_a_larger_model_is_that_of_the_text_alone(family: str, tmp_path: Path) -> None:
-    write_whole(tmp_path, GOLDEN / family, *WHOLES[family])
-    both = []
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_the_text_decoder_equals_the_text_only_model(family: str, tmp_path: Path) -> None:
+    write_multimodal(tmp_path, GOLDEN / family, *MULTIMODAL[family])
+    params = []
     for folder in (GOLDEN / family, tmp_path):
         source = hf_source("", str(folder), folder)
         model = build(source.model)
-        both.append(fill(source, model, shardings=on_first_device(model), dtype="float32"))
-    jax.tree.map(np.testing.assert_array_equal, *both)
+        params.append(stream_weights(source, model, shardings=single_device_shardings(model), dtype="float32"))
+    jax.tree.map(np.testing.assert_array_equal, *params)

@@ -1,4 +1,4 @@
-"""Checkpoints in fewer bits: what task=convert writes, and what decoding reads of it."""
+"""Quantized maxhydra checkpoints: written by task=convert, loaded by task=decode."""
 
 import logging
 from pathlib import Path
@@ -12,9 +12,9 @@ import pytest
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.mesh import Mesh
-from maxhydra.convert.arrays import HeldArrays
+from maxhydra.convert.arrays import InMemoryArrays
 from maxhydra.convert.load import load_weights
-from maxhydra.convert.own_write import write_own
+from maxhydra.convert.orbax_io import write_checkpoint
 from maxhydra.decode.open import weight_formats
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh
@@ -28,17 +28,17 @@ MODEL = [
 ]
 
 
-# Of the bytes that the weights have in bfloat16; here the ends, which are in int8 either way, are half of the model.
+# Upper bound of the size relative to bfloat16; embedding and head are half of this model and int8 in both cases.
 SHARES = {"int8_weights": 0.54, "int4_weights": 0.40}
 
 
-def asked(source: Path, *overrides: str) -> Config:
+def composed(source: Path, *overrides: str) -> Config:
     return compose([*MODEL, f"checkpoint.load_parameters={source}", *overrides]).config
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint as a run leaves it."""
+def unquantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An unquantized checkpoint of a run."""
     folder = tmp_path_factory.mktemp("run") / "checkpoints"
     config = compose([*MODEL, "checkpoint.mode=synchronous"]).config
     saver = open_checkpointer(folder, config.checkpoint)
@@ -49,17 +49,17 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def converted(source: Path, output: Path, *overrides: str) -> Path:
-    config = asked(source, "task=convert", f"task.output={output}", "task.format=maxhydra", *overrides)
+    config = composed(source, "task=convert", f"task.output={output}", "task.format=maxhydra", *overrides)
     job: Any = Job(config, {}, None, None)  # type: ignore[arg-type]
     convert.run(job)
     return output
 
 
 @pytest.fixture(scope="module")
-def packed(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same in fewer bits, by kind."""
-    folder = tmp_path_factory.mktemp("packed")
-    return {kind: converted(plain, folder / kind, f"quantization={kind}") for kind in SHARES}
+def quantized(unquantized: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same weights quantized, by kind."""
+    folder = tmp_path_factory.mktemp("quantized")
+    return {kind: converted(unquantized, folder / kind, f"quantization={kind}") for kind in SHARES}
 
 
 def loaded(config: Config, sharder: Sharder | None = None) -> tuple[ModelDef, Any]:
@@ -70,11 +70,11 @@ def loaded(config: Config, sharder: Sharder | None = None) -> tuple[ModelDef, An
     return model, load_weights(source, model, shardings=shardings, dtype=config.model.dtypes.compute.value)
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+def assert_same(actual: Any, expected: Any) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for leaf, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert leaf.dtype == other.dtype
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other))
 
 
 def size(tree: Any) -> int:
@@ -82,52 +82,52 @@ def size(tree: Any) -> int:
 
 
 @pytest.mark.parametrize(("kind", "share"), SHARES.items())
-def test_it_is_read_as_quantising_while_loading_would_have_it(
-    kind: str, share: float, plain: Path, packed: dict[str, Path], caplog: pytest.LogCaptureFixture
+def test_loading_equals_quantizing_while_loading(
+    kind: str, share: float, unquantized: Path, quantized: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    out = packed[kind]
-    _, expected = loaded(asked(plain, f"quantization={kind}"))
+    out = quantized[kind]
+    _, expected = loaded(composed(unquantized, f"quantization={kind}"))
     before = size(jax.live_arrays())
     with caplog.at_level(logging.INFO, logger="maxhydra"):
-        model, found = loaded(asked(out))
+        model, params = loaded(composed(out))
     assert f"holds weights in {kind}" in caplog.text
-    assert_same(found, expected)
-    # In bfloat16 a weight takes two bytes; nothing of that size was made.
+    assert_same(params, expected)
+    # No array of the size of the bfloat16 weights was allocated.
     in_bfloat16 = 2 * sum(leaf.size for leaf in jax.tree.leaves(model.base.shapes))
-    assert size(found) < share * in_bfloat16
-    assert size(jax.live_arrays()) - before <= size(found) + 2**12
+    assert size(params) < share * in_bfloat16
+    assert size(jax.live_arrays()) - before <= size(params) + 2**12
 
 
 @pytest.mark.parametrize(("kind", "share"), [("int8_weights", 0.52), ("int4_weights", 0.30)])
-def test_it_is_as_small_on_disk(kind: str, share: float, tmp_path: Path) -> None:
+def test_size_on_disk(kind: str, share: float, tmp_path: Path) -> None:
     sizes = ["model.num_layers=1", "model.emb_dim=256", "model.mlp_dim=6144", "model.head=tied"]
     config = compose([*MODEL, *sizes, f"quantization={kind}"]).config
     model = build(config.model, quantization=config.quantization)
     rng = np.random.default_rng(0)
-    drawn = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), model.base.shapes)
-    write_own(tmp_path, model, HeldArrays(drawn), dtype=jnp.dtype(jnp.bfloat16))
-    in_bfloat16 = 2 * sum(leaf.size for leaf in jax.tree.leaves(drawn))
+    params = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), model.base.shapes)
+    write_checkpoint(tmp_path, model, InMemoryArrays(params), dtype=jnp.dtype(jnp.bfloat16))
+    in_bfloat16 = 2 * sum(leaf.size for leaf in jax.tree.leaves(params))
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < share * in_bfloat16
 
 
-def test_it_goes_to_any_mesh(packed: dict[str, Path]) -> None:
-    out = packed["int8_weights"]
-    sharder = Sharder(build_mesh(Mesh(fsdp=2, tensor=2), jax.devices()[:4]), asked(out).mesh.rules)
-    model, found = loaded(asked(out), sharder)
-    kernel = found["pattern"]["0"]["mlp"]["up"]["kernel"]
+def test_quantized_weights_are_sharded_over_the_mesh(quantized: dict[str, Path]) -> None:
+    out = quantized["int8_weights"]
+    sharder = Sharder(build_mesh(Mesh(fsdp=2, tensor=2), jax.devices()[:4]), composed(out).mesh.rules)
+    model, params = loaded(composed(out), sharder)
+    kernel = params["pattern"]["0"]["mlp"]["up"]["kernel"]
     assert kernel["codes"].sharding == sharder.tree(model.axes)["pattern"]["0"]["mlp"]["up"]["kernel"]["codes"]
-    assert_same(found, loaded(asked(out))[1])
+    assert_same(params, loaded(composed(out))[1])
 
 
-def test_what_does_not_fit_is_refused(plain: Path, packed: dict[str, Path], tmp_path: Path) -> None:
-    out = packed["int4_weights"]
-    with pytest.raises(ConfigError, match=r"holds weights in int4_weights\s*leave quantization out"):
-        loaded(asked(out, "quantization=int8_weights"))
+def test_incompatible_quantization_is_rejected(unquantized: Path, quantized: dict[str, Path], tmp_path: Path) -> None:
+    out = quantized["int4_weights"]
+    with pytest.raises(ConfigError, match=r"which is int4_weights\s*omit quantization"):
+        loaded(composed(out, "quantization=int8_weights"))
     with pytest.raises(ConfigError, match=r"which groups of|quantization\.group"):
-        loaded(asked(plain, "quantization=int4_weights", "quantization.group=48"))
-    with pytest.raises(ConfigError, match=r"holds weights in int4_weights(?s:.*)task=decode, serve or score"):
-        load_weights(str(out), build(asked(out).model), shardings=None, dtype=jnp.float32)
+        loaded(composed(unquantized, "quantization=int4_weights", "quantization.group=48"))
+    with pytest.raises(ConfigError, match=r"is quantized to int4_weights(?s:.*)task=decode, serve or score"):
+        load_weights(str(out), build(composed(out).model), shardings=None, dtype=jnp.float32)
     with pytest.raises(ConfigError, match=r"is a way to train, not to decode \(qat_int8\)"):
-        weight_formats(asked(plain, "quantization=qat_int8"))
-    with pytest.raises(ConfigError, match=r"is not written by task.format=hf(?s:.*)task.format=maxhydra"):
-        converted(plain, tmp_path / "hf", "quantization=int8_weights", "task.format=hf")
+        weight_formats(composed(unquantized, "quantization=qat_int8"))
+    with pytest.raises(ConfigError, match=r"is not supported by task.format=hf(?s:.*)task.format=maxhydra"):
+        converted(unquantized, tmp_path / "hf", "quantization=int8_weights", "task.format=hf")

@@ -1,4 +1,4 @@
-"""Conversion holds a few tensors at a time, however large the model. bench/convert_memory.py measures a large one."""
+"""Conversion holds a few tensors in memory at a time; bench/convert_memory.py measures a large model."""
 
 import json
 import tracemalloc
@@ -9,9 +9,9 @@ import pytest
 
 from maxhydra.convert.arrays import FileArrays
 from maxhydra.convert.hf import hf_source
-from maxhydra.convert.hf_config import model_of
+from maxhydra.convert.hf_config import build_model
 from maxhydra.convert.hf_write import write_hf, write_safetensors
-from maxhydra.convert.own_write import write_own
+from maxhydra.convert.orbax_io import write_checkpoint
 from maxhydra.convert.param_map import map_params
 from maxhydra.convert.tables.llama import TABLE
 from maxhydra.model import build, parameter_count
@@ -30,12 +30,14 @@ SETTINGS = {
 FLOAT = np.dtype("float32")
 
 
-def synthetic(folder: Path) -> None:
+def write_random_model(folder: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SETTINGS))
-    model = build(model_of("", "", TABLE.to_model(SETTINGS)))
+    model = build(build_model("", "", TABLE.to_model(SETTINGS)))
     rows = [
-        (place.name(tensor), place.layout.their_shape) for place in map_params(TABLE, model) for tensor in place.tensors
+        (mapping.tensor_name(tensor), mapping.layout.hf_shape)
+        for mapping in map_params(TABLE, model)
+        for tensor in mapping.tensors
     ]
     rng = np.random.default_rng(0)
     write_safetensors(
@@ -43,25 +45,25 @@ def synthetic(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("form", ["hf", "maxhydra"])
-def test_a_model_of_many_layers_never_lies_in_memory(form: str, tmp_path: Path) -> None:
-    synthetic(tmp_path / "in")
+@pytest.mark.parametrize("output_format", ["hf", "maxhydra"])
+def test_peak_memory_is_a_fraction_of_the_model(output_format: str, tmp_path: Path) -> None:
+    write_random_model(tmp_path / "in")
     source = hf_source("", "", tmp_path / "in")
     model = build(source.model)
     arrays = FileArrays(source, model)
     (tmp_path / "out").mkdir()
     tracemalloc.start()
     try:
-        if form == "hf":
+        if output_format == "hf":
             write_hf(tmp_path / "out", model, arrays, table=TABLE, dtype=FLOAT, extra={})
         else:
-            write_own(tmp_path / "out", model, arrays, dtype=FLOAT)
+            write_checkpoint(tmp_path / "out", model, arrays, dtype=FLOAT)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    whole, largest = 4 * parameter_count(model.shapes), 4 * 512 * 64
-    assert whole > 100 * largest and peak < 0.25 * whole, (peak, whole)
-    if form == "hf":
+    total, largest = 4 * parameter_count(model.shapes), 4 * 512 * 64
+    assert total > 100 * largest and peak < 0.25 * total, (peak, total)
+    if output_format == "hf":
         assert (tmp_path / "out/model.safetensors").stat().st_size == (tmp_path / "in/model.safetensors").stat().st_size
         again = hf_source("", "", tmp_path / "out")
         assert again.shapes == source.shapes

@@ -1,75 +1,73 @@
-"""Layouts of tensors against NumPy transcriptions of how the models of others take their tensors apart."""
+"""TensorLayout against NumPy transcriptions of how transformers models split their tensors."""
 
 import numpy as np
 import pytest
 
 from maxhydra.convert.name_table import Join, Weight
-from maxhydra.convert.param_map import Layout
+from maxhydra.convert.param_map import TensorLayout
 
 RNG = np.random.default_rng(0)
 
 
-def checked(row: Weight, theirs: np.ndarray, wanted: list[np.ndarray], heads: int = 1) -> None:
-    """The arrays that are wanted, and the tensor again from them, to the last bit."""
-    layout = Layout(row, [array.shape for array in wanted], heads)
-    assert layout.their_shape == theirs.shape
-    ours = layout.ours(theirs, neighbours=row.neighbours)
-    for got, want in zip(ours, wanted, strict=True):
-        np.testing.assert_array_equal(got, want)
-    np.testing.assert_array_equal(layout.theirs(ours), theirs)
+def check(row: Weight, tensor: np.ndarray, expected: list[np.ndarray], heads: int = 1) -> None:
+    """The tensor gives the expected parameters, and they give the tensor, bit for bit."""
+    layout = TensorLayout(row, [array.shape for array in expected], heads)
+    assert layout.hf_shape == tensor.shape
+    params = layout.from_hf(tensor, interleaved_rope=row.interleaved_rope)
+    for param, want in zip(params, expected, strict=True):
+        np.testing.assert_array_equal(param, want)
+    np.testing.assert_array_equal(layout.to_hf(params), tensor)
 
 
-def test_a_matrix_is_turned_a_vector_and_an_embedding_are_kept() -> None:
-    theirs = RNG.normal(size=(12, 5))
-    checked(Weight("query", "q"), theirs, [theirs.T.reshape(5, 3, 4)])
-    checked(Weight("out", "o", inputs=2), theirs.T, [theirs.reshape(3, 4, 5)])
-    checked(Weight("table", "e", turned=False), theirs, [theirs])
-    checked(Weight("scale", "n"), theirs[0], [theirs[0]])
-    checked(Weight("bias", "b", inputs=0), theirs[:, 0], [theirs[:, 0].reshape(3, 4)])
+def test_matrices_are_transposed_vectors_and_embeddings_are_not() -> None:
+    tensor = RNG.normal(size=(12, 5))
+    check(Weight("query", "q"), tensor, [tensor.T.reshape(5, 3, 4)])
+    check(Weight("out", "o", inputs=2), tensor.T, [tensor.reshape(3, 4, 5)])
+    check(Weight("table", "e", transposed=False), tensor, [tensor])
+    check(Weight("scale", "n"), tensor[0], [tensor[0]])
+    check(Weight("bias", "b", inputs=0), tensor[:, 0], [tensor[:, 0].reshape(3, 4)])
 
 
-def test_gate_and_up_of_experts_in_one_tensor_in_halves_or_interleaved() -> None:
-    """Experts first and not turned: gate_up[..., :F] and [..., F:], or [..., ::2] and [..., 1::2]."""
-    theirs, bias = RNG.normal(size=(3, 5, 8)), RNG.normal(size=(3, 8))
-    halves = Weight(("gate", "up"), "gate_up", leading=1, turned=False)
-    checked(halves, theirs, [theirs[..., :4], theirs[..., 4:]])
-    woven = Weight(("gate", "up"), "gate_up", leading=1, turned=False, join=Join.interleaved)
-    checked(woven, theirs, [theirs[..., ::2], theirs[..., 1::2]])
-    checked(
-        Weight(("gate", "up"), "b", leading=1, inputs=0, join=Join.interleaved), bias, [bias[:, ::2], bias[:, 1::2]]
-    )
-    turned = np.swapaxes(theirs, 1, 2)
-    checked(Weight(("gate", "up"), "gate_up", leading=1), turned, [theirs[..., :4], theirs[..., 4:]])
+def test_fused_gate_and_up_of_experts_concatenated_or_interleaved() -> None:
+    """Experts first and not transposed: gate_up[..., :F] and [..., F:], or [..., ::2] and [..., 1::2]."""
+    tensor, bias = RNG.normal(size=(3, 5, 8)), RNG.normal(size=(3, 8))
+    halves = Weight(("gate", "up"), "gate_up", leading=1, transposed=False)
+    check(halves, tensor, [tensor[..., :4], tensor[..., 4:]])
+    interleaved = Weight(("gate", "up"), "gate_up", leading=1, transposed=False, join=Join.interleaved)
+    check(interleaved, tensor, [tensor[..., ::2], tensor[..., 1::2]])
+    check(Weight(("gate", "up"), "b", leading=1, inputs=0, join=Join.interleaved), bias, [bias[:, ::2], bias[:, 1::2]])
+    transposed = np.swapaxes(tensor, 1, 2)
+    check(Weight(("gate", "up"), "gate_up", leading=1), transposed, [tensor[..., :4], tensor[..., 4:]])
 
 
-def test_parts_of_different_sizes_lie_one_after_the_other() -> None:
-    theirs = RNG.normal(size=(7, 5))
-    checked(Weight(("latent", "key"), "kv_a"), theirs, [theirs[:4].T, theirs[4:].T])
+def test_fused_parameters_of_different_sizes_are_concatenated() -> None:
+    tensor = RNG.normal(size=(7, 5))
+    check(Weight(("latent", "key"), "kv_a"), tensor, [tensor[:4].T, tensor[4:].T])
 
 
-def test_query_key_value_and_gate_lie_head_by_head() -> None:
-    """Two value heads to each key head, as a gated delta net groups them."""
+def test_query_key_value_and_gate_are_fused_per_head() -> None:
+    """Two value heads per key head, as in Gated DeltaNet."""
     keys, values, size, wide, width = 2, 4, 3, 5, 6
-    theirs = RNG.normal(size=(keys * (2 * size + 2 * (values // keys) * wide), width))
-    grouped = theirs.reshape(keys, -1, width)
-    cut = np.split(grouped, np.cumsum([size, size, 2 * wide]), axis=1)
+    tensor = RNG.normal(size=(keys * (2 * size + 2 * (values // keys) * wide), width))
+    grouped = tensor.reshape(keys, -1, width)
+    parts = np.split(grouped, np.cumsum([size, size, 2 * wide]), axis=1)
     shapes = [(keys, size), (keys, size), (values, wide), (values, wide)]
-    wanted = [part.reshape(*shape, width).transpose(2, 0, 1) for part, shape in zip(cut, shapes, strict=True)]
-    checked(Weight(("q", "k", "v", "z"), "qkvz", join=Join.heads), theirs, wanted, heads=keys)
-    theirs = RNG.normal(size=(2 * values, width))
-    grouped = theirs.reshape(keys, 2, values // keys, width)
-    wanted = [grouped[:, which].reshape(values, width).T for which in (0, 1)]
-    checked(Weight(("b", "a"), "ba", join=Join.heads, heads="q"), theirs, wanted, heads=keys)
+    expected = [part.reshape(*shape, width).transpose(2, 0, 1) for part, shape in zip(parts, shapes, strict=True)]
+    check(Weight(("q", "k", "v", "z"), "qkvz", join=Join.heads), tensor, expected, heads=keys)
+    tensor = RNG.normal(size=(2 * values, width))
+    grouped = tensor.reshape(keys, 2, values // keys, width)
+    expected = [grouped[:, which].reshape(values, width).T for which in (0, 1)]
+    check(Weight(("b", "a"), "ba", join=Join.heads, heads="q"), tensor, expected, heads=keys)
 
 
-def test_rotary_pairs_of_neighbours_become_halves() -> None:
-    theirs = RNG.normal(size=(12, 5))
-    wanted = theirs.reshape(3, 2, 2, 5).swapaxes(1, 2).reshape(12, 5).T.reshape(5, 3, 4)
-    checked(Weight("query", "q", neighbours=True), theirs, [wanted])
+def test_interleaved_rope_pairs_become_halves() -> None:
+    tensor = RNG.normal(size=(12, 5))
+    expected = tensor.reshape(3, 2, 2, 5).swapaxes(1, 2).reshape(12, 5).T.reshape(5, 3, 4)
+    check(Weight("query", "q", interleaved_rope=True), tensor, [expected])
 
 
 @pytest.mark.parametrize("shape", [(6, 1, 4)])
-def test_an_axis_of_one_is_left_out(shape: tuple[int, ...]) -> None:
-    theirs = RNG.normal(size=shape)
-    checked(Weight("conv", "c", turned=False, single_axis=1), theirs, [theirs[:, 0]])
-    checked(Weight("conv", "c", single_axis=1), theirs, [theirs[:, 0].T])
+def test_a_singleton_axis_is_dropped(shape: tuple[int, ...]) -> None:
+    tensor = RNG.normal(size=shape)
+    check(Weight("conv", "c", transposed=False, singleton_axis=1), tensor, [tensor[:, 0]])
+    check(Weight("conv", "c", singleton_axis=1), tensor, [tensor[:, 0].T])

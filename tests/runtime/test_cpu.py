@@ -1,4 +1,4 @@
-"""The CPU's compiler is kept from a fusion that gives wrong numbers."""
+"""An XLA:CPU fusion that gives wrong results is disabled."""
 
 import subprocess
 import sys
@@ -16,8 +16,8 @@ print(float(abs(squares - x[:, 0] ** 2).max()))
 """
 
 
-def test_a_product_and_a_reduction_are_right() -> None:
-    """Row i holds (i, 0, 0), so its squared norm is i^2; jaxlib 0.10.2 gets the last rows wrong by itself."""
+def test_matmul_followed_by_reduction_is_correct() -> None:
+    """Row i holds (i, 0, 0), so its squared norm is i^2; without the flags jaxlib 0.10.2 gets the last rows wrong."""
     for option in ("cpu", "auto"):
         done = subprocess.run(
             [sys.executable, "-c", CASE.format(option=option)], env=environment(), capture_output=True, text=True

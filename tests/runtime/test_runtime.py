@@ -1,4 +1,4 @@
-"""Hardware detection on made-up hosts, flags, options, and real processes that meet on the loopback."""
+"""Hardware detection on fake hosts, flags, options, and real processes that connect over loopback."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.hardware import Cluster, Distributed, Hardware, Platform, Precision
-from maxhydra.runtime.detect import DetectedDevices, cpu_refuses_cache, detect
+from maxhydra.runtime.detect import DetectedDevices, cpu_rejects_cache, detect
 from maxhydra.runtime.distributed import ClusterInfo, detect_cluster
 from maxhydra.runtime.flags import backend_environment, merge_flags
 from maxhydra.runtime.hardware_options import hardware_options, matches, resolve
@@ -54,9 +54,9 @@ class TestDetect:
         ],
     )
     def test_gpu(self, tmp_path: Path, model: str, option: str) -> None:
-        found = detect(Platform.auto, {}, gpu_host(tmp_path, model, 8))
-        assert (found.platform, found.kind, found.count) == (Platform.gpu, model, 8)
-        name, hardware = resolve(Hardware(), found)
+        devices = detect(Platform.auto, {}, gpu_host(tmp_path, model, 8))
+        assert (devices.platform, devices.kind, devices.count) == (Platform.gpu, model, 8)
+        name, hardware = resolve(Hardware(), devices)
         assert (name, hardware.platform) == (option, Platform.gpu)
 
     @pytest.mark.parametrize(
@@ -80,45 +80,45 @@ class TestDetect:
         fitting = [name for name, hardware in hardware_options().items() if matches(hardware, jax_kind)]
         assert fitting == [option]
 
-    def test_nvidia_smi_where_the_driver_shows_no_files(self, tmp_path: Path) -> None:
+    def test_nvidia_smi_is_used_without_driver_files(self, tmp_path: Path) -> None:
         tool = tmp_path / "bin/nvidia-smi"
         write(tool, "#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\necho 'GPU 1: NVIDIA H200 (UUID: GPU-2)'\n")
         tool.chmod(0o755)
-        found = detect(Platform.auto, {"PATH": str(tmp_path / "bin")}, tmp_path)
-        assert (found.kind, found.count) == ("NVIDIA H200", 2)
+        devices = detect(Platform.auto, {"PATH": str(tmp_path / "bin")}, tmp_path)
+        assert (devices.kind, devices.count) == ("NVIDIA H200", 2)
 
     @pytest.mark.parametrize(("visible", "count"), [("0", 1), ("2,3,5", 3), ("GPU-1,GPU-2", 2)])
-    def test_only_visible_gpus_count(self, tmp_path: Path, visible: str, count: int) -> None:
+    def test_only_visible_gpus_are_counted(self, tmp_path: Path, visible: str, count: int) -> None:
         root = gpu_host(tmp_path, "NVIDIA H200", 8)
         assert detect(Platform.auto, {"CUDA_VISIBLE_DEVICES": visible}, root).count == count
 
     @pytest.mark.parametrize("setting", ["CUDA_VISIBLE_DEVICES=", "CUDA_VISIBLE_DEVICES=-1", "JAX_PLATFORMS=cpu"])
-    def test_hidden_gpus_leave_the_cpu(self, tmp_path: Path, setting: str) -> None:
+    def test_cpu_is_used_if_gpus_are_hidden(self, tmp_path: Path, setting: str) -> None:
         name, value = setting.split("=")
         assert detect(Platform.auto, {name: value}, gpu_host(tmp_path, "NVIDIA H200", 8)).platform is Platform.cpu
 
-    def test_a_bare_host_is_a_cpu(self, tmp_path: Path) -> None:
+    def test_host_without_accelerator_is_a_cpu(self, tmp_path: Path) -> None:
         write(tmp_path / "sys/bus/pci/devices/0000:00:03.0/vendor", "0x1af4\n")
         name, hardware = resolve(Hardware(), detect(Platform.auto, {}, tmp_path))
         assert (name, hardware.platform) == ("cpu", Platform.cpu)
 
-    def test_cpus_with_slow_gathers_keep_no_programs(self, tmp_path: Path) -> None:
-        assert not cpu_refuses_cache(tmp_path)
+    def test_compilation_cache_is_off_on_cpus_with_the_gds_bug(self, tmp_path: Path) -> None:
+        assert not cpu_rejects_cache(tmp_path)
         write(tmp_path / "proc/cpuinfo", "flags\t\t: fpu gds_no\nbugs\t\t: spectre_v1 spec_store_bypass\n")
-        assert not cpu_refuses_cache(tmp_path)
+        assert not cpu_rejects_cache(tmp_path)
         write(tmp_path / "proc/cpuinfo", "flags\t\t: fpu\nbugs\t\t: spectre_v1 gds bhi\n")
-        assert cpu_refuses_cache(tmp_path)
+        assert cpu_rejects_cache(tmp_path)
 
 
 class TestOptions:
-    def test_what_the_config_sets_stands_over_the_option(self) -> None:
-        mine = Hardware(
+    def test_config_values_override_the_option(self) -> None:
+        overrides = Hardware(
             compilation_cache=None,
             matmul_precision=Precision.highest,
             peak_tflops={"bfloat16": 783.0},
             distributed=Distributed(timeout_seconds=7),
         )
-        name, hardware = resolve(mine, DetectedDevices(Platform.gpu, "NVIDIA H200", 1, ""))
+        name, hardware = resolve(overrides, DetectedDevices(Platform.gpu, "NVIDIA H200", 1, ""))
         assert name == "gpu-h200"
         assert hardware.compilation_cache is None
         assert hardware.matmul_precision is Precision.highest
@@ -128,20 +128,20 @@ class TestOptions:
         assert hardware.xla_flags == hardware_options()["gpu-h200"].xla_flags
 
     @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "auto"])
-    def test_an_option_taken_by_name_is_itself(self, name: str) -> None:
+    def test_an_option_chosen_by_name_is_unchanged(self, name: str) -> None:
         option = hardware_options()[name]
         assert resolve(option, CPU) == (name, option)
 
     @pytest.mark.parametrize("name", OPTIONS)
-    def test_options_open_with_a_comment_and_know_their_ceilings(self, name: str) -> None:
+    def test_options_start_with_a_comment_and_have_peak_figures(self, name: str) -> None:
         assert (ROOT / f"conf/hardware/{name}.yaml").read_text().startswith("# ")
         option = hardware_options()[name]
         if option.platform in (Platform.gpu, Platform.tpu):
             assert option.memory_gib and option.bandwidth_gb_s
             assert option.peak_tflops["bfloat16"] >= option.peak_tflops["float32"] > 0
 
-    def test_xla_knows_the_flags(self) -> None:
-        """The CPU build parses every GPU flag, and aborts at one that it does not know, naming it."""
+    def test_xla_accepts_the_flags(self) -> None:
+        """The CPU build parses all GPU flags and aborts at an unknown one, naming it."""
         gpus = [option for option in hardware_options().values() if option.platform is Platform.gpu]
         lists = [flags for option in gpus for flags in (option.xla_flags, *option.flag_sets.values())]
         flags = sorted({flag for flags in lists for flag in flags})
@@ -153,12 +153,12 @@ class TestOptions:
 
 
 class TestFlags:
-    def test_the_environment_wins(self) -> None:
+    def test_flags_of_the_environment_take_precedence(self) -> None:
         merged = merge_flags(["--xla_a=1", "--xla_ab=2", "--xla_c"], "--xla_a=9  --xla_d=4")
         assert merged == "--xla_ab=2 --xla_c --xla_a=9 --xla_d=4"
         assert merge_flags([], "") == ""
 
-    def test_where_flags_go(self) -> None:
+    def test_flags_are_set_in_the_variable_of_the_platform(self) -> None:
         gpu, tpu = (Hardware(platform=platform, xla_flags=["--xla_x=1"]) for platform in (Platform.gpu, Platform.tpu))
         assert backend_environment(gpu, {}) == {"JAX_PLATFORMS": "cuda,cpu", "XLA_FLAGS": "--xla_x=1"}
         assert backend_environment(tpu, {"LIBTPU_INIT_ARGS": "--xla_y=2"}) == {
@@ -173,7 +173,7 @@ class TestFlags:
             backend_environment(Hardware(platform=Platform.gpu), {"JAX_PLATFORMS": "cpu"})
         assert backend_environment(Hardware(platform=Platform.gpu), {"JAX_PLATFORMS": "gpu"})["JAX_PLATFORMS"] == "gpu"
 
-    def test_a_word_that_is_no_flag_is_an_error(self) -> None:
+    def test_an_invalid_flag_is_an_error(self) -> None:
         with pytest.raises(ConfigError, match=r"hardware\.xla_flags"):
             backend_environment(Hardware(platform=Platform.gpu, xla_flags=["xla_gpu_x=1"]), {})
 
@@ -193,23 +193,23 @@ JOBSET = {"JOBSET_NAME": "run", "REPLICATED_JOB_NAME": "w", "JOB_COMPLETION_INDE
 PLAIN = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
 
 
-class TestMeeting:
+class TestDetectCluster:
     def test_slurm(self) -> None:
-        eight = DetectedDevices(Platform.gpu, "NVIDIA H200", 8, "")
-        meeting = detect_cluster(Cluster.auto, SLURM, eight)
-        assert meeting == ClusterInfo("SLURM job 4100", f"node007:{61440 + 4102 % 4096}", 4, 3, (4, 5, 6, 7))
+        eight_gpus = DetectedDevices(Platform.gpu, "NVIDIA H200", 8, "")
+        cluster_info = detect_cluster(Cluster.auto, SLURM, eight_gpus)
+        assert cluster_info == ClusterInfo("SLURM job 4100", f"node007:{61440 + 4102 % 4096}", 4, 3, (4, 5, 6, 7))
 
     @pytest.mark.parametrize(
         ("nodes", "first"),
         [("a", "a"), ("a,b[1-2]", "a"), ("n[3,7-9]", "n3"), ("gpu-x[01-02,5],y", "gpu-x01"), ("h-[1-2]", "h-1")],
     )
     def test_slurm_coordinator_is_the_first_node(self, nodes: str, first: str) -> None:
-        meeting = detect_cluster(Cluster.auto, SLURM | {"SLURM_STEP_NODELIST": nodes}, CPU)
-        assert meeting is not None and meeting.coordinator is not None
-        assert meeting.coordinator.split(":")[0] == first
+        cluster_info = detect_cluster(Cluster.auto, SLURM | {"SLURM_STEP_NODELIST": nodes}, CPU)
+        assert cluster_info is not None and cluster_info.coordinator is not None
+        assert cluster_info.coordinator.split(":")[0] == first
 
     @pytest.mark.parametrize(
-        ("tasks", "gpus", "mine"),
+        ("tasks", "gpus", "local_devices"),
         [
             ("1(x4)", 8, None),
             ("2(x2)", 1, None),
@@ -219,10 +219,12 @@ class TestMeeting:
             ("2,1", 8, None),
         ],
     )
-    def test_slurm_tasks_share_the_gpus_of_a_node(self, tasks: str, gpus: int, mine: tuple[int, ...] | None) -> None:
+    def test_slurm_tasks_share_the_gpus_of_a_node(
+        self, tasks: str, gpus: int, local_devices: tuple[int, ...] | None
+    ) -> None:
         env = SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks}
-        meeting = detect_cluster(Cluster.auto, env, DetectedDevices(Platform.gpu, "NVIDIA H200", gpus, ""))
-        assert meeting is not None and meeting.local_devices == mine
+        cluster_info = detect_cluster(Cluster.auto, env, DetectedDevices(Platform.gpu, "NVIDIA H200", gpus, ""))
+        assert cluster_info is not None and cluster_info.local_devices == local_devices
 
     def test_jobset(self) -> None:
         assert detect_cluster(Cluster.auto, JOBSET, CPU) == ClusterInfo("GKE JobSet run", "run-w-0-0.run:12321", 2, 1)
@@ -230,42 +232,45 @@ class TestMeeting:
         assert detect_cluster(Cluster.auto, second, CPU) == ClusterInfo("GKE JobSet run", "run-w-0-0.run:12321", 4, 3)
 
     def test_tpu_pod_is_left_to_jax(self) -> None:
-        meeting = detect_cluster(Cluster.auto, {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, TPU)
-        assert meeting is not None and meeting.coordinator is None
+        cluster_info = detect_cluster(Cluster.auto, {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, TPU)
+        assert cluster_info is not None and cluster_info.coordinator is None
         assert detect_cluster(Cluster.auto, {"TPU_WORKER_HOSTNAMES": "localhost"}, TPU) is None
 
     def test_one_process_per_gpu(self) -> None:
         mpi = {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
-        meeting = detect_cluster(Cluster.gpu_multiprocess, mpi, CPU)
-        assert meeting is not None
-        assert (meeting.coordinator, meeting.count, meeting.index) == ("127.0.0.1:12321", 8, 3)
-        assert meeting.local_devices == (3,)
+        cluster_info = detect_cluster(Cluster.gpu_multiprocess, mpi, CPU)
+        assert cluster_info is not None
+        assert (cluster_info.coordinator, cluster_info.count, cluster_info.index) == ("127.0.0.1:12321", 8, 3)
+        assert cluster_info.local_devices == (3,)
         torchrun = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "9"}
-        meeting = detect_cluster(Cluster.gpu_multiprocess, torchrun, CPU)
-        assert meeting is not None and (meeting.coordinator, meeting.count) == ("h:9", 2)
+        cluster_info = detect_cluster(Cluster.gpu_multiprocess, torchrun, CPU)
+        assert cluster_info is not None and (cluster_info.coordinator, cluster_info.count) == ("h:9", 2)
 
     def test_plain_variables(self) -> None:
         expected = ("10.0.0.1:1234", 2, 1)
         for env in (PLAIN, {name.removeprefix("JAX_"): value for name, value in PLAIN.items()}):
-            meeting = detect_cluster(Cluster.auto, env, CPU)
-            assert meeting is not None and (meeting.coordinator, meeting.count, meeting.index) == expected
+            cluster_info = detect_cluster(Cluster.auto, env, CPU)
+            assert (
+                cluster_info is not None
+                and (cluster_info.coordinator, cluster_info.count, cluster_info.index) == expected
+            )
 
     @pytest.mark.parametrize(
         "env", [{}, SLURM | {"SLURM_NTASKS": "1"}, BATCH_SCRIPT, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}]
     )
-    def test_alone(self, env: dict[str, str]) -> None:
+    def test_single_process(self, env: dict[str, str]) -> None:
         assert detect_cluster(Cluster.auto, env, CPU) is None
 
-    def test_none_stays_alone(self) -> None:
+    def test_cluster_none_is_a_single_process(self) -> None:
         assert detect_cluster(Cluster.none, SLURM | PLAIN, CPU) is None
 
     @pytest.mark.parametrize(
-        ("cluster", "env", "said"),
+        ("cluster", "env", "message"),
         [
             (Cluster.auto, {"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_NUM_PROCESSES and JAX_PROCESS_ID are not set"),
-            (Cluster.auto, {"JAX_NUM_PROCESSES": "2"}, "seen: JAX_NUM_PROCESSES=2; needed: JAX_COORDINATOR_ADDRESS"),
+            (Cluster.auto, {"JAX_NUM_PROCESSES": "2"}, "set: JAX_NUM_PROCESSES=2; required: JAX_COORDINATOR_ADDRESS"),
             (Cluster.environment, {}, "none of them"),
-            (Cluster.auto, PLAIN | {"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 is not one of JAX_NUM_PROCESSES=2"),
+            (Cluster.auto, PLAIN | {"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 is out of range for JAX_NUM_PROCESSES=2"),
             (Cluster.auto, PLAIN | {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES=two is not a number"),
             (Cluster.auto, PLAIN | {"JAX_COORDINATOR_ADDRESS": "host"}, "has no port"),
             (Cluster.slurm, BATCH_SCRIPT, "SLURM_STEP_NODELIST is not set"),
@@ -273,10 +278,10 @@ class TestMeeting:
             (Cluster.gpu_multiprocess, {}, "LOCAL_RANK is not set"),
         ],
     )
-    def test_missing_companions_are_named(self, cluster: Cluster, env: dict[str, str], said: str) -> None:
+    def test_missing_variables_are_named(self, cluster: Cluster, env: dict[str, str], message: str) -> None:
         with pytest.raises(ConfigError) as error:
             detect_cluster(cluster, env, CPU)
-        assert said in str(error.value)
+        assert message in str(error.value)
         assert error.value.problems[0].path == "hardware.distributed.cluster"
 
 
@@ -314,7 +319,7 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-def test_two_processes_meet_and_add() -> None:
+def test_two_processes_connect_and_sum() -> None:
     address = f"127.0.0.1:{free_port()}"
     processes = [
         run(
@@ -327,23 +332,25 @@ def test_two_processes_meet_and_add() -> None:
     for i, process in enumerate(processes):
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
-        # All of stdout is one JSON document: gloo's own lines are elsewhere.
+        # stdout is a single JSON document: output of gloo goes to stderr.
         total, index, count, devices, notes = json.loads(out)
         assert (total, index, count, devices) == (6.0, i, 2, 4)
         assert f"JAX_COORDINATOR_ADDRESS: process {i} of 2, coordinator {address}" in notes
 
 
-@pytest.mark.parametrize(("index", "said"), [(0, "not all of the other 1 processes"), (1, "process 0 does not answer")])
-def test_a_process_that_waits_in_vain_says_so(index: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("index", "message"), [(0, "not all of the other 1 processes"), (1, "process 0 is not reachable")]
+)
+def test_timeout_names_the_unreachable_process(index: int, message: str) -> None:
     address = f"127.0.0.1:{free_port()}"
     env = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)}
     process = run(START, "dict(platform=Platform.cpu, distributed=Distributed(timeout_seconds=1))", env)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2, err
-    assert said in out and "hardware.distributed.timeout_seconds=1" in out
+    assert message in out and "hardware.distributed.timeout_seconds=1" in out
 
 
-def test_a_platform_that_is_not_there_is_an_error() -> None:
+def test_an_unavailable_platform_is_an_error() -> None:
     process = run(START, "dict(platform=Platform.gpu)", {"CUDA_VISIBLE_DEVICES": ""})
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2, err
@@ -352,11 +359,11 @@ def test_a_platform_that_is_not_there_is_an_error() -> None:
 
 HOST = """
 from maxhydra import runtime
-print(runtime.start_on_host().device_kind, runtime.environment_before()["JAX_PLATFORMS"])
+print(runtime.start_on_host().device_kind, runtime.original_environment()["JAX_PLATFORMS"])
 """
 
 
-def test_what_only_plans_runs_on_the_host_and_leaves_the_environment_to_others() -> None:
+def test_start_on_host_uses_the_cpu_and_preserves_the_original_environment() -> None:
     process = run(HOST, "", {"JAX_PLATFORMS": "tpu"})
     out, err = process.communicate(timeout=60)
     assert out.split() == ["cpu", "tpu"], err
@@ -371,9 +378,9 @@ for count in (4, 5):
 """
 
 
-def test_a_second_start_must_ask_for_the_same() -> None:
+def test_a_second_start_with_other_flags_is_an_error() -> None:
     process = run(START + AGAIN, "dict(platform=Platform.cpu, simulated_devices=4)", {})
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert out.splitlines()[0] == "4"
-    assert "this process has started jax with XLA_FLAGS=--xla_force_host_platform_device_count=4" in out
+    assert "this process has already started jax with XLA_FLAGS=--xla_force_host_platform_device_count=4" in out

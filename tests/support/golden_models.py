@@ -1,6 +1,6 @@
-"""A golden model under our code: distance of logits, gradients and decoding from those of transformers.
+"""Golden models: errors of logits, gradients and decoding relative to stored outputs of transformers.
 
-No torch here.
+Does not need torch.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ import numpy as np
 from safetensors import safe_open
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert.arrays import HeldArrays
+from maxhydra.convert.arrays import InMemoryArrays
 from maxhydra.convert.hf import hf_source
-from maxhydra.convert.hf_write import family_of, write_hf
+from maxhydra.convert.hf_write import find_family, write_hf
 from maxhydra.convert.name_table import Table
 from maxhydra.convert.source import Source
-from maxhydra.convert.stream_in import fill, on_first_device
+from maxhydra.convert.stream_in import single_device_shardings, stream_weights
 from maxhydra.layers import Context, DenseCacheSpec
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder
@@ -29,63 +29,65 @@ PREFILL = 280
 
 @dataclasses.dataclass(frozen=True)
 class Distance:
-    """From transformers, in float32."""
+    """Float32 errors relative to transformers."""
 
     logits: float
-    """Largest difference of a logit of a real token."""
+    """Largest logit difference at unmasked tokens."""
     kl: float
-    """Largest divergence between two distributions of the next token."""
+    """Largest KL divergence of a next-token distribution."""
     gradients: float
     """Largest difference of a gradient, relative to the largest gradient of the same weight."""
     worst: str
-    """The weight of which."""
+    """The weight with that gradient."""
 
 
 class Golden:
-    """A model of transformers' making, its weights and what transformers made of them."""
+    """A tiny model saved by transformers, with the logits, loss and gradients that transformers computed."""
 
     def __init__(self, folder: Path):
         self.source = hf_source("golden", str(folder), folder)
         self.model: ModelDef = build(_in_float32(self.source.model))
-        self.params = self._filled(self.source)
+        self.params = self._load(self.source)
         expected = np.load(folder / "expected.npz")
         self.ids, self.mask = jnp.asarray(expected["ids"]), jnp.asarray(expected["mask"])
         self.positions = jnp.maximum(jnp.cumsum(self.mask, axis=1) - 1, 0)
         self.expected_logits, self.expected_loss = expected["logits"], float(expected["loss"])
-        self.expected_gradients = self._filled(_with_tensors(self.source, folder / "gradients.safetensors"))
+        self.expected_gradients = self._load(_with_tensors(self.source, folder / "gradients.safetensors"))
 
     def distance(self) -> tuple[Distance, np.ndarray]:
-        """How far we are from transformers, and our logits."""
+        """Errors relative to transformers, and our logits."""
         (loss, logits), gradients = jax.jit(jax.value_and_grad(self._loss, has_aux=True))(self.params)
         logits = np.asarray(logits)
         np.testing.assert_allclose(loss, self.expected_loss, rtol=1e-5)
         real = np.asarray(self.mask) == 1
-        ours, theirs = (_log_softmax(array[real]) for array in (logits, self.expected_logits))
-        kl = np.sum(np.exp(theirs) * (theirs - ours), axis=-1).max()
-        apart = np.abs(logits - self.expected_logits)[real].max()
-        # In NumPy, which compiles no difference for each shape.
-        relative = _relative(*jax.device_get((gradients, self.expected_gradients)))
-        worst = max(relative, key=lambda name: relative[name])
-        return Distance(float(apart), float(kl), relative[worst], worst), logits
+        log_probs, expected_log_probs = (_log_softmax(array[real]) for array in (logits, self.expected_logits))
+        kl = np.sum(np.exp(expected_log_probs) * (expected_log_probs - log_probs), axis=-1).max()
+        difference = np.abs(logits - self.expected_logits)[real].max()
+        # In NumPy, which needs no compilation per shape.
+        errors = _relative_errors(*jax.device_get((gradients, self.expected_gradients)))
+        worst = max(errors, key=lambda name: errors[name])
+        return Distance(float(difference), float(kl), errors[worst], worst), logits
 
     def decoded(self) -> np.ndarray:
-        """Logits by a prefill and single steps through the cache."""
+        """Logits from a prefill and single decode steps with a KV cache."""
         step = jax.jit(self._step)
-        cache, parts = self.model.empty_cache(DenseCacheSpec(*self.ids.shape)), []
+        cache, chunks = self.model.empty_cache(DenseCacheSpec(*self.ids.shape)), []
         for start, stop in [(0, PREFILL), *((i, i + 1) for i in range(PREFILL, self.ids.shape[1]))]:
-            now = slice(start, stop)
-            logits, cache = step(self.params, self.ids[:, now], self.positions[:, now], self.mask[:, now], cache)
-            parts.append(np.asarray(logits))
-        return np.concatenate(parts, axis=1)
+            tokens = slice(start, stop)
+            logits, cache = step(
+                self.params, self.ids[:, tokens], self.positions[:, tokens], self.mask[:, tokens], cache
+            )
+            chunks.append(np.asarray(logits))
+        return np.concatenate(chunks, axis=1)
 
     def write(self, folder: Path) -> Table:
-        """The model as a Hugging Face folder of our making, by this table."""
-        table = family_of(self.model, self.source.table.written_type)
-        write_hf(folder, self.model, HeldArrays(self.params), table=table, dtype=jnp.dtype("bfloat16"), extra={})
+        """Export the model as a Hugging Face folder, and return the table used."""
+        table = find_family(self.model, self.source.table.model_type)
+        write_hf(folder, self.model, InMemoryArrays(self.params), table=table, dtype=jnp.dtype("bfloat16"), extra={})
         return table
 
-    def _filled(self, source: Source) -> Any:
-        return fill(source, self.model, shardings=on_first_device(self.model), dtype="float32")
+    def _load(self, source: Source) -> Any:
+        return stream_weights(source, self.model, shardings=single_device_shardings(self.model), dtype="float32")
 
     def _loss(self, params: Any) -> tuple[jax.Array, jax.Array]:
         logits, _ = self._step(params, self.ids, self.positions, self.mask, None)
@@ -112,30 +114,30 @@ def _in_float32(model: config.Model) -> config.Model:
 
 
 def _with_tensors(source: Source, file: Path) -> Source:
-    """The same source with other tensors under its names."""
+    """The source with the tensors of another file."""
     tensors = tensors_of(file)
     shapes = {name: array.shape for name, array in tensors.items()}
     return dataclasses.replace(source, shapes=shapes, read=tensors.__getitem__)
 
 
-def _relative(ours: Any, theirs: Any) -> dict[str, float]:
-    """Weight -> largest difference over the largest value.
+def _relative_errors(actual: Any, expected: Any) -> dict[str, float]:
+    """Weight -> largest difference relative to the largest value.
 
-    That may be zero, as for a router's bias, or nothing but rounding, as for a bias of keys without positions, which
-    the softmax does not see: below a ten thousandth of the largest of all it does not count.
+    The largest value may be zero, as for a router bias, or pure rounding, as for a key bias without RoPE, to which
+    softmax is invariant; so the scale is at least 1e-4 of the largest value of all weights.
     """
-    least = 1e-4 * max(float(np.abs(want).max()) for want in jax.tree.leaves(theirs))
-    found = {}
-    for path, want in jax.tree_util.tree_leaves_with_path(theirs):
-        got = ours
+    min_scale = 1e-4 * max(float(np.abs(want).max()) for want in jax.tree.leaves(expected))
+    errors = {}
+    for path, want in jax.tree_util.tree_leaves_with_path(expected):
+        got = actual
         for entry in path:
             got = got[entry.key]
-        scale = max(float(np.abs(want).max()), least)
-        found[jax.tree_util.keystr(path, simple=True, separator="/")] = float(np.abs(got - want).max()) / scale
-    return found
+        scale = max(float(np.abs(want).max()), min_scale)
+        errors[jax.tree_util.keystr(path, simple=True, separator="/")] = float(np.abs(got - want).max()) / scale
+    return errors
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=-1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

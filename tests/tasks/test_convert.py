@@ -1,4 +1,4 @@
-"""Weights for others: transformers and PEFT load what task=convert writes, and answer as we do."""
+"""task=convert: transformers and PEFT load the exported weights and give the same outputs."""
 
 import json
 import re
@@ -54,15 +54,15 @@ MODEL = [
     *("train.seq_len=32", "model.dtypes.compute=float32"),
 ]
 STRETCH = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-OURS = [
+ROPE_OVERRIDES = [
     "model.kinds.layer.attention.rope." + setting for setting in ("kind=llama3", "theta=500", "original_context=64")
 ]
-OURS += [f"model.kinds.layer.attention.rope.{name}={value}" for name, value in STRETCH.items()]
+ROPE_OVERRIDES += [f"model.kinds.layer.attention.rope.{name}={value}" for name, value in STRETCH.items()]
 ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "original_max_position_embeddings": 64, **STRETCH}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "llama": ({"rope_parameters": PLAIN, "tie_word_embeddings": False}, ["model.head=separate"]),
-    "llama3.1": ({"rope_parameters": ROPE, "tie_word_embeddings": True}, ["model.head=tied", *OURS]),
+    "llama3.1": ({"rope_parameters": ROPE, "tie_word_embeddings": True}, ["model.head=tied", *ROPE_OVERRIDES]),
     "mistral": (
         {"rope_parameters": PLAIN, "tie_word_embeddings": False, "sliding_window": 8},
         ["model.head=separate", "model.kinds.layer.attention.window=8"],
@@ -71,8 +71,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 TOKENS = np.random.default_rng(0).integers(0, 300, (2, 24))
 
 
-def their_model(case: str, folder: Path, dtype: Any = torch.float32) -> Any:
-    """A random model of theirs, saved."""
+def save_hf_model(case: str, folder: Path, dtype: Any = torch.float32) -> Any:
+    """Save a random transformers model."""
     family = transformers.MistralConfig if case == "mistral" else transformers.LlamaConfig
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(family(**SIZES, **CASES[case][0]))
@@ -96,19 +96,19 @@ def converted(case: str, source: Path, output: Path, *overrides: str) -> Path:
     return output
 
 
-def their_logits(model: Any) -> np.ndarray:
+def hf_logits(model: Any) -> np.ndarray:
     with torch.no_grad():
         return model(torch.from_numpy(TOKENS)).logits.float().numpy()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_folder_comes_back_bit_for_bit(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hf_round_trip_is_bit_exact(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = {"llama": torch.bfloat16}.get(case, torch.float32)
-    their_model(case, tmp_path / "in", dtype)
+    save_hf_model(case, tmp_path / "in", dtype)
     (tmp_path / "in/tokenizer.json").write_text("{}")
     overrides = ["task.dtype=bfloat16"] if case == "llama" else []
     if case == "mistral":
-        monkeypatch.setattr(hf_write, "SHARD", 100_000)
+        monkeypatch.setattr(hf_write, "MAX_SHARD_BYTES", 100_000)
     out = converted(case, tmp_path / "in", tmp_path / "out", *overrides)
     before, after = (
         {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load(file).items()}
@@ -118,14 +118,14 @@ def test_a_folder_comes_back_bit_for_bit(case: str, tmp_path: Path, monkeypatch:
     assert all(torch.equal(before[name], after[name]) and before[name].dtype == dtype for name in before)
     assert (len(list(out.glob("*.safetensors"))) > 1) == (case == "mistral")
     assert (out / "tokenizer.json").read_text() == "{}"
-    theirs, again = (
+    original, exported = (
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) for folder in (tmp_path / "in", out)
     )
-    assert type(again) is type(theirs)
-    np.testing.assert_array_equal(their_logits(again), their_logits(theirs))
+    assert type(exported) is type(original)
+    np.testing.assert_array_equal(hf_logits(exported), hf_logits(original))
     prompt = torch.from_numpy(TOKENS)
-    ours, expected = (one.generate(prompt, max_new_tokens=12, do_sample=False) for one in (again, theirs))
-    assert torch.equal(ours, expected)
+    actual, expected = (m.generate(prompt, max_new_tokens=12, do_sample=False) for m in (exported, original))
+    assert torch.equal(actual, expected)
 
 
 def load(file: Path) -> dict[str, Any]:
@@ -134,9 +134,9 @@ def load(file: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that trained an adapter around a Hugging Face folder, as one would leave it, with random values."""
+    """The folder of a run that trained an adapter on a Hugging Face folder, with random values."""
     folder = tmp_path_factory.mktemp("peft")
-    their_model("llama3.1", folder / "base")
+    save_hf_model("llama3.1", folder / "base")
     config = composed("llama3.1", folder / "base", "adapter=lora", "adapter.targets=[attention/,layer/mlp/down]")
     states = plan_states(config, Sharder(build_mesh(config.mesh, jax.devices()[:1]), config.mesh.rules))
     state = states.create(0)
@@ -154,7 +154,7 @@ def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def our_logits(run: Path) -> np.ndarray:
-    """With the adapter beside the weights, not merged."""
+    """Logits with the adapter not merged."""
     config = composed("llama3.1", run.parent / "base", "adapter=lora", "adapter.targets=[attention/,layer/mlp/down]")
     model = build(config.model, config.adapter)
     base = load_weights(str(run.parent / "base"), model, shardings=None, dtype="float32")
@@ -170,22 +170,22 @@ def logits_of(model: ModelDef, weights: Any) -> np.ndarray:
     return np.asarray(model.logits(weights, hidden, Sharder.single()))
 
 
-def test_peft_loads_an_adapter_and_answers_as_we_do(adapter_run: Path, tmp_path: Path) -> None:
+def test_peft_loads_an_exported_adapter_with_the_same_logits(adapter_run: Path, tmp_path: Path) -> None:
     out = converted("llama3.1", adapter_run, tmp_path / "out", "task.format=peft")
     base = transformers.AutoModelForCausalLM.from_pretrained(adapter_run.parent / "base")
-    plain = their_logits(base)
-    theirs = their_logits(peft.PeftModel.from_pretrained(base, out))
-    np.testing.assert_allclose(theirs, our_logits(adapter_run), rtol=1e-4, atol=1e-4)
-    assert np.abs(theirs - plain).max() > 0.1
+    plain = hf_logits(base)
+    adapted = hf_logits(peft.PeftModel.from_pretrained(base, out))
+    np.testing.assert_allclose(adapted, our_logits(adapter_run), rtol=1e-4, atol=1e-4)
+    assert np.abs(adapted - plain).max() > 0.1
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"].endswith("/base")
 
 
-def test_an_adapter_that_peft_made_answers_as_there(tmp_path: Path) -> None:
-    """Over two of three layers, in all kinds of projections; merged into the weights it was made around."""
-    theirs = their_model("llama", tmp_path / "base")
+def test_an_adapter_of_peft_loads_with_the_same_logits(tmp_path: Path) -> None:
+    """On two of three layers, for several projections; merged into its base weights."""
+    hf_model = save_hf_model("llama", tmp_path / "base")
     targets = ["q_proj", "o_proj", "down_proj"]
     settings = peft.LoraConfig(r=4, lora_alpha=12, target_modules=targets, layers_to_transform=[0, 2])
-    adapted = peft.get_peft_model(theirs, settings)
+    adapted = peft.get_peft_model(hf_model, settings)
     with torch.no_grad():
         for name, weight in adapted.named_parameters():
             if "lora_" in name:
@@ -194,7 +194,7 @@ def test_an_adapter_that_peft_made_answers_as_there(tmp_path: Path) -> None:
     adapted.save_pretrained(tmp_path / "adapter")
     model = build(composed("llama", tmp_path / "adapter").model)
     merged = load_weights(str(tmp_path / "adapter"), model, shardings=None, dtype="float32")
-    np.testing.assert_allclose(logits_of(model, merged), their_logits(adapted), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(logits_of(model, merged), hf_logits(adapted), rtol=1e-4, atol=1e-4)
     odd = json.loads((tmp_path / "adapter/adapter_config.json").read_text()) | {"use_dora": True}
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(odd))
     with pytest.raises(ConfigError, match="use_dora=True"):
@@ -202,42 +202,44 @@ def test_an_adapter_that_peft_made_answers_as_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", [{"init_lora_weights": "olora"}, {"alora_invocation_tokens": [5, 6]}])
-def test_an_adapter_of_peft_that_is_more_than_an_addition_is_refused(odd: dict[str, Any], tmp_path: Path) -> None:
-    """What peft gives is not what its two matrices add to the weights, so we could not give it."""
-    theirs = their_model("llama", tmp_path / "base")
-    adapted = peft.get_peft_model(theirs, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **odd))
+def test_an_adapter_of_peft_that_is_not_plain_lora_is_rejected(odd: dict[str, Any], tmp_path: Path) -> None:
+    """PEFT's result is then not the base weights plus B A, so it cannot be reproduced."""
+    hf_model = save_hf_model("llama", tmp_path / "base")
+    adapted = peft.get_peft_model(
+        hf_model, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **odd)
+    )
     adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     adapted.save_pretrained(tmp_path / "adapter")
     model = build(composed("llama", tmp_path / "adapter").model)
     ((name, value),) = odd.items()
-    with pytest.raises(ConfigError, match=re.escape(f"is an adapter with {name}={value}")):
+    with pytest.raises(ConfigError, match=re.escape(f"is a PEFT adapter with {name}={value}")):
         load_weights(str(tmp_path / "adapter"), model, shardings=None, dtype="float32")
 
 
-def test_our_own_adapter_comes_back_from_peft(adapter_run: Path, tmp_path: Path) -> None:
+def test_an_adapter_round_trips_through_peft(adapter_run: Path, tmp_path: Path) -> None:
     out = converted("llama3.1", adapter_run, tmp_path / "out", "task.format=peft")
     model = build(composed("llama3.1", out).model)
-    ours, back = (load_weights(str(place), model, shardings=None, dtype="float32") for place in (adapter_run, out))
-    jax.tree.map(np.testing.assert_array_equal, back, ours)
+    original, exported = (load_weights(str(p), model, shardings=None, dtype="float32") for p in (adapter_run, out))
+    jax.tree.map(np.testing.assert_array_equal, exported, original)
 
 
-def test_a_checkpoint_of_ours_holds_the_same_weights(tmp_path: Path) -> None:
-    their_model("mistral", tmp_path / "in", torch.bfloat16)
+def test_a_maxhydra_checkpoint_has_the_same_weights(tmp_path: Path) -> None:
+    save_hf_model("mistral", tmp_path / "in", torch.bfloat16)
     out = converted("mistral", tmp_path / "in", tmp_path / "out", "task.format=maxhydra", "task.dtype=bfloat16")
     model = build(composed("mistral", out).model)
     mesh = build_mesh(Mesh(fsdp=4, tensor=2), jax.devices()[:8])
     shardings = Sharder(mesh, Mesh().rules).tree(model.axes)
-    split_up = load_weights(str(out), model, shardings=shardings, dtype="bfloat16")
+    sharded = load_weights(str(out), model, shardings=shardings, dtype="bfloat16")
     whole = load_weights(str(tmp_path / "in"), model, shardings=None, dtype="bfloat16")
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), split_up, whole)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), sharded, whole)
 
 
-def test_an_exported_run_writes_the_same_text_there(tmp_path: Path) -> None:
-    """Fifty greedy tokens of a trained model, by the engine here and by generate there."""
+def test_an_exported_run_generates_the_same_text_in_transformers(tmp_path: Path) -> None:
+    """Fifty greedy tokens of a trained model, from our engine and from transformers' generate."""
     finished(*SMALL, "model=llama3-tiny", "run.name=a", "train.steps=20", "optimizer.learning_rate=1e-2", cwd=tmp_path)
     run, out = tmp_path / "outputs/a", tmp_path / "out"
-    given = [*SMALL, "model=llama3-tiny", "model.dtypes.compute=float32", f"checkpoint.load_parameters={run}"]
-    config = compose([*given, "task=convert", f"task.output={out}"]).config
+    overrides = [*SMALL, "model=llama3-tiny", "model.dtypes.compute=float32", f"checkpoint.load_parameters={run}"]
+    config = compose([*overrides, "task=convert", f"task.output={out}"]).config
     convert.run(Job(config, {}, None, None))  # type: ignore[arg-type]
     model, sharder = build(config.model), Sharder(build_mesh(Mesh(), jax.devices()[:1]), Mesh().rules)
     params = load_weights(str(run), model, shardings=sharder.tree(model.axes), dtype="float32")
@@ -246,26 +248,26 @@ def test_an_exported_run_writes_the_same_text_there(tmp_path: Path) -> None:
         model, params, ByteTokenizer(), EngineConfig(max_batch=1, cache_tokens=128), sharder=sharder, eos=()
     )
     try:
-        ours = engine.submit(ask(prompt, max_tokens=50, ignore_eos=True)).result().tokens
+        tokens = engine.submit(ask(prompt, max_tokens=50, ignore_eos=True)).result().tokens
     finally:
         engine.close()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    theirs.generation_config.eos_token_id = None
-    wrote = theirs.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=False)
-    assert list(ours) == wrote[0, len(prompt) :].tolist() and len(set(ours)) > 2
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    hf_model.generation_config.eos_token_id = None
+    expected = hf_model.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=False)
+    assert list(tokens) == expected[0, len(prompt) :].tolist() and len(set(tokens)) > 2
 
 
-def test_a_merged_adapter_is_a_model_of_theirs(adapter_run: Path, tmp_path: Path) -> None:
+def test_a_merged_adapter_loads_in_transformers(adapter_run: Path, tmp_path: Path) -> None:
     out = converted("llama3.1", adapter_run, tmp_path / "out")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
-    np.testing.assert_allclose(their_logits(theirs), our_logits(adapter_run), rtol=1e-4, atol=1e-4)
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    np.testing.assert_allclose(hf_logits(hf_model), our_logits(adapter_run), rtol=1e-4, atol=1e-4)
 
 
-def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    their_model("llama", tmp_path / "in")
-    (tmp_path / "there").mkdir()
+def test_an_impossible_export_is_rejected_and_leaves_no_output(tmp_path: Path) -> None:
+    save_hf_model("llama", tmp_path / "in")
+    (tmp_path / "existing").mkdir()
     for output, overrides, path in (
-        ("there", [], "task.output"),
+        ("existing", [], "task.output"),
         ("out", ["task.format=peft"], "checkpoint.load_parameters"),
         ("out", ["model.logit_softcap=30"], "task.model_type"),
         ("out", ["task.model_type=gpt2"], "task.model_type"),
@@ -274,4 +276,4 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) ->
         with pytest.raises(ConfigError) as caught:
             converted("llama", tmp_path / "in", tmp_path / output, *overrides)
         assert caught.value.problems[0].path == path
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["in", "there"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["existing", "in"]

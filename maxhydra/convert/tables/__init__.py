@@ -1,1 +1,1 @@
-"""One module per family of weights, each with a TABLE. A new family is a new file here and its sizes in conf/model."""
+"""One module per model family, with a TABLE or several TABLES. To add a family, see docs/models.md."""

@@ -1,11 +1,19 @@
-"""DeepSeek-V2 (DeepSeek-AI, 2024): latent attention, leading dense layers, then experts by a softmax over all."""
+"""DeepSeek-V2 (DeepSeek-AI, 2024): MLA, leading dense layers, then MoE layers with a softmax router."""
 
 from typing import Any
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert.kinds import layer_kinds
+from maxhydra.convert.hf_config import (
+    activation,
+    activation_setting,
+    head,
+    layer_kinds,
+    rope,
+    rope_settings,
+    size_settings,
+    sizes,
+)
 from maxhydra.convert.name_table import Settings, Table, UnsupportedError, Weight
-from maxhydra.convert.settings import activation, activation_setting, head, rope, rope_settings, size_settings, sizes
 from maxhydra.convert.tables import llama
 
 HF = llama.HF
@@ -28,18 +36,18 @@ METHODS = ("greedy", "group_limited_greedy")
 
 def to_model(settings: Settings) -> dict[str, Any]:
     if settings.get("norm_topk_prob"):
-        raise UnsupportedError("norm_topk_prob=true, which no published model has")
+        raise UnsupportedError("unsupported norm_topk_prob=true, which no published model uses")
     method = settings.get("topk_method") or "greedy"
     if method not in METHODS:
-        raise UnsupportedError(f"topk_method={method}, where {', '.join(METHODS)} are served")
+        raise UnsupportedError(f"unsupported topk_method={method} (supported: {', '.join(METHODS)})")
     router = {"normalize": False, "scale": float(settings.get("routed_scaling_factor", 1.0))}
     if method == "group_limited_greedy":
         router |= {"groups": settings["n_group"], "top_groups": settings["topk_group"]}
-    return arranged(settings, latent(settings), router)
+    return model_values(settings, mla_values(settings), router)
 
 
 def to_settings(model: config.Model) -> Settings | None:
-    mixture = mixture_of(model)
+    mixture = moe_kind(model)
     if mixture is None:
         return None
     router = mixture.moe.router
@@ -53,13 +61,13 @@ def to_settings(model: config.Model) -> Settings | None:
     }
 
 
-def latent(settings: Settings, *, neighbours: bool = True) -> dict[str, Any]:
-    """Attention."""
+def mla_values(settings: Settings, *, interleaved_rope: bool = True) -> dict[str, Any]:
+    """Values of `model.kinds.*.mla`."""
     if settings.get("attention_bias"):
-        raise UnsupportedError("attention_bias=true, which no published model has")
-    turned = rope(settings)
-    told = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    mscale = told.get("mscale_all_dim") if turned.get("kind") == "yarn" else None
+        raise UnsupportedError("unsupported attention_bias=true, which no published model uses")
+    rope_values = rope(settings)
+    parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    mscale = parameters.get("mscale_all_dim") if rope_values.get("kind") == "yarn" else None
     return {
         "q_lora_rank": settings.get("q_lora_rank"),
         "kv_lora_rank": settings["kv_lora_rank"],
@@ -67,12 +75,12 @@ def latent(settings: Settings, *, neighbours: bool = True) -> dict[str, Any]:
         "qk_rope_head_dim": settings["qk_rope_head_dim"],
         "v_head_dim": settings["v_head_dim"],
         "mscale": mscale or None,
-        "rope": {**turned, "pairs": "neighbours" if neighbours else "halves"},
+        "rope": {**rope_values, "pairs": "neighbours" if interleaved_rope else "halves"},
     }
 
 
-def arranged(settings: Settings, mla: dict[str, Any], router: dict[str, Any]) -> dict[str, Any]:
-    """The model of such attention and such a router: dense layers first, then experts."""
+def model_values(settings: Settings, mla: dict[str, Any], router: dict[str, Any]) -> dict[str, Any]:
+    """Values of `model`: leading dense layers, then MoE layers with this attention and router."""
     function = activation(settings.get("hidden_act", "silu"))
     dim = settings["moe_intermediate_size"]
     moe = {
@@ -87,28 +95,32 @@ def arranged(settings: Settings, mla: dict[str, Any], router: dict[str, Any]) ->
     kinds: dict[str, Any] = {"layer": {"mixer": "mla", "mla": mla, "feed_forward": "moe", "moe": moe}}
     if dense:
         kinds["dense"] = {"mixer": "mla", "mla": mla, "mlp": {"activation": function}}
-    own = sizes({**settings, "head_dim": settings["qk_nope_head_dim"]})
-    return {**own, "head": head(settings, tied=False), "prefix": ["dense"] * dense, "kinds": kinds}
+    model_sizes = sizes({**settings, "head_dim": settings["qk_nope_head_dim"]})
+    return {**model_sizes, "head": head(settings, tied=False), "prefix": ["dense"] * dense, "kinds": kinds}
 
 
-def mixture_of(model: config.Model) -> config.Kind | None:
-    """The kind of the layers behind the dense ones, where it is of this family."""
+def moe_kind(model: config.Model) -> config.Kind | None:
+    """The kind of the MoE layers; None if the model is not of this family."""
     last = layer_kinds(model)[-1]
-    is_ours = last.mixer is config.Mixer.mla and last.feed_forward is config.FeedForward.moe
-    return last if is_ours else None
+    is_family = last.mixer is config.Mixer.mla and last.feed_forward is config.FeedForward.moe
+    return last if is_family else None
 
 
 def shared_settings(model: config.Model, mixture: config.Kind) -> Settings:
-    """What all generations of the family tell alike."""
+    """Settings common to all generations of the family."""
     mla, moe = mixture.mla, mixture.moe
     dim = moe.dim or model.mlp_dim
-    found = rope_settings(mla.rope)
+    rope_keys = rope_settings(mla.rope)
     if mla.mscale is not None:
-        found["rope_scaling"] = {**found["rope_scaling"], "mscale": mla.mscale, "mscale_all_dim": mla.mscale}
+        rope_keys["rope_scaling"] = {
+            **rope_keys["rope_scaling"],
+            "mscale": mla.mscale,
+            "mscale_all_dim": mla.mscale,
+        }
     kinds = layer_kinds(model)
     return {
         **size_settings(model),
-        **found,
+        **rope_keys,
         "head_dim": mla.qk_rope_head_dim,
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
@@ -129,7 +141,7 @@ def shared_settings(model: config.Model, mixture: config.Kind) -> Settings:
 TABLE = Table(
     hf_types={"deepseek_v2": "DeepseekV2ForCausalLM"},
     layer=LAYER,
-    ends=llama.ENDS,
+    non_layer=llama.NON_LAYER,
     to_model=to_model,
     to_settings=to_settings,
 )

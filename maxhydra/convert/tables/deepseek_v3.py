@@ -1,7 +1,6 @@
-"""DeepSeek-V3 and R1 (DeepSeek-AI, 2024), Kimi K2 (Moonshot AI, 2025): sigmoid scores, balanced without a loss.
+"""DeepSeek-V3 and R1 (DeepSeek-AI, 2024), Kimi K2 (Moonshot AI, 2025): sigmoid router, aux-loss-free balancing.
 
-Layers behind the last, which predict further tokens, count on from it; transformers leaves them out, and so does a
-model without them.
+MTP layers are numbered after the last decoder layer; transformers skips them, and so does a model with mtp.depth=0.
 """
 
 from typing import Any
@@ -19,13 +18,13 @@ LAYER = (
     Weight("join/kernel", HF + "eh_proj.weight"),
     Weight("norm/scale", HF + "shared_head.norm.weight"),
 )
-# The layer behind the last, and what it repeats of the two ends of the model.
+# The MTP layer, and its copies of the embedding and the head.
 IGNORED = ("*.rotary_emb.inv_freq", "model.layers.{beyond}.*", "*.embed_tokens.weight", "*.shared_head.head.weight")
 
 
 def to_model(settings: Settings) -> dict[str, Any]:
-    mla = deepseek_v2.latent(settings, neighbours=settings.get("rope_interleave", True))
-    return deepseek_v2.arranged(settings, mla, router(settings))
+    mla = deepseek_v2.mla_values(settings, interleaved_rope=settings.get("rope_interleave", True))
+    return deepseek_v2.model_values(settings, mla, router(settings))
 
 
 def router(settings: Settings) -> dict[str, Any]:
@@ -41,7 +40,7 @@ def router(settings: Settings) -> dict[str, Any]:
 
 
 def to_settings(model: config.Model) -> Settings | None:
-    mixture = deepseek_v2.mixture_of(model)
+    mixture = deepseek_v2.moe_kind(model)
     if mixture is None:
         return None
     router = mixture.moe.router
@@ -60,7 +59,7 @@ def to_settings(model: config.Model) -> Settings | None:
 TABLE = Table(
     hf_types={"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"},
     layer=LAYER,
-    ends=llama.ENDS,
+    non_layer=llama.NON_LAYER,
     to_model=to_model,
     to_settings=to_settings,
     ignored=IGNORED,

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 (DeepSeek-AI, 2025): DeepSeek-V3 with an indexer that chooses what attention looks at."""
+"""DeepSeek-V3.2 (DeepSeek-AI, 2025): DeepSeek-V3 with an indexer that selects the keys of sparse attention."""
 
 from typing import Any
 
@@ -27,25 +27,29 @@ def to_model(settings: Settings) -> dict[str, Any]:
     if types:
         dense = types.count("dense")
         if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
-            raise UnsupportedError("mlp_layer_types in another order than dense layers first, which are served")
+            raise UnsupportedError("unsupported order of mlp_layer_types (supported: dense layers before sparse ones)")
         settings = {**settings, "first_k_dense_replace": dense}
-    mla = {**deepseek_v2.latent(settings), "indexer": indexer}
-    return deepseek_v2.arranged(settings, mla, deepseek_v3.router(settings))
+    mla = {**deepseek_v2.mla_values(settings), "indexer": indexer}
+    return deepseek_v2.model_values(settings, mla, deepseek_v3.router(settings))
 
 
 def to_settings(model: config.Model) -> Settings | None:
-    settings, mixture = deepseek_v3.to_settings(model), deepseek_v2.mixture_of(model)
+    settings, mixture = deepseek_v3.to_settings(model), deepseek_v2.moe_kind(model)
     if settings is None or mixture is None or mixture.mla.indexer.top_k is None:
         return None
     indexer = mixture.mla.indexer
-    own = {"index_topk": indexer.top_k, "index_n_heads": indexer.num_heads, "index_head_dim": indexer.head_dim}
-    return {**settings, **own}
+    index_settings = {
+        "index_topk": indexer.top_k,
+        "index_n_heads": indexer.num_heads,
+        "index_head_dim": indexer.head_dim,
+    }
+    return {**settings, **index_settings}
 
 
 TABLE = Table(
     hf_types={"deepseek_v32": "DeepseekV32ForCausalLM"},
     layer=LAYER,
-    ends=llama.ENDS,
+    non_layer=llama.NON_LAYER,
     to_model=to_model,
     to_settings=to_settings,
     ignored=deepseek_v3.IGNORED,

@@ -1,19 +1,22 @@
-"""Gemma 2 (2024): windows in every other layer, norms on both sides, soft-caps."""
+"""Gemma 2 (2024): sliding windows in every other layer, pre- and post-norms, logit soft-capping."""
 
 from typing import Any
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert.kinds import arranged, layer_kinds, layer_types, window_settings
-from maxhydra.convert.name_table import Settings, Table, Weight
-from maxhydra.convert.settings import (
+from maxhydra.convert.hf_config import (
     activation,
     activation_setting,
     head,
+    layer_kinds,
+    layer_types,
     rope,
     rope_settings,
     size_settings,
     sizes,
+    window_settings,
+    windowed_layers,
 )
+from maxhydra.convert.name_table import Settings, Table, Weight
 from maxhydra.convert.tables import gemma, llama
 
 LAYER = (
@@ -25,8 +28,8 @@ LAYER = (
 )
 
 
-def sandwich(settings: Settings) -> dict[str, Any]:
-    """What all layers have in common."""
+def layer_values(settings: Settings) -> dict[str, Any]:
+    """Values of a layer kind, without RoPE and window."""
     attention = {
         "scale": float(settings["query_pre_attn_scalar"]) ** -0.5,
         "softcap": settings.get("attn_logit_softcapping"),
@@ -39,8 +42,8 @@ def sandwich(settings: Settings) -> dict[str, Any]:
     }
 
 
-def sandwich_settings(model: config.Model) -> Settings:
-    """The same back, with what stands at the model's top."""
+def common_settings(model: config.Model) -> Settings:
+    """Settings shared with Gemma 3 and without RoPE: those of `layer_values` and the sizes."""
     kind = layer_kinds(model)[0]
     scale = kind.attention.scale
     return {
@@ -57,7 +60,7 @@ def sandwich_settings(model: config.Model) -> Settings:
 
 def to_model(settings: Settings) -> dict[str, Any]:
     settings = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **settings}
-    layer = sandwich(settings)
+    layer = layer_values(settings)
     layer["attention"]["rope"] = rope(settings)
     local = {**layer, "attention": {**layer["attention"], "window": settings["sliding_window"]}}
     return {
@@ -65,18 +68,18 @@ def to_model(settings: Settings) -> dict[str, Any]:
         **gemma.SHARED,
         "head": head(settings, tied=True),
         "logit_softcap": settings["final_logit_softcapping"],
-        **arranged(layer_types(settings, every=2), windowed=local, full=layer),
+        **windowed_layers(layer_types(settings, every=2), windowed=local, full=layer),
     }
 
 
 def to_settings(model: config.Model) -> Settings | None:
-    return {**sandwich_settings(model), **rope_settings(layer_kinds(model)[0].attention.rope)}
+    return {**common_settings(model), **rope_settings(layer_kinds(model)[0].attention.rope)}
 
 
 TABLE = Table(
     hf_types={"gemma2": "Gemma2ForCausalLM"},
     layer=LAYER,
-    ends=llama.ENDS,
+    non_layer=llama.NON_LAYER,
     to_model=to_model,
     to_settings=to_settings,
 )

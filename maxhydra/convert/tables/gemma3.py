@@ -1,20 +1,24 @@
-"""Gemma 3 (2025), its text part: five layers with windows to one without, each with wavelengths of their own."""
+"""Gemma 3 (2025), text: five sliding-window layers per full-attention layer, each type with its own RoPE."""
 
 from typing import Any
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert.kinds import FULL, WINDOWED, arranged, by_type, layer_types
-from maxhydra.convert.name_table import Settings, Table
-from maxhydra.convert.settings import (
+from maxhydra.convert.hf_config import (
+    FULL,
+    WINDOWED,
     head,
-    rope_of,
+    kind_by_type,
+    layer_types,
+    rope_from,
     rope_parameters,
     sizes,
+    windowed_layers,
 )
+from maxhydra.convert.name_table import Settings, Table
 from maxhydra.convert.tables import gemma, gemma2, llama
 
-# What the published files leave out.
-USUAL = {
+# Defaults of keys that the published files omit.
+DEFAULTS = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -30,35 +34,35 @@ USUAL = {
 
 
 def to_model(settings: Settings) -> dict[str, Any]:
-    settings = {**USUAL, **settings}
-    told = settings.get("rope_parameters") or {FULL: settings.get("rope_scaling")}
-    layer = gemma2.sandwich(settings)
+    settings = {**DEFAULTS, **settings}
+    ropes = settings.get("rope_parameters") or {FULL: settings.get("rope_scaling")}
+    layer = gemma2.layer_values(settings)
     attention = {**layer["attention"], "qk_norm": "head"}
     local = {
         **attention,
         "window": settings["sliding_window"],
-        "rope": rope_of(told.get(WINDOWED) or {}, {"rope_theta": settings["rope_local_base_freq"]}),
+        "rope": rope_from(ropes.get(WINDOWED) or {}, {"rope_theta": settings["rope_local_base_freq"]}),
     }
-    everywhere = {**attention, "rope": rope_of(told.get(FULL) or {}, settings)}
+    full = {**attention, "rope": rope_from(ropes.get(FULL) or {}, settings)}
     types = layer_types(settings, every=settings["sliding_window_pattern"])
     return {
         **sizes(settings),
         **gemma.SHARED,
         "head": head(settings, tied=True),
         "logit_softcap": settings.get("final_logit_softcapping"),
-        **arranged(types, windowed={**layer, "attention": local}, full={**layer, "attention": everywhere}),
+        **windowed_layers(types, windowed={**layer, "attention": local}, full={**layer, "attention": full}),
     }
 
 
 def to_settings(model: config.Model) -> Settings | None:
-    ropes = {name: rope_parameters(kind.attention.rope) for name, kind in by_type(model).items()}
-    return {**gemma2.sandwich_settings(model), "rope_parameters": ropes}
+    ropes = {name: rope_parameters(kind.attention.rope) for name, kind in kind_by_type(model).items()}
+    return {**gemma2.common_settings(model), "rope_parameters": ropes}
 
 
 TABLE = Table(
     hf_types={"gemma3_text": "Gemma3ForCausalLM"},
     layer=gemma2.LAYER + llama.QK_NORMS,
-    ends=llama.ENDS,
+    non_layer=llama.NON_LAYER,
     to_model=to_model,
     to_settings=to_settings,
 )

@@ -1,13 +1,29 @@
-"""Gemma 4 (2026), its text part: layers without a window have other heads, whose values may be their keys. The small
-ones share keys and values over the later layers and have embeddings for each layer; one has experts beside its mlp."""
+"""Gemma 4 (2026), text: full-attention layers have their own head sizes, and may use their keys as values.
+
+The small models share the KV cache among the later layers and have per-layer embeddings; one model has an MoE in
+parallel with its MLP.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert.kinds import FULL, NAMES, WINDOWED, by_type, layer_kinds, layer_types, pattern_of, window_settings
+from maxhydra.convert.hf_config import (
+    FULL,
+    KIND_NAMES,
+    WINDOWED,
+    activation,
+    activation_setting,
+    head,
+    kind_by_type,
+    layer_kinds,
+    layer_types,
+    pattern_of,
+    size_settings,
+    sizes,
+    window_settings,
+)
 from maxhydra.convert.name_table import Settings, Table, UnsupportedError, Weight
-from maxhydra.convert.settings import activation, activation_setting, head, size_settings, sizes
 from maxhydra.convert.tables import gemma2, llama
 
 HF = llama.HF
@@ -30,13 +46,13 @@ PARALLEL_MOE = (
     ),
     Weight("parallel_moe/moe/experts/down/kernel", HF + "experts.down_proj", leading=1),
 )
-ENDS = (
-    Weight("per_layer/table", "model.embed_tokens_per_layer.weight", turned=False),
+NON_LAYER = (
+    Weight("per_layer/table", "model.embed_tokens_per_layer.weight", transposed=False),
     Weight("per_layer/context/kernel", "model.per_layer_model_projection.weight"),
     Weight("per_layer/norm/scale", "model.per_layer_projection_norm.weight"),
 )
-# What the published files leave out.
-USUAL: Settings = {
+# Defaults of keys that the published files omit.
+DEFAULTS: Settings = {
     "hidden_activation": "gelu_pytorch_tanh",
     "global_head_dim": 512,
     "rope_parameters": {
@@ -47,30 +63,32 @@ USUAL: Settings = {
 SHARED = "_shared"
 
 
-def rope(told: Mapping[str, Any]) -> dict[str, Any]:
-    kind = told.get("rope_type", "default")
-    if kind not in ("default", "proportional") or told.get("factor", 1.0) != 1.0:
-        raise UnsupportedError(f"rope_type={kind} or a factor, where default and proportional are served without one")
-    return {"kind": kind, "theta": told["rope_theta"], "share": told.get("partial_rotary_factor", 1.0)}
+def rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    kind = parameters.get("rope_type", "default")
+    if kind not in ("default", "proportional") or parameters.get("factor", 1.0) != 1.0:
+        raise UnsupportedError(
+            f"unsupported rope_type={kind} or factor (supported: default and proportional, factor 1)"
+        )
+    return {"kind": kind, "theta": parameters["rope_theta"], "share": parameters.get("partial_rotary_factor", 1.0)}
 
 
-def everywhere(settings: Settings, types: list[str]) -> dict[str, Any]:
-    """What attention without a window has of its own."""
+def full_attention(settings: Settings, types: list[str]) -> dict[str, Any]:
+    """Values of full attention that differ from the windowed layers."""
     is_key = bool(settings.get("attention_k_eq_v"))
     heads = settings.get("num_global_key_value_heads") if is_key else None
-    own = {"head_dim": settings["global_head_dim"], "num_key_value_heads": heads}
+    head_settings = {"head_dim": settings["global_head_dim"], "num_key_value_heads": heads}
     if (by_layer := settings.get("per_layer_config")) is not None:
-        # As transformers writes it, with what differs from the whole model's alone.
-        own = by_layer.get(str(types.index(FULL)) if FULL in types else "", {})
+        # As transformers writes it: only the keys that differ from the top level.
+        head_settings = by_layer.get(str(types.index(FULL)) if FULL in types else "", {})
     return {
-        "head_dim": own.get("head_dim") or settings["head_dim"],
-        "num_kv_heads": own.get("num_key_value_heads") or settings["num_key_value_heads"],
+        "head_dim": head_settings.get("head_dim") or settings["head_dim"],
+        "num_kv_heads": head_settings.get("num_key_value_heads") or settings["num_key_value_heads"],
         "value": "key" if is_key else "own",
     }
 
 
 def moe(settings: Settings, function: str) -> dict[str, Any]:
-    """The mixture beside the feed-forward, where there is one."""
+    """Values of the MoE in parallel with the MLP; empty if there is none."""
     if not settings.get("enable_moe_block"):
         return {}
     mixture = {
@@ -84,43 +102,45 @@ def moe(settings: Settings, function: str) -> dict[str, Any]:
 
 
 def kinds(settings: Settings, types: list[str]) -> dict[str, Any]:
-    """A kind for each type of layer, and one for each that shares keys and values with it."""
+    """Two kinds per layer type: one with its own KV cache, and one that shares that cache."""
     function = activation(settings["hidden_activation"])
     mixture = moe(settings, function)
     width = settings["intermediate_size"] * (2 if settings.get("use_double_wide_mlp") else 1)
-    own = {WINDOWED: {"window": settings["sliding_window"]}, FULL: everywhere(settings, types)}
-    found = {}
-    for name, attention in own.items():
+    attention_values = {WINDOWED: {"window": settings["sliding_window"]}, FULL: full_attention(settings, types)}
+    values = {}
+    for name, attention in attention_values.items():
         attention |= {"scale": 1.0, "qk_norm": "head", "rope": rope(settings["rope_parameters"][name])}
         layer = {"norms": "sandwich", "is_scaled": True, "mlp": {"activation": function}, **mixture}
-        sharing = {key: value for key, value in attention.items() if key != "value"} | {"shares": NAMES[name]}
-        found[NAMES[name]] = {**layer, "attention": {**attention, "value_norm": True}}
-        found[NAMES[name] + SHARED] = {**layer, "mlp": {**layer["mlp"], "dim": width}, "attention": sharing}
-    return found
+        sharing = {key: value for key, value in attention.items() if key != "value"} | {"shares": KIND_NAMES[name]}
+        values[KIND_NAMES[name]] = {**layer, "attention": {**attention, "value_norm": True}}
+        values[KIND_NAMES[name] + SHARED] = {**layer, "mlp": {**layer["mlp"], "dim": width}, "attention": sharing}
+    return values
 
 
 def to_model(settings: Settings) -> dict[str, Any]:
-    settings = {**USUAL, **settings}
+    settings = {**DEFAULTS, **settings}
     if settings.get("attention_bias") or settings.get("use_bidirectional_attention") == "all":
-        raise UnsupportedError("attention_bias or use_bidirectional_attention=all, which no published model has")
-    own_dim = settings.get("hidden_size_per_layer_input") or None
-    if own_dim and settings.get("vocab_size_per_layer_input", settings["vocab_size"]) != settings["vocab_size"]:
-        raise UnsupportedError("vocab_size_per_layer_input that is not vocab_size")
+        raise UnsupportedError(
+            "unsupported attention_bias or use_bidirectional_attention=all, which no published model uses"
+        )
+    per_layer_dim = settings.get("hidden_size_per_layer_input") or None
+    if per_layer_dim and settings.get("vocab_size_per_layer_input", settings["vocab_size"]) != settings["vocab_size"]:
+        raise UnsupportedError("unsupported vocab_size_per_layer_input (supported: vocab_size)")
     types = layer_types(settings, every=6)
     shared = settings.get("num_kv_shared_layers", 0)
-    names = [NAMES[name] for name in types]
+    names = [KIND_NAMES[name] for name in types]
     first = len(names) - shared
     prefix, rest = (names[:first], [name + SHARED for name in names[first:]]) if shared else ([], names)
-    made = kinds(settings, types)
+    all_kinds = kinds(settings, types)
     return {
         **sizes(settings),
         "head": head(settings, tied=True),
         "embedding": {"scale": "root_dim"},
-        "per_layer": {"dim": own_dim, "activation": activation(settings["hidden_activation"])},
+        "per_layer": {"dim": per_layer_dim, "activation": activation(settings["hidden_activation"])},
         "logit_softcap": settings.get("final_logit_softcapping"),
         "prefix": prefix,
         "pattern": pattern_of(rest),
-        "kinds": {name: made[name] for name in dict.fromkeys([*prefix, *rest])},
+        "kinds": {name: all_kinds[name] for name in dict.fromkeys([*prefix, *rest])},
     }
 
 
@@ -130,7 +150,7 @@ def rope_parameters(rope: config.Rope) -> Settings:
 
 
 def to_settings(model: config.Model) -> Settings | None:
-    layers, types = layer_kinds(model), by_type(model)
+    layers, types = layer_kinds(model), kind_by_type(model)
     first, full = layers[0], types[FULL].attention
     sharing = [kind for kind in layers if kind.attention.shares is not None]
     is_key = full.value is config.ValueSource.key
@@ -161,9 +181,9 @@ def to_settings(model: config.Model) -> Settings | None:
 TABLE = Table(
     hf_types={"gemma4_text": "Gemma4ForCausalLM"},
     layer=(*gemma2.LAYER, *llama.QK_NORMS, Weight("scale", HF + "layer_scalar"), *PER_LAYER, *PARALLEL_MOE),
-    ends=(*llama.ENDS, *ENDS),
+    non_layer=(*llama.NON_LAYER, *NON_LAYER),
     to_model=to_model,
     to_settings=to_settings,
-    # Published files keep what layers that share keys and values do not use.
+    # Published files contain projections that layers with a shared KV cache do not use.
     ignored=("*.rotary_emb.inv_freq", *(f"*.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))),
 )

@@ -1,11 +1,10 @@
-"""gpt-oss (OpenAI, 2025): sinks, every second layer over a window, experts with biases and a clamped SwiGLU."""
+"""gpt-oss (OpenAI, 2025): attention sinks, windows in every second layer, MoE with biases and clamped SwiGLU."""
 
 from typing import Any
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert.kinds import layer_kinds, pattern_of
+from maxhydra.convert.hf_config import head, layer_kinds, pattern_of, rope, rope_settings, size_settings, sizes
 from maxhydra.convert.name_table import Join, Settings, Table, Weight
-from maxhydra.convert.settings import head, rope, rope_settings, size_settings, sizes
 from maxhydra.convert.tables import llama
 
 HF = llama.HF
@@ -22,7 +21,7 @@ LAYER = (
     Weight(
         ("mlp/experts/gate/kernel", "mlp/experts/up/kernel"),
         EXPERTS + "gate_up_proj",
-        turned=False,
+        transposed=False,
         leading=1,
         join=Join.interleaved,
     ),
@@ -33,7 +32,7 @@ LAYER = (
         leading=1,
         join=Join.interleaved,
     ),
-    Weight("mlp/experts/down/kernel", EXPERTS + "down_proj", turned=False, leading=1),
+    Weight("mlp/experts/down/kernel", EXPERTS + "down_proj", transposed=False, leading=1),
     Weight("mlp/experts/down/bias", EXPERTS + "down_proj_bias", inputs=0, leading=1),
 )
 KINDS = {"sliding_attention": "local", "full_attention": "global"}
@@ -84,7 +83,7 @@ def to_settings(model: config.Model) -> Settings | None:
 TABLE = Table(
     hf_types={"gpt_oss": "GptOssForCausalLM"},
     layer=LAYER,
-    ends=llama.ENDS,
+    non_layer=llama.NON_LAYER,
     to_model=to_model,
     to_settings=to_settings,
 )

@@ -1,10 +1,9 @@
-"""Llama (Touvron et al., 2023; Dubey et al., 2024) and what shares its names, such as SmolLM2."""
+"""Llama (Touvron et al., 2023; Dubey et al., 2024) and models with the same tensor names, such as SmolLM2."""
 
 from typing import Any
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert.name_table import Gguf, Settings, Table, Weight
-from maxhydra.convert.settings import (
+from maxhydra.convert.hf_config import (
     activation,
     activation_setting,
     head,
@@ -13,12 +12,15 @@ from maxhydra.convert.settings import (
     size_settings,
     sizes,
 )
+from maxhydra.convert.name_table import Gguf, Settings, Table, Weight
 
 HF, GGUF = "model.layers.{layer}.", "blk.{layer}."
 MIXER = (
     Weight("attention_norm/scale", HF + "input_layernorm.weight", GGUF + "attn_norm.weight"),
-    Weight("attention/query/kernel", HF + "self_attn.q_proj.weight", GGUF + "attn_q.weight", gguf_neighbours=True),
-    Weight("attention/key/kernel", HF + "self_attn.k_proj.weight", GGUF + "attn_k.weight", gguf_neighbours=True),
+    Weight(
+        "attention/query/kernel", HF + "self_attn.q_proj.weight", GGUF + "attn_q.weight", gguf_interleaved_rope=True
+    ),
+    Weight("attention/key/kernel", HF + "self_attn.k_proj.weight", GGUF + "attn_k.weight", gguf_interleaved_rope=True),
     Weight("attention/value/kernel", HF + "self_attn.v_proj.weight", GGUF + "attn_v.weight"),
     Weight("attention/out/kernel", HF + "self_attn.o_proj.weight", GGUF + "attn_output.weight", inputs=2),
     Weight("mlp_norm/scale", HF + "post_attention_layernorm.weight", GGUF + "ffn_norm.weight"),
@@ -29,31 +31,31 @@ MLP = (
     Weight("mlp/down/kernel", HF + "mlp.down_proj.weight", GGUF + "ffn_down.weight"),
 )
 LAYER = (*MIXER, *MLP)
-# What a layer of other families has besides.
+# Additional tensors in layers of other families.
 PROJECTIONS = {"query": "q", "key": "k", "value": "v", "out": "o"}
 BIASES = tuple(
-    Weight(f"attention/{ours}/bias", HF + f"self_attn.{theirs}_proj.bias", inputs=0)
-    for ours, theirs in PROJECTIONS.items()
+    Weight(f"attention/{name}/bias", HF + f"self_attn.{letter}_proj.bias", inputs=0)
+    for name, letter in PROJECTIONS.items()
 )
 QK_NORMS = (
     Weight("attention/query_norm/scale", HF + "self_attn.q_norm.weight"),
     Weight("attention/key_norm/scale", HF + "self_attn.k_norm.weight"),
 )
-# A mixture in the place of the feed-forward.
+# MoE instead of an MLP.
 EXPERTS = (
     Weight("mlp/router/kernel", HF + "mlp.gate.weight"),
     Weight("mlp/experts/gate/kernel", HF + "mlp.experts.{expert}.gate_proj.weight"),
     Weight("mlp/experts/up/kernel", HF + "mlp.experts.{expert}.up_proj.weight"),
     Weight("mlp/experts/down/kernel", HF + "mlp.experts.{expert}.down_proj.weight"),
 )
-# Norms behind attention and feed-forward; the third stands before the latter, where there are norms on both sides.
+# Norms after attention and feed-forward.
 POST_NORMS = (
     Weight("attention_post_norm/scale", HF + "post_attention_layernorm.weight"),
     Weight("mlp_post_norm/scale", HF + "post_feedforward_layernorm.weight"),
 )
 BODY = tuple(row for row in LAYER if row.path not in ("attention_norm/scale", "mlp_norm/scale"))
-ENDS = (
-    Weight("embedding/table", "model.embed_tokens.weight", "token_embd.weight", turned=False),
+NON_LAYER = (
+    Weight("embedding/table", "model.embed_tokens.weight", "token_embd.weight", transposed=False),
     Weight("final_norm/scale", "model.norm.weight", "output_norm.weight"),
     Weight("head/kernel", "lm_head.weight", "output.weight"),
 )
@@ -77,7 +79,7 @@ def to_settings(model: config.Model) -> Settings | None:
 TABLE = Table(
     hf_types={"llama": "LlamaForCausalLM"},
     layer=LAYER,
-    ends=ENDS,
+    non_layer=NON_LAYER,
     to_model=to_model,
     to_settings=to_settings,
     ignored=("*.rotary_emb.inv_freq", "rope_freqs.weight"),

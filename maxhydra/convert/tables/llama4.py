@@ -1,51 +1,55 @@
-"""Llama 4 (Meta, 2025), text: chunked layers and layers without positions, one expert of many beside a shared one."""
+"""Llama 4 (Meta, 2025), text: chunked-attention layers, layers without RoPE, top-1 MoE with a shared expert."""
 
 from typing import Any
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert.kinds import layer_kinds, pattern_of
-from maxhydra.convert.name_table import Settings, Table, UnsupportedError, Weight
-from maxhydra.convert.settings import (
+from maxhydra.convert.hf_config import (
     SIZES,
     activation,
     activation_setting,
     head,
+    layer_kinds,
+    pattern_of,
     rope,
     rope_settings,
     size_settings,
     sizes,
 )
+from maxhydra.convert.name_table import Settings, Table, UnsupportedError, Weight
 from maxhydra.convert.tables import llama
 
 HF = llama.HF
-FEED = HF + "feed_forward."
+FEED_FORWARD = HF + "feed_forward."
 LAYER = (
     *llama.MIXER,
-    Weight("mlp/gate/kernel", FEED + "gate_proj.weight"),
-    Weight("mlp/up/kernel", FEED + "up_proj.weight"),
-    Weight("mlp/down/kernel", FEED + "down_proj.weight"),
-    Weight("mlp/router/kernel", FEED + "router.weight"),
+    Weight("mlp/gate/kernel", FEED_FORWARD + "gate_proj.weight"),
+    Weight("mlp/up/kernel", FEED_FORWARD + "up_proj.weight"),
+    Weight("mlp/down/kernel", FEED_FORWARD + "down_proj.weight"),
+    Weight("mlp/router/kernel", FEED_FORWARD + "router.weight"),
     Weight(
-        ("mlp/experts/gate/kernel", "mlp/experts/up/kernel"), FEED + "experts.gate_up_proj", turned=False, leading=1
+        ("mlp/experts/gate/kernel", "mlp/experts/up/kernel"),
+        FEED_FORWARD + "experts.gate_up_proj",
+        transposed=False,
+        leading=1,
     ),
-    Weight("mlp/experts/down/kernel", FEED + "experts.down_proj", turned=False, leading=1),
-    Weight("mlp/shared/gate/kernel", FEED + "shared_expert.gate_proj.weight"),
-    Weight("mlp/shared/up/kernel", FEED + "shared_expert.up_proj.weight"),
-    Weight("mlp/shared/down/kernel", FEED + "shared_expert.down_proj.weight"),
+    Weight("mlp/experts/down/kernel", FEED_FORWARD + "experts.down_proj", transposed=False, leading=1),
+    Weight("mlp/shared/gate/kernel", FEED_FORWARD + "shared_expert.gate_proj.weight"),
+    Weight("mlp/shared/up/kernel", FEED_FORWARD + "shared_expert.up_proj.weight"),
+    Weight("mlp/shared/down/kernel", FEED_FORWARD + "shared_expert.down_proj.weight"),
 )
-# The model's own mlp_dim is that of its dense layers.
+# model.mlp_dim is the size of the dense layers.
 NAMES = {**SIZES, "mlp_dim": "intermediate_size_mlp"}
 
 
 def to_model(settings: Settings) -> dict[str, Any]:
     if settings.get("attention_bias"):
-        raise UnsupportedError("attention_bias, which no published model has")
+        raise UnsupportedError("unsupported attention_bias, which no published model uses")
     layers = range(settings["num_hidden_layers"])
     every, step = settings.get("no_rope_layer_interval", 4), settings.get("interleave_moe_layer_step", 1)
-    turned = settings.get("no_rope_layers") or [int((i + 1) % every != 0) for i in layers]
+    has_rope = settings.get("no_rope_layers") or [int((i + 1) % every != 0) for i in layers]
     mixtures = settings.get("moe_layers")
     mixtures = [i for i in layers if (i + 1) % step == 0] if mixtures is None else mixtures
-    names = [f"{'local' if turned[i] else 'global'}{'' if i in mixtures else '_dense'}" for i in layers]
+    names = [f"{'local' if has_rope[i] else 'global'}{'' if i in mixtures else '_dense'}" for i in layers]
     kinds = {name: _kind(settings, name) for name in dict.fromkeys(names)}
     return {
         **sizes(settings, NAMES),
@@ -59,11 +63,11 @@ def _kind(settings: Settings, name: str) -> dict[str, Any]:
     function = activation(settings["hidden_act"])
     if name.startswith("local"):
         qk_norm = "head_plain" if settings.get("use_qk_norm", True) else "none"
-        turning = {**rope(settings), "pairs": "neighbours"}
+        rope_values = {**rope(settings), "pairs": "neighbours"}
         attention: dict[str, Any] = {
             "chunk": settings.get("attention_chunk_size", 8192),
             "qk_norm": qk_norm,
-            "rope": turning,
+            "rope": rope_values,
         }
     else:
         attention = {"rope": {"kind": "none"}}
@@ -85,25 +89,25 @@ def _kind(settings: Settings, name: str) -> dict[str, Any]:
 
 def to_settings(model: config.Model) -> Settings | None:
     kinds = layer_kinds(model)
-    is_turned = [kind.attention.rope.kind is not config.RopeKind.none for kind in kinds]
+    uses_rope = [kind.attention.rope.kind is not config.RopeKind.none for kind in kinds]
     is_mixture = [kind.feed_forward is config.FeedForward.moe for kind in kinds]
-    if not any(is_turned) or not any(is_mixture):
+    if not any(uses_rope) or not any(is_mixture):
         return None
-    local, mixture = kinds[is_turned.index(True)].attention, kinds[is_mixture.index(True)].moe
-    still = [kind.attention.temperature for kind, turned in zip(kinds, is_turned, strict=True) if not turned]
-    tempered = [one for one in still if one.floor is not None]
+    local, mixture = kinds[uses_rope.index(True)].attention, kinds[is_mixture.index(True)].moe
+    unrotated = [kind.attention.temperature for kind, has_rope in zip(kinds, uses_rope, strict=True) if not has_rope]
+    temperatures = [temperature for temperature in unrotated if temperature.floor is not None]
     return {
         **size_settings(model, NAMES),
         **rope_settings(local.rope),
         "hidden_act": activation_setting(mixture.activation),
         "tie_word_embeddings": model.head is config.Head.tied,
-        "no_rope_layers": [int(turned) for turned in is_turned],
-        "layer_types": ["chunked_attention" if turned else "full_attention" for turned in is_turned],
-        "moe_layers": [index for index, is_one in enumerate(is_mixture) if is_one],
+        "no_rope_layers": [int(has_rope) for has_rope in uses_rope],
+        "layer_types": ["chunked_attention" if has_rope else "full_attention" for has_rope in uses_rope],
+        "moe_layers": [index for index, is_moe in enumerate(is_mixture) if is_moe],
         "use_qk_norm": local.qk_norm is config.QkNorm.head_plain,
         "attention_chunk_size": local.chunk,
-        "attn_temperature_tuning": bool(tempered),
-        **({"floor_scale": tempered[0].floor, "attn_scale": tempered[0].scale} if tempered else {}),
+        "attn_temperature_tuning": bool(temperatures),
+        **({"floor_scale": temperatures[0].floor, "attn_scale": temperatures[0].scale} if temperatures else {}),
         "intermediate_size": mixture.dim or model.mlp_dim,
         "num_local_experts": mixture.experts,
         "num_experts_per_tok": mixture.top_k,
@@ -113,7 +117,7 @@ def to_settings(model: config.Model) -> Settings | None:
 TABLE = Table(
     hf_types={"llama4_text": "Llama4ForCausalLM"},
     layer=LAYER,
-    ends=llama.ENDS,
+    non_layer=llama.NON_LAYER,
     to_model=to_model,
     to_settings=to_settings,
 )

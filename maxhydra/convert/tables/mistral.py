@@ -1,4 +1,4 @@
-"""Mistral 7B (Jiang et al., 2023): Llama's names, and a sliding window."""
+"""Mistral 7B (Jiang et al., 2023): Llama's tensor names, and a sliding window."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from maxhydra.convert.tables import llama
 
 
 def to_model(settings: Settings) -> dict[str, Any]:
-    found = llama.to_model(settings)
-    found["kinds"]["layer"]["attention"]["window"] = settings.get("sliding_window")
-    return found
+    values = llama.to_model(settings)
+    values["kinds"]["layer"]["attention"]["window"] = settings.get("sliding_window")
+    return values
 
 
 def to_settings(model: config.Model) -> Settings | None:
@@ -22,7 +22,7 @@ def to_settings(model: config.Model) -> Settings | None:
 TABLE = Table(
     hf_types={"mistral": "MistralForCausalLM"},
     layer=llama.LAYER,
-    ends=llama.ENDS,
+    non_layer=llama.NON_LAYER,
     to_model=to_model,
     to_settings=to_settings,
 )

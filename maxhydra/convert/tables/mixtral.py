@@ -1,10 +1,10 @@
-"""Mixtral (Jiang et al., 2024): Mistral with a mixture of experts for its feed-forward."""
+"""Mixtral (Jiang et al., 2024): Mistral with MoE layers."""
 
 from typing import Any
 
 from maxhydra.config.schema import model as config
+from maxhydra.convert.hf_config import activation, activation_setting
 from maxhydra.convert.name_table import Settings, Table, Weight
-from maxhydra.convert.settings import activation, activation_setting
 from maxhydra.convert.tables import llama, mistral
 
 MOE = llama.HF + "block_sparse_moe."
@@ -18,14 +18,14 @@ LAYER = (
 
 
 def to_model(settings: Settings) -> dict[str, Any]:
-    found = mistral.to_model(settings)
+    values = mistral.to_model(settings)
     moe = {
         "experts": settings["num_local_experts"],
         "top_k": settings["num_experts_per_tok"],
         "activation": activation(settings["hidden_act"]),
     }
-    layer = {"attention": found["kinds"]["layer"]["attention"], "feed_forward": "moe", "moe": moe}
-    return {**found, "kinds": {"layer": layer}}
+    layer = {"attention": values["kinds"]["layer"]["attention"], "feed_forward": "moe", "moe": moe}
+    return {**values, "kinds": {"layer": layer}}
 
 
 def to_settings(model: config.Model) -> Settings | None:
@@ -42,7 +42,7 @@ def to_settings(model: config.Model) -> Settings | None:
 TABLE = Table(
     hf_types={"mixtral": "MixtralForCausalLM"},
     layer=LAYER,
-    ends=llama.ENDS,
+    non_layer=llama.NON_LAYER,
     to_model=to_model,
     to_settings=to_settings,
 )

@@ -1,41 +1,46 @@
-"""OLMo 3 (2025): norms behind attention and feed-forward, norms of whole queries and keys, windows in three of four."""
+"""OLMo 3 (2025): post-norms, QK norm over all heads, sliding windows in three of four layers."""
 
 from typing import Any
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert.kinds import FULL, WINDOWED, arranged, by_type, layer_types, window_settings
-from maxhydra.convert.name_table import Settings, Table
-from maxhydra.convert.settings import (
+from maxhydra.convert.hf_config import (
+    FULL,
+    WINDOWED,
     activation,
     activation_setting,
     head,
-    rope_of,
+    kind_by_type,
+    layer_types,
+    rope_from,
     rope_parameters,
     size_settings,
     sizes,
+    window_settings,
+    windowed_layers,
 )
+from maxhydra.convert.name_table import Settings, Table
 from maxhydra.convert.tables import llama
 
 
 def to_model(settings: Settings) -> dict[str, Any]:
     settings = {"rope_theta": 500_000.0, **settings}
-    told = settings.get("rope_parameters") or {FULL: settings.get("rope_scaling")}
+    parameters = settings.get("rope_parameters") or {FULL: settings.get("rope_scaling")}
     bias = "all" if settings.get("attention_bias") else "none"
     attention = {"qk_norm": "whole", "bias": bias}
-    ropes = {name: rope_of(told.get(name) or {}, settings) for name in (WINDOWED, FULL)}
+    ropes = {name: rope_from(parameters.get(name) or {}, settings) for name in (WINDOWED, FULL)}
     local = {**attention, "window": settings["sliding_window"], "rope": ropes[WINDOWED]}
-    everywhere = {**attention, "rope": ropes[FULL]}
+    full = {**attention, "rope": ropes[FULL]}
     layer = {"norms": "post", "mlp": {"activation": activation(settings["hidden_act"])}}
-    kinds = {"windowed": {**layer, "attention": local}, "full": {**layer, "attention": everywhere}}
+    kinds = {"windowed": {**layer, "attention": local}, "full": {**layer, "attention": full}}
     return {
         **sizes(settings),
         "head": head(settings, tied=False),
-        **arranged(layer_types(settings, every=4), **kinds),
+        **windowed_layers(layer_types(settings, every=4), **kinds),
     }
 
 
 def to_settings(model: config.Model) -> Settings | None:
-    kinds = by_type(model)
+    kinds = kind_by_type(model)
     return {
         **size_settings(model),
         **window_settings(model),
@@ -49,7 +54,7 @@ def to_settings(model: config.Model) -> Settings | None:
 TABLE = Table(
     hf_types={"olmo3": "Olmo3ForCausalLM"},
     layer=llama.BODY + llama.POST_NORMS + llama.QK_NORMS + llama.BIASES,
-    ends=llama.ENDS,
+    non_layer=llama.NON_LAYER,
     to_model=to_model,
     to_settings=to_settings,
 )

@@ -1,19 +1,20 @@
-"""Qwen3 with experts (Qwen Team, 2025): 30B-A3B, 235B-A22B, and Qwen3-Coder 480B-A35B."""
+"""Qwen3 MoE (Qwen Team, 2025): 30B-A3B, 235B-A22B, and Qwen3-Coder 480B-A35B."""
 
 from typing import Any
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert.kinds import layer_kinds, pattern_of
-from maxhydra.convert.name_table import Settings, Table, UnsupportedError
-from maxhydra.convert.settings import (
+from maxhydra.convert.hf_config import (
     activation,
     activation_setting,
     head,
+    layer_kinds,
+    pattern_of,
     rope,
     rope_settings,
     size_settings,
     sizes,
 )
+from maxhydra.convert.name_table import Settings, Table, UnsupportedError
 from maxhydra.convert.tables import llama
 
 LAYER = (*llama.LAYER, *llama.QK_NORMS, *llama.EXPERTS)
@@ -21,7 +22,7 @@ LAYER = (*llama.LAYER, *llama.QK_NORMS, *llama.EXPERTS)
 
 def to_model(settings: Settings) -> dict[str, Any]:
     if settings.get("attention_bias") or settings.get("use_sliding_window"):
-        raise UnsupportedError("attention_bias or use_sliding_window, which no published model has")
+        raise UnsupportedError("unsupported attention_bias or use_sliding_window, which no published model uses")
     dense, step = settings.get("mlp_only_layers") or (), settings.get("decoder_sparse_step", 1)
     function = activation(settings["hidden_act"])
     moe = {
@@ -68,7 +69,7 @@ def to_settings(model: config.Model) -> Settings | None:
 TABLE = Table(
     hf_types={"qwen3_moe": "Qwen3MoeForCausalLM"},
     layer=LAYER,
-    ends=llama.ENDS,
+    non_layer=llama.NON_LAYER,
     to_model=to_model,
     to_settings=to_settings,
 )

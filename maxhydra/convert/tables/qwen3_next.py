@@ -1,20 +1,21 @@
-"""Qwen3-Next (Qwen Team, 2025): Gated DeltaNet, gated attention, and a mixture of experts."""
+"""Qwen3-Next (Qwen Team, 2025): Gated DeltaNet, gated attention, and MoE."""
 
 from typing import Any
 
 from maxhydra.config.schema import model as config
-from maxhydra.convert.kinds import layer_kinds, pattern_of
-from maxhydra.convert.name_table import Join, Settings, Table, Weight
-from maxhydra.convert.settings import (
+from maxhydra.convert.hf_config import (
     SIZES,
     activation,
     activation_setting,
     head,
+    layer_kinds,
+    pattern_of,
     rope,
     rope_settings,
     size_settings,
     sizes,
 )
+from maxhydra.convert.name_table import Join, Settings, Table, Weight
 from maxhydra.convert.tables import llama
 
 HF = llama.HF
@@ -28,31 +29,31 @@ ATTENTION = (
         ("attention/query/kernel", "attention/gate/kernel"),
         HF + "self_attn.q_proj.weight",
         join=Join.heads,
-        beside=FULL,
+        requires=FULL,
     ),
-    Weight("attention/key/kernel", HF + "self_attn.k_proj.weight", beside=FULL),
-    Weight("attention/value/kernel", HF + "self_attn.v_proj.weight", beside=FULL),
-    Weight("attention/out/kernel", HF + "self_attn.o_proj.weight", inputs=2, beside=FULL),
+    Weight("attention/key/kernel", HF + "self_attn.k_proj.weight", requires=FULL),
+    Weight("attention/value/kernel", HF + "self_attn.v_proj.weight", requires=FULL),
+    Weight("attention/out/kernel", HF + "self_attn.o_proj.weight", inputs=2, requires=FULL),
     *llama.QK_NORMS,
 )
-# What both generations of its delta layers have; they differ in how the projections lie together.
+# DeltaNet tensors shared with Qwen3.5; the two differ in how the projections are fused.
 STATE = (
     Weight(
         ("attention/query_filter/kernel", "attention/key_filter/kernel", "attention/value_filter/kernel"),
         HF + "linear_attn.conv1d.weight",
-        single_axis=1,
+        singleton_axis=1,
     ),
     Weight("attention/log_speed", HF + "linear_attn.A_log"),
     Weight("attention/step_bias", HF + "linear_attn.dt_bias"),
     Weight("attention/norm/scale", HF + "linear_attn.norm.weight"),
-    Weight("attention/out/kernel", HF + "linear_attn.out_proj.weight", inputs=2, beside=DELTA),
+    Weight("attention/out/kernel", HF + "linear_attn.out_proj.weight", inputs=2, requires=DELTA),
 )
 FUSED = (
     Weight(
         ("attention/query/kernel", "attention/key/kernel", "attention/value/kernel", "attention/gate/kernel"),
         HF + "linear_attn.in_proj_qkvz.weight",
         join=Join.heads,
-        beside=DELTA,
+        requires=DELTA,
     ),
     Weight(
         ("attention/rate/kernel", "attention/decay/kernel"),
@@ -79,23 +80,23 @@ MIXERS = {"linear_attention": "delta", "full_attention": "attention"}
 
 
 def mixers(settings: Settings) -> list[str]:
-    """layer_types, or, in older files, every so many layers a full one."""
+    """The layer_types; older files have full_attention_interval instead."""
     count, every = settings["num_hidden_layers"], settings.get("full_attention_interval", 4)
-    told = settings.get("layer_types")
-    return list(told or ("linear_attention" if (i + 1) % every else "full_attention" for i in range(count)))
+    types = settings.get("layer_types")
+    return list(types or ("linear_attention" if (i + 1) % every else "full_attention" for i in range(count)))
 
 
 def kind(settings: Settings, mixer: str, feed_forward: dict[str, Any]) -> dict[str, Any]:
-    """A layer with this mixer and that feed-forward."""
+    """Values of a layer kind with this mixer and feed-forward."""
     if MIXERS[mixer] == "delta":
-        delta = {ours: settings[theirs] for ours, theirs in DELTA_SIZES.items()}
+        delta = {key: settings[hf_key] for key, hf_key in DELTA_SIZES.items()}
         return {"mixer": "delta", "delta": delta, **feed_forward}
-    turned = {"share": 0.25, **rope(settings)}
-    return {"attention": {"gated": True, "qk_norm": "head", "rope": turned}, **feed_forward}
+    rope_values = {"share": 0.25, **rope(settings)}
+    return {"attention": {"gated": True, "qk_norm": "head", "rope": rope_values}, **feed_forward}
 
 
 def moe(settings: Settings) -> dict[str, Any]:
-    """The mixture of a layer."""
+    """Values of an MoE feed-forward."""
     return {
         "feed_forward": "moe",
         "moe": {
@@ -113,8 +114,8 @@ def mlp(settings: Settings) -> dict[str, Any]:
     return {"mlp": {"activation": activation(settings["hidden_act"])}}
 
 
-def whole(settings: Settings, kinds: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """The model of layers of these kinds."""
+def model_values(settings: Settings, kinds: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Values of `model` with these kinds, and one name of a kind per layer."""
     return {
         **sizes(settings),
         "norm": "rms_plus_one",
@@ -133,35 +134,35 @@ def to_model(settings: Settings) -> dict[str, Any]:
         name = f"{MIXERS[mixer]}{'' if is_mixture else '_dense'}"
         kinds[name] = kind(settings, mixer, moe(settings) if is_mixture else mlp(settings))
         names.append(name)
-    return whole(settings, kinds, names)
+    return model_values(settings, kinds, names)
 
 
 def common_settings(model: config.Model) -> Settings:
-    """What the generations share."""
+    """Settings shared by Qwen3-Next and Qwen3.5."""
     kinds = layer_kinds(model)
     full = next((kind for kind in kinds if kind.mixer is config.Mixer.attention), kinds[0])
     delta = next((kind for kind in kinds if kind.mixer is config.Mixer.delta), kinds[0])
-    types = {ours: theirs for theirs, ours in MIXERS.items()}
-    names = {ours: theirs for ours, theirs in SIZES.items() if ours != "mlp_dim"}
+    types = {mixer: layer_type for layer_type, mixer in MIXERS.items()}
+    names = {key: hf_key for key, hf_key in SIZES.items() if key != "mlp_dim"}
     return {
         **size_settings(model, names),
         **rope_settings(full.attention.rope),
         "partial_rotary_factor": full.attention.rope.share,
-        **{theirs: getattr(delta.delta, ours) for ours, theirs in DELTA_SIZES.items()},
+        **{hf_key: getattr(delta.delta, key) for key, hf_key in DELTA_SIZES.items()},
         "layer_types": [types[kind.mixer.value] for kind in kinds],
         "tie_word_embeddings": model.head is config.Head.tied,
     }
 
 
 def moe_settings(kind: config.Kind) -> Settings:
-    """Those of a mixture."""
-    own = kind.moe
+    """Settings of an MoE layer."""
+    moe = kind.moe
     return {
-        "num_experts": own.experts,
-        "num_experts_per_tok": own.top_k,
-        "moe_intermediate_size": own.dim,
-        "shared_expert_intermediate_size": own.shared.dim,
-        "hidden_act": activation_setting(own.activation),
+        "num_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.dim,
+        "shared_expert_intermediate_size": moe.shared.dim,
+        "hidden_act": activation_setting(moe.activation),
     }
 
 
@@ -183,7 +184,7 @@ def to_settings(model: config.Model) -> Settings | None:
 TABLE = Table(
     hf_types={"qwen3_next": "Qwen3NextForCausalLM"},
     layer=(*NORMS, *ATTENTION, *STATE, *FUSED, *llama.MLP, *MOE),
-    ends=llama.ENDS,
+    non_layer=llama.NON_LAYER,
     to_model=to_model,
     to_settings=to_settings,
     ignored=("*.rotary_emb.inv_freq", "mtp.*"),

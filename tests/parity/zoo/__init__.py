@@ -1,1 +1,1 @@
-"""Tiny models of every family, by the keyword arguments of their transformers configs: <family>.json."""
+"""Keyword arguments of a tiny transformers config per family: <family>.json."""

@@ -1,11 +1,11 @@
 """Golden models: `python tests/parity/zoo/make.py FAMILY...` writes golden/FAMILY from zoo/FAMILY.json.
 
-    config.json, model.safetensors   what transformers saves of a random model, in bfloat16
-    gradients.safetensors            of the mean loss, by the same names, in float32
+    config.json, model.safetensors   a random model saved by transformers, in bfloat16
+    gradients.safetensors            gradients of the mean loss under the same names, in float32
     expected.npz                     ids and mask [2, 300], the second row padded on the left; logits; loss
 
-The file holds keyword arguments of the transformers config. Its key `vary` holds values that any key may take besides,
-of which the live tests draw. Needs the parity extra.
+The JSON file holds keyword arguments of the transformers config. Its key `vary` has further values per argument, from
+which test_parity.py samples. Needs the parity extra.
 """
 
 import json
@@ -29,13 +29,13 @@ def families() -> list[str]:
     return sorted(path.name.removesuffix(".json") for path in ZOO.glob("*.json"))
 
 
-def settings_of(family: str, *, draw: int | None = None) -> dict[str, Any]:
-    """The keyword arguments of a family, or those of a draw among what may vary."""
+def settings_of(family: str, *, seed: int | None = None) -> dict[str, Any]:
+    """The keyword arguments of a family; with a seed, a random choice from its variations."""
     settings: dict[str, Any] = json.loads((ZOO / f"{family}.json").read_text())
-    varied = settings.pop("vary", {})
-    if draw is not None:
-        chosen = random.Random(f"{family} {draw}")
-        settings |= {name: chosen.choice(values) for name, values in sorted(varied.items())}
+    variations = settings.pop("vary", {})
+    if seed is not None:
+        rng = random.Random(f"{family} {seed}")
+        settings |= {name: rng.choice(values) for name, values in sorted(variations.items())}
     return settings
 
 
@@ -52,19 +52,19 @@ def make(folder: Path, settings: dict[str, Any]) -> None:
     state = model.state_dict(keep_vars=True)
     gradients = {name: torch.zeros_like(w) if w.grad is None else w.grad.clone() for name, w in state.items()}
     save(model.bfloat16(), None, folder)
-    with tempfile.TemporaryDirectory() as place:
-        save(model.float(), gradients, Path(place))
-        save_file(load_file(Path(place) / "model.safetensors"), folder / "gradients.safetensors")
+    with tempfile.TemporaryDirectory() as temporary:
+        save(model.float(), gradients, Path(temporary))
+        save_file(load_file(Path(temporary) / "model.safetensors"), folder / "gradients.safetensors")
 
 
 def save(model: Any, state: dict[str, Any] | None, folder: Path) -> None:
-    """By transformers itself, so that names and layouts are those of published files."""
+    """Save with transformers, so that names and layouts are those of published files."""
     model.save_pretrained(folder, state_dict=state)
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 
 def random_model(settings: dict[str, Any]) -> Any:
-    """In float32, with weights that bfloat16 holds exactly. Attention is the plain form that every model has."""
+    """A random float32 model whose weights are exact in bfloat16, with eager attention, which every model supports."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**settings)
     config._attn_implementation = "eager"
@@ -73,7 +73,7 @@ def random_model(settings: dict[str, Any]) -> Any:
         for name, weight in model.state_dict().items():
             if weight.is_floating_point():
                 is_scale = weight.ndim == 1 and not name.endswith("bias")
-                # A state that forgets within a few tokens would hide what lies further back.
+                # A state that decays within a few tokens would hide errors further back.
                 mean = -2.0 if name.endswith("A_log") else 1.0 if is_scale else 0.0
                 weight.normal_(mean, 0.15 if weight.ndim > 1 else 0.1)
                 weight.copy_(weight.bfloat16().float())
@@ -81,10 +81,10 @@ def random_model(settings: dict[str, Any]) -> Any:
 
 
 def run(model: Any, ids: np.ndarray, mask: np.ndarray) -> tuple[Any, np.ndarray]:
-    """The mean loss of real tokens after real tokens, and all logits."""
+    """Mean loss of unmasked tokens that follow unmasked tokens, and all logits."""
     positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
-    tokens, real, places = (torch.from_numpy(array.astype(np.int64)) for array in (ids, mask, positions))
-    logits = model(input_ids=tokens, attention_mask=real, position_ids=places, use_cache=False).logits
+    tokens, real, position_ids = (torch.from_numpy(array.astype(np.int64)) for array in (ids, mask, positions))
+    logits = model(input_ids=tokens, attention_mask=real, position_ids=position_ids, use_cache=False).logits
     counts = (real[:, 1:] * real[:, :-1]).float()
     scores = torch.log_softmax(logits[:, :-1], dim=-1).gather(-1, tokens[:, 1:, None])[..., 0]
     return -(scores * counts).sum() / counts.sum(), logits.detach().numpy()
