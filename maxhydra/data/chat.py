@@ -33,7 +33,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from maxhydra.config import ConfigError, Problem
 from maxhydra.data.document import Document
 from maxhydra.data.record_types import Rejected
-from maxhydra.data.special_tokens import name_pattern
+from maxhydra.data.special_tokens import special_token_pattern
 from maxhydra.data.tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
@@ -78,7 +78,7 @@ class UnclearError(Exception):
 class ChatTemplate:
     """A tokenizer's chat template."""
 
-    def __init__(self, source: str, words: Tokenizer, *, day: datetime.datetime = DAY):
+    def __init__(self, source: str, tokenizer: Tokenizer, *, day: datetime.datetime = DAY):
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
@@ -89,13 +89,13 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             reason = f"is no Jinja template: line {error.lineno}: {error.message}"
             raise ConfigError(Problem("data.tokenizer.chat_template", reason)) from None
-        self._words = words
-        self._names = name_pattern(words.marks)
+        self._tokenizer = tokenizer
+        self._names = special_token_pattern(tokenizer.marks)
         self._has_marks = re.search(r"{%[-+]?\s*generation\b", source) is not None
-        names = {id: name for name, id in words.marks.items()}
+        names = {id: name for name, id in tokenizer.marks.items()}
         self._tokens = {
             role: names[id]
-            for role, id in (("bos_token", words.bos), ("eos_token", words.eos), ("pad_token", words.pad))
+            for role, id in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos), ("pad_token", tokenizer.pad))
             if id is not None and id in names
         }
         self._skeleton = lru_cache(maxsize=1024)(self._plain_skeleton)
@@ -103,13 +103,13 @@ class ChatTemplate:
     def prompt(self, messages: Sequence[Message]) -> str:
         """The conversation so far, and the header of the assistant's answer. UnclearError where that cannot be."""
         messages = _checked(messages)
-        self._refuse_forged(messages)
+        self._reject_special_tokens(messages)
         return _unmarked(self._render(messages, add_generation_prompt=True)).text
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """A whole conversation, and the assistant's turns in it. UnclearError where they cannot be told."""
         messages = _checked(messages)
-        self._refuse_forged(messages)
+        self._reject_special_tokens(messages)
         found = _unmarked(self._render(messages, add_generation_prompt=False))
         if self._has_marks:
             return found
@@ -126,7 +126,7 @@ class ChatTemplate:
             return Rejected(f"{len(rendered.text):,} characters, over data.max_characters={longest:,}")
         if not any(start < end for start, end in turns):
             return Rejected("the assistant says nothing in it, so there is nothing to learn")
-        tokens, spans = self._words.encode_marked(rendered.text)
+        tokens, spans = self._tokenizer.encode_marked(rendered.text)
         learned = np.zeros(len(rendered.text) + 1, np.float32)
         for start, end in turns:
             learned[start:end] = 1
@@ -152,7 +152,7 @@ class ChatTemplate:
             raise UnclearError(f"the chat template fails: {type(error).__name__}: {error}") from None
         return text
 
-    def _refuse_forged(self, value: Any) -> None:
+    def _reject_special_tokens(self, value: Any) -> None:
         """A special token's text within a message would become that token, and could begin or end a turn."""
         if isinstance(value, str):
             if self._names and (found := self._names.search(value)):
@@ -161,10 +161,10 @@ class ChatTemplate:
                 raise UnclearError("a message holds a mark of ours")
         elif isinstance(value, Mapping):
             for part in value.values():
-                self._refuse_forged(part)
+                self._reject_special_tokens(part)
         elif isinstance(value, Sequence) and not isinstance(value, bytes):
             for part in value:
-                self._refuse_forged(part)
+                self._reject_special_tokens(part)
 
     def _turns(self, messages: Sequence[Message], text: str) -> Iterator[tuple[int, int]]:
         """The assistant's turns in a rendering, by putting the contents into what the template writes around them."""
@@ -255,18 +255,18 @@ class _Skeleton:
     strips: list[tuple[bool, bool]]
 
 
-def chat_template(words: Tokenizer, *, day: datetime.datetime = DAY) -> ChatTemplate:
+def chat_template(tokenizer: Tokenizer, *, day: datetime.datetime = DAY) -> ChatTemplate:
     """The tokenizer's template, or what to do where it has none."""
-    if words.chat_template is None:
+    if tokenizer.chat_template is None:
         reason = "is needed for conversations, and the tokenizer has none of its own"
         accepted = "a file with a Jinja template"
         raise ConfigError(Problem("data.tokenizer.chat_template", reason, value=None, accepted=accepted))
-    return ChatTemplate(words.chat_template, words, day=day)
+    return ChatTemplate(tokenizer.chat_template, tokenizer, day=day)
 
 
-def render_prompt(messages: Sequence[Message], words: Tokenizer, *, day: datetime.datetime = DAY) -> str:
+def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, *, day: datetime.datetime = DAY) -> str:
     """A conversation that the assistant is to answer, as text for `encode_marked`."""
-    return chat_template(words, day=day).prompt(messages)
+    return chat_template(tokenizer, day=day).prompt(messages)
 
 
 def _checked(messages: Any) -> list[Message]:

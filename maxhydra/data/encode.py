@@ -14,7 +14,7 @@ class Encoded:
 
     examples: list[Any]
     places: int
-    faults: list[BadRecord]
+    bad_records: list[BadRecord]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Encoder:
     """Reads a chunk and makes examples of it. A pure function of the payload."""
 
     read: Callable[[Any], Sequence[Record | BadRecord]]
-    place: Callable[[Any, int], str]
+    location: Callable[[Any, int], str]
     """Where the k-th record of a payload lies."""
     formatting: Callable[[Record], Record] | None
     shape: RecordType
@@ -30,24 +30,24 @@ class Encoder:
     """Places that a row has; an example without packing fills one row whatever its length."""
 
     def __call__(self, payload: Any) -> Encoded:
-        faults: list[BadRecord] = []
+        bad_records: list[BadRecord] = []
         records: list[Record] = []
         numbers: list[int] = []
         for number, found in enumerate(self.read(payload)):
             if isinstance(found, BadRecord):
-                faults.append(found)
+                bad_records.append(found)
                 continue
             try:
                 records.append(self.formatting(found) if self.formatting else found)
                 numbers.append(number)
             except Exception as error:  # a user's function may raise anything, and the record should be named
                 reason = f"data.formatting raised {type(error).__name__}: {error}"
-                faults.append(BadRecord(self.place(payload, number), reason))
+                bad_records.append(BadRecord(self.location(payload, number), reason))
         examples = []
         for number, example in zip(numbers, self.shape.encode(records), strict=True):
             if isinstance(example, Rejected):
-                faults.append(BadRecord(self.place(payload, number), example.reason))
+                bad_records.append(BadRecord(self.location(payload, number), example.reason))
             else:
                 examples.append(example)
         places = sum(example.places for example in examples) if self.shape.packs else len(examples) * self.longest
-        return Encoded(examples, places, faults)
+        return Encoded(examples, places, bad_records)

@@ -29,7 +29,7 @@ def without_shard(name: str) -> str:
     return re.sub(r"-\d+-of-\d+$", "", name)
 
 
-def unfinished(target: Path) -> Path:
+def partial_path(target: Path) -> Path:
     """What a file of the cache is called until it is whole.
 
     Threads, and the hosts of a run that share the cache, may all be making it: in containers their processes have the
@@ -67,7 +67,7 @@ def _copy(system: object, name: str, folder: Path) -> Path:
     if not target.exists():
         log.info("copying %s to %s", name, target)
         folder.mkdir(parents=True, exist_ok=True)
-        partial = unfinished(target)
+        partial = partial_path(target)
         system.get_file(name, str(partial))  # type: ignore[attr-defined]
         partial.rename(target)
     return target

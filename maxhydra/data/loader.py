@@ -21,7 +21,7 @@ B = TypeVar("B")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Made(Generic[B]):
+class _PreparedBatch(Generic[B]):
     """A batch, and where the data stands after it."""
 
     batch: B
@@ -35,7 +35,7 @@ class Loader(Generic[B]):
 
     def __init__(
         self,
-        make_feed: Callable[[int], StreamSet],
+        open_streams: Callable[[int], StreamSet],
         assemble: Callable[[list[Row], int], B],
         *,
         size: Callable[[int], int],
@@ -44,12 +44,12 @@ class Loader(Generic[B]):
         close: Callable[[], None],
     ):
         """`make_feed` opens so many streams; `assemble` makes a batch of own rows; `size` is that of the next batch."""
-        self._make_feed, self._assemble, self._size = make_feed, assemble, size
-        self._feed = make_feed(streams)
+        self._open_streams, self._assemble, self._size = open_streams, assemble, size
+        self._feed = open_streams(streams)
         self._prefetch, self._close = prefetch, close
-        self._given: _Made[B] | None = None
+        self._given: _PreparedBatch[B] | None = None
         self._sequences, self._states = 0, [None] * streams  # type: tuple[int, list[State | None]]
-        self._ahead: deque[Future[_Made[B]]] = deque()
+        self._ahead: deque[Future[_PreparedBatch[B]]] = deque()
         self._planned = 0
         # One worker, so that batches are made in order and reading does not crowd out the step.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="data")
@@ -79,9 +79,9 @@ class Loader(Generic[B]):
             self._planned += size
             self._ahead.append(self._worker.submit(self._make, size, self._planned - size))
 
-    def _make(self, size: int, sequences: int) -> _Made[B]:
+    def _make(self, size: int, sequences: int) -> _PreparedBatch[B]:
         batch = self._assemble(self._feed.rows(size, sequences), size)
-        return _Made(batch, sequences + size, self._feed.states(), self._feed.counts)
+        return _PreparedBatch(batch, sequences + size, self._feed.states(), self._feed.counts)
 
     def state(self) -> dict[str, Any]:
         """The position after the last batch handed out; those made ahead do not count. All processes ask at once."""
@@ -100,7 +100,7 @@ class Loader(Generic[B]):
         def move() -> None:
             if len(states) != self._feed.count:
                 self._feed.close()
-                self._feed = self._make_feed(len(states))
+                self._feed = self._open_streams(len(states))
             self._feed.restore(states)
 
         self._worker.submit(move).result()
@@ -143,7 +143,7 @@ def open_loader(data: Data, spec: BatchSpec, assemble: Assemble[B]) -> Loader[B]
     own = lru_cache(spec.own_rows)
     overfit = pipeline.first_rows(data.overfit_batches * spec.batch) if data.overfit_batches else None
 
-    def make_feed(streams: int) -> StreamSet:
+    def open_streams(streams: int) -> StreamSet:
         def open_stream(share: int) -> Stream:
             if overfit is not None:
                 order = ShuffleOrder(len(overfit), spec.rows.seed, data.shuffle)
@@ -154,7 +154,7 @@ def open_loader(data: Data, spec: BatchSpec, assemble: Assemble[B]) -> Loader[B]
 
     by_index = pipeline.has_rows or overfit is not None
     return Loader(
-        make_feed,
+        open_streams,
         lambda rows, size: assemble(rows, spec, size),
         size=spec.batch_at,
         streams=data.streams or (1 if by_index else jax.process_count()),

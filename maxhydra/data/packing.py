@@ -14,7 +14,7 @@ from maxhydra.config.schema.data import Overlong, Packing, PackingMethod
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PackingPlan:
     """Pieces of documents in rows, ordered by row and place. Every array has one entry per piece."""
 
     rows: int
@@ -31,7 +31,7 @@ class Plan:
     """Documents of which a part, or all, is in no row, since they are too long."""
 
 
-def plan(lengths: np.ndarray, capacity: int, packing: Packing) -> Plan:
+def plan(lengths: np.ndarray, capacity: int, packing: Packing) -> PackingPlan:
     """Rows of `capacity` places for documents of some lengths."""
     method = PackingMethod.best_fit if packing.method is PackingMethod.auto else packing.method
     limit = 1 if method is PackingMethod.none else packing.max_segments or capacity
@@ -121,7 +121,7 @@ _PLACERS: dict[PackingMethod, Callable[[np.ndarray, int, int], np.ndarray]] = {
 }
 
 
-def _in_rows(document: np.ndarray, start: np.ndarray, count: np.ndarray, row: np.ndarray) -> Plan:
+def _in_rows(document: np.ndarray, start: np.ndarray, count: np.ndarray, row: np.ndarray) -> PackingPlan:
     """Order pieces by row, documents in their own order within."""
     order = np.argsort(row, kind="stable")
     document, start, count, row = document[order], start[order], count[order], row[order]
@@ -130,10 +130,10 @@ def _in_rows(document: np.ndarray, start: np.ndarray, count: np.ndarray, row: np
     first = np.cumsum(held) - held
     before = np.cumsum(count) - count
     offset = before - np.repeat(before[first], held) if rows else before
-    return Plan(rows, document, start, count, row, offset, _runs(held) + 1)
+    return PackingPlan(rows, document, start, count, row, offset, _runs(held) + 1)
 
 
-def _concat_then_split(lengths: np.ndarray, capacity: int, limit: int) -> Plan:
+def _concat_then_split(lengths: np.ndarray, capacity: int, limit: int) -> PackingPlan:
     """One after another; a document that crosses the end of a row goes on in the next.
 
     A row that has `limit` pieces ends there, so the pieces are found one by one.

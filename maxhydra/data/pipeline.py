@@ -15,8 +15,8 @@ from maxhydra.data.encode import Encoded, Encoder
 from maxhydra.data.mixture import MixtureStream, shares
 from maxhydra.data.packing import plan
 from maxhydra.data.read_ahead import Chunk, Chunks, IndexedChunks, StreamedChunks, ahead
-from maxhydra.data.record_types import RecordType, build_shape
-from maxhydra.data.records import BadRecord, Record, Records, RecordStream, unusable
+from maxhydra.data.record_types import RecordType, build_record_type
+from maxhydra.data.records import BadRecord, Record, Records, RecordStream, bad_record_error
 from maxhydra.data.rows import PackedRows, Row, RowSpec, pack_rows, stack_rows
 from maxhydra.data.shuffle import ShuffleOrder
 from maxhydra.data.sources import RecordSource, RowSource, Source, StreamSource, open_source
@@ -100,9 +100,9 @@ class Pipeline:
         is_stream = isinstance(self.sources[name], StreamSource)
         return Encoder(
             read=_numbered if is_stream else opened.read,
-            place=partial(_place_by_number if is_stream else _place_by_index, opened),
+            location=partial(_place_by_number if is_stream else _place_by_index, opened),
             formatting=_function(corpus.formatting),
-            shape=self._shape(name, part),
+            shape=self._record_type(name, part),
             longest=self.spec.seq_len,
         )
 
@@ -137,9 +137,9 @@ class Pipeline:
         return PackedStream(
             self.chunks(name, part, share=share, shuffle=shuffle),
             partial(self._ahead, name, part),
-            partial(self._pack, self._shape(name, part), share[0] if shuffle else None),
+            partial(self._pack, self._record_type(name, part), share[0] if shuffle else None),
             window=self.data.packing.window * self.spec.seq_len,
-            on_fault=self.on_fault,
+            on_bad_record=self.on_bad_record,
             epochs=epochs,
         )
 
@@ -149,16 +149,16 @@ class Pipeline:
             reason = f"holds {length} records, which {readers} readers cannot share"
             raise ConfigError(Problem(where, reason, hint="give it more records, or set data.streams lower"))
 
-    def _shape(self, name: str, part: str) -> RecordType:
+    def _record_type(self, name: str, part: str) -> RecordType:
         source = self.sources[name]
-        if part == EVALUATION and isinstance(source, RecordSource) and source.evaluation_shape is not None:
-            return source.evaluation_shape
-        return self._shapes[name]
+        if part == EVALUATION and isinstance(source, RecordSource) and source.evaluation_record_type is not None:
+            return source.evaluation_record_type
+        return self._record_types[name]
 
     @cached_property
-    def _shapes(self) -> dict[str, RecordType]:
+    def _record_types(self) -> dict[str, RecordType]:
         return {
-            name: build_shape(corpus, self.data, self.spec.seq_len)
+            name: build_record_type(corpus, self.data, self.spec.seq_len)
             for name, corpus in self._corpora.items()
             if not isinstance(self.sources[name], RowSource)
         }
@@ -201,11 +201,11 @@ class Pipeline:
             return rows
         return rows.taken(np.random.default_rng((self.spec.seed, share, *key)).permutation(len(rows)))
 
-    def on_fault(self, fault: BadRecord) -> None:
+    def on_bad_record(self, bad_record: BadRecord) -> None:
         """A record that cannot be used: what data.on_error says."""
         if self.data.on_error is OnError["raise"]:
-            raise unusable(fault)
-        log.warning("skipped %s: %s", fault.place, fault.reason)
+            raise bad_record_error(bad_record)
+        log.warning("skipped %s: %s", bad_record.location, bad_record.reason)
 
 
 def _numbered(payload: Any) -> list[Record | BadRecord]:
@@ -213,11 +213,11 @@ def _numbered(payload: Any) -> list[Record | BadRecord]:
 
 
 def _place_by_number(stream: RecordStream, payload: Any, at: int) -> str:
-    return stream.place(payload[at][0])
+    return stream.location(payload[at][0])
 
 
 def _place_by_index(records: Records, payload: Any, at: int) -> str:
-    return records.place(int(payload[at]))
+    return records.location(int(payload[at]))
 
 
 def _function(path: str | None) -> Callable[[Record], Record] | None:
@@ -234,19 +234,19 @@ def _function(path: str | None) -> Callable[[Record], Record] | None:
 
 
 # What a worker process holds: its config, then its pipeline, then the encoders of its sources.
-_mine: dict[str, Any] = {}
+_worker_state: dict[str, Any] = {}
 
 
 def _begin(data: Data, spec: RowSpec) -> None:
     """Sources are opened with the first chunk: what goes wrong there is raised where the chunk is waited for."""
-    _mine["open"] = partial(Pipeline, data, spec)
+    _worker_state["open"] = partial(Pipeline, data, spec)
 
 
 def _work(name: str, part: str, payload: Any) -> Encoded:
-    if "pipeline" not in _mine:
-        _mine["pipeline"] = _mine["open"]()
+    if "pipeline" not in _worker_state:
+        _worker_state["pipeline"] = _worker_state["open"]()
     key = f"{name}/{part}"
-    if key not in _mine:
-        _mine[key] = _mine["pipeline"].encoder(name, part)
-    encoded: Encoded = _mine[key](payload)
+    if key not in _worker_state:
+        _worker_state[key] = _worker_state["pipeline"].encoder(name, part)
+    encoded: Encoded = _worker_state[key](payload)
     return encoded

@@ -104,8 +104,8 @@ def _of_records(corpus: Corpus, data: Data, seed: int) -> Iterator[str]:
     opened = fields | {"sources": {}, "weights": {}, "shape": "text", "columns": {}}
     pipeline = Pipeline(dataclasses.replace(data, **opened), RowSpec(seq_len=1, vocab_size=2**31, seed=seed))
     encoder = dataclasses.replace(pipeline.encoder("", TRAIN), shape=_Strings(corpus, data))
-    for chunk in pipeline.chunks("", TRAIN, share=(0, 1), shuffle=data.shuffle).follow(None, 1):
+    for chunk in pipeline.chunks("", TRAIN, share=(0, 1), shuffle=data.shuffle).iter_from(None, 1):
         encoded = encoder(chunk.payload)
-        for fault in encoded.faults:
-            pipeline.on_fault(fault)
+        for bad_record in encoded.bad_records:
+            pipeline.on_bad_record(bad_record)
         yield from encoded.examples

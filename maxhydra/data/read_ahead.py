@@ -32,7 +32,7 @@ class Chunk:
 class Chunks(Protocol):
     """The chunks of one share of a source."""
 
-    def follow(self, cursor: Cursor | None, epochs: int | None) -> Iterator[Chunk]:
+    def iter_from(self, cursor: Cursor | None, epochs: int | None) -> Iterator[Chunk]:
         """From a cursor, or from the start, on; `epochs` in all, or without end."""
         ...
 
@@ -45,7 +45,7 @@ class IndexedChunks:
     share: int
     shares: int
 
-    def follow(self, cursor: Cursor | None, epochs: int | None) -> Iterator[Chunk]:
+    def iter_from(self, cursor: Cursor | None, epochs: int | None) -> Iterator[Chunk]:
         first, last = share_of(self.order.length, self.share, self.shares)
         epoch, at = (int(cursor["epoch"]), int(cursor["at"])) if cursor else (0, 0)
         while epochs is None or epoch < epochs:
@@ -65,13 +65,13 @@ class StreamedChunks:
     share: int
     shares: int
 
-    def follow(self, cursor: Cursor | None, epochs: int | None) -> Iterator[Chunk]:
+    def iter_from(self, cursor: Cursor | None, epochs: int | None) -> Iterator[Chunk]:
         here: Cursor = cursor or {"epoch": 0, "at": None}
         while epochs is None or here["epoch"] < epochs:
             epoch = int(here["epoch"])
             at: Cursor | None = here["at"]
             gathered: list[tuple[int, Record | BadRecord]] = []
-            for record, behind in self.stream.follow(at, share=self.share, shares=self.shares):
+            for record, behind in self.stream.iter_from(at, share=self.share, shares=self.shares):
                 if len(gathered) == SIZE:
                     after = {"epoch": epoch, "at": at}
                     yield Chunk(here, after, gathered, ends_epoch=False)

@@ -17,14 +17,14 @@ Cursor = dict[str, Any]
 class BadRecord:
     """A record that cannot be used: where it lies (file and index), and why not."""
 
-    place: str
+    location: str
     reason: str
 
 
-def unusable(fault: BadRecord) -> ConfigError:
+def bad_record_error(bad_record: BadRecord) -> ConfigError:
     """The end of a run under data.on_error=raise."""
     hint = "mend it, or leave such records out with data.on_error=skip"
-    return ConfigError(Problem("data", fault.reason, value=fault.place, hint=hint))
+    return ConfigError(Problem("data", bad_record.reason, value=bad_record.location, hint=hint))
 
 
 class Records(Protocol):
@@ -36,7 +36,7 @@ class Records(Protocol):
         """The records at some indices; safe to call from several threads."""
         ...
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """File and index of a record, for a message."""
         ...
 
@@ -49,13 +49,15 @@ class Records(Protocol):
 class RecordStream(Protocol):
     """Records that can only be read in order, from a cursor on."""
 
-    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | BadRecord, Cursor]]:
+    def iter_from(
+        self, cursor: Cursor | None, *, share: int, shares: int
+    ) -> Iterator[tuple[Record | BadRecord, Cursor]]:
         """One epoch of a share: each record with the cursor after it, None being the epoch's start.
 
         A cursor's `number` counts the records of the share that lie before it.
         """
         ...
 
-    def place(self, number: int) -> str:
+    def location(self, number: int) -> str:
         """Name and number of a record (its cursor's), for a message."""
         ...

@@ -8,7 +8,7 @@ import numpy as np
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.data.document import Document
-from maxhydra.data.packing import Plan
+from maxhydra.data.packing import PackingPlan
 
 # tokens, targets, positions int32 and weights float32 (0 where no loss), each [seq_len]. A row of several documents has
 # segments int32 too (0 is padding). Without, a row is one sequence with padding at its end only, which no token before
@@ -85,7 +85,7 @@ def stack_rows(rows: Sequence[Row]) -> PackedRows:
     return PackedRows(arrays, np.arange(len(rows)), filled)
 
 
-def pack_rows(documents: Sequence[Document], plan: Plan, seq_len: int, *, with_segments: bool) -> PackedRows:
+def pack_rows(documents: Sequence[Document], plan: PackingPlan, seq_len: int, *, with_segments: bool) -> PackedRows:
     """Lay the pieces of a plan into rows.
 
     The pieces of a row follow each other, so a column is one concatenation of slices and of what pads each row: four

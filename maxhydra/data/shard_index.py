@@ -13,8 +13,8 @@ from maxhydra import __version__
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.errors import show
 from maxhydra.config.schema.data import Data
-from maxhydra.data.shards import Shards, Written
-from maxhydra.data.tokenizers import tokenizer
+from maxhydra.data.shards import ShardResult, Shards
+from maxhydra.data.tokenizers import load_tokenizer
 from maxhydra.record.atomic_io import replace_file, to_json
 
 NAME, LOCK = "index.json", ".lock"
@@ -40,12 +40,12 @@ class ShardIndex:
         self._folder, self._facts = folder, facts
         self.done = done
 
-    def add(self, name: str, written: Written) -> None:
+    def add(self, name: str, written: ShardResult) -> None:
         """Note a finished shard."""
         self.done[name] = {
             "records": written.records,
             "tokens": written.tokens,
-            "skipped": len(written.faults),
+            "skipped": len(written.bad_records),
             "bytes": written.bytes,
         }
         self._write()
@@ -109,14 +109,19 @@ def _is_whole(path: Path, shard: dict[str, Any]) -> bool:
 
 
 def _facts(data: Data, shards: Shards, more: Mapping[str, Any]) -> dict[str, Any]:
-    words = tokenizer(data)
+    tokenizer = load_tokenizer(data)
     settings = {f"data.{name}": show(getattr(data, name)) for name in SETTINGS}
     settings |= {f"data.tokenizer.{name}": show(value) for name, value in vars(data.tokenizer).items()}
     described = [shards.records, *map(repr, shards.sample(SAMPLE))]
     return {
         "settings": {**settings, **more},
         "fingerprints": {"the tokenizer's files": _digest_files(data), "the source's records": _digest(described)},
-        "vocabulary": {"size": words.vocab_size, "bos": words.bos, "eos": words.eos, "dtype": shards.dtype.name},
+        "vocabulary": {
+            "size": tokenizer.vocab_size,
+            "bos": tokenizer.bos,
+            "eos": tokenizer.eos,
+            "dtype": shards.dtype.name,
+        },
         "versions": {"maxhydra": __version__, **{name: version for name in PACKAGES if (version := _version(name))}},
     }
 

@@ -18,12 +18,12 @@ from maxhydra.data.encode import Encoded, Encoder
 from maxhydra.data.formats import ConcatRecords
 from maxhydra.data.pipeline import TRAIN, Pipeline
 from maxhydra.data.read_ahead import Chunks, IndexedChunks, StreamedChunks
-from maxhydra.data.records import BadRecord, Record, Records, RecordStream, unusable
+from maxhydra.data.records import BadRecord, Record, Records, RecordStream, bad_record_error
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.shuffle import ShuffleOrder
-from maxhydra.data.sources import Part, RecordSource
+from maxhydra.data.sources import RecordSlice, RecordSource
 from maxhydra.data.special_tokens import smallest
-from maxhydra.data.tokenizers import tokenizer
+from maxhydra.data.tokenizers import load_tokenizer
 
 # Records by themselves and as they are: of documents of 600 tokens, 7 microseconds to read one at random, where 8 to a
 # group take 9, compressed 11, both 22. Compression would save a third of the space.
@@ -34,14 +34,14 @@ COUNTED = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class ShardResult:
     """What a finished shard holds."""
 
     shard: int
     records: int
     tokens: int
     bytes: int
-    faults: list[BadRecord]
+    bad_records: list[BadRecord]
 
 
 Enrich = Callable[[list[Document]], list[Document]]
@@ -55,7 +55,7 @@ class Shards:
         self._data, self._folder, self._count, self._enrich = data, folder, count, enrich
         _check_source(data)
         # Rows are not made here, so their length is no matter.
-        self._pipeline = Pipeline(data, RowSpec(seq_len=1, vocab_size=tokenizer(data).vocab_size, seed=0))
+        self._pipeline = Pipeline(data, RowSpec(seq_len=1, vocab_size=load_tokenizer(data).vocab_size, seed=0))
         if self.records is not None and self.records < count:
             reason = f"is over the {self.records} records that there are"
             raise ConfigError(Problem("task.shards", reason, value=count))
@@ -74,27 +74,27 @@ class Shards:
             return []
         return self._all.read(np.unique(np.linspace(0, len(self._all) - 1, count).astype(int)).tolist())
 
-    def write(self, shard: int, counted: MutableSequence[int]) -> Written:
+    def write(self, shard: int, counted: MutableSequence[int]) -> ShardResult:
         """Make a shard: under another name until it is whole and on the disk."""
         path = self._folder / self.name(shard)
         partial = path.with_name(f".{path.name}.partial")
         records = seen = tokens = 0
-        faults: list[BadRecord] = []
+        bad_records: list[BadRecord] = []
         writer = ArrayRecordWriter(str(partial), OPTIONS)
         for encoded in self._encoded(shard):
-            faults += self._checked(encoded.faults)
+            bad_records += self._checked(encoded.bad_records)
             documents = self._enrich(encoded.examples)
             for document in documents:
                 writer.write(encode_arrays(self._arrays(document)))
                 tokens += len(document.tokens)
             records += len(documents)
-            seen += len(encoded.examples) + len(encoded.faults)
+            seen += len(encoded.examples) + len(encoded.bad_records)
             counted[COUNTED * shard], counted[COUNTED * shard + 1] = seen, tokens
         writer.close()
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.rename(path)
-        return Written(shard, records, tokens, path.stat().st_size, faults)
+        return ShardResult(shard, records, tokens, path.stat().st_size, bad_records)
 
     @cached_property
     def _all(self) -> Records | None:
@@ -103,7 +103,7 @@ class Shards:
         if not isinstance(source, RecordSource):
             return None
         train, held_out = source.train, source.evaluation
-        if isinstance(train, Part) and isinstance(held_out, Part) and train.records is held_out.records:
+        if isinstance(train, RecordSlice) and isinstance(held_out, RecordSlice) and train.records is held_out.records:
             return ConcatRecords([train, held_out])
         return train
 
@@ -113,7 +113,7 @@ class Shards:
         if (records := self._all) is None:
             return encoder
         return dataclasses.replace(
-            encoder, read=records.read, place=lambda indices, at: records.place(int(indices[at]))
+            encoder, read=records.read, location=lambda indices, at: records.location(int(indices[at]))
         )
 
     def _encoded(self, shard: int) -> Iterator[Encoded]:
@@ -123,12 +123,12 @@ class Shards:
             chunks: Chunks = StreamedChunks(stream, shard, self._count)
         else:
             chunks = IndexedChunks(ShuffleOrder(len(self._all), 0, shuffle=False), shard, self._count)
-        yield from (self._encoder(chunk.payload) for chunk in chunks.follow(None, 1))
+        yield from (self._encoder(chunk.payload) for chunk in chunks.iter_from(None, 1))
 
-    def _checked(self, faults: list[BadRecord]) -> list[BadRecord]:
-        if faults and self._data.on_error is OnError["raise"]:
-            raise unusable(faults[0])
-        return faults
+    def _checked(self, bad_records: list[BadRecord]) -> list[BadRecord]:
+        if bad_records and self._data.on_error is OnError["raise"]:
+            raise bad_record_error(bad_records[0])
+        return bad_records
 
     def _arrays(self, document: Document) -> dict[str, np.ndarray]:
         arrays = {"tokens": document.tokens.astype(self.dtype), **document.columns}
@@ -140,7 +140,7 @@ class Shards:
     @cached_property
     def dtype(self) -> np.dtype:
         """The smallest type that holds every token."""
-        return np.dtype(smallest(tokenizer(self._data).vocab_size))
+        return np.dtype(smallest(load_tokenizer(self._data).vocab_size))
 
 
 def _check_source(data: Data) -> None:

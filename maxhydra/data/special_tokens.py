@@ -26,7 +26,9 @@ class SpecialTokens:
     pad: int
 
 
-def find_ends(config: Config, files: Mapping[str, str | None], ids: Callable[[str], int | None]) -> SpecialTokens:
+def find_special_tokens(
+    config: Config, files: Mapping[str, str | None], ids: Callable[[str], int | None]
+) -> SpecialTokens:
     """Begin, end and padding: what the config names, else what the files name, else for padding the end token or 0."""
     found: dict[str, int | None] = {}
     for role in ("bos", "eos", "pad"):
@@ -77,7 +79,7 @@ def smallest(vocab_size: int) -> type[np.unsignedinteger]:
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
-def name_pattern(names: Mapping[str, int]) -> re.Pattern[str] | None:
+def special_token_pattern(names: Mapping[str, int]) -> re.Pattern[str] | None:
     """Finds the names of special tokens in a text, the longest first."""
     ordered = sorted(names, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
@@ -85,7 +87,7 @@ def name_pattern(names: Mapping[str, int]) -> re.Pattern[str] | None:
 
 def character_spans(text: str, widths: np.ndarray) -> np.ndarray:
     """[n, 2]: the characters of tokens that are so many bytes of a text each; a token may hold part of a character."""
-    letters = np.frombuffer(text.encode(), np.uint8)
-    character = np.cumsum((letters & 0xC0) != 0x80) - 1
+    octets = np.frombuffer(text.encode(), np.uint8)
+    character = np.cumsum((octets & 0xC0) != 0x80) - 1
     ends = np.cumsum(widths)
     return np.stack([character[ends - widths], character[ends - 1] + 1], 1).astype(np.int64)

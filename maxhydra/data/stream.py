@@ -109,17 +109,17 @@ class PackedStream:
         pack: Callable[[list[Any], tuple[int, ...]], PackedRows],
         *,
         window: int,
-        on_fault: Callable[[BadRecord], None],
+        on_bad_record: Callable[[BadRecord], None],
         epochs: int | None,
     ):
         """`encode` reads and tokenizes chunks; `pack` makes rows of examples, in an order drawn from a key."""
         self._chunks, self._encode, self._pack = chunks, encode, pack
-        self._window, self._on_fault, self._epochs = window, on_fault, epochs
+        self._window, self._on_bad_record, self._epochs = window, on_bad_record, epochs
         self.counts = ReadStats()
         self._begin(None, 0)
 
     def _begin(self, cursor: Cursor | None, given: int) -> None:
-        self._encoded = self._encode(self._chunks.follow(cursor, self._epochs))
+        self._encoded = self._encode(self._chunks.iter_from(cursor, self._epochs))
         self._cursor = self._after = cursor
         self._epoch = 0
         self._rows: PackedRows | None = None
@@ -157,9 +157,9 @@ class PackedStream:
         first, places = None, 0
         for chunk, encoded in self._encoded:
             first = first or chunk
-            for fault in encoded.faults:
+            for bad_record in encoded.bad_records:
                 self.counts += ReadStats(skipped=1)
-                self._on_fault(fault)
+                self._on_bad_record(bad_record)
             examples += encoded.examples
             places += encoded.places
             self._cursor, self._after = first.cursor, chunk.after

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 # Not forked: the threads of jax and of tokenizers do not survive a fork.
-SPAWN = get_context("spawn")
+spawn_context = get_context("spawn")
 
 
 class WorkerDied(Exception):
@@ -61,8 +61,8 @@ class Workers(ThreadPoolExecutor):
         with self._lock:
             if not self._kill.alive:
                 raise WorkerDied
-            self._own.pipe, theirs = SPAWN.Pipe()
-            process = SPAWN.Process(target=_serve, args=(theirs, self._begin), daemon=True)
+            self._own.pipe, theirs = spawn_context.Pipe()
+            process = spawn_context.Process(target=_serve, args=(theirs, self._begin), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -18,7 +18,7 @@ from rich.text import Text
 from maxhydra.config import Config
 from maxhydra.config.schema.tasks.inspect import Format
 from maxhydra.config.schema.tasks.inspect_data import InspectDataTask
-from maxhydra.data import BatchSpec, Row, RowSpec, Tokenizer, host_loader, tokenizer
+from maxhydra.data import BatchSpec, Row, RowSpec, Tokenizer, host_loader, load_tokenizer
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = KEEPS_RUN = False
@@ -56,8 +56,8 @@ def run(job: Job) -> Outcome:
     batches, summary = _measure(config, task.batches)
     rows = [row for batch in batches for row in batch]
     summary |= _lengths(rows)
-    words = tokenizer(config.data)
-    shown = [list(_sequences(row, words)) for row in rows[: task.rows]]
+    tokenizer = load_tokenizer(config.data)
+    shown = [list(_sequences(row, tokenizer)) for row in rows[: task.rows]]
     if task.format is Format.json:
         sequences = [[dataclasses.asdict(sequence) for sequence in row] for row in shown]
         print(json.dumps({"summary": summary, "sequences": sequences}, indent=1, ensure_ascii=False))
@@ -121,7 +121,7 @@ def _parts(row: Row) -> Iterator[tuple[str, list[tuple[int, int]]]]:
         yield prefix, list(itertools.pairwise([*begins, filled]))
 
 
-def _sequences(row: Row, words: Tokenizer) -> Iterator[Sequence]:
+def _sequences(row: Row, tokenizer: Tokenizer) -> Iterator[Sequence]:
     for prefix, bounds in _parts(row):
         tokens = row[f"{prefix}tokens"]
         targets, weights = row.get(f"{prefix}targets"), row.get(f"{prefix}weights")
@@ -133,19 +133,19 @@ def _sequences(row: Row, words: Tokenizer) -> Iterator[Sequence]:
                 # The first token is read only; each that follows is a target, and may be learned.
                 ids = np.append(tokens[first], targets[first:last])
                 learned = np.append(False, weights[first:last] > 0)
-            pieces.append(Piece(last - first, _runs(ids.tolist(), learned.tolist(), words)))
+            pieces.append(Piece(last - first, _runs(ids.tolist(), learned.tolist(), tokenizer)))
         yield Sequence(prefix.rstrip("_"), len(tokens), pieces)
 
 
-def _runs(ids: list[int], learned: list[bool], words: Tokenizer) -> list[tuple[bool, str]]:
+def _runs(ids: list[int], learned: list[bool], tokenizer: Tokenizer) -> list[tuple[bool, str]]:
     """Text of neighbours that are alike; a token that has no text is shown by its role or its number."""
-    named = {words.bos: "<bos>", words.eos: "<eos>"}
+    named = {tokenizer.bos: "<bos>", tokenizer.eos: "<eos>"}
     runs: list[tuple[bool, str]] = []
     for (is_learned, is_special), some in itertools.groupby(
-        zip(ids, learned, strict=True), key=lambda pair: (pair[1], pair[0] in words.special)
+        zip(ids, learned, strict=True), key=lambda pair: (pair[1], pair[0] in tokenizer.special)
     ):
         found = [id for id, _ in some]
-        text = "".join(named.get(id, f"<{id}>") for id in found) if is_special else words.decode(found)
+        text = "".join(named.get(id, f"<{id}>") for id in found) if is_special else tokenizer.decode(found)
         if runs and runs[-1][0] == is_learned:
             text = runs.pop()[1] + text
         runs.append((is_learned, text))

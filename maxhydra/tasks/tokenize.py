@@ -18,8 +18,8 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.tasks.tokenize import TokenizeTask
 from maxhydra.data.shard_index import ShardIndex, open_index
-from maxhydra.data.shards import COUNTED, Shards, Written
-from maxhydra.data.workers import SPAWN, WorkerDied, Workers
+from maxhydra.data.shards import COUNTED, ShardResult, Shards
+from maxhydra.data.workers import WorkerDied, Workers, spawn_context
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = KEEPS_RUN = False
@@ -51,7 +51,7 @@ def run(job: Job) -> Outcome:
 def _write_all(left: list[int], index: ShardIndex, shards: Shards, *, data: Data, task: TokenizeTask) -> None:
     """Every shard in a worker, as many at a time as there are workers."""
     count = min(task.workers or os.cpu_count() or 1, len(left))
-    counted: Any = SPAWN.RawArray("q", COUNTED * task.shards)
+    counted: Any = spawn_context.RawArray("q", COUNTED * task.shards)
     begin = partial(_begin, data, Path(task.output).expanduser().absolute(), task.shards, counted)
     with Display(shards.records, index.totals) as display, Workers(count, begin) as pool:
         pending = {pool.submit(_work, shard) for shard in left}
@@ -59,8 +59,8 @@ def _write_all(left: list[int], index: ShardIndex, shards: Shards, *, data: Data
             while pending:
                 finished, pending = wait(pending, timeout=LOOK, return_when=FIRST_COMPLETED)
                 for written in sorted((future.result() for future in finished), key=lambda written: written.shard):
-                    for fault in written.faults:
-                        log.warning("skipped %s: %s", fault.place, fault.reason)
+                    for bad_record in written.bad_records:
+                        log.warning("skipped %s: %s", bad_record.location, bad_record.reason)
                     index.add(shards.name(written.shard), written)
                 display.show(sum(counted[0::COUNTED]), sum(counted[1::COUNTED]))
         except WorkerDied:
@@ -107,16 +107,16 @@ class Display:
 
 
 # What a worker process holds: how to open the shards, then the shards, and the numbers that it counts up.
-_mine: dict[str, Any] = {}
+_worker_state: dict[str, Any] = {}
 
 
 def _begin(data: Data, folder: Path, count: int, counted: Any) -> None:
     """The source is opened with the first shard: what goes wrong there is raised where the shard is waited for."""
-    _mine["open"], _mine["counted"] = partial(Shards, data, folder, count), counted
+    _worker_state["open"], _worker_state["counted"] = partial(Shards, data, folder, count), counted
 
 
-def _work(shard: int) -> Written:
-    if "shards" not in _mine:
-        _mine["shards"] = _mine["open"]()
-    written: Written = _mine["shards"].write(shard, _mine["counted"])
+def _work(shard: int) -> ShardResult:
+    if "shards" not in _worker_state:
+        _worker_state["shards"] = _worker_state["open"]()
+    written: ShardResult = _worker_state["shards"].write(shard, _worker_state["counted"])
     return written

@@ -45,7 +45,7 @@ def run(job: Job) -> Outcome:
         _TRAINERS[task.model](task, reader, unfinished)
 
     words = _settings(job.config.data.tokenizer, task.model, folder)
-    made = data.tokenizer(dataclasses.replace(job.config.data, tokenizer=words))
+    made = data.load_tokenizer(dataclasses.replace(job.config.data, tokenizer=words))
     if made.vocab_size < task.vocab_size:
         log.warning("the text gives %s tokens, not task.vocab_size=%s", f"{made.vocab_size:,}", f"{task.vocab_size:,}")
     tokens = sum(len(ids) for ids in made.encode_batch(reader.sample))

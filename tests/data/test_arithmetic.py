@@ -7,7 +7,7 @@ import pytest
 
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
-from maxhydra.data import RowSpec, tokenizer
+from maxhydra.data import RowSpec, load_tokenizer
 from maxhydra.data.chat import chat_template
 from maxhydra.data.sources import RecordSource, open_source
 from maxhydra.data.tokenizers.byte import ByteTokenizer
@@ -65,16 +65,16 @@ def test_unknown_and_repeated_operators_are_refused() -> None:
 
 
 def test_the_template_that_ships_teaches_the_answer_and_its_end() -> None:
-    words = tokenizer(Data(tokenizer=Config(chat_template="lines")))
+    tokenizer = load_tokenizer(Data(tokenizer=Config(chat_template="lines")))
     messages = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
-    document = chat_template(words).encode(messages)
+    document = chat_template(tokenizer).encode(messages)
     bos, eos = ByteTokenizer.bos, ByteTokenizer.eos
     assert document.tokens.tolist() == [bos, *b"1+2=\n", *b"3", eos]  # type: ignore[union-attr]
     assert document.weights.tolist() == [0] * 6 + [1, 1]  # type: ignore[union-attr]
 
 
 def test_bytes_know_the_names_of_special_tokens_in_templates_alone() -> None:
-    words = ByteTokenizer()
-    ids, spans = words.encode_marked("é<|end|>\n")
-    assert ids.tolist() == [*"é".encode(), words.eos, 10] and spans.tolist() == [[0, 1], [0, 1], [1, 8], [8, 9]]
-    assert words.encode("<|end|>") == list(b"<|end|>")
+    tokenizer = ByteTokenizer()
+    ids, spans = tokenizer.encode_marked("é<|end|>\n")
+    assert ids.tolist() == [*"é".encode(), tokenizer.eos, 10] and spans.tolist() == [[0, 1], [0, 1], [1, 8], [8, 9]]
+    assert tokenizer.encode("<|end|>") == list(b"<|end|>")

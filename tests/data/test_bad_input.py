@@ -14,7 +14,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data, OnError, Packing, PackingMethod
-from maxhydra.data import BatchSpec, Loader, Row, RowSpec, host_loader, tokenizer
+from maxhydra.data import BatchSpec, Loader, Row, RowSpec, host_loader, load_tokenizer
 from maxhydra.data.array_codec import encode_arrays
 from tests.support.skips import import_optional
 
@@ -210,17 +210,17 @@ def open_loader(folder: Path, path: str, on_error: str, **values: Any) -> Loader
 
 
 def read(loader: Loader[list[Row]], count: int) -> list[str]:
-    words = tokenizer(Data())
+    tokenizer = load_tokenizer(Data())
     rows = [next(loader)[0] for _ in range(count)]
-    return [words.decode(row["tokens"][row["weights"] > 0].tolist()) for row in rows]
+    return [tokenizer.decode(row["tokens"][row["weights"] > 0].tolist()) for row in rows]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_raise_stops_and_says_where(case: str, tmp_path: Path) -> None:
-    write, _, _, place, reason = CASES[case]
+    write, _, _, location, reason = CASES[case]
     name = write(tmp_path)
     loader = open_loader(tmp_path, name, "raise")
-    with pytest.raises(ConfigError, match=rf"{tmp_path / name}, {place}: .*({reason})") as error:
+    with pytest.raises(ConfigError, match=rf"{tmp_path / name}, {location}: .*({reason})") as error:
         read(loader, RECORDS + 2)
     assert "data.on_error=skip" in str(error.value)
     assert len(str(error.value).splitlines()) == 2
@@ -229,7 +229,7 @@ def test_raise_stops_and_says_where(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_skip_logs_and_all_others_arrive(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write, lost, times, place, reason = CASES[case]
+    write, lost, times, location, reason = CASES[case]
     name = write(tmp_path)
     expected = [text for i, text in enumerate(texts()) if i not in lost] + ["good 0", "good 1"]
     loader = open_loader(tmp_path, name, "skip", prefetch=0)
@@ -241,7 +241,7 @@ def test_skip_logs_and_all_others_arrive(case: str, tmp_path: Path, caplog: pyte
     loader.close()
     skipped = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
     assert len(skipped) == 2 * times
-    assert skipped[0].startswith(f"skipped {tmp_path / name}, {place}: ")
+    assert skipped[0].startswith(f"skipped {tmp_path / name}, {location}: ")
     assert re.search(reason, skipped[0])
 
 

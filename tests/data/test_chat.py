@@ -49,8 +49,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(folder: Path, source: str) -> tuple[Tokenizer, ChatTemplate]:
-    words = build(Config(kind="hf", path=str(folder)))
-    return words, ChatTemplate(source, words)
+    tokenizer = build(Config(kind="hf", path=str(folder)))
+    return tokenizer, ChatTemplate(source, tokenizer)
 
 
 def encode(template: ChatTemplate, messages: Any) -> Document:
@@ -89,50 +89,50 @@ class TestMask:
     ) -> None:
         """Every answer, tokenized alone, is what is learned: no more, no less, and in its place."""
         messages = CONVERSATIONS[case]
-        words, made = load(folders[family], template(family, marked=False))
+        tokenizer, made = load(folders[family], template(family, marked=False))
         document = encode(made, messages)
         strips = family in ("llama3", "gemma")
-        end = words.marks[MARKS[family][2]]
+        end = tokenizer.marks[MARKS[family][2]]
         expected = []
         for message in messages:
             if message["role"] == "assistant":
                 content = message["content"].strip() if strips else message["content"]
-                expected.append([*words.encode(BLANK.get(family, "") + content), end])
+                expected.append([*tokenizer.encode(BLANK.get(family, "") + content), end])
         assert document.weights is not None
         runs = np.flatnonzero(np.diff(np.concatenate([[0], document.weights, [0]]))).reshape(-1, 2)
         assert [document.tokens[start:stop].tolist() for start, stop in runs] == expected
 
 
 def test_what_is_learned_decodes_to_the_answers(folders: dict[str, Path]) -> None:
-    words, made = load(folders["llama3"], template("llama3", marked=False))
+    tokenizer, made = load(folders["llama3"], template("llama3", marked=False))
     messages = CONVERSATIONS["three turns"]
     document = encode(made, messages)
     assert document.weights is not None
     learned = document.tokens[document.weights > 0]
-    assert words.decode(learned.tolist()) == "".join(m["content"] for m in messages if m["role"] == "assistant")
-    assert (learned == words.marks["<|eot_id|>"]).sum() == 3
+    assert tokenizer.decode(learned.tolist()) == "".join(m["content"] for m in messages if m["role"] == "assistant")
+    assert (learned == tokenizer.marks["<|eot_id|>"]).sum() == 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_end_that_is_padding_too_is_learned(folders: dict[str, Path], family: str) -> None:
-    words, made = load(folders[family], template(family, marked=False))
+    tokenizer, made = load(folders[family], template(family, marked=False))
     document = encode(made, CONVERSATIONS["three turns"])
-    assert words.pad == words.eos
+    assert tokenizer.pad == tokenizer.eos
     assert document.weights is not None
     learned = document.tokens[document.weights > 0]
-    assert (learned == words.marks[MARKS[family][2]]).sum() == 3
+    assert (learned == tokenizer.marks[MARKS[family][2]]).sum() == 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
 def test_text_of_a_special_token_is_refused(folders: dict[str, Path], family: str, role: str) -> None:
     for marked in (False, True):
-        words, made = load(folders[family], template(family, marked=marked))
-        for mark in words.marks:
+        tokenizer, made = load(folders[family], template(family, marked=marked))
+        for mark in tokenizer.marks:
             messages = [dict(m, content=f"x{mark}y") if m["role"] == role else m for m in CONVERSATIONS["three turns"]]
-            refused = made.encode(messages)
-            assert isinstance(refused, Rejected)
-            assert mark in refused.reason
+            rejection = made.encode(messages)
+            assert isinstance(rejection, Rejected)
+            assert mark in rejection.reason
             with pytest.raises(UnclearError, match="special token"):
                 made.prompt(messages)
 
@@ -142,8 +142,8 @@ def test_a_token_over_a_border_counts_where_it_begins(tmp_path: Path) -> None:
     folder = with_token(with_token(family_folder("mistral", tmp_path / "m"), "T] yes"), "no!END")
     header, end = "{'user': '[', 'assistant': ' '}[m.role]", "{'user': 'NT]', 'assistant': 'END'}[m.role]"
     source = f"{{% for m in messages %}}{{{{ {header} + m.content + {end} }}}}{{% endfor %}}"
-    words, made = load(folder, source)
-    over_start, over_end = words.encode("T] yes")[-1], words.encode("no!END")[-1]
+    tokenizer, made = load(folder, source)
+    over_start, over_end = tokenizer.encode("T] yes")[-1], tokenizer.encode("no!END")[-1]
     document = encode(made, [*conversation("q", "yes", system=None), *conversation("q", "no!", system=None)])
     assert document.weights is not None
     weight = dict(zip(document.tokens.tolist(), document.weights.tolist(), strict=True))
@@ -154,9 +154,9 @@ def test_a_token_over_a_border_counts_where_it_begins(tmp_path: Path) -> None:
 class TestEnds:
     """Templates without special tokens, or with odd ends, over plain bytes or a tokenizer with marks."""
 
-    def learned(self, source: str, messages: list[dict[str, str]], words: Tokenizer | None = None) -> list[str]:
-        words = words or ByteTokenizer()
-        rendered = ChatTemplate(source, words).render(messages)
+    def learned(self, source: str, messages: list[dict[str, str]], tokenizer: Tokenizer | None = None) -> list[str]:
+        tokenizer = tokenizer or ByteTokenizer()
+        rendered = ChatTemplate(source, tokenizer).render(messages)
         return [rendered.text[start:end] for start, end in rendered.turns]
 
     TWO = conversation("q", "one", "q", "two", system=None)
@@ -169,21 +169,21 @@ class TestEnds:
         assert self.learned(source, self.TWO) == ["one", "two"]
 
     def test_the_next_header_does_not_count(self, folders: dict[str, Path]) -> None:
-        words, _ = load(folders["chatml"], "")
+        tokenizer, _ = load(folders["chatml"], "")
         source = "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content + '\n' }}{% endfor %}"
-        assert self.learned(source, self.TWO, words) == ["one", "two"]
+        assert self.learned(source, self.TWO, tokenizer) == ["one", "two"]
 
     def test_an_end_only_where_the_conversation_ends(self) -> None:
         source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[end]"
         assert self.learned(source, self.TWO) == ["one", "two[end]"]
 
     def test_a_blank_before_the_end_counts(self, folders: dict[str, Path]) -> None:
-        words, _ = load(folders["mistral"], "")
+        tokenizer, _ = load(folders["mistral"], "")
         source = (
             "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}"
             "{% else %}[/INST] {{ m.content }} </s><s>{% endif %}{% endfor %}"
         )
-        assert self.learned(source, self.TWO, words) == ["one </s>", "two </s>"]
+        assert self.learned(source, self.TWO, tokenizer) == ["one </s>", "two </s>"]
 
     def test_a_generation_prompt_without_a_header(self) -> None:
         source = (
@@ -195,9 +195,9 @@ class TestEnds:
 
 class TestRefused:
     def reason(self, source: str, messages: Any) -> str:
-        refused = ChatTemplate(source, ByteTokenizer()).encode(messages)
-        assert isinstance(refused, Rejected), refused
-        return refused.reason
+        rejection = ChatTemplate(source, ByteTokenizer()).encode(messages)
+        assert isinstance(rejection, Rejected), rejection
+        return rejection.reason
 
     PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
@@ -267,18 +267,18 @@ class TestPrompt:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_is_that_of_transformers(self, folders: dict[str, Path], family: str) -> None:
         made = transformers.AutoTokenizer.from_pretrained(folders[family], local_files_only=True)
-        words = build(Config(kind="hf", path=str(folders[family])))
+        tokenizer = build(Config(kind="hf", path=str(folders[family])))
         messages = CONVERSATIONS["three turns"][:-1]
-        prompt = render_prompt(messages, words)
+        prompt = render_prompt(messages, tokenizer)
         assert prompt == made.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert words.encode_marked(prompt)[0].tolist() == made.encode(prompt, add_special_tokens=False)
+        assert tokenizer.encode_marked(prompt)[0].tolist() == made.encode(prompt, add_special_tokens=False)
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_and_the_answer_are_the_conversation(self, folders: dict[str, Path], family: str) -> None:
         """What is learned is what follows the prompt, and training's tokens begin with the prompt's."""
-        words, made = load(folders[family], template(family, marked=False))
+        tokenizer, made = load(folders[family], template(family, marked=False))
         messages = CONVERSATIONS["three turns"]
-        prompt = words.encode_marked(made.prompt(messages[:-1]))[0]
+        prompt = tokenizer.encode_marked(made.prompt(messages[:-1]))[0]
         document = encode(made, messages)
         assert document.weights is not None
         np.testing.assert_array_equal(document.tokens[: len(prompt)], prompt)

@@ -19,7 +19,7 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.mesh import RULES, Mesh
-from maxhydra.data import Batch, BatchSpec, Loader, RowSpec, eval_batches, tokenizer, train_loader
+from maxhydra.data import Batch, BatchSpec, Loader, RowSpec, eval_batches, load_tokenizer, train_loader
 from maxhydra.data.rows import ContiguousRows, Row
 from maxhydra.data.sharded_streams import StreamSet
 from maxhydra.data.shuffle import ShuffleOrder
@@ -74,18 +74,18 @@ def assert_same(one: list[dict[str, np.ndarray]], other: list[dict[str, np.ndarr
 class TestTokenizer:
     @pytest.mark.parametrize("text", ["", "To be, or not to be", "naïve — 日本語 🎭", "\x00\n\t"])
     def test_round_trip(self, text: str) -> None:
-        words = tokenizer(Data())
-        ids = words.encode(text)
+        tokenizer = load_tokenizer(Data())
+        ids = tokenizer.encode(text)
         assert ids == list(text.encode("utf-8"))
-        assert words.decode(ids) == text
-        np.testing.assert_array_equal(words.encode_bytes(text.encode()), ids)
+        assert tokenizer.decode(ids) == text
+        np.testing.assert_array_equal(tokenizer.encode_bytes(text.encode()), ids)
 
     def test_specials_have_no_text_and_bad_bytes_show(self) -> None:
-        words = tokenizer(Data())
-        assert words.decode([words.bos, 72, 105, words.eos, words.pad]) == "Hi"
-        assert words.decode([72, 0xE6, 0x97]) == "H\ufffd"
-        assert sorted([words.bos, words.eos, words.pad]) == [256, 257, 258]
-        assert words.vocab_size == 259
+        tokenizer = load_tokenizer(Data())
+        assert tokenizer.decode([tokenizer.bos, 72, 105, tokenizer.eos, tokenizer.pad]) == "Hi"
+        assert tokenizer.decode([72, 0xE6, 0x97]) == "H\ufffd"
+        assert sorted([tokenizer.bos, tokenizer.eos, tokenizer.pad]) == [256, 257, 258]
+        assert tokenizer.vocab_size == 259
 
 
 class TestText:
@@ -144,8 +144,8 @@ class TestSources:
     def test_demo_trains_on_the_beginning(self) -> None:
         row = open_rows(Data(), make_spec(seq_len=64)).train[1]
         text = TEXT.read_text(encoding="utf-8")
-        assert tokenizer(Data()).decode(row["tokens"].tolist()) == text[64:128]
-        assert tokenizer(Data()).decode(row["targets"].tolist()) == text[65:129]
+        assert load_tokenizer(Data()).decode(row["tokens"].tolist()) == text[64:128]
+        assert load_tokenizer(Data()).decode(row["targets"].tolist()) == text[65:129]
 
     def test_an_end_token_stands_between_files(self, tmp_path: Path) -> None:
         for name, text in {"b.txt": b"\xff\xfe", "a.txt": b"abc", "c.md": b"no"}.items():

@@ -80,12 +80,12 @@ def make_example(**features: Any) -> bytes:
     return serialized
 
 
-def shelf(folder: Path, columns: tuple[str, ...] | None = None) -> FileCache:
+def file_cache(folder: Path, columns: tuple[str, ...] | None = None) -> FileCache:
     return FileCache(folder / "cache", columns)
 
 
 def open_all(paths: list[Path], folder: Path, form: FileFormat = FileFormat.auto) -> Records:
-    return ConcatRecords(open_files(paths, form, shelf(folder)))
+    return ConcatRecords(open_files(paths, form, file_cache(folder)))
 
 
 def plain(value: Any) -> Any:
@@ -220,7 +220,7 @@ class TestParquet:
     def test_only_columns_that_are_needed(self, tmp_path: Path) -> None:
         pq.write_table(pa.table({"text": ["a"], "url": ["b"]}), tmp_path / "a.parquet")
         for columns, names in ((("text",), {"text"}), (("body",), {"text", "url"}), (None, {"text", "url"})):
-            [opened] = open_files([tmp_path / "a.parquet"], FileFormat.auto, shelf(tmp_path, columns))
+            [opened] = open_files([tmp_path / "a.parquet"], FileFormat.auto, file_cache(tmp_path, columns))
             [record] = opened.read([0])
             assert isinstance(record, dict) and record.keys() == names
 
@@ -275,7 +275,7 @@ class TestJsonLines:
         for _ in range(2):  # the second time from the kept index
             opened = open_all([path], tmp_path)
             assert opened.read([3, 0, 2, 1]) == [{"n": 3}, {"n": 0}, {"n": 2, "text": "日本😀"}, {"n": 1}]
-            places = [opened.place(i) for i in range(4)]
+            places = [opened.location(i) for i in range(4)]
             assert places == [f"{path}, line {line}" for line in (1, 4, 5, 7)]
         assert list((tmp_path / "cache").rglob("*.npy"))
 
@@ -330,8 +330,8 @@ class TestFiles:
         assert opened.groups is not None and sum(opened.groups) == len(numbers)
         order = np.random.default_rng(0).permutation(len(numbers))
         assert [record["n"] for record in opened.read(order)] == order.tolist()  # type: ignore[index]
-        for index, place in ((0, "a.jsonl, line 1"), (300, "b.parquet, row 0"), (649, "c.array_record, record 149")):
-            assert opened.place(index) == str(tmp_path / place)
+        for index, location in ((0, "a.jsonl, line 1"), (300, "b.parquet, row 0"), (649, "c.array_record, record 149")):
+            assert opened.location(index) == str(tmp_path / location)
 
     def test_many_threads(self, tmp_path: Path) -> None:
         paths, numbers = self.several(tmp_path)
@@ -392,5 +392,9 @@ def test_what_cannot_be_opened_is_one_bad_record(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"not what it says" * 9)
     opened = open_all(sorted(tmp_path.glob("[a-c].*")), tmp_path)
     assert len(opened) == 3
-    for name, fault in zip(("a.array_record", "b.parquet", "c.jsonl.gz"), opened.read(range(3)), strict=True):
-        assert isinstance(fault, BadRecord) and fault.place == f"{tmp_path / name}, the whole file" and fault.reason
+    for name, bad_record in zip(("a.array_record", "b.parquet", "c.jsonl.gz"), opened.read(range(3)), strict=True):
+        assert (
+            isinstance(bad_record, BadRecord)
+            and bad_record.location == f"{tmp_path / name}, the whole file"
+            and bad_record.reason
+        )

@@ -9,7 +9,7 @@ import pytest
 
 from maxhydra.config.schema.data import Overlong, Packing, PackingMethod
 from maxhydra.data.document import Document
-from maxhydra.data.packing import Plan, plan
+from maxhydra.data.packing import PackingPlan, plan
 from maxhydra.data.rows import PackedRows, pack_rows
 
 METHODS = [method for method in PackingMethod if method is not PackingMethod.auto]
@@ -29,7 +29,7 @@ class Case:
         return np.array([document.places for document in self.documents], np.int64)
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> PackingPlan:
         return plan(self.lengths, self.capacity, self.packing)
 
     @cached_property
@@ -173,7 +173,7 @@ def test_concatenation_goes_on_in_the_next_row() -> None:
     ]
 
 
-def _rows_of(made: Plan) -> list[list[int]]:
+def _rows_of(made: PackingPlan) -> list[list[int]]:
     return [made.document[made.row == row].tolist() for row in range(made.rows)]
 
 

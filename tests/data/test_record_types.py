@@ -12,9 +12,9 @@ from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data, OnError, Overlong, Packing
 from maxhydra.config.schema.mesh import RULES, Mesh
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
-from maxhydra.data import BatchSpec, RowSpec, host_loader, tokenizer, train_loader
+from maxhydra.data import BatchSpec, RowSpec, host_loader, load_tokenizer, train_loader
 from maxhydra.data.document import Document
-from maxhydra.data.record_types import RecordType, Rejected, build_shape
+from maxhydra.data.record_types import RecordType, Rejected, build_record_type
 from maxhydra.data.records import Record
 from maxhydra.sharding import Sharder, build_mesh
 from tests.support.skips import import_optional
@@ -24,7 +24,7 @@ BOS, EOS, PAD = 256, 257, 258
 
 
 def shape(data: Data, seq_len: int = 64) -> RecordType:
-    return build_shape(data, data, seq_len)
+    return build_record_type(data, data, seq_len)
 
 
 def one(data: Data, record: Record, seq_len: int = 64) -> Any:
@@ -32,7 +32,7 @@ def one(data: Data, record: Record, seq_len: int = 64) -> Any:
     return example
 
 
-def refused(data: Data, record: Record, seq_len: int = 64) -> str:
+def rejection(data: Data, record: Record, seq_len: int = 64) -> str:
     example = one(data, record, seq_len)
     assert isinstance(example, Rejected), example
     return example.reason
@@ -71,26 +71,26 @@ class TestChat:
         document = one(data, {"talk": says("Who?", "I.", "Why?", "So.")})
         assert isinstance(document, Document)
         assert document.weights is not None
-        words = tokenizer(data)
+        tokenizer = load_tokenizer(data)
         learned = document.tokens[document.weights > 0].tolist()
-        end = words.marks[MARKS["chatml"][2]]
-        assert learned == [*words.encode("I."), end, *words.encode("So."), end]
+        end = tokenizer.marks[MARKS["chatml"][2]]
+        assert learned == [*tokenizer.encode("I."), end, *tokenizer.encode("So."), end]
 
     def test_bytes_with_a_template(self, tmp_path: Path) -> None:
         (tmp_path / "t.jinja").write_text(template("chatml", marked=False))
-        words = Config(chat_template=str(tmp_path / "t.jinja"))
-        document = one(Data(source="hf", name="x", shape="chat", tokenizer=words), {"messages": says("q", "né")})
+        tokenizer = Config(chat_template=str(tmp_path / "t.jinja"))
+        document = one(Data(source="hf", name="x", shape="chat", tokenizer=tokenizer), {"messages": says("q", "né")})
         assert bytes(document.tokens[document.weights > 0].tolist()) == "né<|im_end|>".encode()
         with pytest.raises(ConfigError, match="no file is there"):
             shape(Data(source="hf", name="x", shape="chat", tokenizer=Config(chat_template=str(tmp_path / "u.jinja"))))
 
     def test_refused(self, chatml: Config) -> None:
         data = Data(source="hf", name="x", shape="chat", tokenizer=chatml, max_characters=100)
-        assert "no column 'messages'; it has 'text'" in refused(data, {"text": "x"})
-        assert "not a list of messages but str" in refused(data, {"messages": "x"})
-        assert "over data.max_characters=100" in refused(data, {"messages": says("x" * 100, "y")})
-        assert "not Unicode" in refused(data, {"messages": says("x", "\ud800")})
-        assert "not a list of messages but ndarray" in refused(data, {"messages": np.arange(3)})
+        assert "no column 'messages'; it has 'text'" in rejection(data, {"text": "x"})
+        assert "not a list of messages but str" in rejection(data, {"messages": "x"})
+        assert "over data.max_characters=100" in rejection(data, {"messages": says("x" * 100, "y")})
+        assert "not Unicode" in rejection(data, {"messages": says("x", "\ud800")})
+        assert "not a list of messages but ndarray" in rejection(data, {"messages": np.arange(3)})
 
     def test_a_tokenizer_without_a_template(self) -> None:
         with pytest.raises(ConfigError, match=r"data\.tokenizer\.chat_template"):
@@ -102,17 +102,17 @@ class TestChat:
         data = jsonl(
             tmp_path, [{"messages": talk} for talk in talks], shape="chat", tokenizer=chatml, eval_fraction=0.01
         )
-        words = tokenizer(data)
+        tokenizer = load_tokenizer(data)
         loader = train_loader(data, spec(256))
         batch = {name: np.asarray(array) for name, array in next(loader).items()}
         loader.close()
         assert batch["segments"].max() > 1
         learned = batch["targets"][batch["weights"] > 0]
         answers = {talk[1]["content"] for talk in talks}
-        end = words.marks["<|im_end|>"]
+        end = tokenizer.marks["<|im_end|>"]
         parts = np.split(learned, np.flatnonzero(learned == end) + 1)[:-1]
         assert len(parts) > 3
-        assert {words.decode(part.tolist()) for part in parts} <= answers
+        assert {tokenizer.decode(part.tolist()) for part in parts} <= answers
         assert (batch["segments"][batch["weights"] > 0] > 0).all()
 
 
@@ -154,12 +154,12 @@ class TestPreference:
         if form == "messages after text":
             record |= {"prompt": "Who?"}
         made = row(data, record)
-        words = tokenizer(data)
+        tokenizer = load_tokenizer(data)
         transformers = import_optional("transformers", extra="parity")
         theirs = transformers.AutoTokenizer.from_pretrained(chatml.path, local_files_only=True)
         before = theirs.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         for side, text in (("chosen", "Because."), ("rejected", "Be gone.")):
-            answer = [*words.encode(text), words.marks["<|im_end|>"]]
+            answer = [*tokenizer.encode(text), tokenizer.marks["<|im_end|>"]]
             learned = made[f"{side}_weights"] > 0
             assert made[f"{side}_targets"][learned].tolist() == answer
             assert made[f"{side}_tokens"][: len(before)].tolist() == before
@@ -167,7 +167,7 @@ class TestPreference:
 
     def test_too_long(self) -> None:
         record = {"prompt": "p" * 10, "chosen": "c" * 6, "rejected": "r" * 3}
-        assert "a prompt of 11 tokens, 18 with chosen, 15 with rejected" in refused(self.data(), record, 16)
+        assert "a prompt of 11 tokens, 18 with chosen, 15 with rejected" in rejection(self.data(), record, 16)
         assert row(self.data(), record, 17)["chosen_weights"].sum() == 7
 
         truncating = self.data(packing=Packing(overlong=Overlong.truncate))
@@ -182,22 +182,22 @@ class TestPreference:
         assert made["rejected_targets"].tolist() == [*b"rrr", EOS]
 
     def test_refused(self, chatml: Config) -> None:
-        reason = refused(self.data(), {"chosen": "x"})
+        reason = rejection(self.data(), {"chosen": "x"})
         assert "no column 'rejected'" in reason and "expected: chosen and rejected" in reason
-        assert "are the same" in refused(self.data(), {"chosen": "x", "rejected": "x"})
+        assert "are the same" in rejection(self.data(), {"chosen": "x", "rejected": "x"})
         same = {"chosen": says("a", "b"), "rejected": says("a", "b")}
-        assert "are the same" in refused(self.data(tokenizer=chatml), same)
-        assert "no text as content but int" in refused(self.data(tokenizer=chatml), {"chosen": 3, "rejected": "x"})
+        assert "are the same" in rejection(self.data(tokenizer=chatml), same)
+        assert "no text as content but int" in rejection(self.data(tokenizer=chatml), {"chosen": 3, "rejected": "x"})
         ids = {"prompt": np.arange(3), "chosen": np.arange(4), "rejected": np.arange(5)}
-        assert "numbers, which no template" in refused(self.data(tokenizer=chatml), ids)
+        assert "numbers, which no template" in rejection(self.data(tokenizer=chatml), ids)
         with pytest.raises(ConfigError, match="chat_template"):
             one(self.data(), {"chosen": says("a", "b"), "rejected": says("a", "c")})
 
     def test_an_answer_without_a_token_to_learn(self) -> None:
         """Its pair would count as one that only fills up a batch."""
         data = self.data(tokenizer=Config(add_eos=False))
-        assert "chosen has no token to learn" in refused(data, {"prompt": "a", "chosen": "", "rejected": "b"})
-        assert "rejected has no token to learn" in refused(data, {"chosen": "ab", "rejected": "a"})
+        assert "chosen has no token to learn" in rejection(data, {"prompt": "a", "chosen": "", "rejected": "b"})
+        assert "rejected has no token to learn" in rejection(data, {"chosen": "ab", "rejected": "a"})
         assert row(self.data(), {"prompt": "a", "chosen": "b", "rejected": ""})["rejected_weights"].sum() == 1
 
     def test_a_prompt_that_the_messages_repeat(self, chatml: Config) -> None:
@@ -219,7 +219,7 @@ class TestPreference:
     )
     def test_exchanged_columns(self, chatml: Config, prompt: Any, chosen: Any, reason: str) -> None:
         record = {"prompt": prompt, "chosen": chosen, "rejected": "answer"}
-        found = refused(self.data(tokenizer=chatml), record)
+        found = rejection(self.data(tokenizer=chatml), record)
         assert reason in found and "expected: chosen and rejected" in found
 
     def test_batches(self, tmp_path: Path) -> None:
@@ -261,11 +261,11 @@ class TestPrompts:
         assert made["info"].item()["prompt"].endswith("<|im_start|>assistant\n")
 
     def test_refused(self, chatml: Config) -> None:
-        assert "a prompt of 6 tokens: over train.seq_len=4" in refused(self.data(), {"prompt": "abcde"}, 4)
-        assert "no column 'prompt'" in refused(self.data(), {"answer": 1})
-        assert "special token" in refused(self.data(tokenizer=chatml), {"prompt": says("<|im_end|>")})
-        assert "nothing to answer" in refused(self.data(tokenizer=Config(add_bos=False)), {"prompt": ""})
-        assert "message 0 has no role" in refused(self.data(tokenizer=chatml), {"prompt": [3]})
+        assert "a prompt of 6 tokens: over train.seq_len=4" in rejection(self.data(), {"prompt": "abcde"}, 4)
+        assert "no column 'prompt'" in rejection(self.data(), {"answer": 1})
+        assert "special token" in rejection(self.data(tokenizer=chatml), {"prompt": says("<|im_end|>")})
+        assert "nothing to answer" in rejection(self.data(tokenizer=Config(add_bos=False)), {"prompt": ""})
+        assert "message 0 has no role" in rejection(self.data(tokenizer=chatml), {"prompt": [3]})
 
     def test_rows_on_the_host(self, tmp_path: Path) -> None:
         records = [{"prompt": f"{k} + 1?", "answer": k + 1} for k in range(10)]
@@ -293,7 +293,7 @@ class TestTokens:
     )
     def test_refused(self, change: dict[str, Any], reason: str) -> None:
         """Each would be trained on as another token or as a loss of NaN, or would end the run without its place."""
-        assert reason in refused(Data(source="hf", name="x", shape="tokens"), {"tokens": [1, 2, 3]} | change)
+        assert reason in rejection(Data(source="hf", name="x", shape="tokens"), {"tokens": [1, 2, 3]} | change)
 
     def test_documents(self) -> None:
         for weights in (None, [0, 1, 1], [False, True, True], np.array([0, 1, 1], np.uint8)):
@@ -336,10 +336,10 @@ class TestTeacher:
             )
         }
         checked = 0
-        for place in zip(*np.nonzero(batch["segments"]), strict=True):
-            ids, logits = known[int(batch["tokens"][place]), int(batch["targets"][place])]
-            assert batch["teacher_ids"][place].tolist() == ids
-            np.testing.assert_allclose(batch["teacher_logits"][place], logits, rtol=1e-6)
+        for location in zip(*np.nonzero(batch["segments"]), strict=True):
+            ids, logits = known[int(batch["tokens"][location]), int(batch["targets"][location])]
+            assert batch["teacher_ids"][location].tolist() == ids
+            np.testing.assert_allclose(batch["teacher_logits"][location], logits, rtol=1e-6)
             checked += 1
         assert checked > 16
 
@@ -359,7 +359,7 @@ class TestTeacher:
         ],
     )
     def test_refused(self, change: dict[str, Any], reason: str) -> None:
-        assert reason in refused(Data(source="hf", name="x", shape="teacher"), self.record(5) | change)
+        assert reason in rejection(Data(source="hf", name="x", shape="teacher"), self.record(5) | change)
 
 
 def to_messages(record: Record) -> Record:
@@ -375,7 +375,7 @@ class TestFormatting:
         loader = train_loader(data, spec(512, batch=1))
         batch = {name: np.asarray(array) for name, array in next(loader).items()}
         loader.close()
-        learned = tokenizer(data).decode(batch["targets"][batch["weights"] > 0].tolist())
+        learned = load_tokenizer(data).decode(batch["targets"][batch["weights"] > 0].tolist())
         assert sorted(learned.split("answer ")[1:]) == [str(k) for k in range(8)]
 
     def test_what_it_raises_names_the_record(self, tmp_path: Path, chatml: Config) -> None:

@@ -170,7 +170,7 @@ class TestHf:
         # In threads, as the pipeline reads: a dataset is not made for several.
         with ThreadPoolExecutor(shares) as pool:
             parts = [
-                pool.submit(lambda share: list(stream.follow(None, share=share, shares=shares)), i)
+                pool.submit(lambda share: list(stream.iter_from(None, share=share, shares=shares)), i)
                 for i in range(shares)
             ]
             seen = [part.result() for part in parts]
@@ -182,7 +182,7 @@ class TestHf:
     @pytest.mark.parametrize("shares", [1, 2, 3])
     def test_a_stream_goes_on_from_any_cursor(self, shares: int, tmp_path: Path) -> None:
         stream = self.stream(tmp_path)
-        followed = [iter(stream.follow(None, share=share, shares=shares)) for share in range(shares)]
+        followed = [iter(stream.iter_from(None, share=share, shares=shares)) for share in range(shares)]
         seen: list[list[tuple[Any, Cursor]]] = [[] for _ in followed]
         # Shares in turn, as a process with several of them reads.
         for _ in range(40):
@@ -191,9 +191,9 @@ class TestHf:
         for share, read in enumerate(seen):
             for at, (_, cursor) in enumerate(read):
                 # Twice over: a cursor of a stream that went on from another is as good.
-                again = stream.follow(json.loads(json.dumps(cursor)), share=share, shares=shares)
+                again = stream.iter_from(json.loads(json.dumps(cursor)), share=share, shares=shares)
                 behind = [cursor, *(later for _, later in islice(again, 3))][-1]
-                rest = stream.follow(json.loads(json.dumps(behind)), share=share, shares=shares)
+                rest = stream.iter_from(json.loads(json.dumps(behind)), share=share, shares=shares)
                 expected = [(record, later["number"]) for record, later in read[at + 4 :]]
                 assert [(record, later["number"]) for record, later in rest] == expected
 
@@ -285,9 +285,9 @@ class TestC4:
         assert np.asarray(batch["tokens"])[:, :7].tolist() == [[5, 6, 1, 7, 8, 0, 0], [9, 8, 7, 6, 5, 4, 3]]
         assert np.asarray(batch["targets"])[:, :7].tolist() == [[6, 1, 7, 8, 9, 0, 0], [8, 7, 6, 5, 4, 3, 2]]
         assert np.asarray(batch["weights"]).sum(1).tolist() == [5, 7]
-        assert source.evaluation_shape is not None
-        [example] = source.evaluation_shape.encode([{"ids": np.array([5, 257, 6])}])
-        assert source.evaluation_shape.row(example, 4)["weights"].tolist() == [0, 1, 0, 0], "257 ends a document"
+        assert source.evaluation_record_type is not None
+        [example] = source.evaluation_record_type.encode([{"ids": np.array([5, 257, 6])}])
+        assert source.evaluation_record_type.row(example, 4)["weights"].tolist() == [0, 1, 0, 0], "257 ends a document"
 
 
 def naive_repeats(tokens: list[int]) -> bool:

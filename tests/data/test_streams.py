@@ -45,12 +45,12 @@ class Numbered:
 
     def _record(self, index: int) -> Record | BadRecord:
         if index in self.bad:
-            return BadRecord(self.place(index), "is bad")
+            return BadRecord(self.location(index), "is bad")
         tokens = np.full(LENGTHS[index], 90_000 + self.first // 10_000, np.int32)
         tokens[0] = self.first + index
         return {"tokens": tokens}
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"memory:{index}"
 
 
@@ -60,13 +60,15 @@ class Streamed:
     def __init__(self, count: int):
         self._records = Numbered(count)
 
-    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | BadRecord, Cursor]]:
+    def iter_from(
+        self, cursor: Cursor | None, *, share: int, shares: int
+    ) -> Iterator[tuple[Record | BadRecord, Cursor]]:
         number = int(cursor["number"]) if cursor else 0
         while (index := number * shares + share) < len(self._records):
             number += 1
             yield self._records.read([index])[0], {"number": number, "note": f"after {index}"}
 
-    def place(self, number: int) -> str:
+    def location(self, number: int) -> str:
         return f"stream:{number}"
 
 
@@ -88,7 +90,7 @@ def make_data(**values: Any) -> Data:
     return Data(source="grain", path="x", shape="tokens", packing=packing, **values)
 
 
-def make_feed(pipeline: Pipeline, streams: int, own: Callable[[int], np.ndarray] = np.arange) -> StreamSet:
+def open_streams(pipeline: Pipeline, streams: int, own: Callable[[int], np.ndarray] = np.arange) -> StreamSet:
     return StreamSet(lambda share: pipeline.stream(share=share, shares_in_all=streams), streams=streams, own=own)
 
 
@@ -188,7 +190,7 @@ class TestCoverage:
             feeds = []
             for reader in range(readers):
                 rows = np.arange(batch).reshape(readers, -1)[reader]
-                feeds.append(make_feed(Pipeline(make_data(), SPEC), 4, lambda size, rows=rows: rows))
+                feeds.append(open_streams(Pipeline(make_data(), SPEC), 4, lambda size, rows=rows: rows))
                 feeds[-1].restore(states)
             taken = [[row for feed in feeds for row in feed.rows(batch, 0)] for _ in range(batches)]
             by_stream = zip(*(feed.states() for feed in feeds), strict=True)
@@ -209,9 +211,9 @@ class TestCoverage:
     def test_three_processes_share_four_streams(self, opened: Callable[[Opened], None]) -> None:
         """A process border within a stream: both run it, and each takes its own rows."""
         opened(lambda corpus: RecordSource(Numbered(RECORDS), Numbered(5)))
-        alone = make_feed(Pipeline(make_data(), SPEC), 4)
+        alone = open_streams(Pipeline(make_data(), SPEC), 4)
         own = np.arange(12).reshape(3, 4)
-        thirds = [make_feed(Pipeline(make_data(), SPEC), 4, lambda size, rows=rows: rows) for rows in own]
+        thirds = [open_streams(Pipeline(make_data(), SPEC), 4, lambda size, rows=rows: rows) for rows in own]
         for _ in range(20):
             expected = [whole(row) for row in alone.rows(12, 0)]
             assert [whole(row) for feed in thirds for row in feed.rows(12, 0)] == expected
@@ -219,13 +221,13 @@ class TestCoverage:
     def test_a_batch_smaller_than_the_streams_leaves_none_out(self, opened: Callable[[Opened], None]) -> None:
         opened(lambda corpus: RecordSource(Numbered(RECORDS), Numbered(5)))
         processes = [
-            make_feed(Pipeline(make_data(), SPEC), 4, lambda size, half=half: np.arange(size).reshape(2, -1)[half])
+            open_streams(Pipeline(make_data(), SPEC), 4, lambda size, half=half: np.arange(size).reshape(2, -1)[half])
             for half in range(2)
         ]
         rows = [row for at in range(0, 900, 2) for feed in processes for row in feed.rows(2, at)]
         assert set(documents(rows)) == all_documents(RECORDS)
         # The batch grows: each process keeps two streams, which stand where both have brought them.
-        alone = make_feed(Pipeline(make_data(), SPEC), 4)
+        alone = open_streams(Pipeline(make_data(), SPEC), 4)
         for at in range(0, 900, 2):
             alone.rows(2, at)
         expected = [whole(row) for row in alone.rows(8, 900)]
@@ -272,7 +274,7 @@ class TestState:
 @pytest.mark.parametrize("state", [{"given": 5}, {"given": {"big": 5}, "sources": {"big": {"given": 5}}}])
 def test_the_position_of_other_data_is_refused(state: State, opened: Callable[[Opened], None]) -> None:
     opened(lambda corpus: RecordSource(Numbered(RECORDS), Numbered(3)))
-    feed = make_feed(Pipeline(make_data(), SPEC), 1)
+    feed = open_streams(Pipeline(make_data(), SPEC), 1)
     feed.restore([state])
     with pytest.raises(ConfigError, match="data: is other data than that of the position to go on from"):
         feed.rows(2, 0)

@@ -204,7 +204,7 @@ def test_bad_records_stop_it_or_are_counted(texts: Path, tmp_path: Path) -> None
     counted = [0] * 4
     shards = Shards(data_of(texts, on_error=OnError.skip), output, 2)
     written = [shards.write(shard, counted) for shard in range(2)]
-    assert [len(shard.faults) for shard in written] == [1, 0] and counted[0::2] == [300, 300]
+    assert [len(shard.bad_records) for shard in written] == [1, 0] and counted[0::2] == [300, 300]
     assert tokens_in(output) == expected(TEXTS[:7] + TEXTS[8:])
 
 
@@ -219,7 +219,7 @@ def test_records_to_evaluate_on_are_in_no_shard_unless_they_were_held_out(tmp_pa
 
 def test_weights_of_conversations_come_back(tmp_path: Path) -> None:
     from maxhydra.data.document import Document
-    from maxhydra.data.record_types import build_shape
+    from maxhydra.data.record_types import build_record_type
 
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "ab"}\n' * 8)
@@ -227,7 +227,7 @@ def test_weights_of_conversations_come_back(tmp_path: Path) -> None:
     learned = np.array([0, 1, 1, 0], np.float32)
     for weights in (None, learned, learned / 2):
         arrays = Shards(data_of(texts), tmp_path, 1)._arrays(Document(np.arange(4), weights))
-        (back,) = build_shape(data, data, 8).encode([arrays])
+        (back,) = build_record_type(data, data, 8).encode([arrays])
         assert back.tokens.tolist() == [0, 1, 2, 3]
         assert back.weights is None if weights is None else (back.weights == weights).all()
 

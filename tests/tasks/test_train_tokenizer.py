@@ -15,7 +15,7 @@ from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data, OnError
 from maxhydra.config.schema.tasks.tokenizer import TokenizerTask
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
-from maxhydra.data import RowSpec, tokenizer
+from maxhydra.data import RowSpec, load_tokenizer
 from maxhydra.data.raw_texts import texts
 from maxhydra.data.sources import RowSource, open_source
 from maxhydra.data.sources.demo import TEXT
@@ -52,20 +52,20 @@ def test_loads_alike_here_and_in_transformers(tmp_path: Path, lines: str, model:
     special = "task.special=['<|im_start|>','<|im_end|>']"
     given = [special, f"task.output={folder}", "data=grain", lines, "+data.columns.text=body"]
     metrics = train(tmp_path, f"task.model={model}", "task.vocab_size=500", *given)
-    words = tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder))))
+    tokenizer = load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder))))
     transformers = import_optional("transformers", extra="parity")
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    assert words.vocab_size == len(theirs) == metrics["vocab_size"] == 500
+    assert tokenizer.vocab_size == len(theirs) == metrics["vocab_size"] == 500
     marks = ["<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
-    assert words.marks == {mark: number for number, mark in enumerate(marks)}
-    assert (words.bos, words.eos, words.pad) == (0, 1, 2)
+    assert tokenizer.marks == {mark: number for number, mark in enumerate(marks)}
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (0, 1, 2)
     assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (0, 1, 2)
     for text in SAMPLES:
-        assert words.decode(words.encode(text)) == text, "any text round-trips"
-        assert words.encode_marked(text)[0].tolist() == theirs.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(tokenizer.encode(text)) == text, "any text round-trips"
+        assert tokenizer.encode_marked(text)[0].tolist() == theirs.encode(text, add_special_tokens=False)
         assert theirs.decode(theirs.encode(text, add_special_tokens=False), skip_special_tokens=False) == text
     assert metrics["characters_per_token"] > 1.5
-    assert len(words.encode("the king and the queen")) < 12, "it has learned words"
+    assert len(tokenizer.encode("the king and the queen")) < 12, "it has learned words"
 
 
 def test_the_command_and_rows_made_with_it(tmp_path: Path) -> None:
@@ -75,13 +75,13 @@ def test_the_command_and_rows_made_with_it(tmp_path: Path) -> None:
     assert facts(folder.parent)["metrics"]["characters"] == 20000
     text = TEXT.read_bytes()[:20_000].decode(errors="ignore")
     (tmp_path / "short.txt").write_text(text)
-    words = Config(kind="hf", path=str(folder))
-    data = Data(source="text", path=str(tmp_path / "short.txt"), tokenizer=words)
+    tokenizer = Config(kind="hf", path=str(folder))
+    data = Data(source="text", path=str(tmp_path / "short.txt"), tokenizer=tokenizer)
     source = open_source(data, data, RowSpec(seq_len=64, vocab_size=300, seed=0))
     assert isinstance(source, RowSource)
     read = np.concatenate([source.train[row]["tokens"] for row in range(len(source.train))])
     assert len(read) > 1000
-    assert text.startswith(tokenizer(data).decode(read.tolist()))
+    assert text.startswith(load_tokenizer(data).decode(read.tolist()))
 
 
 def test_a_folder_that_is_there(tmp_path: Path) -> None:
@@ -92,11 +92,13 @@ def test_a_folder_that_is_there(tmp_path: Path) -> None:
 def test_sentencepiece(tmp_path: Path, lines: str) -> None:
     given = ["task.model=sentencepiece", "task.vocab_size=500", "task.special=['<|turn|>']", "+data.columns.text=body"]
     train(tmp_path, *given, "data=grain", lines, f"task.output={tmp_path / 'words'}")
-    words = tokenizer(Data(tokenizer=Config(kind="sentencepiece", path=str(tmp_path / "words" / "tokenizer.model"))))
-    assert set(words.marks) == {"<|bos|>", "<|eos|>", "<|pad|>", "<|turn|>"}
-    assert (words.bos, words.eos, words.pad) == (1, 2, 3)
+    tokenizer = load_tokenizer(
+        Data(tokenizer=Config(kind="sentencepiece", path=str(tmp_path / "words" / "tokenizer.model")))
+    )
+    assert set(tokenizer.marks) == {"<|bos|>", "<|eos|>", "<|pad|>", "<|turn|>"}
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (1, 2, 3)
     for text in SAMPLES:
-        assert words.decode(words.encode(text)) == text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize("model", ["sentencepiece", "bpe", "unigram"])

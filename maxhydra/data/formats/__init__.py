@@ -47,18 +47,18 @@ def format_of(path: Path) -> FileFormat:
     raise ConfigError(Problem("data.path", "has an ending of no known format", value=path, accepted=known, hint=hint))
 
 
-def open_files(paths: Sequence[Path], form: FileFormat, shelf: FileCache) -> list[Records]:
+def open_files(paths: Sequence[Path], form: FileFormat, file_cache: FileCache) -> list[Records]:
     """Files of one format or of several, in order."""
     forms = [format_of(path) if form is FileFormat.auto else form for path in paths]
     modules = {name: importlib.import_module(f"{__name__}.{name.name}") for name in set(forms)}
     with ThreadPoolExecutor(min(OPENERS, len(paths))) as pool:
-        return list(pool.map(partial(_open, shelf), paths, [modules[name] for name in forms]))
+        return list(pool.map(partial(_open, file_cache), paths, [modules[name] for name in forms]))
 
 
-def _open(shelf: FileCache, path: Path, module: object) -> Records:
+def _open(file_cache: FileCache, path: Path, module: object) -> Records:
     if not path.stat().st_size:
         return ConcatRecords([])
-    opened: Records = module.open_file(path, shelf)  # type: ignore[attr-defined]
+    opened: Records = module.open_file(path, file_cache)  # type: ignore[attr-defined]
     return opened
 
 
@@ -75,19 +75,19 @@ class ConcatRecords:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
-        wanted = np.asarray(indices, np.int64)
-        owner = np.searchsorted(self._ends, wanted, "right")
-        local = wanted - self._starts[owner]
+        requested = np.asarray(indices, np.int64)
+        owner = np.searchsorted(self._ends, requested, "right")
+        local = requested - self._starts[owner]
         found: dict[int, Record | BadRecord] = {}
         for file in np.unique(owner).tolist():
             places = np.flatnonzero(owner == file)
             records = self._files[file].read(local[places].tolist())
             found.update(zip(places.tolist(), records, strict=True))
-        return [found[place] for place in range(len(wanted))]
+        return [found[location] for location in range(len(requested))]
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         file = int(np.searchsorted(self._ends, index, "right"))
-        return self._files[file].place(index - int(self._starts[file]))
+        return self._files[file].location(index - int(self._starts[file]))
 
     @property
     def groups(self) -> list[int] | None:
@@ -96,10 +96,10 @@ class ConcatRecords:
             return None
         sizes: list[int] = []
         for file, of_file in zip(self._files, groups, strict=True):
-            sizes += runs(len(file), RUN) if of_file is None else of_file
+            sizes += split_into_runs(len(file), RUN) if of_file is None else of_file
         return sizes
 
 
-def runs(length: int, size: int) -> list[int]:
+def split_into_runs(length: int, size: int) -> list[int]:
     """Sizes of consecutive runs that make up a length; the last may be shorter."""
     return [min(size, length - start) for start in range(0, length, size)]

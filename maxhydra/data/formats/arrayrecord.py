@@ -12,7 +12,7 @@ from typing import Any
 
 from array_record.python.array_record_module import ArrayRecordReader
 
-from maxhydra.data.formats import runs
+from maxhydra.data.formats import split_into_runs
 from maxhydra.data.formats.file_cache import FileCache, Group, Unreadable
 from maxhydra.data.records import BadRecord, Record, Records
 
@@ -23,7 +23,7 @@ OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 BUFFER = 4096
 
 
-def open_file(path: Path, shelf: FileCache) -> Records:
+def open_file(path: Path, file_cache: FileCache) -> Records:
     reader = _reader(path)
     if not reader.ok():
         return Unreadable(path, "not a whole ArrayRecord file: its index, which stands at the end, cannot be read")
@@ -31,7 +31,7 @@ def open_file(path: Path, shelf: FileCache) -> Records:
     size = int(found[1]) if found else 1
     count = reader.num_records()
     reader.close()
-    return ArrayRecordFile(path, shelf, count=count, lot=None if size == 1 else -(-LOT // size) * size)
+    return ArrayRecordFile(path, file_cache, count=count, lot=None if size == 1 else -(-LOT // size) * size)
 
 
 def _reader(path: Path) -> Any:
@@ -39,18 +39,18 @@ def _reader(path: Path) -> Any:
 
 
 class ArrayRecordFile:
-    def __init__(self, path: Path, shelf: FileCache, *, count: int, lot: int | None):
+    def __init__(self, path: Path, file_cache: FileCache, *, count: int, lot: int | None):
         """`lot` is how many records are read as one, None where each is read alone."""
-        self._path, self._shelf, self._count, self._lot = path, shelf, count, lot
+        self._path, self._file_cache, self._count, self._lot = path, file_cache, count, lot
 
     def __len__(self) -> int:
         return self._count
 
     @property
     def groups(self) -> list[int] | None:
-        return None if self._lot is None else runs(self._count, self._lot)
+        return None if self._lot is None else split_into_runs(self._count, self._lot)
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._path}, record {index}"
 
     def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
@@ -62,13 +62,13 @@ class ArrayRecordFile:
 
     def _decoded(self, index: int, payload: bytes) -> Record | BadRecord:
         try:
-            return self._shelf.decode(payload)
+            return self._file_cache.decode(payload)
         except ValueError as error:
-            return BadRecord(self.place(index), str(error))
+            return BadRecord(self.location(index), str(error))
 
     def _singles(self, indices: Sequence[int]) -> list[bytes | BadRecord]:
         """Seek and read: three times as fast as the reader's own batches, but for one thread at a time."""
-        reader, lock = self._shelf.handles.get(self._path, lambda: (_reader(self._path), threading.Lock()))
+        reader, lock = self._file_cache.handles.get(self._path, lambda: (_reader(self._path), threading.Lock()))
         payloads: list[bytes | BadRecord] = []
         with lock:
             try:
@@ -78,7 +78,7 @@ class ArrayRecordFile:
                 return payloads
             except (RuntimeError, IndexError):
                 # A reader that met a damaged chunk reads nothing any more.
-                self._shelf.handles.forget(self._path)
+                self._file_cache.handles.forget(self._path)
         return payloads + self._one_by_one(indices[len(payloads) :])
 
     def _one_by_one(self, indices: Sequence[int]) -> list[bytes | BadRecord]:
@@ -89,7 +89,7 @@ class ArrayRecordFile:
             try:
                 payloads += reader.read([index])
             except (RuntimeError, IndexError) as error:
-                payloads.append(BadRecord(self.place(index), str(error).split(", chunk at")[0]))
+                payloads.append(BadRecord(self.location(index), str(error).split(", chunk at")[0]))
         return payloads
 
     def _from_lots(self, indices: Sequence[int], lot: int) -> list[bytes | BadRecord]:
@@ -105,5 +105,5 @@ class ArrayRecordFile:
                 payloads = self._one_by_one(range(start, stop))
             return Group(payloads, sum(len(payload) for payload in payloads if isinstance(payload, bytes)))
 
-        held: list[bytes | BadRecord] = self._shelf.groups.get((self._path, number), make).value
+        held: list[bytes | BadRecord] = self._file_cache.groups.get((self._path, number), make).value
         return held

@@ -9,7 +9,7 @@ from maxhydra.data.optional_packages import need
 from maxhydra.data.records import Record
 
 
-def rows_of(columns: Mapping[str, Any], rows: np.ndarray) -> list[Record | str]:
+def rows_to_records(columns: Mapping[str, Any], rows: np.ndarray) -> list[Record | str]:
     """Some rows of the columns of a table, each an array of its own: a record, or why there is none."""
     try:
         values = [_values(column, rows) for column in columns.values()]
@@ -18,7 +18,7 @@ def rows_of(columns: Mapping[str, Any], rows: np.ndarray) -> list[Record | str]:
         # Arrow does not look into text before it is asked for, and one row that is no UTF-8 spoils all.
         if len(rows) == 1:
             return [f"not UTF-8: {error}"]
-    return [rows_of(columns, rows[at : at + 1])[0] for at in range(len(rows))]
+    return [rows_to_records(columns, rows[at : at + 1])[0] for at in range(len(rows))]
 
 
 def _values(column: Any, rows: np.ndarray) -> list[Any]:

@@ -36,7 +36,7 @@ def _moved_on(register: np.ndarray, count: int) -> np.ndarray:
 BLOCK = [_moved_on(np.arange(256, dtype=np.uint32) << np.uint32(8 * place), WIDTH) for place in range(4)]
 
 
-def masked(payloads: Sequence[bytes]) -> np.ndarray:
+def masked_crc32c(payloads: Sequence[bytes]) -> np.ndarray:
     """The masked checksum of each payload: uint32 [n]."""
     plain = crc32c(payloads)
     return ((plain >> np.uint32(15)) | (plain << np.uint32(17))) + np.uint32(MASK)
@@ -50,21 +50,21 @@ def crc32c(payloads: Sequence[bytes]) -> np.ndarray:
     sizes = np.array([len(payload) for payload in payloads])
     blocks = np.maximum(-(-sizes // WIDTH), 1)
     last = np.cumsum(blocks)
-    letters = np.zeros(int(last[-1]) * WIDTH, np.uint8)
+    octets = np.zeros(int(last[-1]) * WIDTH, np.uint8)
     for payload, stop in zip(payloads, (last * WIDTH).tolist(), strict=True):
-        letters[stop - len(payload) : stop] = np.frombuffer(payload, np.uint8)
+        octets[stop - len(payload) : stop] = np.frombuffer(payload, np.uint8)
     starts = last * WIDTH - sizes
     long = np.flatnonzero(sizes >= 4)
-    letters[(starts[long, None] + np.arange(4)).ravel()] ^= 0xFF
-    register = _joined(_of_blocks(letters.reshape(-1, WIDTH)), blocks, last) ^ np.uint32(0xFFFFFFFF)
+    octets[(starts[long, None] + np.arange(4)).ravel()] ^= 0xFF
+    register = _joined(_of_blocks(octets.reshape(-1, WIDTH)), blocks, last) ^ np.uint32(0xFFFFFFFF)
     for index in np.flatnonzero(sizes < 4).tolist():
         register[index] = _short(payloads[index])
     return register
 
 
-def _of_blocks(letters: np.ndarray) -> np.ndarray:
-    register = np.zeros(len(letters), np.uint32)
-    for column in np.ascontiguousarray(letters.T):
+def _of_blocks(octets: np.ndarray) -> np.ndarray:
+    register = np.zeros(len(octets), np.uint32)
+    for column in np.ascontiguousarray(octets.T):
         register = BYTE[(register ^ column) & 0xFF] ^ (register >> np.uint32(8))
     return register
 

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from maxhydra.data.files import unfinished
+from maxhydra.data.files import partial_path
 from maxhydra.data.formats.payload import decode
 from maxhydra.data.records import BadRecord, Record
 from maxhydra.data.shuffle import GROUPS_TOGETHER
@@ -84,7 +84,7 @@ class FileCache:
         default_factory=lambda: LruCache(GROUPS, GROUP_BYTES, lambda group: group.size)
     )
 
-    def kept(self, path: Path, kind: str, make: Callable[[], np.ndarray]) -> np.ndarray:
+    def cached_index(self, path: Path, kind: str, make: Callable[[], np.ndarray]) -> np.ndarray:
         """An index of a file, made once for each version of it."""
         target = self.cache / "index" / f"{version(path)}.{kind}.npy"
         if target.exists():
@@ -93,7 +93,7 @@ class FileCache:
         made = make()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            partial = unfinished(target)
+            partial = partial_path(target)
             with partial.open("wb") as file:
                 np.save(file, made, allow_pickle=False)
             partial.rename(target)
@@ -122,9 +122,9 @@ class Unreadable:
         return 1
 
     def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
-        return [BadRecord(self.place(index), self.reason) for index in indices]
+        return [BadRecord(self.location(index), self.reason) for index in indices]
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self.path}, the whole file"
 
 

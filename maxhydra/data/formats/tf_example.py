@@ -72,11 +72,11 @@ def _integers(payload: bytes) -> np.ndarray:
 
 def _varints(payload: bytes) -> np.ndarray:
     """Varints that stand one after another, all at once: 7 bits a byte, the lowest first, the last under 128."""
-    letters = np.frombuffer(payload, np.uint8)
-    last = np.flatnonzero(letters < 0x80)
-    if len(last) == len(letters):
-        return letters.astype(np.uint64)
-    if not len(last) or last[-1] != len(letters) - 1:
+    octets = np.frombuffer(payload, np.uint8)
+    last = np.flatnonzero(octets < 0x80)
+    if len(last) == len(octets):
+        return octets.astype(np.uint64)
+    if not len(last) or last[-1] != len(octets) - 1:
         raise ValueError("not a tf.train.Example: a list of integers that is cut short")
     first = np.empty_like(last)
     first[0], first[1:] = 0, last[:-1] + 1
@@ -84,10 +84,10 @@ def _varints(payload: bytes) -> np.ndarray:
     longest = int(sizes.max())
     if longest > 10:
         raise ValueError("not a tf.train.Example: an integer of over 64 bits")
-    values = (letters[first] & 0x7F).astype(np.uint64)
+    values = (octets[first] & 0x7F).astype(np.uint64)
     for place in range(1, longest):
         here = np.flatnonzero(sizes > place)
-        bits = (letters[first[here] + place] & 0x7F).astype(np.uint64)
+        bits = (octets[first[here] + place] & 0x7F).astype(np.uint64)
         values[here] |= bits << np.uint64(7 * place)
     return values
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxhydra.data.formats.crc32c import masked
+from maxhydra.data.formats.crc32c import masked_crc32c
 from maxhydra.data.formats.file_cache import FileCache
 from maxhydra.data.records import BadRecord, Record, Records
 
@@ -20,8 +20,8 @@ HEADER, FOOTER = 12, 4
 TOGETHER = 2**16
 
 
-def open_file(path: Path, shelf: FileCache) -> Records:
-    return TfRecordFile(path, shelf, shelf.kept(path, "records", lambda: find_records(path)))
+def open_file(path: Path, file_cache: FileCache) -> Records:
+    return TfRecordFile(path, file_cache, file_cache.cached_index(path, "records", lambda: find_records(path)))
 
 
 def find_records(path: Path) -> np.ndarray:
@@ -37,7 +37,9 @@ def find_records(path: Path) -> np.ndarray:
         headers = [view[start - HEADER : start] for start in starts]
     for first in range(0, len(headers), TOGETHER):
         some = headers[first : first + TOGETHER]
-        wrong = np.flatnonzero(masked([header[:8] for header in some]) != _stored([header[8:] for header in some]))
+        wrong = np.flatnonzero(
+            masked_crc32c([header[:8] for header in some]) != _stored([header[8:] for header in some])
+        )
         if len(wrong):
             # Nothing tells where the next record begins, so what follows was not found but guessed.
             starts = starts[: first + int(wrong[0]) + 1]
@@ -58,8 +60,8 @@ def _mapped(path: Path) -> mmap.mmap:
 class TfRecordFile:
     groups = None
 
-    def __init__(self, path: Path, shelf: FileCache, places: np.ndarray):
-        self._path, self._shelf = path, shelf
+    def __init__(self, path: Path, file_cache: FileCache, places: np.ndarray):
+        self._path, self._file_cache = path, file_cache
         self._stop, self._starts = int(places[0]), places[1:]
         # What cannot be followed counts as one more record, a bad one.
         self._is_whole = self._stop == path.stat().st_size
@@ -67,13 +69,13 @@ class TfRecordFile:
     def __len__(self) -> int:
         return len(self._starts) + (not self._is_whole)
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._path}, record {index}"
 
     def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
-        view = self._shelf.handles.get(self._path, lambda: _mapped(self._path))
+        view = self._file_cache.handles.get(self._path, lambda: _mapped(self._path))
         payloads = {index: self._payload(view, index) for index in indices if index < len(self._starts)}
-        computed = masked([payload for payload, _ in payloads.values()])
+        computed = masked_crc32c([payload for payload, _ in payloads.values()])
         right = computed == _stored([checksum for _, checksum in payloads.values()])
         sound = dict(zip(payloads, right.tolist(), strict=True))
         return [
@@ -88,12 +90,12 @@ class TfRecordFile:
 
     def _record(self, index: int, payload: bytes, is_sound: bool) -> Record | BadRecord:
         if not is_sound:
-            return BadRecord(self.place(index), "its checksum is wrong: the file is damaged here")
+            return BadRecord(self.location(index), "its checksum is wrong: the file is damaged here")
         try:
-            return self._shelf.decode(payload)
+            return self._file_cache.decode(payload)
         except ValueError as error:
-            return BadRecord(self.place(index), str(error))
+            return BadRecord(self.location(index), str(error))
 
     def _rest(self) -> BadRecord:
         reason = f"cut short or damaged: what follows byte {self._stop} cannot be read"
-        return BadRecord(self.place(len(self._starts)), reason)
+        return BadRecord(self.location(len(self._starts)), reason)

@@ -41,7 +41,7 @@ class RecordType(Protocol):
         ...
 
 
-def build_shape(corpus: Corpus, data: Data, seq_len: int) -> RecordType:
+def build_record_type(corpus: Corpus, data: Data, seq_len: int) -> RecordType:
     """The shape that a corpus names, for rows of a length."""
     built: RecordType = importlib.import_module(f"{__name__}.{corpus.shape}").build(corpus, data, seq_len)
     return built

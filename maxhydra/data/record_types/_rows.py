@@ -14,19 +14,19 @@ from maxhydra.data.tokenizers import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
-class SeparateShape(ABC):
+class UnpackedRecordType(ABC):
     """A shape that makes its examples one by one, and does not pack them."""
 
     corpus: Corpus
     data: Data
-    words: Tokenizer
+    tokenizer: Tokenizer
     seq_len: int
     packs = False
 
     @cached_property
     def _template(self) -> ChatTemplate:
         """Asked for at the first conversation, since plain text needs none."""
-        return chat_template(self.words)
+        return chat_template(self.tokenizer)
 
     def encode(self, records: Sequence[Record]) -> list[Any]:
         return [self._example(record) for record in records]

@@ -13,7 +13,7 @@ from maxhydra.data.chat import ChatTemplate, chat_template
 from maxhydra.data.record_types import Rejected, column_of
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row
-from maxhydra.data.tokenizers import tokenizer
+from maxhydra.data.tokenizers import load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,4 +36,4 @@ class Chat:
 
 
 def build(corpus: Corpus, data: Data, seq_len: int) -> Chat:
-    return Chat(corpus, data, chat_template(tokenizer(data)))
+    return Chat(corpus, data, chat_template(load_tokenizer(data)))

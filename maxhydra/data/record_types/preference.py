@@ -17,10 +17,10 @@ from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data, Overlong
 from maxhydra.data.document import Document
 from maxhydra.data.record_types import Rejected, column_of, text_of
-from maxhydra.data.record_types._rows import SeparateShape
+from maxhydra.data.record_types._rows import UnpackedRecordType
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row
-from maxhydra.data.tokenizers import tokenizer
+from maxhydra.data.tokenizers import load_tokenizer
 
 SIDES = ("chosen", "rejected")
 EXPECTED = (
@@ -34,18 +34,18 @@ class Pair:
     rejected: Document
 
 
-class Preference(SeparateShape):
+class Preference(UnpackedRecordType):
     def _example(self, record: Record) -> Any:
         prompt = record.get(self.corpus.columns.get("prompt", "prompt"))
         sides = [column_of(record, self.corpus, side) for side in SIDES]
-        if refused := _first_refused(sides):
-            return Rejected(f"{refused.reason}; {EXPECTED}")
+        if rejection := _first_rejection(sides):
+            return Rejected(f"{rejection.reason}; {EXPECTED}")
         if any(isinstance(value, np.ndarray) for value in (prompt, *sides)):
             return Rejected(f"numbers, which no template and no tokenizer reads; {EXPECTED}")
         is_chat = any(not isinstance(value, (str, bytes)) for value in (prompt, *sides) if value is not None)
         documents = self._conversations(prompt, sides) if is_chat else self._texts(prompt, sides)
-        if refused := _first_refused(documents):
-            return refused
+        if rejection := _first_rejection(documents):
+            return rejection
         if missing := [side for side, document in zip(SIDES, documents, strict=True) if not _learned(document)]:
             return Rejected(f"{missing[0]} has no token to learn: it is empty, or all of it stands in the other")
         return self._fit(*documents)
@@ -55,8 +55,8 @@ class Preference(SeparateShape):
         answers = [_messages(side, "assistant") for side in sides]
         if all(_begins(answer, before) for answer in answers):
             answers = [answer[len(before) :] for answer in answers]
-        if refused := _misplaced(before, answers):
-            return [refused]
+        if rejection := _misplaced(before, answers):
+            return [rejection]
         whole = [[*before, *answer] for answer in answers]
         same = takewhile(lambda pair: pair[0] == pair[1], zip(*whole, strict=False))
         known = max(len(before), sum(1 for _ in same))
@@ -66,12 +66,12 @@ class Preference(SeparateShape):
 
     def _texts(self, prompt: Any, sides: list[Any]) -> list[Any]:
         texts = [text_of("" if prompt is None else prompt, self.data), *(text_of(side, self.data) for side in sides)]
-        if refused := _first_refused(texts):
-            return [refused]
+        if rejection := _first_rejection(texts):
+            return [rejection]
         settings = self.data.tokenizer
-        begin = [self.words.bos] if settings.add_bos and self.words.bos is not None else []
-        end = [self.words.eos] if settings.add_eos and self.words.eos is not None else []
-        before, *answers = (ids.tolist() for ids in self.words.encode_batch(texts))
+        begin = [self.tokenizer.bos] if settings.add_bos and self.tokenizer.bos is not None else []
+        end = [self.tokenizer.eos] if settings.add_eos and self.tokenizer.eos is not None else []
+        before, *answers = (ids.tolist() for ids in self.tokenizer.encode_batch(texts))
         whole = [[*begin, *before, *answer, *end] for answer in answers]
         known = len(begin) + len(before)
         if prompt is None:
@@ -107,7 +107,7 @@ class Preference(SeparateShape):
         }
 
 
-def _first_refused(values: Sequence[Any]) -> Rejected | None:
+def _first_rejection(values: Sequence[Any]) -> Rejected | None:
     return next((value for value in values if isinstance(value, Rejected)), None)
 
 
@@ -181,4 +181,4 @@ def _columns(document: Document, seq_len: int) -> Row:
 
 
 def build(corpus: Corpus, data: Data, seq_len: int) -> Preference:
-    return Preference(corpus, data, tokenizer(data), seq_len)
+    return Preference(corpus, data, load_tokenizer(data), seq_len)

@@ -28,7 +28,7 @@ class RecordSource:
 
     train: Records
     evaluation: Records
-    evaluation_shape: RecordType | None = None
+    evaluation_record_type: RecordType | None = None
     """What the held-out records mean, where it is something else than data.shape."""
 
 
@@ -57,7 +57,7 @@ def columns_of(corpus: Corpus) -> tuple[str, ...] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class RecordSlice:
     """Some consecutive records of others."""
 
     records: Records
@@ -70,8 +70,8 @@ class Part:
     def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
         return self.records.read([self.first + int(index) for index in indices])
 
-    def place(self, index: int) -> str:
-        return self.records.place(self.first + index)
+    def location(self, index: int) -> str:
+        return self.records.location(self.first + index)
 
     @property
     def groups(self) -> list[int] | None:
@@ -88,4 +88,6 @@ class Part:
 def hold_out(records: Records, fraction: float) -> RecordSource:
     """Keep a share of the records, at their end, from training; one at least."""
     boundary = len(records) - min(max(1, round(len(records) * fraction)), len(records))
-    return RecordSource(train=Part(records, 0, boundary), evaluation=Part(records, boundary, len(records)))
+    return RecordSource(
+        train=RecordSlice(records, 0, boundary), evaluation=RecordSlice(records, boundary, len(records))
+    )

@@ -20,7 +20,7 @@ from maxhydra.config.schema.data import Data
 from maxhydra.data.records import BadRecord, Record
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.shuffle import ShuffleOrder
-from maxhydra.data.sources import Part, RecordSource
+from maxhydra.data.sources import RecordSlice, RecordSource
 
 OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 # Of the order in which problems lie.
@@ -49,7 +49,7 @@ class Problems:
         order = ShuffleOrder(self.pairs, SEED, shuffle=True)
         return [self._record(int(order.indices(0, i // 2, i // 2 + 1)[0]), i) for i in map(int, indices)]
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"problem {index}"
 
     @property
@@ -81,4 +81,4 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource:
     problems = Problems(corpus.digits, tuple(corpus.operators))
     held_out = 2 * max(1, round(problems.pairs * corpus.eval_fraction))
     end = len(problems) if corpus.problems is None else min(len(problems), held_out + corpus.problems)
-    return RecordSource(train=Part(problems, held_out, end), evaluation=Part(problems, 0, held_out))
+    return RecordSource(train=RecordSlice(problems, held_out, end), evaluation=RecordSlice(problems, 0, held_out))

@@ -18,7 +18,7 @@ from maxhydra.data.records import Record
 from maxhydra.data.rows import Row, RowSpec, make_row
 from maxhydra.data.sources import RecordSource, columns_of, hold_out
 from maxhydra.data.sources.tfds import find_build, open_split
-from maxhydra.data.tokenizers import tokenizer
+from maxhydra.data.tokenizers import load_tokenizer
 
 IDS = "ids"
 
@@ -35,7 +35,7 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource:
     return RecordSource(
         train=train,
         evaluation=open_split(held_out, corpus.eval_split, (IDS,), data.cache),
-        evaluation_shape=TokenizedSequences(spec.seq_len, tokenizer(data).eos),
+        evaluation_record_type=TokenizedSequences(spec.seq_len, load_tokenizer(data).eos),
     )
 
 

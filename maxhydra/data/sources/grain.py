@@ -37,8 +37,8 @@ def open_records(names: str, corpus: Corpus, data: Data) -> Records:
     # Other shapes look for columns that need not be there, such as weights beside tokens.
     columns = columns_of(corpus) if corpus.shape == "text" else None
     _check_finished(paths)
-    shelf = FileCache(Path(data.cache).expanduser(), columns)
-    files = open_files(paths, corpus.format, shelf)
+    file_cache = FileCache(Path(data.cache).expanduser(), columns)
+    files = open_files(paths, corpus.format, file_cache)
     _check_empty([path for path, file in zip(paths, files, strict=True) if not len(file)], data)
     return ConcatRecords(files)
 

@@ -18,7 +18,7 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
 from maxhydra.data.files import find_files
-from maxhydra.data.formats.arrow import rows_of
+from maxhydra.data.formats.arrow import rows_to_records
 from maxhydra.data.optional_packages import need
 from maxhydra.data.records import BadRecord, Cursor, Record, Records, RecordStream
 from maxhydra.data.rows import RowSpec
@@ -82,7 +82,7 @@ def _load(corpus: Corpus, data: Data, *, path: str | None, split: str) -> Any:
     try:
         return library.load_dataset(**options)
     except Exception as error:  # datasets lets through whatever its readers and its network raise
-        raise _refused(corpus, error) from None
+        raise _load_error(corpus, error) from None
 
 
 def _files(path: str, data: Data, *, streaming: bool) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _saved(dataset: Any, corpus: Corpus, split: str) -> Any:
     return dataset.to_iterable_dataset() if corpus.streaming else dataset
 
 
-def _refused(corpus: Corpus, error: BaseException) -> ConfigError:
+def _load_error(corpus: Corpus, error: BaseException) -> ConfigError:
     """One line: of errors that wrap another, the innermost knows most."""
     while error.__cause__ is not None:
         error = error.__cause__
@@ -140,14 +140,14 @@ class HfRecords:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._title}, record {index}"
 
     def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
         table = self._dataset[[int(index) for index in indices]]
         columns = {name: table.column(name).combine_chunks() for name in table.column_names}
-        rows = zip(indices, rows_of(columns, np.arange(len(indices))), strict=True)
-        return [BadRecord(self.place(int(index)), row) if isinstance(row, str) else row for index, row in rows]
+        rows = zip(indices, rows_to_records(columns, np.arange(len(indices))), strict=True)
+        return [BadRecord(self.location(int(index)), row) if isinstance(row, str) else row for index, row in rows]
 
 
 class HfStream:
@@ -158,10 +158,12 @@ class HfStream:
         # how each share gets one of its own; copy.deepcopy fails in threads, over a cache of file systems.
         self._title, self._packed = title, pickle.dumps(dataset)
 
-    def place(self, number: int) -> str:
+    def location(self, number: int) -> str:
         return f"{self._title}, record {number} of its share"
 
-    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | BadRecord, Cursor]]:
+    def iter_from(
+        self, cursor: Cursor | None, *, share: int, shares: int
+    ) -> Iterator[tuple[Record | BadRecord, Cursor]]:
         distributed = need("datasets.distributed", SETTING)
         mine = distributed.split_dataset_by_node(pickle.loads(self._packed), rank=share, world_size=shares)
         number = 0
@@ -184,10 +186,12 @@ class HfStream:
 class NothingHeldOut:
     """A stream has no known end of which a part could be held out."""
 
-    def place(self, number: int) -> str:
+    def location(self, number: int) -> str:
         return f"record {number}"
 
-    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | BadRecord, Cursor]]:
+    def iter_from(
+        self, cursor: Cursor | None, *, share: int, shares: int
+    ) -> Iterator[tuple[Record | BadRecord, Cursor]]:
         reason = "is needed to evaluate with data.streaming=true, since a stream has no end to hold out"
         accepted = "a split, or files in data.eval_path"
         raise ConfigError(Problem("data.eval_split", reason, value=None, accepted=accepted))

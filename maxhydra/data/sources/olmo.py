@@ -41,7 +41,7 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RowSource:
     if corpus.eval_path is not None:
         return RowSource(train=train, evaluation=_read_index(corpus.eval_path, corpus, data, spec))
     boundary = len(train) - min(max(1, round(len(train) * corpus.eval_fraction)), len(train))
-    return RowSource(train=RowRange(train, 0, boundary), evaluation=RowRange(train, boundary, len(train)))
+    return RowSource(train=RowSlice(train, 0, boundary), evaluation=RowSlice(train, boundary, len(train)))
 
 
 def _read_index(names: str, corpus: Corpus, data: Data, spec: RowSpec) -> "TokenShards":
@@ -135,7 +135,7 @@ class TokenShards:
 
 
 @dataclasses.dataclass(frozen=True)
-class RowRange:
+class RowSlice:
     """Some consecutive rows of others."""
 
     rows: Rows

@@ -42,7 +42,7 @@ class Problems:
     def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
         return [_record(self._made[int(index)]) for index in indices]
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"problem {index} of {self.name}"
 
     @property

@@ -11,7 +11,7 @@ from maxhydra.config.schema.data import Data
 from maxhydra.data.files import find_files
 from maxhydra.data.rows import ContiguousRows, RowSpec
 from maxhydra.data.sources import RowSource
-from maxhydra.data.tokenizers import Tokenizer, check_vocabulary, tokenizer
+from maxhydra.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
 
 
 def files(corpus: Corpus, data: Data) -> list[Path]:
@@ -49,13 +49,13 @@ def split_stream(tokens: np.ndarray, seq_len: int, eval_fraction: float) -> RowS
 
 
 def _stream(paths: list[Path], data: Data, spec: RowSpec) -> np.ndarray:
-    words = tokenizer(data)
-    check_vocabulary(words, data, spec)
+    tokenizer = load_tokenizer(data)
+    check_vocabulary(tokenizer, data, spec)
     key = (*((path, path.stat().st_mtime_ns) for path in paths), dataclasses.astuple(data.tokenizer))
     if key not in _newest:
         while len(_newest) > 3:
             _newest.pop(next(iter(_newest)))
-        _newest[key] = _read(paths, words)
+        _newest[key] = _read(paths, tokenizer)
     return _newest[key]
 
 
@@ -63,14 +63,14 @@ def _stream(paths: list[Path], data: Data, spec: RowSpec) -> np.ndarray:
 _newest: dict[tuple, np.ndarray] = {}
 
 
-def _read(paths: list[Path], words: Tokenizer) -> np.ndarray:
+def _read(paths: list[Path], tokenizer: Tokenizer) -> np.ndarray:
     pieces: list[np.ndarray] = []
     for path in paths:
         try:
-            ids = words.encode_bytes(path.read_bytes())
+            ids = tokenizer.encode_bytes(path.read_bytes())
         except UnicodeDecodeError as error:
             reason = f"is not UTF-8: {error}"
             raise ConfigError(Problem("data.path", reason, value=path, hint="convert the file to UTF-8")) from None
-        between = [] if words.eos is None or not pieces else [np.array([words.eos], ids.dtype)]
+        between = [] if tokenizer.eos is None or not pieces else [np.array([tokenizer.eos], ids.dtype)]
         pieces += [*between, ids]
     return np.concatenate(pieces)

@@ -23,7 +23,7 @@ from maxhydra.data.formats.payload import decode
 from maxhydra.data.optional_packages import need
 from maxhydra.data.records import Record, Records
 from maxhydra.data.rows import RowSpec
-from maxhydra.data.sources import Part, RecordSource, columns_of, hold_out
+from maxhydra.data.sources import RecordSlice, RecordSource, columns_of, hold_out
 
 SETTING = "data.source=tfds"
 
@@ -47,9 +47,9 @@ def open_split(build: Any, split: str, columns: tuple[str, ...] | None, cache: s
     except Exception as error:  # a split's name is parsed, and may be wrong in many ways
         accepted = ", ".join(build.splits)
         raise ConfigError(Problem("data.split", str(error).splitlines()[0], value=split, accepted=accepted)) from None
-    shelf = FileCache(Path(cache).expanduser(), None, _decoder(build.features, columns))
+    file_cache = FileCache(Path(cache).expanduser(), None, _decoder(build.features, columns))
     paths = [find_files(str(part.filename), cache, endings=("",))[0] for part in instructions]
-    files = open_files(paths, FileFormat.auto, shelf)
+    files = open_files(paths, FileFormat.auto, file_cache)
     return ConcatRecords([_part(file, part) for file, part in zip(files, instructions, strict=True)])
 
 
@@ -58,7 +58,7 @@ def _part(file: Records, instruction: Any) -> Records:
     if isinstance(file, Unreadable):
         return file
     stop = len(file) if instruction.take < 0 else min(instruction.skip + instruction.take, len(file))
-    return Part(file, min(instruction.skip, stop), stop)
+    return RecordSlice(file, min(instruction.skip, stop), stop)
 
 
 def find_build(name: str, data_dir: str | None) -> Any:

@@ -52,7 +52,7 @@ class Tokenizer(Protocol):
         ...
 
 
-def tokenizer(data: Data) -> Tokenizer:
+def load_tokenizer(data: Data) -> Tokenizer:
     """The tokenizer that the config names."""
     return _built(_Key(data.tokenizer))
 
@@ -76,9 +76,9 @@ def _built(key: _Key) -> Tokenizer:
     return built
 
 
-def check_vocabulary(words: Tokenizer, data: Data, spec: RowSpec) -> None:
+def check_vocabulary(tokenizer: Tokenizer, data: Data, spec: RowSpec) -> None:
     """The model must have a row for every token."""
-    if words.vocab_size > spec.vocab_size:
-        reason = f"is under the {words.vocab_size} tokens of data.tokenizer.kind={data.tokenizer.kind}"
-        accepted = f"{words.vocab_size} or more"
+    if tokenizer.vocab_size > spec.vocab_size:
+        reason = f"is under the {tokenizer.vocab_size} tokens of data.tokenizer.kind={data.tokenizer.kind}"
+        accepted = f"{tokenizer.vocab_size} or more"
         raise ConfigError(Problem("model.vocab_size", reason, value=spec.vocab_size, accepted=accepted))

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from maxhydra.config.paths import beside
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data.optional_packages import need
-from maxhydra.data.special_tokens import blocks, chat_template, find_ends, smallest, wrong
+from maxhydra.data.special_tokens import blocks, chat_template, find_special_tokens, smallest, wrong
 
 ROLES = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token"}
 
@@ -33,7 +33,7 @@ class HuggingFaceTokenizer:
         _add_tokens(description, settings)
         names = {role: text_of(settings.get(key)) for role, key in ROLES.items()}
         ids = _vocabulary(description)
-        ends = find_ends(config, names, ids.get)
+        ends = find_special_tokens(config, names, ids.get)
         self.bos, self.eos, self.pad = ends.bos, ends.eos, ends.pad
         _mark(description, {text: id for text, id in ids.items() if id in (ends.bos, ends.eos)})
         self.vocab_size = max(ids.values()) + 1
@@ -98,8 +98,8 @@ def text_of(token: Any) -> str | None:
 
 def _vocabulary(description: dict[str, Any]) -> dict[str, int]:
     """Every token's id."""
-    words = description["model"]["vocab"]
-    ids = dict(words) if isinstance(words, dict) else {piece: id for id, (piece, _) in enumerate(words)}
+    tokenizer = description["model"]["vocab"]
+    ids = dict(tokenizer) if isinstance(tokenizer, dict) else {piece: id for id, (piece, _) in enumerate(tokenizer)}
     return ids | {token["content"]: token["id"] for token in description["added_tokens"]}
 
 

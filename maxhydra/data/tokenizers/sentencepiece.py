@@ -13,7 +13,14 @@ import numpy as np
 from maxhydra.config.paths import beside
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data.optional_packages import need
-from maxhydra.data.special_tokens import blocks, chat_template, find_ends, name_pattern, smallest, wrong
+from maxhydra.data.special_tokens import (
+    blocks,
+    chat_template,
+    find_special_tokens,
+    smallest,
+    special_token_pattern,
+    wrong,
+)
 
 
 class SentencePieceTokenizer:
@@ -28,7 +35,9 @@ class SentencePieceTokenizer:
         ids = {piece.piece: id for id, piece in enumerate(model.pieces)}
         names = {"bos": model.trainer_spec.bos_piece, "eos": model.trainer_spec.eos_piece}
         names["pad"] = model.trainer_spec.pad_piece
-        ends = find_ends(config, {role: name if name in ids else None for role, name in names.items()}, ids.get)
+        ends = find_special_tokens(
+            config, {role: name if name in ids else None for role, name in names.items()}, ids.get
+        )
         self.bos, self.eos, self.pad = ends.bos, ends.eos, ends.pad
         kinds = schema.SentencePiece
         for id, piece in enumerate(model.pieces):
@@ -37,8 +46,8 @@ class SentencePieceTokenizer:
         self.vocab_size = len(model.pieces)
         self.marks = {piece: id for piece, id in ids.items() if model.pieces[id].type == kinds.CONTROL}
         self.special = frozenset(self.marks.values())
-        self._pattern = name_pattern(self.marks)
-        self._words = library.SentencePieceProcessor(model_proto=model.SerializeToString())
+        self._pattern = special_token_pattern(self.marks)
+        self._tokenizer = library.SentencePieceProcessor(model_proto=model.SerializeToString())
         # A text that follows a mark is in the middle of the whole, so no space is put before it.
         model.normalizer_spec.add_dummy_prefix = False
         self._inner = library.SentencePieceProcessor(model_proto=model.SerializeToString())
@@ -47,11 +56,11 @@ class SentencePieceTokenizer:
         return self.chat_template is not None and name[:1] in ("<", "[") and name in self.chat_template
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._words.encode(text)
+        ids: list[int] = self._tokenizer.encode(text)
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        found: list[Any] = self._words.encode(list(texts))
+        found: list[Any] = self._tokenizer.encode(list(texts))
         return [np.array(ids, np.int32) for ids in found]
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
@@ -74,13 +83,13 @@ class SentencePieceTokenizer:
     def _add(self, text: str, start: int, end: int, to: tuple[list[int], list[tuple[int, int]]]) -> None:
         """The tokens of a part of a text that holds no marks."""
         if start < end:
-            words = self._inner if start else self._words
-            mapping = words.encode_as_offset_mapping(text[start:end])
+            tokenizer = self._inner if start else self._tokenizer
+            mapping = tokenizer.encode_as_offset_mapping(text[start:end])
             to[0].extend(mapping["ids"])
             to[1].extend((start + first, start + last) for first, last in mapping["offsets"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._words.decode([int(id) for id in ids if id < self.vocab_size and id not in self.special])
+        text: str = self._tokenizer.decode([int(id) for id in ids if id < self.vocab_size and id not in self.special])
         return text
 
 

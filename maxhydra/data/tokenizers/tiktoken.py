@@ -15,7 +15,7 @@ import numpy as np
 from maxhydra.config.paths import beside
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data.optional_packages import need
-from maxhydra.data.special_tokens import blocks, character_spans, chat_template, find_ends, smallest, wrong
+from maxhydra.data.special_tokens import blocks, character_spans, chat_template, find_special_tokens, smallest, wrong
 
 # How words are split where the file beside does not say: as cl100k_base does.
 PATTERN = (
@@ -29,9 +29,9 @@ class TiktokenTokenizer:
     """The protocol over a tiktoken encoding, which releases the interpreter lock and keeps no state between calls."""
 
     def __init__(self, config: Config, encoding: Any, ends: dict[str, str | None]):
-        self._words = encoding
+        self._tokenizer = encoding
         self.marks = {name: encoding.encode_single_token(name) for name in encoding.special_tokens_set}
-        found = find_ends(config, ends, self.marks.get)
+        found = find_special_tokens(config, ends, self.marks.get)
         self.bos, self.eos, self.pad = found.bos, found.eos, found.pad
         self.special = frozenset(self.marks.values())
         # Not all ids up to n_vocab: an encoding may leave some out.
@@ -40,11 +40,11 @@ class TiktokenTokenizer:
         self.chat_template = chat_template(config, None)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._words.encode_ordinary(text)
+        ids: list[int] = self._tokenizer.encode_ordinary(text)
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(ids, np.int32) for ids in self._words.encode_ordinary_batch(list(texts))]
+        return [np.array(ids, np.int32) for ids in self._tokenizer.encode_ordinary_batch(list(texts))]
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
         kind = smallest(self.vocab_size)
@@ -52,12 +52,12 @@ class TiktokenTokenizer:
         return np.concatenate([np.empty(0, kind), *parts])
 
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        ids = self._words.encode(text, allowed_special="all")
-        widths = np.array([len(piece) for piece in self._words.decode_tokens_bytes(ids)], np.int64)
+        ids = self._tokenizer.encode(text, allowed_special="all")
+        widths = np.array([len(piece) for piece in self._tokenizer.decode_tokens_bytes(ids)], np.int64)
         return np.array(ids, np.int32), character_spans(text, widths)
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._words.decode([int(id) for id in ids if id in self._texts])
+        text: str = self._tokenizer.decode([int(id) for id in ids if id in self._texts])
         return text
 
 
