@@ -1,4 +1,4 @@
-"""Batches: sources give records or rows, shapes make documents, packing makes rows, the loader makes batches."""
+"""Input pipeline: sources yield records or rows, record types tokenize, packing fills rows, a loader makes batches."""
 
 from maxhydra.data.batch import Assemble, Batch, BatchSpec, make_batch, own_rows
 from maxhydra.data.evaluation import eval_batches, held_out

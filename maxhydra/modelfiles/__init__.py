@@ -1,4 +1,4 @@
-"""Files that hold a model: where they lie, and what a GGUF file says. No jax."""
+"""Model files: locating them, and reading GGUF. Does not import jax."""
 
 from maxhydra.modelfiles.gguf import GgufFile, open_gguf
 from maxhydra.modelfiles.locate import locate

@@ -10,7 +10,7 @@ from tokenizers import processors
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data.chat import ChatTemplate, UnclearError, chat_template, render_prompt
-from maxhydra.data.document import Document
+from maxhydra.data.rows import Document
 from maxhydra.data.record_types import Rejected
 from maxhydra.data.tokenizers import Tokenizer
 from maxhydra.data.tokenizers.byte import ByteTokenizer

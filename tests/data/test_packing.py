@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxhydra.config.schema.data import Overlong, Packing, PackingMethod
-from maxhydra.data.document import Document
+from maxhydra.data.rows import Document
 from maxhydra.data.packing import PackingPlan, plan
 from maxhydra.data.rows import PackedRows, pack_rows
 

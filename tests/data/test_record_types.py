@@ -13,7 +13,7 @@ from maxhydra.config.schema.data import Data, OnError, Overlong, Packing
 from maxhydra.config.schema.mesh import RULES, Mesh
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data import BatchSpec, RowSpec, host_loader, load_tokenizer, train_loader
-from maxhydra.data.document import Document
+from maxhydra.data.rows import Document
 from maxhydra.data.record_types import RecordType, Rejected, build_record_type
 from maxhydra.data.records import Record
 from maxhydra.sharding import Sharder, build_mesh

@@ -17,7 +17,7 @@ from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data, OnError, Packing, PackingMethod
 from maxhydra.data import pipeline as pipelines
 from maxhydra.data import shuffle as orders_of
-from maxhydra.data.mixture import shares
+from maxhydra.data.stream import shares
 from maxhydra.data.pipeline import Pipeline
 from maxhydra.data.records import BadRecord, Cursor, Record
 from maxhydra.data.rows import Row, RowSpec

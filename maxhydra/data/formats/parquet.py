@@ -1,4 +1,4 @@
-"""Parquet through pyarrow: a row group is decoded as a whole and kept for as long as its records are shuffled."""
+"""Parquet through pyarrow: a row group is decoded as a whole and cached while its records are shuffled."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,13 +21,15 @@ def open_file(path: Path, file_cache: FileCache) -> Records:
         with need("pyarrow.parquet", SETTING).ParquetFile(path) as file:
             return ParquetFile(path, file_cache, file.metadata, file.schema_arrow.names)
     except (arrow.ArrowException, OSError) as error:
-        return Unreadable(path, f"not a whole Parquet file: {error}")
+        return Unreadable(path, f"not a complete Parquet file: {error}")
 
 
 class ParquetFile:
+    """Records of one Parquet file."""
+
     def __init__(self, path: Path, file_cache: FileCache, metadata: Any, names: Sequence[str]):
         self._path, self._file_cache, self._metadata = path, file_cache, metadata
-        # With one of them missing, a record should show which columns it does have.
+        # If a column is missing, read all of them, so that the error can list the columns.
         known = file_cache.columns is not None and set(file_cache.columns) <= set(names)
         self._columns = list(file_cache.columns or ()) if known else None
         self._sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
@@ -47,24 +49,24 @@ class ParquetFile:
     def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
         requested = np.asarray(indices, np.int64)
         owner = np.searchsorted(self._ends, requested, "right")
-        found: dict[int, Record | BadRecord] = {}
+        result: dict[int, Record | BadRecord] = {}
         for number in np.unique(owner).tolist():
-            places = np.flatnonzero(owner == number)
-            held = self._file_cache.groups.get((self._path, number), partial(self._group, number)).value
-            rows = requested[places] - self._starts[number]
-            records = [held] * len(rows) if isinstance(held, str) else rows_to_records(held, rows)
-            for at, record in zip(places.tolist(), records, strict=True):
-                found[at] = BadRecord(self.location(int(requested[at])), record) if isinstance(record, str) else record
-        return [found[at] for at in range(len(requested))]
+            positions = np.flatnonzero(owner == number)
+            group = self._file_cache.groups.get((self._path, number), partial(self._read_group, number)).value
+            rows = requested[positions] - self._starts[number]
+            records = [group] * len(rows) if isinstance(group, str) else rows_to_records(group, rows)
+            for at, record in zip(positions.tolist(), records, strict=True):
+                result[at] = BadRecord(self.location(int(requested[at])), record) if isinstance(record, str) else record
+        return [result[at] for at in range(len(requested))]
 
-    def _group(self, number: int) -> Group:
-        """The columns of a row group, or why they cannot be read."""
+    def _read_group(self, number: int) -> Group:
+        """Read the columns of a row group, or the reason why they cannot be read."""
         arrow = need("pyarrow", SETTING)
         try:
-            # A file is for one thread at a time; with its metadata at hand, another costs next to nothing.
+            # A ParquetFile is not thread-safe; with the metadata already read, opening another one is almost free.
             options = {"metadata": self._metadata, "page_checksum_verification": True}
             with need("pyarrow.parquet", SETTING).ParquetFile(self._path, **options) as file:
                 table = file.read_row_group(number, columns=self._columns, use_threads=False)
         except (arrow.ArrowException, OSError) as error:
-            return Group(f"its row group {number} cannot be read: {error}", 0)
+            return Group(f"row group {number} cannot be read: {error}", 0)
         return Group({name: table.column(name).combine_chunks() for name in table.column_names}, table.nbytes)

@@ -1,7 +1,7 @@
-"""Prompts to be answered by a model, with what is known of the answer: for reinforcement learning and evaluation.
+"""Prompts for a model to complete, with reference answers: for reinforcement learning and evaluation.
 
-A row has `tokens`, the prompt padded to seq_len; `length`, how many of them are the prompt; and `info`, which stays on
-the host: {"prompt": its text, "answer": any value or None, "record": the other columns}.
+A row has `tokens`, the prompt padded to seq_len; `length`, the number of prompt tokens; and `info`, which stays on the
+host: {"prompt": its text, "answer": any value or None, "record": the other columns}.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
 from maxhydra.data.chat import UnclearError
 from maxhydra.data.record_types import Rejected, column_of, text_of
-from maxhydra.data.record_types._rows import UnpackedRecordType
+from maxhydra.data.record_types._unpacked import UnpackedRecordType
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row
 from maxhydra.data.tokenizers import load_tokenizer
@@ -42,8 +42,8 @@ class Prompts(UnpackedRecordType):
         ids = self.tokenizer.encode(text) if is_text else self.tokenizer.encode_marked(text)[0].tolist()
         tokens = np.array([*begin, *ids], np.int32)
         if not 0 < len(tokens) <= self.seq_len:
-            reason = f"over train.seq_len={self.seq_len}" if len(tokens) else "nothing to answer"
-            return Rejected(f"a prompt of {len(tokens)} tokens: {reason}")
+            reason = f"has {len(tokens)} tokens, more than train.seq_len={self.seq_len}" if len(tokens) else "is empty"
+            return Rejected(f"the prompt {reason}")
         names = {role: self.corpus.columns.get(role, role) for role in ("prompt", "answer")}
         rest = {name: column for name, column in record.items() if name not in names.values()}
         return Prompt(tokens, {"prompt": text, "answer": record.get(names["answer"]), "record": rest})

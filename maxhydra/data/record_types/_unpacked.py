@@ -1,4 +1,4 @@
-"""What shapes share whose examples have a row each, of text or of conversations."""
+"""Base class of record types whose examples each fill a row."""
 
 import dataclasses
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from maxhydra.data.tokenizers import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class UnpackedRecordType(ABC):
-    """A shape that makes its examples one by one, and does not pack them."""
+    """A record type that converts records one by one and does not pack them."""
 
     corpus: Corpus
     data: Data
@@ -25,7 +25,7 @@ class UnpackedRecordType(ABC):
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        """Asked for at the first conversation, since plain text needs none."""
+        """Chat template, compiled with the first conversation: plain text needs none."""
         return chat_template(self.tokenizer)
 
     def encode(self, records: Sequence[Record]) -> list[Any]:
@@ -33,4 +33,4 @@ class UnpackedRecordType(ABC):
 
     @abstractmethod
     def _example(self, record: Record) -> Any:
-        """An example or a Refused."""
+        """Convert one record into an example or a Rejected."""
