@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from maxhydra.config.schema.data import Overlong, Packing, PackingMethod
-from maxhydra.data.rows import Document
 from maxhydra.data.packing import PackingPlan, plan
-from maxhydra.data.rows import PackedRows, pack_rows
+from maxhydra.data.rows import Document, PackedRows, pack_rows
 
 METHODS = [method for method in PackingMethod if method is not PackingMethod.auto]
 FITS = [PackingMethod.first_fit, PackingMethod.best_fit]
