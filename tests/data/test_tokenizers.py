@@ -42,7 +42,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(kind: str, root: Path) -> Config:
-    """A tokenizer of a kind with the marks <s>, </s> and <|eos|>."""
+    """Config of a tokenizer of each kind with the special tokens <s>, </s> and <|eos|>."""
     path = root / kind
     names = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>", "special": True}}
     match kind:
@@ -73,29 +73,29 @@ def tokenizer(request: pytest.FixtureRequest, root: Path) -> Tokenizer:
 
 class TestEveryKind:
     def test_round_trip(self, tokenizer: Tokenizer, request: pytest.FixtureRequest) -> None:
-        # The unigram model has no bytes to fall back to for letters that it does not know.
+        # The unigram model has no byte fallback for unknown letters.
         for text in TEXTS[:2] if "unigram" in request.node.name else TEXTS:
             back = tokenizer.decode(tokenizer.encode(text))
-            # A dummy space at the start, and only that, is the models' own.
+            # Only a dummy space at the start may be added by the models.
             assert back.removeprefix(" ") == text.removeprefix(" ") if text[:1] == " " else back == text
 
     def test_ids_without_a_token_have_no_text(self, tokenizer: Tokenizer, request: pytest.FixtureRequest) -> None:
-        """A model may have more rows than there are tokens, and an encoding of tiktoken leaves ids out."""
+        """A model may have more rows than there are tokens, and a tiktoken encoding may have gaps."""
         ids = tokenizer.encode("to be")
         gap = [290] if "tiktoken" in request.node.name else []
-        for strange in (tokenizer.vocab_size, tokenizer.vocab_size + 1000, *gap):
-            assert tokenizer.decode([strange]) == ""
-            assert tokenizer.decode([ids[0], strange, *ids[1:]]) == "to be"
+        for unused in (tokenizer.vocab_size, tokenizer.vocab_size + 1000, *gap):
+            assert tokenizer.decode([unused]) == ""
+            assert tokenizer.decode([ids[0], unused, *ids[1:]]) == "to be"
 
-    def test_text_never_becomes_a_mark(self, tokenizer: Tokenizer) -> None:
-        # The unknown token is special too, and stands for any letter that is.
-        marks = tokenizer.special - {tokenizer.marks.get("<unk>")}
+    def test_plain_text_never_becomes_a_special_token(self, tokenizer: Tokenizer) -> None:
+        # The unknown token is special too, and replaces any unknown letter.
+        special = tokenizer.special - {tokenizer.marks.get("<unk>")}
         for text in TEXTS:
-            assert not marks & set(tokenizer.encode(text)), text
-            assert not marks & set(tokenizer.encode_batch([text])[0].tolist())
-            assert not marks & set(tokenizer.encode_bytes(text.encode()).tolist())
+            assert not special & set(tokenizer.encode(text)), text
+            assert not special & set(tokenizer.encode_batch([text])[0].tolist())
+            assert not special & set(tokenizer.encode_bytes(text.encode()).tolist())
 
-    def test_marked_text_does(self, tokenizer: Tokenizer) -> None:
+    def test_names_become_special_tokens_in_encode_marked(self, tokenizer: Tokenizer) -> None:
         ids, spans = tokenizer.encode_marked("<s>hi 🎭<|eos|>you</s>")
         assert [ids[0], ids[-1]] == [tokenizer.bos, tokenizer.eos] == [tokenizer.marks["<s>"], tokenizer.marks["</s>"]]
         assert [i for i in ids if i in tokenizer.special] == [
@@ -106,7 +106,7 @@ class TestEveryKind:
         assert tokenizer.decode(ids.tolist()).strip().endswith("you")
 
     def test_spans_cover_the_text(self, tokenizer: Tokenizer) -> None:
-        """Every character belongs to a token, tokens follow each other, and blanks are not trimmed off."""
+        """Every character belongs to a token, tokens are in order, and whitespace is not trimmed."""
         for text in ["<s> hi  there</s>\n\n ok 🎭é日本語 </s> x ", *TEXTS]:
             ids, spans = tokenizer.encode_marked(text)
             assert len(ids) == len(spans)
@@ -117,7 +117,7 @@ class TestEveryKind:
             assert (np.diff(spans[:, 0]) >= 0).all()
             assert all(ends >= starts for (_, ends), (starts, _) in pairwise(spans))
 
-    def test_unmarked_text_is_the_same_either_way(self, tokenizer: Tokenizer) -> None:
+    def test_text_without_special_tokens_is_encoded_alike(self, tokenizer: Tokenizer) -> None:
         for text in TEXTS[:-1]:
             assert tokenizer.encode_marked(text)[0].tolist() == tokenizer.encode(text)
 
@@ -144,7 +144,7 @@ class TestEveryKind:
             assert list(pool.map(tokenizer.encode, texts)) == expected
             assert [ids.tolist() for ids, _ in pool.map(tokenizer.encode_marked, texts)] == marked
 
-    def test_padding_is_the_end_where_the_files_name_none(self, tokenizer: Tokenizer) -> None:
+    def test_padding_defaults_to_the_end_token(self, tokenizer: Tokenizer) -> None:
         assert tokenizer.pad == tokenizer.eos is not None
 
 
@@ -169,7 +169,7 @@ class TestHuggingFace:
             len(theirs),
         )
 
-    def test_what_the_files_say(self, tmp_path: Path) -> None:
+    def test_special_tokens_from_the_files(self, tmp_path: Path) -> None:
         folder = with_token(save(byte_level(MARKS), tmp_path / "t", pad_token="<|eos|>", eos_token="</s>"), "<tool>")
         tokenizer = load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder))))
         assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (
@@ -183,7 +183,7 @@ class TestHuggingFace:
         assert tokenizer.decode(tool) == "<tool>"
         assert tokenizer.special == set(tokenizer.marks.values()) == {0, 1, 2}
 
-    def test_the_config_over_the_files(self, tmp_path: Path) -> None:
+    def test_the_config_overrides_the_files(self, tmp_path: Path) -> None:
         folder = with_token(save(byte_level(MARKS), tmp_path / "t", eos_token="</s>"), "<end>")
         (folder / "mine.jinja").write_text("mine")
         config = Config(
@@ -194,10 +194,10 @@ class TestHuggingFace:
         assert tokenizer.eos == tokenizer.vocab_size - 1 == tokenizer.marks["<end>"]
         assert tokenizer.eos not in tokenizer.encode("the <end>")
         assert tokenizer.chat_template == "mine"
-        with pytest.raises(ConfigError, match="is no token of the tokenizer"):
+        with pytest.raises(ConfigError, match="is not a token of the tokenizer"):
             load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder), eos="<nope>")))
 
-    def test_templates_and_marks_beside(self, tmp_path: Path) -> None:
+    def test_templates_and_special_tokens_in_neighbouring_files(self, tmp_path: Path) -> None:
         folder = save(byte_level(MARKS), tmp_path / "t", chat_template=[{"name": "default", "template": "one"}])
         file = Config(kind="hf", path=str(folder / "tokenizer.json"))
         assert load_tokenizer(Data(tokenizer=file)).chat_template == "one"
@@ -238,21 +238,21 @@ class TestHuggingFace:
     @pytest.mark.parametrize(
         ("files", "reason"),
         [
-            ({}, "transformers cannot read it"),
+            ({}, "transformers cannot convert it"),
             ({"tokenizer.json": "{"}, "cannot be read as a tokenizer"),
             ({"tokenizer.json": "{}"}, "cannot be read as a tokenizer"),
             ({"tokenizer.json": "[]"}, "cannot be read as a tokenizer"),
         ],
     )
-    def test_files_that_are_none(self, tmp_path: Path, files: dict[str, str], reason: str) -> None:
+    def test_invalid_files(self, tmp_path: Path, files: dict[str, str], reason: str) -> None:
         for name, content in files.items():
             (tmp_path / name).write_text(content)
         with pytest.raises(ConfigError, match=reason):
             load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(tmp_path))))
 
-    def test_nothing_there(self, tmp_path: Path) -> None:
+    def test_a_missing_path(self, tmp_path: Path) -> None:
         (tmp_path / "other").mkdir()
-        with pytest.raises(ConfigError, match=r"nothing is downloaded\n.*holds other"):
+        with pytest.raises(ConfigError, match=r"it is not downloaded\n.*holds other"):
             load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(tmp_path / "x"))))
 
 
@@ -271,13 +271,13 @@ class TestSentencePiece:
             theirs.vocab_size(),
         )
 
-    def test_no_space_after_a_mark(self, root: Path) -> None:
+    def test_no_space_after_a_special_token(self, root: Path) -> None:
         tokenizer = load_tokenizer(Data(tokenizer=make("sentencepiece", root)))
         ids, spans = tokenizer.encode_marked("be</s>be")
         assert tokenizer.decode(ids.tolist()) == "bebe"
         assert spans[-1, 1] == 8
 
-    def test_symbols_that_the_template_names_are_marks(self, tmp_path: Path) -> None:
+    def test_symbols_that_the_template_uses_are_special_tokens(self, tmp_path: Path) -> None:
         file = sentencepiece_file(tmp_path / "x.model", user_defined_symbols=["<turn>", "<table>", "\n"])
         (tmp_path / "t.jinja").write_text("<turn>{{ messages[0].content }}")
         plain = load_tokenizer(Data(tokenizer=Config(kind="sentencepiece", path=str(file))))
@@ -293,11 +293,11 @@ class TestSentencePiece:
         assert turn in tokenizer.encode_marked("a<turn>")[0]
         assert table in tokenizer.encode("a<table>")
 
-    def test_a_file_that_is_none(self, tmp_path: Path) -> None:
+    def test_an_invalid_file(self, tmp_path: Path) -> None:
         (tmp_path / "x.model").write_bytes(b"not a model at all")
-        with pytest.raises(ConfigError, match="is no SentencePiece model"):
+        with pytest.raises(ConfigError, match="is not a SentencePiece model"):
             load_tokenizer(Data(tokenizer=Config(kind="sentencepiece", path=str(tmp_path / "x.model"))))
-        with pytest.raises(ConfigError, match="no file is there"):
+        with pytest.raises(ConfigError, match="no such file"):
             load_tokenizer(Data(tokenizer=Config(kind="sentencepiece", path=str(tmp_path / "y.model"))))
 
 
@@ -316,7 +316,7 @@ class TestTiktoken:
             assert spans[:, 0].tolist() == theirs.decode_with_offsets(ids.tolist())[1]
         assert tokenizer.vocab_size == theirs.n_vocab
 
-    def test_without_a_file_beside(self, tmp_path: Path) -> None:
+    def test_without_a_settings_file(self, tmp_path: Path) -> None:
         tokenizer = load_tokenizer(
             Data(tokenizer=Config(kind="tiktoken", path=str(tiktoken_file(tmp_path / "a.tiktoken", [b"be"]))))
         )
@@ -330,15 +330,15 @@ class TestTiktoken:
             return str(error.value)
 
         (tmp_path / "a").write_text("not base64 ranks")
-        assert "is no file of base64" in reason(tmp_path / "a")
+        assert "is not a file of base64" in reason(tmp_path / "a")
         (tmp_path / "b").write_text("YQ== 0")
         assert "has no token for 255 of the 256 bytes" in reason(tmp_path / "b")
-        assert "has pat_str" in reason(tiktoken_file(tmp_path / "c", [], pat_str="x"))
+        assert "has unknown keys pat_str" in reason(tiktoken_file(tmp_path / "c", [], pat_str="x"))
         assert "cl100k_base" in reason(tmp_path / "nothing")
 
     def test_a_name_without_a_network(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"):
             monkeypatch.setitem(os.environ, name, "http://127.0.0.1:9")
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-        with pytest.raises(ConfigError, match="cannot be fetched"):
+        with pytest.raises(ConfigError, match="cannot be downloaded"):
             load_tokenizer(Data(tokenizer=Config(kind="tiktoken", path="r50k_base")))
