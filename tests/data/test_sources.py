@@ -96,7 +96,7 @@ class TestGrain:
         write_lines(tmp_path / "near.jsonl", ["x"])
         for name in ("neat.jsonl", "*.parquet", "deep/er/x.jsonl"):
             [problem] = Data(source="grain", path=f"{tmp_path}/{name}").check()
-            assert problem.reason == "no such file" and "near.jsonl" in problem.hint
+            assert problem.path == "path" and "file" in problem.reason and "near.jsonl" in problem.hint
             with pytest.raises(ConfigError, match=r"no such file(?s:.)*near\.jsonl"):
                 find_files(f"{tmp_path}/{name}", str(tmp_path / "cache"), endings=(".jsonl",))
         for url in ("memory://nothing/*.jsonl", f"file://{tmp_path}/no.jsonl"):
