@@ -48,9 +48,9 @@ def texts(data: Data, *, seed: int) -> Iterator[str]:
 
 def _texts(corpus: Corpus, data: Data, *, name: str, seed: int) -> Iterator[str]:
     section = f"data.sources.{name}" if name else "data"
-    has_text = corpus.source in FILES or (corpus.source not in READY_ROWS and corpus.shape in REQUIRED_COLUMNS)
+    has_text = corpus.source in FILES or (corpus.source not in READY_ROWS and corpus.record_type in REQUIRED_COLUMNS)
     if not has_text:
-        field, value = ("source", corpus.source) if corpus.source in READY_ROWS else ("shape", corpus.shape)
+        field, value = ("source", corpus.source) if corpus.source in READY_ROWS else ("record_type", corpus.record_type)
         raise ConfigError(Problem(f"{section}.{field}", "has tokens, not text", value=value))
     if corpus.source in FILES:
         paths = importlib.import_module(f"maxhydra.data.sources.{corpus.source}").files(corpus, data)
@@ -81,10 +81,12 @@ class _TextColumns:
         return [self._example(record) for record in records]
 
     def _example(self, record: Record) -> Any:
-        required = REQUIRED_COLUMNS[self.corpus.shape]
+        required = REQUIRED_COLUMNS[self.corpus.record_type]
         columns = [column_of(record, self.corpus, role) for role in required]
         optional = [
-            record.get(self.corpus.columns.get(role, role)) for role in ROLES[self.corpus.shape] if role not in required
+            record.get(self.corpus.columns.get(role, role))
+            for role in ROLES[self.corpus.record_type]
+            if role not in required
         ]
         texts = [text_of(text, self.data) for column in columns for text in _strings(column)]
         texts += [text for column in optional for text in _strings(column) if isinstance(text, str)]
@@ -106,7 +108,7 @@ def _strings(value: Any) -> list[Any]:
 def _record_texts(corpus: Corpus, data: Data, seed: int) -> Iterator[str]:
     fields = {field.name: getattr(corpus, field.name) for field in dataclasses.fields(Corpus)}
     # Opened as plain text: the real record type would require a chat template, which is not required here.
-    opened = fields | {"sources": {}, "weights": {}, "shape": "text", "columns": {}}
+    opened = fields | {"sources": {}, "weights": {}, "record_type": "text", "columns": {}}
     pipeline = Pipeline(dataclasses.replace(data, **opened), RowSpec(seq_len=1, vocab_size=2**31, seed=seed))
     encoder = dataclasses.replace(pipeline.encoder("", TRAIN), record_type=_TextColumns(corpus, data))
     for chunk in pipeline.chunks("", TRAIN, share=(0, 1), shuffle=data.shuffle).iter_from(None, 1):

@@ -12,6 +12,7 @@ from typing import Any
 from maxhydra import __version__
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.errors import show
+from maxhydra.config.migrations import migrate_config
 from maxhydra.config.schema.data import Data
 from maxhydra.data.shards import ShardResult, Shards
 from maxhydra.data.tokenizers import load_tokenizer
@@ -23,7 +24,7 @@ NO_SETTINGS: Mapping[str, Any] = {}
 # Settings of `data` that the tokens depend on, in addition to those of the tokenizer.
 SETTINGS = (
     *("source", "path", "eval_path", "format", "name", "config", "split", "eval_split", "eval_name", "data_dir"),
-    *("shape", "columns", "formatting", "on_error", "max_characters"),
+    *("record_type", "columns", "formatting", "on_error", "max_characters"),
 )
 
 # Number of source records that enter the fingerprint.
@@ -129,7 +130,7 @@ def _check_same(before: dict[str, Any], now: dict[str, Any], folder: Path) -> No
     """Raise if the folder was started with other settings. Package versions may differ; the first ones are kept."""
     changes = [
         f"{name} was {was} and is now {now['settings'].get(name)}"
-        for name, was in before["settings"].items()
+        for name, was in migrate_config(before["settings"]).items()
         if now["settings"].get(name) != was
     ]
     for name, was in before["fingerprints"].items():

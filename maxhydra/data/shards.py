@@ -147,6 +147,6 @@ def _check_source(data: Data) -> None:
             "tokenize the sources of a mixture one by one" if data.source == "mixture" else "use data=grain or data=hf"
         )
         raise ConfigError(Problem("data.source", "has no records to tokenize", value=data.source, hint=hint))
-    if data.shape not in ("text", "chat"):
+    if data.record_type not in ("text", "chat"):
         reason = "cannot be tokenized into shards"
-        raise ConfigError(Problem("data.shape", reason, value=data.shape, accepted="text, chat"))
+        raise ConfigError(Problem("data.record_type", reason, value=data.record_type, accepted="text, chat"))

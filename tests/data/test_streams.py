@@ -86,7 +86,7 @@ def use_source(monkeypatch: pytest.MonkeyPatch) -> Callable[[OpenSource], None]:
 
 def make_data(**values: Any) -> Data:
     packing = values.pop("packing", Packing(window=4))
-    return Data(source="grain", path="x", shape="tokens", packing=packing, **values)
+    return Data(source="grain", path="x", record_type="tokens", packing=packing, **values)
 
 
 def open_streams(pipeline: Pipeline, streams: int, local_rows: Callable[[int], np.ndarray] = np.arange) -> StreamSet:
@@ -290,7 +290,7 @@ def test_the_position_of_other_data_is_rejected(state: State, use_source: Callab
 
 class TestMixture:
     def data(self, **values: Any) -> Data:
-        sources = {name: Corpus(source="grain", path="x", shape="tokens") for name in ("big", "small")}
+        sources = {name: Corpus(source="grain", path="x", record_type="tokens") for name in ("big", "small")}
         return Data(source="mixture", sources=sources, packing=Packing(window=2), **values)
 
     def use(self, use_source: Callable[[OpenSource], None], data: Data) -> None:

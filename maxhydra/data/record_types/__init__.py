@@ -43,7 +43,7 @@ class RecordType(Protocol):
 
 def build_record_type(corpus: Corpus, data: Data, seq_len: int) -> RecordType:
     """Build the record type of a corpus for rows of `seq_len`."""
-    built: RecordType = importlib.import_module(f"{__name__}.{corpus.shape}").build(corpus, data, seq_len)
+    built: RecordType = importlib.import_module(f"{__name__}.{corpus.record_type}").build(corpus, data, seq_len)
     return built
 
 

@@ -54,7 +54,7 @@ def columns_of(corpus: Corpus) -> tuple[str, ...] | None:
     """Columns that the record type reads; None if a data.formatting function runs first."""
     if corpus.formatting is not None:
         return None
-    return tuple(corpus.columns.get(role, role) for role in ROLES[corpus.shape])
+    return tuple(corpus.columns.get(role, role) for role in ROLES[corpus.record_type])
 
 
 @dataclasses.dataclass(frozen=True)

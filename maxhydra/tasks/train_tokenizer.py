@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from maxhydra import data
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.tasks.tokenizer import TokenizerModel, TokenizerTask
+from maxhydra.config.schema.tasks.train_tokenizer import TokenizerModel, TrainTokenizerTask
 from maxhydra.config.schema.tokenizer import Tokenizer as TokenizerConfig
 from maxhydra.data.optional_packages import need
 from maxhydra.data.raw_texts import texts
@@ -36,7 +36,7 @@ SAMPLE_SIZE = 1_000_000
 
 def run(job: Job) -> Outcome:
     task = job.config.task
-    assert isinstance(task, TokenizerTask)
+    assert isinstance(task, TrainTokenizerTask)
     if job.machine.process_index:
         return Outcome("finished", "the first process trains the tokenizer")
     folder = Path(task.output).expanduser().absolute() if task.output else job.run.path / "tokenizer"
@@ -85,7 +85,7 @@ class _Reader:
     raises it after training.
     """
 
-    def __init__(self, task: TokenizerTask, source: Iterator[str]):
+    def __init__(self, task: TrainTokenizerTask, source: Iterator[str]):
         self._limit, self._source = task.max_characters, source
         self.characters = 0
         self.sample: list[str] = []
@@ -125,7 +125,7 @@ class _Reader:
             raise ConfigError(Problem("data", "has no text to train a tokenizer on"))
 
 
-def _train_hugging_face(task: TokenizerTask, reader: _Reader, folder: Path) -> None:
+def _train_hugging_face(task: TrainTokenizerTask, reader: _Reader, folder: Path) -> None:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     options: dict[str, Any] = {"vocab_size": task.vocab_size, "special_tokens": task.marks(), "show_progress": False}
     if task.model is TokenizerModel.bpe:
@@ -150,7 +150,7 @@ def _train_hugging_face(task: TokenizerTask, reader: _Reader, folder: Path) -> N
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | named, indent=1), encoding="utf-8")
 
 
-def _train_sentencepiece(task: TokenizerTask, reader: _Reader, folder: Path) -> None:
+def _train_sentencepiece(task: TrainTokenizerTask, reader: _Reader, folder: Path) -> None:
     trainer = need("sentencepiece", "task.model=sentencepiece").SentencePieceTrainer
     names = {"bos": task.bos, "eos": task.eos, "pad": task.pad}
     roles = [role for role, name in names.items() if name is not None]
