@@ -9,15 +9,15 @@ from maxhydra.config.registry import register_option_source
 
 
 def _model_values(key: str, folder: str) -> dict[str, Any]:
-    from maxhydra.convert.hf_config import stated_model  # noqa: PLC0415
+    from maxhydra.convert.hf_config import hf_model_section  # noqa: PLC0415
 
-    return stated_model(key, folder)
+    return hf_model_section(key, folder)
 
 
 def _run_values(key: str, folder: str) -> dict[str, Any]:
-    from maxhydra.convert.hf_config import stated_run  # noqa: PLC0415
+    from maxhydra.convert.hf_config import hf_run_section  # noqa: PLC0415
 
-    return stated_run(folder)
+    return hf_run_section(folder)
 
 
 # hf_config is imported when the option is chosen: `maxhydra --help` must not wait for the tables of all model families.

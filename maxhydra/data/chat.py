@@ -1,17 +1,17 @@
-"""Conversations: rendered once by a Jinja template, tokenized once, and learned where the assistant speaks.
+"""Chat templates: conversations are rendered once with Jinja, tokenized once, with loss on the assistant's turns.
 
-What the assistant says in a turn is what a model would have to generate there, exactly:
+The loss covers exactly the text that a model would have to generate in an assistant turn:
 
-- It begins where the template's generation prompt would end. Literal text between there and the content counts only if
-  it is blank, such as the space before an answer.
-- It ends with the end of the turn: of the text that the template writes where the conversation ends with this turn, all
-  through the first special token; where that text has none, all of it but blanks at its end. Where the conversation
-  goes on and the template writes something else there, the turn has no end to learn. A newline after the special token,
-  and the next turn's header, are not learned.
-- A token is learned if its first character lies in that stretch: one that begins in the header would have been cut in
-  two by the generation prompt, and a model never has to make it.
+- It starts where the template's generation prompt would end. Literal text between there and the content is included
+  only if it is whitespace, such as a space before the response.
+- It ends with the end of the turn: of the text that the template writes if the conversation ends with this turn,
+  everything through the first special token or, if there is none, everything but trailing whitespace. If the
+  conversation continues and the template writes something else there, the turn has no end to learn. A newline after the
+  special token and the header of the next turn are excluded.
+- A token has loss if its first character is in that span: a token that starts in the header would have been split by
+  the generation prompt, so a model never has to generate it.
 
-Where a template has `{% generation %}` blocks, a turn is what such a block writes, and nothing else is asked.
+If a template has `{% generation %}` blocks, the text of these blocks is used instead.
 """
 
 import dataclasses
@@ -31,54 +31,54 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.data.document import Document
 from maxhydra.data.record_types import Rejected
-from maxhydra.data.special_tokens import name_pattern
+from maxhydra.data.rows import Document
+from maxhydra.data.special_tokens import special_token_pattern
 from maxhydra.data.tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
 
-# The day that a template sees: were it today's, a run that resumes tomorrow would train on other tokens.
+# The date that templates see. With today's date, a run that resumes tomorrow would train on different tokens.
 DAY = datetime.datetime(2024, 7, 26)
 
-# Written around what a generation block writes; drawn anew in each process, so that no text can hold them.
+# Delimiters around the output of a generation block; random in each process, so that no text can contain them.
 _OPEN, _CLOSE = (secrets.token_hex(16) for _ in range(2))
-# Blanks around a message's content, to see whether a template strips it.
+# Whitespace put around a message's content to detect whether a template strips it.
 _BEFORE, _AFTER = "\n\t ", "\t \n"
 
-MARKS_HINT = "put {% generation %} and {% endgeneration %} around what the assistant says in the template"
+GENERATION_HINT = "put {% generation %} and {% endgeneration %} around the assistant's text in the template"
 
 
 class Generation(Extension):
-    """`{% generation %}` blocks, which mark what is learned."""
+    """Jinja extension for `{% generation %}` blocks, which delimit the text that has loss."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_delimit"), [], [], body).set_lineno(line)
 
-    def _marked(self, caller: Callable[[], str]) -> str:
+    def _delimit(self, caller: Callable[[], str]) -> str:
         return f"{_OPEN}{caller()}{_CLOSE}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, and the characters of each turn that is learned."""
+    """A rendered conversation, and the character span of each turn that has loss."""
 
     text: str
     turns: list[tuple[int, int]]
 
 
 class UnclearError(Exception):
-    """A conversation of which it cannot be said what to learn."""
+    """A conversation that the template cannot render, or whose assistant turns cannot be located."""
 
 
 class ChatTemplate:
-    """A tokenizer's chat template."""
+    """A compiled chat template of a tokenizer."""
 
-    def __init__(self, source: str, words: Tokenizer, *, day: datetime.datetime = DAY):
+    def __init__(self, source: str, tokenizer: Tokenizer, *, day: datetime.datetime = DAY):
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
@@ -87,211 +87,219 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
-            reason = f"is no Jinja template: line {error.lineno}: {error.message}"
+            reason = f"is not a valid Jinja template: line {error.lineno}: {error.message}"
             raise ConfigError(Problem("data.tokenizer.chat_template", reason)) from None
-        self._words = words
-        self._names = name_pattern(words.marks)
-        self._has_marks = re.search(r"{%[-+]?\s*generation\b", source) is not None
-        names = {id: name for name, id in words.marks.items()}
-        self._tokens = {
+        self._tokenizer = tokenizer
+        self._special_pattern = special_token_pattern(tokenizer.marks)
+        self._has_generation_blocks = re.search(r"{%[-+]?\s*generation\b", source) is not None
+        names = {id: name for name, id in tokenizer.marks.items()}
+        self._special_names = {
             role: names[id]
-            for role, id in (("bos_token", words.bos), ("eos_token", words.eos), ("pad_token", words.pad))
+            for role, id in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos), ("pad_token", tokenizer.pad))
             if id is not None and id in names
         }
-        self._skeleton = lru_cache(maxsize=1024)(self._plain_skeleton)
+        self._cached_skeleton = lru_cache(maxsize=1024)(self._plain_skeleton)
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The conversation so far, and the header of the assistant's answer. UnclearError where that cannot be."""
-        messages = _checked(messages)
-        self._refuse_forged(messages)
-        return _unmarked(self._render(messages, add_generation_prompt=True)).text
+        """Render the conversation so far plus the assistant header. UnclearError if that is impossible."""
+        messages = _check_messages(messages)
+        self._reject_special_tokens(messages)
+        return _strip_delimiters(self._render(messages, add_generation_prompt=True)).text
 
     def render(self, messages: Sequence[Message]) -> Rendered:
-        """A whole conversation, and the assistant's turns in it. UnclearError where they cannot be told."""
-        messages = _checked(messages)
-        self._refuse_forged(messages)
-        found = _unmarked(self._render(messages, add_generation_prompt=False))
-        if self._has_marks:
-            return found
-        return Rendered(found.text, list(self._turns(messages, found.text)))
+        """Render a conversation and locate the assistant's turns. UnclearError if that is impossible."""
+        messages = _check_messages(messages)
+        self._reject_special_tokens(messages)
+        rendered = _strip_delimiters(self._render(messages, add_generation_prompt=False))
+        if self._has_generation_blocks:
+            return rendered
+        return Rendered(rendered.text, list(self._turns(messages, rendered.text)))
 
-    def encode(self, messages: Any, *, known: int = 0, longest: int | None = None) -> Document | Rejected:
-        """Tokens of a conversation, learned where the assistant speaks after the first `known` messages."""
+    def encode(self, messages: Any, *, known: int = 0, max_characters: int | None = None) -> Document | Rejected:
+        """Tokenize a conversation, with loss on the assistant's turns after the first `known` messages."""
         try:
             rendered = self.render(messages)
             turns = rendered.turns[self._turns_within(messages, known, len(rendered.turns)) :]
         except UnclearError as error:
             return Rejected(str(error))
-        if longest is not None and len(rendered.text) > longest:
-            return Rejected(f"{len(rendered.text):,} characters, over data.max_characters={longest:,}")
+        if max_characters is not None and len(rendered.text) > max_characters:
+            return Rejected(f"has {len(rendered.text):,} characters, more than data.max_characters={max_characters:,}")
         if not any(start < end for start, end in turns):
-            return Rejected("the assistant says nothing in it, so there is nothing to learn")
-        tokens, spans = self._words.encode_marked(rendered.text)
-        learned = np.zeros(len(rendered.text) + 1, np.float32)
+            return Rejected("has no text of the assistant to train on")
+        tokens, spans = self._tokenizer.encode_marked(rendered.text)
+        loss_weights = np.zeros(len(rendered.text) + 1, np.float32)
         for start, end in turns:
-            learned[start:end] = 1
-        return Document(tokens, learned[spans[:, 0]])
+            loss_weights[start:end] = 1
+        return Document(tokens, loss_weights[spans[:, 0]])
 
-    def _turns_within(self, messages: Sequence[Message], known: int, found: int) -> int:
-        """How many of the turns are in the first messages."""
-        said = sum(message["role"] == "assistant" for message in messages)
-        if known and found != said:
-            raise UnclearError(f"the template marks {found} turns of {said} of the assistant")
+    def _turns_within(self, messages: Sequence[Message], known: int, num_turns: int) -> int:
+        """Number of assistant turns within the first `known` messages."""
+        num_messages = sum(message["role"] == "assistant" for message in messages)
+        if known and num_turns != num_messages:
+            raise UnclearError(f"the template has {num_turns} generation blocks for {num_messages} assistant messages")
         return sum(message["role"] == "assistant" for message in messages[:known])
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        known = {"messages": [dict(message) for message in messages], "tools": None, "documents": None}
+        variables = {"messages": [dict(message) for message in messages], "tools": None, "documents": None}
         try:
-            text = self._template.render(**known, **self._tokens, add_generation_prompt=add_generation_prompt)
+            text = self._template.render(
+                **variables, **self._special_names, add_generation_prompt=add_generation_prompt
+            )
             text.encode()
         except TemplateError as error:
-            raise UnclearError(f"the chat template says: {error.message}") from None
+            raise UnclearError(f"the chat template raised: {error.message}") from None
         except UnicodeEncodeError as error:
-            raise UnclearError(f"not Unicode text: {error}") from None
+            raise UnclearError(f"is not valid Unicode: {error}") from None
         except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            raise UnclearError(f"the chat template fails: {type(error).__name__}: {error}") from None
+            raise UnclearError(f"the chat template failed: {type(error).__name__}: {error}") from None
         return text
 
-    def _refuse_forged(self, value: Any) -> None:
-        """A special token's text within a message would become that token, and could begin or end a turn."""
+    def _reject_special_tokens(self, value: Any) -> None:
+        """Raise if a message contains the text of a special token, which could forge the start or end of a turn."""
         if isinstance(value, str):
-            if self._names and (found := self._names.search(value)):
-                raise UnclearError(f"a message holds the text of the special token {found[0]}")
+            if self._special_pattern and (found := self._special_pattern.search(value)):
+                raise UnclearError(f"a message contains the text of the special token {found[0]}")
             if _OPEN in value or _CLOSE in value:
-                raise UnclearError("a message holds a mark of ours")
+                raise UnclearError("a message contains an internal delimiter")
         elif isinstance(value, Mapping):
             for part in value.values():
-                self._refuse_forged(part)
+                self._reject_special_tokens(part)
         elif isinstance(value, Sequence) and not isinstance(value, bytes):
             for part in value:
-                self._refuse_forged(part)
+                self._reject_special_tokens(part)
 
     def _turns(self, messages: Sequence[Message], text: str) -> Iterator[tuple[int, int]]:
-        """The assistant's turns in a rendering, by putting the contents into what the template writes around them."""
+        """Locate the assistant's turns by inserting the contents into the text that the template writes around them."""
         skeleton = self._skeleton_of(messages)
-        at, places = len(skeleton.gaps[0]), []
+        at, spans = len(skeleton.gaps[0]), []
         filled = [skeleton.gaps[0]]
         for message, gap, strips in zip(messages, skeleton.gaps[1:], skeleton.strips, strict=True):
             content = _stripped(message["content"], *strips)
-            places.append((at, at + len(content)))
+            spans.append((at, at + len(content)))
             filled += [content, gap]
             at += len(content) + len(gap)
         if "".join(filled) != text:
-            raise UnclearError(f"the chat template changes what messages say; {MARKS_HINT}")
+            raise UnclearError(f"the chat template changes the text of messages; {GENERATION_HINT}")
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                start, end = places[number]
+                start, end = spans[number]
                 before, after = skeleton.gaps[number], skeleton.gaps[number + 1]
-                yield start - self._blank(messages, number, before), end + self._end(messages, number, after)
+                yield (
+                    start - self._leading_blanks(messages, number, before),
+                    end + self._end_of_turn(messages, number, after),
+                )
 
-    def _blank(self, messages: Sequence[Message], number: int, gap: str) -> int:
-        """Blank characters right before a turn's content that the generation prompt leaves to the model."""
+    def _leading_blanks(self, messages: Sequence[Message], number: int, gap: str) -> int:
+        """Number of whitespace characters before a turn's content that the generation prompt leaves to the model."""
         try:
             prompt = self._skeleton_of(messages[:number], prompt=True).gaps[-1]
         except UnclearError:
             return 0
-        left = gap.removeprefix(prompt) if gap.startswith(prompt) else ""
-        return len(left) if not left.strip() else 0
+        rest = gap.removeprefix(prompt) if gap.startswith(prompt) else ""
+        return len(rest) if not rest.strip() else 0
 
-    def _end(self, messages: Sequence[Message], number: int, gap: str) -> int:
-        """Characters after a turn's content that end it."""
+    def _end_of_turn(self, messages: Sequence[Message], number: int, gap: str) -> int:
+        """Number of characters after a turn's content that end the turn."""
         try:
             final = self._skeleton_of(messages[: number + 1]).gaps[-1]
         except UnclearError:
             return 0
-        special = self._names.search(final) if self._names else None
+        special = self._special_pattern.search(final) if self._special_pattern else None
         ending = final[: special.end()] if special else final.rstrip()
         return len(ending) if gap.startswith(ending) else 0
 
     def _skeleton_of(self, messages: Sequence[Message], *, prompt: bool = False) -> "_Skeleton":
-        """What the template writes around messages; it depends on their roles alone, where they have nothing else."""
+        """Template text around messages; cached by roles if messages have only a role and content."""
         if all(message.keys() <= {"role", "content"} for message in messages):
-            return self._skeleton(tuple(message["role"] for message in messages), prompt=prompt)
+            return self._cached_skeleton(tuple(message["role"] for message in messages), prompt=prompt)
         for message in messages:
             extra = [key for key, value in message.items() if key not in ("role", "content") and value]
             if message["role"] == "assistant" and extra:
-                raise UnclearError(f"a turn of the assistant has {', '.join(extra)}; {MARKS_HINT}")
+                raise UnclearError(f"an assistant message also has {', '.join(extra)}; {GENERATION_HINT}")
         return self._make_skeleton(messages, prompt=prompt)
 
     def _plain_skeleton(self, roles: tuple[str, ...], *, prompt: bool) -> "_Skeleton":
         return self._make_skeleton([{"role": role} for role in roles], prompt=prompt)
 
     def _make_skeleton(self, messages: Sequence[Message], *, prompt: bool) -> "_Skeleton":
-        """Render stand-ins for the contents, once bare and once among blanks, and look at what is around them."""
+        """Render placeholders for the contents, once bare and once surrounded by blanks, and compare the text around
+        them."""
         names = [secrets.token_hex(16) for _ in messages]
 
         def gaps(before: str, after: str) -> list[str]:
-            twins = [
+            placeholders = [
                 {**message, "content": f"{before}{name}{after}"} for message, name in zip(messages, names, strict=True)
             ]
-            text = _unmarked(self._render(twins, add_generation_prompt=prompt)).text
+            text = _strip_delimiters(self._render(placeholders, add_generation_prompt=prompt)).text
             parts = []
             for name in names:
-                found = text.split(name)
-                if len(found) != 2:
-                    raise UnclearError(f"the chat template leaves out or repeats what a message says; {MARKS_HINT}")
-                parts.append(found[0])
-                text = found[1]
+                pieces = text.split(name)
+                if len(pieces) != 2:
+                    raise UnclearError(f"the chat template omits or repeats the text of a message; {GENERATION_HINT}")
+                parts.append(pieces[0])
+                text = pieces[1]
             return [*parts, text]
 
-        bare, blank = gaps("", ""), gaps(_BEFORE, _AFTER)
-        left, right = [], []
-        for number, (gap, among) in enumerate(zip(bare, blank, strict=True)):
+        bare, padded = gaps("", ""), gaps(_BEFORE, _AFTER)
+        strips_left, strips_right = [], []
+        for number, (gap, padded_gap) in enumerate(zip(bare, padded, strict=True)):
             for after, before in (("", ""), (_AFTER, ""), ("", _BEFORE), (_AFTER, _BEFORE)):
-                if among == f"{after}{gap}{before}":
-                    right += [not after] if number else []
-                    left += [not before] if number < len(messages) else []
+                if padded_gap == f"{after}{gap}{before}":
+                    strips_right += [not after] if number else []
+                    strips_left += [not before] if number < len(messages) else []
                     break
             else:
-                raise UnclearError(f"the chat template changes what messages say; {MARKS_HINT}")
-        return _Skeleton(bare, list(zip(left, right, strict=True)))
+                raise UnclearError(f"the chat template changes the text of messages; {GENERATION_HINT}")
+        return _Skeleton(bare, list(zip(strips_left, strips_right, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Skeleton:
-    """What a template writes before, between and after contents, and how it strips each: left, right."""
+    """Template text before, between and after the contents, and whether each content is stripped (left, right)."""
 
     gaps: list[str]
     strips: list[tuple[bool, bool]]
 
 
-def chat_template(words: Tokenizer, *, day: datetime.datetime = DAY) -> ChatTemplate:
-    """The tokenizer's template, or what to do where it has none."""
-    if words.chat_template is None:
-        reason = "is needed for conversations, and the tokenizer has none of its own"
+def chat_template(tokenizer: Tokenizer, *, day: datetime.datetime = DAY) -> ChatTemplate:
+    """Compile the tokenizer's chat template; an error says what to set if it has none."""
+    if tokenizer.chat_template is None:
+        reason = "must be set for conversations, because the tokenizer has no chat template"
         accepted = "a file with a Jinja template"
         raise ConfigError(Problem("data.tokenizer.chat_template", reason, value=None, accepted=accepted))
-    return ChatTemplate(words.chat_template, words, day=day)
+    return ChatTemplate(tokenizer.chat_template, tokenizer, day=day)
 
 
-def render_prompt(messages: Sequence[Message], words: Tokenizer, *, day: datetime.datetime = DAY) -> str:
-    """A conversation that the assistant is to answer, as text for `encode_marked`."""
-    return chat_template(words, day=day).prompt(messages)
+def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, *, day: datetime.datetime = DAY) -> str:
+    """Render a conversation with a generation prompt, as text for `encode_marked`."""
+    return chat_template(tokenizer, day=day).prompt(messages)
 
 
-def _checked(messages: Any) -> list[Message]:
-    """Messages that have a role and text. Keys without a value go: columnar files give every message all keys."""
+def _check_messages(messages: Any) -> list[Message]:
+    """Check that messages have a role and text; drop None values, since columnar files give every message all keys."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
-        raise UnclearError(f"not a list of messages but {_kind(messages)}")
-    found: list[Message] = []
+        raise UnclearError(f"expected a list of messages, found {_kind(messages)}")
+    checked: list[Message] = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise UnclearError(f"message {number} has no role; it is {_kind(message)}")
+            raise UnclearError(f"message {number} has no role: it is {_kind(message)}")
         content = message.get("content")
-        found.append({key: value for key, value in message.items() if value is not None or key == "content"})
-        if not isinstance(content, str) and not (content is None and found[-1].keys() - {"role", "content"}):
-            raise UnclearError(f"message {number} ({message['role']}) has no text as content but {_kind(content)}")
-    return found
+        checked.append({key: value for key, value in message.items() if value is not None or key == "content"})
+        if not isinstance(content, str) and not (content is None and checked[-1].keys() - {"role", "content"}):
+            raise UnclearError(
+                f"message {number} ({message['role']}): expected text as content, found {_kind(content)}"
+            )
+    return checked
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, Mapping):
-        return f"a mapping with {', '.join(map(str, value)) or 'nothing'}"
+        return f"a mapping with {', '.join(map(str, value)) or 'no keys'}"
     return "nothing" if value is None or (isinstance(value, list) and not value) else type(value).__name__
 
 
-def _unmarked(text: str) -> Rendered:
-    """A rendering without the marks of its generation blocks, and where they stood."""
+def _strip_delimiters(text: str) -> Rendered:
+    """Remove the delimiters of generation blocks, and return the spans between them."""
     plain, turns, length = [], [], 0
     for number, part in enumerate(re.split(f"{_OPEN}|{_CLOSE}", text)):
         if number % 2:
@@ -308,7 +316,7 @@ def _stripped(content: str | None, left: bool, right: bool) -> str:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """JSON as it is, where Jinja's own would write it for HTML."""
+    """Plain JSON; Jinja's own filter escapes it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -1,4 +1,4 @@
-"""Batches made ahead of the step in a thread of their own, and the position to go on from."""
+"""The training data loader: batches prepared ahead of the step in a background thread, with a resumable position."""
 
 import dataclasses
 from collections import deque
@@ -21,143 +21,148 @@ B = TypeVar("B")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Made(Generic[B]):
-    """A batch, and where the data stands after it."""
+class _PreparedBatch(Generic[B]):
+    """A batch, and the data position after it."""
 
     batch: B
     sequences: int
     states: list[State | None]
-    counts: ReadStats
+    stats: ReadStats
 
 
 class Loader(Generic[B]):
-    """Batches without end. Its position counts the sequences handed out, whatever the number of processes."""
+    """Endless iterator over batches. Its position counts returned sequences, on any number of processes."""
 
     def __init__(
         self,
-        make_feed: Callable[[int], StreamSet],
+        open_streams: Callable[[int], StreamSet],
         assemble: Callable[[list[Row], int], B],
         *,
-        size: Callable[[int], int],
+        batch_size: Callable[[int], int],
         streams: int,
         prefetch: int,
         close: Callable[[], None],
     ):
-        """`make_feed` opens so many streams; `assemble` makes a batch of own rows; `size` is that of the next batch."""
-        self._make_feed, self._assemble, self._size = make_feed, assemble, size
-        self._feed = make_feed(streams)
+        """`open_streams` opens n streams, `assemble` builds a batch from the local rows and the batch size.
+
+        `batch_size` is the size of the batch that starts after n sequences.
+        """
+        self._open_streams, self._assemble, self._batch_size = open_streams, assemble, batch_size
+        self._streams = open_streams(streams)
         self._prefetch, self._close = prefetch, close
-        self._given: _Made[B] | None = None
+        self._stats = ReadStats()
         self._sequences, self._states = 0, [None] * streams  # type: tuple[int, list[State | None]]
-        self._ahead: deque[Future[_Made[B]]] = deque()
-        self._planned = 0
-        # One worker, so that batches are made in order and reading does not crowd out the step.
+        self._pending: deque[Future[_PreparedBatch[B]]] = deque()
+        self._scheduled_sequences = 0
+        # One worker, so that batches are prepared in order and reading does not compete with the step for cores.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="data")
 
     def __iter__(self) -> Iterator[B]:
         return self
 
     def __next__(self) -> B:
-        self._read_ahead()
+        self._schedule()
         try:
-            made = self._ahead.popleft().result()
+            prepared = self._pending.popleft().result()
         except BaseException:
-            self._go_to(self._sequences, self._states)
+            self._seek(self._sequences, self._states)
             raise
-        self._given = made
-        self._sequences, self._states = made.sequences, made.states
-        return made.batch
+        self._stats = prepared.stats
+        self._sequences, self._states = prepared.sequences, prepared.states
+        return prepared.batch
 
     def peek(self) -> B:
-        """The next batch, which stays the next."""
-        self._read_ahead()
-        return self._ahead[0].result().batch
+        """Return the next batch without consuming it."""
+        self._schedule()
+        return self._pending[0].result().batch
 
-    def _read_ahead(self) -> None:
-        while len(self._ahead) <= self._prefetch:
-            size = self._size(self._planned)
-            self._planned += size
-            self._ahead.append(self._worker.submit(self._make, size, self._planned - size))
+    def _schedule(self) -> None:
+        """Submit batches to the worker until `prefetch` are prepared in addition to the next one."""
+        while len(self._pending) <= self._prefetch:
+            start = self._scheduled_sequences
+            size = self._batch_size(start)
+            self._scheduled_sequences += size
+            self._pending.append(self._worker.submit(self._prepare, size, start))
 
-    def _make(self, size: int, sequences: int) -> _Made[B]:
-        batch = self._assemble(self._feed.rows(size, sequences), size)
-        return _Made(batch, sequences + size, self._feed.states(), self._feed.counts)
+    def _prepare(self, size: int, sequences: int) -> _PreparedBatch[B]:
+        batch = self._assemble(self._streams.rows(size, sequences), size)
+        return _PreparedBatch(batch, sequences + size, self._streams.states(), self._streams.counts)
 
     def state(self) -> dict[str, Any]:
-        """The position after the last batch handed out; those made ahead do not count. All processes ask at once."""
-        shared = len(self._states) > 1 and jax.process_count() > 1
-        return {"sequences": self._sequences, "streams": gather(self._states) if shared else self._states}
+        """Position after the last returned batch, ignoring prefetched ones. A collective: all processes call it."""
+        is_distributed = len(self._states) > 1 and jax.process_count() > 1
+        return {"sequences": self._sequences, "streams": gather(self._states) if is_distributed else self._states}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state, of this loader or of another over the same data."""
-        self._go_to(int(state["sequences"]), list(state["streams"]))
+        """Resume from a state of this loader or of another one over the same data."""
+        self._seek(int(state["sequences"]), list(state["streams"]))
 
-    def _go_to(self, sequences: int, states: list[State | None]) -> None:
-        """Drop the batches made ahead, and stand where some states say."""
-        while self._ahead:
-            self._ahead.pop().cancel()
+    def _seek(self, sequences: int, states: list[State | None]) -> None:
+        """Drop prefetched batches and move all streams to the given states."""
+        while self._pending:
+            self._pending.pop().cancel()
 
         def move() -> None:
-            if len(states) != self._feed.count:
-                self._feed.close()
-                self._feed = self._make_feed(len(states))
-            self._feed.restore(states)
+            if len(states) != self._streams.count:
+                self._streams.close()
+                self._streams = self._open_streams(len(states))
+            self._streams.restore(states)
 
         self._worker.submit(move).result()
-        self._sequences, self._states, self._planned = sequences, states, sequences
+        self._sequences, self._states, self._scheduled_sequences = sequences, states, sequences
 
     def metrics(self) -> dict[str, float]:
-        """How the batches handed out so far were filled, in this process and session."""
-        counts = self._given.counts if self._given else ReadStats()
-        padding = 1 - counts.filled / counts.places if counts.places else 0.0
+        """Padding, epoch, skipped and dropped counts of the batches returned so far by this process and session."""
+        stats = self._stats
+        padding = 1 - stats.filled / stats.capacity if stats.capacity else 0.0
         return {
             "data/padding": padding,
-            "data/epoch": counts.epoch,
-            "data/skipped": float(counts.skipped),
-            "data/dropped": float(counts.dropped),
+            "data/epoch": stats.epoch,
+            "data/skipped": float(stats.skipped),
+            "data/dropped": float(stats.dropped),
         }
 
     def close(self) -> None:
-        """End the threads; the loader cannot be used after."""
-        while self._ahead:
-            self._ahead.pop().cancel()
-        self._worker.submit(self._feed.close).result()
+        """Stop the threads; the loader cannot be used afterwards."""
+        while self._pending:
+            self._pending.pop().cancel()
+        self._worker.submit(self._streams.close).result()
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._close()
 
 
 def train_loader(data: Data, spec: BatchSpec) -> Loader[Batch]:
-    """Batches to train on, in a new order each epoch, as global arrays."""
+    """Open a loader of training batches as global arrays, in a new order each epoch."""
     return open_loader(data, spec, make_batch)
 
 
 def host_loader(data: Data, spec: BatchSpec) -> Loader[list[Row]]:
-    """The own rows of each training batch, on the host: for prompts, whose answers are no arrays."""
+    """Open a loader of this process's rows of each training batch, on the host: for prompts, which hold objects."""
     return open_loader(data, spec, own_rows)
 
 
 def open_loader(data: Data, spec: BatchSpec, assemble: Assemble[B]) -> Loader[B]:
-    """What `assemble` makes of the own rows of each training batch."""
+    """Open a loader of training batches that `assemble` builds from this process's rows."""
     pipeline = Pipeline(data, spec.rows)
     pipeline.check_enough(spec.batch)
-    own = lru_cache(spec.own_rows)
+    local_rows = lru_cache(spec.own_rows)
     overfit = pipeline.first_rows(data.overfit_batches * spec.batch) if data.overfit_batches else None
 
-    def make_feed(streams: int) -> StreamSet:
+    def open_streams(streams: int) -> StreamSet:
         def open_stream(share: int) -> Stream:
             if overfit is not None:
                 order = ShuffleOrder(len(overfit), spec.rows.seed, data.shuffle)
                 return RowStream(overfit, order, share=share, shares=streams, epochs=None)
-            return pipeline.stream(share=share, shares_in_all=streams)
+            return pipeline.stream(share=share, num_shares=streams)
 
-        return StreamSet(open_stream, streams=streams, own=own)
+        return StreamSet(open_stream, streams=streams, local_rows=local_rows)
 
-    by_index = pipeline.has_rows or overfit is not None
+    has_random_access = pipeline.has_rows or overfit is not None
     return Loader(
-        make_feed,
+        open_streams,
         lambda rows, size: assemble(rows, spec, size),
-        size=spec.batch_at,
-        streams=data.streams or (1 if by_index else jax.process_count()),
+        batch_size=spec.batch_at,
+        streams=data.streams or (1 if has_random_access else jax.process_count()),
         prefetch=data.prefetch,
         close=pipeline.close,
     )

@@ -1,4 +1,4 @@
-"""Packages that only some sources and tokenizers need."""
+"""Optional packages that only some sources and tokenizers need."""
 
 import importlib
 from types import ModuleType
@@ -7,7 +7,10 @@ from maxhydra.config import ConfigError, Problem
 
 
 def need(package: str, setting: str, *, extra: str = "data") -> ModuleType:
-    """A package, or how to install it. `setting` is the `key=value` that asks for it, `extra` what brings it."""
+    """Import an optional package, or raise an error that says how to install it.
+
+    `setting` is the `key=value` that requires it, `extra` the extra of maxhydra that installs it.
+    """
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:

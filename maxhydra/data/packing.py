@@ -1,7 +1,7 @@
-"""Which documents share a row. Pure functions of the documents' lengths, so that a window can be packed again.
+"""Packing: which documents share a row. Pure functions of the document lengths, so a window can be packed again.
 
-Grain's packers work on one document at a time, at 5 to 8 million tokens a second on one core with documents of 600
-tokens; a window of documents packed at once, in NumPy, is an order of magnitude faster and needs no state of its own.
+Grain's packers process one document at a time, at 5 to 8 million tokens per second on one core with documents of 600
+tokens. Packing a window of documents at once, in NumPy, is an order of magnitude faster and needs no state.
 """
 
 import bisect
@@ -14,25 +14,25 @@ from maxhydra.config.schema.data import Overlong, Packing, PackingMethod
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Pieces of documents in rows, ordered by row and place. Every array has one entry per piece."""
+class PackingPlan:
+    """Placement of document pieces in rows, ordered by row and offset. Every array has one entry per piece."""
 
     rows: int
     document: np.ndarray
     start: np.ndarray
-    """First place of the document that the piece holds."""
+    """First token of the document that the piece holds."""
     count: np.ndarray
     row: np.ndarray
     offset: np.ndarray
-    """First place in the row."""
+    """First position in the row."""
     segment: np.ndarray
-    """1 for the first piece of a row, and so on."""
+    """Segment id: 1 for the first piece of a row, and so on."""
     cut: int = 0
-    """Documents of which a part, or all, is in no row, since they are too long."""
+    """Number of documents that are truncated or dropped because they are too long."""
 
 
-def plan(lengths: np.ndarray, capacity: int, packing: Packing) -> Plan:
-    """Rows of `capacity` places for documents of some lengths."""
+def plan(lengths: np.ndarray, capacity: int, packing: Packing) -> PackingPlan:
+    """Plan rows of `capacity` positions for documents of the given lengths."""
     method = PackingMethod.best_fit if packing.method is PackingMethod.auto else packing.method
     limit = 1 if method is PackingMethod.none else packing.max_segments or capacity
     if method is PackingMethod.concat_then_split:
@@ -44,20 +44,20 @@ def plan(lengths: np.ndarray, capacity: int, packing: Packing) -> Plan:
 
 
 def _pieces(lengths: np.ndarray, capacity: int, overlong: Overlong) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pieces of at most `capacity` places: document, start, count of each. Empty documents have none."""
+    """Split documents into pieces of at most `capacity`: document, start, count of each. Empty documents have none."""
     if overlong is Overlong.split:
         parts = -(-lengths // capacity)
     else:
         parts = ((lengths > 0) & ((lengths <= capacity) | (overlong is Overlong.truncate))).astype(lengths.dtype)
     document = np.repeat(np.arange(len(lengths)), parts)
-    start = _runs(parts) * capacity
+    start = _ranges(parts) * capacity
     return document, start, np.minimum(lengths[document] - start, capacity)
 
 
-def _runs(counts: np.ndarray) -> np.ndarray:
-    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, and so on."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+def _ranges(sizes: np.ndarray) -> np.ndarray:
+    """Concatenation of arange(size) for each size."""
+    ends = np.cumsum(sizes)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - sizes, sizes)
 
 
 def _one_each(count: np.ndarray, capacity: int, limit: int) -> np.ndarray:
@@ -65,49 +65,49 @@ def _one_each(count: np.ndarray, capacity: int, limit: int) -> np.ndarray:
 
 
 def _first_fit(count: np.ndarray, capacity: int, limit: int) -> np.ndarray:
-    """In order, each into the first row with room."""
+    """First fit: in order, each piece goes into the first row with enough space."""
     row = np.empty(len(count), np.int64)
-    # A tree over as many rows as there could be, in which a node holds the most room of any row under it.
+    # A binary tree over the maximal number of rows; a node holds the most free space of any row below it.
     leaves = 1 << max(0, len(count) - 1).bit_length()
-    most = [capacity] * (2 * leaves)
-    held = [0] * leaves
+    free = [capacity] * (2 * leaves)
+    num_pieces = [0] * leaves
     for piece, length in enumerate(count.tolist()):
         node = 1
         while node < leaves:
             node *= 2
-            node += most[node] < length
+            node += free[node] < length
         target = node - leaves
         row[piece] = target
-        held[target] += 1
-        room = most[node] - length if held[target] < limit else 0
-        while most[node] != room:
-            most[node] = room
+        num_pieces[target] += 1
+        space = free[node] - length if num_pieces[target] < limit else 0
+        while free[node] != space:
+            free[node] = space
             if node == 1:
                 break
-            room = max(room, most[node ^ 1])
+            space = max(space, free[node ^ 1])
             node //= 2
     return row
 
 
 def _best_fit(count: np.ndarray, capacity: int, limit: int) -> np.ndarray:
-    """Longest first, each into the fullest row with room."""
+    """Best fit decreasing: longest piece first, each into the fullest row with enough space."""
     row = np.empty(len(count), np.int64)
-    # Rows with room, by the room they have.
+    # Rows with free space, sorted by that space.
     open_space: list[int] = []
     open_rows: list[int] = []
-    held: list[int] = []
+    num_pieces: list[int] = []
     lengths = count.tolist()
     for piece in np.argsort(-count, kind="stable").tolist():
         length = lengths[piece]
         at = bisect.bisect_left(open_space, length)
         if at == len(open_space):
-            target, space = len(held), capacity - length
-            held.append(1)
+            target, space = len(num_pieces), capacity - length
+            num_pieces.append(1)
         else:
             target, space = open_rows.pop(at), open_space.pop(at) - length
-            held[target] += 1
+            num_pieces[target] += 1
         row[piece] = target
-        if space and held[target] < limit:
+        if space and num_pieces[target] < limit:
             at = bisect.bisect_left(open_space, space)
             open_space.insert(at, space)
             open_rows.insert(at, target)
@@ -121,34 +121,34 @@ _PLACERS: dict[PackingMethod, Callable[[np.ndarray, int, int], np.ndarray]] = {
 }
 
 
-def _in_rows(document: np.ndarray, start: np.ndarray, count: np.ndarray, row: np.ndarray) -> Plan:
-    """Order pieces by row, documents in their own order within."""
+def _in_rows(document: np.ndarray, start: np.ndarray, count: np.ndarray, row: np.ndarray) -> PackingPlan:
+    """Order pieces by row; documents keep their order within a row."""
     order = np.argsort(row, kind="stable")
     document, start, count, row = document[order], start[order], count[order], row[order]
     rows = int(row[-1]) + 1 if len(row) else 0
-    held = np.bincount(row, minlength=rows)
-    first = np.cumsum(held) - held
+    num_pieces = np.bincount(row, minlength=rows)
+    first = np.cumsum(num_pieces) - num_pieces
     before = np.cumsum(count) - count
-    offset = before - np.repeat(before[first], held) if rows else before
-    return Plan(rows, document, start, count, row, offset, _runs(held) + 1)
+    offset = before - np.repeat(before[first], num_pieces) if rows else before
+    return PackingPlan(rows, document, start, count, row, offset, _ranges(num_pieces) + 1)
 
 
-def _concat_then_split(lengths: np.ndarray, capacity: int, limit: int) -> Plan:
-    """One after another; a document that crosses the end of a row goes on in the next.
+def _concat_then_split(lengths: np.ndarray, capacity: int, limit: int) -> PackingPlan:
+    """Concatenate documents and split at row ends; a document that crosses a row end continues in the next row.
 
-    A row that has `limit` pieces ends there, so the pieces are found one by one.
+    A row with `limit` pieces ends early, so the pieces are found one by one.
     """
     document, start, count, row = [], [], [], []
-    at, space, room = 0, capacity, limit
+    at, space, pieces_left = 0, capacity, limit
     for index, length in enumerate(lengths.tolist()):
         done = 0
         while done < length:
-            if not space or not room:
-                at, space, room = at + 1, capacity, limit
+            if not space or not pieces_left:
+                at, space, pieces_left = at + 1, capacity, limit
             taken = min(space, length - done)
             document.append(index)
             start.append(done)
             count.append(taken)
             row.append(at)
-            done, space, room = done + taken, space - taken, room - 1
+            done, space, pieces_left = done + taken, space - taken, pieces_left - 1
     return _in_rows(*(np.array(column, np.int64) for column in (document, start, count, row)))

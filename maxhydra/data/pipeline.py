@@ -1,4 +1,4 @@
-"""Everything between a config and rows: sources opened once, streams over shares of them, readers ahead of need."""
+"""From a data config to streams of rows: opens the sources and connects readers, tokenizers and packing."""
 
 import importlib
 import logging
@@ -11,28 +11,26 @@ import numpy as np
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.data import Data, OnError, PackingMethod
-from maxhydra.data.encode import Encoded, Encoder
-from maxhydra.data.mixture import MixtureStream, shares
 from maxhydra.data.packing import plan
-from maxhydra.data.read_ahead import Chunk, Chunks, IndexedChunks, StreamedChunks, ahead
-from maxhydra.data.record_types import RecordType, build_shape
-from maxhydra.data.records import BadRecord, Record, Records, RecordStream, unusable
+from maxhydra.data.read_ahead import Chunk, Chunks, Encoded, Encoder, IndexedChunks, StreamedChunks, map_ahead
+from maxhydra.data.record_types import RecordType, build_record_type
+from maxhydra.data.records import BadRecord, Record, Records, RecordStream, bad_record_error
 from maxhydra.data.rows import PackedRows, Row, RowSpec, pack_rows, stack_rows
 from maxhydra.data.shuffle import ShuffleOrder
 from maxhydra.data.sources import RecordSource, RowSource, Source, StreamSource, open_source
-from maxhydra.data.stream import PackedStream, RowStream, Stream
+from maxhydra.data.stream import MixtureStream, PackedStream, RowStream, Stream, mixture_shares
 from maxhydra.data.workers import WorkerDied, Workers
 
 log = logging.getLogger("maxhydra")
 
-# Threads that read ahead where there are no worker processes: while one waits for a disk, the other tokenizes.
+# Reader threads if there are no worker processes: while one waits for the disk, the other tokenizes.
 THREADS = 2
 
 TRAIN, EVALUATION = "train", "evaluation"
 
 
 class Pipeline:
-    """The opened sources of a data config."""
+    """The opened sources of a data config, and the reader pool that their streams share."""
 
     def __init__(self, data: Data, spec: RowSpec):
         self.data, self.spec = data, spec
@@ -43,26 +41,26 @@ class Pipeline:
 
     @property
     def has_rows(self) -> bool:
-        """Whether rows are there by index, so that skipping one costs nothing."""
+        """True if all sources have rows by index, so that skipping a row costs nothing."""
         return all(isinstance(source, RowSource) for source in self.sources.values())
 
-    def stream(self, *, share: int, shares_in_all: int) -> Stream:
-        """One share of the rows to train on, without end."""
+    def stream(self, *, share: int, num_shares: int) -> Stream:
+        """Open an endless stream over one share of the training rows."""
         shuffle = self.data.shuffle
         streams = {
-            name: self._stream(name, TRAIN, share=(share, shares_in_all), epochs=None, shuffle=shuffle)
+            name: self._stream(name, TRAIN, share=(share, num_shares), epochs=None, shuffle=shuffle)
             for name in self.sources
         }
-        return streams[""] if "" in streams else MixtureStream(streams, shares(self.data, self._sizes()))
+        return streams[""] if "" in streams else MixtureStream(streams, mixture_shares(self.data, self._sizes()))
 
     def held_out(self) -> Iterator[Stream]:
-        """The rows to evaluate on, in order, source by source."""
+        """Open one stream per source over its evaluation rows, in order."""
         for name, source in self.sources.items():
             if isinstance(source, StreamSource) or len(source.evaluation):
                 yield self._stream(name, EVALUATION, share=(0, 1), epochs=1, shuffle=False)
 
     def first_rows(self, count: int) -> list[Row]:
-        """The first rows to train on, in the order of the source."""
+        """Read the first `count` training rows, in the order of the source."""
         rows: list[Row] = []
         for name in self.sources:
             stream = self._stream(name, TRAIN, share=(0, 1), epochs=1, shuffle=False)
@@ -75,40 +73,40 @@ class Pipeline:
                 stream.close()
         if len(rows) < count:
             batches = self.data.overfit_batches or 1
-            reason = self._there_are(len(rows))
+            reason = self._describe_size(len(rows))
             accepted = f"1 to {len(rows) // (count // batches)}"
             raise ConfigError(Problem("data.overfit_batches", reason, value=batches, accepted=accepted))
         return rows
 
     def check_enough(self, batch: int) -> None:
-        """Rows that can be counted must fill a batch at least."""
+        """Raise if the training rows, where their number is known, do not fill one batch."""
         if not self.has_rows:
             return
         count = sum(size or 0 for size in self._sizes().values())
         if count < batch:
-            reason = f"{self._there_are(count)}, and a batch takes {batch}"
-            hint = "give it more text, or set train.seq_len, train.per_device_batch_size or data.eval_fraction lower"
+            reason = f"{self._describe_size(count)}, but a batch needs {batch}"
+            hint = "add text, or lower train.seq_len, train.per_device_batch_size or data.eval_fraction"
             raise ConfigError(Problem("data", reason, hint=hint))
 
-    def _there_are(self, count: int) -> str:
+    def _describe_size(self, count: int) -> str:
         length = f"train.seq_len={self.spec.seq_len}"
-        return f"data.source={self.data.source} holds {count} sequences of {length} to train on"
+        return f"data.source={self.data.source} has only {count} training sequences of {length}"
 
-    def encoder(self, name: str, part: str) -> Encoder:
-        """What turns a payload of a source into examples; also what a worker process runs."""
-        corpus, opened = self._corpora[name], getattr(self.sources[name], part)
+    def encoder(self, name: str, split: str) -> Encoder:
+        """Build the encoder of a source's train or evaluation split; worker processes build their own."""
+        corpus, opened = self._corpora[name], getattr(self.sources[name], split)
         is_stream = isinstance(self.sources[name], StreamSource)
         return Encoder(
-            read=_numbered if is_stream else opened.read,
-            place=partial(_place_by_number if is_stream else _place_by_index, opened),
-            formatting=_function(corpus.formatting),
-            shape=self._shape(name, part),
-            longest=self.spec.seq_len,
+            read=_records_of_payload if is_stream else opened.read,
+            location=partial(_location_by_number if is_stream else _location_by_index, opened),
+            formatting=_import_function(corpus.formatting),
+            record_type=self._record_type(name, split),
+            seq_len=self.spec.seq_len,
         )
 
-    def chunks(self, name: str, part: str, *, share: tuple[int, int], shuffle: bool) -> Chunks:
-        """A share of a source's records, a few at a time, for the source's encoder."""
-        source, opened = self.sources[name], getattr(self.sources[name], part)
+    def chunks(self, name: str, split: str, *, share: tuple[int, int], shuffle: bool) -> Chunks:
+        """Iterate over one share of a source's records in chunks, for the source's encoder."""
+        source, opened = self.sources[name], getattr(self.sources[name], split)
         if isinstance(source, StreamSource):
             return StreamedChunks(opened, *share)
         assert isinstance(source, RecordSource)
@@ -116,7 +114,7 @@ class Pipeline:
         return IndexedChunks(ShuffleOrder(len(opened), self.spec.seed, shuffle, groups), *share)
 
     def close(self) -> None:
-        """End the readers."""
+        """Stop the reader pool."""
         if "_pool" in self.__dict__:
             self._pool.shutdown(wait=True, cancel_futures=True)
             del self._pool
@@ -127,126 +125,133 @@ class Pipeline:
             for name, source in self.sources.items()
         }
 
-    def _stream(self, name: str, part: str, *, share: tuple[int, int], epochs: int | None, shuffle: bool) -> Stream:
-        source, opened = self.sources[name], getattr(self.sources[name], part)
+    def _stream(self, name: str, split: str, *, share: tuple[int, int], epochs: int | None, shuffle: bool) -> Stream:
+        source, opened = self.sources[name], getattr(self.sources[name], split)
         if not isinstance(source, StreamSource):
             self._check_length(name, len(opened), share[1])
         if isinstance(source, RowSource):
             order = ShuffleOrder(len(opened), self.spec.seed, shuffle)
             return RowStream(opened, order, share=share[0], shares=share[1], epochs=epochs)
         return PackedStream(
-            self.chunks(name, part, share=share, shuffle=shuffle),
-            partial(self._ahead, name, part),
-            partial(self._pack, self._shape(name, part), share[0] if shuffle else None),
+            self.chunks(name, split, share=share, shuffle=shuffle),
+            partial(self._encode_ahead, name, split),
+            partial(self._pack, self._record_type(name, split), share[0] if shuffle else None),
             window=self.data.packing.window * self.spec.seq_len,
-            on_fault=self.on_fault,
+            on_bad_record=self.on_bad_record,
             epochs=epochs,
         )
 
     def _check_length(self, name: str, length: int, readers: int) -> None:
         if length < readers:
-            where = f"data.sources.{name}" if name else "data"
-            reason = f"holds {length} records, which {readers} readers cannot share"
-            raise ConfigError(Problem(where, reason, hint="give it more records, or set data.streams lower"))
+            key = f"data.sources.{name}" if name else "data"
+            reason = f"has {length} records, fewer than the {readers} streams that read it"
+            raise ConfigError(Problem(key, reason, hint="add records, or set data.streams lower"))
 
-    def _shape(self, name: str, part: str) -> RecordType:
+    def _record_type(self, name: str, split: str) -> RecordType:
         source = self.sources[name]
-        if part == EVALUATION and isinstance(source, RecordSource) and source.evaluation_shape is not None:
-            return source.evaluation_shape
-        return self._shapes[name]
+        if split == EVALUATION and isinstance(source, RecordSource) and source.evaluation_record_type is not None:
+            return source.evaluation_record_type
+        return self._record_types[name]
 
     @cached_property
-    def _shapes(self) -> dict[str, RecordType]:
+    def _record_types(self) -> dict[str, RecordType]:
         return {
-            name: build_shape(corpus, self.data, self.spec.seq_len)
+            name: build_record_type(corpus, self.data, self.spec.seq_len)
             for name, corpus in self._corpora.items()
             if not isinstance(self.sources[name], RowSource)
         }
 
-    def _ahead(self, name: str, part: str, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
-        """Chunks with their examples, a few ahead."""
+    def _encode_ahead(self, name: str, split: str, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        """Read and tokenize chunks ahead of use, in the reader pool."""
         workers = self.data.workers
-        work: Callable[[Any], Encoded] = partial(_work, name, part) if workers else self.encoder(name, part)
+        encode: Callable[[Any], Encoded] = (
+            partial(_encode_in_worker, name, split) if workers else self.encoder(name, split)
+        )
         try:
-            yield from ahead(chunks, work, self._pool, depth=2 * workers if workers else THREADS)
+            yield from map_ahead(chunks, encode, self._pool, depth=2 * workers if workers else THREADS)
         except WorkerDied:
             self.close()
-            reason = "a worker process ended in the middle of its work, perhaps for want of memory"
-            hint = "set data.workers lower, or 0 to do the work in the training process"
+            reason = "a worker process died, possibly killed for lack of memory"
+            hint = "set data.workers lower, or 0 to tokenize in the training process"
             raise ConfigError(Problem("data.workers", reason, value=workers, hint=hint)) from None
 
     @cached_property
     def _pool(self) -> Executor:
         if not self.data.workers:
             return ThreadPoolExecutor(THREADS, thread_name_prefix="read")
-        return Workers(self.data.workers, partial(_begin, self.data, self.spec))
+        return Workers(self.data.workers, partial(_init_worker, self.data, self.spec))
 
-    def _pack(self, shape: RecordType, share: int | None, examples: list[Any], key: tuple[int, ...]) -> PackedRows:
-        """The rows of a window. Packing sorts by length, so they are shuffled, unless the share is None."""
+    def _pack(
+        self, record_type: RecordType, share: int | None, examples: list[Any], key: tuple[int, ...]
+    ) -> PackedRows:
+        """Pack the examples of a window into rows, shuffled (packing sorts by length) unless `share` is None."""
         seq_len, packing = self.spec.seq_len, self.data.packing
-        if shape.packs:
+        if record_type.packs:
             documents = [document for document in examples if document.places]
             lengths = np.array([document.places for document in documents], np.int64)
             with_segments = packing.method is not PackingMethod.none
             rows = pack_rows(documents, plan(lengths, seq_len, packing), seq_len, with_segments=with_segments)
         else:
-            rows = stack_rows([shape.row(example, seq_len) for example in examples])
+            rows = stack_rows([record_type.row(example, seq_len) for example in examples])
         highest = max(
             (int(a.max()) for name, a in rows.arrays.items() if name.endswith(("tokens", "targets", "ids"))), default=0
         )
         if highest >= self.spec.vocab_size:
-            reason = f"is under a token of the data, {highest}"
+            reason = f"is too small: the data has token id {highest}"
             raise ConfigError(Problem("model.vocab_size", reason, value=self.spec.vocab_size))
         if share is None:
             return rows
-        return rows.taken(np.random.default_rng((self.spec.seed, share, *key)).permutation(len(rows)))
+        return rows.reorder(np.random.default_rng((self.spec.seed, share, *key)).permutation(len(rows)))
 
-    def on_fault(self, fault: BadRecord) -> None:
-        """A record that cannot be used: what data.on_error says."""
+    def on_bad_record(self, bad_record: BadRecord) -> None:
+        """Handle a bad record as data.on_error says: raise, or log and skip."""
         if self.data.on_error is OnError["raise"]:
-            raise unusable(fault)
-        log.warning("skipped %s: %s", fault.place, fault.reason)
+            raise bad_record_error(bad_record)
+        log.warning("skipped %s: %s", bad_record.location, bad_record.reason)
 
 
-def _numbered(payload: Any) -> list[Record | BadRecord]:
+def _records_of_payload(payload: Any) -> list[Record | BadRecord]:
     return [record for _, record in payload]
 
 
-def _place_by_number(stream: RecordStream, payload: Any, at: int) -> str:
-    return stream.place(payload[at][0])
+def _location_by_number(stream: RecordStream, payload: Any, at: int) -> str:
+    return stream.location(payload[at][0])
 
 
-def _place_by_index(records: Records, payload: Any, at: int) -> str:
-    return records.place(int(payload[at]))
+def _location_by_index(records: Records, payload: Any, at: int) -> str:
+    return records.location(int(payload[at]))
 
 
-def _function(path: str | None) -> Callable[[Record], Record] | None:
-    """The function at an import path."""
+def _import_function(path: str | None) -> Callable[[Record], Record] | None:
+    """Import the function at `package.module:function`."""
     if path is None:
         return None
     module, name = path.split(":")
     try:
         function: Callable[[Record], Record] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        hint = "is its folder on PYTHONPATH?"
+        hint = "check the name, and that its folder is on PYTHONPATH"
         raise ConfigError(Problem("data.formatting", str(error), value=path, hint=hint)) from None
     return function
 
 
-# What a worker process holds: its config, then its pipeline, then the encoders of its sources.
-_mine: dict[str, Any] = {}
+# State of a worker process: how to open the pipeline, then the pipeline and its encoders.
+_worker_state: dict[str, Any] = {}
 
 
-def _begin(data: Data, spec: RowSpec) -> None:
-    """Sources are opened with the first chunk: what goes wrong there is raised where the chunk is waited for."""
-    _mine["open"] = partial(Pipeline, data, spec)
+def _init_worker(data: Data, spec: RowSpec) -> None:
+    """Store how to open the pipeline.
+
+    Sources are opened with the first chunk, so that an error is raised where the chunk is awaited.
+    """
+    _worker_state["open"] = partial(Pipeline, data, spec)
 
 
-def _work(name: str, part: str, payload: Any) -> Encoded:
-    if "pipeline" not in _mine:
-        _mine["pipeline"] = _mine["open"]()
-    key = f"{name}/{part}"
-    if key not in _mine:
-        _mine[key] = _mine["pipeline"].encoder(name, part)
-    encoded: Encoded = _mine[key](payload)
+def _encode_in_worker(name: str, split: str, payload: Any) -> Encoded:
+    if "pipeline" not in _worker_state:
+        _worker_state["pipeline"] = _worker_state["open"]()
+    key = f"{name}/{split}"
+    if key not in _worker_state:
+        _worker_state[key] = _worker_state["pipeline"].encoder(name, split)
+    encoded: Encoded = _worker_state[key](payload)
     return encoded

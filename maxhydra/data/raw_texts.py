@@ -1,4 +1,4 @@
-"""The texts of a data config, without a tokenizer: what a new tokenizer is trained on."""
+"""The raw texts of a data config, without tokenization: the training data of a new tokenizer."""
 
 import dataclasses
 import importlib
@@ -15,58 +15,63 @@ from maxhydra.data.records import Record
 from maxhydra.data.rows import Row, RowSpec
 from maxhydra.data.special_tokens import blocks
 
-# Sources whose files are text, and the characters of such a file that are given out together.
+# Sources that read plain text files, and the number of characters per text that is taken from one.
 FILES = ("demo", "text")
-PART = 20_000
+TEXT_SIZE = 20_000
 
-# Columns that must be there, of the shapes that have text.
-NEEDED = {"text": ("text",), "chat": ("messages",), "preference": ("chosen", "rejected"), "prompts": ("prompt",)}
+# Required columns of the record types that have text.
+REQUIRED_COLUMNS = {
+    "text": ("text",),
+    "chat": ("messages",),
+    "preference": ("chosen", "rejected"),
+    "prompts": ("prompt",),
+}
 
 
 def texts(data: Data, *, seed: int) -> Iterator[str]:
-    """The texts to train on, once, in the order of data.shuffle; what is held out is not among them.
+    """Iterate once over the training texts, in the order of data.shuffle; held-out texts are excluded.
 
-    Of a mixture, each source has its share of the characters (data.weights, or the same for all) until it ends.
+    In a mixture, each source contributes its share of the characters (data.weights, or equal shares) until it ends.
     """
     corpora = dict(data.sources) if data.source == "mixture" else {"": data}
     readers = {name: _texts(corpus, data, name=name, seed=seed) for name, corpus in corpora.items()}
-    given = dict.fromkeys(readers, 0.0)
+    weighted_characters = dict.fromkeys(readers, 0.0)
     while readers:
-        name = min(readers, key=given.__getitem__)
+        name = min(readers, key=weighted_characters.__getitem__)
         text = next(readers[name], None)
         if text is None:
             readers.pop(name)
         else:
-            given[name] += len(text) / data.weights.get(name, 1.0)
+            weighted_characters[name] += len(text) / data.weights.get(name, 1.0)
             yield text
 
 
 def _texts(corpus: Corpus, data: Data, *, name: str, seed: int) -> Iterator[str]:
-    where = f"data.sources.{name}" if name else "data"
-    has_text = corpus.source in FILES or (corpus.source not in READY_ROWS and corpus.record_type in NEEDED)
+    section = f"data.sources.{name}" if name else "data"
+    has_text = corpus.source in FILES or (corpus.source not in READY_ROWS and corpus.record_type in REQUIRED_COLUMNS)
     if not has_text:
         field, value = ("source", corpus.source) if corpus.source in READY_ROWS else ("record_type", corpus.record_type)
-        raise ConfigError(Problem(f"{where}.{field}", "holds tokens, and no text", value=value))
+        raise ConfigError(Problem(f"{section}.{field}", "has tokens, not text", value=value))
     if corpus.source in FILES:
-        found = importlib.import_module(f"maxhydra.data.sources.{corpus.source}").files(corpus, data)
-        yield from _of_files(found, 0.0 if corpus.eval_path else corpus.eval_fraction)
+        paths = importlib.import_module(f"maxhydra.data.sources.{corpus.source}").files(corpus, data)
+        yield from _file_texts(paths, 0.0 if corpus.eval_path else corpus.eval_fraction)
     else:
-        yield from _of_records(corpus, data, seed)
+        yield from _record_texts(corpus, data, seed)
 
 
-def _of_files(paths: Sequence[Path], held_out: float) -> Iterator[str]:
-    """Files in order, but for a share of all bytes at the end."""
-    left = round(sum(path.stat().st_size for path in paths) * (1 - held_out))
+def _file_texts(paths: Sequence[Path], held_out: float) -> Iterator[str]:
+    """Texts of files in order, without the held-out share of all bytes at the end."""
+    remaining = round(sum(path.stat().st_size for path in paths) * (1 - held_out))
     for path in paths:
-        content = path.read_bytes()[:left]
-        left -= len(content)
-        # A file that is cut may end within a character.
-        yield from blocks(content.decode(errors="ignore" if not left else "strict"), PART)
+        content = path.read_bytes()[:remaining]
+        remaining -= len(content)
+        # A truncated file may end in the middle of a character.
+        yield from blocks(content.decode(errors="ignore" if not remaining else "strict"), TEXT_SIZE)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Strings:
-    """Every text in the columns of a shape."""
+class _TextColumns:
+    """Record type that extracts all text columns of another record type as one string."""
 
     corpus: Corpus
     data: Data
@@ -76,23 +81,23 @@ class _Strings:
         return [self._example(record) for record in records]
 
     def _example(self, record: Record) -> Any:
-        needed = NEEDED[self.corpus.record_type]
-        columns = [column_of(record, self.corpus, role) for role in needed]
-        others = [
+        required = REQUIRED_COLUMNS[self.corpus.record_type]
+        columns = [column_of(record, self.corpus, role) for role in required]
+        optional = [
             record.get(self.corpus.columns.get(role, role))
             for role in ROLES[self.corpus.record_type]
-            if role not in needed
+            if role not in required
         ]
-        found = [text_of(text, self.data) for column in columns for text in _strings(column)]
-        found += [text for column in others for text in _strings(column) if isinstance(text, str)]
-        return next((text for text in (*columns, *found) if isinstance(text, Rejected)), "\n".join(map(str, found)))
+        texts = [text_of(text, self.data) for column in columns for text in _strings(column)]
+        texts += [text for column in optional for text in _strings(column) if isinstance(text, str)]
+        return next((text for text in (*columns, *texts) if isinstance(text, Rejected)), "\n".join(map(str, texts)))
 
     def row(self, example: Any, seq_len: int) -> Row:
-        raise TypeError("texts make no rows")
+        raise TypeError("raw texts cannot be made into rows")
 
 
 def _strings(value: Any) -> list[Any]:
-    """The texts in a value: itself, or what messages say."""
+    """All strings in a value: the value itself, the items of a list, or the content of messages."""
     if isinstance(value, Mapping):
         return _strings(value.get("content"))
     if isinstance(value, (list, tuple)):
@@ -100,14 +105,14 @@ def _strings(value: Any) -> list[Any]:
     return [] if value is None else [value]
 
 
-def _of_records(corpus: Corpus, data: Data, seed: int) -> Iterator[str]:
+def _record_texts(corpus: Corpus, data: Data, seed: int) -> Iterator[str]:
     fields = {field.name: getattr(corpus, field.name) for field in dataclasses.fields(Corpus)}
-    # Opened as plain text: the shape's own reading would ask for a chat template, which is not needed here.
+    # Opened as plain text: the real record type would require a chat template, which is not required here.
     opened = fields | {"sources": {}, "weights": {}, "record_type": "text", "columns": {}}
     pipeline = Pipeline(dataclasses.replace(data, **opened), RowSpec(seq_len=1, vocab_size=2**31, seed=seed))
-    encoder = dataclasses.replace(pipeline.encoder("", TRAIN), shape=_Strings(corpus, data))
-    for chunk in pipeline.chunks("", TRAIN, share=(0, 1), shuffle=data.shuffle).follow(None, 1):
+    encoder = dataclasses.replace(pipeline.encoder("", TRAIN), record_type=_TextColumns(corpus, data))
+    for chunk in pipeline.chunks("", TRAIN, share=(0, 1), shuffle=data.shuffle).iter_from(None, 1):
         encoded = encoder(chunk.payload)
-        for fault in encoded.faults:
-            pipeline.on_fault(fault)
+        for bad_record in encoded.bad_records:
+            pipeline.on_bad_record(bad_record)
         yield from encoded.examples

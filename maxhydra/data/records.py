@@ -1,4 +1,15 @@
-"""Records: what lies in a source, before any tokenizer has seen it."""
+"""Records: the raw items of a source, before any tokenizer has seen them.
+
+The layers of the input pipeline, from the bottom up:
+
+- `Record`: one dict of columns as a file stores it. `Records` reads them by index, `RecordStream` only in order.
+- `Chunk`: up to 128 records of one epoch, the unit of work of a reader thread or worker process. `Chunks` iterates
+  over them from a cursor; an `Encoder` turns one into `Encoded` examples, most of which are `Document`s.
+- `Row`: one training sequence of `seq_len` tokens. `Rows` are rows by index: `PackedRows` hold several documents per
+  row, `ContiguousRows` are cut from one long token stream.
+- `Stream`: an endless sequence of rows from one share of a source, with a resumable state.
+- `StreamSet`: the streams that this process reads; it yields the rows of each batch.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -6,56 +17,58 @@ from typing import Any, Protocol
 
 from maxhydra.config import ConfigError, Problem
 
-# A record as its file has it: columns by name.
+# One record: columns by name.
 Record = dict[str, Any]
 
-# Where a reader stands: JSON, and enough to go on from in another process.
+# Position of a reader: JSON that another process can resume from.
 Cursor = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class BadRecord:
-    """A record that cannot be used: where it lies (file and index), and why not."""
+    """A record that cannot be used: its location (file and index) and the reason."""
 
-    place: str
+    location: str
     reason: str
 
 
-def unusable(fault: BadRecord) -> ConfigError:
-    """The end of a run under data.on_error=raise."""
-    hint = "mend it, or leave such records out with data.on_error=skip"
-    return ConfigError(Problem("data", fault.reason, value=fault.place, hint=hint))
+def bad_record_error(bad_record: BadRecord) -> ConfigError:
+    """Error that stops a run under data.on_error=raise."""
+    hint = "fix the record, or set data.on_error=skip to skip bad records"
+    return ConfigError(Problem("data", bad_record.reason, value=bad_record.location, hint=hint))
 
 
 class Records(Protocol):
-    """Records by index."""
+    """Records with random access by index."""
 
     def __len__(self) -> int: ...
 
     def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
-        """The records at some indices; safe to call from several threads."""
+        """Read the records at the given indices; safe to call from several threads."""
         ...
 
-    def place(self, index: int) -> str:
-        """File and index of a record, for a message."""
+    def location(self, index: int) -> str:
+        """File and index of a record, for error messages."""
         ...
 
     @property
     def groups(self) -> list[int] | None:
-        """Sizes of the runs of records that can only be read together, or None where each can be read alone."""
+        """Sizes of the runs of records that can only be read together; None if each can be read alone."""
         ...
 
 
 class RecordStream(Protocol):
-    """Records that can only be read in order, from a cursor on."""
+    """Records that can only be read in order, starting at a cursor."""
 
-    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | BadRecord, Cursor]]:
-        """One epoch of a share: each record with the cursor after it, None being the epoch's start.
+    def iter_from(
+        self, cursor: Cursor | None, *, share: int, shares: int
+    ) -> Iterator[tuple[Record | BadRecord, Cursor]]:
+        """Iterate over one epoch of a share: each record with the cursor after it; None starts the epoch.
 
-        A cursor's `number` counts the records of the share that lie before it.
+        A cursor's `number` counts the records of the share before it.
         """
         ...
 
-    def place(self, number: int) -> str:
-        """Name and number of a record (its cursor's), for a message."""
+    def location(self, number: int) -> str:
+        """Name of the stream and number of a record (its cursor's), for error messages."""
         ...

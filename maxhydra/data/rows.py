@@ -1,33 +1,56 @@
-"""Rows: sequences of a fixed length, which are all that a batch is made of."""
+"""Rows: training sequences of a fixed length, and the documents that are packed into them."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.data.document import Document
-from maxhydra.data.packing import Plan
+from maxhydra.data.packing import PackingPlan
 
-# tokens, targets, positions int32 and weights float32 (0 where no loss), each [seq_len]. A row of several documents has
-# segments int32 too (0 is padding). Without, a row is one sequence with padding at its end only, which no token before
-# it can see, so attention needs no mask. Columns of dtype object stay on the host.
+# One training sequence: tokens, targets, positions int32 and weights float32 (0: no loss), each [seq_len]. A row of
+# several documents also has segments int32 (0: padding). Without segments a row is one sequence with padding only at
+# its end, which no earlier token can see, so causal attention needs no extra mask. Columns of dtype object stay on the
+# host.
 Row = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class RowSpec:
-    """What every row looks like."""
+    """Length, vocabulary and seed of the rows of a run."""
 
     seq_len: int
     vocab_size: int
-    """Of the model; a source must stay within it."""
+    """Vocabulary size of the model; every token of a source must be below it."""
     seed: int
 
 
+NO_COLUMNS: Mapping[str, np.ndarray] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A tokenized example that can share a row with others.
+
+    A document of n tokens fills n - 1 positions of a row: each token predicts the next.
+    """
+
+    tokens: np.ndarray
+    """int [n]."""
+    weights: np.ndarray | None = None
+    """float32 [n]: loss weight of predicting token i; None: 1 for every token."""
+    columns: Mapping[str, np.ndarray] = dataclasses.field(default_factory=lambda: NO_COLUMNS)
+    """Extra arrays [n - 1, ...], aligned with the first n - 1 tokens, such as a teacher's logits after each."""
+
+    @property
+    def places(self) -> int:
+        """Row positions that the document fills."""
+        return max(0, len(self.tokens) - 1)
+
+
 class Rows(Protocol):
-    """Sequences by index."""
+    """Rows with random access by index."""
 
     def __len__(self) -> int: ...
 
@@ -35,7 +58,7 @@ class Rows(Protocol):
 
 
 def make_row(tokens: np.ndarray, seq_len: int) -> Row:
-    """Up to seq_len + 1 tokens as inputs and the tokens that follow them, padded to seq_len."""
+    """Build a row of up to seq_len + 1 tokens: inputs and next-token targets, padded to seq_len."""
     count = len(tokens) - 1
     row = {name: np.zeros(seq_len, np.int32) for name in ("tokens", "targets")}
     row["tokens"][:count] = tokens[:-1]
@@ -47,15 +70,15 @@ def make_row(tokens: np.ndarray, seq_len: int) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """The rows of a plan, as arrays [rows, seq_len]."""
+    """Rows that were packed from documents, as arrays [rows, seq_len]."""
 
     arrays: dict[str, np.ndarray]
     order: np.ndarray
-    """Row of the arrays that stands at each place: another order moves no tokens."""
+    """Array row at each index; reordering moves no tokens."""
     filled: np.ndarray
-    """How many places of each row of the arrays hold a document."""
+    """Positions of each array row that hold a document."""
     cut: int = 0
-    """Documents of which a part, or all, was left out for being too long."""
+    """Documents that were truncated or dropped because they are too long."""
 
     def __len__(self) -> int:
         return len(self.order)
@@ -64,17 +87,17 @@ class PackedRows:
         at = self.order[index]
         return {name: array[at, ...] for name, array in self.arrays.items()}
 
-    def filled_of(self, index: int) -> int:
-        """Places of a row that hold a document."""
+    def num_filled(self, index: int) -> int:
+        """Number of positions of a row that hold a document."""
         return int(self.filled[self.order[index]])
 
-    def taken(self, order: np.ndarray) -> "PackedRows":
-        """The same rows in another order."""
+    def reorder(self, order: np.ndarray) -> "PackedRows":
+        """Return the same rows in a different order."""
         return dataclasses.replace(self, order=self.order[order])
 
 
 def stack_rows(rows: Sequence[Row]) -> PackedRows:
-    """Rows that were made one by one, whose positions are 0 in padding, or which have a `length` instead."""
+    """Stack rows that were built one by one; their positions are 0 in padding, or they have a `length`."""
     if not rows:
         return PackedRows({}, np.arange(0), np.arange(0))
     arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
@@ -85,11 +108,11 @@ def stack_rows(rows: Sequence[Row]) -> PackedRows:
     return PackedRows(arrays, np.arange(len(rows)), filled)
 
 
-def pack_rows(documents: Sequence[Document], plan: Plan, seq_len: int, *, with_segments: bool) -> PackedRows:
-    """Lay the pieces of a plan into rows.
+def pack_rows(documents: Sequence[Document], plan: PackingPlan, seq_len: int, *, with_segments: bool) -> PackedRows:
+    """Pack documents into rows according to a plan.
 
-    The pieces of a row follow each other, so a column is one concatenation of slices and of what pads each row: four
-    times as fast as one index per token.
+    The pieces of a row are adjacent, so each column is one concatenation of slices and row padding: four times as fast
+    as one index per token.
     """
     if not plan.rows:
         return PackedRows({}, np.arange(0), np.arange(0), plan.cut)
@@ -98,34 +121,34 @@ def pack_rows(documents: Sequence[Document], plan: Plan, seq_len: int, *, with_s
     ends_row = np.append(np.diff(plan.row) > 0, True)
     padding = np.where(ends_row, seq_len - filled[plan.row], 0).tolist()
 
-    def lay(parts: Iterable[np.ndarray], dtype: np.dtype | type, shape: tuple[int, ...] = ()) -> np.ndarray:
-        nothing = np.zeros((seq_len, *shape), dtype)
-        laid: list[np.ndarray] = []
+    def concatenate(parts: Iterable[np.ndarray], dtype: np.dtype | type, shape: tuple[int, ...] = ()) -> np.ndarray:
+        zeros = np.zeros((seq_len, *shape), dtype)
+        slices: list[np.ndarray] = []
         for part, pad in zip(parts, padding, strict=True):
-            laid.append(part)
+            slices.append(part)
             if pad:
-                laid.append(nothing[:pad])
+                slices.append(zeros[:pad])
         array = np.empty((plan.rows * seq_len, *shape), dtype)
-        np.concatenate(laid, out=array)
+        np.concatenate(slices, out=array)
         return array.reshape(plan.rows, seq_len, *shape)
 
     tokens = [document.tokens for document in documents]
-    place = np.arange(seq_len, dtype=np.int32)
+    positions = np.arange(seq_len, dtype=np.int32)
     arrays = {
-        "tokens": lay((tokens[i][start : start + count] for i, start, count in pieces), np.int32),
-        "targets": lay((tokens[i][start + 1 : start + 1 + count] for i, start, count in pieces), np.int32),
-        "positions": lay((place[:count] for _, _, count in pieces), np.int32),
+        "tokens": concatenate((tokens[i][start : start + count] for i, start, count in pieces), np.int32),
+        "targets": concatenate((tokens[i][start + 1 : start + 1 + count] for i, start, count in pieces), np.int32),
+        "positions": concatenate((positions[:count] for _, _, count in pieces), np.int32),
     }
     weights = [document.weights for document in documents]
     if all(weight is None for weight in weights):
-        arrays["weights"] = (place < filled[:, None]).astype(np.float32)
+        arrays["weights"] = (positions < filled[:, None]).astype(np.float32)
     else:
-        one = np.ones(seq_len, np.float32)
+        ones = np.ones(seq_len, np.float32)
         parts = (
-            one[:count] if (weight := weights[i]) is None else weight[start + 1 : start + 1 + count]
+            ones[:count] if (weight := weights[i]) is None else weight[start + 1 : start + 1 + count]
             for i, start, count in pieces
         )
-        arrays["weights"] = lay(parts, np.float32)
+        arrays["weights"] = concatenate(parts, np.float32)
     if with_segments:
         segment = np.stack([plan.segment.astype(np.int32), np.zeros(len(pieces), np.int32)], 1)
         arrays["segments"] = np.repeat(segment.ravel(), np.stack([plan.count, padding], 1).ravel())
@@ -134,18 +157,20 @@ def pack_rows(documents: Sequence[Document], plan: Plan, seq_len: int, *, with_s
         columns = [document.columns[name] for document in documents]
         if any(column.shape[1:] != first.shape[1:] for column in columns):
             sizes = sorted({column.shape[1:] for column in columns})
-            raise ConfigError(Problem("data", f"records differ in the size of {name}: {', '.join(map(str, sizes))}"))
+            raise ConfigError(
+                Problem("data", f"all records need the same size of {name}, not {', '.join(map(str, sizes))}")
+            )
         parts = (columns[i][start : start + count] for i, start, count in pieces)
-        arrays[name] = lay(parts, first.dtype, first.shape[1:])
+        arrays[name] = concatenate(parts, first.dtype, first.shape[1:])
     return PackedRows(arrays, np.arange(plan.rows), filled, plan.cut)
 
 
 @dataclasses.dataclass(frozen=True)
 class ContiguousRows:
-    """A stream of tokens cut so that each token after the first is the target of exactly one row.
+    """Rows cut from one contiguous token stream; each token after the first is the target of exactly one row.
 
-    Row k reads tokens k * seq_len to (k + 1) * seq_len - 1 and predicts the one after each. What does not fill a row at
-    the end is dropped, or kept as a padded row.
+    Row k reads tokens k * seq_len to (k + 1) * seq_len - 1 and predicts the token after each. A remainder at the end
+    that does not fill a row is dropped, or kept as a padded row.
     """
 
     tokens: np.ndarray

@@ -1,4 +1,4 @@
-"""Shards: a source of records as ArrayRecord files of tokens, each made by one process from its share of them."""
+"""Tokenized shards: a source of records written as ArrayRecord files, each by one process from its share."""
 
 import dataclasses
 import os
@@ -13,51 +13,49 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.corpus import READY_ROWS
 from maxhydra.config.schema.data import Data, OnError
 from maxhydra.data.array_codec import encode_arrays
-from maxhydra.data.document import Document
-from maxhydra.data.encode import Encoded, Encoder
 from maxhydra.data.formats import ConcatRecords
 from maxhydra.data.pipeline import TRAIN, Pipeline
-from maxhydra.data.read_ahead import Chunks, IndexedChunks, StreamedChunks
-from maxhydra.data.records import BadRecord, Record, Records, RecordStream, unusable
-from maxhydra.data.rows import RowSpec
+from maxhydra.data.read_ahead import Chunks, Encoded, Encoder, IndexedChunks, StreamedChunks
+from maxhydra.data.records import BadRecord, Record, Records, RecordStream, bad_record_error
+from maxhydra.data.rows import Document, RowSpec
 from maxhydra.data.shuffle import ShuffleOrder
-from maxhydra.data.sources import Part, RecordSource
+from maxhydra.data.sources import RecordSlice, RecordSource
 from maxhydra.data.special_tokens import smallest
-from maxhydra.data.tokenizers import tokenizer
+from maxhydra.data.tokenizers import load_tokenizer
 
-# Records by themselves and as they are: of documents of 600 tokens, 7 microseconds to read one at random, where 8 to a
-# group take 9, compressed 11, both 22. Compression would save a third of the space.
+# One record per group, uncompressed: with documents of 600 tokens, a random read takes 7 microseconds, against 9 with
+# groups of 8, 11 with compression, and 22 with both. Compression would save a third of the space.
 OPTIONS = "group_size:1,uncompressed"
 
-# Numbers that a worker counts up for each shard, for others to see.
+# Progress counters per shard in the shared array: records seen, tokens written.
 COUNTED = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
-    """What a finished shard holds."""
+class ShardResult:
+    """Counts of a finished shard."""
 
     shard: int
     records: int
     tokens: int
     bytes: int
-    faults: list[BadRecord]
+    bad_records: list[BadRecord]
 
 
 Enrich = Callable[[list[Document]], list[Document]]
 
 
 class Shards:
-    """The shards of a source, in a folder. Shard s of S holds the s-th part of the records, in their order."""
+    """Writes the shards of a source into a folder. Shard s of S holds the s-th share of the records, in order."""
 
     def __init__(self, data: Data, folder: Path, count: int, enrich: Enrich = list):
-        """`enrich` is what is made of some documents before they are written."""
+        """`enrich` transforms a list of documents before they are written."""
         self._data, self._folder, self._count, self._enrich = data, folder, count, enrich
         _check_source(data)
-        # Rows are not made here, so their length is no matter.
-        self._pipeline = Pipeline(data, RowSpec(seq_len=1, vocab_size=tokenizer(data).vocab_size, seed=0))
+        # No rows are built here, so seq_len does not matter.
+        self._pipeline = Pipeline(data, RowSpec(seq_len=1, vocab_size=load_tokenizer(data).vocab_size, seed=0))
         if self.records is not None and self.records < count:
-            reason = f"is over the {self.records} records that there are"
+            reason = f"is more than the {self.records} records of the source"
             raise ConfigError(Problem("task.shards", reason, value=count))
 
     def name(self, shard: int) -> str:
@@ -65,88 +63,90 @@ class Shards:
 
     @property
     def records(self) -> int | None:
-        """How many there are, where that can be known."""
-        return None if self._all is None else len(self._all)
+        """Number of records; None if it is unknown."""
+        return None if self._all_records is None else len(self._all_records)
 
     def sample(self, count: int) -> list[Record | BadRecord]:
-        """A few records from all over the source, by which it can be known again; a stream has none."""
-        if self._all is None:
+        """A few records from across the source, to recognize it by; empty for a stream."""
+        if self._all_records is None:
             return []
-        return self._all.read(np.unique(np.linspace(0, len(self._all) - 1, count).astype(int)).tolist())
+        return self._all_records.read(np.unique(np.linspace(0, len(self._all_records) - 1, count).astype(int)).tolist())
 
-    def write(self, shard: int, counted: MutableSequence[int]) -> Written:
-        """Make a shard: under another name until it is whole and on the disk."""
+    def write(self, shard: int, counters: MutableSequence[int]) -> ShardResult:
+        """Write a shard under a temporary name, and rename it once it is complete and synced to disk."""
         path = self._folder / self.name(shard)
         partial = path.with_name(f".{path.name}.partial")
         records = seen = tokens = 0
-        faults: list[BadRecord] = []
+        bad_records: list[BadRecord] = []
         writer = ArrayRecordWriter(str(partial), OPTIONS)
         for encoded in self._encoded(shard):
-            faults += self._checked(encoded.faults)
+            bad_records += self._check_bad_records(encoded.bad_records)
             documents = self._enrich(encoded.examples)
             for document in documents:
                 writer.write(encode_arrays(self._arrays(document)))
                 tokens += len(document.tokens)
             records += len(documents)
-            seen += len(encoded.examples) + len(encoded.faults)
-            counted[COUNTED * shard], counted[COUNTED * shard + 1] = seen, tokens
+            seen += len(encoded.examples) + len(encoded.bad_records)
+            counters[COUNTED * shard], counters[COUNTED * shard + 1] = seen, tokens
         writer.close()
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.rename(path)
-        return Written(shard, records, tokens, path.stat().st_size, faults)
+        return ShardResult(shard, records, tokens, path.stat().st_size, bad_records)
 
     @cached_property
-    def _all(self) -> Records | None:
-        """Training's records, and those held out of the same ones; None where they can only be read in order."""
+    def _all_records(self) -> Records | None:
+        """Training records plus those held out from the same files; None if they can only be read in order."""
         source = self._pipeline.sources[""]
         if not isinstance(source, RecordSource):
             return None
         train, held_out = source.train, source.evaluation
-        if isinstance(train, Part) and isinstance(held_out, Part) and train.records is held_out.records:
+        if isinstance(train, RecordSlice) and isinstance(held_out, RecordSlice) and train.records is held_out.records:
             return ConcatRecords([train, held_out])
         return train
 
     @cached_property
     def _encoder(self) -> Encoder:
         encoder = self._pipeline.encoder("", TRAIN)
-        if (records := self._all) is None:
+        if (records := self._all_records) is None:
             return encoder
         return dataclasses.replace(
-            encoder, read=records.read, place=lambda indices, at: records.place(int(indices[at]))
+            encoder, read=records.read, location=lambda indices, at: records.location(int(indices[at]))
         )
 
     def _encoded(self, shard: int) -> Iterator[Encoded]:
-        """The share of a shard, a chunk at a time."""
-        if self._all is None:
+        """Encode the share of a shard, chunk by chunk."""
+        if self._all_records is None:
             stream: RecordStream = getattr(self._pipeline.sources[""], TRAIN)
             chunks: Chunks = StreamedChunks(stream, shard, self._count)
         else:
-            chunks = IndexedChunks(ShuffleOrder(len(self._all), 0, shuffle=False), shard, self._count)
-        yield from (self._encoder(chunk.payload) for chunk in chunks.follow(None, 1))
+            chunks = IndexedChunks(ShuffleOrder(len(self._all_records), 0, shuffle=False), shard, self._count)
+        yield from (self._encoder(chunk.payload) for chunk in chunks.iter_from(None, 1))
 
-    def _checked(self, faults: list[BadRecord]) -> list[BadRecord]:
-        if faults and self._data.on_error is OnError["raise"]:
-            raise unusable(faults[0])
-        return faults
+    def _check_bad_records(self, bad_records: list[BadRecord]) -> list[BadRecord]:
+        if bad_records and self._data.on_error is OnError["raise"]:
+            raise bad_record_error(bad_records[0])
+        return bad_records
 
     def _arrays(self, document: Document) -> dict[str, np.ndarray]:
         arrays = {"tokens": document.tokens.astype(self.dtype), **document.columns}
         if document.weights is not None:
-            whole = np.isin(document.weights, (0, 1)).all()
-            arrays["weights"] = document.weights.astype(np.uint8 if whole else np.float32)
+            is_mask = np.isin(document.weights, (0, 1)).all()
+            arrays["weights"] = document.weights.astype(np.uint8 if is_mask else np.float32)
         return arrays
 
     @cached_property
     def dtype(self) -> np.dtype:
-        """The smallest type that holds every token."""
-        return np.dtype(smallest(tokenizer(self._data).vocab_size))
+        """Smallest dtype that holds every token id."""
+        return np.dtype(smallest(load_tokenizer(self._data).vocab_size))
 
 
 def _check_source(data: Data) -> None:
     if data.source == "mixture" or data.source in READY_ROWS:
-        hint = "tokenize the sources of a mixture one by one" if data.source == "mixture" else "see data=grain"
-        raise ConfigError(Problem("data.source", "holds no records to tokenize", value=data.source, hint=hint))
+        hint = (
+            "tokenize the sources of a mixture one by one" if data.source == "mixture" else "use data=grain or data=hf"
+        )
+        raise ConfigError(Problem("data.source", "has no records to tokenize", value=data.source, hint=hint))
     if data.record_type not in ("text", "chat"):
-        reason = "is no shape whose tokens can be written"
+        reason = "cannot be tokenized into shards"
         raise ConfigError(Problem("data.record_type", reason, value=data.record_type, accepted="text, chat"))

@@ -1,14 +1,14 @@
-"""Streams: rows without end from one share of a source, with a small state to go on from."""
+"""Streams: endless sequences of rows from one share of a source, with a small state to resume from."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.data.encode import Encoded
-from maxhydra.data.read_ahead import Chunk, Chunks
+from maxhydra.config.schema.data import Data
+from maxhydra.data.read_ahead import Chunk, Chunks, Encoded
 from maxhydra.data.records import BadRecord, Cursor
 from maxhydra.data.rows import PackedRows, Row, Rows
 from maxhydra.data.shuffle import ShuffleOrder, share_of
@@ -18,22 +18,24 @@ State = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class ReadStats:
-    """What a stream has given out in this session: sequences, their places, those that hold a document."""
+    """Counts of what a stream has returned in this session."""
 
     rows: int = 0
-    places: int = 0
+    capacity: int = 0
+    """Positions in these rows, padding included."""
     filled: int = 0
+    """Positions that hold a document."""
     skipped: int = 0
-    """Records left out."""
+    """Bad records that were skipped."""
     epoch: float = 0.0
-    """Of the last row given out."""
+    """Epoch of the last row."""
     dropped: int = 0
-    """Documents that data.packing.overlong cut short or left out."""
+    """Documents that data.packing.overlong truncated or dropped."""
 
     def __add__(self, other: "ReadStats") -> "ReadStats":
         return ReadStats(
             self.rows + other.rows,
-            self.places + other.places,
+            self.capacity + other.capacity,
             self.filled + other.filled,
             self.skipped + other.skipped,
             max(self.epoch, other.epoch),
@@ -42,15 +44,17 @@ class ReadStats:
 
 
 class Stream(Protocol):
-    """Rows, one after another. A stream of a single epoch ends in StopIteration."""
+    """An iterator over the rows of one share of a source; StopIteration ends a stream of finite epochs."""
 
     @property
     def counts(self) -> ReadStats: ...
 
-    def take(self) -> Row: ...
+    def take(self) -> Row:
+        """Return the next row."""
+        ...
 
     def skip(self) -> None:
-        """Leave a row to another process."""
+        """Skip the next row, which another process takes."""
         ...
 
     def state(self) -> State: ...
@@ -61,45 +65,44 @@ class Stream(Protocol):
 
 
 class RowStream:
-    """The share of a source whose rows are there by index: nothing is read to skip one."""
+    """Stream over rows that are available by index; skipping a row reads nothing."""
 
     def __init__(self, rows: Rows, order: ShuffleOrder, *, share: int, shares: int, epochs: int | None):
         self._rows, self._order = rows, order
         self._first, last = share_of(order.length, share, shares)
         self._count = last - self._first
         self._epochs = epochs
-        self._given = 0
+        self._position = 0
         self.counts = ReadStats()
 
     def take(self) -> Row:
-        epoch, at = divmod(self._given, self._count)
+        epoch, at = divmod(self._position, self._count)
         if self._epochs is not None and epoch >= self._epochs:
             raise StopIteration
         (index,) = self._order.indices(epoch, self._first + at, self._first + at + 1)
         row = self._rows[int(index)]
-        self._given += 1
-        size = len(row["tokens"])
+        self._position += 1
         filled = int(np.count_nonzero(row["weights"]))
-        self.counts += ReadStats(1, size, filled, 0, self._given / self._count)
+        self.counts += ReadStats(1, len(row["tokens"]), filled, 0, self._position / self._count)
         return row
 
     def skip(self) -> None:
-        self._given += 1
+        self._position += 1
 
     def state(self) -> State:
-        return {"given": self._given}
+        return {"given": self._position}
 
     def restore(self, state: State) -> None:
-        self._given = int(state["given"])
+        self._position = int(state["given"])
 
     def close(self) -> None:
         pass
 
 
 class PackedStream:
-    """The share of a source of records: chunks are read until they fill a window, which is packed as one.
+    """Stream over records: chunks are read until they fill a packing window, which is packed as a whole.
 
-    A window is a function of where it begins, so the state is that cursor and how many of its rows were given out.
+    A window is a function of the cursor where it starts, so the state is that cursor and the next row of the window.
     """
 
     def __init__(
@@ -109,78 +112,147 @@ class PackedStream:
         pack: Callable[[list[Any], tuple[int, ...]], PackedRows],
         *,
         window: int,
-        on_fault: Callable[[BadRecord], None],
+        on_bad_record: Callable[[BadRecord], None],
         epochs: int | None,
     ):
-        """`encode` reads and tokenizes chunks; `pack` makes rows of examples, in an order drawn from a key."""
-        self._chunks, self._encode, self._pack = chunks, encode, pack
-        self._window, self._on_fault, self._epochs = window, on_fault, epochs
-        self.counts = ReadStats()
-        self._begin(None, 0)
+        """`encode` reads and tokenizes chunks; `pack` turns examples into rows, shuffled with a key.
 
-    def _begin(self, cursor: Cursor | None, given: int) -> None:
-        self._encoded = self._encode(self._chunks.follow(cursor, self._epochs))
+        `window` is the size of a packing window in tokens.
+        """
+        self._chunks, self._encode, self._pack = chunks, encode, pack
+        self._window, self._on_bad_record, self._epochs = window, on_bad_record, epochs
+        self.counts = ReadStats()
+        self._seek(None, 0)
+
+    def _seek(self, cursor: Cursor | None, next_row: int) -> None:
+        self._encoded = self._encode(self._chunks.iter_from(cursor, self._epochs))
         self._cursor = self._after = cursor
         self._epoch = 0
         self._rows: PackedRows | None = None
-        self._given = given
+        self._next_row = next_row
 
     def take(self) -> Row:
-        rows = self._ensure()
-        row = rows[self._given]
-        places = sum(len(column) for name, column in row.items() if name.endswith("tokens"))
-        self.counts += ReadStats(1, places, rows.filled_of(self._given), 0, self._epoch)
-        self._given += 1
+        rows = self._fill_window()
+        row = rows[self._next_row]
+        capacity = sum(len(column) for name, column in row.items() if name.endswith("tokens"))
+        self.counts += ReadStats(1, capacity, rows.num_filled(self._next_row), 0, self._epoch)
+        self._next_row += 1
         return row
 
     def skip(self) -> None:
-        self._ensure()
-        self._given += 1
+        self._fill_window()
+        self._next_row += 1
 
-    def _ensure(self) -> PackedRows:
-        """A window with a row that was not given out yet."""
-        without = 0
-        while self._rows is None or self._given >= len(self._rows):
+    def _fill_window(self) -> PackedRows:
+        """Return a window with at least one row left, reading the next one if necessary."""
+        empty_epochs = 0
+        while self._rows is None or self._next_row >= len(self._rows):
             if self._rows is not None:
-                self._cursor, self._given = self._after, 0
-            examples, first, ends_epoch = self._read()
-            self._rows = self._pack(examples, (first.epoch, *_key(first.cursor)))
+                self._cursor, self._next_row = self._after, 0
+            examples, first, ends_epoch = self._read_window()
+            self._rows = self._pack(examples, (first.epoch, *_window_key(first.cursor)))
             self.counts += ReadStats(dropped=self._rows.cut)
-            without = without + ends_epoch if not len(self._rows) else 0
-            if without > 1:
-                raise ConfigError(Problem("data", "no record of a whole epoch could be used"))
+            empty_epochs = empty_epochs + ends_epoch if not len(self._rows) else 0
+            if empty_epochs > 1:
+                hint = "check data.record_type and data.columns; task=inspect_data shows what is read"
+                raise ConfigError(Problem("data", "a whole epoch has no usable record", hint=hint))
         return self._rows
 
-    def _read(self) -> tuple[list[Any], Chunk, bool]:
-        """The examples of the next window, its first chunk, and whether the epoch ends with it."""
+    def _read_window(self) -> tuple[list[Any], Chunk, bool]:
+        """Read the examples of the next window; also return its first chunk and whether it ends the epoch."""
         examples: list[Any] = []
-        first, places = None, 0
+        first, num_tokens = None, 0
         for chunk, encoded in self._encoded:
             first = first or chunk
-            for fault in encoded.faults:
+            for bad_record in encoded.bad_records:
                 self.counts += ReadStats(skipped=1)
-                self._on_fault(fault)
+                self._on_bad_record(bad_record)
             examples += encoded.examples
-            places += encoded.places
+            num_tokens += encoded.num_tokens
             self._cursor, self._after = first.cursor, chunk.after
-            if places >= self._window or chunk.ends_epoch:
+            if num_tokens >= self._window or chunk.ends_epoch:
                 self._epoch = first.epoch
                 return examples, first, chunk.ends_epoch
         raise StopIteration
 
     def state(self) -> State:
-        if self._rows is not None and self._given >= len(self._rows):
+        if self._rows is not None and self._next_row >= len(self._rows):
             return {"cursor": self._after, "row": 0}
-        return {"cursor": self._cursor, "row": self._given}
+        return {"cursor": self._cursor, "row": self._next_row}
 
     def restore(self, state: State) -> None:
         self.close()
-        self._begin(state["cursor"], int(state["row"]))
+        self._seek(state["cursor"], int(state["row"]))
 
     def close(self) -> None:
         self._encoded.close()  # type: ignore[attr-defined]
 
 
-def _key(cursor: Cursor) -> tuple[int, ...]:
-    """Numbers that tell one window of an epoch from another, where the cursor has any."""
+def _window_key(cursor: Cursor) -> tuple[int, ...]:
+    """PRNG key that distinguishes the windows of an epoch, if the cursor is a number."""
     return (cursor["at"],) if isinstance(cursor["at"], int) else ()
+
+
+class MixtureStream:
+    """Stream over several sources: each row comes from the source furthest behind its share (ties: the first).
+
+    The order is deterministic and depends only on the shares.
+    """
+
+    def __init__(self, streams: Mapping[str, Stream], shares: Mapping[str, float]):
+        self._streams, self._shares = dict(streams), shares
+        self._rows_taken = dict.fromkeys(streams, 0)
+
+    @property
+    def counts(self) -> ReadStats:
+        return sum((stream.counts for stream in self._streams.values()), ReadStats())
+
+    def _next_stream(self) -> Stream:
+        total = sum(self._rows_taken.values()) + 1
+        name = max(self._shares, key=lambda name: self._shares[name] * total - self._rows_taken[name])
+        self._rows_taken[name] += 1
+        return self._streams[name]
+
+    def take(self) -> Row:
+        return self._next_stream().take()
+
+    def skip(self) -> None:
+        self._next_stream().skip()
+
+    def state(self) -> State:
+        return {
+            "given": dict(self._rows_taken),
+            "shares": dict(self._shares),
+            "sources": {name: stream.state() for name, stream in self._streams.items()},
+        }
+
+    def restore(self, state: State) -> None:
+        """Resume every source; a source that is new in the mixture starts at its beginning.
+
+        If the shares have changed, row counts restart at 0: otherwise the mixture would first make up for rows that it
+        returned under the old shares.
+        """
+        is_same = state.get("shares", self._shares) == self._shares
+        for name, stream in self._streams.items():
+            self._rows_taken[name] = int(state["given"][name]) if is_same else 0
+            if is_same or name in state["sources"]:
+                stream.restore(state["sources"][name])
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+
+
+def mixture_shares(data: Data, sizes: Mapping[str, int | None]) -> dict[str, float]:
+    """Share of rows per source: its weight, or its number of records to the power 1 / temperature; normalized."""
+    if data.weights:
+        raw = {name: float(data.weights[name]) for name in data.sources}
+    else:
+        for name, size in sizes.items():
+            if size is None:
+                reason = f"must be set, because data.sources.{name} is a stream of unknown length"
+                hint = "data.temperature needs the number of records of every source"
+                raise ConfigError(Problem("data.weights", reason, accepted="a weight for each source", hint=hint))
+        raw = {name: float(size or 0) ** (1 / data.temperature) for name, size in sizes.items()}
+    total = sum(raw.values())
+    return {name: value / total for name, value in raw.items()}

@@ -1,4 +1,7 @@
-"""Worker processes: started afresh, deaf to signals that are meant for the run, and gone when it is."""
+"""Worker processes that are spawned, ignore the signals of a run, and exit with their parent.
+
+Other pools of spawned processes can use `spawn_context`, `ignore_run_signals` and `exit_with_parent`.
+"""
 
 import os
 import signal
@@ -12,43 +15,44 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-# Not forked: the threads of jax and of tokenizers do not survive a fork.
-SPAWN = get_context("spawn")
+# Not forked: the threads of JAX and of tokenizers do not survive a fork.
+spawn_context = get_context("spawn")
 
 
 class WorkerDied(Exception):
-    """A worker process ended in the middle of its work."""
+    """A worker process exited before it returned its result."""
 
 
 class Workers(ThreadPoolExecutor):
-    """So many threads, each of which hands its work to a process of its own that has called `begin` first.
+    """An executor whose threads each forward their calls to a dedicated process.
 
-    The processes share no lock and no pipe, as those of a ProcessPoolExecutor do: there, one that is killed while it
-    writes its result leaves the others, and the pool, waiting for ever.
+    The processes share no lock and no pipe, unlike those of a ProcessPoolExecutor: there, a process that is killed
+    while it writes its result leaves the other processes, and the pool, waiting forever.
     """
 
-    def __init__(self, count: int, begin: Callable[[], None]):
+    def __init__(self, count: int, initializer: Callable[[], None]):
+        """Each of `count` processes calls `initializer` once, before its first call."""
         super().__init__(count, thread_name_prefix="worker")
-        self._begin = begin
-        self._own = threading.local()
+        self._initializer = initializer
+        self._thread_local = threading.local()
         self._lock = threading.Lock()
         self._processes: list[BaseProcess] = []
         self._kill = weakref.finalize(self, _kill, self._processes)
 
-    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Let a process call a function, which it finds by its name."""
-        return super().submit(self._ask, work, args, kwargs)
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a function in a worker process; it is pickled by name."""
+        return super().submit(self._call, function, args, kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the workers now, whatever they are at."""
+        """Kill the workers, even in the middle of a call."""
         with self._lock:
             self._kill()
         super().shutdown(wait, cancel_futures=cancel_futures)
 
-    def _ask(self, work: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _call(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         try:
-            pipe: Connection = getattr(self._own, "pipe", None) or self._start()
-            pipe.send((work, args, kwargs))
+            pipe: Connection = getattr(self._thread_local, "pipe", None) or self._start()
+            pipe.send((function, args, kwargs))
             is_done, result = pipe.recv()
         except (EOFError, OSError):
             raise WorkerDied from None
@@ -57,16 +61,16 @@ class Workers(ThreadPoolExecutor):
         return result
 
     def _start(self) -> Connection:
-        """The process of this thread. It alone holds its end of the pipe, which therefore breaks when it ends."""
+        """Start the process of this thread. Only that process holds its end of the pipe, which breaks when it exits."""
         with self._lock:
             if not self._kill.alive:
                 raise WorkerDied
-            self._own.pipe, theirs = SPAWN.Pipe()
-            process = SPAWN.Process(target=_serve, args=(theirs, self._begin), daemon=True)
+            self._thread_local.pipe, worker_end = spawn_context.Pipe()
+            process = spawn_context.Process(target=_serve, args=(worker_end, self._initializer), daemon=True)
             process.start()
-            theirs.close()
+            worker_end.close()
             self._processes.append(process)
-        return self._own.pipe
+        return self._thread_local.pipe
 
 
 def _kill(processes: list[BaseProcess]) -> None:
@@ -76,31 +80,43 @@ def _kill(processes: list[BaseProcess]) -> None:
         process.join()
 
 
-def _serve(pipe: Connection, begin: Callable[[], None]) -> None:
-    """What a worker does: calls until there is no one left to ask."""
-    # A terminal or a cluster signals every process of a run, which then saves its end: it needs its workers for that.
+def ignore_run_signals() -> None:
+    """Ignore SIGINT, SIGTERM and SIGUSR1 in a worker process.
+
+    A terminal or a cluster signals every process of a run; the run then saves a checkpoint, for which it still needs
+    its workers.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    # There are as many workers as were asked for; a tokenizer's own threads in each would only crowd the cores.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    begin()
-    while True:
-        try:
-            work, args, kwargs = pipe.recv()
-        except EOFError:
-            return
-        try:
-            result = True, work(*args, **kwargs)
-        except Exception as error:  # whatever it is, it is raised where the result is waited for
-            error.add_note(f"in a worker process:\n{traceback.format_exc()}")
-            result = False, error
-        pipe.send(result)
 
 
-def _end_with_parent() -> None:
-    """Work that no one waits for any more may be hours long."""
+def exit_with_parent() -> None:
+    """Start a thread that exits this worker process as soon as its parent does, even in the middle of a long call."""
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
     parent = parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
+
+
+def _serve(pipe: Connection, initializer: Callable[[], None]) -> None:
+    """Main function of a worker process: serve calls until the parent closes the pipe."""
+    ignore_run_signals()
+    # The number of workers is chosen to fill the cores; tokenizer threads within each would only oversubscribe them.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    exit_with_parent()
+    initializer()
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            result = True, function(*args, **kwargs)
+        except Exception as error:  # any exception is raised again where the result is awaited
+            error.add_note(f"in a worker process:\n{traceback.format_exc()}")
+            result = False, error
+        pipe.send(result)

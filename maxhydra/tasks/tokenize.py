@@ -1,4 +1,4 @@
-"""Tokenize a source once: ArrayRecord shards of tokens, in parallel, to be gone on with after any end.
+"""Tokenize a source once into ArrayRecord shards, in parallel; an interrupted run can be resumed.
 
 The result is read with data=grain data.path=FOLDER data.record_type=tokens.
 """
@@ -18,16 +18,16 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.tasks.tokenize import TokenizeTask
 from maxhydra.data.shard_index import ShardIndex, open_index
-from maxhydra.data.shards import COUNTED, Shards, Written
-from maxhydra.data.workers import SPAWN, WorkerDied, Workers
+from maxhydra.data.shards import COUNTED, ShardResult, Shards
+from maxhydra.data.workers import WorkerDied, Workers, spawn_context
 from maxhydra.tasks import Job, Outcome
 
 NEEDS_DEVICES = KEEPS_RUN = False
 
 log = logging.getLogger("maxhydra")
 
-# Seconds between two looks at how far the workers are, and between two lines where no bar can be drawn.
-LOOK, LINE = 0.25, 10.0
+# Seconds between two updates of the progress bar, and between two log lines without a terminal.
+UPDATE_INTERVAL, LOG_INTERVAL = 0.25, 10.0
 
 
 def run(job: Job) -> Outcome:
@@ -36,9 +36,9 @@ def run(job: Job) -> Outcome:
     folder = Path(task.output).expanduser().absolute()
     shards = Shards(data, folder, task.shards)
     with open_index(folder, data, shards, task.shards) as index:
-        left = [shard for shard in range(task.shards) if shards.name(shard) not in index.done]
-        if left:
-            _write_all(left, index, shards, data=data, task=task)
+        remaining = [shard for shard in range(task.shards) if shards.name(shard) not in index.done]
+        if remaining:
+            _write_all(remaining, index, shards, data=data, task=task)
         totals = index.totals
     skipped = f", {totals['skipped']:,} skipped" if totals["skipped"] else ""
     print(
@@ -48,35 +48,35 @@ def run(job: Job) -> Outcome:
     return Outcome("finished", "all shards written", {name: float(value) for name, value in totals.items()})
 
 
-def _write_all(left: list[int], index: ShardIndex, shards: Shards, *, data: Data, task: TokenizeTask) -> None:
-    """Every shard in a worker, as many at a time as there are workers."""
-    count = min(task.workers or os.cpu_count() or 1, len(left))
-    counted: Any = SPAWN.RawArray("q", COUNTED * task.shards)
-    begin = partial(_begin, data, Path(task.output).expanduser().absolute(), task.shards, counted)
-    with Display(shards.records, index.totals) as display, Workers(count, begin) as pool:
-        pending = {pool.submit(_work, shard) for shard in left}
+def _write_all(remaining: list[int], index: ShardIndex, shards: Shards, *, data: Data, task: TokenizeTask) -> None:
+    """Write every remaining shard in a worker process, as many at a time as there are workers."""
+    count = min(task.workers or os.cpu_count() or 1, len(remaining))
+    counters: Any = spawn_context.RawArray("q", COUNTED * task.shards)
+    initializer = partial(_init_worker, data, Path(task.output).expanduser().absolute(), task.shards, counters)
+    with Display(shards.records, index.totals) as display, Workers(count, initializer) as pool:
+        pending = {pool.submit(_write_shard, shard) for shard in remaining}
         try:
             while pending:
-                finished, pending = wait(pending, timeout=LOOK, return_when=FIRST_COMPLETED)
-                for written in sorted((future.result() for future in finished), key=lambda written: written.shard):
-                    for fault in written.faults:
-                        log.warning("skipped %s: %s", fault.place, fault.reason)
-                    index.add(shards.name(written.shard), written)
-                display.show(sum(counted[0::COUNTED]), sum(counted[1::COUNTED]))
+                finished, pending = wait(pending, timeout=UPDATE_INTERVAL, return_when=FIRST_COMPLETED)
+                for result in sorted((future.result() for future in finished), key=lambda result: result.shard):
+                    for bad_record in result.bad_records:
+                        log.warning("skipped %s: %s", bad_record.location, bad_record.reason)
+                    index.add(shards.name(result.shard), result)
+                display.show(sum(counters[0::COUNTED]), sum(counters[1::COUNTED]))
         except WorkerDied:
-            reason = "a worker process ended in the middle of its work, perhaps for want of memory"
-            hint = "run the same command again to go on from the shards that are done, with task.workers lower"
+            reason = "a worker process died, possibly killed for lack of memory"
+            hint = "run the same command with a lower task.workers to resume after the finished shards"
             raise ConfigError(Problem("task.workers", reason, value=count, hint=hint)) from None
 
 
 class Display:
-    """A bar on a terminal, lines elsewhere: on stderr, records done and tokens a second."""
+    """Progress on stderr (records, tokens per second): a bar on a terminal, log lines elsewhere."""
 
-    def __init__(self, records: int | None, before: dict[str, int]):
+    def __init__(self, records: int | None, earlier_totals: dict[str, int]):
         console = Console(stderr=True)
-        self._before = before["records"] + before["skipped"]
-        self._records, self._began = records, time.monotonic()
-        self._line = self._began
+        self._earlier_records = earlier_totals["records"] + earlier_totals["skipped"]
+        self._records, self._start_time = records, time.monotonic()
+        self._last_log_time = self._start_time
         self._bar = Progress(
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
@@ -85,7 +85,7 @@ class Display:
             console=console,
             disable=not console.is_terminal or console.is_dumb_terminal,
         )
-        self._task = self._bar.add_task("", total=records, completed=self._before, speed="")
+        self._task = self._bar.add_task("", total=records, completed=self._earlier_records, speed="")
 
     def __enter__(self) -> "Display":
         self._bar.start()
@@ -95,28 +95,31 @@ class Display:
         self._bar.stop()
 
     def show(self, records: int, tokens: int) -> None:
-        """How far this session is."""
+        """Update the progress with the counts of this session."""
         now = time.monotonic()
-        speed = f"{tokens / (now - self._began) / 1e6:.2f}M tok/s"
-        done = self._before + records
+        speed = f"{tokens / (now - self._start_time) / 1e6:.2f}M tok/s"
+        done = self._earlier_records + records
         self._bar.update(self._task, completed=done, speed=speed)
-        if self._bar.disable and now - self._line > LINE:
-            self._line = now
+        if self._bar.disable and now - self._last_log_time > LOG_INTERVAL:
+            self._last_log_time = now
             total = f"/{self._records:,}" if self._records is not None else ""
             self._bar.console.print(f"{done:,}{total} records  {speed}", highlight=False)
 
 
-# What a worker process holds: how to open the shards, then the shards, and the numbers that it counts up.
-_mine: dict[str, Any] = {}
+# State of a worker process: how to open the shards, then the shards, and its shared counters.
+_worker_state: dict[str, Any] = {}
 
 
-def _begin(data: Data, folder: Path, count: int, counted: Any) -> None:
-    """The source is opened with the first shard: what goes wrong there is raised where the shard is waited for."""
-    _mine["open"], _mine["counted"] = partial(Shards, data, folder, count), counted
+def _init_worker(data: Data, folder: Path, count: int, counters: Any) -> None:
+    """Store how to open the shards.
+
+    The source is opened with the first shard, so that an error is raised where the shard is awaited.
+    """
+    _worker_state["open"], _worker_state["counters"] = partial(Shards, data, folder, count), counters
 
 
-def _work(shard: int) -> Written:
-    if "shards" not in _mine:
-        _mine["shards"] = _mine["open"]()
-    written: Written = _mine["shards"].write(shard, _mine["counted"])
-    return written
+def _write_shard(shard: int) -> ShardResult:
+    if "shards" not in _worker_state:
+        _worker_state["shards"] = _worker_state["open"]()
+    result: ShardResult = _worker_state["shards"].write(shard, _worker_state["counters"])
+    return result

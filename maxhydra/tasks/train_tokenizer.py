@@ -1,4 +1,4 @@
-"""Train a tokenizer on the texts of a source, and write the folder that data.tokenizer reads."""
+"""Train a tokenizer on the texts of a source, and write a folder for data.tokenizer.path."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from maxhydra import data
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.tasks.train_tokenizer import TokenizerModel, TrainTokenizerTask
-from maxhydra.config.schema.tokenizer import Tokenizer as Words
+from maxhydra.config.schema.tokenizer import Tokenizer as TokenizerConfig
 from maxhydra.data.optional_packages import need
 from maxhydra.data.raw_texts import texts
 from maxhydra.tasks import Job, Outcome, atomic_output_dir
@@ -25,59 +25,64 @@ NEEDS_DEVICES, KEEPS_RUN = False, True
 
 log = logging.getLogger("maxhydra")
 
-# Words with the space before them, numbers by up to three digits, punctuation, blank runs.
-WORDS = (
+# Pre-tokenization: words with the space before them, numbers of up to three digits, punctuation, whitespace.
+WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Characters, of the first that are read, on which the result is measured.
-MEASURED = 1_000_000
+# Number of characters, from the start, on which the result is measured.
+SAMPLE_SIZE = 1_000_000
 
 
 def run(job: Job) -> Outcome:
     task = job.config.task
     assert isinstance(task, TrainTokenizerTask)
     if job.machine.process_index:
-        return Outcome("finished", "left to the first process")
+        return Outcome("finished", "the first process trains the tokenizer")
     folder = Path(task.output).expanduser().absolute() if task.output else job.run.path / "tokenizer"
     reader = _Reader(task, texts(job.config.data, seed=job.config.run.seed))
-    with atomic_output_dir(folder) as unfinished, reader.shown():
-        _TRAINERS[task.model](task, reader, unfinished)
+    with atomic_output_dir(folder) as partial_folder, reader.show_progress():
+        _TRAINERS[task.model](task, reader, partial_folder)
 
-    words = _settings(job.config.data.tokenizer, task.model, folder)
-    made = data.tokenizer(dataclasses.replace(job.config.data, tokenizer=words))
-    if made.vocab_size < task.vocab_size:
-        log.warning("the text gives %s tokens, not task.vocab_size=%s", f"{made.vocab_size:,}", f"{task.vocab_size:,}")
-    tokens = sum(len(ids) for ids in made.encode_batch(reader.sample))
+    config = _tokenizer_config(job.config.data.tokenizer, task.model, folder)
+    tokenizer = data.load_tokenizer(dataclasses.replace(job.config.data, tokenizer=config))
+    if tokenizer.vocab_size < task.vocab_size:
+        log.warning(
+            "the text yields only %s tokens, fewer than task.vocab_size=%s",
+            f"{tokenizer.vocab_size:,}",
+            f"{task.vocab_size:,}",
+        )
+    tokens = sum(len(ids) for ids in tokenizer.encode_batch(reader.sample))
     metrics = {
-        "vocab_size": float(made.vocab_size),
+        "vocab_size": float(tokenizer.vocab_size),
         "characters": float(reader.characters),
         "characters_per_token": sum(map(len, reader.sample)) / max(tokens, 1),
     }
     log.info(
-        "%s tokens from %s characters, %.2f characters a token: %s",
-        f"{made.vocab_size:,}",
+        "%s tokens from %s characters, %.2f characters per token: %s",
+        f"{tokenizer.vocab_size:,}",
         f"{reader.characters:,}",
         metrics["characters_per_token"],
         folder,
     )
-    log.info("use it with data.tokenizer.kind=%s data.tokenizer.path=%s", words.kind, words.path)
+    log.info("use it with data.tokenizer.kind=%s data.tokenizer.path=%s", config.kind, config.path)
     return Outcome("finished", "tokenizer written", metrics, {"tokenizer": str(folder)})
 
 
-def _settings(given: Words, model: TokenizerModel, folder: Path) -> Words:
-    """data.tokenizer as it must be set to use the result."""
+def _tokenizer_config(config: TokenizerConfig, model: TokenizerModel, folder: Path) -> TokenizerConfig:
+    """The data.tokenizer settings that use the trained tokenizer."""
     if model is TokenizerModel.sentencepiece:
         kind, path = "sentencepiece", folder / "tokenizer.model"
     else:
         kind, path = "hf", folder
-    return dataclasses.replace(given, kind=kind, path=str(path), bos=None, eos=None, pad=None)
+    return dataclasses.replace(config, kind=kind, path=str(path), bos=None, eos=None, pad=None)
 
 
 class _Reader:
-    """Texts up to the limit, counted as they go by. What goes wrong with them is kept for after the trainer's end.
+    """Iterator over texts up to the character limit, which counts them and defers errors.
 
-    Trainers turn what an iterator raises into errors of their own, which no longer say which record it was.
+    Trainers replace an exception of their iterator by one of their own, which does not name the record, so `check`
+    raises it after training.
     """
 
     def __init__(self, task: TrainTokenizerTask, source: Iterator[str]):
@@ -89,56 +94,56 @@ class _Reader:
         self._bar = Progress(
             BarColumn(bar_width=24), TextColumn("{task.fields[done]}"), console=console, disable=not console.is_terminal
         )
-        # Where a source ends is not known beforehand, so the bar moves without saying how far it is.
-        self._shown = self._bar.add_task("", total=None, done="")
+        # The length of a source is unknown, so the bar has no total.
+        self._progress_task = self._bar.add_task("", total=None, done="")
 
     @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
+    def show_progress(self) -> Iterator[None]:
         with self._bar:
             yield
 
     def __iter__(self) -> Iterator[str]:
         try:
             for text in self._source:
-                if self.characters < MEASURED:
+                if self.characters < SAMPLE_SIZE:
                     self.sample.append(text)
                 taken = text[: self._limit - self.characters]
                 self.characters += len(taken)
-                self._bar.update(self._shown, done=f"{self.characters / 1e6:,.1f} M characters read")
+                self._bar.update(self._progress_task, done=f"{self.characters / 1e6:,.1f} M characters read")
                 yield taken
                 if self.characters >= self._limit:
                     break
         except Exception as error:
             self._error = error
-        self._bar.update(self._shown, done=f"{self.characters / 1e6:,.1f} M characters read, learning tokens")
+        self._bar.update(self._progress_task, done=f"{self.characters / 1e6:,.1f} M characters read, learning tokens")
 
     def check(self) -> None:
-        """Raise what went wrong, or that there was nothing."""
+        """Raise an error of the source, or an error if there was no text."""
         if self._error is not None:
             raise self._error
         if not self.characters:
-            raise ConfigError(Problem("data", "holds no text to learn from"))
+            raise ConfigError(Problem("data", "has no text to train a tokenizer on"))
 
 
 def _train_hugging_face(task: TrainTokenizerTask, reader: _Reader, folder: Path) -> None:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    known: dict[str, Any] = {"vocab_size": task.vocab_size, "special_tokens": task.marks(), "show_progress": False}
+    options: dict[str, Any] = {"vocab_size": task.vocab_size, "special_tokens": task.marks(), "show_progress": False}
     if task.model is TokenizerModel.bpe:
-        made = Tokenizer(models.BPE())
-        trainer: Any = trainers.BpeTrainer(min_frequency=task.min_frequency, initial_alphabet=alphabet, **known)
+        tokenizer = Tokenizer(models.BPE())
+        trainer: Any = trainers.BpeTrainer(min_frequency=task.min_frequency, initial_alphabet=alphabet, **options)
     else:
-        made = Tokenizer(models.Unigram())
-        trainer = trainers.UnigramTrainer(initial_alphabet=alphabet, **known)
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+        tokenizer = Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(initial_alphabet=alphabet, **options)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    made.decoder = decoders.ByteLevel()
-    made.train_from_iterator(iter(reader), trainer)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(iter(reader), trainer)
     reader.check()
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     names = {"bos_token": task.bos, "eos_token": task.eos, "pad_token": task.pad}
     named = {role: name for role, name in names.items() if name is not None}
@@ -148,8 +153,8 @@ def _train_hugging_face(task: TrainTokenizerTask, reader: _Reader, folder: Path)
 def _train_sentencepiece(task: TrainTokenizerTask, reader: _Reader, folder: Path) -> None:
     trainer = need("sentencepiece", "task.model=sentencepiece").SentencePieceTrainer
     names = {"bos": task.bos, "eos": task.eos, "pad": task.pad}
-    given = [role for role, name in names.items() if name is not None]
-    ids = {f"{role}_id": given.index(role) + 1 if role in given else -1 for role in names}
+    roles = [role for role, name in names.items() if name is not None]
+    ids = {f"{role}_id": roles.index(role) + 1 if role in roles else -1 for role in names}
     content = io.BytesIO()
     try:
         trainer.train(
@@ -172,7 +177,7 @@ def _train_sentencepiece(task: TrainTokenizerTask, reader: _Reader, folder: Path
         )
     except RuntimeError as error:
         reader.check()
-        reason = f"cannot be reached: {error}"
+        reason = f"cannot be reached with this text: {error}"
         raise ConfigError(Problem("task.vocab_size", reason, value=task.vocab_size)) from None
     reader.check()
     (folder / "tokenizer.model").write_bytes(content.getvalue())

@@ -1,4 +1,4 @@
-"""The source of made problems: its answers are right, its parts disjoint, and every shape reads its records."""
+"""The arithmetic source: answers are right, splits are disjoint, and every record type can read the records."""
 
 import ast
 
@@ -7,7 +7,7 @@ import pytest
 
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
-from maxhydra.data import RowSpec, tokenizer
+from maxhydra.data import RowSpec, load_tokenizer
 from maxhydra.data.chat import chat_template
 from maxhydra.data.sources import RecordSource, open_source
 from maxhydra.data.tokenizers.byte import ByteTokenizer
@@ -25,7 +25,7 @@ def opened(**values: object) -> RecordSource:
 
 def pair(record: dict) -> tuple[str, frozenset[str]]:
     question = record["prompt"][0]["content"][:-1]
-    symbol = next(mark for mark in "+-*" if mark in question[1:])
+    symbol = next(operator for operator in "+-*" if operator in question[1:])
     return symbol, frozenset(question.split(symbol, 1))
 
 
@@ -38,8 +38,8 @@ def value(text: str) -> int:
 @pytest.mark.parametrize("values", [{}, {"digits": 1, "operators": ["*"]}, {"digits": 3, "operators": ["+", "-", "*"]}])
 def test_answers_are_right_and_rejected_ones_wrong(values: dict) -> None:
     source = opened(**values)
-    for part in (source.train, source.evaluation):
-        for record in part.read(np.linspace(0, len(part) - 1, 200).astype(int).tolist()):
+    for split in (source.train, source.evaluation):
+        for record in split.read(np.linspace(0, len(split) - 1, 200).astype(int).tolist()):
             assert isinstance(record, dict)
             (prompt,), (chosen,), (rejected,) = record["prompt"], record["chosen"], record["rejected"]
             assert record["answer"] == str(value(prompt["content"].removesuffix("="))) == chosen["content"]
@@ -58,23 +58,23 @@ def test_held_out_problems_are_not_trained_on_in_either_order() -> None:
     assert few.train.read(range(len(few.train))) == parts[0][:100]
 
 
-def test_unknown_and_repeated_operators_are_refused() -> None:
+def test_unknown_and_repeated_operators_are_rejected() -> None:
     for operators in ([], ["/"], ["+", "+"]):
         (problem,) = Data(source="arithmetic", record_type="chat", operators=operators).check()
         assert problem.path == "operators" and problem.accepted == "a subset of + - *"
 
 
 def test_the_template_that_ships_teaches_the_answer_and_its_end() -> None:
-    words = tokenizer(Data(tokenizer=Config(chat_template="lines")))
+    tokenizer = load_tokenizer(Data(tokenizer=Config(chat_template="lines")))
     messages = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
-    document = chat_template(words).encode(messages)
+    document = chat_template(tokenizer).encode(messages)
     bos, eos = ByteTokenizer.bos, ByteTokenizer.eos
     assert document.tokens.tolist() == [bos, *b"1+2=\n", *b"3", eos]  # type: ignore[union-attr]
     assert document.weights.tolist() == [0] * 6 + [1, 1]  # type: ignore[union-attr]
 
 
-def test_bytes_know_the_names_of_special_tokens_in_templates_alone() -> None:
-    words = ByteTokenizer()
-    ids, spans = words.encode_marked("é<|end|>\n")
-    assert ids.tolist() == [*"é".encode(), words.eos, 10] and spans.tolist() == [[0, 1], [0, 1], [1, 8], [8, 9]]
-    assert words.encode("<|end|>") == list(b"<|end|>")
+def test_the_byte_tokenizer_recognizes_special_tokens_only_in_templates() -> None:
+    tokenizer = ByteTokenizer()
+    ids, spans = tokenizer.encode_marked("é<|end|>\n")
+    assert ids.tolist() == [*"é".encode(), tokenizer.eos, 10] and spans.tolist() == [[0, 1], [0, 1], [1, 8], [8, 9]]
+    assert tokenizer.encode("<|end|>") == list(b"<|end|>")

@@ -1,4 +1,4 @@
-"""Bad input through the whole pipeline: raise stops with file, index and reason; skip logs them, all else arrives."""
+"""Bad input through the whole pipeline: raise stops with file, index and reason; skip logs them and keeps the rest."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data, OnError, Packing, PackingMethod
-from maxhydra.data import BatchSpec, Loader, Row, RowSpec, host_loader, tokenizer
+from maxhydra.data import BatchSpec, Loader, Row, RowSpec, host_loader, load_tokenizer
 from maxhydra.data.array_codec import encode_arrays
 from tests.support.skips import import_optional
 
@@ -26,7 +26,7 @@ RECORDS = 40
 
 
 def texts() -> list[str]:
-    """Of 300 letters without rhyme, so that compression leaves a byte of each to be damaged."""
+    """Texts of 300 random letters, so that compression leaves bytes of each to damage."""
     random = np.random.default_rng(0)
     return [f"{i:03d} " + "".join(random.choice(list("abcdefghijklmnopqrstuvwxyz"), 300)) for i in range(RECORDS)]
 
@@ -36,9 +36,9 @@ def lines() -> list[bytes]:
 
 
 def flip(path: Path, at: int) -> None:
-    letters = bytearray(path.read_bytes())
-    letters[at] ^= 0xFF
-    path.write_bytes(letters)
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0xFF
+    path.write_bytes(content)
 
 
 def with_line(number: int, line: bytes) -> Callable[[Path], str]:
@@ -107,8 +107,8 @@ def corrupt_row_group(folder: Path) -> str:
     return path.name
 
 
-def text_that_is_no_text(folder: Path) -> str:
-    """Arrow writes what it is told is UTF-8."""
+def invalid_utf8_column(folder: Path) -> str:
+    """Arrow does not validate text that is declared as UTF-8."""
     payloads = [b"\xff\xfe" if i == 3 else text.encode() for i, text in enumerate(texts())]
     buffers = pa.array(payloads, pa.binary()).buffers()
     column = pa.Array.from_buffers(pa.string(), RECORDS, buffers)
@@ -134,40 +134,46 @@ def cut_arrayrecord(folder: Path) -> str:
 
 ALL = set(range(RECORDS))
 CASES: dict[str, tuple[Callable[[Path], str], set[int], int, str, str]] = {
-    # what makes the file; records lost; times a record is skipped; where the first lies; why
-    "bad JSON": (with_line(7, b'{"text": "a'), {7}, 1, "line 8", "bad JSON: Unterminated string"),
-    "no object": (with_line(7, b"[1, 2]"), {7}, 1, "line 8", "not a JSON object but list"),
-    "invalid UTF-8": (with_line(7, b'{"text": "\xff"}'), {7}, 1, "line 8", "not UTF-8: .*0xff"),
-    "half a surrogate": (with_line(7, b'{"text": "\\ud800"}'), {7}, 1, "line 8", "not Unicode text"),
-    "nested": (with_line(7, b"[" * 100_000), {7}, 1, "line 8", "bad JSON: nested too deeply"),
-    "no column": (with_line(7, b'{"body": "a"}'), {7}, 1, "line 8", "no column 'text'; it has 'body'"),
-    "no text": (with_line(7, b'{"text": 5}'), {7}, 1, "line 8", "not text but int"),
-    "null": (with_line(7, b'{"text": null}'), {7}, 1, "line 8", "not text but NoneType"),
+    # function that writes the file; records lost; number of skips; location of the first; reason
+    "bad JSON": (with_line(7, b'{"text": "a'), {7}, 1, "line 8", "is not valid JSON: Unterminated string"),
+    "no object": (with_line(7, b"[1, 2]"), {7}, 1, "line 8", "expected a JSON object, found list"),
+    "invalid UTF-8": (with_line(7, b'{"text": "\xff"}'), {7}, 1, "line 8", "is not valid UTF-8: .*0xff"),
+    "half a surrogate": (with_line(7, b'{"text": "\\ud800"}'), {7}, 1, "line 8", "is not valid Unicode"),
+    "nested": (with_line(7, b"[" * 100_000), {7}, 1, "line 8", "is not valid JSON: nested too deeply"),
+    "no column": (
+        with_line(7, b'{"body": "a"}'),
+        {7},
+        1,
+        "line 8",
+        "has no column 'text', only 'body'; set data.columns.text",
+    ),
+    "no text": (with_line(7, b'{"text": 5}'), {7}, 1, "line 8", "expected text, found int"),
+    "null": (with_line(7, b'{"text": null}'), {7}, 1, "line 8", "expected text, found NoneType"),
     "long document": (
         with_line(7, b'{"text": "' + b"a" * 10_000_000 + b'"}'),
         {7},
         1,
         "line 8",
-        "10,000,000 characters, over data.max_characters=5,000,000",
+        "has 10,000,000 characters, more than data.max_characters=5,000,000",
     ),
-    "cut gzip": (cut_gzip, ALL, 1, "the whole file", "cannot be unpacked: "),
+    "cut gzip": (cut_gzip, ALL, 1, "the whole file", "cannot be decompressed: "),
     "corrupt chunk": (corrupt_chunk, {17}, 1, "record 17", "chunk data hash mismatch"),
     "corrupt group": (corrupt_group, {16, 17, 18, 19}, 4, "record 16", "chunk data hash mismatch"),
-    "foreign records": (foreign_record, {5, 6}, 2, "record 5", "a record of arrays|buffer is smaller"),
-    "cut ArrayRecord": (cut_arrayrecord, ALL, 1, "the whole file", "not a whole ArrayRecord file"),
+    "foreign records": (foreign_record, {5, 6}, 2, "record 5", "damaged array record|buffer is smaller"),
+    "cut ArrayRecord": (cut_arrayrecord, ALL, 1, "the whole file", "not a complete ArrayRecord file"),
     "corrupt payload": (
         lambda folder: damaged_tfrecord(folder, lambda path, starts: flip(path, starts[9] + 40)),
         {9},
         1,
         "record 9",
-        "its checksum is wrong",
+        "checksum mismatch",
     ),
     "corrupt length": (
         lambda folder: damaged_tfrecord(folder, lambda path, starts: flip(path, starts[9] + 9)),
         set(range(9, RECORDS)),
         1,
         "record 9",
-        "cut short or damaged: what follows byte",
+        "truncated or damaged: nothing after byte",
     ),
     "cut TFRecord": (
         lambda folder: damaged_tfrecord(
@@ -176,23 +182,23 @@ CASES: dict[str, tuple[Callable[[Path], str], set[int], int, str, str]] = {
         set(range(30, RECORDS)),
         1,
         "record 30",
-        "cut short or damaged",
+        "truncated or damaged",
     ),
-    "corrupt row group": (corrupt_row_group, set(range(10, 20)), 10, "row 10", "its row group 1 cannot be read"),
-    "no UTF-8 in Parquet": (text_that_is_no_text, {3}, 1, "row 3", "not UTF-8: "),
-    "no such column": (missing_column, ALL, 3, "row 0", "no column 'text'; it has 'body', 'url'"),
+    "corrupt row group": (corrupt_row_group, set(range(10, 20)), 10, "row 10", "row group 1 cannot be read"),
+    "no UTF-8 in Parquet": (invalid_utf8_column, {3}, 1, "row 3", "is not valid UTF-8: "),
+    "no such column": (missing_column, ALL, 3, "row 0", "has no column 'text', only 'body', 'url'"),
 }
 
 
-class Whole(BatchSpec):
-    """All rows are this process's own."""
+class SingleProcessSpec(BatchSpec):
+    """A spec under which this process holds all rows."""
 
     def own_rows(self, batch: int) -> np.ndarray:
         return np.arange(batch)
 
 
 def open_loader(folder: Path, path: str, on_error: str, **values: Any) -> Loader[list[Row]]:
-    """Every document in a row by itself, in the order of the files, which a good one follows."""
+    """Open a loader with one document per row, in the order of the files, with a good file last."""
     good = folder / "good.jsonl"
     good.write_text('{"text": "good 0"}\n{"text": "good 1"}\n')
     data = Data(
@@ -206,21 +212,21 @@ def open_loader(folder: Path, path: str, on_error: str, **values: Any) -> Loader
         **values,
     )
     spec = RowSpec(seq_len=320, vocab_size=259, seed=0)
-    return host_loader(data, Whole(rows=spec, batch=1, sharding=None))  # type: ignore[arg-type]
+    return host_loader(data, SingleProcessSpec(rows=spec, batch=1, sharding=None))  # type: ignore[arg-type]
 
 
 def read(loader: Loader[list[Row]], count: int) -> list[str]:
-    words = tokenizer(Data())
+    tokenizer = load_tokenizer(Data())
     rows = [next(loader)[0] for _ in range(count)]
-    return [words.decode(row["tokens"][row["weights"] > 0].tolist()) for row in rows]
+    return [tokenizer.decode(row["tokens"][row["weights"] > 0].tolist()) for row in rows]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_raise_stops_and_says_where(case: str, tmp_path: Path) -> None:
-    write, _, _, place, reason = CASES[case]
+    write, _, _, location, reason = CASES[case]
     name = write(tmp_path)
     loader = open_loader(tmp_path, name, "raise")
-    with pytest.raises(ConfigError, match=rf"{tmp_path / name}, {place}: .*({reason})") as error:
+    with pytest.raises(ConfigError, match=rf"{tmp_path / name}, {location}: .*({reason})") as error:
         read(loader, RECORDS + 2)
     assert "data.on_error=skip" in str(error.value)
     assert len(str(error.value).splitlines()) == 2
@@ -229,19 +235,19 @@ def test_raise_stops_and_says_where(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_skip_logs_and_all_others_arrive(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write, lost, times, place, reason = CASES[case]
+    write, lost, times, location, reason = CASES[case]
     name = write(tmp_path)
     expected = [text for i, text in enumerate(texts()) if i not in lost] + ["good 0", "good 1"]
     loader = open_loader(tmp_path, name, "skip", prefetch=0)
     with caplog.at_level(logging.WARNING, "maxhydra"):
         assert read(loader, len(expected)) == expected
         assert loader.metrics()["data/skipped"] == times
-        # The next epoch meets the same.
+        # The next epoch skips the same records.
         assert read(loader, 1) == expected[:1]
     loader.close()
     skipped = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
     assert len(skipped) == 2 * times
-    assert skipped[0].startswith(f"skipped {tmp_path / name}, {place}: ")
+    assert skipped[0].startswith(f"skipped {tmp_path / name}, {location}: ")
     assert re.search(reason, skipped[0])
 
 
@@ -259,22 +265,24 @@ def test_an_empty_file(ending: str, tmp_path: Path, caplog: pytest.LogCaptureFix
             path.write_bytes(b"\n \n")
         case _:
             path.write_bytes(b"")
-    with pytest.raises(ConfigError, match=rf"data\.path={path}: the file holds no records"):
+    with pytest.raises(ConfigError, match=rf"data\.path={path}: the file has no records"):
         open_loader(tmp_path, path.name, "raise")
     with caplog.at_level(logging.WARNING, "maxhydra"):
         loader = open_loader(tmp_path, path.name, "skip")
         assert read(loader, 2) == ["good 0", "good 1"]
         loader.close()
-    assert f"skipped {path}: the file holds no records" in caplog.text
+    assert f"skipped {path}: the file has no records" in caplog.text
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_nothing_but_bad_records(on_error: str, tmp_path: Path) -> None:
-    """A whole epoch without a row must end in a message, not in an endless search."""
+    """A whole epoch without a row must end in an error, not in an endless search."""
     (tmp_path / "bad.jsonl").write_text("{\n" * 300)
     data = Data(source="grain", path=f"{tmp_path}/bad.jsonl", on_error=OnError[on_error], cache=str(tmp_path / "cache"))
-    loader = host_loader(data, Whole(rows=RowSpec(16, 259, 0), batch=1, sharding=None))  # type: ignore[arg-type]
-    expected = r"bad\.jsonl, line \d+: bad JSON" if on_error == "raise" else "no record of a whole epoch could be used"
+    loader = host_loader(data, SingleProcessSpec(rows=RowSpec(16, 259, 0), batch=1, sharding=None))  # type: ignore[arg-type]
+    expected = (
+        r"bad\.jsonl, line \d+: is not valid JSON" if on_error == "raise" else "a whole epoch has no usable record"
+    )
     with pytest.raises(ConfigError, match=expected):
         next(loader)
     loader.close()

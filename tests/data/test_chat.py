@@ -1,4 +1,4 @@
-"""Loss masks of conversations against transformers' own, and against token-by-token expectations."""
+"""Loss masks of conversations against those of transformers, and against token-by-token expectations."""
 
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,8 @@ from tokenizers import processors
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data.chat import ChatTemplate, UnclearError, chat_template, render_prompt
-from maxhydra.data.document import Document
 from maxhydra.data.record_types import Rejected
+from maxhydra.data.rows import Document
 from maxhydra.data.tokenizers import Tokenizer
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.data.tokenizers.hf import build
@@ -21,7 +21,7 @@ from tests.support.vocabularies import MARKS, family_folder, template, with_toke
 transformers = import_optional("transformers", extra="parity")
 
 FAMILIES = sorted(MARKS)
-# Blank text that the family's template puts between the generation prompt and an answer.
+# Whitespace that the family's template puts between the generation prompt and a response.
 BLANK = {"mistral": " "}
 
 
@@ -49,8 +49,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(folder: Path, source: str) -> tuple[Tokenizer, ChatTemplate]:
-    words = build(Config(kind="hf", path=str(folder)))
-    return words, ChatTemplate(source, words)
+    tokenizer = build(Config(kind="hf", path=str(folder)))
+    return tokenizer, ChatTemplate(source, tokenizer)
 
 
 def encode(template: ChatTemplate, messages: Any) -> Document:
@@ -60,14 +60,14 @@ def encode(template: ChatTemplate, messages: Any) -> Document:
 
 
 def reference(folder: Path, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
-    """Tokens and mask as transformers gives them from the template's generation blocks."""
-    made = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    # Trimmed offsets, which these files ask for, make it leave out blanks that the assistant says.
-    made.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    found = made.apply_chat_template(
+    """Tokens and mask from transformers and the template's generation blocks."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    # With trimmed offsets, which these files request, it would exclude whitespace in the assistant's text.
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    encoding = tokenizer.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=False
     )
-    return found["input_ids"], found["assistant_masks"]
+    return encoding["input_ids"], encoding["assistant_masks"]
 
 
 @pytest.mark.parametrize("case", CONVERSATIONS)
@@ -76,7 +76,7 @@ class TestMask:
     def test_is_that_of_transformers(self, folders: dict[str, Path], family: str, case: str) -> None:
         messages = CONVERSATIONS[case]
         tokens, mask = reference(folders[family], messages)
-        assert sum(mask), "the reference must learn something"
+        assert sum(mask), "the reference mask must not be empty"
         for marked in (False, True):
             _, made = load(folders[family], template(family, marked=marked))
             document = encode(made, messages)
@@ -84,66 +84,66 @@ class TestMask:
             assert document.weights is not None
             assert document.weights.tolist() == mask, f"marked={marked}"
 
-    def test_is_the_answers_and_their_ends_token_by_token(
+    def test_is_the_responses_and_their_ends_token_by_token(
         self, folders: dict[str, Path], family: str, case: str
     ) -> None:
-        """Every answer, tokenized alone, is what is learned: no more, no less, and in its place."""
+        """The loss covers exactly every response as tokenized alone, in its place."""
         messages = CONVERSATIONS[case]
-        words, made = load(folders[family], template(family, marked=False))
+        tokenizer, made = load(folders[family], template(family, marked=False))
         document = encode(made, messages)
         strips = family in ("llama3", "gemma")
-        end = words.marks[MARKS[family][2]]
+        end = tokenizer.marks[MARKS[family][2]]
         expected = []
         for message in messages:
             if message["role"] == "assistant":
                 content = message["content"].strip() if strips else message["content"]
-                expected.append([*words.encode(BLANK.get(family, "") + content), end])
+                expected.append([*tokenizer.encode(BLANK.get(family, "") + content), end])
         assert document.weights is not None
         runs = np.flatnonzero(np.diff(np.concatenate([[0], document.weights, [0]]))).reshape(-1, 2)
         assert [document.tokens[start:stop].tolist() for start, stop in runs] == expected
 
 
-def test_what_is_learned_decodes_to_the_answers(folders: dict[str, Path]) -> None:
-    words, made = load(folders["llama3"], template("llama3", marked=False))
+def test_tokens_with_loss_decode_to_the_responses(folders: dict[str, Path]) -> None:
+    tokenizer, made = load(folders["llama3"], template("llama3", marked=False))
     messages = CONVERSATIONS["three turns"]
     document = encode(made, messages)
     assert document.weights is not None
-    learned = document.tokens[document.weights > 0]
-    assert words.decode(learned.tolist()) == "".join(m["content"] for m in messages if m["role"] == "assistant")
-    assert (learned == words.marks["<|eot_id|>"]).sum() == 3
+    trained = document.tokens[document.weights > 0]
+    assert tokenizer.decode(trained.tolist()) == "".join(m["content"] for m in messages if m["role"] == "assistant")
+    assert (trained == tokenizer.marks["<|eot_id|>"]).sum() == 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_end_that_is_padding_too_is_learned(folders: dict[str, Path], family: str) -> None:
-    words, made = load(folders[family], template(family, marked=False))
+def test_an_end_token_that_is_also_padding_has_loss(folders: dict[str, Path], family: str) -> None:
+    tokenizer, made = load(folders[family], template(family, marked=False))
     document = encode(made, CONVERSATIONS["three turns"])
-    assert words.pad == words.eos
+    assert tokenizer.pad == tokenizer.eos
     assert document.weights is not None
-    learned = document.tokens[document.weights > 0]
-    assert (learned == words.marks[MARKS[family][2]]).sum() == 3
+    trained = document.tokens[document.weights > 0]
+    assert (trained == tokenizer.marks[MARKS[family][2]]).sum() == 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
-def test_text_of_a_special_token_is_refused(folders: dict[str, Path], family: str, role: str) -> None:
+def test_text_of_a_special_token_is_rejected(folders: dict[str, Path], family: str, role: str) -> None:
     for marked in (False, True):
-        words, made = load(folders[family], template(family, marked=marked))
-        for mark in words.marks:
+        tokenizer, made = load(folders[family], template(family, marked=marked))
+        for mark in tokenizer.marks:
             messages = [dict(m, content=f"x{mark}y") if m["role"] == role else m for m in CONVERSATIONS["three turns"]]
-            refused = made.encode(messages)
-            assert isinstance(refused, Rejected)
-            assert mark in refused.reason
+            rejection = made.encode(messages)
+            assert isinstance(rejection, Rejected)
+            assert mark in rejection.reason
             with pytest.raises(UnclearError, match="special token"):
                 made.prompt(messages)
 
 
-def test_a_token_over_a_border_counts_where_it_begins(tmp_path: Path) -> None:
-    """One that begins in the header is no part of the answer; one that ends beyond the answer is."""
+def test_a_token_across_a_boundary_counts_where_it_starts(tmp_path: Path) -> None:
+    """A token that starts in the header has no loss; one that ends beyond the response has."""
     folder = with_token(with_token(family_folder("mistral", tmp_path / "m"), "T] yes"), "no!END")
     header, end = "{'user': '[', 'assistant': ' '}[m.role]", "{'user': 'NT]', 'assistant': 'END'}[m.role]"
     source = f"{{% for m in messages %}}{{{{ {header} + m.content + {end} }}}}{{% endfor %}}"
-    words, made = load(folder, source)
-    over_start, over_end = words.encode("T] yes")[-1], words.encode("no!END")[-1]
+    tokenizer, made = load(folder, source)
+    over_start, over_end = tokenizer.encode("T] yes")[-1], tokenizer.encode("no!END")[-1]
     document = encode(made, [*conversation("q", "yes", system=None), *conversation("q", "no!", system=None)])
     assert document.weights is not None
     weight = dict(zip(document.tokens.tolist(), document.weights.tolist(), strict=True))
@@ -152,52 +152,52 @@ def test_a_token_over_a_border_counts_where_it_begins(tmp_path: Path) -> None:
 
 
 class TestEnds:
-    """Templates without special tokens, or with odd ends, over plain bytes or a tokenizer with marks."""
+    """Templates without special tokens, or with unusual ends, over bytes or a tokenizer with special tokens."""
 
-    def learned(self, source: str, messages: list[dict[str, str]], words: Tokenizer | None = None) -> list[str]:
-        words = words or ByteTokenizer()
-        rendered = ChatTemplate(source, words).render(messages)
+    def loss_texts(self, source: str, messages: list[dict[str, str]], tokenizer: Tokenizer | None = None) -> list[str]:
+        tokenizer = tokenizer or ByteTokenizer()
+        rendered = ChatTemplate(source, tokenizer).render(messages)
         return [rendered.text[start:end] for start, end in rendered.turns]
 
     TWO = conversation("q", "one", "q", "two", system=None)
 
     def test_bytes_have_no_special_tokens_so_the_literal_end_counts(self) -> None:
-        assert self.learned(template("chatml", marked=False), self.TWO) == ["one<|im_end|>", "two<|im_end|>"]
+        assert self.loss_texts(template("chatml", marked=False), self.TWO) == ["one<|im_end|>", "two<|im_end|>"]
 
     def test_a_blank_end_does_not_count(self) -> None:
         source = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n\n' }}{% endfor %}"
-        assert self.learned(source, self.TWO) == ["one", "two"]
+        assert self.loss_texts(source, self.TWO) == ["one", "two"]
 
     def test_the_next_header_does_not_count(self, folders: dict[str, Path]) -> None:
-        words, _ = load(folders["chatml"], "")
+        tokenizer, _ = load(folders["chatml"], "")
         source = "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content + '\n' }}{% endfor %}"
-        assert self.learned(source, self.TWO, words) == ["one", "two"]
+        assert self.loss_texts(source, self.TWO, tokenizer) == ["one", "two"]
 
     def test_an_end_only_where_the_conversation_ends(self) -> None:
         source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[end]"
-        assert self.learned(source, self.TWO) == ["one", "two[end]"]
+        assert self.loss_texts(source, self.TWO) == ["one", "two[end]"]
 
     def test_a_blank_before_the_end_counts(self, folders: dict[str, Path]) -> None:
-        words, _ = load(folders["mistral"], "")
+        tokenizer, _ = load(folders["mistral"], "")
         source = (
             "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}"
             "{% else %}[/INST] {{ m.content }} </s><s>{% endif %}{% endfor %}"
         )
-        assert self.learned(source, self.TWO, words) == ["one </s>", "two </s>"]
+        assert self.loss_texts(source, self.TWO, tokenizer) == ["one </s>", "two </s>"]
 
     def test_a_generation_prompt_without_a_header(self) -> None:
         source = (
             "{% for m in messages %}{{ m.content if m.role == 'user' else ' => ' + m.content + ';' }}{% endfor %}"
             "{% if add_generation_prompt %} =>{% endif %}"
         )
-        assert self.learned(source, self.TWO) == [" one;", " two;"]
+        assert self.loss_texts(source, self.TWO) == [" one;", " two;"]
 
 
-class TestRefused:
+class TestRejected:
     def reason(self, source: str, messages: Any) -> str:
-        refused = ChatTemplate(source, ByteTokenizer()).encode(messages)
-        assert isinstance(refused, Rejected), refused
-        return refused.reason
+        rejection = ChatTemplate(source, ByteTokenizer()).encode(messages)
+        assert isinstance(rejection, Rejected), rejection
+        return rejection.reason
 
     PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
@@ -219,66 +219,66 @@ class TestRefused:
             "{{ m.content[5:] if 'think' in m.content else m.content }};{% endfor %}"
         )
         assert isinstance(ChatTemplate(source, ByteTokenizer()).encode(conversation("a", "b")), Document)
-        assert "changes what messages say" in self.reason(source, conversation("a", "think b"))
+        assert "changes the text of messages" in self.reason(source, conversation("a", "think b"))
 
-    def test_what_the_template_itself_refuses(self) -> None:
+    def test_a_conversation_that_the_template_rejects(self) -> None:
         assert "must take turns" in self.reason(template("gemma", marked=False), conversation("a", "b")[1:][::-1])
 
     @pytest.mark.parametrize(
         ("messages", "reason"),
         [
-            ("text", "not a list of messages but str"),
-            ([], "not a list of messages but nothing"),
-            (None, "not a list of messages but nothing"),
-            ([{"from": "human", "value": "x"}], "message 0 has no role; it is a mapping with from, value"),
-            ([{"role": "user"}], "message 0 (user) has no text as content but nothing"),
-            ([{"role": "user", "content": 3}], "message 0 (user) has no text as content but int"),
-            (conversation("only a question"), "nothing to learn"),
+            ("text", "expected a list of messages, found str"),
+            ([], "expected a list of messages, found nothing"),
+            (None, "expected a list of messages, found nothing"),
+            ([{"from": "human", "value": "x"}], "message 0 has no role: it is a mapping with from, value"),
+            ([{"role": "user"}], "message 0 (user): expected text as content, found nothing"),
+            ([{"role": "user", "content": 3}], "message 0 (user): expected text as content, found int"),
+            (conversation("only a question"), "has no text of the assistant to train on"),
         ],
     )
-    def test_what_is_no_conversation(self, messages: Any, reason: str) -> None:
+    def test_invalid_conversations(self, messages: Any, reason: str) -> None:
         assert reason in self.reason(self.PLAIN, messages)
 
     def test_a_turn_with_more_than_text(self) -> None:
         call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
         assert "tool_calls" in self.reason(self.PLAIN, [*conversation("a"), call])
         named = [dict(message, name="n") for message in conversation("a")]
-        answered = ChatTemplate(self.PLAIN, ByteTokenizer()).encode([*named, {"role": "assistant", "content": "b"}])
-        assert isinstance(answered, Document)
+        document = ChatTemplate(self.PLAIN, ByteTokenizer()).encode([*named, {"role": "assistant", "content": "b"}])
+        assert isinstance(document, Document)
 
-    def test_a_key_without_a_value_is_none(self) -> None:
+    def test_keys_without_a_value_are_ignored(self) -> None:
         source = self.PLAIN.replace("{{ m.role }}", "{{ 'tools' if 'tool_calls' in m else m.role }}")
         made = ChatTemplate(source, ByteTokenizer())
         plain, filled = conversation("a", "b"), [dict(m, tool_calls=None) for m in conversation("a", "b")]
         np.testing.assert_array_equal(encode(made, filled).tokens, encode(made, plain).tokens)
-        assert "no text as content" in self.reason(source, [dict(m, content=None) for m in filled])
+        assert "expected text as content" in self.reason(source, [dict(m, content=None) for m in filled])
 
     def test_too_long(self) -> None:
-        made = ChatTemplate(self.PLAIN, ByteTokenizer()).encode(conversation("a", "b" * 100), longest=50)
+        made = ChatTemplate(self.PLAIN, ByteTokenizer()).encode(conversation("a", "b" * 100), max_characters=50)
         assert isinstance(made, Rejected)
-        assert "over data.max_characters=50" in made.reason
+        assert "more than data.max_characters=50" in made.reason
 
     def test_no_code_runs(self) -> None:
         source = "{{ messages.__class__.__mro__ }}" + self.PLAIN
-        assert "chat template says" in self.reason(source, conversation("a", "b"))
+        assert "chat template raised" in self.reason(source, conversation("a", "b"))
 
 
 class TestPrompt:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_is_that_of_transformers(self, folders: dict[str, Path], family: str) -> None:
         made = transformers.AutoTokenizer.from_pretrained(folders[family], local_files_only=True)
-        words = build(Config(kind="hf", path=str(folders[family])))
+        tokenizer = build(Config(kind="hf", path=str(folders[family])))
         messages = CONVERSATIONS["three turns"][:-1]
-        prompt = render_prompt(messages, words)
+        prompt = render_prompt(messages, tokenizer)
         assert prompt == made.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert words.encode_marked(prompt)[0].tolist() == made.encode(prompt, add_special_tokens=False)
+        assert tokenizer.encode_marked(prompt)[0].tolist() == made.encode(prompt, add_special_tokens=False)
 
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_and_the_answer_are_the_conversation(self, folders: dict[str, Path], family: str) -> None:
-        """What is learned is what follows the prompt, and training's tokens begin with the prompt's."""
-        words, made = load(folders[family], template(family, marked=False))
+    def test_and_the_response_are_the_conversation(self, folders: dict[str, Path], family: str) -> None:
+        """The loss covers the text after the prompt, and training tokens start with those of the prompt."""
+        tokenizer, made = load(folders[family], template(family, marked=False))
         messages = CONVERSATIONS["three turns"]
-        prompt = words.encode_marked(made.prompt(messages[:-1]))[0]
+        prompt = tokenizer.encode_marked(made.prompt(messages[:-1]))[0]
         document = encode(made, messages)
         assert document.weights is not None
         np.testing.assert_array_equal(document.tokens[: len(prompt)], prompt)
@@ -294,9 +294,9 @@ class TestPrompt:
         assert made.prompt(conversation("b", system="a")) == '2024-07-26 {"é": "<"} a'
 
     def test_no_template(self) -> None:
-        with pytest.raises(ConfigError, match="has none of its own"):
+        with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
             chat_template(ByteTokenizer())
 
-    def test_a_template_that_is_none(self) -> None:
+    def test_an_invalid_template(self) -> None:
         with pytest.raises(ConfigError, match="line 2"):
             ChatTemplate("\n{% if %}", ByteTokenizer())

@@ -1,4 +1,4 @@
-"""Tokenizer, windows and sources against the text itself; the loader's order, position and place on the mesh."""
+"""Tokenizer, row windows and sources against the text itself; order, position and sharding of the loader."""
 
 import dataclasses
 import hashlib
@@ -19,7 +19,7 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.mesh import RULES, Mesh
-from maxhydra.data import Batch, BatchSpec, Loader, RowSpec, eval_batches, tokenizer, train_loader
+from maxhydra.data import Batch, BatchSpec, Loader, RowSpec, eval_batches, load_tokenizer, train_loader
 from maxhydra.data.rows import ContiguousRows, Row
 from maxhydra.data.sharded_streams import StreamSet
 from maxhydra.data.shuffle import ShuffleOrder
@@ -39,7 +39,7 @@ def make_spec(batch: int = 4, seq_len: int = 8, devices: int = 1, **mesh: int) -
 
 
 def text_data(folder: Path, size: int, **values: object) -> Data:
-    """A file in which no two windows are alike."""
+    """A file without two equal windows."""
     path = folder / "text.txt"
     path.write_bytes(np.random.default_rng(0).integers(256, size=size, dtype=np.uint8).tobytes())
     return Data(source="text", path=str(path), **values)  # type: ignore[arg-type]
@@ -74,22 +74,22 @@ def assert_same(one: list[dict[str, np.ndarray]], other: list[dict[str, np.ndarr
 class TestTokenizer:
     @pytest.mark.parametrize("text", ["", "To be, or not to be", "naïve — 日本語 🎭", "\x00\n\t"])
     def test_round_trip(self, text: str) -> None:
-        words = tokenizer(Data())
-        ids = words.encode(text)
+        tokenizer = load_tokenizer(Data())
+        ids = tokenizer.encode(text)
         assert ids == list(text.encode("utf-8"))
-        assert words.decode(ids) == text
-        np.testing.assert_array_equal(words.encode_bytes(text.encode()), ids)
+        assert tokenizer.decode(ids) == text
+        np.testing.assert_array_equal(tokenizer.encode_bytes(text.encode()), ids)
 
-    def test_specials_have_no_text_and_bad_bytes_show(self) -> None:
-        words = tokenizer(Data())
-        assert words.decode([words.bos, 72, 105, words.eos, words.pad]) == "Hi"
-        assert words.decode([72, 0xE6, 0x97]) == "H\ufffd"
-        assert sorted([words.bos, words.eos, words.pad]) == [256, 257, 258]
-        assert words.vocab_size == 259
+    def test_special_tokens_have_no_text_and_bad_bytes_are_replaced(self) -> None:
+        tokenizer = load_tokenizer(Data())
+        assert tokenizer.decode([tokenizer.bos, 72, 105, tokenizer.eos, tokenizer.pad]) == "Hi"
+        assert tokenizer.decode([72, 0xE6, 0x97]) == "H\ufffd"
+        assert sorted([tokenizer.bos, tokenizer.eos, tokenizer.pad]) == [256, 257, 258]
+        assert tokenizer.vocab_size == 259
 
 
 class TestText:
-    def test_the_file_is_the_one_its_provenance_tells_of(self) -> None:
+    def test_the_file_matches_its_provenance(self) -> None:
         assert hashlib.sha256(TEXT.read_bytes()).hexdigest() in (TEXT.parent / "PROVENANCE.md").read_text()
 
     def test_held_out_text_is_from_one_play(self) -> None:
@@ -111,9 +111,9 @@ class TestWindows:
         inputs = np.concatenate([rows[i]["tokens"][rows[i]["weights"] > 0] for i in range(len(rows))])
         np.testing.assert_array_equal(targets, tokens[1:])
         np.testing.assert_array_equal(inputs, tokens[:-1])
-        whole = ContiguousRows(tokens, seq_len, keep_partial=False)
-        assert len(whole) == (length - 1) // seq_len
-        assert all(whole[i]["weights"].all() for i in range(len(whole)))
+        full = ContiguousRows(tokens, seq_len, keep_partial=False)
+        assert len(full) == (length - 1) // seq_len
+        assert all(full[i]["weights"].all() for i in range(len(full)))
 
     def test_a_row(self) -> None:
         row = ContiguousRows(np.array([5, 6, 7, 8, 9], np.uint16), 3, keep_partial=True)[1]
@@ -144,10 +144,10 @@ class TestSources:
     def test_demo_trains_on_the_beginning(self) -> None:
         row = open_rows(Data(), make_spec(seq_len=64)).train[1]
         text = TEXT.read_text(encoding="utf-8")
-        assert tokenizer(Data()).decode(row["tokens"].tolist()) == text[64:128]
-        assert tokenizer(Data()).decode(row["targets"].tolist()) == text[65:129]
+        assert load_tokenizer(Data()).decode(row["tokens"].tolist()) == text[64:128]
+        assert load_tokenizer(Data()).decode(row["targets"].tolist()) == text[65:129]
 
-    def test_an_end_token_stands_between_files(self, tmp_path: Path) -> None:
+    def test_an_end_token_separates_files(self, tmp_path: Path) -> None:
         for name, text in {"b.txt": b"\xff\xfe", "a.txt": b"abc", "c.md": b"no"}.items():
             (tmp_path / name).write_bytes(text)
         data = Data(source="text", path=str(tmp_path), eval_fraction=0.2)
@@ -172,7 +172,7 @@ class TestSources:
             tokens = rows[index]["tokens"]
             [(step, often)] = Counter((np.diff(tokens) % spec.rows.vocab_size).tolist()).most_common(1)
             steps.add(step)
-            # A step holds where neither of its two tokens is noise.
+            # A step is right if neither of its two tokens is noise.
             assert often / (spec.rows.seq_len - 1) == pytest.approx((1 - 1 / NOISE) ** 2, abs=0.03)
         assert steps <= set(range(1, STEPS + 1)) and len(steps) > 2
         other = open_rows(Data(source="synthetic"), with_rows(spec, seed=4)).train[0]["tokens"]
@@ -229,7 +229,7 @@ class TestOrder:
     def test_too_little_text(self, tmp_path: Path) -> None:
         spec = make_spec(batch=4, seq_len=8)
         with pytest.raises(
-            ConfigError, match=r"holds 3 sequences of train\.seq_len=8 to train on, and a batch takes 4"
+            ConfigError, match=r"has only 3 training sequences of train\.seq_len=8, but a batch needs 4"
         ):
             train_loader(text_data(tmp_path, 30), spec)
         with pytest.raises(ConfigError) as error:
@@ -237,7 +237,7 @@ class TestOrder:
         assert error.value.problems[0].path == "data.overfit_batches"
         assert error.value.problems[0].accepted == "1 to 5"
         for size in (0, 1):
-            with pytest.raises(ConfigError, match="holds 0 sequences"):
+            with pytest.raises(ConfigError, match="has only 0 training sequences"):
                 train_loader(text_data(tmp_path, size), spec)
             assert list(eval_batches(text_data(tmp_path, size), spec)) == []
 
@@ -264,7 +264,7 @@ def test_evaluation_predicts_each_held_out_byte_once(tmp_path: Path, size: int, 
 
 
 class Numbers:
-    """Rows that are their own index, one of which cannot be read."""
+    """Row i holds the number i; one row cannot be read."""
 
     def __init__(self, fails_at: int = -1):
         self.fails_at, self.read = fails_at, 0
@@ -284,10 +284,10 @@ class Numbers:
             lambda streams: StreamSet(
                 lambda share: RowStream(self, order, share=share, shares=streams, epochs=None),
                 streams=streams,
-                own=np.arange,
+                local_rows=np.arange,
             ),
             lambda rows, size: [int(row["tokens"][0]) for row in rows],
-            size=lambda sequences: batch,
+            batch_size=lambda sequences: batch,
             streams=1,
             prefetch=prefetch,
             close=lambda: None,
@@ -296,7 +296,7 @@ class Numbers:
 
 class TestPosition:
     @pytest.mark.parametrize("prefetch", [0, 1, 3])
-    def test_a_state_saved_anywhere_goes_on_in_a_fresh_loader(self, tmp_path: Path, prefetch: int) -> None:
+    def test_a_fresh_loader_resumes_from_a_state_saved_anywhere(self, tmp_path: Path, prefetch: int) -> None:
         spec = make_spec(batch=4)
         data = text_data(tmp_path, 200, prefetch=prefetch)
         reference = train_loader(data, spec)
@@ -314,7 +314,7 @@ class TestPosition:
             assert_same(take(fresh, 24 - position), batches[position:])
             fresh.close()
 
-    def test_what_was_made_ahead_does_not_count(self) -> None:
+    def test_prefetched_batches_do_not_count(self) -> None:
         numbers = Numbers()
         loader = numbers.loader(batch=2, prefetch=3)
         assert loader.state() == {"sequences": 0, "streams": [None]}
@@ -323,7 +323,7 @@ class TestPosition:
         loader.close()
         assert numbers.read >= 2
 
-    def test_a_failure_in_the_thread_comes_out_of_next(self) -> None:
+    def test_an_error_in_the_thread_is_raised_by_next(self) -> None:
         numbers = Numbers(fails_at=5)
         loader = numbers.loader(batch=2, prefetch=2)
         assert [next(loader), next(loader)] == [[0, 1], [2, 3]]
@@ -334,7 +334,7 @@ class TestPosition:
         assert next(loader) == [4, 5]
         loader.close()
 
-    def test_close_ends_the_thread(self) -> None:
+    def test_close_stops_the_thread(self) -> None:
         before = set(threading.enumerate())
         loader = train_loader(Data(), make_spec())
         next(loader)
@@ -342,7 +342,7 @@ class TestPosition:
         loader.close()
         assert not set(threading.enumerate()) - before
 
-    def test_leaving_an_evaluation_early_ends_its_thread(self) -> None:
+    def test_leaving_an_evaluation_early_stops_its_thread(self) -> None:
         before = set(threading.enumerate())
         batches = eval_batches(Data(), make_spec())
         next(batches)
@@ -365,7 +365,7 @@ class TestMesh:
         spread.close()
 
 
-PART = """
+PROGRAM = """
 import json, sys
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.hardware import Hardware, Platform
@@ -382,25 +382,25 @@ for mesh in json.loads(sys.argv[1]):
     loader = train_loader(Data(), spec)
     next(loader)
     tokens = next(loader)["tokens"]
-    parts = [[[i.indices(8)[:2] for i in shard.index], shard.data.tolist()] for shard in tokens.addressable_shards]
-    seen.append([spec.own_rows(8).tolist(), parts, loader.state()])
+    shards = [[[i.indices(8)[:2] for i in shard.index], shard.data.tolist()] for shard in tokens.addressable_shards]
+    seen.append([spec.own_rows(8).tolist(), shards, loader.state()])
     loader.close()
 print(json.dumps(seen))
 """
 
 
 def test_two_processes_read_their_own_rows_of_the_same_batch() -> None:
-    halves, whole = [[0, 1, 2, 3], [4, 5, 6, 7]], [list(range(8))] * 2
-    meshes = [({"data": 4}, halves), ({"data": 2, "sequence": 2}, halves), ({"sequence": 2, "tensor": 2}, whole)]
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    halves, all_rows = [[0, 1, 2, 3], [4, 5, 6, 7]], [list(range(8))] * 2
+    meshes = [({"data": 4}, halves), ({"data": 2, "sequence": 2}, halves), ({"sequence": 2, "tensor": 2}, all_rows)]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
     clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     clean |= {"PYTHONPATH": os.pathsep.join([str(TEXT.parents[3]), *sys.path])}
     clean |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PART, json.dumps([mesh for mesh, _ in meshes])],
+            [sys.executable, "-c", PROGRAM, json.dumps([mesh for mesh, _ in meshes])],
             env=clean | {"JAX_PROCESS_ID": str(i)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -416,11 +416,11 @@ def test_two_processes_read_their_own_rows_of_the_same_batch() -> None:
     alone = train_loader(Data(), make_spec(batch=8))
     expected = take(alone, 2)[1]["tokens"]
     alone.close()
-    for (_, own), *both in zip(meshes, *seen, strict=True):
-        together = np.full((8, 8), -1)
-        for held, (rows, parts, state) in zip(own, both, strict=True):
-            assert rows == held
+    for (_, expected_rows), *both in zip(meshes, *seen, strict=True):
+        combined = np.full((8, 8), -1)
+        for expected_local, (rows, shards, state) in zip(expected_rows, both, strict=True):
+            assert rows == expected_local
             assert state == alone.state()
-            for ((top, bottom), (left, right)), values in parts:
-                together[top:bottom, left:right] = values
-        np.testing.assert_array_equal(together, expected)
+            for ((top, bottom), (left, right)), values in shards:
+                combined[top:bottom, left:right] = values
+        np.testing.assert_array_equal(combined, expected)

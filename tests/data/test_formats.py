@@ -1,4 +1,4 @@
-"""Each file format against the library that wrote the file; many files as one; reading from many threads."""
+"""Each file format against the library that wrote the file; several files as one; reading from many threads."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ RecordWriter = import_optional("tensorboardX.record_writer", extra="tensorboard"
 
 
 def make_example_class() -> Any:
-    """tf.train.Example as protobuf's own class, from its published definition."""
+    """tf.train.Example as a protobuf class, from its published definition."""
     file = descriptor_pb2.FileDescriptorProto(name="example.proto", package="tensorflow", syntax="proto3")
     field = descriptor_pb2.FieldDescriptorProto
 
@@ -53,7 +53,7 @@ def make_example_class() -> Any:
     entry.field.add(name="key", number=1, label=one, type=field.TYPE_STRING)
     entry.field.add(name="value", number=2, label=one, type=field.TYPE_MESSAGE, type_name=".tensorflow.Feature")
     add("Example", ("features", 1, one, field.TYPE_MESSAGE, ".tensorflow.Features"))
-    # The same lists with each number written by itself.
+    # The same lists with each number encoded separately.
     for name, kind in (("LooseFloats", field.TYPE_FLOAT), ("LooseInts", field.TYPE_INT64)):
         add(name, ("value", 1, many, kind, "")).field[0].options.packed = False
     pool = descriptor_pool.DescriptorPool()
@@ -80,12 +80,12 @@ def make_example(**features: Any) -> bytes:
     return serialized
 
 
-def shelf(folder: Path, columns: tuple[str, ...] | None = None) -> FileCache:
+def file_cache(folder: Path, columns: tuple[str, ...] | None = None) -> FileCache:
     return FileCache(folder / "cache", columns)
 
 
 def open_all(paths: list[Path], folder: Path, form: FileFormat = FileFormat.auto) -> Records:
-    return ConcatRecords(open_files(paths, form, shelf(folder)))
+    return ConcatRecords(open_files(paths, form, file_cache(folder)))
 
 
 def plain(value: Any) -> Any:
@@ -130,7 +130,7 @@ class TestExample:
             CLASSES["tensorflow.Example"].FromString(tight).features.feature["x"], name
         ).SerializeToString()
         assert len(loose) != len(packed)
-        # A feature with both kinds of encoding is what two writers make when their messages are joined.
+        # Concatenating the messages of two writers gives a feature with both kinds of encoding.
         inner = b"".join(bytes([tag, len(body)]) + body for tag, body in [(0x1A if name[0] == "i" else 0x12, loose)])
         entry = b"\x0a\x01x\x12" + bytes([len(inner)]) + inner
         message = b"\x0a" + bytes([len(entry) + 2]) + b"\x0a" + bytes([len(entry)]) + entry
@@ -171,9 +171,9 @@ class TestChecksum:
 class TestArrayRecord:
     @pytest.mark.parametrize("options", ["group_size:1", "group_size:1,uncompressed", "group_size:7"])
     def test_any_order(self, options: str, tmp_path: Path) -> None:
-        path, made = tmp_path / "a.array_record", records(3000)
+        path, created = tmp_path / "a.array_record", records(3000)
         writer = ArrayRecordWriter(str(path), options)
-        for i, record in enumerate(made):
+        for i, record in enumerate(created):
             payloads = [
                 encode_arrays({"tokens": record["tokens"]}),
                 json.dumps({"text": record["text"]}).encode(),
@@ -182,12 +182,12 @@ class TestArrayRecord:
             writer.write(payloads[i % 3])
         writer.close()
         opened = open_all([path], tmp_path)
-        assert len(opened) == len(made)
+        assert len(opened) == len(created)
         assert (opened.groups is None) == ("group_size:1" in options)
-        assert opened.groups is None or sum(opened.groups) == len(made)
-        for index in np.random.default_rng(1).integers(0, len(made), 300).tolist():
+        assert opened.groups is None or sum(opened.groups) == len(created)
+        for index in np.random.default_rng(1).integers(0, len(created), 300).tolist():
             [found] = opened.read([index])
-            record = made[index]
+            record = created[index]
             expected = [
                 {"tokens": record["tokens"]},
                 {"text": record["text"]},
@@ -220,7 +220,7 @@ class TestParquet:
     def test_only_columns_that_are_needed(self, tmp_path: Path) -> None:
         pq.write_table(pa.table({"text": ["a"], "url": ["b"]}), tmp_path / "a.parquet")
         for columns, names in ((("text",), {"text"}), (("body",), {"text", "url"}), (None, {"text", "url"})):
-            [opened] = open_files([tmp_path / "a.parquet"], FileFormat.auto, shelf(tmp_path, columns))
+            [opened] = open_files([tmp_path / "a.parquet"], FileFormat.auto, file_cache(tmp_path, columns))
             [record] = opened.read([0])
             assert isinstance(record, dict) and record.keys() == names
 
@@ -248,10 +248,10 @@ class TestParquet:
 
 class TestTfRecord:
     def test_what_another_library_wrote(self, tmp_path: Path) -> None:
-        made = records(200)
+        created = records(200)
         for name in ("a.tfrecord", "a.tfrecord-00001-of-00002"):
             writer = RecordWriter(str(tmp_path / name))
-            for record in made:
+            for record in created:
                 writer.write(make_example(text=record["text"].encode(), tokens=record["tokens"]))
             writer.write(b'{"text": "as JSON"}')
             writer.close()
@@ -259,7 +259,7 @@ class TestTfRecord:
         assert len(opened) == 402
         order = np.random.default_rng(0).permutation(402)
         for index, found in zip(order.tolist(), opened.read(order), strict=True):
-            record = made[index % 201] if index % 201 < 200 else None
+            record = created[index % 201] if index % 201 < 200 else None
             expected = {**record, "text": record["text"].encode()} if record else {"text": "as JSON"}
             assert same(found, expected)
 
@@ -272,15 +272,15 @@ class TestJsonLines:
         path = tmp_path / f"a.{ending}"
         payload = self.TEXT.encode()
         path.write_bytes(gzip.compress(payload) if ending.endswith("gz") else payload)
-        for _ in range(2):  # the second time from the kept index
+        for _ in range(2):  # the second time from the cached index
             opened = open_all([path], tmp_path)
             assert opened.read([3, 0, 2, 1]) == [{"n": 3}, {"n": 0}, {"n": 2, "text": "日本😀"}, {"n": 1}]
-            places = [opened.place(i) for i in range(4)]
+            places = [opened.location(i) for i in range(4)]
             assert places == [f"{path}, line {line}" for line in (1, 4, 5, 7)]
         assert list((tmp_path / "cache").rglob("*.npy"))
 
-    def test_a_packed_file_that_is_named_several_times(self, tmp_path: Path) -> None:
-        """Opened by as many threads at once, each of which finds no plain copy yet."""
+    def test_a_gzipped_file_that_is_named_several_times(self, tmp_path: Path) -> None:
+        """Opened by several threads at once, none of which finds a decompressed copy yet."""
         path = tmp_path / "a.jsonl.gz"
         path.write_bytes(gzip.compress("".join(f'{{"n": {i}}}\n' for i in range(100_000)).encode(), 1))
         opened = open_all([path] * 8, tmp_path)
@@ -288,7 +288,7 @@ class TestJsonLines:
         assert opened.read(range(99_999, 800_000, 100_000)) == [{"n": 99_999}] * 8
         assert len(list((tmp_path / "cache" / "unpacked").iterdir())) == 1
 
-    def test_a_changed_file_is_read_anew(self, tmp_path: Path) -> None:
+    def test_a_changed_file_is_read_again(self, tmp_path: Path) -> None:
         path = tmp_path / "a.jsonl"
         for stamp, text in ((1, '{"n": 1}\n'), (2, '{}\n{"n": 2}\n')):
             path.write_text(text)
@@ -305,7 +305,7 @@ class TestJsonLines:
 
 class TestFiles:
     def several(self, folder: Path) -> tuple[list[Path], list[int]]:
-        """Files of every format; record n has n, in the order of the files' names."""
+        """Files of every format; record n has n, in the order of the file names."""
         numbers = iter(range(10_000))
 
         def some(count: int) -> list[int]:
@@ -330,8 +330,8 @@ class TestFiles:
         assert opened.groups is not None and sum(opened.groups) == len(numbers)
         order = np.random.default_rng(0).permutation(len(numbers))
         assert [record["n"] for record in opened.read(order)] == order.tolist()  # type: ignore[index]
-        for index, place in ((0, "a.jsonl, line 1"), (300, "b.parquet, row 0"), (649, "c.array_record, record 149")):
-            assert opened.place(index) == str(tmp_path / place)
+        for index, location in ((0, "a.jsonl, line 1"), (300, "b.parquet, row 0"), (649, "c.array_record, record 149")):
+            assert opened.location(index) == str(tmp_path / location)
 
     def test_many_threads(self, tmp_path: Path) -> None:
         paths, numbers = self.several(tmp_path)
@@ -347,7 +347,7 @@ class TestFiles:
     def test_format_by_name_or_by_option(self, tmp_path: Path) -> None:
         (tmp_path / "a.data").write_text('{"n": 1}')
         assert open_all([tmp_path / "a.data"], tmp_path, FileFormat.jsonl).read([0]) == [{"n": 1}]
-        with pytest.raises(ConfigError, match=r"a\.data: has an ending of no known format(?s:.)*jsonl"):
+        with pytest.raises(ConfigError, match=r"a\.data: has an unknown file name ending(?s:.)*jsonl"):
             open_all([tmp_path / "a.data"], tmp_path)
 
     def test_more_files_than_may_be_open(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,37 +360,41 @@ class TestFiles:
         assert len(os.listdir("/proc/self/fd")) <= before + 3
 
 
-class TestRecent:
+class TestLruCache:
     def test_counts_and_weighs(self) -> None:
-        recent: LruCache[str] = LruCache(2, 10, len)
-        made: list[str] = []
+        cache: LruCache[str] = LruCache(2, 10, len)
+        created: list[str] = []
 
         def get(value: str) -> str:
-            return recent.get(value, lambda: made.append(value) or value)  # type: ignore[func-returns-value]
+            return cache.get(value, lambda: created.append(value) or value)  # type: ignore[func-returns-value]
 
         for value in ("aa", "bb", "cc", "aa", "dddddd", "aa", "bb"):
             assert get(value) == value
-        # Four fit into ten letters but for bb, used longest ago; then cc went for bb.
-        assert made == ["aa", "bb", "cc", "dddddd", "bb"]
+        # Of ten letters, all but bb, the least recently used, fit; then cc is evicted for bb.
+        assert created == ["aa", "bb", "cc", "dddddd", "bb"]
 
-    def test_is_made_once(self) -> None:
-        recent: LruCache[int] = LruCache(4)
-        made: list[int] = []
+    def test_a_value_is_created_once(self) -> None:
+        cache: LruCache[int] = LruCache(4)
+        created: list[int] = []
         ready = threading.Barrier(8)
 
-        def ask(_: int) -> int:
+        def request(_: int) -> int:
             ready.wait()
-            return recent.get("key", lambda: made.append(1) or 5)  # type: ignore[func-returns-value]
+            return cache.get("key", lambda: created.append(1) or 5)  # type: ignore[func-returns-value]
 
         with ThreadPoolExecutor(8) as pool:
-            assert set(pool.map(ask, range(8))) == {5}
-        assert made == [1]
+            assert set(pool.map(request, range(8))) == {5}
+        assert created == [1]
 
 
-def test_what_cannot_be_opened_is_one_bad_record(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened_is_one_bad_record(tmp_path: Path) -> None:
     for name in ("a.array_record", "b.parquet", "c.jsonl.gz"):
         (tmp_path / name).write_bytes(b"not what it says" * 9)
     opened = open_all(sorted(tmp_path.glob("[a-c].*")), tmp_path)
     assert len(opened) == 3
-    for name, fault in zip(("a.array_record", "b.parquet", "c.jsonl.gz"), opened.read(range(3)), strict=True):
-        assert isinstance(fault, BadRecord) and fault.place == f"{tmp_path / name}, the whole file" and fault.reason
+    for name, bad_record in zip(("a.array_record", "b.parquet", "c.jsonl.gz"), opened.read(range(3)), strict=True):
+        assert (
+            isinstance(bad_record, BadRecord)
+            and bad_record.location == f"{tmp_path / name}, the whole file"
+            and bad_record.reason
+        )

@@ -1,4 +1,4 @@
-"""Packing against the documents themselves: every place once, in rows that say where each document begins."""
+"""Packing against the documents themselves: every token once, in rows that mark where each document starts."""
 
 import dataclasses
 from functools import cached_property
@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from maxhydra.config.schema.data import Overlong, Packing, PackingMethod
-from maxhydra.data.document import Document
-from maxhydra.data.packing import Plan, plan
-from maxhydra.data.rows import PackedRows, pack_rows
+from maxhydra.data.packing import PackingPlan, plan
+from maxhydra.data.rows import Document, PackedRows, pack_rows
 
 METHODS = [method for method in PackingMethod if method is not PackingMethod.auto]
 FITS = [PackingMethod.first_fit, PackingMethod.best_fit]
@@ -18,7 +17,7 @@ FITS = [PackingMethod.first_fit, PackingMethod.best_fit]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Random documents in which no two tokens are alike, so that a place tells where it came from."""
+    """Random documents with unique tokens, so that every position can be traced to its document."""
 
     documents: list[Document]
     capacity: int
@@ -29,7 +28,7 @@ class Case:
         return np.array([document.places for document in self.documents], np.int64)
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> PackingPlan:
         return plan(self.lengths, self.capacity, self.packing)
 
     @cached_property
@@ -51,8 +50,8 @@ def make_case(seed: int, method: PackingMethod) -> Case:
         tokens = np.arange(after, after + size, dtype=random.choice(["<u2", "<i4", "<i8"]))
         after += size
         weights = None if random.random() < 0.3 else random.random(size).astype(np.float32)
-        # A column that can be told from the token it lies beside.
-        columns = {"beside": np.stack([tokens[:-1], -tokens[:-1].astype(np.int64)], 1).astype(np.float32)}
+        # A column that identifies the token it is aligned with.
+        columns = {"aligned": np.stack([tokens[:-1], -tokens[:-1].astype(np.int64)], 1).astype(np.float32)}
         documents.append(Document(tokens, weights, columns))
     packing = Packing(
         method=method,
@@ -69,15 +68,15 @@ def ids(case: Case) -> str:
     return f"{case.packing.method.name}-{case.packing.overlong.name}-{case.packing.max_segments}-{case.capacity}"
 
 
-def taken(case: Case, row: int) -> list[tuple[int, int]]:
-    """(token, target) of the filled places of a row."""
-    found = case.rows[row]
-    filled = case.rows.filled_of(row)
-    return list(zip(found["tokens"][:filled].tolist(), found["targets"][:filled].tolist(), strict=True))
+def filled_pairs(case: Case, row: int) -> list[tuple[int, int]]:
+    """(token, target) pairs of the filled positions of a row."""
+    columns = case.rows[row]
+    filled = case.rows.num_filled(row)
+    return list(zip(columns["tokens"][:filled].tolist(), columns["targets"][:filled].tolist(), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
-def test_every_place_is_in_one_row_and_no_more_is_lost_than_was_said(case: Case) -> None:
+def test_every_token_is_in_one_row_and_lost_documents_are_counted(case: Case) -> None:
     expected, cut = [], 0
     for document in case.documents:
         pairs = list(pairwise(document.tokens.tolist()))
@@ -86,31 +85,31 @@ def test_every_place_is_in_one_row_and_no_more_is_lost_than_was_said(case: Case)
             pairs = pairs[: case.capacity] if case.packing.overlong is Overlong.truncate else []
         expected += pairs
     rows = case.rows
-    seen = [pair for row in range(len(rows)) for pair in taken(case, row)]
+    seen = [pair for row in range(len(rows)) for pair in filled_pairs(case, row)]
     assert sorted(seen) == expected
     assert rows.cut == case.plan.cut == cut
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
-def test_a_row_says_where_each_document_begins(case: Case) -> None:
+def test_a_row_marks_where_each_document_starts(case: Case) -> None:
     rows = case.rows
     limit = 1 if case.packing.method is PackingMethod.none else case.packing.max_segments or case.capacity
     for index in range(len(rows)):
-        row, filled = rows[index], rows.filled_of(index)
+        row, filled = rows[index], rows.num_filled(index)
         assert 0 < filled <= case.capacity
         for name, column in row.items():
             assert len(column) == case.capacity
             assert not column[filled:].any(), f"{name} in the padding"
         tokens, segments = row["tokens"][:filled], row["segments"][:filled]
-        # Pieces are told apart by their segment; within one, token follows token and the position counts from 0.
-        begins = np.flatnonzero(np.diff(segments, prepend=0))
-        assert segments[begins].tolist() == list(range(1, len(begins) + 1)) and len(begins) <= limit
-        for first, last in pairwise([*begins.tolist(), filled]):
+        # Each piece has its own segment; within one, tokens are consecutive and positions count from 0.
+        starts = np.flatnonzero(np.diff(segments, prepend=0))
+        assert segments[starts].tolist() == list(range(1, len(starts) + 1)) and len(starts) <= limit
+        for first, last in pairwise([*starts.tolist(), filled]):
             assert row["positions"][first:last].tolist() == list(range(last - first))
             assert (np.diff(tokens[first:last]) == 1).all()
             assert row["targets"][first:last].tolist() == (tokens[first:last] + 1).tolist()
-        np.testing.assert_array_equal(row["beside"][:filled, 0], tokens)
-        np.testing.assert_array_equal(row["beside"][:filled, 1], -tokens)
+        np.testing.assert_array_equal(row["aligned"][:filled, 0], tokens)
+        np.testing.assert_array_equal(row["aligned"][:filled, 1], -tokens)
         assert [row[name].dtype for name in ("tokens", "targets", "positions", "weights", "segments")] == [
             np.int32,
             np.int32,
@@ -128,7 +127,7 @@ def test_weights_are_those_of_the_targets(case: Case) -> None:
         weight_of |= dict(zip(document.tokens.tolist(), weights.tolist(), strict=True))
     rows = case.rows
     for index in range(len(rows)):
-        filled = rows.filled_of(index)
+        filled = rows.num_filled(index)
         expected = [weight_of[token] for token in rows[index]["targets"][:filled].tolist()]
         assert rows[index]["weights"][:filled].tolist() == expected
 
@@ -163,7 +162,7 @@ def test_first_fit_takes_the_first_row_and_best_fit_the_fullest() -> None:
     assert _rows_of(plan(lengths, 10, Packing())) == _rows_of(best)
 
 
-def test_concatenation_goes_on_in_the_next_row() -> None:
+def test_concatenation_continues_in_the_next_row() -> None:
     made = plan(np.array([3, 9]), 4, Packing(method=PackingMethod.concat_then_split))
     assert list(zip(made.document.tolist(), made.start.tolist(), made.count.tolist(), strict=True)) == [
         (0, 0, 3),
@@ -173,12 +172,12 @@ def test_concatenation_goes_on_in_the_next_row() -> None:
     ]
 
 
-def _rows_of(made: Plan) -> list[list[int]]:
+def _rows_of(made: PackingPlan) -> list[list[int]]:
     return [made.document[made.row == row].tolist() for row in range(made.rows)]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_documents_of_one_token_or_none_fill_no_place(method: PackingMethod) -> None:
+def test_documents_of_one_token_or_none_fill_no_position(method: PackingMethod) -> None:
     empty = [Document(np.empty(0, np.int32)), Document(np.array([5], np.int32))]
     lengths = np.array([document.places for document in empty])
     assert lengths.tolist() == [0, 0]
@@ -193,22 +192,22 @@ def test_best_fit_depends_on_the_lengths_alone() -> None:
     lengths = random.integers(1, 100, 200)
     packing = Packing(method=PackingMethod.best_fit)
 
-    def held(lengths: np.ndarray) -> list[list[int]]:
+    def lengths_by_row(lengths: np.ndarray) -> list[list[int]]:
         made = plan(lengths, 64, packing)
         return sorted(sorted(made.count[made.row == row].tolist()) for row in range(made.rows))
 
-    expected = held(lengths)
+    expected = lengths_by_row(lengths)
     for _ in range(5):
-        assert held(random.permutation(lengths)) == expected
+        assert lengths_by_row(random.permutation(lengths)) == expected
 
 
-def test_another_order_of_rows_moves_their_fill_too() -> None:
+def test_reordering_rows_reorders_their_fill() -> None:
     case = make_case(3, PackingMethod.first_fit)
     rows = case.rows
     order = np.random.default_rng(0).permutation(len(rows))
-    moved = rows.taken(order).taken(np.arange(len(rows))[::-1])
+    moved = rows.reorder(order).reorder(np.arange(len(rows))[::-1])
     for at, index in enumerate(order[::-1].tolist()):
-        assert moved.filled_of(at) == rows.filled_of(index)
+        assert moved.num_filled(at) == rows.num_filled(index)
         for name in rows.arrays:
             np.testing.assert_array_equal(moved[at][name], rows[index][name])
 
@@ -217,11 +216,11 @@ def test_best_fit_fills_over_98_percent_of_lognormal_documents() -> None:
     """Mean 600, sigma 1, sequences of 4096, the default window."""
     random = np.random.default_rng(0)
     packing = Packing(method=PackingMethod.best_fit)
-    places = filled = 0
+    capacity = filled = 0
     for _ in range(20):
         lengths = np.maximum(1, random.lognormal(np.log(600) - 0.5, 1.0, packing.window * 4096 // 600)).astype(np.int64)
         made = plan(lengths, 4096, packing)
-        places += made.rows * 4096
+        capacity += made.rows * 4096
         filled += int(made.count.sum())
         assert int(made.count.sum()) == int(lengths.sum())
-    assert filled / places > 0.98
+    assert filled / capacity > 0.98

@@ -1,4 +1,4 @@
-"""Real processes share a packed source: four, then two, then one give the batches that one alone gives."""
+"""Real processes share a packed source: four, then two, then one yield the batches of a single process."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from tests.support.data_files import write_jsonl
 BATCH = 8
 
 
-def part(overrides: list[str], state: dict[str, Any] | None, batches: int) -> None:
-    """What each process does: its own rows of some batches, and the state of all after."""
+def read_batches(overrides: list[str], state: dict[str, Any] | None, batches: int) -> None:
+    """Program of each process: its rows of some batches, and the state of all streams afterwards."""
     from maxhydra.config.compose.composer import compose
     from maxhydra.config.schema.hardware import Hardware, Platform
     from maxhydra.config.schema.mesh import RULES, Mesh
@@ -43,22 +43,22 @@ def part(overrides: list[str], state: dict[str, Any] | None, batches: int) -> No
 def run(
     processes: int, overrides: list[str], state: dict[str, Any] | None, batches: int, *, folder: Path
 ) -> tuple[np.ndarray, Any]:
-    """All batches that some processes give together, and the state that each of them reports."""
-    places = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    """Combine the batches of all processes, and return the state that each of them reports."""
+    python_path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     job = json.dumps([overrides, state, batches])
-    module = "tests.test_data_processes"
-    ended = finished_together(processes, job, cwd=folder, module=module, PYTHONPATH=places)
-    whole = np.full((batches, BATCH, 32), -1)
+    module = "tests.data.test_processes"
+    results = finished_together(processes, job, cwd=folder, module=module, PYTHONPATH=python_path)
+    combined = np.full((batches, BATCH, 32), -1)
     states = []
-    for process in ended:
-        told = json.loads(process.stdout.splitlines()[-1])
-        states.append(told["state"])
-        for number, shards in enumerate(told["seen"]):
+    for process in results:
+        output = json.loads(process.stdout.splitlines()[-1])
+        states.append(output["state"])
+        for number, shards in enumerate(output["seen"]):
             for first, rows in shards:
-                whole[number, first : first + len(rows)] = rows
+                combined[number, first : first + len(rows)] = rows
     assert all(state == states[0] for state in states), "every process knows the position of all"
-    assert (whole >= 0).all()
-    return whole, states[0]
+    assert (combined >= 0).all()
+    return combined, states[0]
 
 
 @pytest.mark.slow
@@ -72,4 +72,4 @@ def test_four_processes_then_two_then_one(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    part(*json.loads(sys.argv[1]))
+    read_batches(*json.loads(sys.argv[1]))

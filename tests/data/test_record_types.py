@@ -1,4 +1,4 @@
-"""Shapes of records: what is learned of each, what a row holds, and what is refused; through the whole pipeline too."""
+"""Record types: loss, rows and rejected records of each, alone and through the whole pipeline."""
 
 import json
 from pathlib import Path
@@ -12,10 +12,10 @@ from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data, OnError, Overlong, Packing
 from maxhydra.config.schema.mesh import RULES, Mesh
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
-from maxhydra.data import BatchSpec, RowSpec, host_loader, tokenizer, train_loader
-from maxhydra.data.document import Document
-from maxhydra.data.record_types import RecordType, Rejected, build_shape
+from maxhydra.data import BatchSpec, RowSpec, host_loader, load_tokenizer, train_loader
+from maxhydra.data.record_types import RecordType, Rejected, build_record_type
 from maxhydra.data.records import Record
+from maxhydra.data.rows import Document
 from maxhydra.sharding import Sharder, build_mesh
 from tests.support.skips import import_optional
 from tests.support.vocabularies import MARKS, family_folder, template
@@ -23,35 +23,35 @@ from tests.support.vocabularies import MARKS, family_folder, template
 BOS, EOS, PAD = 256, 257, 258
 
 
-def shape(data: Data, seq_len: int = 64) -> RecordType:
-    return build_shape(data, data, seq_len)
+def record_type(data: Data, seq_len: int = 64) -> RecordType:
+    return build_record_type(data, data, seq_len)
 
 
-def one(data: Data, record: Record, seq_len: int = 64) -> Any:
-    (example,) = shape(data, seq_len).encode([record])
+def encode(data: Data, record: Record, seq_len: int = 64) -> Any:
+    (example,) = record_type(data, seq_len).encode([record])
     return example
 
 
-def refused(data: Data, record: Record, seq_len: int = 64) -> str:
-    example = one(data, record, seq_len)
+def rejection(data: Data, record: Record, seq_len: int = 64) -> str:
+    example = encode(data, record, seq_len)
     assert isinstance(example, Rejected), example
     return example.reason
 
 
 def row(data: Data, record: Record, seq_len: int = 64) -> dict[str, np.ndarray]:
-    made = shape(data, seq_len)
+    made = record_type(data, seq_len)
     (example,) = made.encode([record])
     assert not isinstance(example, Rejected), example
     return made.row(example, seq_len)
 
 
-def says(*contents: str) -> list[dict[str, str]]:
+def conversation(*contents: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
 @pytest.fixture(scope="module")
 def chatml(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    return Config(kind="hf", path=str(family_folder("chatml", tmp_path_factory.mktemp("words") / "chatml")))
+    return Config(kind="hf", path=str(family_folder("chatml", tmp_path_factory.mktemp("tokenizer") / "chatml")))
 
 
 def jsonl(folder: Path, records: list[dict[str, Any]], **values: Any) -> Data:
@@ -68,55 +68,57 @@ def spec(seq_len: int, batch: int = 2) -> BatchSpec:
 class TestChat:
     def test_documents(self, chatml: Config) -> None:
         data = Data(source="hf", name="x", record_type="chat", tokenizer=chatml, columns={"messages": "talk"})
-        document = one(data, {"talk": says("Who?", "I.", "Why?", "So.")})
+        document = encode(data, {"talk": conversation("Who?", "I.", "Why?", "So.")})
         assert isinstance(document, Document)
         assert document.weights is not None
-        words = tokenizer(data)
-        learned = document.tokens[document.weights > 0].tolist()
-        end = words.marks[MARKS["chatml"][2]]
-        assert learned == [*words.encode("I."), end, *words.encode("So."), end]
+        tokenizer = load_tokenizer(data)
+        trained = document.tokens[document.weights > 0].tolist()
+        end = tokenizer.marks[MARKS["chatml"][2]]
+        assert trained == [*tokenizer.encode("I."), end, *tokenizer.encode("So."), end]
 
     def test_bytes_with_a_template(self, tmp_path: Path) -> None:
         (tmp_path / "t.jinja").write_text(template("chatml", marked=False))
-        words = Config(chat_template=str(tmp_path / "t.jinja"))
-        document = one(Data(source="hf", name="x", record_type="chat", tokenizer=words), {"messages": says("q", "né")})
+        tokenizer = Config(chat_template=str(tmp_path / "t.jinja"))
+        document = encode(
+            Data(source="hf", name="x", record_type="chat", tokenizer=tokenizer), {"messages": conversation("q", "né")}
+        )
         assert bytes(document.tokens[document.weights > 0].tolist()) == "né<|im_end|>".encode()
-        with pytest.raises(ConfigError, match="no file is there"):
-            shape(
+        with pytest.raises(ConfigError, match="no such file"):
+            record_type(
                 Data(
                     source="hf", name="x", record_type="chat", tokenizer=Config(chat_template=str(tmp_path / "u.jinja"))
                 )
             )
 
-    def test_refused(self, chatml: Config) -> None:
+    def test_rejected(self, chatml: Config) -> None:
         data = Data(source="hf", name="x", record_type="chat", tokenizer=chatml, max_characters=100)
-        assert "no column 'messages'; it has 'text'" in refused(data, {"text": "x"})
-        assert "not a list of messages but str" in refused(data, {"messages": "x"})
-        assert "over data.max_characters=100" in refused(data, {"messages": says("x" * 100, "y")})
-        assert "not Unicode" in refused(data, {"messages": says("x", "\ud800")})
-        assert "not a list of messages but ndarray" in refused(data, {"messages": np.arange(3)})
+        assert "has no column 'messages', only 'text'" in rejection(data, {"text": "x"})
+        assert "expected a list of messages, found str" in rejection(data, {"messages": "x"})
+        assert "more than data.max_characters=100" in rejection(data, {"messages": conversation("x" * 100, "y")})
+        assert "is not valid Unicode" in rejection(data, {"messages": conversation("x", "\ud800")})
+        assert "expected a list of messages, found ndarray" in rejection(data, {"messages": np.arange(3)})
 
     def test_a_tokenizer_without_a_template(self) -> None:
         with pytest.raises(ConfigError, match=r"data\.tokenizer\.chat_template"):
-            shape(Data(source="hf", name="x", record_type="chat"))
+            record_type(Data(source="hf", name="x", record_type="chat"))
 
     def test_batches(self, tmp_path: Path, chatml: Config) -> None:
-        """Packed rows: each conversation in its own segment, learned in the right places."""
-        talks = [says("Who?" * k, "I am." * (k + 1)) for k in range(12)]
+        """Packed rows: each conversation in its own segment, with loss in the right places."""
+        talks = [conversation("Who?" * k, "I am." * (k + 1)) for k in range(12)]
         data = jsonl(
             tmp_path, [{"messages": talk} for talk in talks], record_type="chat", tokenizer=chatml, eval_fraction=0.01
         )
-        words = tokenizer(data)
+        tokenizer = load_tokenizer(data)
         loader = train_loader(data, spec(256))
         batch = {name: np.asarray(array) for name, array in next(loader).items()}
         loader.close()
         assert batch["segments"].max() > 1
-        learned = batch["targets"][batch["weights"] > 0]
-        answers = {talk[1]["content"] for talk in talks}
-        end = words.marks["<|im_end|>"]
-        parts = np.split(learned, np.flatnonzero(learned == end) + 1)[:-1]
+        trained = batch["targets"][batch["weights"] > 0]
+        responses = {talk[1]["content"] for talk in talks}
+        end = tokenizer.marks["<|im_end|>"]
+        parts = np.split(trained, np.flatnonzero(trained == end) + 1)[:-1]
         assert len(parts) > 3
-        assert {words.decode(part.tolist()) for part in parts} <= answers
+        assert {tokenizer.decode(part.tolist()) for part in parts} <= responses
         assert (batch["segments"][batch["weights"] > 0] > 0).all()
 
 
@@ -139,7 +141,7 @@ class TestPreference:
         }
         assert {column.dtype for name, column in made.items() if "weights" not in name} == {np.dtype(np.int32)}
 
-    def test_without_a_prompt_what_both_begin_with_is_one(self) -> None:
+    def test_without_a_prompt_the_common_prefix_is_the_prompt(self) -> None:
         made = row(self.data(), {"chosen": "abcd", "rejected": "abe"}, seq_len=8)
         with_prompt = row(self.data(), {"prompt": "ab", "chosen": "cd", "rejected": "e"}, seq_len=8)
         for name in made:
@@ -148,7 +150,7 @@ class TestPreference:
     @pytest.mark.parametrize("form", ["apart", "whole", "text after messages", "messages after text"])
     def test_messages(self, chatml: Config, form: str) -> None:
         data = self.data(tokenizer=chatml)
-        prompt = says("Who?") if form == "messages after text" else says("Who?", "I.", "Why?")
+        prompt = conversation("Who?") if form == "messages after text" else conversation("Who?", "I.", "Why?")
         chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("Because.", "Be gone."))
         record: dict[str, Any] = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
         if form == "whole":
@@ -158,73 +160,83 @@ class TestPreference:
         if form == "messages after text":
             record |= {"prompt": "Who?"}
         made = row(data, record)
-        words = tokenizer(data)
+        tokenizer = load_tokenizer(data)
         transformers = import_optional("transformers", extra="parity")
         theirs = transformers.AutoTokenizer.from_pretrained(chatml.path, local_files_only=True)
         before = theirs.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-        for side, text in (("chosen", "Because."), ("rejected", "Be gone.")):
-            answer = [*words.encode(text), words.marks["<|im_end|>"]]
-            learned = made[f"{side}_weights"] > 0
-            assert made[f"{side}_targets"][learned].tolist() == answer
-            assert made[f"{side}_tokens"][: len(before)].tolist() == before
-            assert np.flatnonzero(learned)[0] == len(before) - 1, "no token of the prompt, and no earlier turn"
+        for name, text in (("chosen", "Because."), ("rejected", "Be gone.")):
+            response = [*tokenizer.encode(text), tokenizer.marks["<|im_end|>"]]
+            trained = made[f"{name}_weights"] > 0
+            assert made[f"{name}_targets"][trained].tolist() == response
+            assert made[f"{name}_tokens"][: len(before)].tolist() == before
+            assert np.flatnonzero(trained)[0] == len(before) - 1, "no token of the prompt, and no earlier turn"
 
     def test_too_long(self) -> None:
         record = {"prompt": "p" * 10, "chosen": "c" * 6, "rejected": "r" * 3}
-        assert "a prompt of 11 tokens, 18 with chosen, 15 with rejected" in refused(self.data(), record, 16)
+        assert "has 11 prompt tokens, 18 with chosen, 15 with rejected" in rejection(self.data(), record, 16)
         assert row(self.data(), record, 17)["chosen_weights"].sum() == 7
 
         truncating = self.data(packing=Packing(overlong=Overlong.truncate))
         made = row(truncating, record, 12)
-        assert bytes(made["chosen_tokens"].tolist()) == b"pppppp" + b"c" * 6, "the prompt is cut first, from the left"
+        assert bytes(made["chosen_tokens"].tolist()) == b"pppppp" + b"c" * 6, (
+            "the prompt is truncated first, from the left"
+        )
         assert made["chosen_weights"].sum() == 7
         assert bytes(made["rejected_tokens"][:6].tolist()) == b"pppppp"
         assert made["rejected_weights"].sum() == 4
         made = row(truncating, record, 4)
-        assert bytes(made["chosen_tokens"].tolist()) == b"pccc", "then the answers, at their ends"
+        assert bytes(made["chosen_tokens"].tolist()) == b"pccc", "then the responses, from the right"
         assert made["chosen_targets"].tolist() == [ord("c")] * 4
         assert made["rejected_targets"].tolist() == [*b"rrr", EOS]
 
-    def test_refused(self, chatml: Config) -> None:
-        reason = refused(self.data(), {"chosen": "x"})
-        assert "no column 'rejected'" in reason and "expected: chosen and rejected" in reason
-        assert "are the same" in refused(self.data(), {"chosen": "x", "rejected": "x"})
-        same = {"chosen": says("a", "b"), "rejected": says("a", "b")}
-        assert "are the same" in refused(self.data(tokenizer=chatml), same)
-        assert "no text as content but int" in refused(self.data(tokenizer=chatml), {"chosen": 3, "rejected": "x"})
+    def test_rejected(self, chatml: Config) -> None:
+        reason = rejection(self.data(), {"chosen": "x"})
+        assert "has no column 'rejected'" in reason and "expected chosen and rejected" in reason
+        assert "are equal" in rejection(self.data(), {"chosen": "x", "rejected": "x"})
+        same = {"chosen": conversation("a", "b"), "rejected": conversation("a", "b")}
+        assert "are equal" in rejection(self.data(tokenizer=chatml), same)
+        assert "expected text as content, found int" in rejection(
+            self.data(tokenizer=chatml), {"chosen": 3, "rejected": "x"}
+        )
         ids = {"prompt": np.arange(3), "chosen": np.arange(4), "rejected": np.arange(5)}
-        assert "numbers, which no template" in refused(self.data(tokenizer=chatml), ids)
+        assert "contains an array of numbers" in rejection(self.data(tokenizer=chatml), ids)
         with pytest.raises(ConfigError, match="chat_template"):
-            one(self.data(), {"chosen": says("a", "b"), "rejected": says("a", "c")})
+            encode(self.data(), {"chosen": conversation("a", "b"), "rejected": conversation("a", "c")})
 
-    def test_an_answer_without_a_token_to_learn(self) -> None:
-        """Its pair would count as one that only fills up a batch."""
+    def test_a_response_without_a_token_to_train_on(self) -> None:
+        """Its pair would be treated like one that only pads a batch."""
         data = self.data(tokenizer=Config(add_eos=False))
-        assert "chosen has no token to learn" in refused(data, {"prompt": "a", "chosen": "", "rejected": "b"})
-        assert "rejected has no token to learn" in refused(data, {"chosen": "ab", "rejected": "a"})
+        assert "chosen has no token to train on" in rejection(data, {"prompt": "a", "chosen": "", "rejected": "b"})
+        assert "rejected has no token to train on" in rejection(data, {"chosen": "ab", "rejected": "a"})
         assert row(self.data(), {"prompt": "a", "chosen": "b", "rejected": ""})["rejected_weights"].sum() == 1
 
     def test_a_prompt_that_the_messages_repeat(self, chatml: Config) -> None:
-        """As a text, and with the keys without a value that columnar files give."""
+        """As text, and with the None keys that columnar files give."""
         data = self.data(tokenizer=chatml)
-        sides = {side: [{**turn, "name": None} for turn in says("Who?", side)] for side in ("chosen", "rejected")}
-        whole, repeated = row(data, sides), row(data, {"prompt": "Who?", **sides})
+        responses = {
+            name: [{**turn, "name": None} for turn in conversation("Who?", name)] for name in ("chosen", "rejected")
+        }
+        whole, repeated = row(data, responses), row(data, {"prompt": "Who?", **responses})
         for name in whole:
             np.testing.assert_array_equal(whole[name], repeated[name])
 
     @pytest.mark.parametrize(
         ("prompt", "chosen", "reason"),
         [
-            (says("q", "a"), says("b")[:1], "the prompt ends with a turn of the assistant"),
-            (says("q"), says("b"), "chosen ends with a turn of the user"),
-            (None, says("q"), "chosen ends with a turn of the user"),
-            (says("q"), says("other", "b"), "chosen begins with a turn of the user that is not the prompt's"),
+            (conversation("q", "a"), conversation("b")[:1], "the prompt ends with a message of the assistant"),
+            (conversation("q"), conversation("b"), "chosen ends with a message of the user"),
+            (None, conversation("q"), "chosen ends with a message of the user"),
+            (
+                conversation("q"),
+                conversation("other", "b"),
+                "chosen starts with a message of the user that is not in the prompt",
+            ),
         ],
     )
-    def test_exchanged_columns(self, chatml: Config, prompt: Any, chosen: Any, reason: str) -> None:
+    def test_swapped_columns(self, chatml: Config, prompt: Any, chosen: Any, reason: str) -> None:
         record = {"prompt": prompt, "chosen": chosen, "rejected": "answer"}
-        found = refused(self.data(tokenizer=chatml), record)
-        assert reason in found and "expected: chosen and rejected" in found
+        message = rejection(self.data(tokenizer=chatml), record)
+        assert reason in message and "expected chosen and rejected" in message
 
     def test_batches(self, tmp_path: Path) -> None:
         records = [{"prompt": f"{k:02}", "chosen": "yes", "rejected": "no"} for k in range(20)]
@@ -233,14 +245,14 @@ class TestPreference:
         metrics = loader.metrics()
         loader.close()
         assert {name: array.shape for name, array in batch.items()} == {
-            f"{side}_{name}": (4, 16)
-            for side in ("chosen", "rejected")
+            f"{response}_{name}": (4, 16)
+            for response in ("chosen", "rejected")
             for name in ("tokens", "targets", "positions", "weights")
         }
-        # begin, 2 letters, then 3 and 2: 6 and 5 of 16 places.
+        # bos, 2 letters, then 3 and 2: 6 and 5 of 16 positions.
         assert metrics["data/padding"] == pytest.approx(1 - 11 / 32)
         loader = train_loader(jsonl(tmp_path, records, record_type="preference"), spec(4))
-        with pytest.raises(ConfigError, match=r"records.jsonl.*over train.seq_len=4"):
+        with pytest.raises(ConfigError, match=r"records.jsonl.*more than train.seq_len=4"):
             next(loader)
         loader.close()
 
@@ -257,19 +269,19 @@ class TestPrompts:
         assert made["info"].item() == {"prompt": "ab", "answer": [1, {"x": 2}], "record": {"id": 7}}
 
     def test_messages(self, chatml: Config) -> None:
-        made = row(self.data(tokenizer=chatml), {"prompt": says("2 + 2?"), "answer": "4"})
+        made = row(self.data(tokenizer=chatml), {"prompt": conversation("2 + 2?"), "answer": "4"})
         transformers = import_optional("transformers", extra="parity")
         theirs = transformers.AutoTokenizer.from_pretrained(chatml.path, local_files_only=True)
-        expected = theirs.apply_chat_template(says("2 + 2?"), add_generation_prompt=True, return_dict=False)
+        expected = theirs.apply_chat_template(conversation("2 + 2?"), add_generation_prompt=True, return_dict=False)
         assert made["tokens"][: int(made["length"])].tolist() == expected
         assert made["info"].item()["prompt"].endswith("<|im_start|>assistant\n")
 
-    def test_refused(self, chatml: Config) -> None:
-        assert "a prompt of 6 tokens: over train.seq_len=4" in refused(self.data(), {"prompt": "abcde"}, 4)
-        assert "no column 'prompt'" in refused(self.data(), {"answer": 1})
-        assert "special token" in refused(self.data(tokenizer=chatml), {"prompt": says("<|im_end|>")})
-        assert "nothing to answer" in refused(self.data(tokenizer=Config(add_bos=False)), {"prompt": ""})
-        assert "message 0 has no role" in refused(self.data(tokenizer=chatml), {"prompt": [3]})
+    def test_rejected(self, chatml: Config) -> None:
+        assert "the prompt has 6 tokens, more than train.seq_len=4" in rejection(self.data(), {"prompt": "abcde"}, 4)
+        assert "no column 'prompt'" in rejection(self.data(), {"answer": 1})
+        assert "special token" in rejection(self.data(tokenizer=chatml), {"prompt": conversation("<|im_end|>")})
+        assert "the prompt is empty" in rejection(self.data(tokenizer=Config(add_bos=False)), {"prompt": ""})
+        assert "message 0 has no role" in rejection(self.data(tokenizer=chatml), {"prompt": [3]})
 
     def test_rows_on_the_host(self, tmp_path: Path) -> None:
         records = [{"prompt": f"{k} + 1?", "answer": k + 1} for k in range(10)]
@@ -284,24 +296,26 @@ class TestTokens:
     @pytest.mark.parametrize(
         ("change", "reason"),
         [
-            ({"tokens": [[1, 2], [3]]}, "a list that is no array"),
-            ({"tokens": [1.5, 2, 3]}, "not a list of token ids but float64 of shape (3,)"),
-            ({"tokens": [1, -100, 5]}, "ids from -100 to 5"),
-            ({"tokens": [1, 2**32 + 5, 7]}, "ids from 1 to 4294967301"),
-            ({"tokens": np.array([0, 2**32 - 1, 5], np.uint32)}, "ids from 0 to 4294967295"),
-            ({"weights": [1, 1]}, "weights of shape (2,) for 3 tokens"),
-            ({"weights": [[1], [1, 2], [1]]}, "a list that is no array"),
-            ({"weights": ["a", "b", "c"]}, "weights that are not finite numbers"),
-            ({"weights": [1, float("nan"), 1]}, "weights that are not finite numbers"),
+            ({"tokens": [[1, 2], [3]]}, "expected an array of numbers"),
+            ({"tokens": [1.5, 2, 3]}, "expected a list of token ids, found float64 of shape (3,)"),
+            ({"tokens": [1, -100, 5]}, "token ids range from -100 to 5"),
+            ({"tokens": [1, 2**32 + 5, 7]}, "token ids range from 1 to 4294967301"),
+            ({"tokens": np.array([0, 2**32 - 1, 5], np.uint32)}, "token ids range from 0 to 4294967295"),
+            ({"weights": [1, 1]}, "has weights of shape (2,) for 3 tokens"),
+            ({"weights": [[1], [1, 2], [1]]}, "expected an array of numbers"),
+            ({"weights": ["a", "b", "c"]}, "has weights that are not finite numbers"),
+            ({"weights": [1, float("nan"), 1]}, "has weights that are not finite numbers"),
         ],
     )
-    def test_refused(self, change: dict[str, Any], reason: str) -> None:
-        """Each would be trained on as another token or as a loss of NaN, or would end the run without its place."""
-        assert reason in refused(Data(source="hf", name="x", record_type="tokens"), {"tokens": [1, 2, 3]} | change)
+    def test_rejected(self, change: dict[str, Any], reason: str) -> None:
+        """Each would train on another token, give a NaN loss, or stop the run without naming the record."""
+        assert reason in rejection(Data(source="hf", name="x", record_type="tokens"), {"tokens": [1, 2, 3]} | change)
 
     def test_documents(self) -> None:
         for weights in (None, [0, 1, 1], [False, True, True], np.array([0, 1, 1], np.uint8)):
-            document = one(Data(source="hf", name="x", record_type="tokens"), {"tokens": [1, 2, 3], "weights": weights})
+            document = encode(
+                Data(source="hf", name="x", record_type="tokens"), {"tokens": [1, 2, 3], "weights": weights}
+            )
             assert document.tokens.tolist() == [1, 2, 3]
             assert document.weights is None if weights is None else document.weights.tolist() == [0, 1, 1]
 
@@ -318,13 +332,13 @@ class TestTeacher:
     @pytest.mark.parametrize("kind", [np.float16, np.float32])
     def test_documents(self, kind: type) -> None:
         record = self.record(5, kind=kind)
-        document = one(Data(source="hf", name="x", record_type="teacher"), record)
+        document = encode(Data(source="hf", name="x", record_type="teacher"), record)
         assert document.tokens.tolist() == record["tokens"]
         assert document.columns["teacher_ids"].dtype == np.int32
         assert document.columns["teacher_logits"].dtype == kind
         np.testing.assert_array_equal(document.columns["teacher_logits"], record["teacher_logits"])
 
-    def test_columns_stay_beside_their_tokens(self, tmp_path: Path) -> None:
+    def test_columns_stay_aligned_with_their_tokens(self, tmp_path: Path) -> None:
         records = [
             {**self.record(5 + k), "teacher_logits": self.record(5 + k)["teacher_logits"].tolist()} for k in range(8)
         ]
@@ -340,30 +354,30 @@ class TestTeacher:
             )
         }
         checked = 0
-        for place in zip(*np.nonzero(batch["segments"]), strict=True):
-            ids, logits = known[int(batch["tokens"][place]), int(batch["targets"][place])]
-            assert batch["teacher_ids"][place].tolist() == ids
-            np.testing.assert_allclose(batch["teacher_logits"][place], logits, rtol=1e-6)
+        for position in zip(*np.nonzero(batch["segments"]), strict=True):
+            ids, logits = known[int(batch["tokens"][position]), int(batch["targets"][position])]
+            assert batch["teacher_ids"][position].tolist() == ids
+            np.testing.assert_allclose(batch["teacher_logits"][position], logits, rtol=1e-6)
             checked += 1
         assert checked > 16
 
     @pytest.mark.parametrize(
         ("change", "reason"),
         [
-            ({"teacher_ids": [[1, 2, 3]]}, "both should be [4, k]"),
-            ({"teacher_logits": [[1.0]] * 4}, "both should be [4, k]"),
-            ({"teacher_logits": [[1.0, 2.0], [1.0]]}, "a list that is no array"),
-            ({"teacher_logits": [[float("nan")] * 3] * 4}, "not finite"),
-            ({"teacher_ids": [["a"] * 3] * 4}, "ids and numbers are needed"),
-            ({"tokens": "text"}, "not a list of ids"),
-            ({"tokens": [1]}, "of which a teacher can say nothing"),
-            ({"tokens": [1, 2, 3, -100, 5]}, "ids from -100 to 5"),
-            ({"teacher_ids": [[1, 2, -1]] * 4}, "ids from -1 to 2"),
-            ({"weights": [1, 1, 1, 1, float("nan")]}, "weights that are not finite numbers"),
+            ({"teacher_ids": [[1, 2, 3]]}, "both must be [4, k]"),
+            ({"teacher_logits": [[1.0]] * 4}, "both must be [4, k]"),
+            ({"teacher_logits": [[1.0, 2.0], [1.0]]}, "expected an array of numbers"),
+            ({"teacher_logits": [[float("nan")] * 3] * 4}, "are not all finite"),
+            ({"teacher_ids": [["a"] * 3] * 4}, "expected integers and numbers"),
+            ({"tokens": "text"}, "tokens: expected a list of ids"),
+            ({"tokens": [1]}, "at least 2 are needed"),
+            ({"tokens": [1, 2, 3, -100, 5]}, "token ids range from -100 to 5"),
+            ({"teacher_ids": [[1, 2, -1]] * 4}, "token ids range from -1 to 2"),
+            ({"weights": [1, 1, 1, 1, float("nan")]}, "has weights that are not finite numbers"),
         ],
     )
-    def test_refused(self, change: dict[str, Any], reason: str) -> None:
-        assert reason in refused(Data(source="hf", name="x", record_type="teacher"), self.record(5) | change)
+    def test_rejected(self, change: dict[str, Any], reason: str) -> None:
+        assert reason in rejection(Data(source="hf", name="x", record_type="teacher"), self.record(5) | change)
 
 
 def to_messages(record: Record) -> Record:
@@ -372,17 +386,17 @@ def to_messages(record: Record) -> Record:
 
 
 class TestFormatting:
-    def test_runs_before_the_shape(self, tmp_path: Path, chatml: Config) -> None:
+    def test_runs_before_the_record_type(self, tmp_path: Path, chatml: Config) -> None:
         records = [{"q": f"q{k}", "a": f"answer {k}"} for k in range(9)]
         formatting = f"{__name__}:to_messages"
         data = jsonl(tmp_path, records, record_type="chat", tokenizer=chatml, formatting=formatting, eval_fraction=0.1)
         loader = train_loader(data, spec(512, batch=1))
         batch = {name: np.asarray(array) for name, array in next(loader).items()}
         loader.close()
-        learned = tokenizer(data).decode(batch["targets"][batch["weights"] > 0].tolist())
-        assert sorted(learned.split("answer ")[1:]) == [str(k) for k in range(8)]
+        trained = load_tokenizer(data).decode(batch["targets"][batch["weights"] > 0].tolist())
+        assert sorted(trained.split("answer ")[1:]) == [str(k) for k in range(8)]
 
-    def test_what_it_raises_names_the_record(self, tmp_path: Path, chatml: Config) -> None:
+    def test_its_errors_name_the_record(self, tmp_path: Path, chatml: Config) -> None:
         records = [{"q": "q", "a": "a"}] * 4 + [{"q": "no answer"}] + [{"q": "q", "a": "a"}] * 4
         values = {
             "record_type": "chat",
@@ -400,6 +414,6 @@ class TestFormatting:
         loader.close()
 
     @pytest.mark.parametrize("path", ["nowhere:f", f"{__name__}:nothing"])
-    def test_a_function_that_is_not_there(self, tmp_path: Path, path: str) -> None:
+    def test_a_missing_function(self, tmp_path: Path, path: str) -> None:
         with pytest.raises(ConfigError, match=r"data\.formatting"):
             next(train_loader(jsonl(tmp_path, [{"text": "x"}] * 9, formatting=path), spec(8)))

@@ -1,7 +1,7 @@
-"""Every source, through its real config: a state saved anywhere goes on in a fresh process, batch for batch.
+"""Every source, through its real config: a fresh process resumes from a state saved anywhere, batch for batch.
 
-The positions fall into packing windows, shuffled groups of records and the edges of epochs: the files are so small that
-several epochs pass.
+The positions are within packing windows, within shuffled groups of records and at epoch boundaries: the files are so
+small that several epochs pass.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from tests.support.cli import ROOT, finished
 from tests.support.data_files import WRITERS
 
 LENGTH = 440
-# So many take a minute a source: MAXHYDRA_FULL=1.
+# With MAXHYDRA_FULL=1 a source takes a minute.
 POSITIONS, BATCHES = (200, 50) if os.environ.get("MAXHYDRA_FULL") == "1" else (50, 10)
 
 # Batches of four rows from three streams, in windows of a few rows.
@@ -34,13 +34,13 @@ def open_loader(overrides: list[str]) -> Any:
     config = compose([*COMMON, *overrides], None).config
     rows = RowSpec(seq_len=config.train.seq_len, vocab_size=config.model.vocab_size, seed=11)
 
-    class Whole(BatchSpec):
-        """All rows are this process's own."""
+    class SingleProcessSpec(BatchSpec):
+        """A spec under which this process holds all rows."""
 
         def own_rows(self, batch: int) -> np.ndarray:
             return np.arange(batch)
 
-    return host_loader(config.data, Whole(rows=rows, batch=4, sharding=None))  # type: ignore[arg-type]
+    return host_loader(config.data, SingleProcessSpec(rows=rows, batch=4, sharding=None))  # type: ignore[arg-type]
 
 
 def digest(rows: list[dict[str, np.ndarray]]) -> str:
@@ -52,12 +52,12 @@ def digest(rows: list[dict[str, np.ndarray]]) -> str:
     return total.hexdigest()
 
 
-def go_on(job: Path) -> None:
-    """What the fresh process does: restore each state, and print what follows it."""
-    given = json.loads(job.read_text())
-    loader = open_loader(given["overrides"])
+def resume(job: Path) -> None:
+    """Program of the fresh process: restore each state, and print digests of the batches after it."""
+    arguments = json.loads(job.read_text())
+    loader = open_loader(arguments["overrides"])
     seen = []
-    for state in given["states"]:
+    for state in arguments["states"]:
         loader.restore(state)
         seen.append([digest(next(loader)) for _ in range(BATCHES)])
     loader.close()
@@ -65,7 +65,7 @@ def go_on(job: Path) -> None:
 
 
 @pytest.mark.parametrize("source", WRITERS)
-def test_positions_go_on_in_a_fresh_process(source: str, tmp_path: Path) -> None:
+def test_a_fresh_process_resumes_from_any_position(source: str, tmp_path: Path) -> None:
     write: Callable[[Path], list[str]] = WRITERS[source]
     overrides = write(tmp_path)
     loader = open_loader(overrides)
@@ -76,16 +76,16 @@ def test_positions_go_on_in_a_fresh_process(source: str, tmp_path: Path) -> None
     epochs = loader.metrics()["data/epoch"]
     loader.close()
     assert len(set(digests)) > LENGTH // 2, "the batches differ"
-    assert epochs > 1.5 or source == "synthetic", "positions lie on both sides of the edge of an epoch"
+    assert epochs > 1.5 or source == "synthetic", "positions are on both sides of an epoch boundary"
 
     positions = random.Random(source).sample(range(LENGTH), POSITIONS)
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"overrides": overrides, "states": [states[at] for at in positions]}))
-    places = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    fresh = finished(str(job), cwd=tmp_path, module="tests.test_data_resume", PYTHONPATH=places)
+    python_path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    fresh = finished(str(job), cwd=tmp_path, module="tests.data.test_resume", PYTHONPATH=python_path)
     for at, seen in zip(positions, json.loads(fresh.stdout.splitlines()[-1]), strict=True):
         assert seen == digests[at : at + BATCHES], f"after batch {at}"
 
 
 if __name__ == "__main__":
-    go_on(Path(sys.argv[1]))
+    resume(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Sources against the libraries they stand on: datasets, tfds, NumPy; files by path, pattern and URL."""
+"""Sources against the libraries they are based on (datasets, tfds, NumPy); files by path, pattern and URL."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -92,15 +92,15 @@ class TestGrain:
         assert isinstance(source, RecordSource)
         assert texts(source.train) == [str(i) for i in range(8)] and texts(source.evaluation) == ["8", "9"]
 
-    def test_a_missing_file_lists_what_lies_nearby(self, tmp_path: Path) -> None:
+    def test_a_missing_file_lists_nearby_files(self, tmp_path: Path) -> None:
         write_lines(tmp_path / "near.jsonl", ["x"])
         for name in ("neat.jsonl", "*.parquet", "deep/er/x.jsonl"):
             [problem] = Data(source="grain", path=f"{tmp_path}/{name}").check()
-            assert problem.reason == "no file is there" and "near.jsonl" in problem.hint
-            with pytest.raises(ConfigError, match=r"no file is there(?s:.)*near\.jsonl"):
+            assert problem.path == "path" and "file" in problem.reason and "near.jsonl" in problem.hint
+            with pytest.raises(ConfigError, match=r"no such file(?s:.)*near\.jsonl"):
                 find_files(f"{tmp_path}/{name}", str(tmp_path / "cache"), endings=(".jsonl",))
         for url in ("memory://nothing/*.jsonl", f"file://{tmp_path}/no.jsonl"):
-            with pytest.raises(ConfigError, match="no file is there"):
+            with pytest.raises(ConfigError, match="no such file"):
                 opened(tmp_path, source="grain", path=url)
         with pytest.raises(ConfigError, match="nosuch"):
             opened(tmp_path, source="grain", path="nosuch://x/y.jsonl")
@@ -137,8 +137,8 @@ class TestHf:
                 values = {"name": str(path), "split": "first", "eval_split": "second"}
         source = opened(tmp_path, source="hf", eval_fraction=0.1, **values)
         assert isinstance(source, RecordSource)
-        found = all_of(source.train) + (all_of(source.evaluation) if kind != "splits" else [])
-        for record, row in zip(found, expected, strict=True):
+        records = all_of(source.train) + (all_of(source.evaluation) if kind != "splits" else [])
+        for record, row in zip(records, expected, strict=True):
             assert {name: np.asarray(value).tolist() for name, value in record.items()} == row
         if kind == "splits":
             assert texts(source.evaluation) == ["t3", "t4"]
@@ -167,10 +167,10 @@ class TestHf:
     @pytest.mark.parametrize("shares", [1, 2, 3, 4])
     def test_a_stream_is_read_by_one_share_each(self, shares: int, tmp_path: Path) -> None:
         stream = self.stream(tmp_path)
-        # In threads, as the pipeline reads: a dataset is not made for several.
+        # In threads, as the pipeline reads: a dataset is not thread-safe.
         with ThreadPoolExecutor(shares) as pool:
             parts = [
-                pool.submit(lambda share: list(stream.follow(None, share=share, shares=shares)), i)
+                pool.submit(lambda share: list(stream.iter_from(None, share=share, shares=shares)), i)
                 for i in range(shares)
             ]
             seen = [part.result() for part in parts]
@@ -180,9 +180,9 @@ class TestHf:
             assert [cursor["number"] for _, cursor in share] == list(range(1, len(share) + 1))
 
     @pytest.mark.parametrize("shares", [1, 2, 3])
-    def test_a_stream_goes_on_from_any_cursor(self, shares: int, tmp_path: Path) -> None:
+    def test_a_stream_resumes_from_any_cursor(self, shares: int, tmp_path: Path) -> None:
         stream = self.stream(tmp_path)
-        followed = [iter(stream.follow(None, share=share, shares=shares)) for share in range(shares)]
+        followed = [iter(stream.iter_from(None, share=share, shares=shares)) for share in range(shares)]
         seen: list[list[tuple[Any, Cursor]]] = [[] for _ in followed]
         # Shares in turn, as a process with several of them reads.
         for _ in range(40):
@@ -190,22 +190,22 @@ class TestHf:
                 seen[share] += [item for item in [next(records, None)] if item is not None]
         for share, read in enumerate(seen):
             for at, (_, cursor) in enumerate(read):
-                # Twice over: a cursor of a stream that went on from another is as good.
-                again = stream.follow(json.loads(json.dumps(cursor)), share=share, shares=shares)
+                # Twice: a cursor of a resumed stream is as good.
+                again = stream.iter_from(json.loads(json.dumps(cursor)), share=share, shares=shares)
                 behind = [cursor, *(later for _, later in islice(again, 3))][-1]
-                rest = stream.follow(json.loads(json.dumps(behind)), share=share, shares=shares)
+                rest = stream.iter_from(json.loads(json.dumps(behind)), share=share, shares=shares)
                 expected = [(record, later["number"]) for record, later in read[at + 4 :]]
                 assert [(record, later["number"]) for record, later in rest] == expected
 
-    def test_a_stream_holds_nothing_out(self, tmp_path: Path) -> None:
+    def test_a_stream_has_no_held_out_records(self, tmp_path: Path) -> None:
         self.stream(tmp_path)
         data = Data(source="hf", path=f"{tmp_path}/*.jsonl", streaming=True, cache=str(tmp_path / "cache"))
-        with pytest.raises(ConfigError, match=r"data\.eval_split=null: is needed to evaluate"):
+        with pytest.raises(ConfigError, match=r"data\.eval_split=null: must be set to evaluate"):
             next(Pipeline(data, SPEC).held_out()).take()
         data = Data(source="hf", path=f"{tmp_path}/*.jsonl", streaming=True, eval_path=f"{tmp_path}/0.jsonl")
         assert next(Pipeline(data, SPEC).held_out()).take()["tokens"][1] == ord("0")
 
-    def test_one_message_for_what_cannot_be_had(
+    def test_one_message_for_data_that_cannot_be_loaded(
         self, table: datasets.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -216,10 +216,10 @@ class TestHf:
         (tmp_path / "a.csv").write_text("text\na\n")
         for values, message in {
             ("name", "no-one/has-this"): r"data\.name=no-one/has-this: cannot be loaded: .*no-one/has-this",
-            ("name", f"{tmp_path}/saved"): r"data\.split=train: is no split of the saved dataset\n.*accepted: first",
+            ("name", f"{tmp_path}/saved"): r"data\.split=train: is not a split of the saved dataset\n.*accepted: first",
             ("path", f"{tmp_path}/bad.jsonl"): r"data\.path=.*bad\.jsonl: cannot be loaded: JSON parse error",
-            ("path", f"{tmp_path}/a.*"): r"holds files of several kinds: csv, json",
-            ("path", f"{tmp_path}/none.jsonl"): "no file is there",
+            ("path", f"{tmp_path}/a.*"): r"has files of several kinds: csv, json",
+            ("path", f"{tmp_path}/none.jsonl"): "no such file",
         }.items():
             with pytest.raises(ConfigError, match=message) as error:
                 opened(tmp_path, source="hf", **dict([values]))
@@ -239,9 +239,9 @@ class TestTfds:
         source = opened(tmp_path, source="tfds", name="letters", data_dir=str(builds), split=split, eval_split="train")
         assert isinstance(source, RecordSource)
         expected = list(tfds.data_source("letters", data_dir=builds, split=split))
-        found = all_of(source.train)
-        assert [record["text"] for record in found] == [record["text"] for record in expected]
-        for record, other in zip(found, expected, strict=True):
+        records = all_of(source.train)
+        assert [record["text"] for record in records] == [record["text"] for record in expected]
+        for record, other in zip(records, expected, strict=True):
             assert record["ids"].tolist() == other["ids"]
         assert len(source.evaluation) == 60
 
@@ -252,9 +252,9 @@ class TestTfds:
         expected = list(tfds.data_source("letters", data_dir=builds, split="train"))[: len(source.train)]
         assert [str(record) for record in all_of(source.train)] == [str(record) for record in expected]
 
-    def test_what_is_not_there(self, builds: Path, tmp_path: Path) -> None:
+    def test_missing_builds_and_splits(self, builds: Path, tmp_path: Path) -> None:
         values = {"source": "tfds", "data_dir": str(builds)}
-        with pytest.raises(ConfigError, match=r"data\.name=no_such: is not to be had(?s:.)*holds.* letters"):
+        with pytest.raises(ConfigError, match=r"data\.name=no_such: cannot be opened(?s:.)*contains.* letters"):
             opened(tmp_path, **values, name="no_such")
         with pytest.raises(ConfigError, match=r"data\.split=nope(?s:.)*accepted: train, validation"):
             opened(tmp_path, **values, name="letters", split="nope")
@@ -275,7 +275,7 @@ class TestC4:
         assert isinstance(source, RecordSource)
         assert texts(source.train) == [record["text"].encode() for record in text]
 
-        stream = Pipeline(data, SPEC).stream(share=0, shares_in_all=1)
+        stream = Pipeline(data, SPEC).stream(share=0, num_shares=1)
         rows = [stream.take() for _ in range(20)]
         assert all(row["weights"].all() for row in rows), "documents go on in the next row, so that none has padding"
 
@@ -285,13 +285,13 @@ class TestC4:
         assert np.asarray(batch["tokens"])[:, :7].tolist() == [[5, 6, 1, 7, 8, 0, 0], [9, 8, 7, 6, 5, 4, 3]]
         assert np.asarray(batch["targets"])[:, :7].tolist() == [[6, 1, 7, 8, 9, 0, 0], [8, 7, 6, 5, 4, 3, 2]]
         assert np.asarray(batch["weights"]).sum(1).tolist() == [5, 7]
-        assert source.evaluation_shape is not None
-        [example] = source.evaluation_shape.encode([{"ids": np.array([5, 257, 6])}])
-        assert source.evaluation_shape.row(example, 4)["weights"].tolist() == [0, 1, 0, 0], "257 ends a document"
+        assert source.evaluation_record_type is not None
+        [example] = source.evaluation_record_type.encode([{"ids": np.array([5, 257, 6])}])
+        assert source.evaluation_record_type.row(example, 4)["weights"].tolist() == [0, 1, 0, 0], "257 ends a document"
 
 
 def naive_repeats(tokens: list[int]) -> bool:
-    """The definition, word for word."""
+    """The definition, taken literally."""
     return any(
         tokens[at : at + period] * 32 == tokens[at : at + 32 * period]
         for period in range(1, 14)
@@ -325,7 +325,7 @@ class TestOlmo:
         source = opened(tmp_path, source="olmo", path=f"{tmp_path}/index.json")
         assert isinstance(source, RowSource) and source.train[2]["tokens"][:3].tolist() == [32, 33, 34]
 
-    def test_repetition_counts_for_nothing(self, tmp_path: Path) -> None:
+    def test_repetitive_rows_have_no_loss(self, tmp_path: Path) -> None:
         random = np.random.default_rng(0)
         tokens = random.integers(0, 5, (6, 512), np.uint32)
         tokens[1, 40 : 40 + 13 * 32] = np.tile(random.integers(0, 90, 13), 32)
@@ -342,7 +342,7 @@ class TestOlmo:
 
     def test_repetition_by_its_definition(self) -> None:
         random = np.random.default_rng(1)
-        found = []
+        results = []
         for _ in range(300):
             period, times = int(random.integers(1, 15)), int(random.integers(31, 36))
             core = np.tile(random.integers(0, 3, period), times)[
@@ -350,33 +350,33 @@ class TestOlmo:
             ]
             tokens = np.concatenate([random.integers(0, 3, 20), core, random.integers(0, 3, 20)])
             assert is_repetitive(tokens) == naive_repeats(tokens.tolist())
-            found.append(is_repetitive(tokens))
-        assert 20 < sum(found) < 280
+            results.append(is_repetitive(tokens))
+        assert 20 < sum(results) < 280
 
-    def test_what_does_not_fit(self, tmp_path: Path) -> None:
+    def test_mismatched_files_and_settings(self, tmp_path: Path) -> None:
         path = build_olmo(tmp_path, 16, a=np.arange(64, dtype=np.uint32))
         remap = {"remap_from": "gs://bucket/", "remap_to": f"{tmp_path}/"}
         for spec, values, message in (
             (RowSpec(32, 100, 0), remap, r"train\.seq_len=32: is not the sequence length(?s:.)*accepted: 16"),
-            (SPEC, {}, r"gs://bucket/a\.npy, which is not on this machine"),
+            (SPEC, {}, r"gs://bucket/a\.npy, which is not a local file"),
             (SPEC, {"remap_from": "gs://bucket/", "remap_to": "/none/"}, r"/none/a\.npy: a file of the index cannot"),
         ):
             with pytest.raises(ConfigError, match=message):
                 opened(tmp_path, spec, source="olmo", path=path, **values)
         source = opened(tmp_path, RowSpec(16, 40, 0), source="olmo", path=path, eval_path=path, **remap)
-        with pytest.raises(ConfigError, match=r"model\.vocab_size=40: is under a token of the data, 47 in"):
+        with pytest.raises(ConfigError, match=r"model\.vocab_size=40: is too small: .*a\.npy has token id 47"):
             assert isinstance(source, RowSource) and source.train[2]
         (tmp_path / "a.npy").write_bytes(bytes(100))
-        with pytest.raises(ConfigError, match="holds 25 tokens, and the index says 64"):
+        with pytest.raises(ConfigError, match="has 25 tokens, but the index says 64"):
             opened(tmp_path, source="olmo", path=path, **remap)
         (tmp_path / "index.json").write_text('{"format_version": "1"}')
-        with pytest.raises(ConfigError, match="is no index of token shards: KeyError 'sequence_length'"):
+        with pytest.raises(ConfigError, match="is not an index of token shards: KeyError 'sequence_length'"):
             opened(tmp_path, source="olmo", path=path, **remap)
 
 
 class TestOptions:
     @pytest.mark.parametrize("option", ["grain", "hf", "tfds", "olmo", "mixture", "text"])
-    def test_what_is_needed_is_asked_for(self, option: str) -> None:
+    def test_required_fields(self, option: str) -> None:
         with pytest.raises(ConfigError, match=f"needed by source={option}"):
             compose([f"data={option}"], None)
 
@@ -389,8 +389,8 @@ class TestOptions:
             ("reasoning_gym", ["eval_split"]),
         ],
     )
-    def test_what_would_be_passed_over_is_refused(self, source: str, fields: list[str]) -> None:
-        """`data.eval_path=mine.txt` without data=text evaluated on what is held out of Shakespeare."""
+    def test_fields_that_a_source_does_not_use_are_rejected(self, source: str, fields: list[str]) -> None:
+        """`data.eval_path=mine.txt` without data=text would evaluate on held-out Shakespeare."""
         name = {"name": "x"} if source in NAMED else {}
         problems = list(Data(source=source, **{**name, **dict.fromkeys(fields, "x")}).check())
         assert [problem.path for problem in problems] == fields

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Library
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
-from maxhydra.data import special_tokens, tokenizer
+from maxhydra.data import load_tokenizer, special_tokens
 from maxhydra.data.tokenizers import Tokenizer
 from maxhydra.data.tokenizers.tiktoken import PATTERN
 from tests.support.skips import import_optional
@@ -42,7 +42,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(kind: str, root: Path) -> Config:
-    """A tokenizer of a kind with the marks <s>, </s> and <|eos|>."""
+    """Config of a tokenizer of each kind with the special tokens <s>, </s> and <|eos|>."""
     path = root / kind
     names = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>", "special": True}}
     match kind:
@@ -67,46 +67,48 @@ KINDS = ["byte_level", "metaspace", "unigram", "sentencepiece", "tiktoken"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def words(request: pytest.FixtureRequest, root: Path) -> Tokenizer:
-    return tokenizer(Data(tokenizer=make(request.param, root)))
+def tokenizer(request: pytest.FixtureRequest, root: Path) -> Tokenizer:
+    return load_tokenizer(Data(tokenizer=make(request.param, root)))
 
 
 class TestEveryKind:
-    def test_round_trip(self, words: Tokenizer, request: pytest.FixtureRequest) -> None:
-        # The unigram model has no bytes to fall back to for letters that it does not know.
+    def test_round_trip(self, tokenizer: Tokenizer, request: pytest.FixtureRequest) -> None:
+        # The unigram model has no byte fallback for unknown letters.
         for text in TEXTS[:2] if "unigram" in request.node.name else TEXTS:
-            back = words.decode(words.encode(text))
-            # A dummy space at the start, and only that, is the models' own.
+            back = tokenizer.decode(tokenizer.encode(text))
+            # Only a dummy space at the start may be added by the models.
             assert back.removeprefix(" ") == text.removeprefix(" ") if text[:1] == " " else back == text
 
-    def test_ids_without_a_token_have_no_text(self, words: Tokenizer, request: pytest.FixtureRequest) -> None:
-        """A model may have more rows than there are tokens, and an encoding of tiktoken leaves ids out."""
-        ids = words.encode("to be")
+    def test_ids_without_a_token_have_no_text(self, tokenizer: Tokenizer, request: pytest.FixtureRequest) -> None:
+        """A model may have more rows than there are tokens, and a tiktoken encoding may have gaps."""
+        ids = tokenizer.encode("to be")
         gap = [290] if "tiktoken" in request.node.name else []
-        for strange in (words.vocab_size, words.vocab_size + 1000, *gap):
-            assert words.decode([strange]) == ""
-            assert words.decode([ids[0], strange, *ids[1:]]) == "to be"
+        for unused in (tokenizer.vocab_size, tokenizer.vocab_size + 1000, *gap):
+            assert tokenizer.decode([unused]) == ""
+            assert tokenizer.decode([ids[0], unused, *ids[1:]]) == "to be"
 
-    def test_text_never_becomes_a_mark(self, words: Tokenizer) -> None:
-        # The unknown token is special too, and stands for any letter that is.
-        marks = words.special - {words.marks.get("<unk>")}
+    def test_plain_text_never_becomes_a_special_token(self, tokenizer: Tokenizer) -> None:
+        # The unknown token is special too, and replaces any unknown letter.
+        special = tokenizer.special - {tokenizer.marks.get("<unk>")}
         for text in TEXTS:
-            assert not marks & set(words.encode(text)), text
-            assert not marks & set(words.encode_batch([text])[0].tolist())
-            assert not marks & set(words.encode_bytes(text.encode()).tolist())
+            assert not special & set(tokenizer.encode(text)), text
+            assert not special & set(tokenizer.encode_batch([text])[0].tolist())
+            assert not special & set(tokenizer.encode_bytes(text.encode()).tolist())
 
-    def test_marked_text_does(self, words: Tokenizer) -> None:
-        ids, spans = words.encode_marked("<s>hi 🎭<|eos|>you</s>")
-        assert [ids[0], ids[-1]] == [words.bos, words.eos] == [words.marks["<s>"], words.marks["</s>"]]
-        assert [i for i in ids if i in words.special] == [words.marks[name] for name in ("<s>", "<|eos|>", "</s>")]
+    def test_names_become_special_tokens_in_encode_marked(self, tokenizer: Tokenizer) -> None:
+        ids, spans = tokenizer.encode_marked("<s>hi 🎭<|eos|>you</s>")
+        assert [ids[0], ids[-1]] == [tokenizer.bos, tokenizer.eos] == [tokenizer.marks["<s>"], tokenizer.marks["</s>"]]
+        assert [i for i in ids if i in tokenizer.special] == [
+            tokenizer.marks[name] for name in ("<s>", "<|eos|>", "</s>")
+        ]
         assert spans[0].tolist() == [0, 3]
-        assert spans[ids.tolist().index(words.marks["<|eos|>"])].tolist() == [7, 14]
-        assert words.decode(ids.tolist()).strip().endswith("you")
+        assert spans[ids.tolist().index(tokenizer.marks["<|eos|>"])].tolist() == [7, 14]
+        assert tokenizer.decode(ids.tolist()).strip().endswith("you")
 
-    def test_spans_cover_the_text(self, words: Tokenizer) -> None:
-        """Every character belongs to a token, tokens follow each other, and blanks are not trimmed off."""
+    def test_spans_cover_the_text(self, tokenizer: Tokenizer) -> None:
+        """Every character belongs to a token, tokens are in order, and whitespace is not trimmed."""
         for text in ["<s> hi  there</s>\n\n ok 🎭é日本語 </s> x ", *TEXTS]:
-            ids, spans = words.encode_marked(text)
+            ids, spans = tokenizer.encode_marked(text)
             assert len(ids) == len(spans)
             covered = np.zeros(len(text), int)
             for start, end in spans:
@@ -115,33 +117,35 @@ class TestEveryKind:
             assert (np.diff(spans[:, 0]) >= 0).all()
             assert all(ends >= starts for (_, ends), (starts, _) in pairwise(spans))
 
-    def test_unmarked_text_is_the_same_either_way(self, words: Tokenizer) -> None:
+    def test_text_without_special_tokens_is_encoded_alike(self, tokenizer: Tokenizer) -> None:
         for text in TEXTS[:-1]:
-            assert words.encode_marked(text)[0].tolist() == words.encode(text)
+            assert tokenizer.encode_marked(text)[0].tolist() == tokenizer.encode(text)
 
-    def test_batches_and_files_hold_the_same_tokens(self, words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert [ids.tolist() for ids in words.encode_batch(TEXTS)] == [words.encode(text) for text in TEXTS]
+    def test_batches_and_files_hold_the_same_tokens(
+        self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)] == [tokenizer.encode(text) for text in TEXTS]
         file = "\n".join(TEXTS).encode()
-        ids = words.encode_bytes(file)
+        ids = tokenizer.encode_bytes(file)
         assert ids.dtype == np.uint16
-        assert ids.tolist() == words.encode(file.decode())
+        assert ids.tolist() == tokenizer.encode(file.decode())
         monkeypatch.setattr(special_tokens, "BLOCK", 20)
-        assert words.decode(words.encode_bytes(file).tolist()).replace(" ", "") == words.decode(ids.tolist()).replace(
-            " ", ""
-        )
+        assert tokenizer.decode(tokenizer.encode_bytes(file).tolist()).replace(" ", "") == tokenizer.decode(
+            ids.tolist()
+        ).replace(" ", "")
         with pytest.raises(UnicodeDecodeError):
-            words.encode_bytes(b"\xff")
+            tokenizer.encode_bytes(b"\xff")
 
-    def test_many_threads(self, words: Tokenizer) -> None:
+    def test_many_threads(self, tokenizer: Tokenizer) -> None:
         texts = [f"{text} {number}" for number in range(20) for text in TEXTS]
-        expected = [words.encode(text) for text in texts]
-        marked = [words.encode_marked(text)[0].tolist() for text in texts]
+        expected = [tokenizer.encode(text) for text in texts]
+        marked = [tokenizer.encode_marked(text)[0].tolist() for text in texts]
         with ThreadPoolExecutor(8) as pool:
-            assert list(pool.map(words.encode, texts)) == expected
-            assert [ids.tolist() for ids, _ in pool.map(words.encode_marked, texts)] == marked
+            assert list(pool.map(tokenizer.encode, texts)) == expected
+            assert [ids.tolist() for ids, _ in pool.map(tokenizer.encode_marked, texts)] == marked
 
-    def test_padding_is_the_end_where_the_files_name_none(self, words: Tokenizer) -> None:
-        assert words.pad == words.eos is not None
+    def test_padding_defaults_to_the_end_token(self, tokenizer: Tokenizer) -> None:
+        assert tokenizer.pad == tokenizer.eos is not None
 
 
 class TestHuggingFace:
@@ -153,46 +157,54 @@ class TestHuggingFace:
     def test_is_that_of_transformers(self, root: Path, kind: str) -> None:
         config = make(kind, root)
         assert config.path is not None
-        words = tokenizer(Data(tokenizer=config))
+        tokenizer = load_tokenizer(Data(tokenizer=config))
         theirs = transformers.AutoTokenizer.from_pretrained(config.path, local_files_only=True)
         for text in [*TEXTS, "<s>a</s> b<|eos|>c"]:
-            assert words.encode_marked(text)[0].tolist() == theirs.encode(text, add_special_tokens=False)
+            assert tokenizer.encode_marked(text)[0].tolist() == theirs.encode(text, add_special_tokens=False)
         for text in TEXTS[:-1]:
-            assert words.encode(text) == theirs.encode(text, add_special_tokens=False)
-        assert (words.bos, words.eos, words.vocab_size) == (theirs.bos_token_id, theirs.eos_token_id, len(theirs))
+            assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False)
+        assert (tokenizer.bos, tokenizer.eos, tokenizer.vocab_size) == (
+            theirs.bos_token_id,
+            theirs.eos_token_id,
+            len(theirs),
+        )
 
-    def test_what_the_files_say(self, tmp_path: Path) -> None:
+    def test_special_tokens_from_the_files(self, tmp_path: Path) -> None:
         folder = with_token(save(byte_level(MARKS), tmp_path / "t", pad_token="<|eos|>", eos_token="</s>"), "<tool>")
-        words = tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder))))
-        assert (words.bos, words.eos, words.pad) == (None, words.marks["</s>"], words.marks["<|eos|>"])
-        assert words.vocab_size == max(Library.from_file(str(folder / "tokenizer.json")).get_vocab().values()) + 1
-        tool = words.encode("<tool>")
-        assert tool == [words.vocab_size - 1], "a token that is not special is text"
-        assert words.decode(tool) == "<tool>"
-        assert words.special == set(words.marks.values()) == {0, 1, 2}
+        tokenizer = load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder))))
+        assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (
+            None,
+            tokenizer.marks["</s>"],
+            tokenizer.marks["<|eos|>"],
+        )
+        assert tokenizer.vocab_size == max(Library.from_file(str(folder / "tokenizer.json")).get_vocab().values()) + 1
+        tool = tokenizer.encode("<tool>")
+        assert tool == [tokenizer.vocab_size - 1], "a token that is not special is text"
+        assert tokenizer.decode(tool) == "<tool>"
+        assert tokenizer.special == set(tokenizer.marks.values()) == {0, 1, 2}
 
-    def test_the_config_over_the_files(self, tmp_path: Path) -> None:
+    def test_the_config_overrides_the_files(self, tmp_path: Path) -> None:
         folder = with_token(save(byte_level(MARKS), tmp_path / "t", eos_token="</s>"), "<end>")
         (folder / "mine.jinja").write_text("mine")
         config = Config(
             kind="hf", path=str(folder), bos="<s>", eos="<end>", pad="</s>", chat_template=str(folder / "mine.jinja")
         )
-        words = tokenizer(Data(tokenizer=config))
-        assert (words.bos, words.pad) == (words.marks["<s>"], words.marks["</s>"])
-        assert words.eos == words.vocab_size - 1 == words.marks["<end>"]
-        assert words.eos not in words.encode("the <end>")
-        assert words.chat_template == "mine"
-        with pytest.raises(ConfigError, match="is no token of the tokenizer"):
-            tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder), eos="<nope>")))
+        tokenizer = load_tokenizer(Data(tokenizer=config))
+        assert (tokenizer.bos, tokenizer.pad) == (tokenizer.marks["<s>"], tokenizer.marks["</s>"])
+        assert tokenizer.eos == tokenizer.vocab_size - 1 == tokenizer.marks["<end>"]
+        assert tokenizer.eos not in tokenizer.encode("the <end>")
+        assert tokenizer.chat_template == "mine"
+        with pytest.raises(ConfigError, match="is not a token of the tokenizer"):
+            load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder), eos="<nope>")))
 
-    def test_templates_and_marks_beside(self, tmp_path: Path) -> None:
+    def test_templates_and_special_tokens_in_neighbouring_files(self, tmp_path: Path) -> None:
         folder = save(byte_level(MARKS), tmp_path / "t", chat_template=[{"name": "default", "template": "one"}])
         file = Config(kind="hf", path=str(folder / "tokenizer.json"))
-        assert tokenizer(Data(tokenizer=file)).chat_template == "one"
+        assert load_tokenizer(Data(tokenizer=file)).chat_template == "one"
         (folder / "chat_template.jinja").write_text("two")
         (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>"}))
-        words = tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder))))
-        assert (words.chat_template, words.bos) == ("two", words.marks["<s>"])
+        tokenizer = load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder))))
+        assert (tokenizer.chat_template, tokenizer.bos) == ("two", tokenizer.marks["<s>"])
 
     def test_tokens_that_only_the_settings_name(self, tmp_path: Path) -> None:
         folder = save(byte_level(MARKS), tmp_path / "t")
@@ -200,16 +212,16 @@ class TestHuggingFace:
         added = {str(after): {"content": "<extra>", "special": True, "normalized": False}}
         settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"added_tokens_decoder": added}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        words = tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder))))
-        assert words.encode_marked("a<extra>")[0][-1] == after == words.vocab_size - 1
+        tokenizer = load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder))))
+        assert tokenizer.encode_marked("a<extra>")[0][-1] == after == tokenizer.vocab_size - 1
 
     def test_truncation_in_the_files_cuts_nothing(self, tmp_path: Path) -> None:
         made = byte_level(MARKS)
         made.enable_truncation(4)
         made.enable_padding(length=64)
-        words = tokenizer(Data(tokenizer=Config(kind="hf", path=str(save(made, tmp_path / "t")))))
+        tokenizer = load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(save(made, tmp_path / "t")))))
         text = "a rather long text, and not a short one"
-        assert words.decode(words.encode(text)) == text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
     def test_a_folder_of_another_library(self, tmp_path: Path) -> None:
         """No tokenizer.json: transformers converts the SentencePiece model."""
@@ -217,69 +229,76 @@ class TestHuggingFace:
         settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-        words = tokenizer(Data(tokenizer=Config(kind="hf", path=str(tmp_path))))
+        tokenizer = load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(tmp_path))))
         theirs = self.library(tmp_path)
-        assert words.encode(TEXTS[0]) == theirs(TEXTS[0])
-        assert (words.bos, words.eos) == (words.marks["<s>"], words.marks["</s>"])
-        assert words.encode_marked("<s>a</s>")[0].tolist() == theirs("<s>a</s>")
+        assert tokenizer.encode(TEXTS[0]) == theirs(TEXTS[0])
+        assert (tokenizer.bos, tokenizer.eos) == (tokenizer.marks["<s>"], tokenizer.marks["</s>"])
+        assert tokenizer.encode_marked("<s>a</s>")[0].tolist() == theirs("<s>a</s>")
 
     @pytest.mark.parametrize(
         ("files", "reason"),
         [
-            ({}, "transformers cannot read it"),
+            ({}, "transformers cannot convert it"),
             ({"tokenizer.json": "{"}, "cannot be read as a tokenizer"),
             ({"tokenizer.json": "{}"}, "cannot be read as a tokenizer"),
             ({"tokenizer.json": "[]"}, "cannot be read as a tokenizer"),
         ],
     )
-    def test_files_that_are_none(self, tmp_path: Path, files: dict[str, str], reason: str) -> None:
+    def test_invalid_files(self, tmp_path: Path, files: dict[str, str], reason: str) -> None:
         for name, content in files.items():
             (tmp_path / name).write_text(content)
         with pytest.raises(ConfigError, match=reason):
-            tokenizer(Data(tokenizer=Config(kind="hf", path=str(tmp_path))))
+            load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(tmp_path))))
 
-    def test_nothing_there(self, tmp_path: Path) -> None:
+    def test_a_missing_path(self, tmp_path: Path) -> None:
         (tmp_path / "other").mkdir()
-        with pytest.raises(ConfigError, match=r"nothing is downloaded\n.*holds other"):
-            tokenizer(Data(tokenizer=Config(kind="hf", path=str(tmp_path / "x"))))
+        with pytest.raises(ConfigError, match=r"it is not downloaded\n.*holds other"):
+            load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(tmp_path / "x"))))
 
 
 class TestSentencePiece:
     def test_is_that_of_the_library(self, root: Path) -> None:
         config = make("sentencepiece", root)
-        words, theirs = tokenizer(Data(tokenizer=config)), sentencepiece.SentencePieceProcessor(model_file=config.path)
+        tokenizer, theirs = (
+            load_tokenizer(Data(tokenizer=config)),
+            sentencepiece.SentencePieceProcessor(model_file=config.path),
+        )
         for text in TEXTS:
-            assert words.encode(text) == theirs.encode(text)
-        assert (words.bos, words.eos, words.vocab_size) == (theirs.bos_id(), theirs.eos_id(), theirs.vocab_size())
+            assert tokenizer.encode(text) == theirs.encode(text)
+        assert (tokenizer.bos, tokenizer.eos, tokenizer.vocab_size) == (
+            theirs.bos_id(),
+            theirs.eos_id(),
+            theirs.vocab_size(),
+        )
 
-    def test_no_space_after_a_mark(self, root: Path) -> None:
-        words = tokenizer(Data(tokenizer=make("sentencepiece", root)))
-        ids, spans = words.encode_marked("be</s>be")
-        assert words.decode(ids.tolist()) == "bebe"
+    def test_no_space_after_a_special_token(self, root: Path) -> None:
+        tokenizer = load_tokenizer(Data(tokenizer=make("sentencepiece", root)))
+        ids, spans = tokenizer.encode_marked("be</s>be")
+        assert tokenizer.decode(ids.tolist()) == "bebe"
         assert spans[-1, 1] == 8
 
-    def test_symbols_that_the_template_names_are_marks(self, tmp_path: Path) -> None:
+    def test_symbols_that_the_template_uses_are_special_tokens(self, tmp_path: Path) -> None:
         file = sentencepiece_file(tmp_path / "x.model", user_defined_symbols=["<turn>", "<table>", "\n"])
         (tmp_path / "t.jinja").write_text("<turn>{{ messages[0].content }}")
-        plain = tokenizer(Data(tokenizer=Config(kind="sentencepiece", path=str(file))))
+        plain = load_tokenizer(Data(tokenizer=Config(kind="sentencepiece", path=str(file))))
         assert set(plain.marks) == {"<s>", "</s>"}
         template = str(tmp_path / "t.jinja")
-        words = tokenizer(Data(tokenizer=Config(kind="sentencepiece", path=str(file), chat_template=template)))
-        assert set(words.marks) == {"<s>", "</s>", "<turn>"}
+        tokenizer = load_tokenizer(Data(tokenizer=Config(kind="sentencepiece", path=str(file), chat_template=template)))
+        assert set(tokenizer.marks) == {"<s>", "</s>", "<turn>"}
         turn, table = (
             sentencepiece.SentencePieceProcessor(model_file=str(file)).piece_to_id(n) for n in ("<turn>", "<table>")
         )
         assert turn in plain.encode("a<turn>")
-        assert turn not in words.encode("a<turn>")
-        assert turn in words.encode_marked("a<turn>")[0]
-        assert table in words.encode("a<table>")
+        assert turn not in tokenizer.encode("a<turn>")
+        assert turn in tokenizer.encode_marked("a<turn>")[0]
+        assert table in tokenizer.encode("a<table>")
 
-    def test_a_file_that_is_none(self, tmp_path: Path) -> None:
+    def test_an_invalid_file(self, tmp_path: Path) -> None:
         (tmp_path / "x.model").write_bytes(b"not a model at all")
-        with pytest.raises(ConfigError, match="is no SentencePiece model"):
-            tokenizer(Data(tokenizer=Config(kind="sentencepiece", path=str(tmp_path / "x.model"))))
-        with pytest.raises(ConfigError, match="no file is there"):
-            tokenizer(Data(tokenizer=Config(kind="sentencepiece", path=str(tmp_path / "y.model"))))
+        with pytest.raises(ConfigError, match="is not a SentencePiece model"):
+            load_tokenizer(Data(tokenizer=Config(kind="sentencepiece", path=str(tmp_path / "x.model"))))
+        with pytest.raises(ConfigError, match="no such file"):
+            load_tokenizer(Data(tokenizer=Config(kind="sentencepiece", path=str(tmp_path / "y.model"))))
 
 
 class TestTiktoken:
@@ -289,37 +308,37 @@ class TestTiktoken:
         ranks = tiktoken.load.load_tiktoken_bpe(config.path)
         special = {name: 300 + number for number, name in enumerate(MARKS)}
         theirs = tiktoken.Encoding("x", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
-        words = tokenizer(Data(tokenizer=config))
+        tokenizer = load_tokenizer(Data(tokenizer=config))
         for text in TEXTS:
-            assert words.encode(text) == theirs.encode_ordinary(text)
-            ids, spans = words.encode_marked(text)
+            assert tokenizer.encode(text) == theirs.encode_ordinary(text)
+            ids, spans = tokenizer.encode_marked(text)
             assert ids.tolist() == theirs.encode(text, allowed_special="all")
             assert spans[:, 0].tolist() == theirs.decode_with_offsets(ids.tolist())[1]
-        assert words.vocab_size == theirs.n_vocab
+        assert tokenizer.vocab_size == theirs.n_vocab
 
-    def test_without_a_file_beside(self, tmp_path: Path) -> None:
-        words = tokenizer(
+    def test_without_a_settings_file(self, tmp_path: Path) -> None:
+        tokenizer = load_tokenizer(
             Data(tokenizer=Config(kind="tiktoken", path=str(tiktoken_file(tmp_path / "a.tiktoken", [b"be"]))))
         )
-        assert (words.bos, words.eos, words.pad, words.vocab_size) == (None, None, 0, 257)
-        assert words.encode("be") == [256]
+        assert (tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.vocab_size) == (None, None, 0, 257)
+        assert tokenizer.encode("be") == [256]
 
     def test_bad_files(self, tmp_path: Path) -> None:
         def reason(path: Path) -> str:
             with pytest.raises(ConfigError) as error:
-                tokenizer(Data(tokenizer=Config(kind="tiktoken", path=str(path))))
+                load_tokenizer(Data(tokenizer=Config(kind="tiktoken", path=str(path))))
             return str(error.value)
 
         (tmp_path / "a").write_text("not base64 ranks")
-        assert "is no file of base64" in reason(tmp_path / "a")
+        assert "is not a file of base64" in reason(tmp_path / "a")
         (tmp_path / "b").write_text("YQ== 0")
         assert "has no token for 255 of the 256 bytes" in reason(tmp_path / "b")
-        assert "has pat_str" in reason(tiktoken_file(tmp_path / "c", [], pat_str="x"))
+        assert "has unknown keys pat_str" in reason(tiktoken_file(tmp_path / "c", [], pat_str="x"))
         assert "cl100k_base" in reason(tmp_path / "nothing")
 
     def test_a_name_without_a_network(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"):
             monkeypatch.setitem(os.environ, name, "http://127.0.0.1:9")
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-        with pytest.raises(ConfigError, match="cannot be fetched"):
-            tokenizer(Data(tokenizer=Config(kind="tiktoken", path="r50k_base")))
+        with pytest.raises(ConfigError, match="cannot be downloaded"):
+            load_tokenizer(Data(tokenizer=Config(kind="tiktoken", path="r50k_base")))

@@ -1,4 +1,4 @@
-"""Worker processes: the same batches as without, a clear error when one dies, none left behind."""
+"""Worker processes: the same batches as without them, a clear error when one dies, and none left behind."""
 
 import json
 import operator
@@ -23,11 +23,11 @@ from tests.support.cli import ROOT, environment
 
 
 def doubled(record: Record) -> Record:
-    """A formatting function, which a worker finds by its name."""
+    """A formatting function, which a worker imports by name."""
     return {"text": record["text"] * 2}
 
 
-def refuse_the_last(record: Record) -> Record:
+def reject_the_last(record: Record) -> Record:
     if record["text"].startswith("399 "):
         raise ValueError("it is the last")
     return record
@@ -55,8 +55,8 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def data_of(path: Path, **values: object) -> Data:
-    given = {"source": "grain", "path": str(path), "cache": str(path.parent / "cache"), **values}
-    return Data(**given)  # type: ignore[arg-type]
+    fields = {"source": "grain", "path": str(path), "cache": str(path.parent / "cache"), **values}
+    return Data(**fields)  # type: ignore[arg-type]
 
 
 def spec() -> BatchSpec:
@@ -73,21 +73,21 @@ def take(data: Data, count: int) -> list[Batch]:
 
 
 def children(process: int) -> list[int]:
-    """Worker processes of a process; the tracker of shared memory, which ends with the interpreter, is none."""
-    found = []
+    """Pids of the worker processes of a process, without the shared-memory tracker, which exits by itself."""
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            called = (folder / "cmdline").read_bytes()
+            command = (folder / "cmdline").read_bytes()
         except (OSError, IndexError):
             continue
-        if parent == process and b"spawn_main" in called:
-            found.append(int(folder.name))
-    return found
+        if parent == process and b"spawn_main" in command:
+            pids.append(int(folder.name))
+    return pids
 
 
 def test_workers_give_the_same_batches(path: Path) -> None:
-    formatting = "tests.test_data_workers:doubled"
+    formatting = "tests.data.test_workers:doubled"
     # More than an epoch, in windows of several chunks.
     alone, helped = (take(data_of(path, formatting=formatting, workers=workers), 60) for workers in (0, 2))
     for one, other in zip(alone, helped, strict=True):
@@ -96,21 +96,21 @@ def test_workers_give_the_same_batches(path: Path) -> None:
             np.testing.assert_array_equal(one[name], other[name])
 
 
-def test_a_worker_that_dies_is_an_error_and_not_a_wait(path: Path) -> None:
+def test_a_worker_that_dies_is_an_error_and_not_a_hang(path: Path) -> None:
     began = time.monotonic()
-    with pytest.raises(ConfigError, match=r"data.workers=2: a worker process ended in the middle of its work"):
-        take(data_of(path, formatting="tests.test_data_workers:die", workers=2), 1)
+    with pytest.raises(ConfigError, match=r"data.workers=2: a worker process died"):
+        take(data_of(path, formatting="tests.data.test_workers:die", workers=2), 1)
     assert time.monotonic() - began < 60
 
 
-def test_what_a_worker_raises_names_the_record(path: Path) -> None:
-    data = data_of(path, formatting="tests.test_data_workers:refuse_the_last", workers=1, eval_path=str(path))
+def test_an_error_in_a_worker_names_the_record(path: Path) -> None:
+    data = data_of(path, formatting="tests.data.test_workers:reject_the_last", workers=1, eval_path=str(path))
     with pytest.raises(ConfigError, match=r"texts.jsonl, line 400.*\n?.*ValueError: it is the last"):
         take(data, 60)
 
 
-def test_workers_can_be_ended_while_they_write() -> None:
-    """A result of 64 MB, which no one has read to its end when the pool is closed."""
+def test_workers_can_be_killed_while_they_write() -> None:
+    """A result of 64 MB that is not fully read when the pool is closed."""
     for delay in (0.1, 0.6):
         pool = Workers(2, int)
         futures = [pool.submit(operator.mul, b"x", 2**26) for _ in range(4)]
@@ -119,7 +119,7 @@ def test_workers_can_be_ended_while_they_write() -> None:
         assert all(future.done() for future in futures)
 
 
-def test_a_pool_gives_results_raises_errors_and_tells_of_a_death() -> None:
+def test_a_pool_returns_results_raises_errors_and_reports_a_dead_worker() -> None:
     with Workers(1, int) as pool:
         assert pool.submit(divmod, 7, 2).result() == (3, 1)
         with pytest.raises(ZeroDivisionError):
@@ -130,7 +130,7 @@ def test_a_pool_gives_results_raises_errors_and_tells_of_a_death() -> None:
             pool.submit(divmod, 7, 2).result()
 
 
-def test_workers_end_with_a_run_that_is_killed(path: Path, tmp_path: Path) -> None:
+def test_workers_exit_with_a_killed_run(path: Path, tmp_path: Path) -> None:
     script = f"""
 from tests.data.test_workers import data_of, spec, train_loader
 from pathlib import Path
@@ -151,7 +151,7 @@ if __name__ == "__main__":
     assert process.stdout is not None
     assert process.stdout.readline().strip() == "ready"
     (worker,) = children(process.pid)
-    # What is meant for the run does not reach its workers.
+    # Signals to the run are ignored by its workers.
     os.kill(worker, signal.SIGTERM)
     os.kill(worker, signal.SIGINT)
     time.sleep(0.5)

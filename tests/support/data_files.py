@@ -1,4 +1,4 @@
-"""Small files of every kind that a source reads, and the overrides to read them."""
+"""Small files of every kind that a source reads, and the overrides that read them."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ COUNT = 230
 
 
 def documents(count: int = COUNT) -> list[str]:
-    """Texts of 3 to 120 letters, no two alike."""
+    """Distinct texts of 3 to 120 letters."""
     rng = np.random.default_rng(0)
     return [f"{i}: " + "".join(rng.choice(list("abcdefgh "), size=int(rng.integers(1, 115)))) for i in range(count)]
 
@@ -105,7 +105,7 @@ def write_mixture(folder: Path) -> list[str]:
 
 
 def write_build(name: str, folder: Path) -> list[str]:
-    """A build of tests/support/tfds_builds.py, whose libraries take seconds to import."""
+    """A build of tests/support/tfds_builds.py, imported late because its libraries take seconds to import."""
     from tests.support import tfds_builds as builds
 
     overrides: list[str] = getattr(builds, f"write_{name}")(folder)

@@ -1,4 +1,4 @@
-"""A mixture of experts by itself, over plain arrays, and what it should give."""
+"""A standalone mixture-of-experts layer over plain arrays, with reference implementations."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ EMB, HIDDEN = 16, 12
 
 
 class Mixture:
-    """The feed-forward of a layer kind, its weights as a plain tree."""
+    """The MoE feed-forward of a layer kind, with its weights as a plain tree."""
 
     def __init__(self, moe: config.Moe, *, emb: int = EMB, hidden: int = HIDDEN):
         kind = config.Kind(feed_forward=config.FeedForward.moe, moe=moe)
@@ -30,9 +30,9 @@ class Mixture:
         self.weights: Any = nnx.to_pure_dict(state)
         keys = jax.random.split(jax.random.key(1), 100)
         leaves, tree = jax.tree.flatten(self.weights)
-        # Biases begin at zero, which would hide them.
-        drawn = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=False)]
-        self.weights = jax.tree.unflatten(tree, drawn)
+        # Biases are initialized to zero, which would hide them.
+        perturbed = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=False)]
+        self.weights = jax.tree.unflatten(tree, perturbed)
 
     def __call__(
         self, weights: Any, x: jax.Array, *, segments: jax.Array | None = None, sharder: Sharder | None = None
@@ -47,13 +47,13 @@ class Mixture:
 
 
 def expert(weights: Any, index: int, x: jax.Array) -> jax.Array:
-    """One expert by hand: SwiGLU without biases."""
+    """Reference of one expert: SwiGLU without biases."""
     gate, up, down = (weights["experts"][name]["kernel"][index] for name in ("gate", "up", "down"))
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
 
 def softmax_top_k(weights: Any, x: jax.Array, top_k: int) -> np.ndarray:
-    """Weight [B, T, E] of every expert by hand: softmax, the best k, divided by their sum; zero for the others."""
+    """Reference routing weights [B, T, E]: softmax, the top k divided by their sum, zero for the others."""
     scores = jax.nn.softmax(x @ weights["router"]["kernel"])
     least = jnp.sort(scores, axis=-1)[..., -top_k][..., None]
     chosen = jnp.where(scores >= least, scores, 0)

@@ -1,4 +1,4 @@
-"""Builds of tfds and shards of OLMo, made without TensorFlow."""
+"""tfds builds and OLMo shards, made without TensorFlow."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ RecordWriter = import_optional("tensorboardX.record_writer", extra="tensorboard"
 
 
 class Letters(tfds.core.GeneratorBasedBuilder):
-    """A build with text, token ids and features that need their own decoding."""
+    """A builder with text, token ids, and features that tfds must decode."""
 
     count = 0
     VERSION = tfds.core.Version("1.0.0")
@@ -40,14 +40,14 @@ class Letters(tfds.core.GeneratorBasedBuilder):
 
 
 def build_letters(folder: Path, count: int) -> None:
-    """The build, by tfds itself, in three ArrayRecord files a split."""
+    """Build with tfds, in three ArrayRecord files per split."""
     Letters.count = count
     builder = Letters(data_dir=folder, file_format="array_record")
     builder.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=3))
 
 
 def build_c4(folder: Path, version: str, split: str, payloads: list[dict[str, Any]], features: Any) -> None:
-    """A build as tfds lays it out, of TFRecord files, which tfds itself reads only with TensorFlow."""
+    """Write a build in the layout of tfds with TFRecord files, which tfds itself reads only with TensorFlow."""
     root = folder / "c4" / "en" / version
     root.mkdir(parents=True)
     connector = tfds.features.FeaturesDict(features)
@@ -63,7 +63,7 @@ def build_c4(folder: Path, version: str, split: str, payloads: list[dict[str, An
 
 
 def build_olmo(folder: Path, seq_len: int, **shards: np.ndarray) -> str:
-    """Files as they are published: no header, and names under another root. Gives the index's path."""
+    """Write files as published: without header, with names under another root. Returns the path of the index."""
     entries = []
     for name, tokens in shards.items():
         tokens.tofile(folder / f"{name}.npy")
@@ -87,7 +87,7 @@ def write_c4(folder: Path) -> list[str]:
 
 
 def write_olmo(folder: Path) -> list[str]:
-    """For sequences of 32 tokens."""
+    """Overrides for sequences of 32 tokens."""
     random = np.random.default_rng(0)
     shards = {name: random.integers(0, 60_000, size, np.uint32) for name, size in (("a", 20_000), ("b", 9_000))}
     path = build_olmo(folder, 32, **shards)

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind, trained on the spot."""
+"""Small tokenizers of every kind, trained on the fly."""
 
 import base64
 import io
@@ -13,7 +13,7 @@ from tests.support.skips import import_optional
 
 TEMPLATES = Path(__file__).parent / "templates"
 
-# begin, end, end of a turn and other marks, as the families have them.
+# bos, eos, end of turn and other special tokens of each family.
 MARKS = {
     "llama3": ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
     "chatml": ("<|endoftext|>", "<|im_end|>", "<|im_end|>", "<|im_start|>"),
@@ -28,7 +28,7 @@ def lines() -> list[str]:
 
 
 def template(family: str, *, marked: bool) -> str:
-    """A family's template, with or without generation blocks."""
+    """Chat template of a family, with or without generation blocks."""
     text = (TEMPLATES / f"{family}.jinja").read_text()
     return text if marked else text.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
@@ -37,7 +37,7 @@ def byte_level(marks: Sequence[str], vocab_size: int = 600) -> Tokenizer:
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    # As many published ones have it: spaces trimmed off the offsets, and a begin token of its own.
+    # As in many published tokenizers: spaces trimmed from the offsets, and a bos token added.
     made.post_processor = processors.Sequence(
         [
             processors.ByteLevel(trim_offsets=True),
@@ -53,7 +53,7 @@ def byte_level(marks: Sequence[str], vocab_size: int = 600) -> Tokenizer:
 
 
 def metaspace(marks: Sequence[str], *, unigram: bool = False, vocab_size: int = 600) -> Tokenizer:
-    """Spaces as part of words, as models that come from SentencePiece have it."""
+    """BPE or unigram model with spaces as part of words, as converted from SentencePiece."""
     bytes_of = [f"<0x{byte:02X}>" for byte in range(256)]
     if unigram:
         made = Tokenizer(models.Unigram())
@@ -69,7 +69,7 @@ def metaspace(marks: Sequence[str], *, unigram: bool = False, vocab_size: int = 
             vocab_size=vocab_size, special_tokens=["<unk>", *marks, *bytes_of], show_progress=False
         )
         made.train_from_iterator((word for line in lines() for word in line.replace(" ", " ▁").split(" ")), trainer)
-        # Byte tokens are no marks: only the trainer was told so, to get them into the vocabulary.
+        # Byte tokens are not special: the trainer only lists them as such to include them in the vocabulary.
         description = json.loads(made.to_str())
         description["added_tokens"] = [
             token for token in description["added_tokens"] if token["content"] not in bytes_of
@@ -82,7 +82,7 @@ def metaspace(marks: Sequence[str], *, unigram: bool = False, vocab_size: int = 
 
 
 def save(made: Tokenizer, folder: Path, **settings: object) -> Path:
-    """A folder as Hugging Face has them."""
+    """Save a tokenizer as a Hugging Face folder."""
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **settings}
@@ -91,7 +91,7 @@ def save(made: Tokenizer, folder: Path, **settings: object) -> Path:
 
 
 def family_folder(family: str, folder: Path, *, marked: bool = False) -> Path:
-    """A tokenizer that is like a family's, with its template. Its padding is its end token."""
+    """Write a tokenizer like a family's, with its template. Its padding token is its end token."""
     marks = list(dict.fromkeys(MARKS[family]))
     made = metaspace(marks) if family in ("gemma", "mistral") else byte_level(marks)
     begin = {} if family == "chatml" else {"bos_token": marks[0]}
@@ -100,7 +100,7 @@ def family_folder(family: str, folder: Path, *, marked: bool = False) -> Path:
 
 
 def with_token(folder: Path, text: str) -> Path:
-    """Add a token that is text, such as one that spans a border."""
+    """Add a plain text token, for example one that spans a boundary."""
     made = Tokenizer.from_file(str(folder / "tokenizer.json"))
     made.add_tokens([AddedToken(text, special=False, normalized=False)])
     made.save(str(folder / "tokenizer.json"))
@@ -128,7 +128,7 @@ def sentencepiece_file(path: Path, **options: object) -> Path:
 
 
 def tiktoken_file(path: Path, merges: Sequence[bytes], **settings: object) -> Path:
-    """Bytes, then merges in order of rank."""
+    """Write a .tiktoken file: all bytes, then merges in order of rank."""
     tokens = [*(bytes([byte]) for byte in range(256)), *merges]
     path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
     if settings:

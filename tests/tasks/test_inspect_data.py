@@ -1,4 +1,4 @@
-"""task=inspect_data: the texts come back, marked by what is learned; the summary is that of the rows."""
+"""task=inspect_data: prints the texts with their loss mask, and a summary of the rows."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def inspect(*overrides: str, folder: Path) -> None:
 
 @pytest.fixture
 def conversations(tmp_path: Path) -> list[str]:
-    """Ten records, of which only what is in capitals is learned."""
+    """Ten records in which only the capital letters have loss."""
     path = tmp_path / "tokens.array_record"
     writer = ArrayRecordWriter(str(path), "group_size:1")
     for _ in range(10):
@@ -35,17 +35,17 @@ def conversations(tmp_path: Path) -> list[str]:
     return ["data=grain", f"data.path={path}", "data.record_type=tokens", f"data.cache={tmp_path / 'cache'}"]
 
 
-def test_marks_without_colour(
+def test_brackets_without_colour(
     conversations: list[str], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     inspect(*conversations, "task.rows=1", folder=tmp_path)
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
-    # 11 places each: two of them in a row of 32, and 10 places of padding.
+    # 11 tokens each: two of them in a row of 32, and 10 tokens of padding.
     assert printed.count("[<bos>ask ]ANSWER<eos>\n") == 2
-    assert "sequence 0: 2 documents, 22 of 32 places (68.8%)" in printed
-    assert "--- document 2: 11 places" in printed and "--- 10 places of padding" in printed
+    assert "sequence 0: 2 documents, 22 of 32 tokens (68.8%)" in printed
+    assert "--- document 2: 11 tokens" in printed and "--- 10 tokens of padding" in printed
     assert "6 sequences" in printed and "median 11" in printed and "0 records skipped" in printed
 
 
@@ -68,18 +68,18 @@ def test_json_holds_the_texts_and_the_numbers(tmp_path: Path) -> None:
     lines = [json.dumps({"text": text}) for text in texts]
     lines[30] = "{"
     path.write_text("\n".join(lines))
-    given = [
+    overrides = [
         f"data.path={path}",
         f"data.cache={tmp_path / 'cache'}",
         "data.on_error=skip",
         "data.packing.overlong=drop",
     ]
-    done = finished(*SMALL, "data=grain", *given, "task.format=json", "task.rows=6", cwd=tmp_path)
+    done = finished(*SMALL, "data=grain", *overrides, "task.format=json", "task.rows=6", cwd=tmp_path)
     shown = json.loads(done.stdout)
     pieces = [piece for (sequence,) in shown["sequences"] for piece in sequence["pieces"]]
     for piece in pieces:
         (start, first), *rest = piece["runs"]
-        assert not start and first == "<bos>" and all(learned for learned, _ in rest)
+        assert not start and first == "<bos>" and all(has_loss for has_loss, _ in rest)
         text = "".join(text for _, text in rest)
         assert text.removesuffix("<eos>") in texts
         assert piece["places"] == len(text.removesuffix("<eos>")) + 1
@@ -88,13 +88,13 @@ def test_json_holds_the_texts_and_the_numbers(tmp_path: Path) -> None:
     assert summary["fill"] == pytest.approx(sum(piece["places"] for piece in pieces) / (6 * 32))
     assert summary["documents_per_sequence"] == pytest.approx(len(pieces) / 6)
     assert summary["skipped_records"] == 1
-    # What was read ahead when the third batch was made: all 57 that are trained on, but the bad one.
+    # Read ahead when the third batch was made: all 57 training records except the bad one.
     assert summary["cut_documents"] == sum(len(text) + 1 > 32 for text in texts[:30] + texts[31:57])
     assert "line 31" in done.stderr and not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.parametrize("source", ["demo", "synthetic"])
-def test_sources_of_rows(source: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_row_sources(source: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     inspect(f"data={source}", "task.rows=2", folder=tmp_path)
     printed = capsys.readouterr().out
-    assert printed.count("32 of 32 places (100.0%)") == 2 and "100.00% filled, 1.00 documents" in printed
+    assert printed.count("32 of 32 tokens (100.0%)") == 2 and "100.00% filled, 1.00 documents" in printed

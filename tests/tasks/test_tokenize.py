@@ -1,4 +1,4 @@
-"""task=tokenize against the texts themselves; killed, gone on with, and refused."""
+"""task=tokenize against the texts themselves; killed and resumed; rejected settings."""
 
 import json
 import os
@@ -35,7 +35,7 @@ TEXTS = [f"{index} " + "word " * (index % 23) + "é" * (index % 3) for index in 
 
 
 def gated(record: Record) -> Record:
-    """A formatting function that holds up the later records until a file is there."""
+    """A formatting function that blocks the later records until a file exists."""
     while int(record["text"].split()[0]) >= 320 and not Path(os.environ["GATE"]).exists():
         time.sleep(0.02)
     return record
@@ -49,8 +49,8 @@ def texts(tmp_path: Path) -> Path:
 
 
 def data_of(path: Path, **values: object) -> Data:
-    given = {"source": "grain", "path": str(path), "cache": str(path.parent / "cache"), **values}
-    return Data(**given)  # type: ignore[arg-type]
+    fields = {"source": "grain", "path": str(path), "cache": str(path.parent / "cache"), **values}
+    return Data(**fields)  # type: ignore[arg-type]
 
 
 def arguments(path: Path, output: Path, *more: str) -> list[str]:
@@ -59,19 +59,19 @@ def arguments(path: Path, output: Path, *more: str) -> list[str]:
 
 
 def tokens_in(folder: Path) -> list[list[int]]:
-    """Every record of every shard, in order."""
-    found = []
+    """Tokens of every record of every shard, in order."""
+    tokens = []
     for path in sorted(folder.glob("*.array_record")):
         reader = ArrayRecordReader(str(path))
-        found += [decode_arrays(record)["tokens"].tolist() for record in reader.read_all()]
-    return found
+        tokens += [decode_arrays(record)["tokens"].tolist() for record in reader.read_all()]
+    return tokens
 
 
 def expected(texts: list[str] = TEXTS) -> list[list[int]]:
     return [[256, *text.encode(), 257] for text in texts]
 
 
-def test_shards_hold_every_record_once_in_order_and_train_as_the_texts_do(texts: Path, tmp_path: Path) -> None:
+def test_shards_hold_every_record_once_in_order_and_give_the_same_batches(texts: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     done = finished(*arguments(texts, output, "task.workers=2"), cwd=tmp_path)
     assert tokens_in(output) == expected()
@@ -84,18 +84,18 @@ def test_shards_hold_every_record_once_in_order_and_train_as_the_texts_do(texts:
     spec = BatchSpec(rows=RowSpec(seq_len=64, vocab_size=259, seed=3), batch=4, sharding=sharding)
     loaders = train_loader(data_of(texts), spec), train_loader(data_of(output, record_type="tokens"), spec)
     for _ in range(40):
-        one, other = (next(loader) for loader in loaders)
-        for name in one:
-            np.testing.assert_array_equal(one[name], other[name])
+        from_texts, from_shards = (next(loader) for loader in loaders)
+        for name in from_texts:
+            np.testing.assert_array_equal(from_texts[name], from_shards[name])
     for loader in loaders:
         loader.close()
 
 
-def test_a_killed_run_is_gone_on_with(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of four shards are done when everything is killed; they are not made again."""
+def test_a_killed_run_is_resumed(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four shards are finished when everything is killed; they are not written again."""
     output, gate = tmp_path / "out", tmp_path / "gate"
-    given = arguments(texts, output, "task.workers=1", "data.formatting=tests.test_task_tokenize:gated")
-    process = subprocess.Popen(command(*given), cwd=tmp_path, env=environment(GATE=str(gate)))
+    overrides = arguments(texts, output, "task.workers=1", "data.formatting=tests.tasks.test_tokenize:gated")
+    process = subprocess.Popen(command(*overrides), cwd=tmp_path, env=environment(GATE=str(gate)))
     index = output / "index.json"
     deadline = time.monotonic() + 60
     while not (index.exists() and len(json.loads(index.read_text())["shards"]) == 2):
@@ -103,64 +103,64 @@ def test_a_killed_run_is_gone_on_with(texts: Path, tmp_path: Path, monkeypatch: 
         time.sleep(0.05)
     while not list(output.glob(".*.partial")):
         time.sleep(0.05)
-    assert "another process writes there" in refusal(texts, output)
+    assert "is being written by another process" in rejection(texts, output)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not json.loads(index.read_text())["complete"] and len(tokens_in(output)) == 300
-    with pytest.raises(ConfigError, match=r"has written 2 of its 4 shards"):
+    with pytest.raises(ConfigError, match=r"has written only 2 of 4 shards"):
         open_records(str(output), Corpus(source="grain", path=str(output), record_type="tokens"), Data())
-    made = {path.name: path.stat().st_mtime_ns for path in output.glob("tokens-*")}
+    written = {path.name: path.stat().st_mtime_ns for path in output.glob("tokens-*")}
     gate.touch()
     monkeypatch.setenv("GATE", str(gate))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    config = compose(given, None).config
+    config = compose(overrides, None).config
     tokenize.run(Job(config, {}, runtime.start(config.hardware), RunDirectory(tmp_path / "none", writes=False)))
     assert tokens_in(output) == expected() and json.loads(index.read_text())["complete"]
-    assert {name: (output / name).stat().st_mtime_ns for name in made} == made
+    assert {name: (output / name).stat().st_mtime_ns for name in written} == written
     assert not list(output.glob(".*.partial"))
 
 
-def refusal(texts: Path, output: Path, count: int = 4, **values: object) -> str:
+def rejection(texts: Path, output: Path, count: int = 4, **values: object) -> str:
     data = data_of(texts, **values)
     with pytest.raises(ConfigError) as caught, open_index(output, data, Shards(data, output, count), count):
         pass
     return str(caught.value)
 
 
-def begin(texts: Path, output: Path, **values: object) -> None:
+def write_first_shard(texts: Path, output: Path, **values: object) -> None:
     data = data_of(texts, **values)
     shards = Shards(data, output, 4)
     with open_index(output, data, shards, 4) as index:
         index.add(shards.name(0), shards.write(0, [0] * 8))
 
 
-def test_other_settings_are_refused(texts: Path, tmp_path: Path) -> None:
+def test_other_settings_are_rejected(texts: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    begin(texts, output)
-    assert "data.max_characters was 5000000 and is 10" in refusal(texts, output, max_characters=10)
+    write_first_shard(texts, output)
+    assert "data.max_characters was 5000000 and is now 10" in rejection(texts, output, max_characters=10)
     data = data_of(texts)
-    assert "task.shards was 4 and is 3" in refusal(texts, output, count=3)
+    assert "task.shards was 4 and is now 3" in rejection(texts, output, count=3)
     with open_index(output, data, Shards(data, output, 4), 4) as index:
         assert list(index.done) == ["tokens-00000-of-00004.array_record"]
     texts.write_text(texts.read_text() + '{"text": "one more"}\n')
-    assert "the source's records have changed" in refusal(texts, output)
+    assert "the source's records have changed" in rejection(texts, output)
 
 
-def test_a_changed_tokenizer_is_refused(texts: Path, tmp_path: Path) -> None:
+def test_a_changed_tokenizer_is_rejected(texts: Path, tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
     path, output = tmp_path / "tokenizer.json", tmp_path / "out"
     config = Config(kind="hf", path=str(path))
     vocabulary = {letter: number for number, letter in enumerate("wordé 0123456789")}
     Tokenizer(models.WordLevel(vocabulary, unk_token="w")).save(str(path))
-    begin(texts, output, tokenizer=config)
+    write_first_shard(texts, output, tokenizer=config)
     Tokenizer(models.WordLevel(vocabulary, unk_token="o")).save(str(path))
-    assert "the tokenizer's files have changed" in refusal(texts, output, tokenizer=config)
+    assert "the tokenizer's files have changed" in rejection(texts, output, tokenizer=config)
 
 
-def test_a_damaged_or_missing_shard_is_made_again(texts: Path, tmp_path: Path) -> None:
+def test_a_damaged_or_missing_shard_is_written_again(texts: Path, tmp_path: Path) -> None:
     output, data = tmp_path / "out", data_of(texts)
-    begin(texts, output)
+    write_first_shard(texts, output)
     (shard,) = output.glob("*.array_record")
     shard.write_bytes(shard.read_bytes()[:100])
     with open_index(output, data, Shards(data, output, 4), 4) as index:
@@ -168,14 +168,14 @@ def test_a_damaged_or_missing_shard_is_made_again(texts: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("text", ["{cut", "[1, 2]", '{"complete": false}'])
-def test_an_index_of_another_make(text: str, texts: Path, tmp_path: Path) -> None:
-    """Many things are called index.json: beside files to train on one is no matter, unless it may be ours."""
+def test_a_foreign_index(text: str, texts: Path, tmp_path: Path) -> None:
+    """Many programs write an index.json: next to training files it is ignored, unless it may be from task=tokenize."""
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "index.json").write_text(text)
     shards = Shards(data_of(texts), folder, 2)
     with (
-        pytest.raises(ConfigError, match=r"task\.output=.*has an index\.json that"),
+        pytest.raises(ConfigError, match=r"task\.output=.*its index\.json (was not written by|cannot be read)"),
         open_index(folder, data_of(texts), shards, 2),
     ):
         pass
@@ -187,28 +187,28 @@ def test_an_index_of_another_make(text: str, texts: Path, tmp_path: Path) -> Non
         assert len(open_records(str(texts), Corpus(), data_of(texts))) == 600
 
 
-def test_files_of_others_are_not_written_over(texts: Path, tmp_path: Path) -> None:
+def test_foreign_files_are_not_overwritten(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.array_record").touch()
-    assert "holds mine.array_record already" in refusal(texts, tmp_path / "out")
+    assert "already holds mine.array_record" in rejection(texts, tmp_path / "out")
 
 
-def test_bad_records_stop_it_or_are_counted(texts: Path, tmp_path: Path) -> None:
+def test_bad_records_raise_or_are_counted(texts: Path, tmp_path: Path) -> None:
     lines = texts.read_text().splitlines()
     lines[7] = "{"
     texts.write_text("\n".join(lines))
     output = tmp_path / "out"
     output.mkdir()
-    with pytest.raises(ConfigError, match=r"texts.jsonl, line 8: .*bad JSON"):
+    with pytest.raises(ConfigError, match=r"texts.jsonl, line 8: .*is not valid JSON"):
         Shards(data_of(texts), output, 2).write(0, [0] * 4)
-    counted = [0] * 4
+    counters = [0] * 4
     shards = Shards(data_of(texts, on_error=OnError.skip), output, 2)
-    written = [shards.write(shard, counted) for shard in range(2)]
-    assert [len(shard.faults) for shard in written] == [1, 0] and counted[0::2] == [300, 300]
+    results = [shards.write(shard, counters) for shard in range(2)]
+    assert [len(shard.bad_records) for shard in results] == [1, 0] and counters[0::2] == [300, 300]
     assert tokens_in(output) == expected(TEXTS[:7] + TEXTS[8:])
 
 
-def test_records_to_evaluate_on_are_in_no_shard_unless_they_were_held_out(tmp_path: Path) -> None:
+def test_shards_include_held_out_records_but_no_separate_evaluation_data(tmp_path: Path) -> None:
     for name, few in {"train": TEXTS[:20], "test": TEXTS[20:24]}.items():
         datasets.Dataset.from_dict({"text": few}).save_to_disk(str(tmp_path / name))
     for more in ({}, {"eval_name": str(tmp_path / "test")}, {"eval_split": "train"}):
@@ -217,17 +217,17 @@ def test_records_to_evaluate_on_are_in_no_shard_unless_they_were_held_out(tmp_pa
         assert shards.records == 20
 
 
-def test_weights_of_conversations_come_back(tmp_path: Path) -> None:
-    from maxhydra.data.document import Document
-    from maxhydra.data.record_types import build_shape
+def test_loss_weights_round_trip(tmp_path: Path) -> None:
+    from maxhydra.data.record_types import build_record_type
+    from maxhydra.data.rows import Document
 
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "ab"}\n' * 8)
     data = data_of(texts, record_type="tokens")
-    learned = np.array([0, 1, 1, 0], np.float32)
-    for weights in (None, learned, learned / 2):
+    mask = np.array([0, 1, 1, 0], np.float32)
+    for weights in (None, mask, mask / 2):
         arrays = Shards(data_of(texts), tmp_path, 1)._arrays(Document(np.arange(4), weights))
-        (back,) = build_shape(data, data, 8).encode([arrays])
+        (back,) = build_record_type(data, data, 8).encode([arrays])
         assert back.tokens.tolist() == [0, 1, 2, 3]
         assert back.weights is None if weights is None else (back.weights == weights).all()
 
@@ -235,15 +235,15 @@ def test_weights_of_conversations_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"source": "demo"}, "data.source=demo: holds no records to tokenize"),
-        ({"record_type": "prompts"}, "data.record_type=prompts: is no shape whose tokens can be written"),
+        ({"source": "demo"}, "data.source=demo: has no records to tokenize"),
+        ({"record_type": "prompts"}, "data.record_type=prompts: cannot be tokenized into shards"),
     ],
 )
-def test_what_cannot_be_tokenized_is_refused(texts: Path, values: dict[str, object], message: str) -> None:
+def test_sources_that_cannot_be_tokenized_are_rejected(texts: Path, values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Shards(data_of(texts, **values), texts.parent, 2)
 
 
-def test_more_shards_than_records_are_refused(texts: Path) -> None:
-    with pytest.raises(ConfigError, match=r"task.shards=601: is over the 600 records"):
+def test_more_shards_than_records_are_rejected(texts: Path) -> None:
+    with pytest.raises(ConfigError, match=r"task.shards=601: is more than the 600 records"):
         Shards(data_of(texts), texts.parent, 601)

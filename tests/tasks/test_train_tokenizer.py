@@ -1,4 +1,4 @@
-"""task=train_tokenizer: its output loads alike here and in transformers, holds what was asked, and appears whole."""
+"""task=train_tokenizer: its output loads alike here and in transformers, and appears atomically."""
 
 import json
 from collections import Counter
@@ -15,7 +15,7 @@ from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data, OnError
 from maxhydra.config.schema.tasks.train_tokenizer import TrainTokenizerTask
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
-from maxhydra.data import RowSpec, tokenizer
+from maxhydra.data import RowSpec, load_tokenizer
 from maxhydra.data.raw_texts import texts
 from maxhydra.data.sources import RowSource, open_source
 from maxhydra.data.sources.demo import TEXT
@@ -34,7 +34,7 @@ def records(folder: Path, rows: list[dict[str, Any]], name: str = "r.jsonl") -> 
 
 
 def train(folder: Path, *overrides: str) -> dict[str, float]:
-    """Run the task in this process, and give its metrics."""
+    """Run the task in this process, and return its metrics."""
     config = compose(["task=train_tokenizer", "hardware=cpu", *overrides], None).config
     job = Job(config, {}, runtime.start(config.hardware), RunDirectory(folder / "run", writes=False))
     return task.run(job).metrics
@@ -48,24 +48,24 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("model", ["bpe", "unigram"])
 def test_loads_alike_here_and_in_transformers(tmp_path: Path, lines: str, model: str) -> None:
-    folder = tmp_path / "words"
+    folder = tmp_path / "trained"
     special = "task.special=['<|im_start|>','<|im_end|>']"
-    given = [special, f"task.output={folder}", "data=grain", lines, "+data.columns.text=body"]
-    metrics = train(tmp_path, f"task.model={model}", "task.vocab_size=500", *given)
-    words = tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder))))
+    overrides = [special, f"task.output={folder}", "data=grain", lines, "+data.columns.text=body"]
+    metrics = train(tmp_path, f"task.model={model}", "task.vocab_size=500", *overrides)
+    tokenizer = load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder))))
     transformers = import_optional("transformers", extra="parity")
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    assert words.vocab_size == len(theirs) == metrics["vocab_size"] == 500
-    marks = ["<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
-    assert words.marks == {mark: number for number, mark in enumerate(marks)}
-    assert (words.bos, words.eos, words.pad) == (0, 1, 2)
+    assert tokenizer.vocab_size == len(theirs) == metrics["vocab_size"] == 500
+    special_tokens = ["<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
+    assert tokenizer.marks == {name: number for number, name in enumerate(special_tokens)}
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (0, 1, 2)
     assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (0, 1, 2)
     for text in SAMPLES:
-        assert words.decode(words.encode(text)) == text, "any text round-trips"
-        assert words.encode_marked(text)[0].tolist() == theirs.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(tokenizer.encode(text)) == text, "any text round-trips"
+        assert tokenizer.encode_marked(text)[0].tolist() == theirs.encode(text, add_special_tokens=False)
         assert theirs.decode(theirs.encode(text, add_special_tokens=False), skip_special_tokens=False) == text
     assert metrics["characters_per_token"] > 1.5
-    assert len(words.encode("the king and the queen")) < 12, "it has learned words"
+    assert len(tokenizer.encode("the king and the queen")) < 12, "it has learned words"
 
 
 def test_the_command_and_rows_made_with_it(tmp_path: Path) -> None:
@@ -75,60 +75,67 @@ def test_the_command_and_rows_made_with_it(tmp_path: Path) -> None:
     assert facts(folder.parent)["metrics"]["characters"] == 20000
     text = TEXT.read_bytes()[:20_000].decode(errors="ignore")
     (tmp_path / "short.txt").write_text(text)
-    words = Config(kind="hf", path=str(folder))
-    data = Data(source="text", path=str(tmp_path / "short.txt"), tokenizer=words)
+    tokenizer = Config(kind="hf", path=str(folder))
+    data = Data(source="text", path=str(tmp_path / "short.txt"), tokenizer=tokenizer)
     source = open_source(data, data, RowSpec(seq_len=64, vocab_size=300, seed=0))
     assert isinstance(source, RowSource)
     read = np.concatenate([source.train[row]["tokens"] for row in range(len(source.train))])
     assert len(read) > 1000
-    assert text.startswith(tokenizer(data).decode(read.tolist()))
+    assert text.startswith(load_tokenizer(data).decode(read.tolist()))
 
 
-def test_a_folder_that_is_there(tmp_path: Path) -> None:
+def test_an_existing_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is there already"):
         train(tmp_path, f"task.output={tmp_path}")
 
 
 def test_sentencepiece(tmp_path: Path, lines: str) -> None:
-    given = ["task.model=sentencepiece", "task.vocab_size=500", "task.special=['<|turn|>']", "+data.columns.text=body"]
-    train(tmp_path, *given, "data=grain", lines, f"task.output={tmp_path / 'words'}")
-    words = tokenizer(Data(tokenizer=Config(kind="sentencepiece", path=str(tmp_path / "words" / "tokenizer.model"))))
-    assert set(words.marks) == {"<|bos|>", "<|eos|>", "<|pad|>", "<|turn|>"}
-    assert (words.bos, words.eos, words.pad) == (1, 2, 3)
+    overrides = [
+        "task.model=sentencepiece",
+        "task.vocab_size=500",
+        "task.special=['<|turn|>']",
+        "+data.columns.text=body",
+    ]
+    train(tmp_path, *overrides, "data=grain", lines, f"task.output={tmp_path / 'trained'}")
+    tokenizer = load_tokenizer(
+        Data(tokenizer=Config(kind="sentencepiece", path=str(tmp_path / "trained" / "tokenizer.model")))
+    )
+    assert set(tokenizer.marks) == {"<|bos|>", "<|eos|>", "<|pad|>", "<|turn|>"}
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (1, 2, 3)
     for text in SAMPLES:
-        assert words.decode(words.encode(text)) == text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize("model", ["sentencepiece", "bpe", "unigram"])
 def test_a_bad_record_leaves_nothing_behind(tmp_path: Path, model: str) -> None:
     path = records(tmp_path, [{"text": "some text"}] * 200 + [{"no text": 1}] * 200)
-    with pytest.raises(ConfigError, match="no column 'text'"):
+    with pytest.raises(ConfigError, match="has no column 'text'"):
         train(tmp_path, f"task.model={model}", "data=grain", f"data.path={path}", f"task.output={tmp_path / 'other'}")
-    assert [found.name for found in tmp_path.iterdir()] == ["r.jsonl"], "nothing half-written is left"
+    assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"], "nothing half-written is left"
 
 
 @pytest.mark.parametrize("model", ["sentencepiece", "bpe", "unigram"])
 def test_no_text(tmp_path: Path, model: str) -> None:
     path = records(tmp_path, [{"text": ""}] * 50)
-    with pytest.raises(ConfigError, match="holds no text to learn from"):
+    with pytest.raises(ConfigError, match="has no text to train a tokenizer on"):
         train(tmp_path, f"task.model={model}", "data=grain", f"data.path={path}", f"task.output={tmp_path / 'other'}")
 
 
 class TestTexts:
-    def test_of_a_file_without_what_is_held_out(self, tmp_path: Path) -> None:
+    def test_of_a_file_without_the_held_out_part(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("line é\n" * 10_000)
         (tmp_path / "b.txt").write_text("other\n" * 10_000)
         data = Data(source="text", path=str(tmp_path), eval_fraction=0.25)
         read = "".join(texts(data, seed=0))
-        whole = "line é\n" * 10_000 + "other\n" * 10_000
-        assert whole.startswith(read)
-        assert len(read.encode()) == pytest.approx(0.75 * len(whole.encode()), abs=4)
+        everything = "line é\n" * 10_000 + "other\n" * 10_000
+        assert everything.startswith(read)
+        assert len(read.encode()) == pytest.approx(0.75 * len(everything.encode()), abs=4)
         plays = "".join(texts(Data(), seed=0)).encode()
         assert TEXT.read_bytes().startswith(plays)
         assert len(plays) == pytest.approx(0.95 * TEXT.stat().st_size, abs=4)
 
     @pytest.mark.parametrize(
-        ("shape", "record", "expected"),
+        ("record_type", "record", "expected"),
         [
             ("text", {"text": "a", "other": "b"}, "a"),
             ("chat", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "a\nb"),
@@ -137,9 +144,9 @@ class TestTexts:
             ("prompts", {"prompt": [{"role": "user", "content": "p"}], "answer": "3"}, "p\n3"),
         ],
     )
-    def test_of_records(self, tmp_path: Path, shape: str, record: dict[str, Any], expected: str) -> None:
+    def test_of_records(self, tmp_path: Path, record_type: str, record: dict[str, Any], expected: str) -> None:
         path = records(tmp_path, [record] * 40)
-        data = Data(source="grain", path=path, record_type=shape, eval_fraction=0.25)
+        data = Data(source="grain", path=path, record_type=record_type, eval_fraction=0.25)
         assert list(texts(data, seed=0)) == [expected] * 30
 
     def test_once_each_in_an_order_of_the_seed(self, tmp_path: Path) -> None:
@@ -163,7 +170,7 @@ class TestTexts:
     def test_bad_records(self, tmp_path: Path) -> None:
         path = records(tmp_path, [{"text": "a"}, {"text": 3}, {"text": "b"}, {"text": "c"}])
         data = Data(source="grain", path=path, shuffle=False)
-        with pytest.raises(ConfigError, match=r"not text but int"):
+        with pytest.raises(ConfigError, match=r"expected text, found int"):
             list(texts(data, seed=0))
         skipping = Data(source="grain", path=path, shuffle=False, on_error=OnError["skip"])
         assert list(texts(skipping, seed=0)) == ["a", "b"]
@@ -171,12 +178,12 @@ class TestTexts:
     @pytest.mark.parametrize(
         "values", [{"source": "synthetic"}, {"source": "grain", "path": "x", "record_type": "tokens"}]
     )
-    def test_tokens_are_no_texts(self, values: dict[str, Any]) -> None:
-        with pytest.raises(ConfigError, match="holds tokens, and no text"):
+    def test_tokens_are_not_texts(self, values: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match="has tokens, not text"):
             list(texts(Data(**values), seed=0))
 
 
-def test_what_cannot_be() -> None:
+def test_invalid_settings() -> None:
     def problems(**values: Any) -> list[str]:
         return [str(problem) for problem in TrainTokenizerTask(name="train_tokenizer", **values).check()]
 

@@ -1,6 +1,6 @@
-"""Files of records. A module of this package is one file format, chosen by `format` or by the name's ending.
+"""File formats of records. One module per format, chosen by data.format or by the file name's ending.
 
-Each has `open_file(path, shelf) -> Records`; a file that cannot be opened at all is one bad record.
+Each module has `open_file(path, file_cache) -> Records`; a file that cannot be opened counts as one bad record.
 """
 
 import importlib
@@ -24,18 +24,18 @@ ENDINGS = {
     FileFormat.jsonl: (".jsonl", ".ndjson", ".jsonl.gz", ".json.gz"),
 }
 
-# A .json beside other files is most often no data, so a folder does not stand for those in it.
+# A .json file next to data files is usually metadata, so a folder does not include it; it must be named.
 NAMED_ONLY = {".json": FileFormat.jsonl}
 
-# Files that are opened at a time: most of it is waiting for a disk.
+# Files that are opened in parallel: most of the time is spent waiting for the disk.
 OPENERS = 16
 
-# Records of a file without groups that are shuffled as one, where files with groups stand beside it.
+# Group size used for a file without groups when it is mixed with files that have groups.
 RUN = 128
 
 
 def format_of(path: Path) -> FileFormat:
-    """The format that a name's ending tells."""
+    """File format by the ending of the name."""
     name = without_shard(path.name)
     for kind, endings in ENDINGS.items():
         if name.endswith(endings):
@@ -44,26 +44,26 @@ def format_of(path: Path) -> FileFormat:
         return NAMED_ONLY[path.suffix]
     known = ", ".join(ending for endings in ENDINGS.values() for ending in endings)
     hint = f"set data.format to one of {', '.join(kind.name for kind in ENDINGS)}"
-    raise ConfigError(Problem("data.path", "has an ending of no known format", value=path, accepted=known, hint=hint))
+    raise ConfigError(Problem("data.path", "has an unknown file name ending", value=path, accepted=known, hint=hint))
 
 
-def open_files(paths: Sequence[Path], form: FileFormat, shelf: FileCache) -> list[Records]:
-    """Files of one format or of several, in order."""
-    forms = [format_of(path) if form is FileFormat.auto else form for path in paths]
-    modules = {name: importlib.import_module(f"{__name__}.{name.name}") for name in set(forms)}
+def open_files(paths: Sequence[Path], file_format: FileFormat, file_cache: FileCache) -> list[Records]:
+    """Open files, all of one format or each by its ending, in order."""
+    formats = [format_of(path) if file_format is FileFormat.auto else file_format for path in paths]
+    modules = {name: importlib.import_module(f"{__name__}.{name.name}") for name in set(formats)}
     with ThreadPoolExecutor(min(OPENERS, len(paths))) as pool:
-        return list(pool.map(partial(_open, shelf), paths, [modules[name] for name in forms]))
+        return list(pool.map(partial(_open, file_cache), paths, [modules[name] for name in formats]))
 
 
-def _open(shelf: FileCache, path: Path, module: object) -> Records:
+def _open(file_cache: FileCache, path: Path, module: object) -> Records:
     if not path.stat().st_size:
         return ConcatRecords([])
-    opened: Records = module.open_file(path, shelf)  # type: ignore[attr-defined]
+    opened: Records = module.open_file(path, file_cache)  # type: ignore[attr-defined]
     return opened
 
 
 class ConcatRecords:
-    """Several files as one: the records of the first, then those of the second, and so on."""
+    """Several `Records` concatenated into one."""
 
     def __init__(self, files: Sequence[Records]):
         self._files = files
@@ -75,31 +75,31 @@ class ConcatRecords:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
-        wanted = np.asarray(indices, np.int64)
-        owner = np.searchsorted(self._ends, wanted, "right")
-        local = wanted - self._starts[owner]
-        found: dict[int, Record | BadRecord] = {}
+        requested = np.asarray(indices, np.int64)
+        owner = np.searchsorted(self._ends, requested, "right")
+        local = requested - self._starts[owner]
+        records: dict[int, Record | BadRecord] = {}
         for file in np.unique(owner).tolist():
-            places = np.flatnonzero(owner == file)
-            records = self._files[file].read(local[places].tolist())
-            found.update(zip(places.tolist(), records, strict=True))
-        return [found[place] for place in range(len(wanted))]
+            positions = np.flatnonzero(owner == file)
+            read = self._files[file].read(local[positions].tolist())
+            records.update(zip(positions.tolist(), read, strict=True))
+        return [records[position] for position in range(len(requested))]
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         file = int(np.searchsorted(self._ends, index, "right"))
-        return self._files[file].place(index - int(self._starts[file]))
+        return self._files[file].location(index - int(self._starts[file]))
 
     @property
     def groups(self) -> list[int] | None:
         groups = [file.groups for file in self._files]
-        if all(of_file is None for of_file in groups):
+        if all(file_groups is None for file_groups in groups):
             return None
         sizes: list[int] = []
-        for file, of_file in zip(self._files, groups, strict=True):
-            sizes += runs(len(file), RUN) if of_file is None else of_file
+        for file, file_groups in zip(self._files, groups, strict=True):
+            sizes += split_into_runs(len(file), RUN) if file_groups is None else file_groups
         return sizes
 
 
-def runs(length: int, size: int) -> list[int]:
-    """Sizes of consecutive runs that make up a length; the last may be shorter."""
+def split_into_runs(length: int, size: int) -> list[int]:
+    """Sizes of consecutive runs that add up to `length`; the last may be shorter."""
     return [min(size, length - start) for start in range(0, length, size)]

@@ -1,4 +1,4 @@
-"""Parquet through pyarrow: a row group is decoded as a whole and kept for as long as its records are shuffled."""
+"""Parquet through pyarrow: a row group is decoded as a whole and cached while its records are shuffled."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from maxhydra.data.formats.arrow import rows_of
+from maxhydra.data.formats.arrow import rows_to_records
 from maxhydra.data.formats.file_cache import FileCache, Group, Unreadable
 from maxhydra.data.optional_packages import need
 from maxhydra.data.records import BadRecord, Record, Records
@@ -15,21 +15,23 @@ from maxhydra.data.records import BadRecord, Record, Records
 SETTING = "data.format=parquet"
 
 
-def open_file(path: Path, shelf: FileCache) -> Records:
+def open_file(path: Path, file_cache: FileCache) -> Records:
     arrow = need("pyarrow", SETTING)
     try:
         with need("pyarrow.parquet", SETTING).ParquetFile(path) as file:
-            return ParquetFile(path, shelf, file.metadata, file.schema_arrow.names)
+            return ParquetFile(path, file_cache, file.metadata, file.schema_arrow.names)
     except (arrow.ArrowException, OSError) as error:
-        return Unreadable(path, f"not a whole Parquet file: {error}")
+        return Unreadable(path, f"not a complete Parquet file: {error}")
 
 
 class ParquetFile:
-    def __init__(self, path: Path, shelf: FileCache, metadata: Any, names: Sequence[str]):
-        self._path, self._shelf, self._metadata = path, shelf, metadata
-        # With one of them missing, a record should show which columns it does have.
-        known = shelf.columns is not None and set(shelf.columns) <= set(names)
-        self._columns = list(shelf.columns or ()) if known else None
+    """Records of one Parquet file."""
+
+    def __init__(self, path: Path, file_cache: FileCache, metadata: Any, names: Sequence[str]):
+        self._path, self._file_cache, self._metadata = path, file_cache, metadata
+        # If a column is missing, read all of them, so that the error can list the columns.
+        known = file_cache.columns is not None and set(file_cache.columns) <= set(names)
+        self._columns = list(file_cache.columns or ()) if known else None
         self._sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         self._ends = np.cumsum(self._sizes)
         self._starts = self._ends - self._sizes
@@ -41,30 +43,30 @@ class ParquetFile:
     def groups(self) -> list[int] | None:
         return [size for size in self._sizes if size]
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._path}, row {index}"
 
     def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
-        wanted = np.asarray(indices, np.int64)
-        owner = np.searchsorted(self._ends, wanted, "right")
-        found: dict[int, Record | BadRecord] = {}
+        requested = np.asarray(indices, np.int64)
+        owner = np.searchsorted(self._ends, requested, "right")
+        result: dict[int, Record | BadRecord] = {}
         for number in np.unique(owner).tolist():
-            places = np.flatnonzero(owner == number)
-            held = self._shelf.groups.get((self._path, number), partial(self._group, number)).value
-            rows = wanted[places] - self._starts[number]
-            records = [held] * len(rows) if isinstance(held, str) else rows_of(held, rows)
-            for at, record in zip(places.tolist(), records, strict=True):
-                found[at] = BadRecord(self.place(int(wanted[at])), record) if isinstance(record, str) else record
-        return [found[at] for at in range(len(wanted))]
+            positions = np.flatnonzero(owner == number)
+            group = self._file_cache.groups.get((self._path, number), partial(self._read_group, number)).value
+            rows = requested[positions] - self._starts[number]
+            records = [group] * len(rows) if isinstance(group, str) else rows_to_records(group, rows)
+            for at, record in zip(positions.tolist(), records, strict=True):
+                result[at] = BadRecord(self.location(int(requested[at])), record) if isinstance(record, str) else record
+        return [result[at] for at in range(len(requested))]
 
-    def _group(self, number: int) -> Group:
-        """The columns of a row group, or why they cannot be read."""
+    def _read_group(self, number: int) -> Group:
+        """Read the columns of a row group, or the reason why they cannot be read."""
         arrow = need("pyarrow", SETTING)
         try:
-            # A file is for one thread at a time; with its metadata at hand, another costs next to nothing.
+            # A ParquetFile is not thread-safe; with the metadata already read, opening another one is almost free.
             options = {"metadata": self._metadata, "page_checksum_verification": True}
             with need("pyarrow.parquet", SETTING).ParquetFile(self._path, **options) as file:
                 table = file.read_row_group(number, columns=self._columns, use_threads=False)
         except (arrow.ArrowException, OSError) as error:
-            return Group(f"its row group {number} cannot be read: {error}", 0)
+            return Group(f"row group {number} cannot be read: {error}", 0)
         return Group({name: table.column(name).combine_chunks() for name in table.column_names}, table.nbytes)

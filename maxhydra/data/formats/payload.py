@@ -1,4 +1,4 @@
-"""What the bytes of one record hold: arrays of our own codec, a JSON object, or a tf.train.Example."""
+"""Decode the bytes of one record: arrays of task=tokenize, a JSON object, or a tf.train.Example."""
 
 import json
 from typing import Any
@@ -9,9 +9,9 @@ from maxhydra.data.records import Record
 
 
 def decode(payload: bytes) -> Record:
-    """The record that some bytes hold; ValueError says why there is none.
+    """Decode a record by its first bytes; ValueError says why it cannot be decoded.
 
-    The first bytes tell: no Example begins with `{` or with MAGIC, whose first letters are no field that it has.
+    No Example starts with `{` or with MAGIC, whose first bytes are not a field of it.
     """
     if payload[:4] == MAGIC:
         return dict(decode_arrays(payload))
@@ -21,15 +21,15 @@ def decode(payload: bytes) -> Record:
 
 
 def decode_json(payload: bytes) -> Record:
-    """The object of a JSON text."""
+    """Decode a JSON object."""
     try:
         value: Any = json.loads(str(payload, "utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: {error}") from None
+        raise ValueError(f"is not valid UTF-8: {error}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"bad JSON: {error.msg.removesuffix(' at')} at column {error.pos + 1}") from None
+        raise ValueError(f"is not valid JSON: {error.msg.removesuffix(' at')} at column {error.pos + 1}") from None
     except RecursionError:
-        raise ValueError("bad JSON: nested too deeply") from None
+        raise ValueError("is not valid JSON: nested too deeply") from None
     if not isinstance(value, dict):
-        raise ValueError(f"not a JSON object but {type(value).__name__}")
+        raise ValueError(f"expected a JSON object, found {type(value).__name__}")
     return value

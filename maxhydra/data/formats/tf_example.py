@@ -1,4 +1,4 @@
-"""tf.train.Example without TensorFlow: the wire format of its four messages.
+"""Parser of tf.train.Example without TensorFlow: the wire format of its four messages.
 
 Example { Features features = 1 }    Features { map<string, Feature> feature = 1 }
 Feature { BytesList = 1 | FloatList = 2 | Int64List = 3 }, each a list of `value = 1`, packed or not
@@ -15,9 +15,9 @@ BYTES_LIST, FLOAT_LIST, INT64_LIST = 1, 2, 3
 
 
 def parse_example(payload: bytes) -> Record:
-    """Features by name; ValueError where the bytes are no Example.
+    """Parse features by name; ValueError if the bytes are not an Example.
 
-    One value of a bytes list stands alone, since that is how text is written; numbers are arrays however few they are.
+    A bytes list of one value is returned as that value, since text is stored so; numbers are always arrays.
     """
     try:
         record: Record = {}
@@ -35,7 +35,7 @@ def parse_example(payload: bytes) -> Record:
 
 
 def _entry(payload: bytes) -> tuple[str, object]:
-    """One feature and its name. A key or a value that is not written is empty."""
+    """Parse one map entry: the name and the feature. A missing key or value is empty."""
     name, feature = "", b""
     for field, value in _fields(payload):
         if field == 1:
@@ -55,11 +55,11 @@ def _entry(payload: bytes) -> tuple[str, object]:
 
 
 def _floats(payload: bytes) -> np.ndarray:
-    """Float values: packed bytes, and single ones, which are four bytes each too."""
+    """Parse float values: packed, or single ones, which are four bytes each too."""
     parts = [value for field, value in _fields(payload) if field == 1 and isinstance(value, bytes)]
     joined = b"".join(parts)
     if len(joined) % 4:
-        raise ValueError("not a tf.train.Example: a list of floats that is cut short")
+        raise ValueError("not a tf.train.Example: truncated list of floats")
     return np.frombuffer(joined, "<f4")
 
 
@@ -71,35 +71,35 @@ def _integers(payload: bytes) -> np.ndarray:
 
 
 def _varints(payload: bytes) -> np.ndarray:
-    """Varints that stand one after another, all at once: 7 bits a byte, the lowest first, the last under 128."""
-    letters = np.frombuffer(payload, np.uint8)
-    last = np.flatnonzero(letters < 0x80)
-    if len(last) == len(letters):
-        return letters.astype(np.uint64)
-    if not len(last) or last[-1] != len(letters) - 1:
-        raise ValueError("not a tf.train.Example: a list of integers that is cut short")
+    """Decode consecutive varints at once: 7 bits per byte, lowest first, the last byte below 128."""
+    octets = np.frombuffer(payload, np.uint8)
+    last = np.flatnonzero(octets < 0x80)
+    if len(last) == len(octets):
+        return octets.astype(np.uint64)
+    if not len(last) or last[-1] != len(octets) - 1:
+        raise ValueError("not a tf.train.Example: truncated list of integers")
     first = np.empty_like(last)
     first[0], first[1:] = 0, last[:-1] + 1
     sizes = last - first + 1
     longest = int(sizes.max())
     if longest > 10:
-        raise ValueError("not a tf.train.Example: an integer of over 64 bits")
-    values = (letters[first] & 0x7F).astype(np.uint64)
-    for place in range(1, longest):
-        here = np.flatnonzero(sizes > place)
-        bits = (letters[first[here] + place] & 0x7F).astype(np.uint64)
-        values[here] |= bits << np.uint64(7 * place)
+        raise ValueError("not a tf.train.Example: integer of more than 64 bits")
+    values = (octets[first] & 0x7F).astype(np.uint64)
+    for byte in range(1, longest):
+        longer = np.flatnonzero(sizes > byte)
+        bits = (octets[first[longer] + byte] & 0x7F).astype(np.uint64)
+        values[longer] |= bits << np.uint64(7 * byte)
     return values
 
 
 def _message(value: bytes | int) -> bytes:
     if isinstance(value, int):
-        raise ValueError("not a tf.train.Example: a number stands where a message should")
+        raise ValueError("not a tf.train.Example: expected a message, found a number")
     return value
 
 
 def _fields(payload: bytes) -> Iterator[tuple[int, bytes | int]]:
-    """Numbers and values of a message's fields: an int for a varint, else the bytes."""
+    """Iterate over field numbers and values of a message: an int for a varint, else bytes."""
     at, end = 0, len(payload)
     while at < end:
         tag, at = _varint(payload, at)
@@ -115,7 +115,7 @@ def _fields(payload: bytes) -> Iterator[tuple[int, bytes | int]]:
         else:
             raise ValueError(f"not a tf.train.Example: wire type {kind}")
         if at + size > end:
-            raise ValueError("not a tf.train.Example: it is cut short")
+            raise ValueError("not a tf.train.Example: truncated")
         yield tag >> 3, payload[at : at + size]
         at += size
 
@@ -123,11 +123,11 @@ def _fields(payload: bytes) -> Iterator[tuple[int, bytes | int]]:
 def _varint(payload: bytes, at: int) -> tuple[int, int]:
     value, shift = 0, 0
     while True:
-        letter = payload[at]
+        octet = payload[at]
         at += 1
-        value |= (letter & 0x7F) << shift
-        if letter < 0x80:
+        value |= (octet & 0x7F) << shift
+        if octet < 0x80:
             return value, at
         shift += 7
         if shift > 63:
-            raise ValueError("not a tf.train.Example: an integer of over 64 bits")
+            raise ValueError("not a tf.train.Example: integer of more than 64 bits")

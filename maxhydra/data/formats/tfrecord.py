@@ -1,6 +1,6 @@
 """TFRecord: length u64, checksum of the length, payload, checksum of the payload; one record after another.
 
-The places of the records are found once, and kept: [where reading stopped, then the first byte of each payload].
+Record offsets are found once and cached: [where parsing stopped, first byte of each payload].
 """
 
 import mmap
@@ -10,23 +10,23 @@ from pathlib import Path
 
 import numpy as np
 
-from maxhydra.data.formats.crc32c import masked
-from maxhydra.data.formats.file_cache import FileCache
+from maxhydra.data.formats.crc32c import masked_crc32c
+from maxhydra.data.formats.file_cache import FileCache, map_file
 from maxhydra.data.records import BadRecord, Record, Records
 
 HEADER, FOOTER = 12, 4
 
-# Lengths whose checksums are computed at once.
-TOGETHER = 2**16
+# Headers whose checksums are computed at once.
+HEADERS_AT_ONCE = 2**16
 
 
-def open_file(path: Path, shelf: FileCache) -> Records:
-    return TfRecordFile(path, shelf, shelf.kept(path, "records", lambda: find_records(path)))
+def open_file(path: Path, file_cache: FileCache) -> Records:
+    return TfRecordFile(path, file_cache, file_cache.cached_index(path, "records", lambda: find_records(path)))
 
 
 def find_records(path: Path) -> np.ndarray:
-    """Where a file can no longer be followed (its size, if it is whole), and the first byte of each payload."""
-    with _mapped(path) as view:
+    """End of the readable part of a file (its size, if it is intact), and the first byte of each payload."""
+    with map_file(path) as view:
         starts, at, end = [], 0, len(view)
         while at + HEADER <= end:
             (size,) = struct.unpack_from("<Q", view, at)
@@ -35,11 +35,13 @@ def find_records(path: Path) -> np.ndarray:
             starts.append(at + HEADER)
             at += HEADER + size + FOOTER
         headers = [view[start - HEADER : start] for start in starts]
-    for first in range(0, len(headers), TOGETHER):
-        some = headers[first : first + TOGETHER]
-        wrong = np.flatnonzero(masked([header[:8] for header in some]) != _stored([header[8:] for header in some]))
+    for first in range(0, len(headers), HEADERS_AT_ONCE):
+        some = headers[first : first + HEADERS_AT_ONCE]
+        wrong = np.flatnonzero(
+            masked_crc32c([header[:8] for header in some]) != _stored([header[8:] for header in some])
+        )
         if len(wrong):
-            # Nothing tells where the next record begins, so what follows was not found but guessed.
+            # After a bad length the start of the next record is unknown, so later offsets are meaningless.
             starts = starts[: first + int(wrong[0]) + 1]
             at = starts.pop() - HEADER
             break
@@ -50,34 +52,31 @@ def _stored(checksums: Sequence[bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(checksums), "<u4")
 
 
-def _mapped(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
 class TfRecordFile:
+    """Records of one TFRecord file."""
+
     groups = None
 
-    def __init__(self, path: Path, shelf: FileCache, places: np.ndarray):
-        self._path, self._shelf = path, shelf
-        self._stop, self._starts = int(places[0]), places[1:]
-        # What cannot be followed counts as one more record, a bad one.
-        self._is_whole = self._stop == path.stat().st_size
+    def __init__(self, path: Path, file_cache: FileCache, offsets: np.ndarray):
+        self._path, self._file_cache = path, file_cache
+        self._stop, self._starts = int(offsets[0]), offsets[1:]
+        # The unreadable rest counts as one bad record.
+        self._is_intact = self._stop == path.stat().st_size
 
     def __len__(self) -> int:
-        return len(self._starts) + (not self._is_whole)
+        return len(self._starts) + (not self._is_intact)
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._path}, record {index}"
 
     def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
-        view = self._shelf.handles.get(self._path, lambda: _mapped(self._path))
+        view = self._file_cache.handles.get(self._path, lambda: map_file(self._path))
         payloads = {index: self._payload(view, index) for index in indices if index < len(self._starts)}
-        computed = masked([payload for payload, _ in payloads.values()])
+        computed = masked_crc32c([payload for payload, _ in payloads.values()])
         right = computed == _stored([checksum for _, checksum in payloads.values()])
-        sound = dict(zip(payloads, right.tolist(), strict=True))
+        is_intact = dict(zip(payloads, right.tolist(), strict=True))
         return [
-            self._record(index, payloads[index][0], sound[index]) if index in sound else self._rest()
+            self._record(index, payloads[index][0], is_intact[index]) if index in is_intact else self._unreadable_rest()
             for index in indices
         ]
 
@@ -86,14 +85,14 @@ class TfRecordFile:
         (size,) = struct.unpack_from("<Q", view, start - HEADER)
         return view[start : start + size], view[start + size : start + size + FOOTER]
 
-    def _record(self, index: int, payload: bytes, is_sound: bool) -> Record | BadRecord:
-        if not is_sound:
-            return BadRecord(self.place(index), "its checksum is wrong: the file is damaged here")
+    def _record(self, index: int, payload: bytes, is_intact: bool) -> Record | BadRecord:
+        if not is_intact:
+            return BadRecord(self.location(index), "checksum mismatch: the file is damaged here")
         try:
-            return self._shelf.decode(payload)
+            return self._file_cache.decode(payload)
         except ValueError as error:
-            return BadRecord(self.place(index), str(error))
+            return BadRecord(self.location(index), str(error))
 
-    def _rest(self) -> BadRecord:
-        reason = f"cut short or damaged: what follows byte {self._stop} cannot be read"
-        return BadRecord(self.place(len(self._starts)), reason)
+    def _unreadable_rest(self) -> BadRecord:
+        reason = f"truncated or damaged: nothing after byte {self._stop} can be read"
+        return BadRecord(self.location(len(self._starts)), reason)

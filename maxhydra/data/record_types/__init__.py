@@ -1,6 +1,6 @@
-"""What a record means. A module of this package is one shape, chosen by data.record_type.
+"""Record types: how a record becomes a training example. One module per type, chosen by data.record_type.
 
-Each has `build(corpus, data, seq_len) -> RecordType`. The columns it reads are in `config.schema.corpus.ROLES`.
+Each module has `build(corpus, data, seq_len) -> RecordType`. The columns it reads are in `config.schema.corpus.ROLES`.
 """
 
 import dataclasses
@@ -15,94 +15,96 @@ from maxhydra.config.schema.data import Data
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row
 
-# The last id that a row, of int32, can hold.
+# Largest token id that fits in the int32 of a row.
 LAST_ID = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Rejected:
-    """Why a record has no example."""
+    """A record that cannot become an example, with the reason."""
 
     reason: str
 
 
 class RecordType(Protocol):
-    """Makes examples of records."""
+    """Converts records of one type into examples."""
 
     packs: bool
-    """Whether an example is a Document, so that several can share a row."""
+    """True if examples are Documents, several of which can share a row."""
 
     def encode(self, records: Sequence[Record]) -> list[Any]:
-        """An example or a Refused for each record."""
+        """Encode each record into an example, or a Rejected."""
         ...
 
     def row(self, example: Any, seq_len: int) -> Row:
-        """The row of one example, for a shape that does not pack."""
+        """Build the row of one example, for a type that does not pack."""
         ...
 
 
-def build_shape(corpus: Corpus, data: Data, seq_len: int) -> RecordType:
-    """The shape that a corpus names, for rows of a length."""
+def build_record_type(corpus: Corpus, data: Data, seq_len: int) -> RecordType:
+    """Build the record type of a corpus for rows of `seq_len`."""
     built: RecordType = importlib.import_module(f"{__name__}.{corpus.record_type}").build(corpus, data, seq_len)
     return built
 
 
 def column_of(record: Record, corpus: Corpus, role: str) -> Any:
-    """What a record has in a role, or a Refused that says what it has instead."""
+    """Return the column of a record for a role, or a Rejected that lists the columns it has."""
     name = corpus.columns.get(role, role)
     if name in record:
         return record[name]
-    return Rejected(f"no column {name!r}; it has {', '.join(map(repr, record)) or 'none'}")
+    return Rejected(
+        f"has no column {name!r}, only {', '.join(map(repr, record)) or 'no columns at all'}; set data.columns.{role}"
+    )
 
 
 def text_of(value: Any, data: Data) -> Any:
-    """A value as text, or a Refused."""
+    """Return a value as text, or a Rejected."""
     if isinstance(value, Rejected):
         return value
     if isinstance(value, bytes):
         try:
             value = value.decode()
         except UnicodeDecodeError as error:
-            return Rejected(f"not UTF-8: {error}")
+            return Rejected(f"is not valid UTF-8: {error}")
     if not isinstance(value, str):
-        return Rejected(f"not text but {type(value).__name__}")
+        return Rejected(f"expected text, found {type(value).__name__}")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            return Rejected(f"not Unicode text: {error}")
+            return Rejected(f"is not valid Unicode: {error}")
     if len(value) > data.max_characters:
-        return Rejected(f"{len(value):,} characters, over data.max_characters={data.max_characters:,}")
+        return Rejected(f"has {len(value):,} characters, more than data.max_characters={data.max_characters:,}")
     return value
 
 
 def array_of(value: Any) -> Any:
-    """Numbers as an array, or a Refused."""
+    """Return numbers as an array, or a Rejected."""
     try:
         return value if isinstance(value, Rejected) else np.asarray(value)
     except ValueError as error:
-        return Rejected(f"a list that is no array: {error}")
+        return Rejected(f"expected an array of numbers: {error}")
 
 
 def ids_of(value: Any) -> Any:
-    """Token ids as an array, or a Refused: an id under 0 would be that of another token, counted from the end."""
+    """Return token ids as an array, or a Rejected: a negative id would index the embedding from the end."""
     ids = array_of(value)
     if isinstance(ids, Rejected) or ids.dtype.kind not in "iu" or not ids.size:
         return ids
-    # In 16 bits, as task=tokenize writes most, there are no others.
+    # uint16, which task=tokenize mostly writes, is always in range.
     is_narrow = ids.dtype.kind == "u" and ids.dtype.itemsize < 4
     if is_narrow or 0 <= ids.min() <= ids.max() <= LAST_ID:
         return ids
-    return Rejected(f"ids from {ids.min()} to {ids.max()}, of which no vocabulary has all")
+    return Rejected(f"token ids range from {ids.min()} to {ids.max()}, expected 0 to {LAST_ID}")
 
 
 def weights_of(value: Any, count: int) -> Any:
-    """What predicting each of some tokens counts for: an array, None where nothing is said, or a Refused."""
+    """Return the loss weight of each token: an array, None if the record has none, or a Rejected."""
     weights = value if value is None else array_of(value)
     if weights is None or isinstance(weights, Rejected):
         return weights
     if weights.shape != (count,):
-        return Rejected(f"weights of shape {weights.shape} for {count} tokens")
+        return Rejected(f"has weights of shape {weights.shape} for {count} tokens")
     if weights.dtype.kind not in "biuf" or not np.isfinite(weights).all():
-        return Rejected("weights that are not finite numbers")
+        return Rejected("has weights that are not finite numbers")
     return weights.astype(np.float32)

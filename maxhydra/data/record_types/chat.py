@@ -1,6 +1,6 @@
-"""Conversations: a list of {role, content}, of which the assistant's turns are learned, each with its end.
+"""Conversations: a list of {role, content} messages, with loss on the assistant's turns and their end tokens.
 
-The template writes begin and end tokens, so data.tokenizer.add_bos and add_eos are not asked.
+The template writes begin and end tokens, so data.tokenizer.add_bos and add_eos are ignored.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from maxhydra.data.chat import ChatTemplate, chat_template
 from maxhydra.data.record_types import Rejected, column_of
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row
-from maxhydra.data.tokenizers import tokenizer
+from maxhydra.data.tokenizers import load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Chat:
     def _example(self, messages: Any) -> Any:
         if isinstance(messages, Rejected):
             return messages
-        return self.template.encode(messages, longest=self.data.max_characters)
+        return self.template.encode(messages, max_characters=self.data.max_characters)
 
     def row(self, example: Any, seq_len: int) -> Row:
-        raise TypeError("conversations are packed")
+        raise TypeError("conversations are packed; use pack_rows")
 
 
 def build(corpus: Corpus, data: Data, seq_len: int) -> Chat:
-    return Chat(corpus, data, chat_template(tokenizer(data)))
+    return Chat(corpus, data, chat_template(load_tokenizer(data)))

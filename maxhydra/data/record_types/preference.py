@@ -1,9 +1,8 @@
-"""Preference pairs: what was chosen and what was rejected after the same prompt, which is not learned.
+"""Preference pairs: a chosen and a rejected response to the same prompt, which has no loss.
 
-chosen and rejected are text or messages. The prompt is a column of its own, text or messages, or else what both begin
-with: the same messages, or the same tokens. Messages may begin with the prompt even where it has a column of its own.
-Texts are tokenized apart from their prompt, as they are when a model is asked; messages are rendered as one
-conversation.
+chosen and rejected are text or messages. The prompt is a separate column, text or messages, or else the common prefix
+of both: the same messages, or the same tokens. Messages may start with the prompt even if it also has a column. Texts
+are tokenized separately from their prompt, as at inference; messages are rendered as one conversation.
 """
 
 import dataclasses
@@ -15,16 +14,15 @@ import numpy as np
 
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data, Overlong
-from maxhydra.data.document import Document
 from maxhydra.data.record_types import Rejected, column_of, text_of
-from maxhydra.data.record_types._rows import SeparateShape
+from maxhydra.data.record_types._unpacked import UnpackedRecordType
 from maxhydra.data.records import Record
-from maxhydra.data.rows import Row
-from maxhydra.data.tokenizers import tokenizer
+from maxhydra.data.rows import Document, Row
+from maxhydra.data.tokenizers import load_tokenizer
 
-SIDES = ("chosen", "rejected")
+RESPONSES = ("chosen", "rejected")
 EXPECTED = (
-    "expected: chosen and rejected, text or messages that end with the assistant's, and prompt unless both hold it"
+    "expected chosen and rejected (text, or messages ending with the assistant), and prompt unless both include it"
 )
 
 
@@ -34,110 +32,115 @@ class Pair:
     rejected: Document
 
 
-class Preference(SeparateShape):
+class Preference(UnpackedRecordType):
     def _example(self, record: Record) -> Any:
         prompt = record.get(self.corpus.columns.get("prompt", "prompt"))
-        sides = [column_of(record, self.corpus, side) for side in SIDES]
-        if refused := _first_refused(sides):
-            return Rejected(f"{refused.reason}; {EXPECTED}")
-        if any(isinstance(value, np.ndarray) for value in (prompt, *sides)):
-            return Rejected(f"numbers, which no template and no tokenizer reads; {EXPECTED}")
-        is_chat = any(not isinstance(value, (str, bytes)) for value in (prompt, *sides) if value is not None)
-        documents = self._conversations(prompt, sides) if is_chat else self._texts(prompt, sides)
-        if refused := _first_refused(documents):
-            return refused
-        if missing := [side for side, document in zip(SIDES, documents, strict=True) if not _learned(document)]:
-            return Rejected(f"{missing[0]} has no token to learn: it is empty, or all of it stands in the other")
+        responses = [column_of(record, self.corpus, name) for name in RESPONSES]
+        if rejection := _first_rejection(responses):
+            return Rejected(f"{rejection.reason}; {EXPECTED}")
+        if any(isinstance(value, np.ndarray) for value in (prompt, *responses)):
+            return Rejected(f"contains an array of numbers; {EXPECTED}")
+        is_chat = any(not isinstance(value, (str, bytes)) for value in (prompt, *responses) if value is not None)
+        documents = self._encode_messages(prompt, responses) if is_chat else self._encode_texts(prompt, responses)
+        if rejection := _first_rejection(documents):
+            return rejection
+        if missing := [name for name, document in zip(RESPONSES, documents, strict=True) if not _has_loss(document)]:
+            return Rejected(f"{missing[0]} has no token to train on: it is empty, or a prefix of the other response")
         return self._fit(*documents)
 
-    def _conversations(self, prompt: Any, sides: list[Any]) -> list[Any]:
-        before = [] if prompt is None else _messages(prompt, "user")
-        answers = [_messages(side, "assistant") for side in sides]
-        if all(_begins(answer, before) for answer in answers):
-            answers = [answer[len(before) :] for answer in answers]
-        if refused := _misplaced(before, answers):
-            return [refused]
-        whole = [[*before, *answer] for answer in answers]
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(*whole, strict=False))
-        known = max(len(before), sum(1 for _ in same))
-        if known == min(map(len, whole)):
-            return [Rejected("chosen and rejected are the same, or one is the beginning of the other")]
-        return [self._template.encode(side, known=known, longest=self.data.max_characters) for side in whole]
+    def _encode_messages(self, prompt: Any, responses: list[Any]) -> list[Any]:
+        context = [] if prompt is None else _as_messages(prompt, "user")
+        continuations = [_as_messages(response, "assistant") for response in responses]
+        if all(_starts_with(messages, context) for messages in continuations):
+            continuations = [messages[len(context) :] for messages in continuations]
+        if rejection := _check_roles(context, continuations):
+            return [rejection]
+        conversations = [[*context, *messages] for messages in continuations]
+        common = takewhile(lambda pair: pair[0] == pair[1], zip(*conversations, strict=False))
+        known = max(len(context), sum(1 for _ in common))
+        if known == min(map(len, conversations)):
+            return [Rejected("chosen and rejected are equal, or one is a prefix of the other")]
+        return [
+            self._template.encode(messages, known=known, max_characters=self.data.max_characters)
+            for messages in conversations
+        ]
 
-    def _texts(self, prompt: Any, sides: list[Any]) -> list[Any]:
-        texts = [text_of("" if prompt is None else prompt, self.data), *(text_of(side, self.data) for side in sides)]
-        if refused := _first_refused(texts):
-            return [refused]
+    def _encode_texts(self, prompt: Any, responses: list[Any]) -> list[Any]:
+        texts = [text_of("" if prompt is None else prompt, self.data)]
+        texts += [text_of(response, self.data) for response in responses]
+        if rejection := _first_rejection(texts):
+            return [rejection]
         settings = self.data.tokenizer
-        begin = [self.words.bos] if settings.add_bos and self.words.bos is not None else []
-        end = [self.words.eos] if settings.add_eos and self.words.eos is not None else []
-        before, *answers = (ids.tolist() for ids in self.words.encode_batch(texts))
-        whole = [[*begin, *before, *answer, *end] for answer in answers]
-        known = len(begin) + len(before)
+        begin = [self.tokenizer.bos] if settings.add_bos and self.tokenizer.bos is not None else []
+        end = [self.tokenizer.eos] if settings.add_eos and self.tokenizer.eos is not None else []
+        prompt_ids, *response_ids = (ids.tolist() for ids in self.tokenizer.encode_batch(texts))
+        sequences = [[*begin, *prompt_ids, *ids, *end] for ids in response_ids]
+        known = len(begin) + len(prompt_ids)
         if prompt is None:
-            same = takewhile(lambda pair: pair[0] == pair[1], zip(*whole, strict=False))
-            known = sum(1 for _ in same)
-        if whole[0] == whole[1]:
-            return [Rejected("chosen and rejected are the same")]
-        return [_document(tokens, known) for tokens in whole]
+            common = takewhile(lambda pair: pair[0] == pair[1], zip(*sequences, strict=False))
+            known = sum(1 for _ in common)
+        if sequences[0] == sequences[1]:
+            return [Rejected("chosen and rejected are equal")]
+        return [_document(tokens, known) for tokens in sequences]
 
     def _fit(self, chosen: Document, rejected: Document) -> Any:
-        """The pair, or what is left of it where it is longer than a row."""
+        """Truncate a pair that is longer than a row as data.packing.overlong says, or reject it."""
         longest = max(chosen.places, rejected.places)
         if longest <= self.seq_len:
             return Pair(chosen, rejected)
-        prompt = min(_prompt(chosen), _prompt(rejected))
+        prompt = min(_prompt_length(chosen), _prompt_length(rejected))
         if self.data.packing.overlong is not Overlong.truncate:
             lengths = (
-                f"a prompt of {prompt} tokens, {len(chosen.tokens)} with chosen, {len(rejected.tokens)} with rejected"
+                f"has {prompt} prompt tokens, {len(chosen.tokens)} with chosen, {len(rejected.tokens)} with rejected"
             )
-            return Rejected(f"{lengths}: over train.seq_len={self.seq_len} (data.packing.overlong=truncate cuts it)")
-        # At least one token of the prompt stays, from which the first of the answer is predicted.
+            return Rejected(
+                f"{lengths}: more than train.seq_len={self.seq_len}; set data.packing.overlong=truncate to truncate"
+            )
+        # At least one token of the prompt remains, from which the first token of the response is predicted.
         cut = max(0, min(longest - self.seq_len, prompt - 1))
-        pair = Pair(*(_part(document, cut, cut + self.seq_len + 1) for document in (chosen, rejected)))
-        if any(not _learned(document) for document in (pair.chosen, pair.rejected)):
-            return Rejected(f"nothing to learn is left of it within train.seq_len={self.seq_len}")
+        pair = Pair(*(_slice(document, cut, cut + self.seq_len + 1) for document in (chosen, rejected)))
+        if any(not _has_loss(document) for document in (pair.chosen, pair.rejected)):
+            return Rejected(f"has no token to train on after truncation to train.seq_len={self.seq_len}")
         return pair
 
     def row(self, example: Any, seq_len: int) -> Row:
         return {
-            f"{side}_{name}": column
-            for side in SIDES
-            for name, column in _columns(getattr(example, side), seq_len).items()
+            f"{response}_{name}": column
+            for response in RESPONSES
+            for name, column in _columns(getattr(example, response), seq_len).items()
         }
 
 
-def _first_refused(values: Sequence[Any]) -> Rejected | None:
+def _first_rejection(values: Sequence[Any]) -> Rejected | None:
     return next((value for value in values if isinstance(value, Rejected)), None)
 
 
-def _messages(value: Any, role: str) -> list[Any]:
-    """Messages as they are; anything else is one message, or is refused as one."""
+def _as_messages(value: Any, role: str) -> list[Any]:
+    """Return messages unchanged, and anything else as one message of `role`."""
     return list(value) if isinstance(value, (list, tuple)) else [{"role": role, "content": value}]
 
 
-def _begins(messages: list[Any], before: list[Any]) -> bool:
-    return len(messages) > len(before) and all(
-        _told(one) == _told(other) for one, other in zip(messages, before, strict=False)
+def _starts_with(messages: list[Any], prefix: list[Any]) -> bool:
+    return len(messages) > len(prefix) and all(
+        _role_and_content(message) == _role_and_content(other) for message, other in zip(messages, prefix, strict=False)
     )
 
 
-def _told(message: Any) -> Any:
-    """Who says what."""
+def _role_and_content(message: Any) -> Any:
     return (message.get("role"), message.get("content")) if isinstance(message, Mapping) else message
 
 
-def _misplaced(before: list[Any], sides: list[list[Any]]) -> Rejected | None:
-    """Whose turn it is shows columns that were exchanged: the user's stands in the prompt, the assistant's after it."""
-    if before and _role(before[-1]) == "assistant":
-        return Rejected(f"the prompt ends with a turn of the assistant; {EXPECTED}")
-    for name, messages in zip(SIDES, sides, strict=True):
-        if before and messages and _role(messages[0]) in ("user", "system") and len(messages) > 1:
+def _check_roles(context: list[Any], responses: list[list[Any]]) -> Rejected | None:
+    """Reject columns that seem swapped: the prompt must not end, and a response must end, with the assistant."""
+    if context and _role(context[-1]) == "assistant":
+        return Rejected(f"the prompt ends with a message of the assistant; {EXPECTED}")
+    for name, messages in zip(RESPONSES, responses, strict=True):
+        if context and messages and _role(messages[0]) in ("user", "system") and len(messages) > 1:
             return Rejected(
-                f"{name} begins with a turn of the {_role(messages[0])} that is not the prompt's; {EXPECTED}"
+                f"{name} starts with a message of the {_role(messages[0])} that is not in the prompt; {EXPECTED}"
             )
         if messages and _role(messages[-1]) in ("user", "system"):
-            return Rejected(f"{name} ends with a turn of the {_role(messages[-1])}; {EXPECTED}")
+            return Rejected(f"{name} ends with a message of the {_role(messages[-1])}; {EXPECTED}")
     return None
 
 
@@ -149,23 +152,23 @@ def _document(tokens: list[int], known: int) -> Document:
     return Document(np.array(tokens, np.int32), (np.arange(len(tokens)) >= known).astype(np.float32))
 
 
-def _learned(document: Document) -> bool:
+def _has_loss(document: Document) -> bool:
     return document.weights is not None and bool(document.weights[1:].any())
 
 
-def _prompt(document: Document) -> int:
-    """Tokens before the first that is learned."""
+def _prompt_length(document: Document) -> int:
+    """Number of tokens before the first that has loss."""
     assert document.weights is not None
     return int(np.argmax(document.weights > 0))
 
 
-def _part(document: Document, start: int, stop: int) -> Document:
+def _slice(document: Document, start: int, stop: int) -> Document:
     assert document.weights is not None
     return Document(document.tokens[start:stop], document.weights[start:stop])
 
 
 def _columns(document: Document, seq_len: int) -> Row:
-    """tokens, targets, positions and weights of one sequence, padded."""
+    """Padded tokens, targets, positions and weights of one sequence."""
     count = document.places
     assert document.weights is not None
     values = {
@@ -181,4 +184,4 @@ def _columns(document: Document, seq_len: int) -> Row:
 
 
 def build(corpus: Corpus, data: Data, seq_len: int) -> Preference:
-    return Preference(corpus, data, tokenizer(data), seq_len)
+    return Preference(corpus, data, load_tokenizer(data), seq_len)

@@ -1,6 +1,6 @@
-"""Documents with a teacher's top logits: after each token but the last, the k likeliest tokens and their logits.
+"""Documents with a teacher's top-k logits: the k most likely tokens after each token but the last.
 
-Every token is learned, unless a record has weights too, as those made of conversations do.
+The loss covers every token, unless records have weights, as those made from conversations do.
 """
 
 import dataclasses
@@ -11,10 +11,9 @@ import numpy as np
 
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
-from maxhydra.data.document import Document
 from maxhydra.data.record_types import Rejected, array_of, column_of, ids_of, weights_of
 from maxhydra.data.records import Record
-from maxhydra.data.rows import Row
+from maxhydra.data.rows import Document, Row
 
 COLUMNS = ("tokens", "teacher_ids", "teacher_logits")
 
@@ -37,27 +36,27 @@ class Teacher:
                 return array
         tokens, ids, logits = arrays
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            return Rejected(f"tokens are not a list of ids but {tokens.dtype} of shape {tokens.shape}")
+            return Rejected(f"tokens: expected a list of ids, found {tokens.dtype} of shape {tokens.shape}")
         if len(tokens) < 2:
-            return Rejected(f"{len(tokens)} tokens, of which a teacher can say nothing")
+            return Rejected(f"has {len(tokens)} tokens; at least 2 are needed")
         if ids.ndim != 2 or ids.shape != logits.shape or len(ids) != len(tokens) - 1:
             shapes = f"teacher_ids of shape {ids.shape} and teacher_logits of shape {logits.shape}"
-            return Rejected(f"{len(tokens)} tokens with {shapes}: both should be [{len(tokens) - 1}, k]")
+            return Rejected(f"has {len(tokens)} tokens with {shapes}: both must be [{len(tokens) - 1}, k]")
         if ids.dtype.kind not in "iu" or logits.dtype.kind not in "iuf":
             return Rejected(
-                f"teacher_ids are {ids.dtype} and teacher_logits {logits.dtype}: ids and numbers are needed"
+                f"teacher_ids are {ids.dtype} and teacher_logits {logits.dtype}: expected integers and numbers"
             )
-        kind = np.float16 if logits.dtype == np.float16 else np.float32
-        logits = logits.astype(kind)
+        dtype = np.float16 if logits.dtype == np.float16 else np.float32
+        logits = logits.astype(dtype)
         if not np.isfinite(logits).all():
-            return Rejected("teacher_logits that are not finite")
-        learned = weights_of(weights, len(tokens))
-        if isinstance(learned, Rejected):
-            return learned
-        return Document(tokens, learned, {"teacher_ids": ids.astype(np.int32), "teacher_logits": logits})
+            return Rejected("teacher_logits are not all finite")
+        loss_weights = weights_of(weights, len(tokens))
+        if isinstance(loss_weights, Rejected):
+            return loss_weights
+        return Document(tokens, loss_weights, {"teacher_ids": ids.astype(np.int32), "teacher_logits": logits})
 
     def row(self, example: Any, seq_len: int) -> Row:
-        raise TypeError("documents of a teacher are packed")
+        raise TypeError("documents of a teacher are packed; use pack_rows")
 
 
 def build(corpus: Corpus, data: Data, seq_len: int) -> Teacher:

@@ -1,4 +1,4 @@
-"""Plain text: every token is learned."""
+"""Plain text with loss on every token."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,38 +8,37 @@ import numpy as np
 
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
-from maxhydra.data.document import Document
 from maxhydra.data.record_types import Rejected, column_of, text_of
 from maxhydra.data.records import Record
-from maxhydra.data.rows import Row
-from maxhydra.data.tokenizers import Tokenizer, tokenizer
+from maxhydra.data.rows import Document, Row
+from maxhydra.data.tokenizers import Tokenizer, load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
     corpus: Corpus
     data: Data
-    words: Tokenizer
+    tokenizer: Tokenizer
     packs = True
 
     def encode(self, records: Sequence[Record]) -> list[Any]:
         texts = [text_of(column_of(record, self.corpus, "text"), self.data) for record in records]
-        ids = iter(self.words.encode_batch([text for text in texts if isinstance(text, str)]))
-        before = [self.words.bos] if self.data.tokenizer.add_bos and self.words.bos is not None else []
-        after = [self.words.eos] if self.data.tokenizer.add_eos and self.words.eos is not None else []
+        ids = iter(self.tokenizer.encode_batch([text for text in texts if isinstance(text, str)]))
+        prefix = [self.tokenizer.bos] if self.data.tokenizer.add_bos and self.tokenizer.bos is not None else []
+        suffix = [self.tokenizer.eos] if self.data.tokenizer.add_eos and self.tokenizer.eos is not None else []
 
         def document(tokens: np.ndarray) -> Document:
-            whole = np.empty(len(before) + len(tokens) + len(after), np.int32)
-            whole[: len(before)] = before
-            whole[len(before) : len(before) + len(tokens)] = tokens
-            whole[len(before) + len(tokens) :] = after
+            whole = np.empty(len(prefix) + len(tokens) + len(suffix), np.int32)
+            whole[: len(prefix)] = prefix
+            whole[len(prefix) : len(prefix) + len(tokens)] = tokens
+            whole[len(prefix) + len(tokens) :] = suffix
             return Document(whole)
 
         return [text if isinstance(text, Rejected) else document(next(ids)) for text in texts]
 
     def row(self, example: Any, seq_len: int) -> Row:
-        raise TypeError("text is packed")
+        raise TypeError("text is packed; use pack_rows")
 
 
 def build(corpus: Corpus, data: Data, seq_len: int) -> Text:
-    return Text(corpus, data, tokenizer(data))
+    return Text(corpus, data, load_tokenizer(data))

@@ -1,6 +1,6 @@
-"""Documents that were tokenized before, as task=tokenize writes them.
+"""Documents that are already tokenized, as task=tokenize writes them.
 
-Every token is learned, unless a record has weights too, as those made of conversations do.
+The loss covers every token, unless records have weights, as those made from conversations do.
 """
 
 import dataclasses
@@ -9,10 +9,9 @@ from typing import Any
 
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
-from maxhydra.data.document import Document
 from maxhydra.data.record_types import Rejected, column_of, ids_of, weights_of
 from maxhydra.data.records import Record
-from maxhydra.data.rows import Row
+from maxhydra.data.rows import Document, Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +27,12 @@ class Tokens:
         if isinstance(tokens, Rejected):
             return tokens
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            return Rejected(f"not a list of token ids but {tokens.dtype} of shape {tokens.shape}")
-        learned = weights_of(weights, len(tokens))
-        return learned if isinstance(learned, Rejected) else Document(tokens, learned)
+            return Rejected(f"expected a list of token ids, found {tokens.dtype} of shape {tokens.shape}")
+        loss_weights = weights_of(weights, len(tokens))
+        return loss_weights if isinstance(loss_weights, Rejected) else Document(tokens, loss_weights)
 
     def row(self, example: Any, seq_len: int) -> Row:
-        raise TypeError("tokens are packed")
+        raise TypeError("tokens are packed; use pack_rows")
 
 
 def build(corpus: Corpus, data: Data, seq_len: int) -> Tokens:

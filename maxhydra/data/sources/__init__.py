@@ -1,6 +1,7 @@
-"""Where records or rows come from. A module of this package is one kind of source, chosen by `source`.
+"""Sources of records or rows. One module per kind of source, chosen by data.source.
 
-Each has `open_source(corpus, data, spec) -> Source`; `data` is the whole section, for the tokenizer and the cache.
+Each module has `open_source(corpus, data, spec) -> Source`; `data` is the whole section, for the tokenizer and the
+cache.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from maxhydra.data.rows import Rows, RowSpec
 
 @dataclasses.dataclass(frozen=True)
 class RowSource:
-    """Rows to train on and rows held out, ready to be batched."""
+    """Training and evaluation rows, ready to be batched."""
 
     train: Rows
     evaluation: Rows
@@ -24,17 +25,17 @@ class RowSource:
 
 @dataclasses.dataclass(frozen=True)
 class RecordSource:
-    """Records to train on and records held out."""
+    """Training and evaluation records."""
 
     train: Records
     evaluation: Records
-    evaluation_shape: RecordType | None = None
-    """What the held-out records mean, where it is something else than data.record_type."""
+    evaluation_record_type: RecordType | None = None
+    """Record type of the evaluation records, if it differs from data.record_type."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamSource:
-    """Streams of records to train on and to evaluate on."""
+    """Training and evaluation records that can only be read in order."""
 
     train: RecordStream
     evaluation: RecordStream
@@ -44,21 +45,21 @@ Source = RowSource | RecordSource | StreamSource
 
 
 def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> Source:
-    """The source that a corpus names."""
+    """Open the source that a corpus names."""
     opened: Source = importlib.import_module(f"{__name__}.{corpus.source}").open_source(corpus, data, spec)
     return opened
 
 
 def columns_of(corpus: Corpus) -> tuple[str, ...] | None:
-    """The columns that the shape must have; not known where a function comes before it."""
+    """Columns that the record type reads; None if a data.formatting function runs first."""
     if corpus.formatting is not None:
         return None
     return tuple(corpus.columns.get(role, role) for role in ROLES[corpus.record_type])
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """Some consecutive records of others."""
+class RecordSlice:
+    """A consecutive slice of other records."""
 
     records: Records
     first: int
@@ -70,8 +71,8 @@ class Part:
     def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
         return self.records.read([self.first + int(index) for index in indices])
 
-    def place(self, index: int) -> str:
-        return self.records.place(self.first + index)
+    def location(self, index: int) -> str:
+        return self.records.location(self.first + index)
 
     @property
     def groups(self) -> list[int] | None:
@@ -79,13 +80,15 @@ class Part:
             return None
         sizes, start = [], 0
         for size in self.records.groups:
-            held = min(start + size, self.last) - max(start, self.first)
-            sizes += [held] if held > 0 else []
+            overlap = min(start + size, self.last) - max(start, self.first)
+            sizes += [overlap] if overlap > 0 else []
             start += size
         return sizes
 
 
 def hold_out(records: Records, fraction: float) -> RecordSource:
-    """Keep a share of the records, at their end, from training; one at least."""
+    """Hold out a fraction of the records at the end, at least one, for evaluation."""
     boundary = len(records) - min(max(1, round(len(records) * fraction)), len(records))
-    return RecordSource(train=Part(records, 0, boundary), evaluation=Part(records, boundary, len(records)))
+    return RecordSource(
+        train=RecordSlice(records, 0, boundary), evaluation=RecordSlice(records, boundary, len(records))
+    )

@@ -1,11 +1,11 @@
-"""Problems of arithmetic with whole numbers, made and not read: every one has an answer that can be checked.
+"""Generated integer arithmetic problems, each with an answer that can be verified.
 
-A record suits every shape: `text` (23+48=71); `prompt`, a user's turn, and `answer`; `messages`, the prompt with the
-answer as the assistant's turn; `chosen` and `rejected`, a right and a wrong turn of the assistant after the prompt.
+A record fits every record type: `text` (23+48=71); `prompt`, a user message, and `answer`; `messages`, the prompt with
+the answer as the assistant's message; `chosen` and `rejected`, a right and a wrong assistant message after the prompt.
 
-Two problems with the same two numbers and the same operator, in either order, lie together: where one is held out, the
-other is not trained on. Which are held out depends on digits, operators and eval_fraction alone, so that all runs on
-the same problems hold out the same ones, however many they train on.
+The two problems with the same operands and operator, in either order, are adjacent: if one is held out, the other is
+not trained on. The held-out problems depend only on digits, operators and eval_fraction, so all runs on the same
+problems hold out the same ones, however many they train on.
 """
 
 import dataclasses
@@ -20,25 +20,25 @@ from maxhydra.config.schema.data import Data
 from maxhydra.data.records import BadRecord, Record
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.shuffle import ShuffleOrder
-from maxhydra.data.sources import Part, RecordSource
+from maxhydra.data.sources import RecordSlice, RecordSource
 
 OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-# Of the order in which problems lie.
+# Seed of the order of the problems.
 SEED = 1234
-# How far a wrong answer is off: by one in a digit, as if a carry had been forgotten.
-SLIPS = (-10, -1, 1, 10)
+# Error of a wrong answer: off by one in a digit, as if a carry had been forgotten.
+ERRORS = (-10, -1, 1, 10)
 
 
 @dataclasses.dataclass(frozen=True)
 class Problems:
-    """All problems with numbers of so many digits, two orders of each pair beside each other."""
+    """All problems with operands of at most `digits` digits; the two orders of a pair are adjacent."""
 
     digits: int
     operators: tuple[str, ...]
 
     @property
     def pairs(self) -> int:
-        """Unordered pairs of numbers, times operators."""
+        """Number of unordered operand pairs, times operators."""
         numbers = 10**self.digits
         return len(self.operators) * numbers * (numbers + 1) // 2
 
@@ -49,7 +49,7 @@ class Problems:
         order = ShuffleOrder(self.pairs, SEED, shuffle=True)
         return [self._record(int(order.indices(0, i // 2, i // 2 + 1)[0]), i) for i in map(int, indices)]
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"problem {index}"
 
     @property
@@ -63,10 +63,10 @@ class Problems:
         left, right = numbers if index % 2 else numbers[::-1]
         symbol = self.operators[number]
         answer = OPERATORS[symbol](left, right)
-        wrong = answer + SLIPS[np.random.default_rng((SEED, index)).integers(len(SLIPS))]
+        wrong = answer + ERRORS[np.random.default_rng((SEED, index)).integers(len(ERRORS))]
         question = f"{left}{symbol}{right}="
         prompt = [{"role": "user", "content": question}]
-        chosen, rejected = ([{"role": "assistant", "content": str(said)}] for said in (answer, wrong))
+        chosen, rejected = ([{"role": "assistant", "content": str(value)}] for value in (answer, wrong))
         return {
             "text": f"{question}{answer}",
             "prompt": prompt,
@@ -81,4 +81,4 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource:
     problems = Problems(corpus.digits, tuple(corpus.operators))
     held_out = 2 * max(1, round(problems.pairs * corpus.eval_fraction))
     end = len(problems) if corpus.problems is None else min(len(problems), held_out + corpus.problems)
-    return RecordSource(train=Part(problems, held_out, end), evaluation=Part(problems, 0, held_out))
+    return RecordSource(train=RecordSlice(problems, held_out, end), evaluation=RecordSlice(problems, 0, held_out))

@@ -1,8 +1,8 @@
-"""C4 as MLPerf trains GPT-3 on it: tfds builds with an order of their own, and a held-out set that is tokenized.
+"""C4 as in MLPerf GPT-3 training: tfds builds in a fixed order, with a tokenized evaluation set.
 
 Training reads text (c4/en:3.0.4, split train2). Evaluation reads `ids` (c4/en:3.0.5, validation_tokenized_5662seqs):
-whole sequences, padded with 0, each a row by itself. As there, predicting the end token counts for nothing. A held-out
-split of text (c4/en:3.0.4, validation_24567exp) is tokenized and packed as the training text is.
+whole sequences padded with 0, one per row. As in MLPerf, predicting the end token has no loss. An evaluation split of
+text (c4/en:3.0.4, validation_24567exp) is tokenized and packed like the training text.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from maxhydra.data.records import Record
 from maxhydra.data.rows import Row, RowSpec, make_row
 from maxhydra.data.sources import RecordSource, columns_of, hold_out
 from maxhydra.data.sources.tfds import find_build, open_split
-from maxhydra.data.tokenizers import tokenizer
+from maxhydra.data.tokenizers import load_tokenizer
 
 IDS = "ids"
 
@@ -35,13 +35,13 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource:
     return RecordSource(
         train=train,
         evaluation=open_split(held_out, corpus.eval_split, (IDS,), data.cache),
-        evaluation_shape=TokenizedSequences(spec.seq_len, tokenizer(data).eos),
+        evaluation_record_type=TokenizedSequences(spec.seq_len, load_tokenizer(data).eos),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenizedSequences:
-    """Sequences of token ids, one to a row."""
+    """Record type of tokenized sequences, one per row."""
 
     seq_len: int
     eos: int | None
@@ -53,9 +53,9 @@ class TokenizedSequences:
     def _tokens(self, ids: np.ndarray) -> np.ndarray | Rejected:
         tokens = np.trim_zeros(ids, "b")
         if len(tokens) < 2:
-            return Rejected(f"{len(tokens)} tokens, of which none can be predicted")
+            return Rejected(f"has {len(tokens)} tokens; at least 2 are needed")
         if len(tokens) > self.seq_len + 1:
-            return Rejected(f"{len(tokens)} tokens, over train.seq_len + 1 = {self.seq_len + 1}")
+            return Rejected(f"has {len(tokens)} tokens, more than train.seq_len + 1 = {self.seq_len + 1}")
         return tokens
 
     def row(self, example: Any, seq_len: int) -> Row:

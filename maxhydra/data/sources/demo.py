@@ -1,4 +1,4 @@
-"""Plays of Shakespeare that ship with the package; data/text/PROVENANCE.md says where they come from."""
+"""Plays of Shakespeare that ship with the package; see data/text/PROVENANCE.md."""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""Files of records: ArrayRecord, Parquet, TFRecord and JSON Lines, alone or side by side, by index."""
+"""Record files (ArrayRecord, Parquet, TFRecord, JSON Lines, also mixed) with random access by index.
+
+Of Grain itself only the index shuffle is used (data/shuffle.py); docs/architecture.md says why.
+"""
 
 import json
 import logging
@@ -16,7 +19,7 @@ from maxhydra.data.records import Records
 from maxhydra.data.rows import RowSpec
 from maxhydra.data.sources import RecordSource, columns_of, hold_out
 
-# What task=tokenize writes beside its shards.
+# Index that task=tokenize writes next to its shards.
 INDEX = "index.json"
 
 log = logging.getLogger("maxhydra")
@@ -31,44 +34,44 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource:
 
 
 def open_records(names: str, corpus: Corpus, data: Data) -> Records:
-    """The records of the files that some names give."""
+    """Open the records of the named files."""
     endings = tuple(ending for of_format in ENDINGS.values() for ending in of_format)
     paths = find_files(names, data.cache, endings=endings)
-    # Other shapes look for columns that need not be there, such as weights beside tokens.
+    # Other record types read optional columns too, such as weights next to tokens.
     columns = columns_of(corpus) if corpus.record_type == "text" else None
     _check_finished(paths)
-    shelf = FileCache(Path(data.cache).expanduser(), columns)
-    files = open_files(paths, corpus.format, shelf)
+    file_cache = FileCache(Path(data.cache).expanduser(), columns)
+    files = open_files(paths, corpus.format, file_cache)
     _check_empty([path for path, file in zip(paths, files, strict=True) if not len(file)], data)
     return ConcatRecords(files)
 
 
 def _check_finished(paths: Sequence[Path]) -> None:
-    """A folder that task=tokenize has begun is not trained on before it is done."""
+    """Raise if a folder holds an unfinished task=tokenize output."""
     for folder in sorted({path.parent for path in paths}):
-        facts = _facts(folder / INDEX)
-        if facts.get("complete") is False:
+        index = _read_index(folder / INDEX)
+        if index.get("complete") is False:
             reason = (
-                f"task=tokenize has written {len(facts['shards'])} of its {facts['settings']['task.shards']} shards"
+                f"task=tokenize has written only {len(index['shards'])} of {index['settings']['task.shards']} shards"
             )
-            hint = "give the same task=tokenize command again, and it goes on"
+            hint = "run the same task=tokenize command again to resume it"
             raise ConfigError(Problem("data.path", reason, value=folder, hint=hint))
 
 
-def _facts(index: Path) -> dict[str, Any]:
-    """What task=tokenize tells of its shards; nothing where there is no such file, or one of another make."""
+def _read_index(path: Path) -> dict[str, Any]:
+    """Read the index of task=tokenize; empty if there is no such file, or if another program wrote it."""
     try:
-        facts = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
+        index = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
-        hint = "is it a copy in part? remove it if task=tokenize did not write it"
-        raise ConfigError(Problem("data.path", f"cannot be read: {error}", value=index, hint=hint)) from None
-    settings = facts.get("settings") if isinstance(facts, dict) else None
-    return facts if isinstance(settings, dict) and "task.shards" in settings else {}
+        hint = "it may be an incomplete copy; remove it if task=tokenize did not write it"
+        raise ConfigError(Problem("data.path", f"cannot be read: {error}", value=path, hint=hint)) from None
+    settings = index.get("settings") if isinstance(index, dict) else None
+    return index if isinstance(settings, dict) and "task.shards" in settings else {}
 
 
 def _check_empty(paths: Sequence[Path], data: Data) -> None:
     for path in paths:
         if data.on_error is OnError["raise"]:
-            hint = "remove it, or pass over such files with data.on_error=skip"
-            raise ConfigError(Problem("data.path", "the file holds no records", value=path, hint=hint))
-        log.warning("skipped %s: the file holds no records", path)
+            hint = "remove it, or set data.on_error=skip to skip empty files"
+            raise ConfigError(Problem("data.path", "the file has no records", value=path, hint=hint))
+        log.warning("skipped %s: the file has no records", path)

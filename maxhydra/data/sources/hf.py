@@ -1,6 +1,6 @@
-"""Hugging Face datasets: local files, folders that save_to_disk wrote, datasets by name, all at once or as a stream.
+"""Hugging Face datasets: local files, save_to_disk folders and hub datasets, downloaded or streamed.
 
-A stream is read in the order of its files, each share taking files of its own where they divide evenly, else every n-th
+A stream is read in the order of its files; each share reads separate files if they divide evenly, else every n-th
 record. A shuffle buffer would lose its records when a run resumes, so only the rows of a packing window are shuffled.
 """
 
@@ -18,7 +18,7 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
 from maxhydra.data.files import find_files
-from maxhydra.data.formats.arrow import rows_of
+from maxhydra.data.formats.arrow import rows_to_records
 from maxhydra.data.optional_packages import need
 from maxhydra.data.records import BadRecord, Cursor, Record, Records, RecordStream
 from maxhydra.data.rows import RowSpec
@@ -26,7 +26,7 @@ from maxhydra.data.sources import RecordSource, StreamSource, hold_out
 
 SETTING = "data.source=hf"
 
-# What datasets calls the reader of files with an ending.
+# Builder names of `datasets` by file name ending.
 BUILDERS = {
     ".json": "json",
     ".jsonl": "json",
@@ -38,13 +38,13 @@ BUILDERS = {
     ".arrow": "arrow",
 }
 
-# What save_to_disk leaves in a folder of one split, and of several.
+# Files that save_to_disk writes for one split, and for several.
 SAVED = ("state.json", "dataset_dict.json")
 
 
 def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource | StreamSource:
     need("datasets", SETTING).disable_progress_bars()
-    # Its warnings repeat what the error says, and retries are no news.
+    # Its warnings repeat the error, and retries are not interesting.
     logging.getLogger("datasets").setLevel(logging.ERROR)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     train = _load(corpus, data, path=corpus.path, split=corpus.split)
@@ -53,13 +53,13 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource | Str
     if held_out:
         named = dataclasses.replace(corpus, name=corpus.eval_name or corpus.name)
         path = corpus.eval_path or (None if corpus.eval_name else corpus.path)
-        # A part of the files to train on, such as train[:90%], is no part of those to evaluate on.
+        # A slice of the training files, such as train[:90%], does not apply to the evaluation files.
         split = corpus.split.partition("[")[0] if corpus.eval_path else corpus.split
         evaluation = _load(named, data, path=path, split=corpus.eval_split or split)
     title = corpus.name or corpus.path or ""
     if corpus.streaming:
-        evaluated: RecordStream = HfStream(title, evaluation) if evaluation is not None else NothingHeldOut()
-        return StreamSource(train=HfStream(title, train), evaluation=evaluated)
+        eval_stream: RecordStream = HfStream(title, evaluation) if evaluation is not None else NoEvaluationStream()
+        return StreamSource(train=HfStream(title, train), evaluation=eval_stream)
     records: Records = HfRecords(title, train)
     if evaluation is None:
         return hold_out(records, corpus.eval_fraction)
@@ -67,11 +67,11 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource | Str
 
 
 def _load(corpus: Corpus, data: Data, *, path: str | None, split: str) -> Any:
-    """The dataset that a corpus names, or one message about why it cannot be had."""
+    """Load the dataset that a corpus names; any failure becomes one short message."""
     library = need("datasets", SETTING)
     folder = Path(corpus.name or path or "").expanduser()
     if any((folder / name).is_file() for name in SAVED):
-        return _saved(library.load_from_disk(str(folder)), corpus, split)
+        return _select_split(library.load_from_disk(str(folder)), corpus, split)
     options: dict[str, Any] = {"split": split, "streaming": corpus.streaming}
     if corpus.name is None:
         assert path is not None
@@ -81,20 +81,20 @@ def _load(corpus: Corpus, data: Data, *, path: str | None, split: str) -> Any:
         options["data_files"] = None if path is None else [part.strip() for part in path.split(";")]
     try:
         return library.load_dataset(**options)
-    except Exception as error:  # datasets lets through whatever its readers and its network raise
-        raise _refused(corpus, error) from None
+    except Exception as error:  # datasets passes on any error of its readers and of the network
+        raise _load_error(corpus, error) from None
 
 
 def _files(path: str, data: Data, *, streaming: bool) -> dict[str, Any]:
-    """Files of one kind: which reader, and where they lie. A stream reads remote ones where they are."""
+    """Arguments of load_dataset for files of one kind. A stream reads remote files in place."""
     names = [part.strip() for part in path.split(";")]
     if not (streaming and all("://" in name for name in names)):
-        names = [str(found) for found in find_files(path, data.cache, endings=tuple(BUILDERS))]
+        names = [str(file) for file in find_files(path, data.cache, endings=tuple(BUILDERS))]
     kinds = {_builder(name) for name in names}
     if len(kinds) > 1:
-        reason = f"holds files of several kinds: {', '.join(sorted(kinds))}"
-        raise ConfigError(Problem("data.path", reason, value=path, hint="make a source of each, and a mixture of them"))
-    # A plain list takes all files as one split, train, whatever they are called.
+        reason = f"has files of several kinds: {', '.join(sorted(kinds))}"
+        raise ConfigError(Problem("data.path", reason, value=path, hint="use data=mixture with one source per kind"))
+    # A plain list makes all files one split, train, whatever their names.
     return {"path": kinds.pop(), "data_files": names, "cache_dir": str(_cache(data))}
 
 
@@ -107,21 +107,23 @@ def _builder(name: str) -> str:
         if name.endswith(ending):
             return builder
     accepted = ", ".join(BUILDERS)
-    raise ConfigError(Problem("data.path", "has an ending that data=hf cannot read", value=name, accepted=accepted))
+    raise ConfigError(
+        Problem("data.path", "has a file name ending that data=hf cannot read", value=name, accepted=accepted)
+    )
 
 
-def _saved(dataset: Any, corpus: Corpus, split: str) -> Any:
-    """A split of a saved dataset; one that has no splits is what was saved, called train or as it was before."""
+def _select_split(dataset: Any, corpus: Corpus, split: str) -> Any:
+    """Select a split of a saved dataset; a dataset without splits is named train, or by its original split."""
     splits = dataset if isinstance(dataset, dict) else {"train": dataset, str(dataset.split or "train"): dataset}
     if split not in splits:
-        reason = "is no split of the saved dataset"
+        reason = "is not a split of the saved dataset"
         raise ConfigError(Problem("data.split", reason, value=split, accepted=", ".join(splits)))
     dataset = splits[split]
     return dataset.to_iterable_dataset() if corpus.streaming else dataset
 
 
-def _refused(corpus: Corpus, error: BaseException) -> ConfigError:
-    """One line: of errors that wrap another, the innermost knows most."""
+def _load_error(corpus: Corpus, error: BaseException) -> ConfigError:
+    """One-line error; of chained errors the innermost is the most specific."""
     while error.__cause__ is not None:
         error = error.__cause__
     reason = f"cannot be loaded: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
@@ -130,7 +132,7 @@ def _refused(corpus: Corpus, error: BaseException) -> ConfigError:
 
 
 class HfRecords:
-    """A dataset on this machine's disk, mapped into memory."""
+    """Records of a memory-mapped dataset on the local disk."""
 
     groups = None
 
@@ -140,55 +142,59 @@ class HfRecords:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._title}, record {index}"
 
     def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
         table = self._dataset[[int(index) for index in indices]]
         columns = {name: table.column(name).combine_chunks() for name in table.column_names}
-        rows = zip(indices, rows_of(columns, np.arange(len(indices))), strict=True)
-        return [BadRecord(self.place(int(index)), row) if isinstance(row, str) else row for index, row in rows]
+        rows = zip(indices, rows_to_records(columns, np.arange(len(indices))), strict=True)
+        return [BadRecord(self.location(int(index)), row) if isinstance(row, str) else row for index, row in rows]
 
 
 class HfStream:
-    """A dataset that is read as it comes. A cursor is the dataset's own state and how many records lie before it."""
+    """Record stream of a streamed dataset. A cursor is the dataset's own state plus the number of records before it."""
 
     def __init__(self, title: str, dataset: Any):
-        # Datasets that come from one another share what they count in. They are made to be sent to workers, so that is
-        # how each share gets one of its own; copy.deepcopy fails in threads, over a cache of file systems.
+        # Datasets derived from one another share their counters. They are designed to be pickled for workers, so each
+        # share gets a private copy by pickling; copy.deepcopy fails in threads, on a cache of file systems.
         self._title, self._packed = title, pickle.dumps(dataset)
 
-    def place(self, number: int) -> str:
+    def location(self, number: int) -> str:
         return f"{self._title}, record {number} of its share"
 
-    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | BadRecord, Cursor]]:
+    def iter_from(
+        self, cursor: Cursor | None, *, share: int, shares: int
+    ) -> Iterator[tuple[Record | BadRecord, Cursor]]:
         distributed = need("datasets.distributed", SETTING)
-        mine = distributed.split_dataset_by_node(pickle.loads(self._packed), rank=share, world_size=shares)
+        shard = distributed.split_dataset_by_node(pickle.loads(self._packed), rank=share, world_size=shares)
         number = 0
         if cursor is not None:
-            mine.load_state_dict(copy.deepcopy(cursor["state"]))
+            shard.load_state_dict(copy.deepcopy(cursor["state"]))
             number = int(cursor["number"])
-        records = iter(mine)
+        records = iter(shard)
         while True:
             try:
                 record = next(records)
             except StopIteration:
                 return
-            except Exception as error:  # what reads the files may raise anything, and reads nothing after
-                reason = f"cannot be read on after record {number} of a share: {error}"
+            except Exception as error:  # readers may raise anything, and cannot continue afterwards
+                reason = f"cannot be read beyond record {number} of share {share}: {error}"
                 raise ConfigError(Problem("data", reason, value=self._title)) from None
             number += 1
-            yield record, {"number": number, "state": mine.state_dict()}
+            yield record, {"number": number, "state": shard.state_dict()}
 
 
-class NothingHeldOut:
-    """A stream has no known end of which a part could be held out."""
+class NoEvaluationStream:
+    """Placeholder that raises when evaluated: a stream has no known end to hold out records from."""
 
-    def place(self, number: int) -> str:
+    def location(self, number: int) -> str:
         return f"record {number}"
 
-    def follow(self, cursor: Cursor | None, *, share: int, shares: int) -> Iterator[tuple[Record | BadRecord, Cursor]]:
-        reason = "is needed to evaluate with data.streaming=true, since a stream has no end to hold out"
+    def iter_from(
+        self, cursor: Cursor | None, *, share: int, shares: int
+    ) -> Iterator[tuple[Record | BadRecord, Cursor]]:
+        reason = "must be set to evaluate with data.streaming=true, because nothing can be held out from a stream"
         accepted = "a split, or files in data.eval_path"
         raise ConfigError(Problem("data.eval_split", reason, value=None, accepted=accepted))
         yield

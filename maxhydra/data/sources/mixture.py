@@ -1,4 +1,4 @@
-"""Several sources at once: the pipeline opens each, and data.weights or data.temperature say how much of each."""
+"""A mixture of sources: the pipeline opens each, with shares by data.weights or data.temperature."""
 
 from typing import NoReturn
 
@@ -8,4 +8,4 @@ from maxhydra.data.rows import RowSpec
 
 
 def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> NoReturn:
-    raise TypeError("a mixture is opened source by source")
+    raise TypeError("the pipeline opens the sources of a mixture one by one")

@@ -1,14 +1,14 @@
-"""OLMo's token shards: flat files of token ids and an index of them, cut into sequences of a fixed length.
+"""OLMo token shards: flat files of token ids with a JSON index, cut into sequences of a fixed length.
 
-data.path names the index, JSON:
+data.path names the index:
 
     {"format_version": "1", "sequence_length": 8192, "dtype": "uint32", "tokenizer": "allenai/dolma3-tokenizer",
      "files": [{"path": "gs://bucket/x/part-000.npy", "label": "web", "n_tokens": 81920, ...}, ...], ...}
 
-Row i of a file is tokens i * sequence_length to (i + 1) * sequence_length - 1; what is left at its end is not used. The
-rows of the files follow each other. Files have no header, their name notwithstanding; one with a NumPy header is read
-too. `n_instances`, `instance_offset`, the totals, `tokenizer` and `fingerprint` may be there, and follow from the rest.
-The last token of a row is only predicted, and documents see each other, as in OLMo's own training.
+Row i of a file is tokens i * sequence_length to (i + 1) * sequence_length - 1; the remainder at its end is unused. Rows
+of consecutive files follow each other. The files have no header despite their name; one with a NumPy header is read
+too. `n_instances`, `instance_offset`, the totals, `tokenizer` and `fingerprint` are redundant and ignored. The last
+token of a row is only a target, and documents attend to each other, as in OLMo's own training.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ from maxhydra.data.sources import RowSource
 VERSION = "1"
 MAGIC = b"\x93NUMPY"
 
-# Runs of 1 to LONGEST_PERIOD tokens that repeat at least TIMES times, one after another, mark a sequence as no text.
+# A sequence in which a run of 1 to LONGEST_PERIOD tokens repeats at least TIMES times in succession has no loss.
 LONGEST_PERIOD = 13
-TIMES = 32
+MIN_REPEATS = 32
 
 
 def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RowSource:
@@ -41,7 +41,7 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RowSource:
     if corpus.eval_path is not None:
         return RowSource(train=train, evaluation=_read_index(corpus.eval_path, corpus, data, spec))
     boundary = len(train) - min(max(1, round(len(train) * corpus.eval_fraction)), len(train))
-    return RowSource(train=RowRange(train, 0, boundary), evaluation=RowRange(train, boundary, len(train)))
+    return RowSource(train=RowSlice(train, 0, boundary), evaluation=RowSlice(train, boundary, len(train)))
 
 
 def _read_index(names: str, corpus: Corpus, data: Data, spec: RowSpec) -> "TokenShards":
@@ -51,30 +51,32 @@ def _read_index(names: str, corpus: Corpus, data: Data, spec: RowSpec) -> "Token
         version, length, dtype = index["format_version"], int(index["sequence_length"]), np.dtype(index["dtype"])
         entries = [(str(entry["path"]), int(entry["n_tokens"])) for entry in index["files"]]
     except (ValueError, KeyError, TypeError) as error:
-        reason = f"is no index of token shards: {type(error).__name__} {error}"
+        reason = f"is not an index of token shards: {type(error).__name__} {error}"
         raise ConfigError(Problem("data.path", reason, value=path)) from None
     if version != VERSION:
-        raise ConfigError(Problem("data.path", f"has the format version {version}", value=path, accepted=VERSION))
+        raise ConfigError(
+            Problem("data.path", f"has the unsupported format version {version}", value=path, accepted=VERSION)
+        )
     if length != spec.seq_len:
         reason = f"is not the sequence length of the index {path}"
         raise ConfigError(Problem("train.seq_len", reason, value=spec.seq_len, accepted=str(length)))
-    shards = [_shard(_here(name, path, corpus), tokens, dtype) for name, tokens in entries]
-    return TokenShards(shards, spec, filtered=corpus.repetition_filter)
+    shards = [_open_shard(_local_path(name, path, corpus), tokens, dtype) for name, tokens in entries]
+    return TokenShards(shards, spec, repetition_filter=corpus.repetition_filter)
 
 
-def _here(name: str, index: Path, corpus: Corpus) -> Path:
-    """Where a file of the index lies on this machine; a relative path begins at the index."""
+def _local_path(name: str, index: Path, corpus: Corpus) -> Path:
+    """Local path of a file of the index; relative paths start at the index."""
     if corpus.remap_from is not None and corpus.remap_to is not None and name.startswith(corpus.remap_from):
         name = corpus.remap_to + name.removeprefix(corpus.remap_from)
     if "://" in name:
-        hint = "mount its bucket, and set data.remap_from and data.remap_to"
-        raise ConfigError(Problem("data.path", f"names {name}, which is not on this machine", value=index, hint=hint))
+        hint = "mount its bucket and set data.remap_from and data.remap_to"
+        raise ConfigError(Problem("data.path", f"lists {name}, which is not a local file", value=index, hint=hint))
     return index.parent / name
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A file of tokens: where they begin in it, and how many there are."""
+    """A file of tokens: offset of the first token, and their number."""
 
     path: Path
     offset: int
@@ -85,23 +87,23 @@ class Shard:
         return np.memmap(self.path, self.dtype, "r", self.offset, (self.tokens,))
 
 
-def _shard(path: Path, tokens: int, dtype: np.dtype) -> Shard:
+def _open_shard(path: Path, tokens: int, dtype: np.dtype) -> Shard:
     try:
         with path.open("rb") as file:
             offset = 0
             if file.read(len(MAGIC)) == MAGIC:
                 file.seek(0)
-                offset, dtype = _header(file)
+                offset, dtype = _read_npy_header(file)
     except (OSError, ValueError) as error:
         raise ConfigError(Problem("data.path", f"a file of the index cannot be read: {error}", value=path)) from None
-    held = (path.stat().st_size - offset) // dtype.itemsize
-    if held < tokens:
-        reason = f"holds {held} tokens, and the index says {tokens}: it is cut short, or of another type"
+    available = (path.stat().st_size - offset) // dtype.itemsize
+    if available < tokens:
+        reason = f"has {available} tokens, but the index says {tokens}: it is truncated, or has another dtype"
         raise ConfigError(Problem("data.path", reason, value=path))
     return Shard(path, offset, tokens, dtype)
 
 
-def _header(file: Any) -> tuple[int, np.dtype]:
+def _read_npy_header(file: Any) -> tuple[int, np.dtype]:
     major, _ = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
     _, _, dtype = read(file)
@@ -109,10 +111,10 @@ def _header(file: Any) -> tuple[int, np.dtype]:
 
 
 class TokenShards:
-    """The rows of all files, by index."""
+    """Rows of all files, by index."""
 
-    def __init__(self, shards: Sequence[Shard], spec: RowSpec, *, filtered: bool):
-        self._shards, self._spec, self._filtered = shards, spec, filtered
+    def __init__(self, shards: Sequence[Shard], spec: RowSpec, *, repetition_filter: bool):
+        self._shards, self._spec, self._repetition_filter = shards, spec, repetition_filter
         self._ends = np.cumsum([shard.tokens // spec.seq_len for shard in shards])
         self._open: LruCache[np.ndarray] = LruCache(HANDLES)
 
@@ -126,17 +128,17 @@ class TokenShards:
         start = (index - (int(self._ends[number - 1]) if number else 0)) * seq_len
         tokens = self._open.get(number, shard.open)[start : start + seq_len]
         if (highest := int(tokens.max())) >= self._spec.vocab_size:
-            reason = f"is under a token of the data, {highest} in {shard.path}"
+            reason = f"is too small: {shard.path} has token id {highest}"
             raise ConfigError(Problem("model.vocab_size", reason, value=self._spec.vocab_size))
         row = make_row(tokens, seq_len)
-        if self._filtered and is_repetitive(tokens):
+        if self._repetition_filter and is_repetitive(tokens):
             row["weights"][:] = 0
         return row
 
 
 @dataclasses.dataclass(frozen=True)
-class RowRange:
-    """Some consecutive rows of others."""
+class RowSlice:
+    """A consecutive slice of other rows."""
 
     rows: Rows
     first: int
@@ -150,13 +152,13 @@ class RowRange:
 
 
 def is_repetitive(tokens: np.ndarray) -> bool:
-    """Whether a few tokens repeat too often. Where period p holds for r places in a row, r + p tokens repeat it."""
-    periods = range(1, min(LONGEST_PERIOD, len(tokens) // TIMES) + 1)
-    return any((_longest_run(tokens, period) + period) // period >= TIMES for period in periods)
+    """True if a few tokens repeat too often. If period p holds at r successive positions, r + p tokens repeat it."""
+    periods = range(1, min(LONGEST_PERIOD, len(tokens) // MIN_REPEATS) + 1)
+    return any((_longest_run(tokens, period) + period) // period >= MIN_REPEATS for period in periods)
 
 
 def _longest_run(tokens: np.ndarray, period: int) -> int:
-    """The longest run of tokens that equal the one a period before."""
+    """Length of the longest run of tokens that equal the token one period earlier."""
     breaks = np.flatnonzero(tokens[period:] != tokens[:-period])
     edges = np.concatenate([[-1], breaks, [len(tokens) - period]])
     return int(np.diff(edges).max()) - 1

@@ -1,8 +1,8 @@
-"""Tasks of reasoning-gym: problems made by a program, each with a verifier; data.name is the task.
+"""reasoning-gym tasks: procedurally generated problems with verifiers; data.name is the task.
 
-A record has the question as a user's turn, `prompt`; an `answer`; and as `entry` all that the task knows of the
-problem, by which kind=reasoning_gym of a reward scores. Problem i is made from the seed SEED + i, so that the held-out
-ones are others than those trained on, though a small task may make the same one twice.
+A record has the question as a user message, `prompt`; an `answer`; and `entry`, all metadata of the problem, with which
+the reward kind=reasoning_gym scores. Problem i is generated with seed SEED + i, so the held-out problems differ from
+the training problems, although a small task may generate the same one twice.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from maxhydra.data.rows import RowSpec
 from maxhydra.data.sources import RecordSource, hold_out
 
 SEED = 1234
-# Problems of a task, which could make any number of them, unless data.problems says otherwise.
+# Number of problems, which is unlimited in principle, unless data.problems is set.
 PROBLEMS = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Problems:
-    """The problems of a task by index."""
+    """Problems of a task, by index."""
 
     name: str
     count: int
@@ -35,14 +35,14 @@ class Problems:
         return self.count
 
     @cached_property
-    def _made(self) -> Any:
+    def _dataset(self) -> Any:
         gym = need("reasoning_gym", "data.source=reasoning_gym", extra="rl")
         return gym.create_dataset(self.name, size=self.count, seed=SEED)
 
     def read(self, indices: Sequence[int]) -> list[Record | BadRecord]:
-        return [_record(self._made[int(index)]) for index in indices]
+        return [_record(self._dataset[int(index)]) for index in indices]
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"problem {index} of {self.name}"
 
     @property
@@ -60,5 +60,5 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource:
     known = need("reasoning_gym.factory", "data.source=reasoning_gym", extra="rl").DATASETS
     if corpus.name not in known:
         hint = did_you_mean(corpus.name, known) or "reasoning_gym.factory.DATASETS lists them"
-        raise ConfigError(Problem("data.name", "is no task of reasoning-gym", value=corpus.name, hint=hint))
+        raise ConfigError(Problem("data.name", "is not a task of reasoning-gym", value=corpus.name, hint=hint))
     return hold_out(Problems(corpus.name, corpus.problems or PROBLEMS), corpus.eval_fraction)

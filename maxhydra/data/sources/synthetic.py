@@ -1,7 +1,7 @@
-"""Tokens that are made, not read: to measure speed, and to see a loss fall without any text.
+"""Synthetic tokens: to measure speed, and to see a loss fall without any text.
 
-A row counts upwards from a random token by a random step of 1 to STEPS, modulo the vocabulary; one token in NOISE, on
-average, is replaced by a random one. A model that has read the step from a row can predict the rest, but for the noise.
+A row counts up from a random token by a random step of 1 to STEPS, modulo the vocabulary; on average one token in NOISE
+is replaced by a random one. A model that infers the step from the context can predict the rest, except for the noise.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ class Counting:
 
     def __getitem__(self, index: int) -> Row:
         seq_len, vocab_size = self.spec.seq_len, self.spec.vocab_size
-        random = np.random.default_rng((self.spec.seed, self.first + index))
-        start, step = random.integers(vocab_size), random.integers(1, STEPS + 1)
+        rng = np.random.default_rng((self.spec.seed, self.first + index))
+        start, step = rng.integers(vocab_size), rng.integers(1, STEPS + 1)
         tokens = (start + step * np.arange(seq_len + 1)) % vocab_size
-        noisy = random.random(seq_len + 1) < 1 / NOISE
-        return make_row(np.where(noisy, random.integers(vocab_size, size=seq_len + 1), tokens), seq_len)
+        noisy = rng.random(seq_len + 1) < 1 / NOISE
+        return make_row(np.where(noisy, rng.integers(vocab_size, size=seq_len + 1), tokens), seq_len)
 
 
 def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RowSource:

@@ -1,8 +1,7 @@
-"""TensorFlow Datasets that are built already, without TensorFlow.
+"""Prebuilt TensorFlow Datasets, without TensorFlow.
 
-tfds says which files a split lies in and what its features are; the files, ArrayRecord or TFRecord, are read as any
-others are, ten times as fast as tfds.data_source. Features that are more than text and lists of numbers are decoded by
-tfds.
+tfds gives the files and features of a split; the files, ArrayRecord or TFRecord, are read by maxhydra.data.formats, ten
+times as fast as by tfds.data_source. Features other than text and lists of numbers are decoded by tfds.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from maxhydra.data.formats.payload import decode
 from maxhydra.data.optional_packages import need
 from maxhydra.data.records import Record, Records
 from maxhydra.data.rows import RowSpec
-from maxhydra.data.sources import Part, RecordSource, columns_of, hold_out
+from maxhydra.data.sources import RecordSlice, RecordSource, columns_of, hold_out
 
 SETTING = "data.source=tfds"
 
@@ -41,65 +40,65 @@ def open_source(corpus: Corpus, data: Data, spec: RowSpec) -> RecordSource:
 
 
 def open_split(build: Any, split: str, columns: tuple[str, ...] | None, cache: str) -> Records:
-    """The records of a split, or of a part of one such as train[:10%]."""
+    """Open the records of a split, or of a slice such as train[:10%]."""
     try:
         instructions = build.splits[split].file_instructions
-    except Exception as error:  # a split's name is parsed, and may be wrong in many ways
+    except Exception as error:  # split names are parsed, and may be wrong in many ways
         accepted = ", ".join(build.splits)
         raise ConfigError(Problem("data.split", str(error).splitlines()[0], value=split, accepted=accepted)) from None
-    shelf = FileCache(Path(cache).expanduser(), None, _decoder(build.features, columns))
+    file_cache = FileCache(Path(cache).expanduser(), None, _decoder(build.features, columns))
     paths = [find_files(str(part.filename), cache, endings=("",))[0] for part in instructions]
-    files = open_files(paths, FileFormat.auto, shelf)
-    return ConcatRecords([_part(file, part) for file, part in zip(files, instructions, strict=True)])
+    files = open_files(paths, FileFormat.auto, file_cache)
+    return ConcatRecords([_slice_file(file, part) for file, part in zip(files, instructions, strict=True)])
 
 
-def _part(file: Records, instruction: Any) -> Records:
-    """The records of a file that a split holds; all of one that is but a single bad record."""
+def _slice_file(file: Records, instruction: Any) -> Records:
+    """Slice of a file that belongs to a split; an unreadable file stays one bad record."""
     if isinstance(file, Unreadable):
         return file
     stop = len(file) if instruction.take < 0 else min(instruction.skip + instruction.take, len(file))
-    return Part(file, min(instruction.skip, stop), stop)
+    return RecordSlice(file, min(instruction.skip, stop), stop)
 
 
 def find_build(name: str, data_dir: str | None) -> Any:
-    """What tfds knows of a build: its splits and features."""
+    """Find a build: its splits and features."""
     library = need("tensorflow_datasets", SETTING)
     try:
-        # It prints while it looks around.
+        # tfds prints while it searches.
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             build = library.builder(name, data_dir=data_dir, try_gcs=False).info
-    except Exception as error:  # a builder is code, and may raise anything
-        reason = f"is not to be had: {str(error).strip().splitlines()[0]}"
-        raise _not_there(name, data_dir, reason) from None
+    except Exception as error:  # a builder is code and may raise anything
+        reason = f"cannot be opened: {str(error).strip().splitlines()[0]}"
+        raise _not_found(name, data_dir, reason) from None
     if not build.splits:
-        raise _not_there(name, data_dir, "is not built here")
+        raise _not_found(name, data_dir, "has not been built")
     return build
 
 
-def _not_there(name: str, data_dir: str | None, reason: str) -> ConfigError:
+def _not_found(name: str, data_dir: str | None, reason: str) -> ConfigError:
     folder = Path(data_dir or "~/tensorflow_datasets").expanduser()
-    held = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    hint = f"data.data_dir={folder} holds {', '.join(held[:8]) or 'no builds'}"
+    builds = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    hint = f"data.data_dir={folder} contains {', '.join(builds[:8]) or 'no builds'}"
     return ConfigError(Problem("data.name", reason, value=name, hint=hint))
 
 
 def _decoder(features: Any, columns: tuple[str, ...] | None) -> Callable[[bytes], Record]:
-    """Ours, where every column that is asked for is one that an Example holds as it is; else that of tfds."""
+    """Choose the decoder: our own if every requested column is stored plainly in an Example, else that of tfds."""
     if columns is not None and all(name in features and _is_plain(features[name]) for name in columns):
         return decode
 
-    def by_features(payload: bytes) -> Record:
+    def decode_features(payload: bytes) -> Record:
         try:
             record: Record = features.deserialize_example_np(payload)
-        except Exception as error:  # its parser raises what its parts raise
-            raise ValueError(f"not a record of this build: {error}") from None
+        except Exception as error:  # its parser may raise anything
+            raise ValueError(f"is not a record of this build: {error}") from None
         return record
 
-    return by_features
+    return decode_features
 
 
 def _is_plain(feature: Any) -> bool:
-    """Text, or one list of numbers."""
+    """True for text and for a list of numbers."""
     library = need("tensorflow_datasets", SETTING)
     if isinstance(feature, library.features.Text):
         return True

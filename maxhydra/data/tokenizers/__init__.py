@@ -1,6 +1,6 @@
-"""Text to token ids and back. A module of this package is one kind of tokenizer, chosen by data.tokenizer.kind.
+"""Tokenizers: text to token ids and back. One module per kind, chosen by data.tokenizer.kind.
 
-Each has `build(config) -> Tokenizer`.
+Each module has `build(config) -> Tokenizer`.
 """
 
 import dataclasses
@@ -18,48 +18,48 @@ from maxhydra.data.rows import RowSpec
 
 
 class Tokenizer(Protocol):
-    """What the rest of the code asks of a tokenizer. Text in, ids out: no begin or end token is added here."""
+    """Interface of all tokenizers. Text in, ids out: no bos or eos token is added here."""
 
     vocab_size: int
     bos: int | None
     eos: int | None
     pad: int
     chat_template: str | None
-    """Jinja source of the tokenizer's own chat template."""
+    """Jinja source of the tokenizer's chat template."""
     special: frozenset[int]
-    """Ids that are marks and not text, such as the end of a turn."""
+    """Ids of special tokens, such as the end of a turn."""
     marks: Mapping[str, int]
-    """The special tokens that have a name, by which encode_marked knows them."""
+    """Ids of special tokens by name, as `encode_marked` recognizes them in text."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text in which the names of special tokens stand for themselves as plain text would."""
+        """Tokenize a text; names of special tokens in it are plain text."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The same for many texts, int arrays."""
+        """Tokenize many texts into int arrays."""
         ...
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
-        """Ids of a whole file, in the smallest type that holds them."""
+        """Tokenize a whole file, into the smallest dtype that holds the ids."""
         ...
 
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a text in which the names of special tokens are those tokens, and [n, 2]: the characters of each."""
+        """Tokenize a text in which names of special tokens become those tokens; also return character spans [n, 2]."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of some ids; special tokens have none, nor have ids without a token, which a model may draw."""
+        """Decode ids to text; special tokens and ids without a token, which a model may sample, are omitted."""
         ...
 
 
-def tokenizer(data: Data) -> Tokenizer:
-    """The tokenizer that the config names."""
-    return _built(_Key(data.tokenizer))
+def load_tokenizer(data: Data) -> Tokenizer:
+    """Load the tokenizer that the config names; cached."""
+    return _load(_Key(data.tokenizer))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Key:
-    """A tokenizer's config by value: building one may take a second, and every part of a pipeline asks for it."""
+    """Cache key of a tokenizer config, by value: loading may take a second, and every part of a pipeline needs it."""
 
     config: Config
 
@@ -71,14 +71,14 @@ class _Key:
 
 
 @lru_cache(maxsize=4)
-def _built(key: _Key) -> Tokenizer:
+def _load(key: _Key) -> Tokenizer:
     built: Tokenizer = importlib.import_module(f"{__name__}.{key.config.kind}").build(key.config)
     return built
 
 
-def check_vocabulary(words: Tokenizer, data: Data, spec: RowSpec) -> None:
-    """The model must have a row for every token."""
-    if words.vocab_size > spec.vocab_size:
-        reason = f"is under the {words.vocab_size} tokens of data.tokenizer.kind={data.tokenizer.kind}"
-        accepted = f"{words.vocab_size} or more"
+def check_vocabulary(tokenizer: Tokenizer, data: Data, spec: RowSpec) -> None:
+    """Raise if the model's vocabulary is smaller than the tokenizer's."""
+    if tokenizer.vocab_size > spec.vocab_size:
+        reason = f"is smaller than the {tokenizer.vocab_size} tokens of data.tokenizer.kind={data.tokenizer.kind}"
+        accepted = f"{tokenizer.vocab_size} or more"
         raise ConfigError(Problem("model.vocab_size", reason, value=spec.vocab_size, accepted=accepted))

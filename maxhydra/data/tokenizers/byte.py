@@ -1,4 +1,4 @@
-"""One token per byte of UTF-8, then begin, end and padding: no file to load, and any text or binary round-trips."""
+"""Byte-level tokenizer: one token per UTF-8 byte, plus bos, eos and pad. It needs no file, and any text round-trips."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -36,14 +36,14 @@ class ByteTokenizer:
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
         for piece in PIECES.finditer(text):
-            mark = self.marks.get(piece[0])
-            own = list(piece[0].encode()) if mark is None else [mark]
-            ids += own
-            spans += [piece.span()] * len(own)
+            special_id = self.marks.get(piece[0])
+            piece_ids = list(piece[0].encode()) if special_id is None else [special_id]
+            ids += piece_ids
+            spans += [piece.span()] * len(piece_ids)
         return np.array(ids, np.int32), np.array(spans, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens have no text; bytes that are not UTF-8 show as the replacement character."""
+        """Decode ids to text; special tokens are omitted, and invalid UTF-8 becomes the replacement character."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
 

@@ -1,7 +1,7 @@
-"""The tokenizer inside a GGUF file, the format of llama.cpp: its vocabulary, merges, ends and chat template.
+"""The tokenizer inside a GGUF file (llama.cpp): vocabulary, merges, special tokens and chat template.
 
-The file names its way of splitting text rather than describing it; gguf.json says what each name means. A name that
-stands not there is refused: text split another way becomes tokens that the model never saw.
+The file names its pre-tokenizer rather than describing it; gguf.json maps known names to steps. An unknown name is
+rejected: text that is split differently becomes tokens that the model never saw.
 """
 
 import json
@@ -16,7 +16,7 @@ from maxhydra.data.tokenizers.hf import ROLES, HuggingFaceTokenizer
 from maxhydra.modelfiles import locate, open_gguf
 
 KEY = "data.tokenizer.path"
-# Types of token in the file. Marks such as the end of a turn are control tokens.
+# Token types in the file. Special tokens such as the end of a turn are control tokens.
 CONTROL, USER_DEFINED = 3, 4
 IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id"}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -27,7 +27,7 @@ def build(config: Config) -> HuggingFaceTokenizer:
     path = locate(KEY, config.path)
     if not path.is_file():
         accepted = "a .gguf file, or package:NAME of an installed package with one"
-        raise wrong(config, "path", "no file is there", config.path, accepted=accepted, hint=beside(path))
+        raise wrong(config, "path", "no such file", config.path, accepted=accepted, hint=beside(path))
     values = {
         name.removeprefix("tokenizer."): value
         for name, value in open_gguf(KEY, path).values.items()
@@ -36,14 +36,14 @@ def build(config: Config) -> HuggingFaceTokenizer:
     try:
         return HuggingFaceTokenizer(config, _description(config, values), _settings(values))
     except (KeyError, IndexError, ValueError) as error:
-        raise wrong(config, "path", f"has no whole tokenizer: {error!r}", config.path) from None
+        raise wrong(config, "path", f"has an incomplete tokenizer: {error!r}", config.path) from None
 
 
 def _description(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokenizer as tokenizer.json would hold it."""
+    """The tokenizer in the format of tokenizer.json."""
     known = json.loads(resources.files(__package__).joinpath("gguf.json").read_text(encoding="utf-8"))
-    _known(config, "model", values.get("ggml.model"), dict.fromkeys(known["byte_level_bpe"]))
-    steps = _known(config, "pre", values.get("ggml.pre"), known["before_the_regex"])
+    _look_up(config, "model", values.get("ggml.model"), dict.fromkeys(known["byte_level_bpe"]))
+    steps = _look_up(config, "pre", values.get("ggml.pre"), known["before_the_regex"])
     tokens, types = values["ggml.tokens"], values["ggml.token_type"]
     added = [
         {**_flags(types[id] == CONTROL), "id": id, "content": text}
@@ -64,10 +64,10 @@ def _description(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _known(config: Config, what: str, name: Any, table: Mapping[str, Any]) -> Any:
+def _look_up(config: Config, field: str, name: Any, table: Mapping[str, Any]) -> Any:
     if name not in table:
-        reason = f"its tokenizer.ggml.{what} is {name}, which is not known"
-        hint = "data.tokenizer.kind=hf takes the tokenizer.json of the same model"
+        reason = f"has the unsupported tokenizer.ggml.{field} {name}"
+        hint = "use data.tokenizer.kind=hf with the tokenizer.json of the same model"
         raise wrong(config, "path", reason, config.path, accepted=", ".join(table), hint=hint)
     return table[name]
 
@@ -78,7 +78,7 @@ def _flags(is_special: bool) -> dict[str, bool]:
 
 
 def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Ends and chat template, as tokenizer_config.json would hold them."""
+    """Special tokens and chat template in the format of tokenizer_config.json."""
     ids = {role: values.get(f"ggml.{name}") for role, name in IDS.items()}
-    ends = {ROLES[role]: values["ggml.tokens"][id] for role, id in ids.items() if id is not None}
-    return {**ends, "chat_template": values.get("chat_template")}
+    special_tokens = {ROLES[role]: values["ggml.tokens"][id] for role, id in ids.items() if id is not None}
+    return {**special_tokens, "chat_template": values.get("chat_template")}

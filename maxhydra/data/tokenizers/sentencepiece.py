@@ -1,7 +1,8 @@
 """SentencePiece .model files.
 
-The model reads user-defined symbols in any text. Those that the chat template names, such as the end of a turn, are
-made control symbols here, which no text can write; the others (runs of newlines, for instance) are text.
+A SentencePiece model recognizes user-defined symbols in any text. Those that the chat template uses, such as the end of
+a turn, are turned into control symbols here, which text cannot produce; the others (runs of newlines, for instance)
+stay text.
 """
 
 from collections.abc import Sequence
@@ -13,11 +14,18 @@ import numpy as np
 from maxhydra.config.paths import beside
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data.optional_packages import need
-from maxhydra.data.special_tokens import blocks, chat_template, find_ends, name_pattern, smallest, wrong
+from maxhydra.data.special_tokens import (
+    blocks,
+    chat_template,
+    find_special_tokens,
+    smallest,
+    special_token_pattern,
+    wrong,
+)
 
 
 class SentencePieceTokenizer:
-    """The protocol over a sentencepiece processor, which keeps no state between calls."""
+    """Tokenizer over a SentencePiece processor, which is stateless between calls."""
 
     def __init__(self, config: Config, content: bytes):
         library = need("sentencepiece", "data.tokenizer.kind=sentencepiece")
@@ -28,59 +36,63 @@ class SentencePieceTokenizer:
         ids = {piece.piece: id for id, piece in enumerate(model.pieces)}
         names = {"bos": model.trainer_spec.bos_piece, "eos": model.trainer_spec.eos_piece}
         names["pad"] = model.trainer_spec.pad_piece
-        ends = find_ends(config, {role: name if name in ids else None for role, name in names.items()}, ids.get)
-        self.bos, self.eos, self.pad = ends.bos, ends.eos, ends.pad
+        special_tokens = find_special_tokens(
+            config, {role: name if name in ids else None for role, name in names.items()}, ids.get
+        )
+        self.bos, self.eos, self.pad = special_tokens.bos, special_tokens.eos, special_tokens.pad
         kinds = schema.SentencePiece
         for id, piece in enumerate(model.pieces):
-            if id in (ends.bos, ends.eos) or (piece.type == kinds.USER_DEFINED and self._is_mark(piece.piece)):
+            if id in (special_tokens.bos, special_tokens.eos) or (
+                piece.type == kinds.USER_DEFINED and self._is_in_template(piece.piece)
+            ):
                 piece.type = kinds.CONTROL
         self.vocab_size = len(model.pieces)
         self.marks = {piece: id for piece, id in ids.items() if model.pieces[id].type == kinds.CONTROL}
         self.special = frozenset(self.marks.values())
-        self._pattern = name_pattern(self.marks)
-        self._words = library.SentencePieceProcessor(model_proto=model.SerializeToString())
-        # A text that follows a mark is in the middle of the whole, so no space is put before it.
+        self._pattern = special_token_pattern(self.marks)
+        self._processor = library.SentencePieceProcessor(model_proto=model.SerializeToString())
+        # Text after a special token is in the middle of the whole, so no space is put before it.
         model.normalizer_spec.add_dummy_prefix = False
-        self._inner = library.SentencePieceProcessor(model_proto=model.SerializeToString())
+        self._continuation = library.SentencePieceProcessor(model_proto=model.SerializeToString())
 
-    def _is_mark(self, name: str) -> bool:
+    def _is_in_template(self, name: str) -> bool:
         return self.chat_template is not None and name[:1] in ("<", "[") and name in self.chat_template
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._words.encode(text)
+        ids: list[int] = self._processor.encode(text)
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        found: list[Any] = self._words.encode(list(texts))
-        return [np.array(ids, np.int32) for ids in found]
+        batch: list[Any] = self._processor.encode(list(texts))
+        return [np.array(ids, np.int32) for ids in batch]
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
-        kind = smallest(self.vocab_size)
-        parts = [ids.astype(kind) for ids in self.encode_batch(list(blocks(data.decode())))]
-        return np.concatenate([np.empty(0, kind), *parts])
+        dtype = smallest(self.vocab_size)
+        parts = [ids.astype(dtype) for ids in self.encode_batch(list(blocks(data.decode())))]
+        return np.concatenate([np.empty(0, dtype), *parts])
 
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
         at = 0
-        for found in self._pattern.finditer(text) if self._pattern else ():
-            self._add(text, at, found.start(), (ids, spans))
-            ids.append(self.marks[found[0]])
-            spans.append(found.span())
-            at = found.end()
-        self._add(text, at, len(text), (ids, spans))
+        for match in self._pattern.finditer(text) if self._pattern else ():
+            self._append(text, at, match.start(), (ids, spans))
+            ids.append(self.marks[match[0]])
+            spans.append(match.span())
+            at = match.end()
+        self._append(text, at, len(text), (ids, spans))
         return np.array(ids, np.int32), np.array(spans, np.int64).reshape(-1, 2)
 
-    def _add(self, text: str, start: int, end: int, to: tuple[list[int], list[tuple[int, int]]]) -> None:
-        """The tokens of a part of a text that holds no marks."""
+    def _append(self, text: str, start: int, end: int, output: tuple[list[int], list[tuple[int, int]]]) -> None:
+        """Append the ids and spans of a part of the text that has no special tokens."""
         if start < end:
-            words = self._inner if start else self._words
-            mapping = words.encode_as_offset_mapping(text[start:end])
-            to[0].extend(mapping["ids"])
-            to[1].extend((start + first, start + last) for first, last in mapping["offsets"])
+            processor = self._continuation if start else self._processor
+            mapping = processor.encode_as_offset_mapping(text[start:end])
+            output[0].extend(mapping["ids"])
+            output[1].extend((start + first, start + last) for first, last in mapping["offsets"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._words.decode([int(id) for id in ids if id < self.vocab_size and id not in self.special])
+        text: str = self._processor.decode([int(id) for id in ids if id < self.vocab_size and id not in self.special])
         return text
 
 
@@ -88,9 +100,9 @@ def build(config: Config) -> SentencePieceTokenizer:
     assert config.path is not None
     path = Path(config.path).expanduser()
     if not path.is_file():
-        raise wrong(config, "path", "no file is there", config.path, accepted="a .model file", hint=beside(path))
+        raise wrong(config, "path", "no such file", config.path, accepted="a .model file", hint=beside(path))
     message = need("google.protobuf.message", "data.tokenizer.kind=sentencepiece")
     try:
         return SentencePieceTokenizer(config, path.read_bytes())
     except (RuntimeError, ValueError, TypeError, IndexError, message.DecodeError) as error:
-        raise wrong(config, "path", f"is no SentencePiece model: {error}", config.path) from None
+        raise wrong(config, "path", f"is not a SentencePiece model: {error}", config.path) from None

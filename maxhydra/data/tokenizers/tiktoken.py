@@ -1,6 +1,6 @@
-"""tiktoken: a .tiktoken file of base64 tokens with their ranks, or the name of an encoding that tiktoken downloads.
+"""tiktoken: a .tiktoken file of base64 tokens with ranks, or the name of an encoding that tiktoken downloads.
 
-Beside x.tiktoken may lie x.tiktoken.json: {"pattern": regex that splits words, "special_tokens": {text: id},
+An optional x.tiktoken.json next to x.tiktoken has: {"pattern": regex that splits words, "special_tokens": {text: id},
 "bos": text, "eos": text, "pad": text}, all of them optional.
 """
 
@@ -15,9 +15,9 @@ import numpy as np
 from maxhydra.config.paths import beside
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data.optional_packages import need
-from maxhydra.data.special_tokens import blocks, character_spans, chat_template, find_ends, smallest, wrong
+from maxhydra.data.special_tokens import blocks, character_spans, chat_template, find_special_tokens, smallest, wrong
 
-# How words are split where the file beside does not say: as cl100k_base does.
+# Default pattern that splits words: that of cl100k_base.
 PATTERN = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"""
     r"""\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
@@ -26,38 +26,38 @@ SETTINGS = ("pattern", "special_tokens", "bos", "eos", "pad")
 
 
 class TiktokenTokenizer:
-    """The protocol over a tiktoken encoding, which releases the interpreter lock and keeps no state between calls."""
+    """Tokenizer over a tiktoken encoding, which releases the GIL and is stateless between calls."""
 
-    def __init__(self, config: Config, encoding: Any, ends: dict[str, str | None]):
-        self._words = encoding
+    def __init__(self, config: Config, encoding: Any, special_names: dict[str, str | None]):
+        self._encoding = encoding
         self.marks = {name: encoding.encode_single_token(name) for name in encoding.special_tokens_set}
-        found = find_ends(config, ends, self.marks.get)
-        self.bos, self.eos, self.pad = found.bos, found.eos, found.pad
+        special_tokens = find_special_tokens(config, special_names, self.marks.get)
+        self.bos, self.eos, self.pad = special_tokens.bos, special_tokens.eos, special_tokens.pad
         self.special = frozenset(self.marks.values())
-        # Not all ids up to n_vocab: an encoding may leave some out.
-        self._texts = frozenset(map(encoding.encode_single_token, encoding.token_byte_values()))
+        # Not every id below n_vocab has a token: an encoding may leave gaps.
+        self._text_ids = frozenset(map(encoding.encode_single_token, encoding.token_byte_values()))
         self.vocab_size: int = encoding.n_vocab
         self.chat_template = chat_template(config, None)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._words.encode_ordinary(text)
+        ids: list[int] = self._encoding.encode_ordinary(text)
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(ids, np.int32) for ids in self._words.encode_ordinary_batch(list(texts))]
+        return [np.array(ids, np.int32) for ids in self._encoding.encode_ordinary_batch(list(texts))]
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
-        kind = smallest(self.vocab_size)
-        parts = [ids.astype(kind) for ids in self.encode_batch(list(blocks(data.decode())))]
-        return np.concatenate([np.empty(0, kind), *parts])
+        dtype = smallest(self.vocab_size)
+        parts = [ids.astype(dtype) for ids in self.encode_batch(list(blocks(data.decode())))]
+        return np.concatenate([np.empty(0, dtype), *parts])
 
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        ids = self._words.encode(text, allowed_special="all")
-        widths = np.array([len(piece) for piece in self._words.decode_tokens_bytes(ids)], np.int64)
+        ids = self._encoding.encode(text, allowed_special="all")
+        widths = np.array([len(piece) for piece in self._encoding.decode_tokens_bytes(ids)], np.int64)
         return np.array(ids, np.int32), character_spans(text, widths)
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._words.decode([int(id) for id in ids if id in self._texts])
+        text: str = self._encoding.decode([int(id) for id in ids if id in self._text_ids])
         return text
 
 
@@ -66,7 +66,7 @@ def _ranks(config: Config, path: Path) -> dict[bytes, int]:
         lines = [line.split() for line in path.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except ValueError as error:
-        raise wrong(config, "path", f"is no file of base64 tokens and ranks: {error}", config.path) from None
+        raise wrong(config, "path", f"is not a file of base64 tokens and ranks: {error}", config.path) from None
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise wrong(config, "path", f"has no token for {len(missing)} of the 256 bytes", config.path)
     return ranks
@@ -76,13 +76,13 @@ def _settings(config: Config, path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise wrong(config, "path", f"{path.name} is not JSON: {error}", config.path) from None
-    if not isinstance(found, dict) or (unknown := [name for name in found if name not in SETTINGS]):
-        named = f"has {', '.join(unknown)}" if isinstance(found, dict) else "is no mapping"
-        raise wrong(config, "path", f"{path.name} {named}", config.path, accepted=", ".join(SETTINGS))
-    return found
+    if not isinstance(settings, dict) or (unknown := [name for name in settings if name not in SETTINGS]):
+        reason = f"has unknown keys {', '.join(unknown)}" if isinstance(settings, dict) else "is not a mapping"
+        raise wrong(config, "path", f"{path.name} {reason}", config.path, accepted=", ".join(SETTINGS))
+    return settings
 
 
 def build(config: Config) -> TiktokenTokenizer:
@@ -101,10 +101,12 @@ def build(config: Config) -> TiktokenTokenizer:
     names = library.list_encoding_names()
     if config.path not in names:
         accepted = f"a .tiktoken file, or one of {', '.join(names)}"
-        raise wrong(config, "path", "is no file and no encoding", config.path, accepted=accepted, hint=beside(path))
+        raise wrong(
+            config, "path", "is neither a file nor an encoding", config.path, accepted=accepted, hint=beside(path)
+        )
     try:
         encoding = library.get_encoding(config.path)
-    except Exception as error:  # the download's own errors: no network, a proxy, a bad hash
-        hint = "fetch it where there is a network and set TIKTOKEN_CACHE_DIR, or give a .tiktoken file"
-        raise wrong(config, "path", f"cannot be fetched ({type(error).__name__})", config.path, hint=hint) from None
+    except Exception as error:  # errors of the download: no network, a proxy, a bad hash
+        hint = "download it on a machine with network access and set TIKTOKEN_CACHE_DIR, or use a .tiktoken file"
+        raise wrong(config, "path", f"cannot be downloaded ({type(error).__name__})", config.path, hint=hint) from None
     return TiktokenTokenizer(config, encoding, {"eos": "<|endoftext|>"})

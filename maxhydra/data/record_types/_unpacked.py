@@ -1,4 +1,4 @@
-"""What shapes share whose examples have a row each, of text or of conversations."""
+"""Base class of record types whose examples each fill a row."""
 
 import dataclasses
 from abc import ABC, abstractmethod
@@ -14,23 +14,23 @@ from maxhydra.data.tokenizers import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
-class SeparateShape(ABC):
-    """A shape that makes its examples one by one, and does not pack them."""
+class UnpackedRecordType(ABC):
+    """A record type that converts records one by one and does not pack them."""
 
     corpus: Corpus
     data: Data
-    words: Tokenizer
+    tokenizer: Tokenizer
     seq_len: int
     packs = False
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        """Asked for at the first conversation, since plain text needs none."""
-        return chat_template(self.words)
+        """Chat template, compiled with the first conversation: plain text needs none."""
+        return chat_template(self.tokenizer)
 
     def encode(self, records: Sequence[Record]) -> list[Any]:
         return [self._example(record) for record in records]
 
     @abstractmethod
     def _example(self, record: Record) -> Any:
-        """An example or a Refused."""
+        """Convert one record into an example or a Rejected."""
