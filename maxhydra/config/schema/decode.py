@@ -60,8 +60,8 @@ class Engine(Schema):
     prefill_chunk: int = option(256, ge=1)
     """Maximum number of prompt tokens per prefill call; decode steps of other sequences run between the chunks."""
     burst: int | None = option(None, ge=1)
-    """Multi-step decoding: decode steps per call while no prompt waits. More steps cost less host time, but their tokens
-    arrive together. null: 8, or 1 on a CPU and with deterministic=true."""
+    """Multi-step decoding: decode steps per call while no prompt waits. More steps need less host time, but their
+    tokens arrive together. null: 8, or 1 on a CPU and with deterministic=true."""
     prefix_cache: bool | None = None
     """Reuse KV cache pages between prompts with a common prefix. null: on, unless the model has recurrent layers, whose
     state belongs to a whole sequence and cannot be resumed at a page boundary."""
@@ -80,7 +80,7 @@ class Engine(Schema):
     def check_model(self, model: Model) -> Iterator[Problem]:
         """Yield settings that this model does not support."""
         if self.prefix_cache and model.is_recurrent:
-            reason = "is not supported with recurrent layers: their state covers a whole sequence and is not stored in pages"
+            reason = "is not supported with recurrent layers, whose state covers a whole sequence and is not paged"
             yield Problem("engine.prefix_cache", reason, value=True, accepted="false or null")
         longest = model.context_length
         if model.embedding.positions is Positions.learned and (self.max_context or 0) > longest:

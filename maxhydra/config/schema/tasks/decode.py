@@ -26,16 +26,16 @@ class DecodeTask(Task):
     """JSON Lines file of prompts; each record has `prompt` or `messages`, and optionally `id` and `sampling` (overrides
     of task.sampling for this record)."""
     output: str | None = None
-    """JSON Lines file that completions of task.input are appended to as they finish; the same command resumes it."""
+    """JSON Lines file to which completions of task.input are appended as they finish; the same command resumes."""
     samples: int = option(1, ge=1)
     """Completions per prompt, each with a different seed."""
     chat: Chat = Chat.auto
-    """on: a prompt is a user message, formatted with the tokenizer's chat template; off: a prompt is plain text; auto: on
-    if the tokenizer has a template."""
+    """on: a prompt is a user message, formatted with the tokenizer's chat template; off: a prompt is plain text; auto:
+    on if the tokenizer has a template."""
     system: str | None = None
     """System message of a chat. null: none."""
     logprobs: int | None = option(None, ge=0, le=20)
-    """task.output: write each token's log-probability and those of the n most likely tokens. null: no log-probabilities."""
+    """task.output: write each token's log-probability and those of the n most likely tokens. null: write neither."""
     progress: Progress = Progress.auto
     """task.input: bar, lines or none; auto: a bar on a terminal, otherwise lines."""
     sampling: Sampling = section(Sampling)
@@ -43,13 +43,15 @@ class DecodeTask(Task):
 
     def check(self) -> Iterator[Problem]:
         if self.prompt is not None and self.input is not None:
-            yield Problem("prompt", "cannot be combined with task.input", value=self.prompt, hint="remove one of the two")
+            reason = "cannot be combined with task.input"
+            yield Problem("prompt", reason, value=self.prompt, hint="remove one of the two")
         if (self.input is None) != (self.output is None):
             given, absent = ("input", "output") if self.output is None else ("output", "input")
             reason = f"is required with task.{given}={getattr(self, given)}"
             yield Problem(absent, reason, value=None, accepted="a JSON Lines file")
         if self.logprobs is not None and self.output is None:
-            yield Problem("logprobs", "is only written to task.output, which is not set", value=self.logprobs, accepted="null")
+            reason = "is only written to task.output, which is not set"
+            yield Problem("logprobs", reason, value=self.logprobs, accepted="null")
         if self.samples > 1 and self.prompt is None and self.input is None:
             reason = "is not supported in a terminal chat"
             yield Problem("samples", reason, value=self.samples, accepted="1", hint="set task.prompt or task.input")

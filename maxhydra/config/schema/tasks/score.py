@@ -28,6 +28,16 @@ class ScoreTask(Task):
         for name in ("input", "output"):
             value = getattr(self, name)
             if not value.endswith((LINES, ARRAYS)):
-                yield Problem(name, "has an unsupported extension", value=value, accepted=f"a path that ends in {LINES} or {ARRAYS}")
+                yield Problem(
+                    name,
+                    "has an unsupported extension",
+                    value=value,
+                    accepted=f"a path that ends in {LINES} or {ARRAYS}",
+                )
         if self.logits and not self.output.endswith(ARRAYS):
-            yield Problem("logits", f"requires an output file that ends in {ARRAYS}", value=True, hint=f"set task.output=NAME{ARRAYS}")
+            yield Problem(
+                "logits",
+                f"requires an output file that ends in {ARRAYS}",
+                value=True,
+                hint=f"set task.output=NAME{ARRAYS}",
+            )
