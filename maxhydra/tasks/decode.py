@@ -54,8 +54,8 @@ def _decode_file(config: Config, task: DecodeTask, prompts: PromptEncoder) -> Ou
             with _open_client(config, task, prompts) as client:
                 OfflineBatch(client, output, records=records).run()
         if output.num_rejected:
-            reason = f"{output.num_rejected} of {total} prompts were rejected; see `error` in {task.output}"
-            return Outcome("failed", f"{reason}, and delete those lines to retry them")
+            reason = f"{output.num_rejected} of {total} prompts were rejected: see `error` in {task.output}"
+            return Outcome("failed", f"{reason}; to retry them, delete their lines")
     print(f"completed {total} of {total} ({before} before this command): {task.output}", file=sys.stderr)
     return Outcome("finished", "completed")
 

@@ -106,9 +106,7 @@ def parse(body: bytes, defaults: ServerDefaults, *, is_chat: bool) -> Completion
     if options and not request.stream:
         raise bad_field("stream_options", "requires stream=true")
     if request.sequences > defaults.max_samples:
-        reason = (
-            f"times n is {request.sequences} completions; accepted: at most task.max_samples={defaults.max_samples}"
-        )
+        reason = f"times n is {request.sequences} sequences; accepted: at most task.max_samples={defaults.max_samples}"
         raise bad_field("prompt", reason)
     return request
 

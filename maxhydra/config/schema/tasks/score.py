@@ -14,8 +14,8 @@ class ScoreTask(Task):
     """Computes log-probabilities of given tokens under the model in checkpoint.load_parameters."""
 
     input: str = option()
-    """Sequences: .jsonl with `text` or `ids` per line, or .npz with `ids` [B, T] and, for padded rows, `mask` [B, T] (1:
-    token, 0: padding, on either side)."""
+    """Sequences: .jsonl with `text` or `ids` per line, or .npz with `ids` [B, T] and, for padded rows, `mask` [B, T]
+    (1: token, 0: padding, on either side)."""
     output: str = option()
     """Output file, .jsonl or .npz, created when it is complete: `logprobs` of every token after the first and
     `perplexity` of every sequence; .npz also has `ids` and `mask`, and NaN for positions without a prediction."""

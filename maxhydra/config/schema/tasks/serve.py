@@ -43,9 +43,7 @@ class ServeTask(Task):
         if "" in self.sampling.stop:
             yield Problem("sampling.stop", "contains an empty string", value=self.sampling.stop)
         if self.max_samples > self.engine.max_batch + self.queue:
-            reason = (
-                f"exceeds engine.max_batch + queue = {self.engine.max_batch + self.queue}, so such a request never fits"
-            )
+            reason = f"exceeds engine.max_batch + queue = {self.engine.max_batch + self.queue}, so it can never fit"
             yield Problem("max_samples", reason, value=self.max_samples)
 
     def check_model(self, model: Model) -> Iterator[Problem]:
