@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 
 class ProgramKey(Hashable, Protocol):
-    """Identifies a program: which batches it can run, and what a call costs."""
+    """Identifies a program: the batches it can run and the cost of a call."""
 
     def covers(self, other: Self) -> bool:
         """Return True if this program can run the other's batches."""

@@ -1,7 +1,7 @@
 """Page allocation and prefix cache of the paged KV cache.
 
 Full pages form chains: a page is identified by the page before it and its own tokens, all of which are compared, so
-that two different texts can never be confused (there are no hash collisions). An unused page stays in the prefix cache
+that two different texts can never be confused, as they could be with hashes. An unused page stays in the prefix cache
 until its memory is needed: least recently used first, and the end of a chain before its beginning.
 """
 

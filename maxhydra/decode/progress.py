@@ -42,8 +42,8 @@ class Progress:
         seconds = max(time.monotonic() - self._began, 1e-9)
         parts = [f"{tokens / seconds:,.0f} tok/s"]
         if self._start < completed < self._total:
-            left = (self._total - completed) * seconds / (completed - self._start)
-            parts.append(f"eta {datetime.timedelta(seconds=round(left))}")
+            eta = (self._total - completed) * seconds / (completed - self._start)
+            parts.append(f"eta {datetime.timedelta(seconds=round(eta))}")
         return "  ".join(parts)
 
 

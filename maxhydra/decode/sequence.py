@@ -18,8 +18,8 @@ from maxhydra.decode.request import Delta, Handle, Request, TokenLogprob
 class Sequence:
     """A request, its handle and its progress.
 
-    The device runs ahead of the host: `num_computed` and `num_scheduled` count dispatched work, `tokens` what the host
-    has read back.
+    The device runs ahead of the host: `num_computed` and `num_scheduled` count dispatched work, `tokens` are those that
+    the host has read back.
     """
 
     def __init__(self, request: Request, *, budget: int):
@@ -133,7 +133,7 @@ class Sequence:
 
 
 def find_problem(request: Request, *, vocab_size: int, max_logprobs: int) -> str | None:
-    """Return what is wrong with a request independently of the engine's size; None if nothing is."""
+    """Return why a request is invalid for an engine of any size; None if it is valid."""
     if not request.prompt:
         return "the prompt is empty: pass at least one token"
     if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:

@@ -116,7 +116,7 @@ class Programs:
         return cache, SlotState(*zeros)
 
     def choose_shape(self, shape: Shape, *, eventual: Shape) -> Shape:
-        """Return the shape itself or that of a compiled larger program; `eventual` is what it will soon grow to."""
+        """Return the shape itself or that of a compiled larger program; `eventual` is the shape it will soon have."""
         return self._forwards.choose(shape, eventual=eventual)
 
     def precompile(self, shape: Shape, features: SamplingFeatures) -> None:

@@ -1,7 +1,7 @@
 """Host header check of the local HTTP servers, as a defence against DNS rebinding.
 
 A web page can make a browser send requests to this machine under a host name of the attacker that resolves to
-127.0.0.1. Such requests carry that name in their Host header; a local server accepts only names of its own.
+127.0.0.1. Such requests carry that name in their Host header, so a local server accepts only its own names.
 """
 
 from collections.abc import Collection

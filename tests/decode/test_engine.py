@@ -1,4 +1,4 @@
-"""The engine gives every request the tokens it gets alone, rejects what it cannot serve, and leaks no state."""
+"""The engine gives every request the tokens it gets alone, rejects invalid requests, and leaks no state."""
 
 import contextlib
 import functools
@@ -96,7 +96,7 @@ def greedy_without_cache(request: Request) -> list[int]:
     return ids[len(request.prompt) :]
 
 
-def mixed_requests(count: int) -> list[Request]:
+def varied_requests(count: int) -> list[Request]:
     """Prompts of 1 to 60 tokens, some with a common prefix; completions of 1 to 24; every third with a temperature."""
     rng = random.Random(1)
     common = [rng.randrange(256) for _ in range(40)]
@@ -115,13 +115,13 @@ def mixed_requests(count: int) -> list[Request]:
 def completed_alone() -> list[Completion]:
     """Complete each request alone, without prefix cache, with the prompt in one chunk."""
     engine = start(max_batch=1, prefix_cache=False, prefill_chunk=64)
-    completions = [engine.submit(request).result() for request in mixed_requests(32)]
+    completions = [engine.submit(request).result() for request in varied_requests(32)]
     engine.close()
     return completions
 
 
 def test_alone_and_greedy_a_request_gets_the_tokens_of_the_oracle():
-    for request, answer in zip(mixed_requests(32), completed_alone(), strict=True):
+    for request, answer in zip(varied_requests(32), completed_alone(), strict=True):
         if request.temperature == 0:
             assert list(answer.tokens) == greedy_without_cache(request)
 
@@ -139,7 +139,7 @@ def test_multi_step_decoding_gives_the_tokens_of_single_steps():
     """Single steps run until the multi-step program is compiled, so submit until several tokens arrive together."""
     engine = start(burst=4)
     for _ in range(60):
-        deltas = [list(handle) for handle in [engine.submit(request) for request in mixed_requests(8)]]
+        deltas = [list(handle) for handle in [engine.submit(request) for request in varied_requests(8)]]
         assert [Completion.from_deltas(each) for each in deltas] == completed_alone()[:8]
         if any(len(delta.tokens) > 1 for each in deltas for delta in each):
             break
@@ -160,12 +160,12 @@ def test_multi_step_decoding_gives_the_tokens_of_single_steps():
 @pytest.mark.parametrize("sizes", ENGINES)
 def test_in_any_batch_a_request_gets_the_tokens_it_gets_alone(sizes):
     engine = start(**ENGINES[sizes])
-    handles = [engine.submit(request) for request in mixed_requests(32)]
+    handles = [engine.submit(request) for request in varied_requests(32)]
     completions = [handle.result() for handle in handles]
     stats = engine.stats()
     engine.close()
     assert completions == completed_alone()
-    num_prompt_tokens = sum(len(request.prompt) for request in mixed_requests(32))
+    num_prompt_tokens = sum(len(request.prompt) for request in varied_requests(32))
     assert (stats["prompt_tokens_read"] < num_prompt_tokens) == ("no prefix cache" not in sizes)
     assert stats["pages_used"] == stats["running"] == stats["waiting"] == 0
     assert stats["tokens_written"] == sum(len(completion.tokens) for completion in completions)
@@ -202,7 +202,7 @@ def test_a_seed_gives_the_same_tokens_again(engine):
 
 
 def test_a_deterministic_engine_is_bit_reproducible():
-    """Independently of what was decoded before, and of which programs are compiled."""
+    """Independently of earlier requests, and of which programs are compiled."""
     several = [make_request(f"number {n}", temperature=1.0, seed=n, max_tokens=3 + n, logprobs=0) for n in range(6)]
     engine = start(deterministic=True)
     try:
@@ -306,7 +306,7 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("case", REJECTED)
-def test_what_cannot_be_served_is_rejected_at_once(engine, case):
+def test_invalid_requests_are_rejected_at_once(engine, case):
     request, reason = REJECTED[case]
     with pytest.raises(RequestRejectedError, match=reason):
         engine.submit(request)
