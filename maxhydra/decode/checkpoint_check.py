@@ -16,6 +16,8 @@ from maxhydra.convert.compatibility import FREE
 
 # Tokenizer keys that change the ids of a text.
 TOKENIZER_KEYS = ("kind", "path", "bos", "eos", "add_bos")
+# Keys that may differ from the run. Unlike in convert, mtp must match: runs store the MTP layers in their checkpoints.
+FREE_KEYS = tuple(pattern for pattern in FREE if pattern != "mtp.*")
 MAX_LISTED = 6
 
 
@@ -41,7 +43,7 @@ def check_origin(config: Config, source: str) -> None:
 
 
 def model_values(config: Config) -> dict[str, Any]:
-    """Return all model and tokenizer settings that concern ids or weights, by dotted key."""
+    """Return all model settings, and the tokenizer settings that change ids, by dotted key."""
     model = OmegaConf.to_container(OmegaConf.structured(config.model), enum_to_str=True)
     tokenizer = OmegaConf.to_container(OmegaConf.structured(config.data.tokenizer), enum_to_str=True)
     assert isinstance(tokenizer, dict)
@@ -49,11 +51,11 @@ def model_values(config: Config) -> dict[str, Any]:
 
 
 def _binding_values(config: Config) -> dict[str, Any]:
-    """Return the settings that must match those of the run; convert's FREE lists those that need not."""
+    """Return the settings that must match those of the run."""
     return {
         key: value
         for key, value in model_values(config).items()
-        if not any(fnmatch(key.removeprefix("model."), pattern) for pattern in FREE)
+        if not any(fnmatch(key.removeprefix("model."), pattern) for pattern in FREE_KEYS)
     }
 
 
