@@ -1,1 +1,1 @@
-"""The decode engine: continuous batching over a paged cache; text in and out; the server."""
+"""The decode engine (continuous batching over a paged KV cache), offline decoding, chat, and the HTTP server."""

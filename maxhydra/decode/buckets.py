@@ -1,4 +1,8 @@
-"""The work of a call: its shape, of which there are few, and what must be known to draw its tokens."""
+"""Buckets: the few padded shapes that steps are compiled for, and the sampling features a batch needs.
+
+The neighbours of this module: step_inputs packs a batch into the array of one call, steps are the jitted functions,
+compile_cache compiles them per bucket, weight_layout stores the weights for them.
+"""
 
 import dataclasses
 from collections.abc import Iterable
@@ -8,25 +12,28 @@ from maxhydra.decode.sampler import SamplingFeatures
 from maxhydra.decode.scheduler import PrefillChunk
 from maxhydra.decode.sequence import Sequence
 
-# Tokens of the narrowest context: below that, attention is too small a part of a step to pay for another program.
-NARROWEST = 128
-# Tokens of the shortest part of a prompt that has a program of its own.
-SHORTEST = 16
+# Tokens of the smallest context bucket: below that, attention is too small a part of a step to pay for another program.
+MIN_CONTEXT = 128
+# Tokens per row of the smallest prefill bucket.
+MIN_PREFILL = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Rows, tokens of a row, pages of a row; is_prompt: the tokens come from the host, and are not those drawn last;
-    is_fresh: every row begins with them, so that they look at each other alone and not at pages."""
+    """Padded shape of one forward call."""
 
     rows: int
     tokens: int
+    """Tokens per row."""
     pages: int
+    """Pages per row."""
     is_prompt: bool
+    """Prefill: tokens come from the host. Otherwise each row's token is the one it sampled last."""
     is_fresh: bool = False
+    """Every row starts at position 0, so its tokens attend to each other only and not to the cache."""
 
-    def holds(self, other: "Shape") -> bool:
-        """Whether the other's work can be done in this shape."""
+    def covers(self, other: "Shape") -> bool:
+        """Return True if a program of this shape can run a batch of the other."""
         fits = self.rows >= other.rows and self.tokens >= other.tokens and self.pages >= other.pages
         return self.is_prompt == other.is_prompt and fits and (other.is_fresh or not self.is_fresh)
 
@@ -35,51 +42,56 @@ class Shape:
         return self.rows * self.tokens * self.pages
 
     @property
-    def length(self) -> int:
-        """Steps of a call."""
+    def num_steps(self) -> int:
+        """Decode steps per call."""
         return 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """Which shapes there are."""
+    """Rounds batches up to the shapes that are compiled."""
 
-    row_step: int
-    """Rows come in this many times a power of two: devices split them evenly."""
+    row_multiple: int
+    """Row counts are this number times a power of two, so that devices split them evenly."""
     page_size: int
     max_pages: int
     """Pages of the longest sequence."""
 
-    def rows(self, count: int) -> int:
-        return self.row_step * power_of_two(-(-count // self.row_step))
+    def round_rows(self, count: int) -> int:
+        return self.row_multiple * power_of_two(-(-count // self.row_multiple))
 
-    def pages(self, tokens: int) -> int:
-        """Pages of a context of so many tokens."""
-        needed = -(-max(tokens, NARROWEST) // self.page_size)
+    def round_pages(self, tokens: int) -> int:
+        """Return the pages of the bucket for a context of `tokens` tokens."""
+        needed = -(-max(tokens, MIN_CONTEXT) // self.page_size)
         return min(power_of_two(needed), self.max_pages)
 
-    def of_parts(self, parts: List[PrefillChunk]) -> Shape:
-        longest = max(part.length for part in parts)
-        rows, tokens = self.rows(len(parts)), power_of_two(max(longest, SHORTEST))
-        pages, is_fresh = self.pages(max(part.stop for part in parts)), all(part.start == 0 for part in parts)
+    def prefill_shape(self, chunks: List[PrefillChunk]) -> Shape:
+        """Return the bucket for one prefill call."""
+        longest = max(chunk.length for chunk in chunks)
+        rows, tokens = self.round_rows(len(chunks)), power_of_two(max(longest, MIN_PREFILL))
+        pages, is_fresh = (
+            self.round_pages(max(chunk.stop for chunk in chunks)),
+            all(chunk.start == 0 for chunk in chunks),
+        )
         return Shape(rows, tokens, pages, is_prompt=True, is_fresh=is_fresh)
 
-    def of_rows(self, sequences: List[Sequence], *, later: int, more: int) -> Shape:
-        """The shape of a token more of each: now, so many tokens later, or with so many more rows."""
-        longest = max(sequence.computed for sequence in sequences) + 1 + later
-        return Shape(self.rows(len(sequences) + more), 1, self.pages(longest), is_prompt=False)
+    def decode_shape(self, sequences: List[Sequence], *, steps_ahead: int, extra_rows: int) -> Shape:
+        """Return the bucket for decoding one more token per sequence, some steps later or with additional rows."""
+        longest = max(sequence.num_computed for sequence in sequences) + 1 + steps_ahead
+        return Shape(self.round_rows(len(sequences) + extra_rows), 1, self.round_pages(longest), is_prompt=False)
 
 
-def steps_of(sequences: Iterable[Sequence | None]) -> SamplingFeatures:
-    """What any of them needs."""
-    there = [sequence for sequence in sequences if sequence is not None]
+def sampling_features(sequences: Iterable[Sequence | None]) -> SamplingFeatures:
+    """Return the features that at least one of the sequences needs; None entries are padding."""
+    present = [sequence for sequence in sequences if sequence is not None]
     return SamplingFeatures(
-        draws=any(sequence.draws for sequence in there),
-        filters=any(sequence.filters for sequence in there),
-        penalises=any(sequence.penalises for sequence in there),
-        reports=any(sequence.request.logprobs is not None for sequence in there),
+        random=any(sequence.is_random for sequence in present),
+        filters=any(sequence.has_filters for sequence in present),
+        penalties=any(sequence.has_penalty for sequence in present),
+        logprobs=any(sequence.request.logprobs is not None for sequence in present),
     )
 
 
 def power_of_two(least: int) -> int:
+    """Return the smallest power of two that is at least `least`."""
     return 1 << max(least - 1, 0).bit_length()

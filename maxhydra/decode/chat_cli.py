@@ -1,4 +1,4 @@
-"""Answers at the terminal: one prompt, or a conversation in which Ctrl-C stops the answer and not the chat."""
+"""Completions at the terminal: one prompt, or a chat in which Ctrl-C stops the reply and not the chat."""
 
 import contextlib
 import importlib
@@ -8,21 +8,21 @@ from collections.abc import Callable, Iterator
 from maxhydra.config import ConfigError, Problem
 from maxhydra.decode.client import Message, PromptClient
 from maxhydra.decode.prompts import PromptError
-from maxhydra.decode.request import Handle, RefusedError
+from maxhydra.decode.request import Handle, RequestRejectedError
 
-GREETING = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
-
-
-class AnswerFailedError(Exception):
-    """The engine failed in the middle of an answer."""
+HELP = "/reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops a reply"
 
 
-def answer(asker: PromptClient, prompt: str, write: Callable[[str], None]) -> None:
-    """Write the answer to one prompt as it comes; of several samples one after the other, with a line between."""
+class GenerationFailedError(Exception):
+    """The engine failed during a completion."""
+
+
+def complete(client: PromptClient, prompt: str, write: Callable[[str], None]) -> None:
+    """Stream the completion of one prompt; several samples follow each other, each under a header line."""
     try:
-        requests = asker.requests(asker.encode(prompt), asker.task.sampling, number=0)
-        handles = [asker.engine.submit(request) for request in requests]
-    except (PromptError, RefusedError) as error:
+        requests = client.requests(client.encode(prompt), client.task.sampling, number=0)
+        handles = [client.engine.submit(request) for request in requests]
+    except (PromptError, RequestRejectedError) as error:
         raise ConfigError(Problem("task.prompt", str(error))) from None
     for number, handle in enumerate(handles, start=1):
         if len(handles) > 1:
@@ -33,81 +33,85 @@ def answer(asker: PromptClient, prompt: str, write: Callable[[str], None]) -> No
         write("" if last.endswith("\n") else "\n")
 
 
-def converse(asker: PromptClient, *, read: Callable[[str], str], write: Callable[[str], None]) -> None:
-    """Ask, answer, and remember, until the end of the input.
+def chat(client: PromptClient, *, read: Callable[[str], str], write: Callable[[str], None]) -> None:
+    """Run a chat until the end of the input.
 
-    Without a chat template the model goes on from all the text so far, its own and the person's.
+    Without a chat template, the model continues the concatenated text of all turns.
     """
-    conversation = _Conversation(asker)
-    write(f"{GREETING}\n")
+    conversation = _Conversation(client)
+    write(f"{HELP}\n")
     while True:
         try:
-            said = read("> ")
+            line = read("> ")
         except EOFError:
             write("\n")
             return
         except KeyboardInterrupt:
-            write(f"\n{GREETING}\n")
+            write(f"\n{HELP}\n")
             continue
-        match said.strip():
+        match line.strip():
             case "":
                 continue
             case "/exit":
                 return
             case "/reset":
-                conversation = _Conversation(asker)
-                write("a new conversation\n")
+                conversation = _Conversation(client)
+                write("started a new conversation\n")
             case _:
-                conversation.turn(said, write)
+                conversation.turn(line, write)
 
 
-def write_now(text: str) -> None:
-    """Write to stdout, and let it be seen."""
+def write_and_flush(text: str) -> None:
+    """Write to stdout without buffering."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
-def read_line() -> Callable[[str], str]:
-    """Reads a line with editing and history, where Python was built with readline."""
+def line_reader() -> Callable[[str], str]:
+    """Return `input`, with line editing and history if Python was built with readline."""
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("readline")
     return input
 
 
 class _Conversation:
-    def __init__(self, asker: PromptClient) -> None:
-        self._asker = asker
-        self._messages: list[Message] = asker.opening() if asker.is_chat else []
+    def __init__(self, client: PromptClient) -> None:
+        self._client = client
+        self._messages: list[Message] = client.initial_messages() if client.is_chat else []
         self._text = ""
-        self._turns = 0
+        self._num_turns = 0
 
-    def turn(self, said: str, write: Callable[[str], None]) -> None:
-        """One question and its answer; a question that cannot be asked is forgotten."""
-        asker, handle = self._asker, None
-        messages = [*self._messages, {"role": "user", "content": said}]
-        answered: list[str] = []
+    def turn(self, line: str, write: Callable[[str], None]) -> None:
+        """Stream the reply to one user message; a message that is rejected does not become part of the history."""
+        client, handle = self._client, None
+        messages = [*self._messages, {"role": "user", "content": line}]
+        pieces: list[str] = []
         try:
-            ids = asker.prompts.of_messages(messages) if asker.is_chat else asker.prompts.of_text(self._text + said)
-            (request,) = asker.requests(ids, asker.task.sampling, number=self._turns)
-            handle = asker.engine.submit(request)
+            if client.is_chat:
+                ids = client.prompts.encode_messages(messages)
+            else:
+                ids = client.prompts.encode_text(self._text + line)
+            (request,) = client.requests(ids, client.task.sampling, number=self._num_turns)
+            handle = client.engine.submit(request)
             for text in _texts(handle):
-                answered.append(text)
+                pieces.append(text)
                 write(text)
-        except (PromptError, RefusedError) as error:
-            write(f"maxhydra: {error}; /reset begins anew\n")
+        except (PromptError, RequestRejectedError) as error:
+            write(f"maxhydra: {error}; /reset starts a new conversation\n")
             return
         except KeyboardInterrupt:
             if handle is not None:
                 handle.cancel()
             write(" [stopped]")
-        write("" if "".join(answered).endswith("\n") else "\n")
-        self._messages = [*messages, {"role": "assistant", "content": "".join(answered)}]
-        self._text += said + "".join(answered)
-        self._turns += 1
+        reply = "".join(pieces)
+        write("" if reply.endswith("\n") else "\n")
+        self._messages = [*messages, {"role": "assistant", "content": reply}]
+        self._text += line + reply
+        self._num_turns += 1
 
 
 def _texts(handle: Handle) -> Iterator[str]:
     for delta in handle:
         if delta.finish == "error":
-            raise AnswerFailedError(delta.error)
+            raise GenerationFailedError(delta.error)
         yield delta.text

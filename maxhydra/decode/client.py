@@ -1,4 +1,4 @@
-"""Asks the engine as task=decode is set up to: with or without a chat template, with its settings and seeds."""
+"""Turns prompts into engine requests according to task=decode: chat template, sampling parameters and seeds."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ Message = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class PromptClient:
-    """An engine, the tokenizer before it, and the task's settings; `seed` is the run's."""
+    """An engine, its prompt encoder and the settings of task=decode; `seed` is run.seed."""
 
     engine: Engine
     prompts: PromptEncoder
@@ -27,22 +27,22 @@ class PromptClient:
     def is_chat(self) -> bool:
         return is_chat(self.task, self.prompts)
 
-    def messages(self, said: str) -> list[Message]:
-        """A conversation that the user begins."""
-        return [*self.opening(), {"role": "user", "content": said}]
-
-    def opening(self) -> list[Message]:
+    def initial_messages(self) -> list[Message]:
         return [] if self.task.system is None else [{"role": "system", "content": self.task.system}]
 
     def encode(self, prompt: str) -> list[int]:
-        return self.prompts.of_messages(self.messages(prompt)) if self.is_chat else self.prompts.of_text(prompt)
+        """Encode a prompt: as a user message in a chat, otherwise as plain text."""
+        if not self.is_chat:
+            return self.prompts.encode_text(prompt)
+        return self.prompts.encode_messages([*self.initial_messages(), {"role": "user", "content": prompt}])
 
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+        """Encode a conversation, with task.system unless it has a system message."""
         has_system = bool(messages) and messages[0].get("role") == "system"
-        return self.prompts.of_messages(messages if has_system else [*self.opening(), *messages])
+        return self.prompts.encode_messages(messages if has_system else [*self.initial_messages(), *messages])
 
     def requests(self, prompt: Sequence[int], sampling: Sampling, *, number: int) -> list[Request]:
-        """One for each of task.samples."""
+        """Make task.samples requests for the prompt; `number` is its index in the run."""
         task = self.task
         return make_requests(
             prompt, sampling, samples=task.samples, seed=self.seed, number=number, logprobs=task.logprobs
@@ -50,11 +50,11 @@ class PromptClient:
 
 
 def is_chat(task: DecodeTask, prompts: PromptEncoder) -> bool:
-    """Whether prompts are what a user says; ConfigError where they shall be and the tokenizer has no template."""
+    """Return True if prompts are chat messages; ConfigError if that is required and the tokenizer has no template."""
     if task.chat is Chat.on:
         assert prompts.template
     elif task.system is not None and not prompts.has_template:
-        hint = "set data.tokenizer.chat_template to a file with one, or leave task.system out"
-        reason = "needs a chat template, and the tokenizer has none"
+        hint = "set data.tokenizer.chat_template to a template file, or remove task.system"
+        reason = "requires a chat template, and the tokenizer has none"
         raise ConfigError(Problem("task.system", reason, value=task.system, hint=hint))
     return task.chat is Chat.on or (task.chat is Chat.auto and prompts.has_template)

@@ -1,7 +1,7 @@
-"""Compiled programs by name: made when they are first needed, or ahead of that in a thread.
+"""Compile cache: compiled programs by key, compiled on first use or earlier in a background thread.
 
-Compiling takes longer than many a step, so a program that does more than is needed is used where there is one, until it
-has been used so often that the right one pays; that is then compiled while the other goes on.
+Compiling takes longer than many steps. So a compiled program for a larger bucket is used while the exact one does not
+exist; once it has wasted enough work, the exact one is compiled in the background.
 """
 
 import threading
@@ -11,75 +11,82 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 
 class ProgramKey(Hashable, Protocol):
-    """A program's name: what it can do, and what a use of it costs."""
+    """Identifies a program: the batches it can run and the cost of a call."""
 
-    def holds(self, other: Self) -> bool:
-        """Whether it can do the other's work."""
+    def covers(self, other: Self) -> bool:
+        """Return True if this program can run the other's batches."""
         ...
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Relative cost of a call."""
+        ...
 
     @property
-    def length(self) -> int:
-        """Steps of a use."""
+    def num_steps(self) -> int:
+        """Decode steps per call."""
         ...
 
 
-Name = TypeVar("Name", bound=ProgramKey)
+Key = TypeVar("Key", bound=ProgramKey)
 Program = Callable[..., Any]
-# Steps that may be wasted on programs that are too large before the right one is compiled.
-PATIENCE = 16
+# Steps' worth of work that may be wasted on larger programs before the exact one is compiled.
+MAX_WASTED_STEPS = 16
 
 
-class CompileCache(Generic[Name]):
-    """Compiles each program once, whoever asks for it; two at a time, as compilers use more than one core anyway."""
+class CompileCache(Generic[Key]):
+    """Compiles each program once; two at a time, since compilers use more than one core themselves."""
 
-    def __init__(self, compile: Callable[[Name], Program], *, steady: bool):
-        """`steady`: no program ever does the work of another, since which are ready depends on the time."""
-        self._compile, self._is_steady = compile, steady
-        self._found: dict[Name, Future[Program]] = {}
-        self._waste: dict[Name, float] = {}
-        self._stood_in = 0
+    def __init__(self, compile: Callable[[Key], Program], *, deterministic: bool):
+        """`deterministic`: never substitute a larger program, since which ones are ready depends on timing."""
+        self._compile, self._deterministic = compile, deterministic
+        self._programs: dict[Key, Future[Program]] = {}
+        self._wasted_steps: dict[Key, float] = {}
+        self._num_substitutions = 0
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="decode-compile")
 
-    def begin(self, name: Name) -> Future[Program]:
-        """Have it ready soon."""
+    def start(self, key: Key) -> Future[Program]:
+        """Start compiling a program, unless that happened before."""
         with self._lock:
-            if name not in self._found:
-                self._found[name] = self._threads.submit(self._compile, name)
-            return self._found[name]
+            if key not in self._programs:
+                self._programs[key] = self._threads.submit(self._compile, key)
+            return self._programs[key]
 
-    def get(self, name: Name) -> Program:
-        """The program, as soon as it is there."""
-        return self.begin(name).result()
+    def get(self, key: Key) -> Program:
+        """Return the program, waiting for its compilation."""
+        return self.start(key).result()
 
-    def choose(self, name: Name, *, eventual: Name) -> Name:
-        """The program to use for work of this name. `eventual`: the name it will soon have, if there is none yet."""
-        if self._is_steady or self.is_ready(name):
-            return name
+    def choose(self, key: Key, *, eventual: Key) -> Key:
+        """Return the key of the program to use for a batch of this key.
+
+        `eventual`: the key that batches will soon have; compiled instead if no program covers `key` yet.
+        """
+        if self._deterministic or self.is_ready(key):
+            return key
         with self._lock:
-            ready = [other for other, found in self._found.items() if found.done() and other.holds(name)]
+            ready = [other for other, program in self._programs.items() if program.done() and other.covers(key)]
         if not ready:
-            return name if name in self._found or not eventual.holds(name) else eventual
+            return key if key in self._programs or not eventual.covers(key) else eventual
         smallest = min(ready, key=lambda other: other.size)
-        self._stood_in += 1
-        self._waste[name] = self._waste.get(name, 0) + name.length * (smallest.size / name.size - 1)
-        if self._waste[name] > PATIENCE:
-            self.begin(name)
+        self._num_substitutions += 1
+        self._wasted_steps[key] = self._wasted_steps.get(key, 0) + key.num_steps * (smallest.size / key.size - 1)
+        if self._wasted_steps[key] > MAX_WASTED_STEPS:
+            self.start(key)
         return smallest
 
-    def is_ready(self, name: Name) -> bool:
-        return name in self._found and self._found[name].done()
+    def is_ready(self, key: Key) -> bool:
+        return key in self._programs and self._programs[key].done()
 
     def settled(self) -> int:
-        """Waits until nothing is compiled any more. How often so far a program was made or stood in for another: work
-        that does not change it has all that it needs."""
+        """Wait until nothing is being compiled; return how many programs were compiled or substituted so far.
+
+        A workload that does not change this count has all the programs it needs.
+        """
         with self._lock:
-            found = list(self._found.values())
-        wait(found)
-        return len(found) + self._stood_in
+            programs = list(self._programs.values())
+        wait(programs)
+        return len(programs) + self._num_substitutions
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)

@@ -1,9 +1,9 @@
-"""The engine: a thread that reads prompts, draws tokens and tells what comes of it, many sequences at a time.
+"""The decode engine: one thread that prefills prompts, decodes many sequences together and emits their tokens.
 
-The device works ahead of the host by one round. A round sends a part of the prompts that wait to be read, then a step
-of all sequences that run, and only then looks at the tokens of the round before. A sequence that turns out to be over
-has by then drawn a token too many, which is dropped; whatever that token wrote to the cache lies in pages that are
-written again before anyone reads them.
+The device runs one iteration ahead of the host. An iteration dispatches a prefill call for waiting prompts, then a
+decode step of all running sequences, and only then reads the tokens of the previous iteration. A sequence that turns
+out to be finished has by then sampled one token too many, which is dropped; the cache pages that this token wrote are
+overwritten before anyone reads them.
 """
 
 import threading
@@ -18,11 +18,11 @@ import numpy as np
 from maxhydra.config.schema.decode import CacheDtype
 from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.data import Tokenizer
-from maxhydra.decode.buckets import Buckets, Shape, steps_of
-from maxhydra.decode.request import Handle, RefusedError, Request, TokenLogprob
-from maxhydra.decode.sampler import ALTERNATIVES, SampledTokens
+from maxhydra.decode.buckets import Buckets, Shape, sampling_features
+from maxhydra.decode.request import Handle, Request, RequestRejectedError, TokenLogprob
+from maxhydra.decode.sampler import MAX_LOGPROBS, SampledTokens
 from maxhydra.decode.scheduler import Scheduler
-from maxhydra.decode.sequence import Sequence, problem
+from maxhydra.decode.sequence import Sequence, find_problem
 from maxhydra.decode.step_inputs import decode_inputs, prefill_inputs
 from maxhydra.decode.steps import MultiStepKey, Programs
 from maxhydra.decode.weight_layout import choose_weight_layout
@@ -31,40 +31,42 @@ from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 
 Tree = Any
-STORAGE = {
+CACHE_DTYPES = {
     CacheDtype.auto: None,
     CacheDtype.float32: jnp.dtype(jnp.float32),
     CacheDtype.bfloat16: jnp.dtype(jnp.bfloat16),
     CacheDtype.int8: jnp.dtype(jnp.int8),
     CacheDtype.float8: jnp.dtype(jnp.float8_e4m3fn),
 }
-# Tokens of a burst on an accelerator, where a step is so short that the host would be the slower of the two.
-BURST = 8
-# Pages before the end of a context's width at which the next width is compiled.
-FORESIGHT = 2
+# Default number of steps per multi-step call on an accelerator, where a single step takes less time than the host's
+# work for it.
+MULTI_STEPS = 8
+# Pages before the end of the current context bucket at which the next bucket is compiled.
+PRECOMPILE_PAGES = 2
 
 
 class PendingTokens(NamedTuple):
-    """Tokens that the device was asked for; None for a row that belongs to nobody."""
+    """Tokens that were dispatched to the device and not read yet."""
 
     sequences: list[Sequence | None]
-    choice: SampledTokens
-    """Of one step [B], or of a burst of them [steps, B]."""
+    """The sequence of each row; None for rows that sample nothing, such as an unfinished prefill."""
+    sampled: SampledTokens
+    """Of one step [B], or of a multi-step call [steps, B]."""
     counts: list[int]
-    """Tokens of each."""
+    """Valid tokens of each row."""
 
 
 class ResidentInputs(NamedTuple):
-    """Where a burst left its rows. One that goes on from there has its plan on the device."""
+    """Step inputs that a multi-step call left on the device, reused if the next call continues the same rows."""
 
-    name: MultiStepKey
+    key: MultiStepKey
     sequences: list[Sequence]
-    computed: list[int]
-    plan_BC: jax.Array
+    num_computed: list[int]
+    inputs_BC: jax.Array
 
 
 class Engine:
-    """Decodes many sequences at once, each as if it were alone. Any thread may call any method."""
+    """Decodes many sequences together, each as if it were alone. All public methods are thread-safe."""
 
     def __init__(
         self,
@@ -76,281 +78,301 @@ class Engine:
         sharder: Sharder,
         eos: Collection[int],
     ):
-        """`eos`: tokens that end an answer."""
-        self._tokenizer, self._ends = tokenizer, frozenset(eos)
+        """`eos`: token ids that end a completion."""
+        self._tokenizer, self._eos = tokenizer, frozenset(eos)
         self._vocab_size, self._max_batch = model.config.vocab_size, config.max_batch
         self._max_context = config.max_context or model.config.context_length
-        pages = -(-config.cache_tokens // config.page_size)
-        remembers = not model.config.is_recurrent if config.prefix_cache is None else config.prefix_cache
-        self._scheduler = Scheduler(config, pages, remembers=remembers)
-        room = PagedCacheSpec(pages, config.page_size, slots=config.max_batch, storage=STORAGE[config.cache_dtype])
+        num_pages = -(-config.cache_tokens // config.page_size)
+        prefix_cache = not model.config.is_recurrent if config.prefix_cache is None else config.prefix_cache
+        self._scheduler = Scheduler(config, num_pages, prefix_cache=prefix_cache)
+        cache_spec = PagedCacheSpec(
+            num_pages, config.page_size, slots=config.max_batch, storage=CACHE_DTYPES[config.cache_dtype]
+        )
         self._buckets = Buckets(sharder.ways("act_batch"), config.page_size, -(-self._max_context // config.page_size))
-        # A burst begins when its program is ready and nobody waits, which depends on the time.
-        is_single = config.steady or jax.default_backend() == "cpu"
-        self._burst = config.burst or (1 if is_single else BURST)
-        self._arrangement = choose_weight_layout(model, sharder, jax.default_backend())
-        self._params = self._arrangement.keep(params)
-        self._programs = Programs(self._arrangement, self._params, room, sharder=sharder, steady=config.steady)
-        self._cache, self._board = self._programs.empty()
-        self._under_way: deque[PendingTokens] = deque()
-        self._standing: ResidentInputs | None = None
-        self._tokens_read = self._tokens_drawn = 0
+        # Multi-step decoding starts when its program is compiled and no prompt waits, which depends on timing.
+        is_single_step = config.deterministic or jax.default_backend() == "cpu"
+        self._multi_steps = config.burst or (1 if is_single_step else MULTI_STEPS)
+        self._layout = choose_weight_layout(model, sharder, jax.default_backend())
+        self._params = self._layout.keep(params)
+        self._programs = Programs(
+            self._layout, self._params, cache_spec, sharder=sharder, deterministic=config.deterministic
+        )
+        self._cache, self._slot_state = self._programs.init_state()
+        self._pending: deque[PendingTokens] = deque()
+        self._resident: ResidentInputs | None = None
+        self._num_prefilled = self._num_generated = 0
 
-        self._news = threading.Condition()
-        self._arrived: list[Sequence] = []
+        self._changed = threading.Condition()
+        self._submitted: list[Sequence] = []
         self._new_params: Tree = None
-        self._ended: str | None = None
-        """Why the engine takes no more requests."""
+        self._end_reason: str | None = None
+        """Why the engine accepts no more requests; None while it runs."""
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="decode-engine", daemon=True)
         self._thread.start()
 
     def submit(self, request: Request) -> Handle:
-        """Queue a request; RefusedError at once if it can never be served."""
+        """Queue a request; raise RequestRejectedError at once if it can never be served."""
         return self.submit_all([request])[0]
 
     def submit_all(self, requests: Iterable[Request]) -> list[Handle]:
-        """Queue requests at once; RefusedError, and none is queued, if one can never be served."""
-        sequences = [self._sequence(request) for request in requests]
-        with self._news:
-            self._require(self._ended)
-            self._arrived += sequences
-            self._news.notify_all()
+        """Queue several requests atomically; raise RequestRejectedError and queue none if one can never be served."""
+        sequences = [self._make_sequence(request) for request in requests]
+        with self._changed:
+            self._reject_if(self._end_reason)
+            self._submitted += sequences
+            self._changed.notify_all()
         return [sequence.handle for sequence in sequences]
 
-    def _sequence(self, request: Request) -> Sequence:
-        self._require(problem(request, vocab_size=self._vocab_size, alternatives=ALTERNATIVES))
+    def _make_sequence(self, request: Request) -> Sequence:
+        self._reject_if(find_problem(request, vocab_size=self._vocab_size, max_logprobs=MAX_LOGPROBS))
         length, limit = len(request.prompt), self._max_context
         if length >= limit:
-            self._require(
-                f"the prompt has {length} tokens, and prompt and answer together at most {limit}: "
+            self._reject_if(
+                f"the prompt has {length} tokens, but prompt and completion together may have at most {limit}: "
                 "shorten it, or raise task.engine.max_context"
             )
         sequence = Sequence(request, budget=min(request.max_tokens, limit - length))
         pool = self._scheduler.pool
-        if pool.count(sequence.places) > pool.pages:
-            self._require(
-                f"prompt and answer need {sequence.places} tokens of the cache, which holds "
-                f"{pool.pages * pool.page_size}: raise task.engine.cache_tokens, or ask for less than "
+        if pool.pages_for(sequence.cache_tokens) > pool.num_pages:
+            self._reject_if(
+                f"prompt and completion need {sequence.cache_tokens} tokens of KV cache, which holds "
+                f"{pool.num_pages * pool.page_size}: raise task.engine.cache_tokens, or lower "
                 f"max_tokens={request.max_tokens}"
             )
         return sequence
 
     def stats(self) -> dict[str, float]:
-        """Sequences running and waiting, pages in use and cached, tokens written and prompt tokens read so far."""
+        """Return counts of running and waiting sequences, used and cached pages, generated and prefilled tokens."""
         scheduler = self._scheduler
         return {
-            "running": len(scheduler.running) + len(scheduler.reading),
-            "waiting": len(scheduler.waiting) + len(self._arrived),
-            "pages": scheduler.pool.pages,
-            "pages_used": scheduler.pool.used,
-            "pages_kept": scheduler.pool.kept,
-            "tokens_written": self._tokens_drawn,
-            "prompt_tokens_read": self._tokens_read,
+            "running": len(scheduler.running) + len(scheduler.prefilling),
+            "waiting": len(scheduler.waiting) + len(self._submitted),
+            "pages": scheduler.pool.num_pages,
+            "pages_used": scheduler.pool.num_used,
+            "pages_kept": scheduler.pool.num_cached,
+            "tokens_written": self._num_generated,
+            "prompt_tokens_read": self._num_prefilled,
         }
 
     def update_params(self, params: Tree) -> None:
-        """Go on with other weights of the same shapes, from the next step on.
+        """Replace the weights by others of the same shapes, from the next step on.
 
-        Kept beginnings of prompts are forgotten; sequences under way go on over what they have in the cache.
+        The prefix cache is cleared; running sequences continue on their existing KV cache.
         """
-        kept = self._arrangement.keep(params)
-        with self._news:
-            self._require(self._ended)
-            self._new_params = kept
-            self._news.notify_all()
-            self._news.wait_for(lambda: self._new_params is None or self._ended is not None)
-            self._require(self._ended)
+        params = self._layout.keep(params)
+        with self._changed:
+            self._reject_if(self._end_reason)
+            self._new_params = params
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._new_params is None or self._end_reason is not None)
+            self._reject_if(self._end_reason)
 
     def settled(self) -> int:
-        """Waits until no program is being compiled. A number that grew if work since the last call used one that was
-        not the right one, or had one made."""
+        """Wait until nothing is being compiled; return a count that is stable once all needed programs exist.
+
+        It grows whenever a program was compiled or a larger one substituted for the exact one since the last call.
+        """
         return self._programs.settled()
 
     def close(self) -> None:
-        """End the engine's thread; sequences under way end as cancelled."""
-        with self._news:
+        """Stop the engine's thread; unfinished sequences end with finish="cancelled"."""
+        with self._changed:
             self._is_closing = True
-            self._news.notify_all()
+            self._changed.notify_all()
         self._thread.join()
 
-    def _require(self, refusal: str | None) -> None:
-        if refusal is not None:
-            raise RefusedError(refusal)
+    def _reject_if(self, reason: str | None) -> None:
+        if reason is not None:
+            raise RequestRejectedError(reason)
 
     def _run(self) -> None:
-        """Rounds until closed. Whatever goes wrong, every handle hears of it."""
-        reason = ""
+        """Run iterations until closed. After any failure, every handle receives an error."""
+        failure = ""
         try:
-            while self._take_in():
-                self._round()
+            while self._admit():
+                self._step()
         except Exception as error:
-            reason = f"the engine failed: {type(error).__name__}: {error}"
+            failure = f"the engine failed: {type(error).__name__}: {error}"
         finally:
-            with self._news:
-                self._ended = reason or "the engine is closed"
-                left = [*self._scheduler.waiting, *self._scheduler.reading, *self._scheduler.running, *self._arrived]
-                self._news.notify_all()
-            for sequence in left:
-                if reason:
-                    sequence.fail(reason)
+            scheduler = self._scheduler
+            with self._changed:
+                self._end_reason = failure or "the engine is closed"
+                unfinished = [*scheduler.waiting, *scheduler.prefilling, *scheduler.running, *self._submitted]
+                self._changed.notify_all()
+            for sequence in unfinished:
+                if failure:
+                    sequence.fail(failure)
                 else:
                     sequence.cancel()
             self._programs.close()
 
-    def _take_in(self) -> bool:
-        """Wait for something to do; False when there will be nothing any more."""
-        with self._news:
-            self._news.wait_for(
+    def _admit(self) -> bool:
+        """Wait for work, then queue new sequences and swap in new weights; return False if closing."""
+        with self._changed:
+            self._changed.wait_for(
                 lambda: (
-                    self._arrived
-                    or self._under_way
+                    self._submitted
+                    or self._pending
                     or self._new_params is not None
                     or self._is_closing
                     or not self._scheduler.is_idle
                 )
             )
-            for sequence in self._arrived:
+            for sequence in self._submitted:
                 self._scheduler.add(sequence)
-            self._arrived = []
+            self._submitted = []
             if self._new_params is not None:
                 self._params, self._new_params = self._new_params, None
-                self._scheduler.pool.forget()
-                self._news.notify_all()
+                self._scheduler.pool.clear_prefix_cache()
+                self._changed.notify_all()
             return not self._is_closing
 
-    def _round(self) -> None:
-        self._scheduler.clear_cancelled()
-        earlier = len(self._under_way)
-        self._read()
-        self._advance()
-        for _ in range(earlier):
-            self._collect(self._under_way.popleft())
+    def _step(self) -> None:
+        """Dispatch one prefill call and one decode call, then emit the tokens of the previous iteration."""
+        self._scheduler.drop_cancelled()
+        num_earlier = len(self._pending)
+        self._prefill()
+        self._decode()
+        for _ in range(num_earlier):
+            self._emit(self._pending.popleft())
 
-    def _read(self) -> None:
-        """Send parts of prompts; a prompt that is whole with it has its first token drawn."""
-        parts = self._scheduler.next_parts()
-        if not parts:
+    def _prefill(self) -> None:
+        """Dispatch prompt chunks; a prompt that is complete with its chunk gets its first token sampled."""
+        chunks = self._scheduler.next_chunks()
+        if not chunks:
             return
-        needed = self._buckets.of_parts(parts)
-        shape = self._programs.shape_for(needed, eventual=needed)
-        self._scheduler.read(parts)
-        whole = [part.sequence if part.is_last else None for part in parts]
-        for sequence in whole:
-            if sequence is not None and sequence.penalises:
-                self._board = self._programs.note_prompt(self._board, sequence.slot, sequence.request.prompt)
+        needed = self._buckets.prefill_shape(chunks)
+        shape = self._programs.choose_shape(needed, eventual=needed)
+        self._scheduler.mark_prefilled(chunks)
+        completed = [chunk.sequence if chunk.is_last else None for chunk in chunks]
+        for sequence in completed:
+            if sequence is not None and sequence.has_penalty:
+                self._slot_state = self._programs.mark_prompt(self._slot_state, sequence.slot, sequence.request.prompt)
         if rows := self._scheduler.next_rows():
-            self._programs.ahead(self._next_shape(rows), steps_of(rows))
-        self._tokens_read += sum(part.length for part in parts)
-        logits_BV, head_BC = self._forward(shape, prefill_inputs(parts, shape, self._programs.nobody))
-        if any(whole):
-            self._draw(whole, logits_BV, head_BC)
+            self._programs.precompile(self._decode_shape(rows), sampling_features(rows))
+        self._num_prefilled += sum(chunk.length for chunk in chunks)
+        logits_BV, head_BC = self._forward(shape, prefill_inputs(chunks, shape, self._programs.padding_slot))
+        if any(completed):
+            self._sample(completed, logits_BV, head_BC)
 
-    def _advance(self) -> None:
-        """Send a step of every running sequence, or a burst of steps."""
+    def _decode(self) -> None:
+        """Dispatch a decode step of every running sequence, or a multi-step call."""
         rows = self._scheduler.next_rows()
-        if not rows or self._advance_far(rows):
+        if not rows or self._decode_multi(rows):
             return
-        shape = self._next_shape(rows)
-        self._foresee(rows, shape)
-        logits_BV, head_BC = self._forward(shape, decode_inputs(rows, shape, self._programs.nobody))
+        shape = self._decode_shape(rows)
+        self._precompile(rows, shape)
+        logits_BV, head_BC = self._forward(shape, decode_inputs(rows, shape, self._programs.padding_slot))
         for sequence in rows:
-            sequence.computed += 1
-        self._draw(list(rows), logits_BV, head_BC)
+            sequence.num_computed += 1
+        self._sample(list(rows), logits_BV, head_BC)
 
-    def _advance_far(self, rows: list[Sequence]) -> bool:
-        """Send a burst if nobody waits who would have to wait for its end, and most of it is needed."""
-        left = max(sequence.left for sequence in rows)
-        if self._burst == 1 or 2 * left <= self._burst or not self._scheduler.is_settled:
+    def _decode_multi(self, rows: list[Sequence]) -> bool:
+        """Dispatch several decode steps in one call, if no prompt would have to wait and most steps are needed."""
+        remaining = max(sequence.remaining for sequence in rows)
+        if self._multi_steps == 1 or 2 * remaining <= self._multi_steps or not self._scheduler.is_decode_only:
             return False
-        name = self._next_burst(rows, min(left, self._burst))
-        if name is None:
+        key = self._choose_multi_step(rows, min(remaining, self._multi_steps))
+        if key is None:
             return False
-        standing, computed = self._standing, [sequence.computed for sequence in rows]
-        if standing is not None and standing[:3] == (name, rows, computed):
-            plan_BC: np.ndarray | jax.Array = standing.plan_BC
+        resident, num_computed = self._resident, [sequence.num_computed for sequence in rows]
+        if resident is not None and resident[:3] == (key, rows, num_computed):
+            inputs_BC: np.ndarray | jax.Array = resident.inputs_BC
         else:
-            plan_BC = decode_inputs(rows, name.shape, self._programs.nobody)
-        self._cache, self._board, plan_BC, choice = self._programs.burst(
-            name, self._params, self._cache, self._board, plan_BC
+            inputs_BC = decode_inputs(rows, key.shape, self._programs.padding_slot)
+        self._cache, self._slot_state, inputs_BC, sampled = self._programs.decode_multi(
+            key, self._params, self._cache, self._slot_state, inputs_BC
         )
-        counts = [min(name.length, sequence.left) for sequence in rows]
+        counts = [min(key.num_steps, sequence.remaining) for sequence in rows]
         for sequence, count in zip(rows, counts, strict=True):
-            sequence.computed += count
-            sequence.asked += count
-        self._standing = ResidentInputs(name, rows, [sequence.computed for sequence in rows], plan_BC)
-        self._expect(PendingTokens(list(rows), choice, counts))
+            sequence.num_computed += count
+            sequence.num_scheduled += count
+        self._resident = ResidentInputs(key, rows, [sequence.num_computed for sequence in rows], inputs_BC)
+        self._enqueue(PendingTokens(list(rows), sampled, counts))
         return True
 
-    def _next_burst(self, rows: list[Sequence], length: int) -> MultiStepKey | None:
-        """The burst for so many tokens, if there is one by now; the next width of context is compiled before it is
-        needed."""
-        steps, whole = steps_of(rows), self._burst
-        shape = self._buckets.of_rows(rows, later=length - 1, more=0)
-        eventual = MultiStepKey(self._buckets.of_rows(rows, later=whole - 1, more=0), steps, whole)
-        name = self._programs.burst_for(MultiStepKey(shape, steps, length), eventual=eventual)
-        if name is not None:
-            soon = MultiStepKey(self._buckets.of_rows(rows, later=2 * whole, more=0), steps, whole)
-            if soon.shape.pages > name.shape.pages:
-                self._programs.burst_for(soon, eventual=soon)
-        return name
+    def _choose_multi_step(self, rows: list[Sequence], num_steps: int) -> MultiStepKey | None:
+        """Return a compiled multi-step program for `num_steps` steps, or None while it is being compiled.
 
-    def _next_shape(self, rows: list[Sequence]) -> Shape:
-        """The shape in which these rows are advanced: while others come in, rather that of all together."""
-        coming = min(len(self._scheduler.waiting) + len(self._scheduler.reading), self._max_batch - len(rows))
-        needed = self._buckets.of_rows(rows, later=0, more=0)
-        return self._programs.shape_for(needed, eventual=self._buckets.of_rows(rows, later=0, more=coming))
+        The next context bucket is compiled before it is needed.
+        """
+        features, most = sampling_features(rows), self._multi_steps
+        shape = self._buckets.decode_shape(rows, steps_ahead=num_steps - 1, extra_rows=0)
+        eventual_shape = self._buckets.decode_shape(rows, steps_ahead=most - 1, extra_rows=0)
+        key = self._programs.choose_multi_step(
+            MultiStepKey(shape, features, num_steps), eventual=MultiStepKey(eventual_shape, features, most)
+        )
+        if key is not None:
+            next_shape = self._buckets.decode_shape(rows, steps_ahead=2 * most, extra_rows=0)
+            if next_shape.pages > key.shape.pages:
+                next_key = MultiStepKey(next_shape, features, most)
+                self._programs.choose_multi_step(next_key, eventual=next_key)
+        return key
 
-    def _foresee(self, rows: list[Sequence], shape: Shape) -> None:
-        """Compile the next width of context before it is needed."""
-        soon = self._buckets.of_rows(rows, later=FORESIGHT * self._buckets.page_size, more=0)
-        if soon.pages > shape.pages:
-            self._programs.ahead(soon, steps_of(rows))
+    def _decode_shape(self, rows: list[Sequence]) -> Shape:
+        """Return the bucket for decoding these rows; while others are about to join, preferably one for all."""
+        num_joining = len(self._scheduler.waiting) + len(self._scheduler.prefilling)
+        extra_rows = min(num_joining, self._max_batch - len(rows))
+        needed = self._buckets.decode_shape(rows, steps_ahead=0, extra_rows=0)
+        eventual = self._buckets.decode_shape(rows, steps_ahead=0, extra_rows=extra_rows)
+        return self._programs.choose_shape(needed, eventual=eventual)
 
-    def _forward(self, shape: Shape, plan_BC: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Logits of the rows, and how to draw from them."""
-        logits_BV, self._cache, head_BC = self._programs.forward(shape, self._params, self._cache, self._board, plan_BC)
+    def _precompile(self, rows: list[Sequence], shape: Shape) -> None:
+        """Compile the next context bucket before it is needed."""
+        steps_ahead = PRECOMPILE_PAGES * self._buckets.page_size
+        next_shape = self._buckets.decode_shape(rows, steps_ahead=steps_ahead, extra_rows=0)
+        if next_shape.pages > shape.pages:
+            self._programs.precompile(next_shape, sampling_features(rows))
+
+    def _forward(self, shape: Shape, inputs_BC: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """Return the logits of the rows, and the columns of the inputs that sampling needs."""
+        logits_BV, self._cache, head_BC = self._programs.forward(
+            shape, self._params, self._cache, self._slot_state, inputs_BC
+        )
         return logits_BV, head_BC
 
-    def _draw(self, sequences: list[Sequence | None], logits_BV: jax.Array, head_BC: jax.Array) -> None:
-        self._board, choice = self._programs.draw(self._board, logits_BV, head_BC, steps_of(sequences))
+    def _sample(self, sequences: list[Sequence | None], logits_BV: jax.Array, head_BC: jax.Array) -> None:
+        features = sampling_features(sequences)
+        self._slot_state, sampled = self._programs.sample(self._slot_state, logits_BV, head_BC, features)
         for sequence in sequences:
             if sequence is not None:
-                sequence.asked += 1
-        self._expect(PendingTokens(sequences, choice, [1] * len(sequences)))
+                sequence.num_scheduled += 1
+        self._enqueue(PendingTokens(sequences, sampled, [1] * len(sequences)))
 
-    def _expect(self, drawn: PendingTokens) -> None:
-        """Tokens set out for the host as soon as they are drawn, not when it looks for them."""
-        for array in jax.tree.leaves(drawn.choice):
+    def _enqueue(self, pending: PendingTokens) -> None:
+        """Start the copy to the host as soon as the tokens are sampled, not when the host reads them."""
+        for array in jax.tree.leaves(pending.sampled):
             array.copy_to_host_async()
-        self._under_way.append(drawn)
+        self._pending.append(pending)
 
-    def _collect(self, drawn: PendingTokens) -> None:
-        """Wait for tokens that were asked for, and tell their sequences."""
-        choice = jax.tree.map(np.asarray, drawn.choice)
-        if choice.token_B.ndim == 1:
-            choice = jax.tree.map(lambda array: array[None], choice)
-        tokens = choice.token_B.T.tolist()
-        over: list[Sequence] = []
-        for row, (sequence, count) in enumerate(zip(drawn.sequences, drawn.counts, strict=True)):
-            if sequence is None or sequence.is_over:
+    def _emit(self, pending: PendingTokens) -> None:
+        """Wait for sampled tokens, and send them to the handles of their sequences."""
+        sampled = jax.tree.map(np.asarray, pending.sampled)
+        if sampled.token_B.ndim == 1:
+            sampled = jax.tree.map(lambda array: array[None], sampled)
+        tokens = sampled.token_B.T.tolist()
+        finished: list[Sequence] = []
+        for row, (sequence, count) in enumerate(zip(pending.sequences, pending.counts, strict=True)):
+            if sequence is None or sequence.is_finished:
                 continue
-            asked = sequence.request.logprobs
-            logprobs = [] if asked is None else [_logprob(choice, (step, row), asked) for step in range(count)]
-            self._tokens_drawn += sequence.take(
-                tokens[row][:count], logprobs, tokenizer=self._tokenizer, ends=self._ends
+            top = sequence.request.logprobs
+            logprobs = [] if top is None else [_token_logprob(sampled, (step, row), top) for step in range(count)]
+            self._num_generated += sequence.append(
+                tokens[row][:count], logprobs, tokenizer=self._tokenizer, eos=self._eos
             )
-            if sequence.is_over:
-                over.append(sequence)
-        # Nobody who waits for an answer should wait for the books.
-        for sequence in over:
-            self._scheduler.leave(sequence)
+            if sequence.is_finished:
+                finished.append(sequence)
+        # Free slots after all deltas are sent: bookkeeping must not delay clients.
+        for sequence in finished:
+            self._scheduler.release(sequence)
 
 
-def _logprob(choice: SampledTokens, place: tuple[int, int], alternatives: int) -> TokenLogprob:
-    assert choice.logprob_B is not None
-    assert choice.alternatives_BA is not None and choice.alternative_logprobs_BA is not None
-    tokens, logprobs = choice.alternatives_BA[place], choice.alternative_logprobs_BA[place]
-    pairs = zip(tokens[:alternatives], logprobs[:alternatives], strict=True)
-    listed = tuple((int(token), float(logprob)) for token, logprob in pairs)
-    return TokenLogprob(int(choice.token_B[place]), float(choice.logprob_B[place]), listed)
+def _token_logprob(sampled: SampledTokens, index: tuple[int, int], num_alternatives: int) -> TokenLogprob:
+    """Return the log-probabilities of the token at (step, row)."""
+    assert sampled.logprob_B is not None
+    assert sampled.alternatives_BA is not None and sampled.alternative_logprobs_BA is not None
+    tokens, logprobs = sampled.alternatives_BA[index], sampled.alternative_logprobs_BA[index]
+    pairs = zip(tokens[:num_alternatives], logprobs[:num_alternatives], strict=True)
+    alternatives = tuple((int(token), float(logprob)) for token, logprob in pairs)
+    return TokenLogprob(int(sampled.token_B[index]), float(sampled.logprob_B[index]), alternatives)

@@ -1,4 +1,4 @@
-"""Answers a file of prompts: many at a time, each answer on disk as soon as it is there, and none twice."""
+"""Offline decoding: completes a file of prompts, many at a time, each written once and as soon as it finishes."""
 
 import dataclasses
 import queue
@@ -8,150 +8,193 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from maxhydra.config import ConfigError, Problem
+from omegaconf import OmegaConf
+
+from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.migrations import original_names
 from maxhydra.config.schema.tasks.decode import DecodeTask
+from maxhydra.convert.orbax_io import steps_in
+from maxhydra.decode.checkpoint_check import model_values
 from maxhydra.decode.client import PromptClient
-from maxhydra.decode.offline_files import REFUSED, AnswerFile, Record, read_records
+from maxhydra.decode.offline_files import REJECTED, OutputFile, Record, fingerprint, read_records
 from maxhydra.decode.progress import Progress, open_progress
 from maxhydra.decode.prompts import PromptError
-from maxhydra.decode.request import Completion, Delta, Handle, RefusedError, TokenLogprob
+from maxhydra.decode.request import Completion, Delta, Handle, RequestRejectedError, TokenLogprob
 
-# Sequences asked for beyond those that the engine decodes at a time, so that it never waits for this thread.
-AHEAD = 2
+# Submitted sequences per batch slot of the engine, so that it never waits for this thread.
+QUEUE_FACTOR = 2
 REFRESH_SECONDS = 0.5
+# Model settings that do not change completions. Narrower than convert's FREE: context_length and expert capacity fit
+# the same weights but change completions. The list determines the `settings` value in existing output files.
+UNUSED_IN_COMPLETIONS = (
+    "model.path",
+    "model.remat",
+    "model.dropout",
+    "model.init_scale",
+    "model.scan_unroll",
+    "model.kernels",
+    "model.dtypes",
+)
 
 
 class BatchFailedError(Exception):
-    """The engine failed; what was answered before is in the file."""
+    """The engine failed; completions that finished before are in the file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchStats:
-    """What became of a file's prompts."""
+    """Result of decoding a file."""
 
-    answered: int
-    refused: int
-    """Those of earlier commands too."""
+    completed: int
+    rejected: int
+    """Including those of earlier commands."""
     tokens: int
     seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asked:
-    """A sample of a record under way."""
+class _Sample:
+    """A submitted sample of a record."""
 
     record: Record
-    sample: int
+    number: int
     prompt_tokens: int
     deltas: list[Delta] = dataclasses.field(default_factory=list)
 
 
-class Batch:
-    """The run through one file. One thread submits and writes; the engine's thread only leaves news in a queue."""
+class OfflineBatch:
+    """Decodes one file. One thread submits and writes; the engine's thread only puts deltas into a queue."""
 
-    def __init__(self, asker: PromptClient, answers: AnswerFile, *, records: int):
-        self._asker, self._answers = asker, answers
-        self._total = records * asker.task.samples
-        self._news: queue.SimpleQueue[tuple[_Asked, Delta]] = queue.SimpleQueue()
-        self._under_way: dict[tuple[int, int], Handle] = {}
-        self._tokens = 0
+    def __init__(self, client: PromptClient, output: OutputFile, *, records: int):
+        self._client, self._output = client, output
+        self._total = records * client.task.samples
+        self._deltas: queue.SimpleQueue[tuple[_Sample, Delta]] = queue.SimpleQueue()
+        self._in_flight: dict[tuple[int, int], Handle] = {}
+        self._num_tokens = 0
 
     def run(self) -> BatchStats:
-        """Answer all that is left."""
-        task = self._asker.task
-        began, before = time.monotonic(), self._answers.count
-        left = self._left(task)
-        window = AHEAD * task.engine.max_batch
-        with open_progress(task.progress, total=self._total, start=before, verb="answered") as progress:
+        """Complete everything that is missing in the output file."""
+        task = self._client.task
+        began, before = time.monotonic(), self._output.count
+        missing = self._missing_samples(task)
+        window = QUEUE_FACTOR * task.engine.max_batch
+        with open_progress(task.progress, total=self._total, start=before, verb="completed") as progress:
             try:
-                while self._fill(left, window) or self._under_way:
-                    self._write(self._finished(progress))
-                    progress.update(self._answers.count, self._tokens)
+                while self._fill_window(missing, window) or self._in_flight:
+                    self._write(self._wait_for_finished(progress))
+                    progress.update(self._output.count, self._num_tokens)
             finally:
-                for handle in self._under_way.values():
+                for handle in self._in_flight.values():
                     handle.cancel()
-        answered = self._answers.count - before
-        return BatchStats(answered, self._answers.refused, self._tokens, time.monotonic() - began)
+        completed = self._output.count - before
+        return BatchStats(completed, self._output.num_rejected, self._num_tokens, time.monotonic() - began)
 
-    def _left(self, task: DecodeTask) -> Iterator[tuple[Record, int]]:
+    def _missing_samples(self, task: DecodeTask) -> Iterator[tuple[Record, int]]:
         assert task.input is not None
         for record in read_records(Path(task.input).expanduser(), task.sampling):
-            for sample in self._answers.left(record, task.samples):
-                yield record, sample
+            for number in self._output.missing_samples(record, task.samples):
+                yield record, number
 
-    def _fill(self, left: Iterator[tuple[Record, int]], window: int) -> bool:
-        """Ask until the window is full; whether anything was asked or refused."""
-        moved = False
-        while len(self._under_way) < window and (item := next(left, None)) is not None:
+    def _fill_window(self, missing: Iterator[tuple[Record, int]], window: int) -> bool:
+        """Submit until `window` samples are in flight; return True if any was submitted or rejected."""
+        has_progress = False
+        while len(self._in_flight) < window and (item := next(missing, None)) is not None:
             self._submit(*item)
-            moved = True
-        return moved
+            has_progress = True
+        return has_progress
 
-    def _submit(self, record: Record, sample: int) -> None:
-        asker = self._asker
+    def _submit(self, record: Record, number: int) -> None:
+        client = self._client
         try:
             is_text = isinstance(record.prompt, str)
-            ids = asker.encode(record.prompt) if is_text else asker.encode_messages(record.prompt)  # type: ignore[arg-type]
-            request = asker.requests(ids, record.sampling, number=record.index)[sample]
-            handle = asker.engine.submit(request)
-        except (PromptError, RefusedError) as error:
-            # One prompt that is too long must not cost the night: it is answered by the reason.
-            self._answers.add([(record, sample, {"text": "", "tokens": 0, "finish": REFUSED, "error": str(error)})])
+            ids = client.encode(record.prompt) if is_text else client.encode_messages(record.prompt)  # type: ignore[arg-type]
+            request = client.requests(ids, record.sampling, number=record.index)[number]
+            handle = client.engine.submit(request)
+        except (PromptError, RequestRejectedError) as error:
+            # One prompt that is too long must not stop a long job: its output line holds the reason.
+            self._output.add([(record, number, {"text": "", "tokens": 0, "finish": REJECTED, "error": str(error)})])
             return
         except ConfigError as error:
             problem = error.problems[0]
-            raise ConfigError(dataclasses.replace(problem, source=f"{asker.task.input}:{record.line}")) from None
-        asked = _Asked(record, sample, len(ids))
-        self._under_way[record.index, sample] = handle
-        handle.listen(partial(self._note, asked))
+            raise ConfigError(dataclasses.replace(problem, source=f"{client.task.input}:{record.line}")) from None
+        sample = _Sample(record, number, len(ids))
+        self._in_flight[record.index, number] = handle
+        handle.listen(partial(self._enqueue, sample))
 
-    def _note(self, asked: _Asked, delta: Delta) -> None:
-        """In the engine's thread."""
-        self._news.put((asked, delta))
+    def _enqueue(self, sample: _Sample, delta: Delta) -> None:
+        """Run in the engine's thread."""
+        self._deltas.put((sample, delta))
 
-    def _finished(self, progress: Progress) -> list[_Asked]:
-        """Wait for the next sequence to end, and take all that have."""
-        ended: list[_Asked] = []
-        while self._under_way and not (ended and self._news.empty()):
+    def _wait_for_finished(self, progress: Progress) -> list[_Sample]:
+        """Wait until a sequence finishes, and return all that have."""
+        finished: list[_Sample] = []
+        while self._in_flight and not (finished and self._deltas.empty()):
             try:
-                asked, delta = self._news.get(timeout=REFRESH_SECONDS)
+                sample, delta = self._deltas.get(timeout=REFRESH_SECONDS)
             except queue.Empty:
-                progress.update(self._answers.count, self._tokens)
+                progress.update(self._output.count, self._num_tokens)
                 continue
-            asked.deltas.append(delta)
-            self._tokens += len(delta.tokens)
+            sample.deltas.append(delta)
+            self._num_tokens += len(delta.tokens)
             if delta.finish in ("error", "cancelled"):
-                self._write(ended)
+                self._write(finished)
                 raise BatchFailedError(delta.error or "the engine was closed")
             if delta.finish is not None:
-                del self._under_way[asked.record.index, asked.sample]
-                ended.append(asked)
-        return ended
+                del self._in_flight[sample.record.index, sample.number]
+                finished.append(sample)
+        return finished
 
-    def _write(self, ended: list[_Asked]) -> None:
-        if ended:
-            self._answers.add([(asked.record, asked.sample, self._answer(asked)) for asked in ended])
+    def _write(self, samples: list[_Sample]) -> None:
+        if samples:
+            self._output.add([(sample.record, sample.number, self._to_json(sample)) for sample in samples])
 
-    def _answer(self, asked: _Asked) -> Mapping[str, Any]:
-        whole = Completion.of(asked.deltas)
-        answer = {
-            "text": whole.text,
-            "prompt_tokens": asked.prompt_tokens,
-            "tokens": len(whole.tokens),
-            "finish": whole.finish,
+    def _to_json(self, sample: _Sample) -> Mapping[str, Any]:
+        completion = Completion.from_deltas(sample.deltas)
+        values: dict[str, Any] = {
+            "text": completion.text,
+            "prompt_tokens": sample.prompt_tokens,
+            "tokens": len(completion.tokens),
+            "finish": completion.finish,
         }
-        if self._asker.task.logprobs is not None:
-            answer["logprobs"] = [self._logprob(token) for token in whole.logprobs]
-        return answer
+        if self._client.task.logprobs is not None:
+            values["logprobs"] = [self._logprob_to_json(entry) for entry in completion.logprobs]
+        return values
 
-    def _logprob(self, drawn: TokenLogprob) -> dict[str, Any]:
-        text = self._asker.prompts.token_text
-        others = [{"token": id, "text": text(id), "logprob": value} for id, value in drawn.alternatives]
-        return {"token": drawn.token, "text": text(drawn.token), "logprob": drawn.logprob, "alternatives": others}
+    def _logprob_to_json(self, entry: TokenLogprob) -> dict[str, Any]:
+        text = self._client.prompts.token_text
+        others = [{"token": id, "text": text(id), "logprob": value} for id, value in entry.alternatives]
+        return {"token": entry.token, "text": text(entry.token), "logprob": entry.logprob, "alternatives": others}
 
 
-def require_apart(task: DecodeTask) -> None:
-    """Answers added to the file of prompts would be read as prompts."""
+def check_distinct_files(task: DecodeTask) -> None:
+    """Reject task.output equal to task.input: appended completions would be read as prompts."""
     assert task.input is not None and task.output is not None
     if Path(task.input).expanduser().resolve() == Path(task.output).expanduser().resolve():
-        raise ConfigError(Problem("task.output", "is task.input", value=task.output, accepted="another file"))
+        reason = "is the same file as task.input"
+        raise ConfigError(Problem("task.output", reason, value=task.output, accepted="a different file"))
+
+
+def settings_fingerprint(config: Config) -> str:
+    """Return a short hash of everything except the prompt that a completion depends on."""
+    task, source = config.task, config.checkpoint.load_parameters
+    assert isinstance(task, DecodeTask)
+    model = {key: value for key, value in model_values(config).items() if not key.startswith(UNUSED_IN_COMPLETIONS)}
+    settings = {
+        **model,
+        "weights": source,
+        **_latest_step(source),
+        "template": config.data.tokenizer.chat_template,
+        "compute": config.model.dtypes.compute,
+        "quantization": OmegaConf.to_container(OmegaConf.structured(config.quantization)),
+        "cache": task.engine.cache_dtype,
+        "sampling": OmegaConf.to_container(OmegaConf.structured(task.sampling)),
+        "chat": [task.chat, task.system, task.samples, task.logprobs, config.run.seed],
+    }
+    return fingerprint(original_names(settings))
+
+
+def _latest_step(source: str | None) -> dict[str, int]:
+    """Return the latest checkpoint step if the source is a run, which may be resumed between two commands."""
+    root = Path(source or "").expanduser()
+    steps = source and (steps_in(root / "checkpoints") or steps_in(root))
+    return {"step": steps[-1]} if steps else {}

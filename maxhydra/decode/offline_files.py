@@ -1,5 +1,8 @@
-"""Files of prompts and of answers, JSON Lines both: checked before anything is loaded, written so that a kill at any
-moment loses no answer and repeats none."""
+"""Input and output files of offline decoding, both JSON Lines.
+
+Inputs are checked before any weights are loaded. Outputs are appended such that a kill at any moment neither loses nor
+repeats a completion.
+"""
 
 import dataclasses
 import fcntl
@@ -14,139 +17,150 @@ from typing import Any, Self
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.fields import fields
 from maxhydra.config.schema.decode import Sampling
-from maxhydra.decode.sampling_params import SettingError, adjusted
+from maxhydra.decode.sampling_params import SettingError, with_overrides
 from maxhydra.record.atomic_io import to_json
 
-ASKED = ("prompt", "messages")
-DECIDING = ("prompt", "messages", "sampling")
-# What an answer says of its own; a record that has such a key too could not be told apart.
-ANSWERED = ("index", "sample", "text", "prompt_tokens", "tokens", "finish", "error", "logprobs", "settings")
-# How an answer ends that was not to be had.
-REFUSED = "refused"
-SHOWN = 5
+PROMPT_KEYS = ("prompt", "messages")
+# Keys of a record that determine its completions.
+REQUEST_KEYS = ("prompt", "messages", "sampling")
+# Keys that an output line adds; a record that has one of them too would be ambiguous.
+OUTPUT_KEYS = ("index", "sample", "text", "prompt_tokens", "tokens", "finish", "error", "logprobs", "settings")
+# Value of `finish` for prompts that the engine rejected.
+REJECTED = "refused"
+MAX_PROBLEMS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One line of the input: its number among the records, the prompt, its settings, and what else it says."""
+    """One record of the input file."""
 
     index: int
     line: int
     prompt: str | list[Any]
     """Text, or messages."""
     sampling: Sampling
-    own: Mapping[str, Any]
-    """Those of the settings that the record itself gives."""
-    rest: Mapping[str, Any]
-    """The id and any other keys, which are copied to the answer."""
+    overrides: Mapping[str, Any]
+    """Sampling parameters that the record itself sets."""
+    extra: Mapping[str, Any]
+    """The id and any other keys, which are copied to the output."""
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """What decides the answer, and stands in it again."""
+    def request(self) -> dict[str, Any]:
+        """The keys that determine the completion, which are repeated in the output."""
         prompt = {"prompt" if isinstance(self.prompt, str) else "messages": self.prompt}
-        return {**prompt, "sampling": self.own} if self.own else prompt
+        return {**prompt, "sampling": self.overrides} if self.overrides else prompt
 
 
 def read_records(path: Path, sampling: Sampling) -> Iterator[Record]:
-    """The records of a file, in order; ConfigError at one that cannot be used."""
+    """Yield the records of a file in order; ConfigError at an invalid one."""
     index = 0
     with path.open("rb") as file:
         for line, content in enumerate(file, start=1):
             if content.strip():
                 try:
-                    yield _record(content, index, line, sampling)
+                    yield _parse_record(content, index, line, sampling)
                 except (ValueError, RecursionError) as error:
                     raise ConfigError(Problem("task.input", f"line {line}: {error}", value=str(path))) from None
                 index += 1
 
 
 def check_records(path: Path, sampling: Sampling) -> int:
-    """How many records a file has; all that is wrong with it at once, or the first of it."""
+    """Return the number of records in a file; ConfigError lists up to MAX_PROBLEMS invalid ones."""
     if not path.is_file():
-        raise ConfigError(Problem("task.input", "is no file", value=str(path), accepted="a JSON Lines file"))
+        reason = "does not exist or is not a file"
+        raise ConfigError(Problem("task.input", reason, value=str(path), accepted="a JSON Lines file"))
     problems, index, ids = [], 0, set()
     with path.open("rb") as file:
         for line, content in enumerate(file, start=1):
             if not content.strip():
                 continue
             try:
-                record = _record(content, index, line, sampling)
-                if "id" in record.rest and record.rest["id"] in ids:
-                    raise ValueError(f"id {record.rest['id']!r} stands twice in the file")
-                ids.add(record.rest.get("id"))
+                record = _parse_record(content, index, line, sampling)
+                if "id" in record.extra and record.extra["id"] in ids:
+                    raise ValueError(f"id {record.extra['id']!r} occurs twice in the file")
+                ids.add(record.extra.get("id"))
             except (ValueError, RecursionError) as error:
                 problems.append(Problem("task.input", f"line {line}: {error}", value=str(path)))
             index += 1
-            if len(problems) == SHOWN:
+            if len(problems) == MAX_PROBLEMS:
                 break
     if problems:
         raise ConfigError(problems)
     if not index:
-        raise ConfigError(Problem("task.input", "holds no record", value=str(path)))
+        raise ConfigError(Problem("task.input", "contains no records", value=str(path)))
     return index
 
 
-def _record(content: bytes, index: int, line: int, sampling: Sampling) -> Record:
+def _parse_record(content: bytes, index: int, line: int, sampling: Sampling) -> Record:
     values = json.loads(content.decode("utf-8-sig" if line == 1 else "utf-8"))
     if not isinstance(values, dict):
-        raise ValueError(f"is no object but {type(values).__name__}")
-    # Half a character, which JSON can write and UTF-8 cannot.
+        raise ValueError(f"is not a JSON object but {type(values).__name__}")
+    # Raises for lone surrogates, which JSON can contain and UTF-8 cannot encode.
     to_json(values).encode()
-    given = [name for name in ASKED if values.get(name) is not None]
-    if len(given) != 1:
-        raise ValueError(f"has {' and '.join(given) or 'neither prompt nor messages'}; one of prompt and messages")
-    prompt = values[given[0]]
-    if not isinstance(prompt, str if given[0] == "prompt" else list):
-        raise ValueError(f"{given[0]} is {'no text' if given[0] == 'prompt' else 'no list'}")
-    if not prompt:
-        raise ValueError(f"{given[0]} is empty")
-    if given[0] == "messages" and not all(isinstance(message, dict) for message in prompt):
-        raise ValueError("messages holds something that is no object")
-    changes = values.get("sampling") or {}
-    if not isinstance(changes, dict):
-        raise ValueError("sampling is no object")
-    rest = {key: value for key, value in values.items() if key not in DECIDING}
-    if not isinstance(rest.get("id", ""), (str, int)):
-        raise ValueError("id is neither text nor an integer")
-    for key in rest:
-        if key in ANSWERED:
-            raise ValueError(f"has the key {key}, which the answer has too; give it another name")
+    prompt = _parse_prompt(values)
+    overrides = values.get("sampling") or {}
+    if not isinstance(overrides, dict):
+        raise ValueError("sampling is not a JSON object")
+    extra = {key: value for key, value in values.items() if key not in REQUEST_KEYS}
+    if not isinstance(extra.get("id", ""), (str, int)):
+        raise ValueError("id is neither a string nor an integer")
+    for key in extra:
+        if key in OUTPUT_KEYS:
+            raise ValueError(f"has the key {key}, which is reserved for the output; rename it")
         if key in fields(Sampling):
-            raise ValueError(f'has the key {key}; settings of a record go into "sampling": {{...}}')
+            raise ValueError(f'has the key {key}; put sampling parameters of a record into "sampling": {{...}}')
     try:
-        return Record(index, line, prompt, adjusted(sampling, changes), changes, rest)
+        return Record(index, line, prompt, with_overrides(sampling, overrides), overrides, extra)
     except SettingError as error:
         raise ValueError(f"sampling.{error}") from None
 
 
-class AnswerFile:
-    """The answers so far, and room for more; within `with` no other process can add to it.
+def _parse_prompt(values: Mapping[str, Any]) -> str | list[Any]:
+    """Return the text or the messages of a record, which must have exactly one of the two."""
+    given = [name for name in PROMPT_KEYS if values.get(name) is not None]
+    if len(given) != 1:
+        raise ValueError(
+            f"has {' and '.join(given) or 'neither prompt nor messages'}; set exactly one of prompt and messages"
+        )
+    prompt: str | list[Any] = values[given[0]]
+    if not isinstance(prompt, str if given[0] == "prompt" else list):
+        raise ValueError(f"{given[0]} is not {'a string' if given[0] == 'prompt' else 'a list'}")
+    if not prompt:
+        raise ValueError(f"{given[0]} is empty")
+    if given[0] == "messages" and not all(isinstance(message, dict) for message in prompt):
+        raise ValueError("messages contains an item that is not a JSON object")
+    return prompt
 
-    `settings` stands for everything that an answer depends on besides its record: answers under other settings are not
-    mixed into one file.
+
+class OutputFile:
+    """Completions on disk; inside `with`, it is locked against other processes.
+
+    `settings` is a hash of everything except the record that a completion depends on: completions with different
+    settings are not mixed in one file.
     """
 
     def __init__(self, path: Path, *, settings: str):
         self._path, self._settings = path, settings
-        self._answered: dict[int, tuple[str, set[int]]] = {}
+        self._samples: dict[int, tuple[str, set[int]]] = {}
+        """Record index -> digest of its request, and its completed samples."""
         self.count = 0
-        """Answers in the file; asked for at every one of them, so not to be added up each time."""
-        self.refused = 0
-        """Those that only say why there is none."""
+        """Completions in the file; a counter, since it is read after every completion."""
+        self.num_rejected = 0
+        """Lines that only give the reason for a rejection."""
 
     def __enter__(self) -> Self:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a+b")
         except OSError as error:
-            raise self._wrong(f"cannot be written: {error.strerror}") from None
+            raise self._error(f"cannot be written: {error.strerror}") from None
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            raise self._wrong("is being written by another process", hint="wait for it") from None
+            raise self._error("is being written by another process", hint="wait until it has finished") from None
         except OSError:
-            # A file system without locks: go on unprotected, as any program there does.
+            # The file system has no locks: continue without one.
             pass
         try:
             self._read()
@@ -158,64 +172,64 @@ class AnswerFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._file.close()
 
-    def left(self, record: Record, samples: int) -> list[int]:
-        """The samples of a record that are still to be answered."""
-        digest, answered = self._answered.get(record.index, (_digest(record.asked), set()))
-        if digest != _digest(record.asked):
-            reason = f"answers another prompt or sampling for record {record.index} than line {record.line}"
-            raise self._wrong(f"{reason} of task.input asks")
-        return [sample for sample in range(samples) if sample not in answered]
+    def missing_samples(self, record: Record, samples: int) -> list[int]:
+        """Return the samples of a record that are not in the file."""
+        digest, completed = self._samples.get(record.index, (_digest(record.request), set()))
+        if digest != _digest(record.request):
+            reason = f"has a completion of record {record.index} for a different prompt or sampling than line"
+            raise self._error(f"{reason} {record.line} of task.input")
+        return [sample for sample in range(samples) if sample not in completed]
 
-    def missing(self, records: Iterable[Record], samples: int) -> int:
-        """How many samples of all the records are still to be answered; ConfigError if the answers are to others."""
-        missing = [len(self.left(record, samples)) for record in records]
-        if (last := max(self._answered, default=0)) >= len(missing):
-            raise self._wrong(f"answers record {last}, and task.input ends with record {len(missing) - 1}")
+    def count_missing(self, records: Iterable[Record], samples: int) -> int:
+        """Return how many samples are not in the file; ConfigError if it belongs to other records."""
+        missing = [len(self.missing_samples(record, samples)) for record in records]
+        if (last := max(self._samples, default=0)) >= len(missing):
+            raise self._error(f"has a completion of record {last}, but task.input ends with record {len(missing) - 1}")
         return sum(missing)
 
-    def add(self, answers: Iterable[tuple[Record, int, Mapping[str, Any]]]) -> None:
-        """Add answers (record, sample, what was answered): on disk when this returns."""
+    def add(self, completions: Iterable[tuple[Record, int, Mapping[str, Any]]]) -> None:
+        """Append completions (record, sample, values); they are on disk when this returns."""
         lines = []
-        for record, sample, answered in answers:
-            own = {"index": record.index, "sample": sample}
-            lines.append(to_json({**own, **record.rest, **record.asked, **answered, "settings": self._settings}))
-            self._note(record.index, record.asked, sample, answered["finish"])
+        for record, sample, values in completions:
+            position = {"index": record.index, "sample": sample}
+            lines.append(to_json({**position, **record.extra, **record.request, **values, "settings": self._settings}))
+            self._count(record.index, record.request, sample, values["finish"])
         self._file.write("".join(f"{line}\n" for line in lines).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def _read(self) -> None:
-        """Learn what is answered, and cut off a line that a kill left unfinished."""
+        """Read existing completions, and truncate an incomplete last line that a kill left."""
         self._file.seek(0)
-        whole = 0
+        size = 0
         for line, content in enumerate(self._file, start=1):
             if not content.endswith(b"\n"):
                 break
             try:
-                answer = json.loads(content)
-                settings = answer["settings"]
-                asked = {name: answer[name] for name in DECIDING if name in answer}
-                self._note(answer["index"], asked, answer["sample"], answer["finish"])
+                values = json.loads(content)
+                settings = values["settings"]
+                request = {name: values[name] for name in REQUEST_KEYS if name in values}
+                self._count(values["index"], request, values["sample"], values["finish"])
             except (ValueError, KeyError, TypeError) as error:
-                raise self._wrong(f"line {line} is no answer of task=decode: {error!r}") from None
+                raise self._error(f"line {line} is not an output of task=decode: {error!r}") from None
             if settings != self._settings:
-                raise self._wrong(f"line {line} was answered by another model or with other settings")
-            whole += len(content)
-        self._file.truncate(whole)
+                raise self._error(f"line {line} was generated by a different model or with other settings")
+            size += len(content)
+        self._file.truncate(size)
 
-    def _note(self, index: int, asked: Mapping[str, Any], sample: int, finish: str) -> None:
-        samples = self._answered.setdefault(index, (_digest(asked), set()))[1]
+    def _count(self, index: int, request: Mapping[str, Any], sample: int, finish: str) -> None:
+        samples = self._samples.setdefault(index, (_digest(request), set()))[1]
         if sample not in samples:
             samples.add(sample)
             self.count += 1
-            self.refused += finish == REFUSED
+            self.num_rejected += finish == REJECTED
 
-    def _wrong(self, reason: str, *, hint: str = "choose another file, or move this one away") -> ConfigError:
+    def _error(self, reason: str, *, hint: str = "choose another file, or move this one away") -> ConfigError:
         return ConfigError(Problem("task.output", reason, value=str(self._path), hint=hint))
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
-    """A short name for settings, the same in every process."""
+    """Return a short hash of settings, the same in every process."""
     return _digest(settings)[:12]
 
 

@@ -1,6 +1,6 @@
-"""Opens what answers: the tokenizer first, then the weights on the mesh, then the engine over both.
+"""Opens an engine: the tokenizer first, then the weights on the mesh, then the engine itself.
 
-A mistake shows as early as it can: the tokenizer takes a second, the weights minutes.
+This order reports mistakes early: the tokenizer takes a second to load, the weights take minutes.
 """
 
 import logging
@@ -23,41 +23,43 @@ log = logging.getLogger("maxhydra")
 
 
 def open_prompts(config: Config, *, processes: int) -> PromptEncoder:
-    """The tokenizer, after all that can be said without weights."""
-    check_start(config, processes=processes)
+    """Check everything that needs no weights, then load the tokenizer."""
+    check_weights_source(config, processes=processes)
     return PromptEncoder(config.data, vocab_size=config.model.vocab_size)
 
 
-def check_start(config: Config, *, processes: int) -> None:
-    """ConfigError where there are no weights to answer with, or those of another model."""
+def check_weights_source(config: Config, *, processes: int) -> None:
+    """Raise ConfigError if no weights are configured, or if they belong to a different model."""
     if processes > 1:
-        reason = "decodes in one process, which may have many devices"
-        raise ConfigError(Problem("task.name", reason, value=config.task.name, hint=f"{processes} were started"))
+        reason = "runs in a single process, which may use many devices"
+        raise ConfigError(
+            Problem("task.name", reason, value=config.task.name, hint=f"{processes} processes were started")
+        )
     if config.checkpoint.load_parameters is None:
         accepted = "a run or checkpoint folder, a Hugging Face folder, a .gguf file, or package:NAME"
-        reason = f"is needed: task={config.task.name} answers with weights that were trained before"
+        reason = f"is required: task={config.task.name} needs trained weights"
         raise ConfigError(Problem("checkpoint.load_parameters", reason, value=None, accepted=accepted))
     check_origin(config, config.checkpoint.load_parameters)
 
 
 def weight_formats(config: Config) -> Quantization:
-    """In which formats weights are kept: as the config says, or as the checkpoint that it names holds them."""
-    asked = config.quantization
-    if wrong := sorted(kind.value for kind in asked.kinds if kind in TO_TRAIN):
+    """Return the storage format of the weights: as configured, otherwise as stored in the checkpoint."""
+    quantization = config.quantization
+    if training_kinds := sorted(kind.value for kind in quantization.kinds if kind in TO_TRAIN):
         accepted = ", ".join(kind.value for kind in TO_KEEP)
-        hint = "leave quantization out for plain weights, or for those of a checkpoint as it holds them"
-        reason = f"is a way to train, not to decode ({', '.join(wrong)})"
-        raise ConfigError(Problem("quantization.kind", reason, value=asked.kind, accepted=accepted, hint=hint))
+        hint = "remove quantization to use the format of the checkpoint"
+        reason = f"is only supported for training ({', '.join(training_kinds)})"
+        raise ConfigError(Problem("quantization.kind", reason, value=quantization.kind, accepted=accepted, hint=hint))
     source = config.checkpoint.load_parameters
     stored = None if source is None else stored_format("checkpoint.load_parameters", source)
-    if stored is None or asked.kinds:
-        return asked
-    log.info("%s holds weights in %s, which stay as they are", source, stored.kind.value)
+    if stored is None or quantization.kinds:
+        return quantization
+    log.info("%s is quantized to %s; the weights are used in that format", source, stored.kind.value)
     return stored
 
 
 def plan_weights(config: Config) -> tuple[ModelDef, Sharder]:
-    """The model as its weights are kept, and how they lie on the mesh."""
+    """Build the model with quantized weights if configured, and the sharder of its mesh."""
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
     decoder = model.build(config.model, quantization=weight_formats(config))
     sharder.check(decoder.axes, decoder.shapes)
@@ -65,10 +67,9 @@ def plan_weights(config: Config) -> tuple[ModelDef, Sharder]:
 
 
 def loaded(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:
-    """The weights that the config names.
+    """Load the weights of checkpoint.load_parameters.
 
-    They are kept in the format of the computation, into which every product would turn them anyway, or in fewer bits
-    where the config says so.
+    They are stored in the compute dtype, to which every matmul would cast them anyway, or quantized if configured.
     """
     assert config.checkpoint.load_parameters is not None
     return load_weights(

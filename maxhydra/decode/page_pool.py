@@ -1,8 +1,8 @@
-"""Who has which page of the cache, and which pages hold beginnings of prompts that may come again.
+"""Page allocation and prefix cache of the paged KV cache.
 
-Pages of whole prompts form chains: a page is known by the page before it and its own tokens, all of which are compared,
-so that no two texts can be taken for one another. A page that nobody uses stays known until it is needed, the least
-recently used first, and within a chain the last first.
+Full pages form chains: a page is identified by the page before it and its own tokens, all of which are compared, so
+that two different texts can never be confused, as they could be with hashes. An unused page stays in the prefix cache
+until its memory is needed: least recently used first, and the end of a chain before its beginning.
 """
 
 import dataclasses
@@ -10,131 +10,145 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 Key = tuple[int, tuple[int, ...]]
+"""Id of the preceding page in the chain (0: none), and the tokens of the page."""
 
 
 @dataclasses.dataclass(slots=True)
 class PageLease:
-    """A sequence's pages."""
+    """The pages of one sequence."""
 
     pages: list[int]
-    """In the order of the tokens; enough for all that the sequence may come to hold."""
-    shared: int
-    """Leading pages that were there already, with their tokens."""
-    link: int
-    """Name of the last page that is part of a chain."""
-    chained: int
-    """Leading pages that are part of a chain."""
-    era: int
+    """In token order; enough for everything that the sequence may come to hold."""
+    num_shared: int
+    """Leading pages that came from the prefix cache."""
+    parent: int
+    """Chain id of the last published page."""
+    num_published: int
+    """Leading pages that are in the prefix cache."""
+    generation: int
+    """Generation of the prefix cache in which the lease began."""
 
 
 class PagePool:
-    """Hands out pages, and finds those that hold the beginning of a prompt."""
+    """Allocates pages, and finds those that hold the prefix of a prompt."""
 
-    def __init__(self, pages: int, page_size: int, *, remembers: bool):
+    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool):
         self.page_size = page_size
-        self.pages = pages
-        self._remembers = remembers
-        self._free = list(reversed(range(pages)))
-        self._users = [0] * pages
-        self._known: dict[Key, tuple[int, int]] = {}
+        self.num_pages = num_pages
+        self._prefix_cache = prefix_cache
+        self._free = list(reversed(range(num_pages)))
+        self._ref_counts = [0] * num_pages
+        self._cached: dict[Key, tuple[int, int]] = {}
+        """Key -> page and its chain id."""
         self._key_of: dict[int, Key] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        self._links = 0
-        self._era = 0
+        self._unused: OrderedDict[int, None] = OrderedDict()
+        """Cached pages without a user, least recently used first."""
+        self._last_id = 0
+        self._generation = 0
 
     @property
-    def used(self) -> int:
-        """Pages that sequences hold."""
-        return self.pages - len(self._free) - len(self._idle)
+    def num_used(self) -> int:
+        """Pages held by sequences."""
+        return self.num_pages - len(self._free) - len(self._unused)
 
     @property
-    def kept(self) -> int:
-        """Pages that nobody holds, and that are known."""
-        return len(self._idle)
+    def num_cached(self) -> int:
+        """Pages that are only held by the prefix cache."""
+        return len(self._unused)
 
-    def count(self, tokens: int) -> int:
-        """Pages that hold so many tokens."""
+    def pages_for(self, tokens: int) -> int:
+        """Return the number of pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
-    def next_key(self, prompt: Sequence[int]) -> Key | None:
-        """The first page of a prompt that is not known yet; None where there is none that could be."""
-        found, link = self._find(prompt)
-        return self._key(prompt, len(found), link) if len(found) < self._findable(prompt) else None
+    def next_missing_key(self, prompt: Sequence[int]) -> Key | None:
+        """Return the key of the first page of a prompt that is not cached; None if all cacheable pages are."""
+        pages, parent = self._find_prefix(prompt)
+        return self._key(prompt, len(pages), parent) if len(pages) < self._num_cacheable(prompt) else None
 
     def reserve(self, prompt: Sequence[int], tokens: int) -> PageLease | None:
-        """Pages for `tokens` tokens, the prompt's first; None if there are not enough for now."""
-        found, link = self._find(prompt)
-        free, users, needed = self._free, self._users, self.count(tokens) - len(found)
-        taken = sum(page in self._idle for page in found) if found else 0
-        if needed > len(free) + len(self._idle) - taken:
+        """Reserve pages for `tokens` tokens, starting with the prompt; None if there are not enough at the moment."""
+        shared, parent = self._find_prefix(prompt)
+        free, ref_counts, needed = self._free, self._ref_counts, self.pages_for(tokens) - len(shared)
+        num_revived = sum(page in self._unused for page in shared) if shared else 0
+        if needed > len(free) + len(self._unused) - num_revived:
             return None
-        for page in found:
-            self._use(page)
+        for page in shared:
+            self._acquire(page)
         fresh = free[: -needed - 1 : -1]
         del free[len(free) - len(fresh) :]
         while len(fresh) < needed:
-            fresh.append(self._forgotten())
+            fresh.append(self._evict())
         for page in fresh:
-            users[page] = 1
-        return PageLease(pages=found + fresh, shared=len(found), link=link, chained=len(found), era=self._era)
+            ref_counts[page] = 1
+        return PageLease(
+            pages=shared + fresh,
+            num_shared=len(shared),
+            parent=parent,
+            num_published=len(shared),
+            generation=self._generation,
+        )
 
     def publish(self, lease: PageLease, tokens: Sequence[int], length: int) -> None:
-        """Let others find the pages that are full with the first `length` tokens, whose writing is under way."""
-        if not self._remembers or lease.era != self._era:
+        """Add the pages that the first `length` tokens fill to the prefix cache; their writes may be in flight."""
+        if not self._prefix_cache or lease.generation != self._generation:
             return
-        for index in range(lease.chained, length // self.page_size):
-            key = self._key(tokens, index, lease.link)
-            known = self._known.get(key)
-            if known is None:
-                self._links += 1
-                known = self._known[key] = (lease.pages[index], self._links)
+        for index in range(lease.num_published, length // self.page_size):
+            key = self._key(tokens, index, lease.parent)
+            cached = self._cached.get(key)
+            if cached is None:
+                self._last_id += 1
+                cached = self._cached[key] = (lease.pages[index], self._last_id)
                 self._key_of[lease.pages[index]] = key
-            lease.link = known[1]
-            lease.chained = index + 1
+            lease.parent = cached[1]
+            lease.num_published = index + 1
 
     def release(self, lease: PageLease) -> None:
+        """Return the pages of a lease; those in the prefix cache stay there."""
         for page in reversed(lease.pages):
-            self._users[page] -= 1
-            if self._users[page]:
+            self._ref_counts[page] -= 1
+            if self._ref_counts[page]:
                 continue
             if page in self._key_of:
-                self._idle[page] = None
+                self._unused[page] = None
             else:
                 self._free.append(page)
         lease.pages = []
 
-    def forget(self) -> None:
-        """Know no page any more: the weights have changed, and with them what the pages should hold."""
-        self._free += self._idle
-        self._idle.clear()
-        self._known.clear()
+    def clear_prefix_cache(self) -> None:
+        """Forget all cached prefixes: the weights have changed, and with them the KV cache of every prefix."""
+        self._free += self._unused
+        self._unused.clear()
+        self._cached.clear()
         self._key_of.clear()
-        self._era += 1
+        self._generation += 1
 
-    def _find(self, prompt: Sequence[int]) -> tuple[list[int], int]:
-        """Pages that hold the beginning of a prompt, without its last token, whose logits are needed."""
-        found: list[int] = []
-        link = 0
-        for index in range(self._findable(prompt)):
-            known = self._known.get(self._key(prompt, index, link))
-            if known is None:
+    def _find_prefix(self, prompt: Sequence[int]) -> tuple[list[int], int]:
+        """Return cached pages of a prompt's prefix and the chain id of the last one.
+
+        The last token of the prompt is excluded, since its logits must be computed.
+        """
+        pages: list[int] = []
+        parent = 0
+        for index in range(self._num_cacheable(prompt)):
+            cached = self._cached.get(self._key(prompt, index, parent))
+            if cached is None:
                 break
-            found.append(known[0])
-            link = known[1]
-        return found, link
+            pages.append(cached[0])
+            parent = cached[1]
+        return pages, parent
 
-    def _findable(self, prompt: Sequence[int]) -> int:
-        return (len(prompt) - 1) // self.page_size if self._remembers else 0
+    def _num_cacheable(self, prompt: Sequence[int]) -> int:
+        return (len(prompt) - 1) // self.page_size if self._prefix_cache else 0
 
-    def _key(self, tokens: Sequence[int], index: int, link: int) -> Key:
-        return link, tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
+    def _key(self, tokens: Sequence[int], index: int, parent: int) -> Key:
+        return parent, tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
 
-    def _use(self, page: int) -> None:
-        self._users[page] += 1
-        self._idle.pop(page, None)
+    def _acquire(self, page: int) -> None:
+        self._ref_counts[page] += 1
+        self._unused.pop(page, None)
 
-    def _forgotten(self) -> int:
-        """The page that nobody has held for longest, no longer known."""
-        page, _ = self._idle.popitem(last=False)
-        del self._known[self._key_of.pop(page)]
+    def _evict(self) -> int:
+        """Remove the least recently used page from the prefix cache, and return it."""
+        page, _ = self._unused.popitem(last=False)
+        del self._cached[self._key_of.pop(page)]
         return page

@@ -1,4 +1,7 @@
-"""How far a file is that goes through a model: a bar on a terminal, a line now and then elsewhere. All on stderr."""
+"""Progress of offline decoding and scoring on stderr: a bar on a terminal, otherwise a line every ten seconds.
+
+Separate from train/progress.py, which shows metrics per step and writes them to log.txt.
+"""
 
 import datetime
 import sys
@@ -16,7 +19,7 @@ LINE_SECONDS = 10.0
 
 
 class Progress:
-    """The silent one. Counts are of answers in the file, and of tokens written by this process."""
+    """Shows nothing. Counts: items completed in the file, and tokens processed by this process."""
 
     def __init__(self, *, total: int, start: int):
         self._total, self._start = total, start
@@ -28,19 +31,19 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def update(self, answered: int, tokens: int) -> None:
+    def update(self, completed: int, tokens: int) -> None:
         return
 
     def close(self) -> None:
         return
 
-    def _numbers(self, answered: int, tokens: int) -> str:
+    def _numbers(self, completed: int, tokens: int) -> str:
         """`1,234 tok/s  eta 0:01:12`."""
         seconds = max(time.monotonic() - self._began, 1e-9)
         parts = [f"{tokens / seconds:,.0f} tok/s"]
-        if self._start < answered < self._total:
-            left = (self._total - answered) * seconds / (answered - self._start)
-            parts.append(f"eta {datetime.timedelta(seconds=round(left))}")
+        if self._start < completed < self._total:
+            eta = (self._total - completed) * seconds / (completed - self._start)
+            parts.append(f"eta {datetime.timedelta(seconds=round(eta))}")
         return "  ".join(parts)
 
 
@@ -48,19 +51,19 @@ class _Lines(Progress):
     def __init__(self, *, total: int, start: int, verb: str):
         super().__init__(total=total, start=start)
         self._verb = verb
-        self._said = self._began
+        self._last_time = self._began
         self._last = (start, 0)
 
-    def update(self, answered: int, tokens: int) -> None:
-        self._last = (answered, tokens)
-        if time.monotonic() - self._said >= LINE_SECONDS:
-            self._say()
+    def update(self, completed: int, tokens: int) -> None:
+        self._last = (completed, tokens)
+        if time.monotonic() - self._last_time >= LINE_SECONDS:
+            self._print()
 
     def close(self) -> None:
-        self._say()
+        self._print()
 
-    def _say(self) -> None:
-        self._said = time.monotonic()
+    def _print(self) -> None:
+        self._last_time = time.monotonic()
         print(f"{self._verb} {self._last[0]}/{self._total}  {self._numbers(*self._last)}", file=sys.stderr, flush=True)
 
 
@@ -77,15 +80,15 @@ class _Bar(Progress):
         self._task = self._bar.add_task("", total=total, completed=start, numbers="")
         self._bar.start()
 
-    def update(self, answered: int, tokens: int) -> None:
-        self._bar.update(self._task, completed=answered, numbers=self._numbers(answered, tokens))
+    def update(self, completed: int, tokens: int) -> None:
+        self._bar.update(self._task, completed=completed, numbers=self._numbers(completed, tokens))
 
     def close(self) -> None:
         self._bar.stop()
 
 
 def open_progress(mode: Mode, *, total: int, start: int, verb: str) -> Progress:
-    """The display of `total` answers of which `start` are there; `verb` is what became of them, in a line."""
+    """Open the display of `total` items of which `start` are completed; `verb` starts each line, e.g. "scored"."""
     console = Console(stderr=True)
     if mode is Mode.auto:
         mode = Mode.bar if console.is_terminal and not console.is_dumb_terminal else Mode.lines

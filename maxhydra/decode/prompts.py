@@ -1,4 +1,4 @@
-"""Text and conversations as the token ids that a model is asked with, and the tokens that end its answer."""
+"""Encodes prompts and conversations as token ids, and knows the tokens that end a completion."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -11,20 +11,22 @@ from maxhydra.data.chat import ChatTemplate, UnclearError, chat_template
 
 
 class PromptError(ValueError):
-    """A prompt that cannot be asked, and why."""
+    """A prompt that cannot be encoded; the message says why."""
 
 
 class PromptEncoder:
-    """What the tokenizer of a run makes of prompts. Safe to call from several threads."""
+    """Encodes prompts with the tokenizer and chat template of a run. Thread-safe."""
 
     def __init__(self, data: Data, *, vocab_size: int):
         self.tokenizer = tokenizer(data)
         if self.tokenizer.vocab_size > vocab_size:
-            reason = f"is under the {self.tokenizer.vocab_size} tokens of data.tokenizer.kind={data.tokenizer.kind}"
-            accepted = f"{self.tokenizer.vocab_size} or more, as the weights have it"
+            reason = (
+                f"is smaller than the {self.tokenizer.vocab_size} tokens of data.tokenizer.kind={data.tokenizer.kind}"
+            )
+            accepted = f"{self.tokenizer.vocab_size} or more; use the vocabulary size of the weights"
             raise ConfigError(Problem("model.vocab_size", reason, value=vocab_size, accepted=accepted))
-        begin = self.tokenizer.bos if data.tokenizer.add_bos else None
-        self._begin = [] if begin is None else [begin]
+        bos = self.tokenizer.bos if data.tokenizer.add_bos else None
+        self._bos = [] if bos is None else [bos]
         self._names = {id: name for name, id in self.tokenizer.marks.items()}
 
     @property
@@ -33,20 +35,20 @@ class PromptEncoder:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The chat template; ConfigError where there is none."""
+        """The chat template; ConfigError if the tokenizer has none."""
         return chat_template(self.tokenizer)
 
-    def of_text(self, text: str) -> list[int]:
-        """Ids of plain text, after the begin token where documents were trained with one."""
+    def encode_text(self, text: str) -> list[int]:
+        """Encode plain text, with a BOS token if data.tokenizer.add_bos is set."""
         if not text:
             raise PromptError("the prompt is empty")
-        _refuse_broken(text)
-        return [*self._begin, *self.tokenizer.encode(text)]
+        _reject_surrogates(text)
+        return [*self._bos, *self.tokenizer.encode(text)]
 
-    def of_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a conversation, up to where the assistant is to answer."""
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Encode a conversation up to the beginning of the next assistant turn."""
         for message in messages:
-            _refuse_broken(str(message.get("content")))
+            _reject_surrogates(str(message.get("content")))
         try:
             text = self.template.prompt(messages)
         except UnclearError as error:
@@ -55,8 +57,8 @@ class PromptEncoder:
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """The end token, and the token with which the chat template ends a turn, which in many a model is another."""
-        found = set() if self.tokenizer.eos is None else {self.tokenizer.eos}
+        """EOS, and the token with which the chat template ends a turn, which differs from EOS in many models."""
+        ids = set() if self.tokenizer.eos is None else {self.tokenizer.eos}
         if self.has_template:
             try:
                 rendered = self.template.render(
@@ -64,20 +66,20 @@ class PromptEncoder:
                 )
                 turn = rendered.text[slice(*rendered.turns[-1])] if rendered.turns else ""
                 last = self.tokenizer.encode_marked(turn)[0][-1:]
-                found |= {int(id) for id in last if int(id) in self.tokenizer.special}
+                ids |= {int(id) for id in last if int(id) in self.tokenizer.special}
             except UnclearError:
-                # A template for conversations of another form: the end token alone ends an answer.
+                # The template rejects this simple conversation: only EOS ends a completion.
                 pass
-        return frozenset(found)
+        return frozenset(ids)
 
     def token_text(self, id: int) -> str:
-        """A single token as text; the name of a special one."""
+        """Return a single token as text, or the name of a special token."""
         return self._names.get(id) or self.tokenizer.decode([id])
 
 
-def _refuse_broken(text: str) -> None:
-    """JSON can hold half a character (a lone surrogate), which has no UTF-8."""
+def _reject_surrogates(text: str) -> None:
+    """Reject lone surrogates, which JSON can contain and UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise PromptError(f"the prompt holds half a character at position {error.start}") from None
+        raise PromptError(f"the prompt has an unpaired surrogate at position {error.start}") from None

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what comes back: the whole interface of everything that decodes."""
+"""The interface of the engine: requests in, deltas and completions out."""
 
 import dataclasses
 import queue
@@ -9,7 +9,7 @@ from typing import Protocol
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One sequence to decode. Several samples of one prompt are several requests with different seeds."""
+    """One sequence to decode. Several samples of a prompt are several requests with different seeds."""
 
     prompt: tuple[int, ...]
     """Token ids, at least one."""
@@ -23,12 +23,12 @@ class Request:
     stop: tuple[str, ...]
     ignore_eos: bool
     logprobs: int | None = None
-    """Alternatives to report beside each token's own log-probability; None reports neither."""
+    """Number of most likely tokens to report with each token's log-probability; None: no log-probabilities."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """A token's log-probability under the model (before temperature and filters), and the likeliest alternatives."""
+    """A token's log-probability under the model (before temperature and filters), and the most likely tokens."""
 
     token: int
     logprob: float
@@ -37,19 +37,19 @@ class TokenLogprob:
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """News of a sequence: text that can no longer change, the tokens behind it, and how it ended, if it did."""
+    """A streaming update: text that can no longer change, its tokens, and the finish reason if the sequence ended."""
 
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: str | None = None
-    """stop: an end token or a stop text; length: max_tokens or the context; cancelled; error."""
+    """stop: an EOS token or a stop string; length: max_tokens or the context length; cancelled; error."""
     error: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A finished sequence. `text` has no stop text; `tokens` are all that were drawn, end token included."""
+    """A finished sequence. `text` excludes the stop string; `tokens` are all sampled tokens, including EOS."""
 
     text: str
     tokens: tuple[int, ...]
@@ -58,8 +58,8 @@ class Completion:
     error: str = ""
 
     @classmethod
-    def of(cls, deltas: Sequence[Delta]) -> "Completion":
-        """All the deltas of a sequence as one."""
+    def from_deltas(cls, deltas: Sequence[Delta]) -> "Completion":
+        """Concatenate all deltas of a sequence."""
         return cls(
             text="".join(delta.text for delta in deltas),
             tokens=tuple(token for delta in deltas for token in delta.tokens),
@@ -70,7 +70,7 @@ class Completion:
 
 
 class Handle:
-    """A sequence under way. Iterate for deltas as they come, or take the whole result; any thread may cancel."""
+    """A submitted sequence. Iterate for deltas as they arrive, or wait for the result; any thread may cancel it."""
 
     def __init__(self) -> None:
         self._deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
@@ -79,20 +79,22 @@ class Handle:
         self.is_cancelled = False
 
     def put(self, delta: Delta) -> None:
-        """The engine's side."""
+        """Deliver a delta; called by the engine."""
         with self._lock:
             (self._listener or self._deltas.put)(delta)
 
     def listen(self, listener: Callable[[Delta], None]) -> None:
-        """Have every delta given to a function instead, those that are here already at once: one thread can then wait
-        for many sequences. It is called in the engine's thread, so it must return at once and not raise."""
+        """Send every delta to a callback instead, queued ones at once, so that one thread can wait for many sequences.
+
+        The callback runs in the engine's thread, so it must return quickly and not raise.
+        """
         with self._lock:
             while not self._deltas.empty():
                 listener(self._deltas.get())
             self._listener = listener
 
     def cancel(self) -> None:
-        """Give the sequence up; its place is free at the engine's next step."""
+        """Cancel the sequence; its slot is freed at the engine's next step."""
         self.is_cancelled = True
 
     def __iter__(self) -> Iterator[Delta]:
@@ -103,25 +105,25 @@ class Handle:
                 return
 
     def result(self) -> Completion:
-        """Wait for the end."""
-        return Completion.of(list(self))
+        """Wait until the sequence finishes."""
+        return Completion.from_deltas(list(self))
 
 
-class RefusedError(ValueError):
-    """A request that the engine cannot serve, with the reason and the setting that would change it."""
+class RequestRejectedError(ValueError):
+    """The engine can never serve this request; the message says why and which setting to change."""
 
 
 class Engine(Protocol):
-    """Decodes many sequences at once, each exactly as if it were alone."""
+    """Decodes many sequences together, each as if it were alone."""
 
     def submit(self, request: Request) -> Handle:
-        """Queue a request; RefusedError at once if it can never be served. Any thread may call."""
+        """Queue a request; raise RequestRejectedError at once if it can never be served. Thread-safe."""
         ...
 
     def stats(self) -> dict[str, float]:
-        """Sequences running and waiting, pages in use and cached, tokens written and prompt tokens read so far."""
+        """Return counts of running and waiting sequences, used and cached pages, generated and prefilled tokens."""
         ...
 
     def close(self) -> None:
-        """End the engine's thread; sequences under way end as cancelled."""
+        """Stop the engine's thread; unfinished sequences end with finish="cancelled"."""
         ...

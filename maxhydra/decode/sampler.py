@@ -1,9 +1,9 @@
-"""The next token of each row: penalty, temperature, top-k, top-p, min-p, in this order, then a draw by the row's seed.
+"""Sampling of the next token: repetition penalty, temperature, top-k, top-p, min-p, in this order, then Gumbel-max.
 
-Everything here is exact and row by row, so that a row's token depends on its own logits, settings and position alone.
-Filters need no sort: the k-th largest logit and the smallest probability of the nucleus are found by halving an
-interval of float32 numbers, 32 times, which takes a fraction of the time on every platform. Tokens that tie with the
-last one kept are kept too. B rows, V vocabulary, A alternatives.
+All operations are exact and row-wise, so a row's token depends only on its own logits, parameters, seed and position.
+Filters do not sort: the k-th largest logit and the smallest probability of the nucleus are found by 32 bisections over
+float32 values, in a fraction of the time of a sort on every platform. Tokens that tie with the last accepted one are
+accepted too. B rows, V vocabulary, A alternatives.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Alternatives whose log-probabilities are reported at most.
-ALTERNATIVES = 20
+# Maximum number of alternatives whose log-probabilities are reported.
+MAX_LOGPROBS = 20
 
 
-class Settings(NamedTuple):
-    """How each row is drawn, as `Request` says."""
+class SamplingArrays(NamedTuple):
+    """Sampling parameters of each row; see `Request`."""
 
     temperature_B: jax.Array
     top_k_B: jax.Array
@@ -26,130 +26,130 @@ class Settings(NamedTuple):
     min_p_B: jax.Array
     penalty_B: jax.Array
     seed_B2: jax.Array
-    """uint32, high half first: the data of a jax key."""
+    """uint32, high half first: the data of a JAX PRNG key."""
     position_B: jax.Array
-    """Place of the token to be drawn in its sequence, prompt included."""
+    """Position of the token to sample in its sequence, prompt included."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingFeatures:
-    """What any of the rows needs; a program is compiled without the rest."""
+    """Features that at least one row needs; a program is compiled without the others."""
 
-    draws: bool
-    """A row has a temperature."""
+    random: bool
+    """A row has a temperature above 0."""
     filters: bool
-    """A row that draws has top_k, top_p or min_p."""
-    penalises: bool
-    reports: bool
-    """A row asks for log-probabilities."""
+    """A row with a temperature uses top_k, top_p or min_p."""
+    penalties: bool
+    """A row has a repetition penalty."""
+    logprobs: bool
+    """A row requests log-probabilities."""
 
     @property
-    def takes_likeliest(self) -> bool:
-        """Whether of all logits the largest is enough to know."""
-        return not (self.draws or self.penalises or self.reports)
+    def is_greedy(self) -> bool:
+        """True if the argmax of the logits is all that is needed."""
+        return not (self.random or self.penalties or self.logprobs)
 
-    def holds(self, other: "SamplingFeatures") -> bool:
-        """Whether a program with these steps gives rows that need the other's the same tokens."""
+    def covers(self, other: "SamplingFeatures") -> bool:
+        """Return True if a program with these features gives the same tokens to rows that need the other's."""
         return all(
-            mine or not theirs
-            for mine, theirs in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+            has_feature or not is_needed
+            for has_feature, is_needed in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         )
 
 
 class SampledTokens(NamedTuple):
-    """The tokens, and under the model's own distribution their log-probabilities and the likeliest tokens' (None where
-    nobody asks)."""
+    """Sampled tokens with log-probabilities under the unmodified model distribution (None if not requested)."""
 
     token_B: jax.Array
-    """-1 where the logits are not numbers."""
+    """-1 if the row's logits are not finite."""
     logprob_B: jax.Array | None
     alternatives_BA: jax.Array | None
     alternative_logprobs_BA: jax.Array | None
 
 
-def choose(
-    logits_BV: jax.Array, seen_BV: jax.Array | None, settings: Settings, steps: SamplingFeatures
+def sample(
+    logits_BV: jax.Array, seen_BV: jax.Array | None, sampling: SamplingArrays, features: SamplingFeatures
 ) -> SampledTokens:
-    """One token for every row. `seen_BV`: tokens of the prompt and the answer so far, if steps.penalises."""
+    """Sample one token per row. `seen_BV`: tokens of the prompt and the completion so far, if features.penalties."""
     raw_BV = logits_BV.astype(jnp.float32)
     scores_BV = raw_BV
-    if steps.penalises:
+    if features.penalties:
         assert seen_BV is not None
-        scores_BV = penalised(scores_BV, seen_BV, settings.penalty_B)
+        scores_BV = apply_penalty(scores_BV, seen_BV, sampling.penalty_B)
     token_B = jnp.argmax(scores_BV, axis=-1).astype(jnp.int32)
-    if steps.draws:
-        is_drawn_B = settings.temperature_B > 0
-        drawn_BV = scores_BV / jnp.where(is_drawn_B, settings.temperature_B, 1)[:, None]
-        if steps.filters:
-            drawn_BV = filtered(drawn_BV, settings.top_k_B, settings.top_p_B, settings.min_p_B)
-        token_B = jnp.where(is_drawn_B, _drawn(drawn_BV, settings.seed_B2, settings.position_B), token_B)
-    # A row with a NaN anywhere has a NaN for its largest logit.
+    if features.random:
+        is_random_B = sampling.temperature_B > 0
+        scaled_BV = scores_BV / jnp.where(is_random_B, sampling.temperature_B, 1)[:, None]
+        if features.filters:
+            scaled_BV = apply_filters(scaled_BV, sampling.top_k_B, sampling.top_p_B, sampling.min_p_B)
+        token_B = jnp.where(is_random_B, _gumbel_max(scaled_BV, sampling.seed_B2, sampling.position_B), token_B)
+    # The maximum of a row with a NaN is NaN.
     token_B = jnp.where(jnp.isfinite(jnp.max(raw_BV, axis=-1)), token_B, -1)
-    if not steps.reports:
+    if not features.logprobs:
         return SampledTokens(token_B, None, None, None)
     logprobs_BV = jax.nn.log_softmax(raw_BV, axis=-1)
-    best_BA, alternatives_BA = jax.lax.top_k(logprobs_BV, min(ALTERNATIVES, raw_BV.shape[1]))
-    own_B = jnp.take_along_axis(logprobs_BV, jnp.maximum(token_B, 0)[:, None], axis=1)[:, 0]
-    return SampledTokens(token_B, own_B, alternatives_BA, best_BA)
+    top_BA, alternatives_BA = jax.lax.top_k(logprobs_BV, min(MAX_LOGPROBS, raw_BV.shape[1]))
+    logprob_B = jnp.take_along_axis(logprobs_BV, jnp.maximum(token_B, 0)[:, None], axis=1)[:, 0]
+    return SampledTokens(token_B, logprob_B, alternatives_BA, top_BA)
 
 
-def likeliest(logit_B: jax.Array, token_B: jax.Array) -> SampledTokens:
-    """The tokens with the largest logit, which is not finite where any logit is no number."""
+def greedy_tokens(logit_B: jax.Array, token_B: jax.Array) -> SampledTokens:
+    """Wrap the argmax tokens; their logit is not finite if any logit of the row is NaN."""
     return SampledTokens(jnp.where(jnp.isfinite(logit_B), token_B, -1), None, None, None)
 
 
-def penalised(logits_BV: jax.Array, seen_BV: jax.Array, penalty_B: jax.Array) -> jax.Array:
-    """Logits of tokens seen before divided by the penalty where positive, multiplied where negative."""
+def apply_penalty(logits_BV: jax.Array, seen_BV: jax.Array, penalty_B: jax.Array) -> jax.Array:
+    """Divide positive logits of seen tokens by the penalty, and multiply negative ones by it."""
     penalty_B1 = penalty_B[:, None]
     return jnp.where(seen_BV, jnp.where(logits_BV < 0, logits_BV * penalty_B1, logits_BV / penalty_B1), logits_BV)
 
 
-def filtered(logits_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array, min_p_B: jax.Array) -> jax.Array:
-    """Logits with -inf for tokens that may not be drawn. Each filter sees what the one before it left."""
+def apply_filters(logits_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array, min_p_B: jax.Array) -> jax.Array:
+    """Set the logits of excluded tokens to -inf: top-k, then top-p and min-p on the renormalized rest."""
     V = logits_BV.shape[1]
-    ordered_BV = _ordered(logits_BV)
+    ordered_BV = _order_preserving_int(logits_BV)
     k_B1 = jnp.where(top_k_B <= 0, V, jnp.minimum(top_k_B, V))[:, None]
     kth_B1 = _largest_passing(lambda t_B1: jnp.sum(ordered_BV >= t_B1, axis=1, keepdims=True) >= k_B1, ordered_BV)
     logits_BV = jnp.where(ordered_BV >= kth_B1, logits_BV, -jnp.inf)
 
-    shares_BV = jax.nn.softmax(logits_BV, axis=-1)
-    ranks_BV = _ordered(shares_BV)
+    probs_BV = jax.nn.softmax(logits_BV, axis=-1)
+    ranks_BV = _order_preserving_int(probs_BV)
     p_B1 = top_p_B[:, None]
 
-    def reaches(t_B1: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(ranks_BV >= t_B1, shares_BV, 0), axis=1, keepdims=True) >= p_B1
+    def reaches_top_p(t_B1: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(ranks_BV >= t_B1, probs_BV, 0), axis=1, keepdims=True) >= p_B1
 
-    # Sums of all shares may round to just under 1, so that top_p=1 is a case of its own.
-    least_B1 = jnp.where(p_B1 >= 1, jnp.iinfo(jnp.int32).min, _largest_passing(reaches, ranks_BV))
-    is_kept_BV = ranks_BV >= least_B1
-    is_kept_BV &= shares_BV >= min_p_B[:, None] * jnp.max(shares_BV, axis=1, keepdims=True)
-    return jnp.where(is_kept_BV, logits_BV, -jnp.inf)
+    # The sum of all probabilities may round to just under 1, so top_p=1 is handled separately.
+    threshold_B1 = jnp.where(p_B1 >= 1, jnp.iinfo(jnp.int32).min, _largest_passing(reaches_top_p, ranks_BV))
+    is_allowed_BV = ranks_BV >= threshold_B1
+    is_allowed_BV &= probs_BV >= min_p_B[:, None] * jnp.max(probs_BV, axis=1, keepdims=True)
+    return jnp.where(is_allowed_BV, logits_BV, -jnp.inf)
 
 
-def _ordered(x: jax.Array) -> jax.Array:
-    """float32 as int32 in the same order: the bits, of which a negative number's are flipped but for the sign."""
+def _order_preserving_int(x: jax.Array) -> jax.Array:
+    """Map float32 to int32 monotonically: reinterpret the bits, and flip all but the sign of negative numbers."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
 
 
 def _largest_passing(passes: Callable[[jax.Array], jax.Array], values_BV: jax.Array) -> jax.Array:
-    """The largest int32 threshold [B, 1] that passes, given that any below one that passes does too.
+    """Return the largest int32 threshold [B, 1] that passes, by bisection; `passes` must be monotonic.
 
-    If none within the values passes, the smallest of them.
+    If no threshold within the values passes, return the smallest value.
     """
 
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def bisect(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = (low & high) + ((low ^ high) >> 1)
-        is_passed = passes(middle)
-        return jnp.where(is_passed, middle, low), jnp.where(is_passed, high, middle)
+        is_passing = passes(middle)
+        return jnp.where(is_passing, middle, low), jnp.where(is_passing, high, middle)
 
     low, high = jnp.min(values_BV, axis=1, keepdims=True), jnp.max(values_BV, axis=1, keepdims=True) + 1
-    return jax.lax.fori_loop(0, 32, halve, (low, high))[0]
+    return jax.lax.fori_loop(0, 32, bisect, (low, high))[0]
 
 
-def _drawn(logits_BV: jax.Array, seed_B2: jax.Array, position_B: jax.Array) -> jax.Array:
-    """A token of each row's softmax: the largest logit after adding Gumbel noise of the row's seed and position."""
+def _gumbel_max(logits_BV: jax.Array, seed_B2: jax.Array, position_B: jax.Array) -> jax.Array:
+    """Sample from each row's softmax: argmax after adding Gumbel noise keyed by the row's seed and position."""
 
     def noise(seed_2: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl="threefry2x32"), position)

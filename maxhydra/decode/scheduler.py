@@ -1,9 +1,9 @@
-"""Which sequences are worked on next. No arrays here: counts, pages and places.
+"""The scheduler: decides which sequences are prefilled and decoded next. It holds no arrays, only counts and slots.
 
-First come, first served: a sequence waits until there is a place among those decoded and there are pages for its prompt
-and all the tokens it may write, so that one that has begun always ends; a later, smaller one does not overtake it.
-Prompts are read in chunks between the steps of the others. A sequence that is over leaves nothing behind: the work of a
-step depends on those that wait, are read and run.
+First come, first served: a sequence waits until there is a batch slot, and pages for its prompt and all tokens it may
+generate, so that a sequence that has started always finishes without preemption. A later, smaller one does not overtake
+it. Prompts are prefilled in chunks between the decode steps of the others. Finished sequences leave no state behind:
+the cost of a step depends only on the sequences that wait, are prefilled or run.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from maxhydra.decode.sequence import Sequence
 
 
 class PrefillChunk(NamedTuple):
-    """Tokens of a prompt that are read in one go."""
+    """Prompt tokens [start, stop) of a sequence that are prefilled in one call."""
 
     sequence: Sequence
     start: int
@@ -31,107 +31,106 @@ class PrefillChunk(NamedTuple):
 
 
 class Scheduler:
-    """Queue, places and pages."""
+    """Owns the queue, the batch slots and the page pool."""
 
-    def __init__(self, config: Config, pages: int, *, remembers: bool):
-        self.pool = PagePool(pages, config.page_size, remembers=remembers)
-        self.chunk = config.prefill_chunk
+    def __init__(self, config: Config, num_pages: int, *, prefix_cache: bool):
+        self.pool = PagePool(num_pages, config.page_size, prefix_cache=prefix_cache)
+        self.prefill_chunk = config.prefill_chunk
         self.waiting: deque[Sequence] = deque()
-        self.reading: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
         self._free_slots = list(reversed(range(config.max_batch)))
 
     @property
-    def is_settled(self) -> bool:
-        """Whether there is nothing to do but to go on with what runs."""
-        return not (self.waiting or self.reading)
+    def is_decode_only(self) -> bool:
+        """True if no sequence waits or is being prefilled."""
+        return not (self.waiting or self.prefilling)
 
     @property
     def is_idle(self) -> bool:
-        return not (self.waiting or self.reading or self.running)
+        return not (self.waiting or self.prefilling or self.running)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def clear_cancelled(self) -> None:
-        """Let go of sequences that were given up."""
-        for sequence in [s for s in self.reading + self.running if s.handle.is_cancelled]:
+    def drop_cancelled(self) -> None:
+        """End cancelled sequences, and free their slots and pages."""
+        for sequence in [s for s in self.prefilling + self.running if s.handle.is_cancelled]:
             sequence.cancel()
-            self.leave(sequence)
+            self.release(sequence)
         if any(s.handle.is_cancelled for s in self.waiting):
             for sequence in self.waiting:
                 if sequence.handle.is_cancelled:
                     sequence.cancel()
-            self.waiting = deque(s for s in self.waiting if not s.is_over)
+            self.waiting = deque(s for s in self.waiting if not s.is_finished)
 
-    def next_parts(self) -> list[PrefillChunk]:
-        """Prompts to read now, together at most a chunk: as many rows as the longest part leaves room for.
+    def next_chunks(self) -> list[PrefillChunk]:
+        """Return the chunks of the next prefill call, at most `prefill_chunk` tokens including padding.
 
-        A prompt that goes on from a page which this very call computes waits a turn, and finds the page then.
+        A prompt whose prefix includes a page that this very call computes waits for the next call and shares the page.
         """
-        parts: list[PrefillChunk] = []
-        promised: set[Key] = set()
+        chunks: list[PrefillChunk] = []
+        computed_keys: set[Key] = set()
         longest = 0
-        for sequence in self.reading:
-            if not self._fits(sequence, longest, len(parts)):
+        for sequence in self.prefilling:
+            if not self._fits(sequence, longest, len(chunks)):
                 break
-            parts.append(self._part(sequence))
-            longest = max(longest, parts[-1].length)
-        while self.waiting and len(parts) == len(self.reading) and self._free_slots:
+            chunks.append(self._next_chunk(sequence))
+            longest = max(longest, chunks[-1].length)
+        while self.waiting and len(chunks) == len(self.prefilling) and self._free_slots:
             sequence = self.waiting[0]
-            key = self.pool.next_key(sequence.request.prompt)
-            if key in promised or not self._fits(sequence, longest, len(parts)) or not self._admit(sequence):
+            key = self.pool.next_missing_key(sequence.request.prompt)
+            if key in computed_keys or not self._fits(sequence, longest, len(chunks)) or not self._admit(sequence):
                 break
             if key is not None:
-                promised.add(key)
-            parts.append(self._part(sequence))
-            longest = max(longest, parts[-1].length)
-        return parts
+                computed_keys.add(key)
+            chunks.append(self._next_chunk(sequence))
+            longest = max(longest, chunks[-1].length)
+        return chunks
 
-    def read(self, parts: list[PrefillChunk]) -> None:
-        """These parts were sent to the device; prompts that are read whole are decoded from now on."""
-        for part in parts:
-            sequence = part.sequence
-            sequence.computed = part.stop
+    def mark_prefilled(self, chunks: list[PrefillChunk]) -> None:
+        """Record that chunks were dispatched; sequences with a complete prompt start to run."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.num_computed = chunk.stop
             self._publish(sequence)
-            if sequence.is_prompt_read:
-                self.reading.remove(sequence)
+            if sequence.is_prefilled:
+                self.prefilling.remove(sequence)
                 self.running.append(sequence)
 
     def next_rows(self) -> list[Sequence]:
-        """Sequences of which another token is drawn now."""
-        return [sequence for sequence in self.running if sequence.left > 0]
+        """Return the running sequences that still need tokens."""
+        return [sequence for sequence in self.running if sequence.remaining > 0]
 
-    def leave(self, sequence: Sequence) -> None:
-        """Free the place and the pages of a sequence that is over; its full pages can be found by others."""
+    def release(self, sequence: Sequence) -> None:
+        """Free the slot and the pages of a finished sequence; its full pages stay in the prefix cache."""
         assert sequence.lease is not None
         self._publish(sequence)
-        (self.running if sequence in self.running else self.reading).remove(sequence)
+        (self.running if sequence in self.running else self.prefilling).remove(sequence)
         self._free_slots.append(sequence.slot)
         self.pool.release(sequence.lease)
 
     def _publish(self, sequence: Sequence) -> None:
-        """Only tokens that are known here have a name, and only those that were read have keys and values."""
+        """Add full pages to the prefix cache: those whose tokens the host knows and whose KV cache is computed."""
         assert sequence.lease is not None
-        known = min(sequence.computed, len(sequence.tokens))
-        self.pool.publish(sequence.lease, sequence.tokens, known)
+        num_known = min(sequence.num_computed, len(sequence.tokens))
+        self.pool.publish(sequence.lease, sequence.tokens, num_known)
 
     def _fits(self, sequence: Sequence, longest: int, rows: int) -> bool:
-        """Whether a row beside so many, the longest of this length, keeps the call within a chunk; one row always
-        may."""
-        left = min(len(sequence.request.prompt) - sequence.computed, self.chunk)
-        return rows == 0 or max(longest, left) * (rows + 1) <= self.chunk
+        """Return True if adding this row keeps the padded call within `prefill_chunk` tokens; one row always fits."""
+        length = min(len(sequence.request.prompt) - sequence.num_computed, self.prefill_chunk)
+        return rows == 0 or max(longest, length) * (rows + 1) <= self.prefill_chunk
 
     def _admit(self, sequence: Sequence) -> bool:
-        lease = self.pool.reserve(sequence.request.prompt, sequence.places)
+        """Give the first waiting sequence its pages and a slot; return False if there are not enough pages."""
+        lease = self.pool.reserve(sequence.request.prompt, sequence.cache_tokens)
         if lease is None:
             return False
         self.waiting.popleft()
-        sequence.settle(lease, self._free_slots.pop(), self.pool.page_size)
-        self.reading.append(sequence)
+        sequence.admit(lease, self._free_slots.pop(), self.pool.page_size)
+        self.prefilling.append(sequence)
         return True
 
-    def _part(self, sequence: Sequence) -> PrefillChunk:
-        return PrefillChunk(
-            sequence, sequence.computed, min(sequence.computed + self.chunk, len(sequence.request.prompt))
-        )
+    def _next_chunk(self, sequence: Sequence) -> PrefillChunk:
+        start = sequence.num_computed
+        return PrefillChunk(sequence, start, min(start + self.prefill_chunk, len(sequence.request.prompt)))

@@ -1,4 +1,4 @@
-"""One request on its way through the engine: what is in the cache, what was drawn, what was told."""
+"""The state of one request in the engine: its slot and pages, computed and generated tokens, emitted text."""
 
 import dataclasses
 from array import array
@@ -10,151 +10,156 @@ from typing import Any
 
 from maxhydra.config.schema.decode import LARGEST
 from maxhydra.data import Tokenizer
-from maxhydra.decode.detokenize import Detokenizer, Stopper
+from maxhydra.decode.detokenize import Detokenizer, StopMatcher
 from maxhydra.decode.page_pool import PageLease
 from maxhydra.decode.request import Delta, Handle, Request, TokenLogprob
 
 
 class Sequence:
-    """A request, its handle, and where it stands.
+    """A request, its handle and its progress.
 
-    The device is ahead of the host: `computed` and `asked` count what was sent to it, `tokens` what came back.
+    The device runs ahead of the host: `num_computed` and `num_scheduled` count dispatched work, `tokens` are those that
+    the host has read back.
     """
 
     def __init__(self, request: Request, *, budget: int):
         self.request = request
         self.handle = Handle()
         self.budget = budget
-        """Tokens to draw at most."""
+        """Maximum number of tokens to generate."""
         self.tokens = list(request.prompt)
-        self.computed = 0
-        """Tokens whose keys and values are in the cache, or on the way."""
-        self.asked = 0
-        """Tokens drawn, or on the way."""
-        self.is_over = False
+        self.num_computed = 0
+        """Tokens whose KV cache is computed or in flight."""
+        self.num_scheduled = 0
+        """Generated tokens, including those in flight."""
+        self.is_finished = False
         self.slot = -1
         self.lease: PageLease | None = None
-        self.table = b""
-        """Its pages, 4 bytes each."""
-        self._words: Detokenizer | None = None
-        self._stopper = Stopper(request.stop)
+        self.page_table = b""
+        """Page numbers, 4 bytes each."""
+        self._detokenizer: Detokenizer | None = None
+        self._stop_matcher = StopMatcher(request.stop)
 
     @property
-    def left(self) -> int:
-        """Tokens that may still be asked for."""
-        return self.budget - self.asked
+    def remaining(self) -> int:
+        """Tokens that may still be scheduled."""
+        return self.budget - self.num_scheduled
 
     @property
-    def places(self) -> int:
-        """Tokens that the cache must hold: the last to be drawn is never read."""
+    def cache_tokens(self) -> int:
+        """Tokens that the KV cache must hold: the last generated token is never an input."""
         return len(self.request.prompt) + self.budget - 1
 
     @property
-    def drawn(self) -> int:
+    def num_generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def is_prompt_read(self) -> bool:
-        return self.computed >= len(self.request.prompt)
+    def is_prefilled(self) -> bool:
+        return self.num_computed >= len(self.request.prompt)
 
     @property
-    def draws(self) -> bool:
+    def is_random(self) -> bool:
         return self.request.temperature > 0
 
     @property
-    def filters(self) -> bool:
+    def has_filters(self) -> bool:
         request = self.request
-        return self.draws and (request.top_k > 0 or request.top_p < 1 or request.min_p > 0)
+        return self.is_random and (request.top_k > 0 or request.top_p < 1 or request.min_p > 0)
 
     @property
-    def penalises(self) -> bool:
+    def has_penalty(self) -> bool:
         return self.request.repetition_penalty != 1
 
-    def settle(self, lease: PageLease, slot: int, page_size: int) -> None:
-        """Take a place; what others left in shared pages need not be computed again."""
+    def admit(self, lease: PageLease, slot: int, page_size: int) -> None:
+        """Take a slot and pages; tokens of shared pages are computed already."""
         self.lease, self.slot = lease, slot
-        self.table = array("I", lease.pages).tobytes()
-        self.computed = lease.shared * page_size
+        self.page_table = array("I", lease.pages).tobytes()
+        self.num_computed = lease.num_shared * page_size
 
-    def take(
-        self, tokens: List[int], logprobs: List[TokenLogprob], *, tokenizer: Tokenizer, ends: frozenset[int]
+    def append(
+        self, tokens: List[int], logprobs: List[TokenLogprob], *, tokenizer: Tokenizer, eos: frozenset[int]
     ) -> int:
-        """Tokens that were drawn: tell what is new, up to the one that was the last. How many that are."""
-        if self._words is None:
-            self._words = Detokenizer(tokenizer, self.request.prompt)
+        """Append sampled tokens up to the last valid one and emit a delta; return how many were appended."""
+        if self._detokenizer is None:
+            self._detokenizer = Detokenizer(tokenizer, self.request.prompt)
         text, finish, count = "", None, 0
-        ends = frozenset() if self.request.ignore_eos else ends
-        for piece in self._pieces(tokens, ends):
-            more, finish = self._add(piece, self._words, ends)
-            text, count = text + more, count + len(piece)
+        eos = frozenset() if self.request.ignore_eos else eos
+        for piece in self._split(tokens, eos):
+            new_text, finish = self._append_piece(piece, self._detokenizer, eos)
+            text, count = text + new_text, count + len(piece)
             if finish is not None:
                 break
-        self.is_over = finish is not None
+        self.is_finished = finish is not None
         if count:
             self.handle.put(Delta(text, tuple(tokens[:count]), tuple(logprobs[:count]), finish))
         if finish is None and count < len(tokens):
-            self.fail("the model's logits are not numbers: its weights are broken, or overflow their number format")
+            self.fail("the model's logits are NaN or infinite: its weights are corrupt or overflow their dtype")
         return count
 
-    def _pieces(self, tokens: List[int], ends: frozenset[int]) -> Iterator[List[int]]:
-        """Tokens that are told at once, up to one that ends the answer for sure or is none: all, or one by one where a
-        stop text may end it with any of them."""
-        tokens = tokens[: self.budget - self.drawn]
-        if min(tokens) < 0 or not ends.isdisjoint(tokens):
-            last = next(place for place, token in enumerate(tokens) if token < 0 or token in ends)
+    def _split(self, tokens: List[int], eos: frozenset[int]) -> Iterator[List[int]]:
+        """Split new tokens into pieces to detokenize, cut at EOS or an invalid token.
+
+        One token at a time when stop strings are set, since any token may complete one.
+        """
+        tokens = tokens[: self.budget - self.num_generated]
+        if min(tokens) < 0 or not eos.isdisjoint(tokens):
+            last = next(index for index, token in enumerate(tokens) if token < 0 or token in eos)
             tokens = tokens[: last + (tokens[last] >= 0)]
         return ([token] for token in tokens) if self.request.stop else iter([tokens] if tokens else [])
 
-    def _add(self, tokens: List[int], words: Detokenizer, ends: frozenset[int]) -> tuple[str, str | None]:
-        """The text that tokens add, and why the sequence ends with the last of them, if it does."""
+    def _append_piece(self, tokens: List[int], detokenizer: Detokenizer, eos: frozenset[int]) -> tuple[str, str | None]:
+        """Return the text that tokens add, and the finish reason if the sequence ends with the last of them."""
         self.tokens += tokens
-        is_end = tokens[-1] in ends
-        text = self._stopper.add(words.add(tokens[:-1] if is_end else tokens))
-        is_full = self.drawn >= self.budget
-        finish = "stop" if is_end or self._stopper.is_stopped else "length" if is_full else None
-        if finish is not None and not self._stopper.is_stopped:
-            text += self._stopper.add(words.rest())
-            text += self._stopper.rest()
+        is_eos = tokens[-1] in eos
+        text = self._stop_matcher.add(detokenizer.add(tokens[:-1] if is_eos else tokens))
+        is_full = self.num_generated >= self.budget
+        finish = "stop" if is_eos or self._stop_matcher.is_stopped else "length" if is_full else None
+        if finish is not None and not self._stop_matcher.is_stopped:
+            text += self._stop_matcher.add(detokenizer.flush())
+            text += self._stop_matcher.flush()
         return text, finish
 
     def cancel(self) -> None:
-        self._end(Delta("", (), finish="cancelled"))
+        self._finish(Delta("", (), finish="cancelled"))
 
     def fail(self, reason: str) -> None:
-        self._end(Delta("", (), finish="error", error=reason))
+        self._finish(Delta("", (), finish="error", error=reason))
 
-    def _end(self, delta: Delta) -> None:
-        if not self.is_over:
-            self.is_over = True
+    def _finish(self, delta: Delta) -> None:
+        if not self.is_finished:
+            self.is_finished = True
             self.handle.put(delta)
 
 
-def problem(request: Request, *, vocab_size: int, alternatives: int) -> str | None:
-    """What is wrong with a request whatever the engine's size; None if nothing is."""
+def find_problem(request: Request, *, vocab_size: int, max_logprobs: int) -> str | None:
+    """Return why a request is invalid for an engine of any size; None if it is valid."""
     if not request.prompt:
-        return "the prompt is empty: give at least one token"
+        return "the prompt is empty: pass at least one token"
     if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:
-        return f"the prompt has a token outside the vocabulary of {vocab_size}: the tokenizer is not this model's"
-    return _wrong(SETTINGS(request), alternatives)
+        return f"the prompt has a token outside the vocabulary of {vocab_size}: use the tokenizer of this model"
+    return _find_sampling_problem(SAMPLING_VALUES(request), max_logprobs)
 
 
-SETTINGS = attrgetter(*(field.name for field in dataclasses.fields(Request) if field.name != "prompt"))
+SAMPLING_VALUES = attrgetter(*(field.name for field in dataclasses.fields(Request) if field.name != "prompt"))
 
 
 @lru_cache
-def _wrong(settings: tuple[Any, ...], alternatives: int) -> str | None:
-    """What is wrong with settings. Requests that come together mostly ask alike, and wait for each other."""
-    request = Request((), *settings)
+def _find_sampling_problem(values: tuple[Any, ...], max_logprobs: int) -> str | None:
+    """Check sampling parameters. Cached: requests submitted together mostly share them, and checks delay the batch."""
+    request = Request((), *values)
     bounds = (
         ("max_tokens", request.max_tokens >= 1, "1 or more"),
         ("temperature", 0 <= request.temperature <= LARGEST, f"0 to {LARGEST:g}"),
         ("top_k", request.top_k >= 0, "0 (all tokens) or more"),
-        ("top_p", 0 < request.top_p <= 1, "over 0 and at most 1"),
-        ("min_p", 0 <= request.min_p <= 1, "from 0 to 1"),
-        ("repetition_penalty", 0 < request.repetition_penalty <= LARGEST, f"over 0 and at most {LARGEST:g}"),
+        ("top_p", 0 < request.top_p <= 1, "greater than 0 and at most 1"),
+        ("min_p", 0 <= request.min_p <= 1, "0 to 1"),
+        ("repetition_penalty", 0 < request.repetition_penalty <= LARGEST, f"greater than 0 and at most {LARGEST:g}"),
         ("seed", 0 <= request.seed < 2**64, "0 to 2^64 - 1"),
-        ("stop", all(request.stop), "texts that are not empty"),
-        ("logprobs", request.logprobs is None or 0 <= request.logprobs <= alternatives, f"0 to {alternatives}"),
+        ("stop", all(request.stop), "a list of non-empty strings"),
+        ("logprobs", request.logprobs is None or 0 <= request.logprobs <= max_logprobs, f"0 to {max_logprobs}"),
     )
-    wrong = [f"{name}={getattr(request, name)!r} is not {accepted}" for name, is_met, accepted in bounds if not is_met]
-    return "; ".join(wrong) or None
+    problems = [
+        f"{name}={getattr(request, name)!r} is not {accepted}" for name, is_valid, accepted in bounds if not is_valid
+    ]
+    return "; ".join(problems) or None

@@ -1,10 +1,11 @@
-"""What is sent to the device for a call: all that it must know of its rows in one array, as every array is a transfer.
+"""Step inputs: everything a call needs to know about its rows, packed into one array, since every array is a transfer.
 
-Columns of a row: its place; the place whose token is drawn, nobody's while a prompt goes on; the position of its first
-token; how many follow from there on; top_k and the halves of the seed; the bits of temperature, top_p, min_p and
-repetition penalty; its pages; and of a prompt the tokens. A row without a sequence has no tokens and nobody's places.
+Columns of a row: its slot; the slot that receives the sampled token (the padding slot for an unfinished prefill); the
+position of its first token; the number of tokens from there on; top_k and the two halves of the seed; the bits of
+temperature, top_p, min_p and repetition penalty; its page table; for a prefill the tokens. A padding row has no tokens
+and uses the padding slot.
 
-B rows, T tokens of a row, W pages of a row, C columns.
+B rows, T tokens per row, W pages per row, C columns.
 """
 
 import struct
@@ -17,89 +18,95 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.decode.buckets import Shape
-from maxhydra.decode.sampler import Settings
+from maxhydra.decode.sampler import SamplingArrays
 from maxhydra.decode.scheduler import PrefillChunk
 from maxhydra.decode.sequence import Sequence
 from maxhydra.layers import PageTable
 
-# The columns before the pages. Rows are put together as bytes: an operation of NumPy on each would take longer than the
+# The columns before the page table. Rows are assembled as bytes: one NumPy operation per row would take longer than the
 # device needs for the first layers of a prompt.
-COLUMNS = struct.Struct("=7I4f")
-SLOT, TARGET, START, LEFT, TOP_K, SEED, NUMBERS, HEAD = 0, 1, 2, 3, 4, slice(5, 7), slice(7, 11), 11
-# No vocabulary has more tokens.
-MOST = 2**31 - 1
+HEAD_STRUCT = struct.Struct("=7I4f")
+SLOT, TARGET, START, REMAINING, TOP_K, SEED, FLOATS, HEAD = 0, 1, 2, 3, 4, slice(5, 7), slice(7, 11), 11
+# Columns are read as int32; no vocabulary is larger.
+MAX_TOP_K = 2**31 - 1
 
 
-class Plan(NamedTuple):
-    """The columns as a program reads them."""
+class StepInputs(NamedTuple):
+    """The unpacked columns, inside a program."""
 
     rows: PageTable
     target_B: jax.Array
     start_B: jax.Array
-    left_B: jax.Array
-    settings: Settings
-    """How a token at `start_B` is drawn."""
+    remaining_B: jax.Array
+    sampling: SamplingArrays
+    """Sampling parameters of a token at `start_B`."""
     tokens_BT: jax.Array
 
     @classmethod
-    def of(cls, plan_BC: jax.Array, *, pages: int) -> "Plan":
-        whole_BC, end = plan_BC.astype(jnp.int32), HEAD + pages
-        temperature_B, top_p_B, min_p_B, penalty_B = jax.lax.bitcast_convert_type(plan_BC[:, NUMBERS], jnp.float32).T
-        settings = Settings(
+    def unpack(cls, inputs_BC: jax.Array, *, pages: int) -> "StepInputs":
+        integers_BC, end = inputs_BC.astype(jnp.int32), HEAD + pages
+        temperature_B, top_p_B, min_p_B, penalty_B = jax.lax.bitcast_convert_type(inputs_BC[:, FLOATS], jnp.float32).T
+        sampling = SamplingArrays(
             temperature_B=temperature_B,
-            top_k_B=whole_BC[:, TOP_K],
+            top_k_B=integers_BC[:, TOP_K],
             top_p_B=top_p_B,
             min_p_B=min_p_B,
             penalty_B=penalty_B,
-            seed_B2=plan_BC[:, SEED],
-            position_B=whole_BC[:, START],
+            seed_B2=inputs_BC[:, SEED],
+            position_B=integers_BC[:, START],
         )
-        rows, target_B = PageTable(whole_BC[:, HEAD:end], whole_BC[:, SLOT]), whole_BC[:, TARGET]
-        return cls(rows, target_B, whole_BC[:, START], whole_BC[:, LEFT], settings, whole_BC[:, end:])
+        rows, target_B = PageTable(integers_BC[:, HEAD:end], integers_BC[:, SLOT]), integers_BC[:, TARGET]
+        start_B, remaining_B = integers_BC[:, START], integers_BC[:, REMAINING]
+        return cls(rows, target_B, start_B, remaining_B, sampling, integers_BC[:, end:])
 
     def positions(self, tokens: int) -> jax.Array:
-        """[B, T]; -1 is padding, which stands after a row's tokens."""
-        places_T = jnp.arange(tokens)
-        return jnp.where(places_T < self.left_B[:, None], self.start_B[:, None] + places_T, -1)
+        """Return positions [B, T]; -1 marks padding, which follows a row's tokens."""
+        offsets_T = jnp.arange(tokens)
+        return jnp.where(offsets_T < self.remaining_B[:, None], self.start_B[:, None] + offsets_T, -1)
 
 
-def later(plan_BC: jax.Array, tokens: int) -> jax.Array:
-    """The plan of the rows once so many tokens of each were taken, or all it has."""
-    taken_B1, column_C = jnp.minimum(plan_BC[:, LEFT, None], tokens), jnp.arange(plan_BC.shape[1])
-    return plan_BC + jnp.where(column_C == START, taken_B1, 0) - jnp.where(column_C == LEFT, taken_B1, 0)
+def advance(inputs_BC: jax.Array, tokens: int) -> jax.Array:
+    """Return the inputs after `tokens` tokens of each row, or after all that the row has left."""
+    taken_B1, column_C = jnp.minimum(inputs_BC[:, REMAINING, None], tokens), jnp.arange(inputs_BC.shape[1])
+    return inputs_BC + jnp.where(column_C == START, taken_B1, 0) - jnp.where(column_C == REMAINING, taken_B1, 0)
 
 
-def columns(shape: Shape) -> int:
+def num_columns(shape: Shape) -> int:
     return HEAD + shape.pages + (shape.tokens if shape.is_prompt else 0)
 
 
-def prefill_inputs(parts: List[PrefillChunk], shape: Shape, nobody: int) -> np.ndarray:
-    """Parts of prompts, padded to a shape."""
+def prefill_inputs(chunks: List[PrefillChunk], shape: Shape, padding_slot: int) -> np.ndarray:
+    """Pack prompt chunks, padded to a bucket."""
     rows = [
-        _row(part.sequence, part.sequence.slot if part.is_last else nobody, part.start, part.length, shape)
-        + array("I", part.sequence.request.prompt[part.start : part.stop]).tobytes().ljust(4 * shape.tokens, b"\0")
-        for part in parts
+        _pack_head(
+            chunk.sequence, chunk.sequence.slot if chunk.is_last else padding_slot, chunk.start, chunk.length, shape
+        )
+        + array("I", chunk.sequence.request.prompt[chunk.start : chunk.stop]).tobytes().ljust(4 * shape.tokens, b"\0")
+        for chunk in chunks
     ]
-    return _padded(rows, shape, nobody)
+    return _pad_rows(rows, shape, padding_slot)
 
 
-def decode_inputs(sequences: List[Sequence], shape: Shape, nobody: int) -> np.ndarray:
-    """From the token drawn last of each sequence to the last it may have, padded to a shape."""
-    rows = [_row(sequence, sequence.slot, sequence.computed, sequence.left, shape) for sequence in sequences]
-    return _padded(rows, shape, nobody)
+def decode_inputs(sequences: List[Sequence], shape: Shape, padding_slot: int) -> np.ndarray:
+    """Pack running sequences, from their last sampled token to the last token they may generate."""
+    rows = [
+        _pack_head(sequence, sequence.slot, sequence.num_computed, sequence.remaining, shape) for sequence in sequences
+    ]
+    return _pad_rows(rows, shape, padding_slot)
 
 
-def _row(sequence: Sequence, target: int, start: int, left: int, shape: Shape) -> bytes:
-    """All columns but a prompt's tokens."""
-    asked, width = sequence.request, 4 * shape.pages
-    integers = sequence.slot, target, start, left, min(asked.top_k, MOST), asked.seed >> 32, asked.seed & 0xFFFFFFFF
-    head = COLUMNS.pack(*integers, asked.temperature, asked.top_p, asked.min_p, asked.repetition_penalty)
-    return head + sequence.table[:width].ljust(width, b"\0")
+def _pack_head(sequence: Sequence, target: int, start: int, remaining: int, shape: Shape) -> bytes:
+    """Pack all columns except the tokens of a prompt."""
+    request, width = sequence.request, 4 * shape.pages
+    seed = request.seed >> 32, request.seed & 0xFFFFFFFF
+    integers = sequence.slot, target, start, remaining, min(request.top_k, MAX_TOP_K), *seed
+    head = HEAD_STRUCT.pack(*integers, request.temperature, request.top_p, request.min_p, request.repetition_penalty)
+    return head + sequence.page_table[:width].ljust(width, b"\0")
 
 
-def _padded(rows: list[bytes], shape: Shape, nobody: int) -> np.ndarray:
-    """With rows without a sequence, which take the likeliest token of all as it is."""
-    width = columns(shape)
-    nothing = COLUMNS.pack(nobody, nobody, 0, 0, 0, 0, 0, 0, 1, 0, 1).ljust(4 * width, b"\0")
-    whole = b"".join([*rows, *[nothing] * (shape.rows - len(rows))])
-    return np.frombuffer(whole, np.uint32).reshape(shape.rows, width)
+def _pad_rows(rows: list[bytes], shape: Shape, padding_slot: int) -> np.ndarray:
+    """Append padding rows, which have no tokens and sample greedily into the padding slot."""
+    width = num_columns(shape)
+    padding = HEAD_STRUCT.pack(padding_slot, padding_slot, 0, 0, 0, 0, 0, 0, 1, 0, 1).ljust(4 * width, b"\0")
+    packed = b"".join([*rows, *[padding] * (shape.rows - len(rows))])
+    return np.frombuffer(packed, np.uint32).reshape(shape.rows, width)

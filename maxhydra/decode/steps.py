@@ -1,11 +1,14 @@
-"""The compiled programs of the engine: read parts of prompts, advance every running sequence by a token, draw tokens.
+"""The jitted steps of the engine: forward (prefill or decode), sample, and multi-step decode; compiled per bucket.
 
-Forward and draw are separate programs: their variants add up instead of multiplying. Cache and board are donated and
-live on the device, where drawn tokens are fed back.
+Forward and sample are separate programs, so their variants add up instead of multiplying. KV cache and slot state are
+donated and stay on the device, where sampled tokens are fed back.
 
-A row's arithmetic is its own, but programs of different shapes may add its numbers in a different order: logits of the
-same sequence in different company differ by rounding (about 1e-6 of their size in float32), and a token only where two
-candidates are nearer to each other than that.
+A row's arithmetic does not depend on other rows, but programs of different shapes may sum in a different order: the
+logits of a sequence in different batches differ by rounding (about 1e-6 relative in float32), and its tokens only if
+two candidates are closer than that.
+
+B rows, T tokens per row, C input columns, N slots (the last one is the padding slot), V vocabulary, D model width, W
+pages per row.
 """
 
 from collections.abc import Callable
@@ -17,201 +20,214 @@ import numpy as np
 
 from maxhydra.decode.buckets import Shape
 from maxhydra.decode.compile_cache import CompileCache, Program
-from maxhydra.decode.sampler import SampledTokens, SamplingFeatures, Settings, choose, likeliest
-from maxhydra.decode.step_inputs import HEAD, Plan, columns, later
+from maxhydra.decode.sampler import SampledTokens, SamplingArrays, SamplingFeatures, greedy_tokens, sample
+from maxhydra.decode.step_inputs import HEAD, StepInputs, advance, num_columns
 from maxhydra.decode.weight_layout import WeightLayout
 from maxhydra.layers import Context, PagedCacheSpec, PageTable
 from maxhydra.sharding import Sharder
 
 Tree = Any
-# Tokens from which on kernels of a GPU take longer than their launch: to gather launches in graphs, which takes a
-# millisecond before the first, gains nothing any more.
-LONG = 1024
+# Tokens from which on GPU kernels take longer than their launch. Command buffers (CUDA graphs), which need about a
+# millisecond before the first kernel, do not pay from there on.
+COMMAND_BUFFER_LIMIT = 1024
 
 
 class SampleKey(NamedTuple):
-    """A program that draws: for how many rows, and how."""
+    """Key of a sampling program."""
 
     rows: int
-    steps: SamplingFeatures
+    features: SamplingFeatures
 
-    def holds(self, other: "SampleKey") -> bool:
-        return self.rows == other.rows and self.steps.holds(other.steps)
+    def covers(self, other: "SampleKey") -> bool:
+        return self.rows == other.rows and self.features.covers(other.features)
 
     @property
     def size(self) -> int:
-        """About the times that the logits are looked at."""
-        steps = self.steps
-        return self.rows * (1 + 4 * steps.draws + 64 * steps.filters + steps.penalises + 8 * steps.reports)
+        """Return roughly how often the logits are read."""
+        features = self.features
+        passes = 1 + 4 * features.random + 64 * features.filters + features.penalties + 8 * features.logprobs
+        return self.rows * passes
 
     @property
-    def length(self) -> int:
+    def num_steps(self) -> int:
         return 1
 
 
 class MultiStepKey(NamedTuple):
-    """A program that advances every row by several tokens, each fed by the one before it."""
+    """Key of a multi-step decode program: several tokens per row, each fed back into the next step."""
 
     shape: Shape
-    steps: SamplingFeatures
-    length: int
+    features: SamplingFeatures
+    num_steps: int
 
-    def holds(self, other: "MultiStepKey") -> bool:
-        return self.length >= other.length and self.shape.holds(other.shape) and self.steps.holds(other.steps)
+    def covers(self, other: "MultiStepKey") -> bool:
+        fits = self.num_steps >= other.num_steps and self.shape.covers(other.shape)
+        return fits and self.features.covers(other.features)
 
     @property
     def size(self) -> int:
-        return self.shape.size * self.length
+        return self.shape.size * self.num_steps
 
 
 class SlotState(NamedTuple):
-    """What is known of every place among the sequences decoded at a time; the last place is nobody's."""
+    """Device state of every batch slot; the last slot is the padding slot."""
 
-    last_N: jax.Array
-    """The token drawn last."""
+    last_token_N: jax.Array
+    """The token sampled last."""
     seen_NV: jax.Array
-    """Tokens of the prompt and the answer; kept up for sequences with a repetition penalty."""
+    """Tokens of the prompt and the completion; only maintained for sequences with a repetition penalty."""
 
 
 class Programs:
-    """Forward and draw in every shape that comes up."""
+    """Compiles and calls the steps in every shape that comes up."""
 
     def __init__(
-        self, arrangement: WeightLayout, params: Tree, room: PagedCacheSpec, *, sharder: Sharder, steady: bool
+        self, layout: WeightLayout, params: Tree, cache_spec: PagedCacheSpec, *, sharder: Sharder, deterministic: bool
     ):
-        """`params` as they are kept, and only for their shapes and shardings; `steady`: no program stands in for
-        another."""
-        model = arrangement.model
-        self._arrangement, self._model, self._room, self._sharder = arrangement, model, room, sharder
-        self._params = jax.tree.map(lambda leaf: _placed(leaf, leaf.sharding), params)
-        self._whole = sharder.sharding(())
-        self._logits = sharder.sharding(("act_batch", "act_vocab"))
-        caches = jax.eval_shape(lambda: model.empty_cache(room))
+        """`params`: in the engine's layout, used for their shapes and shardings only.
+
+        `deterministic`: never substitute a larger program for the exact one.
+        """
+        model = layout.model
+        self._layout, self._model, self._cache_spec, self._sharder = layout, model, cache_spec, sharder
+        self._abstract_params = jax.tree.map(lambda leaf: _abstract(leaf, leaf.sharding), params)
+        self._replicated = sharder.sharding(())
+        self._logits_sharding = sharder.sharding(("act_batch", "act_vocab"))
+        caches = jax.eval_shape(lambda: model.empty_cache(cache_spec))
         self._cache_shardings = jax.tree.map(
             lambda cache: sharder.tree(cache.axes()), caches, is_leaf=lambda node: not isinstance(node, (dict, list))
         )
-        self._caches = jax.tree.map(_placed, caches, self._cache_shardings)
-        self._forwards: CompileCache[Shape] = CompileCache(self._compile_forward, steady=steady)
-        self._draws: CompileCache[SampleKey] = CompileCache(self._compile_draw, steady=steady)
-        self._bursts: CompileCache[MultiStepKey] = CompileCache(self._compile_burst, steady=steady)
+        self._abstract_caches = jax.tree.map(_abstract, caches, self._cache_shardings)
+        self._forwards: CompileCache[Shape] = CompileCache(self._compile_forward, deterministic=deterministic)
+        self._samplers: CompileCache[SampleKey] = CompileCache(self._compile_sample, deterministic=deterministic)
+        self._multi_steps: CompileCache[MultiStepKey] = CompileCache(
+            self._compile_multi_step, deterministic=deterministic
+        )
 
     @property
-    def nobody(self) -> int:
-        """The place of rows without a sequence."""
-        return self._room.slots
+    def padding_slot(self) -> int:
+        """The slot of padding rows."""
+        return self._cache_spec.slots
 
-    def empty(self) -> tuple[Tree, SlotState]:
-        """A cache and a board on the device."""
-        cache = jax.jit(lambda: self._model.empty_cache(self._room), out_shardings=self._cache_shardings)()
-        zeros = [jax.device_put(np.zeros(leaf.shape, leaf.dtype), self._whole) for leaf in self._board()]
+    def init_state(self) -> tuple[Tree, SlotState]:
+        """Allocate an empty KV cache and slot state on the device."""
+        cache = jax.jit(lambda: self._model.empty_cache(self._cache_spec), out_shardings=self._cache_shardings)()
+        zeros = [jax.device_put(np.zeros(leaf.shape, leaf.dtype), self._replicated) for leaf in self._abstract_slots()]
         return cache, SlotState(*zeros)
 
-    def shape_for(self, shape: Shape, *, eventual: Shape) -> Shape:
-        """The shape itself, or that of a program in hand; `eventual` is what it will soon grow to."""
+    def choose_shape(self, shape: Shape, *, eventual: Shape) -> Shape:
+        """Return the shape itself or that of a compiled larger program; `eventual` is the shape it will soon have."""
         return self._forwards.choose(shape, eventual=eventual)
 
-    def ahead(self, shape: Shape, steps: SamplingFeatures) -> None:
-        """Begin to compile what a coming step will need."""
-        name = SampleKey(shape.rows, steps)
-        self._forwards.begin(self._forwards.choose(shape, eventual=shape))
-        self._draws.begin(self._draws.choose(name, eventual=name))
+    def precompile(self, shape: Shape, features: SamplingFeatures) -> None:
+        """Start compiling the forward and sample programs of a coming step."""
+        key = SampleKey(shape.rows, features)
+        self._forwards.start(self._forwards.choose(shape, eventual=shape))
+        self._samplers.start(self._samplers.choose(key, eventual=key))
 
     def forward(
-        self, shape: Shape, params: Tree, cache: Tree, board: SlotState, plan_BC: np.ndarray
+        self, shape: Shape, params: Tree, cache: Tree, slot_state: SlotState, inputs_BC: np.ndarray
     ) -> tuple[jax.Array, Tree, jax.Array]:
-        """Logits [B, V] after the last token of each row, the cache with the tokens in it, and how to draw the next."""
-        logits_BV, cache, head_BC = self._forwards.get(shape)(params, cache, board.last_N, plan_BC)
+        """Return logits [B, V] of each row's last token, the updated cache, and the inputs of sampling."""
+        logits_BV, cache, head_BC = self._forwards.get(shape)(params, cache, slot_state.last_token_N, inputs_BC)
         return logits_BV, cache, head_BC
 
-    def draw(
-        self, board: SlotState, logits_BV: jax.Array, head_BC: jax.Array, steps: SamplingFeatures
+    def sample(
+        self, slot_state: SlotState, logits_BV: jax.Array, head_BC: jax.Array, features: SamplingFeatures
     ) -> tuple[SlotState, SampledTokens]:
-        """A token for every row, and the board with them on it."""
-        name = SampleKey(logits_BV.shape[0], steps)
-        board, choice = self._draws.get(self._draws.choose(name, eventual=name))(board, logits_BV, head_BC)
-        return board, choice
+        """Sample a token for every row, and store it in the slot state."""
+        key = SampleKey(logits_BV.shape[0], features)
+        program = self._samplers.get(self._samplers.choose(key, eventual=key))
+        slot_state, sampled = program(slot_state, logits_BV, head_BC)
+        return slot_state, sampled
 
-    def burst_for(self, name: MultiStepKey, *, eventual: MultiStepKey) -> MultiStepKey | None:
-        """The burst to use for work of this name; None while there is none, which is then being compiled."""
-        chosen = self._bursts.choose(name, eventual=eventual)
-        self._bursts.begin(chosen)
-        return chosen if self._bursts.is_ready(chosen) else None
+    def choose_multi_step(self, key: MultiStepKey, *, eventual: MultiStepKey) -> MultiStepKey | None:
+        """Return the multi-step program to use for this key; None while it is being compiled."""
+        chosen = self._multi_steps.choose(key, eventual=eventual)
+        self._multi_steps.start(chosen)
+        return chosen if self._multi_steps.is_ready(chosen) else None
 
-    def burst(
-        self, name: MultiStepKey, params: Tree, cache: Tree, board: SlotState, plan_BC: np.ndarray | jax.Array
+    def decode_multi(
+        self, key: MultiStepKey, params: Tree, cache: Tree, slot_state: SlotState, inputs_BC: np.ndarray | jax.Array
     ) -> tuple[Tree, SlotState, jax.Array, SampledTokens]:
-        """Tokens for every row, [length, B], and the plan of those after them; of a row with less than `length` tokens
-        left, the rest means nothing."""
-        cache, board, next_BC, choice = self._bursts.get(name)(params, cache, board, plan_BC)
-        return cache, board, next_BC, choice
+        """Decode `key.num_steps` tokens per row; return them as [num_steps, B], with the inputs of the next call.
 
-    def note_prompt(self, board: SlotState, slot: int, prompt: tuple[int, ...]) -> SlotState:
-        """Write down a new sequence's tokens, for the repetition penalty."""
-        seen_V = np.zeros(board.seen_NV.shape[1], bool)
+        Entries beyond a row's remaining tokens are undefined.
+        """
+        program = self._multi_steps.get(key)
+        cache, slot_state, next_BC, sampled = program(params, cache, slot_state, inputs_BC)
+        return cache, slot_state, next_BC, sampled
+
+    def mark_prompt(self, slot_state: SlotState, slot: int, prompt: tuple[int, ...]) -> SlotState:
+        """Set the seen tokens of a new sequence to those of its prompt, for the repetition penalty."""
+        seen_V = np.zeros(slot_state.seen_NV.shape[1], bool)
         seen_V[list(prompt)] = True
-        return SlotState(board.last_N, _noted(board.seen_NV, np.int32(slot), seen_V))
+        return SlotState(slot_state.last_token_N, _set_seen(slot_state.seen_NV, np.int32(slot), seen_V))
 
     def settled(self) -> int:
-        """As of Compiled, over all programs."""
-        return self._forwards.settled() + self._draws.settled() + self._bursts.settled()
+        """Wait for all compilations; return the sum of `CompileCache.settled` over all programs."""
+        return self._forwards.settled() + self._samplers.settled() + self._multi_steps.settled()
 
     def close(self) -> None:
         self._forwards.close()
-        self._draws.close()
-        self._bursts.close()
+        self._samplers.close()
+        self._multi_steps.close()
 
     def _compile_forward(self, shape: Shape) -> Program:
-        forward = _forward(self._arrangement, self._sharder, shape)
-        shardings = (self._logits, self._cache_shardings, self._whole)
+        forward = _make_forward(self._layout, self._sharder, shape)
+        shardings = (self._logits_sharding, self._cache_shardings, self._replicated)
         jitted = jax.jit(forward, donate_argnums=1, out_shardings=shardings)
-        is_long = self._sharder.platform == "gpu" and shape.rows * shape.tokens >= LONG
+        is_long = self._sharder.platform == "gpu" and shape.rows * shape.tokens >= COMMAND_BUFFER_LIMIT
         options: dict[str, str | bool] | None = {"xla_gpu_enable_command_buffer": ""} if is_long else None
-        lowered = jitted.lower(self._params, self._caches, self._board().last_N, self._plan(shape.rows, columns(shape)))
+        inputs = self._abstract_inputs(shape.rows, num_columns(shape))
+        last_token = self._abstract_slots().last_token_N
+        lowered = jitted.lower(self._abstract_params, self._abstract_caches, last_token, inputs)
         return lowered.compile(compiler_options=options)
 
-    def _compile_draw(self, name: SampleKey) -> Program:
-        rows, steps = name
+    def _compile_sample(self, key: SampleKey) -> Program:
         config = self._model.config
         logits = jax.ShapeDtypeStruct(
-            (rows, config.vocab_size), jnp.dtype(config.dtypes.logits.value), sharding=self._logits
+            (key.rows, config.vocab_size), jnp.dtype(config.dtypes.logits.value), sharding=self._logits_sharding
         )
-        jitted = jax.jit(_draw(steps), donate_argnums=0, out_shardings=self._whole)
-        return jitted.lower(self._board(), logits, self._plan(rows, HEAD)).compile()
+        jitted = jax.jit(_make_sample(key.features), donate_argnums=0, out_shardings=self._replicated)
+        return jitted.lower(self._abstract_slots(), logits, self._abstract_inputs(key.rows, HEAD)).compile()
 
-    def _compile_burst(self, name: MultiStepKey) -> Program:
-        burst = _burst(self._arrangement, self._sharder, name, nobody=self.nobody)
-        shardings = (self._cache_shardings, self._whole, self._whole, self._whole)
-        jitted = jax.jit(burst, donate_argnums=(1, 2), out_shardings=shardings)
-        plan = self._plan(name.shape.rows, columns(name.shape))
-        return jitted.lower(self._params, self._caches, self._board(), plan).compile()
+    def _compile_multi_step(self, key: MultiStepKey) -> Program:
+        decode = _make_multi_step(self._layout, self._sharder, key, padding_slot=self.padding_slot)
+        shardings = (self._cache_shardings, self._replicated, self._replicated, self._replicated)
+        jitted = jax.jit(decode, donate_argnums=(1, 2), out_shardings=shardings)
+        inputs = self._abstract_inputs(key.shape.rows, num_columns(key.shape))
+        return jitted.lower(self._abstract_params, self._abstract_caches, self._abstract_slots(), inputs).compile()
 
-    def _plan(self, rows: int, width: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, width), jnp.uint32, sharding=self._whole)
+    def _abstract_inputs(self, rows: int, columns: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, columns), jnp.uint32, sharding=self._replicated)
 
-    def _board(self) -> Any:
-        """The board's shapes."""
-        places, vocab = self._room.slots + 1, self._model.config.vocab_size
-        board = jax.eval_shape(lambda: SlotState(jnp.zeros(places, jnp.int32), jnp.zeros((places, vocab), bool)))
-        return jax.tree.map(lambda leaf: _placed(leaf, self._whole), board)
+    def _abstract_slots(self) -> Any:
+        """Return a SlotState of ShapeDtypeStructs."""
+        slots, vocab = self._cache_spec.slots + 1, self._model.config.vocab_size
+        state = jax.eval_shape(lambda: SlotState(jnp.zeros(slots, jnp.int32), jnp.zeros((slots, vocab), bool)))
+        return jax.tree.map(lambda leaf: _abstract(leaf, self._replicated), state)
 
 
-def _forward(
-    arrangement: WeightLayout, sharder: Sharder, shape: Shape
+def _make_forward(
+    layout: WeightLayout, sharder: Sharder, shape: Shape
 ) -> Callable[..., tuple[jax.Array, Tree, jax.Array]]:
-    hidden = _hidden(arrangement, sharder, shape)
+    hidden = _make_hidden(layout, sharder, shape)
 
-    def forward(params: Tree, cache: Tree, last_N: jax.Array, plan_BC: jax.Array) -> tuple[jax.Array, Tree, jax.Array]:
-        params, plan = arrangement.use(params), Plan.of(plan_BC, pages=shape.pages)
-        tokens_BT = plan.tokens_BT if shape.is_prompt else last_N[plan.rows.slots_B][:, None]
-        hidden_B1D, cache = hidden(params, cache, tokens_BT, plan.positions(shape.tokens), plan.rows)
-        logits_BV = arrangement.model.logits(params, hidden_B1D, sharder)[:, 0]
-        return logits_BV, cache, later(plan_BC[:, :HEAD], shape.tokens)
+    def forward(
+        params: Tree, cache: Tree, last_token_N: jax.Array, inputs_BC: jax.Array
+    ) -> tuple[jax.Array, Tree, jax.Array]:
+        params, inputs = layout.use(params), StepInputs.unpack(inputs_BC, pages=shape.pages)
+        tokens_BT = inputs.tokens_BT if shape.is_prompt else last_token_N[inputs.rows.slots_B][:, None]
+        hidden_B1D, cache = hidden(params, cache, tokens_BT, inputs.positions(shape.tokens), inputs.rows)
+        logits_BV = layout.model.logits(params, hidden_B1D, sharder)[:, 0]
+        return logits_BV, cache, advance(inputs_BC[:, :HEAD], shape.tokens)
 
     return forward
 
 
-def _hidden(arrangement: WeightLayout, sharder: Sharder, shape: Shape) -> Callable[..., tuple[jax.Array, Tree]]:
-    """Hidden states [B, 1, D] of the last token of each row, and the cache with the tokens in it."""
+def _make_hidden(layout: WeightLayout, sharder: Sharder, shape: Shape) -> Callable[..., tuple[jax.Array, Tree]]:
+    """Return a function for the hidden states [B, 1, D] of each row's last token, and the updated cache."""
 
     def hidden(
         params: Tree, cache: Tree, tokens_BT: jax.Array, positions_BT: jax.Array, rows: PageTable
@@ -227,71 +243,74 @@ def _hidden(arrangement: WeightLayout, sharder: Sharder, shape: Shape) -> Callab
             asked=jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0) if shape.is_prompt else None,
             is_fresh=shape.is_fresh,
         )
-        return arrangement.model.hidden(params, tokens_BT, context)
+        return layout.model.hidden(params, tokens_BT, context)
 
     return hidden
 
 
-def _draw(steps: SamplingFeatures) -> Callable[..., tuple[SlotState, SampledTokens]]:
-    def draw(board: SlotState, logits_BV: jax.Array, head_BC: jax.Array) -> tuple[SlotState, SampledTokens]:
-        plan = Plan.of(head_BC, pages=0)
-        seen_NV, choice = _chosen(steps, board.seen_NV, logits_BV, plan.target_B, plan.settings)
-        return SlotState(board.last_N.at[plan.target_B].set(jnp.maximum(choice.token_B, 0)), seen_NV), choice
+def _make_sample(features: SamplingFeatures) -> Callable[..., tuple[SlotState, SampledTokens]]:
+    def sample_rows(slot_state: SlotState, logits_BV: jax.Array, head_BC: jax.Array) -> tuple[SlotState, SampledTokens]:
+        inputs = StepInputs.unpack(head_BC, pages=0)
+        target_B = inputs.target_B
+        seen_NV, sampled = _sample_slots(features, slot_state.seen_NV, logits_BV, target_B, inputs.sampling)
+        last_token_N = slot_state.last_token_N.at[target_B].set(jnp.maximum(sampled.token_B, 0))
+        return SlotState(last_token_N, seen_NV), sampled
 
-    return draw
+    return sample_rows
 
 
-def _chosen(
-    steps: SamplingFeatures, seen_NV: jax.Array, logits_BV: jax.Array, slots_B: jax.Array, settings: Settings
+def _sample_slots(
+    features: SamplingFeatures, seen_NV: jax.Array, logits_BV: jax.Array, slots_B: jax.Array, sampling: SamplingArrays
 ) -> tuple[jax.Array, SampledTokens]:
-    """A token for every row, and the tokens seen with it where that is kept up."""
-    choice = choose(logits_BV, seen_NV[slots_B] if steps.penalises else None, settings, steps)
-    if steps.penalises:
-        seen_NV = seen_NV.at[slots_B, jnp.maximum(choice.token_B, 0)].set(True)
-    return seen_NV, choice
+    """Sample a token for every row, and mark it as seen if any row has a repetition penalty."""
+    sampled = sample(logits_BV, seen_NV[slots_B] if features.penalties else None, sampling, features)
+    if features.penalties:
+        seen_NV = seen_NV.at[slots_B, jnp.maximum(sampled.token_B, 0)].set(True)
+    return seen_NV, sampled
 
 
-def _burst(
-    arrangement: WeightLayout, sharder: Sharder, name: MultiStepKey, *, nobody: int
+def _make_multi_step(
+    layout: WeightLayout, sharder: Sharder, key: MultiStepKey, *, padding_slot: int
 ) -> Callable[..., tuple[Tree, SlotState, jax.Array, SampledTokens]]:
-    """Tokens go from step to step by themselves; the board has them at the end."""
-    model, hidden = arrangement.model, _hidden(arrangement, sharder, name.shape)
+    """Return a scan over decode steps: tokens are fed back in the carry, and stored in the slot state at the end."""
+    model, hidden = layout.model, _make_hidden(layout, sharder, key.shape)
 
-    def burst(
-        params: Tree, cache: Tree, board: SlotState, plan_BC: jax.Array
+    def decode(
+        params: Tree, cache: Tree, slot_state: SlotState, inputs_BC: jax.Array
     ) -> tuple[Tree, SlotState, jax.Array, SampledTokens]:
-        plan = Plan.of(plan_BC, pages=name.shape.pages)
-        table_BW, slots_B = plan.rows
+        inputs = StepInputs.unpack(inputs_BC, pages=key.shape.pages)
+        table_BW, slots_B = inputs.rows
 
         def step(carry: tuple[Tree, jax.Array, jax.Array], number: jax.Array) -> tuple[Any, SampledTokens]:
-            """A row that has no tokens left reads and writes nothing any more."""
-            (cache, seen_NV, last_B), used = carry, arrangement.use(params)
-            is_left_B = number < plan.left_B
-            position_B1 = jnp.where(is_left_B, plan.start_B + number, -1)[:, None]
-            own_B = jnp.where(is_left_B, slots_B, nobody)
-            hidden_B1D, cache = hidden(used, cache, last_B[:, None], position_B1, PageTable(table_BW, own_B))
-            if name.steps.takes_likeliest:
-                logit_B, token_B = model.largest_logit(used, hidden_B1D[:, 0], sharder)
-                return (cache, seen_NV, token_B), likeliest(logit_B, token_B)
-            logits_BV = model.logits(used, hidden_B1D, sharder)[:, 0]
-            settings = plan.settings._replace(position_B=plan.start_B + number + 1)
-            seen_NV, choice = _chosen(name.steps, seen_NV, logits_BV, own_B, settings)
-            return (cache, seen_NV, jnp.maximum(choice.token_B, 0)), choice
+            """Decode one token per row; a row without remaining tokens neither reads nor writes the cache."""
+            (cache, seen_NV, last_B), weights = carry, layout.use(params)
+            is_active_B = number < inputs.remaining_B
+            position_B1 = jnp.where(is_active_B, inputs.start_B + number, -1)[:, None]
+            active_B = jnp.where(is_active_B, slots_B, padding_slot)
+            hidden_B1D, cache = hidden(weights, cache, last_B[:, None], position_B1, PageTable(table_BW, active_B))
+            if key.features.is_greedy:
+                logit_B, token_B = model.largest_logit(weights, hidden_B1D[:, 0], sharder)
+                return (cache, seen_NV, token_B), greedy_tokens(logit_B, token_B)
+            logits_BV = model.logits(weights, hidden_B1D, sharder)[:, 0]
+            sampling = inputs.sampling._replace(position_B=inputs.start_B + number + 1)
+            seen_NV, sampled = _sample_slots(key.features, seen_NV, logits_BV, active_B, sampling)
+            return (cache, seen_NV, jnp.maximum(sampled.token_B, 0)), sampled
 
-        before = cache, board.seen_NV, board.last_N[slots_B]
-        (cache, seen_NV, _), choices = jax.lax.scan(step, before, jnp.arange(name.length))
-        own_B = jnp.where(plan.left_B > 0, slots_B, nobody)
-        last_B = choices.token_B[jnp.clip(plan.left_B, 1, name.length) - 1, jnp.arange(own_B.shape[0])]
-        board = SlotState(board.last_N.at[own_B].set(jnp.maximum(last_B, 0)), seen_NV)
-        return cache, board, later(plan_BC, name.length), choices
+        initial = cache, slot_state.seen_NV, slot_state.last_token_N[slots_B]
+        (cache, seen_NV, _), sampled = jax.lax.scan(step, initial, jnp.arange(key.num_steps))
+        active_B = jnp.where(inputs.remaining_B > 0, slots_B, padding_slot)
+        last_step_B = jnp.clip(inputs.remaining_B, 1, key.num_steps) - 1
+        last_B = sampled.token_B[last_step_B, jnp.arange(active_B.shape[0])]
+        slot_state = SlotState(slot_state.last_token_N.at[active_B].set(jnp.maximum(last_B, 0)), seen_NV)
+        return cache, slot_state, advance(inputs_BC, key.num_steps), sampled
 
-    return burst
+    return decode
 
 
 @jax.jit
-def _noted(seen_NV: jax.Array, slot: jax.Array, seen_V: jax.Array) -> jax.Array:
+def _set_seen(seen_NV: jax.Array, slot: jax.Array, seen_V: jax.Array) -> jax.Array:
     return seen_NV.at[slot].set(seen_V)
 
 
-def _placed(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+def _abstract(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

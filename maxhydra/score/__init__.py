@@ -1,1 +1,1 @@
-"""What a model makes of given tokens: files of sequences in, files of log-probabilities out."""
+"""Scoring of given tokens: files of sequences in, files of log-probabilities out."""

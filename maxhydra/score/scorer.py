@@ -1,4 +1,4 @@
-"""Sequences through a model, those of like length together. B sequences, S places, V vocabulary."""
+"""Scores sequences in batches of similar length. B sequences, S positions, V vocabulary."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,27 +12,19 @@ import numpy as np
 from maxhydra.config.schema import model as config
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
-from maxhydra.score.sequences import Sequence
+from maxhydra.score.files import Sequence, SequenceScore
 from maxhydra.sharding import Sharder
 from maxhydra.train.logprobs import target_logprobs, token_logprobs
 
-# Places whose logits exist at a time, where they are not asked for.
+# Positions whose logits are materialized at a time, unless all logits are returned.
 CHUNK = 512
-SHORTEST = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class SequenceScore:
-    """A sequence by its number: log-probabilities of its tokens after the first, and all logits where asked for."""
-
-    number: int
-    logprobs: np.ndarray
-    logits: np.ndarray | None
+# Smallest padded length.
+MIN_LENGTH = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class SequenceScorer:
-    """The model over batches of padded sequences."""
+    """Runs a model over batches of padded sequences."""
 
     model: ModelDef
     weights: Any
@@ -41,31 +33,31 @@ class SequenceScorer:
     with_logits: bool
 
     def __call__(self, rows: list[Sequence]) -> Iterator[SequenceScore]:
-        """Shortest first, so that little is padding."""
+        """Yield a score per sequence, shortest first to minimize padding."""
         order = sorted(range(len(rows)), key=lambda number: len(rows[number].ids))
         for start in range(0, len(order), self.batch):
             numbers = order[start : start + self.batch]
-            yield from self._scored(numbers, [rows[number].ids for number in numbers])
+            yield from self._score_batch(numbers, [rows[number].ids for number in numbers])
 
-    def _scored(self, numbers: list[int], sequences: list[np.ndarray]) -> Iterator[SequenceScore]:
-        shape = _rounded(self.batch, self.sharder.ways("act_batch")), self._length(len(sequences[-1]))
+    def _score_batch(self, numbers: list[int], sequences: list[np.ndarray]) -> Iterator[SequenceScore]:
+        shape = _round_up(self.batch, self.sharder.ways("act_batch")), self._padded_length(len(sequences[-1]))
         tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         for row, ids in enumerate(sequences):
             tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
         logprobs, logits = self._program(self.weights, tokens, segments)
         logprobs = np.asarray(logprobs)
         for row, (number, ids) in enumerate(zip(numbers, sequences, strict=True)):
-            after = None if logits is None else np.asarray(logits[row, : len(ids)])
-            yield SequenceScore(number, logprobs[row, : len(ids) - 1], after)
+            row_logits = None if logits is None else np.asarray(logits[row, : len(ids)])
+            yield SequenceScore(number, logprobs[row, : len(ids) - 1], row_logits)
 
-    def _length(self, longest: int) -> int:
-        """Powers of two, so that few programs serve sequences of any length, in equal parts on every device."""
-        power = 1 << (max(longest, SHORTEST) - 1).bit_length()
-        return _rounded(power, self.sharder.ways("act_length"))
+    def _padded_length(self, longest: int) -> int:
+        """Round up to a power of two, so that few programs are compiled, and to a multiple of the length shards."""
+        power = 1 << (max(longest, MIN_LENGTH) - 1).bit_length()
+        return _round_up(power, self.sharder.ways("act_length"))
 
     @cached_property
     def _program(self) -> Any:
-        """(weights, tokens [B, S], segments [B, S]) -> log-probabilities of the next tokens [B, S], logits or None."""
+        """Map weights, tokens [B, S] and segments [B, S] to next-token log-probabilities [B, S] and logits or None."""
         model, sharder = self.model, self.sharder
 
         def score(weights: Any, tokens: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -82,8 +74,8 @@ class SequenceScorer:
         return jax.jit(score)
 
 
-def dropless(model: config.Model) -> config.Model:
-    """Its experts take all tokens that come: a share of a padded row would hang on what else is in its batch."""
+def without_capacity_limit(model: config.Model) -> config.Model:
+    """Return the model with dropless experts: with a capacity, scores would depend on the padding of the batch."""
     kinds = {
         name: dataclasses.replace(kind, moe=dataclasses.replace(kind.moe, capacity_factor=None))
         for name, kind in model.kinds.items()
@@ -91,5 +83,5 @@ def dropless(model: config.Model) -> config.Model:
     return dataclasses.replace(model, kinds=kinds)
 
 
-def _rounded(count: int, parts: int) -> int:
-    return -(-count // parts) * parts
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,4 +1,4 @@
-"""How likely given tokens are under a model: log-probabilities, perplexities, and all logits where asked for."""
+"""task=score: log-probabilities and perplexities of given tokens, and optionally all logits."""
 
 import sys
 from functools import cache
@@ -8,13 +8,12 @@ import numpy as np
 
 from maxhydra.config.schema.tasks.score import ScoreTask
 from maxhydra.convert.load import load_weights
-from maxhydra.decode.open import check_start, weight_formats
+from maxhydra.decode.open import check_weights_source, weight_formats
 from maxhydra.decode.progress import open_progress
 from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.model import build
-from maxhydra.score.results import perplexity, require_writable, write_results
-from maxhydra.score.scorer import SequenceScore, SequenceScorer, dropless
-from maxhydra.score.sequences import read_sequences
+from maxhydra.score.files import SequenceScore, check_writable, perplexity, read_sequences, write_results
+from maxhydra.score.scorer import SequenceScorer, without_capacity_limit
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, Outcome
 
@@ -24,17 +23,17 @@ NEEDS_DEVICES, KEEPS_RUN = True, False
 def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, ScoreTask)
-    check_start(config, processes=job.machine.process_count)
-    # Ids need no tokenizer.
+    check_weights_source(config, processes=job.machine.process_count)
+    # Opened on first use: token ids need no tokenizer.
     prompts = cache(lambda: PromptEncoder(config.data, vocab_size=config.model.vocab_size))
     sequences = read_sequences(
         Path(task.input).expanduser(),
-        encode=lambda text: prompts().of_text(text),
+        encode=lambda text: prompts().encode_text(text),
         vocab_size=config.model.vocab_size,
-        longest=config.model.context_length,
+        max_length=config.model.context_length,
     )
     output = Path(task.output).expanduser()
-    require_writable(output)
+    check_writable(output)
     scorer = _open_scorer(job, task)
     scores: list[SequenceScore] = []
     tokens = 0
@@ -53,7 +52,7 @@ def _open_scorer(job: Job, task: ScoreTask) -> SequenceScorer:
     config = job.config
     assert config.checkpoint.load_parameters is not None
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
-    model = build(dropless(config.model), quantization=weight_formats(config))
+    model = build(without_capacity_limit(config.model), quantization=weight_formats(config))
     sharder.check(model.axes, model.shapes)
     weights = load_weights(
         config.checkpoint.load_parameters,

@@ -1,4 +1,4 @@
-"""Serves a model over HTTP until it is told to end."""
+"""task=serve: an OpenAI-compatible HTTP server, until it receives a signal."""
 
 import asyncio
 import ipaddress
@@ -22,12 +22,12 @@ def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, ServeTask)
     prompts = open_prompts(config, processes=job.machine.process_count)
-    key = _key(task)
-    # The port comes before the weights, which may take minutes.
+    key = _read_api_key(task)
+    # Bind the port before loading the weights, which may take minutes.
     listener = listen(task.host, task.port)
     is_local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
     if not is_local and key is None:
-        log.warning("anyone who can reach %s can use this server: set task.api_key_env to ask for a key", task.host)
+        log.warning("anyone who can reach %s can use this server: set task.api_key_env to require a key", task.host)
     engine = open_engine(config, task.engine, prompts)
     name = task.model_name or job.choices.get("model", "model")
     service = Service(
@@ -35,7 +35,7 @@ def run(job: Job) -> Outcome:
         prompts,
         ServerDefaults(name, task.sampling, task.max_samples, config.model.vocab_size),
         access=Access(key, is_local=is_local),
-        places=task.engine.max_batch + task.queue,
+        max_sequences=task.engine.max_batch + task.queue,
         seed=config.run.seed,
     )
     limits = Limits(
@@ -46,34 +46,34 @@ def run(job: Job) -> Outcome:
         drain=task.drain,
     )
     try:
-        asyncio.run(_until_signal(listener, service, limits, name))
+        asyncio.run(_serve_until_signal(listener, service, limits, name))
     finally:
         service.close()
         engine.close()
-    return Outcome("finished", "told to end")
+    return Outcome("finished", "stopped by a signal")
 
 
-async def _until_signal(listener: socket.socket, service: Service, limits: Limits, name: str) -> None:
-    """SIGTERM, SIGUSR1 and Ctrl-C end the server once what is under way is done; a second one ends it at once."""
-    stop, now = asyncio.Event(), asyncio.Event()
+async def _serve_until_signal(listener: socket.socket, service: Service, limits: Limits, name: str) -> None:
+    """Serve until SIGTERM, SIGUSR1 or Ctrl-C, then finish running requests; a second signal stops at once."""
+    stop, stop_now = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: (now if stop.is_set() else stop).set())
+        loop.add_signal_handler(number, lambda: (stop_now if stop.is_set() else stop).set())
     host, port = listener.getsockname()[:2]
     print(f"serving {name} on http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
     serving = asyncio.ensure_future(serve(listener, service, limits, stop=stop))
-    hurry = asyncio.ensure_future(now.wait())
-    await asyncio.wait({serving, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    second_signal = asyncio.ensure_future(stop_now.wait())
+    await asyncio.wait({serving, second_signal}, return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
         serving.result()
 
 
-def _key(task: ServeTask) -> str | None:
-    """The API key, which is in the environment and nowhere else."""
+def _read_api_key(task: ServeTask) -> str | None:
+    """Return the API key, which is only ever passed in the environment."""
     if task.api_key_env is None:
         return None
     key = os.environ.get(task.api_key_env, "").strip()
     if not key:
-        reason = "names an environment variable that is not set, or is empty"
+        reason = "names an environment variable that is unset or empty"
         raise ConfigError(Problem("task.api_key_env", reason, value=task.api_key_env))
     return key

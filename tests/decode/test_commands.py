@@ -1,4 +1,4 @@
-"""task=decode and task=serve as commands, with a model that was trained a moment ago and the engine that serves it."""
+"""task=decode and task=serve as commands, with a freshly trained model and the real engine."""
 
 import json
 import re
@@ -15,7 +15,8 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.decode.checkpoint_check import check_origin, settings_name
+from maxhydra.decode.checkpoint_check import check_origin
+from maxhydra.decode.offline import settings_fingerprint
 from tests.support.cli import SMALL, command, environment, finished, silent
 from tests.support.skips import import_optional
 
@@ -37,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_model_of_another_shape_is_refused_with_the_way_out(folder: Path) -> None:
+def test_a_different_model_is_rejected_with_the_overrides_to_use(folder: Path) -> None:
     config = compose(["task=decode"]).config
     with pytest.raises(ConfigError, match=r"model\.num_layers is 2, here 4") as raised:
         check_origin(config, str(folder / "outputs" / "run" / "checkpoints" / "1"))
@@ -49,8 +50,8 @@ def test_a_model_of_another_shape_is_refused_with_the_way_out(folder: Path) -> N
         check_origin(other, str(folder / "outputs" / "run"))
 
 
-def test_settings_that_change_answers_have_another_name() -> None:
-    asked = ["task=decode", "task.input=a", "task.output=b"]
+def test_settings_that_change_completions_change_the_fingerprint() -> None:
+    command = ["task=decode", "task.input=a", "task.output=b"]
     changes = [
         "task.sampling.top_k=5",
         "run.seed=1",
@@ -58,25 +59,28 @@ def test_settings_that_change_answers_have_another_name() -> None:
         "checkpoint.load_parameters=x",
         "task.chat=off",
     ]
-    names = [settings_name(compose([*asked, *change]).config) for change in ([], *([each] for each in changes))]
-    assert len(set(names)) == len(names)
-    assert settings_name(compose([*asked, "task.engine.max_batch=1", "task.progress=none"]).config) == names[0]
+    fingerprints = [
+        settings_fingerprint(compose([*command, *change]).config) for change in ([], *([each] for each in changes))
+    ]
+    assert len(set(fingerprints)) == len(fingerprints)
+    same = compose([*command, "task.engine.max_batch=1", "task.progress=none"]).config
+    assert settings_fingerprint(same) == fingerprints[0]
 
 
-def test_a_run_that_went_on_gives_other_answers(tmp_path: Path) -> None:
+def test_a_new_checkpoint_changes_the_fingerprint(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "9" / "params").mkdir(parents=True)
     config = compose(["task=decode", f"checkpoint.load_parameters={tmp_path}"]).config
-    before = settings_name(config)
-    assert settings_name(config) == before
+    before = settings_fingerprint(config)
+    assert settings_fingerprint(config) == before
     (tmp_path / "checkpoints" / "10" / "params").mkdir(parents=True)
-    assert settings_name(config) != before
+    assert settings_fingerprint(config) != before
 
 
-def test_a_killed_file_goes_on_and_answers_each_prompt_once(folder: Path) -> None:
+def test_a_killed_command_resumes_and_completes_each_prompt_once(folder: Path) -> None:
     records = [{"prompt": f"prompt {n}", "id": n, "sampling": {"max_tokens": 5 + n}} for n in range(30)]
     (folder / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    ask = [*DECODE, "task.input=in.jsonl", "task.output=out.jsonl", "task.sampling.temperature=0.9"]
-    process = silent(*ask, cwd=folder)
+    overrides = [*DECODE, "task.input=in.jsonl", "task.output=out.jsonl", "task.sampling.temperature=0.9"]
+    process = silent(*overrides, cwd=folder)
     output, until = folder / "out.jsonl", time.monotonic() + SECONDS
     while process.runs() and not (output.exists() and output.stat().st_size) and time.monotonic() < until:
         time.sleep(0.005)
@@ -84,21 +88,21 @@ def test_a_killed_file_goes_on_and_answers_each_prompt_once(folder: Path) -> Non
     process.wait()
     before = output.read_text().splitlines()
     assert 0 < len(before) < 30, "the kill came too early or too late"
-    done = finished(*ask, cwd=folder)
+    done = finished(*overrides, cwd=folder)
     after = output.read_text().splitlines()
-    assert after[: len(before)] == before and f"{len(before)} of them before" in done.stderr
+    assert after[: len(before)] == before and f"({len(before)} before this command)" in done.stderr
     rows = [json.loads(line) for line in after]
     assert sorted(row["id"] for row in rows) == list(range(30))
     for row in rows:
         assert row["finish"] in ("stop", "length") and row["tokens"] <= 5 + row["id"] and row["prompt_tokens"] > 8
     (folder / "in.jsonl").write_text("".join(json.dumps({**record, "prompt": "other"}) + "\n" for record in records))
-    at_home = [re.sub(r"=(\w+\.jsonl)", r'="~/\1"', word) for word in ask]
-    there = environment(HOME=str(folder))
-    other = subprocess.run(command(*at_home), cwd=folder, env=there, capture_output=True, text=True, check=False)
-    assert other.returncode == 2 and "answers another prompt or sampling for record 0" in other.stderr
+    with_tilde = [re.sub(r"=(\w+\.jsonl)", r'="~/\1"', override) for override in overrides]
+    env = environment(HOME=str(folder))
+    other = subprocess.run(command(*with_tilde), cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert other.returncode == 2 and "has a completion of record 0 for a different prompt or sampling" in other.stderr
 
 
-def test_the_server_answers_and_ends_when_told(folder: Path) -> None:
+def test_the_server_completes_requests_and_stops_on_sigterm(folder: Path) -> None:
     serve = [override.replace("task=decode", "task=serve") for override in DECODE]
     serve += ["data.tokenizer.chat_template=chat.jinja", "task.port=0", "task.api_key_env=KEY", "task.model_name=mine"]
     process = subprocess.Popen(
@@ -110,14 +114,14 @@ def test_the_server_answers_and_ends_when_told(folder: Path) -> None:
     assert address, line
     client = openai.OpenAI(base_url=address[1], api_key="sesame-1234", max_retries=0, timeout=SECONDS)
     hello = [{"role": "user", "content": "hello"}]
-    asked = {"model": "mine", "messages": hello, "max_tokens": 12, "n": 2, "temperature": 0.8, "seed": 4}
-    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)  # type: ignore[call-overload]
+    request = {"model": "mine", "messages": hello, "max_tokens": 12, "n": 2, "temperature": 0.8, "seed": 4}
+    complete = client.chat.completions.create(**request, logprobs=True, top_logprobs=3)  # type: ignore[call-overload]
     texts = ["", ""]
-    for chunk in client.chat.completions.create(**asked, stream=True):  # type: ignore[call-overload]
+    for chunk in client.chat.completions.create(**request, stream=True):  # type: ignore[call-overload]
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
-    assert texts == [choice.message.content for choice in whole.choices] and texts[0] != texts[1]
-    for choice in whole.choices:
+    assert texts == [choice.message.content for choice in complete.choices] and texts[0] != texts[1]
+    for choice in complete.choices:
         assert 0 < len(choice.logprobs.content) <= 12 and len(choice.logprobs.content[0].top_logprobs) == 3
         best = [top.logprob for top in choice.logprobs.content[0].top_logprobs]
         assert best == sorted(best, reverse=True) and all(value <= 0 for value in best)
@@ -128,8 +132,8 @@ def test_the_server_answers_and_ends_when_told(folder: Path) -> None:
     assert process.returncode == 0 and b"sesame" not in out + err and b"Traceback" not in err, err.decode()
 
 
-# A terminal around a command, its keyboard and its screen as pipes. Made by a process of its own: this one has threads,
-# which a fork would leave behind with their locks, and may be one of those in the background that know no Ctrl-C.
+# Runs a command in a pseudo-terminal with pipes for keyboard and screen. In a new process: this one has threads, whose
+# locks a fork would copy, and may be a background job, which ignores Ctrl-C.
 IN_TERMINAL = """
 import os, pty, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -138,8 +142,8 @@ sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
 
 
 @contextmanager
-def ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Whatever happens inside, it has ended then."""
+def killed_at_exit(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Kill the process at the end of the block, whatever happens inside."""
     try:
         yield
     finally:
@@ -147,14 +151,22 @@ def ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def test_a_chat_at_a_terminal(folder: Path) -> None:
-    words = [*DECODE, "task.sampling.max_tokens=900", "task.sampling.ignore_eos=true", "task.sampling.temperature=1"]
-    around = [sys.executable, "-c", IN_TERMINAL, *command(*words)]
+    overrides = [
+        *DECODE,
+        "task.sampling.max_tokens=900",
+        "task.sampling.ignore_eos=true",
+        "task.sampling.temperature=1",
+    ]
+    in_terminal = [sys.executable, "-c", IN_TERMINAL, *command(*overrides)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-    with subprocess.Popen(around, cwd=folder, env=environment(TERM="xterm"), **pipes) as process, ending(process):
+    with (
+        subprocess.Popen(in_terminal, cwd=folder, env=environment(TERM="xterm"), **pipes) as process,
+        killed_at_exit(process),
+    ):
         shown = ""
 
         def until(text: str, *, after: int = 0, more: int = 0) -> None:
-            """Until the text is shown, and so many characters behind it."""
+            """Read until the text is shown, followed by `more` characters."""
             nonlocal shown
             end = time.monotonic() + SECONDS
             while text not in shown[after : len(shown) - more]:
@@ -166,8 +178,8 @@ def test_a_chat_at_a_terminal(folder: Path) -> None:
         until("> ")
         for _ in range(2):
             start = len(shown)
-            process.stdin.write(b"go on\n")
-            until("go on", after=start, more=20)
+            process.stdin.write(b"carry on\n")
+            until("carry on", after=start, more=20)
             process.stdin.write(b"\x03")
             until("[stopped]", after=start)
             until("> ", after=shown.index("[stopped]", start))

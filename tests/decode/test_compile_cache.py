@@ -1,17 +1,17 @@
-"""Which program does the work while the right one is being compiled, and when that is over."""
+"""CompileCache: which program substitutes for one that is being compiled, and for how long."""
 
 from threading import Event
 from typing import NamedTuple
 
-from maxhydra.decode.compile_cache import PATIENCE, CompileCache
+from maxhydra.decode.compile_cache import MAX_WASTED_STEPS, CompileCache
 
 
 class Rows(NamedTuple):
-    """A program for so many rows."""
+    """Key of a program for a number of rows."""
 
     rows: int
 
-    def holds(self, other: "Rows") -> bool:
+    def covers(self, other: "Rows") -> bool:
         return self.rows >= other.rows
 
     @property
@@ -19,12 +19,12 @@ class Rows(NamedTuple):
         return self.rows
 
     @property
-    def length(self) -> int:
+    def num_steps(self) -> int:
         return 1
 
 
-def test_work_with_all_its_programs_changes_nothing_any_more():
-    programs = CompileCache(lambda name: name, steady=False)
+def test_the_count_is_stable_once_all_programs_exist():
+    programs = CompileCache(lambda key: key, deterministic=False)
     programs.get(Rows(8))
     before = programs.settled()
     assert programs.choose(Rows(8), eventual=Rows(8)) == Rows(8)
@@ -34,10 +34,10 @@ def test_work_with_all_its_programs_changes_nothing_any_more():
     programs.close()
 
 
-def test_a_program_that_is_too_large_gives_way_to_the_right_one():
-    programs = CompileCache(lambda name: name, steady=False)
+def test_the_exact_program_replaces_a_larger_one():
+    programs = CompileCache(lambda key: key, deterministic=False)
     programs.get(Rows(8))
-    uses = [programs.choose(Rows(4), eventual=Rows(4)) for _ in range(PATIENCE + 1)]
+    uses = [programs.choose(Rows(4), eventual=Rows(4)) for _ in range(MAX_WASTED_STEPS + 1)]
     assert set(uses) == {Rows(8)}
     before = programs.settled()
     assert programs.choose(Rows(4), eventual=Rows(4)) == Rows(4)
@@ -45,18 +45,18 @@ def test_a_program_that_is_too_large_gives_way_to_the_right_one():
     programs.close()
 
 
-def test_settled_waits_for_what_is_being_compiled():
-    go, done = Event(), []
+def test_settled_waits_for_running_compilations():
+    may_compile, done = Event(), []
 
-    def compile(name: Rows) -> str:
-        go.wait(30)
-        done.append(name)
+    def compile(key: Rows) -> str:
+        may_compile.wait(30)
+        done.append(key)
         return "program"
 
-    programs = CompileCache(compile, steady=True)
-    programs.begin(Rows(2))
+    programs = CompileCache(compile, deterministic=True)
+    programs.start(Rows(2))
     assert not done
-    go.set()
+    may_compile.set()
     assert programs.settled() == 1
     assert done == [Rows(2)]
     programs.close()

@@ -1,4 +1,4 @@
-"""The engine gives every request the tokens it gets alone, refuses what it cannot serve, and leaves nothing behind."""
+"""The engine gives every request the tokens it gets alone, rejects invalid requests, and leaks no state."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ from maxhydra.config.schema.mesh import RULES, Mesh
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.page_pool import PagePool
-from maxhydra.decode.request import Completion, RefusedError, Request
+from maxhydra.decode.request import Completion, Request, RequestRejectedError
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh
@@ -58,17 +58,17 @@ def start(devices: int = 1, params=None, eos=(EOS,), **changes) -> Engine:
     return Engine(model, placed, ByteTokenizer(), Config(**{**sizes, **changes}), sharder=sharder, eos=eos)
 
 
-def ask(prompt, **changes) -> Request:
+def make_request(prompt, **changes) -> Request:
     fields = {"max_tokens": 12, "stop": (), "ignore_eos": False, **GREEDY, **changes}
     return Request(prompt=tuple(prompt.encode() if isinstance(prompt, str) else prompt), **fields)
 
 
 @pytest.fixture(scope="module")
 def engine():
-    """One engine for the tests that only ask: programs are compiled once."""
-    made = start()
-    yield made
-    made.close()
+    """One engine for the tests that only submit requests, so that programs are compiled once."""
+    engine = start()
+    yield engine
+    engine.close()
 
 
 @functools.cache
@@ -85,7 +85,7 @@ def logits_without_cache():
 
 
 def greedy_without_cache(request: Request) -> list[int]:
-    """The oracle: the likeliest token after the whole sequence so far, computed anew every time."""
+    """The oracle: the argmax after a full forward pass over the sequence so far, for every token."""
     ids = list(request.prompt)
     while len(ids) < min(len(request.prompt) + request.max_tokens, CONTEXT):
         row = np.zeros((1, CONTEXT), np.int32)
@@ -96,270 +96,283 @@ def greedy_without_cache(request: Request) -> list[int]:
     return ids[len(request.prompt) :]
 
 
-def mixed(count: int) -> list[Request]:
-    """Prompts of 1 to 60 tokens, some with the same beginning; answers of 1 to 24; every third sampled."""
+def varied_requests(count: int) -> list[Request]:
+    """Prompts of 1 to 60 tokens, some with a common prefix; completions of 1 to 24; every third with a temperature."""
     rng = random.Random(1)
     common = [rng.randrange(256) for _ in range(40)]
     requests = []
     for index in range(count):
-        own = [rng.randrange(256) for _ in range(rng.randint(1, 60))]
-        prompt = common[: rng.choice((16, 25, 40))] + own[:20] if index % 4 == 3 else own
+        unique = [rng.randrange(256) for _ in range(rng.randint(1, 60))]
+        prompt = common[: rng.choice((16, 25, 40))] + unique[:20] if index % 4 == 3 else unique
         sampled = {"temperature": 0.8, "top_k": rng.choice((0, 40)), "top_p": 0.9, "seed": index}
         sampled |= {"min_p": 0.01, "repetition_penalty": 1.2}
         changes = sampled if index % 3 == 2 else {}
-        requests.append(ask(prompt, max_tokens=rng.randint(1, 24), ignore_eos=True, **changes))
+        requests.append(make_request(prompt, max_tokens=rng.randint(1, 24), ignore_eos=True, **changes))
     return requests
 
 
 @functools.cache
-def alone() -> list[Completion]:
-    """Each request by itself in an engine that keeps nothing, prompt in one piece."""
+def completed_alone() -> list[Completion]:
+    """Complete each request alone, without prefix cache, with the prompt in one chunk."""
     engine = start(max_batch=1, prefix_cache=False, prefill_chunk=64)
-    answers = [engine.submit(request).result() for request in mixed(32)]
+    completions = [engine.submit(request).result() for request in varied_requests(32)]
     engine.close()
-    return answers
+    return completions
 
 
-def test_alone_and_greedy_a_request_gets_what_the_model_says():
-    for request, answer in zip(mixed(32), alone(), strict=True):
+def test_alone_and_greedy_a_request_gets_the_tokens_of_the_oracle():
+    for request, answer in zip(varied_requests(32), completed_alone(), strict=True):
         if request.temperature == 0:
             assert list(answer.tokens) == greedy_without_cache(request)
 
 
-COMPANIES = {
-    "together": {"max_batch": 32, "cache_tokens": 4096},
-    "few places and pages": {"max_batch": 5, "cache_tokens": 320},
-    "short parts, nothing kept": {"prefill_chunk": 7, "prefix_cache": False},
+ENGINES = {
+    "one batch": {"max_batch": 32, "cache_tokens": 4096},
+    "few slots and pages": {"max_batch": 5, "cache_tokens": 320},
+    "short chunks, no prefix cache": {"prefill_chunk": 7, "prefix_cache": False},
     "eight devices": {"devices": 8, "max_batch": 16},
 }
 
 
 @pytest.mark.slow
-def test_bursts_give_the_tokens_that_steps_give():
-    """Single steps until the program of a burst is there: asked again until tokens come out together."""
+def test_multi_step_decoding_gives_the_tokens_of_single_steps():
+    """Single steps run until the multi-step program is compiled, so submit until several tokens arrive together."""
     engine = start(burst=4)
     for _ in range(60):
-        deltas = [list(handle) for handle in [engine.submit(request) for request in mixed(8)]]
-        assert [Completion.of(own) for own in deltas] == alone()[:8]
-        if any(len(delta.tokens) > 1 for own in deltas for delta in own):
+        deltas = [list(handle) for handle in [engine.submit(request) for request in varied_requests(8)]]
+        assert [Completion.from_deltas(each) for each in deltas] == completed_alone()[:8]
+        if any(len(delta.tokens) > 1 for each in deltas for delta in each):
             break
     else:
-        pytest.fail("no burst was used")
-    # The first token, a burst of 4, and 3 tokens: for these too another program stands in until it has its own.
-    request, known = ask("a", max_tokens=8, ignore_eos=True), -1
+        pytest.fail("no multi-step call was used")
+    # The first token, a call of 4 steps, and 3 tokens: a larger program substitutes for the last until it is compiled.
+    request, known = make_request("a", max_tokens=8, ignore_eos=True), -1
     for _ in range(40):
         assert list(engine.submit(request).result().tokens) == greedy_without_cache(request)
         before, known = known, engine.settled()
         if known == before:
             break
     else:
-        pytest.fail("the last burst did not become as long as the answer")
+        pytest.fail("the last multi-step call was not shortened to the completion")
     engine.close()
 
 
-@pytest.mark.parametrize("company", COMPANIES)
-def test_in_any_company_a_request_gets_the_tokens_it_gets_alone(company):
-    engine = start(**COMPANIES[company])
-    handles = [engine.submit(request) for request in mixed(32)]
-    answers = [handle.result() for handle in handles]
+@pytest.mark.parametrize("sizes", ENGINES)
+def test_in_any_batch_a_request_gets_the_tokens_it_gets_alone(sizes):
+    engine = start(**ENGINES[sizes])
+    handles = [engine.submit(request) for request in varied_requests(32)]
+    completions = [handle.result() for handle in handles]
     stats = engine.stats()
     engine.close()
-    assert answers == alone()
-    whole = sum(len(request.prompt) for request in mixed(32))
-    assert (stats["prompt_tokens_read"] < whole) == ("kept" not in company)
+    assert completions == completed_alone()
+    num_prompt_tokens = sum(len(request.prompt) for request in varied_requests(32))
+    assert (stats["prompt_tokens_read"] < num_prompt_tokens) == ("no prefix cache" not in sizes)
     assert stats["pages_used"] == stats["running"] == stats["waiting"] == 0
-    assert stats["tokens_written"] == sum(len(answer.tokens) for answer in answers)
+    assert stats["tokens_written"] == sum(len(completion.tokens) for completion in completions)
 
 
-def test_a_prompt_that_comes_again_is_not_read_again(engine):
+def test_a_repeated_prompt_is_not_prefilled_again(engine):
     prompt = [random.Random(2).randrange(256) for _ in range(61)]
-    read = []
+    results = []
     for _ in range(2):
         before = engine.stats()["prompt_tokens_read"]
-        read.append((engine.submit(ask(prompt)).result(), engine.stats()["prompt_tokens_read"] - before))
-    (first, whole), (second, rest) = read
+        results.append((engine.submit(make_request(prompt)).result(), engine.stats()["prompt_tokens_read"] - before))
+    (first, num_first), (second, num_second) = results
     assert first == second
-    assert (whole, rest) == (61, 61 - 56)
+    assert (num_first, num_second) == (61, 61 - 56)
 
 
 def test_samples_of_one_prompt_share_its_pages(engine):
-    """All asked for at once: the prompt is read by the first, and its last page by each."""
+    """Submitted together: the first prefills the whole prompt, the others only its last page."""
     prompt = [random.Random(3).randrange(256) for _ in range(50)]
     before = engine.stats()["prompt_tokens_read"]
-    handles = [engine.submit(ask(prompt, temperature=1.0, seed=seed)) for seed in range(4)]
-    answers = [handle.result().tokens for handle in handles]
-    assert len(set(answers)) == 4
+    handles = [engine.submit(make_request(prompt, temperature=1.0, seed=seed)) for seed in range(4)]
+    completions = [handle.result().tokens for handle in handles]
+    assert len(set(completions)) == 4
     assert engine.stats()["prompt_tokens_read"] - before == 50 + 3 * 2
 
 
 def test_a_seed_gives_the_same_tokens_again(engine):
-    request = ask("once upon a time", temperature=1.0, seed=2**63 + 5, ignore_eos=True)
+    request = make_request("once upon a time", temperature=1.0, seed=2**63 + 5, ignore_eos=True)
     assert engine.submit(request).result() == engine.submit(request).result()
-    assert engine.submit(request).result() != engine.submit(ask("once upon a time", temperature=1.0, seed=5)).result()
+    assert (
+        engine.submit(request).result()
+        != engine.submit(make_request("once upon a time", temperature=1.0, seed=5)).result()
+    )
 
 
-def test_a_steady_engine_repeats_itself_to_the_last_bit():
-    """Whatever was decoded before, and whichever programs are ready."""
-    several = [ask(f"number {n}", temperature=1.0, seed=n, max_tokens=3 + n, logprobs=0) for n in range(6)]
-    engine = start(steady=True)
+def test_a_deterministic_engine_is_bit_reproducible():
+    """Independently of earlier requests, and of which programs are compiled."""
+    several = [make_request(f"number {n}", temperature=1.0, seed=n, max_tokens=3 + n, logprobs=0) for n in range(6)]
+    engine = start(deterministic=True)
     try:
         first = [handle.result() for handle in engine.submit_all(several)]
-        for handle in engine.submit_all([ask("a" * n, max_tokens=n) for n in (40, 3, 9)]):
+        for handle in engine.submit_all([make_request("a" * n, max_tokens=n) for n in (40, 3, 9)]):
             handle.result()
         engine.update_params(tiny()[1])
         assert [handle.result() for handle in engine.submit_all(several)] == first
-        with pytest.raises(RefusedError):
-            engine.submit_all([ask("a"), ask("")])
+        with pytest.raises(RequestRejectedError):
+            engine.submit_all([make_request("a"), make_request("")])
         assert engine.stats()["waiting"] == engine.stats()["running"] == 0
     finally:
         engine.close()
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [(CacheDtype.int8, 0.05), (CacheDtype.float8, 0.4)])
-def test_a_cache_of_eight_bits_stays_near(engine, kind, tolerance):
-    request = ask("some words to go on from, and some more", max_tokens=1, logprobs=20, ignore_eos=True)
+def test_an_eight_bit_cache_is_close_to_the_exact_one(engine, kind, tolerance):
+    request = make_request("some words to continue from, and a few", max_tokens=1, logprobs=20, ignore_eos=True)
     exact = dict(engine.submit(request).result().logprobs[0].alternatives)
-    narrow = start(cache_dtype=kind, prefill_chunk=8)
-    near = dict(narrow.submit(request).result().logprobs[0].alternatives)
-    narrow.close()
-    common = sorted(exact.keys() & near.keys())
+    quantized = start(cache_dtype=kind, prefill_chunk=8)
+    approximate = dict(quantized.submit(request).result().logprobs[0].alternatives)
+    quantized.close()
+    common = sorted(exact.keys() & approximate.keys())
     assert len(common) >= 14
-    error = np.abs([exact[token] - near[token] for token in common]).max()
+    error = np.abs([exact[token] - approximate[token] for token in common]).max()
     assert 1e-6 < error < tolerance
 
 
-def test_logprobs_are_the_models(engine):
-    request = ask("abc", temperature=0.7, top_k=3, seed=4, logprobs=5, ignore_eos=True)
-    answer = engine.submit(request).result()
+def test_logprobs_are_those_of_the_model(engine):
+    request = make_request("abc", temperature=0.7, top_k=3, seed=4, logprobs=5, ignore_eos=True)
+    completion = engine.submit(request).result()
     row = np.zeros((1, CONTEXT), np.int32)
-    row[0, : 3 + 12] = [*request.prompt, *answer.tokens]
+    row[0, : 3 + 12] = [*request.prompt, *completion.tokens]
     expected = np.asarray(jax.nn.log_softmax(logits_without_cache()(row)))
-    assert [entry.token for entry in answer.logprobs] == list(answer.tokens)
-    for place, entry in enumerate(answer.logprobs, start=2):
-        assert entry.logprob == pytest.approx(expected[place, entry.token], abs=1e-4)
-        assert [token for token, _ in entry.alternatives] == list(np.argsort(-expected[place])[:5])
-        assert entry.alternatives[0][1] == pytest.approx(expected[place].max(), abs=1e-4)
+    assert [entry.token for entry in completion.logprobs] == list(completion.tokens)
+    for position, entry in enumerate(completion.logprobs, start=2):
+        assert entry.logprob == pytest.approx(expected[position, entry.token], abs=1e-4)
+        assert [token for token, _ in entry.alternatives] == list(np.argsort(-expected[position])[:5])
+        assert entry.alternatives[0][1] == pytest.approx(expected[position].max(), abs=1e-4)
 
 
 def ascii_only() -> dict:
-    """Weights under which only letters and spaces are likely, so that text and tokens correspond."""
+    """Return weights that make only letters and spaces likely, so that characters and tokens correspond."""
     _, params = tiny()
     kernel = np.array(params["head"]["kernel"])
     likely = np.isin(np.arange(264), [32, *range(97, 123)])
     return {**params, "head": {"kernel": jnp.asarray(np.where(likely, 20 * kernel, 0))}}
 
 
-def test_stop_texts_and_end_tokens_end_an_answer():
+def test_stop_strings_and_eos_tokens_end_a_completion():
     engine = start(params=ascii_only())
-    plain = engine.submit(ask("go", max_tokens=30, temperature=1.0, seed=1, ignore_eos=True)).result()
+    plain = engine.submit(make_request("go", max_tokens=30, temperature=1.0, seed=1, ignore_eos=True)).result()
     assert plain.finish == "length" and len(plain.text) == len(plain.tokens) == 30
     text = plain.text
     for stop in ((text[10:13],), ("zzzzz", text[7:12]), (text[20:30],)):
-        cut = engine.submit(ask("go", max_tokens=30, temperature=1.0, seed=1, ignore_eos=True, stop=stop)).result()
+        cut = engine.submit(
+            make_request("go", max_tokens=30, temperature=1.0, seed=1, ignore_eos=True, stop=stop)
+        ).result()
         end = min(text.find(part) + len(part) for part in stop if part in text)
         assert cut.finish == "stop" and len(cut.tokens) == end
         assert cut.text == text[: min(text.find(part) for part in stop if part in text)]
-    deltas = list(engine.submit(ask("go", max_tokens=30, temperature=1.0, seed=1, stop=(text[9:12] + "!",))))
+    deltas = list(engine.submit(make_request("go", max_tokens=30, temperature=1.0, seed=1, stop=(text[9:12] + "!",))))
     assert "".join(delta.text for delta in deltas) == text
     assert [delta.finish for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
     engine.close()
 
-    ending = start(params=ascii_only(), eos=[plain.tokens[4]])
+    with_eos = start(params=ascii_only(), eos=[plain.tokens[4]])
     first = plain.tokens.index(plain.tokens[4])
-    answer = ending.submit(ask("go", max_tokens=30, temperature=1.0, seed=1)).result()
-    assert (answer.finish, answer.tokens) == ("stop", plain.tokens[: first + 1])
-    assert answer.text == text[:first]
-    assert ending.submit(ask("go", max_tokens=30, temperature=1.0, seed=1, ignore_eos=True)).result() == plain
-    ending.close()
+    completion = with_eos.submit(make_request("go", max_tokens=30, temperature=1.0, seed=1)).result()
+    assert (completion.finish, completion.tokens) == ("stop", plain.tokens[: first + 1])
+    assert completion.text == text[:first]
+    assert (
+        with_eos.submit(make_request("go", max_tokens=30, temperature=1.0, seed=1, ignore_eos=True)).result() == plain
+    )
+    with_eos.close()
 
 
-def test_an_answer_ends_where_the_context_does(engine):
-    answer = engine.submit(ask([7] * 90, max_tokens=50, ignore_eos=True)).result()
-    assert (len(answer.tokens), answer.finish) == (CONTEXT - 90, "length")
+def test_a_completion_ends_with_the_context(engine):
+    completion = engine.submit(make_request([7] * 90, max_tokens=50, ignore_eos=True)).result()
+    assert (len(completion.tokens), completion.finish) == (CONTEXT - 90, "length")
 
 
-REFUSED = {
-    "empty": (ask(""), "the prompt is empty"),
-    "prompt": (ask([1] * 96), r"the prompt has 96 tokens.*at most 96.*task\.engine\.max_context"),
-    "vocabulary": (ask([264]), "vocabulary of 264"),
-    "max_tokens": (ask("a", max_tokens=0), "max_tokens=0 is not 1 or more"),
-    "temperature": (ask("a", temperature=-1.0), "temperature=-1.0"),
-    "nan": (ask("a", temperature=float("nan")), "temperature=nan"),
-    "float32": (ask("a", temperature=1e39, repetition_penalty=1e39), r"temperature=1e\+39.*; repetition_penalty=1"),
-    "top_p": (ask("a", top_p=0.0), "top_p=0.0"),
-    "min_p": (ask("a", min_p=1.5), "min_p=1.5"),
-    "seed": (ask("a", seed=-1), "seed=-1"),
-    "stop": (ask("a", stop=("",)), "not empty"),
-    "logprobs": (ask("a", logprobs=21), "logprobs=21 is not 0 to 20"),
-    "several": (ask("a", top_k=-1, repetition_penalty=0.0), "top_k=-1.*; repetition_penalty=0.0"),
+REJECTED = {
+    "empty": (make_request(""), "the prompt is empty"),
+    "prompt": (make_request([1] * 96), r"the prompt has 96 tokens.*at most 96.*task\.engine\.max_context"),
+    "vocabulary": (make_request([264]), "vocabulary of 264"),
+    "max_tokens": (make_request("a", max_tokens=0), "max_tokens=0 is not 1 or more"),
+    "temperature": (make_request("a", temperature=-1.0), "temperature=-1.0"),
+    "nan": (make_request("a", temperature=float("nan")), "temperature=nan"),
+    "float32": (
+        make_request("a", temperature=1e39, repetition_penalty=1e39),
+        r"temperature=1e\+39.*; repetition_penalty=1",
+    ),
+    "top_p": (make_request("a", top_p=0.0), "top_p=0.0"),
+    "min_p": (make_request("a", min_p=1.5), "min_p=1.5"),
+    "seed": (make_request("a", seed=-1), "seed=-1"),
+    "stop": (make_request("a", stop=("",)), "a list of non-empty strings"),
+    "logprobs": (make_request("a", logprobs=21), "logprobs=21 is not 0 to 20"),
+    "several": (make_request("a", top_k=-1, repetition_penalty=0.0), "top_k=-1.*; repetition_penalty=0.0"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_served_is_refused_at_once(engine, case):
-    request, reason = REFUSED[case]
-    with pytest.raises(RefusedError, match=reason):
+@pytest.mark.parametrize("case", REJECTED)
+def test_invalid_requests_are_rejected_at_once(engine, case):
+    request, reason = REJECTED[case]
+    with pytest.raises(RequestRejectedError, match=reason):
         engine.submit(request)
 
 
-def test_a_cache_too_small_is_named():
+def test_a_cache_that_is_too_small_is_named():
     engine = start(cache_tokens=40)
-    with pytest.raises(RefusedError, match=r"need 49 tokens.*holds 40: raise task\.engine\.cache_tokens"):
-        engine.submit(ask([1] * 10, max_tokens=40))
-    assert len(engine.submit(ask([1] * 10, max_tokens=31, ignore_eos=True)).result().tokens) == 31
+    with pytest.raises(RequestRejectedError, match=r"need 49 tokens.*holds 40: raise task\.engine\.cache_tokens"):
+        engine.submit(make_request([1] * 10, max_tokens=40))
+    assert len(engine.submit(make_request([1] * 10, max_tokens=31, ignore_eos=True)).result().tokens) == 31
     engine.close()
 
 
-def test_a_sequence_that_is_given_up_makes_room():
+def test_a_cancelled_sequence_frees_its_slot():
     engine = start(max_batch=1)
-    first = engine.submit(ask("a", max_tokens=90, ignore_eos=True))
-    waiting, gone = engine.submit(ask("b", max_tokens=2, ignore_eos=True)), engine.submit(ask("c"))
+    first = engine.submit(make_request("a", max_tokens=90, ignore_eos=True))
+    waiting, cancelled = (
+        engine.submit(make_request("b", max_tokens=2, ignore_eos=True)),
+        engine.submit(make_request("c")),
+    )
     next(iter(first))
-    gone.cancel()
+    cancelled.cancel()
     first.cancel()
     assert waiting.result().finish == "length"
-    assert first.result().finish == gone.result().finish == "cancelled"
+    assert first.result().finish == cancelled.result().finish == "cancelled"
     engine.close()
 
 
-def test_closing_ends_what_is_under_way():
+def test_closing_cancels_running_sequences():
     engine = start()
-    handles = [engine.submit(ask("a", max_tokens=90, ignore_eos=True)) for _ in range(20)]
+    handles = [engine.submit(make_request("a", max_tokens=90, ignore_eos=True)) for _ in range(20)]
     next(iter(handles[0]))
     engine.close()
     assert {handle.result().finish for handle in handles} <= {"cancelled", "length"}
-    with pytest.raises(RefusedError, match="closed"):
-        engine.submit(ask("a"))
+    with pytest.raises(RequestRejectedError, match="closed"):
+        engine.submit(make_request("a"))
 
 
 def test_a_failure_reaches_every_handle():
-    """Weights of a wrong shape make the next step fail: nobody waits for ever, and nobody new is taken."""
+    """Weights of a wrong shape make the next step fail: no handle waits forever, and new requests are rejected."""
     engine, wrong = start(max_batch=2), jax.tree.map(lambda x: np.zeros((*x.shape, 1)), tiny()[1])
-    handles = [engine.submit(ask("a", max_tokens=90, ignore_eos=True)) for _ in range(60)]
+    handles = [engine.submit(make_request("a", max_tokens=90, ignore_eos=True)) for _ in range(60)]
     next(iter(handles[0]))
-    with contextlib.suppress(RefusedError):
+    with contextlib.suppress(RequestRejectedError):
         engine.update_params(wrong)
     finished = [handle.result() for handle in handles[-3:]]
-    assert {answer.finish for answer in finished} == {"error"}
-    assert all("the engine failed" in answer.error for answer in finished)
-    with pytest.raises(RefusedError, match="the engine failed"):
-        engine.submit(ask("a"))
+    assert {completion.finish for completion in finished} == {"error"}
+    assert all("the engine failed" in completion.error for completion in finished)
+    with pytest.raises(RequestRejectedError, match="the engine failed"):
+        engine.submit(make_request("a"))
     engine.close()
 
 
-def test_weights_that_give_no_numbers_fail_the_request_and_not_the_engine():
+def test_nan_logits_fail_the_request_and_not_the_engine():
     _, params = tiny()
     engine = start(params={**params, "final_norm": jax.tree.map(lambda x: x * jnp.nan, params["final_norm"])})
-    answer = engine.submit(ask("a")).result()
-    assert answer.finish == "error" and "not numbers" in answer.error
+    completion = engine.submit(make_request("a")).result()
+    assert completion.finish == "error" and "NaN or infinite" in completion.error
     engine.update_params(params)
-    assert engine.submit(ask("a", ignore_eos=True)).result().finish == "length"
+    assert engine.submit(make_request("a", ignore_eos=True)).result().finish == "length"
     engine.close()
 
 
-def test_new_weights_are_used_and_kept_beginnings_forgotten():
+def test_new_weights_are_used_and_cached_prefixes_dropped():
     engine = start()
-    request = ask([random.Random(6).randrange(256) for _ in range(40)], ignore_eos=True)
+    request = make_request([random.Random(6).randrange(256) for _ in range(40)], ignore_eos=True)
     before = engine.submit(request).result()
     engine.update_params(jax.tree.map(lambda x: -x, tiny()[1]))
     after = engine.submit(request).result()
@@ -369,59 +382,59 @@ def test_new_weights_are_used_and_kept_beginnings_forgotten():
     engine.close()
 
 
-def held(node: object, seen: set[int]) -> int:
-    """Items in all containers that can be reached from an object."""
+def count_items(node: object, seen: set[int]) -> int:
+    """Count the items of all containers reachable from an object."""
     if id(node) in seen or isinstance(node, (jax.Array, np.ndarray, threading.Thread, type)):
         return 0
     seen.add(id(node))
     if isinstance(node, dict):
-        return len(node) + sum(held(item, seen) for item in node.values())
+        return len(node) + sum(count_items(item, seen) for item in node.values())
     if isinstance(node, (list, tuple, set, deque)):
-        return len(node) + sum(held(item, seen) for item in node)
-    return held(vars(node), seen) if type(node).__module__.startswith("maxhydra.decode") else 0
+        return len(node) + sum(count_items(item, seen) for item in node)
+    return count_items(vars(node), seen) if type(node).__module__.startswith("maxhydra.decode") else 0
 
 
-def test_finished_requests_leave_nothing_behind():
-    """Every container of the engine has as many items after 40 requests as after 10, so no step can take longer."""
+def test_finished_requests_leave_no_state():
+    """The containers of the engine do not grow with the number of requests, so steps do not become slower."""
     engine = start(prefix_cache=False, max_batch=2)
     sizes = []
     for _ in range(2):
         for count in (10, 30):
-            handles = [engine.submit(ask("abcd", max_tokens=3, ignore_eos=True)) for _ in range(count)]
+            handles = [engine.submit(make_request("abcd", max_tokens=3, ignore_eos=True)) for _ in range(count)]
             assert all(handle.result().finish == "length" for handle in handles)
-        with engine._news:
-            engine._news.wait_for(lambda: engine._scheduler.is_idle and not engine._under_way, timeout=10)
-            sizes.append(held(engine, set()))
+        with engine._changed:
+            engine._changed.wait_for(lambda: engine._scheduler.is_idle and not engine._pending, timeout=10)
+            sizes.append(count_items(engine, set()))
     engine.close()
     assert sizes[0] == sizes[1]
 
 
-def test_pages_are_found_again_until_they_are_needed():
-    pool = PagePool(6, 2, remembers=True)
+def test_cached_pages_are_reused_until_they_are_evicted():
+    pool = PagePool(6, 2, prefix_cache=True)
     first = pool.reserve([1, 2, 3, 4, 5], 8)
-    assert (len(first.pages), first.shared, pool.used) == (4, 0, 4)
+    assert (len(first.pages), first.num_shared, pool.num_used) == (4, 0, 4)
     pool.publish(first, [1, 2, 3, 4, 5], 5)
     sharing = pool.reserve([1, 2, 3, 4, 9], 6)
-    assert sharing.pages[:2] == first.pages[:2] and sharing.shared == 2 and pool.used == 5
-    assert pool.reserve([8], 4) is None and pool.used == 5
+    assert sharing.pages[:2] == first.pages[:2] and sharing.num_shared == 2 and pool.num_used == 5
+    assert pool.reserve([8], 4) is None and pool.num_used == 5
     pool.release(first)
     pool.release(sharing)
-    assert (pool.used, pool.kept) == (0, 2)
-    # The last token of a prompt is always computed, so its page is not looked for.
+    assert (pool.num_used, pool.num_cached) == (0, 2)
+    # The last token of a prompt is always computed, so its page is never shared.
     short = pool.reserve([1, 2, 3, 4], 4)
-    assert short.shared == 1 and (pool.used, pool.kept) == (2, 1)
-    # The end of a chain is given up first; its beginning is in use here.
+    assert short.num_shared == 1 and (pool.num_used, pool.num_cached) == (2, 1)
+    # The end of a chain is evicted first; its beginning is in use here.
     large = pool.reserve([7], 8)
-    assert len({*large.pages, *short.pages}) == 6 and (pool.used, pool.kept) == (6, 0)
+    assert len({*large.pages, *short.pages}) == 6 and (pool.num_used, pool.num_cached) == (6, 0)
     pool.release(large)
-    assert pool.reserve([1, 2, 3, 4, 5], 6).shared == 1
-    pool.forget()
-    assert pool.next_key([1, 2, 3]) == (0, (1, 2)) and pool.kept == 0
+    assert pool.reserve([1, 2, 3, 4, 5], 6).num_shared == 1
+    pool.clear_prefix_cache()
+    assert pool.next_missing_key([1, 2, 3]) == (0, (1, 2)) and pool.num_cached == 0
 
 
-def test_equal_texts_after_different_beginnings_are_different_pages():
-    pool = PagePool(8, 2, remembers=True)
+def test_equal_tokens_after_different_prefixes_are_different_pages():
+    pool = PagePool(8, 2, prefix_cache=True)
     lease = pool.reserve([1, 2, 5, 6, 7], 5)
     pool.publish(lease, [1, 2, 5, 6, 7], 5)
-    assert pool.reserve([3, 4, 5, 6, 7], 5).shared == 0
-    assert pool.reserve([5, 6, 7], 3).shared == 0
+    assert pool.reserve([3, 4, 5, 6, 7], 5).num_shared == 0
+    assert pool.reserve([5, 6, 7], 3).num_shared == 0

@@ -1,4 +1,4 @@
-"""The server as its clients meet it: through OpenAI's own client, and through raw sockets where that is too polite."""
+"""The server as seen by its clients: OpenAI's client library, and raw sockets for invalid requests."""
 
 import asyncio
 import contextlib
@@ -29,18 +29,21 @@ LIMITS = {"max_body": 2**20, "max_connections": 200, "timeout": 5.0, "keep_alive
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-class Running:
-    """A server in a thread, and clients for it."""
+class RunningServer:
+    """A server in a thread, with clients."""
 
-    def __init__(self, engine: FakeEngine, prompts: PromptEncoder, *, key: str | None, places: int, limits: Limits):
+    def __init__(
+        self, engine: FakeEngine, prompts: PromptEncoder, *, key: str | None, max_sequences: int, limits: Limits
+    ):
         self.engine, self.listener = engine, listen("127.0.0.1", 0)
         self.port = self.listener.getsockname()[1]
-        offer = ServerDefaults("tiny", Sampling(max_tokens=4), 8, 320)  # type: ignore[call-arg]
+        defaults = ServerDefaults("tiny", Sampling(max_tokens=4), 8, 320)  # type: ignore[call-arg]
         self._ready = threading.Event()
 
         async def main() -> None:
             self.loop, self.stop = asyncio.get_running_loop(), asyncio.Event()
-            self.service = Service(engine, prompts, offer, access=Access(key, is_local=True), places=places, seed=0)
+            access = Access(key, is_local=True)
+            self.service = Service(engine, prompts, defaults, access=access, max_sequences=max_sequences, seed=0)
             self._ready.set()
             await serve(self.listener, self.service, limits, stop=self.stop)
 
@@ -52,13 +55,13 @@ class Running:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=30)
 
     def raw(self, data: bytes, *, until_closed: bool = True) -> bytes:
-        """Send bytes, and read what comes until the server closes or falls silent."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as link:
+        """Send bytes, and read until the server closes the connection or sends nothing more."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
             with contextlib.suppress(ConnectionError):
-                link.sendall(data)
+                connection.sendall(data)
             received = b""
             with contextlib.suppress(ConnectionError, TimeoutError):
-                while part := link.recv(65536):
+                while part := connection.recv(65536):
                     received += part
                     if not until_closed and b"\r\n\r\n" in received:
                         break
@@ -67,13 +70,13 @@ class Running:
     def post(self, body: bytes | dict[str, Any], path: str = "/v1/chat/completions") -> tuple[int, dict[str, Any]]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        return reply(self.raw(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data))
+        return parse_response(self.raw(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data))
 
     def get(self, path: str) -> bytes:
         return self.raw(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
 
     def idle(self, seconds: float = 5) -> bool:
-        """Whether every place is free, soon."""
+        """Return True if every slot becomes free in time."""
         return eventually(lambda: self.engine.stats()["running"] + self.engine.stats()["waiting"] == 0, seconds)
 
     def end(self) -> None:
@@ -84,7 +87,7 @@ class Running:
         self.engine.close()
 
 
-def reply(data: bytes) -> tuple[int, dict[str, Any]]:
+def parse_response(data: bytes) -> tuple[int, dict[str, Any]]:
     head, _, body = data.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)
 
@@ -110,13 +113,13 @@ def running(
     prompts: PromptEncoder,
     *,
     key: str | None = None,
-    places: int = 200,
+    max_sequences: int = 200,
     seconds: float = 0.0,
     slots: int = 8,
     **limits: Any,
-) -> Iterator[Running]:
+) -> Iterator[RunningServer]:
     engine = FakeEngine(slots=slots, seconds=seconds)
-    server = Running(engine, prompts, key=key, places=places, limits=Limits(**{**LIMITS, **limits}))
+    server = RunningServer(engine, prompts, key=key, max_sequences=max_sequences, limits=Limits(**{**LIMITS, **limits}))
     try:
         yield server
     finally:
@@ -124,25 +127,25 @@ def running(
 
 
 @pytest.fixture(scope="module")
-def server(prompts: PromptEncoder) -> Iterator[Running]:
+def server(prompts: PromptEncoder) -> Iterator[RunningServer]:
     with running(prompts) as server:
         yield server
 
 
-def words(start: str, count: int) -> str:
+def expected_words(start: str, count: int) -> str:
     first = WORDS.index(start)
     return " ".join(WORDS[(first + n) % len(WORDS)] for n in range(count))
 
 
-# OpenAI's client
+# With OpenAI's client.
 
 
-def test_chat_with_samples_and_usage(server: Running) -> None:
+def test_chat_with_samples_and_usage(server: RunningServer) -> None:
     client = server.client()
     one = client.chat.completions.create(model="tiny", messages=HELLO, seed=3)  # type: ignore[arg-type]
     two = client.chat.completions.create(model="tiny", messages=HELLO, seed=3, n=2, max_completion_tokens=6)  # type: ignore[call-overload]
     text = one.choices[0].message.content
-    assert text == words(text.split()[0], 4) and one.choices[0].finish_reason == "length"
+    assert text == expected_words(text.split()[0], 4) and one.choices[0].finish_reason == "length"
     assert one.usage is not None and one.usage.prompt_tokens == len("<user>hello\n<assistant>")
     assert one.usage.completion_tokens == 4 and one.usage.total_tokens == one.usage.prompt_tokens + 4
     first, second = (choice.message.content for choice in two.choices)
@@ -150,14 +153,14 @@ def test_chat_with_samples_and_usage(server: Running) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
 
 
-def test_content_may_come_in_parts(server: Running) -> None:
+def test_content_may_come_in_parts(server: RunningServer) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
     make = server.client().chat.completions.create
     whole, parted = (make(model="tiny", messages=m, seed=1) for m in (HELLO, parts))  # type: ignore[call-overload]
     assert whole.choices[0].message.content == parted.choices[0].message.content
 
 
-def test_streams_say_the_same_as_whole_answers(server: Running) -> None:
+def test_streams_equal_complete_responses(server: RunningServer) -> None:
     make = server.client().chat.completions.create
     settings: Any = {"model": "tiny", "messages": HELLO, "seed": 9, "n": 2, "max_tokens": 7, "logprobs": True}
     whole = make(**settings, top_logprobs=2)
@@ -175,14 +178,14 @@ def test_streams_say_the_same_as_whole_answers(server: Running) -> None:
     assert usage == whole.usage
 
 
-def test_stop_texts_end_the_answer(server: Running) -> None:
+def test_stop_strings_end_the_completion(server: RunningServer) -> None:
     make = server.client().chat.completions.create
     for stop in ("delta", ["zeta", "delta"]):
         done = make(model="tiny", messages=HELLO, max_tokens=16, stop=stop)  # type: ignore[call-overload]
         assert done.choices[0].finish_reason == "stop" and "delta" not in done.choices[0].message.content
 
 
-def test_completions_of_texts_and_tokens(server: Running) -> None:
+def test_completions_of_texts_and_tokens(server: RunningServer) -> None:
     make = server.client().completions.create
     done = make(model="tiny", prompt=["a", "b"], n=2, max_tokens=3, logprobs=1, seed=0)
     assert [choice.index for choice in done.choices] == [0, 1, 2, 3] and done.usage.prompt_tokens == 4
@@ -194,26 +197,26 @@ def test_completions_of_texts_and_tokens(server: Running) -> None:
     assert "".join(chunk.choices[0].text for chunk in pieces) == done.choices[0].text
 
 
-def test_a_long_answer_with_log_probabilities_takes_no_longer_a_token(prompts: PromptEncoder) -> None:
-    made = ResponseBuilder(False, "tiny", prompts, prompt_tokens=1, has_logprobs=True, include_usage=False)
+def test_the_cost_of_log_probabilities_is_linear(prompts: PromptEncoder) -> None:
+    builder = ResponseBuilder(False, "tiny", prompts, prompt_tokens=1, has_logprobs=True, include_usage=False)
     tokens = tuple(b"abc" * 10_000)
-    drawn = Completion("", tokens, tuple(TokenLogprob(token, -1.0, ()) for token in tokens), "length")
+    completion = Completion("", tokens, tuple(TokenLogprob(token, -1.0, ()) for token in tokens), "length")
     began = time.monotonic()
-    (choice,) = made.whole([drawn])["choices"]
-    # A sum of all lengths before each token would take 17 s.
+    (choice,) = builder.response([completion])["choices"]
+    # Summing all previous lengths for each token would take 17 s.
     assert choice["logprobs"]["text_offset"] == list(range(30_000)) and time.monotonic() - began < 6
-    assert made.chunk(0, Delta("", ()), 5)["choices"][0]["logprobs"]["text_offset"] == []
+    assert builder.chunk(0, Delta("", ()), 5)["choices"][0]["logprobs"]["text_offset"] == []
 
 
-def test_without_a_seed_requests_differ_and_with_one_they_do_not(server: Running) -> None:
+def test_without_a_seed_requests_differ_and_with_one_they_do_not(server: RunningServer) -> None:
     make = server.client().completions.create
-    drawn = {make(model="tiny", prompt="a", max_tokens=1).choices[0].text for _ in range(12)}
-    assert len(drawn) > 2
+    texts = {make(model="tiny", prompt="a", max_tokens=1).choices[0].text for _ in range(12)}
+    assert len(texts) > 2
     fixed = {make(model="tiny", prompt="a", max_tokens=1, seed=1).choices[0].text for _ in range(4)}
     assert len(fixed) == 1
 
 
-# Bad requests
+# Invalid requests.
 
 CHAT = {"model": "tiny", "messages": HELLO}
 
@@ -261,14 +264,14 @@ CHAT = {"model": "tiny", "messages": HELLO}
         ({"\ud800": 1}, "?"),
     ],
 )
-def test_a_bad_field_is_named(server: Running, change: dict[str, Any], param: str | None) -> None:
+def test_an_invalid_field_is_named(server: RunningServer, change: dict[str, Any], param: str | None) -> None:
     status, body = server.post({**CHAT, **change})
     assert status == 400 and body["error"]["param"] == param and body["error"]["message"], body
     assert body["error"]["type"] == "invalid_request_error"
     assert server.idle()
 
 
-def test_refusals_name_the_key_to_change(server: Running) -> None:
+def test_errors_name_the_config_key_to_change(server: RunningServer) -> None:
     long = server.post({**CHAT, "messages": [{"role": "user", "content": "x" * 600}]})[1]
     assert "task.engine.max_context" in long["error"]["message"]
     assert "task.max_samples" in server.post({**CHAT, "n": 9})[1]["error"]["message"]
@@ -285,13 +288,13 @@ def test_refusals_name_the_key_to_change(server: Running) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], None, 5, [[]], ["a", [1]], [320], [-1], [True], {"a": 1}, ["x"] * 9])
-def test_a_bad_prompt_is_named(server: Running, prompt: Any) -> None:
+def test_an_invalid_prompt_is_named(server: RunningServer, prompt: Any) -> None:
     status, body = server.post({"model": "tiny", "prompt": prompt}, "/v1/completions")
     accepted = prompt == ["a", [1]]
     assert status == (200 if accepted else 400) and (accepted or body["error"]["param"] == "prompt"), body
 
 
-def test_neutral_and_null_fields_are_accepted(server: Running) -> None:
+def test_neutral_and_null_fields_are_accepted(server: RunningServer) -> None:
     neutral = {
         "frequency_penalty": 0,
         "logit_bias": {},
@@ -306,9 +309,9 @@ def test_neutral_and_null_fields_are_accepted(server: Running) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 200_000, b'{"n": NaN}', b"1" * 9999]
 )
-def test_what_is_no_json_object_is_refused(server: Running, body: bytes) -> None:
-    status, answer = server.post(body)
-    assert status == 400 and answer["error"]["code"] == "invalid_json"
+def test_a_body_that_is_not_a_json_object_is_rejected(server: RunningServer, body: bytes) -> None:
+    status, response = server.post(body)
+    assert status == 400 and response["error"]["code"] == "invalid_json"
 
 
 GOOD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -337,59 +340,59 @@ GOOD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
         (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}", 415),
     ],
 )
-def test_what_is_no_proper_http_is_refused(server: Running, data: bytes, status: int) -> None:
-    code, body = reply(server.raw(data))
+def test_invalid_http_is_rejected(server: RunningServer, data: bytes, status: int) -> None:
+    code, body = parse_response(server.raw(data))
     assert code == status and body["error"]["message"]
 
 
-def test_slow_and_silent_clients_lose_their_connection(prompts: PromptEncoder) -> None:
+def test_slow_and_silent_clients_are_disconnected(prompts: PromptEncoder) -> None:
     with running(prompts, timeout=0.3, keep_alive=0.3) as server:
         assert server.raw(b"") == b""
-        assert reply(server.raw(b"GET /health HT"))[0] == 408
+        assert parse_response(server.raw(b"GET /health HT"))[0] == 408
         slow = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        assert reply(server.raw(slow + b"Content-Length: 9\r\n\r\n{"))[0] == 408
+        assert parse_response(server.raw(slow + b"Content-Length: 9\r\n\r\n{"))[0] == 408
         assert server.raw(GOOD + b"\r\n").startswith(b"HTTP/1.1 200")
 
 
-def test_a_connection_serves_many_requests(server: Running) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as link:
-        link.sendall((GOOD + b"\r\n") * 3)
+def test_a_connection_serves_many_requests(server: RunningServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall((GOOD + b"\r\n") * 3)
         received = b""
         while received.count(b"HTTP/1.1 200") < 3:
-            received += link.recv(4096)
+            received += connection.recv(4096)
     assert received.count(b'{"status": "ok"}') == 3
 
 
-# Access, limits, hang-ups, the end
+# Access, limits, disconnects, shutdown.
 
 
-def test_the_key_is_asked_for_and_never_told(prompts: PromptEncoder) -> None:
+def test_the_api_key_is_required_and_never_leaked(prompts: PromptEncoder) -> None:
     with running(prompts, key="sesame-1234") as server:
         assert server.client("sesame-1234").models.list().data[0].id == "tiny"
         for wrong in ("sesame-123", "", "sesame-12345"):
             with pytest.raises(openai.AuthenticationError) as raised:
                 server.client(wrong or "x").models.list()
             assert "sesame" not in str(raised.value)
-        assert reply(server.get("/health"))[0] == 200 and reply(server.get("/metrics"))[0] == 401
+        assert parse_response(server.get("/health"))[0] == 200 and parse_response(server.get("/metrics"))[0] == 401
 
 
-def test_a_full_queue_says_when_to_come_back(prompts: PromptEncoder) -> None:
-    with running(prompts, places=4, slots=2, seconds=0.02) as server:
+def test_a_full_queue_gives_429_with_retry_after(prompts: PromptEncoder) -> None:
+    with running(prompts, max_sequences=4, slots=2, seconds=0.02) as server:
         make = server.client().completions.create
         with ThreadPoolExecutor(4) as pool:
-            under_way = [pool.submit(make, model="tiny", prompt="a", max_tokens=40) for _ in range(4)]
+            requests = [pool.submit(make, model="tiny", prompt="a", max_tokens=40) for _ in range(4)]
             assert eventually(lambda: b"server_sequences 4\n" in server.get("/metrics"), 5)
             with pytest.raises(openai.RateLimitError) as raised:
                 make(model="tiny", prompt="a")
             assert raised.value.response.headers["retry-after"] == "1" and "task.queue" in raised.value.message
-            assert all(len(done.result().choices[0].text.split()) == 40 for done in under_way)
+            assert all(len(done.result().choices[0].text.split()) == 40 for done in requests)
         assert make(model="tiny", prompt="a").choices[0].text
         metrics = server.get("/metrics").decode()
         assert "maxhydra_server_sequences 0\n" in metrics and 'responses{status="429"} 1' in metrics
         assert "maxhydra_engine_tokens_written 164\n" in metrics
 
 
-def test_too_many_connections_are_turned_away(prompts: PromptEncoder) -> None:
+def test_too_many_connections_are_rejected(prompts: PromptEncoder) -> None:
     with running(prompts, max_connections=2) as server, contextlib.ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
@@ -397,20 +400,20 @@ def test_too_many_connections_are_turned_away(prompts: PromptEncoder) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_hangs_up_frees_its_places(prompts: PromptEncoder, stream: bool) -> None:
+def test_a_disconnected_client_frees_its_slots(prompts: PromptEncoder, stream: bool) -> None:
     with running(prompts, seconds=0.01) as server:
         body = json.dumps({**CHAT, "n": 4, "max_tokens": 450, "stream": stream}).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        with socket.create_connection(("127.0.0.1", server.port)) as link:
-            link.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             assert eventually(lambda: server.engine.stats()["running"] == 4, 5)
         assert server.idle(1) and server.engine.stats()["tokens_written"] < 1000
         assert b"maxhydra_server_sequences 0\n" in server.get("/metrics")
 
 
-def test_the_end_lets_requests_finish_and_cancels_what_takes_too_long(prompts: PromptEncoder) -> None:
+def test_shutdown_drains_requests_and_cancels_slow_ones(prompts: PromptEncoder) -> None:
     engine = FakeEngine(seconds=0.01)
-    server = Running(engine, prompts, key=None, places=9, limits=Limits(**{**LIMITS, "drain": 2.0}))
+    server = RunningServer(engine, prompts, key=None, max_sequences=9, limits=Limits(**{**LIMITS, "drain": 2.0}))
     make = server.client().completions.create
     with ThreadPoolExecutor(2) as pool:
         short, long = (pool.submit(make, model="tiny", prompt="a", max_tokens=n) for n in (40, 400))
@@ -424,24 +427,24 @@ def test_the_end_lets_requests_finish_and_cancels_what_takes_too_long(prompts: P
             long.result()
 
 
-def test_an_engine_that_failed_is_told_of(prompts: PromptEncoder) -> None:
+def test_an_engine_failure_is_reported(prompts: PromptEncoder) -> None:
     with running(prompts, seconds=0.01) as server:
         make = server.client().completions.create
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(make, model="tiny", prompt="a", max_tokens=400)
+            pending = pool.submit(make, model="tiny", prompt="a", max_tokens=400)
             assert eventually(lambda: server.engine.stats()["running"] == 1, 5)
-            assert reply(server.get("/health"))[0] == 200
+            assert parse_response(server.get("/health"))[0] == 200
             server.engine.fail("out of memory")
             with pytest.raises(openai.InternalServerError, match="out of memory"):
-                asked.result()
-        assert reply(server.get("/health"))[0] == 503 and server.post(CHAT)[0] == 503
+                pending.result()
+        assert parse_response(server.get("/health"))[0] == 503 and server.post(CHAT)[0] == 503
 
 
 def test_64_clients_lose_no_request(prompts: PromptEncoder) -> None:
     with running(prompts, slots=16, seconds=0.001) as server:
         until, client = time.monotonic() + 3, server.client()
 
-        def ask(number: int) -> int:
+        def send_requests(number: int) -> int:
             served = 0
             while time.monotonic() < until:
                 stream = bool((number + served) % 2)
@@ -449,11 +452,11 @@ def test_64_clients_lose_no_request(prompts: PromptEncoder) -> None:
                     model="tiny", prompt=f"{number}", max_tokens=5, seed=number, stream=stream
                 )
                 text = "".join(c.choices[0].text for c in done) if stream else done.choices[0].text  # type: ignore[union-attr]
-                assert text == words(text.split()[0], 5)
+                assert text == expected_words(text.split()[0], 5)
                 served += 1
             return served
 
         with ThreadPoolExecutor(64) as pool:
-            served = list(pool.map(ask, range(64)))
+            served = list(pool.map(send_requests, range(64)))
         assert min(served) > 0 and server.idle()
         assert server.engine.stats()["tokens_written"] == 5 * sum(served)

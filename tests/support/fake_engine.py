@@ -1,7 +1,7 @@
-"""An engine without a model, for tests of what stands around one: known text, known pace, real threads.
+"""An engine without a model, for tests of its clients: known text, known speed, real threads.
 
-It answers a prompt with words that depend on the prompt and the seed alone. One thread serves `slots` sequences a token
-a step, so that waiting, cancelling and closing behave as they do in the real one.
+Its completions are words that depend only on the prompt and the seed. One thread advances `slots` sequences by a token
+per step, so that waiting, cancelling and closing behave as in the real engine.
 """
 
 import dataclasses
@@ -15,22 +15,22 @@ from maxhydra.config import Config
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.tasks.decode import DecodeTask
 from maxhydra.decode.client import PromptClient
-from maxhydra.decode.offline import Batch, BatchStats
-from maxhydra.decode.offline_files import AnswerFile, check_records
+from maxhydra.decode.offline import BatchStats, OfflineBatch
+from maxhydra.decode.offline_files import OutputFile, check_records
 from maxhydra.decode.prompts import PromptEncoder
-from maxhydra.decode.request import Delta, Handle, RefusedError, Request, TokenLogprob
+from maxhydra.decode.request import Delta, Handle, Request, RequestRejectedError, TokenLogprob
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
 
 
-def expected(request: Request) -> str:
-    """The words that a request is answered with."""
+def expected_text(request: Request) -> str:
+    """Return the completion of a request."""
     start = (sum(request.prompt) + request.seed) % len(WORDS)
     return " ".join(WORDS[(start + n) % len(WORDS)] for n in range(request.max_tokens))
 
 
 class FakeEngine:
-    """A word is a token. A stop text ends the answer where it would begin."""
+    """Every word is a token. A stop string ends the completion before it."""
 
     def __init__(self, *, slots: int = 4, seconds: float = 0.0, max_context: int = 512):
         self.slots, self.seconds, self.max_context = slots, seconds, max_context
@@ -45,12 +45,12 @@ class FakeEngine:
 
     def submit(self, request: Request) -> Handle:
         if self._failure:
-            raise RefusedError(self._failure)
+            raise RequestRejectedError(self._failure)
         if not request.prompt:
-            raise RefusedError("the prompt is empty")
+            raise RequestRejectedError("the prompt is empty")
         if len(request.prompt) >= self.max_context:
             reason = f"the prompt has {len(request.prompt)} tokens, over task.engine.max_context={self.max_context}"
-            raise RefusedError(reason)
+            raise RequestRejectedError(reason)
         handle = Handle()
         with self._lock:
             self._waiting.append((request, handle))
@@ -66,12 +66,12 @@ class FakeEngine:
             }
 
     def fail(self, reason: str) -> None:
-        """End every sequence with an error, as an engine does whose device gave up."""
+        """End every sequence with an error, like an engine whose device failed."""
         self._failure = reason
         with self._lock:
-            left = [handle for _, handle, *_ in [*self._running, *self._waiting]]
+            unfinished = [handle for _, handle, *_ in [*self._running, *self._waiting]]
             self._running, self._waiting = [], deque()
-        for handle in left:
+        for handle in unfinished:
             handle.put(Delta("", (), finish="error", error=reason))
 
     def close(self) -> None:
@@ -98,43 +98,43 @@ class FakeEngine:
         if handle.is_cancelled:
             handle.put(Delta("", (), finish="cancelled"))
             return None
-        text = expected(request)
+        text = expected_text(request)
         words = text.split(" ")
         before, now = " ".join(words[:done]), " ".join(words[: done + 1])
-        found = [place for stop in request.stop if (place := now.find(stop)) >= 0]
-        piece = now[len(before) : min(found)] if found else now[len(before) :]
+        stops = [index for stop in request.stop if (index := now.find(stop)) >= 0]
+        piece = now[len(before) : min(stops)] if stops else now[len(before) :]
         token = WORDS.index(words[done])
         logprobs: tuple[TokenLogprob, ...] = ()
         if request.logprobs is not None:
             others = tuple((n, -1.0 - n) for n in range(request.logprobs))
             logprobs = (TokenLogprob(token, -0.5, others),)
         self._written += 1
-        finish = "stop" if found else "length" if done + 1 == request.max_tokens else None
+        finish = "stop" if stops else "length" if done + 1 == request.max_tokens else None
         handle.put(Delta(piece, (token,), logprobs, finish))
         return None if finish else (request, handle, done + 1)
 
 
 @cache
-def settings(*overrides: str) -> Config:
+def compose_decode(*overrides: str) -> Config:
     return compose(["task=decode", *overrides]).config
 
 
-def asker(engine: FakeEngine, *overrides: str) -> PromptClient:
-    """The fake engine behind the settings of a command."""
-    config = settings(*overrides)
+def make_client(engine: FakeEngine, *overrides: str) -> PromptClient:
+    """Return a client of the fake engine, with the settings of a command."""
+    config = compose_decode(*overrides)
     assert isinstance(config.task, DecodeTask)
     prompts = PromptEncoder(config.data, vocab_size=config.model.vocab_size)
     return PromptClient(engine, prompts, config.task, config.run.seed)
 
 
-def answer_file(source: Path, target: Path, *overrides: str, seconds: float = 0.0) -> BatchStats:
-    """task=decode with a file, without a model."""
+def decode_file(source: Path, target: Path, *overrides: str, seconds: float = 0.0) -> BatchStats:
+    """Run task=decode on a file, without a model."""
     engine = FakeEngine(seconds=seconds)
-    asking = asker(engine, "task.input=in", "task.output=out", "task.progress=none", *overrides)
-    task = dataclasses.replace(asking.task, input=str(source), output=str(target))
+    client = make_client(engine, "task.input=in", "task.output=out", "task.progress=none", *overrides)
+    task = dataclasses.replace(client.task, input=str(source), output=str(target))
     try:
         records = check_records(source, task.sampling)
-        with AnswerFile(target, settings="fake") as answers:
-            return Batch(dataclasses.replace(asking, task=task), answers, records=records).run()
+        with OutputFile(target, settings="fake") as output:
+            return OfflineBatch(dataclasses.replace(client, task=task), output, records=records).run()
     finally:
         engine.close()

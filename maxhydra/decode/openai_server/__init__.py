@@ -1,4 +1,7 @@
-"""The server: HTTP/1.1 on asyncio streams, with OpenAI's paths and fields over the engine."""
+"""OpenAI-compatible HTTP server over the engine, on asyncio streams.
+
+HTTP/1.1 is parsed here rather than by a library, so that serving needs no dependency beyond Python.
+"""
 
 from maxhydra.decode.openai_server.auth import Access
 from maxhydra.decode.openai_server.request_schema import ServerDefaults

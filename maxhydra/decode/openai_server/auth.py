@@ -1,40 +1,34 @@
-"""Who may ask the server."""
+"""Access control of the server."""
 
 import hmac
 
 from maxhydra.decode.openai_server.http11 import HttpError, RequestHead
-
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+from maxhydra.record.loopback import is_allowed_host
 
 
 class Access:
-    """Who may ask: holders of the key; without one, programs that mean this machine.
+    """Accepts clients with the API key; without a key, local clients that address a loopback name.
 
-    A web page that a browser shows can send requests to this machine too. It cannot send JSON to another origin without
-    asking, and a page whose name was made to point here (DNS rebinding) gives itself away in the Host header.
+    Web pages in a browser can send requests to this machine too. They cannot send JSON to another origin without a CORS
+    preflight, and DNS rebinding shows in the Host header.
     """
 
     def __init__(self, key: str | None, *, is_local: bool):
+        """`is_local`: the server listens on a loopback address."""
         self._key, self._is_local = None if key is None else key.encode(), is_local
 
     def check(self, head: RequestHead) -> None:
+        """Raise HttpError if the request is not allowed."""
         if head.path == "/health":
             return
         if self._key is not None:
-            kind, _, given = head.headers.get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self._key):
-                raise HttpError(
-                    401, "the API key is missing or wrong: Authorization: Bearer KEY", code="invalid_api_key"
-                )
-        elif self._is_local:
-            host = head.headers.get("host", "localhost")
-            name = host if host.endswith("]") else host.rpartition(":")[0] or host
-            if name.lower() not in LOOPBACK:
-                raise HttpError(
-                    403, "the Host header names another machine; set task.host or task.api_key_env to allow it"
-                )
-        if (
-            head.method == "POST"
-            and head.headers.get("content-type", "").partition(";")[0].strip() != "application/json"
-        ):
-            raise HttpError(415, "the body is to be JSON: Content-Type: application/json")
+            kind, _, key = head.headers.get("authorization", "").partition(" ")
+            if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
+                message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
+                raise HttpError(401, message, code="invalid_api_key")
+        elif self._is_local and not is_allowed_host(head.headers.get("host", "localhost")):
+            message = "the Host header is not a loopback name; set task.host or task.api_key_env to allow others"
+            raise HttpError(403, message)
+        content_type = head.headers.get("content-type", "").partition(";")[0].strip()
+        if head.method == "POST" and content_type != "application/json":
+            raise HttpError(415, "the body must be JSON: send the header Content-Type: application/json")

@@ -1,7 +1,7 @@
-"""HTTP/1.1 as bytes: a strict reader of requests, and a writer of responses and event streams.
+"""HTTP/1.1 on the wire: a strict request parser, and a writer of responses and event streams.
 
-Strict, because two programs that read one request differently are how a request is smuggled past a proxy: one CRLF
-form, one Content-Length, no folded lines, no transfer encodings of requests.
+Strict against request smuggling, in which a proxy and a server parse one request differently: CRLF line ends only, one
+Content-Length, no folded header lines, no transfer encodings in requests.
 """
 
 import asyncio
@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-# All the headers of a request together, and their number.
+# Maximum total bytes and number of the headers of a request.
 MAX_HEAD, MAX_HEADERS = 32 * 1024, 100
-# What is read and thrown away of a body that was refused, so that the client gets to read why.
+# Bytes of a rejected body that are read and discarded, so that the client gets to read the error.
 MAX_DISCARDED = 64 * 2**20
 WRITE_BUFFER = 256 * 1024
-# With the refusal of a request that may be asked again.
+# Header of errors that the client may retry.
 RETRY = {"Retry-After": "1"}
 
 _REQUEST = re.compile(r"([A-Z]{1,16}) (/[\x21-\x7e]*) HTTP/1\.([01])")
@@ -26,7 +26,7 @@ _SINGLE = ("host", "content-length", "content-type", "authorization", "transfer-
 
 
 class HttpError(Exception):
-    """A request that is answered by an error: a status, a reason, and the field of the request that it is about."""
+    """An error response: status, message, and the request field it refers to."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class HttpError(Exception):
         super().__init__(message)
 
     def body(self) -> dict[str, Any]:
-        """The error in OpenAI's form."""
+        """Return the error as an OpenAI error object."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -49,18 +49,18 @@ class HttpError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class RequestHead:
-    """The first line and the headers of a request; names are in lower case."""
+    """Request line and headers; header names are lower case."""
 
     method: str
     path: str
     headers: Mapping[str, str]
-    is_modern: bool
-    """HTTP/1.1, and not 1.0."""
+    is_http11: bool
+    """False: HTTP/1.0."""
 
     @property
     def keeps_alive(self) -> bool:
-        asked = self.headers.get("connection", "").lower()
-        return "close" not in asked if self.is_modern else "keep-alive" in asked
+        connection = self.headers.get("connection", "").lower()
+        return "close" not in connection if self.is_http11 else "keep-alive" in connection
 
     @property
     def length(self) -> int:
@@ -68,29 +68,29 @@ class RequestHead:
 
 
 class WatchedReader(asyncio.StreamReader):
-    """Tells when the client has hung up, while nobody reads."""
+    """A stream reader with an event that is set when the client disconnects, even while no read is pending."""
 
     def __init__(self) -> None:
         super().__init__(limit=MAX_HEAD)
-        self.gone = asyncio.Event()
+        self.disconnected = asyncio.Event()
 
     def feed_eof(self) -> None:
-        self.gone.set()
+        self.disconnected.set()
         super().feed_eof()
 
     def set_exception(self, exc: Exception) -> None:
-        self.gone.set()
+        self.disconnected.set()
         super().set_exception(exc)
 
 
 def parse_head(data: bytes) -> RequestHead:
-    """The head of a request, which ends in an empty line."""
+    """Parse the request line and headers, up to the empty line."""
     first, *rest = data.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
     request = _REQUEST.fullmatch(first)
     if request is None:
-        raise HttpError(400, "the request line is not that of HTTP/1.1")
+        raise HttpError(400, "the request line is not valid HTTP/1.1")
     if len(rest) > MAX_HEADERS:
-        raise HttpError(431, f"more than {MAX_HEADERS} headers")
+        raise HttpError(431, f"the request has more than {MAX_HEADERS} headers")
     headers: dict[str, str] = {}
     for line in rest:
         header = _HEADER.fullmatch(line)
@@ -98,31 +98,31 @@ def parse_head(data: bytes) -> RequestHead:
             raise HttpError(400, "a header is malformed")
         name = header[1].lower()
         if name in headers and name in _SINGLE:
-            raise HttpError(400, f"the header {name} stands twice")
+            raise HttpError(400, f"the header {name} occurs twice")
         headers[name] = f"{headers[name]}, {header[2]}" if name in headers else header[2]
     if "transfer-encoding" in headers:
         raise HttpError(411, "send the body with Content-Length, not with Transfer-Encoding")
     if not re.fullmatch(r"[0-9]{1,15}", headers.get("content-length", "0")):
-        raise HttpError(400, "Content-Length is no number")
+        raise HttpError(400, "Content-Length is not a number")
     if request[3] == "1" and "host" not in headers:
         raise HttpError(400, "the header Host is missing")
     return RequestHead(request[1], request[2].partition("?")[0], headers, request[3] == "1")
 
 
 class Connection:
-    """One connection. Every wait has an end: a client that sends or reads too slowly loses it."""
+    """One client connection. Every wait has a timeout: a client that sends or reads too slowly is disconnected."""
 
     def __init__(self, reader: WatchedReader, writer: asyncio.StreamWriter, *, timeout: float):
-        self.gone = reader.gone
+        self.disconnected = reader.disconnected
         self._reader, self._writer, self._timeout = reader, writer, timeout
         self._is_chunked = False
-        self.has_begun = False
-        """Whether the answer to the present request has begun, so that no other can be given."""
+        self.has_started = False
+        """True once the response to the current request has started, so that no error response is possible."""
         writer.transport.set_write_buffer_limits(high=WRITE_BUFFER)
 
     async def read_head(self, idle: float) -> RequestHead | None:
-        """The next request, begun within `idle` seconds; None where there is none."""
-        self.has_begun = False
+        """Read the next request head; None if no request starts within `idle` seconds."""
+        self.has_started = False
         try:
             async with asyncio.timeout(idle):
                 first = await self._reader.readexactly(1)
@@ -132,9 +132,9 @@ class Connection:
             async with asyncio.timeout(self._timeout):
                 return parse_head(first + await self._reader.readuntil(b"\r\n\r\n"))
         except asyncio.LimitOverrunError:
-            raise HttpError(431, f"the headers are over {MAX_HEAD} bytes") from None
+            raise HttpError(431, f"the headers exceed {MAX_HEAD} bytes") from None
         except TimeoutError:
-            raise HttpError(408, f"the request took over {self._timeout:g} s to come") from None
+            raise HttpError(408, f"the request was not received within {self._timeout:g} s") from None
 
     async def read_body(self, head: RequestHead) -> bytes:
         if head.headers.get("expect", "").lower() == "100-continue":
@@ -143,35 +143,36 @@ class Connection:
             async with asyncio.timeout(self._timeout):
                 return await self._reader.readexactly(head.length)
         except TimeoutError:
-            raise HttpError(408, f"the request took over {self._timeout:g} s to come") from None
+            raise HttpError(408, f"the request was not received within {self._timeout:g} s") from None
 
     async def discard_body(self, head: RequestHead) -> None:
-        """Read a body that nobody wants: a client that is cut off while it sends does not see the answer."""
-        left = min(head.length, MAX_DISCARDED)
+        """Read and discard a rejected body: a client that is disconnected while sending never reads the response."""
+        remaining = min(head.length, MAX_DISCARDED)
         async with asyncio.timeout(self._timeout):
-            while left and (data := await self._reader.read(min(left, 2**16))):
-                left -= len(data)
+            while remaining and (data := await self._reader.read(min(remaining, 2**16))):
+                remaining -= len(data)
 
     async def send(self, status: int, body: bytes, *, headers: Mapping[str, str]) -> None:
-        """A whole response."""
-        self.has_begun = True
-        self._writer.write(_head(status, {**headers, "Content-Length": str(len(body))}) + body)
+        """Send a complete response."""
+        self.has_started = True
+        self._writer.write(_format_head(status, {**headers, "Content-Length": str(len(body))}) + body)
         await self._drain()
 
     async def send_json(self, status: int, value: Any, *, headers: Mapping[str, str]) -> None:
         body = json.dumps(value, ensure_ascii=False, allow_nan=False).encode(errors="replace")
         await self.send(status, body, headers={"Content-Type": "application/json", **headers})
 
-    async def begin_events(self, head: RequestHead) -> None:
-        """A response of server-sent events, whose length is not known."""
-        self.has_begun, self._is_chunked = True, head.is_modern
-        length = {"Transfer-Encoding": "chunked"} if head.is_modern else {"Connection": "close"}
+    async def start_events(self, head: RequestHead) -> None:
+        """Start a response of server-sent events, whose length is unknown."""
+        self.has_started, self._is_chunked = True, head.is_http11
+        length = {"Transfer-Encoding": "chunked"} if head.is_http11 else {"Connection": "close"}
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", **length}
-        self._writer.write(_head(200, headers))
+        self._writer.write(_format_head(200, headers))
         await self._drain()
 
     async def send_events(self, values: list[Any]) -> None:
-        """Some events at once, each a JSON value, or text as it is. None at all would be the end of the stream."""
+        """Send events in one chunk, each a JSON value or plain text."""
+        # An empty chunk would end the stream.
         if not values:
             return
         texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values)
@@ -197,6 +198,6 @@ class Connection:
             await self._writer.drain()
 
 
-def _head(status: int, headers: Mapping[str, str]) -> bytes:
+def _format_head(status: int, headers: Mapping[str, str]) -> bytes:
     lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{name}: {value}" for name, value in headers.items())]
     return "".join(f"{line}\r\n" for line in [*lines, ""]).encode("latin-1")

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: whole, and as the chunks of a stream."""
+"""Builds OpenAI responses: complete, and as chunks of a stream."""
 
 import dataclasses
 import secrets
@@ -13,7 +13,7 @@ from maxhydra.decode.request import Completion, Delta, TokenLogprob
 
 @dataclasses.dataclass(frozen=True)
 class ResponseBuilder:
-    """Makes the JSON of one request's answer; `prompts` turns token ids into text."""
+    """Builds the JSON of one response; `prompts` converts token ids into text."""
 
     is_chat: bool
     model: str
@@ -24,56 +24,56 @@ class ResponseBuilder:
     id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(12))
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """All choices at once."""
+    def response(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return the complete response."""
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
-        written = sum(len(completion.tokens) for completion in completions)
+        num_tokens = sum(len(completion.tokens) for completion in completions)
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return {**self._frame(kind), "choices": choices, "usage": self._usage(written)}
+        return {**self._envelope(kind), "choices": choices, "usage": self._usage(num_tokens)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The chunk that begins a choice; only a chat has one."""
+        """Return the first chunk of a choice; None unless it is a chat."""
         return self._chunk(index, {"role": "assistant", "content": ""}, None, None) if self.is_chat else None
 
     def chunk(self, index: int, delta: Delta, offset: int) -> dict[str, Any]:
-        """News of a choice, of which `offset` characters were sent before."""
-        logprobs = self._logprobs(self._kept(delta.logprobs, delta.finish), offset)
+        """Return the chunk for a delta; `offset` characters of the choice were sent before."""
+        logprobs = self._logprobs(self._without_eos(delta.logprobs, delta.finish), offset)
         if not self.is_chat:
             return self._chunk(index, {"text": delta.text}, logprobs, delta.finish)
         content = {"content": delta.text} if delta.text or not delta.finish else {}
         return self._chunk(index, content, logprobs, delta.finish)
 
-    def closing(self, written: int) -> list[Any]:
-        """What ends a stream."""
-        usage = {**self._frame(self._chunk_kind), "choices": [], "usage": self._usage(written)}
+    def closing(self, num_tokens: int) -> list[Any]:
+        """Return the events that end a stream."""
+        usage = {**self._envelope(self._chunk_kind), "choices": [], "usage": self._usage(num_tokens)}
         return [usage, "[DONE]"] if self.include_usage else ["[DONE]"]
 
     @property
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
 
-    def _frame(self, kind: str) -> dict[str, Any]:
+    def _envelope(self, kind: str) -> dict[str, Any]:
         prefix = "chatcmpl" if self.is_chat else "cmpl"
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         message = {"role": "assistant", "content": completion.text, "refusal": None}
         content: dict[str, Any] = {"message": message} if self.is_chat else {"text": completion.text}
-        logprobs = self._logprobs(self._kept(completion.logprobs, completion.finish), 0)
+        logprobs = self._logprobs(self._without_eos(completion.logprobs, completion.finish), 0)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": completion.finish}
 
     def _chunk(self, index: int, content: Mapping[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
-        said = {"delta": content} if self.is_chat else content
-        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
+        payload = {"delta": content} if self.is_chat else content
+        choice = {"index": index, **payload, "logprobs": logprobs, "finish_reason": finish}
         usage = {"usage": None} if self.include_usage else {}
-        return {**self._frame(self._chunk_kind), "choices": [choice], **usage}
+        return {**self._envelope(self._chunk_kind), "choices": [choice], **usage}
 
-    def _usage(self, written: int) -> dict[str, int]:
-        total = self.prompt_tokens + written
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": written, "total_tokens": total}
+    def _usage(self, num_tokens: int) -> dict[str, int]:
+        total = self.prompt_tokens + num_tokens
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": num_tokens, "total_tokens": total}
 
-    def _kept(self, logprobs: Sequence[TokenLogprob], finish: str | None) -> Sequence[TokenLogprob]:
-        """Without the end token, which is no part of the text."""
+    def _without_eos(self, logprobs: Sequence[TokenLogprob], finish: str | None) -> Sequence[TokenLogprob]:
+        """Drop the EOS token, which is not part of the text."""
         if finish == "stop" and logprobs and logprobs[-1].token in self.prompts.ends:
             return logprobs[:-1]
         return logprobs
@@ -82,29 +82,29 @@ class ResponseBuilder:
         if not self.has_logprobs:
             return None
         if self.is_chat:
-            return {"content": [self._chat_logprob(drawn) for drawn in logprobs], "refusal": None}
-        texts = [self.prompts.token_text(drawn.token) for drawn in logprobs]
+            return {"content": [self._chat_logprob(entry) for entry in logprobs], "refusal": None}
+        texts = [self.prompts.token_text(entry.token) for entry in logprobs]
         starts = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
         return {
             "tokens": texts,
-            "token_logprobs": [_finite(drawn.logprob) for drawn in logprobs],
+            "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
             "top_logprobs": [
-                {self.prompts.token_text(id): _finite(value) for id, value in drawn.alternatives} for drawn in logprobs
+                {self.prompts.token_text(id): _finite(value) for id, value in entry.alternatives} for entry in logprobs
             ],
             "text_offset": starts,
         }
 
-    def _chat_logprob(self, drawn: TokenLogprob) -> dict[str, Any]:
-        top = [self._entry(id, value) for id, value in drawn.alternatives]
-        return {**self._entry(drawn.token, drawn.logprob), "top_logprobs": top}
+    def _chat_logprob(self, entry: TokenLogprob) -> dict[str, Any]:
+        top = [self._entry(id, value) for id, value in entry.alternatives]
+        return {**self._entry(entry.token, entry.logprob), "top_logprobs": top}
 
     def _entry(self, id: int, value: float) -> dict[str, Any]:
-        """A token that is part of a character has no text of its own, and its bytes are not told."""
+        """Return one log-probability; `bytes` is null for a token that is only part of a character."""
         text = self.prompts.token_text(id)
-        known = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": _finite(value), "bytes": known}
+        utf8 = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": _finite(value), "bytes": utf8}
 
 
 def _finite(value: float) -> float:
-    """JSON has no infinity; OpenAI writes this for a token that cannot be."""
+    """Replace -inf, which JSON lacks, by the value that OpenAI uses for impossible tokens."""
     return max(value, -9999.0)

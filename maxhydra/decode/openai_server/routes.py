@@ -1,4 +1,4 @@
-"""What each path does: asks the engine on behalf of a client, within the places there are, and tells what it says."""
+"""The routes: submit completions to the engine within the queue limit, and send or stream the results."""
 
 import asyncio
 import contextlib
@@ -10,26 +10,34 @@ from typing import Any, TypeVar
 from maxhydra.config import ConfigError
 from maxhydra.decode.openai_server.auth import Access
 from maxhydra.decode.openai_server.http11 import RETRY, Connection, HttpError, RequestHead
-from maxhydra.decode.openai_server.request_schema import CompletionRequest, ServerDefaults, parse, wrong
+from maxhydra.decode.openai_server.request_schema import CompletionRequest, ServerDefaults, bad_field, parse
 from maxhydra.decode.openai_server.response_schema import ResponseBuilder
 from maxhydra.decode.prompts import PromptEncoder, PromptError
-from maxhydra.decode.request import Completion, Delta, Engine, Handle, RefusedError
+from maxhydra.decode.request import Completion, Delta, Engine, Handle, RequestRejectedError
 from maxhydra.decode.sampling_params import make_requests
 
 T = TypeVar("T")
-# Threads for JSON and tokenizers, which would stop every stream if they ran in the event loop.
+# Threads for JSON and tokenizers, which would stall every stream if they ran in the event loop.
 THREADS = 2
 
 
 class Service:
-    """The paths over one engine. Lives in one event loop; the engine's thread only leaves news in it."""
+    """The routes over one engine, in one event loop; the engine's thread only posts deltas to it."""
 
     def __init__(
-        self, engine: Engine, prompts: PromptEncoder, offer: ServerDefaults, *, access: Access, places: int, seed: int
+        self,
+        engine: Engine,
+        prompts: PromptEncoder,
+        defaults: ServerDefaults,
+        *,
+        access: Access,
+        max_sequences: int,
+        seed: int,
     ):
-        self._engine, self._prompts, self._offer = engine, prompts, offer
-        self._access, self._places, self._seed = access, places, seed
-        self._taken = self._numbers = 0
+        """`max_sequences`: running and queued sequences; further requests get status 429."""
+        self._engine, self._prompts, self._defaults = engine, prompts, defaults
+        self._access, self._max_sequences, self._seed = access, max_sequences, seed
+        self._num_sequences = self._num_prompts = 0
         self._failure: str | None = None
         self._statuses: dict[int, int] = {}
         self._pool = ThreadPoolExecutor(THREADS, "tokenize")
@@ -38,113 +46,117 @@ class Service:
             "/v1/chat/completions": ("POST", self._complete),
             "/v1/completions": ("POST", self._complete),
             "/v1/models": ("GET", self._models),
-            f"/v1/models/{offer.model}": ("GET", self._models),
+            f"/v1/models/{defaults.model}": ("GET", self._models),
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
         }
 
     def admit(self, head: RequestHead) -> None:
-        """Refuse what can be refused before the body is read."""
+        """Raise HttpError for requests that can be rejected before the body is read."""
         self._access.check(head)
         if head.path not in self._paths:
-            raise HttpError(404, f"nothing is at {head.path[:200]}; accepted: {', '.join(self._paths)}")
+            raise HttpError(404, f"unknown path {head.path[:200]}; accepted: {', '.join(self._paths)}")
         method = self._paths[head.path][0]
         if head.method != method:
-            raise HttpError(405, f"{head.path} takes {method}", headers={"Allow": method})
+            raise HttpError(405, f"{head.path} only supports {method}", headers={"Allow": method})
 
     def count(self, status: int) -> None:
         self._statuses[status] = self._statuses.get(status, 0) + 1
 
-    async def answer(self, head: RequestHead, body: bytes, link: Connection) -> None:
-        await self._paths[head.path][1](head, body, link)
+    async def handle(self, head: RequestHead, body: bytes, connection: Connection) -> None:
+        await self._paths[head.path][1](head, body, connection)
         self.count(200)
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    async def _health(self, head: RequestHead, body: bytes, link: Connection) -> None:
+    async def _health(self, head: RequestHead, body: bytes, connection: Connection) -> None:
         self._require_engine()
-        await link.send_json(200, {"status": "ok"}, headers={})
+        await connection.send_json(200, {"status": "ok"}, headers={})
 
-    async def _models(self, head: RequestHead, body: bytes, link: Connection) -> None:
-        name = self._offer.model
+    async def _models(self, head: RequestHead, body: bytes, connection: Connection) -> None:
+        name = self._defaults.model
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "maxhydra"}
         is_one = head.path.endswith(f"/{name}")
-        await link.send_json(200, card if is_one else {"object": "list", "data": [card]}, headers={})
+        await connection.send_json(200, card if is_one else {"object": "list", "data": [card]}, headers={})
 
-    async def _metrics(self, head: RequestHead, body: bytes, link: Connection) -> None:
-        """Plain numbers, a line each, as Prometheus reads them."""
+    async def _metrics(self, head: RequestHead, body: bytes, connection: Connection) -> None:
+        """Send counters in the Prometheus text format."""
         numbers = {f"engine_{name}": value for name, value in self._engine.stats().items()}
-        numbers |= {"server_sequences": self._taken, "server_sequences_limit": self._places}
+        numbers |= {"server_sequences": self._num_sequences, "server_sequences_limit": self._max_sequences}
         lines = [f"maxhydra_{name} {value:.15g}" for name, value in numbers.items()]
         lines += [f'maxhydra_server_responses{{status="{code}"}} {n}' for code, n in sorted(self._statuses.items())]
         text = "".join(f"{line}\n" for line in lines).encode()
-        await link.send(200, text, headers={"Content-Type": "text/plain; version=0.0.4"})
+        await connection.send(200, text, headers={"Content-Type": "text/plain; version=0.0.4"})
 
-    async def _complete(self, head: RequestHead, body: bytes, link: Connection) -> None:
+    async def _complete(self, head: RequestHead, body: bytes, connection: Connection) -> None:
         is_chat = head.path.endswith("/chat/completions")
-        asked = await self._aside(lambda: parse(body, self._offer, is_chat=is_chat))
-        count = asked.sequences
-        if self._taken + count > self._places:
-            reason = f"{self._taken} sequences are under way or wait, and task.queue allows no more; try again later"
+        request = await self._in_thread(lambda: parse(body, self._defaults, is_chat=is_chat))
+        count = request.sequences
+        if self._num_sequences + count > self._max_sequences:
+            reason = f"{self._num_sequences} sequences are running or queued, the limit of task.queue; retry later"
             raise HttpError(429, reason, code="queue_full", headers=RETRY)
-        self._taken += count
-        news = _DeltaQueue(self._ended)
+        self._num_sequences += count
+        queue = _DeltaQueue(self._on_finish)
         try:
-            prompts = await self._aside(lambda: self._encode(asked))
-            self._submit(asked, prompts, news)
+            prompts = await self._in_thread(lambda: self._encode(request))
+            self._submit(request, prompts, queue)
         finally:
-            self._taken -= count - len(news.handles)
-        reply = ResponseBuilder(
+            self._num_sequences -= count - len(queue.handles)
+        builder = ResponseBuilder(
             is_chat=is_chat,
-            model=self._offer.model,
+            model=self._defaults.model,
             prompts=self._prompts,
             prompt_tokens=sum(map(len, prompts)),
-            has_logprobs=asked.logprobs is not None,
-            include_usage=asked.include_usage,
+            has_logprobs=request.logprobs is not None,
+            include_usage=request.include_usage,
         )
         try:
-            await (self._stream(head, link, news, reply) if asked.stream else self._whole(link, news, reply))
+            await (
+                self._send_stream(head, connection, queue, builder)
+                if request.stream
+                else self._send_complete(connection, queue, builder)
+            )
         finally:
-            # A client that hung up gives its places back; to what has ended this is nothing.
-            news.cancel()
+            # Frees the slots of a client that disconnected; finished sequences are not affected.
+            queue.cancel()
 
-    async def _aside(self, work: Callable[[], T]) -> T:
+    async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _encode(self, asked: CompletionRequest) -> list[list[int]]:
-        """In a thread of the pool."""
+    def _encode(self, request: CompletionRequest) -> list[list[int]]:
+        """Encode the prompts; runs in a thread of the pool."""
         try:
-            if asked.is_chat:
-                return [self._prompts.of_messages(asked.messages)]
-            return [self._prompts.of_text(each) if isinstance(each, str) else each for each in asked.prompts]
+            if request.is_chat:
+                return [self._prompts.encode_messages(request.messages)]
+            return [self._prompts.encode_text(each) if isinstance(each, str) else each for each in request.prompts]
         except PromptError as error:
-            raise wrong("messages" if asked.is_chat else "prompt", f"cannot be used: {error}") from None
+            raise bad_field("messages" if request.is_chat else "prompt", f"is invalid: {error}") from None
         except ConfigError as error:
-            raise wrong("messages", f"cannot be used: {error.problems[0]}") from None
+            raise bad_field("messages", f"is invalid: {error.problems[0]}") from None
 
-    def _submit(self, asked: CompletionRequest, prompts: Sequence[list[int]], news: "_DeltaQueue") -> None:
+    def _submit(self, request: CompletionRequest, prompts: Sequence[list[int]], queue: "_DeltaQueue") -> None:
         for prompt in prompts:
-            number, self._numbers = self._numbers, self._numbers + 1
-            requests = make_requests(
+            number, self._num_prompts = self._num_prompts, self._num_prompts + 1
+            engine_requests = make_requests(
                 prompt,
-                asked.sampling,
-                samples=asked.samples,
+                request.sampling,
+                samples=request.samples,
                 seed=self._seed,
                 number=number,
-                logprobs=asked.logprobs,
+                logprobs=request.logprobs,
             )
-            for request in requests:
+            for engine_request in engine_requests:
                 try:
-                    news.add(self._engine.submit(request))
-                except RefusedError as error:
-                    news.cancel()
+                    queue.add(self._engine.submit(engine_request))
+                except RequestRejectedError as error:
+                    queue.cancel()
                     self._require_engine()
-                    raise wrong("messages" if asked.is_chat else "prompt", f"cannot be used: {error}") from None
+                    raise bad_field("messages" if request.is_chat else "prompt", f"is invalid: {error}") from None
 
-    def _ended(self, delta: Delta) -> None:
-        """A sequence has ended: the last that ended by itself says whether the engine is well."""
-        self._taken -= 1
+    def _on_finish(self, delta: Delta) -> None:
+        """Count a finished sequence; the last one that was not cancelled determines the health of the engine."""
+        self._num_sequences -= 1
         if delta.finish != "cancelled":
             self._failure = delta.error if delta.finish == "error" else None
 
@@ -152,83 +164,85 @@ class Service:
         if self._failure is not None:
             raise HttpError(503, f"the engine failed: {self._failure}", code="engine_failed")
 
-    async def _whole(self, link: Connection, news: "_DeltaQueue", reply: ResponseBuilder) -> None:
-        deltas: list[list[Delta]] = [[] for _ in news.handles]
-        while news.left:
-            for index, delta in await news.take():
-                _refuse_failure(delta)
+    async def _send_complete(self, connection: Connection, queue: "_DeltaQueue", builder: ResponseBuilder) -> None:
+        deltas: list[list[Delta]] = [[] for _ in queue.handles]
+        while queue.num_unfinished:
+            for index, delta in await queue.take():
+                _raise_failure(delta)
                 deltas[index].append(delta)
-        # With log-probabilities it asks the tokenizer for every alternative of every token.
-        value = await self._aside(lambda: reply.whole([Completion.of(each) for each in deltas]))
-        await link.send_json(200, value, headers={})
+        # In a thread: log-probabilities call the tokenizer for every alternative of every token.
+        value = await self._in_thread(lambda: builder.response([Completion.from_deltas(each) for each in deltas]))
+        await connection.send_json(200, value, headers={})
 
-    async def _stream(self, head: RequestHead, link: Connection, news: "_DeltaQueue", reply: ResponseBuilder) -> None:
-        await link.begin_events(head)
-        openings = [reply.opening(index) for index in range(len(news.handles))]
-        await link.send_events([chunk for chunk in openings if chunk is not None])
-        sent, written = [0] * len(news.handles), 0
-        while news.left:
+    async def _send_stream(
+        self, head: RequestHead, connection: Connection, queue: "_DeltaQueue", builder: ResponseBuilder
+    ) -> None:
+        await connection.start_events(head)
+        openings = [builder.opening(index) for index in range(len(queue.handles))]
+        await connection.send_events([chunk for chunk in openings if chunk is not None])
+        sent, num_tokens = [0] * len(queue.handles), 0
+        while queue.num_unfinished:
             events = []
-            for index, delta in await news.take():
+            for index, delta in await queue.take():
                 try:
-                    _refuse_failure(delta)
+                    _raise_failure(delta)
                 except HttpError as error:
-                    # The status is out already; the stream ends without its end mark.
-                    await link.send_events([error.body()])
-                    await link.end_events()
+                    # The status was sent already, so the stream ends without [DONE].
+                    await connection.send_events([error.body()])
+                    await connection.end_events()
                     return
                 if delta.text or delta.finish or delta.logprobs:
-                    events.append(reply.chunk(index, delta, sent[index]))
+                    events.append(builder.chunk(index, delta, sent[index]))
                 sent[index] += len(delta.text)
-                written += len(delta.tokens)
-            await link.send_events(events)
-        await link.send_events(reply.closing(written))
-        await link.end_events()
+                num_tokens += len(delta.tokens)
+            await connection.send_events(events)
+        await connection.send_events(builder.closing(num_tokens))
+        await connection.end_events()
 
 
 class _DeltaQueue:
-    """The deltas of all sequences of one request, brought from the engine's thread into the event loop."""
+    """Transfers the deltas of all sequences of one request from the engine's thread to the event loop."""
 
-    def __init__(self, ended: Callable[[Delta], None]):
+    def __init__(self, on_finish: Callable[[Delta], None]):
         self.handles: list[Handle] = []
-        self.left = 0
-        """Sequences whose end was not taken yet."""
-        self._ended = ended
+        self.num_unfinished = 0
+        """Sequences whose last delta was not taken yet."""
+        self._on_finish = on_finish
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
 
     def add(self, handle: Handle) -> None:
         index = len(self.handles)
         self.handles.append(handle)
-        self.left += 1
+        self.num_unfinished += 1
 
         def listener(delta: Delta) -> None:
-            # Where the loop has ended, so has whoever would have read it.
+            # The event loop is closed at shutdown, when no client is left.
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._note, index, delta)
+                self._loop.call_soon_threadsafe(self._put, index, delta)
 
         handle.listen(listener)
 
-    def _note(self, index: int, delta: Delta) -> None:
+    def _put(self, index: int, delta: Delta) -> None:
         self._queue.put_nowait((index, delta))
         if delta.finish is not None:
-            self._ended(delta)
+            self._on_finish(delta)
 
     async def take(self) -> list[tuple[int, Delta]]:
-        """All that has come, at least one."""
-        found = [await self._queue.get()]
+        """Wait for at least one delta, and return all that have arrived."""
+        deltas = [await self._queue.get()]
         while not self._queue.empty():
-            found.append(self._queue.get_nowait())
-        self.left -= sum(delta.finish is not None for _, delta in found)
-        return found
+            deltas.append(self._queue.get_nowait())
+        self.num_unfinished -= sum(delta.finish is not None for _, delta in deltas)
+        return deltas
 
     def cancel(self) -> None:
         for handle in self.handles:
             handle.cancel()
 
 
-def _refuse_failure(delta: Delta) -> None:
+def _raise_failure(delta: Delta) -> None:
     if delta.finish == "cancelled":
-        raise HttpError(503, "the server is ending", code="cancelled", headers=RETRY)
+        raise HttpError(503, "the server is shutting down", code="cancelled", headers=RETRY)
     if delta.finish == "error":
         raise HttpError(500, f"the engine failed: {delta.error}", code="engine_failed")

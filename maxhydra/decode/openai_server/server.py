@@ -1,4 +1,4 @@
-"""Listens, keeps connections within limits, notices clients that hang up, and ends without losing a request."""
+"""The asyncio server: connection limits, timeouts, client disconnects, and graceful shutdown."""
 
 import asyncio
 import dataclasses
@@ -14,14 +14,14 @@ from maxhydra.decode.openai_server.routes import Service
 
 log = logging.getLogger("maxhydra")
 BACKLOG = 512
-# Left to connections after they were told to end.
-LAST_SECONDS = 5.0
-SETTLE_SECONDS = 0.01
+# Time for cancelled connections to close.
+CLOSE_SECONDS = 5.0
+ACCEPT_SECONDS = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """As `config.tasks.serve` documents them; sizes in bytes, times in seconds."""
+    """Limits of the server; see `config.schema.tasks.serve`. Sizes in bytes, times in seconds."""
 
     max_body: int
     max_connections: int
@@ -31,12 +31,12 @@ class Limits:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take the port, before anything that takes long; ConfigError where that cannot be."""
+    """Bind the port; ConfigError if that fails. Called before anything slow."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
     except OSError as error:
-        raise ConfigError(Problem("task.host", f"is no address: {error.strerror}", value=host)) from None
+        raise ConfigError(Problem("task.host", f"cannot be resolved: {error.strerror}", value=host)) from None
     server = socket.socket(family, kind, protocol)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -47,14 +47,14 @@ def listen(host: str, port: int) -> socket.socket:
         server.close()
         if error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError(Problem("task.host", "is not an address of this machine", value=host)) from None
-        reason = f"cannot be listened on: {error.strerror}"
-        hint = "choose another, or 0 for any that is free"
+        reason = f"cannot be bound: {error.strerror}"
+        hint = "choose another port, or 0 for any free one"
         raise ConfigError(Problem("task.port", reason, value=port, hint=hint)) from None
     return server
 
 
 async def serve(listener: socket.socket, service: Service, limits: Limits, *, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set, then let what is under way finish for limits.drain seconds."""
+    """Serve until `stop` is set, then let running requests finish for up to limits.drain seconds."""
     await _Server(service, limits).run(listener, stop)
 
 
@@ -70,9 +70,9 @@ class _Server:
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self._protocol, sock=listener)
         await stop.wait()
-        # Closed while it takes in a connection, asyncio's server would forget that one's socket.
+        # If closed while it accepts a connection, asyncio's server would leak that socket.
         loop.remove_reader(listener)
-        await asyncio.sleep(SETTLE_SECONDS)
+        await asyncio.sleep(ACCEPT_SECONDS)
         server.close()
         for task in self._connections - self._busy:
             task.cancel()
@@ -81,99 +81,99 @@ class _Server:
         for task in self._connections:
             task.cancel()
         if self._connections:
-            await asyncio.wait(self._connections, timeout=LAST_SECONDS)
+            await asyncio.wait(self._connections, timeout=CLOSE_SECONDS)
 
     def _protocol(self) -> asyncio.StreamReaderProtocol:
         reader = WatchedReader()
-        return asyncio.StreamReaderProtocol(reader, self._begin)
+        return asyncio.StreamReaderProtocol(reader, self._start_connection)
 
-    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _start_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert isinstance(reader, WatchedReader)
         task = asyncio.ensure_future(self._connection(reader, writer))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
 
     async def _connection(self, reader: WatchedReader, writer: asyncio.StreamWriter) -> None:
-        link = Connection(reader, writer, timeout=self._limits.timeout)
+        connection = Connection(reader, writer, timeout=self._limits.timeout)
         task = asyncio.current_task()
         assert task is not None
         idle = self._limits.timeout
         try:
             if len(self._connections) > self._limits.max_connections:
-                reason = f"there are over task.max_connections={self._limits.max_connections} connections"
-                await self._refuse(link, HttpError(503, reason, headers=RETRY), close=True)
+                reason = f"more than task.max_connections={self._limits.max_connections} connections are open"
+                await self._send_error(connection, HttpError(503, reason, headers=RETRY), close=True)
                 return
-            while await self._request(link, task, idle):
+            while await self._request(connection, task, idle):
                 idle = self._limits.keep_alive
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            # The client is gone, or too slow to be told anything.
+            # The client has disconnected, or is too slow to receive an error.
             writer.transport.abort()
         except asyncio.CancelledError:
-            # The server ends; what is under way was given its time.
+            # Shutdown, after running requests had their time to finish.
             writer.transport.abort()
         finally:
             self._busy.discard(task)
-            await link.close()
+            await connection.close()
 
-    async def _request(self, link: Connection, task: asyncio.Task[None], idle: float) -> bool:
-        """Serve one request; whether the connection is kept for another."""
+    async def _request(self, connection: Connection, task: asyncio.Task[None], idle: float) -> bool:
+        """Serve one request; return True if the connection stays open for another."""
         head = None
         try:
-            head = await link.read_head(idle)
+            head = await connection.read_head(idle)
             if head is None:
                 return False
             self._busy.add(task)
-            return await self._answered(link, head)
+            return await self._handle(connection, head)
         except HttpError as error:
-            # The body was not read, or this is no HTTP at all: what follows cannot be told from it.
-            await self._refuse(link, error, close=True)
+            # The body was not read or the request is not HTTP, so the next request cannot be located: close.
+            await self._send_error(connection, error, close=True)
             if head is not None and head.length and "expect" not in head.headers:
-                await link.discard_body(head)
+                await connection.discard_body(head)
             return False
         finally:
             self._busy.discard(task)
 
-    async def _answered(self, link: Connection, head: RequestHead) -> bool:
+    async def _handle(self, connection: Connection, head: RequestHead) -> bool:
         if self._stop.is_set():
-            raise HttpError(503, "the server is ending", headers=RETRY)
+            raise HttpError(503, "the server is shutting down", headers=RETRY)
         self._service.admit(head)
         if head.length > self._limits.max_body:
-            size = f"{head.length / 2**20:.1f} MiB, over task.max_body_mib={self._limits.max_body / 2**20:g}"
-            raise HttpError(413, f"the body has {size}", code="body_too_large")
-        body = await link.read_body(head)
+            size = f"{head.length / 2**20:.1f} MiB, the limit is task.max_body_mib={self._limits.max_body / 2**20:g}"
+            raise HttpError(413, f"the body is too large: {size}", code="body_too_large")
+        body = await connection.read_body(head)
         try:
-            is_done = await _unless_gone(link, self._service.answer(head, body, link))
+            is_done = await _run_unless_disconnected(connection, self._service.handle(head, body, connection))
         except HttpError as error:
-            is_done = await self._refuse(link, error, close=not head.keeps_alive)
+            is_done = await self._send_error(connection, error, close=not head.keeps_alive)
         except (OSError, TimeoutError):
             raise
         except Exception as error:
             log.exception("a request to %s failed", head.path)
             failure = HttpError(500, f"the server failed: {type(error).__name__}")
-            is_done = await self._refuse(link, failure, close=not head.keeps_alive)
-        return is_done and head.keeps_alive and head.is_modern and not self._stop.is_set()
+            is_done = await self._send_error(connection, failure, close=not head.keeps_alive)
+        return is_done and head.keeps_alive and head.is_http11 and not self._stop.is_set()
 
-    async def _refuse(self, link: Connection, error: HttpError, *, close: bool) -> bool:
-        """Answer by an error; False where another answer has begun, and the connection is of no more use."""
-        if link.has_begun:
+    async def _send_error(self, connection: Connection, error: HttpError, *, close: bool) -> bool:
+        """Send an error response; return False if a response has started, so that the connection must be closed."""
+        if connection.has_started:
             return False
         self._service.count(error.status)
         headers = {**error.headers, **({"Connection": "close"} if close else {})}
-        await link.send_json(error.status, error.body(), headers=headers)
+        await connection.send_json(error.status, error.body(), headers=headers)
         return True
 
 
-async def _unless_gone(link: Connection, work: Coroutine[Any, Any, None]) -> bool:
-    """Do the work, and cancel it as soon as the client hangs up; whether it was done."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(link.gone.wait())
+async def _run_unless_disconnected(connection: Connection, coroutine: Coroutine[Any, Any, None]) -> bool:
+    """Run a coroutine and cancel it if the client disconnects; return True if it completed."""
+    task = asyncio.ensure_future(coroutine)
+    disconnected = asyncio.ensure_future(connection.disconnected.wait())
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        is_done = working.done()
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        is_done = task.done()
     finally:
-        gone.cancel()
-        working.cancel()
-        await asyncio.wait({working})
-    if not working.cancelled() and (error := working.exception()) is not None:
+        disconnected.cancel()
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled() and (error := task.exception()) is not None:
         raise error
     return is_done
