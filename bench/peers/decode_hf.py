@@ -42,7 +42,7 @@ def their_model() -> Any:
     tensors = {}
     for layer in range(facts["num_layers"]):
         tensors |= {row.hf.format(layer=layer): _rows(source, row, layer) for row in table.layer}
-    tensors |= {row.hf: _rows(source, row, None) for row in table.ends if source.name(row, None) in source.shapes}
+    tensors |= {row.hf: _rows(source, row, None) for row in table.non_layer if source.name(row, None) in source.shapes}
     return transformers.LlamaForCausalLM.from_pretrained(None, config=settings, state_dict=tensors).eval()
 
 

@@ -75,8 +75,8 @@ def test_what_cannot_be_read_is_one_message(tmp_path: Path) -> None:
     settings = tmp_path / "config.json"
     for text, told in {
         "{": "config.json cannot be read",
-        "[]": "holds no settings",
-        '{"model_type": "unheard"}': "is a folder of model_type unheard",
+        "[]": "is not a JSON object",
+        '{"model_type": "unheard"}': "has unsupported model_type unheard",
         '{"model_type": "llama"}': "config.json lacks",
     }.items():
         settings.write_text(text)

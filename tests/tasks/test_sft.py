@@ -123,7 +123,7 @@ def test_weights_that_are_gone_are_named(here: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_weights(str(tmp_path / "alone"), model, shardings=None, dtype="float32")
     (problem,) = caught.value.problems
-    assert "around the weights of outputs/base, where nothing is" in problem.reason and "config.yaml" in problem.hint
+    assert "trained on the weights of outputs/base, which do not exist" in problem.reason and "config.yaml" in problem.hint
 
 
 def test_text_is_no_conversation() -> None:
