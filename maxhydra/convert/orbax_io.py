@@ -95,7 +95,8 @@ def read_format(checkpoint: Path) -> Quantization | None:
         return None
     values = OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
     assert isinstance(values, dict)
-    return section_from(Quantization, migrate_config(values, "quantization"), path="quantization", source=str(path))
+    current = migrate_config({str(key): value for key, value in values.items()}, "quantization")
+    return section_from(Quantization, current, path="quantization", source=str(path))
 
 
 def require_same(path: Path, item: str, expected_tree: Tree) -> dict[str, str]:

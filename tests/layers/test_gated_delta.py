@@ -54,7 +54,7 @@ def test_parts_of_a_prompt_and_then_token_by_token_equal_one_forward(paged):
     """Rows of 13 and 9 tokens: parts of 5 and 3, padded, then single tokens, over what others left behind."""
     model = make()
     params, tokens, lengths = weights(model), ids(2, 13), np.array([13, 9])
-    room = PagedCacheSpec(pages=11, page_size=4, slots=3, storage=None) if paged else DenseCacheSpec(2, 13)
+    cache_spec = PagedCacheSpec(pages=11, page_size=4, slots=3, storage=None) if paged else DenseCacheSpec(2, 13)
     rows = PageTable(jnp.asarray([[7, 2, 9, 4], [1, 10, 0, 0]]), jnp.asarray([2, 0])) if paged else None
 
     @jax.jit
@@ -70,7 +70,7 @@ def test_parts_of_a_prompt_and_then_token_by_token_equal_one_forward(paged):
         hidden, cache = model.hidden(params, tokens, ctx)
         return model.logits(params, hidden, SINGLE), cache
 
-    cache = model.empty_cache(room)
+    cache = model.empty_cache(cache_spec)
     if paged:
         cache = jax.tree.map(lambda x: x + jnp.nan, cache)
     found = np.zeros((2, 13, VOCAB), np.float32)
@@ -91,14 +91,14 @@ def test_documents_in_one_row_do_not_see_each_other():
     params, tokens = weights(model), ids(1, 20)
     segments = np.repeat([1, 2, 0], [7, 11, 2])[None]
     positions = np.concatenate([np.arange(7), np.arange(11), np.zeros(2, int)])[None]
-    together = logits(model, params, tokens, segments=segments, positions=positions)
+    packed = logits(model, params, tokens, segments=segments, positions=positions)
     for start, stop in ((0, 7), (7, 18)):
         alone = logits(model, params, tokens[:, start:stop])
-        np.testing.assert_allclose(together[:, start:stop], alone, atol=1e-4)
+        np.testing.assert_allclose(packed[:, start:stop], alone, atol=1e-4)
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2, "sequence": 2}])
-def test_devices_together_give_what_one_gives(axes):
+def test_several_devices_give_the_result_of_one(axes):
     model = make()
     params, tokens = weights(model), ids(2, 16)
     sharder = Sharder(build_mesh(Mesh(**axes)), RULES)
@@ -126,7 +126,7 @@ def test_the_engine_writes_what_one_forward_after_the_other_writes():
         assert tuple(likeliest[len(prompt) - 1 : len(prompt) + 3]) == tuple(answer.tokens)
 
 
-def test_beginnings_of_prompts_are_not_kept_for_recurrent_layers():
+def test_prompt_prefixes_are_not_cached_for_recurrent_layers():
     delta = ["model=tiny", "model.kinds.layer.mixer=delta"]
     assert compose(delta).config.model.is_recurrent
     assert not compose(["model=tiny"]).config.model.is_recurrent

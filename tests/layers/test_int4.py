@@ -51,16 +51,16 @@ def test_a_kernel_and_back_is_what_qwix_makes_of_it() -> None:
     kernel = draw(64, 24)
     parts = quantized(kernel, inputs=1, leading=0, groups=4)
     # Theirs goes half a step beyond the largest code, unless told otherwise.
-    theirs = qwix.quantize(
+    expected_kernel = qwix.quantize(
         kernel, qtype=jnp.int4, channelwise_axes=(1,), tiled_axes={0: 16}, calibration_method=f"absmax,{7.5 / 7}"
     )
     found = parts.kernel(jnp.dtype(jnp.float32), leading=0)
-    np.testing.assert_allclose(found, qwix.dequantize(theirs), rtol=1e-6)
+    np.testing.assert_allclose(found, qwix.dequantize(expected_kernel), rtol=1e-6)
     np.testing.assert_allclose(found, numpys(np.asarray(kernel), 16), rtol=1e-6)
     assert parts.nibbles.nbytes == kernel.size // 2 and parts.scales.shape == (4, 24)
 
 
-def test_several_inputs_are_one_and_what_leads_is_apart() -> None:
+def test_inputs_are_flattened_and_leading_dimensions_stay() -> None:
     kernel = draw(3, 2, 4, 8, 5)
     parts = quantized(kernel, inputs=2, leading=2, groups=2)
     found = parts.kernel(jnp.dtype(jnp.float32), leading=2)
@@ -101,11 +101,11 @@ def test_a_model_computes_what_its_rounded_weights_would() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_experts_are_kept_in_fewer_bits_too(bits: int) -> None:
+def test_experts_are_quantized_too(bits: int) -> None:
     moe = config.Moe(experts=4, dim=32)
     kind = config.Kind(feed_forward=config.FeedForward.moe, moe=moe)
-    asked = QuantizationKind.int4_weights if bits == 4 else QuantizationKind.int8_weights
-    targets = Quantization(kind=asked, targets=["experts/"], group=16 if bits == 4 else None)
+    kind = QuantizationKind.int4_weights if bits == 4 else QuantizationKind.int8_weights
+    targets = Quantization(kind=kind, targets=["experts/"], group=16 if bits == 4 else None)
     packed = model(targets, kind)
     plain = packed.base.init(jax.random.key(0))
     experts = plain["pattern"]["0"]["mlp"]["experts"]
@@ -141,7 +141,7 @@ def test_decoding_repeats_the_forward_pass_that_was_trained(bits: str) -> None:
     np.testing.assert_array_equal(logits(packed, mapped(params, partial(kept, packed))), expected)
 
 
-def test_the_gradient_goes_straight_through() -> None:
+def test_the_gradient_is_straight_through() -> None:
     """To the weights, as if they were the rounded ones: the same gradient as the plain model has there."""
     trained = model(four_bits(QuantizationKind.qat_int4, QAT_ENDS))
     plain, params = model(Quantization()), trained.init(jax.random.key(0))
@@ -158,8 +158,8 @@ def test_the_gradient_goes_straight_through() -> None:
 
 def test_the_first_rule_that_matches_holds() -> None:
     others = "{down:{kind:int8_weights,targets:[mlp/down]},out:{kind:none,targets:[attention/out]}}"
-    asked = compose(["quantization=int4_weights", f"+quantization.overrides={others}"]).config.quantization
-    layer = model(asked, emb_dim=64, mlp_dim=64, num_heads=8).shapes["pattern"]["0"]
+    quantization = compose(["quantization=int4_weights", f"+quantization.overrides={others}"]).config.quantization
+    layer = model(quantization, emb_dim=64, mlp_dim=64, num_heads=8).shapes["pattern"]["0"]
     assert set(layer["mlp"]["down"]["kernel"]) == {"codes", "scales"}
     assert set(layer["mlp"]["up"]["kernel"]) == {"nibbles", "scales"}
     assert not isinstance(layer["attention"]["out"]["kernel"], dict)
@@ -177,7 +177,7 @@ def test_the_first_rule_that_matches_holds() -> None:
         (["+quantization.overrides={a:{kind:fp8,targets:[mlp/]}}"], "need a base rule"),
     ],
 )
-def test_what_does_not_go_together_is_refused(overrides: list[str], match: str) -> None:
+def test_unsupported_combinations_are_rejected(overrides: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         compose(overrides)
 

@@ -55,7 +55,7 @@ def test_the_kernel_equals_numpy(rows: int, outputs: int, inputs: int, dtype: jn
 
 
 @pytest.mark.parametrize("layout", Layout)
-def test_the_product_of_several_dimensions_equals_numpy(layout: Layout) -> None:
+def test_the_matmul_over_several_dimensions_equals_numpy(layout: Layout) -> None:
     x, weight = draw(2, 1, 4, 8, seed=0), draw(4, 8, 3, 5, seed=1)
     parts = quantized(jnp.asarray(weight), (0, 1))
     found = int8_product(jnp.asarray(x), parts.codes, parts.scales, layout=layout, is_alone=True)
@@ -132,6 +132,6 @@ def test_a_tied_model_has_no_head_to_round() -> None:
 
 
 def test_it_is_no_way_to_train() -> None:
-    asked = compose(["quantization=int8_weights"]).config
+    requested = compose(["quantization=int8_weights"]).config
     with pytest.raises(ConfigError, match=r"quantization\.kind.*is a way to decode, not to train"):
-        plan_states(asked, SINGLE)
+        plan_states(requested, SINGLE)

@@ -94,7 +94,7 @@ def test_rope_turns_neighbours_in_a_share_of_a_head():
 
 
 @pytest.mark.parametrize("truncate", [True, False])
-def test_yarn_blends_by_how_often_a_pair_turns(truncate):
+def test_yarn_interpolates_by_the_periods_of_a_pair(truncate):
     """The ramp of Peng et al. (2023), from the pair that turns 32 times over the original context to that of once."""
     size, theta, context, factor = 64, 10000.0, 2048, 4.0
     rope = config.Rope(kind=config.RopeKind.yarn, factor=factor, original_context=context, truncate=truncate)
@@ -166,21 +166,21 @@ def test_gate_has_the_gradients_of_its_formula(activation):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_widening_products_come_back_in_the_format_of_their_inputs(dtype):
-    """The gradient is rounded once, so that no product of the backward pass runs in float32."""
+def test_gradients_of_float32_matmuls_have_the_dtype_of_their_inputs(dtype):
+    """The gradient is rounded once, so that no matmul of the backward pass runs in float32."""
     a, b = np.random.default_rng(0).normal(size=(2, 6, 6)).astype(np.float32)
     cotangent = np.random.default_rng(1).normal(size=(6, 6)).astype(np.float32)
 
-    def product(a, b):
+    def matmul(a, b):
         return widening_einsum("ij,jk->ik", a, b, dtype="float32")
 
     def gradients(a, b):
-        return jax.vjp(product, a, b)[1](cotangent)
+        return jax.vjp(matmul, a, b)[1](cotangent)
 
     narrow = [jnp.asarray(x, dtype) for x in (a, b)]
-    assert product(*narrow).dtype == jnp.float32
-    products = [e for e in jax.make_jaxpr(gradients)(*narrow).eqns if e.primitive.name == "dot_general"]
-    assert {str(v.aval.dtype) for e in products[1:] for v in e.invars} <= {dtype}
+    assert matmul(*narrow).dtype == jnp.float32
+    matmuls = [e for e in jax.make_jaxpr(gradients)(*narrow).eqns if e.primitive.name == "dot_general"]
+    assert {str(v.aval.dtype) for e in matmuls[1:] for v in e.invars} <= {dtype}
     for got, expected in zip(gradients(*narrow), (cotangent @ b.T, a.T @ cotangent), strict=True):
         assert np.linalg.norm(got.astype(np.float32) - expected) < 1e-2 * np.linalg.norm(expected)
 
@@ -242,7 +242,7 @@ def test_cache_writes_at_positions_and_leaves_padding_out():
     assert not np.any(cache.key_BSKH[1, 2:])
 
 
-def test_dropout_is_unbiased_and_drops_the_asked_share():
+def test_dropout_is_unbiased_and_drops_the_given_fraction():
     x = jnp.ones((200, 500))
     out = np.asarray(dropout(x, jax.random.key(0), rate=0.3))
     np.testing.assert_allclose((out == 0).mean(), 0.3, atol=0.01)
@@ -281,7 +281,7 @@ def test_weights_keep_their_format_and_compute_has_its_own(weights):
 )
 @pytest.mark.parametrize("layout", [Layout.outputs_first, Layout.joined])
 @pytest.mark.parametrize("rows", [(1, 1), (2, 3)])
-def test_a_product_with_weights_in_another_layout_is_the_same_product(equation, layout, rows):
+def test_the_weight_layout_does_not_change_a_matmul(equation, layout, rows):
     sizes = {"B": rows[0], "T": rows[1], "D": 8, "F": 5, "N": 4, "H": 6, "V": 7}
     of_x, of_weight = equation.split("->")[0].split(",")
     rng = np.random.default_rng(0)

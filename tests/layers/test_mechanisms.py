@@ -122,7 +122,7 @@ def test_devices_change_nothing() -> None:
     np.testing.assert_allclose(hidden, expected, atol=2e-5)
 
 
-def test_an_adapter_is_merged_beside_biases() -> None:
+def test_an_adapter_is_merged_into_projections_with_biases() -> None:
     adapter = Adapter(kind=AdapterKind.lora, rank=2, alpha=4.0, dropout=0.0, targets=["attention/query", "mlp/down"])
     model = build(EVERYTHING, adapter)
     params = random_weights(model)

@@ -59,13 +59,13 @@ def make_layer(model: config.Model, **matmul_options) -> Mla:
     return MlaSpec.of(model, model.kinds["layer"]).build(make)
 
 
-def drawn_layer(model: config.Model, **matmul_options) -> Mla:
-    """Weights all drawn anew, vectors and those of an adapter too."""
+def random_layer(model: config.Model, **matmul_options) -> Mla:
+    """A layer with random values in all weights, vectors and adapter included."""
     graphdef, weights = nnx.split(make_layer(model, **matmul_options))
     leaves, structure = jax.tree.flatten(weights)
     rng = np.random.default_rng(1)
-    drawn = [jnp.asarray(rng.normal(size=leaf.shape) * 0.4 + (leaf.ndim == 1), jnp.float32) for leaf in leaves]
-    return nnx.merge(graphdef, jax.tree.unflatten(structure, drawn))
+    random_weights = [jnp.asarray(rng.normal(size=leaf.shape) * 0.4 + (leaf.ndim == 1), jnp.float32) for leaf in leaves]
+    return nnx.merge(graphdef, jax.tree.unflatten(structure, random_weights))
 
 
 def run(layer: Mla, x, ctx: Context):
@@ -150,7 +150,7 @@ def transcribed(layer: Mla, x: np.ndarray) -> Transcription:
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 @pytest.mark.parametrize("kind", [{}, {"q_lora_rank": NARROW}, SPARSE], ids=["plain", "narrow", "sparse"])
 def test_the_layer_is_the_papers(kind):
-    layer, x = drawn_layer(make_model(**kind)), inputs()
+    layer, x = random_layer(make_model(**kind)), inputs()
     found = run(layer, x, make_context())
     expected = [transcribed(layer, row) for row in x]
     for row, want in zip(found.out_BTD, expected, strict=True):
@@ -165,11 +165,11 @@ def test_the_layer_is_the_papers(kind):
 @pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
 def test_a_cache_of_latents_gives_what_the_whole_sequence_gives(kind, is_paged):
     """The first tokens at once, by their keys and values; then two, then one, in the space of the latents."""
-    layer, x = drawn_layer(make_model(**kind)), inputs()
+    layer, x = random_layer(make_model(**kind)), inputs()
     expected = run(layer, x, make_context()).out_BTD
-    room = PagedCacheSpec(pages=9, page_size=4, slots=2, storage=None) if is_paged else DenseCacheSpec(BATCH, 16)
+    cache_spec = PagedCacheSpec(pages=9, page_size=4, slots=2, storage=None) if is_paged else DenseCacheSpec(BATCH, 16)
     rows = PageTable(jnp.asarray([[3, 1, 7, 5], [0, 2, 8, 6]]), jnp.arange(2)) if is_paged else None
-    whole = layer.empty_cache(room, 1)
+    whole = layer.empty_cache(cache_spec, 1)
     kept = TURNED + LATENT + (INDEX_DIM if kind is SPARSE else 0)
     assert sum(leaf.size for leaf in jax.tree.leaves(whole) if leaf.ndim > 2) == (36 if is_paged else 32) * kept
     graphdef, weights = nnx.split(layer)
@@ -181,35 +181,35 @@ def test_a_cache_of_latents_gives_what_the_whole_sequence_gives(kind, is_paged):
     cache, parts = whole.at(0), []
     for start, stop in ((0, 11), (11, 13), (13, 14)):
         ctx = make_context(positions=make_context().positions[:, start:stop], cache=cache, rows=rows)
-        mixed = step(weights, x[:, start:stop], ctx)
-        cache = mixed.cache
-        parts.append(mixed.out_BTD)
-        assert mixed.aux == {}
+        output = step(weights, x[:, start:stop], ctx)
+        cache = output.cache
+        parts.append(output.out_BTD)
+        assert output.aux == {}
     np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, atol=2e-5)
     assert [layer._is_few(stop, ctx) for stop in (11, 10)] == [False, True]
 
 
 def test_the_indexer_learns_from_its_loss_alone():
-    layer, x = drawn_layer(make_model(**SPARSE)), inputs()
+    layer, x = random_layer(make_model(**SPARSE)), inputs()
     graphdef, weights = nnx.split(layer)
     segments = jnp.asarray(np.array([[1] * 9 + [0] * 5, [0] * 2 + [1] * 5 + [2] * 7]))
 
     def losses(weights, x):
-        mixed = nnx.merge(graphdef, weights)(x, make_context(segments=segments))
-        return jnp.sum(jnp.square(mixed.out_BTD)), mixed.aux["loss"]
+        output = nnx.merge(graphdef, weights)(x, make_context(segments=segments))
+        return jnp.sum(jnp.square(output.out_BTD)), output.aux["loss"]
 
-    by_output, by_side = jax.jit(jax.jacrev(losses, argnums=(0, 1)))(weights, x)
-    for (grads, of_x), is_side in ((by_output, False), (by_side, True)):
+    by_output, by_aux = jax.jit(jax.jacrev(losses, argnums=(0, 1)))(weights, x)
+    for (grads, of_x), is_aux in ((by_output, False), (by_aux, True)):
         grads = nnx.to_pure_dict(grads)
         of_indexer = jax.tree.leaves(grads.pop("indexer"))
-        learning, still = (of_indexer, [*jax.tree.leaves(grads), of_x])[:: 1 if is_side else -1]
+        learning, still = (of_indexer, [*jax.tree.leaves(grads), of_x])[:: 1 if is_aux else -1]
         assert all(np.all(np.isfinite(leaf)) for leaf in (*learning, *still))
         assert all(np.any(leaf) for leaf in learning)
-        assert not any(np.any(leaf) for leaf in (still if is_side else of_indexer))
+        assert not any(np.any(leaf) for leaf in (still if is_aux else of_indexer))
 
 
 def test_padding_teaches_the_indexer_nothing_in_rows_of_one_document_either():
-    layer, x = drawn_layer(make_model(**SPARSE)), inputs()
+    layer, x = random_layer(make_model(**SPARSE)), inputs()
     segments = jnp.asarray(np.array([[1] * 9 + [0] * 5, [1] * LENGTH]))
     expected = run(layer, x, make_context(segments=segments)).aux["loss"]
     alone = make_context(positions=jnp.where(segments == 0, 0, make_context().positions))
@@ -221,7 +221,7 @@ def test_other_weights_count_in_both_forms(kept):
     model, x = make_model(q_lora_rank=NARROW), inputs()
     if kept == "adapter":
         spec = LoraSpec(rank=2, scale=0.5, dropout=0.0, targets=(".*",), over_nf4=False)
-        layer = drawn_layer(model, lora=spec)
+        layer = random_layer(model, lora=spec)
         other = run(layer, x, make_context(is_adapted=False)).out_BTD
     else:
         layer = make_layer(model, formats=(QuantRule(QuantizationKind.int8_weights, (".*",)),))
@@ -235,7 +235,7 @@ def test_other_weights_count_in_both_forms(kept):
 
 
 def test_eight_devices_give_what_one_gives():
-    layer, x = drawn_layer(make_model(**SPARSE)), inputs()
+    layer, x = random_layer(make_model(**SPARSE)), inputs()
     sharder = Sharder(build_mesh(Mesh(fsdp=2, sequence=2, tensor=2), jax.devices()[:8]), RULES)
     segments = jnp.asarray(np.array([[1] * 9 + [0] * 5, [1] * 5 + [2] * 9]))
     expected = run(layer, x, make_context(segments=segments))
@@ -248,10 +248,10 @@ def test_a_kernel_that_cannot_is_refused_by_name():
     model = make_model(q_lora_rank=NARROW)
     model = dataclasses.replace(model, kernels=config.ModelKernels(attention=config.AttentionBackend.cudnn))
     with pytest.raises(ConfigError, match="takes values of the size of keys, not 5 and 10"):
-        drawn_layer(model)(jnp.asarray(inputs()), make_context())
+        random_layer(model)(jnp.asarray(inputs()), make_context())
 
 
 def test_settings_that_contradict_each_other_are_refused():
-    asked = config.Mla(qk_rope_head_dim=7, mscale=1.0, indexer=config.Indexer(top_k=4, head_dim=4))
-    problems = {problem.path: problem.reason for problem in asked.check()}
+    requested = config.Mla(qk_rope_head_dim=7, mscale=1.0, indexer=config.Indexer(top_k=4, head_dim=4))
+    problems = {problem.path: problem.reason for problem in requested.check()}
     assert set(problems) == {"qk_rope_head_dim", "mscale", "q_lora_rank", "indexer.head_dim"}

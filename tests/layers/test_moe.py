@@ -26,12 +26,12 @@ def gradients(function, weights, x):
     return jax.jit(jax.value_and_grad(lambda w, x: jnp.sum(function(w, x) * towards), (0, 1)))(weights, x)
 
 
-def assert_close(ours, theirs, tolerance):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), ours, theirs)
+def assert_close(found, expected, tolerance):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), found, expected)
 
 
 @pytest.mark.parametrize("backend", [name for name, row in BACKENDS.items() if "cpu" in row.platforms])
-def test_grouped_products_are_those_of_numpy(backend):
+def test_grouped_matmuls_equal_numpy(backend):
     random = np.random.default_rng(0)
     sizes = np.array([3, 0, 5, 2])
     x, w = random.normal(size=(10, 4)).astype(np.float32), random.normal(size=(4, 4, 3)).astype(np.float32)
@@ -52,9 +52,9 @@ def test_a_backend_that_cannot_serve_is_an_error():
 def test_dropless_is_the_dense_evaluation_of_the_chosen_experts():
     mixture = Mixture(SIX)
     x = mixture.inputs(2, 9)
-    ours = gradients(lambda w, x: mixture(w, x).out_BTD, mixture.weights, x)
+    found = gradients(lambda w, x: mixture(w, x).out_BTD, mixture.weights, x)
     dense = gradients(lambda w, x: densely(w, x, softmax_top_k(w, x, 2)), mixture.weights, x)
-    assert_close(ours, dense, 2e-5)
+    assert_close(found, dense, 2e-5)
 
 
 def test_capacity_drops_the_overflow_in_token_order_and_nothing_else():
@@ -71,23 +71,23 @@ def test_capacity_drops_the_overflow_in_token_order_and_nothing_else():
     def by_hand(weights, x):
         return densely(weights, x, jnp.where(kept, softmax_top_k(weights, x, 2), 0))
 
-    ours = gradients(lambda w, x: mixture(w, x, segments=jnp.asarray(segments)).out_BTD, mixture.weights, x)
-    assert_close(ours, gradients(by_hand, mixture.weights, x), 2e-5)
+    found = gradients(lambda w, x: mixture(w, x, segments=jnp.asarray(segments)).out_BTD, mixture.weights, x)
+    assert_close(found, gradients(by_hand, mixture.weights, x), 2e-5)
 
 
 @pytest.mark.parity
 def test_the_balance_loss_is_that_of_transformers():
-    """Theirs counts a token once for each of its experts, ours as one: a factor of top_k. The last third is padding."""
+    """transformers counts a token once per expert, we once: a factor of top_k. The last third is padding."""
     torch = import_optional("torch", extra="parity")
-    theirs = import_optional("transformers.models.mixtral.modeling_mixtral", extra="parity")
+    expected = import_optional("transformers.models.mixtral.modeling_mixtral", extra="parity")
     mixture = Mixture(config.Moe(experts=6, top_k=2, balance_weight=1.0))
     x, real = mixture.inputs(2, 12), np.ones((2, 12), np.int64)
     real[:, 8:] = 0
     logits = torch.tensor(np.array(x @ mixture.weights["router"]["kernel"]).reshape(-1, 6))
-    loss = theirs.load_balancing_loss_func((logits,), 6, 2, torch.tensor(real)) / 2
-    ours = mixture(mixture.weights, x, segments=jnp.asarray(real)).aux
-    np.testing.assert_allclose(ours["loss"], loss.item(), rtol=1e-5)
-    assert ours["load"].sum() == real.sum() * 2
+    loss = expected.load_balancing_loss_func((logits,), 6, 2, torch.tensor(real)) / 2
+    found = mixture(mixture.weights, x, segments=jnp.asarray(real)).aux
+    np.testing.assert_allclose(found["loss"], loss.item(), rtol=1e-5)
+    assert found["load"].sum() == real.sum() * 2
 
 
 FULL = {"experts": 8, "top_k": 3, "bias": True, "clamp": 2.0, "shared": config.Shared(dim=8, gate=config.Gate.sigmoid)}
@@ -101,8 +101,8 @@ def test_experts_over_eight_devices_are_those_of_one(capacity, axes):
     sharder = Sharder(build_mesh(Mesh(**axes), jax.devices()), Mesh().rules)
 
     def both(w, x, sharder=None):
-        fed = mixture(w, x, sharder=sharder)
-        return fed.out_BTD + fed.aux["loss"]
+        output = mixture(w, x, sharder=sharder)
+        return output.out_BTD + output.aux["loss"]
 
-    ours = gradients(lambda w, x: both(w, x, sharder), mixture.weights, x)
-    assert_close(ours, gradients(both, mixture.weights, x), 1e-5)
+    found = gradients(lambda w, x: both(w, x, sharder), mixture.weights, x)
+    assert_close(found, gradients(both, mixture.weights, x), 1e-5)

@@ -17,7 +17,7 @@ from maxhydra.sharding import Sharder, build_mesh
 VOCAB, PAGE = 48, 4
 SINGLE = Sharder.single()
 TWO_KINDS = {"local": config.Kind(attention=config.Attention(window=3)), "global": config.Kind()}
-MIXED = {"num_layers": 6, "kinds": TWO_KINDS, "prefix": ["global"], "pattern": ["local", "global"]}
+LOCAL_AND_GLOBAL = {"num_layers": 6, "kinds": TWO_KINDS, "prefix": ["global"], "pattern": ["local", "global"]}
 
 
 def make(**changes) -> ModelDef:
@@ -31,7 +31,7 @@ def weights(model: ModelDef):
     return jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), model.shapes)
 
 
-def room(storage: str | None = None, pages: int = 11) -> PagedCacheSpec:
+def cache_spec(storage: str | None = None, pages: int = 11) -> PagedCacheSpec:
     return PagedCacheSpec(pages=pages, page_size=PAGE, slots=2, storage=None if storage is None else jnp.dtype(storage))
 
 
@@ -71,12 +71,12 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(1).integers(0, VOCAB, (2, 13)).astype(np.int32)
 
 
-@pytest.mark.parametrize("shape", [{}, MIXED], ids=["plain", "mixed"])
+@pytest.mark.parametrize("shape", [{}, LOCAL_AND_GLOBAL], ids=["plain", "mixed"])
 def test_pages_equal_the_forward_without_cache_and_the_dense_cache(shape):
     model = make(**shape)
     params, ids = weights(model), tokens()
     expected = whole(model, params, ids)
-    paged = through_pages(model, params, ids, room())
+    paged = through_pages(model, params, ids, cache_spec())
     for row, length in enumerate((13, 9)):
         np.testing.assert_allclose(paged[row, :length], expected[row, :length], atol=1e-4)
     ctx = Context(
@@ -96,9 +96,9 @@ def test_eight_bits_stay_near(storage, bits):
     model = make()
     params, ids = weights(model), tokens()
     expected = whole(model, params, ids)
-    cache = jax.eval_shape(lambda: model.empty_cache(room(storage)))
+    cache = jax.eval_shape(lambda: model.empty_cache(cache_spec(storage)))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(cache)} == {storage, "float32"}
-    error = np.abs(through_pages(model, params, ids, room(storage)) - expected)[0] / expected.std()
+    error = np.abs(through_pages(model, params, ids, cache_spec(storage)) - expected)[0] / expected.std()
     assert 1e-5 < error.max() < 4 * 2.0**-bits, error.max()
 
 
@@ -108,9 +108,9 @@ def test_pages_over_devices_equal_one_device():
     mesh = Mesh(fsdp=2, tensor=4)
     sharder = Sharder(build_mesh(mesh, jax.devices()[:8]), RULES)
     spread = jax.device_put(params, sharder.tree(model.axes))
-    found = through_pages(model, spread, ids, room(), sharder)
-    np.testing.assert_allclose(found[0], through_pages(model, params, ids, room())[0], atol=1e-4)
-    cache = jax.eval_shape(lambda: model.empty_cache(room("int8")))
+    found = through_pages(model, spread, ids, cache_spec(), sharder)
+    np.testing.assert_allclose(found[0], through_pages(model, params, ids, cache_spec())[0], atol=1e-4)
+    cache = jax.eval_shape(lambda: model.empty_cache(cache_spec("int8")))
     axes = [layer.axes() for layer in cache["pattern"]]
     assert sharder.spec(axes[0].key_LPKZH)[2] == sharder.spec(axes[0].key_scale_LPKZ)[2] == "tensor"
 
@@ -131,7 +131,7 @@ def test_a_step_never_copies_the_pool(shape):
         )
         return model.hidden(params, tokens, ctx)
 
-    cache = jax.eval_shape(lambda: model.empty_cache(room(pages=pages)))
+    cache = jax.eval_shape(lambda: model.empty_cache(cache_spec(pages=pages)))
     one, table = jax.ShapeDtypeStruct((2, 1), jnp.int32), jax.ShapeDtypeStruct((2, 4), jnp.int32)
     program = jax.jit(step, donate_argnums=1).lower(model.shapes, cache, one, one, table).compile()
     made = [

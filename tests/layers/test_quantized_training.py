@@ -41,13 +41,13 @@ SINGLE = Sharder.single()
 
 
 @pytest.mark.parametrize("is_wide_back", [False, True])
-def test_a_product_of_integers_and_its_gradients_are_those_of_qwix(is_wide_back: bool) -> None:
+def test_int8_matmul_and_its_gradients_equal_qwix(is_wide_back: bool) -> None:
     qt = import_optional("qwix._src.core.dot_general_qt", extra="parity")
     shapes = [(6, 32), (32, 16), (6, 16)]
     x, weight, d_out = (jnp.asarray(draw(*shape, seed=i, size=1.0)) for i, shape in enumerate(shapes))
     # Theirs goes half a step beyond the largest code, unless told otherwise.
     way, back = f"absmax,{127.5 / 127}", None if is_wide_back else jnp.int8
-    theirs = qt.DotGeneralQtConfig(
+    qwix_config = qt.DotGeneralQtConfig(
         lhs_qtype=jnp.int8,
         rhs_qtype=jnp.int8,
         lhs_calibration_method=way,
@@ -58,8 +58,8 @@ def test_a_product_of_integers_and_its_gradients_are_those_of_qwix(is_wide_back:
         drhs_grad_calibration_method=way,
         disable_gradient_clipping=True,
     )
-    product = partial(qt.dot_general_qt, dimension_numbers=(((1,), (0,)), ((), ())), config=theirs)
-    expected, pull_back = jax.vjp(product, x, weight)
+    matmul = partial(qt.dot_general_qt, dimension_numbers=(((1,), (0,)), ((), ())), config=qwix_config)
+    expected, pull_back = jax.vjp(matmul, x, weight)
     out, own_pull_back = jax.vjp(partial(integer_product, is_wide_back), x, weight)
     for found, other in zip((out, *own_pull_back(d_out)), (expected, *pull_back(d_out)), strict=True):
         np.testing.assert_allclose(found, other, rtol=1e-4, atol=1e-4)
@@ -77,15 +77,15 @@ def test_training_for_rounded_activations_is_that_of_qwix(kind: QuantizationKind
         jnp.asarray(draw(*shape, seed=i, size=1.0)) for i, shape in enumerate([(3, 2, 32), (32, 16), (3, 2, 16)])
     )
     largest = 127 if bits == jnp.int8 else 7
-    theirs = qt.DotGeneralQtConfig(
+    qwix_config = qt.DotGeneralQtConfig(
         lhs_qtype=jnp.int8,
         rhs_qtype=bits,
         lhs_calibration_method=f"absmax,{127.5 / 127}",
         rhs_calibration_method=f"absmax,{(largest + 0.5) / largest}",
         disable_gradient_clipping=True,
     )
-    product = partial(qt.dot_general_qt, dimension_numbers=(((2,), (0,)), ((), ())), config=theirs)
-    expected, pull_back = jax.vjp(product, x, kernel)
+    matmul = partial(qt.dot_general_qt, dimension_numbers=(((2,), (0,)), ((), ())), config=qwix_config)
+    expected, pull_back = jax.vjp(matmul, x, kernel)
 
     rule = QuantizationRule(kind=kind, targets=["up"], activations=Activations.int8)
     spec = MatmulSpec(np.dtype(np.float32), Layout.plain, formats=(QuantRule.of(rule),))
@@ -121,7 +121,7 @@ def narrowed(x: np.ndarray, dtype: Any, before: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("before", [0.0, 0.5, 8.0])
-def test_delayed_scales_are_those_of_the_history_and_it_is_told_what_was_seen(before: float) -> None:
+def test_delayed_scaling_uses_the_amax_history_and_updates_it(before: float) -> None:
     x, weight, d_out = draw(6, 32, seed=0, size=1.0), draw(32, 16, seed=1, size=0.1), draw(6, 16, seed=2, size=0.1)
     seen = np.array([np.abs(array).max() for array in (x, weight, d_out)])
     history = np.zeros((3, 4), np.float32)
@@ -146,8 +146,8 @@ def test_delayed_scales_are_those_of_the_history_and_it_is_told_what_was_seen(be
 def test_a_run_with_a_history_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     """On the same device to the last bit; on four, where heads are split, nearly."""
     sizes = ["model.num_layers=2", "model.emb_dim=32", "model.mlp_dim=48", "model.num_heads=2", "model.head_dim=16"]
-    asked = ["quantization=fp8_delayed", "quantization.history=3", "train.grad_accum=2"]
-    alone, split = ([*sizes, *asked, *mesh] for mesh in ([], ["mesh.fsdp=2", "mesh.tensor=2"]))
+    requested = ["quantization=fp8_delayed", "quantization.history=3", "train.grad_accum=2"]
+    alone, split = ([*sizes, *requested, *mesh] for mesh in ([], ["mesh.fsdp=2", "mesh.tensor=2"]))
     states, step, config = started(alone, devices=1)
     batches = text(2, config.train.seq_len)
     first, _ = step(states.create(0), {name: array[0] for name, array in batches.items()})

@@ -56,7 +56,7 @@ def test_pages_equal_the_forward_without_cache():
     np.testing.assert_allclose(np.concatenate(parts, axis=1), whole(model, params, ids), atol=1e-4)
 
 
-def test_devices_together_give_what_one_gives():
+def test_several_devices_give_the_result_of_one():
     model, params = tiny()
     ids = np.random.default_rng(1).integers(0, 48, (2, 8)).astype(np.int32)
     sharder = Sharder(build_mesh(Mesh(fsdp=2, tensor=2, sequence=2)), RULES)

@@ -77,7 +77,7 @@ def test_training_begins_at_the_model_and_its_weights_do_not_depend_on_the_adapt
     np.testing.assert_allclose(adapted.hidden(params, TOKENS, context(2, 7))[0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_model_answers_without_its_adapter_where_asked() -> None:
+def test_the_adapter_can_be_disabled() -> None:
     model = build(model_config(), lora())
     params = noisy(model.init(jax.random.key(0)))
     plain, _ = model.hidden(params, TOKENS, context(2, 7, is_adapted=False))

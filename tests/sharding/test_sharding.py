@@ -24,7 +24,7 @@ def sharder(**sizes: int) -> Sharder:
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("devices", [1, 8, 24])
-def test_minus_one_takes_what_is_left(axis: str, devices: int) -> None:
+def test_minus_one_takes_the_remaining_devices(axis: str, devices: int) -> None:
     other = next(name for name in AXES if name != axis)
     fixed = 2 if devices % 2 == 0 else 1
     total = dict(zip(AXES, axis_sizes(Mesh(**{axis: -1, other: fixed}), devices=devices, slices=1).total, strict=True))
@@ -53,9 +53,7 @@ def test_the_two_networks_multiply() -> None:
         (Mesh(fsdp=-1, dcn=Axes(data=-1)), 8, 3, "mesh.slices", "accepted: 1, 2, 4, 8"),
     ],
 )
-def test_a_product_that_does_not_fit_shows_the_arithmetic(
-    mesh: Mesh, devices: int, slices: int, path: str, said: str
-) -> None:
+def test_a_size_mismatch_shows_the_arithmetic(mesh: Mesh, devices: int, slices: int, path: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         axis_sizes(mesh, devices=devices, slices=slices)
     assert [problem.path for problem in error.value.problems] == [path]
