@@ -1,1 +1,1 @@
-"""Learning from a teacher: divergences from its distributions, its features and its layers."""
+"""Knowledge distillation: divergences from a teacher's distributions, feature losses, initialization from its layers."""
