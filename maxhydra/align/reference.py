@@ -80,9 +80,7 @@ class ReferenceCache:
 
     def _columns(self, row: Row) -> Row:
         if (logprobs := self.entries.get(_key(row))) is None:
-            reason = (
-                "contains pairs without cached reference log-probs, so it is not the data that the run started with"
-            )
+            reason = "has pairs without cached reference log-probs, so it is not the data that the run started with"
             raise ConfigError(Problem("data", reason, hint="choose another run.name for other data"))
         return {f"{role}_reference": logprobs[i] for i, role in enumerate(ROLES)}
 

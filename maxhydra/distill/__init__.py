@@ -1,1 +1,1 @@
-"""Knowledge distillation: divergences from a teacher's distributions, feature losses, initialization from its layers."""
+"""Knowledge distillation: divergence and feature losses, and initialization of a student from teacher layers."""

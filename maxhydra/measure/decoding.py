@@ -27,9 +27,7 @@ from maxhydra.sharding import Sharder
 
 # Upper bound of the warm-up calls until the set of compiled programs no longer changes.
 MAX_WARMUP_CALLS = 50
-SUGGESTION = (
-    "try smaller task.load.batches, shorter prompts and completions, quantization=int8_weights, or more devices"
-)
+HINT = "try smaller task.load.batches, shorter prompts or completions, quantization=int8_weights, or more devices"
 
 
 def measure_decoding(target: BenchTarget, load: Load, engine: EngineConfig) -> Iterator[BenchRecord]:
@@ -42,7 +40,7 @@ def measure_decoding(target: BenchTarget, load: Load, engine: EngineConfig) -> I
     - `processor_s`: CPU time of the call, which depends little on the other load of the machine.
     """
     random = np.random.default_rng(target.config.run.seed)
-    with explain_out_of_memory(SUGGESTION), closing(open_engine(target.config, load, engine)) as decode_engine:
+    with explain_out_of_memory(HINT), closing(open_engine(target.config, load, engine)) as decode_engine:
         for batch in load.batches:
             prompts = random.integers(0, target.config.model.vocab_size, (batch, load.prompt))
             best = _best_of_repeats(decode_engine, prompts, load)

@@ -188,7 +188,7 @@ class _Worker:
 
 
 def _serve(pipe: Connection, terms: dict[str, Term]) -> None:
-    """Main function of a process: load the terms, report success or the failed term, then score until the pipe closes."""
+    """Main of a reward process: load the terms, report success or a failed term, then score until the pipe closes."""
     # A terminal or a cluster signals every process of a run; the run still needs its rewards to save its final state.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

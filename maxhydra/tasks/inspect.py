@@ -125,7 +125,7 @@ def _print(rows: list[Row], facts: dict, hardware: Hardware, dtype: str) -> None
         f"\n{count:,} parameters{trained_text}, on {facts['devices']:,} devices ({mesh})\n"
         f"per device: weights {readable_bytes(device_bytes['parameters'])}, "
         f"optimizer {readable_bytes(device_bytes['optimizer'])}, "
-        f"together {readable_bytes(device_bytes['parameters'] + device_bytes['optimizer'])}{capacity}, before activations\n"
+        f"together {readable_bytes(sum(device_bytes.values()))}{capacity}, before activations\n"
         f"training takes {facts['flops_per_token'] / 1e9:,.1f} GFLOP per token"
     )
     for ceiling in _upper_bounds(facts, hardware, dtype):

@@ -19,7 +19,7 @@ def held_out_loss(
     """Token-weighted means over the first `limit` held-out batches: `eval/loss` and the other sums of the loss.
 
     `eval/loss` excludes what only training adds: the aux losses of layers, and everything but the likelihood (`nll`) if
-    the loss reports one. A batch is processed in `parts` micro-batches, as in a training step, because it may not fit in
+    the loss reports one. A batch is processed in `parts` micro-batches, like a training step, because it may not fit in
     memory otherwise. Returns None for a limit of 0.
     """
     sums_of = jax.jit(

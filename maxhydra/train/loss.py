@@ -89,7 +89,7 @@ def mtp_targets(batch: Batch, depth: int) -> tuple[jax.Array, jax.Array]:
 def add_aux_losses(sums: Sums, aux: Tree) -> Sums:
     """Add the aux losses of the layers to a loss, and their other statistics to its sums.
 
-    Aux losses are means over the batch; they are multiplied by the weight here because the sums are divided by it later.
+    Aux losses are means over the batch; they are multiplied by the weight because the sums are divided by it later.
     """
     leaves = jax.tree_util.tree_leaves_with_path(aux)
     losses = [jnp.sum(leaf) for keys, leaf in leaves if keys[-1].key == "loss"]

@@ -1,7 +1,7 @@
 """Reward functions. A module of this package is one kind of reward term, chosen by `kind`.
 
-Each module has `build(term) -> Score`, which is called once in every reward process; an import that fails there ends the
-run before it starts. Modules here do not import jax, so that the processes start quickly.
+Each module has `build(term) -> Score`, which is called once in every reward process; if an import fails there, the run
+ends before it starts. Modules here do not import jax, so that the processes start quickly.
 """
 
 import dataclasses

@@ -40,7 +40,7 @@ class TrackedSession:
 
 
 def open_trackers(tracker: TrackerConfig, *, run: RunDirectory, config: Config, resumed_from: int) -> Tracker:
-    """All backends of `tracker.backends` as one tracker; a no-op without backends and on processes that do not write."""
+    """All backends of `tracker.backends` as one tracker; a no-op without any and on processes that do not write."""
     session = TrackedSession(run, config, resumed_from)
     trackers = _Trackers()
     try:
