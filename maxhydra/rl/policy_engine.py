@@ -35,7 +35,7 @@ class PolicyEngine:
     def generate(
         self, weights: Tree, prompts: Sequence[Sequence[int]], sampling: Sampling, *, samples: int, number: int
     ) -> list[list[Completion]]:
-        """`samples` completions of each prompt; seeds derive from `number`, the index of the first prompt in the run."""
+        """`samples` completions per prompt; seeds derive from `number`, the index of the first prompt in the run."""
         with self._lock:
             engine = self._engine_with(weights)
             requests = [

@@ -140,7 +140,7 @@ class StateFactory:
         )
         return build(jnp.uint32(seed))
 
-    def create_build(self, base: Tree, seed: int) -> TrainState:
+    def create_from_base(self, base: Tree, seed: int) -> TrainState:
         """A fresh state with the given base weights, which are donated; an adapter is initialized from the seed."""
 
         def build(base: Tree, extra_weights: Tree, seed: jax.Array) -> TrainState:
@@ -154,21 +154,17 @@ class StateFactory:
 def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str, Tree] | None = None) -> StateFactory:
     """The state factory of a config: its model with its adapter, and the optimizer of the trainable parameters."""
     if not config.quantization.kinds.isdisjoint(TO_KEEP):
-        accepted, hint = (
-            ", ".join(kind.value for kind in TO_TRAIN),
-            "to train over quantized weights, use adapter=qlora",
-        )
+        accepted, hint = ", ".join(kind.value for kind in TO_TRAIN), "adapter=qlora trains over quantized weights"
         reason = "is for inference only; it cannot be trained"
         value = config.quantization.kind
         raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint=hint))
     if not config.quantization.kinds.isdisjoint(QAT) and config.adapter.kind is not AdapterKind.none:
-        reason = "is quantization-aware training of the base weights, which an adapter freezes"
-        value, accepted = config.quantization.kind, "none, fp8 or int8 with an adapter"
-        raise ConfigError(
-            Problem(
-                "quantization.kind", reason, value=value, accepted=accepted, hint="set adapter=none to train with QAT"
-            )
+        reason, hint = (
+            "is quantization-aware training of the base weights, which an adapter freezes",
+            "set adapter=none",
         )
+        value, accepted = config.quantization.kind, "none, fp8 or int8 with an adapter"
+        raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint=hint))
     decoder = model.build(config.model, config.adapter, config.quantization)
     sharder.check(decoder.axes, decoder.shapes)
     shapes, axes = split_trainable(decoder.shapes)[0], split_trainable(decoder.axes)[0]
