@@ -1,4 +1,4 @@
-"""Divergences against torch.kl_div and TRL's generalised Jensen-Shannon divergence: values and gradients."""
+"""Divergences against torch.kl_div and TRL's generalized Jensen-Shannon divergence: values and gradients."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxhydra.config.schema.tasks.distill import Divergence, FeatureLoss
-from maxhydra.distill.losses import at_top, divergence, feature_distance, log_probs
+from maxhydra.distill.losses import divergence, feature_distance, gather_top_k, log_probs
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -18,53 +18,55 @@ pytestmark = pytest.mark.parity
 B, S, V = 2, 5, 19
 RNG = np.random.default_rng(0)
 STUDENT, TEACHER = (3 * RNG.normal(size=(B, S, V)).astype(np.float32) for _ in range(2))
-# What each token counts for: a sum of the losses alone would hide a wrong one.
-USE = RNG.normal(size=(B, S)).astype(np.float32)
+# Random token weights: a plain sum could hide an error in one token.
+TOKEN_WEIGHTS = RNG.normal(size=(B, S)).astype(np.float32)
 
 
-def theirs(kind: Divergence, beta: float, temperature: float) -> tuple[Any, Any]:
+def reference_divergence(kind: Divergence, beta: float, temperature: float) -> tuple[Any, Any]:
     student = torch.tensor(STUDENT, requires_grad=True)
     teacher = torch.tensor(TEACHER)
     if kind is Divergence.jensen_shannon:
-        every = gkd.GKDTrainer.generalized_jsd_loss(
+        elementwise = gkd.GKDTrainer.generalized_jsd_loss(
             student, teacher, beta=beta, temperature=temperature, reduction="none"
         )
     else:
         q, p = (torch.log_softmax(x / temperature, -1) for x in (student, teacher))
         pair = (q, p) if kind is Divergence.forward_kl else (p, q)
-        every = torch.nn.functional.kl_div(*pair, reduction="none", log_target=True)
-    found = temperature**2 * every.sum(-1)
-    (torch.tensor(USE) * found).sum().backward()
-    return found.detach().numpy(), student.grad.numpy()
+        elementwise = torch.nn.functional.kl_div(*pair, reduction="none", log_target=True)
+    result = temperature**2 * elementwise.sum(-1)
+    (torch.tensor(TOKEN_WEIGHTS) * result).sum().backward()
+    return result.detach().numpy(), student.grad.numpy()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("kind", Divergence)
 def test_values_and_gradients(kind: Divergence, temperature: float) -> None:
-    heat = jnp.full((B, S), temperature)
+    temperatures = jnp.full((B, S), temperature)
 
     def ours(student: jax.Array) -> jax.Array:
-        p, q = log_probs(jnp.asarray(TEACHER), heat), log_probs(student, heat)
-        return divergence(p, q, kind, beta=jnp.full((B, S), 0.3), temperature=heat)
+        p, q = log_probs(jnp.asarray(TEACHER), temperatures), log_probs(student, temperatures)
+        return divergence(p, q, kind, beta=jnp.full((B, S), 0.3), temperature=temperatures)
 
-    expected, expected_gradient = theirs(kind, 0.3, temperature)
+    expected, expected_gradient = reference_divergence(kind, 0.3, temperature)
     np.testing.assert_allclose(ours(STUDENT), expected, rtol=1e-5, atol=1e-5)
-    gradient = jax.grad(lambda student: jnp.sum(USE * ours(student)))(STUDENT)
+    gradient = jax.grad(lambda student: jnp.sum(TOKEN_WEIGHTS * ours(student)))(STUDENT)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", Divergence)
-def test_all_tokens_kept_are_the_whole_distribution(kind: Divergence) -> None:
-    heat, beta = jnp.full((B, S), 2.0), jnp.full((B, S), 0.3)
+def test_top_k_of_all_tokens_is_the_full_distribution(kind: Divergence) -> None:
+    temperatures, beta = jnp.full((B, S), 2.0), jnp.full((B, S), 0.3)
     ids = np.argsort(-TEACHER, axis=-1)
-    kept = log_probs(np.take_along_axis(TEACHER, ids, -1), heat)
-    got = divergence(kept, at_top(log_probs(STUDENT, heat), ids, kind), kind, beta=beta, temperature=heat)
-    np.testing.assert_allclose(got, theirs(kind, 0.3, 2.0)[0], rtol=1e-4, atol=1e-5)
+    log_p = log_probs(np.take_along_axis(TEACHER, ids, -1), temperatures)
+    got = divergence(
+        log_p, gather_top_k(log_probs(STUDENT, temperatures), ids, kind), kind, beta=beta, temperature=temperatures
+    )
+    np.testing.assert_allclose(got, reference_divergence(kind, 0.3, 2.0)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", Divergence)
-def test_the_top_of_a_teacher(kind: Divergence) -> None:
-    """Written out in NumPy: p is renormalised over the k; q for all but the forward divergence."""
+def test_top_k_of_a_teacher(kind: Divergence) -> None:
+    """Against NumPy: p is renormalized over the top k, q too except for forward KL."""
     k = 4
     ids = np.argsort(-TEACHER, axis=-1)[..., :k]
     p = np.exp(np.take_along_axis(TEACHER, ids, -1).astype(np.float64))
@@ -79,22 +81,23 @@ def test_the_top_of_a_teacher(kind: Divergence) -> None:
         Divergence.reverse_kl: q * np.log(q / p),
         Divergence.jensen_shannon: 0.3 * p * np.log(p / m) + 0.7 * q * np.log(q / m),
     }[kind].sum(-1)
-    one, beta = jnp.ones((B, S)), jnp.full((B, S), 0.3)
-    kept = log_probs(jnp.asarray(np.take_along_axis(TEACHER, ids, -1)), one)
-    got = divergence(kept, at_top(log_probs(jnp.asarray(STUDENT), one), ids, kind), kind, beta=beta, temperature=one)
+    temperature, beta = jnp.ones((B, S)), jnp.full((B, S), 0.3)
+    log_p = log_probs(jnp.asarray(np.take_along_axis(TEACHER, ids, -1)), temperature)
+    log_q = gather_top_k(log_probs(jnp.asarray(STUDENT), temperature), ids, kind)
+    got = divergence(log_p, log_q, kind, beta=beta, temperature=temperature)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [FeatureLoss.cosine, FeatureLoss.l2])
 def test_features(kind: FeatureLoss) -> None:
-    one, other = torch.tensor(STUDENT, requires_grad=True), torch.tensor(TEACHER)
+    student, teacher = torch.tensor(STUDENT, requires_grad=True), torch.tensor(TEACHER)
     if kind is FeatureLoss.cosine:
-        expected = 1 - torch.nn.functional.cosine_similarity(one, other, dim=-1)
+        expected = 1 - torch.nn.functional.cosine_similarity(student, teacher, dim=-1)
     else:
-        expected = torch.nn.functional.mse_loss(one, other, reduction="none").mean(-1)
+        expected = torch.nn.functional.mse_loss(student, teacher, reduction="none").mean(-1)
     expected.sum().backward()
     np.testing.assert_allclose(feature_distance(STUDENT, TEACHER, kind), expected.detach(), rtol=1e-5, atol=1e-5)
     gradient = jax.grad(lambda x: jnp.sum(feature_distance(x, TEACHER, kind)))(STUDENT)
-    np.testing.assert_allclose(gradient, one.grad, rtol=1e-5, atol=1e-5)
-    nothing = jnp.zeros((1, 4))
-    assert np.isfinite(jax.grad(lambda x: jnp.sum(feature_distance(x, nothing, kind)))(nothing)).all()
+    np.testing.assert_allclose(gradient, student.grad, rtol=1e-5, atol=1e-5)
+    zeros = jnp.zeros((1, 4))
+    assert np.isfinite(jax.grad(lambda x: jnp.sum(feature_distance(x, zeros, kind)))(zeros)).all()
