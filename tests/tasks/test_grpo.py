@@ -22,7 +22,7 @@ from tests.support.cli import ROOT, SMALL, facts, finished, losses, parameter_ha
 
 # Also run the tests that take minutes.
 FULL = "MAXHYDRA_FULL" in os.environ
-PATHS = f"{ROOT}:{ROOT / 'tests'}"
+PATHS = f"{ROOT}:{ROOT / 'tests/support'}"
 TASK = ["task=grpo", "data=arithmetic", "data.shape=prompts", "task.max_tokens=8", "task.group_size=4"]
 TASK += [*SMALL, "train.seq_len=20", "train.per_device_batch_size=16", "train.eval_batches=1"]
 TASK += ["task.engine.max_batch=16", "task.engine.cache_tokens=1024", "optimizer/schedule=constant"]

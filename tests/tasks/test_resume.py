@@ -172,7 +172,7 @@ def test_loading_another_run(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason=skips.ROOT)
 def test_a_full_disk_leaves_the_last_checkpoint_intact(tmp_path: Path) -> None:
-    """The disk fills up between two saves; the run reports it, keeps its checkpoint, and resumes when there is space."""
+    """The disk fills up between two saves; the run reports it, keeps its checkpoint and resumes when there is space."""
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
