@@ -1,6 +1,6 @@
 """Write a dataset with a teacher's top-k logits, so that distillation does not need to run the teacher.
 
-Read the result with data=grain data.path=FOLDER data.shape=teacher.
+Read the result with data=grain data.path=FOLDER data.record_type=teacher.
 """
 
 from pathlib import Path
@@ -49,7 +49,7 @@ def run(job: Job) -> Outcome:
         totals = index.totals
     print(
         f"{totals['records']:,} records, {totals['tokens']:,} tokens with {task.k} logits each, {folder}\n"
-        f"train on them with: task=distill data=grain data.path={folder} data.shape=teacher"
+        f"train on them with: task=distill data=grain data.path={folder} data.record_type=teacher"
     )
     return Outcome("finished", "all shards written", {name: float(value) for name, value in totals.items()})
 

@@ -81,6 +81,6 @@ def write_sample(model: ModelDef, params: Tree, data: Data, sample: Sample, *, s
 
 def _encode_prompt(data: Data, text_tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of the prompt; for chat data, of a conversation with one user message."""
-    if data.shape != "chat":
+    if data.record_type != "chat":
         return text_tokenizer.encode(text)
     return text_tokenizer.encode_marked(render_prompt([{"role": "user", "content": text}], text_tokenizer))[0].tolist()
