@@ -15,7 +15,7 @@ from maxhydra.runtime.flags import flags_in_effect
 BenchRecord = dict[str, Any]
 # The data option of a command that does not choose one.
 DEFAULT_DATA = "demo"
-# Prefixes of overrides that do not affect the result: how it is measured, and where it is stored.
+# Prefixes of overrides that do not affect the result: measurement and storage settings.
 IRRELEVANT = ("task", "run.")
 
 

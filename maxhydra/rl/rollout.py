@@ -1,4 +1,4 @@
-"""Rollouts: sample completions of prompts, compute their rewards, and lay them out as arrays.
+"""Rollouts: sample completions of prompts, compute their rewards, and arrange them as arrays.
 
 P prompts, G completions of each, S positions.
 """

@@ -136,7 +136,7 @@ class OrbaxCheckpointer:
         for leftover in self._folder.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(leftover, ignore_errors=True)
         steps = steps_in(self._folder)
-        last = f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no earlier checkpoint"
+        last = f"the checkpoint of step {steps[-1]} is intact" if steps else "no earlier checkpoint exists"
         return SaveFailed(f"could not write a checkpoint to {self._folder}: {first_line(error)}; {last}")
 
 

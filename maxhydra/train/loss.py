@@ -102,7 +102,7 @@ def add_aux_losses(sums: Sums, aux: Tree) -> Sums:
 
 
 def load_metrics(aux: Tree) -> dict[str, jax.Array]:
-    """Max over mean of the expert load, in the layer where it is worst; empty for models without experts."""
+    """Max over mean of the expert load in the most imbalanced layer; empty for models without experts."""
     leaves = jax.tree_util.tree_leaves_with_path(aux)
     ratios = [_max_over_mean(leaf) for keys, leaf in leaves if keys[-1].key == "load"]
     return {"moe/load_max_mean": jnp.max(jnp.stack(ratios))} if ratios else {}

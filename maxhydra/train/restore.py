@@ -23,7 +23,7 @@ class InitialState:
     source: str
 
 
-def begin(
+def initialize_or_resume(
     states: StateFactory,
     checkpoints: Path,
     checkpoint: Checkpoint,

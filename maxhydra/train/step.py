@@ -76,7 +76,9 @@ def make_step(
         learning_rate = optimizer.schedule(state.step - state.guard.skipped)
         with jax.named_scope("update"):
             transform = optax.with_extra_args_support(optimizer.transform)
-            updates, opt_state = transform.update(grads, state.opt_state, state.params, norm=grad_norm)
+            updates, opt_state = transform.update(
+                grads, state.opt_state, state.params, norm=grad_norm, learning_rate=learning_rate
+            )
             params = apply_router_bias(optax.apply_updates(state.params, updates), state.params, aux)
             params = optimizer.held(params, state.params)
             history = jax.tree.map(_push_amax, state.history, amaxes)
@@ -116,7 +118,7 @@ def _gradients(
 
     Micro-batches accumulate gradients of sums, to be divided once by the total weight, so that the result equals that
     of the whole batch even if their token counts differ. Gradients accumulate in the dtypes of `accum_dtype_of`, the
-    params as they are stored; amaxes are combined by their maximum.
+    stored params; amaxes are combined by their maximum.
     """
 
     def total_loss(trainable: tuple[Tree, Tree], batch: Batch, key: jax.Array) -> tuple[jax.Array, Sums]:

@@ -27,7 +27,7 @@ from maxhydra.train.loss import LossFn, Tree
 from maxhydra.train.metrics import MetricsLogger, StepCost
 from maxhydra.train.preemption import PreemptionSignal
 from maxhydra.train.progress import open_progress
-from maxhydra.train.restore import InitialState, begin
+from maxhydra.train.restore import InitialState, initialize_or_resume
 from maxhydra.train.state import StateFactory
 from maxhydra.train.step import StepFn, sequences_in
 from maxhydra.train.trackers import open_trackers
@@ -49,7 +49,7 @@ class TrainingSetup:
     initial: Callable[[], Tree] | None = None
     """Returns the base weights that a new run starts from, instead of those that the config names."""
     passes: float = 1.0
-    """Forward and backward passes over the model per row of a batch, for the FLOP count."""
+    """Forward and backward passes through the model per row of a batch, for the FLOP count."""
 
 
 def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine: Machine) -> TrainResult:
@@ -66,7 +66,7 @@ def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine
             # end up behind them, in the middle of the memory that is free afterwards.
             wait([compilation])
         with reserve_gpu_headroom(training.states.sharder):
-            start = begin(
+            start = initialize_or_resume(
                 training.states,
                 run.checkpoints,
                 config.checkpoint,

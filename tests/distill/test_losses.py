@@ -43,13 +43,13 @@ def reference_divergence(kind: Divergence, beta: float, temperature: float) -> t
 def test_values_and_gradients(kind: Divergence, temperature: float) -> None:
     temperatures = jnp.full((B, S), temperature)
 
-    def ours(student: jax.Array) -> jax.Array:
+    def our_divergence(student: jax.Array) -> jax.Array:
         p, q = log_probs(jnp.asarray(TEACHER), temperatures), log_probs(student, temperatures)
         return divergence(p, q, kind, beta=jnp.full((B, S), 0.3), temperature=temperatures)
 
     expected, expected_gradient = reference_divergence(kind, 0.3, temperature)
-    np.testing.assert_allclose(ours(STUDENT), expected, rtol=1e-5, atol=1e-5)
-    gradient = jax.grad(lambda student: jnp.sum(TOKEN_WEIGHTS * ours(student)))(STUDENT)
+    np.testing.assert_allclose(our_divergence(STUDENT), expected, rtol=1e-5, atol=1e-5)
+    gradient = jax.grad(lambda student: jnp.sum(TOKEN_WEIGHTS * our_divergence(student)))(STUDENT)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-5)
 
 

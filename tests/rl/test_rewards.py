@@ -138,7 +138,7 @@ def test_a_missing_function_is_rejected_at_the_start(path: str) -> None:
     assert problem.path == "reward.terms.mine.function" and problem.value == path
 
 
-def test_bad_terms_are_listed_together() -> None:
+def test_all_invalid_terms_are_reported() -> None:
     terms = "{a:{kind:format},b:{kind:function,function:f},c:{kind:exat},d:{kind:exact,target:3}}"
     with pytest.raises(ConfigError) as caught:
         compose([f"+reward.terms={terms}"])

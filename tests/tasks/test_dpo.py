@@ -105,7 +105,7 @@ def test_with_an_adapter_the_model_without_it_is_the_reference() -> None:
     assert after["loss"] < sums["loss"] and after["accuracy"] == 2 and after["reward_margin"] > 0
 
 
-def test_all_problems_of_a_config_are_reported_together() -> None:
+def test_all_problems_of_a_config_are_reported() -> None:
     config = compose(["task=dpo", "task.reference=adapter_off", "train.z_loss=0.1"]).config
     with pytest.raises(ConfigError) as caught:
         dpo.run(Job(config, {}, machine=None, run=None))  # type: ignore[arg-type]

@@ -140,7 +140,7 @@ def problems(*overrides: str) -> dict[str, Any]:
     return {problem.path: problem for problem in caught.value.problems}
 
 
-def test_all_problems_are_reported_together() -> None:
+def test_all_problems_are_reported() -> None:
     found = problems("data=arithmetic", "task.max_tokens=32", "train.seq_len=32", "train.ramp.start=1")
     assert set(found) == {"reward.terms", "data.record_type", "task.max_tokens", "train.ramp.start"}
     assert "reward=exact" in found["reward.terms"].hint

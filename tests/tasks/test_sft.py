@@ -23,7 +23,7 @@ from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, sft
 from maxhydra.train import next_token_loss, plan_states
 from maxhydra.train.checkpoint import open_checkpointer, read_state
-from maxhydra.train.restore import begin
+from maxhydra.train.restore import initialize_or_resume
 from tests.support.cli import SMALL, facts, finished, losses, parameter_hash, silent
 
 STEPS = 24
@@ -104,7 +104,7 @@ def test_a_full_state_continues_with_the_same_base_weights(here: Path, monkeypat
     states = plan_states(config, sharder)
     checkpoint = Checkpoint(load_full_state="outputs/whole")
     batches = type("Silent", (), {"restore": lambda self, state: None})()
-    start = begin(states, here / "nothing", checkpoint, batches, seed=5, initial=None)
+    start = initialize_or_resume(states, here / "nothing", checkpoint, batches, seed=5, initial=None)
     base = load_weights("outputs/base", states.model, shardings=None, dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, start.state.frozen, base)
 

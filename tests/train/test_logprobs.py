@@ -17,7 +17,7 @@ def capped(hidden: jax.Array, head: jax.Array) -> jax.Array:
     return 5 * jnp.tanh(hidden @ head / 5)
 
 
-def ours(hidden: jax.Array, head: jax.Array, chunk: int) -> jax.Array:
+def chunked_logprobs(hidden: jax.Array, head: jax.Array, chunk: int) -> jax.Array:
     return token_logprobs(lambda h: capped(h, head), hidden, TARGETS, chunk=chunk)
 
 
@@ -28,8 +28,10 @@ def expected_logprobs(hidden: jax.Array, head: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("chunk", [0, 1, 4, 12, 100])
 def test_values_and_gradients(chunk: int) -> None:
     """With a nonlinear function of the log-probs that weights every token differently."""
-    np.testing.assert_allclose(ours(HIDDEN, HEAD, chunk), expected_logprobs(HIDDEN, HEAD), rtol=1e-5, atol=1e-6)
-    got = jax.grad(lambda *x: jnp.sum(COTANGENT * jnp.square(ours(*x, chunk))), (0, 1))(HIDDEN, HEAD)
+    np.testing.assert_allclose(
+        chunked_logprobs(HIDDEN, HEAD, chunk), expected_logprobs(HIDDEN, HEAD), rtol=1e-5, atol=1e-6
+    )
+    got = jax.grad(lambda *x: jnp.sum(COTANGENT * jnp.square(chunked_logprobs(*x, chunk))), (0, 1))(HIDDEN, HEAD)
     expected = jax.grad(lambda *x: jnp.sum(COTANGENT * jnp.square(expected_logprobs(*x))), (0, 1))(HIDDEN, HEAD)
     for g, e in zip(got, expected, strict=True):
         np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-4)
@@ -37,7 +39,7 @@ def test_values_and_gradients(chunk: int) -> None:
 
 def test_chunks_never_hold_all_logits() -> None:
     def largest(chunk: int) -> int:
-        step = jax.jit(jax.grad(lambda *x: jnp.sum(ours(*x, chunk) ** 2), (0, 1)))
+        step = jax.jit(jax.grad(lambda *x: jnp.sum(chunked_logprobs(*x, chunk) ** 2), (0, 1)))
         text = step.lower(HIDDEN, HEAD).as_text()
         return max(size for size in (1, 2, 3, 4, 6, 12) if f"tensor<{B}x{size}x{V}x" in text)
 

@@ -62,7 +62,7 @@ def test_gradients_match_those_of_the_formula(case: dict, chunk: int, z_loss: fl
         target = jnp.take_along_axis(logits, case["targets"][..., None], -1)[..., 0]
         return jnp.sum(weights * (normaliser - target + z_loss * normaliser**2)) / jnp.sum(case["weights"])
 
-    def ours(hidden: jax.Array, head: jax.Array, weights: jax.Array) -> jax.Array:
+    def our_loss(hidden: jax.Array, head: jax.Array, weights: jax.Array) -> jax.Array:
         sums = cross_entropy(
             lambda h: capped(h, head),
             hidden,
@@ -75,7 +75,9 @@ def test_gradients_match_those_of_the_formula(case: dict, chunk: int, z_loss: fl
         return sums["loss"] / jnp.sum(case["weights"])
 
     inputs = [jnp.asarray(case[name]) for name in ("hidden", "head", "weights")]
-    for got, expected in zip(jax.grad(ours, (0, 1, 2))(*inputs), jax.grad(formula, (0, 1, 2))(*inputs), strict=True):
+    for got, expected in zip(
+        jax.grad(our_loss, (0, 1, 2))(*inputs), jax.grad(formula, (0, 1, 2))(*inputs), strict=True
+    ):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 

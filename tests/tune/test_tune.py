@@ -137,7 +137,7 @@ def test_configs_that_certainly_need_less_memory() -> None:
     assert not needs_less(variant(4, "full", unroll=1), variant(8, "none"))
 
 
-def test_all_errors_of_a_space_are_reported_together() -> None:
+def test_all_errors_of_a_space_are_reported() -> None:
     space = ["train.per_device_batch_size=4,5", "model.remat.polcy=none", "~model.remat", "model.scan_unroll=0,1"]
     config = compose(["task=tune", "model=micro", f"task.space={json.dumps(space)}"]).config
     assert isinstance(config.task, TuneTask)

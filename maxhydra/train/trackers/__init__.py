@@ -19,7 +19,7 @@ log = logging.getLogger("maxhydra")
 
 
 class Tracker(Protocol):
-    """Receives the metrics of a run as they are logged."""
+    """Receives the metrics of a run when they are logged."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
