@@ -1,5 +1,3 @@
 """Forwards to compile.py until every importer uses it."""
 
-from maxhydra.train.compile import CompileReport, compile_report, traced_step
-
-__all__ = ["CompileReport", "compile_report", "traced_step"]
+from maxhydra.train.compile import CompileReport, compile_report, traced_step  # noqa: F401
