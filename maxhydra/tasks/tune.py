@@ -13,9 +13,8 @@ from maxhydra.tasks import Job, Outcome
 from maxhydra.train.progress import open_progress
 from maxhydra.tune.experiment import experiment, given_keys
 from maxhydra.tune.space import apply_candidate, axes
-from maxhydra.tune.table import table
 from maxhydra.tune.trial import Trial
-from maxhydra.tune.tuner import Tuner, describe, expected_trials
+from maxhydra.tune.tuner import Tuner, describe, expected_trials, table
 
 # The trials run in separate processes, which need the devices.
 NEEDS_DEVICES = False

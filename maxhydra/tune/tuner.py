@@ -12,7 +12,7 @@ from maxhydra.record import scrub_argv
 from maxhydra.train.progress import Progress
 from maxhydra.tune.search import OutOfTime, eliminate, grid, one_by_one
 from maxhydra.tune.space import POLICIES, Axis, Candidate, apply_candidate
-from maxhydra.tune.trial import FAILED, NO_MEMORY, PRUNED, Journal, Trial, bench_config, digest
+from maxhydra.tune.trial import FAILED, MEASURED, NO_MEMORY, PRUNED, Journal, Trial, bench_config, digest
 
 log = logging.getLogger("maxhydra")
 
@@ -159,3 +159,31 @@ def needs_less(config: Config, other: Config) -> bool:
     remats_more = POLICIES.index(policies[0]) >= POLICIES.index(policies[1])
     is_smaller = config.train.per_device_batch_size <= other.train.per_device_batch_size
     return remats_more and is_smaller and without_batch_and_remat(config) == without_batch_and_remat(other)
+
+
+HEADER = ("tokens/s", "step ms", "GiB", "steps", "compile s", "settings")
+
+
+def table(trials: Sequence[Trial]) -> str:
+    """The fastest first, failed trials last."""
+    ranked = sorted(trials, key=lambda trial: trial.seconds_per_token)
+    rows = [HEADER, *(_row(trial) for trial in ranked)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([*(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)), row[-1]])
+        for row in rows
+    )
+
+
+def _row(trial: Trial) -> tuple[str, ...]:
+    if trial.status != MEASURED:
+        return (trial.status, "", "", str(trial.steps), "", describe(trial.candidate))
+    line = trial.line
+    return (
+        f"{line['tokens_per_second']:,}",
+        f"{line['step_ms']:g}",
+        "" if trial.memory_gib is None else f"{trial.memory_gib:g}",
+        str(trial.steps),
+        f"{line['compile_s']:g}",
+        describe(trial.candidate),
+    )

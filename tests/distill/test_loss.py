@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxhydra.config.schema.tasks.distill import Divergence, FeatureLoss
-from maxhydra.distill.losses import divergence, feature_distance, gather_top_k, log_probs
+from maxhydra.distill.loss import divergence, feature_distance, gather_top_k, log_probs
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")

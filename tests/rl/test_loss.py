@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from maxhydra.config.schema.tasks.grpo import Clip, GrpoTask, Kl, KlEstimator, PolicyLoss, Scale
-from maxhydra.rl.advantages import advantages, is_degenerate, scale_of
-from maxhydra.rl.losses import Logprobs, kl_estimate, policy_loss
+from maxhydra.rl.loss import Logprobs, kl_estimate, policy_loss
+from maxhydra.rl.rollout import advantages, is_degenerate, scale_of
 from tests.support.skips import import_optional
 
 B, S = 6, 9

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.align.losses import Completions, Pairs, losses, rewards
+from maxhydra.align.loss import Completions, Pairs, losses, rewards
 from maxhydra.config.schema.tasks.dpo import DpoTask, PreferenceLoss
 from tests.support.skips import import_optional
 
