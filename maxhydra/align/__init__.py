@@ -1,1 +1,1 @@
-"""Learning from preferences: losses over pairs of answers, and what the reference model makes of them."""
+"""Preference optimization (DPO and variants): losses over completion pairs, and cached reference log-probs."""

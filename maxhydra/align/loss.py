@@ -1,64 +1,176 @@
-"""From a batch of pairs to the sums that a step minimises and logs."""
+"""Preference losses of a batch of completion pairs, chosen (c) and rejected (r).
+
+s is the log-prob of a completion, n its number of tokens, m = s / n; h = s - s_ref is its log-ratio to the reference.
+"""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from maxhydra.align.losses import Answers, Pairs, losses, rewards
-from maxhydra.config.schema.tasks.dpo import DpoTask, Reference
+from maxhydra.config.schema.tasks.dpo import WITHOUT_REFERENCE, DpoTask, PreferenceLoss, Reference
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 from maxhydra.train import Scorer
 from maxhydra.train.logprobs import ScoredTokens
-from maxhydra.train.loss import Sums, add_aux_losses
-from maxhydra.train.state import Tree
-from maxhydra.train.step import Batch, LossFn
+from maxhydra.train.loss import Batch, LossFn, Sums, Tree, add_aux_losses
 
-SIDES = ("chosen", "rejected")
+# Upper bound of the mean token log-prob: at probability 1 the odds would be infinite.
+MAX_MEAN_LOGPROB = -1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Completions:
+    """The chosen or the rejected completions of the pairs, each array [B]."""
+
+    logprobs: jax.Array
+    """s: summed over the tokens of the completion."""
+    reference: jax.Array
+    """s_ref; 0 without a reference."""
+    tokens: jax.Array
+    """n; 0 in a padding row."""
+
+    @property
+    def ratio(self) -> jax.Array:
+        return self.logprobs - self.reference
+
+    def per_token(self, total: jax.Array) -> jax.Array:
+        return total / jnp.maximum(self.tokens, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    chosen: Completions
+    rejected: Completions
+
+    @property
+    def counts(self) -> jax.Array:
+        """1 for each pair, 0 for a padding row."""
+        return (self.chosen.tokens > 0).astype(jnp.float32)
+
+
+def losses(pairs: Pairs, task: DpoTask) -> jax.Array:
+    """The loss of each pair, [B]; 0 for a padding row."""
+    return jnp.where(pairs.counts > 0, LOSSES[task.loss](pairs, task), 0)
+
+
+def rewards(completions: Completions, task: DpoTask) -> jax.Array:
+    """Implicit rewards of completions: beta h, or beta m for losses without a reference."""
+    is_reference_free = task.loss in WITHOUT_REFERENCE
+    return task.beta * (completions.per_token(completions.logprobs) if is_reference_free else completions.ratio)
+
+
+def _sigmoid(pairs: Pairs, task: DpoTask) -> jax.Array:
+    """-log sigmoid(beta (h_c - h_r)); with label smoothing e, mixed with weight e with that of the swapped pair."""
+    return _smoothed(task.beta * (pairs.chosen.ratio - pairs.rejected.ratio), task.label_smoothing)
+
+
+def _ipo(pairs: Pairs, task: DpoTask) -> jax.Array:
+    """(h_c / n_c - h_r / n_r - 1 / (2 beta))^2: the paper's loss with per-token log-ratios, as in its authors' code."""
+    chosen, rejected = (completions.per_token(completions.ratio) for completions in (pairs.chosen, pairs.rejected))
+    return jnp.square(chosen - rejected - 1 / (2 * task.beta))
+
+
+def _orpo(pairs: Pairs, task: DpoTask) -> jax.Array:
+    """-m_c - beta log sigmoid(log odds(m_c) - log odds(m_r)), log odds(m) = m - log(1 - exp(m)).
+
+    The first term is the paper's NLL of the chosen completion, averaged over the tokens of each pair separately.
+    """
+    means = [completions.per_token(completions.logprobs) for completions in (pairs.chosen, pairs.rejected)]
+    chosen, rejected = (mean - _log1mexp(jnp.minimum(mean, MAX_MEAN_LOGPROB)) for mean in means)
+    return -means[0] - task.beta * jax.nn.log_sigmoid(chosen - rejected)
+
+
+def _simpo(pairs: Pairs, task: DpoTask) -> jax.Array:
+    """-log sigmoid(beta (m_c - m_r) - margin), label smoothing as in DPO."""
+    chosen, rejected = (completions.per_token(completions.logprobs) for completions in (pairs.chosen, pairs.rejected))
+    assert task.margin is not None
+    return _smoothed(task.beta * (chosen - rejected) - task.margin, task.label_smoothing)
+
+
+def _kto_pair(pairs: Pairs, task: DpoTask) -> jax.Array:
+    """The mean of 1 - sigmoid(beta (h_c - z_r)) and 1 - sigmoid(beta (z_c - h_r)).
+
+    z = max(0, mean h) over the pairs of a forward pass estimates the KL to the reference, for chosen completions from
+    the rejected ones and vice versa; as in the paper, it has no gradient.
+    """
+    count = jnp.maximum(jnp.sum(pairs.counts), 1)
+
+    def divergence(completions: Completions) -> jax.Array:
+        return jax.lax.stop_gradient(jnp.maximum(jnp.sum(pairs.counts * completions.ratio) / count, 0))
+
+    chosen = jax.nn.sigmoid(task.beta * (pairs.chosen.ratio - divergence(pairs.rejected)))
+    rejected = jax.nn.sigmoid(task.beta * (divergence(pairs.chosen) - pairs.rejected.ratio))
+    return 1 - (chosen + rejected) / 2
+
+
+LOSSES: dict[PreferenceLoss, Callable[[Pairs, DpoTask], jax.Array]] = {
+    PreferenceLoss.sigmoid: _sigmoid,
+    PreferenceLoss.ipo: _ipo,
+    PreferenceLoss.orpo: _orpo,
+    PreferenceLoss.simpo: _simpo,
+    PreferenceLoss.kto_pair: _kto_pair,
+}
+
+
+def _smoothed(logits: jax.Array, smoothing: float) -> jax.Array:
+    return -(1 - smoothing) * jax.nn.log_sigmoid(logits) - smoothing * jax.nn.log_sigmoid(-logits)
+
+
+def _log1mexp(x: jax.Array) -> jax.Array:
+    """log(1 - exp(x)) for x < 0, accurate at both ends."""
+    is_small = x > -jnp.log(2.0)
+    near = jnp.log(-jnp.expm1(jnp.where(is_small, x, -1)))
+    far = jnp.log1p(-jnp.exp(jnp.where(is_small, -1, x)))
+    return jnp.where(is_small, near, far)
+
+
+# Prefixes of the columns of a pair.
+ROLES = ("chosen", "rejected")
 
 
 @dataclasses.dataclass(frozen=True)
 class PairScorer:
-    """Log-probabilities of the answers of a batch of pairs."""
+    """Log-probs of the completions of a batch of pairs."""
 
     model: ModelDef
     sharder: Sharder
     chunk: int
 
     def __call__(self, weights: Tree, batch: Batch, key: jax.Array | None, *, is_adapted: bool) -> jax.Array:
-        """[B, 2]: of the chosen and the rejected answer of each pair, in one forward pass over both."""
-        return self.scored(weights, batch, key, is_adapted=is_adapted).logprobs
+        """[B, 2]: summed log-probs of the chosen and the rejected completion, in one forward pass over both."""
+        return self.score(weights, batch, key, is_adapted=is_adapted).logprobs
 
-    def scored(self, weights: Tree, batch: Batch, key: jax.Array | None, *, is_adapted: bool) -> ScoredTokens:
-        """The same, with what layers tell besides."""
-        rows = {name: _beside(batch, name) for name in ("tokens", "targets", "positions", "weights")}
-        found = Scorer(self.model, self.sharder, self.chunk).scored(weights, rows, key, is_adapted=is_adapted)
-        return found._replace(logprobs=jnp.sum(rows["weights"] * found.logprobs, axis=1).reshape(-1, 2))
+    def score(self, weights: Tree, batch: Batch, key: jax.Array | None, *, is_adapted: bool) -> ScoredTokens:
+        """Like calling the scorer, and also returns the aux outputs of the layers."""
+        rows = {name: _interleave(batch, name) for name in ("tokens", "targets", "positions", "weights")}
+        tokens = Scorer(self.model, self.sharder, self.chunk).score(weights, rows, key, is_adapted=is_adapted)
+        return tokens._replace(logprobs=jnp.sum(rows["weights"] * tokens.logprobs, axis=1).reshape(-1, 2))
 
 
 def preference_loss(scorer: PairScorer, task: DpoTask, reference: Reference) -> LossFn:
-    """The loss of task.loss. Where the reference is cached, batches have its log-probs, [B] each."""
+    """The loss of task.loss. With a cached reference, batches contain its log-probs, [B] each."""
 
     def loss(weights: Tree, batch: Batch, key: jax.Array | None) -> Sums:
-        scores, sides = scorer.scored(weights, batch, key, is_adapted=True)
+        logprobs, aux = scorer.score(weights, batch, key, is_adapted=True)
         if reference is Reference.adapter_off:
-            anchors = jax.lax.stop_gradient(scorer(weights, batch, None, is_adapted=False))
+            reference_logprobs = jax.lax.stop_gradient(scorer(weights, batch, None, is_adapted=False))
         elif reference is Reference.cached:
-            anchors = jnp.stack([batch[f"{side}_reference"] for side in SIDES], axis=1)
+            reference_logprobs = jnp.stack([batch[f"{role}_reference"] for role in ROLES], axis=1)
         else:
-            anchors = jnp.zeros_like(scores)
-        tokens = [jnp.sum(batch[f"{side}_weights"], axis=1) for side in SIDES]
-        pairs = Pairs(*(Answers(scores[:, i], anchors[:, i], tokens[i]) for i in range(2)))
-        return add_aux_losses(_sums(pairs, task), sides)
+            reference_logprobs = jnp.zeros_like(logprobs)
+        tokens = [jnp.sum(batch[f"{role}_weights"], axis=1) for role in ROLES]
+        pairs = Pairs(*(Completions(logprobs[:, i], reference_logprobs[:, i], tokens[i]) for i in range(2)))
+        return add_aux_losses(_sums(pairs, task), aux)
 
     return loss
 
 
 def _sums(pairs: Pairs, task: DpoTask) -> Sums:
-    """Over pairs: the loss, how many prefer the chosen answer, rewards and log-probs of both."""
+    """Sums over pairs of the loss, accuracy, rewards and log-probs."""
     chosen, rejected = rewards(pairs.chosen, task), rewards(pairs.rejected, task)
-    measured = {
+    metrics = {
         "accuracy": chosen > rejected,
         "reward_margin": chosen - rejected,
         "reward_chosen": chosen,
@@ -66,19 +178,19 @@ def _sums(pairs: Pairs, task: DpoTask) -> Sums:
         "logprob_chosen": pairs.chosen.logprobs,
         "logprob_rejected": pairs.rejected.logprobs,
     }
-    sums = {name: jax.lax.stop_gradient(jnp.sum(pairs.counts * values)) for name, values in measured.items()}
+    sums = {name: jax.lax.stop_gradient(jnp.sum(pairs.counts * values)) for name, values in metrics.items()}
     return {"loss": jnp.sum(losses(pairs, task)), "weight": jnp.sum(pairs.counts), **sums}
 
 
-def _beside(batch: Batch, name: str) -> jax.Array:
-    """A column of both answers of each pair, [2B, S], those of a pair side by side: no row leaves its device."""
-    both = jnp.stack([batch[f"{side}_{name}"] for side in SIDES], axis=1)
+def _interleave(batch: Batch, name: str) -> jax.Array:
+    """A column of both completions as [2B, S], those of a pair adjacent, so that no row leaves its device."""
+    both = jnp.stack([batch[f"{role}_{name}"] for role in ROLES], axis=1)
     return both.reshape(-1, *both.shape[2:])
 
 
 def passes(reference: Reference) -> float:
-    """Forward and backward passes per pair: two answers, each once more forward where the adapter-off model is asked.
+    """Forward and backward passes per pair: two, plus a forward pass over each completion for adapter_off.
 
-    A forward pass is a third of both.
+    A forward pass costs a third of both.
     """
     return 2 + (2 / 3 if reference is Reference.adapter_off else 0)

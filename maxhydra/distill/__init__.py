@@ -1,1 +1,1 @@
-"""Learning from a teacher: divergences from its distributions, its features and its layers."""
+"""Knowledge distillation: divergence and feature losses, and initialization of a student from teacher layers."""

@@ -1,7 +1,9 @@
-"""From a batch to the sums that a step minimises and logs: how far the student is from the teacher, and from the data.
+"""The distillation loss of a batch: divergence from the teacher, cross-entropy with the data, and feature distances.
 
-The teacher stands beside the student, its weights under `TEACHER` among those that a loss sees, or its likeliest tokens
-are in the batch (`teacher_ids`, `teacher_logits`).
+An online teacher's weights are the entry `TEACHER` of the weights that the loss reads; an offline teacher's top-k
+logits are columns of the batch (`teacher_ids`, `teacher_logits`).
+
+p is the teacher's token distribution, q the student's, both softmax(logits / T).
 """
 
 import dataclasses
@@ -9,29 +11,26 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from maxhydra.config.schema.tasks.distill import DistillTask, Divergence, Features
-from maxhydra.distill.losses import at_top, divergence, feature_distance, log_probs
+from maxhydra.config.schema.tasks.distill import DistillTask, Divergence, FeatureLoss, Features
 from maxhydra.distill.teacher import OnlineTeacher
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 from maxhydra.train import map_sequence_chunks
 from maxhydra.train.logprobs import target_logprobs
-from maxhydra.train.loss import Sums, add_aux_losses
-from maxhydra.train.state import Tree
-from maxhydra.train.step import Batch, LossFn
+from maxhydra.train.loss import Batch, LossFn, Sums, Tree, add_aux_losses
 
 TEACHER = "teacher"
 
 
 @dataclasses.dataclass(frozen=True)
 class StudentTeacher:
-    """The student beside the teacher."""
+    """Compares the predictions and features of the student with those of the teacher."""
 
     student: ModelDef
     sharder: Sharder
     teacher: OnlineTeacher | None
-    """None: its likeliest tokens are in the batch."""
+    """None: the batch contains the teacher's top-k logits."""
     features: Features
     chunk: int
 
@@ -45,68 +44,117 @@ class StudentTeacher:
         beta: jax.Array | None,
         temperature: jax.Array,
     ) -> tuple[dict[str, jax.Array], Tree]:
-        """Of every token, [B, S]: divergence, nll, and the distance of features where there are any; and what the
-        student's layers tell besides.
+        """Per-token divergence, nll and (if configured) feature distance, [B, S]; and the student's aux outputs.
 
-        beta and temperature are [B, 1]. With `chunk`, logits of so many places exist at a time, of both models.
+        beta and temperature are [B, 1]. With `chunk`, logits of only `chunk` positions exist at a time, of both models.
         """
         context = Context.of_batch(batch, self.sharder, key)
         layers = self.features.student_layers
         forward = self.student.forward(weights, batch["tokens"], context, keep=bool(layers))
-        own = [forward.kept[layer] for layer in layers]
-        seen, theirs = self._teacher(weights, batch)
+        student_features = [forward.kept[layer] for layer in layers]
+        teacher_inputs, teacher_features = self._run_teacher(weights, batch)
 
-        def places(hidden: jax.Array, targets: jax.Array, *seen: jax.Array) -> dict[str, jax.Array]:
+        def compare(hidden: jax.Array, targets: jax.Array, *teacher_inputs: jax.Array) -> dict[str, jax.Array]:
             logits = self.student.logits(weights, hidden, self.sharder)
             log_q = log_probs(logits, temperature)
             if self.teacher is None:
-                ids, top = seen
-                log_p, log_q = log_probs(top, temperature), at_top(log_q, ids, kind)
+                ids, top_logits = teacher_inputs
+                log_p, log_q = log_probs(top_logits, temperature), gather_top_k(log_q, ids, kind)
             else:
-                log_p = log_probs(self.teacher.logits(weights[TEACHER], *seen), temperature)
-            found = divergence(log_p, log_q, kind, beta=beta, temperature=temperature)
-            return {"divergence": found, "nll": -target_logprobs(logits, targets)}
+                log_p = log_probs(self.teacher.logits(weights[TEACHER], *teacher_inputs), temperature)
+            distance = divergence(log_p, log_q, kind, beta=beta, temperature=temperature)
+            return {"divergence": distance, "nll": -target_logprobs(logits, targets)}
 
-        found = map_sequence_chunks(places, forward.hidden_BTD, batch["targets"], *seen, chunk=self.chunk)
-        if own:
-            distances = [feature_distance(*pair, self.features.loss) for pair in zip(own, theirs, strict=True)]
-            found["features"] = sum(distances[1:], distances[0]) / len(distances)
-        return found, forward.sides
+        token_losses = map_sequence_chunks(
+            compare, forward.hidden_BTD, batch["targets"], *teacher_inputs, chunk=self.chunk
+        )
+        if student_features:
+            pairs = zip(student_features, teacher_features, strict=True)
+            distances = [feature_distance(*pair, self.features.loss) for pair in pairs]
+            token_losses["features"] = sum(distances[1:], distances[0]) / len(distances)
+        return token_losses, forward.sides
 
-    def _teacher(self, weights: Tree, batch: Batch) -> tuple[list[jax.Array], list[jax.Array]]:
-        """What its predictions are made of, and its features."""
+    def _run_teacher(self, weights: Tree, batch: Batch) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The arrays from which the teacher's log-probs are computed (hidden states or top-k), and its features."""
         if self.teacher is None:
             return [batch["teacher_ids"], batch["teacher_logits"]], []
         hidden, features = self.teacher.features(weights[TEACHER], batch, self.features.teacher_layers)
-        whole = [self.sharder.constrain(x, "act_batch", "act_length", "act_embed") for x in (hidden, *features)]
-        return whole[:1], whole[1:]
+        arrays = [self.sharder.constrain(x, "act_batch", "act_length", "act_embed") for x in (hidden, *features)]
+        return arrays[:1], arrays[1:]
 
 
 def distillation_loss(comparison: StudentTeacher, task: DistillTask) -> LossFn:
-    """alpha divergence + (1 - alpha) nll + weight features, with the batch's own alpha, beta and temperature."""
+    """alpha divergence + (1 - alpha) nll + weight features, with alpha, beta and temperature from the batch."""
 
     def loss(weights: Tree, batch: Batch, key: jax.Array | None) -> Sums:
         alpha, temperature = batch["alpha"][:, None], batch["temperature"][:, None]
         beta = None if task.beta is None else batch["beta"][:, None]
-        found, sides = comparison(weights, batch, key, kind=task.divergence, beta=beta, temperature=temperature)
-        total = alpha * found["divergence"] + (1 - alpha) * found["nll"]
-        if "features" in found:
-            total = total + task.features.weight * found["features"]
-        measured = {"cross_entropy" if name == "nll" else name: values for name, values in found.items()}
-        sums = {name: jax.lax.stop_gradient(jnp.sum(batch["weights"] * x)) for name, x in measured.items()}
+        losses, aux = comparison(weights, batch, key, kind=task.divergence, beta=beta, temperature=temperature)
+        total = alpha * losses["divergence"] + (1 - alpha) * losses["nll"]
+        if "features" in losses:
+            total = total + task.features.weight * losses["features"]
+        metrics = {"cross_entropy" if name == "nll" else name: values for name, values in losses.items()}
+        sums = {name: jax.lax.stop_gradient(jnp.sum(batch["weights"] * x)) for name, x in metrics.items()}
         sums |= {"loss": jnp.sum(batch["weights"] * total), "weight": jnp.sum(batch["weights"])}
-        return add_aux_losses(sums, sides)
+        return add_aux_losses(sums, aux)
 
     return loss
 
 
 def held_out_divergence(comparison: StudentTeacher) -> LossFn:
-    """What a held-out batch is measured by, whatever is minimised: nll, and kl, KL(teacher | student) as they are."""
+    """The evaluation loss, whatever the training loss: nll, and `kl` = KL(teacher | student) at temperature 1."""
 
     def loss(weights: Tree, batch: Batch, key: jax.Array | None) -> Sums:
         temperature = jnp.ones((1, 1), jnp.float32)
-        found, _ = comparison(weights, batch, key, kind=Divergence.forward_kl, beta=None, temperature=temperature)
-        nll, kl = (jnp.sum(batch["weights"] * found[name]) for name in ("nll", "divergence"))
+        losses, _ = comparison(weights, batch, key, kind=Divergence.forward_kl, beta=None, temperature=temperature)
+        nll, kl = (jnp.sum(batch["weights"] * losses[name]) for name in ("nll", "divergence"))
         return {"loss": nll, "nll": nll, "kl": kl, "weight": jnp.sum(batch["weights"])}
 
     return loss
+
+
+def divergence(
+    log_p: jax.Array, log_q: jax.Array, kind: Divergence, *, beta: jax.Array | None, temperature: jax.Array
+) -> jax.Array:
+    """T^2 times KL(p | q), KL(q | p), or beta KL(p | m) + (1 - beta) KL(q | m) with m = beta p + (1 - beta) q."""
+    match kind:
+        case Divergence.forward_kl:
+            result = _kl(log_p, log_q)
+        case Divergence.reverse_kl:
+            result = _kl(log_q, log_p)
+        case Divergence.jensen_shannon:
+            assert beta is not None
+            share = beta[..., None]
+            log_m = jnp.logaddexp(log_p + jnp.log(share), log_q + jnp.log1p(-share))
+            result = beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
+    return jnp.square(temperature) * result
+
+
+def log_probs(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    """log softmax(logits / T) in float32."""
+    return jax.nn.log_softmax(logits.astype(jnp.float32) / temperature[..., None])
+
+
+def gather_top_k(log_q: jax.Array, ids: jax.Array, kind: Divergence) -> jax.Array:
+    """The student's log-probs of the teacher's top-k tokens, [..., k].
+
+    The teacher's k probabilities are renormalized to sum to 1. For forward KL the student's are not, so that it is
+    penalized for probability on other tokens; the other divergences would be infinite there, so the student's are
+    renormalized too, and other tokens are ignored.
+    """
+    top_k = jnp.take_along_axis(log_q, ids, axis=-1)
+    return top_k if kind is Divergence.forward_kl else jax.nn.log_softmax(top_k)
+
+
+def feature_distance(student: jax.Array, teacher: jax.Array, kind: FeatureLoss) -> jax.Array:
+    """1 - cosine, or the mean squared difference, of activations [..., D]."""
+    x, y = student.astype(jnp.float32), teacher.astype(jnp.float32)
+    if kind is FeatureLoss.l2:
+        return jnp.mean(jnp.square(x - y), axis=-1)
+    squared_norms = jnp.sum(x * x, axis=-1) * jnp.sum(y * y, axis=-1)
+    # The lower bound keeps the gradient of a zero vector, as in padding, finite.
+    return 1 - jnp.sum(x * y, axis=-1) * jax.lax.rsqrt(jnp.maximum(squared_norms, 1e-16))
+
+
+def _kl(log_a: jax.Array, log_b: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.exp(log_a) * (log_a - log_b), axis=-1)

@@ -1,4 +1,4 @@
-"""Values that change over a run, as columns of its batches: alpha, beta and temperature."""
+"""Schedules of alpha, beta and temperature over a run, passed to the loss as columns of its batches."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,29 +11,30 @@ import jax.numpy as jnp
 from maxhydra.config.schema.tasks.distill import Course, DistillTask
 from maxhydra.data import BatchSpec
 from maxhydra.train import LoaderBatches, TrainState
-from maxhydra.train.step import Batch, sequences_in
+from maxhydra.train.loss import Batch
+from maxhydra.train.step import sequences_in
 
 
 def values_at(task: DistillTask, step: jax.Array, steps: int) -> dict[str, jax.Array]:
-    """What alpha, beta (where it is used) and temperature are after so many steps of a run."""
-    way = jnp.clip(step / max(steps - 1, 1), 0, 1)
+    """Alpha, temperature and (if used) beta at a step of a run of `steps` steps."""
+    progress = jnp.clip(step / max(steps - 1, 1), 0, 1)
     if task.course is Course.cosine:
-        way = (1 - jnp.cos(jnp.pi * way)) / 2
-    courses = {
+        progress = (1 - jnp.cos(jnp.pi * progress)) / 2
+    schedules = {
         "alpha": (task.alpha, task.alpha_end),
         "beta": (task.beta, task.beta_end),
         "temperature": (task.temperature, task.temperature_end),
     }
     return {
-        name: start + way * ((start if end is None else end) - start)
-        for name, (start, end) in courses.items()
+        name: start + progress * ((start if end is None else end) - start)
+        for name, (start, end) in schedules.items()
         if start is not None
     }
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledBatches(LoaderBatches):
-    """Batches with a column [B] for each value. The state's step stays on the device: no step waits for it."""
+    """Loader batches with a column [B] for each scheduled value, computed on the device from the state's step."""
 
     task: DistillTask
     spec: BatchSpec

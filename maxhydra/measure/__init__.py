@@ -1,4 +1,4 @@
-"""What a config does on this machine: speed and memory of training, decoding and kernels, as lines of JSON."""
+"""Benchmarks of a config on this machine: speed and memory of training, decoding and kernels, as JSON records."""
 
 from maxhydra.measure.memory import OutOfMemoryError
 from maxhydra.measure.record import BenchRecord, BenchTarget

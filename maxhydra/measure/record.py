@@ -1,4 +1,4 @@
-"""A line of JSON: what was measured, on what, and the numbers."""
+"""The record of a benchmark: target, environment and results, one line of JSON."""
 
 import dataclasses
 import datetime
@@ -13,15 +13,15 @@ from maxhydra.runtime import Machine, original_environment
 from maxhydra.runtime.flags import flags_in_effect
 
 BenchRecord = dict[str, Any]
-# The data option of a command that chooses none.
-UNCHOSEN = "demo"
-# Overrides that say how something is measured, and where it is kept.
-ASIDE = ("task", "run.")
+# The data option of a command that does not choose one.
+DEFAULT_DATA = "demo"
+# Prefixes of overrides that do not affect the result: measurement and storage settings.
+IRRELEVANT = ("task", "run.")
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchTarget:
-    """A config on a machine; what was chosen, overridden and set by the shell is told in every line."""
+    """A config on a machine; each record lists its choices, overrides and XLA flags."""
 
     config: Config
     machine: Machine
@@ -30,7 +30,7 @@ class BenchTarget:
 
     def line(self, what: str, **measured: Any) -> BenchRecord:
         model = self.choices.get("model")
-        overrides = [text for text in self.overrides if not text.startswith(ASIDE)]
+        overrides = [text for text in self.overrides if not text.startswith(IRRELEVANT)]
         flags = list(flags_in_effect(original_environment()))
         return {
             "bench": what,
@@ -47,8 +47,8 @@ class BenchTarget:
 
 
 def with_synthetic_data(config: Config, choices: dict[str, str], overrides: tuple[str, ...]) -> Config:
-    """The config with synthetic data, unless the command or an experiment chooses its own."""
-    is_chosen = choices.get("data", UNCHOSEN) != UNCHOSEN or any(text.startswith("data") for text in overrides)
+    """The config with synthetic data, unless the command or an experiment chooses data."""
+    is_chosen = choices.get("data", DEFAULT_DATA) != DEFAULT_DATA or any(text.startswith("data") for text in overrides)
     return (
         config if is_chosen else dataclasses.replace(config, data=dataclasses.replace(config.data, source="synthetic"))
     )

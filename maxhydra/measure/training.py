@@ -10,22 +10,27 @@ import jax
 
 from maxhydra import data, model
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.measure.memory import OutOfMemoryError, lower_in_training, memory_explained, needed_gib, peak_gib
+from maxhydra.measure.memory import (
+    OutOfMemoryError,
+    explain_out_of_memory,
+    needed_gib,
+    peak_gib,
+    suggest_less_memory,
+)
 from maxhydra.measure.record import BenchRecord, BenchTarget
 from maxhydra.runtime import Machine
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import LoaderBatches, TrainingSetup, next_token_loss, plan_batches, plan_states
-from maxhydra.train.compile import reserve_gpu_headroom
-from maxhydra.train.trainer import compile_step
+from maxhydra.train.compile import compile_step, reserve_gpu_headroom
 
 log = logging.getLogger("maxhydra")
-# Of a device's memory: what a compiler plans can be a little more than what is held in the end.
-SURELY = 1.1
+# Reject a step only above this multiple of the device memory: compilers plan slightly more than is used in the end.
+MEMORY_TOLERANCE = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """A compiled step and what it eats."""
+    """A compiled training step and its data."""
 
     config: Config
     machine: Machine
@@ -40,20 +45,20 @@ class CompiledStep:
 
 
 def prepare(config: Config, machine: Machine) -> CompiledStep:
-    """The step of a config, compiled; no weights are made yet."""
+    """Compile the training step of a config, without allocating weights."""
     if config.train.ramp.start is not None:
-        reason = "is not measured: a batch that grows has no speed of its own"
+        reason = "is not supported by task=bench: a ramped batch has no single speed"
         raise ConfigError(Problem("train.ramp.start", reason, value=config.train.ramp.start, accepted="null"))
     training, loader = plan(config)
     log.info("compiling the step")
-    step, seconds = compile_step(training, config, loader.peek())
-    prepared = CompiledStep(config, machine, training, loader, step, seconds)
-    log.info("compiled in %.1f s%s", seconds, _needs(prepared.needed_gib))
-    return prepared
+    step, seconds = compile_step(training.states, training.loss, config.train, loader.peek())
+    compiled = CompiledStep(config, machine, training, loader, step, seconds)
+    log.info("compiled in %.1f s%s", seconds, _describe_memory(compiled.needed_gib))
+    return compiled
 
 
 def plan(config: Config) -> tuple[TrainingSetup, data.Loader]:
-    """What a pretraining run of the config would train."""
+    """The setup of a pretraining run of the config, and its loader."""
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
     states = plan_states(config, sharder)
     spec = plan_batches(config, sharder)
@@ -62,45 +67,46 @@ def plan(config: Config) -> tuple[TrainingSetup, data.Loader]:
     return TrainingSetup(states, loss, spec, LoaderBatches(loader), evaluate=None), loader
 
 
-def measure_training(subject: BenchTarget, *, warm_up: int, steps: int) -> BenchRecord:
-    """The line of a config's training step. OutOfMemoryError where the devices cannot hold it."""
-    config, machine = subject.config, subject.machine
-    with memory_explained(lower_in_training(config)):
-        prepared = prepare(config, machine)
-        with closing(prepared.loader):
-            _require_fits(prepared)
-            seconds, losses = timed_steps(prepared, warm_up=warm_up, steps=steps)
-    return subject.line("pretrain", settings=_settings(config), **_figures(prepared, seconds), loss=losses)
+def measure_training(target: BenchTarget, *, warm_up: int, steps: int) -> BenchRecord:
+    """The record of a config's training step; OutOfMemoryError if it does not fit."""
+    config, machine = target.config, target.machine
+    with explain_out_of_memory(suggest_less_memory(config)):
+        compiled = prepare(config, machine)
+        with closing(compiled.loader):
+            _require_fits(compiled)
+            seconds, losses = time_steps(compiled, warm_up=warm_up, steps=steps)
+    return target.line("pretrain", settings=_settings(config), **_figures(compiled, seconds), loss=losses)
 
 
-def timed_steps(prepared: CompiledStep, *, warm_up: int, steps: int) -> tuple[float, list[float]]:
-    """Seconds of a step, and the losses of the first and the last."""
-    states = prepared.training.states
+def time_steps(compiled: CompiledStep, *, warm_up: int, steps: int) -> tuple[float, list[float]]:
+    """Seconds per step, and the losses of the first and the last step."""
+    states = compiled.training.states
     with reserve_gpu_headroom(states.sharder):
-        state = states.create(prepared.config.run.seed)
+        state = states.create(compiled.config.run.seed)
     losses: list[jax.Array] = []
-    log.info("%d steps, %d before them", steps, warm_up)
+    log.info("timing %d steps after %d warm-up steps", steps, warm_up)
     for number in range(warm_up + steps):
         if number == warm_up:
             jax.block_until_ready(state)
-            began = time.perf_counter()
-        state, metrics = prepared.step(state, next(prepared.loader))
+            start = time.perf_counter()
+        state, metrics = compiled.step(state, next(compiled.loader))
         losses.append(metrics["loss"])
     jax.block_until_ready(state)
-    return (time.perf_counter() - began) / steps, [round(float(losses[0]), 4), round(float(losses[-1]), 4)]
+    return (time.perf_counter() - start) / steps, [round(float(losses[0]), 4), round(float(losses[-1]), 4)]
 
 
-def _require_fits(prepared: CompiledStep) -> None:
-    """Say what surely cannot fit before weights are made, which would take time to find out."""
-    needed, there = prepared.needed_gib, prepared.machine.memory_gib
-    if needed is not None and there is not None and needed > SURELY * there:
-        ways = lower_in_training(prepared.config)
-        raise OutOfMemoryError(f"out of memory: the step needs {needed:.1f} GiB, a device has {there:.1f}; {ways}")
+def _require_fits(compiled: CompiledStep) -> None:
+    """Fail before allocating weights if the step cannot fit, because running out of memory would take longer."""
+    needed, available = compiled.needed_gib, compiled.machine.memory_gib
+    if needed is not None and available is not None and needed > MEMORY_TOLERANCE * available:
+        suggestion = suggest_less_memory(compiled.config)
+        sizes = f"the step needs {needed:.1f} GiB, a device has {available:.1f}"
+        raise OutOfMemoryError(f"out of memory: {sizes}; {suggestion}")
 
 
-def _figures(prepared: CompiledStep, seconds: float) -> dict[str, Any]:
-    config, machine, rows = prepared.config, prepared.machine, prepared.training.spec.rows
-    tokens = prepared.training.spec.batch * rows.seq_len
+def _figures(compiled: CompiledStep, seconds: float) -> dict[str, Any]:
+    config, machine, rows = compiled.config, compiled.machine, compiled.training.spec.rows
+    tokens = compiled.training.spec.batch * rows.seq_len
     tflops = tokens * model.flops_per_token(config.model, rows.seq_len) / seconds / machine.devices / 1e12
     peak = machine.peak_tflops(config.model.dtypes.compute.value)
     return {
@@ -109,29 +115,29 @@ def _figures(prepared: CompiledStep, seconds: float) -> dict[str, Any]:
         "tflops_per_device": round(tflops, 1 if tflops >= 10 else 4),
         "mfu": round(tflops / peak, 4) if peak else None,
         "peak_memory_gib": _rounded(peak_gib()),
-        "needed_memory_gib": _rounded(prepared.needed_gib),
-        "compile_s": round(prepared.compile_seconds, 1),
+        "needed_memory_gib": _rounded(compiled.needed_gib),
+        "compile_s": round(compiled.compile_seconds, 1),
     }
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """What speed depends on most, as it was in the end."""
-    of_model, train = config.model, config.train
+    """The effective values of the settings that affect speed most."""
+    model_config, train = config.model, config.train
     return {
         "data": config.data.source,
         "seq_len": train.seq_len,
         "per_device_batch_size": train.per_device_batch_size,
         "grad_accum": train.grad_accum,
-        "remat": of_model.remat.policy.value,
-        "scan_unroll": of_model.scan_unroll,
+        "remat": model_config.remat.policy.value,
+        "scan_unroll": model_config.scan_unroll,
         "loss_chunk": train.loss_chunk,
-        "weights": of_model.dtypes.weights.value,
-        "compute": of_model.dtypes.compute.value,
-        "logits": of_model.dtypes.logits.value,
+        "weights": model_config.dtypes.weights.value,
+        "compute": model_config.dtypes.compute.value,
+        "logits": model_config.dtypes.logits.value,
         "quantization": config.quantization.kind.value,
         "optimizer": config.optimizer.kind.value,
         "adapter": config.adapter.kind.value,
-        "attention": of_model.kernels.attention.value,
+        "attention": model_config.kernels.attention.value,
         "compilation_cache": config.hardware.compilation_cache is not None,
     }
 
@@ -140,5 +146,5 @@ def _rounded(gib: float | None) -> float | None:
     return None if gib is None else round(gib, 2 if gib >= 1 else 4)
 
 
-def _needs(gib: float | None) -> str:
-    return "" if gib is None else f", needs {gib:.2f} GiB of a device"
+def _describe_memory(gib: float | None) -> str:
+    return "" if gib is None else f", needs {gib:.2f} GiB per device"

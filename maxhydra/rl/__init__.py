@@ -1,1 +1,1 @@
-"""Reinforcement learning: rewards, advantages, rollouts and the losses over them."""
+"""Reinforcement learning (GRPO and variants): rollouts, rewards, advantages and policy losses."""

@@ -1,7 +1,7 @@
-"""Batches of answers for the training loop: written with the weights at hand, or ahead of time in a thread."""
+"""Batches of rollouts for the training loop: on-policy, or sampled ahead of time in a background thread."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -9,91 +9,132 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxhydra.config.schema.tasks.grpo import GrpoTask
 from maxhydra.data import BatchSpec, Loader, Row
-from maxhydra.rl.loss import Scoring, own_weights, scored_columns
+from maxhydra.rl.loss import OLD_LOGPROBS, REFERENCE_LOGPROBS
 from maxhydra.rl.rollout import Rollout, RolloutWorker
-from maxhydra.train.state import TrainState, Tree
-from maxhydra.train.step import Batch
+from maxhydra.rl.setup import REFERENCE, policy_weights
+from maxhydra.train import Scorer
+from maxhydra.train.loss import Batch, Tree
+from maxhydra.train.microbatch import map_microbatches
+from maxhydra.train.state import TrainState
 
 COLUMNS = {"tokens": np.int32, "targets": np.int32, "positions": np.int32, "weights": np.float32}
 COLUMNS |= {"sampled_logprobs": np.float32, "advantages": np.float32}
 
+# (weights, batch) -> log-prob columns [B, S] that are added to a batch before it is trained on.
+LogprobFn = Callable[[Tree, Batch], dict[str, jax.Array]]
+
 
 class RolloutBatches:
-    """`train.Batches`, each used task.iterations times. What was written ahead, or is still in use, is saved with the
-    position: the weights that wrote it are gone."""
+    """A `train.BatchSource` of rollouts, each used for task.iterations updates.
 
-    def __init__(self, rollouts: RolloutWorker, loader: Loader[list[Row]], spec: BatchSpec, scoring: Scoring):
-        self._rollouts, self._loader, self._spec, self._scoring = rollouts, loader, spec, scoring
-        self._task = rollouts.task
-        self._asked = 0
+    Rollouts that were sampled ahead or are still in use are saved with the position, because the weights that sampled
+    them no longer exist after a resume.
+    """
+
+    def __init__(self, worker: RolloutWorker, loader: Loader[list[Row]], spec: BatchSpec, logprob_fn: LogprobFn):
+        self._worker, self._loader, self._spec, self._logprob_fn = worker, loader, spec, logprob_fn
+        self._task = worker.task
+        self._num_prompts = 0
+        """Prompts sampled so far; numbers the next one for its seed."""
         self._current: Rollout | None = None
-        self._uses = 0
-        """Updates that are still to be made on the current one."""
+        self._uses_left = 0
+        """Updates that are still to be made on the current rollout."""
         self._batch: Batch = {}
-        self._ahead: deque[Future[Rollout]] = deque()
-        # One worker, so that batches are made in order.
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="rollout")
+        self._queue: deque[Future[Rollout]] = deque()
+        # One thread, so that rollouts are made in order.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
 
     def peek(self) -> Mapping[str, Any]:
         shape, sharding = (self._spec.batch, self._spec.rows.seq_len), self._spec.sharding
-        kinds = {**COLUMNS, **dict.fromkeys(scored_columns(self._task), np.float32)}
-        return {name: jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for name, kind in kinds.items()}
+        dtypes = {**COLUMNS, **dict.fromkeys(logprob_columns(self._task), np.float32)}
+        return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
 
     def take(self, state: TrainState) -> Batch:
-        if not self._uses:
-            self._use(self._next(state.weights), uses=self._task.iterations)
-        self._uses -= 1
+        if not self._uses_left:
+            self._set_current(self._next(state.weights), uses=self._task.iterations)
+        self._uses_left -= 1
         return self._batch
 
     def state(self) -> dict[str, Any]:
-        ahead = [future.result().to_json() for future in self._ahead]
-        current = self._current.to_json() if self._current is not None and self._uses else None
+        queued = [future.result().to_json() for future in self._queue]
+        current = self._current.to_json() if self._current is not None and self._uses_left else None
         return {
             "prompts": self._loader.state(),
-            "asked": self._asked,
-            "ahead": ahead,
+            "asked": self._num_prompts,
+            "ahead": queued,
             "current": current,
-            "uses": self._uses,
+            "uses": self._uses_left,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._loader.restore(state["prompts"])
-        self._asked = int(state["asked"])
-        self._ahead = deque(self._worker.submit(Rollout.from_json, kept) for kept in state["ahead"])
+        self._num_prompts = int(state["asked"])
+        self._queue = deque(self._thread.submit(Rollout.from_json, rollout) for rollout in state["ahead"])
         if state["current"] is not None:
-            self._use(Rollout.from_json(state["current"]), uses=int(state["uses"]))
+            self._set_current(Rollout.from_json(state["current"]), uses=int(state["uses"]))
 
     def metrics(self) -> dict[str, float]:
         return {**self._loader.metrics(), **(self._current.metrics if self._current else {})}
 
     def close(self) -> None:
-        for future in self._ahead:
+        for future in self._queue:
             future.cancel()
-        self._worker.shutdown(wait=True)
+        self._thread.shutdown(wait=True)
         self._loader.close()
 
-    def _use(self, rollout: Rollout, *, uses: int) -> None:
-        self._current, self._uses = rollout, uses
-        self._batch = self._placed(rollout.columns)
+    def _set_current(self, rollout: Rollout, *, uses: int) -> None:
+        self._current, self._uses_left = rollout, uses
+        self._batch = self._to_device(rollout.columns)
 
     def _next(self, weights: Tree) -> Rollout:
-        """The next rollout. One written ahead outlives these weights, which are the trainer's to overwrite: a copy."""
+        """The next rollout. One that is sampled ahead needs a copy of the weights, which the next step donates."""
         if not self._task.off_policy_steps:
             return self._make(weights)
         copy = jax.tree.map(jnp.copy, weights)
-        while len(self._ahead) <= self._task.off_policy_steps:
-            self._ahead.append(self._worker.submit(self._make, copy))
-        return self._ahead.popleft().result()
+        while len(self._queue) <= self._task.off_policy_steps:
+            self._queue.append(self._thread.submit(self._make, copy))
+        return self._queue.popleft().result()
 
     def _make(self, weights: Tree) -> Rollout:
         seq_len = self._spec.rows.seq_len
-        rollout, drawn = self._rollouts.draw(own_weights(weights), self._loader, seq_len=seq_len, number=self._asked)
-        self._asked += drawn
-        if not scored_columns(self._task):
+        rollout, num_prompts = self._worker.sample_batch(
+            policy_weights(weights), self._loader, seq_len=seq_len, number=self._num_prompts
+        )
+        self._num_prompts += num_prompts
+        if not logprob_columns(self._task):
             return rollout
-        scores = jax.device_get(self._scoring(weights, self._placed(rollout.columns)))
-        return Rollout({**rollout.columns, **scores}, rollout.metrics)
+        logprobs = jax.device_get(self._logprob_fn(weights, self._to_device(rollout.columns)))
+        return Rollout({**rollout.columns, **logprobs}, rollout.metrics)
 
-    def _placed(self, columns: Mapping[str, np.ndarray]) -> Batch:
+    def _to_device(self, columns: Mapping[str, np.ndarray]) -> Batch:
         return {name: jax.device_put(column, self._spec.sharding) for name, column in columns.items()}
+
+
+def logprob_columns(task: GrpoTask) -> tuple[str, ...]:
+    """The columns that `make_logprob_fn` adds.
+
+    Old log-probs are needed if the weights change before or while a batch is used, reference log-probs for a KL term.
+    """
+    is_stale = task.iterations > 1 or task.off_policy_steps > 0
+    return (*((OLD_LOGPROBS,) if is_stale else ()), *((REFERENCE_LOGPROBS,) if task.kl.beta > 0 else ()))
+
+
+def make_logprob_fn(scorer: Scorer, task: GrpoTask, *, parts: int) -> LogprobFn:
+    """Log-probs of a batch's tokens that stay fixed while it is trained on, computed in `parts` micro-batches.
+
+    The reference is the model without its adapter, or the initial weights stored under `REFERENCE`.
+    """
+    columns = logprob_columns(task)
+
+    def logprobs_of(weights: Tree, batch: Batch) -> dict[str, jax.Array]:
+        logprobs: dict[str, jax.Array] = {}
+        if OLD_LOGPROBS in columns:
+            logprobs[OLD_LOGPROBS] = scorer(policy_weights(weights), batch, None, is_adapted=True)
+        if REFERENCE_LOGPROBS in columns:
+            reference = weights.get(REFERENCE, policy_weights(weights))
+            logprobs[REFERENCE_LOGPROBS] = scorer(reference, batch, None, is_adapted=False)
+        return logprobs
+
+    return jax.jit(lambda weights, batch: map_microbatches(lambda part: logprobs_of(weights, part), batch, parts))

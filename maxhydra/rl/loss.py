@@ -1,67 +1,108 @@
-"""Log-probabilities of answers under a model, and the loss over them."""
+"""Policy losses of a batch of rollouts, returned as sums over the batch.
 
-from collections.abc import Callable
+B completions, S positions. For a token with advantage A, ratio = exp(new - old), and its loss is
+
+    -min(ratio A, clip(ratio, 1 - low, 1 + high) A) * min(exp(old - sampled), cap) + beta KL(new, reference)
+
+grpo, dr_grpo and dapo differ in how the token losses are averaged; gspo has a sequence-level ratio.
+"""
+
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from maxhydra.config.schema.tasks.grpo import GrpoTask
-from maxhydra.rl.losses import Logprobs, policy_loss
+from maxhydra.config.schema.tasks.grpo import Clip, GrpoTask, KlEstimator, PolicyLoss
+from maxhydra.rl.setup import policy_weights
 from maxhydra.train import Scorer
-from maxhydra.train.loss import Sums, add_aux_losses
-from maxhydra.train.microbatch import map_microbatches
-from maxhydra.train.state import Tree
-from maxhydra.train.step import Batch, LossFn
+from maxhydra.train.loss import Batch, LossFn, Sums, Tree, add_aux_losses
 
-# The name beside the model's own weights of those that training began with.
-REFERENCE = "reference"
-OLD, REFERRED = "old_logprobs", "reference_logprobs"
-
-# (weights, batch) -> columns [B, S] that a batch is given before it is trained on.
-Scoring = Callable[[Tree, Batch], dict[str, jax.Array]]
-
-
-def own_weights(weights: Tree) -> Tree:
-    """The model's own, without what a loss sees beside them."""
-    return {name: below for name, below in weights.items() if name != REFERENCE}
+# Columns of a batch that rl/batches.py computes before training on it.
+OLD_LOGPROBS, REFERENCE_LOGPROBS = "old_logprobs", "reference_logprobs"
 
 
 def group_loss(scorer: Scorer, task: GrpoTask) -> LossFn:
-    """The loss of task.loss. Without `old_logprobs` in the batch, its answers were written by the weights at hand."""
+    """The loss of task.loss. A batch without `old_logprobs` is on-policy: the current weights sampled it."""
 
     def loss(weights: Tree, batch: Batch, key: jax.Array | None) -> Sums:
-        new, sides = scorer.scored(own_weights(weights), batch, key, is_adapted=True)
+        new, aux = scorer.score(policy_weights(weights), batch, key, is_adapted=True)
         logprobs = Logprobs(
             new=new,
-            old=batch.get(OLD, jax.lax.stop_gradient(new)),
+            old=batch.get(OLD_LOGPROBS, jax.lax.stop_gradient(new)),
             sampled=batch["sampled_logprobs"],
-            reference=batch.get(REFERRED),
+            reference=batch.get(REFERENCE_LOGPROBS),
         )
-        return add_aux_losses(policy_loss(logprobs, batch["advantages"], batch["weights"], task), sides)
+        return add_aux_losses(policy_loss(logprobs, batch["advantages"], batch["weights"], task), aux)
 
     return loss
 
 
-def scored_columns(task: GrpoTask) -> tuple[str, ...]:
-    """The columns that `scoring` adds: old ones where the weights move on before a batch is used, or while it is."""
-    is_stale = task.iterations > 1 or task.off_policy_steps > 0
-    return (*((OLD,) if is_stale else ()), *((REFERRED,) if task.kl.beta > 0 else ()))
+class Logprobs(NamedTuple):
+    """Log-probs [B, S] of completion tokens."""
+
+    new: jax.Array
+    """Under the weights that are trained."""
+    old: jax.Array
+    """Under the weights that sampled the completions."""
+    sampled: jax.Array
+    """Under the same weights, as computed by the decode engine."""
+    reference: jax.Array | None
+    """Under the initial weights; None without a KL term."""
 
 
-def scoring(scorer: Scorer, task: GrpoTask, *, parts: int) -> Scoring:
-    """The log-probabilities of a batch's tokens that stay as they are while it is trained on.
+def policy_loss(logprobs: Logprobs, advantages_BS: jax.Array, mask_BS: jax.Array, task: GrpoTask) -> Sums:
+    """Sums whose ratio loss / weight is minimized, and sums of metrics.
 
-    The reference is the model without its adapter, or the weights that lie beside the model's own. `parts`: into how
-    many a batch is cut, one after another.
+    `mask_BS` is 1 at the tokens that count. Completions without any are excluded, from the weight too.
     """
-    columns = scored_columns(task)
+    # Ratios at prompt and padding positions are unbounded, and infinity times 0 would be NaN.
+    logprobs = jax.tree.map(lambda x: jnp.where(mask_BS > 0, x, 0), logprobs)
+    is_sequence_level = task.loss is PolicyLoss.gspo
+    log_ratio = logprobs.new - logprobs.old
+    ratio = jnp.exp(sequence_log_ratio(logprobs.new, log_ratio, mask_BS) if is_sequence_level else log_ratio)
+    losses = -clipped_objective(ratio, advantages_BS, task.clip)
+    if task.importance_cap is not None:
+        losses *= jnp.minimum(jnp.exp(logprobs.old - logprobs.sampled), task.importance_cap)
+    metrics = {
+        "clip_share": is_clipped(ratio, advantages_BS, task.clip),
+        "entropy": -logprobs.new,
+        "sampler_error": jnp.exp(jnp.abs(logprobs.old - logprobs.sampled)),
+    }
+    if logprobs.reference is not None:
+        metrics["kl"] = kl_estimate(logprobs.new, logprobs.reference, task.kl.estimator)
+        losses += task.kl.beta * metrics["kl"]
 
-    def score(weights: Tree, batch: Batch) -> dict[str, jax.Array]:
-        found: dict[str, jax.Array] = {}
-        if OLD in columns:
-            found[OLD] = scorer(own_weights(weights), batch, None, is_adapted=True)
-        if REFERRED in columns:
-            starting = weights.get(REFERENCE, own_weights(weights))
-            found[REFERRED] = scorer(starting, batch, None, is_adapted=False)
-        return found
+    lengths_B1 = jnp.sum(mask_BS, axis=1, keepdims=True)
+    means_BS = mask_BS if task.loss is PolicyLoss.dapo else mask_BS / jnp.maximum(lengths_B1, 1)
+    share_BS = mask_BS / task.max_tokens if task.loss is PolicyLoss.dr_grpo else means_BS
+    sums = {name: jax.lax.stop_gradient(jnp.sum(means_BS * value)) for name, value in metrics.items()}
+    return {"loss": jnp.sum(share_BS * losses), "weight": jnp.sum(means_BS), **sums}
 
-    return jax.jit(lambda weights, batch: map_microbatches(lambda part: score(weights, part), batch, parts))
+
+def sequence_log_ratio(new: jax.Array, log_ratio: jax.Array, mask_BS: jax.Array) -> jax.Array:
+    """GSPO-token: the value is the mean log ratio of the completion, the gradient is that of each token."""
+    mean_B1 = jnp.sum(log_ratio * mask_BS, axis=1, keepdims=True) / jnp.maximum(jnp.sum(mask_BS, 1, keepdims=True), 1)
+    return jax.lax.stop_gradient(mean_B1) + new - jax.lax.stop_gradient(new)
+
+
+def clipped_objective(ratio: jax.Array, advantages: jax.Array, clip: Clip) -> jax.Array:
+    """PPO's clipped surrogate, which has no gradient once the ratio has moved past the clip range."""
+    return jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - clip.low, 1 + clip.high) * advantages)
+
+
+def is_clipped(ratio: jax.Array, advantages: jax.Array, clip: Clip) -> jax.Array:
+    """1 where the clipped objective has no gradient, else 0."""
+    too_low = (ratio < 1 - clip.low) & (advantages < 0)
+    too_high = (ratio > 1 + clip.high) & (advantages > 0)
+    return (too_low | too_high).astype(jnp.float32)
+
+
+def kl_estimate(new: jax.Array, reference: jax.Array, estimator: KlEstimator) -> jax.Array:
+    """Per-token estimates of KL(new || reference): k1 and k3 are unbiased, k2 and k3 never negative.
+
+    As a loss, k2 has the gradient of the true divergence; the expected gradient of k1 is 0, so it is only a metric.
+    """
+    log_ratio = reference - new
+    if estimator is KlEstimator.k1:
+        return -log_ratio
+    return jnp.square(log_ratio) / 2 if estimator is KlEstimator.k2 else jnp.expm1(log_ratio) - log_ratio

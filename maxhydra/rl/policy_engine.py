@@ -1,4 +1,4 @@
-"""Answers of the decode engine under given weights: those that training has at the time."""
+"""The decode engine that samples completions from the policy with the trainer's current weights."""
 
 import threading
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from maxhydra.decode.request import Completion
 from maxhydra.decode.sampling_params import make_requests
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
-from maxhydra.train.state import Tree
+from maxhydra.train.loss import Tree
 
 
-class Sampler:
-    """Writes answers. The weights are the engine's only for the time of a call: the trainer may give theirs up after.
+class PolicyEngine:
+    """Samples completions. It uses the weights only during a call; the trainer may donate them afterwards.
 
-    On the trainer's mesh they are used where they lie, on another they are moved over; one CPU alone keeps them in a
-    layout of its own.
+    On the trainer's mesh the weights are used in place, on another mesh they are resharded; a single CPU keeps its own
+    copy in the engine's weight layout.
     """
 
     def __init__(self, model: ModelDef, prompts: PromptEncoder, config: EngineConfig, *, sharder: Sharder, seed: int):
@@ -29,15 +29,15 @@ class Sampler:
         sharder.check(model.axes, model.shapes)
         self._shardings = sharder.tree(model.axes)
         self._engine: Engine | None = None
-        # Training and evaluation take turns.
-        self._turn = threading.Lock()
+        # Rollouts in a background thread and evaluations take turns.
+        self._lock = threading.Lock()
 
-    def answers(
+    def generate(
         self, weights: Tree, prompts: Sequence[Sequence[int]], sampling: Sampling, *, samples: int, number: int
     ) -> list[list[Completion]]:
-        """So many answers to each prompt. `number`: of the first prompt in the run, from which its seeds are drawn."""
-        with self._turn:
-            engine = self._with(weights)
+        """`samples` completions per prompt; seeds derive from `number`, the index of the first prompt in the run."""
+        with self._lock:
+            engine = self._engine_with(weights)
             requests = [
                 request
                 for index, prompt in enumerate(prompts)
@@ -45,16 +45,17 @@ class Sampler:
                     prompt, sampling, samples=samples, seed=self._seed, number=number + index, logprobs=0
                 )
             ]
-            found = [handle.result() for handle in engine.submit_all(requests)]
-        if failed := next((one for one in found if one.finish in ("error", "cancelled")), None):
-            raise RuntimeError(f"an answer could not be written: {failed.error or failed.finish}")
-        return [found[start : start + samples] for start in range(0, len(found), samples)]
+            completions = [handle.result() for handle in engine.submit_all(requests)]
+        failed = next((item for item in completions if item.finish in ("error", "cancelled")), None)
+        if failed is not None:
+            raise RuntimeError(f"sampling a completion failed: {failed.error or failed.finish}")
+        return [completions[start : start + samples] for start in range(0, len(completions), samples)]
 
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
 
-    def _with(self, weights: Tree) -> Engine:
+    def _engine_with(self, weights: Tree) -> Engine:
         weights = jax.device_put(weights, self._shardings)
         if self._engine is None:
             self._engine = Engine(

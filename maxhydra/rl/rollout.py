@@ -1,6 +1,6 @@
-"""A batch of answers: prompts drawn, answered, judged, and laid out as arrays.
+"""Rollouts: sample completions of prompts, compute their rewards, and arrange them as arrays.
 
-P prompts, G answers to each, S places.
+P prompts, G completions of each, S positions.
 """
 
 import base64
@@ -13,102 +13,110 @@ import numpy as np
 
 from maxhydra.config.schema.decode import Sampling
 from maxhydra.config.schema.reward import Reward
-from maxhydra.config.schema.tasks.grpo import GrpoTask
+from maxhydra.config.schema.tasks.grpo import GrpoTask, PolicyLoss, Scale
 from maxhydra.data import Loader, Row
 from maxhydra.decode.request import Completion
-from maxhydra.rl.advantages import advantages, is_degenerate, scale_of
-from maxhydra.rl.policy_engine import Sampler
+from maxhydra.rl.policy_engine import PolicyEngine
 from maxhydra.rl.reward_pool import RewardPool, RewardResult
 from maxhydra.rl.rewards import Sample, extract_answer
-from maxhydra.train.state import Tree
+from maxhydra.train.loss import Tree
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A prompt and its answers."""
+    """A prompt, its completions and their rewards."""
 
     prompt: tuple[int, ...]
-    answers: list[Completion]
-    verdicts: list[RewardResult]
+    completions: list[Completion]
+    results: list[RewardResult]
 
     @property
     def rewards(self) -> list[float]:
-        return [verdict.reward for verdict in self.verdicts]
+        return [result.reward for result in self.results]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """What a batch is trained on, on the host: columns [P * G, S], and what is worth logging of it."""
+    """A batch on the host: columns [P * G, S], and its metrics."""
 
     columns: dict[str, np.ndarray]
     metrics: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        packed = io.BytesIO()
-        np.savez_compressed(packed, **self.columns)  # type: ignore[arg-type]
-        return {"columns": base64.b64encode(packed.getvalue()).decode(), "metrics": self.metrics}
+        archive = io.BytesIO()
+        np.savez_compressed(archive, **self.columns)  # type: ignore[arg-type]
+        return {"columns": base64.b64encode(archive.getvalue()).decode(), "metrics": self.metrics}
 
     @classmethod
-    def from_json(cls, kept: dict[str, Any]) -> "Rollout":
-        with np.load(io.BytesIO(base64.b64decode(kept["columns"])), allow_pickle=False) as columns:
-            return cls(dict(columns), dict(kept["metrics"]))
+    def from_json(cls, content: dict[str, Any]) -> "Rollout":
+        with np.load(io.BytesIO(base64.b64decode(content["columns"])), allow_pickle=False) as columns:
+            return cls(dict(columns), dict(content["metrics"]))
 
 
 class RolloutWorker:
-    """Writes and judges answers, for training and for evaluation."""
+    """Samples completions and computes their rewards, for training and for evaluation."""
 
-    def __init__(self, sampler: Sampler, judge: RewardPool, task: GrpoTask, reward: Reward):
+    def __init__(self, engine: PolicyEngine, reward_pool: RewardPool, task: GrpoTask, reward: Reward):
         self.task = task
-        self._sampler, self._judge, self._reward = sampler, judge, reward
+        self._engine, self._reward_pool, self._reward = engine, reward_pool, reward
 
-    def groups(
+    def sample_groups(
         self, weights: Tree, rows: Sequence[Row], *, samples: int, temperature: float, number: int
     ) -> list[Group]:
-        """Answers to the prompts of rows, and what they are worth."""
+        """Completions of the prompts in `rows`, with their rewards."""
         prompts = [tuple(row["tokens"][: int(row["length"])].tolist()) for row in rows]
         sampling = unfiltered_sampling(self.task.max_tokens, temperature)
-        answers = self._sampler.answers(weights, prompts, sampling, samples=samples, number=number)
-        told = [self._told(row["info"].item(), one) for row, group in zip(rows, answers, strict=True) for one in group]
-        verdicts = self._judge.score(told)
+        completions = self._engine.generate(weights, prompts, sampling, samples=samples, number=number)
+        reward_inputs = [
+            self._reward_input(row["info"].item(), completion)
+            for row, group in zip(rows, completions, strict=True)
+            for completion in group
+        ]
+        results = self._reward_pool.score(reward_inputs)
         return [
-            Group(prompt, group, verdicts[index * samples : (index + 1) * samples])
-            for index, (prompt, group) in enumerate(zip(prompts, answers, strict=True))
+            Group(prompt, group, results[index * samples : (index + 1) * samples])
+            for index, (prompt, group) in enumerate(zip(prompts, completions, strict=True))
         ]
 
-    def draw(self, weights: Tree, loader: Loader[list[Row]], *, seq_len: int, number: int) -> tuple[Rollout, int]:
-        """A batch of groups, as many as the loader gives prompts at a time, and how many prompts it took.
+    def sample_batch(
+        self, weights: Tree, loader: Loader[list[Row]], *, seq_len: int, number: int
+    ) -> tuple[Rollout, int]:
+        """A batch with one group per prompt of a loader batch, and the number of prompts that were sampled.
 
-        Answers are drawn from the model's own distribution, whose gradient the losses estimate. Groups from which
-        nothing can be learned make room for others as long as task.rounds allows.
+        Completions are sampled from the model's unmodified distribution, whose gradient the losses estimate. Degenerate
+        groups are replaced by groups of further prompts, for up to task.rounds loader batches (dynamic sampling, DAPO).
         """
-        kept: list[Group] = []
-        others: list[Group] = []
-        wanted = drawn = 0
+        informative: list[Group] = []
+        degenerate: list[Group] = []
+        batch_size = num_prompts = 0
         for _ in range(self.task.rounds):
             rows = next(loader)
-            wanted = len(rows)
-            groups = self.groups(weights, rows, samples=self.task.group_size, temperature=1.0, number=number + drawn)
-            drawn += wanted
+            batch_size = len(rows)
+            groups = self.sample_groups(
+                weights, rows, samples=self.task.group_size, temperature=1.0, number=number + num_prompts
+            )
+            num_prompts += batch_size
             for group in groups:
-                (others if is_degenerate(np.array([group.rewards]))[0] else kept).append(group)
-            if len(kept) >= wanted:
+                (degenerate if is_degenerate(np.array([group.rewards]))[0] else informative).append(group)
+            if len(informative) >= batch_size:
                 break
-        chosen = [*kept, *others][:wanted]
-        return Rollout(columns(chosen, self.task, seq_len), metrics([*kept, *others], chosen)), drawn
+        groups = [*informative, *degenerate]
+        selected = groups[:batch_size]
+        return Rollout(columns(selected, self.task, seq_len), metrics(groups, selected)), num_prompts
 
-    def _told(self, info: dict[str, Any], answer: Completion) -> Sample:
+    def _reward_input(self, info: dict[str, Any], completion: Completion) -> Sample:
         return Sample(
             prompt=info["prompt"],
-            text=answer.text,
-            answer=extract_answer(answer.text, self._reward.answer),
+            text=completion.text,
+            answer=extract_answer(completion.text, self._reward.answer),
             expected=info["answer"],
             record=info["record"],
-            tokens=len(answer.tokens),
+            tokens=len(completion.tokens),
         )
 
 
 def unfiltered_sampling(max_tokens: int, temperature: float) -> Sampling:
-    """Draws that leave out nothing of what the model might say."""
+    """Sampling from the full distribution, without top-k, top-p, min-p or penalties."""
     return Sampling(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -122,39 +130,65 @@ def unfiltered_sampling(max_tokens: int, temperature: float) -> Sampling:
 
 
 def columns(groups: Sequence[Group], task: GrpoTask, seq_len: int) -> dict[str, np.ndarray]:
-    """Arrays with a row for each answer; the place before a token is where it is predicted."""
+    """Arrays with one row per completion; a token's weight and log-prob are at the position that predicts it."""
     rewards_PG = np.array([group.rewards for group in groups])
-    worth = advantages(rewards_PG, scale_of(task)).ravel()
-    counts = ~is_degenerate(rewards_PG).repeat(task.group_size) if task.mask_degenerate else np.ones(len(worth))
-    rows = [(group.prompt, answer) for group in groups for answer in group.answers]
-    made = {name: np.zeros((len(rows), seq_len), np.int32) for name in ("tokens", "targets", "positions")}
-    made |= {name: np.zeros((len(rows), seq_len), np.float32) for name in ("weights", "sampled_logprobs")}
-    for index, (prompt, answer) in enumerate(rows):
-        ids = np.array([*prompt, *answer.tokens], np.int32)
-        place = slice(len(prompt) - 1, len(ids) - 1)
-        made["tokens"][index, : len(ids) - 1] = ids[:-1]
-        made["targets"][index, : len(ids) - 1] = ids[1:]
-        made["positions"][index, : len(ids) - 1] = np.arange(len(ids) - 1)
-        made["weights"][index, place] = counts[index]
-        made["sampled_logprobs"][index, place] = [one.logprob for one in answer.logprobs]
-    return {**made, "advantages": np.broadcast_to(worth[:, None], (len(rows), seq_len)).copy()}
+    row_advantages = advantages(rewards_PG, scale_of(task)).ravel()
+    weights = np.ones(len(row_advantages))
+    if task.mask_degenerate:
+        weights = ~is_degenerate(rewards_PG).repeat(task.group_size)
+    rows = [(group.prompt, completion) for group in groups for completion in group.completions]
+    arrays = {name: np.zeros((len(rows), seq_len), np.int32) for name in ("tokens", "targets", "positions")}
+    arrays |= {name: np.zeros((len(rows), seq_len), np.float32) for name in ("weights", "sampled_logprobs")}
+    for index, (prompt, completion) in enumerate(rows):
+        ids = np.array([*prompt, *completion.tokens], np.int32)
+        predicted = slice(len(prompt) - 1, len(ids) - 1)
+        arrays["tokens"][index, : len(ids) - 1] = ids[:-1]
+        arrays["targets"][index, : len(ids) - 1] = ids[1:]
+        arrays["positions"][index, : len(ids) - 1] = np.arange(len(ids) - 1)
+        arrays["weights"][index, predicted] = weights[index]
+        arrays["sampled_logprobs"][index, predicted] = [token.logprob for token in completion.logprobs]
+    return {**arrays, "advantages": np.broadcast_to(row_advantages[:, None], (len(rows), seq_len)).copy()}
 
 
-def metrics(drawn: Sequence[Group], chosen: Sequence[Group]) -> dict[str, float]:
-    """Of all groups that were drawn, whether they are trained on or not."""
-    verdicts = [verdict for group in drawn for verdict in group.verdicts]
-    answers = [answer for group in drawn for answer in group.answers]
-    rewards = np.array([group.rewards for group in drawn])
-    by_term = {name: np.mean([verdict.terms[name] for verdict in verdicts]) for name in verdicts[0].terms}
-    found = {
+def metrics(groups: Sequence[Group], selected: Sequence[Group]) -> dict[str, float]:
+    """Metrics over all sampled groups, whether they were selected for training or not."""
+    results = [result for group in groups for result in group.results]
+    completions = [completion for group in groups for completion in group.completions]
+    rewards = np.array([group.rewards for group in groups])
+    term_means = {name: np.mean([result.terms[name] for result in results]) for name in results[0].terms}
+    values = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
-        **{f"reward/term/{name}": mean for name, mean in by_term.items()},
-        "reward/errors": sum(verdict.errors for verdict in verdicts),
-        "answers/right": np.mean([verdict.is_right for verdict in verdicts]),
-        "answers/tokens": np.mean([len(answer.tokens) for answer in answers]),
-        "answers/truncated": np.mean([answer.finish == "length" for answer in answers]),
+        **{f"reward/term/{name}": mean for name, mean in term_means.items()},
+        "reward/errors": sum(result.errors for result in results),
+        "answers/right": np.mean([result.is_correct for result in results]),
+        "answers/tokens": np.mean([len(completion.tokens) for completion in completions]),
+        "answers/truncated": np.mean([completion.finish == "length" for completion in completions]),
         "groups/degenerate": is_degenerate(rewards).mean(),
-        "groups/drawn": len(drawn) / len(chosen),
+        "groups/drawn": len(groups) / len(selected),
     }
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in values.items()}
+
+
+# Added to the standard deviation, so that rounding differences between rewards do not become advantages.
+EPSILON = 1e-4
+
+
+def scale_of(task: GrpoTask) -> Scale:
+    """task.scale, or the default of the loss."""
+    return task.scale or (Scale.none if task.loss is PolicyLoss.dr_grpo else Scale.group)
+
+
+def advantages(rewards_PG: np.ndarray, scale: Scale) -> np.ndarray:
+    """Rewards minus their group mean, scaled as `scale` says; exactly 0 if all rewards of a group are equal."""
+    centred = rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
+    if scale is Scale.group:
+        centred = centred / (rewards_PG.std(axis=1, keepdims=True, ddof=1) + EPSILON)
+    elif scale is Scale.batch:
+        centred = centred / (rewards_PG.std(ddof=1) + EPSILON)
+    return np.where(is_degenerate(rewards_PG)[:, None], 0.0, centred).astype(np.float32)
+
+
+def is_degenerate(rewards_PG: np.ndarray) -> np.ndarray:
+    """[P]: groups whose rewards are all equal, which give no learning signal."""
+    return rewards_PG.max(axis=1) == rewards_PG.min(axis=1)

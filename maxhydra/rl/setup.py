@@ -1,4 +1,4 @@
-"""What a run needs before it begins: that its sections fit together, prompts for its batches, and a reference."""
+"""Setup of a GRPO run: config checks, prompts per batch, the rollout mesh, and the reference weights."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -7,13 +7,16 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.adapter import AdapterKind
 from maxhydra.config.schema.tasks.grpo import GrpoTask
 from maxhydra.data import BatchSpec
-from maxhydra.rl.loss import REFERENCE
 from maxhydra.sharding import Sharder, remeshed
 from maxhydra.train import StateFactory, starting_weights
+from maxhydra.train.loss import Tree
+
+# Name of the frozen initial weights among the weights of a state, for the KL term.
+REFERENCE = "reference"
 
 
 def check(config: Config, task: GrpoTask, *, processes: int) -> None:
-    """ConfigError with all that does not fit."""
+    """Raise a ConfigError with all problems between the sections of the config."""
     if problems := list(_problems(config, task, processes)):
         raise ConfigError(problems)
 
@@ -21,44 +24,44 @@ def check(config: Config, task: GrpoTask, *, processes: int) -> None:
 def _problems(config: Config, task: GrpoTask, processes: int) -> Iterator[Problem]:
     if not config.reward.terms:
         hint = "choose one with reward=exact, or another option of conf/reward"
-        yield Problem("reward.terms", "is needed by task=grpo", value=None, accepted="a term or more", hint=hint)
-    hint = "each record has a `prompt`, and the `answer` that rewards compare with"
+        yield Problem("reward.terms", "is required by task=grpo", value=None, accepted="one or more terms", hint=hint)
+    hint = "each record needs a `prompt`, and the `answer` that rewards compare with"
     yield from config.data.other_shapes("prompts", task="grpo", hint=hint)
     yield from config.train.no_z_loss(task="grpo")
     if task.max_tokens >= config.train.seq_len:
-        reason = f"leaves no room for a prompt in train.seq_len={config.train.seq_len}"
+        reason = f"leaves no space for a prompt in train.seq_len={config.train.seq_len}"
         yield Problem("task.max_tokens", reason, value=task.max_tokens, accepted=f"under {config.train.seq_len}")
     if config.train.ramp.start is not None:
-        reason = "is not for task=grpo, whose batches hold whole groups"
+        reason = "is not supported by task=grpo, whose batches consist of whole groups"
         yield Problem("train.ramp.start", reason, value=config.train.ramp.start, accepted="null")
     if processes > 1:
-        reason = "decodes in one process, which may have many devices"
-        yield Problem("task.name", reason, value=task.name, hint=f"{processes} were started")
-    if _needs_weights(config, task) and config.checkpoint.load_full_state is not None:
+        reason = "supports only one process, with any number of devices"
+        yield Problem("task.name", reason, value=task.name, hint=f"{processes} processes were started")
+    if _needs_reference_weights(config, task) and config.checkpoint.load_full_state is not None:
         hint = "start from checkpoint.load_parameters, use an adapter, or set task.kl.beta=0"
-        reason = "does not say which weights task.kl.beta ties the model to"
+        reason = "does not define the reference weights that task.kl.beta needs"
         yield Problem("checkpoint.load_full_state", reason, value=config.checkpoint.load_full_state, hint=hint)
 
 
 def plan_prompts(spec: BatchSpec, task: GrpoTask, sharder: Sharder) -> BatchSpec:
-    """The prompts whose groups fill a batch: on the host, and short enough for an answer to follow."""
+    """The prompts whose groups fill a batch: on the host, and short enough to leave space for a completion."""
     if spec.batch % task.group_size:
-        reason = f"does not divide the {spec.batch} answers of a batch"
-        hint = "they are train.per_device_batch_size x devices x train.grad_accum"
+        reason = f"does not divide the {spec.batch} completions of a batch"
+        hint = "a batch has train.per_device_batch_size x devices x train.grad_accum completions"
         raise ConfigError(Problem("task.group_size", reason, value=task.group_size, hint=hint))
-    longest = spec.rows.seq_len + 1 - task.max_tokens
+    max_length = spec.rows.seq_len + 1 - task.max_tokens
     return BatchSpec(
-        rows=dataclasses.replace(spec.rows, seq_len=longest),
+        rows=dataclasses.replace(spec.rows, seq_len=max_length),
         batch=spec.batch // task.group_size,
         sharding=sharder.sharding((None, None)),
     )
 
 
 def rollout_sharder(task: GrpoTask, trainer: Sharder) -> Sharder:
-    """How the engine splits the weights: as training does, or by a mesh of its own over the same devices."""
+    """The sharder of the decode engine: the trainer's, or task.rollout_mesh over the same devices."""
     if not task.rollout_mesh:
         return trainer
-    # Hydra, which a worker does without where the mesh is the trainer's.
+    # Imports Hydra, which a worker does not need if the mesh is the trainer's.
     from maxhydra.config.compose.composer import compose  # noqa: PLC0415
 
     try:
@@ -69,15 +72,20 @@ def rollout_sharder(task: GrpoTask, trainer: Sharder) -> Sharder:
 
 
 def with_reference(states: StateFactory, config: Config, task: GrpoTask) -> StateFactory:
-    """States that keep the weights that training begins with beside those that it changes, where they are needed.
+    """States that also hold the frozen initial weights, if the KL term needs them.
 
-    A model under an adapter needs none: without the adapter it is what it began as.
+    A model with an adapter does not: without its adapter it is the reference.
     """
-    if not _needs_weights(config, task):
+    if not _needs_reference_weights(config, task):
         return states
     weights = starting_weights(states, config.checkpoint, config.run.seed)
-    return dataclasses.replace(states, beside={REFERENCE: weights})
+    return dataclasses.replace(states, extra_weights={REFERENCE: weights})
 
 
-def _needs_weights(config: Config, task: GrpoTask) -> bool:
+def policy_weights(weights: Tree) -> Tree:
+    """The weights of the policy alone, without those of the reference."""
+    return {name: subtree for name, subtree in weights.items() if name != REFERENCE}
+
+
+def _needs_reference_weights(config: Config, task: GrpoTask) -> bool:
     return task.kl.beta > 0 and config.adapter.kind is AdapterKind.none

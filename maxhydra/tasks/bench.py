@@ -1,4 +1,4 @@
-"""Speed and memory of what the config would do here: a line of JSON for each measurement, printed and kept."""
+"""Benchmark training, decoding and kernels of a config: one line of JSON per measurement, printed and stored."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -23,13 +23,13 @@ def run(job: Job) -> Outcome:
     assert isinstance(task, BenchTask)
     _check(job, task)
     config = with_synthetic_data(job.config, job.choices, job.overrides)
-    subject = BenchTarget(config, job.machine, job.choices, job.overrides)
+    target = BenchTarget(config, job.machine, job.choices, job.overrides)
     lines: list[BenchRecord] = []
     try:
         for what in task.what:
-            for line in _measured(subject, task, what):
+            for line in _measure(target, task, what):
                 lines.append(line)
-                _keep(job, line)
+                _write(job, line)
     except OutOfMemoryError as error:
         return Outcome("failed", str(error), facts={"lines": lines})
     metrics = _metrics(lines)
@@ -42,22 +42,21 @@ def run(job: Job) -> Outcome:
 
 def _check(job: Job, task: BenchTask) -> None:
     if Measured.decode in task.what and job.machine.process_count > 1:
-        reason = "decodes in one process, which may have many devices"
-        raise ConfigError(
-            Problem("task.what", reason, value=task.what, hint=f"{job.machine.process_count} were started")
-        )
+        reason = "decode supports only one process, with any number of devices"
+        hint = f"{job.machine.process_count} processes were started"
+        raise ConfigError(Problem("task.what", reason, value=task.what, hint=hint))
 
 
-def _measured(subject: BenchTarget, task: BenchTask, what: Measured) -> Iterator[BenchRecord]:
+def _measure(target: BenchTarget, task: BenchTask, what: Measured) -> Iterator[BenchRecord]:
     if what is Measured.pretrain:
-        yield measure_training(subject, warm_up=task.warm_up, steps=task.steps)
+        yield measure_training(target, warm_up=task.warm_up, steps=task.steps)
     elif what is Measured.decode:
-        yield from measure_decoding(subject, task.load, task.engine)
+        yield from measure_decoding(target, task.load, task.engine)
     else:
-        yield from measure_kernels(subject)
+        yield from measure_kernels(target)
 
 
-def _keep(job: Job, line: BenchRecord) -> None:
+def _write(job: Job, line: BenchRecord) -> None:
     if job.run.writes:
         text = to_json(line)
         with open(job.run.path / LINES, "a", encoding="utf-8") as file:
@@ -66,10 +65,10 @@ def _keep(job: Job, line: BenchRecord) -> None:
 
 
 def _metrics(lines: list[BenchRecord]) -> dict[str, float]:
-    """Of the training step, by the names that training logs, for objectives and the report."""
+    """Metrics of the training step, under the names that training logs, for objectives and reports."""
     step = next((line for line in lines if line["bench"] == "pretrain"), None)
     if step is None:
         return {}
-    named = {"tokens_per_second": step["tokens_per_second"], "tflops_per_device": step["tflops_per_device"]}
-    named |= {"step_time": step["step_ms"] / 1e3, "loss": step["loss"][1]}
-    return named | ({"mfu": step["mfu"]} if step["mfu"] is not None else {})
+    metrics = {"tokens_per_second": step["tokens_per_second"], "tflops_per_device": step["tflops_per_device"]}
+    metrics |= {"step_time": step["step_ms"] / 1e3, "loss": step["loss"][1]}
+    return metrics | ({"mfu": step["mfu"]} if step["mfu"] is not None else {})

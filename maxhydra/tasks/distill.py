@@ -1,4 +1,4 @@
-"""Distillation: learn what a teacher thinks of the next token, and not only which one came."""
+"""Distillation: train a student on a teacher's next-token distributions in addition to the tokens themselves."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -7,7 +7,7 @@ from maxhydra import data
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.adapter import AdapterKind
 from maxhydra.config.schema.tasks.distill import DistillTask
-from maxhydra.distill.init_from_teacher import check_layers, inherit
+from maxhydra.distill.init_from_teacher import check_layers, init_from_teacher
 from maxhydra.distill.loss import TEACHER, StudentTeacher, distillation_loss, held_out_divergence
 from maxhydra.distill.schedules import ScheduledBatches
 from maxhydra.distill.teacher import OnlineTeacher, plan_teacher
@@ -41,8 +41,10 @@ def run(job: Job) -> Outcome:
         _check_features(config, task, states.model, teacher)
         weights = teacher.load(task.teacher.weights)
         if task.init_layers is not None:
-            initial = partial(inherit, states.model.base, teacher.model, weights, task.init_layers, sharder=sharder)
-        states = plan_states(config, sharder, beside={TEACHER: weights})
+            initial = partial(
+                init_from_teacher, states.model.base, teacher.model, weights, task.init_layers, sharder=sharder
+            )
+        states = plan_states(config, sharder, extra_weights={TEACHER: weights})
 
     comparison = StudentTeacher(states.model, sharder, teacher, task.features, config.train.loss_chunk)
     training = TrainingSetup(
@@ -59,13 +61,13 @@ def run(job: Job) -> Outcome:
         initial=initial,
         passes=_passes(config, teacher),
     )
-    ending = train(training, config, run=job.run, machine=job.machine)
-    facts = {"end_step": ending.step, **final_sample(config, states, ending)}
-    return Outcome(ending.status, ending.reason, ending.metrics, facts)
+    result = train(training, config, run=job.run, machine=job.machine)
+    facts = {"end_step": result.step, **final_sample(config, states, result)}
+    return Outcome(result.status, result.reason, result.metrics, facts)
 
 
 def _passes(config: Config, teacher: OnlineTeacher | None) -> float:
-    """One over the student, and a forward one over the teacher, a third of both, by how much larger it is."""
+    """Student-sized passes per row: one, plus the teacher's forward pass (a third of a pass over the teacher)."""
     if teacher is None:
         return 1.0
     length = config.train.seq_len
@@ -78,14 +80,14 @@ def _problems(config: Config, task: DistillTask) -> Iterator[Problem]:
         path = f"data.sources.{name}" if name else "data"
         if corpus.record_type in ("preference", "prompts") or (corpus.record_type == "teacher") == is_online:
             accepted = "text, tokens, chat" if is_online else "teacher"
-            reason = "does not go with task.teacher.weights"
+            reason = "does not match task.teacher.weights"
             yield Problem(f"{path}.record_type", reason, value=corpus.record_type, accepted=accepted)
     yield from config.train.no_z_loss(task="distill")
     if task.init_layers is not None and config.checkpoint.load_parameters is not None:
-        reason = "is given beside checkpoint.load_parameters"
-        yield Problem("task.init_layers", reason, value=task.init_layers, hint="keep one of the two")
+        reason = "cannot be combined with checkpoint.load_parameters"
+        yield Problem("task.init_layers", reason, value=task.init_layers, hint="set only one of the two")
     if task.init_layers is not None and config.adapter.kind is not AdapterKind.none:
-        reason = "gives weights to train, and an adapter keeps them still"
+        reason = "initializes weights for training, but an adapter freezes them"
         yield Problem("task.init_layers", reason, value=task.init_layers, hint="set adapter=none")
 
 
@@ -94,5 +96,5 @@ def _check_features(config: Config, task: DistillTask, student: ModelDef, teache
     check_layers("task.features.teacher_layers", task.features.teacher_layers, teacher.model, of="teacher")
     width = teacher.model.config.emb_dim
     if task.features.student_layers and width != config.model.emb_dim:
-        reason = f"compares activations of one width: the teacher's is {width}, model.emb_dim={config.model.emb_dim}"
+        reason = f"needs equal widths, but the teacher's is {width} and model.emb_dim={config.model.emb_dim}"
         raise ConfigError(Problem("task.features.loss", reason, value=task.features.loss, accepted="none"))

@@ -1,4 +1,4 @@
-"""Learning from preferences: make chosen answers likelier than rejected ones, measured against where training began."""
+"""Preference optimization (DPO and variants): make chosen completions more likely than rejected ones."""
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -8,7 +8,7 @@ import jax
 
 from maxhydra import data
 from maxhydra.align.loss import PairScorer, passes, preference_loss
-from maxhydra.align.reference import ReferenceCache, ask_reference
+from maxhydra.align.reference import ReferenceCache, fill_reference_cache
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.adapter import AdapterKind
 from maxhydra.config.schema.tasks.dpo import DpoTask, Reference
@@ -44,7 +44,7 @@ def run(job: Job) -> Outcome:
 
     assemble: data.Assemble[data.Batch] = data.make_batch
     if reference is Reference.cached:
-        assemble = _cached(job, spec, states).batch
+        assemble = _open_reference_cache(job, spec, states).batch
     loss = preference_loss(scorer, task, reference)
     training = TrainingSetup(
         states=states,
@@ -59,13 +59,13 @@ def run(job: Job) -> Outcome:
         ),
         passes=passes(reference),
     )
-    ending = train(training, config, run=job.run, machine=job.machine)
-    facts = {"end_step": ending.step, **final_sample(config, states, ending)}
-    return Outcome(ending.status, ending.reason, ending.metrics, facts)
+    result = train(training, config, run=job.run, machine=job.machine)
+    facts = {"end_step": result.step, **final_sample(config, states, result)}
+    return Outcome(result.status, result.reason, result.metrics, facts)
 
 
-def _cached(job: Job, spec: BatchSpec, states: StateFactory) -> ReferenceCache:
-    """The reference's log-probs of every pair that the run will see."""
+def _open_reference_cache(job: Job, spec: BatchSpec, states: StateFactory) -> ReferenceCache:
+    """The reference log-probs of every pair that the run will use."""
     config, sharder = job.config, states.sharder
     cache = ReferenceCache.open(job.run.path / "reference")
     scorer = PairScorer(states.model.base, sharder, config.train.loss_chunk)
@@ -76,18 +76,18 @@ def _cached(job: Job, spec: BatchSpec, states: StateFactory) -> ReferenceCache:
         out_shardings=sharder.sharding((None, None)),
     )
     with closing(_all_rows(config, spec)) as batches:
-        ask_reference(
+        fill_reference_cache(
             cache,
             batches,
             spec,
-            weights=lambda: starting_weights(states, config.checkpoint, config.run.seed),
+            load_weights=lambda: starting_weights(states, config.checkpoint, config.run.seed),
             logprobs=logprobs,
         )
     return cache
 
 
 def _all_rows(config: Config, spec: BatchSpec) -> Generator[list[Row], None, None]:
-    """The own rows of every batch that the run trains and evaluates on."""
+    """This process's rows of every batch that the run trains and evaluates on."""
     loader = data.host_loader(config.data, spec)
     try:
         yield from islice(loader, config.train.steps)
@@ -97,18 +97,18 @@ def _all_rows(config: Config, spec: BatchSpec) -> Generator[list[Row], None, Non
 
 
 def _problems(config: Config, reference: Reference) -> Iterator[Problem]:
-    hint = "each record has `chosen` and `rejected`, and the `prompt` where they do not begin with it"
+    hint = "each record needs `chosen` and `rejected`, and a `prompt` unless they start with it"
     yield from config.data.other_shapes("preference", task="dpo", hint=hint)
     yield from config.train.no_z_loss(task="dpo")
     if reference is Reference.adapter_off and config.adapter.kind is AdapterKind.none:
-        reason = "needs an adapter to leave out"
+        reason = "needs an adapter that can be switched off"
         yield Problem("task.reference", reason, value=reference, accepted="auto, cached", hint="or set adapter=lora")
     if reference is Reference.cached and config.adapter.kind is AdapterKind.qlora:
-        reason = "would be that of the weights before adapter=qlora rounds them"
+        reason = "would be computed with the weights before adapter=qlora quantizes them"
         yield Problem("task.reference", reason, value=reference, accepted="auto, adapter_off")
     if reference is Reference.cached and config.checkpoint.load_full_state is not None:
-        reason = "gives no weights to take for the reference"
-        hint = "start from the weights alone with checkpoint.load_parameters"
+        reason = "does not define the reference weights"
+        hint = "load only the weights with checkpoint.load_parameters"
         yield Problem(
             "checkpoint.load_full_state", reason, value=config.checkpoint.load_full_state, accepted="null", hint=hint
         )

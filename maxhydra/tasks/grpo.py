@@ -1,14 +1,14 @@
-"""Reinforcement learning from groups of answers that the model writes itself and a reward judges."""
+"""GRPO: reinforcement learning from groups of completions that the model samples and a reward function scores."""
 
 from contextlib import closing
 
 from maxhydra import data
 from maxhydra.config.schema.tasks.grpo import GrpoTask
 from maxhydra.decode.prompts import PromptEncoder
-from maxhydra.rl.batches import RolloutBatches
-from maxhydra.rl.evaluate import held_out_answers
-from maxhydra.rl.loss import group_loss, scoring
-from maxhydra.rl.policy_engine import Sampler
+from maxhydra.rl.batches import RolloutBatches, make_logprob_fn
+from maxhydra.rl.evaluate import held_out_pass_rate
+from maxhydra.rl.loss import group_loss
+from maxhydra.rl.policy_engine import PolicyEngine
 from maxhydra.rl.reward_pool import RewardPool
 from maxhydra.rl.rollout import RolloutWorker
 from maxhydra.rl.setup import check, plan_prompts, rollout_sharder, with_reference
@@ -25,26 +25,27 @@ def run(job: Job) -> Outcome:
     check(config, task, processes=job.machine.process_count)
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
     spec = plan_batches(config, sharder)
-    asked = plan_prompts(spec, task, sharder)
+    prompt_spec = plan_prompts(spec, task, sharder)
     prompts = PromptEncoder(config.data, vocab_size=config.model.vocab_size)
 
     states = with_reference(plan_states(config, sharder), config, task)
-    sampler = Sampler(states.model, prompts, task.engine, sharder=rollout_sharder(task, sharder), seed=config.run.seed)
-    with closing(RewardPool(config.reward)) as judge, closing(sampler):
-        rollouts = RolloutWorker(sampler, judge, task, config.reward)
+    engine_sharder = rollout_sharder(task, sharder)
+    engine = PolicyEngine(states.model, prompts, task.engine, sharder=engine_sharder, seed=config.run.seed)
+    with closing(RewardPool(config.reward)) as reward_pool, closing(engine):
+        worker = RolloutWorker(engine, reward_pool, task, config.reward)
         scorer = Scorer(states.model, sharder, config.train.loss_chunk)
-        score = scoring(scorer, task, parts=config.train.grad_accum)
+        logprob_fn = make_logprob_fn(scorer, task, parts=config.train.grad_accum)
         training = TrainingSetup(
             states=states,
             loss=group_loss(scorer, task),
             spec=spec,
-            batches=RolloutBatches(rollouts, data.host_loader(config.data, asked), spec, score),
-            evaluate=held_out_answers(
-                rollouts,
-                lambda: data.held_out(config.data, asked, data.own_rows),
+            batches=RolloutBatches(worker, data.host_loader(config.data, prompt_spec), spec, logprob_fn),
+            evaluate=held_out_pass_rate(
+                worker,
+                lambda: data.held_out(config.data, prompt_spec, data.own_rows),
                 config.reward,
                 limit=config.train.eval_batches,
             ),
         )
-        ending = train(training, config, run=job.run, machine=job.machine)
-    return Outcome(ending.status, ending.reason, ending.metrics, {"end_step": ending.step})
+        result = train(training, config, run=job.run, machine=job.machine)
+    return Outcome(result.status, result.reason, result.metrics, {"end_step": result.step})

@@ -1,5 +1,8 @@
-"""What a model would need: every parameter's axes, sharding and bytes per device, and on a TPU slice that need not be
-here what the compiled step takes. Allocates nothing."""
+"""Report parameters, sharding and memory of a config without allocating anything.
+
+Lists each parameter's axes, sharding and bytes per device. With task.topology it also compiles the training step for a
+TPU slice that need not be attached, and reports its memory.
+"""
 
 import dataclasses
 import json
@@ -17,14 +20,14 @@ from maxhydra.runtime.topology import slice_devices
 from maxhydra.sharding import Sharder, abstract_mesh, build_mesh, bytes_per_device, is_axes
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train import plan_states
-from maxhydra.train.compile_report import CompileReport, compile_report
+from maxhydra.train.compile import CompileReport, compile_report
 
 NEEDS_DEVICES = KEEPS_RUN = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One array."""
+    """One array of the table."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,21 +60,21 @@ def run(job: Job) -> Outcome:
             "optimizer": sum(row.bytes_per_device for row in moments),
         },
     }
-    ahead = None if task.topology is None else compile_report(config, sharder)
-    if ahead is not None:
-        facts["compiled"] = dataclasses.asdict(ahead)
+    report = None if task.topology is None else compile_report(config, sharder)
+    if report is not None:
+        facts["compiled"] = dataclasses.asdict(report)
     if task.format is Format.json:
         print(json.dumps({**facts, "arrays": [dataclasses.asdict(row) for row in parameters]}, indent=1))
     else:
         dtype = config.model.dtypes.compute.value
         _print(parameters, facts, config.hardware, dtype)
-        for line in () if ahead is None else _compiled(ahead, config.hardware, dtype):
+        for line in () if report is None else _report_lines(report, config.hardware, dtype):
             print(line)
     return Outcome("finished", "printed")
 
 
 def _sharder(config: Config, task: InspectTask) -> Sharder:
-    """Over the devices of a topology where one is named, over none in particular otherwise."""
+    """A sharder over the devices of task.topology, or over an abstract mesh."""
     if task.topology is None:
         mesh = abstract_mesh(config.mesh, devices=task.devices, slices=task.slices)
         return Sharder(mesh, config.mesh.rules)
@@ -113,23 +116,24 @@ def _print(rows: list[Row], facts: dict, hardware: Hardware, dtype: str) -> None
         print(
             "  ".join([*(cell.ljust(width) for cell, width in zip(left, widths, strict=False)), last.rjust(widths[-1])])
         )
-    held = facts["bytes_per_device"]
+    device_bytes = facts["bytes_per_device"]
     mesh = " x ".join(f"{axis}={n}" for axis, n in facts["mesh"].items()) or "one device"
-    fits = f" of {hardware.memory_gib:g} GiB" if hardware.memory_gib else ""
+    capacity = f" of {hardware.memory_gib:g} GiB" if hardware.memory_gib else ""
     trained, count = facts["trained_parameters"], facts["parameters"]
-    of_them = "" if trained == count else f", {trained:,} of them trained ({trained / count:.2%})"
+    trained_text = "" if trained == count else f", {trained:,} of them trained ({trained / count:.2%})"
     print(
-        f"\n{count:,} parameters{of_them}, on {facts['devices']:,} devices ({mesh})\n"
-        f"per device: weights {readable_bytes(held['parameters'])}, optimizer {readable_bytes(held['optimizer'])}, "
-        f"together {readable_bytes(held['parameters'] + held['optimizer'])}{fits}, before activations\n"
+        f"\n{count:,} parameters{trained_text}, on {facts['devices']:,} devices ({mesh})\n"
+        f"per device: weights {readable_bytes(device_bytes['parameters'])}, "
+        f"optimizer {readable_bytes(device_bytes['optimizer'])}, "
+        f"together {readable_bytes(sum(device_bytes.values()))}{capacity}, before activations\n"
         f"training takes {facts['flops_per_token'] / 1e9:,.1f} GFLOP per token"
     )
-    for ceiling in _ceilings(facts, hardware, dtype):
+    for ceiling in _upper_bounds(facts, hardware, dtype):
         print(ceiling)
 
 
-def _ceilings(facts: dict, hardware: Hardware, dtype: str) -> Iterator[str]:
-    """What the hardware option's figures allow at most; nothing is said where it has none."""
+def _upper_bounds(facts: dict, hardware: Hardware, dtype: str) -> Iterator[str]:
+    """Upper bounds of the throughput from the peak figures of the hardware option, if it has any."""
     if peak := hardware.peak_tflops.get(dtype):
         tokens = facts["devices"] * peak * 1e12 / facts["flops_per_token"]
         yield f"at {peak:g} TFLOP/s a device in {dtype}: at most {tokens:,.0f} tokens a second, reached at 100 % MFU"
@@ -138,17 +142,17 @@ def _ceilings(facts: dict, hardware: Hardware, dtype: str) -> Iterator[str]:
         yield f"at {hardware.bandwidth_gb_s:g} GB/s: reading a device's weights once takes {seconds * 1e3:.3g} ms"
 
 
-def _compiled(ahead: CompileReport, hardware: Hardware, dtype: str) -> Iterator[str]:
-    held = ahead.bytes_per_device
-    fits = f" of {hardware.memory_gib:g} GiB" if hardware.memory_gib else ""
-    parts = ", ".join(f"{name} {readable_bytes(size)}" for name, size in held.items())
-    yield f"\ncompiled for {ahead.devices} x {ahead.device} in {ahead.seconds:.0f} s"
-    yield f"per device: {readable_bytes(sum(held.values()))}{fits} ({parts})"
-    kernels = ", ".join(f"{count} x {name}" for name, count in sorted(ahead.kernels.items()))
-    yield f"kernels: {kernels or 'none but what XLA makes'}"
+def _report_lines(report: CompileReport, hardware: Hardware, dtype: str) -> Iterator[str]:
+    device_bytes = report.bytes_per_device
+    capacity = f" of {hardware.memory_gib:g} GiB" if hardware.memory_gib else ""
+    parts = ", ".join(f"{name} {readable_bytes(size)}" for name, size in device_bytes.items())
+    yield f"\ncompiled for {report.devices} x {report.device} in {report.seconds:.0f} s"
+    yield f"per device: {readable_bytes(sum(device_bytes.values()))}{capacity} ({parts})"
+    kernels = ", ".join(f"{count} x {name}" for name, count in sorted(report.kernels.items()))
+    yield f"kernels: {kernels or 'only those that XLA generates'}"
     peak = hardware.peak_tflops.get(dtype)
-    least = f", {ahead.tflop_per_device / peak:.3g} s at least at {peak:g} TFLOP/s" if peak else ""
-    yield f"a step takes {ahead.tflop_per_device:,.1f} TFLOP a device{least}"
+    least = f", at least {report.tflop_per_device / peak:.3g} s at {peak:g} TFLOP/s" if peak else ""
+    yield f"a step takes {report.tflop_per_device:,.1f} TFLOP per device{least}"
 
 
 def readable_bytes(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Pretraining: predict the next token of plain text. Read from top to bottom, this is a training run."""
+"""Pretraining: next-token prediction on text. Read from top to bottom, this is a training run."""
 
 from maxhydra import data
 from maxhydra.sharding import Sharder, build_mesh
@@ -38,7 +38,7 @@ def run(job: Job) -> Outcome:
             parts=config.train.grad_accum,
         ),
     )
-    ending = train(training, config, run=job.run, machine=job.machine)
+    result = train(training, config, run=job.run, machine=job.machine)
 
-    facts = {"end_step": ending.step, **final_sample(config, states, ending)}
-    return Outcome(ending.status, ending.reason, ending.metrics, facts)
+    facts = {"end_step": result.step, **final_sample(config, states, result)}
+    return Outcome(result.status, result.reason, result.metrics, facts)

@@ -1,6 +1,6 @@
-"""Supervised fine-tuning: pretraining's way over conversations, of which only what the assistant says is learned.
+"""Supervised fine-tuning: pretraining on conversations, with a loss on the assistant's tokens only.
 
-The weights that are trained are the model's own, or those of its adapter.
+The trained weights are those of the model, or of its adapter.
 """
 
 from maxhydra.config import ConfigError
@@ -10,8 +10,8 @@ NEEDS_DEVICES = KEEPS_RUN = True
 
 
 def run(job: Job) -> Outcome:
-    # Text would train just as well, and the model would learn to ask as much as to answer.
-    hint = "name the column of the messages with data.columns.messages, or make them with data.formatting"
+    # Plain text would train without an error, but the model would also learn to write the user's turns.
+    hint = "name the column of the messages with data.columns.messages, or build them with data.formatting"
     if problems := list(job.config.data.other_shapes("chat", task="sft", hint=hint)):
         raise ConfigError(problems)
     return pretrain.run(job)

@@ -1,6 +1,6 @@
-"""Write a teacher's top logits for a source of documents, so that distilling needs no teacher.
+"""Write a dataset with a teacher's top-k logits, so that distillation does not need to run the teacher.
 
-The result is read with data=grain data.path=FOLDER data.record_type=teacher.
+Read the result with data=grain data.path=FOLDER data.record_type=teacher.
 """
 
 from pathlib import Path
@@ -26,30 +26,30 @@ NEEDS_DEVICES, KEEPS_RUN = True, False
 def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, TeacherLogitsTask)
-    top = _open_teacher(job, task)
+    top_logits = _open_teacher(job, task)
     folder = Path(task.output).expanduser().absolute()
-    counted = [0] * (COUNTED * task.shards)
+    counts = [0] * (COUNTED * task.shards)
 
     def enrich(documents: list[Document]) -> list[Document]:
-        display.show(sum(counted[0::COUNTED]), sum(counted[1::COUNTED]))
-        return top(documents)
+        display.show(sum(counts[0::COUNTED]), sum(counts[1::COUNTED]))
+        return top_logits(documents)
 
     shards = Shards(config.data, folder, task.shards, enrich)
     depends = {
         "task.k": task.k,
         "train.seq_len": config.train.seq_len,
         "data.packing": str(config.data.packing),
-        "the teacher's weights": fingerprint(top.weights),
+        "the teacher's weights": fingerprint(top_logits.weights),
     }
     with open_index(folder, config.data, shards, task.shards, depends) as index:
         with Display(shards.records, index.totals) as display:
             for shard in range(task.shards):
                 if shards.name(shard) not in index.done:
-                    index.add(shards.name(shard), shards.write(shard, counted))
+                    index.add(shards.name(shard), shards.write(shard, counts))
         totals = index.totals
     print(
-        f"{totals['records']:,} records, {totals['tokens']:,} tokens with {task.k} logits after each, {folder}\n"
-        f"learn from them with: task=distill data=grain data.path={folder} data.record_type=teacher"
+        f"{totals['records']:,} records, {totals['tokens']:,} tokens with {task.k} logits each, {folder}\n"
+        f"train on them with: task=distill data=grain data.path={folder} data.record_type=teacher"
     )
     return Outcome("finished", "all shards written", {name: float(value) for name, value in totals.items()})
 
@@ -59,13 +59,15 @@ def _open_teacher(job: Job, task: TeacherLogitsTask) -> TopLogits:
     location = config.checkpoint.load_parameters
     problems = []
     if location is None:
-        reason = "is needed: it is the teacher"
-        problems.append(Problem("checkpoint.load_parameters", reason, value=None, accepted="a run folder, and others"))
+        reason = "is required: it names the teacher"
+        accepted = "a run folder or another checkpoint"
+        problems.append(Problem("checkpoint.load_parameters", reason, value=None, accepted=accepted))
     if task.k > config.model.vocab_size:
-        reason = f"is over model.vocab_size={config.model.vocab_size}"
+        reason = f"exceeds model.vocab_size={config.model.vocab_size}"
         problems.append(Problem("task.k", reason, value=task.k))
     if job.machine.process_count > 1:
-        problems.append(Problem("task.name", "runs in one process, which may have many devices", value=task.name))
+        reason = "supports only one process, with any number of devices"
+        problems.append(Problem("task.name", reason, value=task.name))
     if location is None or problems:
         raise ConfigError(problems)
     check_origin(config, location)

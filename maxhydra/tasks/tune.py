@@ -1,4 +1,4 @@
-"""The fastest settings for a config on this machine: tried one after the other, and written as an experiment."""
+"""Search for the fastest settings of a config on this machine, and write them as an experiment."""
 
 import dataclasses
 import datetime
@@ -12,12 +12,11 @@ from maxhydra.record.atomic_io import replace_file
 from maxhydra.tasks import Job, Outcome
 from maxhydra.train.progress import open_progress
 from maxhydra.tune.experiment import experiment, given_keys
-from maxhydra.tune.space import axes, settled
-from maxhydra.tune.table import table
+from maxhydra.tune.space import apply_candidate, axes
 from maxhydra.tune.trial import Trial
-from maxhydra.tune.tuner import Tuner, expected_trials, words
+from maxhydra.tune.tuner import Tuner, describe, expected_trials, table
 
-# The devices are for the trials' processes.
+# The trials run in separate processes, which need the devices.
 NEEDS_DEVICES = False
 KEEPS_RUN = True
 FILE = "experiment.yaml"
@@ -26,7 +25,7 @@ FILE = "experiment.yaml"
 def run(job: Job) -> Outcome:
     config, task = job.config, job.config.task
     assert isinstance(task, TuneTask)
-    target = _checked_target(job, task)
+    target = _target_path(job, task)
     given_keys(job.overrides)
     space = axes(config, task, runtime.predict_hardware(config.hardware))
     total = expected_trials(space, task)
@@ -39,47 +38,52 @@ def run(job: Job) -> Outcome:
 
     best = tuner.best()
     if best is None:
-        why = tuner.journal.trials[-1].reason or tuner.journal.trials[-1].status
-        return Outcome("failed", f"none of {len(tuner.journal.trials)} candidates runs; the last: {why}")
-    tuned = settled(config, best.candidate, task.batch)
+        cause = tuner.journal.trials[-1].reason or tuner.journal.trials[-1].status
+        return Outcome("failed", f"all {len(tuner.journal.trials)} candidates failed; the last one: {cause}")
+    tuned = apply_candidate(config, best.candidate, task.batch)
     text = experiment(
         config, tuned, choices=job.choices, overrides=job.overrides, comments=_comments(best, tuner.baseline(), task)
     )
     path = job.run.path / FILE
     replace_file(path, text)
-    told = [f"experiment: {display_path(path)}"]
+    report = [f"experiment: {display_path(path)}"]
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target, "x", encoding="utf-8") as file:
             file.write(text)
-        told.append(f"use:        maxhydra --config-dir {task.config_dir} experiment={task.save_as}")
-    print("\n".join(told), flush=True)
+        report.append(f"use:        maxhydra --config-dir {task.config_dir} experiment={task.save_as}")
+    print("\n".join(report), flush=True)
     facts = {"best": dataclasses.asdict(best), "trials": len(tuner.journal.trials), "experiment": str(path)}
     speed = {"tokens_per_second": float(best.line["tokens_per_second"])}
-    return Outcome("finished", f"{reason}; {words(best.candidate)}", speed, facts)
+    return Outcome("finished", f"{reason}; {describe(best.candidate)}", speed, facts)
 
 
-def _checked_target(job: Job, task: TuneTask) -> Path | None:
-    """Where the experiment goes besides the run's folder; ConfigError where one of that name is there."""
+def _target_path(job: Job, task: TuneTask) -> Path | None:
+    """The path of the experiment for task.save_as, or None without it; ConfigError if it already exists."""
     if job.machine.process_count > 1:
-        reason = f"tunes in one process, and {job.machine.process_count} were started"
+        reason = f"supports only one process, but {job.machine.process_count} were started"
         raise ConfigError(Problem("task.name", reason, value=task.name))
     if task.save_as is None:
         return None
     target = Path(task.config_dir).expanduser() / "experiment" / f"{task.save_as}.yaml"
     if target.exists():
-        reason = f"{display_path(target)} is there already"
-        raise ConfigError(Problem("task.save_as", reason, value=task.save_as, hint="choose another name, or move it"))
+        reason, hint = f"{display_path(target)} already exists", "choose another name, or move the file"
+        raise ConfigError(Problem("task.save_as", reason, value=task.save_as, hint=hint))
     return target
 
 
 def _comments(best: Trial, baseline: Trial | None, task: TuneTask) -> list[str]:
     line = best.line
-    stands = f"{line['devices']} x {line['device']}, jax {line['jax']}, {datetime.date.today().isoformat()}"
+    environment = f"{line['devices']} x {line['device']}, jax {line['jax']}, {datetime.date.today().isoformat()}"
     speed = f"{line['tokens_per_second']:,} tokens/s, {line['step_ms']:g} ms a step"
-    against = ""
+    comparison = ""
     if baseline is not None and best.candidate:
         gain = line["tokens_per_second"] / baseline.line["tokens_per_second"]
-        against = f", {gain:.2f} times the {baseline.line['tokens_per_second']:,} before"
-    used = "" if best.memory_gib is None else f", {best.memory_gib:g} GiB"
-    return [f"Tuned on {stands}.", f"{speed}{used}{against}.", "", f"  maxhydra experiment={task.save_as or 'NAME'}"]
+        comparison = f", {gain:.2f} times the {baseline.line['tokens_per_second']:,} before"
+    memory = "" if best.memory_gib is None else f", {best.memory_gib:g} GiB"
+    return [
+        f"Tuned on {environment}.",
+        f"{speed}{memory}{comparison}.",
+        "",
+        f"  maxhydra experiment={task.save_as or 'NAME'}",
+    ]

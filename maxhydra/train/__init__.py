@@ -1,10 +1,15 @@
-"""Training: state, loss, step, loop, checkpoints, and what a person sees of them."""
+"""Training: batches, state, loss, step, loop, checkpoints, metrics and progress.
+
+Reading order: `trainer.train` sets up a session and calls `loop.fit`, which calls the function made by
+`step.make_step`. The tasks in `maxhydra.tasks` differ only in the `TrainingSetup` that they pass to `train`.
+"""
 
 from maxhydra.train.batches import BatchSource, LoaderBatches, plan_batches
+from maxhydra.train.evaluate import held_out_loss
 from maxhydra.train.generate import final_sample, write_sample
 from maxhydra.train.logprobs import Scorer, map_sequence_chunks, token_logprobs
 from maxhydra.train.loop import TrainResult
-from maxhydra.train.objectives import held_out_loss, next_token_loss
+from maxhydra.train.loss import next_token_loss
 from maxhydra.train.restore import starting_weights
 from maxhydra.train.state import StateFactory, TrainState, plan_states
 from maxhydra.train.trainer import TrainingSetup, train

@@ -1,4 +1,4 @@
-"""Where the batches of a run come from: a loader of data, or what a task makes of it with the weights at hand."""
+"""Sources of training batches: a data loader, or a task that generates batches with the current weights."""
 
 import dataclasses
 import math
@@ -9,31 +9,31 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.run import Train
 from maxhydra.data import BatchSpec, Loader, RowSpec
 from maxhydra.sharding import Sharder
+from maxhydra.train.loss import Batch
 from maxhydra.train.state import TrainState
-from maxhydra.train.step import Batch
 
 
 class BatchSource(Protocol):
-    """Batches without end, all of the same shapes (but for a ramp), and the position to go on from."""
+    """An endless source of batches of equal shapes (except for a batch-size ramp), with a resumable position."""
 
     def peek(self) -> Mapping[str, Any]:
-        """Arrays or shapes like those of the next batch, from which the step is compiled."""
+        """Arrays or shapes like those of the next batch, for compiling the step."""
         ...
 
     def take(self, state: TrainState) -> Batch:
-        """The next batch. The state is the one that it will be trained on; it must not be kept, only read now."""
+        """The next batch. `state` is the one that will be trained on it; it is donated after, so only read it now."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """The position after the last batch taken, as JSON. All processes ask at once."""
+        """The position after the last batch taken, as JSON. A collective call: all processes make it together."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a position."""
+        """Continue from a position."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What is worth logging of the batches taken."""
+        """Metrics to log about the batches taken."""
         ...
 
     def close(self) -> None: ...
@@ -41,7 +41,7 @@ class BatchSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LoaderBatches:
-    """Batches as they are in the data, whatever the weights."""
+    """Batches of a data loader, which do not depend on the weights."""
 
     loader: Loader[Batch]
 
@@ -65,17 +65,17 @@ class LoaderBatches:
 
 
 def plan_batches(config: Config, sharder: Sharder) -> BatchSpec:
-    """The global batch: per_device_batch_size x devices x grad_accum, checked against how the mesh splits it."""
+    """The global batch: per_device_batch_size x devices x grad_accum, checked against the mesh."""
     train = config.train
-    length_ways = sharder.ways("act_length")
-    if train.seq_len % length_ways:
+    shards = sharder.ways("act_length")
+    if train.seq_len % shards:
         raise ConfigError(
             Problem(
                 "train.seq_len",
-                f"is split {length_ways} ways by mesh.sequence={length_ways}",
+                f"is not divisible by its {shards} shards (mesh.sequence={shards})",
                 value=train.seq_len,
-                accepted=f"a multiple of {length_ways}",
-                hint=f"{math.ceil(train.seq_len / length_ways) * length_ways} is the next",
+                accepted=f"a multiple of {shards}",
+                hint=f"the next one is {math.ceil(train.seq_len / shards) * shards}",
             )
         )
     return BatchSpec(
@@ -88,22 +88,22 @@ def plan_batches(config: Config, sharder: Sharder) -> BatchSpec:
 
 def _micro_batch(per_device: float, path: str, sharder: Sharder) -> int:
     """Sequences of one forward pass over all devices."""
-    devices, ways = sharder.mesh.size, sharder.ways("act_batch")
+    devices, shards = sharder.mesh.size, sharder.ways("act_batch")
     batch = per_device * devices
-    if batch != int(batch) or int(batch) % ways:
-        reason = f"makes {batch:g} sequences on {devices} devices, which the mesh splits {ways} ways"
-        accepted = f"a multiple of {ways}/{devices}" if ways != devices else "a whole number"
+    if batch != int(batch) or int(batch) % shards:
+        reason = f"makes {batch:g} sequences on {devices} devices, which do not divide into the mesh's {shards} shards"
+        accepted = f"a multiple of {shards}/{devices}" if shards != devices else "a whole number"
         raise ConfigError(Problem(path, reason, value=per_device, accepted=accepted))
     return int(batch)
 
 
 def _ramp(train: Train, sharder: Sharder) -> Iterator[tuple[int, int]]:
-    """Sizes before the full one, each with the sequences before which it holds: all sizes last equally long."""
+    """Batch sizes before the full one as (sequence count at which it ends, size); each lasts equally long."""
     ramp = train.ramp
     if ramp.start is None:
         return
-    growths = math.ceil((train.per_device_batch_size - ramp.start) / ramp.increment)
-    for number in range(growths):
+    increments = math.ceil((train.per_device_batch_size - ramp.start) / ramp.increment)
+    for number in range(increments):
         path = "train.ramp.increment" if number else "train.ramp.start"
         size = _micro_batch(ramp.start + number * ramp.increment, path, sharder)
-        yield math.ceil(ramp.sequences * (number + 1) / growths), size * train.grad_accum
+        yield math.ceil(ramp.sequences * (number + 1) / increments), size * train.grad_accum

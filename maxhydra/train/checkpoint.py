@@ -1,8 +1,8 @@
-"""Checkpoints on Orbax: asynchronous, atomic, found again after a crash, refused when they hold another model.
+"""Checkpoints on Orbax: asynchronous, atomic, recoverable after a crash, rejected if they hold a different model.
 
-A checkpoint of step k is the folder checkpoints/k with three items: `params`, `rest` (step, optimizer, key, guard, what
-layers remember) and `data` (the loader's position, JSON). It appears by a rename once complete, so a killed save leaves
-nothing behind that could be mistaken for one.
+A checkpoint of step k is the folder checkpoints/k with three items: `params`, `rest` (step, optimizer, key, guard, amax
+history) and `data` (the loader's position, JSON). It is renamed into place once complete, so a killed save leaves
+nothing behind that could be mistaken for a checkpoint.
 """
 
 import dataclasses
@@ -23,22 +23,22 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.run import Checkpoint, SaveMode
 from maxhydra.convert.orbax_io import find_checkpoint, first_line, readable, require_same, steps_in
 from maxhydra.model.renamed_params import rename_keys, restore_keys
+from maxhydra.train.loss import Tree
 from maxhydra.train.state import TrainState
 
-Tree = Any
 FULL_STATE = "checkpoint.load_full_state"
 log = logging.getLogger("maxhydra")
 
 
 class SaveFailed(Exception):
-    """A checkpoint could not be written; the message says which one is still good."""
+    """A checkpoint could not be written; the message names the last one that is intact."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A state from disk, the loader position that belongs to it, and the folder it came from.
+    """A restored state, its data position, and the checkpoint's folder.
 
-    Its frozen part is still the abstract one: a checkpoint does not hold it.
+    `state.frozen` is still abstract, because a checkpoint does not hold it.
     """
 
     state: TrainState
@@ -47,24 +47,24 @@ class Restored:
 
 
 class Checkpointer(Protocol):
-    """Saves states of one run."""
+    """Saves the states of one run."""
 
     def save(self, step: int, state: TrainState, data: dict[str, Any], metrics: Mapping[str, float]) -> None: ...
 
-    def settle(self) -> None:
-        """Wait for the save under way; SaveFailed if it did not succeed."""
+    def wait(self) -> None:
+        """Wait for the save in flight; raises SaveFailed if it failed."""
         ...
 
     def close(self) -> None: ...
 
 
 class NoCheckpointer:
-    """checkpoint.mode=off."""
+    """checkpoint.mode=off: saves nothing."""
 
     def save(self, step: int, state: TrainState, data: dict[str, Any], metrics: Mapping[str, float]) -> None:
         return
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         return
 
     def close(self) -> None:
@@ -72,12 +72,12 @@ class NoCheckpointer:
 
 
 def _rank(metric: float) -> float:
-    """What is no number is the worst; as it is, it would keep the others from being sorted."""
+    """Rank NaN as the worst value; NaN itself would break the sorting."""
     return math.inf if math.isnan(metric) else metric
 
 
 class OrbaxCheckpointer:
-    """Writes to a folder through an Orbax manager, which also forgets old checkpoints."""
+    """Writes to a folder through an Orbax manager, which also deletes old checkpoints."""
 
     def __init__(self, folder: Path, config: Checkpoint):
         keep: list[policies.PreservationPolicy] = [policies.LatestN(config.keep)]
@@ -110,35 +110,35 @@ class OrbaxCheckpointer:
             data=ocp.args.JsonSave(data),
         )
         try:
-            self._require_room(state)
+            self._require_disk_space(state)
             self._manager.save(step, args=items, metrics=best, force=True)
         except Exception as error:
             raise self._failure(error) from error
 
-    def _require_room(self, state: TrainState) -> None:
-        """Refuse a save that the disk cannot hold, rather than fill it to the last byte and fail half-way."""
+    def _require_disk_space(self, state: TrainState) -> None:
+        """Fail before writing if the disk cannot hold the checkpoint, instead of filling it and failing half-way."""
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, _rest(state)))) // jax.process_count()
         free = shutil.disk_usage(self._folder).free
         if free < needed:
-            raise OSError(errno.ENOSPC, f"{needed / 2**20:.1f} MiB are needed, {free / 2**20:.1f} MiB are free")
+            raise OSError(errno.ENOSPC, f"needs {needed / 2**20:.1f} MiB, but only {free / 2**20:.1f} MiB are free")
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         try:
             self._manager.wait_until_finished()
         except Exception as error:
             raise self._failure(error) from error
 
     def close(self) -> None:
-        self.settle()
+        self.wait()
         self._manager.close()
 
     def _failure(self, error: Exception) -> SaveFailed:
-        """Clear away what the save left, which on a full disk makes room to go on, and say what is still there."""
+        """Delete the partial save, which frees space on a full disk, and report the last intact checkpoint."""
         for leftover in self._folder.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        good = steps_in(self._folder)
-        last = f"the checkpoint of step {good[-1]} is intact" if good else "there is no earlier checkpoint"
-        return SaveFailed(f"a checkpoint could not be written to {self._folder}: {first_line(error)}; {last}")
+        steps = steps_in(self._folder)
+        last = f"the checkpoint of step {steps[-1]} is intact" if steps else "no earlier checkpoint exists"
+        return SaveFailed(f"could not write a checkpoint to {self._folder}: {first_line(error)}; {last}")
 
 
 def open_checkpointer(folder: Path, config: Checkpoint) -> Checkpointer:
@@ -146,30 +146,30 @@ def open_checkpointer(folder: Path, config: Checkpoint) -> Checkpointer:
 
 
 def restore(folder: Path, config: Checkpoint, abstract: TrainState) -> Restored | None:
-    """Where the run starts from: its own newest checkpoint, then checkpoint.load_full_state; None for neither.
+    """Restore the run's newest checkpoint, else checkpoint.load_full_state; None if there is neither.
 
-    A checkpoint of the run that cannot be read is set aside by name, and the one before it is taken. Where none can be
-    read, the cause may lie elsewhere (a disk that is gone, too little memory), and all stay where they are: a folder
-    without checkpoints would be taken for a new run.
+    An unreadable checkpoint of the run is renamed, and the previous one is used. If none can be read, the cause may be
+    elsewhere (a disk that is offline, too little memory), and all stay in place: a folder without checkpoints would be
+    taken for a new run.
     """
     unreadable: list[Path] = []
     for step in reversed(steps_in(folder)):
         path = folder / str(step)
         try:
-            found = read_state(path, abstract)
+            restored = read_state(path, abstract)
         except ConfigError:
             raise
         except Exception as error:
-            log.warning("checkpoint %s cannot be read (%s)", path, first_line(error))
+            log.warning("cannot read checkpoint %s (%s)", path, first_line(error))
             unreadable.append(path)
             continue
         if jax.process_index() == 0:
             for other in unreadable:
-                _set_aside(other)
-        return found
+                _mark_unreadable(other)
+        return restored
     if unreadable:
         reason = f"none of the run's {len(unreadable)} checkpoints can be read"
-        raise ConfigError(Problem("run.name", reason, hint=f"look at {folder}, or choose another run.name"))
+        raise ConfigError(Problem("run.name", reason, hint=f"check {folder}, or choose another run.name"))
     if config.load_full_state is not None:
         path = find_checkpoint(FULL_STATE, config.load_full_state)
         with readable(FULL_STATE, path):
@@ -177,12 +177,12 @@ def restore(folder: Path, config: Checkpoint, abstract: TrainState) -> Restored 
     return None
 
 
-def _set_aside(path: Path) -> None:
-    """Rename a checkpoint so that it is none; one of the same step may have been set aside before."""
+def _mark_unreadable(path: Path) -> None:
+    """Rename a checkpoint to STEP.unreadable, numbered if one of the same step was renamed before."""
     names = (f"{path.name}.unreadable{more}" for more in chain([""], (f"-{number}" for number in count(2))))
-    aside = next(name for name in names if not path.with_name(name).exists())
-    path.rename(path.with_name(aside))
-    log.warning("checkpoint %s is set aside as %s", path, aside)
+    new_name = next(name for name in names if not path.with_name(name).exists())
+    path.rename(path.with_name(new_name))
+    log.warning("renamed unreadable checkpoint %s to %s", path, new_name)
 
 
 def read_state(path: Path, abstract: TrainState) -> Restored:

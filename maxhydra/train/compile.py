@@ -1,5 +1,9 @@
-"""Compiled training steps: headroom for small arrays, and a step whose batch size ramps up."""
+"""Compilation of the training step: ahead of time, for a ramped batch size, and as a report for absent devices."""
 
+import dataclasses
+import re
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -8,50 +12,133 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.schema.run import Train
+from maxhydra.model import flops_per_token
 from maxhydra.sharding import Sharder
-from maxhydra.train.state import TrainState
-from maxhydra.train.step import Batch, Metrics, StepFn, sequences_in
+from maxhydra.train.batches import plan_batches
+from maxhydra.train.loss import Batch, LossFn, next_token_loss
+from maxhydra.train.state import StateFactory, TrainState, plan_states
+from maxhydra.train.step import Metrics, StepFn, make_step, sequences_in
 
-BYTES = 64 * 2**20
+HEADROOM_BYTES = 64 * 2**20
+# A Pallas kernel in a compiled TPU program, by the name that it was given.
+KERNEL = re.compile(r'^\s*(?:ROOT )?%?([A-Za-z_]\w*)[\w.-]* = .*custom_call_target="tpu_custom_call"', re.MULTILINE)
+COLUMNS = {"tokens": "int32", "targets": "int32", "positions": "int32", "segments": "int32", "weights": "float32"}
+
+
+def compile_step(states: StateFactory, loss: LossFn, train: Train, example: Mapping[str, Any]) -> tuple[StepFn, float]:
+    """The step compiled for batches like `example`, and the seconds that took. It donates its state."""
+    start_time = time.perf_counter()
+    compiled = trace_step(states, loss, train, example).lower().compile()
+    return compiled, time.perf_counter() - start_time
+
+
+def trace_step(states: StateFactory, loss: LossFn, train: Train, example: Mapping[str, Any]) -> jax.stages.Traced:
+    """The traced step, ready to be lowered for the devices of the states' mesh."""
+    step = jax.jit(
+        make_step(loss, states.optimizer, train, states.model.settled, states.model.cast),
+        donate_argnums=0,
+        out_shardings=(states.shardings(), None),
+    )
+    return step.trace(states.abstract(), example)
 
 
 @contextmanager
 def reserve_gpu_headroom(sharder: Sharder) -> Iterator[None]:
-    """On GPUs, leave a gap of a few megabytes before the large arrays that are made inside.
+    """On GPUs, leave a gap of a few megabytes before the large arrays that are allocated inside.
 
-    The allocator there takes the smallest free piece that is large enough. Batches and metrics come while a step runs,
-    and without such a gap get a place behind its temporaries. What is free is then split there for good, and a step
-    that needs most of it in one piece fits a few times, until something small lies in the other part too.
+    The BFC allocator takes the smallest free block that is large enough. Batches and metrics are allocated while a step
+    runs; without such a gap they end up behind its temporaries and split the free memory for good. A step that needs
+    most of it in one block then fits only until a small array splits the other part too.
     """
     has_pool = sharder.platform == "gpu" and isinstance(sharder.mesh, jax.sharding.Mesh)
     devices = sharder.mesh.local_devices if has_pool else ()
-    gaps = [jnp.zeros(BYTES, jnp.uint8, device=device) for device in devices]
+    gaps = [jnp.zeros(HEADROOM_BYTES, jnp.uint8, device=device) for device in devices]
     yield
     for gap in gaps:
         gap.delete()
 
 
 class RampedStep:
-    """Runs the step that was compiled for a batch's size."""
+    """Dispatches to the step compiled for the size of each batch, and compiles the next size in the background."""
 
     def __init__(
         self, compile_for: Callable[[Mapping[str, Any]], StepFn], sizes: Sequence[int], compiled: Mapping[int, StepFn]
     ):
-        """`compile_for` compiles for batches like an example; `compiled` holds what is there already."""
+        """`compile_for` compiles the step for batches like an example; `compiled` are the steps that exist already."""
         self._compile_for, self._sizes = compile_for, sorted(set(sizes))
         self._steps: dict[int, StepFn] = dict(compiled)
-        self._under_way: dict[int, Future[StepFn]] = {}
+        self._pending: dict[int, Future[StepFn]] = {}
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="compile")
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         size = sequences_in(batch)
-        for wanted in self._sizes[self._sizes.index(size) :][:2]:
-            if wanted not in self._steps and wanted not in self._under_way:
+        for next_size in self._sizes[self._sizes.index(size) :][:2]:
+            if next_size not in self._steps and next_size not in self._pending:
                 example = {
-                    name: jax.ShapeDtypeStruct((wanted, *array.shape[1:]), array.dtype, sharding=array.sharding)
+                    name: jax.ShapeDtypeStruct((next_size, *array.shape[1:]), array.dtype, sharding=array.sharding)
                     for name, array in batch.items()
                 }
-                self._under_way[wanted] = self._worker.submit(self._compile_for, example)
+                self._pending[next_size] = self._worker.submit(self._compile_for, example)
         if size not in self._steps:
-            self._steps[size] = self._under_way.pop(size).result()
+            self._steps[size] = self._pending.pop(size).result()
         return self._steps[size](state, batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileReport:
+    """Memory, kernels and cost of a compiled step."""
+
+    device: str
+    devices: int
+    seconds: float
+    """Compile time."""
+    bytes_per_device: dict[str, int]
+    """Bytes of the state and the batch, of the temporaries and outputs of the step, and of the program."""
+    kernels: dict[str, int]
+    """Kernel calls in the program by name; those in a loop over layers run more often."""
+    tflop_per_device: float
+    """Model TFLOP of a step."""
+
+
+def compile_report(config: Config, sharder: Sharder) -> CompileReport:
+    """Compile the pretraining step for the devices of the sharder's mesh, which need not be attached."""
+    assert isinstance(sharder.mesh, jax.sharding.Mesh)
+    spec, start_time = plan_batches(config, sharder), time.perf_counter()
+    try:
+        compiled = traced_step(config, sharder).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise _explain_oom(error, config) from None
+    memory, devices = compiled.memory_analysis(), sharder.mesh.devices.flat
+    tokens = spec.batch * spec.rows.seq_len
+    return CompileReport(
+        device=devices[0].device_kind,
+        devices=len(devices),
+        seconds=time.perf_counter() - start_time,
+        bytes_per_device={
+            "state and batch": memory.argument_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            "program": memory.generated_code_size_in_bytes,
+        },
+        kernels=dict(Counter(KERNEL.findall(compiled.as_text()))),
+        tflop_per_device=flops_per_token(config.model, spec.rows.seq_len) * tokens / len(devices) / 1e12,
+    )
+
+
+def traced_step(config: Config, sharder: Sharder) -> jax.stages.Traced:
+    """The traced step of pretraining on packed rows."""
+    spec, states = plan_batches(config, sharder), plan_states(config, sharder)
+    shape = (spec.batch, spec.rows.seq_len)
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=spec.sharding) for name, dtype in COLUMNS.items()}
+    return trace_step(states, next_token_loss(states.model, sharder, config.train), config.train, batch)
+
+
+def _explain_oom(error: Exception, config: Config) -> Exception:
+    """Turn an out-of-memory error of the compiler into a ConfigError; other errors are returned unchanged."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return error
+    reason = f"the step does not fit in device memory: {str(error).splitlines()[0]}"
+    hint = "or use more devices, model.remat.policy=full, train.loss_chunk=1024"
+    value = config.train.per_device_batch_size
+    return ConfigError(Problem("train.per_device_batch_size", reason, value=value, accepted="a smaller one", hint=hint))

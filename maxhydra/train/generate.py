@@ -1,4 +1,4 @@
-"""A little text from the model at the end of a run, through the same forward with a cache."""
+"""A short sample from the model at the end of a run, decoded through the same forward pass with a KV cache."""
 
 import dataclasses
 
@@ -16,18 +16,19 @@ from maxhydra.layers import Context, DenseCacheSpec
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
 from maxhydra.train.loop import TrainResult
-from maxhydra.train.state import StateFactory, Tree
+from maxhydra.train.loss import Tree
+from maxhydra.train.state import StateFactory
 
 
-def final_sample(config: Config, states: StateFactory, ending: TrainResult) -> dict[str, object]:
-    """`sample`, where the config asks for one and the run came to its end."""
-    if not config.train.sample.tokens or ending.status != "finished":
+def final_sample(config: Config, states: StateFactory, result: TrainResult) -> dict[str, object]:
+    """The entry `sample` of run.json, if the config requests one and the run finished."""
+    if not config.train.sample.tokens or result.status != "finished":
         return {}
-    # A backend or a tile that is named is for training, and few tokens with a cache are another call.
-    freely = dataclasses.replace(states.model.config, kernels=ModelKernels())  # type: ignore[call-arg]
+    # Named backends and tiles are chosen for training; decoding a few tokens with a cache has other shapes.
+    model_config = dataclasses.replace(states.model.config, kernels=ModelKernels())  # type: ignore[call-arg]
     text = write_sample(
-        dataclasses.replace(states.model, config=freely),
-        ending.state.weights,
+        dataclasses.replace(states.model, config=model_config),
+        result.state.weights,
         config.data,
         config.train.sample,
         sharder=states.sharder,
@@ -37,9 +38,10 @@ def final_sample(config: Config, states: StateFactory, ending: TrainResult) -> d
 
 
 def write_sample(model: ModelDef, params: Tree, data: Data, sample: Sample, *, sharder: Sharder, seed: int) -> str:
-    """Prompt and continuation, at most as long as the model's context; ends at the end-of-text token."""
-    words = tokenizer(data)
-    prompt = _prompt(data, words, sample.prompt) or [words.pad if words.bos is None else words.bos]
+    """Prompt and continuation, up to EOS, sample.tokens new tokens or the model's context length."""
+    text_tokenizer = tokenizer(data)
+    first_token = text_tokenizer.pad if text_tokenizer.bos is None else text_tokenizer.bos
+    prompt = _encode_prompt(data, text_tokenizer, sample.prompt) or [first_token]
     length = min(len(prompt) + sample.tokens, model.config.context_length)
     rows = sharder.ways("act_batch")
     replicated = sharder.sharding((None, None))
@@ -52,33 +54,33 @@ def write_sample(model: ModelDef, params: Tree, data: Data, sample: Sample, *, s
         hidden, cache = model.hidden(params, tokens, context)
         logits = model.logits(params, hidden[:, -1:], sharder)[:, 0]
         if sample.temperature == 0:
-            chosen = jnp.argmax(logits, axis=-1)
+            token = jnp.argmax(logits, axis=-1)
         else:
-            chosen = jax.random.categorical(
+            token = jax.random.categorical(
                 jax.random.fold_in(jax.random.wrap_key_data(key), start), logits / sample.temperature
             )
-        return jnp.broadcast_to(chosen[:1, None], (rows, 1)).astype(jnp.int32), cache
+        return jnp.broadcast_to(token[:1, None], (rows, 1)).astype(jnp.int32), cache
 
-    def begin(params: Tree, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, Tree]:
+    def prefill(params: Tree, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, Tree]:
         return forward(params, model.empty_cache(DenseCacheSpec(rows, length)), tokens, jnp.int32(0), key)
 
     key = np.asarray(jax.random.key_data(jax.random.key(seed)))
-    written: list[int] = []
+    new_tokens: list[int] = []
     for position in range(len(prompt), length):
-        if not written:
-            first = np.tile(np.array([prompt], np.int32), (rows, 1))
-            chosen, cache = jax.jit(begin, out_shardings=(replicated, None))(params, first, key)
-            advance = jax.jit(forward, donate_argnums=1, out_shardings=(replicated, None))
+        if not new_tokens:
+            prompt_rows = np.tile(np.array([prompt], np.int32), (rows, 1))
+            token, cache = jax.jit(prefill, out_shardings=(replicated, None))(params, prompt_rows, key)
+            decode_step = jax.jit(forward, donate_argnums=1, out_shardings=(replicated, None))
         else:
-            chosen, cache = advance(params, cache, chosen, np.int32(position - 1), key)
-        written.append(int(chosen[0, 0]))
-        if written[-1] == words.eos:
+            token, cache = decode_step(params, cache, token, np.int32(position - 1), key)
+        new_tokens.append(int(token[0, 0]))
+        if new_tokens[-1] == text_tokenizer.eos:
             break
-    return words.decode([*prompt, *written])
+    return text_tokenizer.decode([*prompt, *new_tokens])
 
 
-def _prompt(data: Data, words: Tokenizer, text: str) -> list[int]:
-    """Text to go on from; where a model learns conversations, what a user says in one."""
+def _encode_prompt(data: Data, text_tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of the prompt; for chat data, of a conversation with one user message."""
     if data.record_type != "chat":
-        return words.encode(text)
-    return words.encode_marked(render_prompt([{"role": "user", "content": text}], words))[0].tolist()
+        return text_tokenizer.encode(text)
+    return text_tokenizer.encode_marked(render_prompt([{"role": "user", "content": text}], text_tokenizer))[0].tolist()

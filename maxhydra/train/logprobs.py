@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens, with a gradient, a part of each sequence at a time.
+"""Differentiable log-probabilities of given tokens, computed in chunks of each sequence.
 
-Unlike cross-entropy, whose gradient is made with its value, what is done with these is not known yet: the backward pass
-makes the logits of a chunk once more.
+Used by the losses of rl/, align/ and distill/ and by score/. Cross-entropy computes its gradient together with its
+value; here the use of the values is not known yet, so the backward pass recomputes the logits of each chunk.
 """
 
 import dataclasses
@@ -20,16 +20,15 @@ T = TypeVar("T")
 
 
 class ScoredTokens(NamedTuple):
-    """What a forward pass gives a loss."""
+    """Token log-probabilities of a forward pass, and the aux outputs of its layers."""
 
     logprobs: jax.Array
-    sides: Any
-    """What layers tell besides."""
+    aux: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
-    """Log-probabilities of the targets of a batch whose rows hold a document each."""
+    """Log-probabilities of the targets of a batch that has one document per row."""
 
     model: ModelDef
     sharder: Sharder
@@ -38,13 +37,13 @@ class Scorer:
     def __call__(
         self, weights: Any, batch: Mapping[str, jax.Array], key: jax.Array | None, *, is_adapted: bool
     ) -> jax.Array:
-        """[B, S], of the model with or without its adapter; no key: no dropout."""
-        return self.scored(weights, batch, key, is_adapted=is_adapted).logprobs
+        """Log-probabilities [B, S] of the model with or without its adapter; without a key, dropout is off."""
+        return self.score(weights, batch, key, is_adapted=is_adapted).logprobs
 
-    def scored(
+    def score(
         self, weights: Any, batch: Mapping[str, jax.Array], key: jax.Array | None, *, is_adapted: bool
     ) -> ScoredTokens:
-        """The same, with what layers tell besides."""
+        """Like calling the scorer, and also returns the aux outputs of the layers."""
         context = Context.of_batch(batch, self.sharder, key, is_adapted=is_adapted)
         forward = self.model.forward(weights, batch["tokens"], context)
         logprobs = token_logprobs(
@@ -59,9 +58,9 @@ class Scorer:
 def token_logprobs(
     logits_of: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array, *, chunk: int
 ) -> jax.Array:
-    """log p(target) of each place, float32 [B, S], to be differentiated by `hidden` and what `logits_of` closes over.
+    """log p(target) at each position, float32 [B, S], differentiable in `hidden` and the closure of `logits_of`.
 
-    With `chunk`, the logits of only so many places of each sequence exist at a time, forward and backward.
+    With `chunk`, the logits of only `chunk` positions per sequence exist at a time, forward and backward.
     """
     with jax.named_scope("logprobs"):
         return map_sequence_chunks(
@@ -70,32 +69,32 @@ def token_logprobs(
 
 
 def map_sequence_chunks(function: Callable[..., T], *arrays: jax.Array, chunk: int) -> T:
-    """A function of arrays [B, S, ...] that treats every place alone, `chunk` places at a time (0: all at once).
+    """Apply a position-wise function of arrays [B, S, ...] to `chunk` positions at a time (0: all at once).
 
-    Its results, a tree of [B, S, ...], are the same either way; what it makes on the way is made again for the
-    gradient, and never exists for more than a chunk.
+    The result, a tree of [B, S, ...], does not depend on `chunk`. Intermediates are rematerialized in the backward pass
+    and never exist for more than one chunk.
     """
     length = arrays[0].shape[1]
     if not 0 < chunk < length:
         return function(*arrays)
 
-    # Chunks are what the scan runs over, not slices of what it closes over: their gradients are then written once.
-    def apart(x: jax.Array) -> jax.Array:
+    # Chunks are scanned inputs rather than slices of a closed-over array, so that each gradient is written once.
+    def split(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(x.shape[0], length // chunk, chunk, *x.shape[2:]), 1, 0)
 
-    def together(x: jax.Array) -> jax.Array:
+    def join(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], length, *x.shape[3:])
 
     @jax.checkpoint
-    def one(_: None, parts: tuple[jax.Array, ...]) -> tuple[None, Any]:
-        return None, function(*parts)
+    def apply_chunk(_: None, chunks: tuple[jax.Array, ...]) -> tuple[None, Any]:
+        return None, function(*chunks)
 
-    return jax.tree.map(together, jax.lax.scan(one, None, tuple(map(apart, arrays)))[1])
+    return jax.tree.map(join, jax.lax.scan(apply_chunk, None, tuple(map(split, arrays)))[1])
 
 
 @jax.custom_vjp
 def target_logprobs(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """log softmax(logits)[target], float32. Between the passes it keeps the logits alone, in the format they have."""
+    """log softmax(logits)[target] in float32. The only residual of its size is the logits, in their own dtype."""
     return at_targets(logits.astype(jnp.float32), targets)[0]
 
 
@@ -104,8 +103,8 @@ def _forward(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, tuple[ja
     return logprobs, (logits, targets, normaliser)
 
 
-def _backward(kept: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, None]:
-    logits, targets, normaliser = kept
+def _backward(residuals: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, None]:
+    logits, targets, normaliser = residuals
     softmax = jnp.exp(logits.astype(jnp.float32) - normaliser[..., None])
     return (cotangent[..., None] * (is_target(logits, targets) - softmax)).astype(logits.dtype), None
 

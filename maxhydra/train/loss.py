@@ -1,17 +1,58 @@
-"""Cross-entropy over the head's logits, as sums that add up over chunks, micro-batches and devices."""
+"""The next-token loss, and how the aux losses and statistics of layers are added to a loss.
+
+A loss returns sums over tokens rather than means, so that they add up over chunks, micro-batches and devices.
+"""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from maxhydra.config.schema.run import Train
 from maxhydra.kernels.linear_cross_entropy import linear_cross_entropy
 from maxhydra.kernels.placement import Placement
+from maxhydra.layers import Context
 from maxhydra.layers.kernel_options import KernelChoice, kernel_errors_as_config_errors
+from maxhydra.model import ModelDef
+from maxhydra.sharding import Sharder
 
-# Arrays that add up over micro-batches, by name; `told` among them is a tree of such.
+Tree = Any
+Batch = dict[str, jax.Array]
+# Arrays by name that add up over micro-batches; the entry AUX is a tree of such arrays.
 Sums = dict[str, Any]
+# (weights, batch, key) -> sums over the batch, including `loss` and `weight`: the step minimizes loss / weight.
+# Without a key, dropout is off.
+LossFn = Callable[[Tree, Batch, jax.Array | None], Sums]
+# Entries of the sums: the aux losses of layers, already included in `loss`, and the tree of other layer statistics.
+AUX_LOSS, AUX = "side_loss", "aux"
+
+
+def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
+    """Cross-entropy of each next token, plus the aux losses of layers and the multi-token prediction loss."""
+
+    kernels = model.config.kernels
+
+    def loss(params: Tree, batch: Batch, key: jax.Array | None) -> Sums:
+        context = Context.of_batch(batch, sharder, key)
+        forward = model.forward(params, batch["tokens"], context, ahead=True)
+        token_loss = partial(
+            cross_entropy,
+            lambda hidden: model.logits(params, hidden, sharder),
+            z_loss=train.z_loss,
+            chunk=train.loss_chunk,
+            kernel=KernelChoice(kernels.linear_cross_entropy.value, kernels.sizes("linear_cross_entropy")),
+            placement=context.place,
+        )
+        sums = add_aux_losses(token_loss(forward.hidden_BTD, batch["targets"], batch["weights"]), forward.sides)
+        if not forward.ahead:
+            return sums
+        mtp_sums = [token_loss(hidden, *mtp_targets(batch, depth)) for depth, hidden in enumerate(forward.ahead, 1)]
+        means = {name: sum(sums[name] for sums in mtp_sums) / len(mtp_sums) for name in ("loss", "nll")}
+        return {**sums, "loss": sums["loss"] + model.config.mtp.loss_weight * means["loss"], "mtp_loss": means["nll"]}
+
+    return loss
 
 
 def cross_entropy(
@@ -22,54 +63,58 @@ def cross_entropy(
     *,
     z_loss: float,
     chunk: int,
-    wanted: KernelChoice,
-    place: Placement | None = None,
+    kernel: KernelChoice,
+    placement: Placement | None = None,
 ) -> Sums:
     """Sums over tokens of weight, nll = logsumexp(z) - z[target], and loss = nll + z_loss * logsumexp(z)^2.
 
-    `loss` is what is to be differentiated; `nll` and `weight` are constants to that.
+    Only `loss` has a gradient; `nll` and `weight` are constants for differentiation.
     """
     with jax.named_scope("loss"), kernel_errors_as_config_errors():
         loss, nll = linear_cross_entropy(
-            logits_of, hidden, targets, weights, z_loss=z_loss, chunk=chunk, **wanted._asdict(), place=place
+            logits_of, hidden, targets, weights, z_loss=z_loss, chunk=chunk, **kernel._asdict(), place=placement
         )
         return {"loss": loss, "nll": nll, "weight": jax.lax.stop_gradient(jnp.sum(weights))}
 
 
-Tree = Any
-# Among the sums: losses of layers, which are part of the loss; and the tree of what else layers tell.
-SIDE_LOSS, TOLD = "side_loss", "told"
+def mtp_targets(batch: Batch, depth: int) -> tuple[jax.Array, jax.Array]:
+    """Targets and weights shifted by `depth` tokens; positions past the end of a document or row have weight 0."""
+    targets, weights = (jnp.roll(batch[name], -depth, axis=1) for name in ("targets", "weights"))
+    is_valid = jnp.arange(targets.shape[1]) < targets.shape[1] - depth
+    if "segments" in batch:
+        is_valid = is_valid & (batch["segments"] == jnp.roll(batch["segments"], -depth, axis=1))
+    return targets, jnp.where(is_valid, weights, 0)
 
 
-def add_aux_losses(sums: Sums, sides: Tree) -> Sums:
-    """The sums of a loss, with what the layers of its forward pass told.
+def add_aux_losses(sums: Sums, aux: Tree) -> Sums:
+    """Add the aux losses of the layers to a loss, and their other statistics to its sums.
 
-    Where layers have losses, means over the batch, the loss has them too: sums are divided by the weight later on.
+    Aux losses are means over the batch; they are multiplied by the weight because the sums are divided by it later.
     """
-    found = jax.tree_util.tree_leaves_with_path(sides)
-    losses = [jnp.sum(leaf) for keys, leaf in found if keys[-1].key == "loss"]
-    told = jax.lax.stop_gradient(_without_losses(sides))
-    added: Sums = {TOLD: told} if told else {}
+    leaves = jax.tree_util.tree_leaves_with_path(aux)
+    losses = [jnp.sum(leaf) for keys, leaf in leaves if keys[-1].key == "loss"]
+    statistics = jax.lax.stop_gradient(_without_losses(aux))
+    extra: Sums = {AUX: statistics} if statistics else {}
     if losses:
-        side = sums["weight"] * sum(losses[1:], losses[0])
-        added |= {"loss": sums["loss"] + side, SIDE_LOSS: jax.lax.stop_gradient(side)}
-    return {**sums, **added}
+        aux_loss = sums["weight"] * sum(losses[1:], losses[0])
+        extra |= {"loss": sums["loss"] + aux_loss, AUX_LOSS: jax.lax.stop_gradient(aux_loss)}
+    return {**sums, **extra}
 
 
-def load_metrics(told: Tree) -> dict[str, jax.Array]:
-    """The load of the busiest expert over the mean, in the layer where that is worst; nothing without experts."""
-    found = jax.tree_util.tree_leaves_with_path(told)
-    ratios = [_unevenness(leaf) for keys, leaf in found if keys[-1].key == "load"]
+def load_metrics(aux: Tree) -> dict[str, jax.Array]:
+    """Max over mean of the expert load in the most imbalanced layer; empty for models without experts."""
+    leaves = jax.tree_util.tree_leaves_with_path(aux)
+    ratios = [_max_over_mean(leaf) for keys, leaf in leaves if keys[-1].key == "load"]
     return {"moe/load_max_mean": jnp.max(jnp.stack(ratios))} if ratios else {}
 
 
-def _unevenness(load: jax.Array) -> jax.Array:
+def _max_over_mean(load: jax.Array) -> jax.Array:
     return jnp.max(jnp.max(load, axis=-1) / jnp.maximum(jnp.mean(load, axis=-1), 1e-6))
 
 
 def _without_losses(tree: Tree) -> Tree:
-    """The tree without leaves called `loss`, and without branches that then are empty."""
+    """The tree without leaves named `loss`, and without the branches that become empty."""
     if not isinstance(tree, dict):
         return tree
-    kept = {name: _without_losses(below) for name, below in tree.items() if name != "loss"}
-    return {name: below for name, below in kept.items() if not isinstance(below, dict) or below}
+    pruned = {name: _without_losses(subtree) for name, subtree in tree.items() if name != "loss"}
+    return {name: subtree for name, subtree in pruned.items() if not isinstance(subtree, dict) or subtree}

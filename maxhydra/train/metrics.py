@@ -1,4 +1,7 @@
-"""Turns device metrics into lines of metrics.jsonl, one logged step late, so that no device waits for the host."""
+"""Writes the metrics of logged steps to metrics.jsonl, the trackers and the progress display.
+
+Metrics are read from the device one logged step late, so that the device never waits for the host.
+"""
 
 import dataclasses
 import time
@@ -13,7 +16,7 @@ from maxhydra.train.trackers import Tracker
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """What one sequence amounts to, and what there is to do it with."""
+    """Tokens and FLOP of one sequence, and the devices that process it."""
 
     tokens: int
     flops: float
@@ -22,22 +25,22 @@ class StepCost:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Logged:
-    """A step whose metrics are still on the device; waiting and sequences since the one logged before."""
+class _LoggedStep:
+    """A step whose metrics are still on the device; input wait and sequences are since the previous logged step."""
 
     step: int
     metrics: Mapping[str, jax.Array]
-    data: Mapping[str, float]
-    waited: float
+    data_metrics: Mapping[str, float]
+    input_wait: float
     sequences: int
 
 
 class MetricsLogger:
-    """Collects metrics of logged steps and writes them to the jsonl, the trackers and the progress display."""
+    """Collects the metrics of logged steps and publishes them."""
 
     def __init__(
         self,
-        work: StepCost,
+        cost: StepCost,
         *,
         run: RunDirectory,
         writer: MetricsWriter,
@@ -45,51 +48,50 @@ class MetricsLogger:
         progress: Progress,
         step: int,
     ):
-        self._work, self._run, self._writer, self._tracker, self._progress = work, run, writer, tracker, progress
-        self._pending: _Logged | None = None
-        self._since, self.last_step = time.perf_counter(), step
-        self._waited, self._sequences = 0.0, 0
+        self._cost, self._run, self._writer, self._tracker, self._progress = cost, run, writer, tracker, progress
+        self._pending: _LoggedStep | None = None
+        self._last_time, self.last_step = time.perf_counter(), step
+        self._input_wait, self._sequences = 0.0, 0
         self.last: dict[str, float] = {}
         self.halted = False
 
-    def took(self, sequences: int, *, waited: float) -> None:
-        """The loop took a batch, and waited so many seconds for it."""
+    def count_batch(self, sequences: int, *, wait: float) -> None:
+        """Count a batch of `sequences` for which the loop waited `wait` seconds."""
         self._sequences += sequences
-        self._waited += waited
+        self._input_wait += wait
 
-    def log(self, step: int, metrics: Mapping[str, jax.Array], data: Mapping[str, float]) -> None:
-        """Take the metrics of a step that was just dispatched and of its data; write those of the one logged before."""
-        logged = _Logged(step, metrics, data, self._waited, self._sequences)
-        self._waited, self._sequences = 0.0, 0
+    def log(self, step: int, metrics: Mapping[str, jax.Array], data_metrics: Mapping[str, float]) -> None:
+        """Accept the metrics of a step that was just dispatched; write those of the previous logged step."""
+        logged = _LoggedStep(step, metrics, data_metrics, self._input_wait, self._sequences)
+        self._input_wait, self._sequences = 0.0, 0
         self.flush()
         self._pending = logged
 
     def flush(self) -> None:
-        """Write what is pending; waits for the device to finish that step."""
+        """Write the pending metrics; waits for the device to finish that step."""
         if self._pending is None:
             return
         logged, self._pending = self._pending, None
         values = {name: value.item() for name, value in jax.device_get(logged.metrics).items()}
         now = time.perf_counter()
-        seconds = max(now - self._since, 1e-9)
+        seconds = max(now - self._last_time, 1e-9)
         steps = max(1, logged.step - self.last_step)
-        self._since, self.last_step = now, logged.step
+        self._last_time, self.last_step = now, logged.step
         self.halted = bool(values.pop("halted"))
-        values |= {"step_time": seconds / steps} | self._speed(logged.sequences / seconds)
-        values |= {"input_wait": min(1.0, logged.waited / seconds), **logged.data}
+        values |= {"step_time": seconds / steps} | self._throughput(logged.sequences / seconds)
+        values |= {"input_wait": min(1.0, logged.input_wait / seconds), **logged.data_metrics}
         self.last = values
         self._publish(logged.step, values)
 
-    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+    def log_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of an evaluation, whose time does not count as step time."""
         self._publish(step, values)
-        self._since = time.perf_counter()
+        self._last_time = time.perf_counter()
 
-    def _speed(self, sequences: float) -> dict[str, float]:
-        """What so many sequences a second come to."""
-        tflops = self._work.flops * sequences / self._work.devices / 1e12
-        speed = {"tokens_per_second": self._work.tokens * sequences, "tflops_per_device": tflops}
-        return speed if self._work.peak_tflops is None else {**speed, "mfu": tflops / self._work.peak_tflops}
+    def _throughput(self, sequences_per_second: float) -> dict[str, float]:
+        tflops = self._cost.flops * sequences_per_second / self._cost.devices / 1e12
+        values = {"tokens_per_second": self._cost.tokens * sequences_per_second, "tflops_per_device": tflops}
+        return values if self._cost.peak_tflops is None else {**values, "mfu": tflops / self._cost.peak_tflops}
 
     def _publish(self, step: int, values: Mapping[str, float]) -> None:
         self._writer.write(step, values)

@@ -1,4 +1,4 @@
-"""A batch in parts, one after another: as many as a step has micro-batches, so that no pass takes more memory."""
+"""Run a function over a batch one micro-batch at a time, to bound the memory of each pass."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -11,23 +11,23 @@ Batch = Mapping[str, jax.Array]
 
 
 def split_microbatches(batch: Batch, parts: int) -> Any:
-    """Its arrays as [parts, rows, ...].
+    """Reshape the arrays of a batch to [parts, rows, ...].
 
-    Row b * parts + i goes to part i: each device cuts its own rows, nothing moves between devices.
+    Row b * parts + i goes to micro-batch i: each device splits its own rows, so nothing moves between devices.
     """
     return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1), batch)
 
 
 def map_microbatches(function: Callable[[Any], T], batch: Batch, parts: int) -> T:
-    """A function that treats every row alone, its results a tree of [B, ...]."""
+    """Apply a row-wise function in micro-batches; the result is a tree of [B, ...]."""
     if parts == 1:
         return function(batch)
-    found = jax.lax.map(function, split_microbatches(batch, parts))
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), found)
+    outputs = jax.lax.map(function, split_microbatches(batch, parts))
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), outputs)
 
 
 def sum_microbatches(function: Callable[[Any], T], batch: Batch, parts: int) -> T:
-    """A function whose results are sums over the rows."""
+    """Apply a function that returns sums over rows in micro-batches, and add up the results."""
     if parts == 1:
         return function(batch)
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(function, split_microbatches(batch, parts)))

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, lines elsewhere. Either way the lines are in log.txt."""
+"""Progress display of a run: a bar on a terminal, lines elsewhere; log.txt has the lines in either case."""
 
 import datetime
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger("maxhydra")
 
 
 class Progress:
-    """The silent one: lines go to log.txt and nowhere else."""
+    """Silent display: lines go to log.txt only."""
 
     def __init__(self, *, total: int):
         self._total, self._clock = total, _Clock(total)
@@ -35,7 +35,7 @@ class Progress:
         self._show(step, metrics)
 
     def message(self, text: str) -> None:
-        """Say something besides."""
+        """Show a message that is not about a step."""
         log.info(text)
 
     def close(self) -> None:
@@ -48,7 +48,7 @@ class Progress:
         """`step    10/300  loss 3.214  lr 1.0e-03  grad 1.23  15.2k tok/s  eta 0:01:12`."""
         width = len(str(self._total))
         parts = [f"step {step:>{max(width, 5)}}/{self._total}", *describe(metrics)]
-        return "  ".join([*parts, f"eta {self._clock.left}"] if self._clock.left else parts)
+        return "  ".join([*parts, f"eta {self._clock.eta}"] if self._clock.eta else parts)
 
 
 class _Lines(Progress):
@@ -59,7 +59,7 @@ class _Lines(Progress):
 
 
 class _Bar(Progress):
-    """A live bar with the latest numbers; text that is logged meanwhile appears above it."""
+    """A live bar with the latest metrics; log lines appear above it."""
 
     def __init__(self, *, total: int, start: int, console: Console):
         super().__init__(total=total)
@@ -67,26 +67,26 @@ class _Bar(Progress):
             BarColumn(bar_width=24),
             TaskProgressColumn("{task.completed:.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[numbers]}"),
-            TextColumn("[dim]{task.fields[left]}"),
+            TextColumn("[dim]{task.fields[eta]}"),
             console=console,
             refresh_per_second=4,
         )
-        self._task = self._bar.add_task("", total=total, completed=start, numbers="", left="")
+        self._task = self._bar.add_task("", total=total, completed=start, numbers="", eta="")
         self._numbers: dict[str, float] = {}
         self._bar.start()
 
     def _show(self, step: int, metrics: Mapping[str, float]) -> None:
         super()._show(step, metrics)
         self._numbers |= metrics
-        left = f"eta {self._clock.left}" if self._clock.left else ""
-        self._bar.update(self._task, completed=step, numbers="  ".join(describe(self._numbers)), left=left)
+        eta = f"eta {self._clock.eta}" if self._clock.eta else ""
+        self._bar.update(self._task, completed=step, numbers="  ".join(describe(self._numbers)), eta=eta)
 
     def close(self) -> None:
         self._bar.stop()
 
 
 def open_progress(mode: Mode, *, total: int, start: int, shown: bool) -> Progress:
-    """The display of a run of `total` steps that goes on from step `start`; only one process shows it."""
+    """The display of a run of `total` steps that starts or resumes at step `start`; only one process shows it."""
     console = Console(stderr=True)
     if mode is Mode.auto:
         mode = Mode.bar if console.is_terminal and not console.is_dumb_terminal else Mode.lines
@@ -95,23 +95,23 @@ def open_progress(mode: Mode, *, total: int, start: int, shown: bool) -> Progres
     return _Bar(total=total, start=start, console=console) if mode is Mode.bar else _Lines(total=total)
 
 
-# Metrics worth a place on the line, in order, and how they are written; the others are in metrics.jsonl.
-_SHOWN: dict[str, Callable[[float], str]] = {
+# Metrics on the progress line, in order, with their format; the others are only in metrics.jsonl.
+_FORMATS: dict[str, Callable[[float], str]] = {
     "loss": lambda value: f"loss {value:.3f}",
     "learning_rate": lambda value: f"lr {value:.1e}",
     "grad_norm": lambda value: f"grad {value:.2f}",
     "tokens_per_second": lambda value: f"{_short(value)} tok/s",
     "mfu": lambda value: f"mfu {value:.1%}",
 }
-# Of an evaluation all are shown but these, which say nothing new.
+# Evaluation metrics are all shown except these, which are redundant.
 _DERIVED = ("eval/perplexity", "eval/tokens")
 
 
 def describe(metrics: Mapping[str, float]) -> list[str]:
-    """The metrics that are shown, as text."""
-    shown = [write(metrics[name]) for name, write in _SHOWN.items() if name in metrics]
-    evaluated = [name for name in metrics if name.startswith("eval/") and name not in _DERIVED]
-    return shown + [f"{name} {metrics[name]:.3f}" for name in evaluated]
+    """The displayed metrics as text."""
+    texts = [format_value(metrics[name]) for name, format_value in _FORMATS.items() if name in metrics]
+    eval_names = [name for name in metrics if name.startswith("eval/") and name not in _DERIVED]
+    return texts + [f"{name} {metrics[name]:.3f}" for name in eval_names]
 
 
 def _short(value: float) -> str:
@@ -123,18 +123,18 @@ def _short(value: float) -> str:
 
 
 class _Clock:
-    """Time left at the pace since the first update, which the compilation precedes; evaluations and saves included."""
+    """Time left at the pace since the first update, which excludes compilation but not evaluations and saves."""
 
     def __init__(self, total: int):
         self._total = total
         self._first: tuple[int, float] | None = None
-        self.left = ""
+        self.eta = ""
 
     def tick(self, step: int) -> None:
         now = time.monotonic()
         if self._first is None:
             self._first = (step, now)
-        first_step, began = self._first
+        first_step, start_time = self._first
         if step > first_step:
-            seconds = (now - began) / (step - first_step) * (self._total - step)
-            self.left = str(datetime.timedelta(seconds=round(seconds))) if step < self._total else ""
+            seconds = (now - start_time) / (step - first_step) * (self._total - step)
+            self.eta = str(datetime.timedelta(seconds=round(seconds))) if step < self._total else ""

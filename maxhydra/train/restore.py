@@ -1,4 +1,4 @@
-"""Where a run begins: its own checkpoint, another run's state, weights from elsewhere, or fresh weights."""
+"""The initial state of a session: the run's own checkpoint, another run's state, loaded weights, or fresh weights."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,65 +10,65 @@ from maxhydra.convert.load import load_weights
 from maxhydra.model import ModelDef, split_trainable
 from maxhydra.train.batches import BatchSource
 from maxhydra.train.checkpoint import restore
-from maxhydra.train.state import StateFactory, TrainState, Tree
+from maxhydra.train.loss import Tree
+from maxhydra.train.state import StateFactory, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
 class InitialState:
-    """The first state, the step it stands at, and in words where it came from."""
+    """The first state of a session, its step, and a description of its source."""
 
     state: TrainState
     step: int
     source: str
 
 
-def begin(
+def initialize_or_resume(
     states: StateFactory,
     checkpoints: Path,
-    saving: Checkpoint,
+    checkpoint: Checkpoint,
     batches: BatchSource,
     *,
     seed: int,
     initial: Callable[[], Tree] | None,
 ) -> InitialState:
-    """Restore in the order run, load_full_state; else the task's own weights, load_parameters, or from the seed."""
+    """Restore the run's checkpoint or load_full_state; else use the task's weights, load_parameters, or the seed."""
     abstract = states.abstract()
-    found = restore(checkpoints, saving, abstract)
-    if found is None:
+    restored = restore(checkpoints, checkpoint, abstract)
+    if restored is None:
         if initial is not None:
-            return InitialState(states.create_around(initial(), seed), 0, "weights that the task made")
+            return InitialState(states.create_from_base(initial(), seed), 0, "weights initialized by the task")
         source = f"fresh weights from seed {seed}"
-        if saving.load_parameters is not None:
-            source = f"the weights of {saving.load_parameters}"
-        return InitialState(_fresh(states, saving, seed), 0, source)
-    batches.restore(found.data)
-    step = int(found.state.step)
-    state = found.state
+        if checkpoint.load_parameters is not None:
+            source = f"the weights of {checkpoint.load_parameters}"
+        return InitialState(_fresh_state(states, checkpoint, seed), 0, source)
+    batches.restore(restored.data)
+    step = int(restored.state.step)
+    state = restored.state
     if abstract.frozen:
-        # Without an adapter that is what the task has beside the model, of which nothing need be made anew.
+        # Without an adapter, only the extra weights of the task are frozen, and they are loaded already.
         has_base = bool(split_trainable(states.model.shapes)[1])
-        state = dataclasses.replace(
-            state, frozen=_fresh(states, saving, seed).frozen if has_base else dict(states.beside)
-        )
-    return InitialState(state, step, f"going on from step {step} of {found.source}")
+        frozen = _fresh_state(states, checkpoint, seed).frozen if has_base else dict(states.extra_weights)
+        state = dataclasses.replace(state, frozen=frozen)
+    return InitialState(state, step, f"resuming from step {step} of {restored.source}")
 
 
-def _fresh(states: StateFactory, saving: Checkpoint, seed: int) -> TrainState:
-    source = saving.load_parameters
-    if source is None and saving.load_full_state is not None:
-        # Its adapter goes on around the weights around which it began.
-        found = origin("checkpoint.load_full_state", saving.load_full_state)
-        source = None if found is None else found.base
+def _fresh_state(states: StateFactory, checkpoint: Checkpoint, seed: int) -> TrainState:
+    source = checkpoint.load_parameters
+    if source is None and checkpoint.load_full_state is not None:
+        # The adapter of that state belongs to the base weights that it was trained on.
+        lineage = origin("checkpoint.load_full_state", checkpoint.load_full_state)
+        source = None if lineage is None else lineage.base
     if source is None:
         return states.create(seed)
-    return states.create_around(_load(source, states, states.model), seed)
+    return states.create_from_base(_load(source, states, states.model), seed)
 
 
-def starting_weights(states: StateFactory, saving: Checkpoint, seed: int) -> Tree:
-    """The weights of the model alone, without an adapter and as they are without one, that a new run starts from."""
-    if saving.load_parameters is None:
-        return states.fresh_base(seed)
-    return _load(saving.load_parameters, states, states.model.base)
+def starting_weights(states: StateFactory, checkpoint: Checkpoint, seed: int) -> Tree:
+    """The base model weights, without an adapter, that a new run starts from."""
+    if checkpoint.load_parameters is None:
+        return states.init_base(seed)
+    return _load(checkpoint.load_parameters, states, states.model.base)
 
 
 def _load(source: str, states: StateFactory, model: ModelDef) -> Tree:

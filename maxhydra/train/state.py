@@ -1,8 +1,7 @@
-"""What a training run carries from step to step, and how it is laid out on the mesh."""
+"""The training state, and the factory that creates it sharded over the mesh."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +13,16 @@ from maxhydra.config.schema.quantization import QAT, TO_KEEP, TO_TRAIN
 from maxhydra.model import ModelDef, merge_trees, remembered, split_trainable
 from maxhydra.optim import Optimizer, state_axes
 from maxhydra.sharding import Sharder
+from maxhydra.train.loss import Tree
 
-Tree = Any
-# A program that runs once is worth little optimisation: it compiles in half the time.
+# For programs that run once: with less optimization they compile in half the time.
 RUN_ONCE = {"xla_backend_optimization_level": 1}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """Running statistics of (loss, gradient norm), and whether the run has come to a halt.
+    """Running statistics of (loss, gradient norm), the number of skipped steps, and whether the run is halted.
 
     `halted` is sticky: after a non-finite step no further update is applied, however late the host reads the metrics.
     """
@@ -48,53 +47,53 @@ class Guard:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """One tree: everything a checkpoint holds besides the data position, and the weights that stay as they are.
+    """Everything that a step reads and updates, as one pytree.
 
-    Those a checkpoint need not hold: they come from where they came from before.
+    A checkpoint stores all of it except `frozen`, which is loaded again from its original source.
     """
 
     step: jax.Array
     params: Tree
-    """What is trained."""
+    """Trainable parameters."""
     frozen: Tree
-    """What is not: the model under an adapter, and what a task has beside it, such as a teacher."""
+    """Frozen weights: the base model under an adapter, and extra weights of the task such as a teacher."""
     opt_state: Tree
     key: jax.Array
     guard: Guard
     history: Tree = dataclasses.field(default_factory=dict)
-    """What layers remember of earlier steps (layers/quant/amax_history.py)."""
+    """Amax history of the quantized layers over the last steps (layers/quant/amax_history.py)."""
 
     @property
     def weights(self) -> Tree:
-        """All that a loss sees."""
+        """All weights that a loss reads, as one tree."""
         return merge_trees(merge_trees(self.params, self.frozen), self.history)
 
 
 @dataclasses.dataclass(frozen=True)
 class StateFactory:
-    """How a state is made, and its shapes and shardings, known before anything is allocated."""
+    """Creates states, and knows their shapes and shardings before anything is allocated."""
 
     model: ModelDef
     optimizer: Optimizer
-    """Of what is trained: `split_trainable(model.shapes)[0]`."""
+    """Optimizer of the trainable parameters, `split_trainable(model.shapes)[0]`."""
     sharder: Sharder
-    beside: Mapping[str, Tree] = dataclasses.field(default_factory=dict)
-    """Weights by name that a loss sees beside the model's own."""
+    extra_weights: Mapping[str, Tree] = dataclasses.field(default_factory=dict)
+    """Extra frozen weights by name that the loss reads in addition to the model's, such as a teacher's."""
 
-    def _around(self, weights: Tree, beside: Tree, seed: jax.Array) -> TrainState:
-        rest = jax.random.split(jax.random.key(seed))[1]
+    def _build(self, weights: Tree, extra_weights: Tree, seed: jax.Array) -> TrainState:
+        training_key = jax.random.split(jax.random.key(seed))[1]
         params, frozen = split_trainable(weights)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            frozen={**frozen, **beside},
+            frozen={**frozen, **extra_weights},
             opt_state=self.optimizer.transform.init(params),
-            key=jax.random.key_data(rest),
+            key=jax.random.key_data(training_key),
             guard=Guard.fresh(),
             history=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), remembered(self.model.shapes)),
         )
 
-    def _weights(self, seed: jax.Array) -> Tree:
+    def _init_weights(self, seed: jax.Array) -> Tree:
         return self.model.init(jax.random.split(jax.random.key(seed))[0])
 
     def shardings(self) -> TrainState:
@@ -108,14 +107,14 @@ class StateFactory:
             guard=Guard(mean=(None,), variance=(None,), seen=(), skipped=(), halted=()),  # type: ignore[arg-type]
             history=remembered(self.model.axes),
         )
-        own = self.sharder.tree(axes)
-        beside = jax.tree.map(lambda leaf: leaf.sharding, self.beside)
-        return dataclasses.replace(own, frozen={**own.frozen, **beside})
+        shardings = self.sharder.tree(axes)
+        extra = jax.tree.map(lambda leaf: leaf.sharding, self.extra_weights)
+        return dataclasses.replace(shardings, frozen={**shardings.frozen, **extra})
 
     def abstract(self) -> TrainState:
-        """Shapes, types and shardings of the state: what a checkpoint is restored onto."""
-        beside = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), dict(self.beside))
-        shapes = jax.eval_shape(lambda seed: self._around(self._weights(seed), beside, seed), jnp.uint32(0))
+        """Shapes, dtypes and shardings of the state, onto which a checkpoint is restored."""
+        extra = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), dict(self.extra_weights))
+        shapes = jax.eval_shape(lambda seed: self._build(self._init_weights(seed), extra, seed), jnp.uint32(0))
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             shapes,
@@ -123,17 +122,17 @@ class StateFactory:
         )
 
     def create(self, seed: int) -> TrainState:
-        """Initialise straight into shards: no device ever holds a whole weight."""
+        """Initialize each weight directly into its shards: no device ever holds a whole one."""
         build = jax.jit(
-            lambda beside, seed: self._around(self._weights(seed), beside, seed),
+            lambda extra_weights, seed: self._build(self._init_weights(seed), extra_weights, seed),
             out_shardings=self.shardings(),
             donate_argnums=0,
             compiler_options=RUN_ONCE,
         )
-        return build(dict(self.beside), jnp.uint32(seed))
+        return build(dict(self.extra_weights), jnp.uint32(seed))
 
-    def fresh_base(self, seed: int) -> Tree:
-        """The weights of the model alone that `create` gives."""
+    def init_base(self, seed: int) -> Tree:
+        """The base model weights that `create` gives for the seed, without adapter or optimizer."""
         build = jax.jit(
             lambda seed: self.model.base.init(jax.random.split(jax.random.key(seed))[0]),
             out_shardings=self.sharder.tree(self.model.base.axes),
@@ -141,28 +140,31 @@ class StateFactory:
         )
         return build(jnp.uint32(seed))
 
-    def create_around(self, base: Tree, seed: int) -> TrainState:
-        """A fresh state with the model's weights, which it takes over; those of an adapter begin as they do."""
+    def create_from_base(self, base: Tree, seed: int) -> TrainState:
+        """A fresh state with the given base weights, which are donated; an adapter is initialized from the seed."""
 
-        def build(base: Tree, beside: Tree, seed: jax.Array) -> TrainState:
-            trained, frozen = split_trainable(self._weights(seed))
-            return self._around(merge_trees(trained, base) if frozen else base, beside, seed)
+        def build(base: Tree, extra_weights: Tree, seed: jax.Array) -> TrainState:
+            trainable, frozen = split_trainable(self._init_weights(seed))
+            return self._build(merge_trees(trainable, base) if frozen else base, extra_weights, seed)
 
-        made = jax.jit(build, out_shardings=self.shardings(), donate_argnums=(0, 1))
-        return made(base, dict(self.beside), jnp.uint32(seed))
+        create = jax.jit(build, out_shardings=self.shardings(), donate_argnums=(0, 1))
+        return create(base, dict(self.extra_weights), jnp.uint32(seed))
 
 
-def plan_states(config: Config, sharder: Sharder, *, beside: Mapping[str, Tree] | None = None) -> StateFactory:
-    """The states of a config: its model with its adapter, and the optimizer of what is trained of them."""
+def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str, Tree] | None = None) -> StateFactory:
+    """The state factory of a config: its model with its adapter, and the optimizer of the trainable parameters."""
     if not config.quantization.kinds.isdisjoint(TO_KEEP):
-        accepted, hint = ", ".join(kind.value for kind in TO_TRAIN), "adapter=qlora trains over four bits"
-        reason = "is a way to decode, not to train"
+        accepted, hint = ", ".join(kind.value for kind in TO_TRAIN), "adapter=qlora trains over quantized weights"
+        reason = "is for inference only; it cannot be trained"
         value = config.quantization.kind
         raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint=hint))
     if not config.quantization.kinds.isdisjoint(QAT) and config.adapter.kind is not AdapterKind.none:
-        reason = "trains weights to be rounded, and those under an adapter are not trained"
+        reason, hint = (
+            "is quantization-aware training of the base weights, which an adapter freezes",
+            "set adapter=none",
+        )
         value, accepted = config.quantization.kind, "none, fp8 or int8 with an adapter"
-        raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint="try adapter=none"))
+        raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint=hint))
     decoder = model.build(config.model, config.adapter, config.quantization)
     sharder.check(decoder.axes, decoder.shapes)
     shapes, axes = split_trainable(decoder.shapes)[0], split_trainable(decoder.axes)[0]
@@ -171,7 +173,7 @@ def plan_states(config: Config, sharder: Sharder, *, beside: Mapping[str, Tree] 
         steps=config.train.steps,
         shapes=shapes,
         axes=axes,
-        # Micro-batches are a loop, which adds up whole stacks.
+        # Gradient accumulation is a loop that adds up whole layer stacks.
         is_written_out=decoder.is_written_out and config.train.grad_accum == 1,
     )
-    return StateFactory(decoder, optimizer, sharder, beside or {})
+    return StateFactory(decoder, optimizer, sharder, extra_weights or {})

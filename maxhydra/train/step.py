@@ -1,4 +1,4 @@
-"""The one step builder: gradients over micro-batches, the guard against bad updates, the update."""
+"""The training step: gradients over micro-batches, the guard against bad updates, the optimizer update."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,73 +10,78 @@ import optax
 from maxhydra.config.schema.run import Nonfinite, Spike, Train
 from maxhydra.model import merge_trees
 from maxhydra.optim import Optimizer
-from maxhydra.train.loss import TOLD, Sums, load_metrics
+from maxhydra.train.loss import AUX, Batch, LossFn, Sums, Tree, load_metrics
 from maxhydra.train.microbatch import split_microbatches
 from maxhydra.train.state import Guard, TrainState
 
-Tree = Any
-Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
-# (weights, batch, key) -> sums over the batch, `loss` and `weight` among them: the step minimises loss / weight.
-# No key: no dropout.
-LossFn = Callable[[Tree, Batch, jax.Array | None], Sums]
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-# (new, old, what layers told) -> the new weights, with what layers change in themselves.
-Settle = Callable[[Tree, Tree, Tree], Tree]
-# Trained weights -> the same in the number formats that the loss uses them in, by which it is differentiated.
+# (new params, old params, aux statistics of layers) -> new params with the router biases updated from the expert load.
+ApplyRouterBias = Callable[[Tree, Tree, Tree], Tree]
+# Trainable params -> the same in the compute dtypes; the loss is differentiated with respect to the result.
 Cast = Callable[[Tree], Tree]
 
 
 def sequences_in(batch: Mapping[str, Any]) -> int:
-    """How many sequences a batch has."""
+    """Number of sequences in a batch."""
     return int(next(iter(batch.values())).shape[0])
 
 
-def _as_they_are(new: Tree, old: Tree, told: Tree) -> Tree:
+def _keep_params(new: Tree, old: Tree, aux: Tree) -> Tree:
     return new
 
 
-def _uncast(weights: Tree) -> Tree:
-    return weights
+def _no_cast(params: Tree) -> Tree:
+    return params
 
 
 def make_step(
-    loss_fn: LossFn, optimizer: Optimizer, train: Train, settle: Settle = _as_they_are, cast: Cast = _uncast
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    train: Train,
+    apply_router_bias: ApplyRouterBias = _keep_params,
+    cast: Cast = _no_cast,
 ) -> StepFn:
     """A pure function (state, batch) -> (state, metrics), to be jitted with the state donated."""
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
-        def loss_of(changing: Tree, batch: Batch, key: jax.Array | None) -> Sums:
-            params, history = changing
+        def loss_of(trainable: Tree, batch: Batch, key: jax.Array | None) -> Sums:
+            params, history = trainable
             return loss_fn(merge_trees(merge_trees(params, state.frozen), history), batch, key)
 
-        changing = (cast(state.params), state.history)
-        (grads, seen), sums = _gradients(loss_of, changing, batch, key, train.grad_accum, kept=state.params)
-        told = sums.pop(TOLD, {})
-        weight = _weight(sums)
+        # The "gradient" with respect to the amax history is the amaxes of this step (layers/quant/amax_history.py).
+        trainable = (cast(state.params), state.history)
+        (grads, amaxes), sums = _gradients(
+            loss_of, trainable, batch, key, train.grad_accum, accum_dtype_of=state.params
+        )
+        aux = sums.pop(AUX, {})
+        weight = _nonzero_weight(sums)
         means = {name: total / weight for name, total in sums.items() if name not in ("weight", "nll")}
-        # Before the division, while the gradients of layers that are written out are arrays of their own.
+        # Before the division, while the gradients of unrolled layers are still separate arrays.
         grad_norm = optimizer.norm(grads) / weight
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
 
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
-        for leaf in jax.tree.leaves(seen):
-            # What is clipped into a format's range would not show otherwise.
-            finite &= jnp.all(jnp.isfinite(leaf))
+        for amax in jax.tree.leaves(amaxes):
+            # Quantization clips to the range of its format, which would hide an overflow.
+            finite &= jnp.all(jnp.isfinite(amax))
         halted = state.guard.halted | (~finite & (train.on_nonfinite is Nonfinite.stop))
         observed = jnp.stack([means["loss"], grad_norm]).astype(jnp.float32)
-        # Without any gradient nothing was learned, and weight decay and momentum alone would move the weights.
+        # With a zero gradient nothing was learned, and weight decay and momentum alone would move the params.
         counts = finite & ~halted & (grad_norm > 0)
         apply = counts & ~_is_spike(state.guard, observed, train.spike)
 
+        learning_rate = optimizer.schedule(state.step - state.guard.skipped)
         with jax.named_scope("update"):
             transform = optax.with_extra_args_support(optimizer.transform)
-            updates, opt_state = transform.update(grads, state.opt_state, state.params, norm=grad_norm)
-            params = settle(optax.apply_updates(state.params, updates), state.params, told)
+            updates, opt_state = transform.update(
+                grads, state.opt_state, state.params, norm=grad_norm, learning_rate=learning_rate
+            )
+            params = apply_router_bias(optax.apply_updates(state.params, updates), state.params, aux)
             params = optimizer.held(params, state.params)
-            history = jax.tree.map(_remembering, state.history, seen)
+            history = jax.tree.map(_push_amax, state.history, amaxes)
             new, old = (params, opt_state, history), (state.params, state.opt_state, state.history)
             params, opt_state, history = _select(apply)(new, old)
         new_state = TrainState(
@@ -88,10 +93,9 @@ def make_step(
             guard=_observe(state.guard, observed, train.spike, counts=counts, apply=apply, halted=halted),
             history=history,
         )
-        learning_rate = optimizer.schedule(state.step - state.guard.skipped)
         metrics = {
             **means,
-            **load_metrics(told),
+            **load_metrics(aux),
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             "tokens": sums["weight"],
@@ -102,44 +106,50 @@ def make_step(
 
 
 def _gradients(
-    loss_fn: LossFn, changing: tuple[Tree, Tree], batch: Batch, key: jax.Array, micro_batches: int, *, kept: Tree
+    loss_fn: LossFn,
+    trainable: tuple[Tree, Tree],
+    batch: Batch,
+    key: jax.Array,
+    micro_batches: int,
+    *,
+    accum_dtype_of: Tree,
 ) -> tuple[tuple[Tree, Tree], Sums]:
-    """Gradient of sum(loss) over the whole batch, with what stands as the gradient by what layers remember; and the
-    sums.
+    """Gradient of sum(loss) over the whole batch, the amaxes of this step, and the sums.
 
-    Micro-batches add up gradients of sums, to be divided once by the total weight, so that they equal the big batch
-    even where their token counts differ. They add up in the formats of the weights as they are `kept`.
+    Micro-batches accumulate gradients of sums, to be divided once by the total weight, so that the result equals that
+    of the whole batch even if their token counts differ. Gradients accumulate in the dtypes of `accum_dtype_of`, the
+    stored params; amaxes are combined by their maximum.
     """
 
-    def total_loss(changing: tuple[Tree, Tree], batch: Batch, key: jax.Array) -> tuple[jax.Array, Sums]:
-        sums = loss_fn(changing, batch, key)
+    def total_loss(trainable: tuple[Tree, Tree], batch: Batch, key: jax.Array) -> tuple[jax.Array, Sums]:
+        sums = loss_fn(trainable, batch, key)
         return sums["loss"], sums
 
     gradient = jax.grad(total_loss, has_aux=True)
     if micro_batches == 1:
-        (grads, seen), sums = gradient(changing, batch, key)
+        (grads, amaxes), sums = gradient(trainable, batch, key)
     else:
         parts, keys = split_microbatches(batch, micro_batches), jax.random.split(key, micro_batches)
 
-        def add(total: tuple[Tree, Sums], part: tuple[Batch, jax.Array]) -> tuple[tuple[Tree, Sums], None]:
-            ((grads, seen), sums), ((more, also), further) = total, gradient(changing, *part)
-            grads, sums = jax.tree.map(lambda sum, one: sum + one.astype(sum.dtype), (grads, sums), (more, further))
-            return ((grads, jax.tree.map(jnp.maximum, seen, also)), sums), None
+        def accumulate(total: tuple[Tree, Sums], part: tuple[Batch, jax.Array]) -> tuple[tuple[Tree, Sums], None]:
+            ((grads, amaxes), sums), ((part_grads, part_amaxes), part_sums) = total, gradient(trainable, *part)
+            grads, sums = jax.tree.map(lambda sum, x: sum + x.astype(sum.dtype), (grads, sums), (part_grads, part_sums))
+            return ((grads, jax.tree.map(jnp.maximum, amaxes, part_amaxes)), sums), None
 
-        shapes = jax.eval_shape(gradient, changing, jax.tree.map(lambda x: x[0], parts), keys[0])
-        (_, seen), sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        zeros = ((jax.tree.map(jnp.zeros_like, kept), seen), sums)
-        ((grads, seen), sums), _ = jax.lax.scan(add, zeros, (parts, keys))
-    return (grads, seen), sums
-
-
-def _remembering(history: jax.Array, seen: jax.Array) -> jax.Array:
-    """Columns of the last steps, with what this step saw in front."""
-    return jnp.concatenate([seen[..., :1], history[..., :-1]], axis=-1)
+        shapes = jax.eval_shape(gradient, trainable, jax.tree.map(lambda x: x[0], parts), keys[0])
+        (_, amaxes), sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        zeros = ((jax.tree.map(jnp.zeros_like, accum_dtype_of), amaxes), sums)
+        ((grads, amaxes), sums), _ = jax.lax.scan(accumulate, zeros, (parts, keys))
+    return (grads, amaxes), sums
 
 
-def _weight(sums: Sums) -> jax.Array:
-    """What to divide by; a batch in which nothing is learned has loss 0 and no gradient."""
+def _push_amax(history: jax.Array, amax: jax.Array) -> jax.Array:
+    """Push this step's amax to the front of the history, and drop the oldest."""
+    return jnp.concatenate([amax[..., :1], history[..., :-1]], axis=-1)
+
+
+def _nonzero_weight(sums: Sums) -> jax.Array:
+    """The divisor of the sums; a batch without any weight has loss 0 and no gradient."""
     return jnp.where(sums["weight"] == 0, 1, sums["weight"])
 
 
@@ -148,26 +158,27 @@ def _select(condition: jax.Array) -> Callable[[Tree, Tree], Tree]:
 
 
 def _is_spike(guard: Guard, observed: jax.Array, spike: Spike) -> jax.Array:
-    """Loss or gradient norm over mean + sigmas * standard deviation, once enough steps were seen."""
+    """True if loss or gradient norm exceeds mean + sigmas * standard deviation, after the warm-up steps."""
     if spike.sigmas is None:
         return jnp.zeros((), jnp.bool_)
-    return jnp.any(observed > _limit(guard, spike.sigmas)) & (guard.seen >= spike.warmup_steps)
+    return jnp.any(observed > _threshold(guard, spike.sigmas)) & (guard.seen >= spike.warmup_steps)
 
 
-def _limit(guard: Guard, sigmas: float) -> jax.Array:
+def _threshold(guard: Guard, sigmas: float) -> jax.Array:
     return guard.mean + sigmas * jnp.sqrt(guard.variance)
 
 
 def _observe(
     guard: Guard, observed: jax.Array, spike: Spike, *, counts: jax.Array, apply: jax.Array, halted: jax.Array
 ) -> Guard:
-    """Exponential mean and variance over the steps that count; while few were seen, their plain average.
+    """Update the exponential mean and variance with a step that counts; over the first steps, a plain average.
 
-    A spike counts as the largest that is none: one leaves little behind, and many in a row, as where other data begin,
-    bring the limit up to them. Weights that stand still would never bring them down.
+    Spikes are clipped to the threshold before they enter the statistics: a single one changes them little, and a
+    sustained jump, as when the data changes, raises the threshold until it is accepted. Skipping all of them forever
+    would freeze the params, and the loss could never come down.
     """
     if spike.sigmas is not None:
-        observed = jnp.where(apply, observed, jnp.minimum(observed, _limit(guard, spike.sigmas)))
+        observed = jnp.where(apply, observed, jnp.minimum(observed, _threshold(guard, spike.sigmas)))
     keep = jnp.minimum(spike.decay, guard.seen / (guard.seen + 1.0))
     delta = observed - guard.mean
     return Guard(

@@ -1,7 +1,7 @@
-"""One session of training in a run's folder: begin or go on, train, leave everything closed and on disk.
+"""One training session of a run: initialize or resume, compile, train, close all files.
 
-Every training task calls `train` with its own states, loss and batches; a run that is interrupted and started again is
-two sessions of one run.
+Every training task calls `train` with its own states, loss and batches. A run that is interrupted and resumed consists
+of two sessions.
 """
 
 import dataclasses
@@ -12,26 +12,24 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from typing import Any
 
-import jax
-
 from maxhydra.config import Config
 from maxhydra.config.schema.hardware import Platform
-from maxhydra.config.schema.run import Train
 from maxhydra.data import BatchSpec
 from maxhydra.model import flops_per_token, parameter_counts
 from maxhydra.record import MetricsWriter, NullMetricsWriter, RunDirectory, series
 from maxhydra.runtime import Machine
 from maxhydra.train.batches import BatchSource
 from maxhydra.train.checkpoint import open_checkpointer
-from maxhydra.train.compile import RampedStep, reserve_gpu_headroom
+from maxhydra.train.compile import RampedStep, compile_step, reserve_gpu_headroom
+from maxhydra.train.evaluate import Evaluate
 from maxhydra.train.loop import LoopContext, TrainResult, fit
+from maxhydra.train.loss import LossFn, Tree
 from maxhydra.train.metrics import MetricsLogger, StepCost
-from maxhydra.train.objectives import Evaluate
 from maxhydra.train.preemption import PreemptionSignal
 from maxhydra.train.progress import open_progress
-from maxhydra.train.restore import InitialState, begin
-from maxhydra.train.state import StateFactory, Tree
-from maxhydra.train.step import LossFn, StepFn, make_step, sequences_in
+from maxhydra.train.restore import InitialState, initialize_or_resume
+from maxhydra.train.state import StateFactory
+from maxhydra.train.step import StepFn, sequences_in
 from maxhydra.train.trackers import open_trackers
 
 log = logging.getLogger("maxhydra")
@@ -39,34 +37,36 @@ log = logging.getLogger("maxhydra")
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSetup:
-    """What a task brings: how states are made, what is minimised, on which batches."""
+    """The parts of a training run that differ between tasks."""
 
     states: StateFactory
     loss: LossFn
     spec: BatchSpec
-    """Of the rows that a step takes."""
+    """The rows of a batch."""
     batches: BatchSource
     evaluate: Evaluate | None
-    """Measures a state on what is held out. None: nothing is."""
+    """Evaluates a state on held-out data. None: there is none."""
     initial: Callable[[], Tree] | None = None
-    """Gives the weights of the model that a new run starts from, where the config does not say."""
+    """Returns the base weights that a new run starts from, instead of those that the config names."""
     passes: float = 1.0
-    """Forward and backward passes over the model for each row of a batch, for the account of arithmetic."""
+    """Forward and backward passes through the model per row of a batch, for the FLOP count."""
 
 
 def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine: Machine) -> TrainResult:
-    """Train until train.steps, and save the end."""
-    began = time.perf_counter()
-    with PreemptionSignal() as interrupt, closing(training.batches), ExitStack() as stack:
+    """Train until train.steps, and save the final state."""
+    start_time = time.perf_counter()
+    with PreemptionSignal() as preemption, closing(training.batches), ExitStack() as stack:
         example = training.batches.peek()
-        # The step compiles while the weights are made or read: on a small model either takes as long as the other.
-        compiling = stack.enter_context(ThreadPoolExecutor(1)).submit(compile_step, training, config, example)
+        # Compile while the weights are initialized or loaded: for a small model, both take about as long.
+        compilation = stack.enter_context(ThreadPoolExecutor(1)).submit(
+            compile_step, training.states, training.loss, config.train, example
+        )
         if machine.hardware.platform is Platform.gpu:
-            # There the compiler tries kernels on arrays as large as those of the step, and weights that are made
-            # meanwhile would come to lie behind them, in the middle of what is free afterwards.
-            wait([compiling])
+            # XLA autotunes kernels on arrays as large as those of the step; weights that are allocated meanwhile would
+            # end up behind them, in the middle of the memory that is free afterwards.
+            wait([compilation])
         with reserve_gpu_headroom(training.states.sharder):
-            start = begin(
+            start = initialize_or_resume(
                 training.states,
                 run.checkpoints,
                 config.checkpoint,
@@ -74,43 +74,35 @@ def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine
                 seed=config.run.seed,
                 initial=training.initial,
             )
-        parameters, trained = parameter_counts(training.states.model)
-        log.info("%s", "; ".join(machine.notes))
-        of_them = "" if trained == parameters else f", {trained:,} of them trained"
-        log.info("%s parameters%s, %s; run %s", f"{parameters:,}", of_them, start.source, run.path)
-        run.update(parameters=parameters, trained_parameters=trained, started_from=start.source, start_step=start.step)
+        _report_start(training, start, run=run, machine=machine)
         if start.step >= config.train.steps:
-            reason = f"step {start.step} was reached before; raise train.steps to go on"
+            reason = f"step {start.step} was already reached; raise train.steps to continue"
             return TrainResult("finished", reason, start.step, start.state, {})
-        first, seconds = compiling.result()
-        step = first
+        step, seconds = compilation.result()
         if training.spec.ramp:
-            sizes = [*(size for _, size in training.spec.ramp), training.spec.batch]
-            compiled = {sequences_in(example): first}
-            step = RampedStep(lambda batch: compile_step(training, config, batch)[0], sizes, compiled)
-        run.update(timings={"compile": seconds, "before_first_step": time.perf_counter() - began})
-        parts = _assemble(training, config, step, start, run=run, machine=machine, stack=stack)
-        return fit(parts, start.state, start=start.step, interrupt=interrupt)
+            step = _ramped_step(training, config, {sequences_in(example): step})
+        run.update(timings={"compile": seconds, "before_first_step": time.perf_counter() - start_time})
+        context = _loop_context(training, config, step, start, run=run, machine=machine, stack=stack)
+        return fit(context, start.state, start=start.step, preemption=preemption)
 
 
-def compile_step(training: TrainingSetup, config: Config, example: Mapping[str, Any]) -> tuple[StepFn, float]:
-    """The step compiled for batches like the example, and how long that took. A state is given up to its successor."""
-    began = time.perf_counter()
-    compiled = trace_step(training.states, training.loss, config.train, example).lower().compile()
-    return compiled, time.perf_counter() - began
+def _report_start(training: TrainingSetup, start: InitialState, *, run: RunDirectory, machine: Machine) -> None:
+    """Log and record the number of parameters and where the run starts."""
+    parameters, trained = parameter_counts(training.states.model)
+    log.info("%s", "; ".join(machine.notes))
+    trained_text = "" if trained == parameters else f", {trained:,} of them trained"
+    log.info("%s parameters%s, %s; run %s", f"{parameters:,}", trained_text, start.source, run.path)
+    run.update(parameters=parameters, trained_parameters=trained, started_from=start.source, start_step=start.step)
 
 
-def trace_step(states: StateFactory, loss: LossFn, train: Train, example: Mapping[str, Any]) -> jax.stages.Traced:
-    """The step on its way to the compiler, for the devices of the states' mesh."""
-    step = jax.jit(
-        make_step(loss, states.optimizer, train, states.model.settled, states.model.cast),
-        donate_argnums=0,
-        out_shardings=(states.shardings(), None),
-    )
-    return step.trace(states.abstract(), example)
+def _ramped_step(training: TrainingSetup, config: Config, compiled: dict[int, StepFn]) -> StepFn:
+    def compile_for(example: Mapping[str, Any]) -> StepFn:
+        return compile_step(training.states, training.loss, config.train, example)[0]
+
+    return RampedStep(compile_for, [*(size for _, size in training.spec.ramp), training.spec.batch], compiled)
 
 
-def _assemble(
+def _loop_context(
     training: TrainingSetup,
     config: Config,
     step: StepFn,
@@ -131,7 +123,7 @@ def _assemble(
         closing(open_progress(config.train.progress, total=config.train.steps, start=start.step, shown=is_main))
     )
     seq_len = training.spec.rows.seq_len
-    work = StepCost(
+    cost = StepCost(
         tokens=int(training.passes * seq_len),
         flops=training.passes * seq_len * flops_per_token(config.model, seq_len),
         devices=machine.devices,
@@ -139,11 +131,11 @@ def _assemble(
     )
     return LoopContext(
         train=config.train,
-        saving=config.checkpoint,
+        checkpoint=config.checkpoint,
         step=step,
         batches=training.batches,
         evaluate=training.evaluate,
         checkpointer=stack.enter_context(closing(open_checkpointer(run.checkpoints, config.checkpoint))),
-        meter=MetricsLogger(work, run=run, writer=writer, tracker=tracker, progress=progress, step=start.step),
+        metrics=MetricsLogger(cost, run=run, writer=writer, tracker=tracker, progress=progress, step=start.step),
         past_eval_losses=series(run.metrics_path, "eval/loss")[1],
     )

@@ -1,1 +1,1 @@
-"""The search for fast settings: what to try, in which order, each in a process of its own, and what is made of it."""
+"""Autotuning: the search space, the search order, trials in separate processes, and the resulting experiment."""

@@ -1,4 +1,4 @@
-"""What can be tried: values for each setting, and the config that a choice of them gives."""
+"""The search space: the values of each setting, and the config that a candidate gives."""
 
 import dataclasses
 import math
@@ -16,65 +16,65 @@ from maxhydra.kernels import attention, grouped_matmul
 from maxhydra.runtime.flags import replaced_flags
 from maxhydra.tune.tiles import tiles
 
-# Key -> override, such as `train.loss_chunk=1024`; what is not among them stays as it is.
+# Key -> override, such as `train.loss_chunk=1024`; other settings are unchanged.
 Candidate = dict[str, str]
 BATCH, ACCUMULATION = "train.per_device_batch_size", "train.grad_accum"
 REMAT, UNROLL, CHUNK, FLAGS = "model.remat.policy", "model.scan_unroll", "train.loss_chunk", "hardware.xla_flags"
-# From fast to frugal.
+# From fastest to least memory.
 POLICIES = (RematPolicy.none, RematPolicy.minimal, RematPolicy.full)
 CHUNKS = (0, 2048, 1024)
-# How often a batch is halved at most.
-HALVES = 3
+# Maximum number of times that a batch is halved.
+MAX_HALVINGS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """A setting and what it can be, as overrides; those that need the least memory come last."""
+    """A setting and its values as overrides, ordered by decreasing memory."""
 
     key: str
     values: tuple[str, ...]
     under: Candidate = dataclasses.field(default_factory=dict)
-    """What it is a part of, and falls with."""
+    """The setting that it depends on, such as the backend of a tile; empty if none."""
 
 
 def axes(config: Config, task: TuneTask, hardware: Hardware) -> list[Axis]:
-    """The settings to try; ConfigError where one that was asked for cannot be."""
+    """The settings to try; ConfigError if one in task.space is invalid."""
     if not task.space:
-        return [axis for axis in _default(config, task, hardware) if len(axis.values) > 1 or axis.under]
+        return [axis for axis in _default_space(config, task, hardware) if len(axis.values) > 1 or axis.under]
     parsed = parse(task.space, loader=None)
     problems = [dataclasses.replace(problem, path=f"task.space {problem.path}") for problem in parsed.problems]
-    found = [Axis(o.key_or_group, _overrides(o.key_or_group, _values(o))) for o in parsed.overrides if _is_plain(o)]
-    wrong = [o.input_line for o in parsed.overrides if not _is_plain(o)]
-    problems += [Problem("task.space", f"{line} sets no value", accepted="key=value,value,...") for line in wrong]
-    for axis in found:
+    space = [Axis(o.key_or_group, _overrides(o.key_or_group, _values(o))) for o in parsed.overrides if _is_plain(o)]
+    invalid = [o.input_line for o in parsed.overrides if not _is_plain(o)]
+    problems += [Problem("task.space", f"{line} sets no value", accepted="key=value,value,...") for line in invalid]
+    for axis in space:
         for override in axis.values:
             try:
-                settled(config, {axis.key: override}, task.batch)
+                apply_candidate(config, {axis.key: override}, task.batch)
             except ConfigError as error:
-                problems += [_seen_from_here(problem, override) for problem in error.problems]
+                problems += [_in_task_space(problem, override) for problem in error.problems]
     if problems:
         raise ConfigError(problems)
-    return found
+    return space
 
 
-def settled(config: Config, candidate: Candidate, batch: Batch) -> Config:
-    """The config with a candidate's values, checked as any other, and with the gradient accumulation that its batch
-    then needs."""
+def apply_candidate(config: Config, candidate: Candidate, batch: Batch) -> Config:
+    """The validated config with a candidate's values, and the gradient accumulation that its batch size needs."""
     sequences = config.train.per_device_batch_size * config.train.grad_accum
     overrides = list(candidate.values())
-    is_kept = batch is Batch.same and BATCH in candidate
-    if is_kept and ACCUMULATION not in candidate:
+    keeps_batch = batch is Batch.same and BATCH in candidate
+    if keeps_batch and ACCUMULATION not in candidate:
         overrides += _accumulation(candidate[BATCH], sequences)
-    train = (made := with_overrides(config, overrides)).train
-    if is_kept and train.per_device_batch_size * train.grad_accum != sequences:
-        reason = f"does not divide the {sequences:g} sequences a device of a step, which task.batch=same keeps"
-        hint = "task.batch=any lets steps differ"
+    changed = with_overrides(config, overrides)
+    train = changed.train
+    if keeps_batch and train.per_device_batch_size * train.grad_accum != sequences:
+        reason = f"does not divide the {sequences:g} sequences per device and step, which task.batch=same preserves"
+        hint = "set task.batch=any to allow other batch sizes"
         raise ConfigError(Problem(BATCH, reason, value=train.per_device_batch_size, hint=hint))
-    return made
+    return changed
 
 
 def _accumulation(override: str, sequences: float) -> list[str]:
-    """Passes that make up the sequences; none where the size is no number that divides them, which others refuse."""
+    """The grad_accum override that keeps the number of sequences; empty if the size is invalid (checked elsewhere)."""
     size = parse([override], loader=None).overrides[0].value()
     if not isinstance(size, (int, float)) or size <= 0 or sequences % size:
         return []
@@ -89,15 +89,15 @@ def _values(override: Override) -> list[str]:
     return values(override) if override.is_sweep_override() else [str(override.get_value_string())]
 
 
-def _seen_from_here(problem: Problem, override: str) -> Problem:
+def _in_task_space(problem: Problem, override: str) -> Problem:
     return dataclasses.replace(problem, reason=f"{problem.reason} (task.space: {override})", source="")
 
 
-def _overrides(key: str, found: Iterable[object]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(f"{key}={value}" for value in found))
+def _overrides(key: str, options: Iterable[object]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(f"{key}={value}" for value in options))
 
 
-def _default(config: Config, task: TuneTask, hardware: Hardware) -> Iterator[Axis]:
+def _default_space(config: Config, task: TuneTask, hardware: Hardware) -> Iterator[Axis]:
     model, train = config.model, config.train
     if model.remat.policy is not RematPolicy.custom:
         yield Axis(REMAT, _overrides(REMAT, (policy.value for policy in POLICIES)))
@@ -106,28 +106,31 @@ def _default(config: Config, task: TuneTask, hardware: Hardware) -> Iterator[Axi
     yield Axis(CHUNK, _overrides(CHUNK, chunks))
     repeats = math.ceil((model.num_layers - len(model.prefix)) / max(1, len(model.pattern)))
     yield Axis(UNROLL, _overrides(UNROLL, (max(1, repeats), 1)))
-    sets = [replaced_flags(hardware.xla_flags, flags) for flags in hardware.flag_sets.values()]
-    yield Axis(FLAGS, _overrides(FLAGS, map(_listed, (config.hardware.xla_flags, *sets))))
+    flag_sets = [replaced_flags(hardware.xla_flags, flags) for flags in hardware.flag_sets.values()]
+    yield Axis(FLAGS, _overrides(FLAGS, map(_list_literal, (config.hardware.xla_flags, *flag_sets))))
     yield from _backends(config, hardware)
-    # All combinations of tiles would be more than anybody waits for.
+    # A grid over all combinations of tiles would take too long.
     if task.search is Search.one_by_one:
         for backend, key, sizes in tiles(config, hardware):
             yield Axis(key, _overrides(key, sizes), under={backend.partition("=")[0]: backend})
 
 
 def _batches(config: Config, batch: Batch) -> list[str]:
-    """Largest first. One that is kept is divided among passes; else it may double too."""
-    own, sequences = config.train.per_device_batch_size, config.train.per_device_batch_size * config.train.grad_accum
+    """Batch sizes, largest first: splits of the same global batch over passes, or with task.batch=any also doubled."""
+    current, sequences = (
+        config.train.per_device_batch_size,
+        config.train.per_device_batch_size * config.train.grad_accum,
+    )
     if batch is Batch.any:
-        sizes = [2 * own, *(own / 2**n for n in range(HALVES))]
+        sizes = [2 * current, *(current / 2**n for n in range(MAX_HALVINGS))]
     else:
-        sizes = [own, *(sequences / 2**n for n in range(HALVES + 1))]
-    whole = {size for size in sizes if size == own or size == int(size)}
-    return [f"{size:g}" for size in sorted(whole, reverse=True)]
+        sizes = [current, *(sequences / 2**n for n in range(MAX_HALVINGS + 1))]
+    valid = {size for size in sizes if size == current or size == int(size)}
+    return [f"{size:g}" for size in sorted(valid, reverse=True)]
 
 
 def _backends(config: Config, hardware: Hardware) -> Iterator[Axis]:
-    """Of operations that the model calls: what `auto` takes, and every backend that runs on the platform."""
+    """For each operation that the model calls: `auto`, and every backend that runs on the platform."""
     used = [config.model.kinds[name] for name in {*config.model.prefix, *config.model.pattern}]
     tables: dict[str, Iterable[tuple[str, tuple[str, ...]]]] = {}
     if any(kind.mixer is not Mixer.delta for kind in used):
@@ -136,11 +139,11 @@ def _backends(config: Config, hardware: Hardware) -> Iterator[Axis]:
         tables["grouped_matmul"] = [(name, row.platforms) for name, row in grouped_matmul.BACKENDS.items()]
     for operation, rows in tables.items():
         key = f"model.kernels.{operation}"
-        able = [name for name, platforms in rows if hardware.platform.value in platforms and name != "reference"]
-        # Where there is but one, it is what auto takes.
-        if len(able) > 1:
-            yield Axis(key, _overrides(key, ("auto", *able)))
+        backends = [name for name, platforms in rows if hardware.platform.value in platforms and name != "reference"]
+        # A single backend is the one that auto chooses.
+        if len(backends) > 1:
+            yield Axis(key, _overrides(key, ("auto", *backends)))
 
 
-def _listed(flags: list[str]) -> str:
+def _list_literal(flags: list[str]) -> str:
     return "[" + ",".join(f"'{flag}'" for flag in flags) + "]"

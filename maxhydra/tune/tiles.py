@@ -1,4 +1,4 @@
-"""Sizes of tiles to try: what the kernels that a model calls offer for its shapes."""
+"""The tile sizes to try: those that the kernels of a model offer for its shapes."""
 
 import logging
 from collections.abc import Iterator
@@ -15,30 +15,30 @@ from maxhydra.layers.attention import AttentionSpec
 
 log = logging.getLogger("maxhydra")
 
-# Kernel of an operation, empty where it has but one -> sizes by name.
-Offered = dict[str, list[dict[str, int]]]
+# Kernel of an operation (empty if it has only one) -> tile sizes by name.
+TileOptions = dict[str, list[dict[str, int]]]
 
 
 def tiles(config: Config, hardware: Hardware) -> Iterator[tuple[str, str, list[str]]]:
-    """A backend by name as an override, the key of a tile of its kernels, and values as one would write them."""
+    """For each tunable kernel: the override that chooses its backend, the key of its tile, and the values to try."""
     if hardware.platform is not Platform.gpu:
-        log.info("no kernel whose tile can be chosen runs on %s: tiles are not tried", hardware.platform.value)
+        log.info("not tuning tiles: no kernel on %s has configurable tiles", hardware.platform.value)
         return
-    for backend, operation, kernels in _offered(config):
-        for kernel, offered in kernels.items():
+    for backend, operation, kernels in _tile_options(config):
+        for kernel, options in kernels.items():
             key = ".".join(filter(None, ("model.kernels.tiles", backend, operation, kernel)))
-            values = ["{" + ",".join(f"{name}:{size}" for name, size in sizes.items()) + "}" for sizes in offered]
+            values = ["{" + ",".join(f"{name}:{size}" for name, size in sizes.items()) + "}" for sizes in options]
             if values:
                 yield f"model.kernels.{operation}={backend}", key, values
 
 
-def _offered(config: Config) -> Iterator[tuple[str, str, Offered]]:
-    """By backend and operation, for rows of one sequence, which divides all that a batch has."""
+def _tile_options(config: Config) -> Iterator[tuple[str, str, TileOptions]]:
+    """Backend, operation and tile sizes for the rows of one sequence, which divide the rows of any batch."""
     model, length = config.model, config.train.seq_len
     used = [model.kinds[name] for name in dict.fromkeys((*model.prefix, *model.pattern))]
     mixers = [AttentionSpec.of(model, kind) for kind in used if kind.mixer is Mixer.attention]
     if mixers:
-        # What registers hold of the largest heads, they hold of all.
+        # Tiles that fit in registers for the largest heads fit for all.
         head_dim = max(mixer.head_dim for mixer in mixers)
         yield "mosaic", "attention", mosaic.tried(head_dim, length)
         yield "triton", "attention", triton.tried(head_dim, length)

@@ -1,6 +1,6 @@
-"""A candidate timed by an ordinary benchmark run in a process of its own, and the file that keeps what came of each.
+"""Trials: a candidate timed by a benchmark run in a separate process, and the journal of all trials.
 
-A crash, a hang or a lack of memory ends that process alone; flags are read when a process starts jax.
+A crash, a hang or running out of memory ends only that process; also, XLA flags are read once per process.
 """
 
 import dataclasses
@@ -24,12 +24,13 @@ from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import replace_file, to_json
 
 LINES, TRIALS = "tune.jsonl", "trials"
-MEASURED, FAILED, NO_MEMORY, GIVEN_UP, HOPELESS = "measured", "failed", "no memory", "given up", "hopeless"
+# Values of `status` in tune.jsonl.
+MEASURED, FAILED, NO_MEMORY, TIMED_OUT, PRUNED = "measured", "failed", "no memory", "given up", "hopeless"
 WARM_UP = 2
-# Exit code of `maxhydra job`.
-WRONG_CONFIG = 2
-# The process asks the kernel to end with its parent: one that is killed leaves no trial behind to hold the devices.
-OWNED = (
+# Exit code of `maxhydra job` for an invalid config.
+INVALID_CONFIG = 2
+# Runs a command that the OS kills when its parent dies: a killed search leaves no trial that holds the devices.
+RUN_WITH_PARENT = (
     "import ctypes, os, signal, sys\n"
     "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
     "os.execv(sys.argv[1], sys.argv[1:])"
@@ -38,10 +39,10 @@ OWNED = (
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What came of a candidate over so many steps."""
+    """The result of timing a candidate over `steps` steps; a line of tune.jsonl."""
 
     base: str
-    """Digest of the config that is tuned."""
+    """Digest of the config that is being tuned."""
     key: str
     """Digest of the config that ran."""
     candidate: dict[str, str]
@@ -49,9 +50,9 @@ class Trial:
     status: str
     reason: str
     seconds: float
-    """That the trial took."""
+    """Duration of the trial."""
     line: dict[str, Any]
-    """What task=bench says; empty unless it was measured."""
+    """The record of task=bench; empty unless the status is `measured`."""
 
     @property
     def seconds_per_token(self) -> float:
@@ -59,13 +60,13 @@ class Trial:
 
     @property
     def memory_gib(self) -> float | None:
-        """What the device held at most, or what the compiler says where the device does not."""
-        found: float | None = self.line.get("peak_memory_gib") or self.line.get("needed_memory_gib")
-        return found
+        """Peak memory of the device, or the compiler's estimate if the device does not report it."""
+        memory: float | None = self.line.get("peak_memory_gib") or self.line.get("needed_memory_gib")
+        return memory
 
 
 def bench_config(config: Config, steps: int) -> Config:
-    """The benchmark of a candidate: the same settings under another task, in a folder that is given with the job."""
+    """The benchmark config of a candidate: the same settings with task=bench."""
     task = BenchTask(name="bench", steps=steps, warm_up=WARM_UP)  # type: ignore[call-arg]
     run = Run(seed=config.run.seed, outputs=config.run.outputs)  # type: ignore[call-arg]
     return dataclasses.replace(config, task=task, run=run)
@@ -76,17 +77,19 @@ def digest(config: Config) -> str:
 
 
 class Journal:
-    """tune.jsonl: a line for each trial, added as it ends. A half-written last line is cut off, and those of another
-    config, tuned in the same folder, are left alone."""
+    """tune.jsonl: a line per trial, appended as it ends.
+
+    A half-written last line is removed; lines of another config that was tuned in the same folder are ignored.
+    """
 
     def __init__(self, folder: Path, base: str):
         self._folder, self._base = folder, base
         self._all: list[Trial] = []
         path = folder / LINES
         if path.exists():
-            whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
-            self._all = [Trial(**json.loads(line)) for line in whole.splitlines()]
-            replace_file(path, whole + "\n" if whole else "")
+            complete = path.read_text(encoding="utf-8").rpartition("\n")[0]
+            self._all = [Trial(**json.loads(line)) for line in complete.splitlines()]
+            replace_file(path, complete + "\n" if complete else "")
 
     def add(self, trial: Trial) -> None:
         self._all.append(trial)
@@ -95,16 +98,16 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
 
-    def run(self, config: Config, candidate: dict[str, str], steps: int, **how: Any) -> Trial:
-        """Time a candidate whose config is given, in a folder of its own."""
-        began = time.monotonic()
-        status, reason, lines = run_trial(config, self._folder / TRIALS / str(len(self._all) + 1), **how)
+    def run(self, config: Config, candidate: dict[str, str], steps: int, **options: Any) -> Trial:
+        """Time a candidate with the given config in a new folder; `options` are those of `run_trial`."""
+        start = time.monotonic()
+        status, reason, lines = run_trial(config, self._folder / TRIALS / str(len(self._all) + 1), **options)
         trial = self.trial(config, candidate, steps, status=status, reason=reason)
-        seconds = round(time.monotonic() - began, 1)
+        seconds = round(time.monotonic() - start, 1)
         return dataclasses.replace(trial, seconds=seconds, line=lines[0] if lines else {})
 
     def trial(self, config: Config, candidate: dict[str, str], steps: int, *, status: str, reason: str) -> Trial:
-        """One that took no time."""
+        """A trial that was not run."""
         return Trial(self._base, digest(config), candidate, steps, status, reason, seconds=0.0, line={})
 
     @property
@@ -120,19 +123,21 @@ class Journal:
 
 
 def run_trial(
-    config: Config, folder: Path, *, told: Mapping[str, Any], environment: Mapping[str, str], limit: float
+    config: Config, folder: Path, *, job_facts: Mapping[str, Any], environment: Mapping[str, str], limit: float
 ) -> tuple[str, str, list]:
-    """Run a benchmark in `folder` for so many seconds at most: status, reason and lines. `told` is what is known of the
-    config besides, as launchers leave it for a job."""
-    # One that was killed in the middle leaves a folder behind.
+    """Run a benchmark in `folder` for at most `limit` seconds; returns status, reason and records.
+
+    `job_facts` are the choices and overrides of the config, in the format that launchers write for a job.
+    """
+    # A trial that was killed leaves its folder behind.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     replace_file(folder / "job.yaml", to_yaml(config))
-    replace_file(folder / "job.json", to_json(told))
+    replace_file(folder / "job.json", to_json(job_facts))
     command = [sys.executable, "-m", "maxhydra", "job", str(folder / "job.yaml"), "--run-dir", str(folder)]
     with open(folder / "console.txt", "wb") as console:
         process = subprocess.Popen(
-            [sys.executable, "-c", OWNED, *command],
+            [sys.executable, "-c", RUN_WITH_PARENT, *command],
             stdin=subprocess.DEVNULL,
             stdout=console,
             stderr=subprocess.STDOUT,
@@ -141,22 +146,22 @@ def run_trial(
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            return GIVEN_UP, f"took over {limit:.0f} s", []
+            return TIMED_OUT, f"exceeded {limit:.0f} s", []
         finally:
             process.kill()
             process.wait()
-    facts = RunDirectory(folder, writes=False)
-    told = facts.read() if facts.exists() else {}
-    if code == 0 and told.get("status") == "finished":
-        return MEASURED, "", told["lines"]
-    reason = str(told.get("reason") or _last_words(folder / "console.txt", code) or f"ended with code {code}")
+    run = RunDirectory(folder, writes=False)
+    facts = run.read() if run.exists() else {}
+    if code == 0 and facts.get("status") == "finished":
+        return MEASURED, "", facts["lines"]
+    reason = str(facts.get("reason") or _error_from_console(folder / "console.txt", code) or f"exited with code {code}")
     return (NO_MEMORY if reason.startswith("out of memory") else FAILED), reason, []
 
 
-def _last_words(path: Path, code: int) -> str:
-    """Of a process that kept no reason: the first problem of a wrong config, else the last line that it wrote."""
+def _error_from_console(path: Path, code: int) -> str:
+    """The error of a process that recorded no reason: the first config problem, else its last line of output."""
     lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    heads = [number for number, line in enumerate(lines[:-1]) if line.startswith("maxhydra: ")]
-    if code == WRONG_CONFIG and heads:
-        return lines[heads[-1] + 1]
+    headers = [number for number, line in enumerate(lines[:-1]) if line.startswith("maxhydra: ")]
+    if code == INVALID_CONFIG and headers:
+        return lines[headers[-1] + 1]
     return lines[-1] if lines else ""

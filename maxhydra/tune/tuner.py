@@ -1,4 +1,4 @@
-"""Tries candidates within a time, remembers what came of each, and knows which is best."""
+"""The tuner: tries candidates within a time limit, records the trials, and reports the best."""
 
 import dataclasses
 import logging
@@ -11,91 +11,90 @@ from maxhydra.config.schema.tasks.tune import Search, TuneTask
 from maxhydra.record import scrub_argv
 from maxhydra.train.progress import Progress
 from maxhydra.tune.search import OutOfTime, eliminate, grid, one_by_one
-from maxhydra.tune.space import POLICIES, Axis, Candidate, settled
-from maxhydra.tune.trial import FAILED, HOPELESS, NO_MEMORY, Journal, Trial, bench_config, digest
+from maxhydra.tune.space import POLICIES, Axis, Candidate, apply_candidate
+from maxhydra.tune.trial import FAILED, MEASURED, NO_MEMORY, PRUNED, Journal, Trial, bench_config, digest
 
 log = logging.getLogger("maxhydra")
 
-# Share of the time after which no new candidate is tried, and the best are timed again.
-EXPLORING = 0.75
-# Characters of a setting in a table.
-LONGEST = 60
+# Share of the time limit for new candidates; the rest is for timing the best again.
+EXPLORATION_SHARE = 0.75
+# Maximum number of characters of a setting in the table.
+MAX_WIDTH = 60
 
 
 @dataclasses.dataclass
 class Tuner:
-    """A search in a run's folder; the same folder again goes on with it."""
+    """A search in a run's folder; running it again in the same folder resumes it."""
 
     config: Config
     task: TuneTask
     space: list[Axis]
     choices: Mapping[str, str]
     overrides: Sequence[str]
-    """What the config was composed from."""
+    """The overrides that the config was composed from."""
     folder: Path
     environment: Mapping[str, str]
-    """Of the trials' processes."""
+    """Environment variables of the trial processes."""
     progress: Progress
 
     def __post_init__(self) -> None:
         self.journal = Journal(self.folder, digest(bench_config(self.config, self.task.steps)))
-        self._share = EXPLORING
-        self._refused: set[str] = set()
+        self._share = EXPLORATION_SHARE
+        self._reported_errors: set[str] = set()
 
     def run(self) -> str:
-        """Search until there is nothing left to try, or no time; why it ended."""
+        """Search until there is nothing left to try or the time is up; returns the reason why it ended."""
         task = self.task
-        spent = f"task.minutes={task.minutes:g} were over"
+        time_is_up = f"the time limit task.minutes={task.minutes:g} was reached"
         explore = grid if task.search is Search.grid else one_by_one
         try:
             tried = explore(self.space, self.measure, steps=task.steps)
             reason = "nothing left to try"
         except OutOfTime:
-            reason = spent
+            reason = time_is_up
             tried = list({trial.key: trial.candidate for trial in self.journal.trials}.values())
         self._share = 1.0
         try:
             eliminate(tried, self.measure, steps=task.steps, finalists=task.finalists)
         except OutOfTime:
-            reason = spent
+            reason = time_is_up
         return f"{reason} after {len(self.journal.trials)} trials"
 
     def measure(self, candidate: Candidate, steps: int) -> float:
-        """Seconds a token, known or measured now."""
+        """Seconds per token, from the journal or from a new trial; infinite if the candidate does not run."""
         try:
-            config = bench_config(settled(self.config, candidate, self.task.batch), steps)
+            config = bench_config(apply_candidate(self.config, candidate, self.task.batch), steps)
         except ConfigError as error:
-            # Values that do not go together, such as a chunk and a length.
-            if (
-                said := f"{words(candidate)}: {error.problems[0].path} {error.problems[0].reason}"
-            ) not in self._refused:
-                self._refused.add(said)
-                self.progress.message(said)
+            # Incompatible values, such as a loss chunk that does not divide the sequence length.
+            message = f"{describe(candidate)}: {error.problems[0].path} {error.problems[0].reason}"
+            if message not in self._reported_errors:
+                self._reported_errors.add(message)
+                self.progress.message(message)
             return math.inf
         trial = self.journal.find(digest(config))
         if trial is None:
             if self.journal.seconds > 60 * self.task.minutes * self._share:
                 raise OutOfTime
-            trial = self._try(config, candidate, steps)
+            trial = self._run_trial(config, candidate, steps)
             self.journal.add(trial)
-            self._tell(trial)
+            self._report(trial)
         return trial.seconds_per_token
 
-    def _try(self, config: Config, candidate: Candidate, steps: int) -> Trial:
-        if any(needs_less(other, config) for other in self._without_memory(steps)):
-            reason = "needs more memory than one that had too little"
-            return self.journal.trial(config, candidate, steps, status=HOPELESS, reason=reason)
+    def _run_trial(self, config: Config, candidate: Candidate, steps: int) -> Trial:
+        if any(needs_less(other, config) for other in self._out_of_memory_configs(steps)):
+            reason = "needs more memory than a candidate that ran out of memory"
+            return self.journal.trial(config, candidate, steps, status=PRUNED, reason=reason)
         overrides = [text for text in (*self.overrides, *candidate.values()) if not text.startswith("task")]
-        told = {"choices": {**self.choices, "task": "bench"}, "overrides": scrub_argv(overrides)}
+        facts = {"choices": {**self.choices, "task": "bench"}, "overrides": scrub_argv(overrides)}
         limit = 60 * self.task.trial_minutes
-        return self.journal.run(config, candidate, steps, told=told, environment=self.environment, limit=limit)
+        return self.journal.run(config, candidate, steps, job_facts=facts, environment=self.environment, limit=limit)
 
-    def _without_memory(self, steps: int) -> list[Config]:
-        lacking = [trial.candidate for trial in self.journal.trials if trial.status == NO_MEMORY]
-        return [bench_config(settled(self.config, candidate, self.task.batch), steps) for candidate in lacking]
+    def _out_of_memory_configs(self, steps: int) -> list[Config]:
+        candidates = [trial.candidate for trial in self.journal.trials if trial.status == NO_MEMORY]
+        return [bench_config(apply_candidate(self.config, item, self.task.batch), steps) for item in candidates]
 
     def best(self) -> Trial | None:
-        """The fastest, each candidate by its longest measurement."""
+        """The fastest candidate, each judged by its longest measurement."""
         longest: dict[str, Trial] = {}
         for trial in self.journal.trials:
             name = str(trial.candidate)
@@ -104,33 +103,33 @@ class Tuner:
         return fastest if fastest is not None and math.isfinite(fastest.seconds_per_token) else None
 
     def baseline(self) -> Trial | None:
-        """The settings as they were given, where they run."""
-        own = [trial for trial in self.journal.trials if not trial.candidate and trial.line]
-        return max(own, key=_steps, default=None)
+        """The measurement of the unchanged config, if it runs."""
+        trials = [trial for trial in self.journal.trials if not trial.candidate and trial.line]
+        return max(trials, key=_steps, default=None)
 
-    def _tell(self, trial: Trial) -> None:
+    def _report(self, trial: Trial) -> None:
         number = len(self.journal.trials)
-        self.progress.message(f"{number}: {words(trial.candidate)}: {outcome(trial)}")
+        self.progress.message(f"{number}: {describe(trial.candidate)}: {describe_result(trial)}")
         best = self.best()
-        shown = {} if best is None else {"tokens_per_second": best.line["tokens_per_second"]}
-        self.progress.update(min(number, expected_trials(self.space, self.task)), shown)
+        metrics = {} if best is None else {"tokens_per_second": best.line["tokens_per_second"]}
+        self.progress.update(min(number, expected_trials(self.space, self.task)), metrics)
 
 
-def words(candidate: Candidate) -> str:
-    """The settings of a candidate; of a long list its end, where what differs stands."""
-    cut = [text if len(text) <= LONGEST else f"{key}=[...{text[-LONGEST:]}" for key, text in candidate.items()]
-    return " ".join(cut) or "as given"
+def describe(candidate: Candidate) -> str:
+    """The settings of a candidate; a long list is shortened to its end, which is the part that differs."""
+    texts = [text if len(text) <= MAX_WIDTH else f"{key}=[...{text[-MAX_WIDTH:]}" for key, text in candidate.items()]
+    return " ".join(texts) or "as given"
 
 
-def outcome(trial: Trial) -> str:
+def describe_result(trial: Trial) -> str:
     if not trial.line:
         return f"{trial.status}: {trial.reason}" if trial.status == FAILED else trial.status
-    used = "" if trial.memory_gib is None else f", {trial.memory_gib:g} GiB"
-    return f"{trial.line['tokens_per_second']:,} tokens/s over {trial.steps} steps{used}"
+    memory = "" if trial.memory_gib is None else f", {trial.memory_gib:g} GiB"
+    return f"{trial.line['tokens_per_second']:,} tokens/s over {trial.steps} steps{memory}"
 
 
 def expected_trials(space: list[Axis], task: TuneTask) -> int:
-    """About how many trials there will be, for the display."""
+    """An estimate of the number of trials, for the progress display."""
     if task.search is Search.grid:
         first = math.prod(len(axis.values) for axis in space)
     else:
@@ -142,18 +141,49 @@ def _steps(trial: Trial) -> int:
     return trial.steps
 
 
-def needs_less(one: Config, other: Config) -> bool:
-    """Whether one config surely needs no more memory: the same but for a smaller batch, or a more frugal policy."""
+def needs_less(config: Config, other: Config) -> bool:
+    """Whether `config` certainly needs no more memory than `other`.
 
-    def rest(config: Config) -> Config:
+    True if they differ only in that `config` has a smaller batch or a remat policy that saves more memory.
+    """
+
+    def without_batch_and_remat(config: Config) -> Config:
         train = dataclasses.replace(config.train, per_device_batch_size=1.0, grad_accum=1)
         remat = dataclasses.replace(config.model.remat, policy=POLICIES[0])
         model = dataclasses.replace(config.model, remat=remat)
         return dataclasses.replace(config, train=train, model=model)
 
-    policies = (one.model.remat.policy, other.model.remat.policy)
+    policies = (config.model.remat.policy, other.model.remat.policy)
     if any(policy not in POLICIES for policy in policies):
         return False
-    is_frugal = POLICIES.index(policies[0]) >= POLICIES.index(policies[1])
-    is_small = one.train.per_device_batch_size <= other.train.per_device_batch_size
-    return is_frugal and is_small and rest(one) == rest(other)
+    remats_more = POLICIES.index(policies[0]) >= POLICIES.index(policies[1])
+    is_smaller = config.train.per_device_batch_size <= other.train.per_device_batch_size
+    return remats_more and is_smaller and without_batch_and_remat(config) == without_batch_and_remat(other)
+
+
+HEADER = ("tokens/s", "step ms", "GiB", "steps", "compile s", "settings")
+
+
+def table(trials: Sequence[Trial]) -> str:
+    """The fastest first, failed trials last."""
+    ranked = sorted(trials, key=lambda trial: trial.seconds_per_token)
+    rows = [HEADER, *(_row(trial) for trial in ranked)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([*(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)), row[-1]])
+        for row in rows
+    )
+
+
+def _row(trial: Trial) -> tuple[str, ...]:
+    if trial.status != MEASURED:
+        return (trial.status, "", "", str(trial.steps), "", describe(trial.candidate))
+    line = trial.line
+    return (
+        f"{line['tokens_per_second']:,}",
+        f"{line['step_ms']:g}",
+        "" if trial.memory_gib is None else f"{trial.memory_gib:g}",
+        str(trial.steps),
+        f"{line['compile_s']:g}",
+        describe(trial.candidate),
+    )

@@ -1,4 +1,4 @@
-"""task=bench: what it says is what was asked, and the arithmetic between its numbers holds."""
+"""task=bench: its records describe the config, and its figures are consistent."""
 
 import importlib
 import json
@@ -17,7 +17,7 @@ from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import Composer, compose
 from maxhydra.config.schema.tasks.tune import TuneTask
 from maxhydra.measure.kernels import distance
-from maxhydra.measure.memory import OutOfMemoryError, memory_explained
+from maxhydra.measure.memory import OutOfMemoryError, explain_out_of_memory
 from maxhydra.measure.record import BenchTarget
 from maxhydra.runtime.hardware_options import hardware_options
 from maxhydra.tune.space import axes
@@ -28,9 +28,9 @@ SMALL = ["train.per_device_batch_size=2", "train.seq_len=16", "model.num_layers=
 
 
 def run(folder: Path, *overrides: str) -> tuple[tasks.Result, list[dict[str, Any]]]:
-    given = [*FIXED, *SMALL, *overrides]
-    composed = compose(given)
-    result = tasks.run(composed.config, choices=composed.choices, overrides=given, path=folder / "it")
+    arguments = [*FIXED, *SMALL, *overrides]
+    composed = compose(arguments)
+    result = tasks.run(composed.config, choices=composed.choices, overrides=arguments, path=folder / "it")
     path = folder / "it" / "bench.jsonl"
     return result, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -47,7 +47,7 @@ def test_lines_of_all_measurements(tmp_path: Path, capsys: pytest.CaptureFixture
     # 8 devices, 2 sequences of 16 tokens each.
     np.testing.assert_allclose(step["tokens_per_second"], 256 / step["step_ms"] * 1e3, rtol=0.02)
     assert result.objective == step["tokens_per_second"]
-    # Untrained, every byte is as likely: ln 260.
+    # Untrained, all 260 tokens are equally likely: ln 260.
     assert abs(step["loss"][0] - np.log(260)) < 1 and step["loss"][1] < step["loss"][0]
     assert all(line["backend"] == "xla" and line["error"] < 1e-5 for line in kernels)
     (attention,) = (line for line in kernels if line["operation"] == "attention")
@@ -57,28 +57,28 @@ def test_lines_of_all_measurements(tmp_path: Path, capsys: pytest.CaptureFixture
     assert facts["status"] == "finished" and facts["lines"] == lines
 
 
-def test_what_does_not_fit_is_one_line_that_says_what_to_lower(tmp_path: Path) -> None:
-    # A device that has a thousandth of a GiB, as its option says.
+def test_out_of_memory_is_one_line_that_suggests_settings(tmp_path: Path) -> None:
+    # The hardware option declares a device with a fraction of a MiB.
     result, lines = run(tmp_path, "hardware=cpu", "hardware.memory_gib=0.0001")
     assert result.status == "failed" and not lines
     assert "train.per_device_batch_size under 2" in result.reason and "\n" not in result.reason
     assert json.loads((tmp_path / "it" / "run.json").read_text())["status"] == "failed"
 
 
-def test_distance_is_relative_and_the_largest() -> None:
-    found, wanted = {"a": jnp.ones(3), "b": jnp.array([1.0, 0.0])}, {"a": jnp.ones(3), "b": jnp.array([1.0, 1.0])}
-    np.testing.assert_allclose(distance(found, wanted), 0.5**0.5, rtol=1e-6)
+def test_distance_is_the_largest_relative_error() -> None:
+    result, expected = {"a": jnp.ones(3), "b": jnp.array([1.0, 0.0])}, {"a": jnp.ones(3), "b": jnp.array([1.0, 1.0])}
+    np.testing.assert_allclose(distance(result, expected), 0.5**0.5, rtol=1e-6)
 
 
-def test_an_allocation_that_fails_is_explained() -> None:
-    with pytest.raises(OutOfMemoryError) as caught, memory_explained("try less"):
+def test_a_failed_allocation_is_explained() -> None:
+    with pytest.raises(OutOfMemoryError) as caught, explain_out_of_memory("try less"):
         jnp.zeros(2**46).block_until_ready()
     assert re.fullmatch(r"out of memory \(.*\b281474976710656 bytes\); try less", str(caught.value))
-    with pytest.raises(ValueError, match="else"), memory_explained("try less"):
+    with pytest.raises(ValueError, match="else"), explain_out_of_memory("try less"):
         raise ValueError("something else")
 
 
-def test_what_the_engine_cannot_be_told_is_refused() -> None:
+def test_engine_settings_that_the_load_determines_are_rejected() -> None:
     with pytest.raises(ConfigError) as caught:
         compose([*FIXED, "task.what=[]", "task.engine.max_batch=7", "task.load.batches=[]"])
     assert {problem.path for problem in caught.value.problems} == {
@@ -90,9 +90,9 @@ def test_what_the_engine_cannot_be_told_is_refused() -> None:
 
 def commands_of_the_page() -> list[list[str]]:
     lines = (ROOT / "docs" / "performance.md").read_text().splitlines()
-    words = [shlex.split(line) for line in lines if line.startswith("    maxhydra task=")]
-    assert len(words) > 4
-    return [line[1:] for line in words]
+    commands = [shlex.split(line) for line in lines if line.strip().startswith("maxhydra task=")]
+    assert len(commands) > 4
+    return [command[1:] for command in commands]
 
 
 @pytest.mark.parametrize("command", commands_of_the_page(), ids=lambda command: " ".join(command)[:60])
@@ -103,32 +103,32 @@ def test_commands_of_the_page_compose(command: list[str]) -> None:
         assert axes(examination.composed().config, task, hardware_options()["gpu-h200"])
 
 
-def test_the_measured_table_is_made_of_the_lines_that_are_kept() -> None:
+def test_the_table_of_results_is_generated_from_the_stored_records() -> None:
     table = script("table")
     page, lines = table.DOCS.read_text(), table.read_lines([ROOT / "docs" / "performance.jsonl"])
     assert lines and page == table.placed(page, table.table(lines)), "python bench/table.py docs/performance.jsonl"
     kernel = {"bench": "kernels", "device": "a", "jax": "1", "kernel": "attention", "case": "plain", "shape": [4, 64]}
-    said = table.table([{**kernel, "xla": {"forward_ms": 2.5, "error": 0.1}, "triton": {"refused": "no"}}])
-    assert said.endswith("| attention, plain | 4 x 64 | xla (forward ms 2.5, error 0.1), triton (refused no) |\n")
+    text = table.table([{**kernel, "xla": {"forward_ms": 2.5, "error": 0.1}, "triton": {"refused": "no"}}])
+    assert text.endswith("| attention, plain | 4 x 64 | xla (forward ms 2.5, error 0.1), triton (refused no) |\n")
     for line in lines:
         assert f"{line.get('tokens_per_second', line.get('ours', 0)):,.0f}" in page
 
 
-def test_flags_of_the_shell_are_told_with_what_was_measured_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xla_flags_of_the_shell_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = SimpleNamespace(device_kind="cpu", devices=1)
-    subject = BenchTarget(compose(["model=micro"]).config, machine, {"model": "micro"}, ("train.seq_len=8",))  # type: ignore[arg-type]
-    for flags, told in (("", []), ("  --xla_one=1 --xla_two", ["--xla_one=1", "--xla_two"])):
-        monkeypatch.setattr("maxhydra.measure.record.environment_before", lambda flags=flags: {"XLA_FLAGS": flags})
-        line = subject.line("pretrain", tokens_per_second=3)
-        assert line.get("xla_flags", []) == told
-        assert script("table").settings(line) == ", ".join(["train.seq_len=8", *told])
+    target = BenchTarget(compose(["model=micro"]).config, machine, {"model": "micro"}, ("train.seq_len=8",))  # type: ignore[arg-type]
+    for flags, recorded in (("", []), ("  --xla_one=1 --xla_two", ["--xla_one=1", "--xla_two"])):
+        monkeypatch.setattr("maxhydra.measure.record.original_environment", lambda flags=flags: {"XLA_FLAGS": flags})
+        line = target.line("pretrain", tokens_per_second=3)
+        assert line.get("xla_flags", []) == recorded
+        assert script("table").settings(line) == ", ".join(["train.seq_len=8", *recorded])
 
 
-def test_a_peer_is_asked_for_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_benchmark_gets_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "bench")
     compare = importlib.import_module("compare")
-    asked = compare.peer_command("pretrain", ["model=tiny", "train.per_device_batch_size=4", "train.grad_accum=2"])
-    sizes = dict(zip(asked[1::2], asked[2::2], strict=True))
+    command = compare.peer_command("pretrain", ["model=tiny", "train.per_device_batch_size=4", "train.grad_accum=2"])
+    sizes = dict(zip(command[1::2], command[2::2], strict=True))
     assert sizes == {
         "--model": "tiny",
         "--device": "cpu",
@@ -136,10 +136,10 @@ def test_a_peer_is_asked_for_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> 
         "--seq-len": "128",
         "--steps": "20",
     }
-    ours = {"bench": "pretrain", "tokens_per_second": 300, "model": "tiny", "overrides": []}
-    slower = {**ours, "tokens_per_second": 250}
-    rounded = {**ours, "tokens_per_second": 400, "overrides": ["quantization=int8"]}
+    record = {"bench": "pretrain", "tokens_per_second": 300, "model": "tiny", "overrides": []}
+    slower = {**record, "tokens_per_second": 250}
+    rounded = {**record, "tokens_per_second": 400, "overrides": ["quantization=int8"]}
     peer = {"bench": "pretrain", "tokens_per_second": 200, "peer": "torch", "model": "tiny"}
     other = {**peer, "model": "large"}
-    (line,) = compare.ratios([slower, ours, rounded, peer, other])
+    (line,) = compare.ratios([slower, record, rounded, peer, other])
     assert line["ratio"] == 1.5

@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym as a source, and its verifiers as a reward."""
+"""reasoning-gym problems as a data source, and its verifiers as a reward."""
 
 import pytest
 
@@ -20,11 +20,11 @@ def source(*overrides: str) -> RecordSource:
     return opened
 
 
-def test_problems_are_made_again_alike_and_some_are_held_out() -> None:
-    one, other = source("data.eval_fraction=0.25"), source("data.eval_fraction=0.25")
-    assert (len(one.train), len(one.evaluation)) == (30, 10)
-    assert one.train.read([3, 7]) == other.train.read([3, 7])
-    trained, held_out = (part.read(range(len(part))) for part in (one.train, one.evaluation))
+def test_problems_are_reproducible_and_some_are_held_out() -> None:
+    first, second = source("data.eval_fraction=0.25"), source("data.eval_fraction=0.25")
+    assert (len(first.train), len(first.evaluation)) == (30, 10)
+    assert first.train.read([3, 7]) == second.train.read([3, 7])
+    trained, held_out = (part.read(range(len(part))) for part in (first.train, first.evaluation))
     assert not {record["entry"]["metadata"]["source_index"] for record in trained} & {
         record["entry"]["metadata"]["source_index"] for record in held_out
     }
@@ -35,15 +35,15 @@ def test_the_tasks_verifier_scores() -> None:
     score = build_score(Term(kind="reasoning_gym"))
     (record,) = source().train.read([0])
 
-    def scored(text: str | None) -> float:
+    def score_of(text: str | None) -> float:
         entry = {"entry": record["entry"]}
         return score(Sample(prompt="", text="", answer=text, expected=record["answer"], record=entry, tokens=1))
 
-    assert scored(f" {record['answer']}\n") == 1
-    assert scored("no") < 1 and scored(None) < 1
+    assert score_of(f" {record['answer']}\n") == 1
+    assert score_of("no") < 1 and score_of(None) < 1
 
 
-def test_a_task_that_is_not_there_is_refused() -> None:
+def test_an_unknown_task_is_rejected() -> None:
     with pytest.raises(ConfigError, match="chain_sum"):
         source("data.name=chain_sums")
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""Rewards of a user's, good and bad, called by import path."""
+"""User-defined reward functions, valid and faulty, referenced by import path."""
 
 import os
 import time

@@ -1,5 +1,4 @@
-"""task=distill and task=teacher_logits as a user runs them: after kills they end as without, and a teacher that does
-not fit is refused."""
+"""task=distill and task=teacher_logits end to end: kills change nothing, and an incompatible teacher is rejected."""
 
 import json
 from pathlib import Path
@@ -38,7 +37,7 @@ def teacher_config() -> Config:
 
 @pytest.fixture(scope="module")
 def cwd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a text, and with a teacher that was only begun."""
+    """A folder with a text file and an untrained teacher."""
     folder = tmp_path_factory.mktemp("school")
     lines = (ROOT / "maxhydra/data/text/shakespeare.txt").read_text().splitlines()[300:1500]
     texts = ["\n".join(lines[at : at + 8]) for at in range(0, len(lines), 8)]
@@ -53,7 +52,7 @@ def weights() -> dict:
 
 
 @pytest.mark.slow
-def test_a_kill_changes_no_bit(cwd: Path) -> None:
+def test_a_killed_run_resumes_bit_identically(cwd: Path) -> None:
     whole, killed = cwd / "outputs" / "whole", cwd / "outputs" / "killed"
     finished(*STUDENT, "run.name=whole", cwd=cwd)
     kill_when([*STUDENT, "run.name=killed"], killed / "metrics.jsonl", cwd=cwd)
@@ -67,7 +66,7 @@ def test_a_kill_changes_no_bit(cwd: Path) -> None:
 
 
 @pytest.mark.slow
-def test_logits_written_in_two_sessions_are_the_teachers(cwd: Path) -> None:
+def test_logits_written_in_two_sessions_are_those_of_the_teacher(cwd: Path) -> None:
     kill_when(LOGITS, cwd / "logits" / "index.json", cwd=cwd)
     assert not json.loads((cwd / "logits" / "index.json").read_text())["complete"]
     finished(*LOGITS, cwd=cwd)
@@ -92,20 +91,20 @@ def test_logits_written_in_two_sessions_are_the_teachers(cwd: Path) -> None:
     expected = np.asarray(jax.nn.log_softmax(jax.jit(logits)(weights())))[0]
     assert record["teacher_ids"].shape == (len(expected), 5)
     np.testing.assert_allclose(record["teacher_logits"], -np.sort(-expected, -1)[:, :5], atol=0.01)
-    taken = np.take_along_axis(expected, record["teacher_ids"].astype(np.int64), -1)
-    np.testing.assert_allclose(record["teacher_logits"], taken, atol=0.01)
+    teacher_logprobs = np.take_along_axis(expected, record["teacher_ids"].astype(np.int64), -1)
+    np.testing.assert_allclose(record["teacher_logits"], teacher_logprobs, atol=0.01)
 
 
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        ([*TEACHER, "model.vocab_size=300"], "has a vocabulary of 320, the student's is 300"),
-        (["task.teacher.weights=teacher"], "is no run that says which model it is"),
+        ([*TEACHER, "model.vocab_size=300"], "has a vocabulary of 320, but the student's is 300"),
+        (["task.teacher.weights=teacher"], "is not a run folder with a config, so its model is unknown"),
         (["task.teacher.weights=teacher", "task.teacher.model=tinny"], "task.teacher.model"),
-        ([*TEACHER, "model.context_length=4096", "train.seq_len=2048"], "is over the teacher's context_length=1024"),
+        ([*TEACHER, "model.context_length=4096", "train.seq_len=2048"], "exceeds the teacher's context_length=1024"),
     ],
 )
-def test_a_teacher_that_does_not_fit_is_refused(overrides: list[str], reason: str) -> None:
+def test_an_incompatible_teacher_is_rejected(overrides: list[str], reason: str) -> None:
     config = compose(["task=distill", *overrides]).config
     with pytest.raises(ConfigError) as caught:
         plan_teacher(config, config.task.teacher, Sharder.single())

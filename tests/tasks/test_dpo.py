@@ -1,4 +1,4 @@
-"""task=dpo as a user runs it: it begins at ln 2, learns what is preferred, survives kills, refuses what is wrong."""
+"""task=dpo end to end: it starts at ln 2, learns the preference, survives kills, and rejects invalid configs."""
 
 import json
 import math
@@ -37,7 +37,7 @@ RUN = [
 
 
 def write_pairs(folder: Path) -> Path:
-    """A person asks for a word; it should come in small letters. 96 pairs, and 10 held out."""
+    """Prompts that request a word, which should be in lower case. 96 pairs, and 10 held out."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=4)) for _ in range(106)]
     lines = [{"prompt": f"Say {word}: ", "chosen": word, "rejected": word.upper()} for word in words]
@@ -46,7 +46,7 @@ def write_pairs(folder: Path) -> Path:
     return path
 
 
-# Of the session, since slow tests run before all others: of the module, it would be made twice.
+# Session scope, because slow tests run before all others: with module scope it would run twice.
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cwd = tmp_path_factory.mktemp("whole")
@@ -55,18 +55,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cwd / "outputs" / "it"
 
 
-def test_it_begins_at_ln_2_and_learns_the_preference(whole: Path) -> None:
+def test_it_starts_at_ln_2_and_learns_the_preference(whole: Path) -> None:
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert rows[0]["reward_margin"] == pytest.approx(0, abs=1e-4)
     last = rows[-1]
     assert last["eval/accuracy"] > 0.9 and last["eval/reward_margin"] > 0.3
-    assert last["eval/tokens"] == 10, "pairs; the rest of the second batch only fills it up"
+    assert last["eval/tokens"] == 10, "pairs; the rest of the second batch is padding"
 
 
 @pytest.mark.slow
-def test_kills_change_no_bit(whole: Path, tmp_path: Path) -> None:
-    """One while the reference is asked, with an entry cut short, and one while training."""
+def test_a_killed_run_resumes_bit_identically(whole: Path, tmp_path: Path) -> None:
+    """Killed once while the reference log-probs are computed, with a truncated entry, and once while training."""
     write_pairs(tmp_path)
     folder = tmp_path / "outputs" / "it"
     cache = folder / "reference" / "0.logprobs"
@@ -86,13 +86,13 @@ def sorted_entries(path: Path) -> list[bytes]:
 
 
 def test_with_an_adapter_the_model_without_it_is_the_reference() -> None:
-    """Pairs of tokens 1 and 2 of which the first is chosen: at ln 2 as it begins, and whatever the weights below."""
+    """Pairs of tokens 1 and 2, of which the first is chosen: the loss starts at ln 2 for any base weights."""
     model = build(model_config(num_layers=1), lora())
     loss = jax.jit(preference_loss(PairScorer(model, Sharder.single(), 0), DpoTask(), Reference.adapter_off))
     rows = {"tokens": jnp.ones((2, 4), int), "positions": jnp.tile(jnp.arange(4), (2, 1)), "weights": jnp.ones((2, 4))}
     batch = {
-        f"{side}_{name}": column
-        for side, target in (("chosen", 1), ("rejected", 2))
+        f"{role}_{name}": column
+        for role, target in (("chosen", 1), ("rejected", 2))
         for name, column in {**rows, "targets": jnp.full((2, 4), target)}.items()
     }
     params = jax.jit(model.init)(jax.random.key(0))
@@ -105,7 +105,7 @@ def test_with_an_adapter_the_model_without_it_is_the_reference() -> None:
     assert after["loss"] < sums["loss"] and after["accuracy"] == 2 and after["reward_margin"] > 0
 
 
-def test_a_config_that_does_not_go_with_the_task_is_refused_at_once() -> None:
+def test_all_problems_of_a_config_are_reported() -> None:
     config = compose(["task=dpo", "task.reference=adapter_off", "train.z_loss=0.1"]).config
     with pytest.raises(ConfigError) as caught:
         dpo.run(Job(config, {}, machine=None, run=None))  # type: ignore[arg-type]
@@ -122,5 +122,5 @@ def test_a_config_that_does_not_go_with_the_task_is_refused_at_once() -> None:
         ({"loss": PreferenceLoss.ipo, "label_smoothing": 0.1}, "label_smoothing"),
     ],
 )
-def test_fields_that_do_not_go_together(fields: dict[str, Any], path: str) -> None:
+def test_incompatible_fields(fields: dict[str, Any], path: str) -> None:
     assert [problem.path for problem in DpoTask(**fields).check()] == [path]

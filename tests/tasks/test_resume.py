@@ -1,4 +1,4 @@
-"""A run that is killed, preempted, robbed of disk space or of a checkpoint goes on as if nothing had happened."""
+"""A run that is killed, preempted, or loses disk space or a checkpoint resumes as if it had never stopped."""
 
 import os
 import random
@@ -17,7 +17,7 @@ from tests.support.cli import SMALL, facts, finished, losses, parameter_hash, ru
 STEPS = 60
 RUN = [*SMALL, f"train.steps={STEPS}", "checkpoint.every=4", "checkpoint.keep=2", "model.dropout=0.1"]
 RUN += ["train.eval_batches=0"]
-# The same learning rate whatever the number of steps.
+# A learning rate that does not depend on the number of steps.
 RUN += ["optimizer/schedule=constant"]
 
 
@@ -55,31 +55,31 @@ def list_names(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_ten_kills_change_no_bit(uninterrupted: Path, tmp_path: Path) -> None:
+def test_a_run_killed_ten_times_is_bit_identical(uninterrupted: Path, tmp_path: Path) -> None:
     folder, rng = tmp_path / "outputs" / "killed", random.Random(0)
     interrupted_saves = 0
     for moment in ["step", "save", "start", "step", "save", "step", "start", "step", "save", "step"]:
         kill_when(folder, tmp_path, moment, rng)
         interrupted_saves += any("tmp" in name for name in list_names(folder / "checkpoints"))
     finished(*RUN, "run.name=killed", cwd=tmp_path)
-    assert interrupted_saves >= 1, "no kill fell into a save"
+    assert interrupted_saves >= 1, "no kill happened during a save"
     assert losses(folder) == losses(uninterrupted)
     assert parameter_hash(folder, STEPS) == parameter_hash(uninterrupted, STEPS)
     assert facts(folder)["status"] == "finished"
 
 
-def test_signals_save_and_the_same_command_goes_on(uninterrupted: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "outputs" / "asked"
-    arguments = [*RUN, "run.name=asked", "checkpoint.every=1000"]
+def test_signals_save_and_the_same_command_resumes(uninterrupted: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / "signalled"
+    arguments = [*RUN, "run.name=signalled", "checkpoint.every=1000"]
     metrics = folder / "metrics.jsonl"
     for number, code in ((signal.SIGTERM, 143), (signal.SIGUSR1, 138)):
         before = metrics.stat().st_size if metrics.exists() else 0
-        with open(tmp_path / "told", "w") as told, open(os.devnull) as nothing:
-            process = running.started(*arguments, cwd=tmp_path, streams=(nothing, told, told))
+        with open(tmp_path / "console", "w") as console, open(os.devnull) as null:
+            process = running.started(*arguments, cwd=tmp_path, streams=(null, console, console))
         while process.runs() and not (metrics.exists() and metrics.stat().st_size > before):
             time.sleep(0.005)
         process.signal(number)
-        assert process.wait(60) == code, (tmp_path / "told").read_text()
+        assert process.wait(60) == code, (tmp_path / "console").read_text()
         assert facts(folder)["status"] == "preempted" and number.name in facts(folder)["reason"]
         assert len(list_names(folder / "checkpoints")) >= 1
     finished(*arguments, cwd=tmp_path)
@@ -87,8 +87,8 @@ def test_signals_save_and_the_same_command_goes_on(uninterrupted: Path, tmp_path
     assert parameter_hash(folder, STEPS) == parameter_hash(uninterrupted, STEPS)
 
 
-def test_a_mixture_goes_on_after_a_kill(tmp_path: Path) -> None:
-    """Experts, their router, and its correction, which moves by the load and not by a gradient."""
+def test_a_mixture_of_experts_resumes_after_a_kill(tmp_path: Path) -> None:
+    """Experts, their router, and its bias, which is updated from the load and not by a gradient."""
     mixture = ["model=qwen3-moe-tiny", "model.kinds.layer.moe.router.bias_rate=0.001", "train.steps=20"]
     mixture += ["train.seq_len=16", "train.per_device_batch_size=2"]
     mixture += ["train.log_every=1", "train.eval_batches=0", "train.sample.tokens=0", "checkpoint.every=2"]
@@ -113,13 +113,13 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(uninterrupte
     newest = folder / "checkpoints" / "12"
     truncate(newest)
     done = finished(*RUN, "run.name=cut", cwd=tmp_path)
-    assert "checkpoints/12 cannot be read" in done.stderr
-    assert "going on from step 8" in done.stderr
+    assert f"cannot read checkpoint {newest}" in done.stderr
+    assert "resuming from step 8" in done.stderr
     assert losses(folder) == losses(uninterrupted)
     assert (folder / "checkpoints" / "12.unreadable").is_dir()
 
 
-def test_checkpoints_of_which_none_can_be_read_stay_and_no_new_run_begins(tmp_path: Path) -> None:
+def test_if_no_checkpoint_can_be_read_all_stay_and_no_new_run_starts(tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "away"
     finished(*RUN, "train.steps=8", "run.name=away", cwd=tmp_path)
     checkpoints, before = folder / "checkpoints", losses(folder)
@@ -131,12 +131,12 @@ def test_checkpoints_of_which_none_can_be_read_stay_and_no_new_run_begins(tmp_pa
     shutil.rmtree(checkpoints / "4")
     shutil.copytree(tmp_path / "4", checkpoints / "4")
     shutil.copytree(checkpoints / "8", checkpoints / "8.unreadable")
-    assert "going on from step 4" in finished(*RUN, "train.steps=8", "run.name=away", cwd=tmp_path).stderr
+    assert "resuming from step 4" in finished(*RUN, "train.steps=8", "run.name=away", cwd=tmp_path).stderr
     assert sorted(list_names(checkpoints)) == ["4", "8", "8.unreadable", "8.unreadable-2"]
     assert losses(folder) == before
 
 
-def test_a_checkpoint_of_another_run_that_is_not_whole_is_named(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_of_another_run_is_reported(tmp_path: Path) -> None:
     finished(*RUN, "train.steps=4", "run.name=first", cwd=tmp_path)
     newest = tmp_path / "outputs" / "first" / "checkpoints" / "4"
     truncate(newest)
@@ -147,7 +147,7 @@ def test_a_checkpoint_of_another_run_that_is_not_whole_is_named(tmp_path: Path) 
         assert f"checkpoint.{field}={newest}: {reason}" in done.stderr
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
     finished(*RUN, "train.steps=4", "run.name=first", cwd=tmp_path)
     done = run(*RUN, "train.steps=4", "run.name=first", "model.mlp_dim=96", cwd=tmp_path)
     assert done.returncode == 2
@@ -158,21 +158,21 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_loading_another_run(tmp_path: Path) -> None:
-    """load_full_state goes on at the other run's step; load_parameters takes the weights and starts at zero."""
+    """load_full_state continues at the other run's step; load_parameters loads the weights and starts at step 0."""
     finished(*RUN, "train.steps=8", "run.name=first", cwd=tmp_path)
     source = tmp_path / "outputs" / "first"
     finished(*RUN, "train.steps=12", "run.name=full", f"checkpoint.load_full_state={source}", cwd=tmp_path)
     finished(*RUN, "train.steps=12", "run.name=first", cwd=tmp_path)
     assert losses(tmp_path / "outputs" / "full") == {step: loss for step, loss in losses(source).items() if step > 8}
     finished(*RUN, "train.steps=4", "run.name=weights", f"checkpoint.load_parameters={source}", cwd=tmp_path)
-    taken = losses(tmp_path / "outputs" / "weights")
-    assert list(taken) == [1, 2, 3, 4]
-    assert taken[1] < losses(source)[1] - 0.1
+    loaded = losses(tmp_path / "outputs" / "weights")
+    assert list(loaded) == [1, 2, 3, 4]
+    assert loaded[1] < losses(source)[1] - 0.1
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason=skips.ROOT)
 def test_a_full_disk_leaves_the_last_checkpoint_intact(tmp_path: Path) -> None:
-    """The disk fills up between two saves; the run says so, keeps what it has, and goes on once there is room."""
+    """The disk fills up between two saves; the run reports it, keeps its checkpoint and resumes when there is space."""
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
@@ -183,7 +183,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_intact(tmp_path: Path) -> None:
         (disk / "ballast").write_bytes(os.urandom(free - 60_000))
         done = run(*arguments, "train.steps=8", cwd=tmp_path)
         assert done.returncode == 1, done.stderr
-        assert "could not be written" in done.stderr
+        assert "could not write a checkpoint" in done.stderr
         assert "the checkpoint of step 4 is intact" in done.stderr
         assert "Traceback" not in done.stderr
         (disk / "ballast").unlink()

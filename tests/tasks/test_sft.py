@@ -1,4 +1,4 @@
-"""Fine-tuning as a user runs it: with an adapter around another run's weights, killed, loaded, asked, moved."""
+"""task=sft end to end: an adapter over another run's weights, killed, loaded, decoded with, and moved."""
 
 import dataclasses
 import shutil
@@ -23,7 +23,7 @@ from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, sft
 from maxhydra.train import next_token_loss, plan_states
 from maxhydra.train.checkpoint import open_checkpointer, read_state
-from maxhydra.train.restore import begin
+from maxhydra.train.restore import initialize_or_resume
 from tests.support.cli import SMALL, facts, finished, losses, parameter_hash, silent
 
 STEPS = 24
@@ -34,7 +34,7 @@ LORA = [*SFT, "adapter=lora", *ADAPTER, f"train.steps={STEPS}", "checkpoint.ever
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of the model itself, and one of an adapter around it."""
+    """A folder with a run of the model itself, and one of an adapter over it."""
     cwd = tmp_path_factory.mktemp("sft")
     finished(*SFT, "train.steps=4", "run.name=base", cwd=cwd)
     finished(*LORA, "run.name=whole", cwd=cwd)
@@ -51,18 +51,19 @@ def stored(folder: Path, step: int) -> dict[str, np.ndarray]:
     return {"/".join(path): np.asarray(leaf) for path, leaf in ocp.tree.to_flat_dict(params).items()}
 
 
-def test_an_adapter_alone_is_trained_and_saved(here: Path) -> None:
+def test_only_the_adapter_is_trained_and_saved(here: Path) -> None:
     first, last = (stored(here / "outputs/whole", step) for step in (STEPS - 4, STEPS))
     assert all("/lora/" in name for name in last) and len(last) == 14
     assert all(np.abs(last[name] - first[name]).max() > 0 for name in last)
-    told = facts(here / "outputs/whole")
-    assert told["trained_parameters"] == sum(leaf.size for leaf in last.values()) < told["parameters"] / 4
-    seen = losses(here / "outputs/whole")
-    assert np.mean([seen[step] for step in range(STEPS - 3, STEPS + 1)]) < seen[1] - 0.3
+    run_facts = facts(here / "outputs/whole")
+    trained = run_facts["trained_parameters"]
+    assert trained == sum(leaf.size for leaf in last.values()) < run_facts["parameters"] / 4
+    step_losses = losses(here / "outputs/whole")
+    assert np.mean([step_losses[step] for step in range(STEPS - 3, STEPS + 1)]) < step_losses[1] - 0.3
 
 
 def test_a_run_of_an_adapter_loads_as_the_merged_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once with the adapter beside the weights it was trained around, once as load_weights gives them."""
+    """Compares the adapter applied to its base weights with the merged weights of load_weights."""
     monkeypatch.chdir("/")
     config = config_of(here / "outputs/whole")
     model = build(config.model, config.adapter)
@@ -74,15 +75,15 @@ def test_a_run_of_an_adapter_loads_as_the_merged_model(here: Path, monkeypatch: 
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 250, (2, 16)))
     positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
     ctx = Context(positions=positions, segments=None, sharder=Sharder.single(), cache=None, dropout_key=None)
-    apart, merged, plain = (
-        one.logits(weights, one.hidden(weights, tokens, ctx)[0], Sharder.single())
-        for one, weights in ((model, merge_trees(trained, base)), (model.base, loaded), (model.base, base))
+    adapted, merged, plain = (
+        item.logits(weights, item.hidden(weights, tokens, ctx)[0], Sharder.single())
+        for item, weights in ((model, merge_trees(trained, base)), (model.base, loaded), (model.base, base))
     )
-    np.testing.assert_allclose(merged, apart, atol=1e-5)
-    assert np.abs(plain - apart).max() > 0.05
+    np.testing.assert_allclose(merged, adapted, atol=1e-5)
+    assert np.abs(plain - adapted).max() > 0.05
 
 
-def test_killed_and_started_again_it_ends_the_same(here: Path) -> None:
+def test_a_killed_run_resumes_bit_identically(here: Path) -> None:
     folder = here / "outputs/killed"
     process = silent(*LORA, "run.name=killed", cwd=here)
     deadline = time.time() + 120
@@ -91,30 +92,30 @@ def test_killed_and_started_again_it_ends_the_same(here: Path) -> None:
     process.kill()
     process.wait()
     done = finished(*LORA, "run.name=killed", cwd=here)
-    assert "going on from step" in done.stderr and facts(folder)["start_step"] < STEPS
+    assert "resuming from step" in done.stderr and facts(folder)["start_step"] < STEPS
     assert losses(folder) == losses(here / "outputs/whole")
     assert parameter_hash(folder, STEPS) == parameter_hash(here / "outputs/whole", STEPS)
 
 
-def test_a_full_state_goes_on_around_the_same_weights(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_state_continues_with_the_same_base_weights(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(here)
     config = config_of(here / "outputs/whole")
     sharder = Sharder(build_mesh(config.mesh, jax.devices()[:1]), config.mesh.rules)
     states = plan_states(config, sharder)
-    saving = Checkpoint(load_full_state="outputs/whole")
+    checkpoint = Checkpoint(load_full_state="outputs/whole")
     batches = type("Silent", (), {"restore": lambda self, state: None})()
-    start = begin(states, here / "nothing", saving, batches, seed=5, initial=None)
+    start = initialize_or_resume(states, here / "nothing", checkpoint, batches, seed=5, initial=None)
     base = load_weights("outputs/base", states.model, shardings=None, dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, start.state.frozen, base)
 
 
-def test_a_run_of_an_adapter_is_asked_like_any_other(here: Path) -> None:
-    asked = ["task=decode", "data=arithmetic", *SMALL[:6], "model.emb_dim=64", "task.sampling.max_tokens=4"]
-    done = finished(*asked, "checkpoint.load_parameters=outputs/whole", "task.prompt='1+2='", cwd=here)
+def test_a_run_with_an_adapter_can_be_decoded_with(here: Path) -> None:
+    command = ["task=decode", "data=arithmetic", *SMALL[:6], "model.emb_dim=64", "task.sampling.max_tokens=4"]
+    done = finished(*command, "checkpoint.load_parameters=outputs/whole", "task.prompt='1+2='", cwd=here)
     assert done.stdout.strip("\n")
 
 
-def test_weights_that_are_gone_are_named(here: Path, tmp_path: Path) -> None:
+def test_missing_base_weights_are_reported(here: Path, tmp_path: Path) -> None:
     shutil.copytree(here / "outputs/whole", tmp_path / "alone")
     for name in ("config.yaml", "run.json"):
         path = tmp_path / "alone" / name
@@ -126,7 +127,7 @@ def test_weights_that_are_gone_are_named(here: Path, tmp_path: Path) -> None:
     assert "trained on the weights of outputs/base, which do not exist" in problem.reason and "config.yaml" in problem.hint
 
 
-def test_text_is_no_conversation() -> None:
+def test_text_records_are_rejected() -> None:
     sources = "+data.sources={a: {source: arithmetic, record_type: chat}, b: {source: arithmetic}}"
     for overrides, path in (
         (["data.record_type=text"], "data.record_type"),
@@ -139,7 +140,7 @@ def test_text_is_no_conversation() -> None:
 
 
 def test_a_checkpoint_is_under_two_percent_of_the_model(tmp_path: Path) -> None:
-    """Of SmolLM2-135M with adapter=lora: all of the folder, the optimizer included, against the model in float32."""
+    """SmolLM2-135M with adapter=lora: size of the folder, optimizer included, compared with the model in float32."""
     config = compose(["model=smollm2-135m", "adapter=lora", "train.seq_len=8"]).config
     states = plan_states(config, Sharder(build_mesh(config.mesh, jax.devices()[:1]), config.mesh.rules))
     random = np.random.default_rng(0)
@@ -156,15 +157,15 @@ def test_a_checkpoint_is_under_two_percent_of_the_model(tmp_path: Path) -> None:
     assert weights < 0.007 * model and folder < 0.02 * model
 
 
-def test_what_is_frozen_costs_no_gradient() -> None:
-    """An adapter's step does two of the three products of a step with every weight: none for the weight itself."""
+def test_frozen_weights_have_no_gradient_matmuls() -> None:
+    """A step with an adapter does two of the three matmuls per base weight: not that of its gradient."""
     config = compose([*SFT, "model.mlp_dim=256", "model.scan_unroll=2", "adapter=lora", "adapter.rank=1"]).config
     flops = []
-    for one in (config, dataclasses.replace(config, adapter=compose(SFT).config.adapter)):
-        sharder = Sharder(build_mesh(one.mesh, jax.devices()[:1]), one.mesh.rules)
-        states = plan_states(one, sharder)
+    for variant in (config, dataclasses.replace(config, adapter=compose(SFT).config.adapter)):
+        sharder = Sharder(build_mesh(variant.mesh, jax.devices()[:1]), variant.mesh.rules)
+        states = plan_states(variant, sharder)
         weights = states.abstract()
-        loss = next_token_loss(states.model, sharder, one.train)
+        loss = next_token_loss(states.model, sharder, variant.train)
         tokens = jax.ShapeDtypeStruct((8, 32), jnp.int32)
         batch = {"tokens": tokens, "targets": tokens, "positions": tokens}
         batch["weights"] = jax.ShapeDtypeStruct((8, 32), jnp.float32)

@@ -1,4 +1,4 @@
-"""Every command in a console block of docs is run, page by page and in order, in a folder of its own."""
+"""Runs every command in the console blocks of docs/, page by page and in order, each page in a new folder."""
 
 import re
 import subprocess
@@ -30,7 +30,7 @@ def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     warm.program(binaries / "maxhydra", compiling.PREFIX)
     env = environment()
     env["PATH"] = f"{binaries}:{Path(sys.executable).parent}:{env['PATH']}"
-    # The commands say for themselves on how many devices they run.
+    # The commands set the number of devices themselves.
     env["XLA_FLAGS"] = compiling.flags()
     for command, code in commands:
         done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Cross-entropy against a float64 NumPy transcription, whole and in chunks, values and gradients."""
+"""Cross-entropy against a float64 NumPy implementation: values and gradients, with and without chunks."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def sums(case: dict, head: jax.Array, z_loss: float, chunk: int) -> dict:
         jnp.asarray(case["weights"]),
         z_loss=z_loss,
         chunk=chunk,
-        wanted=XLA,
+        kernel=XLA,
     )
 
 
@@ -51,7 +51,7 @@ def test_matches_the_formula(case: dict, chunk: int, z_loss: float) -> None:
 @pytest.mark.parametrize("chunk", [0, 3])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_gradients_match_those_of_the_formula(case: dict, chunk: int, z_loss: float) -> None:
-    """By all that the loss depends on: hidden states, the head that the closure holds (soft-capped), token weights."""
+    """With respect to hidden states, the closed-over (soft-capped) head, and token weights."""
 
     def capped(hidden: jax.Array, head: jax.Array) -> jax.Array:
         return 5 * jnp.tanh(hidden @ head / 5)
@@ -62,7 +62,7 @@ def test_gradients_match_those_of_the_formula(case: dict, chunk: int, z_loss: fl
         target = jnp.take_along_axis(logits, case["targets"][..., None], -1)[..., 0]
         return jnp.sum(weights * (normaliser - target + z_loss * normaliser**2)) / jnp.sum(case["weights"])
 
-    def ours(hidden: jax.Array, head: jax.Array, weights: jax.Array) -> jax.Array:
+    def our_loss(hidden: jax.Array, head: jax.Array, weights: jax.Array) -> jax.Array:
         sums = cross_entropy(
             lambda h: capped(h, head),
             hidden,
@@ -70,25 +70,27 @@ def test_gradients_match_those_of_the_formula(case: dict, chunk: int, z_loss: fl
             weights,
             z_loss=z_loss,
             chunk=chunk,
-            wanted=XLA,
+            kernel=XLA,
         )
         return sums["loss"] / jnp.sum(case["weights"])
 
     inputs = [jnp.asarray(case[name]) for name in ("hidden", "head", "weights")]
-    for got, expected in zip(jax.grad(ours, (0, 1, 2))(*inputs), jax.grad(formula, (0, 1, 2))(*inputs), strict=True):
+    for got, expected in zip(
+        jax.grad(our_loss, (0, 1, 2))(*inputs), jax.grad(formula, (0, 1, 2))(*inputs), strict=True
+    ):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bfloat16_products_give_the_gradient_within_their_rounding(case: dict, dtype: str) -> None:
-    """Whether the logits are kept wide or not: the softmax is taken in float32 either way."""
+def test_bfloat16_matmuls_give_the_gradient_within_rounding(case: dict, dtype: str) -> None:
+    """For float32 and bfloat16 logits: the softmax is computed in float32 in both cases."""
 
     def loss(hidden: jax.Array, head: jax.Array) -> jax.Array:
         def logits_of(h: jax.Array) -> jax.Array:
             return widening_einsum("...D,DV->...V", h, head.astype(h.dtype), dtype=dtype if narrow else "float32")
 
         targets, weights = jnp.asarray(case["targets"]), jnp.asarray(case["weights"])
-        return cross_entropy(logits_of, hidden, targets, weights, z_loss=0.0, chunk=4, wanted=XLA)["loss"]
+        return cross_entropy(logits_of, hidden, targets, weights, z_loss=0.0, chunk=4, kernel=XLA)["loss"]
 
     narrow = False
     expected = jax.grad(loss, (0, 1))(case["hidden"], case["head"])
@@ -99,14 +101,14 @@ def test_bfloat16_products_give_the_gradient_within_their_rounding(case: dict, d
 
 
 @pytest.mark.parametrize("chunk", [0, 4])
-def test_logits_are_made_once(case: dict, chunk: int) -> None:
-    """Three products of the head's size: logits, and the gradients by hidden states and head."""
+def test_logits_are_computed_once(case: dict, chunk: int) -> None:
+    """Three matmuls of the head's size: logits, and the gradients with respect to hidden states and head."""
     program = str(jax.make_jaxpr(jax.grad(lambda head: sums(case, head, 0.0, chunk)["loss"]))(case["head"]))
     assert program.count("dot_general") == 3
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 6])
-def test_chunks_change_no_gradient(case: dict, chunk: int) -> None:
+def test_chunks_do_not_change_the_gradient(case: dict, chunk: int) -> None:
     def gradient(chunk: int) -> jax.Array:
         return jax.grad(lambda head: sums(case, head, 0.1, chunk)["loss"])(jnp.asarray(case["head"]))
 
@@ -114,7 +116,7 @@ def test_chunks_change_no_gradient(case: dict, chunk: int) -> None:
 
 
 def test_chunks_never_hold_all_logits(case: dict) -> None:
-    """No value of the size of the whole logits appears in the chunked program, forward or backward."""
+    """No array of the size of the full logits appears in the chunked program, forward or backward."""
 
     def largest(chunk: int) -> int:
         jaxpr = jax.make_jaxpr(jax.grad(lambda head: sums(case, head, 0.0, chunk)["loss"]))(case["head"])

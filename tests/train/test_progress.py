@@ -1,4 +1,4 @@
-"""The progress display: lines that read well, a bar on a terminal, and both in log.txt."""
+"""The progress display: readable lines, a bar on a terminal, and both in log.txt."""
 
 import contextlib
 import os
@@ -73,7 +73,7 @@ def test_bar_on_a_terminal_keeps_text_above_it(tmp_path):
     subprocess.run(command, env=environment, stderr=end, check=True)
     os.close(end)
     shown = b""
-    with contextlib.suppress(OSError):  # The end of what was written to a closed terminal.
+    with contextlib.suppress(OSError):  # Reading past the output of a closed terminal raises.
         while piece := os.read(terminal, 65536):
             shown += piece
     os.close(terminal)

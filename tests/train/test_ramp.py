@@ -1,4 +1,4 @@
-"""A batch that grows: its sizes, and a run that goes through them, whole and resumed."""
+"""Batch-size ramp: its sizes, and a run that passes through them, uninterrupted and resumed."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_sizes_last_equally_long() -> None:
     assert [spec.batch_at(n) for n in (0, 29, 30, 59, 60, 89, 90, 10**9)] == [12, 12, 24, 24, 36, 36, 48, 48]
 
 
-def test_the_last_growth_may_be_smaller() -> None:
+def test_the_last_increment_may_be_smaller() -> None:
     ramp = ["train.ramp.start=1", "train.ramp.increment=4", "train.ramp.sequences=10"]
     assert plan("train.per_device_batch_size=8", *ramp).ramp == ((5, 1), (10, 5))
 
@@ -40,7 +40,7 @@ def test_sizes_that_do_not_fit_the_mesh() -> None:
         plan("train.per_device_batch_size=8", "train.ramp.start=8")
 
 
-def test_a_run_grows_and_goes_on_where_it_stood(tmp_path: Path) -> None:
+def test_a_ramped_run_resumes_at_its_batch_size(tmp_path: Path) -> None:
     ramp = ["train.ramp.start=2", "train.ramp.increment=2", "train.ramp.sequences=24", "train.eval_batches=0"]
     arguments = [*SMALL, *ramp, "optimizer/schedule=constant", "checkpoint.every=100"]
     finished(*arguments, "run.name=whole", "train.steps=12", cwd=tmp_path)

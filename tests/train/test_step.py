@@ -1,4 +1,4 @@
-"""The step on a small linear model: micro-batches, the guard, and what is never applied."""
+"""The training step on a small linear model: micro-batches, the guard, and updates that are skipped."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ import pytest
 
 from maxhydra.config.schema.run import Nonfinite, Spike, Train
 from maxhydra.optim import Optimizer
-from maxhydra.train.objectives import held_out_loss
+from maxhydra.train.evaluate import held_out_loss
 from maxhydra.train.state import Guard, TrainState
 from maxhydra.train.step import make_step
 
@@ -48,7 +48,7 @@ def test_one_step_is_optax() -> None:
 
 @pytest.mark.parametrize("micro_batches", [2, 3, 6])
 def test_micro_batches_equal_the_big_batch(micro_batches: int) -> None:
-    """Also where the micro-batches hold different numbers of tokens."""
+    """Also if the micro-batches have different numbers of tokens."""
     whole, split = fresh(), fresh()
     for i in range(5):
         whole, of_whole = jax.jit(make_step(loss, OPTIMIZER, Train()))(whole, batch(i))
@@ -57,18 +57,18 @@ def test_micro_batches_equal_the_big_batch(micro_batches: int) -> None:
     np.testing.assert_allclose(split.params["w"], whole.params["w"], rtol=1e-5)
 
 
-def test_an_evaluation_passes_over_no_more_rows_than_a_step() -> None:
-    seen = []
+def test_an_evaluation_uses_the_micro_batches_of_a_step() -> None:
+    sizes = []
 
-    def noting(params: dict, batch: dict, key: jax.Array | None) -> dict:
-        seen.append(len(batch["x"]))
+    def recording_loss(params: dict, batch: dict, key: jax.Array | None) -> dict:
+        sizes.append(len(batch["x"]))
         return loss(params, batch, key)
 
     means = [
-        held_out_loss(noting, lambda: map(batch, range(3)), limit=2, parts=parts)(fresh())  # type: ignore[misc]
+        held_out_loss(recording_loss, lambda: map(batch, range(3)), limit=2, parts=parts)(fresh())  # type: ignore[misc]
         for parts in (1, 3)
     ]
-    assert set(seen) == {12, 4}
+    assert set(sizes) == {12, 4}
     assert means[1] == pytest.approx(means[0], rel=1e-5)
 
 
@@ -88,7 +88,7 @@ def test_stop_on_nonfinite_is_sticky(poison: float) -> None:
     assert state.step == before.step == 1
 
 
-def test_skip_on_nonfinite_goes_on() -> None:
+def test_skip_on_nonfinite_continues() -> None:
     step = jax.jit(make_step(loss, OPTIMIZER, Train(on_nonfinite=Nonfinite.skip)))
     before, _ = step(fresh(), batch(0))
     bad, metrics = step(before, {**batch(1), "weights": np.ones(12, np.float32), "y": np.full(12, np.nan, np.float32)})
@@ -114,8 +114,8 @@ def test_a_spike_is_skipped_after_warmup() -> None:
     assert metrics["skipped"] == 0
 
 
-def test_spikes_without_end_are_no_spikes() -> None:
-    """Where other data begin, with a loss that is larger for good, the run goes on learning."""
+def test_a_sustained_jump_is_accepted_after_a_while() -> None:
+    """When the data changes and the loss stays higher, the run resumes learning."""
     step = jax.jit(make_step(loss, OPTIMIZER, Train(spike=Spike(sigmas=4.0, warmup_steps=5))))
     state = fresh()
     for i in range(20):
@@ -131,12 +131,12 @@ def test_spikes_without_end_are_no_spikes() -> None:
 def test_guard_follows_mean_and_variance() -> None:
     """Over the first steps the guard's statistics are the plain mean and variance of loss and gradient norm."""
     step = jax.jit(make_step(loss, OPTIMIZER, Train(spike=Spike(sigmas=100.0, decay=0.999))))
-    state, seen = fresh(), []
+    state, observed = fresh(), []
     for i in range(8):
         state, metrics = step(state, batch(i))
-        seen.append([float(metrics["loss"]), float(metrics["grad_norm"])])
-    np.testing.assert_allclose(state.guard.mean, np.mean(seen, 0), rtol=1e-4)
-    np.testing.assert_allclose(state.guard.variance, np.var(seen, 0), rtol=1e-3)
+        observed.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    np.testing.assert_allclose(state.guard.mean, np.mean(observed, 0), rtol=1e-4)
+    np.testing.assert_allclose(state.guard.variance, np.var(observed, 0), rtol=1e-3)
 
 
 def test_state_is_immutable() -> None:

@@ -1,4 +1,4 @@
-"""Trackers write what can be read back, keep one identity over sessions, and never take a run down."""
+"""Trackers write readable files, keep one identity over sessions, and never fail a run."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def events(folder):
             at += 16 + length
 
 
-def test_tensorboard_reads_back_and_hides_steps_done_again(tmp_path):
+def test_tensorboard_reads_back_and_hides_repeated_steps(tmp_path):
     run, tracker = session(tmp_path / "a", ["tensorboard"])
     for step in (1, 2, 3):
         tracker.log(step, {"loss": step / 2})
@@ -89,7 +89,7 @@ for step in (0, 1):
 """
 
 
-def test_wandb_offline_keeps_its_id_and_no_secret(tmp_path):
+def test_wandb_offline_keeps_its_id_and_stores_no_secret(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_API_KEY": "0123hunter" * 4}
     command = [sys.executable, "-c", WANDB, str(tmp_path), "--token=hunter2"]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
@@ -106,7 +106,7 @@ def test_wandb_offline_keeps_its_id_and_no_secret(tmp_path):
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path):
-    """A path that hides the package, in a process of its own."""
+    """In a separate process, with a path that shadows the package."""
     (tmp_path / "tensorboardX").mkdir()
     (tmp_path / "tensorboardX" / "__init__.py").write_text("raise ImportError('not here')")
     (tmp_path / "wandb").mkdir()
@@ -128,7 +128,7 @@ for backend in ("tensorboard", "wandb"):
     assert "tracker.backends=" in done.stdout
 
 
-def test_a_tracker_that_fails_is_named_once_and_the_others_go_on(tmp_path, capsys):
+def test_a_failing_tracker_is_logged_once_and_the_others_continue(tmp_path, capsys):
     run, tracker = session(tmp_path / "a", ["tensorboard"])
     (run.path / "tensorboard").rename(run.path / "gone")
     with logging_to(None, console=True):
@@ -136,9 +136,9 @@ def test_a_tracker_that_fails_is_named_once_and_the_others_go_on(tmp_path, capsy
             tracker.log(step, {"loss": object()})
         tracker.close()
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("tensorboard does not take metrics") and "metrics.jsonl has them all" in line
+    assert line.startswith("tensorboard rejected metrics") and "metrics.jsonl has them all" in line
 
 
-def test_unknown_backend_is_refused_before_anything_opens(tmp_path):
+def test_an_unknown_backend_is_rejected_before_anything_opens(tmp_path):
     with pytest.raises((ConfigError, ModuleNotFoundError)):
         session(tmp_path / "a", ["tensorbord"])

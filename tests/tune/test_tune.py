@@ -1,4 +1,4 @@
-"""task=tune: what is tried in which order, what a candidate means, and that its experiment is what it says."""
+"""task=tune: search order, the config of a candidate, and the experiment that is written."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ from maxhydra.config.serialize import to_yaml
 from maxhydra.runtime.hardware_options import hardware_options
 from maxhydra.tune.experiment import experiment
 from maxhydra.tune.search import OutOfTime, eliminate, grid, one_by_one
-from maxhydra.tune.space import Axis, Candidate, axes, settled
+from maxhydra.tune.space import Axis, Candidate, apply_candidate, axes
 from maxhydra.tune.tuner import needs_less
 from tests.support.cli import facts, finished, kill_when
 
@@ -29,122 +29,126 @@ ALL = [
 ]
 
 
-class Oven:
-    """Times by a formula of the test's own, with a record of what was asked."""
+class FakeTimer:
+    """Step times from a formula, with a record of the candidates that were measured."""
 
     def __init__(self, limit: float = math.inf, calls: int = 10_000):
-        self.asked: list[tuple[str, int]] = []
+        self.measured: list[tuple[str, int]] = []
         self.limit, self.calls = limit, calls
 
     def __call__(self, candidate: Candidate, steps: int) -> float:
         a, b, c = (int(candidate.get(key, f"{key}=0")[2:]) for key in "abc")
-        if (f"{a}{b}{c}", steps) not in self.asked:
-            if len(self.asked) == self.calls:
+        if (f"{a}{b}{c}", steps) not in self.measured:
+            if len(self.measured) == self.calls:
                 raise OutOfTime
-            self.asked.append((f"{a}{b}{c}", steps))
-        # What is later in a list needs less memory; a and b would rather agree.
+            self.measured.append((f"{a}{b}{c}", steps))
+        # Later values of a list need less memory; it is faster if a and b agree.
         memory = 10 - 2 * a - b - c
         return math.inf if memory > self.limit else 1 + (a - 1) ** 2 + 0.5 * (a != b) + 0.1 * (c - 1.1) ** 2
 
 
-def test_one_setting_at_a_time_finds_what_all_combinations_find() -> None:
-    few, many = Oven(), Oven()
+def test_coordinate_descent_finds_the_optimum_of_the_grid() -> None:
+    few, many = FakeTimer(), FakeTimer()
     tried = one_by_one(SPACE, few, steps=2)
-    assert min(few(one, 2) for one in tried) == min(many(one, 2) for one in ALL)
-    assert len(few.asked) < 12 < len(many.asked) == 18
+    assert min(few(item, 2) for item in tried) == min(many(item, 2) for item in ALL)
+    assert len(few.measured) < 12 < len(many.measured) == 18
 
 
-def test_where_nothing_runs_the_search_goes_towards_less_memory() -> None:
-    """As given, and any single change of it, needs too much; two changes together do not."""
-    oven = Oven(limit=5)
-    tried = one_by_one(SPACE, oven, steps=1)
-    assert math.isinf(oven({}, 1)) and any(math.isfinite(oven(one, 1)) for one in tried)
+def test_if_nothing_runs_the_search_moves_towards_less_memory() -> None:
+    """The config and any single change need too much memory; two changes together do not."""
+    timer = FakeTimer(limit=5)
+    tried = one_by_one(SPACE, timer, steps=1)
+    assert math.isinf(timer({}, 1)) and any(math.isfinite(timer(item, 1)) for item in tried)
 
 
 @pytest.mark.parametrize(("cost", "is_close"), [(1.01, True), (1.3, False)])
-def test_parts_of_a_setting_are_tried_where_it_is_close_and_fall_with_it(cost: float, is_close: bool) -> None:
-    """Kind b costs more than a; its part 2 makes it better than a, until x comes, with which a is the best of all."""
+def test_dependent_settings_are_tried_near_the_best_and_dropped_with_their_parent(cost: float, is_close: bool) -> None:
+    """Kind b is slower than a; part 2 makes it faster than a, but with x=1 kind a is the fastest."""
     space = [
         Axis("kind", ("kind=a", "kind=b")),
         Axis("part", ("part=1", "part=2"), under={"kind": "kind=b"}),
         Axis("x", ("x=0", "x=1")),
     ]
-    asked: list[Candidate] = []
+    measured: list[Candidate] = []
 
     def time(candidate: Candidate, steps: int) -> float:
-        asked.append(candidate)
-        is_b, is_2, is_x = (one in candidate.values() for one in ("kind=b", "part=2", "x=1"))
+        measured.append(candidate)
+        is_b, is_2, is_x = (text in candidate.values() for text in ("kind=b", "part=2", "x=1"))
         return (cost if is_b else 1.0) - 0.1 * is_2 - is_x * (0.3 if is_b else 0.5)
 
-    best = min(one_by_one(space, time, steps=1), key=lambda one: time(one, 1))
+    best = min(one_by_one(space, time, steps=1), key=lambda item: time(item, 1))
     assert best["x"] == "x=1" and "kind=b" not in best.values()
-    assert ({"kind": "kind=b", "part": "part=2"} in asked) == is_close
-    assert all(one["kind"] == "kind=b" for one in asked if "part" in one)
+    assert ({"kind": "kind=b", "part": "part=2"} in measured) == is_close
+    assert all(item["kind"] == "kind=b" for item in measured if "part" in item)
 
 
 def test_finalists_are_timed_over_more_steps_and_halved() -> None:
-    oven = Oven()
-    tried = grid(SPACE, oven, steps=3)
-    first = len(oven.asked)
-    eliminate(tried, oven, steps=3, finalists=4)
-    later = oven.asked[first:]
+    timer = FakeTimer()
+    tried = grid(SPACE, timer, steps=3)
+    first = len(timer.measured)
+    eliminate(tried, timer, steps=3, finalists=4)
+    later = timer.measured[first:]
     assert [steps for _, steps in later] == [6] * 4 + [12] * 2
-    fastest = min(ALL, key=lambda one: oven(one, 3))
+    fastest = min(ALL, key=lambda item: timer(item, 3))
     assert "".join(text[-1] for text in fastest.values()) in {name for name, steps in later if steps == 12}
 
 
-def test_a_search_that_was_cut_short_goes_on_where_it_was() -> None:
-    whole = Oven()
+def test_an_interrupted_search_resumes() -> None:
+    whole = FakeTimer()
     one_by_one(SPACE, whole, steps=2)
-    cut = Oven(calls=4)
+    interrupted = FakeTimer(calls=4)
     with pytest.raises(OutOfTime):
-        one_by_one(SPACE, cut, steps=2)
-    cut.calls = 10_000
-    one_by_one(SPACE, cut, steps=2)
-    assert cut.asked == whole.asked
+        one_by_one(SPACE, interrupted, steps=2)
+    interrupted.calls = 10_000
+    one_by_one(SPACE, interrupted, steps=2)
+    assert interrupted.measured == whole.measured
 
 
-def test_a_step_keeps_its_sequences() -> None:
+def test_the_global_batch_is_preserved() -> None:
     config = compose(["task=tune", "model=micro", "train.per_device_batch_size=8", "train.grad_accum=2"]).config
     assert isinstance(config.task, TuneTask)
     found = {axis.key: axis.values for axis in axes(config, config.task, hardware_options()["cpu"])}
     for override in found["train.per_device_batch_size"]:
-        train = settled(config, {"train.per_device_batch_size": override}, Batch.same).train
+        train = apply_candidate(config, {"train.per_device_batch_size": override}, Batch.same).train
         assert train.per_device_batch_size * train.grad_accum == 16
     odd = {"train.per_device_batch_size": "train.per_device_batch_size=3"}
-    assert settled(config, odd, Batch.any).train.grad_accum == 2
+    assert apply_candidate(config, odd, Batch.any).train.grad_accum == 2
     with pytest.raises(ConfigError, match="does not divide the 16 sequences"):
-        settled(config, odd, Batch.same)
+        apply_candidate(config, odd, Batch.same)
 
 
-def test_what_surely_needs_less_memory() -> None:
+def test_configs_that_certainly_need_less_memory() -> None:
     config = compose(["task=tune", "model=micro", "train.per_device_batch_size=8"]).config
 
-    def made(batch: int, policy: str, unroll: int = 2) -> Config:
+    def variant(batch: int, policy: str, unroll: int = 2) -> Config:
         overrides = (
             f"train.per_device_batch_size={batch}",
             f"model.remat.policy={policy}",
             f"model.scan_unroll={unroll}",
         )
-        return settled(config, {text.partition("=")[0]: text for text in overrides}, Batch.same)
+        return apply_candidate(config, {text.partition("=")[0]: text for text in overrides}, Batch.same)
 
-    assert needs_less(made(4, "minimal"), made(8, "none")) and needs_less(made(4, "full"), made(4, "minimal"))
-    assert not needs_less(made(8, "full"), made(4, "none")) and not needs_less(made(4, "none"), made(8, "full"))
-    assert not needs_less(made(4, "full", unroll=1), made(8, "none"))
+    assert needs_less(variant(4, "minimal"), variant(8, "none")) and needs_less(
+        variant(4, "full"), variant(4, "minimal")
+    )
+    assert not needs_less(variant(8, "full"), variant(4, "none")) and not needs_less(
+        variant(4, "none"), variant(8, "full")
+    )
+    assert not needs_less(variant(4, "full", unroll=1), variant(8, "none"))
 
 
-def test_all_that_is_wrong_with_a_space_is_said_at_once() -> None:
+def test_all_errors_of_a_space_are_reported() -> None:
     space = ["train.per_device_batch_size=4,5", "model.remat.polcy=none", "~model.remat", "model.scan_unroll=0,1"]
     config = compose(["task=tune", "model=micro", f"task.space={json.dumps(space)}"]).config
     assert isinstance(config.task, TuneTask)
     with pytest.raises(ConfigError) as caught:
         axes(config, config.task, hardware_options()["cpu"])
-    said = str(caught.value)
+    message = str(caught.value)
     for word in ("does not divide the 64", "model.remat.polcy", "~model.remat", "model.scan_unroll=0"):
-        assert word in said
+        assert word in message
 
 
-def test_the_experiment_composes_to_what_was_tuned(tmp_path: Path) -> None:
+def test_the_experiment_composes_to_the_tuned_config(tmp_path: Path) -> None:
     given = ["task=tune", "model=llama3.2-1b", "optimizer=adafactor", "experiment=shakespeare", "train.seq_len=512",
              "+hardware.flag_sets.mine=['--xla_a=1']", "run.name=x", "task.minutes=1"]  # fmt: skip
     composed = compose(given)
@@ -153,7 +157,7 @@ def test_the_experiment_composes_to_what_was_tuned(tmp_path: Path) -> None:
         "hardware.xla_flags": "hardware.xla_flags=['--xla_gpu_enable_triton_gemm=false','--xla_b=']",
         "model.remat.policy": "model.remat.policy=minimal",
     }
-    tuned = settled(composed.config, candidate, Batch.any)
+    tuned = apply_candidate(composed.config, candidate, Batch.any)
     text = experiment(composed.config, tuned, choices=composed.choices, overrides=given, comments=["why"])
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "fast.yaml").write_text(text)
@@ -186,19 +190,20 @@ def test_a_search_survives_crashes_and_a_kill_and_its_experiment_runs(tmp_path: 
     assert trials[1]["line"]["model"] == "micro" and trials[1]["line"]["settings"]["data"] == "synthetic"
     assert "xla_no_such_flag" in done.stdout and "tokens/s" in done.stdout
     best = max(trials[:2], key=lambda trial: trial["line"]["tokens_per_second"])
-    told = facts(tmp_path / "outputs" / "it")
-    assert told["status"] == "finished" and told["best"]["key"] == best["key"] and len(told["sessions"]) == 2
+    run_facts = facts(tmp_path / "outputs" / "it")
+    assert run_facts["status"] == "finished" and run_facts["best"]["key"] == best["key"]
+    assert len(run_facts["sessions"]) == 2
 
     finished("--config-dir", "conf", "experiment=fast", "debug=one_step", "run.name=after", cwd=tmp_path)
     train = compose(["experiment=fast"], str(tmp_path / "conf")).config.train
     assert train.per_device_batch_size * train.grad_accum == 2 and train.seq_len == 16
 
 
-def test_an_experiment_is_never_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_experiment_is_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     (tmp_path / "conf" / "experiment" / "fast.yaml").write_text("mine")
     config = compose(["task=tune", *SMALL, "task.save_as=fast"]).config
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         tasks.run(config, choices={}, overrides=[], path=tmp_path / "it")
     assert not (tmp_path / "it").exists() and (tmp_path / "conf/experiment/fast.yaml").read_text() == "mine"

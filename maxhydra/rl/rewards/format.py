@@ -1,4 +1,4 @@
-"""Whether a text has a form."""
+"""1 if the whole completion matches a regular expression."""
 
 import re
 
@@ -10,7 +10,7 @@ def build(term: Term) -> Score:
     assert term.pattern is not None
     pattern = re.compile(term.pattern, re.DOTALL)
 
-    def score(answer: Sample) -> float:
-        return float(pattern.fullmatch(answer.text) is not None)
+    def score(sample: Sample) -> float:
+        return float(pattern.fullmatch(sample.text) is not None)
 
     return score

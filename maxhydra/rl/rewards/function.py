@@ -1,4 +1,4 @@
-"""A function of the user's."""
+"""A user-defined reward function, `module:function`."""
 
 import importlib
 from collections.abc import Callable
@@ -12,9 +12,9 @@ def build(term: Term) -> Score:
     module, name = term.function.split(":")
     function: Callable[..., float] = getattr(importlib.import_module(module), name)
 
-    def score(answer: Sample) -> float:
+    def score(sample: Sample) -> float:
         return function(
-            answer.text, prompt=answer.prompt, answer=answer.answer, expected=answer.expected, record=answer.record
+            sample.text, prompt=sample.prompt, answer=sample.answer, expected=sample.expected, record=sample.record
         )
 
     return score

@@ -1,4 +1,4 @@
-"""How near a text is to a number of tokens."""
+"""1 at a target length in tokens, decreasing linearly with the distance from it."""
 
 from maxhydra.config.schema.reward import Term
 from maxhydra.rl.rewards import Sample, Score
@@ -8,7 +8,7 @@ def build(term: Term) -> Score:
     target = term.target
     assert target is not None
 
-    def score(answer: Sample) -> float:
-        return max(0.0, 1 - abs(answer.tokens - target) / target)
+    def score(sample: Sample) -> float:
+        return max(0.0, 1 - abs(sample.tokens - target) / target)
 
     return score

@@ -1,4 +1,7 @@
-"""Where metrics go besides metrics.jsonl. A backend is a module here with a function `open_tracker`."""
+"""Experiment trackers that receive metrics in addition to metrics.jsonl.
+
+A backend is a module of this package with a function `open_tracker`, chosen by its name in `tracker.backends`.
+"""
 
 import dataclasses
 import functools
@@ -16,7 +19,7 @@ log = logging.getLogger("maxhydra")
 
 
 class Tracker(Protocol):
-    """Takes the metrics of a run as they come."""
+    """Receives the metrics of a run when they are logged."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -25,7 +28,7 @@ class Tracker(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TrackedSession:
-    """What a backend is told: steps up to `resumed_from` are done, later ones of an earlier session are void."""
+    """The session to track: steps up to `resumed_from` are valid, later ones of an earlier session are discarded."""
 
     run: RunDirectory
     config: Config
@@ -37,21 +40,21 @@ class TrackedSession:
 
 
 def open_trackers(tracker: TrackerConfig, *, run: RunDirectory, config: Config, resumed_from: int) -> Tracker:
-    """All backends of `tracker.backends` as one; with none, and on processes that do not write, it does nothing."""
+    """All backends of `tracker.backends` as one tracker; a no-op without any and on processes that do not write."""
     session = TrackedSession(run, config, resumed_from)
-    opened = _Trackers()
+    trackers = _Trackers()
     try:
         for backend in tracker.backends if run.writes else ():
             module = importlib.import_module(f"maxhydra.train.trackers.{backend}")
-            opened.add(backend, module.open_tracker(tracker, session))
+            trackers.add(backend, module.open_tracker(tracker, session))
     except BaseException:
-        opened.close()
+        trackers.close()
         raise
-    return opened
+    return trackers
 
 
 class _Trackers:
-    """Several trackers as one. What goes wrong in one is said once, and neither the others nor the run suffer."""
+    """Several trackers as one. An error in one is logged once and affects neither the others nor the run."""
 
     def __init__(self) -> None:
         self._trackers: dict[str, Tracker] = {}
@@ -74,4 +77,4 @@ class _Trackers:
         except Exception as error:
             if name not in self._failed:
                 self._failed.add(name)
-                log.warning("%s does not take metrics: %s; metrics.jsonl has them all", name, error or repr(error))
+                log.warning("%s rejected metrics: %s; metrics.jsonl has them all", name, error or repr(error))

@@ -7,7 +7,7 @@ from maxhydra.config.schema.run import Tracker as TrackerConfig
 from maxhydra.record.atomic_io import to_json
 from maxhydra.train.trackers import TrackedSession, Tracker
 
-# What a killed run can lose of its curves, in seconds; metrics.jsonl loses nothing.
+# A killed run can lose this many seconds of its curves here; metrics.jsonl loses nothing.
 FLUSH_SECONDS = 10
 
 
@@ -17,10 +17,10 @@ class _TensorBoard:
 
         self._writer = SummaryWriter(
             logdir=str(session.run.path / "tensorboard"),
-            # Hides the events of steps that are done again.
+            # Hides the events of steps that are repeated after a resume.
             purge_step=session.resumed_from + 1,
             flush_secs=FLUSH_SECONDS,
-            # File names hold the second; two sessions within one would overwrite each other.
+            # File names contain the time in seconds; two sessions within one second would overwrite each other.
             filename_suffix=f".{len(session.run.read()['sessions'])}",
         )
         code = to_json(session.config_dict, indent=2).replace("\n", "\n    ")

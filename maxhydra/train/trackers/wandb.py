@@ -1,4 +1,4 @@
-"""Weights & Biases: one W&B run per run directory, whatever the number of sessions."""
+"""Weights & Biases: one W&B run per run directory, however many sessions it has."""
 
 import contextlib
 import sys
@@ -17,7 +17,7 @@ class _Wandb:
         self._run = run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        # W&B ignores steps that it has seen. After a resume those have the same values, so nothing is lost.
+        # W&B ignores steps that it already has. After a resume they have the same values, so nothing is lost.
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
@@ -25,7 +25,7 @@ class _Wandb:
 
 
 def open_tracker(tracker: TrackerConfig, session: TrackedSession) -> Tracker:
-    """Start W&B, under the id that the run's first session noted in run.json."""
+    """Start W&B with the id that the run's first session recorded in run.json."""
     try:
         import wandb  # noqa: PLC0415
     except ImportError as missing:
@@ -37,7 +37,7 @@ def open_tracker(tracker: TrackerConfig, session: TrackedSession) -> Tracker:
     session.run.update(trackers={"wandb": {"id": identity}})
     git = facts.get("git") or {}
     settings = wandb.Settings(
-        # W&B would upload uncommitted changes as they stand; ours are kept, without secrets, beside run.json.
+        # W&B would upload uncommitted changes unredacted; the run directory has them with secrets removed.
         disable_git=True,
         disable_code=True,
         git_commit=git.get("sha"),
@@ -46,7 +46,7 @@ def open_tracker(tracker: TrackerConfig, session: TrackedSession) -> Tracker:
         silent=True,
     )
     try:
-        with _scrubbed_command():
+        with _redacted_argv():
             run = wandb.init(
                 project=tracker.project,
                 entity=tracker.entity,
@@ -61,7 +61,7 @@ def open_tracker(tracker: TrackerConfig, session: TrackedSession) -> Tracker:
                 settings=settings,
             )
     except wandb.errors.Error as error:
-        hint = "log in with `wandb login`, or set tracker.mode=offline and send the run later with `wandb sync`"
+        hint = "log in with `wandb login`, or set tracker.mode=offline and upload the run later with `wandb sync`"
         raise ConfigError(
             Problem("tracker.mode", f"W&B did not start: {error}", value=tracker.mode.value, hint=hint)
         ) from None
@@ -70,8 +70,8 @@ def open_tracker(tracker: TrackerConfig, session: TrackedSession) -> Tracker:
 
 
 @contextlib.contextmanager
-def _scrubbed_command() -> Iterator[None]:
-    """W&B copies the command line as it finds it."""
+def _redacted_argv() -> Iterator[None]:
+    """Redact sys.argv while W&B copies it."""
     command = sys.argv
     sys.argv = [command[0], *scrub_argv(command[1:])]
     try:

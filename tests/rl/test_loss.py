@@ -1,4 +1,4 @@
-"""Policy losses, values and gradients, against TRL's, and against the papers' formulas where TRL has none."""
+"""Policy losses against TRL, or against the paper's formula if TRL has none: values and gradients."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from maxhydra.config.schema.tasks.grpo import Clip, GrpoTask, Kl, KlEstimator, PolicyLoss, Scale
-from maxhydra.rl.advantages import advantages, is_degenerate, scale_of
-from maxhydra.rl.losses import Logprobs, divergence, policy_loss
+from maxhydra.rl.loss import Logprobs, kl_estimate, policy_loss
+from maxhydra.rl.rollout import advantages, is_degenerate, scale_of
 from tests.support.skips import import_optional
 
 B, S = 6, 9
@@ -33,23 +33,23 @@ def inputs(seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def ours(task: GrpoTask, given: dict[str, np.ndarray]) -> tuple[float, np.ndarray]:
-    """The loss that a step minimises, and its gradient by the new log-probs."""
+def policy_loss_of(task: GrpoTask, given: dict[str, np.ndarray]) -> tuple[float, np.ndarray]:
+    """The loss that a step minimizes, and its gradient with respect to the new log-probs."""
     arrays = {name: jnp.asarray(value, jnp.float32) for name, value in given.items()}
-    worth = jnp.broadcast_to(arrays["advantages"][:, None], (B, S))
+    advantage = jnp.broadcast_to(arrays["advantages"][:, None], (B, S))
 
     def loss(new: jax.Array) -> jax.Array:
         reference = arrays["reference"] if task.kl.beta else None
         logprobs = Logprobs(new, arrays["old"], arrays["sampled"], reference)
-        sums = policy_loss(logprobs, worth, arrays["mask"], task)
+        sums = policy_loss(logprobs, advantage, arrays["mask"], task)
         return sums["loss"] / sums["weight"]
 
     value, gradient = jax.value_and_grad(loss)(arrays["new"])
     return float(value), np.asarray(gradient)
 
 
-def theirs(task: GrpoTask, given: dict[str, np.ndarray]) -> tuple[float, np.ndarray]:
-    """The same by GRPOTrainer's loss, told the log-probs instead of a model."""
+def trl_loss(task: GrpoTask, given: dict[str, np.ndarray]) -> tuple[float, np.ndarray]:
+    """The same with the loss of TRL's GRPOTrainer, given log-probs instead of a model."""
     torch = import_optional("torch", extra="parity")
     trl = import_optional("trl", extra="parity")
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in given.items()}
@@ -94,7 +94,7 @@ def theirs(task: GrpoTask, given: dict[str, np.ndarray]) -> tuple[float, np.ndar
     return loss.item(), new.grad.numpy()
 
 
-# With weights for each token TRL's whole answer has another gradient than GSPO-token, which the next test looks at.
+# With per-token weights, TRL's sequence-level gradient differs from that of GSPO-token, which the next test checks.
 CASES = [
     (kind, beta, cap)
     for kind in PolicyLoss
@@ -107,39 +107,39 @@ CASES = [
 @pytest.mark.parity
 @pytest.mark.parametrize(("kind", "beta", "cap"), CASES)
 def test_losses_and_gradients_are_those_of_trl(kind: PolicyLoss, beta: float, cap: float | None) -> None:
-    """TRL has GSPO with the gradient of a whole answer's ratio, which with one advantage an answer is GSPO-token's."""
+    """TRL's GSPO has the sequence-level gradient, which equals GSPO-token's with one advantage per completion."""
     clip = Clip(low=0.1, high=0.28)
     task = GrpoTask(name="grpo", loss=kind, clip=clip, kl=Kl(beta=beta), importance_cap=cap, max_tokens=MAX_TOKENS)
     given = inputs()
-    value, gradient = ours(task, given)
-    expected, expected_gradient = theirs(task, given)
+    value, gradient = policy_loss_of(task, given)
+    expected, expected_gradient = trl_loss(task, given)
     assert value == pytest.approx(expected, rel=1e-5, abs=1e-6)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_gspo_token_by_its_formula() -> None:
-    """s_i,t = sg[s_i] pi / sg[pi]: clipped as a whole answer, with each token's own gradient and advantage."""
+    """s_i,t = sg[s_i] pi / sg[pi]: clipped per completion, with the gradient and advantage of each token."""
     task = GrpoTask(name="grpo", loss=PolicyLoss.gspo, clip=Clip(low=0.05, high=0.05), importance_cap=1.1)
     given = inputs(1)
-    mask, worth = given["mask"], given["advantages"][:, None]
+    mask, advantage = given["mask"], given["advantages"][:, None]
     length = mask.sum(1, keepdims=True)
     ratio = np.exp((mask * (given["new"] - given["old"])).sum(1, keepdims=True) / length)
     weight = np.minimum(np.exp(given["old"] - given["sampled"]), 1.1) * mask / length / B
-    is_open = ratio * worth <= np.clip(ratio, 0.95, 1.05) * worth
+    is_open = ratio * advantage <= np.clip(ratio, 0.95, 1.05) * advantage
     assert 0 < is_open.sum() < B
-    value, gradient = ours(task, given)
-    expected = -(weight * np.minimum(ratio * worth, np.clip(ratio, 0.95, 1.05) * worth)).sum()
+    value, gradient = policy_loss_of(task, given)
+    expected = -(weight * np.minimum(ratio * advantage, np.clip(ratio, 0.95, 1.05) * advantage)).sum()
     assert value == pytest.approx(expected, rel=1e-5)
-    np.testing.assert_allclose(gradient, -weight * ratio * worth * is_open, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(gradient, -weight * ratio * advantage * is_open, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("estimator", KlEstimator)
 def test_estimators_of_the_divergence(estimator: KlEstimator) -> None:
-    """Under draws from p, k1 and k3 have the divergence as their mean; k2 and k3 are never negative."""
+    """Under samples from p, the mean of k1 and k3 is the divergence; k2 and k3 are never negative."""
     random = np.random.default_rng(0)
     p, q = (np.exp(x) / np.exp(x).sum() for x in 0.3 * random.standard_normal((2, 5)))
     exact = float((p * np.log(p / q)).sum())
-    values = np.asarray(divergence(jnp.log(p), jnp.log(q), estimator), np.float64)
+    values = np.asarray(kl_estimate(jnp.log(p), jnp.log(q), estimator), np.float64)
     mean = float((p * values).sum())
     if estimator is KlEstimator.k2:
         assert mean == pytest.approx(float((p * np.log(p / q) ** 2).sum()) / 2, rel=1e-4)
@@ -150,12 +150,12 @@ def test_estimators_of_the_divergence(estimator: KlEstimator) -> None:
 
 
 @pytest.mark.parametrize("kind", PolicyLoss)
-def test_answers_that_do_not_count_change_nothing(kind: PolicyLoss) -> None:
+def test_masked_completions_change_nothing(kind: PolicyLoss) -> None:
     task = GrpoTask(name="grpo", loss=kind, kl=Kl(beta=0.1), max_tokens=MAX_TOKENS)
     given = inputs(2)
     given["mask"][3:] = 0
     fewer = {name: value[:3] for name, value in given.items()}
-    value, gradient = ours(task, given)
+    value, gradient = policy_loss_of(task, given)
     arrays = {name: jnp.asarray(x, jnp.float32) for name, x in fewer.items()}
     logprobs = Logprobs(*(arrays[name] for name in ("new", "old", "sampled", "reference")))
     sums = policy_loss(logprobs, arrays["advantages"][:, None] * jnp.ones((3, S)), arrays["mask"], task)
@@ -164,13 +164,13 @@ def test_answers_that_do_not_count_change_nothing(kind: PolicyLoss) -> None:
 
 
 @pytest.mark.parametrize("kind", PolicyLoss)
-def test_places_that_do_not_count_may_hold_anything(kind: PolicyLoss) -> None:
-    """Tokens of a prompt, and padding: nothing keeps their probabilities near those of the reference."""
+def test_masked_positions_may_have_any_value(kind: PolicyLoss) -> None:
+    """Prompt and padding tokens, whose log-ratios are unbounded."""
     task = GrpoTask(name="grpo", loss=kind, kl=Kl(beta=0.1), importance_cap=2.0, max_tokens=MAX_TOKENS)
     given = inputs(3)
     far = {**given, "new": np.where(given["mask"] == 0, -200.0, given["new"])}
     far["sampled"] = np.where(given["mask"] == 0, 0.0, given["sampled"])
-    (value, gradient), (expected, expected_gradient) = ours(task, far), ours(task, given)
+    (value, gradient), (expected, expected_gradient) = policy_loss_of(task, far), policy_loss_of(task, given)
     assert value == pytest.approx(expected, rel=1e-6)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-6)
     arrays = {name: jnp.asarray(value, jnp.float32) for name, value in far.items()}

@@ -1,8 +1,8 @@
-"""Preference losses against TRL's, and where TRL has none against the paper's formula in torch: values and gradients.
+"""Preference losses against TRL, or the paper's formula in torch if TRL has none: values and gradients.
 
-TRL's functions take log-probs as they come: given log-ratios to a reference, those of CPO are the ones of DPO (with
-label smoothing as in cDPO) and IPO. Differences: ORPO's likelihood term is the mean over each answer's tokens, as in
-the paper, where TRL averages over the tokens of a batch, prompts included; KTO over pairs left TRL, and is written out.
+TRL's functions take any log-probs: with log-ratios to a reference, CPO's losses are those of DPO (with label smoothing
+as in cDPO) and IPO. Differences: ORPO's likelihood term is the mean over the tokens of each completion, as in the
+paper, whereas TRL averages over all tokens of a batch, including prompts. TRL removed paired KTO, so it is spelled out.
 """
 
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.align.losses import Answers, Pairs, losses, rewards
+from maxhydra.align.loss import Completions, Pairs, losses, rewards
 from maxhydra.config.schema.tasks.dpo import DpoTask, PreferenceLoss
 from tests.support.skips import import_optional
 
@@ -24,28 +24,28 @@ pytestmark = pytest.mark.parity
 
 B = 7
 RNG = np.random.default_rng(0)
-# Log-probs of both answers under the model and under the reference, and their tokens.
+# Log-probs of both completions under the model and the reference, and their numbers of tokens.
 VALUES = {name: RNG.normal(-20, 8, B).clip(max=-0.5).astype(np.float32) for name in ("c", "r", "c_ref", "r_ref")}
 TOKENS = {name: RNG.integers(5, 30, B).astype(np.float32) for name in ("c", "r")}
 ACCELERATOR = SimpleNamespace(device="cpu")
 
 
-def ours(task: DpoTask, padding: int = 0) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Losses, and the gradients of their sum by the two log-probs."""
+def our_losses(task: DpoTask, padding: int = 0) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Losses, and the gradients of their sum with respect to both log-probs."""
 
     def padded(values: np.ndarray) -> jax.Array:
         return jnp.concatenate([jnp.asarray(values), jnp.zeros(padding)])
 
     def all_losses(c: jax.Array, r: jax.Array) -> jax.Array:
         c_ref, r_ref, c_tokens, r_tokens = map(padded, (VALUES["c_ref"], VALUES["r_ref"], TOKENS["c"], TOKENS["r"]))
-        return losses(Pairs(Answers(c, c_ref, c_tokens), Answers(r, r_ref, r_tokens)), task)
+        return losses(Pairs(Completions(c, c_ref, c_tokens), Completions(r, r_ref, r_tokens)), task)
 
     inputs = padded(VALUES["c"]), padded(VALUES["r"])
     gradients = jax.grad(lambda *x: jnp.sum(all_losses(*x)), (0, 1))(*inputs)
     return np.asarray(all_losses(*inputs)), list(map(np.asarray, gradients))
 
 
-def theirs(task: DpoTask) -> tuple[Any, list[Any]]:
+def reference_losses(task: DpoTask) -> tuple[Any, list[Any]]:
     c, r = (torch.tensor(VALUES[name], requires_grad=True) for name in ("c", "r"))
     n_c, n_r = (torch.tensor(TOKENS[name]) for name in ("c", "r"))
     h_c, h_r = c - torch.tensor(VALUES["c_ref"]), r - torch.tensor(VALUES["r_ref"])
@@ -59,19 +59,19 @@ def theirs(task: DpoTask) -> tuple[Any, list[Any]]:
     )
     match task.loss:
         case PreferenceLoss.sigmoid:
-            found = cpo.CPOTrainer.cpo_loss(settings, h_c, h_r)[0]
+            result = cpo.CPOTrainer.cpo_loss(settings, h_c, h_r)[0]
         case PreferenceLoss.ipo:
-            found = cpo.CPOTrainer.cpo_loss(settings, h_c / n_c, h_r / n_r)[0]
+            result = cpo.CPOTrainer.cpo_loss(settings, h_c / n_c, h_r / n_r)[0]
         case PreferenceLoss.simpo:
-            found = cpo.CPOTrainer.cpo_loss(settings, c / n_c, r / n_r)[0]
+            result = cpo.CPOTrainer.cpo_loss(settings, c / n_c, r / n_r)[0]
         case PreferenceLoss.orpo:
-            found = -c / n_c - orpo.ORPOTrainer.odds_ratio_loss(settings, c / n_c, r / n_r)[0]
+            result = -c / n_c - orpo.ORPOTrainer.odds_ratio_loss(settings, c / n_c, r / n_r)[0]
         case PreferenceLoss.kto_pair:
             z_c, z_r = (h.mean().clamp(min=0).detach() for h in (h_c, h_r))
             chosen = 1 - torch.sigmoid(task.beta * (h_c - z_r))
-            found = (chosen + 1 - torch.sigmoid(task.beta * (z_c - h_r))) / 2
-    found.sum().backward()
-    return found.detach().numpy(), [x.grad.numpy() for x in (c, r)]
+            result = (chosen + 1 - torch.sigmoid(task.beta * (z_c - h_r))) / 2
+    result.sum().backward()
+    return result.detach().numpy(), [x.grad.numpy() for x in (c, r)]
 
 
 CASES = [
@@ -88,33 +88,33 @@ CASES = [
 def test_values_and_gradients(case: dict[str, Any]) -> None:
     task = DpoTask(**case)
     assert not list(task.check())
-    (got, got_gradients), (expected, expected_gradients) = ours(task), theirs(task)
+    (got, got_gradients), (expected, expected_gradients) = our_losses(task), reference_losses(task)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
-    for one, other in zip(got_gradients, expected_gradients, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    for gradient, expected_gradient in zip(got_gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_rows_that_fill_up_a_batch_change_nothing(case: dict[str, Any]) -> None:
+def test_padding_rows_change_nothing(case: dict[str, Any]) -> None:
     task = DpoTask(**case)
-    plain, padded = ours(task), ours(task, padding=3)
+    plain, padded = our_losses(task), our_losses(task, padding=3)
     np.testing.assert_allclose(padded[0], np.append(plain[0], [0, 0, 0]), rtol=1e-6)
-    for one, other in zip(padded[1], plain[1], strict=True):
-        np.testing.assert_allclose(one, np.append(other, [0, 0, 0]), rtol=1e-6, atol=1e-7)
+    for gradient, expected in zip(padded[1], plain[1], strict=True):
+        np.testing.assert_allclose(gradient, np.append(expected, [0, 0, 0]), rtol=1e-6, atol=1e-7)
 
 
-def test_certain_answers_have_finite_odds() -> None:
-    answers = Answers(jnp.zeros(1), jnp.zeros(1), jnp.ones(1))
+def test_completions_of_probability_1_have_finite_odds() -> None:
+    completions = Completions(jnp.zeros(1), jnp.zeros(1), jnp.ones(1))
     task = DpoTask(loss=PreferenceLoss.orpo)
 
     def loss(certain: jax.Array) -> jax.Array:
-        return jnp.sum(losses(Pairs(Answers(certain, jnp.zeros(1), jnp.ones(1)), answers), task))
+        return jnp.sum(losses(Pairs(Completions(certain, jnp.zeros(1), jnp.ones(1)), completions), task))
 
     assert np.isfinite(loss(jnp.zeros(1))) and np.isfinite(jax.grad(loss)(jnp.zeros(1))).all()
 
 
 def test_rewards() -> None:
-    answers = Answers(*(jnp.asarray([x]) for x in (-6.0, -4.0, 3.0)))
-    np.testing.assert_allclose(rewards(answers, DpoTask(beta=0.5)), [-1.0])
-    np.testing.assert_allclose(rewards(answers, DpoTask(beta=0.5, loss=PreferenceLoss.orpo)), [-1.0])
-    np.testing.assert_allclose(rewards(answers, DpoTask(beta=1.0, loss=PreferenceLoss.simpo, margin=0.0)), [-2.0])
+    completions = Completions(*(jnp.asarray([x]) for x in (-6.0, -4.0, 3.0)))
+    np.testing.assert_allclose(rewards(completions, DpoTask(beta=0.5)), [-1.0])
+    np.testing.assert_allclose(rewards(completions, DpoTask(beta=0.5, loss=PreferenceLoss.orpo)), [-1.0])
+    np.testing.assert_allclose(rewards(completions, DpoTask(beta=1.0, loss=PreferenceLoss.simpo, margin=0.0)), [-2.0])

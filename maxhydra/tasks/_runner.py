@@ -1,0 +1,162 @@
+"""Runs a task, and records it in a run folder.
+
+A task is a module of this package with a function `run(job) -> Outcome` and two constants: `NEEDS_DEVICES` (False for
+tasks that only plan, which run on any host) and `KEEPS_RUN` (False for tasks that only print). For a task that keeps a
+run, the runner opens the folder, keeps run.json up to date even if the task fails, and records how it ended.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from jax.experimental import multihost_utils
+
+from maxhydra import runtime
+from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.serialize import to_yaml
+from maxhydra.record import RunDirectory, RunInUseError, logging_to, scrub_argv
+from maxhydra.runtime import Machine
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A valid config, the initialized machine, and the run's folder, which a task that only prints does not use."""
+
+    config: Config
+    choices: dict[str, str]
+    machine: Machine
+    run: RunDirectory
+    overrides: tuple[str, ...] = ()
+    """Overrides that the config was composed from, in addition to the choices; they may contain secrets."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a task ended: run status, reason, metrics, and further facts for run.json."""
+
+    status: str
+    reason: str
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    facts: dict[str, object] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The result that the command reports: the run's folder (None if not kept), status, reason, objective."""
+
+    path: Path | None
+    status: str
+    reason: str
+    objective: float | None
+    writes: bool
+    """Whether this process is the one that writes the folder."""
+
+
+def run(
+    config: Config, *, choices: dict[str, str], overrides: list[str], path: Path | None, config_dir: str | None = None
+) -> Result:
+    """Initialize the machine and run the task. `path` is the run's folder if a launcher has already chosen it.
+
+    `overrides` and `config_dir` are recorded with the run, so that it can be started again.
+    """
+    task = importlib.import_module(f"maxhydra.tasks.{config.task.name}")
+    if path is None and task.KEEPS_RUN and config.run.name is not None:
+        _check_nesting(Path(config.run.outputs), config.run.name)
+    machine = runtime.start(config.hardware) if task.NEEDS_DEVICES else runtime.start_on_host()
+    path = path or Path(config.run.outputs) / (config.run.name or _default_name(config, choices))
+    is_main = machine.process_index == 0
+    folder = RunDirectory(path.absolute(), writes=is_main and task.KEEPS_RUN)
+    job = Job(config, choices, machine, folder, tuple(overrides))
+    if not task.KEEPS_RUN:
+        with logging_to(None, console=False):
+            return _result(job, task.run(job), path=None)
+    with logging_to(job.run.log_path if is_main else None, console=is_main):
+        try:
+            return _run_recorded(job, config_dir, task.run)
+        except RunInUseError as error:
+            hint = "wait for it to end, or choose another run.name"
+            raise ConfigError(Problem("run.name", str(error), value=config.run.name, hint=hint)) from None
+
+
+def _check_nesting(outputs: Path, name: str) -> None:
+    """Raise a ConfigError if a new run would be inside another run's folder or contain one.
+
+    Listing runs would not find the inner run, and deleting the outer one would delete both.
+    """
+    folder = outputs / name
+    if RunDirectory(folder).exists():
+        return
+    parents = [outputs / part for part in Path(name).parents][:-1]
+    if outer := next((path for path in parents if RunDirectory(path).exists()), None):
+        reason, hint = f"is inside the folder of another run, {outer}", "choose another name"
+        raise ConfigError(Problem("run.name", reason, name, hint=hint))
+    if inner := next(folder.glob("**/run.json"), None):
+        reason = f"is a folder that contains other runs, such as {inner.parent}"
+        raise ConfigError(Problem("run.name", reason, name, hint=f"choose another name, or {name}/NAME"))
+
+
+def _run_recorded(job: Job, config_dir: str | None, task: Callable[[Job], Outcome]) -> Result:
+    """Run the task in a session of its run, and record how it ended."""
+    machine = job.machine
+    facts = {
+        "task": job.config.task.name,
+        "choices": job.choices,
+        "overrides": scrub_argv(list(job.overrides)),
+        **({} if config_dir is None else {"config_dir": config_dir}),
+        "tags": job.config.run.tags,
+        "notes": job.config.run.notes,
+        "hardware": machine.name,
+        "devices": f"{machine.devices} x {machine.device_kind}",
+        "processes": machine.process_count,
+        "xla_flags": machine.xla_flags,
+        "seen": machine.notes,
+    }
+    with job.run.session(to_yaml(job.config), facts):
+        try:
+            outcome = task(job)
+        except ConfigError as error:
+            # A config error that only the devices or the data could reveal; a new run leaves no folder behind.
+            job.run.withdraw("; ".join(str(problem) for problem in error.problems))
+            raise
+        result = _result(job, outcome, path=job.run.path)
+        objective = {"name": job.config.objective, "value": result.objective}
+        job.run.finish(outcome.status, outcome.reason, objective=objective, metrics=outcome.metrics, **outcome.facts)
+    return result
+
+
+def _result(job: Job, outcome: Outcome, *, path: Path | None) -> Result:
+    return Result(
+        path=path,
+        status=outcome.status,
+        reason=outcome.reason,
+        objective=outcome.metrics.get(job.config.objective),
+        writes=job.machine.process_index == 0,
+    )
+
+
+@contextlib.contextmanager
+def atomic_output_dir(path: Path) -> Iterator[Path]:
+    """A temporary folder that is renamed to `path` (task.output) once it is complete."""
+    if path.exists():
+        hint = "choose another folder, or move the existing one"
+        raise ConfigError(Problem("task.output", "already exists", value=path, hint=hint))
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _default_name(config: Config, choices: dict[str, str]) -> str:
+    """TASK-MODEL-TIME; the time is that of process 0, so that all processes agree on the folder."""
+    seconds = int(multihost_utils.broadcast_one_to_all(np.int64(time.time())))
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
+    return f"{config.task.name}-{choices.get('model', 'run')}-{stamp}"
