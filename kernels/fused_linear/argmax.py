@@ -1,5 +1,7 @@
-"""The largest output of a product of a few rows, for GPUs, in Pallas for Triton: programs stream the weights as in
-`few_rows`, and of their outputs keep one for each row, so that the outputs of a large vocabulary are not written.
+"""The argmax over the outputs of a matmul of a few rows, for GPUs, in Pallas for Triton.
+
+Programs stream the weights as in `small_batch` and keep one output per row, so the logits of a large vocabulary are not
+written.
 
 Shapes: M rows, N outputs, K inputs, G groups of outputs.
 """
@@ -13,30 +15,34 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.fused_linear.sizes import power_of_two_in
 from maxhydra.kernels.fused_linear.small_batch import LEAST_ROWS, MOST_ROWS, Tile, streamed
+from maxhydra.kernels.tiles import power_of_two_divisor
 
-# Outputs that keep all processors busy.
+# Number of outputs that keeps all multiprocessors busy.
 MANY = 16384
 
 
 def tile(N: int, K: int) -> Tile:
-    """The fastest of those measured on an H200 for the head of Llama 3.2 1B, cut down to what divides the sizes."""
-    outputs, inputs = power_of_two_in(N), power_of_two_in(K)
+    """The fastest tile measured on an H200 for the head of Llama 3.2 1B, reduced to divisors of the sizes."""
+    outputs, inputs = power_of_two_divisor(N), power_of_two_divisor(K)
     return Tile(min(128, outputs), min(64, inputs), 1, is_left=False, warps=4, stages=4)
 
 
 def can_serve(M: int, N: int, K: int, dtype: str) -> bool:
-    """Whether the kernels take these sizes on the devices there are."""
-    fits = LEAST_ROWS <= M <= MOST_ROWS and N >= MANY and power_of_two_in(N) >= 64 and power_of_two_in(K) >= 64
+    """Whether the kernels support these sizes on the current devices."""
+    fits = (
+        LEAST_ROWS <= M <= MOST_ROWS and N >= MANY and power_of_two_divisor(N) >= 64 and power_of_two_divisor(K) >= 64
+    )
     return jax.default_backend() == "gpu" and fits and N * K < 2**31 and dtype == "bfloat16"
 
 
 def largest(
     x_MK: jax.Array, weight_NK: jax.Array, dtype: np.dtype, *, interpret: bool, by: Tile | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The largest of each row's outputs in this number format, as float32 [M], and where it stands [M], the first if
-    there are several. Infinite where one is no number."""
+    """The largest output of each row, rounded to `dtype`, as float32 [M], and its index [M], the first if several.
+
+    Infinite if any output is NaN.
+    """
     (M, K), N = x_MK.shape, weight_NK.shape[0]
     by = by or tile(N, K)
     G = N // by.outputs

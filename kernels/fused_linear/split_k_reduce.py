@@ -1,7 +1,6 @@
-"""The end of a product whose inputs were parted, for GPUs, in Pallas for Triton: the sum of the parts and the stream it
-is added to, and the norm of that, of which the compiler would make two kernels. A program has a row, in registers.
+"""Split-K reduction with residual and norm, for GPUs, in Pallas for Triton; XLA would use two kernels.
 
-Shapes: P parts, M rows, N numbers of a row.
+A program handles one row, in registers. Shapes: P split-K parts, M rows, N features of a row.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,25 +14,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from maxhydra.kernels.fused_linear.epilogue import Norm
-from maxhydra.kernels.fused_linear.sizes import power_of_two_in
+from maxhydra.kernels.tiles import power_of_two_divisor
 
-# A row comes in pieces of a power of two, few enough of them and all in registers.
+# A row is loaded in few pieces of a power of two, all of which fit in registers.
 LEAST_PIECE, MOST_NUMBERS = 256, 8192
 
 
 def warps(N: int) -> int:
     """Measured on an H200 for 4 parts of 64 rows of 2,048, us: 2.17 with 16, 2.50 with 8, 2.58 with 4."""
-    return 16 if power_of_two_in(N) >= 2048 else 8
+    return 16 if power_of_two_divisor(N) >= 2048 else 8
 
 
 def can_serve(N: int) -> bool:
-    return power_of_two_in(N) >= LEAST_PIECE and N <= MOST_NUMBERS
+    return power_of_two_divisor(N) >= LEAST_PIECE and N <= MOST_NUMBERS
 
 
 def summed(
     parts_PMN: jax.Array, onto_MN: jax.Array, norm: Norm, dtype: np.dtype, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """[M, N] twice: onto with the sum of the parts, and the norm of that."""
+    """[M, N] twice: onto + the sum of the parts, and the norm of that."""
     P, M, N = parts_PMN.shape
     specs = [pl.BlockSpec((P, None, N), lambda m: (0, m, 0)), pl.BlockSpec((None, N), lambda m: (m, 0))]
     stream = jax.ShapeDtypeStruct((M, N), dtype)
@@ -56,7 +55,7 @@ def with_norm(
     interpret: bool,
     name: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """The stream that read(*references of what is given, places) makes in pieces, a row a program, and its norm."""
+    """The residual stream, which read(*input refs, slices) returns in pieces, one row per program, and its norm."""
     M, N = stream.shape
     row = pl.BlockSpec((None, N), lambda m: (m, 0))
     stream_MN, normed_MN = pl.pallas_call(
@@ -73,7 +72,7 @@ def with_norm(
 
 
 def _kernel(*refs: Any, read: Callable[..., list[jax.Array]], offset: float, eps: float) -> None:
-    """All that is read is asked for before anything is written, which a read does not overtake."""
+    """All loads are issued before the first store, since loads do not overtake stores."""
     *given_refs, scale_ref, stream_ref, normed_ref = refs
     places = _pieces(stream_ref.shape[0])
     scales = [scale_ref[place].astype(jnp.float32) + offset for place in places]
@@ -84,13 +83,13 @@ def _kernel(*refs: Any, read: Callable[..., list[jax.Array]], offset: float, eps
 
 
 def _pieces(N: int) -> list[Any]:
-    """Where the pieces of a row lie."""
-    size = power_of_two_in(N)
+    """Slices of a row."""
+    size = power_of_two_divisor(N)
     return [pl.ds(start, size) for start in range(0, N, size)]
 
 
 def _normed(pieces: list[jax.Array], scales: list[jax.Array], eps: float) -> list[jax.Array]:
-    """The norm of a row, in its format."""
+    """The norm of a row, in its dtype."""
     wide = [piece.astype(jnp.float32) for piece in pieces]
     squares = reduce(jnp.add, (jnp.sum(piece * piece) for piece in wide))
     factor = jax.lax.rsqrt(squares / sum(piece.size for piece in pieces) + eps)

@@ -1,10 +1,10 @@
-"""Arrays rounded to integers, and products of such for training: an array is codes times scales, each scale shared by
-the numbers that are summed into the same output.
+"""int8 quantization, and int8 matmuls for training: an array is codes times scales, with one scale for all elements
+that are summed into the same output.
 
-Forward a row of x has a scale, and so has an output of the weight, so that both are multiplied after the sum. The
-backward pass sums over other dimensions; there the scales of what was kept go into the gradient before that is rounded
-in turn, so that the codes of the forward pass serve again and nothing else waits for it. Qwix does the same, and is
-what the tests compare with; it works by patching modules, where a model here has one place that makes products.
+In the forward pass each row of x and each output of the weight has a scale, so both are applied after the sum. The
+backward pass sums over other dimensions: there the scales of the saved operand are multiplied into the gradient before
+it is quantized in turn, so the codes of the forward pass are reused and nothing else is saved. Qwix does the same and
+is the reference in the tests; it patches modules, whereas models here have a single place that computes matmuls.
 """
 
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ class Rounded(NamedTuple):
 
 
 def rounded(x: jax.Array, over: Sequence[int], *, largest: int) -> Rounded:
-    """An array in integers, a scale for what differs in these dimensions only; its largest magnitude becomes `largest`.
+    """Quantize an array with one scale for the elements along `over`; the largest magnitude becomes `largest`.
 
-    Not half a step more, which would use the codes more evenly: every largest number would then lie between two codes,
-    and become one or the other by the rounding of its scale, which is not the same in all programs.
+    Not `largest` + 0.5, which would use the codes more evenly: every maximum would then fall between two codes, and
+    become one or the other by the rounding of its scale, which differs between compiled programs.
     """
     wide = x.astype(jnp.float32)
     scales = jnp.max(jnp.abs(wide), axis=tuple(over), keepdims=True) / largest
@@ -45,7 +45,7 @@ def rounded(x: jax.Array, over: Sequence[int], *, largest: int) -> Rounded:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def integer_product(is_wide_back: bool, x_MK: jax.Array, weight_KN: jax.Array) -> jax.Array:
-    """x times weight in int8; is_wide_back: gradients are multiplied as they come, not rounded."""
+    """x times weight in int8; is_wide_back: the backward matmuls use unquantized gradients."""
     return _forward(is_wide_back, x_MK, weight_KN)[0]
 
 
@@ -70,7 +70,7 @@ integer_product.defvjp(_forward, _backward)
 def _gradient(
     d_out: jax.Array, codes: jax.Array, over: tuple[int, int], *, is_wide: bool, dtype: np.dtype
 ) -> jax.Array:
-    """A gradient times the codes of an operand, summed over one dimension of each."""
+    """A gradient times the codes of an operand, contracted over one dimension of each."""
     if is_wide:
         return _dot(d_out.astype(dtype), codes.astype(dtype), over).astype(dtype)
     d = rounded(d_out, (over[0],), largest=LARGEST)

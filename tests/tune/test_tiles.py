@@ -181,8 +181,8 @@ def test_no_tile_is_tried_that_is_known_or_does_not_divide() -> None:
 def test_sizes_are_never_left_out() -> None:
     """A backend without them refuses; auto takes one that has them, or says why none can."""
     call = rms_norm.Call(platform="gpu", devices=1, dtype="bfloat16", rows=512, dim=256, sizes=(("forward.rows", 2),))
-    assert rms_norm.choose("auto", call) == "triton"
+    assert rms_norm.OPERATION.choose("auto", call) == "triton"
     with pytest.raises(UnsupportedError, match="has no tile whose sizes can be chosen"):
-        rms_norm.choose("xla", call)
+        rms_norm.OPERATION.choose("xla", call)
     with pytest.raises(UnsupportedError, match=r"triton runs on gpu, not cpu; xla has no tile"):
-        rms_norm.choose("auto", dataclasses.replace(call, platform="cpu"))
+        rms_norm.OPERATION.choose("auto", dataclasses.replace(call, platform="cpu"))
