@@ -1,16 +1,16 @@
-"""Which of the library's algorithms each matrix product of a training step should take on a GPU at its power limit.
+"""Autotunes the cuBLASLt algorithm of each GEMM of a training step on a GPU that runs at its power limit.
 
-    python bench/products.py model=llama3.2-1b train.seq_len=4096 [--to products.txt] [--within FOLDER]
-    XLA_FLAGS=--xla_gpu_load_autotune_results_from=products.txt python bench/pretrain.py model=llama3.2-1b ...
+    python bench/gemm_autotune.py model=llama3.2-1b train.seq_len=4096 [--to gemms.txt] [--within FOLDER]
+    XLA_FLAGS=--xla_gpu_load_autotune_results_from=gemms.txt python bench/pretrain.py model=llama3.2-1b ...
 
-XLA times algorithms one call at a time, on a card that may be cool and at its highest clock. In training it stands at
-its power limit, where the time of a product goes with the energy that it takes: single calls and calls over and over
-were seen to differ by up to a tenth. Here each product is called over and over by each algorithm, alone, until the card
-is as slow as it will be. Times inside the step would mislead: what is fast there may make all else slow.
+XLA times algorithms one call at a time, on a card that may be cool and at its highest clock. In training the card is at
+its power limit, where the time of a GEMM is proportional to its energy: single and repeated calls were seen to differ
+by up to 10 %. Here each GEMM is called repeatedly with each algorithm, in isolation, until the clock has settled. Times
+inside the step would mislead: an algorithm that is fast there may slow down everything else.
 
-XLA reads the results of its trials from a file when a process starts, so each set of choices is a process. What a
-product's entry in that file is called cannot be known, so entries get numbers that tell them apart in the program that
-was compiled. NVIDIA GPUs alone; a line of JSON for each product, and the file.
+XLA reads autotune results from a file when a process starts, so each set of choices needs a process. The key of an
+entry in that file cannot be predicted, so every entry gets a distinct sequence of algorithms over several runs, by
+which it is recognised in the compiled program. NVIDIA GPUs only; prints a JSON line for each GEMM and writes the file.
 """
 
 import argparse
@@ -27,104 +27,108 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# As many as the library offers for a product of this kind.
+# Number of algorithms that cuBLASLt offers for such a GEMM.
 ALGORITHMS = 8
 LOAD, DUMP = "--xla_gpu_load_autotune_results_from", "--xla_gpu_dump_autotune_results_to"
-# An array of two dimensions, and a call of the library.
-MADE = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = \w+\[\d+,\d+\]\{(\d),(\d)\} ")
+# HLO lines: a two-dimensional array, and a cuBLASLt call.
+ARRAY = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = \w+\[\d+,\d+\]\{(\d),(\d)\} ")
 CALL = re.compile(
     r"^\s*(?:ROOT )?%?[\w.-]+ = \(?(\w+)\[(\d+),(\d+)\]\{(\d),(\d)\}.* custom-call\((.*?)\), .*__cublas\$lt\$matmul"
 )
-SIDES = ("lhs", "rhs")
-# Where an entry of XLA's results begins.
+OPERANDS = ("lhs", "rhs")
+# The start of an entry in XLA's autotune results.
 ENTRY = re.compile(r"(?m)^(?=entries \{)")
 DTYPES = {"bf16": "bfloat16", "f32": "float32"}
-# Seconds of calls before those that are timed, and of these.
-SETTLE, TIMED = 0.1, 0.12
+# Seconds of warm-up calls, and of timed calls.
+WARM_UP_SECONDS, TIMED_SECONDS = 0.1, 0.12
 
 
-class Product(NamedTuple):
-    """A product as the compiler calls the library for it."""
+class Gemm(NamedTuple):
+    """A GEMM as XLA calls cuBLASLt for it."""
 
     dtype: str
     rows: int
     columns: int
     terms: int
     left: int
-    """The dimension of the left operand that is summed over."""
+    """The contracted dimension of the left operand."""
     right: int
     orders: str
-    """Dimensions of both operands and the output, the fastest first, as in 10 10 01."""
+    """Layouts of both operands and the output, minor dimension first, as in 10 10 01."""
     is_added: bool
     is_in_place: bool
 
 
-def products(hlo: str) -> list[tuple[Product, int]]:
-    """Those of a compiled program, each with the number of its algorithm."""
-    found, lines = [], hlo.splitlines()
-    orders = {made[1]: made[2] + made[3] for line in lines if (made := MADE.match(line))}
+def gemms_of(hlo: str) -> list[tuple[Gemm, int]]:
+    """The GEMMs of a compiled program, each with its algorithm."""
+    gemms, lines = [], hlo.splitlines()
+    orders = {array[1]: array[2] + array[3] for line in lines if (array := ARRAY.match(line))}
     for line in lines:
         if call := CALL.match(line):
-            dtype, rows, columns, first, second, given = call.groups()
-            left, right = (int(re.search(rf'"{side}_contracting_dimensions":\["(\d)"\]', line)[1]) for side in SIDES)
+            dtype, rows, columns, first, second, inputs = call.groups()
+            left, right = (
+                int(re.search(rf'"{operand}_contracting_dimensions":\["(\d)"\]', line)[1]) for operand in OPERANDS
+            )
             terms = int(re.search(r'"lhs_stride":"(\d+)"', line)[1]) // int(rows)
-            operands = [orders[name.strip(" %")] for name in given.split(",")[:2]]
+            operands = [orders[name.strip(" %")] for name in inputs.split(",")[:2]]
             order = " ".join([*operands, first + second])
             is_added, is_in_place = '"beta":1' in line, "output_to_operand_aliasing" in line
-            product = Product(dtype, int(rows), int(columns), terms, left, right, order, is_added, is_in_place)
+            gemm = Gemm(dtype, int(rows), int(columns), terms, left, right, order, is_added, is_in_place)
             algorithm = re.search(r'"selected_algorithm":"(\d+)"', line)
-            found.append((product, int(algorithm[1]) if algorithm else 0))
-    return found
+            gemms.append((gemm, int(algorithm[1]) if algorithm else 0))
+    return gemms
 
 
-class Results:
-    """What XLA found by trial, as text: entries, of which those with an algorithm of the library are numbered."""
+class AutotuneResults:
+    """XLA's autotune results as text; the entries with a cuBLASLt algorithm are numbered."""
 
     def __init__(self, text: str, without: Iterable[str] = ()):
-        self._parts, left_out = ENTRY.split(text), set(without)
-        self.numbers = [
-            place
-            for place, part in enumerate(self._parts)
-            if "backend: CUBLASLT" in part and _fingerprint(part) not in left_out
+        self._entries, excluded = ENTRY.split(text), set(without)
+        self.indices = [
+            index
+            for index, entry in enumerate(self._entries)
+            if "backend: CUBLASLT" in entry and _fingerprint(entry) not in excluded
         ]
 
     def fingerprints(self) -> list[str]:
-        return [_fingerprint(self._parts[place]) for place in self.numbers]
+        return [_fingerprint(self._entries[index]) for index in self.indices]
 
     def with_algorithms(self, algorithm_of: Callable[[int], int | None]) -> str:
-        """`algorithm_of` the number of an entry; None: the one that it has."""
-        parts = list(self._parts)
-        for number, place in enumerate(self.numbers):
+        """The text with algorithm_of(number of an entry) in each entry; None keeps the current one."""
+        entries = list(self._entries)
+        for number, index in enumerate(self.indices):
             algorithm = algorithm_of(number)
             if algorithm is not None:
-                bare = re.sub(r"\n *algorithm: \d+", "", parts[place])
-                parts[place] = re.sub(r"(?m)^( *)gemm \{$", rf"\g<0>\n\g<1>  algorithm: {algorithm}", bare)
-        return "".join(parts)
+                bare = re.sub(r"\n *algorithm: \d+", "", entries[index])
+                entries[index] = re.sub(r"(?m)^( *)gemm \{$", rf"\g<0>\n\g<1>  algorithm: {algorithm}", bare)
+        return "".join(entries)
 
 
-def _fingerprint(part: str) -> str:
-    return re.search(r'hlo_fingerprint: "(\w+)"', part)[1]
+def _fingerprint(entry: str) -> str:
+    return re.search(r'hlo_fingerprint: "(\w+)"', entry)[1]
 
 
-def in_turn(number: int, run: int) -> int:
-    """The algorithm of an entry in a run: each in one of the runs, and no two of 32 entries in the same order."""
+def algorithm_in_run(number: int, run: int) -> int:
+    """The algorithm of an entry in a run: each algorithm in one run, in a different order for each of 32 entries."""
     step, start = (1, 3, 5, 7)[number // ALGORITHMS % 4], number % ALGORITHMS
     return (step * run + start) % ALGORITHMS
 
 
-def numbered(algorithms: Mapping[int, int], count: int) -> int | None:
-    """The entry that had these algorithms, by run; None where it cannot be told."""
-    same = [number for number in range(count) if all(in_turn(number, run) == a for run, a in algorithms.items())]
-    return same[0] if len(same) == 1 else None
+def identify_entry(algorithms: Mapping[int, int], count: int) -> int | None:
+    """The entry that had these algorithms, by run; None if it is ambiguous."""
+    matches = [
+        number for number in range(count) if all(algorithm_in_run(number, run) == a for run, a in algorithms.items())
+    ]
+    return matches[0] if len(matches) == 1 else None
 
 
 def digit(number: int, run: int) -> int:
-    """The same for programs that are compiled alone, twice."""
+    """The algorithm of an entry of the step in one of two runs, which together identify it."""
     return number // ALGORITHMS**run % ALGORITHMS
 
 
-class Work(NamedTuple):
-    """Where processes leave what they found."""
+class Workspace(NamedTuple):
+    """The folder through which the processes exchange files."""
 
     folder: Path
     overrides: list[str]
@@ -138,217 +142,224 @@ class Work(NamedTuple):
             return subprocess.Popen(command, env=environment, stderr=log)
 
     def read(self, name: str) -> Any:
-        """None where the process failed, after saying why."""
+        """Read a process's result; prints the error and returns None if it failed."""
         path = self.folder / f"{name}.json"
         if not path.exists():
-            last = (self.folder / f"{name}.log").read_text(errors="replace").strip().splitlines()[-1:]
-            print(f"{name} failed: {''.join(last)[:300]}", file=sys.stderr)
+            tail = (self.folder / f"{name}.log").read_text(errors="replace").strip().splitlines()[-1:]
+            print(f"{name} failed: {''.join(tail)[:300]}", file=sys.stderr)
             return None
         return json.loads(path.read_text())
 
-    def results(self, name: str, without: Iterable[str] = ()) -> Results:
-        return Results((self.folder / f"{name}.txt").read_text(), without)
+    def results(self, name: str, without: Iterable[str] = ()) -> AutotuneResults:
+        return AutotuneResults((self.folder / f"{name}.txt").read_text(), without)
 
     def write(self, name: str, text: str) -> None:
         (self.folder / f"{name}.txt").write_text(text)
 
 
-def choose(work: Work, to: Path) -> None:
+def choose(work: Workspace, to: Path) -> None:
+    """Time all algorithms of all GEMMs and write the file with the fastest ones."""
     work.start("step", "step", DUMP).wait()
     step = work.read("step")
     if step is None or not (work.folder / "step.txt").exists():
-        print("XLA left no results of trials, as it does on an NVIDIA GPU", file=sys.stderr)
+        print("XLA wrote no autotune results; they need an NVIDIA GPU", file=sys.stderr)
         raise SystemExit(2)
-    of_step = work.results("step")
+    step_results = work.results("step")
     for run in range(2):
-        work.write(f"step{run}", of_step.with_algorithms(lambda number, run=run: digit(number, run)))
-    others = [work.start(f"step{run}", "step", LOAD) for run in range(2)]
-    others += [work.start(name, name, DUMP) for name in ("alone", "reference")]
-    for process in others:
+        work.write(f"step{run}", step_results.with_algorithms(lambda number, run=run: digit(number, run)))
+    processes = [work.start(f"step{run}", "step", LOAD) for run in range(2)]
+    processes += [work.start(name, name, DUMP) for name in ("alone", "reference")]
+    for process in processes:
         process.wait()
-    entries = step_entries(work, len(of_step.numbers))
-    times = times_alone(work, work.results("alone", work.results("reference").fingerprints()))
+    entries = step_entries(work, len(step_results.indices))
+    times = isolated_times(work, work.results("alone", work.results("reference").fingerprints()))
 
     before, chosen = dict(map(_pair, step)), {}
-    for number, product in entries.items():
-        by_algorithm = times.get(product, {})
+    for number, gemm in entries.items():
+        by_algorithm = times.get(gemm, {})
         if by_algorithm:
             chosen[number] = min(by_algorithm, key=lambda algorithm: by_algorithm[algorithm])
         ms = {algorithm: round(1e3 * seconds, 4) for algorithm, seconds in sorted(by_algorithm.items())}
-        line = {**product._asdict(), "before": before[product], "chosen": chosen.get(number), "ms": ms}
-        print(json.dumps({"bench": "products", **line}), flush=True)
-    to.write_text(of_step.with_algorithms(chosen.get))
+        line = {**gemm._asdict(), "before": before[gemm], "chosen": chosen.get(number), "ms": ms}
+        print(json.dumps({"bench": "gemm_autotune", **line}), flush=True)
+    to.write_text(step_results.with_algorithms(chosen.get))
 
 
-def step_entries(work: Work, count: int) -> dict[int, Product]:
-    """Entries of the step's results by number."""
-    seen: dict[Product, list[int]] = collections.defaultdict(list)
+def step_entries(work: Workspace, count: int) -> dict[int, Gemm]:
+    """The GEMM of each numbered entry of the step's results."""
+    digits_of: dict[Gemm, list[int]] = collections.defaultdict(list)
     for run in range(2):
-        for product, algorithm in dict(map(_pair, work.read(f"step{run}") or [])).items():
-            seen[product].append(algorithm)
-    whole = {product: digits for product, digits in seen.items() if len(digits) == 2}
-    numbers = {low + ALGORITHMS * high: product for product, (low, high) in whole.items()}
-    return {number: product for number, product in sorted(numbers.items()) if number < count}
+        for gemm, algorithm in dict(map(_pair, work.read(f"step{run}") or [])).items():
+            digits_of[gemm].append(algorithm)
+    complete = {gemm: digits for gemm, digits in digits_of.items() if len(digits) == 2}
+    numbers = {low + ALGORITHMS * high: gemm for gemm, (low, high) in complete.items()}
+    return {number: gemm for number, gemm in sorted(numbers.items()) if number < count}
 
 
-def times_alone(work: Work, results: Results) -> dict[Product, dict[int, float]]:
-    """Seconds of each product by algorithm, at the clock that a product of all runs had."""
+def isolated_times(work: Workspace, results: AutotuneResults) -> dict[Gemm, dict[int, float]]:
+    """Seconds of each GEMM by algorithm, normalised to the clock at which the reference GEMM ran fastest."""
     names = [f"run{run}" for run in range(ALGORITHMS)]
     for run, name in enumerate(names):
-        work.write(name, results.with_algorithms(lambda number, run=run: in_turn(number, run)))
+        work.write(name, results.with_algorithms(lambda number, run=run: algorithm_in_run(number, run)))
     for name, process in [(name, work.start(name, "timed", LOAD)) for name in names]:
         process.wait()
-        print(f"{name} of {ALGORITHMS} ended", file=sys.stderr)
-    found = {run: made for run, name in enumerate(names) if (made := work.read(name)) is not None}
-    if not found:
+        print(f"{name} of {ALGORITHMS} finished", file=sys.stderr)
+    rows_by_run = {run: rows for run, name in enumerate(names) if (rows := work.read(name)) is not None}
+    if not rows_by_run:
         raise SystemExit(2)
-    times: dict[Product, dict[int, float]] = {}
-    of_product = {run: {Product(*one): rest for one, *rest in made} for run, made in found.items()}
-    for product in {product for made in of_product.values() for product in made}:
-        rows = {run: made[product] for run, made in of_product.items() if product in made}
-        if numbered({run: algorithm for run, (algorithm, *_) in rows.items()}, len(results.numbers)) is None:
-            print(f"{product} is none of the entries", file=sys.stderr)
+    times: dict[Gemm, dict[int, float]] = {}
+    gemms_by_run = {run: {Gemm(*gemm): rest for gemm, *rest in rows} for run, rows in rows_by_run.items()}
+    for gemm in {gemm for gemms in gemms_by_run.values() for gemm in gemms}:
+        rows = {run: gemms[gemm] for run, gemms in gemms_by_run.items() if gemm in gemms}
+        if identify_entry({run: algorithm for run, (algorithm, *_) in rows.items()}, len(results.indices)) is None:
+            print(f"{gemm} matches no entry of the autotune results", file=sys.stderr)
             continue
-        times[product] = {algorithm: seconds / reference for algorithm, seconds, reference in rows.values()}
-    usual = min(reference for made in of_product.values() for _, _, reference in made.values())
-    return {product: {a: share * usual for a, share in by.items()} for product, by in times.items()}
+        times[gemm] = {algorithm: seconds / reference for algorithm, seconds, reference in rows.values()}
+    fastest = min(reference for gemms in gemms_by_run.values() for _, _, reference in gemms.values())
+    return {gemm: {a: ratio * fastest for a, ratio in ratios.items()} for gemm, ratios in times.items()}
 
 
-def _pair(values: list) -> tuple[Product, int]:
-    return Product(*values[0]), values[1]
+def _pair(values: list) -> tuple[Gemm, int]:
+    return Gemm(*values[0]), values[1]
 
 
-def found_by(role: str, folder: Path, overrides: list[str]) -> list:
-    """What a process finds, with the compiler's flags of the step."""
-    from subject import opened
+def run_role(role: str, folder: Path, overrides: list[str]) -> list:
+    """The result of a worker process, with the compiler flags of the step."""
+    from target import open_target
 
     from maxhydra.measure.training import prepare
 
-    subject, _ = opened(overrides)
+    target, _ = open_target(overrides)
     if role == "step":
-        prepared = prepare(subject.config, subject.machine)
+        prepared = prepare(target.config, target.machine)
         prepared.loader.close()
-        return products(prepared.step.as_text())
+        return gemms_of(prepared.step.as_text())
     if role == "reference":
-        return products(program(REFERENCE).as_text())
-    wanted = list(dict(map(_pair, json.loads((folder / "step.json").read_text()))))
-    return time_all(wanted, folder / "card") if role == "timed" else try_all(wanted, folder / "alone.txt")
+        return gemms_of(compile_gemm(REFERENCE).as_text())
+    gemms = list(dict(map(_pair, json.loads((folder / "step.json").read_text()))))
+    return time_all(gemms, folder / "card") if role == "timed" else autotune_all(gemms, folder / "alone.txt")
 
 
-def operands(product: Product, make: Callable[..., Any]) -> list:
-    """make(number, shape, dtype) of each."""
-    left, right = (product.rows, product.terms), (product.terms, product.columns)
-    shapes = [left if product.left == 1 else left[::-1], right if product.right == 0 else right[::-1]]
-    given = [make(number, shape, "bfloat16") for number, shape in enumerate(shapes)]
-    if product.is_added:
-        given.append(make(2, (product.rows, product.columns), DTYPES[product.dtype]))
-    return given
+def operands(gemm: Gemm, make: Callable[..., Any]) -> list:
+    """make(number, shape, dtype) for each operand."""
+    left, right = (gemm.rows, gemm.terms), (gemm.terms, gemm.columns)
+    shapes = [left if gemm.left == 1 else left[::-1], right if gemm.right == 0 else right[::-1]]
+    arrays = [make(number, shape, "bfloat16") for number, shape in enumerate(shapes)]
+    if gemm.is_added:
+        arrays.append(make(2, (gemm.rows, gemm.columns), DTYPES[gemm.dtype]))
+    return arrays
 
 
-def program(product: Product) -> Any:
-    """The product alone, compiled."""
+def compile_gemm(gemm: Gemm) -> Any:
+    """Compile the GEMM alone."""
     import jax
 
-    *given, made = formats(product)
+    *input_formats, out_format = formats(gemm)
 
-    def call(left: Any, right: Any, *added: Any) -> Any:
-        dims = (((product.left,), (product.right,)), ((), ()))
-        made = jax.lax.dot_general(left, right, dims, preferred_element_type=DTYPES[product.dtype])
-        return made + added[0] if added else made
+    def call(left: Any, right: Any, *addend: Any) -> Any:
+        dims = (((gemm.left,), (gemm.right,)), ((), ()))
+        out = jax.lax.dot_general(left, right, dims, preferred_element_type=DTYPES[gemm.dtype])
+        return out + addend[0] if addend else out
 
-    of_added = [made] if product.is_added else []
+    addend_format = [out_format] if gemm.is_added else []
     jitted = jax.jit(
         call,
-        in_shardings=[*given, *of_added],
-        out_shardings=made,
-        donate_argnums=(2,) if product.is_in_place else (),
+        in_shardings=[*input_formats, *addend_format],
+        out_shardings=out_format,
+        donate_argnums=(2,) if gemm.is_in_place else (),
     )
-    return jitted.lower(*operands(product, lambda _, shape, dtype: jax.ShapeDtypeStruct(shape, dtype))).compile()
+    return jitted.lower(*operands(gemm, lambda _, shape, dtype: jax.ShapeDtypeStruct(shape, dtype))).compile()
 
 
-def formats(product: Product) -> list:
-    """How operands and output lie."""
+def formats(gemm: Gemm) -> list:
+    """Layouts of operands and output."""
     import jax
     from jax.experimental.layout import Format, Layout
 
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return [Format(Layout(tuple(map(int, reversed(order)))), place) for order in product.orders.split()]
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return [Format(Layout(tuple(map(int, reversed(order)))), sharding) for order in gemm.orders.split()]
 
 
-def drawer(product: Product) -> Any:
-    """Makes random operands; compiled."""
+def compile_sampler(gemm: Gemm) -> Any:
+    """Compile a function that returns random operands."""
     import jax
 
-    *given, made = formats(product)
+    *input_formats, out_format = formats(gemm)
 
-    def draw() -> list:
-        return operands(product, lambda number, *of: jax.random.normal(jax.random.key(number), *of))
+    def sample() -> list:
+        return operands(gemm, lambda number, *spec: jax.random.normal(jax.random.key(number), *spec))
 
-    return jax.jit(draw, out_shardings=[*given, made][: 3 if product.is_added else 2]).lower().compile()
+    return jax.jit(sample, out_shardings=[*input_formats, out_format][: 3 if gemm.is_added else 2]).lower().compile()
 
 
-def timed(compiled: Any, given: list, seconds: float) -> float:
-    """Seconds of a call, of so many seconds of calls."""
+def seconds_per_call(compiled: Any, arrays: list, seconds: float) -> float:
+    """Mean seconds of a call, over about `seconds` seconds of calls."""
     import jax
 
     def calls(count: int) -> float:
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(count):
-            made = compiled(*given)
-            if len(given) > 2:
-                given[2] = made
-        jax.block_until_ready(made)
-        return time.perf_counter() - began
+            out = compiled(*arrays)
+            if len(arrays) > 2:
+                arrays[2] = out
+        jax.block_until_ready(out)
+        return time.perf_counter() - start
 
     calls(1)
     count = max(2, int(seconds / max(calls(2) / 2, 1e-6)))
     return calls(count) / count
 
 
-REFERENCE = Product("bf16", 8192, 8192, 8192, 1, 0, "10 10 10", False, False)
+REFERENCE = Gemm("bf16", 8192, 8192, 8192, 1, 0, "10 10 10", False, False)
 
 
-def try_all(wanted: list[Product], results: Path) -> list:
-    """Have the compiler try the algorithms of each product alone, and keep the results, whether it leaves those of all
-    programs or of the last."""
+def autotune_all(gemms: list[Gemm], results: Path) -> list:
+    """Have XLA autotune each GEMM alone and collect the results; XLA may write those of all programs or of the last."""
     entries: dict[str, None] = {}
-    for product in wanted:
-        program(product)
+    for gemm in gemms:
+        compile_gemm(gemm)
         entries |= dict.fromkeys(ENTRY.split(results.read_text()))
     results.write_text("".join(entries))
     return []
 
 
-def time_all(wanted: list[Product], card: Path) -> list:
-    """Each product with its algorithm, its time alone, and that of the reference right behind it. All is compiled
-    before the card is taken."""
-    compiled, drawers = ({product: of(product) for product in (REFERENCE, *wanted)} for of in (program, drawer))
+def time_all(gemms: list[Gemm], lock: Path) -> list:
+    """Each GEMM with its algorithm, its time alone, and that of the reference right after it.
+
+    Everything is compiled before the lock on the GPU is taken.
+    """
+    compiled, samplers = (
+        {gemm: compile_function(gemm) for gemm in (REFERENCE, *gemms)}
+        for compile_function in (compile_gemm, compile_sampler)
+    )
     rows = []
-    with open(card, "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        of_reference = drawers[REFERENCE]()
-        for product in wanted:
-            given, ((_, algorithm),) = drawers[product](), products(compiled[product].as_text())
-            timed(compiled[product], given, SETTLE)
-            seconds = timed(compiled[product], given, TIMED)
-            rows.append((product, algorithm, seconds, timed(compiled[REFERENCE], of_reference, TIMED / 2)))
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        reference_arrays = samplers[REFERENCE]()
+        for gemm in gemms:
+            arrays, ((_, algorithm),) = samplers[gemm](), gemms_of(compiled[gemm].as_text())
+            seconds_per_call(compiled[gemm], arrays, WARM_UP_SECONDS)
+            seconds = seconds_per_call(compiled[gemm], arrays, TIMED_SECONDS)
+            rows.append(
+                (gemm, algorithm, seconds, seconds_per_call(compiled[REFERENCE], reference_arrays, TIMED_SECONDS / 2))
+            )
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--as", dest="role", choices=["step", "alone", "reference", "timed"], help=argparse.SUPPRESS)
-    parser.add_argument("--to", type=Path, default=Path("products.txt"), help="the file to write")
-    parser.add_argument("--within", type=Path, help="folder for what processes leave behind (a temporary one)")
+    parser.add_argument("--to", type=Path, default=Path("gemms.txt"), help="the file to write")
+    parser.add_argument("--within", type=Path, help="folder for intermediate files (default: a temporary one)")
     arguments, overrides = parser.parse_known_args()
     if arguments.role is None:
         with tempfile.TemporaryDirectory() as folder:
             within = arguments.within or Path(folder)
             within.mkdir(parents=True, exist_ok=True)
-            # A program that is found in the cache is not tried.
-            choose(Work(within, [*overrides, "hardware.compilation_cache=null"]), arguments.to)
+            # Programs from the compilation cache are not autotuned.
+            choose(Workspace(within, [*overrides, "hardware.compilation_cache=null"]), arguments.to)
         return
-    arguments.to.write_text(json.dumps(found_by(arguments.role, arguments.within, overrides)))
+    arguments.to.write_text(json.dumps(run_role(arguments.role, arguments.within, overrides)))
 
 
 if __name__ == "__main__":

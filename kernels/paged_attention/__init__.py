@@ -29,7 +29,7 @@ class Call(CallSpec):
     storage: str
     head_dim: int
     page_size: int
-    numbers: int
+    num_elements: int
     """Elements of the key cache."""
 
 
@@ -41,7 +41,7 @@ class Backend(Capability[Call]):
     powers_of_two: bool
     """Whether head and page sizes must be powers of two, and heads at least 16."""
     page_multiple: int
-    max_numbers: int | None
+    max_elements: int | None
     """Elements of the key cache; None: any number."""
     prefill_write: Callable[..., Pages] | None = None
     """The kernel that writes prompts into their pages; None: not available."""
@@ -58,7 +58,7 @@ class Backend(Capability[Call]):
                 call.page_size % self.page_multiple == 0,
                 f"takes pages in multiples of {self.page_multiple} tokens, not {call.page_size}",
             ),
-            (call.numbers <= (self.max_numbers or call.numbers), "takes a cache that 32-bit indices can address"),
+            (call.num_elements <= (self.max_elements or call.num_elements), "takes a cache that 32-bit indices can address"),
         )
 
 
@@ -70,7 +70,7 @@ BACKENDS: dict[str, Backend] = {
         dtypes=("bfloat16", "float16", "float32"),
         powers_of_two=True,
         page_multiple=1,
-        max_numbers=2**31 - 1,
+        max_elements=2**31 - 1,
         prefill_write=prefill_write.write_prompts,
     ),
     "pallas_tpu": Backend(
@@ -80,7 +80,7 @@ BACKENDS: dict[str, Backend] = {
         dtypes=("bfloat16", "float32"),
         powers_of_two=False,
         page_multiple=pallas_tpu.PAGE_MULTIPLE,
-        max_numbers=None,
+        max_elements=None,
     ),
 }
 OPERATION: Operation[Call, Backend] = Operation("paged_attention", BACKENDS)
@@ -97,7 +97,7 @@ def serving(pages: Pages, dtype: str, place: Placement) -> str | None:
         storage=keys.dtype.name,
         head_dim=H,
         page_size=Z,
-        numbers=keys.size,
+        num_elements=keys.size,
     )
     return OPERATION.find(call)
 
