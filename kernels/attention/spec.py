@@ -26,7 +26,7 @@ class Request:
     window: int | None
     """A query sees itself and the window - 1 tokens before it; needs causal. None: all earlier tokens."""
     chunk: int | None
-    """A query sees only keys of its own chunk of `chunk` tokens; needs causal and no window. None: no chunks.
+    """A query sees only keys in its chunk of `chunk` tokens; needs causal and no window. None: no chunks.
     Chunks are counted by position, or by index without positions."""
     softcap: float | None
     """Logits become softcap * tanh(logits / softcap)."""
@@ -46,7 +46,7 @@ class Request:
 class TokenInfo(NamedTuple):
     """Per-token masking information for queries and keys; None if not used.
 
-    Segments: a query sees only keys of its own segment; segment 0 is padding, which neither sees nor is seen.
+    Segments: a query sees only keys in its segment; segment 0 is padding, which neither sees nor is seen.
     Positions replace array indices, for keys that come from a cache; a negative position marks an absent token.
     A query that sees no key gives zeros.
     """

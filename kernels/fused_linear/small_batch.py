@@ -113,7 +113,7 @@ def _kernel(x_ref: Any, weight_ref: Any, out_ref: Any, *, by: Tile, activation: 
 def streamed(x_ref: Any, weight_ref: Any, by: Tile) -> tuple[list[jax.Array], jax.Array]:
     """The matmul of each half of the weights with the rows in float32, and the mask of valid rows.
 
-    [N, M] if the weight is on the left, else [M, N]; M is padded to what the tensor cores take.
+    [N, M] if the weight is on the left, else [M, N]; M is padded to a size that the tensor cores support.
     """
     M = x_ref.shape[0]
     H, N, K = weight_ref.shape
@@ -127,8 +127,8 @@ def streamed(x_ref: Any, weight_ref: Any, by: Tile) -> tuple[list[jax.Array], ja
         )
         weights = [weight_ref[half, :, across] for half in range(H)]
         pairs = [(weight_NK, x_MK.T) if by.is_left else (x_MK, weight_NK.T) for weight_NK in weights]
-        products = [jnp.dot(*pair, preferred_element_type=jnp.float32) for pair in pairs]
-        return [carry + product for carry, product in zip(sums, products, strict=True)]
+        terms = [jnp.dot(*pair, preferred_element_type=jnp.float32) for pair in pairs]
+        return [total + term for total, term in zip(sums, terms, strict=True)]
 
     zeros = jnp.zeros((N, rows) if by.is_left else (rows, N), jnp.float32)
     return jax.lax.fori_loop(0, K // by.inputs, add, [zeros] * H), is_row

@@ -42,9 +42,9 @@ def scan(state_BMGKV: jax.Array, matrices: ChunkMatrices) -> tuple[jax.Array, ja
 
     def chunk(state_BMGKV: jax.Array, matrices: ChunkMatrices) -> tuple[jax.Array, jax.Array]:
         inverse_BMGIJ, v_BMGJV, k_BMGJK, attention_BMGIJ, q_BMGIK, last_BMGJK, decay_BMG = matrices
-        written_BMGIV = _matmul(inverse_BMGIJ, v_BMGJV - _matmul(k_BMGJK, state_BMGKV))
-        out_BMGIV = _matmul(q_BMGIK, state_BMGKV) + _matmul(attention_BMGIJ, written_BMGIV)
-        state_BMGKV = decay_BMG[..., None, None] * state_BMGKV + _matmul(last_BMGJK.swapaxes(-1, -2), written_BMGIV)
+        update_BMGIV = _matmul(inverse_BMGIJ, v_BMGJV - _matmul(k_BMGJK, state_BMGKV))
+        out_BMGIV = _matmul(q_BMGIK, state_BMGKV) + _matmul(attention_BMGIJ, update_BMGIV)
+        state_BMGKV = decay_BMG[..., None, None] * state_BMGKV + _matmul(last_BMGJK.swapaxes(-1, -2), update_BMGIV)
         return state_BMGKV, out_BMGIV
 
     return jax.lax.scan(chunk, state_BMGKV, matrices)

@@ -77,9 +77,9 @@ def _kernel(
         state_ref[...] = initial_ref[...]
 
     state_KV = state_ref[...]
-    written_IV = _dot(inverse_ref[...], value_ref[...] - _dot(key_ref[...], state_KV))
-    out_ref[...] = _dot(query_ref[...], state_KV) + _dot(attention_ref[...], written_IV)
-    state_ref[...] = decay_ref[...] * state_KV + _dot(last_ref[...].T, written_IV)
+    update_IV = _dot(inverse_ref[...], value_ref[...] - _dot(key_ref[...], state_KV))
+    out_ref[...] = _dot(query_ref[...], state_KV) + _dot(attention_ref[...], update_IV)
+    state_ref[...] = decay_ref[...] * state_KV + _dot(last_ref[...].T, update_IV)
 
     @pl.when(chunk == pl.num_programs(3) - 1)
     def _end() -> None:

@@ -44,34 +44,32 @@ def rounded(x: jax.Array, over: Sequence[int], *, largest: int) -> Rounded:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def integer_product(is_wide_back: bool, x_MK: jax.Array, weight_KN: jax.Array) -> jax.Array:
-    """x times weight in int8; is_wide_back: the backward matmuls use unquantized gradients."""
-    return _forward(is_wide_back, x_MK, weight_KN)[0]
+def integer_product(keep_gradients: bool, x_MK: jax.Array, weight_KN: jax.Array) -> jax.Array:
+    """x times weight in int8; keep_gradients: the backward matmuls use unquantized gradients."""
+    return _forward(keep_gradients, x_MK, weight_KN)[0]
 
 
-def _forward(is_wide_back: bool, x_MK: jax.Array, weight_KN: jax.Array) -> tuple[jax.Array, tuple[Rounded, Rounded]]:
+def _forward(keep_gradients: bool, x_MK: jax.Array, weight_KN: jax.Array) -> tuple[jax.Array, tuple[Rounded, Rounded]]:
     x, weight = rounded(x_MK, (1,), largest=LARGEST), rounded(weight_KN, (0,), largest=LARGEST)
     sums_MN = _dot(x.codes, weight.codes, (1, 0))
     return (sums_MN * x.scales * weight.scales).astype(x_MK.dtype), (x, weight)
 
 
 def _backward(
-    is_wide_back: bool, operands: tuple[Rounded, Rounded], d_out_MN: jax.Array
+    keep_gradients: bool, operands: tuple[Rounded, Rounded], d_out_MN: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     (x, weight), dtype = operands, d_out_MN.dtype
-    d_x_MK = _gradient(d_out_MN * weight.scales, weight.codes, (1, 1), is_wide=is_wide_back, dtype=dtype)
-    d_weight_NK = _gradient(d_out_MN * x.scales, x.codes, (0, 0), is_wide=is_wide_back, dtype=dtype)
+    d_x_MK = _gradient(d_out_MN * weight.scales, weight.codes, (1, 1), keep=keep_gradients, dtype=dtype)
+    d_weight_NK = _gradient(d_out_MN * x.scales, x.codes, (0, 0), keep=keep_gradients, dtype=dtype)
     return d_x_MK, d_weight_NK.T
 
 
 integer_product.defvjp(_forward, _backward)
 
 
-def _gradient(
-    d_out: jax.Array, codes: jax.Array, over: tuple[int, int], *, is_wide: bool, dtype: np.dtype
-) -> jax.Array:
+def _gradient(d_out: jax.Array, codes: jax.Array, over: tuple[int, int], *, keep: bool, dtype: np.dtype) -> jax.Array:
     """A gradient times the codes of an operand, contracted over one dimension of each."""
-    if is_wide:
+    if keep:
         return _dot(d_out.astype(dtype), codes.astype(dtype), over).astype(dtype)
     d = rounded(d_out, (over[0],), largest=LARGEST)
     return (_dot(d.codes, codes, over) * jnp.moveaxis(d.scales, over[0], -1).reshape(-1, 1)).astype(dtype)

@@ -31,8 +31,8 @@ def int8_product(
     inputs = codes.ndim - scales.ndim
     rows, dtype = x.shape[: x.ndim - inputs], dtype or x.dtype
     size, count = math.prod(codes.shape[:inputs]), math.prod(rows)
-    is_few = count == 1 or triton.can_serve(count, scales.size, size, x.dtype.name)
-    if is_alone and layout is Layout.joined and is_few:
+    has_kernel = count == 1 or triton.can_serve(count, scales.size, size, x.dtype.name)
+    if is_alone and layout is Layout.joined and has_kernel:
         codes_NK = jnp.moveaxis(codes, range(inputs), range(-inputs, 0)).reshape(-1, size)
         x_MK, scales_N, dtype = x.reshape(-1, size), scales.reshape(-1), jnp.dtype(dtype)
         if count == 1:
@@ -40,7 +40,7 @@ def int8_product(
         else:
             out_MN = triton.product(x_MK, codes_NK, scales_N, dtype, interpret=False)
         return out_MN.reshape(*rows, *scales.shape)
-    contracted, left = INPUTS[:inputs], OUTPUTS[: scales.ndim]
-    equation = f"...{contracted},{contracted}{left}->...{left}"
+    contracted, kept = INPUTS[:inputs], OUTPUTS[: scales.ndim]
+    equation = f"...{contracted},{contracted}{kept}->...{kept}"
     sums = projected(equation, x, codes.astype(x.dtype), layout=layout, dtype=jnp.float32)
     return (sums * scales).astype(dtype)

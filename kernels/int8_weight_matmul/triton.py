@@ -38,7 +38,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile(M: int, N: int, K: int) -> Tile:
+def choose_tile(M: int, N: int, K: int) -> Tile:
     """The fastest tile measured on an H200 for shapes of Llama 3.2 1B, reduced to divisors of the sizes."""
     outputs, inputs = power_of_two_divisor(N), power_of_two_divisor(K)
     if N > MANY and M > LEAST_ROWS:
@@ -65,23 +65,23 @@ def product(
     dtype: np.dtype,
     *,
     interpret: bool,
-    by: Tile | None = None,
+    tile: Tile | None = None,
 ) -> jax.Array:
     """x times the transpose of codes times scales."""
     (M, K), N = x_MK.shape, codes_NK.shape[0]
-    by = by or tile(M, N, K)
-    size, is_whole = K // by.parts, by.parts == 1
+    tile = tile or choose_tile(M, N, K)
+    size, is_whole = K // tile.parts, tile.parts == 1
     out_PMN = pl.pallas_call(
-        partial(_kernel, step=by.inputs, interpret=interpret),
-        grid=(N // by.outputs, by.parts),
+        partial(_kernel, step=tile.inputs, interpret=interpret),
+        grid=(N // tile.outputs, tile.parts),
         in_specs=[
             pl.BlockSpec((M, size), lambda n, p: (0, p)),
-            pl.BlockSpec((by.outputs, size), lambda n, p: (n, p)),
-            pl.BlockSpec((by.outputs,), lambda n, p: (n,)),
+            pl.BlockSpec((tile.outputs, size), lambda n, p: (n, p)),
+            pl.BlockSpec((tile.outputs,), lambda n, p: (n,)),
         ],
-        out_specs=pl.BlockSpec((None, M, by.outputs), lambda n, p: (p, 0, n)),
-        out_shape=jax.ShapeDtypeStruct((by.parts, M, N), dtype if is_whole else jnp.float32),
-        compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
+        out_specs=pl.BlockSpec((None, M, tile.outputs), lambda n, p: (p, 0, n)),
+        out_shape=jax.ShapeDtypeStruct((tile.parts, M, N), dtype if is_whole else jnp.float32),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="int8_product",
     )(x_MK, codes_NK, scales_N)
@@ -92,13 +92,13 @@ def _kernel(x_ref: Any, codes_ref: Any, scales_ref: Any, out_ref: Any, *, step: 
     M, K = x_ref.shape
     N, rows = codes_ref.shape[0], max(LEAST_ROWS, 1 << (M - 1).bit_length())
     is_row, down = jnp.arange(rows) < M, pl.ds(0, rows)
-    widen = AS_BFLOAT16 if x_ref.dtype == jnp.bfloat16 else AS_FLOAT32
+    output = AS_BFLOAT16 if x_ref.dtype == jnp.bfloat16 else AS_FLOAT32
 
     def add(part: jax.Array, sums_NM: jax.Array) -> jax.Array:
         across = pl.ds(part * step, step)
         x_MK = plt.load(x_ref.at[down, across], mask=is_row[:, None], other=0.0)
         codes_NK = codes_ref[:, across]
-        weight_NK = codes_NK.astype(x_MK.dtype) if interpret else convert_int8(widen, x_MK.dtype, codes_NK)
+        weight_NK = codes_NK.astype(x_MK.dtype) if interpret else convert_int8(output, x_MK.dtype, codes_NK)
         return sums_NM + jnp.dot(weight_NK, x_MK.T, preferred_element_type=jnp.float32)
 
     sums_NM = jax.lax.fori_loop(0, K // step, add, jnp.zeros((N, rows), jnp.float32))

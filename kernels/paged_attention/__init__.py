@@ -58,7 +58,10 @@ class Backend(Capability[Call]):
                 call.page_size % self.page_multiple == 0,
                 f"takes pages in multiples of {self.page_multiple} tokens, not {call.page_size}",
             ),
-            (call.num_elements <= (self.max_elements or call.num_elements), "takes a cache that 32-bit indices can address"),
+            (
+                call.num_elements <= (self.max_elements or call.num_elements),
+                "takes a cache that 32-bit indices can address",
+            ),
         )
 
 

@@ -34,7 +34,7 @@ def attention(
     then: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, Pages]:
-    """`then` is ignored: XLA prefetches weights by itself where memory allows."""
+    """`then` is ignored: XLA prefetches weights automatically if memory allows."""
     del then
     _, B, M, H = heads_SBMH.shape
     P, K, Z, _ = pages.key_PKZH.shape
@@ -163,6 +163,6 @@ def _capped(logits: jax.Array, request: Request) -> jax.Array:
 
 
 def _rotate(x_BNH: jax.Array, turns: tuple[jax.Array, jax.Array]) -> jax.Array:
-    by_BNH, other_BNH = (turn[:, None] for turn in turns)
+    cos_BNH, sin_BNH = (turn[:, None] for turn in turns)
     swapped = jnp.roll(x_BNH, x_BNH.shape[-1] // 2, axis=-1)
-    return (x_BNH.astype(jnp.float32) * by_BNH + swapped.astype(jnp.float32) * other_BNH).astype(x_BNH.dtype)
+    return (x_BNH.astype(jnp.float32) * cos_BNH + swapped.astype(jnp.float32) * sin_BNH).astype(x_BNH.dtype)

@@ -44,7 +44,7 @@ class Tile(NamedTuple):
     """Whether the whole page table is kept in registers. A block is then at most one page."""
 
 
-def tile(heads: int, tokens: int, page: int, size: int) -> Tile:
+def choose_tile(heads: int, tokens: int, page: int, size: int) -> Tile:
     """Choose the tile from heads of all rows, tokens of a row and of a page, and bytes of a key.
 
     Measured on an H200 with 8 key heads of 64 in bfloat16, in us. 64 rows of 200 tokens: 11.2 with blocks of 16, one
@@ -75,16 +75,16 @@ def attention(
     *,
     then: jax.Array | None = None,
     interpret: bool = False,
-    by: Tile | None = None,
+    tile: Tile | None = None,
 ) -> tuple[jax.Array, Pages]:
     S, B, M, H = heads_SBMH.shape
     P, K, Z, _ = pages.key_PKZH.shape
     N, dtype = M - 2 * K, pages.key_PKZH.dtype
     G, W = N // K, pages.table_BW.shape[1]
-    by = by or tile(B * K, W * Z, Z, H * dtype.itemsize)
-    parts = by.parts
-    is_many = parts == 1 and B * K > FEW and by.warps * THREADS_PER_WARP <= H
-    prefetch = L2Prefetch.of(then, programs=B * K, warps=by.warps) if then is not None and is_many else None
+    tile = tile or choose_tile(B * K, W * Z, Z, H * dtype.itemsize)
+    parts = tile.parts
+    is_many = parts == 1 and B * K > FEW and tile.warps * THREADS_PER_WARP <= H
+    prefetch = L2Prefetch.of(then, programs=B * K, warps=tile.warps) if then is not None and is_many else None
 
     queries = pl.BlockSpec((S, None, G, H), lambda b, k, m: (0, b, k, 0))
     new_key = pl.BlockSpec((S, None, None, H), lambda b, k, m: (0, b, N + k, 0))
@@ -97,7 +97,9 @@ def attention(
     stored = jax.ShapeDtypeStruct(pages.key_PKZH.shape, pages.key_PKZH.dtype)
     wide = jax.ShapeDtypeStruct((B, K, parts, G), jnp.float32)
     key_PKZH, value_PKZH, out_BKMGH, *sizes = pl.pallas_call(
-        partial(_kernel, request=request, by=by, each=pl.cdiv(pl.cdiv(W * Z, by.tokens), parts), prefetch=prefetch),
+        partial(
+            _kernel, request=request, tile=tile, each=pl.cdiv(pl.cdiv(W * Z, tile.tokens), parts), prefetch=prefetch
+        ),
         grid=(B, K, parts),
         in_specs=[
             *(of_pages, of_pages, queries, new_key, new_value, row, one),
@@ -112,7 +114,7 @@ def attention(
             *([wide, wide] if parts > 1 else []),
         ],
         input_output_aliases={0: 0, 1: 1},
-        compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="paged_attention",
     )(
@@ -160,7 +162,7 @@ def _kernel(
     length_ref: Any,
     *rest: Any,
     request: Request,
-    by: Tile,
+    tile: Tile,
     each: int,
     prefetch: L2Prefetch | None,
 ) -> None:
@@ -168,14 +170,14 @@ def _kernel(
 
     The new token is added last, when no load waits for it, and is not read back from the cache.
     """
-    count = len(rest) - (3 if by.parts == 1 else 5)
+    count = len(rest) - (3 if tile.parts == 1 else 5)
     (*turn_refs,), (key_out_ref, value_out_ref, out_ref, *size_refs) = rest[:count], rest[count:]
     prefetch_ref = turn_refs.pop() if prefetch is not None else None
-    (_, G, H), T = q_ref.shape, by.tokens
+    (_, G, H), T = q_ref.shape, tile.tokens
     rows = max(LEAST_ROWS, 1 << (G - 1).bit_length())
     is_head, heads = jnp.arange(rows) < G, pl.ds(0, rows)
     before, Z = length_ref[...] - 1, key_ref.shape[1]
-    table = _load_table(table_ref) if by.has_table else table_ref
+    table = _load_table(table_ref) if tile.has_table else table_ref
     dtype = key_ref.dtype
     q = _queries(q_ref, turn_refs, rows, dtype)
     new_key, new_value = _rotated(new_key_ref, turn_refs, dtype), _sum_of(new_value_ref, dtype)
@@ -294,8 +296,8 @@ def _queries(q_ref: Any, turn_refs: Sequence[Any], rows: int, dtype: jnp.dtype) 
     if not turn_refs:
         return q
     swapped = heads((across + H // 2) % H)
-    by, other = (read(ref, across) for ref in turn_refs)
-    return (q.astype(jnp.float32) * by + swapped.astype(jnp.float32) * other).astype(dtype)
+    cos, sin = (read(ref, across) for ref in turn_refs)
+    return (q.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin).astype(dtype)
 
 
 def _rotated(new_key_ref: Any, turn_refs: Sequence[Any], dtype: jnp.dtype) -> jax.Array:
@@ -304,8 +306,8 @@ def _rotated(new_key_ref: Any, turn_refs: Sequence[Any], dtype: jnp.dtype) -> ja
     if not turn_refs:
         return key
     swapped = _sum_of(new_key_ref, dtype, (jnp.arange(H) + H // 2) % H)
-    by, other = (ref[...] for ref in turn_refs)
-    return (key.astype(jnp.float32) * by + swapped.astype(jnp.float32) * other).astype(dtype)
+    cos, sin = (ref[...] for ref in turn_refs)
+    return (key.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin).astype(dtype)
 
 
 def _sum_of(ref: Any, dtype: jnp.dtype, across: Any = slice(None)) -> jax.Array:

@@ -51,10 +51,10 @@ TILES = [
 
 
 @pytest.mark.parametrize(("changes", "rotated"), [(CHANGES[0], False), (CHANGES[1], True), (CHANGES[2], True)])
-@pytest.mark.parametrize("by", TILES)
-def test_pages_equal_a_contiguous_row(changes: dict[str, float], rotated: bool, by: triton.Tile | None) -> None:
+@pytest.mark.parametrize("tile", TILES)
+def test_pages_equal_a_contiguous_row(changes: dict[str, float], rotated: bool, tile: triton.Tile | None) -> None:
     """With all tokens at once, and in splits of several blocks."""
-    assert_pages_equal_a_contiguous_row(partial(triton.attention, by=by), changes, rotated)
+    assert_pages_equal_a_contiguous_row(partial(triton.attention, tile=tile), changes, rotated)
 
 
 @pytest.mark.parametrize("changes", CHANGES)

@@ -33,7 +33,7 @@ def across(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def logits(qk: jax.Array, request: Request) -> tuple[jax.Array, float, jax.Array | None]:
-    """Logits, the factor to units of log 2, and the logits' derivative by scale * product (None: one)."""
+    """Logits, the factor to units of log 2, and the logits' derivative by scale * qk (None: one)."""
     if request.softcap is None:
         return qk, request.scale * LOG2E, None
     # tanh computed from 2^x: its absolute error is that of a number near one, so the logits' error is some 1e-7 of the

@@ -29,7 +29,7 @@ class Refs(NamedTuple):
     tokens: Tokens
     attention_BNTJ: Any
     d_out_BTNV: Any
-    written_BTNV: Any
+    update_BTNV: Any
     states_BNCKV: Any
     d_solved_BTNV: Any
     d_states_BNCKV: Any
@@ -59,7 +59,7 @@ def gradients(
             tokens,
             chunk_systems.attention_BNTJ,
             d_out_BTNV,
-            forward_states.written_BTNV,
+            forward_states.update_BTNV,
             forward_states.states_BNCKV,
             *backward_states[1:],
         )
@@ -72,11 +72,11 @@ def gradients(
 class _Sums(NamedTuple):
     """Sums over all columns of the values, accumulated a few columns at a time."""
 
-    out_by_written_IJ: Any
-    solved_by_written_IJ: Any
+    out_by_update_IJ: Any
+    solved_by_update_IJ: Any
     out_by_state_IK: Any
     solved_by_state_JK: Any
-    written_by_d_state_JK: Any
+    update_by_d_state_JK: Any
     solved_by_value_J: Any
     state_by_d_state_V: Any
 
@@ -101,31 +101,31 @@ def _kernel(
     i, j = square_indices()
     pairs_below_IJ = jnp.where(i > j, pairs_IJ, 0.0)
     similarity_IJ = pairs_below_IJ * dot(k_JK, k_JK.T)
-    d_similarity_IJ = -rate_I[:, None] * sums.solved_by_written_IJ
-    d_attention_IJ = pairs_IJ * sums.out_by_written_IJ
+    d_similarity_IJ = -rate_I[:, None] * sums.solved_by_update_IJ
+    d_attention_IJ = pairs_IJ * sums.out_by_update_IJ
     of_key_I = jnp.sum(k_JK * sums.solved_by_state_JK, axis=1)
     d_rate_ref[b, n, rows] = (
-        sums.solved_by_value_J - from_start_I * of_key_I - jnp.sum(similarity_IJ * sums.solved_by_written_IJ, axis=1)
+        sums.solved_by_value_J - from_start_I * of_key_I - jnp.sum(similarity_IJ * sums.solved_by_update_IJ, axis=1)
     )
     d_query_ref[b, rows, n, :] = from_start_I[:, None] * sums.out_by_state_IK + dot(d_attention_IJ, k_JK)
     d_keys_IJ = pairs_below_IJ * d_similarity_IJ
-    d_key_JK = to_end_J[:, None] * sums.written_by_d_state_JK
+    d_key_JK = to_end_J[:, None] * sums.update_by_d_state_JK
     d_key_JK -= (from_start_I * rate_I)[:, None] * sums.solved_by_state_JK
     d_key_JK += dot(d_attention_IJ.T, q_IK) + dot(d_keys_IJ, k_JK) + dot(d_keys_IJ.T, k_JK)
     d_key_ref[b, rows, n, :] = d_key_JK
 
     # Gradients of the log decays: of each pair, from the start to each token, and from each token to the end.
     d_pair_IJ = (
-        jnp.where(i > j, refs.attention_BNTJ[b, n, rows, :] * sums.out_by_written_IJ, 0.0)
+        jnp.where(i > j, refs.attention_BNTJ[b, n, rows, :] * sums.out_by_update_IJ, 0.0)
         + similarity_IJ * d_similarity_IJ
     )
-    at_end_J = to_end_J * jnp.sum(k_JK * sums.written_by_d_state_JK, axis=1)
+    at_end_J = to_end_J * jnp.sum(k_JK * sums.update_by_d_state_JK, axis=1)
     d_start_I = from_start_I * (jnp.sum(q_IK * sums.out_by_state_IK, axis=1) - rate_I * of_key_I)
     is_last = jax.lax.iota(jnp.int32, CHUNK) == CHUNK - 1
     d_end = jnp.sum(at_end_J) + jnp.sum(jnp.where(is_last, from_start_I, 0.0)) * jnp.sum(sums.state_by_d_state_V)
     own_I = jnp.sum(d_pair_IJ, axis=1) - jnp.sum(d_pair_IJ, axis=0) + d_start_I - at_end_J
     own_I += jnp.where(is_last, d_end, 0.0)
-    # A token's decay is a factor of every pair that it lies between.
+    # A token's decay is a factor of every pair that it is between.
     d_log_decay_ref[b, n, rows] = jnp.sum(jnp.where(i >= j, own_I[:, None], 0.0), axis=0)
 
 
@@ -135,7 +135,7 @@ def _column_sums(params: KernelParams, refs: Refs, position: tuple[Any, Any, Any
 
     def add(step: Any, sums: _Sums) -> _Sums:
         value_columns = pl.ds(step * columns, columns)
-        d_out_IV, written_JV = refs.d_out_BTNV[b, rows, n, value_columns], refs.written_BTNV[b, rows, n, value_columns]
+        d_out_IV, update_JV = refs.d_out_BTNV[b, rows, n, value_columns], refs.update_BTNV[b, rows, n, value_columns]
         solved_JV, value_JV = (
             refs.d_solved_BTNV[b, rows, n, value_columns],
             refs.tokens.value_BTNV[b, rows, n, value_columns],
@@ -145,11 +145,11 @@ def _column_sums(params: KernelParams, refs: Refs, position: tuple[Any, Any, Any
             refs.d_states_BNCKV[b, n, c, :, value_columns],
         )
         terms = _Sums(
-            dot(d_out_IV, written_JV.T),
-            dot(solved_JV, written_JV.T),
+            dot(d_out_IV, update_JV.T),
+            dot(solved_JV, update_JV.T),
             dot(d_out_IV, state_KV.T),
             dot(solved_JV, state_KV.T),
-            dot(written_JV, d_state_KV.T),
+            dot(update_JV, d_state_KV.T),
             jnp.sum(_wide(solved_JV) * _wide(value_JV), axis=1),
             jnp.sum(_wide(state_KV) * _wide(d_state_KV), axis=0),
         )

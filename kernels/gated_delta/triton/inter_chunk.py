@@ -21,7 +21,7 @@ class ForwardStates(NamedTuple):
 
     out_BTNV: jax.Array
     state_BNKV: jax.Array
-    written_BTNV: jax.Array | None
+    update_BTNV: jax.Array | None
     states_BNCKV: jax.Array | None
     """State before each chunk."""
 
@@ -116,15 +116,15 @@ def _forward_kernel(
         from_start_I1 = chunk_systems.from_start_BNT[b, n, rows][:, None]
         predicted_JV = from_start_I1 * dot(k_JK, state_KV)
         residual_JV = rate_ref[b, n, rows][:, None] * (value_ref[b, rows, n, value_columns] - predicted_JV)
-        written_JV = dot(chunk_systems.inverse_BNTJ[b, n, rows, :], residual_JV)
-        attended_IV = dot(chunk_systems.attention_BNTJ[b, n, rows, :], written_JV)
+        update_JV = dot(chunk_systems.inverse_BNTJ[b, n, rows, :], residual_JV)
+        attended_IV = dot(chunk_systems.attention_BNTJ[b, n, rows, :], update_JV)
         out_ref[b, rows, n, value_columns] = from_start_I1 * dot(q_IK, state_KV) + attended_IV
         if saved_refs:
-            written_ref, states_ref = saved_refs
-            written_ref[b, rows, n, value_columns] = written_JV.astype(params.dtype)
+            update_ref, states_ref = saved_refs
+            update_ref[b, rows, n, value_columns] = update_JV.astype(params.dtype)
             states_ref[b, n, c, :, value_columns] = state_KV.astype(params.dtype)
         decay = chunk_systems.from_start_BNT[b, n, c * CHUNK + CHUNK - 1]
-        return decay * state_KV + dot(k_JK.T, chunk_systems.to_end_BNT[b, n, rows][:, None] * written_JV)
+        return decay * state_KV + dot(k_JK.T, chunk_systems.to_end_BNT[b, n, rows][:, None] * update_JV)
 
     final_ref[b, n, :, value_columns] = jax.lax.fori_loop(
         0, rate_ref.shape[2] // CHUNK, chunk, initial_ref[b, n, :, value_columns]
@@ -155,9 +155,9 @@ def _backward_kernel(
         q_IK, k_JK, d_out_IV = query_ref[b, rows, m, :], key_ref[b, rows, m, :], d_out_ref[b, rows, n, value_columns]
         from_start_I1 = chunk_systems.from_start_BNT[b, n, rows][:, None]
         d_states_ref[b, n, c, :, value_columns] = d_state_KV.astype(params.dtype)
-        d_written_JV = dot(chunk_systems.attention_BNTJ[b, n, rows, :].T, d_out_IV)
-        d_written_JV += chunk_systems.to_end_BNT[b, n, rows][:, None] * dot(k_JK, d_state_KV)
-        d_solved_JV = dot(chunk_systems.inverse_BNTJ[b, n, rows, :].T, d_written_JV)
+        d_update_JV = dot(chunk_systems.attention_BNTJ[b, n, rows, :].T, d_out_IV)
+        d_update_JV += chunk_systems.to_end_BNT[b, n, rows][:, None] * dot(k_JK, d_state_KV)
+        d_solved_JV = dot(chunk_systems.inverse_BNTJ[b, n, rows, :].T, d_update_JV)
         d_solved_ref[b, rows, n, value_columns] = d_solved_JV.astype(params.dtype)
         d_predicted_JV = from_start_I1 * rate_ref[b, n, rows][:, None] * d_solved_JV
         decay = chunk_systems.from_start_BNT[b, n, c * CHUNK + CHUNK - 1]
