@@ -33,7 +33,7 @@ def rounded(x_MK: jax.Array, scale: jax.Array, dtype: np.dtype, *, interpret: bo
         out_shape=[jax.ShapeDtypeStruct((M, K), dtype), jax.ShapeDtypeStruct((K, M), dtype)],
         compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
-        name="rounded_float8",
+        name="quantize_fp8",
     )(x_MK, (1 / scale).reshape(1))
     return values_MK, values_KM
 

@@ -55,7 +55,7 @@ def largest(
         out_shape=[jax.ShapeDtypeStruct((M, G), jnp.float32), jax.ShapeDtypeStruct((M, G), jnp.int32)],
         compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
         interpret=interpret,
-        name="largest_of_group",
+        name="argmax_of_groups",
     )(x_MK, weight_NK[None])
     row, one = pl.BlockSpec((None, G), lambda m: (m, 0)), pl.BlockSpec((None,), lambda m: (m,))
     top_M, place_M = pl.pallas_call(
@@ -66,7 +66,7 @@ def largest(
         out_shape=[jax.ShapeDtypeStruct((M,), jnp.float32), jax.ShapeDtypeStruct((M,), jnp.int32)],
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-        name="largest_of_all",
+        name="argmax_final",
     )(top_MG, place_MG)
     return top_M, place_M
 

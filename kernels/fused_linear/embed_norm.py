@@ -24,7 +24,7 @@ def looked_up(table_VN: jax.Array, tokens_M: jax.Array, norm: Norm, *, interpret
     """[M, N] twice: the tokens' rows, NaN for tokens out of range, and the norm of each."""
     specs = [pl.BlockSpec(table_VN.shape, lambda m: (0, 0)), pl.BlockSpec((None,), lambda m: (m,))]
     stream = jax.ShapeDtypeStruct((tokens_M.size, table_VN.shape[1]), table_VN.dtype)
-    return with_norm(_found, [table_VN, tokens_M], specs, stream, norm, interpret=interpret, name="first_rows")
+    return with_norm(_found, [table_VN, tokens_M], specs, stream, norm, interpret=interpret, name="embed_norm")
 
 
 def _found(table_ref: Any, token_ref: Any, places: list[Any]) -> list[jax.Array]:

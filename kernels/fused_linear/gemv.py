@@ -86,7 +86,7 @@ def product(
         out_shape=jax.ShapeDtypeStruct((G, size), dtype),
         compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=1),
         interpret=interpret,
-        name="one_row_product",
+        name="gemv",
     )(*arrays)
     return out_GN.reshape(1, N)
 

@@ -99,7 +99,7 @@ def summands(
         out_shape=jax.ShapeDtypeStruct((by.parts, M, N), dtype if is_whole else jnp.float32),
         compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
         interpret=interpret,
-        name="few_rows_product",
+        name="small_batch_matmul",
     )(x_MK, weight_NK.reshape(H, N, K))
 
 

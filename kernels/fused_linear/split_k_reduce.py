@@ -36,7 +36,7 @@ def summed(
     P, M, N = parts_PMN.shape
     specs = [pl.BlockSpec((P, None, N), lambda m: (0, m, 0)), pl.BlockSpec((None, N), lambda m: (m, 0))]
     stream = jax.ShapeDtypeStruct((M, N), dtype)
-    return with_norm(_added, [parts_PMN, onto_MN], specs, stream, norm, interpret=interpret, name="summed_rows")
+    return with_norm(_added, [parts_PMN, onto_MN], specs, stream, norm, interpret=interpret, name="split_k_reduce_norm")
 
 
 def _added(parts_ref: Any, onto_ref: Any, places: list[Any]) -> list[jax.Array]:

@@ -49,7 +49,7 @@ def gated(params: KernelParams, x_MK: jax.Array, weight_NK: jax.Array, activatio
 
 @dataclasses.dataclass(frozen=True)
 class _Gated(Program):
-    name: ClassVar[str] = "gated_product"
+    name: ClassVar[str] = "swiglu_matmul"
     gate: Activation
 
     @property

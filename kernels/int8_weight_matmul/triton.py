@@ -83,7 +83,7 @@ def product(
         out_shape=jax.ShapeDtypeStruct((tile.parts, M, N), dtype if is_whole else jnp.float32),
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
-        name="int8_product",
+        name="int8_weight_matmul",
     )(x_MK, codes_NK, scales_N)
     return out_PMN[0] if is_whole else jnp.sum(out_PMN, axis=0).astype(dtype)
 
