@@ -355,7 +355,7 @@ def _block_mask(
     column, row = (slice(None), None), (None, slice(None))
     of: Any = (row, column) if transposed else (column, row)
     q, k = ((start + jnp.arange(size))[at] for start, size, at in zip(first, shape, of, strict=True))
-    segments = (None if one is None else one[at] for one, at in zip((q_segments, kv_segments), of, strict=True))
+    segments = (None if ids is None else ids[at] for ids, at in zip((q_segments, kv_segments), of, strict=True))
     return visible_mask(request, q, k, *segments)
 
 

@@ -79,7 +79,7 @@ def parts_of_product(x_MK: jax.Array, weight_NK: jax.Array, *, dtype: DTypeLike)
 def product_and_norm(
     x_MK: jax.Array, weight_NK: jax.Array, onto_MN: jax.Array, norm: Norm, *, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-    """[M, N] twice: onto + x times the transpose of the weight, and the norm of that."""
+    """[M, N] twice: the residual + x times the transpose of the weight, and the norm of that."""
     dtype, (count, inputs), outputs = jnp.dtype(dtype), x_MK.shape, weight_NK.shape[0]
     around = Epilogue(onto_MN=onto_MN)
     if small_batch.can_serve(count, outputs, inputs, x_MK.dtype.name, is_gated=False) and split_k_reduce.can_serve(
@@ -87,8 +87,8 @@ def product_and_norm(
     ):
         parts_PMN = small_batch.summands(x_MK, weight_NK, around, dtype, interpret=False)
         return split_k_reduce.summed(parts_PMN, onto_MN, norm, dtype, interpret=False)
-    stream_MN = fused_linear(x_MK, weight_NK, None, around, dtype=dtype)
-    return stream_MN, norm(stream_MN)
+    out_MN = fused_linear(x_MK, weight_NK, None, around, dtype=dtype)
+    return out_MN, norm(out_MN)
 
 
 def first_rows(table_VN: jax.Array, tokens_M: jax.Array, norm: Norm) -> tuple[jax.Array, jax.Array] | None:

@@ -46,47 +46,47 @@ def largest(
     (M, K), N = x_MK.shape, weight_NK.shape[0]
     by = by or tile(N, K)
     G = N // by.outputs
-    of_group = pl.BlockSpec((M, None), lambda g: (0, g))
-    top_MG, place_MG = pl.pallas_call(
-        partial(_of_group, by=by, dtype=dtype),
+    group_spec = pl.BlockSpec((M, None), lambda g: (0, g))
+    top_MG, index_MG = pl.pallas_call(
+        partial(_group_kernel, by=by, dtype=dtype),
         grid=(G,),
         in_specs=[pl.BlockSpec((M, K), lambda g: (0, 0)), pl.BlockSpec((1, by.outputs, K), lambda g: (0, g, 0))],
-        out_specs=[of_group, of_group],
+        out_specs=[group_spec, group_spec],
         out_shape=[jax.ShapeDtypeStruct((M, G), jnp.float32), jax.ShapeDtypeStruct((M, G), jnp.int32)],
         compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
         interpret=interpret,
         name="argmax_of_groups",
     )(x_MK, weight_NK[None])
-    row, one = pl.BlockSpec((None, G), lambda m: (m, 0)), pl.BlockSpec((None,), lambda m: (m,))
-    top_M, place_M = pl.pallas_call(
-        _of_all,
+    row, scalar = pl.BlockSpec((None, G), lambda m: (m, 0)), pl.BlockSpec((None,), lambda m: (m,))
+    top_M, index_M = pl.pallas_call(
+        _final_kernel,
         grid=(M,),
         in_specs=[row, row],
-        out_specs=[one, one],
+        out_specs=[scalar, scalar],
         out_shape=[jax.ShapeDtypeStruct((M,), jnp.float32), jax.ShapeDtypeStruct((M,), jnp.int32)],
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="argmax_final",
-    )(top_MG, place_MG)
-    return top_M, place_M
+    )(top_MG, index_MG)
+    return top_M, index_M
 
 
-def _of_group(x_ref: Any, weight_ref: Any, top_ref: Any, place_ref: Any, *, by: Tile, dtype: np.dtype) -> None:
+def _group_kernel(x_ref: Any, weight_ref: Any, top_ref: Any, index_ref: Any, *, by: Tile, dtype: np.dtype) -> None:
     (out,), is_row = streamed(x_ref, weight_ref, by)
     axis, down = 0 if by.is_left else 1, pl.ds(0, is_row.shape[0])
     out = out.astype(dtype).astype(jnp.float32)
     out = jnp.where(out == out, out, jnp.inf)
-    place = jnp.argmax(out, axis=axis).astype(jnp.int32) + pl.program_id(0) * by.outputs
+    index = jnp.argmax(out, axis=axis).astype(jnp.int32) + pl.program_id(0) * by.outputs
     plt.store(top_ref.at[down], jnp.max(out, axis=axis), mask=is_row)
-    plt.store(place_ref.at[down], place, mask=is_row)
+    plt.store(index_ref.at[down], index, mask=is_row)
 
 
-def _of_all(tops_ref: Any, places_ref: Any, top_ref: Any, place_ref: Any) -> None:
+def _final_kernel(tops_ref: Any, indices_ref: Any, top_ref: Any, index_ref: Any) -> None:
     G = tops_ref.shape[0]
     groups = 1 << (G - 1).bit_length()
     here, is_group = pl.ds(0, groups), jnp.arange(groups) < G
     tops = plt.load(tops_ref.at[here], mask=is_group, other=-jnp.inf)
-    places = plt.load(places_ref.at[here], mask=is_group, other=jnp.iinfo(jnp.int32).max)
+    indices = plt.load(indices_ref.at[here], mask=is_group, other=jnp.iinfo(jnp.int32).max)
     top = jnp.max(tops)
     top_ref[...] = top
-    place_ref[...] = jnp.min(jnp.where(tops == top, places, jnp.iinfo(jnp.int32).max))
+    index_ref[...] = jnp.min(jnp.where(tops == top, indices, jnp.iinfo(jnp.int32).max))

@@ -24,11 +24,11 @@ def looked_up(table_VN: jax.Array, tokens_M: jax.Array, norm: Norm, *, interpret
     """[M, N] twice: the tokens' rows, NaN for tokens out of range, and the norm of each."""
     specs = [pl.BlockSpec(table_VN.shape, lambda m: (0, 0)), pl.BlockSpec((None,), lambda m: (m,))]
     stream = jax.ShapeDtypeStruct((tokens_M.size, table_VN.shape[1]), table_VN.dtype)
-    return with_norm(_found, [table_VN, tokens_M], specs, stream, norm, interpret=interpret, name="embed_norm")
+    return with_norm(_read_rows, [table_VN, tokens_M], specs, stream, norm, interpret=interpret, name="embed_norm")
 
 
-def _found(table_ref: Any, token_ref: Any, places: list[Any]) -> list[jax.Array]:
+def _read_rows(table_ref: Any, token_ref: Any, slices: list[Any]) -> list[jax.Array]:
     token = token_ref[...]
-    is_there = (token >= 0) & (token < table_ref.shape[0])
-    found = [table_ref[jnp.where(is_there, token, 0), place] for place in places]
-    return [jnp.where(is_there, piece, jnp.nan) for piece in found]
+    is_valid = (token >= 0) & (token < table_ref.shape[0])
+    pieces = [table_ref[jnp.where(is_valid, token, 0), piece_slice] for piece_slice in slices]
+    return [jnp.where(is_valid, piece, jnp.nan) for piece in pieces]

@@ -67,22 +67,22 @@ def product(
     N = weight_NK.shape[0] // H
     by = by or tile(N, K, H)
     G, size = by.groups, N // by.groups
-    whole = pl.BlockSpec((1, K), lambda n: (0, 0))
-    of_outputs = pl.BlockSpec((G, by.rows), lambda n: (0, n))
-    of_weights = pl.BlockSpec((H * G, by.rows, K), lambda n: (0, n, 0))
-    given = [(whole, x_1K), (of_weights, weight_NK.reshape(H * G, size, K))]
+    row_spec = pl.BlockSpec((1, K), lambda n: (0, 0))
+    outputs_spec = pl.BlockSpec((G, by.rows), lambda n: (0, n))
+    weights_spec = pl.BlockSpec((H * G, by.rows, K), lambda n: (0, n, 0))
+    specs_and_arrays = [(row_spec, x_1K), (weights_spec, weight_NK.reshape(H * G, size, K))]
     if scales_N is not None:
-        given.append((pl.BlockSpec((H * G, by.rows), lambda n: (0, n)), scales_N.reshape(H * G, size)))
+        specs_and_arrays.append((pl.BlockSpec((H * G, by.rows), lambda n: (0, n)), scales_N.reshape(H * G, size)))
     if around.norm is not None:
-        given.append((whole, around.norm.scale_K.reshape(1, K)))
+        specs_and_arrays.append((row_spec, around.norm.scale_K.reshape(1, K)))
     if around.onto_MN is not None:
-        given.append((of_outputs, around.onto_MN.reshape(G, size)))
-    specs, arrays = zip(*given, strict=True)
+        specs_and_arrays.append((outputs_spec, around.onto_MN.reshape(G, size)))
+    specs, arrays = zip(*specs_and_arrays, strict=True)
     out_GN = pl.pallas_call(
         partial(_kernel, around=around, is_scaled=scales_N is not None, by=by, interpret=interpret),
         grid=(size // by.rows,),
         in_specs=list(specs),
-        out_specs=of_outputs,
+        out_specs=outputs_spec,
         out_shape=jax.ShapeDtypeStruct((G, size), dtype),
         compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=1),
         interpret=interpret,

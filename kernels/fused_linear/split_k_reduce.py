@@ -32,54 +32,54 @@ def can_serve(N: int) -> bool:
 def summed(
     parts_PMN: jax.Array, onto_MN: jax.Array, norm: Norm, dtype: np.dtype, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """[M, N] twice: onto + the sum of the parts, and the norm of that."""
+    """[M, N] twice: the residual + the sum of the parts, and the norm of that."""
     P, M, N = parts_PMN.shape
     specs = [pl.BlockSpec((P, None, N), lambda m: (0, m, 0)), pl.BlockSpec((None, N), lambda m: (m, 0))]
-    stream = jax.ShapeDtypeStruct((M, N), dtype)
-    return with_norm(_added, [parts_PMN, onto_MN], specs, stream, norm, interpret=interpret, name="split_k_reduce_norm")
+    out = jax.ShapeDtypeStruct((M, N), dtype)
+    return with_norm(_read_sum, [parts_PMN, onto_MN], specs, out, norm, interpret=interpret, name="split_k_reduce_norm")
 
 
-def _added(parts_ref: Any, onto_ref: Any, places: list[Any]) -> list[jax.Array]:
-    parts = [[parts_ref[part, place] for part in range(parts_ref.shape[0])] for place in places]
-    onto = [onto_ref[place].astype(jnp.float32) for place in places]
-    return [sum(some[1:], some[0]) + old for some, old in zip(parts, onto, strict=True)]
+def _read_sum(parts_ref: Any, onto_ref: Any, slices: list[Any]) -> list[jax.Array]:
+    parts = [[parts_ref[part, piece_slice] for part in range(parts_ref.shape[0])] for piece_slice in slices]
+    residuals = [onto_ref[piece_slice].astype(jnp.float32) for piece_slice in slices]
+    return [sum(terms[1:], terms[0]) + residual for terms, residual in zip(parts, residuals, strict=True)]
 
 
 def with_norm(
     read: Callable[..., list[jax.Array]],
-    given: Sequence[jax.Array],
+    inputs: Sequence[jax.Array],
     specs: Sequence[pl.BlockSpec],
-    stream: jax.ShapeDtypeStruct,
+    out: jax.ShapeDtypeStruct,
     norm: Norm,
     *,
     interpret: bool,
     name: str,
 ) -> tuple[jax.Array, jax.Array]:
     """The residual stream, which read(*input refs, slices) returns in pieces, one row per program, and its norm."""
-    M, N = stream.shape
+    M, N = out.shape
     row = pl.BlockSpec((None, N), lambda m: (m, 0))
-    stream_MN, normed_MN = pl.pallas_call(
+    out_MN, normed_MN = pl.pallas_call(
         partial(_kernel, read=read, offset=norm.offset, eps=norm.eps),
         grid=(M,),
         in_specs=[*specs, pl.BlockSpec((N,), lambda m: (0,))],
         out_specs=[row, row],
-        out_shape=[stream, stream],
+        out_shape=[out, out],
         compiler_params=plt.CompilerParams(num_warps=warps(N), num_stages=1),
         interpret=interpret,
         name=name,
-    )(*given, norm.scale_K)
-    return stream_MN, normed_MN
+    )(*inputs, norm.scale_K)
+    return out_MN, normed_MN
 
 
 def _kernel(*refs: Any, read: Callable[..., list[jax.Array]], offset: float, eps: float) -> None:
     """All loads are issued before the first store, since loads do not overtake stores."""
-    *given_refs, scale_ref, stream_ref, normed_ref = refs
-    places = _pieces(stream_ref.shape[0])
-    scales = [scale_ref[place].astype(jnp.float32) + offset for place in places]
-    streams = [piece.astype(stream_ref.dtype) for piece in read(*given_refs, places)]
-    for place, stream, normed in zip(places, streams, _normed(streams, scales, eps), strict=True):
-        stream_ref[place] = stream
-        normed_ref[place] = normed
+    *input_refs, scale_ref, out_ref, normed_ref = refs
+    slices = _pieces(out_ref.shape[0])
+    scales = [scale_ref[piece_slice].astype(jnp.float32) + offset for piece_slice in slices]
+    outs = [piece.astype(out_ref.dtype) for piece in read(*input_refs, slices)]
+    for piece_slice, out, normed in zip(slices, outs, _normed(outs, scales, eps), strict=True):
+        out_ref[piece_slice] = out
+        normed_ref[piece_slice] = normed
 
 
 def _pieces(N: int) -> list[Any]:
@@ -93,4 +93,4 @@ def _normed(pieces: list[jax.Array], scales: list[jax.Array], eps: float) -> lis
     wide = [piece.astype(jnp.float32) for piece in pieces]
     squares = reduce(jnp.add, (jnp.sum(piece * piece) for piece in wide))
     factor = jax.lax.rsqrt(squares / sum(piece.size for piece in pieces) + eps)
-    return [(one * factor * scale).astype(pieces[0].dtype) for one, scale in zip(wide, scales, strict=True)]
+    return [(piece * factor * scale).astype(pieces[0].dtype) for piece, scale in zip(wide, scales, strict=True)]

@@ -55,7 +55,7 @@ def gated_delta(inputs: Inputs, *, scan: Scan = scan) -> tuple[jax.Array, jax.Ar
     B, T, M = inputs.query_BTMK.shape[:3]
     G = inputs.value_BTMGV.shape[3]
     chunks = -(-T // CHUNK)
-    q, k, v, log_decay, rate = (_chunked(array, chunks) for array in inputs.wide()[:5])
+    q, k, v, log_decay, rate = (_chunked(array, chunks) for array in inputs.to_float32()[:5])
 
     resets_CBI = None if inputs.starts_BT is None else jnp.cumsum(_chunked(inputs.starts_BT, chunks), axis=-1)
     pairs_CBMGIJ, from_start_CBMGI, to_end_CBMGJ = _decays(_tokens_last(log_decay), resets_CBI)

@@ -39,15 +39,15 @@ def _scan(state_BMGKV: jax.Array, matrices: ChunkMatrices, *, interpret: bool) -
     matrices = matrices._replace(decay_CBMG=matrices.decay_CBMG[..., None, None])
     state = pl.BlockSpec((None, None, None, K, V), lambda b, m, g, c: (b, m, g, 0, 0))
 
-    def of_chunk(shape: tuple[int, ...]) -> pl.BlockSpec:
+    def chunk_spec(shape: tuple[int, ...]) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, None, None, *shape[4:]), lambda b, m, g, c: (c, b, m, g, 0, 0))
 
     out = (C, B, M, G, I, V)
     state_BMGKV, out_CBMGIV = pl.pallas_call(
         _kernel,
         grid=(B, M, G, C),
-        in_specs=[state, *(of_chunk(part.shape) for part in matrices)],
-        out_specs=[state, of_chunk(out)],
+        in_specs=[state, *(chunk_spec(part.shape) for part in matrices)],
+        out_specs=[state, chunk_spec(out)],
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (state_BMGKV.shape, out)],
         scratch_shapes=[pltpu.VMEM((K, V), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),

@@ -25,7 +25,7 @@ def gated_delta(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
         state_BMGKV = state_BMGKV + k_BMK[:, :, None, :, None] * change_BMGV[:, :, :, None, :]
         return state_BMGKV, jnp.einsum("BMGKV,BMK->BMGV", state_BMGKV, q_BMK, precision="highest")
 
-    inputs = inputs.wide()
+    inputs = inputs.to_float32()
     starts_BT = inputs.starts_BT
     if starts_BT is None:
         starts_BT = jnp.zeros(inputs.query_BTMK.shape[:2], bool)

@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
     starts_BT: jax.Array | None
     """Tokens at which the state is reset to zero; None: no resets."""
 
-    def wide(self) -> "Inputs":
+    def to_float32(self) -> "Inputs":
         """With heads cast to float32 too."""
         query, key, value = (heads.astype(jnp.float32) for heads in self[:3])
         return self._replace(query_BTMK=query, key_BTMK=key, value_BTMGV=value)

@@ -107,7 +107,7 @@ def serving(pages: Pages, dtype: str, place: Placement) -> str | None:
 
 def paged_attention(
     heads_SBMH: jax.Array,
-    turns: tuple[jax.Array, jax.Array] | None,
+    rope_factors: tuple[jax.Array, jax.Array] | None,
     pages: Pages,
     request: Request,
     *,
@@ -121,7 +121,7 @@ def paged_attention(
     with the halves of a head swapped (rotary embedding). then: the weight [N, K] that multiplies the output, for the
     kernel to prefetch into L2; None if unknown.
     """
-    return BACKENDS[backend].run(heads_SBMH, turns, pages, request, then=then)
+    return BACKENDS[backend].run(heads_SBMH, rope_factors, pages, request, then=then)
 
 
 def filled(pages: Pages, key_BTKH: jax.Array, value_BTKH: jax.Array, place: Placement) -> Pages | None:

@@ -27,7 +27,7 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 
 def attention(
     heads_SBMH: jax.Array,
-    turns: tuple[jax.Array, jax.Array] | None,
+    rope_factors: tuple[jax.Array, jax.Array] | None,
     pages: Pages,
     request: Request,
     *,
@@ -41,14 +41,14 @@ def attention(
     N = M - 2 * K
     heads_BMH = jnp.sum(heads_SBMH, axis=0, dtype=jnp.float32).astype(pages.key_PKZH.dtype)
     q_BNH, key_BKH, value_BKH = jnp.split(heads_BMH, (N, N + K), axis=1)
-    if turns is not None:
-        q_BNH, key_BKH = (_rotate(x, turns) for x in (q_BNH, key_BKH))
+    if rope_factors is not None:
+        q_BNH, key_BKH = (_rotate(x, rope_factors) for x in (q_BNH, key_BKH))
     last_B = jnp.maximum(pages.length_B - 1, 0)
     page_B = jnp.take_along_axis(pages.table_BW, last_B[:, None] // Z, axis=1)[:, 0]
-    place = jnp.where(pages.length_B > 0, page_B, P), slice(None), last_B % Z
+    position = jnp.where(pages.length_B > 0, page_B, P), slice(None), last_B % Z
     pages = pages._replace(
-        key_PKZH=pages.key_PKZH.at[place].set(key_BKH, mode="drop"),
-        value_PKZH=pages.value_PKZH.at[place].set(value_BKH, mode="drop"),
+        key_PKZH=pages.key_PKZH.at[position].set(key_BKH, mode="drop"),
+        value_PKZH=pages.value_PKZH.at[position].set(value_BKH, mode="drop"),
     )
     padding = -(N // K) % SUBLANES
     q_BKGH = jnp.pad(q_BNH.reshape(B, K, N // K, H), ((0, 0), (0, 0), (0, padding), (0, 0)))
@@ -152,9 +152,9 @@ def _visible_pages(length: jax.Array, request: Request, Z: int) -> tuple[jax.Arr
     return jax.lax.div(first, Z), jax.lax.div(last, Z)
 
 
-def _is_visible(place: jax.Array, length: jax.Array, request: Request) -> jax.Array:
-    is_visible = place < length
-    return is_visible if request.window is None else is_visible & (place >= length - request.window)
+def _is_visible(position: jax.Array, length: jax.Array, request: Request) -> jax.Array:
+    is_visible = position < length
+    return is_visible if request.window is None else is_visible & (position >= length - request.window)
 
 
 def _capped(logits: jax.Array, request: Request) -> jax.Array:
@@ -162,7 +162,7 @@ def _capped(logits: jax.Array, request: Request) -> jax.Array:
     return scaled if request.softcap is None else request.softcap * jnp.tanh(scaled / request.softcap)
 
 
-def _rotate(x_BNH: jax.Array, turns: tuple[jax.Array, jax.Array]) -> jax.Array:
-    cos_BNH, sin_BNH = (turn[:, None] for turn in turns)
+def _rotate(x_BNH: jax.Array, rope_factors: tuple[jax.Array, jax.Array]) -> jax.Array:
+    cos_BNH, sin_BNH = (turn[:, None] for turn in rope_factors)
     swapped = jnp.roll(x_BNH, x_BNH.shape[-1] // 2, axis=-1)
     return (x_BNH.astype(jnp.float32) * cos_BNH + swapped.astype(jnp.float32) * sin_BNH).astype(x_BNH.dtype)

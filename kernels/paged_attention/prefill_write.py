@@ -20,15 +20,15 @@ ELEMENTS_PER_WARP = 1024
 def write_prompts(pages: Pages, key_BTKH: jax.Array, value_BTKH: jax.Array, *, interpret: bool = False) -> Pages:
     """Write tokens to the start of their rows; the last page of a row also receives the padding after its tokens."""
     (P, K, Z, H), (B, W) = pages.key_PKZH.shape, pages.table_BW.shape
-    of_pages = pl.BlockSpec((P, None, Z, H), lambda b, w, k: (0, k, 0, 0))
+    pages_spec = pl.BlockSpec((P, None, Z, H), lambda b, w, k: (0, k, 0, 0))
     tokens = pl.BlockSpec((None, Z, None, H), lambda b, w, k: (b, w, k, 0))
-    row, one = pl.BlockSpec((None, W), lambda b, w, k: (b, 0)), pl.BlockSpec((None,), lambda b, w, k: (b,))
+    row, scalar = pl.BlockSpec((None, W), lambda b, w, k: (b, 0)), pl.BlockSpec((None,), lambda b, w, k: (b,))
     stored = jax.ShapeDtypeStruct(pages.key_PKZH.shape, pages.key_PKZH.dtype)
     key_PKZH, value_PKZH = pl.pallas_call(
         _kernel,
         grid=(B, min(key_BTKH.shape[1] // Z, W), K),
-        in_specs=[of_pages, of_pages, tokens, tokens, row, one],
-        out_specs=[of_pages, of_pages],
+        in_specs=[pages_spec, pages_spec, tokens, tokens, row, scalar],
+        out_specs=[pages_spec, pages_spec],
         out_shape=[stored, stored],
         input_output_aliases={0: 0, 1: 1},
         compiler_params=plt.CompilerParams(num_warps=max(Z * H // ELEMENTS_PER_WARP, 1), num_stages=1),

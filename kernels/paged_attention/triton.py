@@ -69,7 +69,7 @@ def choose_tile(heads: int, tokens: int, page: int, size: int) -> Tile:
 
 def attention(
     heads_SBMH: jax.Array,
-    turns: tuple[jax.Array, jax.Array] | None,
+    rope_factors: tuple[jax.Array, jax.Array] | None,
     pages: Pages,
     request: Request,
     *,
@@ -90,8 +90,8 @@ def attention(
     new_key = pl.BlockSpec((S, None, None, H), lambda b, k, m: (0, b, N + k, 0))
     new_value = pl.BlockSpec((S, None, None, H), lambda b, k, m: (0, b, N + K + k, 0))
     turn = pl.BlockSpec((None, H), lambda b, k, m: (b, 0))
-    of_pages = pl.BlockSpec((P, None, Z, H), lambda b, k, m: (0, k, 0, 0))
-    row, one = pl.BlockSpec((None, W), lambda b, k, m: (b, 0)), pl.BlockSpec((None,), lambda b, k, m: (b,))
+    pages_spec = pl.BlockSpec((P, None, Z, H), lambda b, k, m: (0, k, 0, 0))
+    row, scalar = pl.BlockSpec((None, W), lambda b, k, m: (b, 0)), pl.BlockSpec((None,), lambda b, k, m: (b,))
     part = pl.BlockSpec((None, None, None, G, H), lambda b, k, m: (b, k, m, 0, 0))
     size = pl.BlockSpec((None, None, None, G), lambda b, k, m: (b, k, m, 0))
     stored = jax.ShapeDtypeStruct(pages.key_PKZH.shape, pages.key_PKZH.dtype)
@@ -102,11 +102,11 @@ def attention(
         ),
         grid=(B, K, parts),
         in_specs=[
-            *(of_pages, of_pages, queries, new_key, new_value, row, one),
-            *([] if turns is None else [turn, turn]),
+            *(pages_spec, pages_spec, queries, new_key, new_value, row, scalar),
+            *([] if rope_factors is None else [turn, turn]),
             *([] if prefetch is None else [prefetch.spec]),
         ],
-        out_specs=[of_pages, of_pages, part, *([size, size] if parts > 1 else [])],
+        out_specs=[pages_spec, pages_spec, part, *([size, size] if parts > 1 else [])],
         out_shape=[
             stored,
             stored,
@@ -119,7 +119,7 @@ def attention(
         name="paged_attention",
     )(
         *(pages.key_PKZH, pages.value_PKZH, heads_SBMH, heads_SBMH, heads_SBMH, pages.table_BW, pages.length_B),
-        *(turns or ()),
+        *(rope_factors or ()),
         *([] if prefetch is None else [then]),
     )
     pages = pages._replace(key_PKZH=key_PKZH, value_PKZH=value_PKZH)
@@ -171,16 +171,16 @@ def _kernel(
     The new token is added last, when no load waits for it, and is not read back from the cache.
     """
     count = len(rest) - (3 if tile.parts == 1 else 5)
-    (*turn_refs,), (key_out_ref, value_out_ref, out_ref, *size_refs) = rest[:count], rest[count:]
-    prefetch_ref = turn_refs.pop() if prefetch is not None else None
+    (*rope_refs,), (key_out_ref, value_out_ref, out_ref, *size_refs) = rest[:count], rest[count:]
+    prefetch_ref = rope_refs.pop() if prefetch is not None else None
     (_, G, H), T = q_ref.shape, tile.tokens
     rows = max(LEAST_ROWS, 1 << (G - 1).bit_length())
     is_head, heads = jnp.arange(rows) < G, pl.ds(0, rows)
     before, Z = length_ref[...] - 1, key_ref.shape[1]
     table = _load_table(table_ref) if tile.has_table else table_ref
     dtype = key_ref.dtype
-    q = _queries(q_ref, turn_refs, rows, dtype)
-    new_key, new_value = _rotated(new_key_ref, turn_refs, dtype), _sum_of(new_value_ref, dtype)
+    q = _queries(q_ref, rope_refs, rows, dtype)
+    new_key, new_value = _rotated(new_key_ref, rope_refs, dtype), _sum_of(new_value_ref, dtype)
     last = jnp.maximum(before, 0)
     page = table_ref[last // Z]
 
@@ -205,8 +205,8 @@ def _kernel(
         prefetch.issue(prefetch_ref, program, out_ref.at[0, pl.ds(0, prefetch.threads)], after=jnp.max(total))
     out = sums * (1 / _nonzero(total))[:, None]
     plt.store(out_ref.at[heads, :], out.astype(out_ref.dtype), mask=is_head[:, None])
-    for ref, one in zip(size_refs, (top, total)[: len(size_refs)], strict=True):
-        plt.store(ref.at[heads], one, mask=is_head)
+    for ref, value in zip(size_refs, (top, total)[: len(size_refs)], strict=True):
+        plt.store(ref.at[heads], value, mask=is_head)
 
 
 def _block(
@@ -219,17 +219,17 @@ def _block(
     reach the tensor cores in the order in which they arrive; the table lookup does not wait for the row's length.
     """
     Z, H = key_ref.shape[1:]
-    place, shape = start + jnp.arange(T), (T, H)
-    is_visible = place < before
+    position, shape = start + jnp.arange(T), (T, H)
+    is_visible = position < before
     if request.window is not None:
-        is_visible &= place > before - request.window
+        is_visible &= position > before - request.window
     at: tuple[Any, ...]
     if isinstance(table, jax.Array):
         page = jnp.sum(jnp.where(jnp.arange(table.shape[0]) == start // Z, table, 0))
         at = page, pl.ds(start % Z, T), slice(None)
     else:
-        page = plt.load(table.at[jnp.minimum(place // Z, table.shape[0] - 1)])
-        axes = page[:, None], (place % Z)[:, None], jnp.arange(H)[None, :]
+        page = plt.load(table.at[jnp.minimum(position // Z, table.shape[0] - 1)])
+        axes = page[:, None], (position % Z)[:, None], jnp.arange(H)[None, :]
         at = tuple(jnp.broadcast_to(axis, shape) for axis in axes)
     mask = jnp.broadcast_to(is_visible[:, None], shape)
     key, value = (plt.load(ref.at[at], mask=mask, other=0.0) for ref in (key_ref, value_ref))
@@ -277,7 +277,7 @@ def _add_new_token(
     return _Softmax(sums * rescale[:, None] + new_sums, new_top, total * rescale + weights)
 
 
-def _queries(q_ref: Any, turn_refs: Sequence[Any], rows: int, dtype: jnp.dtype) -> jax.Array:
+def _queries(q_ref: Any, rope_refs: Sequence[Any], rows: int, dtype: jnp.dtype) -> jax.Array:
     """Load the queries, padded to `rows`, and apply the rotary embedding.
 
     Cosines and sines are loaded for every row, which is faster than exchanging them between threads.
@@ -293,20 +293,20 @@ def _queries(q_ref: Any, turn_refs: Sequence[Any], rows: int, dtype: jnp.dtype) 
         return _sum_parts((read(q_ref, jnp.full((1, 1), part), down, across) for part in range(parts)), dtype)
 
     q = heads(across)
-    if not turn_refs:
+    if not rope_refs:
         return q
     swapped = heads((across + H // 2) % H)
-    cos, sin = (read(ref, across) for ref in turn_refs)
+    cos, sin = (read(ref, across) for ref in rope_refs)
     return (q.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin).astype(dtype)
 
 
-def _rotated(new_key_ref: Any, turn_refs: Sequence[Any], dtype: jnp.dtype) -> jax.Array:
+def _rotated(new_key_ref: Any, rope_refs: Sequence[Any], dtype: jnp.dtype) -> jax.Array:
     """The new key with its rotary embedding."""
     key, H = _sum_of(new_key_ref, dtype), new_key_ref.shape[1]
-    if not turn_refs:
+    if not rope_refs:
         return key
     swapped = _sum_of(new_key_ref, dtype, (jnp.arange(H) + H // 2) % H)
-    cos, sin = (ref[...] for ref in turn_refs)
+    cos, sin = (ref[...] for ref in rope_refs)
     return (key.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin).astype(dtype)
 
 

@@ -127,10 +127,10 @@ def test_each_tile_of_queries_is_assigned_once_and_evenly(changes):
     params = KernelParams(make_request(**changes), TILES[64], 10)
     plan = TilePlan.of(inputs, params)
     assigned = [[int(tile) for tile in row[1 : row[0] + 1]] for row in plan.schedule(params)]
-    positions = Counter(tuple(map(int, plan.place(jnp.int32(tile)))) for row in assigned for tile in row)
+    positions = Counter(tuple(map(int, plan.position(jnp.int32(tile)))) for row in assigned for tile in row)
     assert set(positions.values()) == {1}
     assert set(positions) == {(b, n, start) for b in range(2) for n in range(8) for start in range(0, 1024, 128)}
-    keys = [sum(int(plan.place(jnp.int32(tile))[2]) + 256 for tile in row) for row in assigned]
+    keys = [sum(int(plan.position(jnp.int32(tile))[2]) + 256 for tile in row) for row in assigned]
     assert len(assigned) == 10 and (changes or max(keys) - min(keys) <= 1024)
 
 

@@ -36,7 +36,7 @@ class Program:
         return self.refs.q_segments_BT is not None
 
     @property
-    def place(self) -> tuple[Any, Any, Any]:
+    def position(self) -> tuple[Any, Any, Any]:
         """Sequence, head and first key."""
         b, k, block = (jax.lax.axis_index(name) for name in ("b", "k", "block"))
         return b, k, block * self.sizes.keys
@@ -44,7 +44,7 @@ class Program:
     @property
     def ranges(self) -> Ranges:
         """Ranges of the queries that see its keys."""
-        (b, _, start), sizes = self.place, self.sizes
+        (b, _, start), sizes = self.position, self.sizes
         ranges = query_ranges(
             self.params.request, start, C=sizes.C, D=sizes.keys, T=sizes.T, has_segments=self.has_segments
         )
@@ -70,18 +70,18 @@ class Program:
         self.load_queries(ranges)
 
     def load_keys(self) -> None:
-        (b, k, start), refs, memory, columns = self.place, self.refs, self.memory, self.sizes.columns
+        (b, k, start), refs, memory, columns = self.position, self.refs, self.memory, self.sizes.columns
         for block in range(self.sizes.blocks):
             ready, keys = self.barriers.kv_ready.at[block], pl.ds(start + block * ROWS, ROWS)
             for part in range(self.sizes.parts):
-                some = pl.ds(part * columns, columns)
-                plgpu.copy_gmem_to_smem(refs.k_BSKH.at[b, keys, k, some], memory.k.at[block, part], ready)
+                columns_slice = pl.ds(part * columns, columns)
+                plgpu.copy_gmem_to_smem(refs.k_BSKH.at[b, keys, k, columns_slice], memory.k.at[block, part], ready)
             plgpu.copy_gmem_to_smem(refs.v_BSKH.at[b, keys, k], memory.v.at[block], ready)
             if self.has_segments:
                 plgpu.copy_gmem_to_smem(refs.kv_segments_BS.at[b, keys], self.kv_segments(block), ready)
 
     def load_queries(self, ranges: Ranges) -> None:
-        (b, k, _), rows, memory, barriers = self.place, self.rows, self.memory, self.barriers
+        (b, k, _), rows, memory, barriers = self.position, self.rows, self.memory, self.barriers
         C, G = self.sizes.C, self.sizes.G
 
         def step(i: Any, n: Any, *, head: Any) -> Any:
@@ -93,16 +93,16 @@ class Program:
             plgpu.copy_gmem_to_smem(rows.mean_BNT.at[b, head, queries], self.mean(slot), ready)
             return n + 1
 
-        def of_head(g: Any, n: Any) -> Any:
+        def fold_head(g: Any, n: Any) -> Any:
             return jax.lax.fori_loop(ranges.first, ranges.last, partial(step, head=k * G + g), n)
 
-        steps = jax.lax.fori_loop(0, G, of_head, jnp.int32(0))
+        steps = jax.lax.fori_loop(0, G, fold_head, jnp.int32(0))
         if self.sizes.is_pipelined:
             # For the matmul that the last step starts, whose result is unused.
             self.load_query(0, steps, k * G)
 
     def load_query(self, i: Any, n: Any, head: Any) -> None:
-        b, refs, memory, barriers = self.place[0], self.refs, self.memory, self.barriers
+        b, refs, memory, barriers = self.position[0], self.refs, self.memory, self.barriers
         slot, queries = slot_of(n, self.sizes.stages), pl.ds(i * self.sizes.C, self.sizes.C)
         ready = barriers.q_ready.at[slot]
         plgpu.barrier_wait(barriers.q_free.at[slot])
@@ -140,8 +140,8 @@ class Worker(abc.ABC):
         """Multiply the keys by the queries of step n."""
         sizes, memory, slot = self.program.sizes, self.program.memory, slot_of(n, self.program.sizes.stages)
         for part in range(sizes.parts):
-            some = memory.q.at[slot, :, pl.ds(part * sizes.columns, sizes.columns)]
-            plgpu.wgmma(qk_ref, memory.k.at[block, part], some.transpose((1, 0)))
+            columns_slice = memory.q.at[slot, :, pl.ds(part * sizes.columns, sizes.columns)]
+            plgpu.wgmma(qk_ref, memory.k.at[block, part], columns_slice.transpose((1, 0)))
 
     def first_qk(self, block: Any) -> jax.Array:
         plgpu.barrier_wait(self.program.barriers.q_ready.at[0])
@@ -165,7 +165,7 @@ class Worker(abc.ABC):
             if program.has_segments:
                 kv_segments = plgpu.layout_cast(program.kv_segments(block)[...], COLUMN)
                 segments = (plgpu.layout_cast(program.q_segments(slot)[...], ROW), kv_segments)
-            first = (i * sizes.C, program.place[2] + block * ROWS)
+            first = (i * sizes.C, program.position[2] + block * ROWS)
             weights_DC = mask_with(0.0, weights_DC, request, first, segments, query_axis=1)
         return weights_DC, slope_DC
 

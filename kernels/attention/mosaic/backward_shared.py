@@ -42,11 +42,11 @@ class _SharedWorker(Worker):
     @property
     def keys(self) -> tuple[Any, Any, Any]:
         """Index of the program's keys in the arrays of their gradients."""
-        b, k, start = self.program.place
+        b, k, start = self.program.position
         return b, pl.ds(start, ROWS), k
 
     def fold_heads(self, visit: Callable[..., Any], carry: Any) -> Any:
-        G, k = self.program.sizes.G, self.program.place[1]
+        G, k = self.program.sizes.G, self.program.position[1]
         return jax.lax.fori_loop(0, G, lambda g, carry: visit(carry, head=k * G + g), carry)
 
     def d_queries(self, part_ref: Any, which: int) -> None:
@@ -56,7 +56,7 @@ class _SharedWorker(Worker):
     def add(self, part_ref: Any, which: int, i: Any, head: Any, *, behind: int) -> None:
         """Add a part to the gradient of the queries; `behind`: matmuls issued after its own."""
         program, columns = self.program, self.program.sizes.columns
-        of_sequence = program.d_q_ref.at[program.place[0]]
+        of_sequence = program.d_q_ref.at[program.position[0]]
         target = of_sequence.at[pl.ds(i * ROWS, ROWS), head, pl.ds(self.parts[which] * columns, columns)]
         part = plgpu.wgmma_accumulator_load(part_ref, wait_n=behind)
         staging_slot = self.staging_slots[which % len(self.staging_slots)]
@@ -86,13 +86,13 @@ class ValueWorker(_SharedWorker):
         self.begin(ONE)
 
         def total(d_v_ref: Any) -> jax.Array:
-            def of_head(carry: Any, *, head: Any) -> Any:
+            def fold_head(carry: Any, *, head: Any) -> Any:
                 step = partial(self.step, head=head, d_v_ref=d_v_ref)
                 return fold_blocks(
                     ranges, step, carry, program.params, has_segments=program.has_segments, backwards=False
                 )
 
-            self.fold_heads(of_head, (jnp.int32(0), self.first_qk(ONE)))
+            self.fold_heads(fold_head, (jnp.int32(0), self.first_qk(ONE)))
             return plgpu.wgmma_accumulator_load(d_v_ref)
 
         d_v_DH = pl.run_scoped(total, plgpu.ACC((ROWS, program.sizes.H), jnp.float32))
@@ -140,11 +140,11 @@ class KeyWorker(_SharedWorker):
         self.begin(ONE)
 
         def total(d_k_ref: Any) -> tuple[jax.Array, Any]:
-            def of_head(n: Any, *, head: Any) -> Any:
+            def fold_head(n: Any, *, head: Any) -> Any:
                 # A single loop without masks, since masked pairs already have a weight of zero.
                 return jax.lax.fori_loop(ranges.first, ranges.last, partial(self.step, head=head, d_k_ref=d_k_ref), n)
 
-            n = self.fold_heads(of_head, jnp.int32(0))
+            n = self.fold_heads(fold_head, jnp.int32(0))
             return plgpu.wgmma_accumulator_load(d_k_ref), n
 
         d_k_DH, n = pl.run_scoped(total, plgpu.ACC((ROWS, sizes.H), jnp.float32))

@@ -31,7 +31,7 @@ class SplitWorker(Worker):
         program, memory, worker = self.program, self.program.memory, self.worker
         self.begin(worker)
         d_k_DH, d_v_DH = self.gradients(ranges)
-        (b, k, start), scale = program.place, program.params.request.scale
+        (b, k, start), scale = program.position, program.params.request.scale
         keys = pl.ds(start + worker * ROWS, ROWS)
         # The values are no longer needed.
         for gradient, ref in ((d_v_DH, program.d_v_ref), (d_k_DH * scale, program.d_k_ref)):
@@ -40,17 +40,17 @@ class SplitWorker(Worker):
 
     def gradients(self, ranges: Ranges) -> tuple[jax.Array, jax.Array]:
         """Gradients of the keys, without the scale, and of the values."""
-        program, sizes, k = self.program, self.program.sizes, self.program.place[1]
+        program, sizes, k = self.program, self.program.sizes, self.program.position[1]
 
         def sums(d_k_ref: Any, d_v_ref: Any) -> tuple[jax.Array, jax.Array]:
-            def of_head(g: Any, carry: Any) -> Any:
+            def fold_head(g: Any, carry: Any) -> Any:
                 step = partial(self.step, head=k * sizes.G + g, sums=(d_k_ref, d_v_ref))
                 return fold_blocks(
                     ranges, step, carry, program.params, has_segments=program.has_segments, backwards=False
                 )
 
             qk_DC = self.first_qk(self.worker) if sizes.is_pipelined else None
-            jax.lax.fori_loop(0, sizes.G, of_head, (jnp.int32(0), qk_DC))
+            jax.lax.fori_loop(0, sizes.G, fold_head, (jnp.int32(0), qk_DC))
             return plgpu.wgmma_accumulator_load(d_k_ref), plgpu.wgmma_accumulator_load(d_v_ref)
 
         accumulator = plgpu.ACC((ROWS, sizes.H), jnp.float32)
@@ -129,7 +129,7 @@ class SplitWorker(Worker):
         """Add a part to the gradient of the queries; `behind`: matmuls issued after its own."""
         program, sizes, worker = self.program, self.program.sizes, self.worker
         part = plgpu.wgmma_accumulator_load(part_ref, wait_n=behind)
-        of_sequence = program.d_q_ref.at[program.place[0]]
+        of_sequence = program.d_q_ref.at[program.position[0]]
         if sizes.is_split_by_query:
             target = of_sequence.at[pl.ds(i * sizes.C + worker * ROWS, ROWS), head]
         else:

@@ -53,7 +53,7 @@ def mask_with(
     q_segments = kv_segments = None
     if segments is not None:
         spread = (down, across) if query_axis == 0 else (across, down)
-        q_segments, kv_segments = (put(one, shape) for put, one in zip(spread, segments, strict=True))
+        q_segments, kv_segments = (broadcast(ids, shape) for broadcast, ids in zip(spread, segments, strict=True))
     return jnp.where(visible_mask(request, q, k, q_segments, kv_segments), values, fill)
 
 
@@ -107,8 +107,8 @@ def fold_blocks(
     else:
         loops = [inside, after] if backwards else [before, inside]
     for start, stop, masked in reversed(loops) if backwards else loops:
-        one = partial(_down, stop, step) if backwards else partial(_up, start, step)
-        carry = jax.lax.fori_loop(0, stop - start, partial(one, masked=masked), carry)
+        body = partial(_down, stop, step) if backwards else partial(_up, start, step)
+        carry = jax.lax.fori_loop(0, stop - start, partial(body, masked=masked), carry)
     return carry
 
 

@@ -161,7 +161,7 @@ class _Program:
         program, plan = jax.lax.axis_index("program"), self.plan
 
         def step(t: Any, n: Any) -> Any:
-            b, head, start = plan.place(self.schedule_ref[program, t + 1])
+            b, head, start = plan.position(self.schedule_ref[program, t + 1])
             ranges = key_ranges(self.params.request, start, C=TILE, D=plan.D, S=plan.S, has_segments=self.has_segments)
             if self.has_segments:
                 ranges = clip_ranges(ranges, self.segment_ranges_ref, b, jax.lax.div(start, jnp.int32(TILE)))
@@ -296,11 +296,11 @@ class _Worker:
             return self.softmax(qk_CD, j, slot, carry, masked=masked)
 
         def run_matmuls(refs: tuple[Any, _Softmax]) -> None:
-            sums_ref, of_softmax = refs
-            carry = (of_softmax.top_C[...], of_softmax.total_C[...])
+            sums_ref, softmax_refs = refs
+            carry = (softmax_refs.top_C[...], softmax_refs.total_C[...])
             block = plgpu.ACC((ROWS, plan.D), jnp.float32)
             new = pl.run_scoped(partial(attend, sums_ref=sums_ref, carry=carry), block)
-            for ref, value in zip(of_softmax, new, strict=True):
+            for ref, value in zip(softmax_refs, new, strict=True):
                 ref[...] = value
 
         sums_CH, softmax = pl.run_state(run_matmuls)((plgpu.ACC.init(sums_CH), softmax))

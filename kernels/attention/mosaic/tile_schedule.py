@@ -47,7 +47,7 @@ class TilePlan(NamedTuple):
         """Tiles of a head."""
         return self.T // TILE
 
-    def place(self, tile: Any) -> tuple[Any, Any, Any]:
+    def position(self, tile: Any) -> tuple[Any, Any, Any]:
         """Sequence, head and first query of a tile."""
         part, tile = _divided(tile, self.blocks * self.group_size)
         block, head = _divided(tile, self.group_size)
@@ -59,14 +59,14 @@ class TilePlan(NamedTuple):
         tiles, costs = self.heads * self.blocks, self._costs(params.request)
         programs = min(params.programs, tiles)
         assigned: list[list[int]] = [[] for _ in range(programs)]
-        busy = [(0, program) for program in range(programs)]
+        loads = [(0, program) for program in range(programs)]
         for tile in range(tiles):
-            carry, program = heapq.heappop(busy)
+            load, program = heapq.heappop(loads)
             assigned[program].append(tile)
             block = self.blocks - 1 - tile % (self.blocks * self.group_size) // self.group_size
-            heapq.heappush(busy, (carry + costs[block], program))
-        most = max(map(len, assigned))
-        return np.array([[len(row), *row, *[0] * (most - len(row))] for row in assigned], np.int32)
+            heapq.heappush(loads, (load + costs[block], program))
+        max_tiles = max(map(len, assigned))
+        return np.array([[len(row), *row, *[0] * (max_tiles - len(row))] for row in assigned], np.int32)
 
     def _costs(self, request: Request) -> list[int]:
         """Cost of a head's tiles: blocks of keys that a tile sees, and one more for its prologue and epilogue."""

@@ -45,12 +45,12 @@ def gradients(
 ) -> Tokens:
     """Gradients of queries, keys and decays are float32; those of value heads that share a key head are summed."""
     (B, T, M, K), (*_, N, V) = tokens.key_BTMK.shape, tokens.value_BTNV.shape
-    tile, of_heads = params.tiles.gradients, jax.ShapeDtypeStruct((B, T, N, K), jnp.float32)
+    tile, per_head = params.tiles.gradients, jax.ShapeDtypeStruct((B, T, N, K), jnp.float32)
     vector = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
     d_query, d_key, d_log_decay_BNT, d_rate_BNT = pl.pallas_call(
         partial(_kernel, params=params, columns=min(tile.columns, V)),
         grid=tokens.grid,
-        out_shape=(of_heads, of_heads, vector, vector),
+        out_shape=(per_head, per_head, vector, vector),
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=params.interpret,
         name="gated_delta_gradients",

@@ -168,7 +168,7 @@ def launch(
     def kernel(*arrays: Any) -> None:
         kind(params, *arrays).run()
 
-    made: jax.Array = plgpu.kernel(
+    out_array: jax.Array = plgpu.kernel(
         kernel,
         out_type=out,
         scratch_types=(memory, barriers),
@@ -179,4 +179,4 @@ def launch(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         kernel_name=name,
     )(refs)
-    return made
+    return out_array
