@@ -190,7 +190,7 @@ def arrayrecord(folder: Path) -> dict[str, Any]:
         writer.write(encode_arrays({"tokens": tokens[start : start + size]}))
     writer.close()
     path, cache = str(folder / "tokens.array_record"), str(folder / "cache")
-    data = Data(source="grain", path=path, cache=cache, shape="tokens")
+    data = Data(source="grain", path=path, cache=cache, record_type="tokens")
     total = int(sizes.sum() * 0.9)
     host, device, core = best_speeds(
         lambda: speed_of(host_loader, data, total),

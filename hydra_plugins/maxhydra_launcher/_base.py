@@ -11,7 +11,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from maxhydra.cli.errors import RunFailed
+from maxhydra.cli.main import RunFailed
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.launch.registry import options
 

@@ -9,7 +9,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from maxhydra.cli.errors import RunFailed
+from maxhydra.cli.main import RunFailed
 from maxhydra.config.compose.overrides import parse
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.config.schema.metrics import unlogged

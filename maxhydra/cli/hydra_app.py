@@ -1,43 +1,49 @@
-"""One command that Hydra serves: a run, a sweep, or a look at the config. The config is checked first, always."""
+"""Commands that need Hydra: a single run, a sweep, printing the config, shell completion.
+
+The config is validated before anything runs. A single run executes exactly the config that was validated; Hydra
+composes again only for the jobs of a sweep.
+"""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from maxhydra.cli import completion, flags, job, multirun
-from maxhydra.cli.errors import RunFailed
-from maxhydra.config.compose.composer import Composer
+from maxhydra.cli import flags, multirun
+from maxhydra.cli.help import commands, docstrings
+from maxhydra.cli.main import RunFailed
+from maxhydra.cli.runs import VERBS
+from maxhydra.config.compose.composer import Composed, Composer
 from maxhydra.config.compose.hydra_errors import problem_of
+from maxhydra.config.compose.hydra_loader import BASIC_LAUNCHER, Hydra
 from maxhydra.config.compose.overrides import searchpath
-from maxhydra.config.errors import ConfigError
+from maxhydra.config.errors import ConfigError, Problem
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 def start(arguments: list[str]) -> int:
-    """Exit code of a command that is not answered without Hydra."""
-    asked = flags.parse(arguments)
-    composer = Composer(asked.config_dir, asked.config_name, searchpath(asked.overrides))
+    """Execute a command line without subcommand and return the exit code."""
+    args = flags.parse(arguments)
+    composer = Composer(args.config_dir, args.config_name, searchpath(args.overrides))
     with _hydra(composer) as app:
-        if asked.hydra_help:
-            app.hydra_help(config_name=asked.config_name, args_parser=flags.parser(), args=asked)
+        if args.hydra_help:
+            app.hydra_help(config_name=args.config_name, args_parser=flags.parser(), args=args)
             return 0
-        if asked.shell_completion:
-            return completion.answer(app, asked.config_name, asked.overrides)
-        if asked.cfg or asked.info:
-            return _show(app, composer, asked)
-        if asked.multirun or multirun.is_asked(asked.overrides):
-            return translated(lambda: multirun.run(app, composer, asked.overrides))
-        composer.examine(asked.overrides, with_hydra=False).composed()
-        return translated(lambda: _run(app, composer, asked.overrides))
+        if args.shell_completion:
+            return _complete(app, args.config_name, args.overrides)
+        if args.cfg or args.info:
+            return _show(app, composer, args)
+        if args.multirun or multirun.is_requested(args.overrides):
+            return translate_errors(lambda: multirun.run(app, composer, args.overrides))
+        return _run(app, composer, args.overrides)
 
 
 @contextmanager
@@ -51,43 +57,91 @@ def _hydra(composer: Composer) -> Iterator[Hydra]:
 
 
 def _run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
-    """One job. Its failure is kept from Hydra, which would put a line of its own around the message."""
+    """Validate and run one job; Hydra sets up its logging, callbacks and output folder around the validated config."""
+    composed = composer.examine([*overrides, "hydra.mode=RUN"]).composed()
+    _check_launcher(composed)
     failures: list[Exception] = []
 
-    def single(node: DictConfig) -> float | None:
-        try:
-            return job.run(node)
-        except (ConfigError, RunFailed) as error:
-            failures.append(error)
-            return None
+    def job(_: DictConfig) -> None:
+        # jax is imported here, after the config is known to be valid.
+        from maxhydra.cli.run_job import execute  # noqa: PLC0415
 
-    app.run(config_name=composer.config_name, task_function=single, overrides=[*overrides, "hydra.mode=RUN"])
+        try:
+            execute(composed.config, composed.choices, overrides=overrides_of_task(composed.node), path=None)
+        except (ConfigError, RunFailed) as error:
+            # Raised after Hydra has returned, because Hydra prints its own line around an exception of the job.
+            failures.append(error)
+
+    with composer.loader.reuse(composed.node):
+        translate_errors(lambda: app.run(composer.config_name, task_function=job, overrides=overrides))
     for failure in failures:
         raise failure
     return 0
 
 
-def _show(app: Hydra, composer: Composer, asked: argparse.Namespace) -> int:
-    """Show what composes, and then what is wrong with it: a config is looked at most when it does not work."""
-    examination = composer.examine(asked.overrides, with_hydra=False)
-    if examination.composes:
-        translated(lambda: _print(app, composer, asked))
+def overrides_of_task(node: DictConfig) -> list[str]:
+    """Return the overrides of a composed config, without those of Hydra itself and with `${...}` unresolved."""
+    return multirun.unresolved(node.hydra.overrides.task)
+
+
+def _check_launcher(composed: Composed) -> None:
+    """Reject a launcher without -m: Hydra would ignore it and run the job in this process."""
+    if composed.node.hydra.launcher._target_ != BASIC_LAUNCHER:
+        name = composed.node.hydra.runtime.choices["hydra/launcher"]
+        hint = f"submit with maxhydra -m hydra/launcher={name} ...; a sweep of one job is fine"
+        raise ConfigError(Problem("hydra/launcher", "is only used with -m", value=name, hint=hint))
+
+
+def _show(app: Hydra, composer: Composer, args: argparse.Namespace) -> int:
+    """Print the config if it composes, then report its problems: --cfg is mostly used on a config that fails."""
+    checked = composer.examine(args.overrides, with_hydra=False)
+    if checked.composes:
+        translate_errors(lambda: _print(app, composer, args))
         sys.stdout.flush()
-    examination.composed()
+    checked.composed()
     return 0
 
 
-def _print(app: Hydra, composer: Composer, asked: argparse.Namespace) -> int:
+def _print(app: Hydra, composer: Composer, args: argparse.Namespace) -> None:
     name = composer.config_name
-    if asked.info:
-        app.show_info(asked.info, config_name=name, overrides=asked.overrides)
+    if args.info:
+        app.show_info(args.info, config_name=name, overrides=args.overrides)
     else:
-        app.show_cfg(name, asked.overrides, cfg_type=asked.cfg, package=asked.package, resolve=asked.resolve)
+        app.show_cfg(name, args.overrides, cfg_type=args.cfg, package=args.package, resolve=args.resolve)
+
+
+def _complete(app: Hydra, config_name: str, arguments: list[str]) -> int:
+    """Handle `install=SHELL`, `uninstall=SHELL` and the shell's own `query=SHELL` with the line in COMP_LINE.
+
+    Hydra's plugins complete overrides; subcommands and the verbs of `maxhydra runs` are added here.
+    """
+    action, _, shell = arguments[0].partition("=") if len(arguments) == 1 else ("", "", "")
+    shells = sorted(app.get_shell_to_plugin_map(app.config_loader))
+    if action not in ("install", "uninstall", "query") or shell not in shells:
+        accepted = f"install=SHELL or uninstall=SHELL, with SHELL one of {', '.join(shells)}"
+        raise ConfigError(Problem("--shell-completion", "needs an action and a shell", " ".join(arguments), accepted))
+    sys.argv[0] = "maxhydra"  # the command whose completion is installed, also for `python -m maxhydra`
+    if action == "query":
+        line = os.environ.get("COMP_LINE", "")
+        words = line.split(" ")
+        is_verb = words[1:-1] == ["runs"]
+        names = docstrings(VERBS) if is_verb else commands() if len(words) == 2 else {}
+        print("\n".join(name for name in names if name.startswith(words[-1])))
+        if is_verb:
+            return 0  # a verb cannot be an override
+        os.environ["COMP_LINE"] = _without_command(line)
+    app.shell_completion(config_name=config_name, overrides=arguments)
     return 0
 
 
-def translated(action: Callable[[], Answer]) -> Answer:
-    """What Hydra still refuses after our own checks becomes a message too."""
+def _without_command(line: str) -> str:
+    """Remove the subcommand from a line to complete; its arguments are paths and overrides as everywhere."""
+    words = line.split(" ")
+    return " ".join(words[:1] + words[2:]) if len(words) > 2 and words[1] in commands() else line
+
+
+def translate_errors(action: Callable[[], Result]) -> Result:
+    """Run an action and convert errors that Hydra still raises after validation to ConfigError."""
     try:
         return action()
     except (HydraException, OmegaConfBaseException) as error:

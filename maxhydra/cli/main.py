@@ -1,18 +1,22 @@
-"""From the arguments to help, a subcommand or a run; and from every way to fail to a message and an exit code."""
+"""Entry point: arguments to help, a subcommand or a run; failures to a message and an exit code."""
 
 import importlib
 import sys
 
-from maxhydra import __version__
-from maxhydra.cli.errors import RunFailed
+# Registers model=from_hf, an option whose values are read from a Hugging Face folder.
+import maxhydra.convert
 from maxhydra.cli.help import commands, help_text
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
 
 OK, FAILED, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
 
 
+class RunFailed(Exception):
+    """A run failed for the reason in the message; reported without a traceback. Exit code 1."""
+
+
 def run(arguments: list[str]) -> int:
-    """Exit code of `maxhydra ARGUMENTS`."""
+    """Execute `maxhydra ARGUMENTS` and return the exit code."""
     try:
         return _dispatch(arguments)
     except ConfigError as error:
@@ -23,13 +27,14 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of a pipe went away (`maxhydra --cfg job | head`); Python would complain once more at exit.
+        # The reader of the pipe has exited (`maxhydra --cfg job | head`). Closing stderr keeps Python from printing
+        # the same error again at exit.
         sys.stderr.close()
         return OK
 
 
 def report(error: ConfigError) -> int:
-    """Print all problems, and nothing else."""
+    """Print all problems of a config and return the exit code."""
     count = len(error.problems)
     print(f"maxhydra: {count} problem{'s' if count > 1 else ''}\n{error}", file=sys.stderr)
     return WRONG_CONFIG
@@ -46,6 +51,6 @@ def _dispatch(arguments: list[str]) -> int:
         print(help_text(arguments), end="")
         return OK
     if "--version" in arguments:
-        print(f"maxhydra {__version__}")
+        print(f"maxhydra {maxhydra.__version__}")
         return OK
     return importlib.import_module("maxhydra.cli.hydra_app").start(arguments)

@@ -1,61 +1,81 @@
-"""Sweeps: every job is checked before the first starts, and the controller fixes the folder that they share."""
+"""Sweeps: every job is validated before the first one starts, and all jobs share a folder chosen up front."""
 
 from pathlib import Path
+from typing import Any
 
-from hydra._internal.hydra import Hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from maxhydra.cli import job
-from maxhydra.config.compose.composer import Composer, distinct
+from maxhydra.config.compose.composer import Composer, distinct, job_choices
+from maxhydra.config.compose.hydra_loader import BASIC_SWEEPER, Hydra
 from maxhydra.config.compose.overrides import expand, parse
 from maxhydra.config.compose.resolvers import job_folder
+from maxhydra.config.compose.validate import instantiate
 from maxhydra.config.errors import ConfigError, quoted
 from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import launcher_settings
 from maxhydra.launch.settings import LauncherSettings
 from maxhydra.sweep.plan import Settings, SweepPlan, write_plan
 
-# Of a job, set anew for each.
-FIXED = ("run.name=", "run.outputs=", "hydra.", "hydra/")
-BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+# Overrides that are set anew for every job, and so are not part of the plan.
+PER_JOB = ("run.name=", "run.outputs=", "hydra.", "hydra/")
 
 
 def run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
-    """Check, fix the folders, and hand over to Hydra's sweeper and launcher."""
-    parsed = _parsed(composer, overrides)
-    controller, plan = _planned(composer, overrides, parsed)
+    """Validate all jobs, fix their folders, and call Hydra's sweeper and launcher."""
+    parsed = _parse(composer, overrides)
+    controller, plan = _plan_jobs(composer, overrides, parsed)
     if plan is not None:
         write_plan(plan)
-    fixed = ["hydra.mode=MULTIRUN", *_folders(controller, parsed)]
-    app.multirun(config_name=composer.config_name, task_function=job.run, overrides=[*overrides, *fixed])
+    fixed = ["hydra.mode=MULTIRUN", *_folder_overrides(controller, parsed)]
+    app.multirun(config_name=composer.config_name, task_function=run_sweep_job, overrides=[*overrides, *fixed])
     print(f"sweep: {controller.hydra.sweep.dir}")
     return 0
 
 
-def planned(composer: Composer, overrides: list[str]) -> SweepPlan | None:
-    """A sweep that is checked, and not begun; no plan where a sweeper makes its own."""
-    return _planned(composer, overrides, _parsed(composer, overrides))[1]
+def run_sweep_job(node: DictConfig) -> float | None:
+    """Run one job as Hydra's sweepers and launchers call it; returns the objective, which sweepers minimize."""
+    config = instantiate(node)
+    hydra = HydraConfig.get()
+    overrides, choices = unresolved(hydra.overrides.task), job_choices(hydra.runtime)
+    # jax is imported here, after the config is known to be valid.
+    from maxhydra.cli.run_job import execute  # noqa: PLC0415
+
+    print(f"job {hydra.job.num}: {' '.join(overrides)}", flush=True)
+    return execute(config, choices, overrides=overrides, path=Path(hydra.runtime.output_dir))
 
 
-def is_asked(overrides: list[str]) -> bool:
-    """Whether hydra.mode asks for a sweep in place of the flag."""
+def unresolved(overrides: Any) -> list[str]:
+    """Return overrides as they were given: `${...}` may have another value when the run is started again."""
+    given = OmegaConf.to_container(overrides, resolve=False)
+    assert isinstance(given, list)
+    return given
+
+
+def make_plan(composer: Composer, overrides: list[str]) -> SweepPlan | None:
+    """Return the validated plan of a sweep without starting it; None if its sweeper chooses jobs as it goes."""
+    return _plan_jobs(composer, overrides, _parse(composer, overrides))[1]
+
+
+def is_requested(overrides: list[str]) -> bool:
+    """Return whether hydra.mode requests a sweep instead of the -m flag."""
     return "hydra.mode=MULTIRUN" in overrides
 
 
-def _planned(composer: Composer, overrides: list[str], parsed: list[Override]) -> tuple[DictConfig, SweepPlan | None]:
+def _plan_jobs(composer: Composer, overrides: list[str], parsed: list[Override]) -> tuple[DictConfig, SweepPlan | None]:
     _check(composer, expand(parsed, product=False))
     controller = composer.loader.load_configuration(composer.config_name, overrides, RunMode.MULTIRUN)
     if controller.hydra.sweeper.get("_target_") != BASIC_SWEEPER:
         return controller, None
     params = [f"{key}={value}" for key, value in (controller.hydra.sweeper.params or {}).items()]
-    jobs = expand([*_parsed(composer, params), *parsed], product=True)
+    jobs = expand([*_parse(composer, params), *parsed], product=True)
     _check(composer, jobs)
     return controller, _plan(composer, controller, jobs, parsed)
 
 
-def _parsed(composer: Composer, overrides: list[str]) -> list[Override]:
+def _parse(composer: Composer, overrides: list[str]) -> list[Override]:
     parsed = parse(overrides, composer.loader)
     if parsed.problems:
         raise ConfigError(parsed.problems)
@@ -69,17 +89,17 @@ def _check(composer: Composer, jobs: list[list[str]]) -> None:
 
 
 def _plan(composer: Composer, controller: DictConfig, jobs: list[list[str]], parsed: list[Override]) -> SweepPlan:
-    """Keep what is needed to go on with the sweep, should it be cut short: `maxhydra sweep resume NAME`."""
-    constant = _constant(controller, parsed)
+    """Return what `maxhydra sweep resume NAME` needs to continue the sweep if it is interrupted."""
+    constant = _constant_keys(controller, parsed)
     launcher = _launcher(controller)
     return SweepPlan(
         folder=Path(controller.hydra.sweep.dir).absolute(),
         fixed=(),
         space={},
-        listed=tuple(tuple(line for line in job if not line.startswith(FIXED)) for job in jobs),
+        listed=tuple(tuple(line for line in job if not line.startswith(PER_JOB)) for job in jobs),
         folders=tuple(job_folder(number, job, constant) for number, job in enumerate(jobs)),
         objectives=(),
-        # A cluster decides itself how many run at a time, and which first.
+        # A cluster schedules the jobs itself, so all of them are submitted at once.
         settings=Settings() if launcher.kind == LocalSettings.kind else Settings(workers=len(jobs)),
         config_dir=composer.config_dir,
         launcher=launcher,
@@ -87,23 +107,23 @@ def _plan(composer: Composer, controller: DictConfig, jobs: list[list[str]], par
 
 
 def _launcher(controller: DictConfig) -> LauncherSettings:
-    """Where the jobs run. One that is not ours is Hydra's to call, and `sweep resume` goes on here."""
+    """Return the settings of our launcher. Any other launcher is called by Hydra, and `sweep resume` runs locally."""
     launcher = launcher_settings(controller.hydra.launcher)
     if problems := list(launcher.problems()):
         raise ConfigError(problems)
     return launcher
 
 
-def _constant(controller: DictConfig, parsed: list[Override]) -> list[str]:
-    """Keys that do not tell jobs apart."""
-    listed = OmegaConf.to_container(controller.hydra.job.config.override_dirname.exclude_keys)
-    assert isinstance(listed, list)
+def _constant_keys(controller: DictConfig, parsed: list[Override]) -> list[str]:
+    """Return the keys that have the same value in all jobs."""
+    excluded = OmegaConf.to_container(controller.hydra.job.config.override_dirname.exclude_keys)
+    assert isinstance(excluded, list)
     shared = [override.key_or_group for override in parsed if not override.is_sweep_override()]
-    return list(dict.fromkeys([*map(str, listed), *shared]))
+    return list(dict.fromkeys([*map(str, excluded), *shared]))
 
 
-def _folders(controller: DictConfig, parsed: list[Override]) -> list[str]:
-    """The time in the sweep's name is read once, here; a job's name leaves out what all jobs share."""
-    excluded = ",".join(_constant(controller, parsed))
+def _folder_overrides(controller: DictConfig, parsed: list[Override]) -> list[str]:
+    """Fix the sweep's folder, whose name may contain the time, and leave shared values out of the jobs' names."""
+    excluded = ",".join(_constant_keys(controller, parsed))
     folder = quoted(str(controller.hydra.sweep.dir))
     return [f"hydra.sweep.dir={folder}", f"hydra.job.config.override_dirname.exclude_keys=[{excluded}]"]

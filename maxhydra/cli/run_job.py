@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from maxhydra import tasks
-from maxhydra.cli.errors import RunFailed
+from maxhydra.cli.main import RunFailed
 from maxhydra.config import Config
 from maxhydra.config.compose.provenance import display_path
 from maxhydra.record import RunDirectory

@@ -5,15 +5,29 @@ Nothing found is imported and no YAML is parsed, so that `maxhydra --help` answe
 
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from maxhydra.config.schema.run import Task
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CONF = PACKAGE / "conf"
 GLOBAL = "@package _global_"
+
+
+OptionSource = Callable[[str, str], dict[str, Any]]
+OPTION_SOURCES: dict[str, OptionSource] = {}
+
+
+def register_option_source(option: str, source: OptionSource) -> None:
+    """Make an option such as `model/from_hf` take values from a folder that a config key names.
+
+    `source(key, folder)` returns values of the whole config, or raises ConfigError about `key`. Packages above `config`
+    register themselves, because `config` imports none of them.
+    """
+    OPTION_SOURCES[option] = source
 
 
 def modules(package: str) -> list[str]:

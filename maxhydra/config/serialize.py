@@ -1,4 +1,4 @@
-"""A config as YAML and back, without Hydra: what a run's folder holds, and what a worker is handed."""
+"""Configs as YAML and back, without Hydra: config.yaml of a run folder, job.yaml of a worker."""
 
 from omegaconf import OmegaConf
 
@@ -7,49 +7,63 @@ from maxhydra.config.compose.provenance import parse_yaml
 from maxhydra.config.compose.validate import Validator
 from maxhydra.config.errors import ConfigError
 from maxhydra.config.fields import walk
+from maxhydra.config.migrations import migrate_sourced
 from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema.config import Config
 
 
 def to_yaml(config: Config) -> str:
-    """Every value of a config."""
+    """Return every value of a config as YAML."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def from_yaml(text: str, source: str = "config.yaml") -> Config:
-    """The config that `to_yaml` wrote, checked as any other; `source` is what its lines are called in problems."""
-    return built(assembled(text, source))
+    """Return the config that `to_yaml` wrote, validated; `source` is the file name in error messages."""
+    return _validate(_merge(text, source))
 
 
-def assembled(text: str, source: str) -> ConfigMerge:
-    """What a config's text places, before it is checked."""
-    content = parse_yaml(text, source)
-    assembly = ConfigMerge()
+def with_overrides(config: Config, overrides: list[str]) -> Config:
+    """Return the config with values changed by command line overrides, validated."""
+    # Parsing overrides needs Hydra, which a worker that only reads its config does not import.
+    from maxhydra.config.compose.overrides import apply_override, parse  # noqa: PLC0415
+
+    merge = _merge(to_yaml(config), "config.yaml")
+    parsed = parse(overrides, loader=None)
+    merge.problems += parsed.problems
+    for override in parsed.overrides:
+        apply_override(merge, override)
+    return _validate(merge)
+
+
+def _merge(text: str, source: str) -> ConfigMerge:
+    """Merge the values of a config's YAML over the schema, with renamed keys under their current names."""
+    content = migrate_sourced(parse_yaml(text, source))
+    merge = ConfigMerge()
     task = content.value.get("task")
     name = task.value.get("name") if task is not None and isinstance(task.value, dict) else None
     if name is not None and name.value in task_schemas():
-        assembly.set_type("task", task_schemas()[name.value])
-    assembly.place("", content)
-    assembly.demand()
+        merge.set_type("task", task_schemas()[name.value])
+    merge.set_value("", content)
+    merge.check_required()
     for path, field in walk(Config):
         if field.spec.type is dict and "*" not in path:
-            # A dict is written whole: a name that is not there was deleted.
-            written = content.at(path)
-            for key in set(field.default) - set(written.value if written else {}):
-                assembly.remove(f"{path}.{key}")
-    return assembly
+            # `to_yaml` writes a dict completely, so a default entry that the text lacks was deleted.
+            entries = content.at(path)
+            for key in set(field.default) - set(entries.value if entries else {}):
+                merge.remove(f"{path}.{key}")
+    return merge
 
 
-def built(assembly: ConfigMerge) -> Config:
-    """The valid config; all problems at once where there are any."""
-    builder = Validator(origin=lambda path: origin_to_show(assembly.origin(path)), unsure=assembly.unsure)
-    config = builder.section(assembly.config())
-    if problems := [*assembly.problems, *builder.problems]:
+def _validate(merge: ConfigMerge) -> Config:
+    """Return the valid config; raise ConfigError with all problems at once if there are any."""
+    validator = Validator(origin=lambda path: origin_to_show(merge.origin(path)), unsure=merge.unsure)
+    config = validator.section(merge.config())
+    if problems := [*merge.problems, *validator.problems]:
         raise ConfigError(problems)
     assert isinstance(config, Config)
     return config
 
 
 def origin_to_show(origin: str) -> str:
-    """Where a value was written; nothing where nobody wrote it."""
+    """Return where a value was set, or an empty string for a schema default."""
     return "" if origin == DEFAULT else origin

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from maxhydra.config import ConfigError, Problem
+from maxhydra.config.migrations import migrate_config
 from maxhydra.config.schema.adapter import Adapter, AdapterKind
 from maxhydra.modelfiles import locate
 
@@ -50,7 +51,7 @@ def _is_run(folder: Path) -> bool:
 def _settings(run: Path) -> dict[str, Any]:
     """The run's config as plain values: that its data or devices are gone does not matter here."""
     found = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
+    return migrate_config(found) if isinstance(found, dict) else {}
 
 
 def _known(found: Origin | None, key: str, source: str | Path) -> Origin:

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.compose.validate import section_from
+from maxhydra.config.migrations import migrate_config
 from maxhydra.config.schema.quantization import Quantization
 
 Tree = Any
@@ -80,8 +81,9 @@ def read_format(checkpoint: Path) -> Quantization | None:
     path = checkpoint / FORMAT
     if not path.is_file():
         return None
-    values = OmegaConf.create(path.read_text(encoding="utf-8"))
-    return section_from(Quantization, values, path="quantization", source=str(path))
+    values = OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
+    assert isinstance(values, dict)
+    return section_from(Quantization, migrate_config(values, "quantization"), path="quantization", source=str(path))
 
 
 def require_same(path: Path, item: str, wanted: Tree) -> None:

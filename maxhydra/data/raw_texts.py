@@ -43,9 +43,9 @@ def texts(data: Data, *, seed: int) -> Iterator[str]:
 
 def _texts(corpus: Corpus, data: Data, *, name: str, seed: int) -> Iterator[str]:
     where = f"data.sources.{name}" if name else "data"
-    has_text = corpus.source in FILES or (corpus.source not in READY_ROWS and corpus.shape in NEEDED)
+    has_text = corpus.source in FILES or (corpus.source not in READY_ROWS and corpus.record_type in NEEDED)
     if not has_text:
-        field, value = ("source", corpus.source) if corpus.source in READY_ROWS else ("shape", corpus.shape)
+        field, value = ("source", corpus.source) if corpus.source in READY_ROWS else ("record_type", corpus.record_type)
         raise ConfigError(Problem(f"{where}.{field}", "holds tokens, and no text", value=value))
     if corpus.source in FILES:
         found = importlib.import_module(f"maxhydra.data.sources.{corpus.source}").files(corpus, data)
@@ -76,10 +76,12 @@ class _Strings:
         return [self._example(record) for record in records]
 
     def _example(self, record: Record) -> Any:
-        needed = NEEDED[self.corpus.shape]
+        needed = NEEDED[self.corpus.record_type]
         columns = [column_of(record, self.corpus, role) for role in needed]
         others = [
-            record.get(self.corpus.columns.get(role, role)) for role in ROLES[self.corpus.shape] if role not in needed
+            record.get(self.corpus.columns.get(role, role))
+            for role in ROLES[self.corpus.record_type]
+            if role not in needed
         ]
         found = [text_of(text, self.data) for column in columns for text in _strings(column)]
         found += [text for column in others for text in _strings(column) if isinstance(text, str)]
@@ -101,7 +103,7 @@ def _strings(value: Any) -> list[Any]:
 def _of_records(corpus: Corpus, data: Data, seed: int) -> Iterator[str]:
     fields = {field.name: getattr(corpus, field.name) for field in dataclasses.fields(Corpus)}
     # Opened as plain text: the shape's own reading would ask for a chat template, which is not needed here.
-    opened = fields | {"sources": {}, "weights": {}, "shape": "text", "columns": {}}
+    opened = fields | {"sources": {}, "weights": {}, "record_type": "text", "columns": {}}
     pipeline = Pipeline(dataclasses.replace(data, **opened), RowSpec(seq_len=1, vocab_size=2**31, seed=seed))
     encoder = dataclasses.replace(pipeline.encoder("", TRAIN), shape=_Strings(corpus, data))
     for chunk in pipeline.chunks("", TRAIN, share=(0, 1), shuffle=data.shuffle).follow(None, 1):

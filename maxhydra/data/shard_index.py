@@ -12,6 +12,7 @@ from typing import Any
 from maxhydra import __version__
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.errors import show
+from maxhydra.config.migrations import migrate_config
 from maxhydra.config.schema.data import Data
 from maxhydra.data.shards import Shards, Written
 from maxhydra.data.tokenizers import tokenizer
@@ -23,7 +24,7 @@ NOTHING: Mapping[str, Any] = {}
 # Settings of `data` that tokens depend on, besides those of the tokenizer.
 SETTINGS = (
     *("source", "path", "eval_path", "format", "name", "config", "split", "eval_split", "eval_name", "data_dir"),
-    *("shape", "columns", "formatting", "on_error", "max_characters"),
+    *("record_type", "columns", "formatting", "on_error", "max_characters"),
 )
 
 # Records of the source that are kept a digest of.
@@ -125,7 +126,7 @@ def _check_same(before: dict[str, Any], now: dict[str, Any], folder: Path) -> No
     """What is there must be what would be written now. Versions may differ: they are those of the first session."""
     changes = [
         f"{name} was {was} and is {now['settings'].get(name)}"
-        for name, was in before["settings"].items()
+        for name, was in migrate_config(before["settings"]).items()
         if now["settings"].get(name) != was
     ]
     for name, was in before["fingerprints"].items():

@@ -147,6 +147,6 @@ def _check_source(data: Data) -> None:
     if data.source == "mixture" or data.source in READY_ROWS:
         hint = "tokenize the sources of a mixture one by one" if data.source == "mixture" else "see data=grain"
         raise ConfigError(Problem("data.source", "holds no records to tokenize", value=data.source, hint=hint))
-    if data.shape not in ("text", "chat"):
+    if data.record_type not in ("text", "chat"):
         reason = "is no shape whose tokens can be written"
-        raise ConfigError(Problem("data.shape", reason, value=data.shape, accepted="text, chat"))
+        raise ConfigError(Problem("data.record_type", reason, value=data.record_type, accepted="text, chat"))

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.errors import show
+from maxhydra.config.migrations import original_names
 from maxhydra.config.schema.tasks.decode import DecodeTask
 from maxhydra.config.serialize import from_yaml
 from maxhydra.convert.adapter_lineage import run_folder
@@ -66,7 +67,7 @@ def settings_name(config: Config) -> str:
         "sampling": OmegaConf.to_container(OmegaConf.structured(task.sampling)),
         "chat": [task.chat, task.system, task.samples, task.logprobs, config.run.seed],
     }
-    return fingerprint(chosen)
+    return fingerprint(original_names(chosen))
 
 
 def _step(source: str | None) -> dict[str, int]:

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.migrations import migrate_config, migrate_overrides
 from maxhydra.config.serialize import from_yaml, to_yaml
 from maxhydra.record.atomic_io import replace_file
 from maxhydra.record.redact import scrub_argv
@@ -42,8 +43,8 @@ def read_order(path: Path) -> JobSpec:
         # run.json, of a run whose own config.yaml this is, tells the same.
         beside = [file for name in (FACTS, "run.json") if (file := path.with_name(name)).exists()]
         facts = json.loads(beside[0].read_text(encoding="utf-8")) if beside else {}
-        overrides = list(facts.get("overrides", []))
-        return JobSpec(config, dict(facts.get("choices", {})), overrides, facts.get("config_dir"))
+        overrides = migrate_overrides(facts.get("overrides", []))
+        return JobSpec(config, migrate_config(facts.get("choices", {})), overrides, facts.get("config_dir"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(Problem(str(path), f"cannot be read: {error}")) from None
     except (ValueError, TypeError, AttributeError) as error:

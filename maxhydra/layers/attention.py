@@ -91,7 +91,7 @@ class AttentionSpec:
             temperature=_temperature(own.temperature),
             rotation=Rotation.of(own.rope, head_dim),
             wanted=KernelChoice(model.kernels.attention.value, model.kernels.sizes("attention")),
-            heads_wanted=KernelChoice(model.kernels.rotated_heads.value, model.kernels.sizes("rotated_heads")),
+            heads_wanted=KernelChoice(model.kernels.qkv_rope.value, model.kernels.sizes("qkv_rope")),
             init_scale=model.init_scale,
             out_scale=residual_scale(model),
             dtypes=Dtypes.of(model.dtypes),

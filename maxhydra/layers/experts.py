@@ -85,7 +85,7 @@ class ExpertLinear(nnx.Module):
         self.name, self.format = make.named(name)
         if self.format is not None and self.format.rounds_inputs:
             reason = f"{self.name} belongs to experts, whose products take them as they are"
-            hint = f"+quantization.besides.experts={{kind: {self.format.kind.value}, targets: [{self.name}]}}"
+            hint = f"+quantization.overrides.experts={{kind: {self.format.kind.value}, targets: [{self.name}]}}"
             raise ConfigError(Problem("quantization.activations", reason, value="int8", accepted="compute", hint=hint))
         self.compute = spec.compute
         self.kernel = make.experts(name, spec.experts, shape, axes, std=scale * shape[0] ** -0.5)

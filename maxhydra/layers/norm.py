@@ -108,5 +108,5 @@ def norm_with_residual(
     Both come from one place, so that in the backward pass the gradients of both meet in one kernel where there is one.
     """
     if isinstance(norm, RMSNorm):
-        return norm.tapped(x, wanted=wanted, place=place)
+        return norm.norm_with_residual(x, wanted=wanted, place=place)
     return x, x if norm is None else norm(x)

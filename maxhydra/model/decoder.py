@@ -88,7 +88,7 @@ class DecoderSpec:
             product=MatmulSpec(
                 compute=Dtypes.of(model.dtypes).compute,
                 layout=Layout(model.kernels.projection.value),
-                is_fused=model.kernels.fused_product is config.FusedProductBackend.auto,
+                is_fused=model.kernels.fused_linear is config.FusedLinearBackend.auto,
                 lora=lora,
                 formats=formats,
             ),

@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from maxhydra.config.migrations import migrate_config
 from maxhydra.record.atomic_io import to_json
 from maxhydra.runs.settings import leaves
 
@@ -41,7 +42,8 @@ def _read_part(prefix: str, text: str) -> Leaves:
     content = yaml.load(text, Loader=_LOADER)
     if not isinstance(content, dict):
         raise yaml.YAMLError("is not a mapping")
-    return tuple((prefix + path, cell(value)) for path, value in leaves(content))
+    values = migrate_config({prefix + path: value for path, value in leaves(content)})
+    return tuple((path, cell(value)) for path, value in values.items())
 
 
 def cell(value: Any) -> Cell:

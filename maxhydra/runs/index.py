@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 FILE = ".runs.sqlite"
 # Of the tables below and of what is put into them.
-VERSION = 3
+VERSION = 4
 # Another process may be making the index of very many runs.
 BUSY_SECONDS = 300
 # From so many changed runs on, it pays to start processes that read them; each takes so many at a time.

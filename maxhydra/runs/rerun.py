@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 from maxhydra.config.errors import ConfigError, Problem, quoted
+from maxhydra.config.migrations import migrate_overrides
 from maxhydra.record.provenance import code
 from maxhydra.record.redact import HIDDEN
 from maxhydra.runs.summary import Facts
@@ -17,7 +18,7 @@ def arguments(facts: Facts, name: str | None, *changes: str) -> list[str]:
     if "overrides" not in facts:
         raise ConfigError(Problem(str(facts["name"]), "run.json does not say with which overrides it was started"))
     replaced = {_key(change) for change in changes} | {"run.name"}
-    kept = [override for override in facts["overrides"] if _key(override) not in replaced]
+    kept = [override for override in migrate_overrides(facts["overrides"]) if _key(override) not in replaced]
     hidden = [_key(override) for override in kept if HIDDEN in override]
     if hidden:
         hint = f"give it again: {' '.join(f'{key}=...' for key in hidden)}"
@@ -29,7 +30,11 @@ def arguments(facts: Facts, name: str | None, *changes: str) -> list[str]:
 def rerun_command(facts: Facts) -> str:
     """The exact command for a shell, in the folder where it was given; a new run."""
     command, overrides = facts.get("command") or [], facts.get("overrides")
-    unnamed = [] if overrides is None else [override for override in overrides if _key(override) != "run.name"]
+    unnamed = (
+        []
+        if overrides is None
+        else [override for override in migrate_overrides(overrides) if _key(override) != "run.name"]
+    )
     words = command if overrides is None else ["maxhydra", *_flags(facts), *unnamed]
     return f"cd {shlex.quote(str(facts.get('folder')))} && {shlex.join(words)}"
 

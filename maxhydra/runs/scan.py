@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import yaml
 
+from maxhydra.config.migrations import migrate_config
 from maxhydra.record import scan_metrics
 from maxhydra.record.labels import LABELS, labelled, read_labels
 from maxhydra.record.liveness import is_lost
@@ -129,7 +130,9 @@ def read_settings(folder: Path, facts: Facts, faults: list[str]) -> list[tuple[s
     """Every key of config.yaml with its value, and every group with the option that was chosen."""
     chosen = facts.get("choices")
     groups = (
-        [(group, config_sections.cell(option)) for group, option in chosen.items()] if isinstance(chosen, dict) else []
+        [(group, config_sections.cell(option)) for group, option in migrate_config(chosen).items()]
+        if isinstance(chosen, dict)
+        else []
     )
     try:
         return [*config_sections.read((folder / CONFIG).read_text(encoding="utf-8")), *groups]

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from maxhydra.config import Config
+from maxhydra.config.migrations import migrate_config
 from maxhydra.record.atomic_io import plain, to_json
 
 
@@ -20,7 +21,7 @@ class Setting:
 
 def settings(config_yaml: str) -> list[Setting]:
     """Every leaf of config.yaml under its dotted path."""
-    given = yaml.safe_load(config_yaml) or {}
+    given = migrate_config(yaml.safe_load(config_yaml) or {})
     defaults = dict(leaves(_defaults(Config, given)))
     return [
         Setting(path, _shown(value), changed=path not in defaults or defaults[path] != value)
@@ -47,7 +48,7 @@ def _defaults(schema: type, given: dict[str, Any]) -> dict[str, Any]:
 
 def lookup(config_yaml: str, path: str) -> Any:
     """One value of config.yaml, or None."""
-    return dict(leaves(yaml.safe_load(config_yaml) or {})).get(path)
+    return dict(leaves(migrate_config(yaml.safe_load(config_yaml) or {}))).get(path)
 
 
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
+from maxhydra.config.migrations import migrate_overrides
 from maxhydra.launch.base import Proposal, Shared
 from maxhydra.launch.local import LocalSettings
 from maxhydra.launch.registry import read_launcher
@@ -145,6 +146,8 @@ def read_plan(folder: Path) -> SweepPlan:
     """The plan of a sweep's folder; ConfigError where there is none."""
     try:
         told: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        told["fixed"] = migrate_overrides(told["fixed"])
+        told["listed"] = [migrate_overrides(job) for job in told["listed"]]
         settings = Settings(**_tuples(told.pop("settings")))
         launcher = read_launcher(told.pop("launcher", LOCAL.told()))
         given = {"folder": folder, "settings": settings, "space": told["space"], "launcher": launcher}

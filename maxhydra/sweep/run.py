@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from maxhydra.config.errors import ConfigError, Problem
+from maxhydra.config.migrations import migrate_config
 from maxhydra.launch.base import JobBackend
 from maxhydra.launch.registry import make_backend
 from maxhydra.record import RunDirectory
@@ -22,7 +23,11 @@ LOCK = ".sweep.lock"
 def begin(plan: SweepPlan, say: Callable[[str], None]) -> str:
     """A new sweep, or the same one again, which goes on; why it ended early, if it did."""
     # The same sweep may go on at another place.
-    if (plan.folder / FILE).exists() and replace(read_plan(plan.folder), launcher=plan.launcher) != plan:
+    stored = replace(read_plan(plan.folder), launcher=plan.launcher) if (plan.folder / FILE).exists() else plan
+    # The study on disk has the keys and folders that the sweep began with, which may have been renamed since.
+    if replace(stored, space=migrate_config(stored.space)) == plan:
+        plan = stored
+    else:
         hint = f"choose another run.name, or go on with that one: maxhydra sweep resume {plan.folder.name}"
         raise ConfigError(Problem("run.name", "is a sweep over something else", value=plan.folder.name, hint=hint))
     SearchProposals.check(plan)

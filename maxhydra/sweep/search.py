@@ -15,6 +15,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from maxhydra.config.compose.resolvers import job_folder
+from maxhydra.config.migrations import migrate_overrides
 from maxhydra.launch.base import Proposal
 from maxhydra.sweep.plan import Settings, SweepPlan
 from maxhydra.sweep.space import distributions, grid_values, overrides_of
@@ -91,7 +92,7 @@ class SearchProposals:
         for trial in self._study.best_trials[:SHOWN]:
             values = zip(self._plan.objectives, trial.values, strict=True)
             shown = ", ".join(f"{name} {value:.4g}" for name, value in values)
-            command = shlex.join(["maxhydra", *self._plan.fixed, *overrides_of(trial.params)])
+            command = shlex.join(["maxhydra", *self._plan.fixed, *migrate_overrides(overrides_of(trial.params))])
             lines.append(f"best: job {trial.number}, {shown}\n      {command}")
         return "\n".join(lines)
 
@@ -106,7 +107,7 @@ def _combinations(space: Mapping[str, BaseDistribution]) -> list[dict[str, Any]]
 
 def _proposal(trial: Trial | FrozenTrial) -> Proposal:
     overrides = overrides_of(trial.params)
-    return Proposal(trial.number, job_folder(trial.number, overrides, []), tuple(overrides))
+    return Proposal(trial.number, job_folder(trial.number, overrides, []), tuple(migrate_overrides(overrides)))
 
 
 def _storage(settings: Settings, folder: Path) -> BaseStorage:

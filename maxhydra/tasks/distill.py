@@ -76,10 +76,10 @@ def _problems(config: Config, task: DistillTask) -> Iterator[Problem]:
     is_online = task.teacher.weights is not None
     for name, corpus in config.data.corpora().items():
         path = f"data.sources.{name}" if name else "data"
-        if corpus.shape in ("preference", "prompts") or (corpus.shape == "teacher") == is_online:
+        if corpus.record_type in ("preference", "prompts") or (corpus.record_type == "teacher") == is_online:
             accepted = "text, tokens, chat" if is_online else "teacher"
             reason = "does not go with task.teacher.weights"
-            yield Problem(f"{path}.shape", reason, value=corpus.shape, accepted=accepted)
+            yield Problem(f"{path}.record_type", reason, value=corpus.record_type, accepted=accepted)
     yield from config.train.no_z_loss(task="distill")
     if task.init_layers is not None and config.checkpoint.load_parameters is not None:
         reason = "is given beside checkpoint.load_parameters"

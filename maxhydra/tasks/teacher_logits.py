@@ -1,6 +1,6 @@
 """Write a teacher's top logits for a source of documents, so that distilling needs no teacher.
 
-The result is read with data=grain data.path=FOLDER data.shape=teacher.
+The result is read with data=grain data.path=FOLDER data.record_type=teacher.
 """
 
 from pathlib import Path
@@ -49,7 +49,7 @@ def run(job: Job) -> Outcome:
         totals = index.totals
     print(
         f"{totals['records']:,} records, {totals['tokens']:,} tokens with {task.k} logits after each, {folder}\n"
-        f"learn from them with: task=distill data=grain data.path={folder} data.shape=teacher"
+        f"learn from them with: task=distill data=grain data.path={folder} data.record_type=teacher"
     )
     return Outcome("finished", "all shards written", {name: float(value) for name, value in totals.items()})
 

@@ -1,6 +1,6 @@
 """Tokenize a source once: ArrayRecord shards of tokens, in parallel, to be gone on with after any end.
 
-The result is read with data=grain data.path=FOLDER data.shape=tokens.
+The result is read with data=grain data.path=FOLDER data.record_type=tokens.
 """
 
 import logging
@@ -43,7 +43,7 @@ def run(job: Job) -> Outcome:
     skipped = f", {totals['skipped']:,} skipped" if totals["skipped"] else ""
     print(
         f"{totals['records']:,} records, {totals['tokens']:,} tokens{skipped} in {task.shards} shards, {folder}\n"
-        f"train on them with: data=grain data.path={folder} data.shape=tokens"
+        f"train on them with: data=grain data.path={folder} data.record_type=tokens"
     )
     return Outcome("finished", "all shards written", {name: float(value) for name, value in totals.items()})
 

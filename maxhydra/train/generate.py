@@ -79,6 +79,6 @@ def write_sample(model: ModelDef, params: Tree, data: Data, sample: Sample, *, s
 
 def _prompt(data: Data, words: Tokenizer, text: str) -> list[int]:
     """Text to go on from; where a model learns conversations, what a user says in one."""
-    if data.shape != "chat":
+    if data.record_type != "chat":
         return words.encode(text)
     return words.encode_marked(render_prompt([{"role": "user", "content": text}], words))[0].tolist()

@@ -11,7 +11,7 @@ from maxhydra.config.compose.overrides import parse, values
 from maxhydra.config.schema.hardware import Hardware
 from maxhydra.config.schema.model import FeedForward, Mixer, RematPolicy
 from maxhydra.config.schema.tasks.tune import Batch, Search, TuneTask
-from maxhydra.config.varied import with_overrides
+from maxhydra.config.serialize import with_overrides
 from maxhydra.kernels import attention, grouped_matmul
 from maxhydra.runtime.flags import replaced_flags
 from maxhydra.tune.tiles import tiles

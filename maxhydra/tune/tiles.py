@@ -9,7 +9,7 @@ from maxhydra.config.schema.model import FeedForward, Mixer, Norm
 from maxhydra.kernels.attention import mosaic, triton
 from maxhydra.kernels.grouped_matmul import triton as grouped_matmul
 from maxhydra.kernels.linear_cross_entropy import triton as linear_cross_entropy
-from maxhydra.kernels.qkv_rope import triton as rotated_heads
+from maxhydra.kernels.qkv_rope import triton as qkv_rope
 from maxhydra.kernels.rms_norm import triton as rms_norm
 from maxhydra.layers.attention import AttentionSpec
 
@@ -49,4 +49,4 @@ def _offered(config: Config) -> Iterator[tuple[str, str, Offered]]:
     if model.norm is not Norm.layer:
         yield "triton", "rms_norm", rms_norm.tried(length)
     if any(mixer.turns_plainly for mixer in mixers):
-        yield "triton", "rotated_heads", rotated_heads.tried(length)
+        yield "triton", "qkv_rope", qkv_rope.tried(length)

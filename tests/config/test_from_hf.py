@@ -85,8 +85,8 @@ def test_what_cannot_be_read_is_one_message(tmp_path: Path) -> None:
 
 def test_the_config_is_shown_without_jax() -> None:
     code = (
-        "import sys; from maxhydra.cli import entry;"
-        f"code = entry.run(['--cfg', 'job', 'model=from_hf', 'model.path={GOLDEN / 'llama'}', '{SHORT}']);"
+        "import sys; from maxhydra.cli import main;"
+        f"code = main.run(['--cfg', 'job', 'model=from_hf', 'model.path={GOLDEN / 'llama'}', '{SHORT}']);"
         "assert 'jax' not in sys.modules and 'torch' not in sys.modules; sys.exit(code)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

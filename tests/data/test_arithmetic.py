@@ -16,7 +16,7 @@ SPEC = RowSpec(seq_len=32, vocab_size=320, seed=0)
 
 
 def opened(**values: object) -> RecordSource:
-    data = Data(source="arithmetic", shape="chat", **values)  # type: ignore[arg-type]
+    data = Data(source="arithmetic", record_type="chat", **values)  # type: ignore[arg-type]
     assert not list(data.check())
     source = open_source(data, data, SPEC)
     assert isinstance(source, RecordSource)
@@ -60,7 +60,7 @@ def test_held_out_problems_are_not_trained_on_in_either_order() -> None:
 
 def test_unknown_and_repeated_operators_are_refused() -> None:
     for operators in ([], ["/"], ["+", "+"]):
-        (problem,) = Data(source="arithmetic", shape="chat", operators=operators).check()
+        (problem,) = Data(source="arithmetic", record_type="chat", operators=operators).check()
         assert problem.path == "operators" and problem.accepted == "some of + - *, each once"
 
 

@@ -67,7 +67,7 @@ def spec(seq_len: int, batch: int = 2) -> BatchSpec:
 
 class TestChat:
     def test_documents(self, chatml: Config) -> None:
-        data = Data(source="hf", name="x", shape="chat", tokenizer=chatml, columns={"messages": "talk"})
+        data = Data(source="hf", name="x", record_type="chat", tokenizer=chatml, columns={"messages": "talk"})
         document = one(data, {"talk": says("Who?", "I.", "Why?", "So.")})
         assert isinstance(document, Document)
         assert document.weights is not None
@@ -79,13 +79,17 @@ class TestChat:
     def test_bytes_with_a_template(self, tmp_path: Path) -> None:
         (tmp_path / "t.jinja").write_text(template("chatml", marked=False))
         words = Config(chat_template=str(tmp_path / "t.jinja"))
-        document = one(Data(source="hf", name="x", shape="chat", tokenizer=words), {"messages": says("q", "né")})
+        document = one(Data(source="hf", name="x", record_type="chat", tokenizer=words), {"messages": says("q", "né")})
         assert bytes(document.tokens[document.weights > 0].tolist()) == "né<|im_end|>".encode()
         with pytest.raises(ConfigError, match="no file is there"):
-            shape(Data(source="hf", name="x", shape="chat", tokenizer=Config(chat_template=str(tmp_path / "u.jinja"))))
+            shape(
+                Data(
+                    source="hf", name="x", record_type="chat", tokenizer=Config(chat_template=str(tmp_path / "u.jinja"))
+                )
+            )
 
     def test_refused(self, chatml: Config) -> None:
-        data = Data(source="hf", name="x", shape="chat", tokenizer=chatml, max_characters=100)
+        data = Data(source="hf", name="x", record_type="chat", tokenizer=chatml, max_characters=100)
         assert "no column 'messages'; it has 'text'" in refused(data, {"text": "x"})
         assert "not a list of messages but str" in refused(data, {"messages": "x"})
         assert "over data.max_characters=100" in refused(data, {"messages": says("x" * 100, "y")})
@@ -94,13 +98,13 @@ class TestChat:
 
     def test_a_tokenizer_without_a_template(self) -> None:
         with pytest.raises(ConfigError, match=r"data\.tokenizer\.chat_template"):
-            shape(Data(source="hf", name="x", shape="chat"))
+            shape(Data(source="hf", name="x", record_type="chat"))
 
     def test_batches(self, tmp_path: Path, chatml: Config) -> None:
         """Packed rows: each conversation in its own segment, learned in the right places."""
         talks = [says("Who?" * k, "I am." * (k + 1)) for k in range(12)]
         data = jsonl(
-            tmp_path, [{"messages": talk} for talk in talks], shape="chat", tokenizer=chatml, eval_fraction=0.01
+            tmp_path, [{"messages": talk} for talk in talks], record_type="chat", tokenizer=chatml, eval_fraction=0.01
         )
         words = tokenizer(data)
         loader = train_loader(data, spec(256))
@@ -118,7 +122,7 @@ class TestChat:
 
 class TestPreference:
     def data(self, **values: Any) -> Data:
-        return Data(source="hf", name="x", shape="preference", **values)
+        return Data(source="hf", name="x", record_type="preference", **values)
 
     def test_texts(self) -> None:
         made = row(self.data(), {"prompt": "ab", "chosen": "cd", "rejected": "e"}, seq_len=8)
@@ -224,7 +228,7 @@ class TestPreference:
 
     def test_batches(self, tmp_path: Path) -> None:
         records = [{"prompt": f"{k:02}", "chosen": "yes", "rejected": "no"} for k in range(20)]
-        loader = train_loader(jsonl(tmp_path, records, shape="preference"), spec(16, batch=4))
+        loader = train_loader(jsonl(tmp_path, records, record_type="preference"), spec(16, batch=4))
         batch = next(loader)
         metrics = loader.metrics()
         loader.close()
@@ -235,7 +239,7 @@ class TestPreference:
         }
         # begin, 2 letters, then 3 and 2: 6 and 5 of 16 places.
         assert metrics["data/padding"] == pytest.approx(1 - 11 / 32)
-        loader = train_loader(jsonl(tmp_path, records, shape="preference"), spec(4))
+        loader = train_loader(jsonl(tmp_path, records, record_type="preference"), spec(4))
         with pytest.raises(ConfigError, match=r"records.jsonl.*over train.seq_len=4"):
             next(loader)
         loader.close()
@@ -243,7 +247,7 @@ class TestPreference:
 
 class TestPrompts:
     def data(self, **values: Any) -> Data:
-        return Data(source="hf", name="x", shape="prompts", **values)
+        return Data(source="hf", name="x", record_type="prompts", **values)
 
     def test_text(self) -> None:
         made = row(self.data(columns={"prompt": "question"}), {"question": "ab", "answer": [1, {"x": 2}], "id": 7}, 6)
@@ -269,7 +273,7 @@ class TestPrompts:
 
     def test_rows_on_the_host(self, tmp_path: Path) -> None:
         records = [{"prompt": f"{k} + 1?", "answer": k + 1} for k in range(10)]
-        loader = host_loader(jsonl(tmp_path, records, shape="prompts", eval_fraction=0.1), spec(16, batch=3))
+        loader = host_loader(jsonl(tmp_path, records, record_type="prompts", eval_fraction=0.1), spec(16, batch=3))
         seen = [row["info"].item() for _ in range(3) for row in next(loader)]
         loader.close()
         assert sorted(info["answer"] for info in seen) == list(range(1, 10))
@@ -293,11 +297,11 @@ class TestTokens:
     )
     def test_refused(self, change: dict[str, Any], reason: str) -> None:
         """Each would be trained on as another token or as a loss of NaN, or would end the run without its place."""
-        assert reason in refused(Data(source="hf", name="x", shape="tokens"), {"tokens": [1, 2, 3]} | change)
+        assert reason in refused(Data(source="hf", name="x", record_type="tokens"), {"tokens": [1, 2, 3]} | change)
 
     def test_documents(self) -> None:
         for weights in (None, [0, 1, 1], [False, True, True], np.array([0, 1, 1], np.uint8)):
-            document = one(Data(source="hf", name="x", shape="tokens"), {"tokens": [1, 2, 3], "weights": weights})
+            document = one(Data(source="hf", name="x", record_type="tokens"), {"tokens": [1, 2, 3], "weights": weights})
             assert document.tokens.tolist() == [1, 2, 3]
             assert document.weights is None if weights is None else document.weights.tolist() == [0, 1, 1]
 
@@ -314,7 +318,7 @@ class TestTeacher:
     @pytest.mark.parametrize("kind", [np.float16, np.float32])
     def test_documents(self, kind: type) -> None:
         record = self.record(5, kind=kind)
-        document = one(Data(source="hf", name="x", shape="teacher"), record)
+        document = one(Data(source="hf", name="x", record_type="teacher"), record)
         assert document.tokens.tolist() == record["tokens"]
         assert document.columns["teacher_ids"].dtype == np.int32
         assert document.columns["teacher_logits"].dtype == kind
@@ -324,7 +328,7 @@ class TestTeacher:
         records = [
             {**self.record(5 + k), "teacher_logits": self.record(5 + k)["teacher_logits"].tolist()} for k in range(8)
         ]
-        loader = train_loader(jsonl(tmp_path, records, shape="teacher", eval_fraction=0.01), spec(16))
+        loader = train_loader(jsonl(tmp_path, records, record_type="teacher", eval_fraction=0.01), spec(16))
         batch = {name: np.asarray(array) for name, array in next(loader).items()}
         loader.close()
         assert batch["teacher_ids"].shape == batch["teacher_logits"].shape == (2, 16, 3)
@@ -359,7 +363,7 @@ class TestTeacher:
         ],
     )
     def test_refused(self, change: dict[str, Any], reason: str) -> None:
-        assert reason in refused(Data(source="hf", name="x", shape="teacher"), self.record(5) | change)
+        assert reason in refused(Data(source="hf", name="x", record_type="teacher"), self.record(5) | change)
 
 
 def to_messages(record: Record) -> Record:
@@ -371,7 +375,7 @@ class TestFormatting:
     def test_runs_before_the_shape(self, tmp_path: Path, chatml: Config) -> None:
         records = [{"q": f"q{k}", "a": f"answer {k}"} for k in range(9)]
         formatting = f"{__name__}:to_messages"
-        data = jsonl(tmp_path, records, shape="chat", tokenizer=chatml, formatting=formatting, eval_fraction=0.1)
+        data = jsonl(tmp_path, records, record_type="chat", tokenizer=chatml, formatting=formatting, eval_fraction=0.1)
         loader = train_loader(data, spec(512, batch=1))
         batch = {name: np.asarray(array) for name, array in next(loader).items()}
         loader.close()
@@ -380,7 +384,12 @@ class TestFormatting:
 
     def test_what_it_raises_names_the_record(self, tmp_path: Path, chatml: Config) -> None:
         records = [{"q": "q", "a": "a"}] * 4 + [{"q": "no answer"}] + [{"q": "q", "a": "a"}] * 4
-        values = {"shape": "chat", "tokenizer": chatml, "formatting": f"{__name__}:to_messages", "eval_fraction": 0.1}
+        values = {
+            "record_type": "chat",
+            "tokenizer": chatml,
+            "formatting": f"{__name__}:to_messages",
+            "eval_fraction": 0.1,
+        }
         loader = train_loader(jsonl(tmp_path, records, **values), spec(64))
         with pytest.raises(ConfigError, match=r"records.jsonl.*data.formatting raised KeyError: 'a'"):
             next(loader)

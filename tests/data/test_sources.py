@@ -246,7 +246,7 @@ class TestTfds:
         assert len(source.evaluation) == 60
 
     def test_features_that_need_decoding(self, builds: Path, tmp_path: Path) -> None:
-        values = {"source": "tfds", "name": "letters:1.0.0", "data_dir": str(builds), "shape": "chat"}
+        values = {"source": "tfds", "name": "letters:1.0.0", "data_dir": str(builds), "record_type": "chat"}
         source = opened(tmp_path, **values, eval_fraction=0.1)
         assert isinstance(source, RecordSource)
         expected = list(tfds.data_source("letters", data_dir=builds, split="train"))[: len(source.train)]

@@ -85,7 +85,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[[Opened], None]:
 
 def make_data(**values: Any) -> Data:
     packing = values.pop("packing", Packing(window=4))
-    return Data(source="grain", path="x", shape="tokens", packing=packing, **values)
+    return Data(source="grain", path="x", record_type="tokens", packing=packing, **values)
 
 
 def make_feed(pipeline: Pipeline, streams: int, own: Callable[[int], np.ndarray] = np.arange) -> StreamSet:
@@ -280,7 +280,7 @@ def test_the_position_of_other_data_is_refused(state: State, opened: Callable[[O
 
 class TestMixture:
     def data(self, **values: Any) -> Data:
-        sources = {name: Corpus(source="grain", path="x", shape="tokens") for name in ("big", "small")}
+        sources = {name: Corpus(source="grain", path="x", record_type="tokens") for name in ("big", "small")}
         return Data(source="mixture", sources=sources, packing=Packing(window=2), **values)
 
     def use(self, opened: Callable[[Opened], None], data: Data) -> None:

@@ -158,7 +158,7 @@ def test_the_gradient_goes_straight_through() -> None:
 
 def test_the_first_rule_that_matches_holds() -> None:
     others = "{down:{kind:int8_weights,targets:[mlp/down]},out:{kind:none,targets:[attention/out]}}"
-    asked = compose(["quantization=int4_weights", f"+quantization.besides={others}"]).config.quantization
+    asked = compose(["quantization=int4_weights", f"+quantization.overrides={others}"]).config.quantization
     layer = model(asked, emb_dim=64, mlp_dim=64, num_heads=8).shapes["pattern"]["0"]
     assert set(layer["mlp"]["down"]["kernel"]) == {"codes", "scales"}
     assert set(layer["mlp"]["up"]["kernel"]) == {"nibbles", "scales"}
@@ -168,13 +168,13 @@ def test_the_first_rule_that_matches_holds() -> None:
 @pytest.mark.parametrize(
     ("overrides", "match"),
     [
-        (["quantization=int4_weights", "+quantization.besides={a:{kind:fp8,targets:[mlp/]}}"], "one is to train"),
+        (["quantization=int4_weights", "+quantization.overrides={a:{kind:fp8,targets:[mlp/]}}"], "one is to train"),
         (["quantization=fp8", "quantization.group=32"], "is not used by kind=fp8"),
         (["quantization=int8_weights", "quantization.history=4"], "is not used by kind=int8_weights"),
         (["quantization=fp8", "quantization.backward=compute"], "is not used by kind=fp8"),
         (["quantization=int4_weights", "quantization.group=5"], "is odd"),
         (["quantization=int8_weights", "quantization.activations=int8"], "is not used by kind=int8_weights"),
-        (["+quantization.besides={a:{kind:fp8,targets:[mlp/]}}"], "exceptions to a rule"),
+        (["+quantization.overrides={a:{kind:fp8,targets:[mlp/]}}"], "exceptions to a rule"),
     ],
 )
 def test_what_does_not_go_together_is_refused(overrides: list[str], match: str) -> None:

@@ -107,8 +107,8 @@ def test_experts_say_that_they_take_activations_as_they_are() -> None:
     rounds = Quantization(kind=QuantizationKind.qat_int8, targets=LAYERS, activations=Activations.int8)
     with pytest.raises(ConfigError, match=r"quantization\.activations=int8: layer/mlp/experts/gate belongs to experts"):
         _ = model(rounds, moe).shapes
-    besides = {"experts": QuantizationRule(kind=QuantizationKind.qat_int8, targets=["experts/"])}
-    assert model(dataclasses.replace(rounds, besides=besides), moe).shapes
+    overrides = {"experts": QuantizationRule(kind=QuantizationKind.qat_int8, targets=["experts/"])}
+    assert model(dataclasses.replace(rounds, overrides=overrides), moe).shapes
 
 
 def narrowed(x: np.ndarray, dtype: Any, before: np.ndarray) -> np.ndarray:

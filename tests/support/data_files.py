@@ -47,7 +47,7 @@ def write_tokens(folder: Path) -> list[str]:
     for text in documents():
         writer.write(encode_arrays({"tokens": np.frombuffer(text.encode(), np.uint8).astype(np.uint16)}))
     writer.close()
-    return ["data=grain", f"data.path={folder}", "data.shape=tokens", "data.packing.method=concat_then_split"]
+    return ["data=grain", f"data.path={folder}", "data.record_type=tokens", "data.packing.method=concat_then_split"]
 
 
 def write_parquet(folder: Path) -> list[str]:

@@ -158,7 +158,7 @@ def _prepare() -> None:
     from tests.support import compile_cache as compiling
 
     named = [f"tasks.{module.name}" for module in pkgutil.iter_modules(tasks.__path__)]
-    for name in ("cli.session", "cli.execute", "runs.report", *named):
+    for name in ("cli.hydra_app", "cli.run_job", "runs.report", *named):
         importlib.import_module(f"maxhydra.{name}")
     compose([])
     hardware_options()

@@ -26,7 +26,7 @@ RUN = [
     "task=dpo",
     "data=grain",
     "data.path=pairs.jsonl",
-    "data.shape=preference",
+    "data.record_type=preference",
     "data.eval_fraction=0.094",
     *SMALL,
     f"train.steps={STEPS}",
@@ -109,7 +109,7 @@ def test_a_config_that_does_not_go_with_the_task_is_refused_at_once() -> None:
     config = compose(["task=dpo", "task.reference=adapter_off", "train.z_loss=0.1"]).config
     with pytest.raises(ConfigError) as caught:
         dpo.run(Job(config, {}, machine=None, run=None))  # type: ignore[arg-type]
-    assert [problem.path for problem in caught.value.problems] == ["data.shape", "train.z_loss", "task.reference"]
+    assert [problem.path for problem in caught.value.problems] == ["data.record_type", "train.z_loss", "task.reference"]
 
 
 @pytest.mark.parametrize(

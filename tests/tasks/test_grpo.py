@@ -23,7 +23,7 @@ from tests.support.cli import ROOT, SMALL, facts, finished, losses, parameter_ha
 # Also the tests that take minutes.
 FULL = "MAXHYDRA_FULL" in os.environ
 PATHS = f"{ROOT}:{ROOT / 'tests'}"
-TASK = ["task=grpo", "data=arithmetic", "data.shape=prompts", "task.max_tokens=8", "task.group_size=4"]
+TASK = ["task=grpo", "data=arithmetic", "data.record_type=prompts", "task.max_tokens=8", "task.group_size=4"]
 TASK += [*SMALL, "train.seq_len=20", "train.per_device_batch_size=16", "train.eval_batches=1"]
 TASK += ["task.engine.max_batch=16", "task.engine.cache_tokens=1024", "optimizer/schedule=constant"]
 
@@ -121,10 +121,10 @@ def problems(*overrides: str) -> dict[str, Any]:
 
 def test_what_does_not_fit_together_is_listed_at_once() -> None:
     found = problems("data=arithmetic", "task.max_tokens=32", "train.seq_len=32", "train.ramp.start=1")
-    assert set(found) == {"reward.terms", "data.shape", "task.max_tokens", "train.ramp.start"}
+    assert set(found) == {"reward.terms", "data.record_type", "task.max_tokens", "train.ramp.start"}
     assert "reward=exact" in found["reward.terms"].hint
-    assert found["data.shape"].accepted == "prompts"
-    started = ["reward=exact", "data=arithmetic", "data.shape=prompts", "task.max_tokens=8"]
+    assert found["data.record_type"].accepted == "prompts"
+    started = ["reward=exact", "data=arithmetic", "data.record_type=prompts", "task.max_tokens=8"]
     found = problems(*started, "task.kl.beta=0.1", "checkpoint.load_full_state=elsewhere")
     assert set(found) == {"checkpoint.load_full_state"}
 

@@ -32,7 +32,7 @@ def conversations(tmp_path: Path) -> list[str]:
         weights = np.array([0, *(letter in b"ANSWER" for letter in text), 1], np.uint8)
         writer.write(encode_arrays({"tokens": np.array([256, *text, 257], np.uint16), "weights": weights}))
     writer.close()
-    return ["data=grain", f"data.path={path}", "data.shape=tokens", f"data.cache={tmp_path / 'cache'}"]
+    return ["data=grain", f"data.path={path}", "data.record_type=tokens", f"data.cache={tmp_path / 'cache'}"]
 
 
 def test_marks_without_colour(

@@ -127,8 +127,11 @@ def test_weights_that_are_gone_are_named(here: Path, tmp_path: Path) -> None:
 
 
 def test_text_is_no_conversation() -> None:
-    sources = "+data.sources={a: {source: arithmetic, shape: chat}, b: {source: arithmetic}}"
-    for overrides, path in (["data.shape=text"], "data.shape"), (["data=mixture", sources], "data.sources.b.shape"):
+    sources = "+data.sources={a: {source: arithmetic, record_type: chat}, b: {source: arithmetic}}"
+    for overrides, path in (
+        (["data.record_type=text"], "data.record_type"),
+        (["data=mixture", sources], "data.sources.b.record_type"),
+    ):
         job: Any = Job(compose([*SFT, *overrides]).config, {}, None, None)  # type: ignore[arg-type]
         with pytest.raises(ConfigError) as caught:
             sft.run(job)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from maxhydra.config import Config
-from maxhydra.config.compose import compose
+from maxhydra.config.compose.composer import compose
 from maxhydra.config.serialize import from_yaml
 from maxhydra.runs.rerun import arguments
 from tests.stored import make
@@ -30,7 +30,7 @@ SEARCH = (
 TRAINED = ("chat", "float8", "float8_whole", "lora", "mixture", "preference", "pretrain", "rewards", "whole")
 RUNS = (*TRAINED, "tokenizer", *RATES, *SEARCH)
 # Keys and options by their names in this version.
-RECORD_TYPE = "data.shape"
+RECORD_TYPE = "data.record_type"
 DETERMINISTIC = "task.engine.steady"
 TOKENIZE = ["task=tokenize", *make.TEXTS, f"{RECORD_TYPE}=text", "task.output=shards/tokens", "task.shards=2"]
 

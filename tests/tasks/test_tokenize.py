@@ -82,7 +82,7 @@ def test_shards_hold_every_record_once_in_order_and_train_as_the_texts_do(texts:
 
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     spec = BatchSpec(rows=RowSpec(seq_len=64, vocab_size=259, seed=3), batch=4, sharding=sharding)
-    loaders = train_loader(data_of(texts), spec), train_loader(data_of(output, shape="tokens"), spec)
+    loaders = train_loader(data_of(texts), spec), train_loader(data_of(output, record_type="tokens"), spec)
     for _ in range(40):
         one, other = (next(loader) for loader in loaders)
         for name in one:
@@ -108,7 +108,7 @@ def test_a_killed_run_is_gone_on_with(texts: Path, tmp_path: Path, monkeypatch: 
     process.wait()
     assert not json.loads(index.read_text())["complete"] and len(tokens_in(output)) == 300
     with pytest.raises(ConfigError, match=r"has written 2 of its 4 shards"):
-        open_records(str(output), Corpus(source="grain", path=str(output), shape="tokens"), Data())
+        open_records(str(output), Corpus(source="grain", path=str(output), record_type="tokens"), Data())
     made = {path.name: path.stat().st_mtime_ns for path in output.glob("tokens-*")}
     gate.touch()
     monkeypatch.setenv("GATE", str(gate))
@@ -223,7 +223,7 @@ def test_weights_of_conversations_come_back(tmp_path: Path) -> None:
 
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "ab"}\n' * 8)
-    data = data_of(texts, shape="tokens")
+    data = data_of(texts, record_type="tokens")
     learned = np.array([0, 1, 1, 0], np.float32)
     for weights in (None, learned, learned / 2):
         arrays = Shards(data_of(texts), tmp_path, 1)._arrays(Document(np.arange(4), weights))
@@ -236,7 +236,7 @@ def test_weights_of_conversations_come_back(tmp_path: Path) -> None:
     ("values", "message"),
     [
         ({"source": "demo"}, "data.source=demo: holds no records to tokenize"),
-        ({"shape": "prompts"}, "data.shape=prompts: is no shape whose tokens can be written"),
+        ({"record_type": "prompts"}, "data.record_type=prompts: is no shape whose tokens can be written"),
     ],
 )
 def test_what_cannot_be_tokenized_is_refused(texts: Path, values: dict[str, object], message: str) -> None:

@@ -1,4 +1,4 @@
-"""task=tokenizer: what it writes loads alike here and in transformers, holds what was asked, and appears whole."""
+"""task=train_tokenizer: its output loads alike here and in transformers, holds what was asked, and appears whole."""
 
 import json
 from collections import Counter
@@ -13,7 +13,7 @@ from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data, OnError
-from maxhydra.config.schema.tasks.tokenizer import TokenizerTask
+from maxhydra.config.schema.tasks.train_tokenizer import TrainTokenizerTask
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data import RowSpec, tokenizer
 from maxhydra.data.raw_texts import texts
@@ -21,7 +21,7 @@ from maxhydra.data.sources import RowSource, open_source
 from maxhydra.data.sources.demo import TEXT
 from maxhydra.record import RunDirectory
 from maxhydra.tasks import Job
-from maxhydra.tasks import tokenizer as task
+from maxhydra.tasks import train_tokenizer as task
 from tests.support.cli import facts, finished
 from tests.support.skips import import_optional
 
@@ -35,7 +35,7 @@ def records(folder: Path, rows: list[dict[str, Any]], name: str = "r.jsonl") -> 
 
 def train(folder: Path, *overrides: str) -> dict[str, float]:
     """Run the task in this process, and give its metrics."""
-    config = compose(["task=tokenizer", "hardware=cpu", *overrides], None).config
+    config = compose(["task=train_tokenizer", "hardware=cpu", *overrides], None).config
     job = Job(config, {}, runtime.start(config.hardware), RunDirectory(folder / "run", writes=False))
     return task.run(job).metrics
 
@@ -69,7 +69,7 @@ def test_loads_alike_here_and_in_transformers(tmp_path: Path, lines: str, model:
 
 
 def test_the_command_and_rows_made_with_it(tmp_path: Path) -> None:
-    finished("task=tokenizer", "task.vocab_size=300", "task.max_characters=20000", "run.name=made", cwd=tmp_path)
+    finished("task=train_tokenizer", "task.vocab_size=300", "task.max_characters=20000", "run.name=made", cwd=tmp_path)
     folder = tmp_path / "outputs" / "made" / "tokenizer"
     assert sorted(path.name for path in folder.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
     assert facts(folder.parent)["metrics"]["characters"] == 20000
@@ -139,7 +139,7 @@ class TestTexts:
     )
     def test_of_records(self, tmp_path: Path, shape: str, record: dict[str, Any], expected: str) -> None:
         path = records(tmp_path, [record] * 40)
-        data = Data(source="grain", path=path, shape=shape, eval_fraction=0.25)
+        data = Data(source="grain", path=path, record_type=shape, eval_fraction=0.25)
         assert list(texts(data, seed=0)) == [expected] * 30
 
     def test_once_each_in_an_order_of_the_seed(self, tmp_path: Path) -> None:
@@ -168,7 +168,9 @@ class TestTexts:
         skipping = Data(source="grain", path=path, shuffle=False, on_error=OnError["skip"])
         assert list(texts(skipping, seed=0)) == ["a", "b"]
 
-    @pytest.mark.parametrize("values", [{"source": "synthetic"}, {"source": "grain", "path": "x", "shape": "tokens"}])
+    @pytest.mark.parametrize(
+        "values", [{"source": "synthetic"}, {"source": "grain", "path": "x", "record_type": "tokens"}]
+    )
     def test_tokens_are_no_texts(self, values: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match="holds tokens, and no text"):
             list(texts(Data(**values), seed=0))
@@ -176,7 +178,7 @@ class TestTexts:
 
 def test_what_cannot_be() -> None:
     def problems(**values: Any) -> list[str]:
-        return [str(problem) for problem in TokenizerTask(name="tokenizer", **values).check()]
+        return [str(problem) for problem in TrainTokenizerTask(name="train_tokenizer", **values).check()]
 
     assert not problems(vocab_size=259)
     assert "259 or more" in problems(vocab_size=258)[0]

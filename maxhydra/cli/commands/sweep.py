@@ -14,8 +14,8 @@ import dataclasses
 from functools import partial
 from pathlib import Path
 
-from maxhydra.cli.errors import RunFailed
 from maxhydra.cli.flags import Parser
+from maxhydra.cli.main import RunFailed
 from maxhydra.config.errors import ConfigError, Problem
 
 # What `resume` may change of a sweep's settings.

@@ -1,1 +1,1 @@
-"""Composition: YAML files and overrides are merged, checked and validated into one `Config`."""
+"""Composition: option files and overrides in, a validated config with the origin of every value out."""

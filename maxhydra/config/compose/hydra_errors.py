@@ -1,4 +1,4 @@
-"""What Hydra, OmegaConf and the YAML parser raise, said as a problem of the config."""
+"""Conversion of Hydra, OmegaConf and YAML errors to config problems."""
 
 import re
 from pathlib import Path
@@ -10,14 +10,15 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from maxhydra.config.compose.provenance import display_path
 from maxhydra.config.errors import Problem, did_you_mean, options_shown
+from maxhydra.config.migrations import renamed_option
 from maxhydra.config.registry import groups
 
-# Raised while composing. Hydra uses ValueError for groups that are given something else than a name.
+# Raised while composing. Hydra raises ValueError if the value of a group is not a name.
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
 
 
 def problem_of(error: Exception) -> Problem:
-    """One clear line, with the file and line or the key where the error knows them."""
+    """Return the problem behind an error, with the key or the file and line if the error has them."""
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
     if isinstance(error, yaml.MarkedYAMLError):
@@ -33,13 +34,14 @@ def problem_of(error: Exception) -> Problem:
 
 
 def _missing_option(error: MissingConfigException) -> Problem:
-    """`In 'experiment/x': Could not find 'model/y'`, raised for an option that a defaults list names."""
+    """Return the problem of an option in a defaults list: `In 'experiment/x': Could not find 'model/y'`."""
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     options = [name for name in error.options or [] if isinstance(name, str)]
     if not group:
-        return Problem(option, "no such config file", hint=f"{option}.yaml is looked for in the config folders")
+        return Problem(option, "no such config file", hint=f"the config folders have no {option}.yaml")
     accepted = options_shown(group, options, near=option)
-    return Problem(group, "no such option", option, accepted, did_you_mean(option, options))
+    hint = renamed_option(group, option) or did_you_mean(option, options)
+    return Problem(group, "no such option", option, accepted, hint)
 
 
 def _malformed_yaml(error: yaml.MarkedYAMLError) -> Problem:
@@ -49,19 +51,19 @@ def _malformed_yaml(error: yaml.MarkedYAMLError) -> Problem:
 
 
 def _composition(text: str) -> Problem:
-    if found := re.search(r"Could not override '([^']+)'", text):
-        key = found[1]
+    if match := re.search(r"Could not override '([^']+)'", text):
+        key = match[1]
         advice = re.search(r"use (\+\S+)", text)
-        hint = f"to add it, write {advice[1]}" if advice else did_you_mean(key, groups())
-        return Problem(key, "is not in the defaults list, so there is nothing to replace", hint=hint)
-    if found := re.search(r"Multiple values for ([\w/@.]+?)\. |([\w/@.]+) appears more than once", text):
-        key = found[1] or found[2]
-        hint = f"{key}=OPTION on the command line, or `override /{key}: OPTION` in a file, replaces the choice"
+        hint = f"add it with {advice[1]}" if advice else did_you_mean(key, groups())
+        return Problem(key, "is not in the defaults list, so it cannot be overridden", hint=hint)
+    if match := re.search(r"Multiple values for ([\w/@.]+?)\. |([\w/@.]+) appears more than once", text):
+        key = match[1] or match[2]
+        hint = f"to replace a choice, write {key}=OPTION on the command line or `override /{key}: OPTION` in a file"
         return Problem(key, "is chosen twice", hint=hint)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return Problem(_path(text) or "the config", lines[0] if lines else "cannot be composed")
 
 
 def _path(text: str) -> str:
-    found = re.search(r"override \+*([\w./@]+)", text)
-    return found[1] if found else ""
+    match = re.search(r"override \+*([\w./@]+)", text)
+    return match[1] if match else ""

@@ -1,54 +1,113 @@
-"""Options whose values a folder states: model=from_hf, with the folder in model.path.
+"""Hydra's config loader with cached option files and with options whose values come from outside conf/.
 
-What the folder states stands where the option's own values do: over what comes before it, and under the command line.
+Every import of `hydra._internal` is in this module, so that a new Hydra version is adapted to in one place.
+
+`model=from_hf` is an option with a source: its values are read from the Hugging Face folder in `model.path`. They are
+merged right after the option's own file, so later option files and the command line override them.
 """
 
 import copy
-import importlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.defaults_list import DefaultsList
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.default_element import ResultDefault
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from maxhydra.config.compose.overrides import parse
-from maxhydra.config.errors import Problem
+from maxhydra.config.compose.provenance import COMMAND_LINE
+from maxhydra.config.errors import Problem, did_you_mean, options_shown
+from maxhydra.config.migrations import renamed_option
+from maxhydra.config.registry import OPTION_SOURCES
 
-KEY = "model.path"
-OPTION = "model/from_hf"
+__all__ = ["BASIC_LAUNCHER", "BASIC_SWEEPER", "DefaultsList", "Groups", "Hydra", "Loader", "create_config_search_path"]
+
+BASIC_LAUNCHER = f"{BasicLauncher.__module__}.{BasicLauncher.__qualname__}"
+BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
+FOLDER_KEY = "model.path"
+FOLDER_OPTION = "model/from_hf"
 
 
-def stated(folder: str | None, option: str) -> dict[str, Any]:
-    """Values of the whole config that a folder states for an option file, by its name; nothing for most."""
-    if folder is None or option not in (OPTION, OPTION.replace("model", "recipe")):
+def source_values(folder: str | None, option: str) -> dict[str, Any]:
+    """Return the config values that an option's registered source reads from a folder; empty for other options."""
+    if folder is None or option not in OPTION_SOURCES:
         return {}
-    # The families stand above the config, which knows them by name alone, as it does tasks.
-    derive = importlib.import_module("maxhydra.convert.hf_config")
-    values: dict[str, Any] = derive.stated_model(KEY, folder) if option == OPTION else derive.stated_run(folder)
-    return values
+    return OPTION_SOURCES[option](FOLDER_KEY, folder)
 
 
-def is_chosen(choices: dict[str, str]) -> bool:
-    return f"model/{choices.get('model')}" == OPTION
+def reads_folder(choices: dict[str, str]) -> bool:
+    """Return whether the chosen model option takes its values from `model.path`."""
+    return f"model/{choices.get('model')}" == FOLDER_OPTION
 
 
-def folder_problems(folder: str | None, choices: dict[str, str]) -> list[Problem]:
-    """A folder that nothing would read."""
-    if folder is None or is_chosen(choices):
+def unused_folder(folder: str | None, choices: dict[str, str]) -> list[Problem]:
+    """Return the problem of a `model.path` that the chosen model option ignores."""
+    if folder is None or reads_folder(choices):
         return []
-    return [Problem(KEY, "is not used by this model", value=folder, hint="choose model=from_hf")]
+    return [Problem(FOLDER_KEY, "is not used by this model", value=folder, hint="choose model=from_hf")]
+
+
+class Groups:
+    """Config groups that Hydra sees, and their options."""
+
+    def __init__(self, repository: ConfigRepository):
+        self._repository = repository
+        self._options: dict[str, list[str]] = {}
+
+    def options(self, group: str) -> list[str]:
+        if group not in self._options:
+            self._options[group] = self._repository.get_group_options(group, ObjectType.CONFIG)
+        return self._options[group]
+
+    def is_choice(self, override: Override) -> bool:
+        """Return whether an override chooses an option of a group, rather than setting a value."""
+        return bool(self.options(override.key_or_group)) and not isinstance(override.value(), dict)
+
+    def all(self, parent: str = "") -> Iterator[str]:
+        for name in self._repository.get_group_options(parent, ObjectType.GROUP):
+            group = f"{parent}/{name}" if parent else name
+            if self.options(group):
+                yield group
+            yield from self.all(group)
+
+    def choice_problem(self, override: Override) -> Problem | None:
+        """Return the problem of choosing an option that does not exist."""
+        group, value, options = override.key_or_group, override.value(), self.options(override.key_or_group)
+        if override.is_delete():
+            return None
+        if value is None:
+            hint = f"remove the group with ~{group}"
+            return Problem(group, "null is not an option", None, options_shown(group, options), hint, COMMAND_LINE)
+        for option in value if isinstance(value, list) else [value]:
+            if option not in options:
+                hint = renamed_option(group, option) or did_you_mean(str(option), options)
+                accepted = options_shown(group, options, near=str(option))
+                return Problem(group, "no such option", option, accepted, hint, COMMAND_LINE)
+        return None
+
+    def unknown(self, group: str, value: Any) -> Problem:
+        """Return the problem of a group that does not exist."""
+        known = [name for name in self.all() if not name.startswith(("hydra", "schema"))]
+        return Problem(group, "no such group", value, ", ".join(known), did_you_mean(group, known), COMMAND_LINE)
 
 
 class Repository(ConfigRepository):
-    """Hydra's option files, each read once. Hydra reads them several times, and copies all at every question in 35 ms.
+    """Hydra's option files, each parsed once.
 
-    They are read, and replaced as a whole, so that a copy can share them.
+    Hydra parses a file several times per composition and deep-copies the whole repository at every query (35 ms).
+    Cached results are never modified in place, so a copy can share them.
     """
 
     def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
@@ -65,25 +124,37 @@ class Repository(ConfigRepository):
 
 
 class Loader(ConfigLoaderImpl):
-    """Hydra's loader, to whose option files a folder's values are added."""
+    """Hydra's loader, which adds the values of option sources and can return a config that was composed before."""
 
     _overrides: Sequence[Override] = ()
     _folder: str | None = None
+    _composed: DictConfig | None = None
 
     def __init__(self, config_search_path: ConfigSearchPath):
         super().__init__(config_search_path)
         self.repository = Repository(config_search_path)
-        self._named: dict[tuple[str, str], Any] = {}
+        self._file_values: dict[tuple[str, str], Any] = {}
 
     def folder(self, overrides: Sequence[Override], defaults: Sequence[ResultDefault]) -> str | None:
-        """The folder that the command line names, or else the last option file that names one."""
-        given = [override for override in overrides if override.key_or_group == KEY and not override.is_delete()]
-        named = [override.value() for override in given] or [*self._in_files(defaults)]
-        return str(named[-1]) if named and named[-1] is not None else None
+        """Return `model.path` from the command line, or else from the last option file that sets it."""
+        given = [override for override in overrides if override.key_or_group == FOLDER_KEY and not override.is_delete()]
+        folders = [override.value() for override in given] or [*self._folders_in_files(defaults)]
+        return str(folders[-1]) if folders and folders[-1] is not None else None
+
+    @contextmanager
+    def reuse(self, composed: DictConfig) -> Iterator[None]:
+        """Make Hydra run a config that was composed and validated before, instead of composing it a second time."""
+        self._composed = composed
+        try:
+            yield
+        finally:
+            self._composed = None
 
     def load_configuration(
         self, config_name: str | None, overrides: list[str], run_mode: RunMode, *flags: bool, **named: bool
     ) -> DictConfig:
+        if self._composed is not None:
+            return self._composed
         self._overrides = parse(overrides, self).overrides
         return super().load_configuration(config_name, overrides, run_mode, *flags, **named)
 
@@ -92,28 +163,29 @@ class Loader(ConfigLoaderImpl):
         composed: DictConfig = super()._compose_config_from_defaults_list(defaults, repo)
         return composed
 
-    def _in_files(self, defaults: Sequence[ResultDefault]) -> Iterator[Any]:
-        section, _, name = KEY.partition(".")
+    def _folders_in_files(self, defaults: Sequence[ResultDefault]) -> Iterator[Any]:
+        section, _, name = FOLDER_KEY.partition(".")
         for default in defaults:
-            key = {"": KEY, section: name}.get(default.package or "", "")
-            if key and (value := self._in_file(default.config_path or "", key)) is not None:
+            key = {"": FOLDER_KEY, section: name}.get(default.package or "", "")
+            if key and (value := self._value_in_file(default.config_path or "", key)) is not None:
                 yield value
 
-    def _in_file(self, name: str, key: str) -> Any:
-        """A value of an option file, None where it has none; each is read once."""
-        if (name, key) not in self._named:
+    def _value_in_file(self, name: str, key: str) -> Any:
+        """Return the value of a key in an option file, or None if the file does not set it."""
+        if (name, key) not in self._file_values:
             result = self.repository.load_config(name)
             is_option = result is not None and isinstance(result.config, DictConfig) and not result.is_schema_source
-            self._named[name, key] = OmegaConf.select(result.config, key) if result and is_option else None
-        return self._named[name, key]
+            self._file_values[name, key] = OmegaConf.select(result.config, key) if result and is_option else None
+        return self._file_values[name, key]
 
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
         result: ConfigResult = super()._load_single_config(default, repo)
         if not default.package:
-            # The file's own values, where all others are a copy that stands in its package: a merge moves them.
+            # Hydra copies a config into its package; without a package it returns the cached object itself, which the
+            # following merge would modify.
             result = copy.copy(result)
             result.config = copy.deepcopy(result.config)
-        if values := stated(self._folder, default.config_path or ""):
+        if values := source_values(self._folder, default.config_path or ""):
             merged = OmegaConf.merge(result.config, values)
             assert isinstance(merged, DictConfig)
             result.config = merged

@@ -1,4 +1,4 @@
-"""From the composed values to the config: what is missing or out of range, then every section's own checks."""
+"""Validation of composed values: missing and out-of-range values, then the checks of every section."""
 
 import dataclasses
 from collections.abc import Callable, Set
@@ -17,10 +17,10 @@ T = TypeVar("T", bound=Schema)
 
 
 class Validator:
-    """Builds the sections bottom up and lists every problem.
+    """Builds the sections bottom up and collects every problem.
 
-    A section whose own values are sound is checked even when others are not. `origin` tells where a path was set, and
-    nothing is said about the paths in `unsure`: their problems are known already.
+    A section whose own values are valid runs its checks even if other sections have problems. `origin` returns where a
+    path was set. Paths in `unsure` are skipped: their problems are known already.
     """
 
     def __init__(self, origin: Callable[[str], str], unsure: Set[str]):
@@ -29,37 +29,37 @@ class Validator:
         self._unsure = unsure
 
     def section(self, node: DictConfig, path: str = "") -> Any:
-        """An instance of the node's schema class, or UNSURE."""
+        """Return an instance of the node's schema class, or UNSURE if a value of it has a problem."""
         cls = OmegaConf.get_type(node)
         assert cls is not None
         values = {name: self._value(field.spec, node, name, _join(path, name)) for name, field in fields(cls).items()}
         if any(value is UNSURE for value in values.values()):
             return UNSURE
         section = cls(**values)
-        self.problems += [self._placed(problem.under(path)) for problem in section.check()]
+        self.problems += [self._with_source(problem.under(path)) for problem in section.check()]
         return section
 
     def _value(self, spec: FieldType, node: DictConfig, name: str, path: str) -> Any:
         if path in self._unsure:
             return UNSURE
         if OmegaConf.is_missing(node, name):
-            return self._refuse(path, "a value is needed", "???", spec)
+            return self._reject(path, "a value is needed", "???", spec)
         try:
             value = node[name]
         except OmegaConfBaseException as error:
             raw = OmegaConf.to_container(node, resolve=False)
             assert isinstance(raw, dict)
-            return self._refuse(path, _first_line(error), raw.get(name), spec)
+            return self._reject(path, _first_line(error), raw.get(name), spec)
         if spec.is_section:
             return self.section(value, path)
         if spec.type is dict:
-            return self._names(spec, value, path)
+            return self._dict(spec, value, path)
         if isinstance(value, ListConfig):
             return self._list(spec, value, path)
         reason = spec.mismatch(value)
-        return self._refuse(path, reason, value, spec) if reason else value
+        return self._reject(path, reason, value, spec) if reason else value
 
-    def _names(self, spec: FieldType, node: DictConfig, path: str) -> Any:
+    def _dict(self, spec: FieldType, node: DictConfig, path: str) -> Any:
         assert spec.item is not None
         values = {str(key): self._value(spec.item, node, str(key), _join(path, str(key))) for key in node}
         return UNSURE if any(value is UNSURE for value in values.values()) else values
@@ -68,36 +68,36 @@ class Validator:
         try:
             value = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
-            return self._refuse(path, _first_line(error), OmegaConf.to_container(node), spec)
+            return self._reject(path, _first_line(error), OmegaConf.to_container(node), spec)
         reason = spec.mismatch(value)
-        return self._refuse(path, reason, value, spec) if reason else value
+        return self._reject(path, reason, value, spec) if reason else value
 
-    def _refuse(self, path: str, reason: str, value: Any, spec: FieldType) -> Any:
-        self.problems.append(self._placed(Problem(path, reason, value, spec.accepted)))
+    def _reject(self, path: str, reason: str, value: Any, spec: FieldType) -> Any:
+        self.problems.append(self._with_source(Problem(path, reason, value, spec.accepted)))
         return UNSURE
 
-    def _placed(self, problem: Problem) -> Problem:
+    def _with_source(self, problem: Problem) -> Problem:
         return problem if problem.source else dataclasses.replace(problem, source=self._origin(problem.path))
 
 
 def instantiate(node: DictConfig) -> Config:
-    """The config of a composed node; every problem at once where there are any."""
-    builder = Validator(origin=lambda path: "", unsure=frozenset())
-    config = builder.section(node)
-    if builder.problems:
-        raise ConfigError(builder.problems)
+    """Return the config of a composed node; raise ConfigError with every problem if there are any."""
+    validator = Validator(origin=lambda path: "", unsure=frozenset())
+    config = validator.section(node)
+    if validator.problems:
+        raise ConfigError(validator.problems)
     assert isinstance(config, Config)
     return config
 
 
 def section_from(cls: type[T], values: Any, *, path: str, source: str) -> T:
-    """A section alone, of values as YAML holds them; ConfigError with every problem, told of `source`."""
-    builder = Validator(origin=lambda path: source, unsure=frozenset())
+    """Return one section from plain values; raise ConfigError with every problem, attributed to `source`."""
+    validator = Validator(origin=lambda path: source, unsure=frozenset())
     node = OmegaConf.merge(OmegaConf.structured(cls), values)
     assert isinstance(node, DictConfig)
-    section = builder.section(node, path)
-    if builder.problems:
-        raise ConfigError(builder.problems)
+    section = validator.section(node, path)
+    if validator.problems:
+        raise ConfigError(validator.problems)
     assert isinstance(section, cls)
     return section
 

@@ -96,7 +96,7 @@ class Corpus(Schema):
     eval_fraction is held out; null: 100,000."""
     eval_fraction: float = option(0.05, gt=0, lt=1)
     """Share at the end that is held out for evaluation, where no files or split are."""
-    shape: str = option("text", one_of="maxhydra.data.record_types")
+    record_type: str = option("text", one_of="maxhydra.data.record_types")
     """What a record is: text; tokens; chat (messages, loss on the assistant's turns); preference (chosen, rejected);
     prompts (prompt, answer); teacher (tokens with a teacher's top logits)."""
     columns: dict[str, str] = option({})
@@ -142,15 +142,15 @@ class Corpus(Schema):
                 yield Problem(field, "no file is there", value=name, accepted=ACCEPTED, hint=hint)
 
     def _check_shape(self) -> Iterator[Problem]:
-        if self.source in READY_ROWS and self.shape != "text":
+        if self.source in READY_ROWS and self.record_type != "text":
             reason = f"is not what source={self.source} holds"
-            yield Problem("shape", reason, value=self.shape, accepted="text")
+            yield Problem("record_type", reason, value=self.record_type, accepted="text")
         for role in self.columns:
-            if role not in ROLES[self.shape]:
+            if role not in ROLES[self.record_type]:
                 yield Problem(
                     f"columns.{role}",
-                    f"is no role of shape={self.shape}",
+                    f"is no role of record_type={self.record_type}",
                     value=self.columns[role],
-                    accepted=", ".join(ROLES[self.shape]),
-                    hint=did_you_mean(role, ROLES[self.shape]),
+                    accepted=", ".join(ROLES[self.record_type]),
+                    hint=did_you_mean(role, ROLES[self.record_type]),
                 )

@@ -79,10 +79,10 @@ class Data(Corpus):
     def other_shapes(self, accepted: str, *, task: str, hint: str) -> Iterator[Problem]:
         """Sources, seen from the root of the config, whose records do not mean what a task learns from."""
         for name, corpus in self.corpora().items():
-            if corpus.shape != accepted:
-                path = f"data.sources.{name}.shape" if name else "data.shape"
+            if corpus.record_type != accepted:
+                path = f"data.sources.{name}.record_type" if name else "data.record_type"
                 reason = f"is not what task={task} learns from"
-                yield Problem(path, reason, value=corpus.shape, accepted=accepted, hint=hint)
+                yield Problem(path, reason, value=corpus.record_type, accepted=accepted, hint=hint)
 
     def check(self) -> Iterator[Problem]:
         yield from super().check()

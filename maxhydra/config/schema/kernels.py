@@ -43,7 +43,7 @@ class Projection(Enum):
     joined = "joined"
 
 
-class FusedProductBackend(Enum):
+class FusedLinearBackend(Enum):
     auto = "auto"
     none = "none"
 
@@ -58,14 +58,14 @@ class ModelKernels(Schema):
     """Products of tokens with the experts they were given to; auto as for attention."""
     rms_norm: TritonBackend = TritonBackend.auto
     """Norms before attention and feed-forward, with the gradient of the stream beside them; auto as for attention."""
-    rotated_heads: TritonBackend = TritonBackend.auto
+    qkv_rope: TritonBackend = TritonBackend.auto
     """Query, key and value out of one product with rotary positions, in training; auto as for attention."""
     linear_cross_entropy: TritonBackend = TritonBackend.auto
     """The head and the loss of its logits in training; auto as for attention."""
     delta: DeltaBackend = DeltaBackend.auto
     """chunked, with kernels for TPUs (pallas_tpu) or GPUs (triton), or the reference, token by token; auto as for
     attention."""
-    fused_product: FusedProductBackend = FusedProductBackend.auto
+    fused_linear: FusedLinearBackend = FusedLinearBackend.auto
     """To decode on one GPU: norm, gate and residual on the way of the products that they stand around, or (none) each
     for itself."""
     projection: Projection = Projection.plain

@@ -11,7 +11,7 @@ from maxhydra.config.schema.feed_forward import Activation, Mlp, MlpKind
 from maxhydra.config.schema.gated_delta import Delta, DeltaBackend
 from maxhydra.config.schema.kernels import (
     AttentionBackend,
-    FusedProductBackend,
+    FusedLinearBackend,
     GroupedMatmulBackend,
     ModelKernels,
     Projection,
@@ -33,7 +33,7 @@ __all__ = [
     "Embedding",
     "EmbeddingScale",
     "FeedForward",
-    "FusedProductBackend",
+    "FusedLinearBackend",
     "Gate",
     "GroupScore",
     "GroupedMatmulBackend",

@@ -88,14 +88,14 @@ class QuantizationRule(Schema):
 class Quantization(QuantizationRule):
     """The rule of most projections, and others for some."""
 
-    besides: dict[str, QuantizationRule] = option({})
+    overrides: dict[str, QuantizationRule] = option({})
     """Rules by names of your own for projections that want another format; the first that matches a projection holds,
     and the one above holds after them. kind=none leaves its targets in model.dtypes.compute."""
 
     @property
     def rules(self) -> dict[str, QuantizationRule]:
         """Every rule by its path below this section, in the order in which they are asked."""
-        return {**{f"besides.{name}": rule for name, rule in self.besides.items()}, "": self}
+        return {**{f"overrides.{name}": rule for name, rule in self.overrides.items()}, "": self}
 
     @property
     def kinds(self) -> set[QuantizationKind]:
@@ -104,20 +104,22 @@ class Quantization(QuantizationRule):
 
     def without_history(self) -> "Quantization":
         """The same for a model that remembers nothing."""
-        besides = {name: dataclasses.replace(rule, history=None) for name, rule in self.besides.items()}
-        return dataclasses.replace(self, history=None, besides=besides)
+        overrides = {name: dataclasses.replace(rule, history=None) for name, rule in self.overrides.items()}
+        return dataclasses.replace(self, history=None, overrides=overrides)
 
     def check(self) -> Iterator[Problem]:
         yield from super().check()
         if self.kind is QuantizationKind.none and self.targets:
             hint = "try quantization=fp8 or quantization=int8_weights"
             yield Problem("targets", "is not used by kind=none", value=self.targets, hint=hint)
-        if self.besides and self.kind is QuantizationKind.none:
+        if self.overrides and self.kind is QuantizationKind.none:
             reason = "are exceptions to a rule, and kind=none is none"
-            yield Problem("besides", reason, value=sorted(self.besides), hint="choose quantization=... for the others")
+            yield Problem(
+                "overrides", reason, value=sorted(self.overrides), hint="choose quantization=... for the others"
+            )
         first = TO_TRAIN if self.kind in TO_TRAIN else TO_KEEP
-        for name, rule in self.besides.items():
+        for name, rule in self.overrides.items():
             if rule.kind not in (*first, QuantizationKind.none):
                 reason = f"does not go with kind={self.kind.value}: the one is to train, the other to decode"
                 accepted = ", ".join(kind.value for kind in first)
-                yield Problem(f"besides.{name}.kind", reason, value=rule.kind, accepted=accepted)
+                yield Problem(f"overrides.{name}.kind", reason, value=rule.kind, accepted=accepted)

@@ -77,7 +77,7 @@ class Sample(Schema):
     tokens: int = option(0, ge=0)
     """Tokens to write; 0 writes none."""
     prompt: str = "\n"
-    """Text to go on from; with data.shape=chat, what a user says."""
+    """Text to go on from; with data.record_type=chat, what a user says."""
     temperature: float = option(0.8, ge=0)
     """0 takes the likeliest token."""
 

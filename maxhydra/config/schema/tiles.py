@@ -117,7 +117,7 @@ class RmsNormTile(Tile):
 
 
 @schema
-class RotatedHeadsTile(Tile):
+class QkvRopeTile(Tile):
     """What a program takes of one head."""
 
     tokens: int | None = option(None, ge=1, le=1024)
@@ -145,7 +145,7 @@ class TritonTiles(Schema):
     attention: AttentionTile = section(AttentionTile)
     grouped_matmul: GroupedMatmulTile = section(GroupedMatmulTile)
     rms_norm: RmsNormTile = section(RmsNormTile)
-    rotated_heads: RotatedHeadsTile = section(RotatedHeadsTile)
+    qkv_rope: QkvRopeTile = section(QkvRopeTile)
     linear_cross_entropy: LinearCrossEntropyTile = section(LinearCrossEntropyTile)
 
 

@@ -1,4 +1,4 @@
-"""What a record means. A module of this package is one shape, chosen by data.shape.
+"""What a record means. A module of this package is one shape, chosen by data.record_type.
 
 Each has `build(corpus, data, seq_len) -> RecordType`. The columns it reads are in `config.schema.corpus.ROLES`.
 """
@@ -43,7 +43,7 @@ class RecordType(Protocol):
 
 def build_shape(corpus: Corpus, data: Data, seq_len: int) -> RecordType:
     """The shape that a corpus names, for rows of a length."""
-    built: RecordType = importlib.import_module(f"{__name__}.{corpus.shape}").build(corpus, data, seq_len)
+    built: RecordType = importlib.import_module(f"{__name__}.{corpus.record_type}").build(corpus, data, seq_len)
     return built
 
 

@@ -29,7 +29,7 @@ class RecordSource:
     train: Records
     evaluation: Records
     evaluation_shape: RecordType | None = None
-    """What the held-out records mean, where it is something else than data.shape."""
+    """What the held-out records mean, where it is something else than data.record_type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def columns_of(corpus: Corpus) -> tuple[str, ...] | None:
     """The columns that the shape must have; not known where a function comes before it."""
     if corpus.formatting is not None:
         return None
-    return tuple(corpus.columns.get(role, role) for role in ROLES[corpus.shape])
+    return tuple(corpus.columns.get(role, role) for role in ROLES[corpus.record_type])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ def open_records(names: str, corpus: Corpus, data: Data) -> Records:
     endings = tuple(ending for of_format in ENDINGS.values() for ending in of_format)
     paths = find_files(names, data.cache, endings=endings)
     # Other shapes look for columns that need not be there, such as weights beside tokens.
-    columns = columns_of(corpus) if corpus.shape == "text" else None
+    columns = columns_of(corpus) if corpus.record_type == "text" else None
     _check_finished(paths)
     shelf = FileCache(Path(data.cache).expanduser(), columns)
     files = open_files(paths, corpus.format, shelf)

@@ -36,7 +36,7 @@ def formats_of(quantization: Quantization | None) -> tuple[QuantRule, ...]:
     """In the order in which they are asked."""
     if quantization is None:
         return ()
-    return tuple(QuantRule.of(rule) for rule in (*quantization.besides.values(), quantization))
+    return tuple(QuantRule.of(rule) for rule in (*quantization.overrides.values(), quantization))
 
 
 def format_of(formats: tuple[QuantRule, ...], name: str) -> QuantRule | None:

@@ -30,7 +30,7 @@ class Teacher(Schema):
     """The model that is learned from, beside the student in every step."""
 
     weights: str | None = None
-    """Its weights: what checkpoint.load_parameters takes. null: its top logits are in the data (data.shape=teacher)."""
+    """Its weights: what checkpoint.load_parameters takes. null: top logits in the data (data.record_type=teacher)."""
     model: str | None = None
     """Option of the group model that it is. null: that of the run which weights names."""
     mesh: str | None = None

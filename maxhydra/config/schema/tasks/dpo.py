@@ -31,7 +31,7 @@ SMOOTHED = (PreferenceLoss.sigmoid, PreferenceLoss.simpo)
 
 @schema
 class DpoTask(Task):
-    """Trains on pairs of answers, one preferred to the other (data.shape=preference)."""
+    """Trains on pairs of answers, one preferred to the other (data.record_type=preference)."""
 
     loss: PreferenceLoss = PreferenceLoss.sigmoid
     """sigmoid: DPO (Rafailov et al., 2023); ipo (Azar et al., 2023); orpo (Hong et al., 2024); simpo (Meng et al.,

@@ -1,4 +1,4 @@
-"""Fields of task=tokenizer."""
+"""Fields of task=train_tokenizer."""
 
 from collections.abc import Iterator
 from enum import Enum
@@ -15,7 +15,7 @@ class TokenizerModel(Enum):
 
 
 @schema
-class TokenizerTask(Task):
+class TrainTokenizerTask(Task):
     """Trains a tokenizer on the texts of a source."""
 
     model: TokenizerModel = TokenizerModel.bpe

@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from maxhydra import data
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.schema.tasks.tokenizer import TokenizerModel, TokenizerTask
+from maxhydra.config.schema.tasks.train_tokenizer import TokenizerModel, TrainTokenizerTask
 from maxhydra.config.schema.tokenizer import Tokenizer as Words
 from maxhydra.data.optional_packages import need
 from maxhydra.data.raw_texts import texts
@@ -36,7 +36,7 @@ MEASURED = 1_000_000
 
 def run(job: Job) -> Outcome:
     task = job.config.task
-    assert isinstance(task, TokenizerTask)
+    assert isinstance(task, TrainTokenizerTask)
     if job.machine.process_index:
         return Outcome("finished", "left to the first process")
     folder = Path(task.output).expanduser().absolute() if task.output else job.run.path / "tokenizer"
@@ -80,7 +80,7 @@ class _Reader:
     Trainers turn what an iterator raises into errors of their own, which no longer say which record it was.
     """
 
-    def __init__(self, task: TokenizerTask, source: Iterator[str]):
+    def __init__(self, task: TrainTokenizerTask, source: Iterator[str]):
         self._limit, self._source = task.max_characters, source
         self.characters = 0
         self.sample: list[str] = []
@@ -120,7 +120,7 @@ class _Reader:
             raise ConfigError(Problem("data", "holds no text to learn from"))
 
 
-def _train_hugging_face(task: TokenizerTask, reader: _Reader, folder: Path) -> None:
+def _train_hugging_face(task: TrainTokenizerTask, reader: _Reader, folder: Path) -> None:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     known: dict[str, Any] = {"vocab_size": task.vocab_size, "special_tokens": task.marks(), "show_progress": False}
     if task.model is TokenizerModel.bpe:
@@ -145,7 +145,7 @@ def _train_hugging_face(task: TokenizerTask, reader: _Reader, folder: Path) -> N
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | named, indent=1), encoding="utf-8")
 
 
-def _train_sentencepiece(task: TokenizerTask, reader: _Reader, folder: Path) -> None:
+def _train_sentencepiece(task: TrainTokenizerTask, reader: _Reader, folder: Path) -> None:
     trainer = need("sentencepiece", "task.model=sentencepiece").SentencePieceTrainer
     names = {"bos": task.bos, "eos": task.eos, "pad": task.pad}
     given = [role for role, name in names.items() if name is not None]
