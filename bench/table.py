@@ -1,11 +1,11 @@
-"""Writes the tables of measurements in docs/performance.md from JSON lines.
+"""Writes the tables of docs/lab/measured.md from JSON lines.
 
     maxhydra task=bench ... | tee -a docs/performance.jsonl          # or outputs/RUN/bench.jsonl
     python bench/table.py docs/performance.jsonl
 
 The lines are those of task=bench, bench/kernels.py, bench/check_kernels.py, bench/same_loss.py, bench/compare.py and
 bench/peers/*.py, in the order of the rows; other lines are ignored. The text is inserted between two markers in
-docs/performance.md.
+docs/lab/measured.md.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
-DOCS = Path(__file__).parent.parent / "docs" / "performance.md"
+DOCS = Path(__file__).parent.parent / "docs" / "lab" / "measured.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 # Fields of a bench/kernels.py line that describe the case; the others are measurements.
 CASE = ("bench", "device", "jax", "kernel", "case", "shape")
