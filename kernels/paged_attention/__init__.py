@@ -117,8 +117,8 @@ def paged_attention(
     """Return the attention outputs [B, N, H] of the new tokens, zeros for empty rows, and the updated pages.
 
     heads: queries, keys and values of the new tokens as split-K partial sums, whose sum is rounded to the cache's
-    dtype. turns: None, or a pair of [B, H] arrays: queries and keys x become x * turns[0] + y * turns[1], where y is x
-    with the halves of a head swapped (rotary embedding). then: the weight [N, K] that multiplies the output, for the
+    dtype. rope_factors: a pair (c, s) of [B, H] arrays: queries and keys x become c * x + s * y, where y is x with the
+    halves of a head swapped; None: no rotary embedding. then: the weight [N, K] that multiplies the output, for the
     kernel to prefetch into L2; None if unknown.
     """
     return BACKENDS[backend].run(heads_SBMH, rope_factors, pages, request, then=then)
