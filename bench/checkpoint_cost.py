@@ -1,4 +1,4 @@
-"""What asynchronous saving costs a step: the default run with and without it, alternating. One JSON line.
+"""Cost of asynchronous checkpointing per step: the default run with and without it, alternating. One JSON line.
 
 python bench/checkpoint_cost.py [--steps 200] [--every 100] [--rounds 3]
 """
@@ -38,26 +38,26 @@ def main() -> None:
     def round_time(mode: SaveMode) -> float:
         state = states.create(0)
         with tempfile.TemporaryDirectory() as folder:
-            saving = open_checkpointer(Path(folder), Checkpoint(mode=mode, every=options.every, keep=2))
+            checkpointer = open_checkpointer(Path(folder), Checkpoint(mode=mode, every=options.every, keep=2))
             state, metrics = step(state, next(loader))
             float(metrics["loss"])
-            began = time.perf_counter()
+            start = time.perf_counter()
             for i in range(1, options.steps + 1):
                 state, metrics = step(state, next(loader))
                 if i % options.every == 0:
-                    saving.save(i, state, loader.state(), {})
-            saving.settle()
+                    checkpointer.save(i, state, loader.state(), {})
+            checkpointer.settle()
             float(metrics["loss"])
-            took = time.perf_counter() - began
-            saving.close()
-        return took / options.steps
+            elapsed = time.perf_counter() - start
+            checkpointer.close()
+        return elapsed / options.steps
 
     round_time(SaveMode.asynchronous)
     times: dict[SaveMode, list[float]] = {SaveMode.off: [], SaveMode.asynchronous: [], SaveMode.synchronous: []}
     for _ in range(options.rounds):
-        for mode, seen in times.items():
-            seen.append(round_time(mode))
-    off, asynchronous, synchronous = (statistics.median(seen) for seen in times.values())
+        for mode, seconds in times.items():
+            seconds.append(round_time(mode))
+    off, asynchronous, synchronous = (statistics.median(seconds) for seconds in times.values())
     line = {
         "bench": "checkpoint_cost",
         "step_ms": off * 1e3,

@@ -1,4 +1,4 @@
-"""How a kernel is held against its reference: the same call, on the same rounded numbers, by both."""
+"""Compares a kernel with its reference: the same call on the same rounded inputs."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -16,15 +16,15 @@ class Case:
     kernel: str
     dtype: str
     sizes: tuple[int, ...]
-    asked: tuple[tuple[str, Any], ...] = ()
-    """What else the call is about, by name."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Other properties of the call, by name."""
 
     @property
-    def about(self) -> str:
-        return " ".join([self.dtype, str(list(self.sizes)), *(f"{name}={value}" for name, value in self.asked)])
+    def description(self) -> str:
+        return " ".join([self.dtype, str(list(self.sizes)), *(f"{name}={value}" for name, value in self.options)])
 
-    def draw(self, number: int, *shape: int, dtype: str | None = None) -> jax.Array:
-        """Normal numbers in the case's format."""
+    def sample(self, number: int, *shape: int, dtype: str | None = None) -> jax.Array:
+        """Normally distributed values in the case's dtype."""
         return jax.random.normal(jax.random.key(number), shape).astype(dtype or self.dtype)
 
 
@@ -32,16 +32,16 @@ class Check(NamedTuple):
     """A call by each backend, and by the reference."""
 
     backends: dict[str, Callable[..., Any]]
-    wanted: Callable[..., Any]
-    """Is given the arrays in float32."""
+    reference: Callable[..., Any]
+    """Called with the arrays in float32."""
     arrays: tuple[Any, ...]
-    """Those in floats, by which it is differentiated."""
+    """Floating-point inputs, with respect to which the call is differentiated."""
     has_gradients: bool = True
 
 
-def only(name: str, is_able: bool, run: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """The one backend there is, where it takes the case."""
-    return {name: run} if is_able else {}
+def single_backend(name: str, is_supported: bool, run: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """The only backend of a kernel, if it supports the case."""
+    return {name: run} if is_supported else {}
 
 
 class Kernel(NamedTuple):
@@ -49,7 +49,7 @@ class Kernel(NamedTuple):
     check: Callable[[Case], Check]
 
 
-class Found(NamedTuple):
+class Result(NamedTuple):
     case: Case
     backend: str
     values: float | None = None
@@ -57,51 +57,55 @@ class Found(NamedTuple):
     error: str | None = None
 
     def is_within(self, limit: float) -> bool:
-        """What is no number is not."""
-        far = [one for one in (self.values, self.gradients) if one is not None and not one <= limit]
-        return self.error is None and not far
+        """False for NaN."""
+        too_large = [x for x in (self.values, self.gradients) if x is not None and not x <= limit]
+        return self.error is None and not too_large
 
 
-def checked(case: Case, check: Callable[[Case], Check]) -> list[Found]:
-    """One for each backend that serves the case; what breaks is told, and others go on.
+def run_check(case: Case, check: Callable[[Case], Check]) -> list[Result]:
+    """One result for each backend that serves the case; an exception is recorded, and other backends still run.
 
-    In float32 both are asked for all bits of a product, which GPUs make in TF32 if nothing is said.
+    float32 matmuls run at full precision in both, since GPUs use TF32 by default.
     """
     backends, reference, arrays, has_gradients = check(case)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
-    weights = drawn_like(jax.eval_shape(reference, *wide)) if has_gradients else None
+    weights = random_weights_like(jax.eval_shape(reference, *wide)) if has_gradients else None
     with jax.default_matmul_precision("highest"):
-        wanted = jax.jit(both(reference, weights))(*wide)
-    found = []
+        expected = jax.jit(values_and_gradients(reference, weights))(*wide)
+    results = []
     for name, run in backends.items():
         try:
             with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
-                ours = jax.jit(both(run, weights))(*arrays)
+                actual = jax.jit(values_and_gradients(run, weights))(*arrays)
         except UnsupportedError:
             continue
         except Exception as error:
-            found.append(Found(case, name, error=f"{type(error).__name__}: {str(error)[:300]}"))
+            results.append(Result(case, name, error=f"{type(error).__name__}: {str(error)[:300]}"))
             continue
-        values, *gradients = (float(f"{distance(*pair):.2g}") for pair in zip(ours, wanted, strict=True))
-        found.append(Found(case, name, values, *gradients))
-    return found
+        values, *gradients = (float(f"{distance(*pair):.2g}") for pair in zip(actual, expected, strict=True))
+        results.append(Result(case, name, values, *gradients))
+    return results
 
 
-def drawn_like(outputs: Any) -> Any:
-    """Weights of a sum of them, which all formats hold exactly. Not made where they are used: a compiler may leave a
-    rounding out."""
+def random_weights_like(outputs: Any) -> Any:
+    """Random weights for a sum of the outputs, exactly representable in all dtypes.
+
+    Computed outside of the compiled call, because a compiler may drop a rounding.
+    """
     leaves, shape = jax.tree.flatten(outputs)
-    drawn = [jax.random.normal(jax.random.key(99 + i), x.shape).astype(jnp.float8_e4m3fn) for i, x in enumerate(leaves)]
-    return jax.tree.unflatten(shape, [x.astype(jnp.float32) for x in drawn])
+    samples = [
+        jax.random.normal(jax.random.key(99 + i), x.shape).astype(jnp.float8_e4m3fn) for i, x in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(shape, [x.astype(jnp.float32) for x in samples])
 
 
-def both(run: Callable[..., Any], weights: Any) -> Callable[..., tuple[Any, ...]]:
-    """Values, and the gradients of their sum with these weights; None: values alone."""
+def values_and_gradients(run: Callable[..., Any], weights: Any) -> Callable[..., tuple[Any, ...]]:
+    """Values, and the gradients of their sum with these weights; None: only values."""
 
     def call(*arrays: Any) -> tuple[Any, ...]:
         if weights is None:
             return (run(*arrays),)
-        out, pull = jax.vjp(run, *arrays)
-        return out, pull(jax.tree.map(lambda weight, x: weight.astype(x.dtype), weights, out))
+        out, pull_back = jax.vjp(run, *arrays)
+        return out, pull_back(jax.tree.map(lambda weight, x: weight.astype(x.dtype), weights, out))
 
     return call

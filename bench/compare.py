@@ -1,13 +1,13 @@
-"""Ours and the peers that are installed, one after the other on this machine, each in a process of its own.
+"""Compares maxhydra with the installed peers on this machine, each in a separate process.
 
     python bench/compare.py model=llama3.2-1b train.seq_len=4096 train.per_device_batch_size=8
     python bench/compare.py decode model=llama3.2-1b batch=1,64 new=256
     python bench/compare.py model=tiny                                          # on a CPU
-    python bench/compare.py of one_gpu.jsonl                                    # lines that were measured before
+    python bench/compare.py of one_gpu.jsonl                                    # existing measurements
 
-Prints the line of each, then one with the ratio of tokens a second; of lines measured before the ratios alone, each
-peer against our fastest of its model in as many bits. Peers are the scripts in bench/peers: they train or decode
-transformers' Llama in the sizes of the model, and print the same fields.
+Prints the line of each, then one with the ratio of tokens per second. For existing measurements it prints only the
+ratios, each peer against our fastest unquantized result for its model. Peers are the scripts in bench/peers: they train
+or decode transformers' Llama with the model's sizes and print the same fields.
 """
 
 import importlib.util
@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from decode import OWN
-from own import split_own
+from arguments import split_arguments
+from decode import TASK_KEYS
 from table import kind, read_lines
 
 from maxhydra import runtime
@@ -27,9 +27,9 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.hardware import Platform
 
 HERE = Path(__file__).parent
-NEEDED = ("torch", "transformers")
-# Of a line of decoding, by which ours and a peer's belong together.
-SAME = ("batch", "prompt", "new")
+PEER_PACKAGES = ("torch", "transformers")
+# Fields of a decode line that must match between ours and a peer's.
+MATCHED = ("batch", "prompt", "new")
 
 
 def main(arguments: list[str]) -> int:
@@ -39,33 +39,33 @@ def main(arguments: list[str]) -> int:
         return 0
     what = "decode" if arguments[:1] == ["decode"] else "pretrain"
     given = arguments[1:] if arguments[:1] in (["decode"], ["pretrain"]) else arguments
-    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in PEER_PACKAGES if importlib.util.find_spec(name) is None]
     ours = run([str(HERE / f"{what}.py"), *given])
-    peers = [] if absent else run(peer_command(what, given))
-    if absent:
-        print(f"no peer: {', '.join(absent)} not installed", file=sys.stderr)
+    peers = [] if missing else run(peer_command(what, given))
+    if missing:
+        print(f"no peer measured: {', '.join(missing)} not installed", file=sys.stderr)
     for line in ours:
         for peer in peers:
             if is_same_work(line, peer):
                 print(json.dumps(ratio(what, line, peer)), flush=True)
-    return 0 if ours and (peers or absent) else 1
+    return 0 if ours and (peers or missing) else 1
 
 
 def run(command: list[str]) -> list[dict[str, Any]]:
-    """The lines of a script, printed as they come; none where it fails, and its last words instead."""
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
-    found = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode:
-        words = done.stderr.strip().splitlines()[-8:]
-        print(f"{Path(command[0]).name} ended with {done.returncode}:", *words, sep="\n  ", file=sys.stderr)
-    for line in found:
+    """Run a script and print its JSON lines; if it fails, print the end of its stderr."""
+    process = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
+    if process.returncode:
+        tail = process.stderr.strip().splitlines()[-8:]
+        print(f"{Path(command[0]).name} exited with {process.returncode}:", *tail, sep="\n  ", file=sys.stderr)
+    for line in lines:
         print(line, flush=True)
-    return [json.loads(line) for line in found]
+    return [json.loads(line) for line in lines]
 
 
 def peer_command(what: str, given: list[str]) -> list[str]:
-    """The peer's script with the same sizes."""
-    own, overrides = split_own(given, OWN)
+    """Command of the peer's script with the same sizes."""
+    own, overrides = split_arguments(given, TASK_KEYS)
     composed = compose(["task=bench", *overrides])
     config = composed.config
     device = "cuda" if runtime.predict_hardware(config.hardware).platform is Platform.gpu else "cpu"
@@ -81,24 +81,24 @@ def peer_command(what: str, given: list[str]) -> list[str]:
 
 
 def is_same_work(ours: dict[str, Any], peer: dict[str, Any]) -> bool:
-    """Batches of training differ: each side may take the one that suits it."""
-    names = ("model",) if ours["bench"] == "pretrain" else ("model", *SAME)
+    """Training batches may differ: each side uses the size that suits it best."""
+    names = ("model",) if ours["bench"] == "pretrain" else ("model", *MATCHED)
     return ours["bench"] == kind(peer) and all(ours[name] == peer[name] for name in names)
 
 
 def ratios(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     ours = [line for line in lines if line.get("bench") in ("pretrain", "decode") and "peer" not in line]
-    unrounded = [line for line in ours if not any(text.startswith("quantization=") for text in line["overrides"])]
+    unquantized = [line for line in ours if not any(text.startswith("quantization=") for text in line["overrides"])]
     for peer in lines:
         if "peer" in peer or "engine" in peer:
-            same = [line for line in unrounded if is_same_work(line, peer)]
+            same = [line for line in unquantized if is_same_work(line, peer)]
             if same:
                 yield ratio(kind(peer), max(same, key=lambda line: line["tokens_per_second"]), peer)
 
 
 def ratio(what: str, ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
     speeds = {name: line["tokens_per_second"] for name, line in (("ours", ours), ("peer", peer))}
-    about = {name: ours[name] for name in (*SAME, "model", "device", "date") if name in ours}
+    about = {name: ours[name] for name in (*MATCHED, "model", "device", "date") if name in ours}
     against = {"against": peer.get("peer") or peer.get("engine"), "ratio": round(speeds["ours"] / speeds["peer"], 3)}
     return {"bench": "compare", "what": what, **about, **speeds, **against}
 

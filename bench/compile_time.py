@@ -1,4 +1,4 @@
-"""Compile time of the training step with 4 and with 64 layers: the scan must make it flat. One JSON line.
+"""Compile time of the training step with 4 and 64 layers, which the scan should keep equal. Prints one JSON line.
 
 python bench/compile_time.py
 """
@@ -18,18 +18,18 @@ from maxhydra.train.trainer import trace_step
 
 
 def seconds(layers: int) -> float:
-    """Trace, lower and compile, each time anew."""
+    """Seconds to trace, lower and compile, without caches."""
     jax.clear_caches()
     config = compose([f"model.num_layers={layers}", "model.scan_unroll=1", "model.remat.policy=minimal"]).config
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
     loader = data.train_loader(config.data, plan_batches(config, sharder))
     batch = loader.peek()
-    began = time.perf_counter()
+    start = time.perf_counter()
     states = plan_states(config, sharder)
     trace_step(states, next_token_loss(states.model, sharder, config.train), config.train, batch).lower().compile()
-    took = time.perf_counter() - began
+    elapsed = time.perf_counter() - start
     loader.close()
-    return took
+    return elapsed
 
 
 def main() -> None:

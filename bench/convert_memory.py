@@ -1,7 +1,7 @@
 """Peak host memory of task=convert over a synthetic Hugging Face folder: `python bench/convert_memory.py [GB]`.
 
-Writes random weights of a Llama of that size (3 GB unless said otherwise), converts them in a process of its own, and
-prints how far its resident memory rose over what it held when all was imported.
+Writes random weights of a Llama of that size (default 3 GB), converts them in a separate process, and prints how far
+its resident memory rose above the level after imports.
 """
 
 import json
@@ -32,10 +32,10 @@ sys.exit(code)
 
 
 def shapes(layers: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of such a Llama."""
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, WIDTH), "model.norm.weight": (WIDTH,)}
+    """Tensor names and shapes of the Llama."""
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, WIDTH), "model.norm.weight": (WIDTH,)}
     for layer in range(layers):
-        own = {
+        layer_tensors = {
             **{
                 f"self_attn.{name}_proj": (rows, WIDTH)
                 for name, rows in {"q": WIDTH, "k": 512, "v": 512, "o": WIDTH}.items()
@@ -43,12 +43,12 @@ def shapes(layers: int) -> dict[str, tuple[int, ...]]:
             **{"mlp.gate_proj": (HIDDEN, WIDTH), "mlp.up_proj": (HIDDEN, WIDTH), "mlp.down_proj": (WIDTH, HIDDEN)},
             **{"input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,)},
         }
-        found |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
-    return found
+        tensors |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in layer_tensors.items()}
+    return tensors
 
 
 def write(folder: Path, gigabytes: float) -> float:
-    """A folder of about that size, in bfloat16; its size."""
+    """Write a folder of about that size in bfloat16; returns its exact size."""
     per_layer = sum(int(np.prod(shape)) for name, shape in shapes(1).items() if "layers" in name) * 2
     layers = max(1, round(gigabytes * 1e9 / per_layer))
     settings = {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": WIDTH, "intermediate_size": HIDDEN}
@@ -69,20 +69,22 @@ def write(folder: Path, gigabytes: float) -> float:
 def measure(folder: Path, output: Path, *overrides: str) -> tuple[float, float]:
     """Peak resident memory in GB before the conversion, and at its end."""
     arguments = ["task=convert", "model=from_hf", f"model.path={folder}", f"task.output={output}", *overrides]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", CONVERT, *arguments, "task.dtype=bfloat16"], capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    before, peak = map(float, done.stdout.rsplit("peak", 1)[1].split())
+    if process.returncode:
+        raise SystemExit(process.stderr)
+    before, peak = map(float, process.stdout.rsplit("peak", 1)[1].split())
     return before, peak
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place:
-        source = Path(place) / "in"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "in"
         source.mkdir()
         size = write(source, float(sys.argv[1]) if len(sys.argv) > 1 else 3.0)
-        for form in ("hf", "maxhydra"):
-            before, peak = measure(source, Path(place) / form, f"task.format={form}")
-            print(f"{form}: {size:.2f} GB converted, peak {peak - before:.2f} GB over the {before:.2f} GB at start")
+        for format_name in ("hf", "maxhydra"):
+            before, peak = measure(source, Path(folder) / format_name, f"task.format={format_name}")
+            print(
+                f"{format_name}: {size:.2f} GB converted, peak {peak - before:.2f} GB over the {before:.2f} GB at start"
+            )

@@ -1,9 +1,9 @@
-"""How fast the input is, in ratios to other ways within one run. One JSON line per case, best of a few rounds.
+"""Input pipeline speed, relative to alternatives in the same process. One JSON line per case, best of a few rounds.
 
 python bench/data.py jsonl         read, tokenize and pack, against the tokenizer alone and against `datasets`
-python bench/data.py arrayrecord   tokens that were made before, to rows on the host and to arrays on a device
-python bench/data.py packing       fill and speed of each method, and of grain's packers
-python bench/data.py wait          share of a tiny training step that is spent waiting for input
+python bench/data.py arrayrecord   pretokenized data, to rows on the host and to arrays on a device
+python bench/data.py packing       fill and speed of each packing method, and of grain's packers
+python bench/data.py wait          share of a small training step spent waiting for input
 """
 
 import json
@@ -42,34 +42,36 @@ DOCUMENTS = int(os.environ.get("DOCUMENTS", "12000"))
 
 
 def lengths(count: int, mean: float = MEAN) -> np.ndarray:
-    """Of documents: log-normal, with the mean that was asked for."""
-    drawn = np.random.default_rng(0).lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA, count)
-    return np.maximum(2, drawn).astype(np.int64)
+    """Document lengths: log-normal with this mean."""
+    samples = np.random.default_rng(0).lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA, count)
+    return np.maximum(2, samples).astype(np.int64)
 
 
 def make_tokenizer(folder: Path) -> Tokenizer:
-    """Byte-level BPE of 8192 entries, learned from the plays."""
-    words = Tokenizer(models.BPE())
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = decoders.ByteLevel()
+    """Train a byte-level BPE tokenizer of 8192 entries on the plays."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    words.train(
+    tokenizer.train(
         [str(TEXT)],
         trainers.BpeTrainer(
             vocab_size=VOCABULARY, special_tokens=["<bos>", "<eos>"], initial_alphabet=alphabet, show_progress=False
         ),
     )
     folder.mkdir()
-    words.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
-    return words
+    return tokenizer
 
 
-def write_texts(path: Path, count: int, words: Tokenizer) -> list[str]:
-    """Documents cut from the plays at random, an average of MEAN tokens long."""
+def write_texts(path: Path, count: int, tokenizer: Tokenizer) -> list[str]:
+    """Write documents cut from the plays at random, MEAN tokens long on average."""
     plays = TEXT.read_text(encoding="utf-8")
-    letters = len(plays) / sum(len(found.ids) for found in words.encode_batch(plays.splitlines(keepends=True)))
-    sizes = lengths(count, MEAN * letters)
+    characters_per_token = len(plays) / sum(
+        len(encoding.ids) for encoding in tokenizer.encode_batch(plays.splitlines(keepends=True))
+    )
+    sizes = lengths(count, MEAN * characters_per_token)
     starts = np.random.default_rng(1).integers(0, len(plays) - 1, count)
     twice = plays * 2
     texts = [twice[start : start + size] for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
@@ -82,9 +84,11 @@ def spec() -> BatchSpec:
     return BatchSpec(rows=RowSpec(seq_len=SEQ_LEN, vocab_size=VOCABULARY, seed=0), batch=BATCH, sharding=sharding)
 
 
-def best(*ways: Callable[[], float], rounds: int = ROUNDS) -> list[float]:
-    """The best speed of each way, taken in turns, so that a busy moment does not fall on one alone."""
-    return [max(speeds) for speeds in zip(*([way() for way in ways] for _ in range(rounds)), strict=True)]
+def best_speeds(*functions: Callable[[], float], rounds: int = ROUNDS) -> list[float]:
+    """The best speed of each function; rounds are interleaved, so that background load does not hit only one."""
+    return [
+        max(speeds) for speeds in zip(*([function() for function in functions] for _ in range(rounds)), strict=True)
+    ]
 
 
 def speed_of(
@@ -93,88 +97,88 @@ def speed_of(
     tokens: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Tokens a second over so many, the opening of the files included. By time.process_time, a second of one core."""
-    began = clock()
+    """Tokens per second over `tokens` tokens, including opening the files. With time.process_time: per core-second."""
+    start_time = clock()
     loader = make_loader(data, spec())
-    given = 0
+    count = 0
     for batch in loader:
-        given += SEQ_LEN * BATCH
-        if given >= tokens:
+        count += SEQ_LEN * BATCH
+        if count >= tokens:
             jax.block_until_ready(batch)
             break
-    took = clock() - began
-    filled = given * (1 - loader.metrics()["data/padding"])
+    elapsed = clock() - start_time
+    filled = count * (1 - loader.metrics()["data/padding"])
     loader.close()
-    return float(filled / took)
+    return float(filled / elapsed)
 
 
 def speed_of_all(data: Data, clock: Callable[[], float]) -> float:
-    """Tokens a second over every record once, to rows on the host: nothing is read ahead in vain."""
-    began = clock()
+    """Tokens per second over every record once, to rows on the host, without unused read-ahead."""
+    start_time = clock()
     pipeline = Pipeline(data, spec().rows)
     (stream,) = pipeline.held_out()
     with suppress(StopIteration):
         while True:
             stream.take()
-    took = clock() - began
+    elapsed = clock() - start_time
     pipeline.close()
-    return stream.counts.filled / took
+    return stream.counts.filled / elapsed
 
 
 def jsonl(folder: Path) -> dict[str, Any]:
-    words = make_tokenizer(folder / "tokenizer")
-    texts = write_texts(folder / "texts.jsonl", DOCUMENTS, words)
-    total = sum(len(encoding.ids) for encoding in words.encode_batch_fast(texts))
+    tokenizer = make_tokenizer(folder / "tokenizer")
+    texts = write_texts(folder / "texts.jsonl", DOCUMENTS, tokenizer)
+    total = sum(len(encoding.ids) for encoding in tokenizer.encode_batch_fast(texts))
 
-    def alone(encode: Callable[..., Any], clock: Callable[[], float]) -> float:
-        began = clock()
+    def encode_only(encode: Callable[..., Any], clock: Callable[[], float]) -> float:
+        start_time = clock()
         for at in range(0, len(texts), 128):
             encode(texts[at : at + 128], add_special_tokens=False)
-        return total / (clock() - began)
+        return total / (clock() - start_time)
 
     config = TokenizerConfig(kind="hf", path=str(folder / "tokenizer"))
     path, cache = str(folder / "texts.jsonl"), str(folder / "cache")
     data = Data(source="grain", path=path, eval_path=path, cache=cache, tokenizer=config)
     figures: dict[str, Any] = {"megabytes": round((folder / "texts.jsonl").stat().st_size / 1e6, 1)}
     for unit, clock in (("second", time.perf_counter), ("core_second", time.process_time)):
-        slow, fast, ours, theirs = best(
-            partial(alone, words.encode_batch, clock),
-            partial(alone, words.encode_batch_fast, clock),
+        slow, fast, ours, datasets_speed = best_speeds(
+            partial(encode_only, tokenizer.encode_batch, clock),
+            partial(encode_only, tokenizer.encode_batch_fast, clock),
             partial(speed_of_all, data, clock),
-            partial(with_datasets, folder, words, clock),
+            partial(with_datasets, folder, tokenizer, clock),
         )
         figures[unit] = {
             "tokens": round(ours),
             "of_encode_batch": round(ours / slow, 3),
             "of_encode_batch_fast": round(ours / fast, 3),
-            "of_datasets_map_and_pack": round(ours / theirs, 2),
+            "of_datasets_map_and_pack": round(ours / datasets_speed, 2),
         }
     return figures
 
 
-def with_datasets(folder: Path, words: Tokenizer, clock: Callable[[], float]) -> float:
-    """The usual way: map a tokenizer over batches, map a function that joins and cuts, read the rows as NumPy."""
+def with_datasets(folder: Path, tokenizer: Tokenizer, clock: Callable[[], float]) -> float:
+    """The usual `datasets` pipeline: map a tokenizer over batches, map concatenate-and-split, read rows as NumPy."""
     import datasets
 
     datasets.disable_progress_bars()
     datasets.disable_caching()
 
     def tokenize(rows: dict[str, list]) -> dict[str, list]:
-        return {"input_ids": [encoding.ids for encoding in words.encode_batch_fast(rows["text"])]}
+        return {"input_ids": [encoding.ids for encoding in tokenizer.encode_batch_fast(rows["text"])]}
 
     def pack(rows: dict[str, list]) -> dict[str, list]:
-        joined = np.concatenate([np.array(ids, np.int32) for ids in rows["input_ids"]])
-        whole = len(joined) // SEQ_LEN * SEQ_LEN
-        return {"input_ids": joined[:whole].reshape(-1, SEQ_LEN)}  # type: ignore[dict-item]
+        tokens = np.concatenate([np.array(ids, np.int32) for ids in rows["input_ids"]])
+        whole = len(tokens) // SEQ_LEN * SEQ_LEN
+        return {"input_ids": tokens[:whole].reshape(-1, SEQ_LEN)}  # type: ignore[dict-item]
 
     with tempfile.TemporaryDirectory(dir=folder) as cache:
-        began = clock()
+        start_time = clock()
         files = str(folder / "texts.jsonl")
         loaded = datasets.load_dataset("json", data_files=files, split="train", cache_dir=cache)
         tokens = loaded.map(tokenize, batched=True, remove_columns=["text"])
         rows = tokens.map(pack, batched=True, remove_columns=["input_ids"]).with_format("numpy")
         count = sum(len(batch["input_ids"]) for batch in rows.iter(BATCH)) * SEQ_LEN
-        return count / (clock() - began)
+        return count / (clock() - start_time)
 
 
 def arrayrecord(folder: Path) -> dict[str, Any]:
@@ -188,7 +192,7 @@ def arrayrecord(folder: Path) -> dict[str, Any]:
     path, cache = str(folder / "tokens.array_record"), str(folder / "cache")
     data = Data(source="grain", path=path, cache=cache, record_type="tokens")
     total = int(sizes.sum() * 0.9)
-    host, device, core = best(
+    host, device, core = best_speeds(
         lambda: speed_of(host_loader, data, total),
         lambda: speed_of(train_loader, data, total),
         lambda: speed_of(host_loader, data, total, time.process_time),
@@ -208,27 +212,31 @@ def packing(folder: Path) -> dict[str, Any]:
     window = 128 * SEQ_LEN // MEAN
 
     def ours(method: PackingMethod) -> tuple[float, float]:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         filled = rows = 0
         for at in range(0, len(documents), window):
-            some = documents[at : at + window]
-            made = plan(np.array([document.places for document in some]), SEQ_LEN, Packing(method=method))
-            packed = pack_rows(some, made, SEQ_LEN, with_segments=True)
+            chunk = documents[at : at + window]
+            packing_plan = plan(np.array([document.places for document in chunk]), SEQ_LEN, Packing(method=method))
+            packed = pack_rows(chunk, packing_plan, SEQ_LEN, with_segments=True)
             filled, rows = filled + int(packed.filled.sum()), rows + len(packed)
-        return rows / (time.perf_counter() - began), filled / rows / SEQ_LEN
+        return rows / (time.perf_counter() - start_time), filled / rows / SEQ_LEN
 
     methods = (PackingMethod.best_fit, PackingMethod.first_fit, PackingMethod.concat_then_split)
-    ways: dict[str, Callable[[], tuple[float, float]]] = {method.name: lambda m=method: ours(m) for method in methods}  # type: ignore[misc]
-    ways |= {f"grain_{name}": lambda n=name: with_grain(n, documents) for name in ("best_fit", "first_fit", "concat")}  # type: ignore[misc]
-    rounds = [{name: way() for name, way in ways.items()} for _ in range(ROUNDS)]
-    found = {name: max(figures[name] for figures in rounds) for name in ways}
-    ratio = found["best_fit"][0] / found["concat_then_split"][0]
-    figures = {name: {"rows_per_second": round(speed), "fill": round(fill, 4)} for name, (speed, fill) in found.items()}
+    packers: dict[str, Callable[[], tuple[float, float]]] = {
+        method.name: lambda m=method: ours(m) for method in methods
+    }  # type: ignore[misc]
+    packers |= {
+        f"grain_{name}": lambda n=name: with_grain(n, documents) for name in ("best_fit", "first_fit", "concat")
+    }  # type: ignore[misc]
+    rounds = [{name: packer() for name, packer in packers.items()} for _ in range(ROUNDS)]
+    best = {name: max(figures[name] for figures in rounds) for name in packers}
+    ratio = best["best_fit"][0] / best["concat_then_split"][0]
+    figures = {name: {"rows_per_second": round(speed), "fill": round(fill, 4)} for name, (speed, fill) in best.items()}
     return {**figures, "best_fit_to_concat": round(ratio, 3)}
 
 
 def with_grain(name: str, documents: list[Document]) -> tuple[float, float]:
-    """Grain's packer over the same tokens; documents over the sequence are split for it first, as it wants them."""
+    """Grain's packer over the same tokens; documents longer than a sequence are split first, as it requires."""
     import grain
 
     pieces = [
@@ -244,15 +252,15 @@ def with_grain(name: str, documents: list[Document]) -> tuple[float, float]:
         packed = grain.experimental.BestFitPackIterDataset(source, length_struct=length, num_packing_bins=128)
     else:
         packed = grain.experimental.FirstFitPackIterDataset(source, length_struct=length, num_packing_bins=128)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     rows = sum(1 for _ in packed)
-    took = time.perf_counter() - began
-    return rows / took, sum(len(piece["tokens"]) for piece in pieces) / rows / SEQ_LEN
+    elapsed = time.perf_counter() - start_time
+    return rows / elapsed, sum(len(piece["tokens"]) for piece in pieces) / rows / SEQ_LEN
 
 
 def wait(folder: Path) -> dict[str, Any]:
-    words = make_tokenizer(folder / "tokenizer")
-    write_texts(folder / "texts.jsonl", 4000, words)
+    tokenizer = make_tokenizer(folder / "tokenizer")
+    write_texts(folder / "texts.jsonl", 4000, tokenizer)
     arguments = [
         *("data=grain", f"data.path={folder / 'texts.jsonl'}", f"data.cache={folder / 'cache'}"),
         *("data.tokenizer.kind=hf", f"data.tokenizer.path={folder / 'tokenizer'}", f"model.vocab_size={VOCABULARY}"),
@@ -278,15 +286,15 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-def chosen(names: list[str]) -> Iterator[str]:
+def select_cases(names: list[str]) -> Iterator[str]:
     for name in names or CASES:
         if name not in CASES:
-            raise SystemExit(f"{name}: no such case; there are {', '.join(CASES)}")
+            raise SystemExit(f"unknown case {name}; expected {', '.join(CASES)}")
         yield name
 
 
 def main() -> None:
-    for name in chosen(sys.argv[1:]):
+    for name in select_cases(sys.argv[1:]):
         with tempfile.TemporaryDirectory() as folder:
             figures = CASES[name](Path(folder))
         print(json.dumps({"bench": f"data {name}", "cores": os.cpu_count(), **figures}), flush=True)

@@ -1,28 +1,28 @@
-"""Speed of the training step on this machine, with any overrides of the command line. One JSON line.
+"""Measures the speed of the training step on this machine, with any config overrides. Prints one JSON line.
 
 python bench/pretrain.py model=llama3.2-1b train.seq_len=4096 train.per_device_batch_size=8 model.remat.policy=minimal
 
-`maxhydra task=bench` measures the same, and keeps it as a run.
+`maxhydra task=bench` measures the same and records it as a run.
 """
 
 import json
 import sys
 
-from subject import opened
+from target import open_target
 
 from maxhydra.measure.training import CompiledStep, measure_training
 from maxhydra.measure.training import prepare as prepare_step
 
 
 def prepare(overrides: list[str]) -> CompiledStep:
-    """The training step of these overrides, compiled."""
-    subject, _ = opened(overrides)
-    return prepare_step(subject.config, subject.machine)
+    """Compile the training step of these overrides."""
+    target, _ = open_target(overrides)
+    return prepare_step(target.config, target.machine)
 
 
 def main(overrides: list[str]) -> None:
-    subject, task = opened(overrides)
-    print(json.dumps(measure_training(subject, warm_up=task.warm_up, steps=task.steps)), flush=True)
+    target, task = open_target(overrides)
+    print(json.dumps(measure_training(target, warm_up=task.warm_up, steps=task.steps)), flush=True)
 
 
 if __name__ == "__main__":

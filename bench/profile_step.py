@@ -1,10 +1,10 @@
-"""Where the milliseconds of a training step go on a GPU: kernel time by part of the model. A table, then one JSON line.
+"""Profiles a training step on a GPU: kernel time by part of the model. Prints a table, then one JSON line.
 
 python bench/profile_step.py model=llama3.2-1b train.seq_len=4096 model.scan_unroll=16 [--keep FOLDER]
 
-Kernels are counted to the HLO instruction that launched them, and so to the named scope (embedding, norm, attention,
-mlp, loss, update) and the pass it came from; a fusion belongs to its last operation. Command buffers hide that link, so
-they are off: `idle` is larger than in training, the kernels are the same. `--keep` leaves the HLO and every kernel.
+Kernels are attributed to the HLO instruction that launched them, and so to its named scope (embedding, norm, attention,
+mlp, loss, update) and pass; a fusion is attributed to its last operation. Command buffers hide that link, so they are
+disabled: `idle` is larger than in training, the kernels are the same. `--keep` saves the HLO and all kernels.
 """
 
 import collections
@@ -52,7 +52,9 @@ def main(arguments: list[str]) -> None:
         groups[part, direction, kind] += ms
     for (part, direction, kind), ms in groups.most_common():
         print(f"{ms:9.2f} ms {100 * ms / span:5.1f} %  {part:10} {direction:8} {kind}")
-    print(f"{span - busy:9.2f} ms {100 * (1 - busy / span):5.1f} %  idle\n{span:9.2f} ms in all; the largest kernels:")
+    print(
+        f"{span - busy:9.2f} ms {100 * (1 - busy / span):5.1f} %  idle\n{span:9.2f} ms in total; the largest kernels:"
+    )
     for (*name, shape, kernel), (count, ms) in sorted(rows.items(), key=lambda row: -row[1][1])[:TOP]:
         print(f"{ms:9.2f} ms {count / STEPS:5.0f} x  {' '.join(name):34} {shape:44} {kernel[:60]}")
     line = {
@@ -65,7 +67,7 @@ def main(arguments: list[str]) -> None:
 
 
 def read_kernels(profile) -> list[tuple[str, str, int, int]]:
-    """(HLO instruction, kernel, start, end) of everything the GPU's streams ran, in nanoseconds."""
+    """(HLO instruction, kernel, start, end) of everything that ran on the GPU's streams, in nanoseconds."""
     kernels = []
     for plane in profile.planes:
         for line in plane.lines if plane.name.startswith("/device:GPU") else ():
@@ -78,23 +80,23 @@ def read_kernels(profile) -> list[tuple[str, str, int, int]]:
 
 
 def instructions(hlo: str) -> dict[str, tuple[str, str, str]]:
-    """Instruction -> its shape, its opcode or the library it calls, and the operation of the program it came from."""
-    found = {}
+    """Instruction -> its shape, its opcode or the library it calls, and the JAX operation it came from."""
+    by_name = {}
     for line in hlo.splitlines():
         if match := INSTRUCTION.match(line):
             name, shape, opcode = match.groups()
             target = re.search(r'custom_call_target="([^"]*)"|"kind":"(__\w+)"', line)
             operation = re.search(r'op_name="([^"]*)"', line)
-            found[name] = (
+            by_name[name] = (
                 shape,
                 target.group(1) or target.group(2) if target else opcode,
                 operation[1] if operation else "",
             )
-    return found
+    return by_name
 
 
 def group(kernels: list, known: dict[str, tuple[str, str, str]]) -> tuple[dict, float]:
-    """(part, pass, kind, shape, kernel) -> [launches, ms a step]; and the ms a step in which anything ran."""
+    """(part, pass, kind, shape, kernel) -> [launches, ms per step]; and the ms per step in which anything ran."""
     rows: dict = {}
     busy, last = 0, 0
     for instruction, kernel, start, end in kernels:
@@ -105,7 +107,7 @@ def group(kernels: list, known: dict[str, tuple[str, str, str]]) -> tuple[dict, 
         if "fmha" in what or re.search("cudnn|attention_(forward|backward)", kernel.lower()):
             kind = "flash attention"
         elif "gemm" in what or "matmul" in what or re.search("gemm|nvjet|xmma", kernel):
-            kind = "product"
+            kind = "matmul"
         else:
             kind = "copy" if re.search("copy|transpose|Memcpy|Memset|concatenate", kernel) else "elementwise"
         row = rows.setdefault((part, direction, kind, shape[:44], f"{instruction.split('.')[0]} {kernel}"), [0, 0.0])

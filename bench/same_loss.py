@@ -1,13 +1,13 @@
-"""Whether a model trained in fewer bits learns the same: one config under several formats, one line of JSON each.
+"""Compares the losses of one config trained under several quantization formats. One JSON line per format.
 
     python bench/same_loss.py formats=none,fp8 seeds=0,1,2 model=llama3.2-1b model.num_layers=12 model.emb_dim=1024 \\
         model.vocab_size=320 data=demo train.steps=500 train.seq_len=512 train.per_device_batch_size=16
 
-The first format is what the others are held against. Each format and seed is a run of its own under --runs (a temporary
-folder), with the same data in the same order; `--together` runs them at the same time, for machines where time does not
-matter. Losses are means over the seeds: one run differs from the next by as much as a format may cost. `loss_over` is
-how much larger the mean training loss of the last fifth is, `worst_over` the most at one logged step of it, `eval_over`
-the same of the last evaluation, and `eval_runs` are the last evaluations of single runs.
+The first format is the baseline. Each format and seed is a separate run under --runs (default: a temporary folder) with
+the same data in the same order; `--together` runs them concurrently, for when speed does not matter. Losses are means
+over the seeds, because runs of one format differ by as much as a format may cost. `loss_over` is the relative increase
+of the mean training loss over the last fifth of the steps, `worst_over` the largest at a single logged step of it,
+`eval_over` that of the last evaluation, and `eval_runs` are the last evaluations of the individual runs.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from own import split_own
+from arguments import split_arguments
 
 from maxhydra.record.metrics import read_metrics
 
@@ -38,35 +38,35 @@ def folder(format_name: str, seed: str) -> str:
 
 def curves(folders: list[Path], name: str) -> list[Curve]:
     rows = [read_metrics(folder / "metrics.jsonl") for folder in folders]
-    return [{row["step"]: row[name] for row in of_run if name in row} for of_run in rows]
+    return [{row["step"]: row[name] for row in run_rows if name in row} for run_rows in rows]
 
 
-def mean(several: list[Curve]) -> Curve:
-    return {step: statistics.fmean(curve[step] for curve in several) for step in several[0]}
+def mean(runs: list[Curve]) -> Curve:
+    return {step: statistics.fmean(curve[step] for curve in runs) for step in runs[0]}
 
 
 def line(name: str, against: str, folders: dict[str, list[Path]], overrides: list[str]) -> dict[str, Any]:
-    loss, base = (mean(curves(folders[each], "loss")) for each in (name, against))
-    evaluated, of_base = (mean(curves(folders[each], "eval/loss")) for each in (name, against))
-    late, last = [step for step in base if step > 0.8 * max(base)], max(evaluated)
-    over = sum(loss[step] for step in late) / sum(base[step] for step in late)
+    loss, base = (mean(curves(folders[format_name], "loss")) for format_name in (name, against))
+    eval_loss, base_eval_loss = (mean(curves(folders[format_name], "eval/loss")) for format_name in (name, against))
+    late, last = [step for step in base if step > 0.8 * max(base)], max(eval_loss)
+    ratio = sum(loss[step] for step in late) / sum(base[step] for step in late)
     return {
         "bench": "same_loss",
         "format": name,
         "against": against,
         "overrides": overrides,
-        "eval_loss": {str(step): round(value, 4) for step, value in evaluated.items()},
+        "eval_loss": {str(step): round(value, 4) for step, value in eval_loss.items()},
         "eval_runs": [round(curve[last], 4) for curve in curves(folders[name], "eval/loss")],
-        "eval_over": round(evaluated[last] / of_base[last] - 1, 5),
-        "loss_over": round(over - 1, 5),
+        "eval_over": round(eval_loss[last] / base_eval_loss[last] - 1, 5),
+        "loss_over": round(ratio - 1, 5),
         "worst_over": round(max(loss[step] / base[step] for step in late) - 1, 5),
     }
 
 
-def split(overrides: list[str], own: dict[str, str]) -> tuple[dict[str, list[str]], list[str]]:
-    """What is this script's, with these values where nothing is said, and what is the runs'."""
-    given, rest = split_own(overrides, own)
-    return {name: given.get(name, value).split(",") for name, value in own.items()}, rest
+def split(overrides: list[str], defaults: dict[str, str]) -> tuple[dict[str, list[str]], list[str]]:
+    """This script's arguments as lists, with defaults, and the overrides of the runs."""
+    given, rest = split_arguments(overrides, defaults)
+    return {name: given.get(name, value).split(",") for name, value in defaults.items()}, rest
 
 
 def main() -> int:
@@ -75,20 +75,20 @@ def main() -> int:
     parser.add_argument("--runs", type=Path)
     parser.add_argument("--together", action="store_true")
     options = parser.parse_intermixed_args()
-    own, overrides = split(options.overrides, {"formats": "none,fp8", "seeds": "0"})
+    sweep, overrides = split(options.overrides, {"formats": "none,fp8", "seeds": "0"})
     runs = options.runs or Path(tempfile.mkdtemp(prefix="same_loss-"))
     children = []
-    for seed in own["seeds"]:
-        for name in own["formats"]:
+    for seed in sweep["seeds"]:
+        for name in sweep["formats"]:
             children.append(start(name, seed, overrides, runs))
             if not options.together:
                 children[-1].wait()
-    ends = [child.wait() for child in children]
-    if any(ends):
+    exit_codes = [child.wait() for child in children]
+    if any(exit_codes):
         return 1
-    folders = {name: [runs / folder(name, seed) for seed in own["seeds"]] for name in own["formats"]}
-    for name in own["formats"]:
-        print(json.dumps(line(name, own["formats"][0], folders, overrides)), flush=True)
+    folders = {name: [runs / folder(name, seed) for seed in sweep["seeds"]] for name in sweep["formats"]}
+    for name in sweep["formats"]:
+        print(json.dumps(line(name, sweep["formats"][0], folders, overrides)), flush=True)
     return 0
 
 

@@ -1,9 +1,9 @@
-"""task=serve under many clients: requests, how many were lost, their latency, and the server's memory. One JSON line.
+"""Load test of task=serve: requests, failures, latency and the server's memory. Prints one JSON line.
 
 python bench/serve_load.py [--seconds 60] [--clients 64] [--tokens 16] [OVERRIDES ...]
 
-Without overrides it serves model=tiny, trained for a step. Half the clients stream; one request in twenty is hung up
-on half-way, which is not counted as lost. Lost is an answer that is missing, cut short or no 200.
+Without overrides it serves model=tiny, trained for one step. Half of the clients stream; one request in twenty is
+aborted by the client, which does not count as lost. A request is lost if its response is missing, truncated or not 200.
 """
 
 import argparse
@@ -18,12 +18,12 @@ import threading
 import time
 from pathlib import Path
 
-# Programs are compiled as new shapes of work turn up, and stay in memory: it is level once the common ones are there.
+# New batch shapes compile new programs, which stay in memory: it levels off once the common ones are compiled.
 WARM_SECONDS, WARM_ROUNDS, LEVEL_MIB = 10, 9, 1.0
 
 
 class Load:
-    """What the clients did, counted from many threads."""
+    """Request counters, shared by all client threads."""
 
     def __init__(self, port: int, tokens: int, until: float):
         self.port, self.tokens, self.until = port, tokens, until
@@ -34,15 +34,15 @@ class Load:
 
     def client(self, number: int) -> None:
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        asked = 0
+        count = 0
         while time.monotonic() < self.until:
-            asked += 1
-            began = time.monotonic()
+            count += 1
+            start = time.monotonic()
             try:
-                if (number + asked) % 20 == 0:
+                if (number + count) % 20 == 0:
                     self._hang_up(number)
                     continue
-                self._ask(link, number, is_stream=number % 2 == 0)
+                self._request(link, number, is_stream=number % 2 == 0)
             except (OSError, http.client.HTTPException, ValueError, AssertionError) as error:
                 with self._lock:
                     self.lost += 1
@@ -50,9 +50,9 @@ class Load:
                 link.close()
                 continue
             with self._lock:
-                self.latencies.append(time.monotonic() - began)
+                self.latencies.append(time.monotonic() - start)
 
-    def _ask(self, link: http.client.HTTPConnection, number: int, *, is_stream: bool) -> None:
+    def _request(self, link: http.client.HTTPConnection, number: int, *, is_stream: bool) -> None:
         link.request("POST", "/v1/completions", self._body(number, is_stream=is_stream), self._headers)
         response = link.getresponse()
         data = response.read()
@@ -82,9 +82,9 @@ class Load:
 
 
 def memory_mib(process: int) -> float:
-    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
-    assert found
-    return int(found[1]) / 1024
+    match = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
+    assert match
+    return int(match[1]) / 1024
 
 
 def metrics(port: int) -> dict[str, float]:
@@ -94,47 +94,47 @@ def metrics(port: int) -> dict[str, float]:
     return {line.split()[0].removeprefix("maxhydra_"): float(line.split()[1]) for line in lines}
 
 
-def load(port: int, *, clients: int, tokens: int, seconds: float) -> Load:
-    made = Load(port, tokens, time.monotonic() + seconds)
-    threads = [threading.Thread(target=made.client, args=(number,)) for number in range(clients)]
+def run_load(port: int, *, clients: int, tokens: int, seconds: float) -> Load:
+    load = Load(port, tokens, time.monotonic() + seconds)
+    threads = [threading.Thread(target=load.client, args=(number,)) for number in range(clients)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return made
+    return load
 
 
-def warm_up(port: int, process: int, asked: argparse.Namespace) -> float:
-    """Load until three rounds in a row have not added to the server's memory; returns it."""
-    seen = [memory_mib(process)]
+def warm_up(port: int, process: int, options: argparse.Namespace) -> float:
+    """Run load until three rounds in a row have not increased the server's memory; returns it."""
+    levels = [memory_mib(process)]
     for _ in range(WARM_ROUNDS):
-        load(port, clients=asked.clients, tokens=asked.tokens, seconds=WARM_SECONDS)
-        seen.append(memory_mib(process))
-        if len(seen) > 3 and seen[-1] - seen[-3] < LEVEL_MIB:
+        run_load(port, clients=options.clients, tokens=options.tokens, seconds=WARM_SECONDS)
+        levels.append(memory_mib(process))
+        if len(levels) > 3 and levels[-1] - levels[-3] < LEVEL_MIB:
             break
-    return seen[-1]
+    return levels[-1]
 
 
-def measure(process: subprocess.Popen[str], asked: argparse.Namespace) -> dict[str, object]:
+def measure(process: subprocess.Popen[str], options: argparse.Namespace) -> dict[str, object]:
     assert process.stdout is not None
     line = process.stdout.readline()
     port = int(line.rsplit(":", 1)[1].split("/")[0])
-    before = warm_up(port, process.pid, asked)
-    written = metrics(port)["engine_tokens_written"]
-    made = load(port, clients=asked.clients, tokens=asked.tokens, seconds=asked.seconds)
+    before = warm_up(port, process.pid, options)
+    tokens_before = metrics(port)["engine_tokens_written"]
+    load = run_load(port, clients=options.clients, tokens=options.tokens, seconds=options.seconds)
     time.sleep(1)
     after = metrics(port)
-    latencies = sorted(made.latencies)
+    latencies = sorted(load.latencies)
     return {
-        "clients": asked.clients,
-        "seconds": asked.seconds,
-        "requests": len(latencies) + made.lost,
-        "lost": made.lost,
-        "reasons": made.reasons[:3],
-        "hung_up": made.hung_up,
+        "clients": options.clients,
+        "seconds": options.seconds,
+        "requests": len(latencies) + load.lost,
+        "lost": load.lost,
+        "reasons": load.reasons[:3],
+        "hung_up": load.hung_up,
         "p50_s": round(latencies[len(latencies) // 2], 3),
         "p95_s": round(latencies[len(latencies) * 95 // 100], 3),
-        "tokens_per_second": round((after["engine_tokens_written"] - written) / asked.seconds, 1),
+        "tokens_per_second": round((after["engine_tokens_written"] - tokens_before) / options.seconds, 1),
         "memory_start_mib": round(before, 1),
         "memory_end_mib": round(memory_mib(process.pid), 1),
         "left_running": after["server_sequences"],
@@ -147,11 +147,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("overrides", nargs="*")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     os.environ["PYTHONPATH"] = str(Path(__file__).parent.parent)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "maxhydra"]
-        overrides = asked.overrides
+        overrides = options.overrides
         if not overrides:
             train = ["run.name=run", "train.steps=1", "train.eval_batches=0", "train.sample.tokens=0"]
             quiet = subprocess.DEVNULL
@@ -160,7 +160,7 @@ def main() -> None:
         serve = [*command, "task=serve", "task.port=0", *overrides]
         process = subprocess.Popen(serve, cwd=folder, stdout=subprocess.PIPE, text=True)
         try:
-            figures = measure(process, asked)
+            figures = measure(process, options)
         finally:
             process.terminate()
             code = process.wait()

@@ -1,4 +1,4 @@
-"""How long a user waits: --help, --cfg job, and the first training step, cold. One JSON line.
+"""Measures cold start times: --help, --cfg job, and the first training step. Prints one JSON line.
 
 python bench/startup.py
 """
@@ -13,23 +13,23 @@ from pathlib import Path
 
 
 def seconds(arguments: list[str], cwd: str) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     subprocess.run([sys.executable, "-m", "maxhydra", *arguments], cwd=cwd, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def until_first_step(cwd: str) -> float:
-    """From the command to the first line of metrics.jsonl, with no compiled program kept from before."""
+    """From the command to the first line of metrics.jsonl, without a compilation cache."""
     arguments = ["run.name=first", "hardware.compilation_cache=null", "train.log_every=1", "train.steps=300"]
     metrics = Path(cwd) / "outputs" / "first" / "metrics.jsonl"
-    began = time.perf_counter()
+    start = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "maxhydra", *arguments], cwd=cwd, stderr=subprocess.DEVNULL)
     while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.01)
-    took = time.perf_counter() - began
+    elapsed = time.perf_counter() - start
     process.kill()
     process.wait()
-    return took
+    return elapsed
 
 
 def main() -> None:

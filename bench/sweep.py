@@ -1,9 +1,8 @@
-"""A search that ends bad jobs early beside a grid: how near its learning rate comes, with how many steps, and how long
-a worker waits for its next job.
+"""Compares a pruned search with a grid sweep: its best learning rate, its steps, and how long workers are idle.
 
     python bench/sweep.py [--trials 20] [--workers 2] [--folder DIR]
 
-Prints one JSON line. Both sweeps run the micro model on the shipped text, through the command that a user types.
+Prints one JSON line. Both sweeps train the micro model on the bundled text, through the command line.
 """
 
 import argparse
@@ -23,21 +22,21 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=None)
-    asked = parser.parse_args()
-    folder = asked.folder or Path(tempfile.mkdtemp(prefix="sweep-bench-"))
-    settings = ["hydra/sweeper=optuna", f"hydra.sweeper.workers={asked.workers}", f"run.outputs={folder}", *SHORT]
+    options = parser.parse_args()
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="sweep-bench-"))
+    settings = ["hydra/sweeper=optuna", f"hydra.sweeper.workers={options.workers}", f"run.outputs={folder}", *SHORT]
     low, high = RANGE
-    rates = [low * (high / low) ** (n / (asked.trials - 1)) for n in range(asked.trials)]
+    rates = [low * (high / low) ** (n / (options.trials - 1)) for n in range(options.trials)]
     values = ",".join(f"{rate:.6g}" for rate in rates)
     maxhydra(["-m", *settings, "hydra.sweeper.sampler=grid", f"optimizer.learning_rate={values}", "run.name=grid"])
-    search = [f"hydra.sweeper.trials={asked.trials}", "hydra.sweeper.pruner=asha", "hydra.sweeper.min_steps=3"]
+    search = [f"hydra.sweeper.trials={options.trials}", "hydra.sweeper.pruner=asha", "hydra.sweeper.min_steps=3"]
     interval = f"optimizer.learning_rate=tag(log,interval({low},{high}))"
     maxhydra(["-m", *settings, *search, interval, "run.name=search"])
-    grid, found = summary(folder / "grid"), summary(folder / "search")
-    ratio = found["learning_rate"] / grid["learning_rate"]
-    line = {"grid": grid, "search": found, "rate_ratio": round(ratio, 3)}
-    line["steps_ratio"] = round(found["steps"] / grid["steps"], 3)
-    line["longest_wait"] = idle(folder / "search", asked.workers)
+    grid, best = summary(folder / "grid"), summary(folder / "search")
+    ratio = best["learning_rate"] / grid["learning_rate"]
+    line = {"grid": grid, "search": best, "rate_ratio": round(ratio, 3)}
+    line["steps_ratio"] = round(best["steps"] / grid["steps"], 3)
+    line["longest_wait"] = idle(folder / "search", options.workers)
     print(json.dumps(line))
 
 
@@ -50,28 +49,28 @@ def runs(sweep: Path) -> list[dict]:
 
 
 def summary(sweep: Path) -> dict:
-    """The best job of a sweep, and the steps of all."""
-    told = runs(sweep)
-    best = min((run for run in told if run["status"] == "finished"), key=lambda run: run["objective"]["value"])
-    rate = next(word for word in best["command"] if word.startswith("optimizer.learning_rate="))
+    """The best job of a sweep, and the total steps."""
+    jobs = runs(sweep)
+    best = min((run for run in jobs if run["status"] == "finished"), key=lambda run: run["objective"]["value"])
+    rate = next(part for part in best["command"] if part.startswith("optimizer.learning_rate="))
     return {
-        "jobs": len(told),
-        "finished": sum(run["status"] == "finished" for run in told),
-        "steps": sum(run["end_step"] for run in told),
+        "jobs": len(jobs),
+        "finished": sum(run["status"] == "finished" for run in jobs),
+        "steps": sum(run["end_step"] for run in jobs),
         "learning_rate": float(rate.partition("=")[2]),
         "loss": round(best["objective"]["value"], 4),
     }
 
 
 def idle(sweep: Path, workers: int) -> float:
-    """Seconds from the end of a job's process to the start of the next one, at the longest, while jobs remained.
+    """The longest time in seconds from the end of a job's process to the start of the next, while jobs remained.
 
-    The console of a job is made when it starts, and written last when it ends, a little before its process is gone; the
-    k-th job after the first `workers` begins when the k-th has ended.
+    A job's console file is created when it starts and last written when it ends, shortly before its process exits; the
+    k-th job after the first `workers` starts when the k-th has ended.
     """
     consoles = [str(path) for path in sweep.glob("*/console.txt")]
-    told = subprocess.run(["stat", "-c", "%.6W %.6Y", *consoles], check=True, capture_output=True, text=True).stdout
-    starts, ends = (sorted(map(float, column)) for column in zip(*map(str.split, told.splitlines()), strict=True))
+    output = subprocess.run(["stat", "-c", "%.6W %.6Y", *consoles], check=True, capture_output=True, text=True).stdout
+    starts, ends = (sorted(map(float, column)) for column in zip(*map(str.split, output.splitlines()), strict=True))
     waits = [start - end for start, end in zip(starts[workers:], ends, strict=False)]
     return round(max(waits, default=0.0), 3)
 

@@ -1,11 +1,11 @@
-"""Writes the measured table of docs/performance.md from lines of JSON.
+"""Writes the tables of docs/lab/measured.md from JSON lines.
 
     maxhydra task=bench ... | tee -a docs/performance.jsonl          # or outputs/RUN/bench.jsonl
     python bench/table.py docs/performance.jsonl
 
 The lines are those of task=bench, bench/kernels.py, bench/check_kernels.py, bench/same_loss.py, bench/compare.py and
-bench/peers/*.py, in the order in which the rows shall stand; anything else is passed over. The text goes between the
-two marks in docs/performance.md.
+bench/peers/*.py, in the order of the rows; other lines are ignored. The text is inserted between two markers in
+docs/lab/measured.md.
 """
 
 import json
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
-DOCS = Path(__file__).parent.parent / "docs" / "performance.md"
+DOCS = Path(__file__).parent.parent / "docs" / "lab" / "measured.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-# What bench/kernels.py says of a case, besides what it has measured.
+# Fields of a bench/kernels.py line that describe the case; the others are measurements.
 CASE = ("bench", "device", "jax", "kernel", "case", "shape")
-# Overrides that say where a line was measured, not what.
-ASIDE = ("data=", "hardware.compilation_cache=", "model=", "task.", "objective=")
+# Overrides that do not describe what was measured.
+IGNORED = ("data=", "hardware.compilation_cache=", "model=", "task.", "objective=")
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -32,16 +32,16 @@ def share(value: float | None) -> str:
 
 
 def settings(line: Line) -> str:
-    """What was chosen besides the model, or who the peer is and what it was told."""
-    if who := line.get("peer") or line.get("engine"):
+    """The overrides other than the model, or the peer and its sizes."""
+    if peer := line.get("peer") or line.get("engine"):
         sizes = ("batch", "seq_len") if kind(line) == "pretrain" else ()
-        return ", ".join([who, *(f"{name} {line[name]}" for name in sizes)])
-    chosen = [text for text in line["overrides"] if not text.startswith(ASIDE)]
-    return ", ".join(chosen + line.get("xla_flags", [])) or "as given"
+        return ", ".join([peer, *(f"{name} {line[name]}" for name in sizes)])
+    overrides = [text for text in line["overrides"] if not text.startswith(IGNORED)]
+    return ", ".join(overrides + line.get("xla_flags", [])) or "as given"
 
 
 def over(name: str) -> Callable[[Line], str]:
-    """How much larger than that of the format it is held against."""
+    """Relative increase over the baseline format."""
     return lambda line: "" if line["format"] == line["against"] else f"{100 * line[name]:+.2f} %"
 
 
@@ -49,15 +49,15 @@ def model(line: Line) -> str:
     return str(line.get("model", ""))
 
 
-def told(facts: dict[str, Any]) -> str:
-    """Measurements by name, and by name within these."""
-    values = {name: f"({told(fact)})" if isinstance(fact, dict) else fact for name, fact in facts.items()}
+def format_facts(facts: dict[str, Any]) -> str:
+    """Measurements by name, nested ones in parentheses."""
+    values = {name: f"({format_facts(fact)})" if isinstance(fact, dict) else fact for name, fact in facts.items()}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
-def beside(line: Line) -> str:
-    """What bench/kernels.py has measured of one case."""
-    return told({name: value for name, value in line.items() if name not in CASE})
+def kernel_measurements(line: Line) -> str:
+    """The measurements of one case of bench/kernels.py."""
+    return format_facts({name: value for name, value in line.items() if name not in CASE})
 
 
 Column = Callable[[Line], str]
@@ -85,11 +85,11 @@ TABLES: dict[str, tuple[str, dict[str, Column]]] = {
             "tokens/s": lambda line: number(line["tokens_per_second"]),
             "after the first": lambda line: number(line["tokens_per_second_after_first"]),
             "all running": lambda line: number(line.get("tokens_per_second_steady")),
-            "to the last's first": lambda line: f"{1e3 * first_token(line):.0f} ms",
+            "time to the last first token": lambda line: f"{1e3 * first_token(line):.0f} ms",
         },
     ),
     "same_loss": (
-        "Losses in fewer bits, over seeds",
+        "Losses with quantization, over seeds",
         {
             "format": lambda line: line["format"],
             "evaluations": lambda line: ", ".join(map(str, line["eval_runs"])),
@@ -110,16 +110,16 @@ TABLES: dict[str, tuple[str, dict[str, Column]]] = {
             "error": lambda line: f"{line['error']:.2g}",
         },
     ),
-    "beside": (
-        "Kernels beside what XLA and cuDNN make of the same call",
+    "kernel_comparison": (
+        "Kernels compared with XLA and cuDNN",
         {
             "kernel": lambda line: ", ".join(str(line[name]) for name in ("kernel", "case") if name in line),
             "shape": lambda line: " x ".join(map(str, line["shape"])),
-            "measured": beside,
+            "measured": kernel_measurements,
         },
     ),
     "check_kernels": (
-        "Kernels against the reference in float32, the farthest of all cases",
+        "Kernels against the float32 reference, largest error over all cases",
         {
             "kernel": lambda line: line["kernel"],
             "backend": lambda line: line["backend"],
@@ -149,28 +149,34 @@ def first_token(line: Line) -> float:
 
 
 def kind(line: Line) -> str:
-    """The table of a line; lines of a peer's decoding name no bench, those of bench/kernels.py no operation."""
+    """The table of a line; decode lines of a peer have no `bench` field, those of bench/kernels.py no `operation`."""
     name = str(line.get("bench", "decode"))
-    return "beside" if name == "kernels" and "operation" not in line else name
+    return "kernel_comparison" if name == "kernels" and "operation" not in line else name
 
 
-def place(lines: Iterable[Line]) -> str:
-    """Devices, versions and days of the lines that tell them."""
-    named = [line for line in lines if "device" in line and "jax" in line]
-    machines = sorted({f"{line.get('devices', 1)} x {line['device']}" for line in named})
-    versions = sorted({", ".join(f"{name} {line[name]}" for name in ("jax", "flax") if name in line) for line in named})
-    return "; ".join([*machines, *versions, *sorted({line["date"] for line in named if "date" in line})])
+def machines_and_versions(lines: Iterable[Line]) -> str:
+    """Devices, versions and dates of the lines that have them."""
+    complete = [line for line in lines if "device" in line and "jax" in line]
+    machines = sorted({f"{line.get('devices', 1)} x {line['device']}" for line in complete})
+    versions = sorted(
+        {", ".join(f"{name} {line[name]}" for name in ("jax", "flax") if name in line) for line in complete}
+    )
+    return "; ".join([*machines, *versions, *sorted({line["date"] for line in complete if "date" in line})])
 
 
 def table(lines: list[Line]) -> str:
-    """The text between the marks: a table for each kind of line."""
+    """The text between the markers: a table for each kind of line."""
     parts = []
     for name, (title, columns) in TABLES.items():
-        own = [line for line in lines if kind(line) == name]
-        if not own:
+        selected = [line for line in lines if kind(line) == name]
+        if not selected:
             continue
-        rows = [list(columns), ["---"] * len(columns), *([cell(line) for cell in columns.values()] for line in own)]
-        about = f" ({where})" if (where := place(own)) else ""
+        rows = [
+            list(columns),
+            ["---"] * len(columns),
+            *([cell(line) for cell in columns.values()] for line in selected),
+        ]
+        about = f" ({where})" if (where := machines_and_versions(selected)) else ""
         parts.append(f"### {title}{about}\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows))
     return "\n\n".join(parts) + "\n"
 

@@ -1,4 +1,4 @@
-"""Which operations a program calls, and on what: noted while it is traced."""
+"""Records which operations a program calls, and with which shapes, while it is traced."""
 
 import dataclasses
 import functools
@@ -16,25 +16,25 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class RecordedCall:
-    """An operation and its arguments by name, arrays as shapes."""
+    """An operation and its arguments by name, with arrays as ShapeDtypeStruct."""
 
     operation: Callable[..., Any]
     arguments: Mapping[str, Any]
 
 
-_notes: ContextVar[list[RecordedCall] | None] = ContextVar("notes", default=None)
+_calls: ContextVar[list[RecordedCall] | None] = ContextVar("calls", default=None)
 
 
-def watched(operation: Callable[P, R]) -> Callable[P, R]:
-    """The operation; calls while somebody watches are noted."""
+def recorded(operation: Callable[P, R]) -> Callable[P, R]:
+    """Wrap the operation so that its calls are recorded inside `watching`."""
     signature = inspect.signature(operation)
 
     @functools.wraps(operation)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        notes = _notes.get()
-        if notes is not None:
-            given = signature.bind(*args, **kwargs).arguments
-            notes.append(RecordedCall(call, {name: _shape(value) for name, value in given.items()}))
+        calls = _calls.get()
+        if calls is not None:
+            arguments = signature.bind(*args, **kwargs).arguments
+            calls.append(RecordedCall(call, {name: _abstract(value) for name, value in arguments.items()}))
         return operation(*args, **kwargs)
 
     return call
@@ -42,14 +42,14 @@ def watched(operation: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def watching() -> Iterator[list[RecordedCall]]:
-    """Calls that are traced inside, in order."""
-    notes: list[RecordedCall] = []
-    token = _notes.set(notes)
+    """Collect the calls that are traced in the context, in order."""
+    calls: list[RecordedCall] = []
+    token = _calls.set(calls)
     try:
-        yield notes
+        yield calls
     finally:
-        _notes.reset(token)
+        _calls.reset(token)
 
 
-def _shape(value: Any) -> Any:
+def _abstract(value: Any) -> Any:
     return jax.ShapeDtypeStruct(value.shape, value.dtype) if isinstance(value, jax.Array) else value

@@ -1,41 +1,152 @@
-"""Which backend of an operation serves a call: the one asked for, or the fastest that can."""
+"""Backend selection: capability tables, and the `Operation` that picks a backend for a call.
 
+An operation lists its backends fastest first. `auto` selects the first one that supports the call. A backend that is
+requested by name and cannot serve the call raises `UnsupportedError`; nothing falls back silently.
+"""
+
+import dataclasses
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from maxhydra.kernels.call_recorder import recorded
+from maxhydra.kernels.tiles import Sizes, tile_size_problems
 
 logger = logging.getLogger("maxhydra")
 
+P = ParamSpec("P")
+R = TypeVar("R")
+# Fields of a capability table that are functions, not capabilities.
+FUNCTION_FIELDS = ("run", "tile_extents", "prefill_write")
+
 
 class UnsupportedError(Exception):
-    """The backend that was asked for cannot serve the call."""
+    """The requested backend cannot serve the call, or under `auto` no backend can."""
 
     def __init__(self, operation: str, backend: str, reasons: tuple[str, ...], able: tuple[str, ...]):
         self.operation, self.backend, self.reasons, self.able = operation, backend, reasons, able
-        super().__init__(f"{operation} on {backend}: {'; '.join(reasons)} (able: {', '.join(able)})")
+        alternatives = ", ".join(able) or "none"
+        super().__init__(f"{operation} on {backend}: {'; '.join(reasons)} (supported backends: {alternatives})")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallSpec:
+    """The static properties of a call that decide which backends can serve it."""
+
+    platform: str
+    devices: int
+    dtype: str
+    capability: str | None = None
+    """Compute capability of an NVIDIA GPU."""
+    sizes: Sizes = ()
+    """Requested tile sizes."""
+
+
+Call = TypeVar("Call", bound=CallSpec)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capability(Generic[Call]):
+    """The calls that a backend supports: one entry of a capability table. Operations add their own fields."""
+
+    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+    capabilities: tuple[str, ...] | None = None
+    """Compute capabilities of the GPUs; None: any."""
+    devices: int | None = None
+    """Number of devices it runs on; None: any."""
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    tile_extents: Callable[[Call], Mapping[str, int]] | None = None
+    """The array extent that each tile size must divide, by name; None: the backend has no configurable tile."""
+
+    def unsupported_reasons(self, call: Call) -> tuple[str, ...]:
+        """Why this backend cannot serve the call; empty if it can."""
+        requirements = (
+            (call.platform in self.platforms, f"runs on {either(self.platforms)}, not {call.platform}"),
+            (
+                self.capabilities is None or call.capability in self.capabilities,
+                f"needs a GPU of compute capability {either(self.capabilities or ())}, "
+                f"not {call.capability or call.platform}",
+            ),
+            (self.devices in (None, call.devices), f"runs on {self.devices} device, not {call.devices}"),
+            (call.dtype in self.dtypes, f"takes {either(self.dtypes)}, not {call.dtype}"),
+            *self.requirements(call),
+        )
+        problems = tile_size_problems(call, self.tile_extents)
+        return (*(reason for is_met, reason in requirements if not is_met), *problems)
+
+    def requirements(self, call: Call) -> tuple[tuple[bool, str], ...]:
+        """Further requirements as (is met, reason if it is not)."""
+        return ()
+
+
+Row = TypeVar("Row", bound=Capability[Any])
+
+
+class Operation(Generic[Call, Row]):
+    """An operation with several backends: selects one for each call, logs and records calls, prints its table.
+
+    `backends`: name -> capabilities, fastest first. `order`: the names fastest first for a given call, for operations
+    whose fastest backend depends on it; the default is the order of the table.
+    """
+
+    def __init__(self, name: str, backends: dict[str, Row], *, order: Callable[[Call], Iterable[str]] | None = None):
+        self.name, self.backends, self._order = name, backends, order
+
+    def choose(self, backend: str, call: Call) -> str:
+        """Return the name of the backend that serves the call, or raise UnsupportedError."""
+        order = self.backends if self._order is None else self._order(call)
+        reasons = {name: self.backends[name].unsupported_reasons(call) for name in order}
+        supported = tuple(name for name in reasons if not reasons[name])
+        if backend != "auto":
+            if reasons[backend]:
+                raise UnsupportedError(self.name, backend, reasons[backend], supported)
+            return backend
+        if not supported:
+            all_reasons = tuple(f"{name} {'; '.join(reasons[name])}" for name in reasons)
+            raise UnsupportedError(self.name, backend, all_reasons, supported)
+        faster = list(reasons)[: list(reasons).index(supported[0])]
+        _log_choice(self.name, supported[0], tuple(f"{name} {reasons[name][0]}" for name in faster))
+        return supported[0]
+
+    def select(self, backend: str, call: Call) -> Row:
+        """Return the capabilities, with the function to run, of the backend that serves the call."""
+        return self.backends[self.choose(backend, call)]
+
+    def find(self, call: Call) -> str | None:
+        """Return the name of the fastest backend that serves the call, or None."""
+        return next((name for name, row in self.backends.items() if not row.unsupported_reasons(call)), None)
+
+    def record_calls(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorate the operation's entry point so that `recording` collects its calls."""
+        return recorded(function)
+
+    def table(self) -> str:
+        """The capability table in Markdown: a column for each backend, fastest first, a row for each capability."""
+        backends = self.backends
+        rows = [("", *(f"`{name}`" for name in backends)), ("---",) * (len(backends) + 1)]
+        for field in dataclasses.fields(next(iter(backends.values()))):
+            if field.name not in FUNCTION_FIELDS:
+                values = (_cell(getattr(row, field.name)) for row in backends.values())
+                rows.append((field.name.replace("_", " "), *values))
+        rows = [row for row in rows if set(row[1:]) != {"any"}]
+        return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def either(names: Iterable[object]) -> str:
-    """As a refusal tells what would be taken."""
+    """Join the accepted values for an error message."""
     return " or ".join(map(str, names))
 
 
-def chosen(operation: str, backend: str, refusals: Mapping[str, tuple[str, ...]]) -> str:
-    """`refusals`: backend -> why it cannot serve the call, fastest first; `auto` takes the first that can."""
-    able = tuple(name for name, reasons in refusals.items() if not reasons)
-    if backend != "auto":
-        if refusals[backend]:
-            raise UnsupportedError(operation, backend, refusals[backend], able)
-        return backend
-    if not able:
-        reasons = tuple(f"{name} {'; '.join(reasons)}" for name, reasons in refusals.items())
-        raise UnsupportedError(operation, backend, reasons, able)
-    faster = list(refusals.items())[: list(refusals).index(able[0])]
-    _announce(operation, able[0], tuple(f"{name} {reasons[0]}" for name, reasons in faster))
-    return able[0]
-
-
 @functools.cache
-def _announce(operation: str, backend: str, passed_over: tuple[str, ...]) -> None:
-    """Say once what `auto` took, and the first reason against anything faster."""
-    logger.info("%s runs on %s%s", operation, backend, f" ({'; '.join(passed_over)})" if passed_over else "")
+def _log_choice(operation: str, backend: str, skipped: tuple[str, ...]) -> None:
+    """Log once which backend `auto` selected, and the first reason against each faster one."""
+    logger.info("%s runs on %s%s", operation, backend, f" ({'; '.join(skipped)})" if skipped else "")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "any"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

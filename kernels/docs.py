@@ -1,8 +1,6 @@
-"""The capability tables as docs/kernels.md shows them: `python -m maxhydra.kernels.docs` writes them there."""
+"""Writes the capability tables of all operations into docs/kernels.md: `python -m maxhydra.kernels.docs`."""
 
-import dataclasses
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +13,28 @@ from maxhydra.kernels import (
     qkv_rope,
     rms_norm,
 )
+from maxhydra.kernels.dispatch import Operation
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "kernels.md"
-OPERATIONS: dict[str, Mapping[str, Any]] = {
-    "attention": attention.BACKENDS,
-    "grouped_matmul": grouped_matmul.BACKENDS,
-    "paged_attention": paged_attention.BACKENDS,
-    "delta": gated_delta.BACKENDS,
-    "rms_norm": rms_norm.BACKENDS,
-    "rotated_heads": qkv_rope.BACKENDS,
-    "linear_cross_entropy": linear_cross_entropy.BACKENDS,
+OPERATIONS: dict[str, Operation[Any, Any]] = {
+    operation.name: operation
+    for operation in (
+        attention.OPERATION,
+        grouped_matmul.OPERATION,
+        paged_attention.OPERATION,
+        gated_delta.OPERATION,
+        rms_norm.OPERATION,
+        qkv_rope.OPERATION,
+        linear_cross_entropy.OPERATION,
+    )
 }
-# What stands between the marks of an operation.
+# The table of an operation, between its two markers.
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def with_tables(page: str) -> str:
-    """The page with every table as the backends are now."""
-    return MARKED.sub(lambda found: f"{found[1]}{table(OPERATIONS[found[2]])}{found[3]}", page)
-
-
-def table(backends: Mapping[str, Any]) -> str:
-    """A column for each backend, fastest first, a row for what any of them is limited by."""
-    rows = [("", *(f"`{name}`" for name in backends)), ("---",) * (len(backends) + 1)]
-    for field in dataclasses.fields(next(iter(backends.values()))):
-        if field.name not in ("run", "cut", "fill"):
-            values = (_shown(getattr(backend, field.name)) for backend in backends.values())
-            rows.append((field.name.replace("_", " "), *values))
-    rows = [row for row in rows if set(row[1:]) != {"any"}]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "any"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    """Return the page with every marked table regenerated."""
+    return MARKED.sub(lambda match: f"{match[1]}{OPERATIONS[match[2]].table()}{match[3]}", page)
 
 
 if __name__ == "__main__":

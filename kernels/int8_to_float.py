@@ -1,13 +1,13 @@
-"""Codes of eight bits as floats, by a few instructions of an NVIDIA GPU."""
+"""Converts int8 codes to floats with a few PTX instructions of an NVIDIA GPU."""
 
 from typing import Any
 
 import jax
 from jax.experimental.pallas import triton as plt
 
-# Four codes to floats a, b, c, d. The processors turn 16 integers a cycle into floats, too few for the speed of memory;
-# so a code plus 128 becomes the last byte of 2^23 as a float, from which 2^23 + 128 is taken.
-WIDEN = """{
+# Converts four codes to floats a, b, c, d. A multiprocessor converts only 16 integers to float per cycle, too few to
+# keep up with memory. So code + 128 becomes the last byte of the float 2^23, from which 2^23 + 128 is subtracted.
+CONVERT = """{
   .reg .b32 u, a, b, c, d;
   xor.b32 u, CODES, 0x80808080;
   prmt.b32 a, u, 0x4B000000, 0x7650;
@@ -18,26 +18,26 @@ WIDEN = """{
   add.f32 b, b, 0fCB000080;
   add.f32 c, c, 0fCB000080;
   add.f32 d, d, 0fCB000080;
-  USE
+  OUTPUT
 }"""
-# As they are; as bfloat16, their upper halves, since a code has eight bits and so has a bfloat16; or times a number and
-# added to another, in one instruction that the compiler would make two of.
+# The outputs: the floats; their upper halves as bfloat16, which are exact since a bfloat16 has eight significant bits;
+# or a fused multiply-add, which the compiler would split into two instructions.
 AS_FLOAT32 = "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d;", "=f,=f,=f,=f,r"
 AS_BFLOAT16 = "prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632;", "=r,=r,r"
-TIMES_ADDED = (
+FMA_FLOAT32 = (
     "fma.rn.f32 $0, a, $5, $9; fma.rn.f32 $1, b, $6, $10; fma.rn.f32 $2, c, $7, $11; fma.rn.f32 $3, d, $8, $12;",
     "=f,=f,=f,=f,r,f,f,f,f,f,f,f,f",
 )
 
 
-def assembled(use: tuple[str, str], dtype: Any, codes: jax.Array, *others: jax.Array) -> jax.Array:
-    """What instructions make of codes, four at a time."""
-    instructions, constraints = use
-    (made,) = plt.elementwise_inline_asm(
-        WIDEN.replace("CODES", f"${constraints.count('=')}").replace("USE", instructions),
+def convert_int8(output: tuple[str, str], dtype: Any, codes: jax.Array, *others: jax.Array) -> jax.Array:
+    """Apply one of the conversions above to the codes, four at a time."""
+    instructions, constraints = output
+    (result,) = plt.elementwise_inline_asm(
+        CONVERT.replace("CODES", f"${constraints.count('=')}").replace("OUTPUT", instructions),
         args=[codes, *others],
         constraints=constraints,
         pack=4,
         result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, dtype)],
     )
-    return made
+    return result

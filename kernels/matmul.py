@@ -1,4 +1,4 @@
-"""Matrix products: with weights, and those whose result is wider than their inputs, such as logits in float32."""
+"""Matmuls with weights, and matmuls whose output dtype is wider than their inputs, such as float32 logits."""
 
 import math
 from enum import Enum
@@ -11,24 +11,24 @@ from jax.typing import DTypeLike
 
 
 class Layout(Enum):
-    """How weights lie in memory, and with it how a few rows are multiplied with them."""
+    """The memory layout of weights, which decides how a few rows are multiplied by them."""
 
     plain = "plain"
     outputs_first = "outputs_first"
-    """For a CPU."""
+    """Output dimensions first, for a CPU."""
     joined = "joined"
-    """For a GPU: outputs first, and weights that share an input as one."""
+    """For a GPU: output dimensions first, and weights that share an input concatenated."""
 
 
-# Up to here the weight is better off on the left: at 128 rows by a tenth, at 512 it is a sixth slower.
+# Number of rows up to which the weight is the left operand: at 128 rows that is 10 % faster, at 512 a sixth slower.
 FEW_ROWS = 128
 
 
 def widening_einsum(equation: str, a: jax.Array, b: jax.Array, *, dtype: DTypeLike) -> jax.Array:
     """einsum of a and b, accumulated and returned in dtype.
 
-    The gradient arrives in the wide type. Left alone, the two products of the backward pass would then run wholly in
-    float32, at a fraction of the speed of the forward pass; it is rounded once to the inputs' type instead.
+    The cotangent arrives in the wide dtype, so the two matmuls of the backward pass would run in float32, at a fraction
+    of the speed of the forward pass. It is rounded once to the dtype of the inputs instead.
     """
     dtype = jnp.dtype(dtype)
     if a.dtype == b.dtype and dtype.itemsize > a.dtype.itemsize:
@@ -56,32 +56,32 @@ _widening.defvjp(_forward, _backward)
 def projected(
     equation: str, x: jax.Array, weight: jax.Array, *, layout: Layout, dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """einsum of activations and a weight, widened to dtype if there is one; inputs are the last dimensions of x.
+    """einsum of activations and a weight, in `dtype` if given; the contracted dimensions are the last ones of x.
 
-    With outputs_first and few rows the weight is the left operand and the result is turned round afterwards. XLA's
-    products on a CPU are then twice as fast for 2 to 32 rows, if the weight lies in memory with its outputs first
-    (SmolLM2's layers at 8 rows: 105 ms of processor time instead of 215). The barrier keeps the compiler from turning
-    it back. With joined, one row is multiplied and summed without a matrix unit, at the speed of memory.
+    With outputs_first and few rows, the weight is the left operand and the result is transposed afterwards. XLA's
+    matmuls on a CPU are then twice as fast for 2 to 32 rows, if the weight is stored with its outputs first (SmolLM2's
+    layers at 8 rows: 105 ms of CPU time instead of 215). The barrier keeps the compiler from undoing the transpose.
+    With joined, a single row is a multiply and a sum without the tensor cores, at memory bandwidth.
     """
-    of_x, of_weight = equation.split("->")[0].split(",")
-    inputs = [place for place, name in enumerate(of_weight) if name in of_x]
+    x_axes, weight_axes = equation.split("->")[0].split(",")
+    inputs = [axis for axis, name in enumerate(weight_axes) if name in x_axes]
     rows = math.prod(x.shape[: x.ndim - len(inputs)])
     if layout is Layout.joined and rows == 1:
-        return _summed(x, weight, inputs, dtype or x.dtype)
+        return _gemv(x, weight, inputs, dtype or x.dtype)
     if layout is not Layout.outputs_first or rows > FEW_ROWS:
         return jnp.einsum(equation, x, weight) if dtype is None else widening_einsum(equation, x, weight, dtype=dtype)
     outputs = weight.ndim - len(inputs)
-    # Spelled out: einsum takes several inputs in an order of its own, and would turn the weight round for it.
+    # dot_general instead of einsum, which would order several contracted dimensions itself and transpose the weight.
     last = list(range(x.ndim - len(inputs), x.ndim))
-    turned = jax.lax.dot_general(weight, x, ((inputs, last), ((), ())), preferred_element_type=dtype)
-    turned = jax.lax.optimization_barrier(turned)
-    return jnp.moveaxis(turned, range(outputs), range(-outputs, 0))
+    out_transposed = jax.lax.dot_general(weight, x, ((inputs, last), ((), ())), preferred_element_type=dtype)
+    out_transposed = jax.lax.optimization_barrier(out_transposed)
+    return jnp.moveaxis(out_transposed, range(outputs), range(-outputs, 0))
 
 
-def _summed(x: jax.Array, weight: jax.Array, inputs: list[int], dtype: DTypeLike) -> jax.Array:
-    """The product of one row: every output is a sum over numbers that lie together."""
+def _gemv(x: jax.Array, weight: jax.Array, inputs: list[int], dtype: DTypeLike) -> jax.Array:
+    """Multiply one row by the weight: every output is a sum over contiguous elements."""
     last = range(-len(inputs), 0)
     rows, row = x.shape[: x.ndim - len(inputs)], x.reshape(x.shape[x.ndim - len(inputs) :]).astype(jnp.float32)
-    turned = jnp.moveaxis(weight, inputs, last)
-    out = jnp.sum(turned.astype(jnp.float32) * row, axis=tuple(last))
+    weight_by_output = jnp.moveaxis(weight, inputs, last)
+    out = jnp.sum(weight_by_output.astype(jnp.float32) * row, axis=tuple(last))
     return out.reshape(*rows, *out.shape).astype(dtype)

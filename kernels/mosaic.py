@@ -1,4 +1,4 @@
-"""What kernels in Pallas for Mosaic share, for Hopper GPUs."""
+"""Constants and helpers shared by the Pallas Mosaic GPU kernels, for Hopper GPUs."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Rows of a product of the matrix unit, which a warpgroup has of its own.
+# Rows of one wgmma, computed by one warpgroup.
 ROWS = 64
-# Warpgroups of a program that compute; one more loads.
+# Compute warpgroups of a program; one more warpgroup issues the loads.
 WORKERS = 2
 
 
-def memory(*shape: int, dtype: Any) -> Any:
-    """Shared memory for matrices, in the order in which the matrix unit reads them."""
+def shared_memory(*shape: int, dtype: Any) -> Any:
+    """Shared memory for matrix operands, tiled and swizzled as wgmma reads them."""
     swizzle = 128
     columns = swizzle // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
@@ -21,5 +21,5 @@ def memory(*shape: int, dtype: Any) -> Any:
 
 
 def slot_of(n: Any, stages: int) -> Any:
-    """Where the step n finds what was loaded for it."""
+    """The pipeline slot that holds the operands of step n."""
     return jax.lax.rem(n, jnp.int32(stages))

@@ -1,4 +1,4 @@
-"""Where a call runs: the platform that it is compiled for, and how its arrays lie over the devices there."""
+"""Where a call runs: the platform it is compiled for, and how its arrays are sharded over the mesh."""
 
 import dataclasses
 from typing import Any, TypeAlias
@@ -6,13 +6,13 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AbstractMesh
 
-# Mesh axes over which one dimension is split.
+# Mesh axes over which one dimension is sharded.
 Entry: TypeAlias = str | tuple[str, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The devices of a call, which need not be those of this process."""
+    """The devices of a call, which may differ from the devices of this process (AOT compilation)."""
 
     platform: str
     """cpu, gpu or tpu."""
@@ -33,12 +33,12 @@ class Placement:
 
 
 def capability() -> str | None:
-    """Compute capability of this host's GPUs; None where there are none."""
+    """Compute capability of this host's GPUs; None if it has none."""
     device: Any = jax.devices()[0]
     return device.compute_capability if device.platform == "gpu" else None
 
 
-def processors() -> int:
-    """Of this host's GPU; of an H100 or H200 where there is none and kernels are only lowered."""
+def num_multiprocessors() -> int:
+    """Streaming multiprocessors of this host's GPU; those of an H100 or H200 if kernels are only lowered here."""
     device: Any = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else 132

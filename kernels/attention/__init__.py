@@ -1,70 +1,72 @@
-"""Attention: softmax(scale * q k^T) v over the keys that each query may see.
+"""Attention: softmax(scale * q k^T) v over the keys that each query may attend to.
 
-`attention` is the one way in. BACKENDS says what serves what, fastest first: `auto` takes the first that serves the
-call whole, and a backend that was asked for by name and cannot is an error. No request is weakened to fit a backend.
+`attention` is the entry point; BACKENDS is its capability table (kernels/dispatch.py). A backend supports a request
+completely or not at all: no request is weakened to fit a backend.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from maxhydra.kernels.attention import cudnn, mosaic, reference, splash, triton, xla
-from maxhydra.kernels.attention.shard_map import over_devices
 from maxhydra.kernels.attention.spec import Request, TokenInfo
-from maxhydra.kernels.call_recorder import watched
-from maxhydra.kernels.capability import CallSpec, Capability
-from maxhydra.kernels.dispatch import UnsupportedError, chosen, either
+from maxhydra.kernels.dispatch import CallSpec, Capability, Operation, UnsupportedError, either
 from maxhydra.kernels.placement import Placement, capability
-from maxhydra.kernels.tiles import Sizes, sized
+from maxhydra.kernels.tiles import Sizes, with_sizes
 
-__all__ = ["BACKENDS", "Backend", "Call", "Request", "UnsupportedError", "attention", "choose"]
+__all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "Request", "UnsupportedError", "attention"]
+
+Run = Callable[[jax.Array, jax.Array, jax.Array, Request, TokenInfo, Any], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call(CallSpec):
-    """A request over tokens of such a length, with heads of such a size."""
+    """A request over sequences of this length with heads of these sizes."""
 
     request: Request
     head_dim: int
     value_dim: int
     length: int
-    """Of queries and keys; what divides both, where they differ."""
+    """Length of queries and keys; their greatest common divisor if they differ."""
     has_segments: bool
     has_positions: bool
-    has_chosen: bool
+    has_selection: bool
     has_sinks: bool
     has_split_groups: bool = False
-    """Query heads lie on other devices than the key heads they share."""
+    """Query heads are on other devices than the key heads they share."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend(Capability[Call]):
-    """One row of the capability table. Without `devices`, the compiler can split it over any number."""
+    """Capabilities of one backend. With devices=None the compiler can partition it over any number of devices."""
 
-    run: Callable[..., jax.Array]
+    run: Run
     head_dims: tuple[int, ...] | None = None
-    """None: any, within what the next two say."""
+    """None: any, within the next two limits."""
     max_head_dim: int | None = None
     """None: any."""
     head_dim_multiple: int = 1
     length_multiple: int = 1
-    """Of the sequence length."""
+    """Sequence lengths must be multiples of this."""
     segment_length_multiple: int = 1
-    """With segments, the sequence length must be a multiple of this."""
+    """With segments, sequence lengths must be multiples of this."""
     softcap: bool = True
     chunk: bool = True
     sinks: bool = True
     positions: bool = True
-    chosen: bool = True
+    selection: bool = True
+    """Whether each query may be restricted to a selection of keys."""
     value_dim: bool = True
-    """Whether values may have another size than keys."""
+    """Whether values may have a different size than keys."""
     split_length: bool = True
     by_device: bool = False
-    """A kernel of one device, which is given the rows and heads that lie there."""
+    """A single-device kernel that runs under shard_map on the local rows and heads."""
 
-    def needs(self, call: Call) -> tuple[tuple[bool, str], ...]:
+    def requirements(self, call: Call) -> tuple[tuple[bool, str], ...]:
         largest = max(call.head_dim, call.value_dim)
         length_fits = not call.has_segments or call.length % self.segment_length_multiple == 0
         return (
@@ -81,22 +83,22 @@ class Backend(Capability[Call]):
                 f"takes lengths in multiples of {self.length_multiple}, not {call.length}",
             ),
             (length_fits, f"takes segments in multiples of {self.segment_length_multiple} tokens, not {call.length}"),
-            (self.softcap or call.request.softcap is None, "has no soft-cap"),
-            (self.chunk or call.request.chunk is None, "has no chunks"),
-            (self.sinks or not call.has_sinks, "has no sinks"),
-            (self.positions or not call.has_positions, "has no positions, which a cache needs"),
-            (self.chosen or not call.has_chosen, "has no choice of keys"),
+            (self.softcap or call.request.softcap is None, "does not support soft-capping"),
+            (self.chunk or call.request.chunk is None, "does not support chunks"),
+            (self.sinks or not call.has_sinks, "does not support sinks"),
+            (self.positions or not call.has_positions, "does not support positions, which a KV cache needs"),
+            (self.selection or not call.has_selection, "does not support a selection of keys"),
             (
                 self.value_dim or call.value_dim == call.head_dim,
                 f"takes values of the size of keys, not {call.value_dim} and {call.head_dim}",
             ),
             (self.split_length or not call.request.is_length_split, "needs whole sequences on each device"),
-            (not (self.by_device and call.has_split_groups), "needs query and key heads split alike"),
+            (not (self.by_device and call.has_split_groups), "needs query and key heads sharded alike"),
         )
 
 
-# Fastest first. cuDNN: heads up to 256 exist on Hopper only; 128 holds on every GPU from Ampere on. Its masks, which
-# carry the segments, need even lengths in training. Mosaic's warpgroups and their products exist on Hopper alone.
+# cuDNN: heads up to 256 are supported on Hopper only; 128 holds on every GPU from Ampere on. Its masks, which carry the
+# segments, need even lengths in training. Mosaic: warpgroups and wgmma exist on Hopper only.
 BACKENDS: dict[str, Backend] = {
     "cudnn": Backend(
         run=cudnn.attention,
@@ -109,7 +111,7 @@ BACKENDS: dict[str, Backend] = {
         chunk=False,
         sinks=False,
         positions=False,
-        chosen=False,
+        selection=False,
         value_dim=False,
         split_length=False,
     ),
@@ -121,11 +123,11 @@ BACKENDS: dict[str, Backend] = {
         head_dims=tuple(mosaic.TILES),
         length_multiple=mosaic.LENGTH_MULTIPLE,
         positions=False,
-        chosen=False,
+        selection=False,
         value_dim=False,
         split_length=False,
         devices=1,
-        cut=lambda call: mosaic.cut(call.length),
+        tile_extents=lambda call: mosaic.tile_extents(call.length),
     ),
     "triton": Backend(
         run=triton.attention,
@@ -134,10 +136,10 @@ BACKENDS: dict[str, Backend] = {
         max_head_dim=triton.LARGE,
         length_multiple=triton.LENGTH_MULTIPLE,
         positions=False,
-        chosen=False,
+        selection=False,
         split_length=False,
         devices=1,
-        cut=lambda call: triton.cut(call.length),
+        tile_extents=lambda call: triton.tile_extents(call.length),
     ),
     "splash": Backend(
         run=splash.attention,
@@ -145,7 +147,7 @@ BACKENDS: dict[str, Backend] = {
         dtypes=("float32", "bfloat16"),
         length_multiple=splash.LENGTH_MULTIPLE,
         positions=False,
-        chosen=False,
+        selection=False,
         split_length=False,
         by_device=True,
     ),
@@ -154,24 +156,21 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-# Windows of a block leave Mosaic's few programs little to overlap: of 128 tokens, 64 heads of 64, forward 0.17 ms with
-# Triton and 0.23 with Mosaic, and 0.64 and 0.78 with gradients.
+# A window of one block leaves Mosaic's few programs little to overlap: with 128 tokens and 64 heads of 64, the forward
+# pass takes 0.17 ms with Triton and 0.23 with Mosaic; with gradients 0.64 and 0.78.
 SHORT_WINDOW = 128
-# Rows of a block, as prompts may be: 64 of 64 tokens, 32 heads over 8 of 64, take Triton 24 us and cuDNN 56, forward.
+# Rows of one block, such as short prompts: 64 rows of 64 tokens, 32 query and 8 key heads of 64, forward, take Triton
+# 24 us and cuDNN 56.
 SHORT_ROW = 64
 
 
-def choose(backend: str, call: Call) -> str:
-    """The backend that serves the call: the one asked for, or under `auto` the fastest that can."""
-    return chosen("attention", backend, {name: BACKENDS[name].refusals(call) for name in _fastest_first(call)})
-
-
 def _fastest_first(call: Call) -> list[str]:
-    """The table's order, but where measurement says otherwise of a call.
+    """Backends in the order of the table, except for calls where measurements say otherwise.
 
-    With gradients, causal, batch 8, 4,096 tokens: 32 heads over 8 of 64 take 5.02 ms with Mosaic and 5.41 with cuDNN,
-    24 over 8 of 128 take 5.86 and, on another card, 6.31. Forward alone 1.57 and 1.46, 1.49 and 1.59. Heads that Triton
-    fills up with zeros are left to XLA: 16 of 192, values of 128, batch 2, take it 4.8 ms; Triton was not timed there.
+    With gradients, causal, batch 8, 4,096 tokens: 32 query and 8 key heads of 64 take 5.02 ms with Mosaic and 5.41 with
+    cuDNN; 24 and 8 heads of 128 take 5.86 and, on another card, 6.31. Forward alone: 1.57 and 1.46, 1.49 and 1.59.
+    Head sizes that Triton would pad with zeros are left to XLA: 16 heads of 192 with values of 128, batch 2, take it
+    4.8 ms; Triton was not timed there.
     """
     names, request = [name for name in BACKENDS if name != "mosaic"], call.request
     if call.head_dim not in triton.BLOCKS or call.value_dim != call.head_dim:
@@ -181,13 +180,16 @@ def _fastest_first(call: Call) -> list[str]:
         names.remove("triton")
         names.insert(0, "triton")
     if request.window is not None and request.window <= SHORT_WINDOW:
-        place = names.index("triton") + 1
+        index = names.index("triton") + 1
     else:
-        place = names.index("cudnn") + (request.window is not None or not request.causal)
-    return [*names[:place], "mosaic", *names[place:]]
+        index = names.index("cudnn") + (request.window is not None or not request.causal)
+    return [*names[:index], "mosaic", *names[index:]]
 
 
-@watched
+OPERATION: Operation[Call, Backend] = Operation("attention", BACKENDS, order=_fastest_first)
+
+
+@OPERATION.record_calls
 def attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -204,10 +206,10 @@ def attention(
     sizes: Sizes = (),
     place: Placement | None = None,
 ) -> jax.Array:
-    """Values [B, T, N, H] that the queries gather; `TokenInfo` says what segments, positions and a choice of keys mean.
+    """Return the attention outputs [B, T, N, H]; `TokenInfo` documents segments, positions and the selection of keys.
 
-    sizes: asked of the kernel's tile. place: None is one device of the platform that JAX runs on.
-    sinks: a logit for each query head that joins the sum by which its weights are divided, and gathers nothing.
+    sinks: one logit per query head that is added to the softmax denominator and has no value. sizes: requested tile
+    sizes. place: None is one device of the platform that JAX runs on.
     """
     tokens = TokenInfo(q_segments_BT, kv_segments_BS, q_positions_BT, kv_positions_BS, chosen_BTS)
     _check_shapes(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
@@ -223,14 +225,14 @@ def attention(
         length=math.gcd(q_BTNH.shape[1], k_BSKH.shape[1]),
         has_segments=q_segments_BT is not None,
         has_positions=q_positions_BT is not None,
-        has_chosen=chosen_BTS is not None,
+        has_selection=chosen_BTS is not None,
         has_sinks=sinks_N is not None,
         has_split_groups=place.heads != place.kv_heads and k_BSKH.shape[2] > 1,
         sizes=sizes,
     )
-    chosen_one = BACKENDS[choose(backend, call)]
-    run = sized(chosen_one.run, sizes)
-    run = over_devices(run, place) if chosen_one.by_device else run
+    row = OPERATION.select(backend, call)
+    run = with_sizes(row.run, sizes)
+    run = over_devices(run, place) if row.by_device else run
     return run(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
 
 
@@ -242,23 +244,52 @@ def _check_shapes(
     tokens: TokenInfo,
     sinks_N: jax.Array | None,
 ) -> None:
-    """Refuse calls that have no meaning on any backend; these are mistakes in code, not in a config."""
+    """Reject calls that are invalid on any backend; these are mistakes in code, not in a config."""
     (B, T, N, H), (_, S, K, _) = q_BTNH.shape, k_BSKH.shape
     if k_BSKH.shape != (B, S, K, H) or v_BSKH.shape[:3] != (B, S, K) or N % K:
-        raise ValueError(f"queries {q_BTNH.shape}, keys {k_BSKH.shape} and values {v_BSKH.shape} do not fit together")
+        raise ValueError(
+            f"incompatible shapes: queries {q_BTNH.shape}, keys {k_BSKH.shape}, values {v_BSKH.shape}; expected "
+            "[B, T, N, H], [B, S, K, H] and [B, S, K, V], with K a divisor of N"
+        )
     if sinks_N is not None and sinks_N.shape != (N,):
-        raise ValueError(f"sinks {sinks_N.shape} for {N} query heads")
+        raise ValueError(f"sinks have shape {sinks_N.shape}, expected ({N},): one for each query head")
     if not q_BTNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
-        raise ValueError(f"queries {q_BTNH.dtype}, keys {k_BSKH.dtype}, values {v_BSKH.dtype}: not one type")
+        raise ValueError(
+            f"queries, keys and values must share a dtype, not {q_BTNH.dtype}, {k_BSKH.dtype}, {v_BSKH.dtype}"
+        )
     for of_queries, of_keys in (
         (tokens.q_segments_BT, tokens.kv_segments_BS),
         (tokens.q_positions_BT, tokens.kv_positions_BS),
     ):
         if (of_queries is None) != (of_keys is None):
-            raise ValueError("segments and positions are given for both queries and keys, or for neither")
+            raise ValueError("segments and positions must be given for both queries and keys, or for neither")
         if of_queries is not None and of_keys is not None and (of_queries.shape, of_keys.shape) != ((B, T), (B, S)):
-            raise ValueError(f"segments or positions {of_queries.shape}, {of_keys.shape} for {(B, T)}, {(B, S)}")
+            raise ValueError(
+                f"segments or positions have shapes {of_queries.shape} and {of_keys.shape}, "
+                f"expected {(B, T)} and {(B, S)}"
+            )
     if tokens.chosen_BTS is not None and tokens.chosen_BTS.shape != (B, T, S):
-        raise ValueError(f"a choice {tokens.chosen_BTS.shape} for {(B, T, S)}")
+        raise ValueError(f"the selection of keys has shape {tokens.chosen_BTS.shape}, expected {(B, T, S)}")
     if request.causal and tokens.q_positions_BT is None and T != S:
-        raise ValueError(f"{T} queries and {S} keys: which is later than which needs positions")
+        raise ValueError(f"causal attention of {T} queries over {S} keys needs positions to order them")
+
+
+def over_devices(run: Run, place: Placement) -> Run:
+    """Run the kernel on the rows and heads of each device; a single key and value head is replicated."""
+    if place.mesh is None or place.mesh.size == 1:
+        return run
+
+    def run_sharded(
+        q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: Request, tokens: TokenInfo, sinks_N: Any
+    ) -> jax.Array:
+        queries = PartitionSpec(place.batch, None, place.heads, None)
+        keys = PartitionSpec(place.batch, None, place.kv_heads if k_BSKH.shape[2] > 1 else None, None)
+        specs: Any = (queries, keys, keys, PartitionSpec(place.batch), PartitionSpec(place.heads))
+
+        def on_device(q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo, sinks: Any) -> jax.Array:
+            return run(q, k, v, request, tokens, sinks)
+
+        mapped = jax.shard_map(on_device, mesh=place.mesh, in_specs=specs, out_specs=queries, check_vma=False)
+        return mapped(q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)
+
+    return run_sharded

@@ -1,7 +1,6 @@
-"""What the kernels that go block by block share: what goes in, which blocks of keys and queries meet, what of them is
-hidden.
+"""Shared by the block-wise attention kernels: inputs, residuals, masks, and which blocks of keys and queries interact.
 
-C queries and D keys of a block; `start` is the first token of the block at hand.
+C queries and D keys of a block; `start` is the first token of the current block.
 """
 
 import math
@@ -16,13 +15,13 @@ from jax.experimental import pallas as pl
 from maxhydra.kernels.attention.spec import Request
 
 LOG2E = math.log2(math.e)
-# Hidden logits; finite, since the difference of two infinities is not a number, and a power of two, so that a product
-# with it is exact and a fused multiply-add of a hidden logit and the top that comes of it gives zero.
+# Masked logits; finite, since the difference of two infinities is NaN, and a power of two, so that multiplying by it is
+# exact and a fused multiply-add of a masked logit and a maximum that comes from it gives zero.
 LOWEST = -(2.0**100)
 
 
 class Inputs(NamedTuple):
-    """What the kernels read; None where there is none."""
+    """Inputs of the kernels; None if absent."""
 
     q_BTNH: Any
     k_BSKH: Any
@@ -33,13 +32,13 @@ class Inputs(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the backward pass has with the queries."""
+    """Per-query inputs of the backward pass."""
 
     d_out_BTNH: Any
     total_BNT: Any
     """log2 of the sum of each row's exponentials."""
     mean_BNT: Any
-    """Of the gradients of the weights, by the weights."""
+    """Mean of the gradients of the weights, weighted by the weights."""
 
     @classmethod
     def of(cls, out_BTNH: jax.Array, total_BNT: jax.Array, d_out_BTNH: jax.Array) -> "Rows":
@@ -53,10 +52,10 @@ class Rows(NamedTuple):
         return -jnp.sum(share_BNT * self.mean_BNT, axis=(0, 2)).astype(inputs.sinks_N.dtype)
 
 
-def seen(
-    request: Request, q: jax.Array, k: jax.Array, of_queries: jax.Array | None, of_keys: jax.Array | None
+def visible_mask(
+    request: Request, q: jax.Array, k: jax.Array, q_segments: jax.Array | None, kv_segments: jax.Array | None
 ) -> jax.Array:
-    """Which keys the queries see, where the numbers of tokens and their segments spread to one shape."""
+    """Mask of the keys that the queries see; token indices and segments must broadcast to one shape."""
     masks = []
     if request.causal:
         masks.append(k <= q)
@@ -64,13 +63,13 @@ def seen(
         masks.append(k > q - request.window)
     if request.chunk is not None:
         masks.append(jax.lax.div(k, request.chunk) == jax.lax.div(q, request.chunk))
-    if of_queries is not None and of_keys is not None:
-        masks.append((of_queries == of_keys) & (of_queries != 0))
+    if q_segments is not None and kv_segments is not None:
+        masks.append((q_segments == kv_segments) & (q_segments != 0))
     return reduce(jnp.logical_and, masks) if masks else jnp.full(jnp.broadcast_shapes(q.shape, k.shape), True)
 
 
 class Ranges(NamedTuple):
-    """Blocks from first to last; from whole to broken, each query sees each key."""
+    """Blocks first..last; in whole..broken every query sees every key, so that no mask is needed."""
 
     first: Any
     whole: Any
@@ -78,8 +77,8 @@ class Ranges(NamedTuple):
     last: Any
 
 
-def key_ranges(request: Request, start: jax.Array, *, C: int, D: int, S: int, is_tagged: bool) -> Ranges:
-    """Blocks of keys for the queries from start on."""
+def key_ranges(request: Request, start: jax.Array, *, C: int, D: int, S: int, has_segments: bool) -> Ranges:
+    """Blocks of keys that the C queries from `start` see."""
     first, last, whole, broken = _all(S // D)
     if request.causal:
         last, broken = pl.cdiv(start + C, D), jax.lax.div(start + 1, D)
@@ -87,14 +86,14 @@ def key_ranges(request: Request, start: jax.Array, *, C: int, D: int, S: int, is
         first = jax.lax.div(jnp.maximum(start - request.window + 1, 0), D)
         whole = pl.cdiv(jnp.maximum(start + C - request.window, 0), D)
     if request.chunk is not None:
-        # The first query's chunk reaches back farthest, the last one's least.
+        # The first query's chunk starts earliest, the last one's latest.
         first = jax.lax.div(jax.lax.div(start, request.chunk) * request.chunk, D)
         whole = pl.cdiv(jax.lax.div(start + C - 1, request.chunk) * request.chunk, D)
-    return _ordered(first, last if is_tagged else whole, broken, last)
+    return _ordered(first, last if has_segments else whole, broken, last)
 
 
-def query_ranges(request: Request, start: jax.Array, *, C: int, D: int, T: int, is_tagged: bool) -> Ranges:
-    """Blocks of queries for the keys from start on."""
+def query_ranges(request: Request, start: jax.Array, *, C: int, D: int, T: int, has_segments: bool) -> Ranges:
+    """Blocks of queries that see the D keys from `start`."""
     first, last, whole, broken = _all(T // C)
     if request.causal:
         first, whole = jax.lax.div(start, C), pl.cdiv(start + D - 1, C)
@@ -104,11 +103,11 @@ def query_ranges(request: Request, start: jax.Array, *, C: int, D: int, T: int, 
     if request.chunk is not None:
         last = jnp.minimum(last, pl.cdiv((jax.lax.div(start + D - 1, request.chunk) + 1) * request.chunk, C))
         broken = jax.lax.div((jax.lax.div(start, request.chunk) + 1) * request.chunk, C)
-    return _ordered(first, last if is_tagged else whole, broken, last)
+    return _ordered(first, last if has_segments else whole, broken, last)
 
 
 def _all(count: int) -> tuple[Any, Any, Any, Any]:
-    """First, last, first and last whole one of so many blocks that are all seen whole."""
+    """First, last, whole and broken of `count` blocks that are all fully visible."""
     return 0, count, 0, count
 
 
@@ -117,12 +116,12 @@ def _ordered(first: Any, whole: Any, broken: Any, last: Any) -> Ranges:
     return Ranges(first, whole, jnp.clip(broken, whole, last), last)
 
 
-def over(ranges: Ranges, step: Callable[..., Any], so_far: Any) -> Any:
-    """The steps of all blocks; what a mask would not change goes without."""
+def fold_blocks(ranges: Ranges, step: Callable[..., Any], carry: Any) -> Any:
+    """Fold the step over all blocks, without a mask where it would change nothing."""
     for start, stop, masked in (
         (ranges.first, ranges.whole, True),
         (ranges.whole, ranges.broken, False),
         (ranges.broken, ranges.last, True),
     ):
-        so_far = jax.lax.fori_loop(start, stop, partial(step, masked=masked), so_far)
-    return so_far
+        carry = jax.lax.fori_loop(start, stop, partial(step, masked=masked), carry)
+    return carry

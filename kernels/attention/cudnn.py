@@ -1,4 +1,4 @@
-"""Flash attention of cuDNN (Dao, 2023) on NVIDIA GPUs, through `jax.nn.dot_product_attention`."""
+"""cuDNN flash attention (Dao, 2023) on NVIDIA GPUs, through `jax.nn.dot_product_attention`."""
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,10 @@ from maxhydra.kernels.attention.spec import Request, TokenInfo, same_segment
 def attention(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, request: Request, tokens: TokenInfo, sinks_N: None
 ) -> jax.Array:
-    """Causality and the window are the kernel's own, which skips what they hide; segments go in as a mask [B, 1, T, S].
+    """Use cuDNN's causal and window masks, which skip hidden blocks; segments are passed as a mask [B, 1, T, S].
 
-    The mask becomes a bias of -2^41 rather than -inf, so a padding query, which sees no key, would get an average of
-    the values. It is set to zero here, and with it its gradient.
+    cuDNN turns the mask into a bias of -2^41 instead of -inf, so a padding query, which sees no key, would return the
+    mean of the values. Its output is set to zero here, which also zeroes its gradient.
     """
     has_segments = tokens.q_segments_BT is not None
     queries, keys = range(q_BTNH.shape[1]), range(k_BSKH.shape[1])

@@ -1,4 +1,4 @@
-"""The oracle: attention as it is written in the paper (Vaswani et al., 2017), in float32, with every array in full."""
+"""The oracle: attention as defined in the paper (Vaswani et al., 2017), in float32, with every array materialised."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def attention(
 ) -> jax.Array:
     """softmax(scale * q k^T) v, with each key and value head repeated for the query heads that share it.
 
-    A sink is one more key, of this logit and of a value of zero.
+    A sink is one extra key with this logit and a value of zero.
     """
     group = q_BTNH.shape[2] // k_BSKH.shape[2]
     k_BSNH = jnp.repeat(k_BSKH, group, axis=2).astype(jnp.float32)
@@ -27,11 +27,11 @@ def attention(
 
     mask_BTS = visible(request, tokens, queries=range(q_BTNH.shape[1]), keys=range(k_BSKH.shape[1]))
     mask_BNTS = jnp.ones((), bool) if mask_BTS is None else mask_BTS[:, None]
-    # The lowest finite number, not -inf: a row without any key must give zeros, and -inf - -inf is not a number.
+    # The lowest finite number instead of -inf: a row without keys must give zeros, and -inf - -inf is NaN.
     logits_BNTS = jnp.where(mask_BNTS, logits_BNTS, jnp.finfo(jnp.float32).min)
-    seen = logits_BNTS.shape[-1]
+    num_keys = logits_BNTS.shape[-1]
     if sinks_N is not None:
         sinks_BNT1 = jnp.broadcast_to(sinks_N[:, None, None].astype(jnp.float32), (*logits_BNTS.shape[:-1], 1))
         logits_BNTS = jnp.concatenate([logits_BNTS, sinks_BNT1], axis=-1)
-    weights_BNTS = jnp.where(mask_BNTS, jax.nn.softmax(logits_BNTS, axis=-1)[..., :seen], 0.0)
+    weights_BNTS = jnp.where(mask_BNTS, jax.nn.softmax(logits_BNTS, axis=-1)[..., :num_keys], 0.0)
     return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v_BSNH, precision="highest").astype(q_BTNH.dtype)

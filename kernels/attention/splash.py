@@ -1,6 +1,6 @@
-"""Splash attention for TPUs, JAX's own flash attention (Dao, 2023) in Pallas, which skips the blocks that a mask hides.
+"""Splash attention for TPUs: JAX's flash attention (Dao, 2023) in Pallas, which skips blocks that the mask hides.
 
-Its segments have no padding: what segment 0 gathers is set to zero here, and with it its gradient.
+Its segment ids have no padding value: outputs of segment 0 are set to zero here, which also zeroes their gradients.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from maxhydra.kernels.attention.spec import KEPT, Request, TokenInfo
 
-# Queries and keys of a block, the largest that divides the length. Blocks of 512 with heads of up to 256 fit the 16 MiB
-# of vector memory that XLA gives a kernel on every TPU, in the backward pass too. Not measured: there was no TPU.
+# Queries and keys of a block: the largest that divides the length. Blocks of 512 with heads of up to 256 fit the 16 MiB
+# of vector memory that XLA grants a kernel on every TPU, also in the backward pass. Not measured: no TPU was available.
 BLOCKS = (512, 256, 128)
-# The kernels take whole vectors of tokens.
+# The kernels take whole vector registers of tokens.
 LENGTH_MULTIPLE = min(BLOCKS)
 
 
@@ -38,7 +38,7 @@ def attention(
         residual_checkpoint_name=KEPT,
         interpret=interpret,
     )
-    # The kernel has no scale of its own.
+    # The kernel has no scale argument.
     scaled = (q_BTNH.astype(jnp.float32) * request.scale).astype(q_BTNH.dtype)
     q_BNTH, k_BKSH, v_BKSH = (x.swapaxes(1, 2) for x in (scaled, k_BSKH, v_BSKH))
     if tokens.q_segments_BT is None or tokens.kv_segments_BS is None:
@@ -48,23 +48,26 @@ def attention(
     return jnp.where(tokens.q_segments_BT[:, :, None, None] != 0, out_BNTH.swapaxes(1, 2), 0)
 
 
-class _Chunks(masks.ChunkedCausalMask):
-    """JAX's own divides as Python does, by the sign, for which Pallas must know the chip; no index is negative."""
+class _ChunkedMask(masks.ChunkedCausalMask):
+    """JAX's mask with truncating instead of floor division, which in Pallas needs the chip's description.
+
+    The results are equal because indices are never negative.
+    """
 
     def __init__(self, shape: tuple[int, int], chunk: int):
         super().__init__(shape, chunk)
-        self.mask_function = self._is_seen
+        self.mask_function = self._is_visible
 
-    def _is_seen(self, q: Any, k: Any) -> Any:
-        divided = np.floor_divide if isinstance(q, np.ndarray) else jax.lax.div
-        return (divided(q, self.chunk_size) == divided(k, self.chunk_size)) & (q >= k)
+    def _is_visible(self, q: Any, k: Any) -> Any:
+        divide = np.floor_divide if isinstance(q, np.ndarray) else jax.lax.div
+        return (divide(q, self.chunk_size) == divide(k, self.chunk_size)) & (q >= k)
 
 
 def _mask(request: Request, shape: tuple[int, int]) -> masks.Mask:
     if request.window is not None:
         return masks.LocalMask(shape, (request.window - 1, 0), 0)
     if request.chunk is not None:
-        return _Chunks(shape, request.chunk)
+        return _ChunkedMask(shape, request.chunk)
     return masks.CausalMask(shape) if request.causal else masks.FullMask(shape)
 
 

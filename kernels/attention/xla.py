@@ -1,8 +1,8 @@
 """Attention as einsums for the XLA compiler: runs everywhere, serves every request.
 
-Key and value heads are not repeated: query heads that share one form a group, a dimension of their own. Long sequences
-go block by block of queries (Rabe and Staats, 2021): the logits of only one block exist at a time, in the backward pass
-too, where each block is computed again. A causal block looks only at the keys it can see, which also saves the work.
+Key and value heads are not repeated: query heads that share one form a group, a separate dimension. Long sequences are
+processed in blocks of queries (Rabe and Staats, 2021): the logits of only one block exist at a time, also in the
+backward pass, which recomputes them. A causal block reads only the keys that it can see, which also saves work.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from maxhydra.kernels.attention.spec import Request, TokenInfo, visible
 from maxhydra.kernels.matmul import widening_einsum
 
-# Queries in a block: an eighth of the sequence within these bounds. Eight causal blocks leave 56 % of the work, and ran
-# 3x as fast as one, forward and backward, on a CPU at 1024 tokens. Blocks are written out, so their number is compile
-# time; the upper bound keeps the logits of one block in memory where sequences are long.
+# Queries of a block: an eighth of the sequence within these bounds. Eight causal blocks leave 56 % of the work, and ran
+# 3x as fast as one, forward and backward, on a CPU at 1024 tokens. Blocks are unrolled, so their number costs compile
+# time; the upper bound limits the logits of one block for long sequences.
 MIN_BLOCK, MAX_BLOCK = 128, 1024
-# Keys are cut at multiples of the vector lanes of a TPU.
+# Keys are sliced at multiples of a TPU's vector lanes.
 LANES = 128
 
 
@@ -76,14 +76,16 @@ def _attend_one(
     request: Request,
     sinks_KG: jax.Array | None,
 ) -> jax.Array:
-    """One query a row, as in decoding: with keys left of queries, and weights left of values, no key or value is moved
-    if a head's tokens lie together. On a CPU this takes two thirds of the time of the einsums above."""
+    """One query per row, as in decoding: keys and weights are the left operands, so that no key or value is moved.
+
+    This requires that the tokens of a head are contiguous. It takes two thirds of the time of the einsums on a CPU.
+    """
     k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
     of_heads = ((0, 1), (0, 1))
     logits_BKSG = jax.lax.dot_general(
         k_BKSH, q_BKGH, (((3,), (3,)), of_heads), preferred_element_type=request.softmax_dtype
     )
-    # The barrier keeps the compiler from folding the turn back into the product.
+    # The barrier keeps the compiler from folding the transpose back into the matmul.
     logits_BKGS = jax.lax.optimization_barrier(logits_BKSG).swapaxes(2, 3) * request.scale
     if request.softcap is not None:
         logits_BKGS = request.softcap * jnp.tanh(logits_BKGS / request.softcap)
@@ -93,9 +95,9 @@ def _attend_one(
 
 
 def _softmax(logits: jax.Array, mask: jax.Array | None, sinks: jax.Array | None) -> jax.Array:
-    """Weights of the logits that the mask lets through; a sink, one a head, takes its share and gives nothing.
+    """Softmax over the unmasked logits; a sink, one per head, takes its share of the weight and adds no value.
 
-    A sink is always there, so the largest logit is finite, and a hidden one may be -inf.
+    With a sink the largest logit is always finite, so masked logits may be -inf.
     """
     if sinks is None:
         return jax.nn.softmax(logits, axis=-1, where=mask)
@@ -107,7 +109,7 @@ def _softmax(logits: jax.Array, mask: jax.Array | None, sinks: jax.Array | None)
 
 
 def _blocks(T: int, S: int, request: Request, *, by_position: bool) -> Iterator[tuple[range, range]]:
-    """Queries of each block, with the keys that any of them may see."""
+    """Queries of each block, and the range of keys that any of them may see."""
     size = T if request.is_length_split else min(max(MIN_BLOCK, -(-T // 8)), MAX_BLOCK)
     for start in range(0, T, size):
         stop = min(start + size, T)

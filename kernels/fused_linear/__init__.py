@@ -1,9 +1,9 @@
-"""The product of a few rows with a weight, and what stands around it: a norm before, a gate or a residual after.
+"""Linear layers on a few rows with fused neighbours: a norm before the matmul, a gated activation or residual after it.
 
-To decode a token is to read every weight once for a few rows. A kernel takes about 3 us before and after its bytes, as
-long as the bytes of a small weight take, so that what is done on the way to or from a product is done for nothing.
+Decoding a token reads every weight once for a few rows. A kernel launch costs about 3 us before and after its memory
+traffic, as long as the traffic of a small weight takes, so operations fused into the matmul are free.
 
-Shapes: M rows, K inputs, N outputs, of which the weight has twice as many where they are gated.
+Shapes: M rows, K inputs, N outputs; the weight has 2N rows for gated activations.
 """
 
 import jax
@@ -36,20 +36,23 @@ __all__ = [
 
 
 def suits(rows: int, weight: DTypeLike) -> bool:
-    """Whether so many rows with weights of this format are better off here than by parts: one row with codes, which XLA
-    would widen by itself, or a few with others, for which the library's products leave memory waiting."""
+    """Whether these kernels beat separate operations for this many rows and this weight dtype.
+
+    True for one row with int8 codes, which XLA would convert in a separate pass, and for a few rows with other weights,
+    for which library GEMMs do not reach memory bandwidth.
+    """
     return rows == 1 if weight == jnp.int8 else 1 < rows <= small_batch.MOST_ROWS
 
 
 def gates(rows: int, outputs: int, inputs: int, dtype: DTypeLike, activation: Activation) -> bool:
-    """Whether so many rows are better off with one product that takes their gate along."""
+    """Whether one matmul with a fused gated activation is supported, and faster, for this many rows."""
     return swiglu_prefill.can_serve(rows, outputs, inputs, jnp.dtype(dtype).name, activation)
 
 
 def fused_linear(
     x_MK: jax.Array, weight_NK: jax.Array, scales_N: jax.Array | None, around: Epilogue, *, dtype: DTypeLike
 ) -> jax.Array:
-    """[M, N]: x times the transpose of the weight, times scales where there are any, with what stands around it."""
+    """[M, N]: x times the transpose of the weight, times the scales if given, with the fused norm and epilogue."""
     dtype, (count, inputs), is_gated = jnp.dtype(dtype), x_MK.shape, around.activation is not None
     outputs, format = weight_NK.shape[0] // (2 if is_gated else 1), x_MK.dtype.name
     if around.activation is not None and gates(count, outputs, inputs, format, around.activation):
@@ -63,8 +66,10 @@ def fused_linear(
 
 
 def parts_of_product(x_MK: jax.Array, weight_NK: jax.Array, *, dtype: DTypeLike) -> jax.Array:
-    """[P, M, N] whose sum, rounded to this number format, is x times the transpose of the weight: for a kernel that can
-    add them up as it reads them. In float32, or rounded where there is but one."""
+    """[P, M, N]: split-K partial sums of x times the transpose of the weight, for a kernel that adds them as it reads.
+
+    Their sum is to be rounded to `dtype`. They are float32, or already rounded if there is only one.
+    """
     dtype, (count, inputs), outputs = jnp.dtype(dtype), x_MK.shape, weight_NK.shape[0]
     if small_batch.can_serve(count, outputs, inputs, x_MK.dtype.name, is_gated=False, is_summed=False):
         return small_batch.summands(x_MK, weight_NK, Epilogue(), dtype, interpret=False)
@@ -74,7 +79,7 @@ def parts_of_product(x_MK: jax.Array, weight_NK: jax.Array, *, dtype: DTypeLike)
 def product_and_norm(
     x_MK: jax.Array, weight_NK: jax.Array, onto_MN: jax.Array, norm: Norm, *, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-    """[M, N] twice: onto with x times the transpose of the weight, and the norm of that."""
+    """[M, N] twice: the residual + x times the transpose of the weight, and the norm of that."""
     dtype, (count, inputs), outputs = jnp.dtype(dtype), x_MK.shape, weight_NK.shape[0]
     around = Epilogue(onto_MN=onto_MN)
     if small_batch.can_serve(count, outputs, inputs, x_MK.dtype.name, is_gated=False) and split_k_reduce.can_serve(
@@ -82,22 +87,26 @@ def product_and_norm(
     ):
         parts_PMN = small_batch.summands(x_MK, weight_NK, around, dtype, interpret=False)
         return split_k_reduce.summed(parts_PMN, onto_MN, norm, dtype, interpret=False)
-    stream_MN = fused_linear(x_MK, weight_NK, None, around, dtype=dtype)
-    return stream_MN, norm(stream_MN)
+    out_MN = fused_linear(x_MK, weight_NK, None, around, dtype=dtype)
+    return out_MN, norm(out_MN)
 
 
 def first_rows(table_VN: jax.Array, tokens_M: jax.Array, norm: Norm) -> tuple[jax.Array, jax.Array] | None:
-    """[M, N] twice: the rows of a table that tokens stand for, and the norm of each. None where what follows norms them
-    on the way, or where there is none for it."""
+    """[M, N] twice: the tokens' rows of an embedding table, and their norms.
+
+    None if the next kernel computes the norm itself, or no kernel supports the sizes.
+    """
     if not embed_norm.can_serve(tokens_M.size, table_VN.shape[1], table_VN.dtype.name):
         return None
     return embed_norm.looked_up(table_VN, tokens_M, norm, interpret=False)
 
 
 def largest_output(x_MK: jax.Array, weight_NK: jax.Array, *, dtype: DTypeLike) -> tuple[jax.Array, jax.Array] | None:
-    """Of each row of x times the transpose of the weight, in this number format, the largest output and where it
-    stands, the first if there are several; not finite where one is no number. None where outputs are better written
-    and looked at."""
+    """The largest output of each row of x times the transpose of the weight, rounded to `dtype`, and its index.
+
+    The first index if there are several; the output is not finite if any is NaN. None if it is better to write all
+    outputs and reduce them separately.
+    """
     (count, inputs), outputs = x_MK.shape, weight_NK.shape[0]
     if not argmax.can_serve(count, outputs, inputs, x_MK.dtype.name):
         return None

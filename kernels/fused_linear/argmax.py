@@ -1,5 +1,7 @@
-"""The largest output of a product of a few rows, for GPUs, in Pallas for Triton: programs stream the weights as in
-`few_rows`, and of their outputs keep one for each row, so that the outputs of a large vocabulary are not written.
+"""The argmax over the outputs of a matmul of a few rows, for GPUs, in Pallas for Triton.
+
+Programs stream the weights as in `small_batch` and keep one output per row, so the logits of a large vocabulary are not
+written.
 
 Shapes: M rows, N outputs, K inputs, G groups of outputs.
 """
@@ -13,74 +15,78 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.fused_linear.sizes import power_of_two_in
 from maxhydra.kernels.fused_linear.small_batch import LEAST_ROWS, MOST_ROWS, Tile, streamed
+from maxhydra.kernels.tiles import power_of_two_divisor
 
-# Outputs that keep all processors busy.
+# Number of outputs that keeps all multiprocessors busy.
 MANY = 16384
 
 
 def tile(N: int, K: int) -> Tile:
-    """The fastest of those measured on an H200 for the head of Llama 3.2 1B, cut down to what divides the sizes."""
-    outputs, inputs = power_of_two_in(N), power_of_two_in(K)
+    """The fastest tile measured on an H200 for the head of Llama 3.2 1B, reduced to divisors of the sizes."""
+    outputs, inputs = power_of_two_divisor(N), power_of_two_divisor(K)
     return Tile(min(128, outputs), min(64, inputs), 1, is_left=False, warps=4, stages=4)
 
 
 def can_serve(M: int, N: int, K: int, dtype: str) -> bool:
-    """Whether the kernels take these sizes on the devices there are."""
-    fits = LEAST_ROWS <= M <= MOST_ROWS and N >= MANY and power_of_two_in(N) >= 64 and power_of_two_in(K) >= 64
+    """Whether the kernels support these sizes on the current devices."""
+    fits = (
+        LEAST_ROWS <= M <= MOST_ROWS and N >= MANY and power_of_two_divisor(N) >= 64 and power_of_two_divisor(K) >= 64
+    )
     return jax.default_backend() == "gpu" and fits and N * K < 2**31 and dtype == "bfloat16"
 
 
 def largest(
     x_MK: jax.Array, weight_NK: jax.Array, dtype: np.dtype, *, interpret: bool, by: Tile | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The largest of each row's outputs in this number format, as float32 [M], and where it stands [M], the first if
-    there are several. Infinite where one is no number."""
+    """The largest output of each row, rounded to `dtype`, as float32 [M], and its index [M], the first if several.
+
+    Infinite if any output is NaN.
+    """
     (M, K), N = x_MK.shape, weight_NK.shape[0]
     by = by or tile(N, K)
     G = N // by.outputs
-    of_group = pl.BlockSpec((M, None), lambda g: (0, g))
-    top_MG, place_MG = pl.pallas_call(
-        partial(_of_group, by=by, dtype=dtype),
+    group_spec = pl.BlockSpec((M, None), lambda g: (0, g))
+    top_MG, index_MG = pl.pallas_call(
+        partial(_group_kernel, by=by, dtype=dtype),
         grid=(G,),
         in_specs=[pl.BlockSpec((M, K), lambda g: (0, 0)), pl.BlockSpec((1, by.outputs, K), lambda g: (0, g, 0))],
-        out_specs=[of_group, of_group],
+        out_specs=[group_spec, group_spec],
         out_shape=[jax.ShapeDtypeStruct((M, G), jnp.float32), jax.ShapeDtypeStruct((M, G), jnp.int32)],
         compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
         interpret=interpret,
-        name="largest_of_group",
+        name="argmax_of_groups",
     )(x_MK, weight_NK[None])
-    row, one = pl.BlockSpec((None, G), lambda m: (m, 0)), pl.BlockSpec((None,), lambda m: (m,))
-    top_M, place_M = pl.pallas_call(
-        _of_all,
+    row, scalar = pl.BlockSpec((None, G), lambda m: (m, 0)), pl.BlockSpec((None,), lambda m: (m,))
+    top_M, index_M = pl.pallas_call(
+        _final_kernel,
         grid=(M,),
         in_specs=[row, row],
-        out_specs=[one, one],
+        out_specs=[scalar, scalar],
         out_shape=[jax.ShapeDtypeStruct((M,), jnp.float32), jax.ShapeDtypeStruct((M,), jnp.int32)],
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-        name="largest_of_all",
-    )(top_MG, place_MG)
-    return top_M, place_M
+        name="argmax_final",
+    )(top_MG, index_MG)
+    return top_M, index_M
 
 
-def _of_group(x_ref: Any, weight_ref: Any, top_ref: Any, place_ref: Any, *, by: Tile, dtype: np.dtype) -> None:
+def _group_kernel(x_ref: Any, weight_ref: Any, top_ref: Any, index_ref: Any, *, by: Tile, dtype: np.dtype) -> None:
     (out,), is_row = streamed(x_ref, weight_ref, by)
     axis, down = 0 if by.is_left else 1, pl.ds(0, is_row.shape[0])
     out = out.astype(dtype).astype(jnp.float32)
     out = jnp.where(out == out, out, jnp.inf)
-    place = jnp.argmax(out, axis=axis).astype(jnp.int32) + pl.program_id(0) * by.outputs
+    index = jnp.argmax(out, axis=axis).astype(jnp.int32) + pl.program_id(0) * by.outputs
     plt.store(top_ref.at[down], jnp.max(out, axis=axis), mask=is_row)
-    plt.store(place_ref.at[down], place, mask=is_row)
+    plt.store(index_ref.at[down], index, mask=is_row)
 
 
-def _of_all(tops_ref: Any, places_ref: Any, top_ref: Any, place_ref: Any) -> None:
+def _final_kernel(tops_ref: Any, indices_ref: Any, top_ref: Any, index_ref: Any) -> None:
     G = tops_ref.shape[0]
     groups = 1 << (G - 1).bit_length()
     here, is_group = pl.ds(0, groups), jnp.arange(groups) < G
     tops = plt.load(tops_ref.at[here], mask=is_group, other=-jnp.inf)
-    places = plt.load(places_ref.at[here], mask=is_group, other=jnp.iinfo(jnp.int32).max)
+    indices = plt.load(indices_ref.at[here], mask=is_group, other=jnp.iinfo(jnp.int32).max)
     top = jnp.max(tops)
     top_ref[...] = top
-    place_ref[...] = jnp.min(jnp.where(tops == top, places, jnp.iinfo(jnp.int32).max))
+    index_ref[...] = jnp.min(jnp.where(tops == top, indices, jnp.iinfo(jnp.int32).max))

@@ -1,7 +1,6 @@
-"""What a step begins with, for GPUs, in Pallas for Triton: rows of a table, and the norm of each, of which the compiler
-would make two kernels. A program has a row, in registers.
+"""Embedding lookup with the norm of each row, for GPUs, in Pallas for Triton; XLA would use two kernels.
 
-Shapes: V rows of the table, N numbers of a row, M tokens.
+A program handles one row, in registers. Shapes: V rows of the table, N features of a row, M tokens.
 """
 
 from typing import Any
@@ -17,19 +16,19 @@ from maxhydra.kernels.fused_linear.split_k_reduce import with_norm
 
 
 def can_serve(M: int, N: int, dtype: str) -> bool:
-    """Whether the kernel takes these sizes on the devices there are, and the products that follow want a norm."""
+    """Whether the kernel supports these sizes on the current devices, and the next kernels take a computed norm."""
     return jax.default_backend() == "gpu" and 1 < M <= MOST_ROWS and is_in_pieces(N) and dtype == "bfloat16"
 
 
 def looked_up(table_VN: jax.Array, tokens_M: jax.Array, norm: Norm, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """[M, N] twice: the tokens' rows, no numbers where there is none, and the norm of each."""
+    """[M, N] twice: the tokens' rows, NaN for tokens out of range, and the norm of each."""
     specs = [pl.BlockSpec(table_VN.shape, lambda m: (0, 0)), pl.BlockSpec((None,), lambda m: (m,))]
     stream = jax.ShapeDtypeStruct((tokens_M.size, table_VN.shape[1]), table_VN.dtype)
-    return with_norm(_found, [table_VN, tokens_M], specs, stream, norm, interpret=interpret, name="first_rows")
+    return with_norm(_read_rows, [table_VN, tokens_M], specs, stream, norm, interpret=interpret, name="embed_norm")
 
 
-def _found(table_ref: Any, token_ref: Any, places: list[Any]) -> list[jax.Array]:
+def _read_rows(table_ref: Any, token_ref: Any, slices: list[Any]) -> list[jax.Array]:
     token = token_ref[...]
-    is_there = (token >= 0) & (token < table_ref.shape[0])
-    found = [table_ref[jnp.where(is_there, token, 0), place] for place in places]
-    return [jnp.where(is_there, piece, jnp.nan) for piece in found]
+    is_valid = (token >= 0) & (token < table_ref.shape[0])
+    pieces = [table_ref[jnp.where(is_valid, token, 0), piece_slice] for piece_slice in slices]
+    return [jnp.where(is_valid, piece, jnp.nan) for piece in pieces]

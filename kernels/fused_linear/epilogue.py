@@ -1,4 +1,4 @@
-"""What stands around a product of few rows, for kernels that do it on the way."""
+"""Operations fused into a matmul of a few rows: a norm of its input, and an epilogue on its output."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,23 +10,23 @@ Activation = Callable[[jax.Array], jax.Array]
 
 
 class Norm(NamedTuple):
-    """x / sqrt(mean(x^2) + eps) * (scale + offset), in float32."""
+    """RMSNorm: x / sqrt(mean(x^2) + eps) * (scale + offset), in float32."""
 
     scale_K: jax.Array
     offset: float
     eps: float
 
     def __call__(self, x_MK: jax.Array) -> jax.Array:
-        """In the format of x."""
+        """The norm in the dtype of x."""
         wide = x_MK.astype(jnp.float32)
         unit = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         return (unit * (self.scale_K.astype(jnp.float32) + self.offset)).astype(x_MK.dtype)
 
 
 class Epilogue(NamedTuple):
-    """A norm before the product; after it a gate, or a stream that it is added to."""
+    """A norm before the matmul; after it a gated activation, or the residual that the output is added to."""
 
     norm: Norm | None = None
     activation: Activation | None = None
-    """Of the first half of the outputs, which then multiplies the second half; None: outputs stay as they are."""
+    """Applied to the first half of the outputs, which then multiplies the second half; None: outputs are plain."""
     onto_MN: jax.Array | None = None

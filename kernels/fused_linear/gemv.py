@@ -1,10 +1,9 @@
-"""The product of one row for GPUs, in Pallas for Triton: a program multiplies and sums some outputs, at the speed of
-memory.
+"""Matmul of one row for GPUs, in Pallas for Triton: a program computes some outputs at memory bandwidth.
 
-The norm before the product is a factor of every input, which the program multiplies on the way, and one of the whole
-row, which waits for the end: the weights need not wait for it. Codes of eight bits are widened between memory and sum.
+The fused norm is one factor per input, applied on the fly, and one factor for the whole row, applied at the end: the
+weights need not wait for it. int8 codes are converted in registers.
 
-Shapes: N outputs, K inputs, H = 2 where outputs come in pairs of gate and value, else 1.
+Shapes: N outputs, K inputs, H = 2 if outputs come in pairs of gate and value, else 1.
 """
 
 from functools import partial
@@ -17,29 +16,29 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from maxhydra.kernels.fused_linear.epilogue import Epilogue
-from maxhydra.kernels.fused_linear.sizes import power_of_two_in
-from maxhydra.kernels.int8_to_float import TIMES_ADDED, assembled
+from maxhydra.kernels.int8_to_float import FMA_FLOAT32, convert_int8
+from maxhydra.kernels.tiles import power_of_two_divisor
 
-# Outputs from which on programs of one warp are many enough, those up to which processors are left over, and inputs
-# from which on a warp takes more of them at a time.
+# Number of outputs from which programs of one warp are enough, number up to which multiprocessors are idle, and number
+# of inputs from which a warp loads more of them at a time.
 MANY, FEW, LONG = 8192, 2048, 8192
 LEAST_OUTPUTS, LEAST_INPUTS = 16, 64
 DTYPES = ("bfloat16", "float32")
 
 
 class Tile(NamedTuple):
-    """What a program does: `rows` outputs of each of `groups`, which lie far apart and meet the same inputs."""
+    """Work of a program: `rows` outputs in each of `groups` distant groups, which use the same inputs."""
 
     groups: int
     rows: int
     inputs: int
-    """At a time."""
+    """Inputs per step."""
     warps: int
 
 
 def tile(N: int, K: int, H: int) -> Tile:
-    """The fastest of those measured on an H200 for shapes of Llama 3.2 1B, cut down to what divides the sizes."""
-    outputs, inputs = power_of_two_in(N), power_of_two_in(K)
+    """The fastest tile measured on an H200 for shapes of Llama 3.2 1B, reduced to divisors of the sizes."""
+    outputs, inputs = power_of_two_divisor(N), power_of_two_divisor(K)
     if N >= MANY:
         return Tile(groups=min(8 // H, outputs), rows=1, inputs=min(512, inputs), warps=1)
     if N > FEW:
@@ -48,8 +47,8 @@ def tile(N: int, K: int, H: int) -> Tile:
 
 
 def can_serve(N: int, K: int, dtype: str) -> bool:
-    """Whether the kernel takes these sizes on the devices there are."""
-    fits = power_of_two_in(N) >= LEAST_OUTPUTS and power_of_two_in(K) >= LEAST_INPUTS and 2 * N * K < 2**31
+    """Whether the kernel supports these sizes on the current devices."""
+    fits = power_of_two_divisor(N) >= LEAST_OUTPUTS and power_of_two_divisor(K) >= LEAST_INPUTS and 2 * N * K < 2**31
     return jax.default_backend() == "gpu" and fits and dtype in DTYPES
 
 
@@ -63,31 +62,31 @@ def product(
     interpret: bool,
     by: Tile | None = None,
 ) -> jax.Array:
-    """[1, N], as the package says."""
+    """[1, N], as `fused_linear` in the package."""
     H, K = 1 if around.activation is None else 2, x_1K.shape[1]
     N = weight_NK.shape[0] // H
     by = by or tile(N, K, H)
     G, size = by.groups, N // by.groups
-    whole = pl.BlockSpec((1, K), lambda n: (0, 0))
-    of_outputs = pl.BlockSpec((G, by.rows), lambda n: (0, n))
-    of_weights = pl.BlockSpec((H * G, by.rows, K), lambda n: (0, n, 0))
-    given = [(whole, x_1K), (of_weights, weight_NK.reshape(H * G, size, K))]
+    row_spec = pl.BlockSpec((1, K), lambda n: (0, 0))
+    outputs_spec = pl.BlockSpec((G, by.rows), lambda n: (0, n))
+    weights_spec = pl.BlockSpec((H * G, by.rows, K), lambda n: (0, n, 0))
+    specs_and_arrays = [(row_spec, x_1K), (weights_spec, weight_NK.reshape(H * G, size, K))]
     if scales_N is not None:
-        given.append((pl.BlockSpec((H * G, by.rows), lambda n: (0, n)), scales_N.reshape(H * G, size)))
+        specs_and_arrays.append((pl.BlockSpec((H * G, by.rows), lambda n: (0, n)), scales_N.reshape(H * G, size)))
     if around.norm is not None:
-        given.append((whole, around.norm.scale_K.reshape(1, K)))
+        specs_and_arrays.append((row_spec, around.norm.scale_K.reshape(1, K)))
     if around.onto_MN is not None:
-        given.append((of_outputs, around.onto_MN.reshape(G, size)))
-    specs, arrays = zip(*given, strict=True)
+        specs_and_arrays.append((outputs_spec, around.onto_MN.reshape(G, size)))
+    specs, arrays = zip(*specs_and_arrays, strict=True)
     out_GN = pl.pallas_call(
         partial(_kernel, around=around, is_scaled=scales_N is not None, by=by, interpret=interpret),
         grid=(size // by.rows,),
         in_specs=list(specs),
-        out_specs=of_outputs,
+        out_specs=outputs_spec,
         out_shape=jax.ShapeDtypeStruct((G, size), dtype),
         compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=1),
         interpret=interpret,
-        name="one_row_product",
+        name="gemv",
     )(*arrays)
     return out_GN.reshape(1, N)
 
@@ -95,7 +94,7 @@ def product(
 def _kernel(
     x_ref: Any, weight_ref: Any, *rest: Any, around: Epilogue, is_scaled: bool, by: Tile, interpret: bool
 ) -> None:
-    """Parts are written out, so that many of them are on their way from memory at once."""
+    """Loops over inputs are unrolled, so that many loads are in flight at once."""
     *others, out_ref = rest
     refs = iter(others)
     scales_ref = next(refs) if is_scaled else None
@@ -129,15 +128,18 @@ def _kernel(
 
 
 def _spread(row_ref: Any, start: int, shape: tuple[int, int], is_shared: bool) -> jax.Array:
-    """A part of a row for every output. Where a warp has one output of a group, it is loaded as the weights are, by
-    every warp for itself: anything else would pass through shared memory, with all waiting for it."""
+    """Broadcast a slice of a row to all outputs.
+
+    If a warp has one output of a group, every warp loads the slice itself, in the layout of the weights: anything else
+    would pass through shared memory, with a barrier for all warps.
+    """
     if is_shared or shape[0] == 1:
         return jnp.broadcast_to(row_ref[:, pl.ds(start, shape[1])].astype(jnp.float32), shape)
     down, across = jnp.zeros(shape, jnp.int32), jnp.broadcast_to(start + jnp.arange(shape[1])[None, :], shape)
     return plt.load(row_ref.at[down, across]).astype(jnp.float32)
 
 
-def _times_added(part: jax.Array, x: jax.Array, so_far: jax.Array, *, interpret: bool) -> jax.Array:
+def _times_added(part: jax.Array, x: jax.Array, carry: jax.Array, *, interpret: bool) -> jax.Array:
     if interpret or part.dtype != jnp.int8:
-        return part.astype(jnp.float32) * x + so_far
-    return assembled(TIMES_ADDED, jnp.float32, part, x, so_far)
+        return part.astype(jnp.float32) * x + carry
+    return convert_int8(FMA_FLOAT32, jnp.float32, part, x, carry)

@@ -1,4 +1,4 @@
-"""One step after the other. Letters as in the package."""
+"""The oracle: one operation after the other. Shape letters as in the package."""
 
 import jax
 import jax.numpy as jnp

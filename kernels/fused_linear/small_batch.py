@@ -1,7 +1,8 @@
-"""The product of a few rows for GPUs, in Pallas for Triton: a program streams the weights of some outputs through the
-matrix unit, or a part of their inputs where outputs are few.
+"""Matmul of a few rows for GPUs, in Pallas for Triton: weights are streamed through the tensor cores.
 
-Shapes: M rows, N outputs, K inputs, P parts of the inputs, H = 2 where outputs come in pairs of gate and value, else 1.
+A program computes some outputs, or with few outputs a split of their inputs (split-K).
+
+Shapes: M rows, N outputs, K inputs, P split-K parts, H = 2 if outputs come in pairs of gate and value, else 1.
 """
 
 from functools import partial
@@ -14,32 +15,32 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from maxhydra.kernels.fused_linear.epilogue import Activation, Epilogue
-from maxhydra.kernels.fused_linear.sizes import power_of_two_in
+from maxhydra.kernels.tiles import power_of_two_divisor
 
-# Rows up to which reading the weights takes longer than the product; the matrix unit takes no fewer than the least.
+# Number of rows up to which reading the weights takes longer than the arithmetic; fewest rows of the tensor cores.
 MOST_ROWS, LEAST_ROWS = 64, 16
-# Outputs up to which programs share the inputs, and how many do; with fewer to share them, outputs up to which the sum
-# of the parts is worth its while for those who read them all the same.
+# Number of outputs up to which split-K is used, and its parts; with two parts, the number of outputs up to which
+# returning partial sums pays off for a kernel that reads them anyway.
 FEW, PARTS = 2048, 4
 SOME, HALVES = 4096, 2
 
 
 class Tile(NamedTuple):
-    """What a program does at a time."""
+    """Work of a program per step."""
 
     outputs: int
     inputs: int
     parts: int
-    """Programs that share the inputs of an output."""
+    """Split-K: programs that share the inputs of an output."""
     is_left: bool
-    """Whether the weight is the left operand, of which the matrix unit takes 64 rows at a time."""
+    """Whether the weight is the left operand, of which the tensor cores take 64 rows at a time."""
     warps: int
     stages: int
 
 
 def tile(N: int, K: int, H: int) -> Tile:
-    """The fastest of those measured on an H200 for shapes of Llama 3.2 1B, cut down to what divides the sizes."""
-    outputs, inputs = power_of_two_in(N), power_of_two_in(K)
+    """The fastest tile measured on an H200 for shapes of Llama 3.2 1B, reduced to divisors of the sizes."""
+    outputs, inputs = power_of_two_divisor(N), power_of_two_divisor(K)
     if H == 2:
         return Tile(min(64, outputs), min(128, inputs), 1, is_left=True, warps=4, stages=4)
     parts = PARTS if N <= FEW else HALVES
@@ -47,9 +48,17 @@ def tile(N: int, K: int, H: int) -> Tile:
 
 
 def can_serve(M: int, N: int, K: int, dtype: str, *, is_gated: bool, is_summed: bool = True) -> bool:
-    """Whether the kernel takes these sizes on the devices there are, and is worth it: where outputs are many and not
-    gated, the library's product is as fast. `is_summed`: whether the parts have to be, which takes another kernel."""
-    fits = 1 < M <= MOST_ROWS and power_of_two_in(N) >= 64 and power_of_two_in(K) >= 64 * PARTS and 2 * N * K < 2**31
+    """Whether the kernel supports these sizes on the current devices and is worth it.
+
+    With many ungated outputs, the library GEMM is as fast. `is_summed`: whether a separate kernel must reduce the
+    split-K parts.
+    """
+    fits = (
+        1 < M <= MOST_ROWS
+        and power_of_two_divisor(N) >= 64
+        and power_of_two_divisor(K) >= 64 * PARTS
+        and 2 * N * K < 2**31
+    )
     is_worth_it = is_gated or (N <= FEW if is_summed else N <= SOME)
     return jax.default_backend() == "gpu" and fits and dtype == "bfloat16" and is_worth_it
 
@@ -57,8 +66,10 @@ def can_serve(M: int, N: int, K: int, dtype: str, *, is_gated: bool, is_summed: 
 def product(
     x_MK: jax.Array, weight_NK: jax.Array, around: Epilogue, dtype: np.dtype, *, interpret: bool, by: Tile | None = None
 ) -> jax.Array:
-    """[M, N], as the package says. The norm and the sum of parts are left to the compiler, which makes one kernel of a
-    sum, what it is added to and the norm that follows."""
+    """[M, N], as `fused_linear` in the package.
+
+    The norm and the split-K reduction are left to XLA, which fuses the sum, the residual and the norm that follows.
+    """
     x_MK = x_MK if around.norm is None else around.norm(x_MK)
     parts_PMN = summands(x_MK, weight_NK, around, dtype, interpret=interpret, by=by)
     if around.onto_MN is None:
@@ -69,8 +80,10 @@ def product(
 def summands(
     x_MK: jax.Array, weight_NK: jax.Array, around: Epilogue, dtype: np.dtype, *, interpret: bool, by: Tile | None = None
 ) -> jax.Array:
-    """[P, M, N] whose sum is x times the transpose of the weight, gated where that is asked for; in float32 where a sum
-    is still to come."""
+    """[P, M, N]: partial sums of x times the transpose of the weight, gated if requested.
+
+    In float32 if a sum is still to be applied.
+    """
     H, (M, K) = 1 if around.activation is None else 2, x_MK.shape
     N = weight_NK.shape[0] // H
     by = by or tile(N, K, H)
@@ -86,7 +99,7 @@ def summands(
         out_shape=jax.ShapeDtypeStruct((by.parts, M, N), dtype if is_whole else jnp.float32),
         compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
         interpret=interpret,
-        name="few_rows_product",
+        name="small_batch_matmul",
     )(x_MK, weight_NK.reshape(H, N, K))
 
 
@@ -98,8 +111,10 @@ def _kernel(x_ref: Any, weight_ref: Any, out_ref: Any, *, by: Tile, activation: 
 
 
 def streamed(x_ref: Any, weight_ref: Any, by: Tile) -> tuple[list[jax.Array], jax.Array]:
-    """Of each half of the weights the product with the rows in float32, [N, M] where the weight is on the left, and
-    which rows there are among those that the matrix unit takes."""
+    """The matmul of each half of the weights with the rows in float32, and the mask of valid rows.
+
+    [N, M] if the weight is on the left, else [M, N]; M is padded to a size that the tensor cores support.
+    """
     M = x_ref.shape[0]
     H, N, K = weight_ref.shape
     rows = max(LEAST_ROWS, 1 << (M - 1).bit_length())
@@ -112,8 +127,8 @@ def streamed(x_ref: Any, weight_ref: Any, by: Tile) -> tuple[list[jax.Array], ja
         )
         weights = [weight_ref[half, :, across] for half in range(H)]
         pairs = [(weight_NK, x_MK.T) if by.is_left else (x_MK, weight_NK.T) for weight_NK in weights]
-        products = [jnp.dot(*pair, preferred_element_type=jnp.float32) for pair in pairs]
-        return [so_far + product for so_far, product in zip(sums, products, strict=True)]
+        terms = [jnp.dot(*pair, preferred_element_type=jnp.float32) for pair in pairs]
+        return [total + term for total, term in zip(sums, terms, strict=True)]
 
     zeros = jnp.zeros((N, rows) if by.is_left else (rows, N), jnp.float32)
     return jax.lax.fori_loop(0, K // by.inputs, add, [zeros] * H), is_row

@@ -1,6 +1,6 @@
-"""The gated delta rule (Yang et al., 2024): a state per head that every token decays, corrects and reads.
+"""The gated delta rule (Yang et al., 2024): a recurrent state per head that every token decays, updates and reads.
 
-`gated_delta` is the one way in; BACKENDS says what serves what, fastest first.
+`gated_delta` is the entry point; BACKENDS is its capability table, fastest first (kernels/dispatch.py).
 """
 
 import dataclasses
@@ -11,50 +11,48 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from maxhydra.kernels.call_recorder import watched
-from maxhydra.kernels.capability import CallSpec, Capability
-from maxhydra.kernels.dispatch import UnsupportedError, chosen, either
+from maxhydra.kernels.dispatch import CallSpec, Capability, Operation, UnsupportedError, either
 from maxhydra.kernels.gated_delta import chunked, pallas_tpu, reference, triton
 from maxhydra.kernels.gated_delta.spec import Inputs, masked
 from maxhydra.kernels.placement import Placement
 
-__all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "gated_delta"]
+__all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "UnsupportedError", "gated_delta"]
 
 Run = Callable[[Inputs], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call(CallSpec):
-    """So many tokens of a row; the format is that of the values."""
+    """Sequences of this length; `dtype` is that of the values."""
 
     is_auto: bool
     length: int
     head_dims: tuple[int, int]
-    """Of a key and of a value."""
+    """Sizes of a key and of a value."""
     states: int
-    """Numbers of the states between chunks, all together: the largest array there is."""
+    """Elements of all inter-chunk states together: the largest array of the computation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend(Capability[Call]):
-    """One row of the capability table."""
+    """Capabilities of one backend."""
 
     run: Run
     fastest_to: int | None = None
-    """Tokens of a call up to which `auto` takes it; None: any number."""
+    """Largest number of tokens for which `auto` selects it; None: any."""
     fastest_dtypes: tuple[str, ...] | None = None
-    """Formats in which `auto` takes it; None: all."""
+    """Dtypes for which `auto` selects it; None: all."""
     head_dims: tuple[int, ...] | None = None
-    """Sizes of keys and values; None: any."""
+    """Supported sizes of keys and values; None: any."""
     max_states: int | None = None
     by_device: bool = False
-    """A kernel of one device, which is given the rows and heads that lie there."""
+    """A single-device kernel that runs under shard_map on the local rows and heads."""
 
-    def needs(self, call: Call) -> tuple[tuple[bool, str], ...]:
+    def requirements(self, call: Call) -> tuple[tuple[bool, str], ...]:
         return (
             (
                 not call.is_auto or call.length <= (self.fastest_to or call.length),
-                f"is for up to {self.fastest_to} tokens",
+                f"is selected for up to {self.fastest_to} tokens",
             ),
             (
                 not call.is_auto or call.dtype in (self.fastest_dtypes or self.dtypes),
@@ -66,19 +64,19 @@ class Backend(Capability[Call]):
             ),
             (
                 self.max_states is None or call.states <= self.max_states,
-                f"takes states of up to {self.max_states} numbers, not {call.states}",
+                f"takes states of up to {self.max_states} elements, not {call.states}",
             ),
         )
 
 
-# Fastest first. A single token is a step of the recurrence, and nothing else.
+# Fastest first. A single token is one step of the recurrence, for which the reference is optimal.
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(run=reference.gated_delta, fastest_to=1),
     "pallas_tpu": Backend(run=pallas_tpu.gated_delta, platforms=("tpu",), by_device=True),
     "triton": Backend(
         run=triton.gated_delta,
         platforms=("gpu",),
-        dtypes=tuple(triton.HOW),
+        dtypes=tuple(triton.PARAMS),
         fastest_dtypes=("bfloat16",),
         head_dims=triton.HEAD_DIMS,
         max_states=2**31 - 1,
@@ -86,14 +84,10 @@ BACKENDS: dict[str, Backend] = {
     ),
     "chunked": Backend(run=chunked.gated_delta),
 }
+OPERATION: Operation[Call, Backend] = Operation("delta", BACKENDS)
 
 
-def choose(backend: str, call: Call) -> str:
-    """The backend that serves the call: the one asked for, or under `auto` the fastest that can."""
-    return chosen("delta", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
-
-
-@watched
+@OPERATION.record_calls
 def gated_delta(
     query_BTMK: jax.Array,
     key_BTMK: jax.Array,
@@ -106,16 +100,19 @@ def gated_delta(
     backend: str,
     place: Placement | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """What the tokens read, [B, T, N, V], and the state [B, N, K, V] after the last of them, both in float32.
+    """Return the outputs of the tokens [B, T, N, V] and the state [B, N, K, V] after the last one, both in float32.
 
-    N value heads, in the order of the M key heads that they share. Segment 0 is padding; every other begins with an
-    empty state, except the first of a row, which goes on from the state given. place: None is one device of the
+    N value heads, ordered by the M key heads that they share. Segment 0 is padding; every other segment starts from a
+    zero state, except the first of a row, which continues from the given state. place: None is one device of the
     platform that JAX runs on.
     """
     B, T, M, K = query_BTMK.shape
     N, V = value_BTNV.shape[2:]
     if key_BTMK.shape != (B, T, M, K) or N % M:
-        raise ValueError(f"queries {query_BTMK.shape}, keys {key_BTMK.shape} and values {value_BTNV.shape} do not fit")
+        raise ValueError(
+            f"incompatible shapes: queries {query_BTMK.shape}, keys {key_BTMK.shape}, values {value_BTNV.shape}; "
+            "keys must have the shape of queries, and key heads must divide value heads"
+        )
     heads = (M, N // M)
     if state_BNKV is None:
         state_BNKV = jnp.zeros((B, N, K, V), jnp.float32)
@@ -138,14 +135,14 @@ def gated_delta(
         head_dims=(K, V),
         states=B * N * -(-T // chunked.CHUNK) * K * V,
     )
-    row = BACKENDS[choose(backend, call)]
+    row = OPERATION.select(backend, call)
     run = over_devices(row.run, place) if row.by_device else row.run
     out_BTMGV, state_BMGKV = run(masked(inputs, segments_BT))
     return out_BTMGV.reshape(B, T, N, V), state_BMGKV.reshape(B, N, K, V)
 
 
 def over_devices(run: Run, place: Placement) -> Run:
-    """The kernel on the rows and key heads of each device, which need nothing of each other."""
+    """Run the kernel under shard_map on the rows and key heads of each device, which are independent."""
     if place.mesh is None or place.mesh.size == 1:
         return run
     heads, state = PartitionSpec(place.batch, None, place.kv_heads), PartitionSpec(place.batch, place.kv_heads)

@@ -1,10 +1,10 @@
-"""The oracle: the gated delta rule as it is written in the paper (Yang et al., 2024), token by token.
+"""The oracle: the gated delta rule as defined in the paper (Yang et al., 2024), token by token.
 
     S <- exp(log_decay) S
     S <- S + rate * k (v - S^T k)^T
     out = S^T q
 
-For a single token there is nothing faster.
+This is optimal for a single token.
 """
 
 import jax
@@ -14,18 +14,18 @@ from maxhydra.kernels.gated_delta.spec import Inputs
 
 
 def gated_delta(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """What every token reads, [B, T, M, G, V], and the state after the last."""
+    """Return the outputs [B, T, M, G, V] and the state after the last token."""
 
     def step(state_BMGKV: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q_BMK, k_BMK, v_BMGV, log_decay_BMG, rate_BMG, is_start_B = token
         state_BMGKV = jnp.where(is_start_B[:, None, None, None, None], 0, state_BMGKV)
         state_BMGKV = jnp.exp(log_decay_BMG)[..., None, None] * state_BMGKV
-        found_BMGV = jnp.einsum("BMGKV,BMK->BMGV", state_BMGKV, k_BMK, precision="highest")
-        change_BMGV = rate_BMG[..., None] * (v_BMGV - found_BMGV)
+        predicted_BMGV = jnp.einsum("BMGKV,BMK->BMGV", state_BMGKV, k_BMK, precision="highest")
+        change_BMGV = rate_BMG[..., None] * (v_BMGV - predicted_BMGV)
         state_BMGKV = state_BMGKV + k_BMK[:, :, None, :, None] * change_BMGV[:, :, :, None, :]
         return state_BMGKV, jnp.einsum("BMGKV,BMK->BMGV", state_BMGKV, q_BMK, precision="highest")
 
-    inputs = inputs.wide()
+    inputs = inputs.to_float32()
     starts_BT = inputs.starts_BT
     if starts_BT is None:
         starts_BT = jnp.zeros(inputs.query_BTMK.shape[:2], bool)

@@ -1,6 +1,6 @@
-"""What is asked of the gated delta rule, and what is known of the tokens.
+"""Inputs of the gated delta rule, and the handling of padding and segments.
 
-Shapes: B batch, T tokens, M key heads, G value heads of each key head, K key size, V value size.
+Shapes: B batch, T tokens, M key heads, G value heads per key head, K key size, V value size.
 """
 
 from typing import NamedTuple
@@ -10,39 +10,39 @@ import jax.numpy as jnp
 
 
 class Inputs(NamedTuple):
-    """A call of the gated delta rule. Decays, rates and the state are float32; heads are in formats of their own."""
+    """Arguments of the gated delta rule. Decays, rates and the state are float32; heads have their own dtypes."""
 
     query_BTMK: jax.Array
     """Already scaled."""
     key_BTMK: jax.Array
-    """Of length one, or near it: a longer key would not overwrite what it finds, but overshoot."""
+    """Of unit length, or near it: a longer key would overshoot instead of overwriting the old value."""
     value_BTMGV: jax.Array
     log_decay_BTMG: jax.Array
-    """At most 0: what a token leaves of the state is its exponential."""
+    """At most 0: a token multiplies the state by its exponential."""
     rate_BTMG: jax.Array
-    """From 0 to 1: how much of what the key finds is replaced."""
+    """From 0 to 1: the fraction of the value stored under the key that is replaced."""
     state_BMGKV: jax.Array
-    """What the tokens before these left."""
+    """State before the first token."""
     starts_BT: jax.Array | None
-    """Tokens that begin anew, without what was before them; None where none does."""
+    """Tokens at which the state is reset to zero; None: no resets."""
 
-    def wide(self) -> "Inputs":
-        """With heads in float32 too."""
+    def to_float32(self) -> "Inputs":
+        """With heads cast to float32 too."""
         query, key, value = (heads.astype(jnp.float32) for heads in self[:3])
         return self._replace(query_BTMK=query, key_BTMK=key, value_BTMGV=value)
 
 
 def masked(inputs: Inputs, segments_BT: jax.Array | None) -> Inputs:
-    """The inputs with padding (segment 0) that leaves the state as it is, and a start at every change of segment.
+    """Make padding (segment 0) leave the state unchanged, and reset the state at every change of segment.
 
-    The first segment of a row goes on from the state that the call is given.
+    The first segment of a row continues from the given state.
     """
     if segments_BT is None:
         return inputs
     is_token_BT = segments_BT != 0
-    # The segment of the last token before each one, padding left out; 0 where there is none.
-    places_BT = jnp.where(is_token_BT, jnp.arange(segments_BT.shape[1])[None], -1)
-    last_BT = jnp.pad(jax.lax.cummax(places_BT, axis=1), ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    # The segment of the last token before each one, ignoring padding; 0 if there is none.
+    index_BT = jnp.where(is_token_BT, jnp.arange(segments_BT.shape[1])[None], -1)
+    last_BT = jnp.pad(jax.lax.cummax(index_BT, axis=1), ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     earlier_BT = jnp.where(last_BT < 0, 0, jnp.take_along_axis(segments_BT, jnp.maximum(last_BT, 0), axis=1))
     is_token_BT11 = is_token_BT[:, :, None, None]
     return inputs._replace(

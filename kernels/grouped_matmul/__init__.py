@@ -1,27 +1,26 @@
-"""Grouped matrix product: consecutive rows of x by the matrix of their group, as experts need it.
+"""Grouped matmul: consecutive rows of x times the matrix of their group, as MoE experts need it.
 
-`grouped_matmul` is the one way in. BACKENDS says what serves what, fastest first: `auto` takes the first that serves
-the call, and a backend that was asked for by name and cannot is an error. M rows, E groups, D inputs, F outputs.
+`grouped_matmul` is the entry point; BACKENDS is its capability table, fastest first (kernels/dispatch.py). M rows, E
+groups, D inputs, F outputs.
 """
 
 import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
-from maxhydra.kernels.call_recorder import watched
-from maxhydra.kernels.capability import CallSpec, Capability
-from maxhydra.kernels.dispatch import UnsupportedError, chosen
-from maxhydra.kernels.grouped_matmul import megablox, mosaic, reference, triton, xla
+from maxhydra.kernels.dispatch import CallSpec, Capability, Operation, UnsupportedError
+from maxhydra.kernels.grouped_matmul import megablox, mosaic, reference, triton
 from maxhydra.kernels.placement import Placement, capability
-from maxhydra.kernels.tiles import Sizes, sized
+from maxhydra.kernels.tiles import Sizes, with_sizes
 
-__all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "grouped_matmul"]
+__all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "UnsupportedError", "grouped_matmul"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call(CallSpec):
-    """Rows of so many groups, by matrices of inputs and outputs."""
+    """Rows in groups, times one [inputs, outputs] matrix per group."""
 
     rows: int
     groups: int
@@ -30,22 +29,21 @@ class Call(CallSpec):
 
     @property
     def largest(self) -> int:
-        """Numbers of the largest array."""
-        sides = (self.rows * self.inputs, self.rows * self.outputs, self.groups * self.inputs * self.outputs)
-        return max(sides)
+        """Elements of the largest array."""
+        return max(self.rows * self.inputs, self.rows * self.outputs, self.groups * self.inputs * self.outputs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend(Capability[Call]):
-    """One row of the capability table."""
+    """Capabilities of one backend."""
 
     run: Callable[..., jax.Array]
     multiple: int = 1
-    """Of rows, inputs and outputs."""
+    """Rows, inputs and outputs must be multiples of this."""
     max_size: int | None = None
-    """Numbers of the largest array; None: any."""
+    """Elements of the largest array; None: any number."""
 
-    def needs(self, call: Call) -> tuple[tuple[bool, str], ...]:
+    def requirements(self, call: Call) -> tuple[tuple[bool, str], ...]:
         return (
             (
                 all(size % self.multiple == 0 for size in (call.rows, call.inputs, call.outputs)),
@@ -54,9 +52,14 @@ class Backend(Capability[Call]):
             ),
             (
                 self.max_size is None or call.largest <= self.max_size,
-                f"takes arrays of up to {self.max_size} numbers, not {call.largest}",
+                f"takes arrays of up to {self.max_size} elements, not {call.largest}",
             ),
         )
+
+
+def _ragged_dot(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """XLA's grouped matmul: a loop over tiles on a TPU; on a CPU one masked matmul over all groups."""
+    return jax.lax.ragged_dot(x_MD, w_EDF, sizes_E.astype(jnp.int32))
 
 
 # Fastest first.
@@ -76,7 +79,7 @@ BACKENDS: dict[str, Backend] = {
         dtypes=("bfloat16", "float16"),
         multiple=triton.MULTIPLE,
         max_size=2**31 - 1,
-        cut=lambda call: triton.cut(call.rows, call.inputs, call.outputs),
+        tile_extents=lambda call: triton.tile_extents(call.rows, call.inputs, call.outputs),
     ),
     "megablox": Backend(
         run=megablox.grouped_matmul,
@@ -84,17 +87,13 @@ BACKENDS: dict[str, Backend] = {
         dtypes=("float32", "bfloat16"),
         multiple=megablox.MULTIPLE,
     ),
-    "xla": Backend(run=xla.grouped_matmul),
+    "xla": Backend(run=_ragged_dot),
     "reference": Backend(run=reference.grouped_matmul),
 }
+OPERATION: Operation[Call, Backend] = Operation("grouped_matmul", BACKENDS)
 
 
-def choose(backend: str, call: Call) -> str:
-    """The backend that serves the call: the one asked for, or under `auto` the fastest that can."""
-    return chosen("grouped_matmul", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
-
-
-@watched
+@OPERATION.record_calls
 def grouped_matmul(
     x_MD: jax.Array,
     w_EDF: jax.Array,
@@ -104,16 +103,15 @@ def grouped_matmul(
     sizes: Sizes = (),
     place: Placement | None = None,
 ) -> jax.Array:
-    """[M, F]: the first sizes[0] rows of x times w[0], the next sizes[1] rows times w[1], and so on.
+    """Return [M, F]: the first sizes[0] rows of x times w[0], the next sizes[1] rows times w[1], and so on.
 
-    Over a mesh, this is a call of each device with what lies there. sizes: asked of the kernel's tile. place: None is
-    the platform that JAX runs on.
-    Rows after the last group, and the gradient by them, are whatever the backend leaves there.
+    Over a mesh, each device makes this call with its local shards. sizes: requested tile sizes. place: None is the
+    platform that JAX runs on. Rows after the last group, and their gradients, are unspecified.
     """
     (M, D), (E, inputs, F) = x_MD.shape, w_EDF.shape
     if inputs != D or sizes_E.shape != (E,) or x_MD.dtype != w_EDF.dtype:
         shapes = f"{x_MD.dtype} {x_MD.shape}, {w_EDF.dtype} {w_EDF.shape}, {sizes_E.shape}"
-        raise ValueError(f"rows, matrices and sizes do not fit together: {shapes}")
+        raise ValueError(f"rows, matrices and group sizes have incompatible shapes or dtypes: {shapes}")
     place = place or Placement.here()
     call = Call(
         platform=place.platform,
@@ -126,4 +124,4 @@ def grouped_matmul(
         inputs=D,
         outputs=F,
     )
-    return sized(BACKENDS[choose(backend, call)].run, sizes)(x_MD, w_EDF, sizes_E)
+    return with_sizes(OPERATION.select(backend, call).run, sizes)(x_MD, w_EDF, sizes_E)

@@ -1,4 +1,4 @@
-"""The oracle: every row times the matrix of every group, of which one counts, in float32."""
+"""The oracle: every row times the matrix of every group, masked to its own group, in float32."""
 
 import jax
 import jax.numpy as jnp

@@ -1,11 +1,11 @@
-"""Which tiles of rows are whose: tables that the kernels read. M rows, E groups, K inputs, T tiles."""
+"""Tables that map tiles of rows to groups, read by the kernels. M rows, E groups, K inputs, T tiles."""
 
 import jax
 import jax.numpy as jnp
 
 
 def tile_table(sizes_E: jax.Array, M: int, rows: int) -> jax.Array:
-    """[tiles, 4]: group, number among the tiles of rows, first row, end; a group more holds the rows of no group."""
+    """[tiles, 4]: group, index of the row tile, first row, end row; an extra group holds the rows of no group."""
     sizes_E = sizes_E.astype(jnp.int32)
     sizes_G = jnp.append(sizes_E, M - jnp.sum(sizes_E))
     end_G = jnp.cumsum(sizes_G)
@@ -14,22 +14,25 @@ def tile_table(sizes_E: jax.Array, M: int, rows: int) -> jax.Array:
     below_G = jnp.cumsum(count_G)
     tile_T = jnp.arange(M // rows + len(sizes_E))
     group_T = jnp.sum(tile_T[:, None] >= below_G[None, :], axis=1)
-    is_used_T, own_T = group_T < len(sizes_G), jnp.minimum(group_T, len(sizes_E))
-    block_T = start_G[own_T] // rows + tile_T - (below_G - count_G)[own_T]
-    first_T, end_T = jnp.maximum(start_G[own_T], block_T * rows), jnp.minimum(end_G[own_T], (block_T + 1) * rows)
-    found = jnp.stack([own_T, block_T, first_T, end_T], axis=1)
-    return jnp.where(is_used_T[:, None], found, jnp.array([len(sizes_E), 0, 0, 0]))
+    is_used_T, group_or_last_T = group_T < len(sizes_G), jnp.minimum(group_T, len(sizes_E))
+    block_T = start_G[group_or_last_T] // rows + tile_T - (below_G - count_G)[group_or_last_T]
+    first_T, end_T = (
+        jnp.maximum(start_G[group_or_last_T], block_T * rows),
+        jnp.minimum(end_G[group_or_last_T], (block_T + 1) * rows),
+    )
+    table = jnp.stack([group_or_last_T, block_T, first_T, end_T], axis=1)
+    return jnp.where(is_used_T[:, None], table, jnp.array([len(sizes_E), 0, 0, 0]))
 
 
 def spans(sizes_E: jax.Array, rows: int, align: int) -> tuple[jax.Array, jax.Array]:
-    """[E] each: the row that a group's first tile begins with, which `align` divides, and how many tiles it has."""
+    """[E] each: the first row of a group's first tile, rounded down to a multiple of `align`, and its tile count."""
     end_E = jnp.cumsum(sizes_E.astype(jnp.int32))
     first_E = (end_E - sizes_E) // align * align
     return first_E, jnp.where(sizes_E > 0, -((first_E - end_E) // rows), 0)
 
 
 def edges(x_MK: jax.Array, sizes_E: jax.Array, rows: int, align: int) -> jax.Array:
-    """The first and the last tile of each group, one after the other, rows of other groups zero."""
+    """The first and the last tile of each group, with the rows of other groups set to zero."""
     first_E, count_E = spans(sizes_E, rows, align)
     end_E = jnp.cumsum(sizes_E.astype(jnp.int32))
     tile_E2 = jnp.stack([first_E, first_E + (count_E - 1) * rows], axis=1)
@@ -41,9 +44,9 @@ def edges(x_MK: jax.Array, sizes_E: jax.Array, rows: int, align: int) -> jax.Arr
 def schedule(
     sizes_E: jax.Array, M: int, *, rows: int, columns: int, align: int, band: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Tiles in the order in which they are made, and how many there are.
+    """Tiles in execution order, and their number.
 
-    [tiles, 5]: group, first row of the tile, the group's first row and its end, number among `columns`. A group is one
+    [tiles, 5]: group, first row of the tile, first and end row of the group, index of the column tile. A group is one
     band, or several of about `band` tiles.
     """
     E = len(sizes_E)
@@ -55,13 +58,15 @@ def schedule(
     number_T = jnp.arange((M + E * (rows + align - 2)) // rows * columns, dtype=jnp.int32)
     group_T = jnp.minimum(jnp.sum(number_T[:, None] >= below_E, axis=1, dtype=jnp.int32), E - 1)
     within_T = number_T - (below_E - count_E * columns)[group_T]
-    row_T, column_T = place(within_T, count_E[group_T], columns, height_E[group_T])
+    row_T, column_T = tile_position(within_T, count_E[group_T], columns, height_E[group_T])
     row_T = first_E[group_T] + row_T * rows
     return jnp.stack([group_T, row_T, (end_E - sizes_E)[group_T], end_E[group_T], column_T], axis=1), below_E[-1:]
 
 
-def place(number: jax.Array, rows: int | jax.Array, columns: int, band: int | jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Row and column of a program: down the rows of a band, then on to the next column."""
+def tile_position(
+    number: jax.Array, rows: int | jax.Array, columns: int, band: int | jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Row and column of a program: down the rows of a band, then to the next column."""
     size = band * columns
     first = jax.lax.div(number, size) * band
     height = jnp.minimum(rows - first, band)

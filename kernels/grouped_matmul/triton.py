@@ -1,9 +1,9 @@
-"""Products of groups of rows, each group with a matrix of its own, for GPUs in Pallas for Triton.
+"""Grouped matmul for GPUs in Pallas for Triton: each group of rows is multiplied by its own matrix.
 
-Rows are cut into tiles, and a tile that two groups share is made once for each of them; tables made beforehand say
-which tile is whose. The gradient of the matrices sums over the rows of each group instead.
+Rows are split into tiles, and a tile that two groups share is computed once for each of them; precomputed tables map
+tiles to groups. The gradient of the matrices sums over the rows of each group instead.
 
-Shapes: M rows, E groups, K inputs, N outputs; of a gradient, outputs are inputs.
+Shapes: M rows, E groups, K inputs, N outputs; in the gradient of x, outputs play the role of inputs.
 """
 
 import dataclasses
@@ -16,35 +16,35 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.grouped_matmul.tiles import edges, place, spans, tile_table
-from maxhydra.kernels.grouped_matmul.vjp import grouped
-from maxhydra.kernels.tiles import Sizes, candidates, resized
+from maxhydra.kernels.grouped_matmul.tiles import edges, spans, tile_position, tile_table
+from maxhydra.kernels.grouped_matmul.vjp import grouped_matmul_vjp
+from maxhydra.kernels.tiles import Sizes, candidates, override_sizes
 
 
 class Tile(NamedTuple):
-    """What a program makes, and how."""
+    """Tile of a program, and its launch parameters."""
 
     rows: int
     columns: int
     summed: int
-    """Terms of a sum at a time."""
+    """Terms of the sum per step."""
     warps: int
     stages: int
     band: int
-    """Tiles of rows that pass over the columns together, so that both operands are found in the cache."""
+    """Row tiles that sweep the columns together, so that both operands stay in the L2 cache."""
 
 
 class Tiles(NamedTuple):
-    """The tiles of the two kernels: products, and the sums over rows that are the gradient of the matrices."""
+    """Tiles of the two kernels: matmuls, and the sums over rows that are the gradient of the matrices."""
 
     products: Tile
     sums: Tile
 
 
-# The fastest of those measured on an H200 with the shapes of Mixtral 8x7B.
+# The fastest measured on an H200 with the shapes of Mixtral 8x7B.
 MEASURED = Tiles(Tile(128, 256, 64, 8, 3, 8), Tile(128, 256, 64, 8, 4, 8))
-# Worth a trial on other shapes and cards.
-TRIED = (
+# Candidates for other shapes and GPUs.
+CANDIDATE_TILES = (
     Tile(128, 256, 64, 8, 3, 8),
     Tile(128, 256, 64, 8, 4, 8),
     Tile(128, 128, 64, 8, 4, 8),
@@ -52,31 +52,31 @@ TRIED = (
     Tile(64, 256, 64, 4, 4, 16),
     Tile(128, 256, 32, 8, 4, 8),
 )
-# Tiles are cut to what divides the sizes, and smaller ones than this waste the matrix unit.
+# Tiles are reduced to divisors of the sizes; smaller ones than this underuse the tensor cores.
 MULTIPLE = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
-    """What is known when the kernels are compiled."""
+class KernelParams:
+    """Static parameters of the kernels."""
 
     tiles: Tiles
     interpret: bool
 
-    def product(self, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, turned: bool) -> jax.Array:
-        return _product(self, x_MK, w, sizes_E, turned=turned)
+    def matmul(self, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, transposed: bool) -> jax.Array:
+        return _matmul(self, x_MK, w, sizes_E, transposed=transposed)
 
-    def summed(self, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-        return _summed(self, x_MK, d_out_MN, sizes_E)
+    def weight_grad(self, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        return _weight_grad(self, x_MK, d_out_MN, sizes_E)
 
 
-def cut(rows: int, inputs: int, outputs: int) -> dict[str, int]:
-    """What the sizes of a tile must divide, by name: the gradient of the rows has inputs for outputs."""
-    either = math.gcd(inputs, outputs)
+def tile_extents(rows: int, inputs: int, outputs: int) -> dict[str, int]:
+    """The extent that each tile size must divide, by name; the gradient of x swaps inputs and outputs."""
+    both = math.gcd(inputs, outputs)
     return {
         "products.rows": rows,
-        "products.columns": either,
-        "products.summed": either,
+        "products.columns": both,
+        "products.summed": both,
         "sums.rows": inputs,
         "sums.columns": outputs,
         "sums.summed": rows,
@@ -84,8 +84,10 @@ def cut(rows: int, inputs: int, outputs: int) -> dict[str, int]:
 
 
 def tried(rows: int, inputs: int, outputs: int) -> dict[str, list[dict[str, int]]]:
-    """Sizes to try for each kernel."""
-    return candidates({"products": TRIED, "sums": TRIED}, MEASURED, cut(rows, inputs, outputs))
+    """Candidate tile sizes for each kernel."""
+    return candidates(
+        {"products": CANDIDATE_TILES, "sums": CANDIDATE_TILES}, MEASURED, tile_extents(rows, inputs, outputs)
+    )
 
 
 def grouped_matmul(
@@ -98,35 +100,39 @@ def grouped_matmul(
     interpret: bool = False,
 ) -> jax.Array:
     """Rows of no group give zeros."""
-    return grouped(How(resized(tiles, sizes), interpret), x_MK, w_EKN, sizes_E)
+    return grouped_matmul_vjp(KernelParams(override_sizes(tiles, sizes), interpret), x_MK, w_EKN, sizes_E)
 
 
-def _product(how: How, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, turned: bool) -> jax.Array:
-    """x times w [E, K, N], or [E, N, K] if turned."""
+def _matmul(params: KernelParams, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, transposed: bool) -> jax.Array:
+    """x times w [E, K, N], or [E, N, K] if transposed."""
     (M, K), E = x_MK.shape, w.shape[0]
-    N = w.shape[1] if turned else w.shape[2]
-    tile = how.tiles.products
+    N = w.shape[1] if transposed else w.shape[2]
+    tile = params.tiles.products
     C, D = math.gcd(tile.rows, M), math.gcd(tile.columns, N)
     tiles = M // C + E
     return pl.pallas_call(
-        partial(_product_kernel, tile=tile._replace(rows=C, columns=D, summed=math.gcd(tile.summed, K)), turned=turned),
+        partial(
+            _matmul_kernel,
+            tile=tile._replace(rows=C, columns=D, summed=math.gcd(tile.summed, K)),
+            transposed=transposed,
+        ),
         grid=(tiles * (N // D),),
         out_shape=jax.ShapeDtypeStruct((M, N), x_MK.dtype),
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-        interpret=how.interpret,
+        interpret=params.interpret,
         name="grouped_matmul",
     )(tile_table(sizes_E, M, C), x_MK, w)
 
 
-def _product_kernel(tiles_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any, *, tile: Tile, turned: bool) -> None:
+def _matmul_kernel(tiles_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any, *, tile: Tile, transposed: bool) -> None:
     (_, K), (E, *_), N = x_ref.shape, w_ref.shape, out_ref.shape[1]
-    t, column = place(pl.program_id(0), tiles_ref.shape[0], N // tile.columns, tile.band)
+    t, column = tile_position(pl.program_id(0), tiles_ref.shape[0], N // tile.columns, tile.band)
     group, block, first, end = (tiles_ref[t, i] for i in range(4))
     rows, columns = pl.ds(block * tile.rows, tile.rows), pl.ds(column * tile.columns, tile.columns)
 
     def add(step: jax.Array, sums: jax.Array) -> jax.Array:
         part = pl.ds(step * tile.summed, tile.summed)
-        w = w_ref[group, columns, part].T if turned else w_ref[group, part, columns]
+        w = w_ref[group, columns, part].T if transposed else w_ref[group, part, columns]
         return sums + jnp.dot(x_ref[rows, part], w, preferred_element_type=jnp.float32)
 
     steps = jnp.where((group < E) & (first < end), jnp.int32(K // tile.summed), 0)
@@ -136,38 +142,38 @@ def _product_kernel(tiles_ref: Any, x_ref: Any, w_ref: Any, out_ref: Any, *, til
     plt.store(out_ref.at[rows, columns], sums.astype(out_ref.dtype), mask=is_own)
 
 
-def _summed(how: How, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _weight_grad(params: KernelParams, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """[E, K, N]: x^T times d_out over the rows of each group.
 
-    The first and the last tile of a group may hold rows of others. They are read from a copy in which those are zero,
-    so that there is one loop over the tiles of a group, without a mask.
+    The first and the last tile of a group may contain rows of other groups. They are read from a copy in which those
+    rows are zero, so that a single loop over the tiles of a group needs no mask.
     """
     (M, K), N, E = x_MK.shape, d_out_MN.shape[1], len(sizes_E)
-    tile = how.tiles.sums
+    tile = params.tiles.sums
     C, D, S = math.gcd(tile.rows, K), math.gcd(tile.columns, N), math.gcd(tile.summed, M)
     x = jnp.concatenate([x_MK, edges(x_MK, sizes_E, S, S)])
     first_E, count_E = spans(sizes_E, S, S)
     return pl.pallas_call(
-        partial(_summed_kernel, tile=tile._replace(rows=C, columns=D, summed=S), tiles=M // S),
+        partial(_weight_grad_kernel, tile=tile._replace(rows=C, columns=D, summed=S), tiles=M // S),
         grid=((K // C) * (N // D), E),
         out_shape=jax.ShapeDtypeStruct((E, K, N), x_MK.dtype),
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-        interpret=how.interpret,
-        name="grouped_matmul_summed",
+        interpret=params.interpret,
+        name="grouped_matmul_weight_grad",
     )(jnp.stack([first_E // S, count_E], axis=1), x, d_out_MN)
 
 
-def _summed_kernel(groups_ref: Any, x_ref: Any, d_out_ref: Any, out_ref: Any, *, tile: Tile, tiles: int) -> None:
+def _weight_grad_kernel(groups_ref: Any, x_ref: Any, d_out_ref: Any, out_ref: Any, *, tile: Tile, tiles: int) -> None:
     K, N = out_ref.shape[1:]
     group = pl.program_id(1)
-    row, column = place(pl.program_id(0), K // tile.rows, N // tile.columns, tile.band)
+    row, column = tile_position(pl.program_id(0), K // tile.rows, N // tile.columns, tile.band)
     down, across = pl.ds(row * tile.rows, tile.rows), pl.ds(column * tile.columns, tile.columns)
     first, count = groups_ref[group, 0], groups_ref[group, 1]
     edge = tiles + 2 * group
 
     def add(step: jax.Array, sums: jax.Array) -> jax.Array:
-        own = jnp.where(step == 0, edge, jnp.where(step == count - 1, edge + 1, first + step))
-        part = pl.ds(own * tile.summed, tile.summed)
+        index = jnp.where(step == 0, edge, jnp.where(step == count - 1, edge + 1, first + step))
+        part = pl.ds(index * tile.summed, tile.summed)
         d_out = d_out_ref[pl.ds((first + step) * tile.summed, tile.summed), across]
         return sums + jnp.dot(x_ref[part, down].T, d_out, preferred_element_type=jnp.float32)
 

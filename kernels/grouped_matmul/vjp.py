@@ -1,6 +1,7 @@
-"""A grouped product's gradients are one too, and sums over the rows of each group: two kernels serve all three.
+"""The gradient of a grouped matmul: another grouped matmul, and sums over the rows of each group.
 
-Shapes: M rows, E groups, K inputs, N outputs; of a gradient, outputs are inputs.
+Two kernels serve the forward pass and both gradients. Shapes: M rows, E groups, K inputs, N outputs; in the gradient of
+x, outputs play the role of inputs.
 """
 
 from functools import partial
@@ -10,27 +11,27 @@ import jax
 
 
 class Kernels(Protocol):
-    """Known when they are compiled, by which JAX knows what it has compiled."""
+    """The two kernels with their static parameters; hashable, so that JAX can cache compiled programs."""
 
-    def product(self, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, turned: bool) -> jax.Array:
-        """x times w [E, K, N], or [E, N, K] if turned."""
+    def matmul(self, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, transposed: bool) -> jax.Array:
+        """x times w [E, K, N], or [E, N, K] if transposed."""
 
-    def summed(self, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    def weight_grad(self, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
         """[E, K, N]: x^T times d_out over the rows of each group."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def grouped(kernels: Kernels, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    return kernels.product(x_MK, w_EKN, sizes_E, turned=False)
+def grouped_matmul_vjp(kernels: Kernels, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    return kernels.matmul(x_MK, w_EKN, sizes_E, transposed=False)
 
 
 def _forward(kernels: Kernels, x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, tuple]:
-    return grouped(kernels, x_MK, w_EKN, sizes_E), (x_MK, w_EKN, sizes_E)
+    return grouped_matmul_vjp(kernels, x_MK, w_EKN, sizes_E), (x_MK, w_EKN, sizes_E)
 
 
-def _backward(kernels: Kernels, kept: tuple, d_out_MN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x_MK, w_EKN, sizes_E = kept
-    return kernels.product(d_out_MN, w_EKN, sizes_E, turned=True), kernels.summed(x_MK, d_out_MN, sizes_E), None
+def _backward(kernels: Kernels, residuals: tuple, d_out_MN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x_MK, w_EKN, sizes_E = residuals
+    return kernels.matmul(d_out_MN, w_EKN, sizes_E, transposed=True), kernels.weight_grad(x_MK, d_out_MN, sizes_E), None
 
 
-grouped.defvjp(_forward, _backward)
+grouped_matmul_vjp.defvjp(_forward, _backward)

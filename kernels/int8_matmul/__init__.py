@@ -1,10 +1,10 @@
-"""Arrays rounded to integers, and products of such for training: an array is codes times scales, each scale shared by
-the numbers that are summed into the same output.
+"""int8 quantization, and int8 matmuls for training: an array is codes times scales, with one scale for all elements
+that are summed into the same output.
 
-Forward a row of x has a scale, and so has an output of the weight, so that both are multiplied after the sum. The
-backward pass sums over other dimensions; there the scales of what was kept go into the gradient before that is rounded
-in turn, so that the codes of the forward pass serve again and nothing else waits for it. Qwix does the same, and is
-what the tests compare with; it works by patching modules, where a model here has one place that makes products.
+In the forward pass each row of x and each output of the weight has a scale, so both are applied after the sum. The
+backward pass sums over other dimensions: there the scales of the saved operand are multiplied into the gradient before
+it is quantized in turn, so the codes of the forward pass are reused and nothing else is saved. Qwix does the same and
+is the reference in the tests; it patches modules, whereas models here have a single place that computes matmuls.
 """
 
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ class Rounded(NamedTuple):
 
 
 def rounded(x: jax.Array, over: Sequence[int], *, largest: int) -> Rounded:
-    """An array in integers, a scale for what differs in these dimensions only; its largest magnitude becomes `largest`.
+    """Quantize an array with one scale for the elements along `over`; the largest magnitude becomes `largest`.
 
-    Not half a step more, which would use the codes more evenly: every largest number would then lie between two codes,
-    and become one or the other by the rounding of its scale, which is not the same in all programs.
+    Not `largest` + 0.5, which would use the codes more evenly: every maximum would then fall between two codes, and
+    become one or the other by the rounding of its scale, which differs between compiled programs.
     """
     wide = x.astype(jnp.float32)
     scales = jnp.max(jnp.abs(wide), axis=tuple(over), keepdims=True) / largest
@@ -44,34 +44,32 @@ def rounded(x: jax.Array, over: Sequence[int], *, largest: int) -> Rounded:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def integer_product(is_wide_back: bool, x_MK: jax.Array, weight_KN: jax.Array) -> jax.Array:
-    """x times weight in int8; is_wide_back: gradients are multiplied as they come, not rounded."""
-    return _forward(is_wide_back, x_MK, weight_KN)[0]
+def integer_product(keep_gradients: bool, x_MK: jax.Array, weight_KN: jax.Array) -> jax.Array:
+    """x times weight in int8; keep_gradients: the backward matmuls use unquantized gradients."""
+    return _forward(keep_gradients, x_MK, weight_KN)[0]
 
 
-def _forward(is_wide_back: bool, x_MK: jax.Array, weight_KN: jax.Array) -> tuple[jax.Array, tuple[Rounded, Rounded]]:
+def _forward(keep_gradients: bool, x_MK: jax.Array, weight_KN: jax.Array) -> tuple[jax.Array, tuple[Rounded, Rounded]]:
     x, weight = rounded(x_MK, (1,), largest=LARGEST), rounded(weight_KN, (0,), largest=LARGEST)
     sums_MN = _dot(x.codes, weight.codes, (1, 0))
     return (sums_MN * x.scales * weight.scales).astype(x_MK.dtype), (x, weight)
 
 
 def _backward(
-    is_wide_back: bool, operands: tuple[Rounded, Rounded], d_out_MN: jax.Array
+    keep_gradients: bool, operands: tuple[Rounded, Rounded], d_out_MN: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     (x, weight), dtype = operands, d_out_MN.dtype
-    d_x_MK = _gradient(d_out_MN * weight.scales, weight.codes, (1, 1), is_wide=is_wide_back, dtype=dtype)
-    d_weight_NK = _gradient(d_out_MN * x.scales, x.codes, (0, 0), is_wide=is_wide_back, dtype=dtype)
+    d_x_MK = _gradient(d_out_MN * weight.scales, weight.codes, (1, 1), keep=keep_gradients, dtype=dtype)
+    d_weight_NK = _gradient(d_out_MN * x.scales, x.codes, (0, 0), keep=keep_gradients, dtype=dtype)
     return d_x_MK, d_weight_NK.T
 
 
 integer_product.defvjp(_forward, _backward)
 
 
-def _gradient(
-    d_out: jax.Array, codes: jax.Array, over: tuple[int, int], *, is_wide: bool, dtype: np.dtype
-) -> jax.Array:
-    """A gradient times the codes of an operand, summed over one dimension of each."""
-    if is_wide:
+def _gradient(d_out: jax.Array, codes: jax.Array, over: tuple[int, int], *, keep: bool, dtype: np.dtype) -> jax.Array:
+    """A gradient times the codes of an operand, contracted over one dimension of each."""
+    if keep:
         return _dot(d_out.astype(dtype), codes.astype(dtype), over).astype(dtype)
     d = rounded(d_out, (over[0],), largest=LARGEST)
     return (_dot(d.codes, codes, over) * jnp.moveaxis(d.scales, over[0], -1).reshape(-1, 1)).astype(dtype)

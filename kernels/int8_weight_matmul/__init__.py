@@ -1,8 +1,8 @@
-"""Products of activations with weights in int8: an output is its sum over codes, times the scale of that output.
+"""Matmuls of activations with int8 weights: an output is its sum over codes, times the scale of that output.
 
-The scale of an output does not depend on the input, so that it is multiplied once, after the sum. What few rows take is
-the time to read the weights, and a GPU then reads them as they are; more rows, and other devices, have XLA widen the
-codes first.
+The scale of an output does not depend on the input, so it is applied once, after the sum. With few rows the time is
+that of reading the weights, and the GPU kernels read the codes directly; with more rows, and on other devices, XLA
+converts the codes first.
 """
 
 import math
@@ -17,22 +17,22 @@ from maxhydra.kernels.matmul import Layout, projected
 
 __all__ = ["int8_product"]
 
-# Letters for the dimensions of a product; more than any weight has.
+# Einsum letters for the dimensions of the weight; more than any weight has.
 INPUTS, OUTPUTS = "abcd", "wxyz"
 
 
 def int8_product(
     x: jax.Array, codes: jax.Array, scales: jax.Array, *, layout: Layout, is_alone: bool, dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """x [..., *inputs] times codes [*inputs, *outputs] times scales [*outputs], in dtype, or as x is.
+    """x [..., *inputs] times codes [*inputs, *outputs] times scales [*outputs], in `dtype` (default: that of x).
 
-    is_alone: on one device, which need not share the arrays with others.
+    is_alone: on one device, so that single-device kernels can be used.
     """
     inputs = codes.ndim - scales.ndim
     rows, dtype = x.shape[: x.ndim - inputs], dtype or x.dtype
     size, count = math.prod(codes.shape[:inputs]), math.prod(rows)
-    is_few = count == 1 or triton.can_serve(count, scales.size, size, x.dtype.name)
-    if is_alone and layout is Layout.joined and is_few:
+    has_kernel = count == 1 or triton.can_serve(count, scales.size, size, x.dtype.name)
+    if is_alone and layout is Layout.joined and has_kernel:
         codes_NK = jnp.moveaxis(codes, range(inputs), range(-inputs, 0)).reshape(-1, size)
         x_MK, scales_N, dtype = x.reshape(-1, size), scales.reshape(-1), jnp.dtype(dtype)
         if count == 1:
@@ -40,7 +40,7 @@ def int8_product(
         else:
             out_MN = triton.product(x_MK, codes_NK, scales_N, dtype, interpret=False)
         return out_MN.reshape(*rows, *scales.shape)
-    contracted, left = INPUTS[:inputs], OUTPUTS[: scales.ndim]
-    equation = f"...{contracted},{contracted}{left}->...{left}"
+    contracted, kept = INPUTS[:inputs], OUTPUTS[: scales.ndim]
+    equation = f"...{contracted},{contracted}{kept}->...{kept}"
     sums = projected(equation, x, codes.astype(x.dtype), layout=layout, dtype=jnp.float32)
     return (sums * scales).astype(dtype)

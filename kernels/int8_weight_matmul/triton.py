@@ -1,7 +1,7 @@
-"""The product of a few rows with int8 weights for GPUs, in Pallas for Triton: codes are widened between memory and sum.
+"""Matmul of a few rows with int8 weights for GPUs, in Pallas for Triton: codes are converted in registers.
 
-They go through the matrix unit, with the weight as its left operand, which may come from registers. One row
-is multiplied and summed instead (`kernels/fused_product`).
+They go through the tensor cores as the left operand, which may come from registers. A single row is a multiply and a
+sum instead (`kernels/fused_linear/gemv.py`).
 
 Shapes: M rows, N outputs, K inputs.
 """
@@ -15,32 +15,32 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.fused_linear.sizes import power_of_two_in
-from maxhydra.kernels.int8_to_float import AS_BFLOAT16, AS_FLOAT32, assembled
+from maxhydra.kernels.int8_to_float import AS_BFLOAT16, AS_FLOAT32, convert_int8
+from maxhydra.kernels.tiles import power_of_two_divisor
 
-# Rows up to which reading the weights takes longer than the product.
+# Number of rows up to which reading the weights takes longer than the arithmetic.
 FEW_ROWS = 64
-# The matrix unit takes no fewer rows.
+# The tensor cores need at least this many rows.
 LEAST_ROWS = 16
-# Outputs from which on programs are many without dividing inputs, and inputs at least that a program sums.
+# Number of outputs from which there are enough programs without split-K, and the fewest inputs of a split.
 MANY, LEAST_INPUTS = 8192, 64
 DTYPES = ("bfloat16", "float32")
 
 
 class Tile(NamedTuple):
-    """What a program does at a time."""
+    """Work of a program per step, and launch parameters."""
 
     outputs: int
     inputs: int
     parts: int
-    """Programs that share the inputs of an output."""
+    """Split-K: programs that share the inputs of an output."""
     warps: int
     stages: int
 
 
-def tile(M: int, N: int, K: int) -> Tile:
-    """The fastest of those measured on an H200 for shapes of Llama 3.2 1B, cut down to what divides the sizes."""
-    outputs, inputs = power_of_two_in(N), power_of_two_in(K)
+def choose_tile(M: int, N: int, K: int) -> Tile:
+    """The fastest tile measured on an H200 for shapes of Llama 3.2 1B, reduced to divisors of the sizes."""
+    outputs, inputs = power_of_two_divisor(N), power_of_two_divisor(K)
     if N > MANY and M > LEAST_ROWS:
         return Tile(outputs=min(128, outputs), inputs=min(128, inputs), parts=1, warps=4, stages=4)
     if N > MANY:
@@ -51,8 +51,10 @@ def tile(M: int, N: int, K: int) -> Tile:
 
 
 def can_serve(M: int, N: int, K: int, dtype: str) -> bool:
-    """Whether the kernel takes these sizes on the devices there are."""
-    fits = 1 < M <= FEW_ROWS and power_of_two_in(N) >= LEAST_ROWS and power_of_two_in(K) >= 64 and N * K < 2**31
+    """Whether the kernel supports these sizes on the current devices."""
+    fits = (
+        1 < M <= FEW_ROWS and power_of_two_divisor(N) >= LEAST_ROWS and power_of_two_divisor(K) >= 64 and N * K < 2**31
+    )
     return jax.default_backend() == "gpu" and fits and dtype in DTYPES
 
 
@@ -63,25 +65,25 @@ def product(
     dtype: np.dtype,
     *,
     interpret: bool,
-    by: Tile | None = None,
+    tile: Tile | None = None,
 ) -> jax.Array:
     """x times the transpose of codes times scales."""
     (M, K), N = x_MK.shape, codes_NK.shape[0]
-    by = by or tile(M, N, K)
-    size, is_whole = K // by.parts, by.parts == 1
+    tile = tile or choose_tile(M, N, K)
+    size, is_whole = K // tile.parts, tile.parts == 1
     out_PMN = pl.pallas_call(
-        partial(_kernel, step=by.inputs, interpret=interpret),
-        grid=(N // by.outputs, by.parts),
+        partial(_kernel, step=tile.inputs, interpret=interpret),
+        grid=(N // tile.outputs, tile.parts),
         in_specs=[
             pl.BlockSpec((M, size), lambda n, p: (0, p)),
-            pl.BlockSpec((by.outputs, size), lambda n, p: (n, p)),
-            pl.BlockSpec((by.outputs,), lambda n, p: (n,)),
+            pl.BlockSpec((tile.outputs, size), lambda n, p: (n, p)),
+            pl.BlockSpec((tile.outputs,), lambda n, p: (n,)),
         ],
-        out_specs=pl.BlockSpec((None, M, by.outputs), lambda n, p: (p, 0, n)),
-        out_shape=jax.ShapeDtypeStruct((by.parts, M, N), dtype if is_whole else jnp.float32),
-        compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
+        out_specs=pl.BlockSpec((None, M, tile.outputs), lambda n, p: (p, 0, n)),
+        out_shape=jax.ShapeDtypeStruct((tile.parts, M, N), dtype if is_whole else jnp.float32),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
-        name="int8_product",
+        name="int8_weight_matmul",
     )(x_MK, codes_NK, scales_N)
     return out_PMN[0] if is_whole else jnp.sum(out_PMN, axis=0).astype(dtype)
 
@@ -90,13 +92,13 @@ def _kernel(x_ref: Any, codes_ref: Any, scales_ref: Any, out_ref: Any, *, step: 
     M, K = x_ref.shape
     N, rows = codes_ref.shape[0], max(LEAST_ROWS, 1 << (M - 1).bit_length())
     is_row, down = jnp.arange(rows) < M, pl.ds(0, rows)
-    widen = AS_BFLOAT16 if x_ref.dtype == jnp.bfloat16 else AS_FLOAT32
+    output = AS_BFLOAT16 if x_ref.dtype == jnp.bfloat16 else AS_FLOAT32
 
     def add(part: jax.Array, sums_NM: jax.Array) -> jax.Array:
         across = pl.ds(part * step, step)
         x_MK = plt.load(x_ref.at[down, across], mask=is_row[:, None], other=0.0)
         codes_NK = codes_ref[:, across]
-        weight_NK = codes_NK.astype(x_MK.dtype) if interpret else assembled(widen, x_MK.dtype, codes_NK)
+        weight_NK = codes_NK.astype(x_MK.dtype) if interpret else convert_int8(output, x_MK.dtype, codes_NK)
         return sums_NM + jnp.dot(weight_NK, x_MK.T, preferred_element_type=jnp.float32)
 
     sums_NM = jax.lax.fori_loop(0, K // step, add, jnp.zeros((N, rows), jnp.float32))

@@ -1,8 +1,7 @@
-"""The head and the cross-entropy of its logits as one operation, which holds no more logits than asked for.
+"""LM head and cross-entropy as one operation that materialises the logits of only `chunk` positions at a time.
 
-`linear_cross_entropy` is the one way in. BACKENDS says what serves what, fastest first: `auto` takes the first that
-serves the call, and a backend that was asked for by name and cannot is an error. The head may do what it likes after
-its product, as cap its logits: backends see logits, and hand back their gradient.
+`linear_cross_entropy` is the entry point; BACKENDS is its capability table, fastest first (kernels/dispatch.py). The
+head is an arbitrary function, so it may soft-cap its logits: backends take logits and return their gradient.
 """
 
 import dataclasses
@@ -10,41 +9,40 @@ from collections.abc import Callable
 
 import jax
 
-from maxhydra.kernels.capability import CallSpec, Capability
-from maxhydra.kernels.dispatch import UnsupportedError, chosen
+from maxhydra.kernels.dispatch import CallSpec, Capability, Operation, UnsupportedError
 from maxhydra.kernels.linear_cross_entropy import reference, triton, xla
-from maxhydra.kernels.linear_cross_entropy.chunks import Objective, PerToken, sums
+from maxhydra.kernels.linear_cross_entropy.chunks import ChunkedLoss, PerToken, loss_sums
 from maxhydra.kernels.placement import Placement
-from maxhydra.kernels.tiles import Sizes, sized
+from maxhydra.kernels.tiles import Sizes, with_sizes
 
-__all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "linear_cross_entropy"]
+__all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "UnsupportedError", "linear_cross_entropy"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call(CallSpec):
-    """Logits of this number format."""
+    """Logits of this dtype."""
 
     vocabulary: int
-    is_cut: bool
-    """Whether the logits of only a part of each sequence may exist at a time."""
+    is_chunked: bool
+    """Whether the logits of only a chunk of each sequence may exist at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend(Capability[Call]):
-    """One row of the capability table."""
+    """Capabilities of one backend."""
 
     run: PerToken | None
     """None: autodiff of the loss over all logits."""
     multiple: int = 1
-    """Of the vocabulary."""
+    """The vocabulary size must be a multiple of this."""
 
-    def needs(self, call: Call) -> tuple[tuple[bool, str], ...]:
+    def requirements(self, call: Call) -> tuple[tuple[bool, str], ...]:
         return (
             (
                 call.vocabulary % self.multiple == 0,
                 f"takes a vocabulary in multiples of {self.multiple}, not {call.vocabulary}",
             ),
-            (self.run is not None or not call.is_cut, "makes all logits at once, and a part was asked for"),
+            (self.run is not None or not call.is_chunked, "computes all logits at once and does not support chunks"),
         )
 
 
@@ -55,16 +53,12 @@ BACKENDS: dict[str, Backend] = {
         platforms=("gpu",),
         devices=1,
         multiple=triton.MULTIPLE,
-        cut=lambda call: triton.cut(call.vocabulary),
+        tile_extents=lambda call: triton.tile_extents(call.vocabulary),
     ),
     "xla": Backend(run=xla.per_token),
     "reference": Backend(run=None),
 }
-
-
-def choose(backend: str, call: Call) -> str:
-    """The backend that serves the call: the one asked for, or under `auto` the fastest that can."""
-    return chosen("linear_cross_entropy", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
+OPERATION: Operation[Call, Backend] = Operation("linear_cross_entropy", BACKENDS)
 
 
 def linear_cross_entropy(
@@ -79,12 +73,12 @@ def linear_cross_entropy(
     sizes: Sizes = (),
     place: Placement | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sums over the tokens [B, S] of weight * (nll + z_loss * logsumexp(z)^2), and of weight * nll, where
-    nll = logsumexp(z) - z[target].
+    """Return the sums over tokens [B, S] of weight * (nll + z_loss * logsumexp(z)^2) and of weight * nll.
 
-    With `chunk`, the logits of only so many positions of each sequence exist at a time (0: all). The first sum is to be
-    differentiated, by `hidden`, `weights` and what `logits_of` closes over; the second is a constant to that. sizes:
-    asked of the kernel's tile. place: None is one device of the platform that JAX runs on.
+    nll = logsumexp(z) - z[target]. With `chunk`, the logits of only `chunk` positions of each sequence exist at a time
+    (0: all). The first sum is differentiable with respect to `hidden`, `weights` and the arrays that `logits_of` closes
+    over; the second is treated as a constant. sizes: requested tile sizes. place: None is one device of the platform
+    that JAX runs on.
     """
     length = targets.shape[1]
     size = chunk if 0 < chunk < length else length
@@ -95,14 +89,14 @@ def linear_cross_entropy(
         devices=place.devices,
         dtype=logits.dtype.name,
         vocabulary=logits.shape[-1],
-        is_cut=size < length,
+        is_chunked=size < length,
         sizes=sizes,
     )
-    per_token = BACKENDS[choose(backend, call)].run
+    per_token = OPERATION.select(backend, call).run
     if per_token is None:
-        loss, nll = reference.sums(logits_of, hidden, targets, weights, z_loss=z_loss)
+        loss, nll = reference.loss_sums(logits_of, hidden, targets, weights, z_loss=z_loss)
     else:
-        head, held = jax.closure_convert(logits_of, hidden[:, :size])
-        objective = Objective(head, sized(per_token, sizes), z_loss, size)
-        loss, nll = sums(objective, (hidden, weights, held), targets)
+        head, closed_over = jax.closure_convert(logits_of, hidden[:, :size])
+        chunked = ChunkedLoss(head, with_sizes(per_token, sizes), z_loss, size)
+        loss, nll = loss_sums(chunked, (hidden, weights, closed_over), targets)
     return loss, jax.lax.stop_gradient(nll)

@@ -1,7 +1,7 @@
-"""The loss a part of each sequence at a time, and its gradient made together with its value.
+"""The loss one chunk of each sequence at a time, with its gradient computed in the forward pass.
 
-While a chunk's logits are at hand they turn into their own gradient, which goes back through the head at once. No
-logits wait for the backward pass, and none are computed twice.
+While a chunk's logits exist they are replaced by their own gradient, which is propagated through the head at once. No
+logits are saved for the backward pass, and none are recomputed.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ Tree = Any
 
 class PerToken(Protocol):
     """(logits [..., V], targets, weights) -> loss and nll of each token in float32, and the gradient of
-    sum(weights * loss) by the logits in the format asked for."""
+    sum(weights * loss) with respect to the logits, in `dtype`."""
 
     def __call__(
         self, logits: jax.Array, targets: jax.Array, weights: jax.Array, *, z_loss: float, dtype: np.dtype
@@ -28,69 +28,69 @@ class PerToken(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
-    """The static part of a call."""
+class ChunkedLoss:
+    """The static arguments of a call."""
 
     head: Callable[..., jax.Array]
-    """(hidden, *held) -> logits."""
+    """(hidden, *closed_over) -> logits."""
     per_token: PerToken
     z_loss: float
     chunk: int
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def sums(objective: Objective, inputs: Tree, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of the weighted loss and nll over all tokens; `inputs`: hidden, weights and what the head closes over."""
-    hidden, weights, held = inputs
+def loss_sums(chunked: ChunkedLoss, inputs: Tree, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sum the weighted loss and nll over all tokens; `inputs`: hidden, weights and arrays the head closes over."""
+    hidden, weights, closed_over = inputs
 
-    def part(hidden: jax.Array, weights: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = objective.head(hidden, *held)
-        losses, nll, _ = xla.per_token(logits, targets, weights, z_loss=objective.z_loss, dtype=hidden.dtype)
+    def chunk_terms(hidden: jax.Array, weights: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = chunked.head(hidden, *closed_over)
+        losses, nll, _ = xla.per_token(logits, targets, weights, z_loss=chunked.z_loss, dtype=hidden.dtype)
         return jnp.sum(weights * losses), jnp.sum(weights * nll)
 
-    def add(sums: Tree, start: jax.Array) -> tuple[Tree, None]:
-        return jax.tree.map(jnp.add, sums, part(*_cut(objective, start, hidden, weights, targets))), None
+    def add(loss_sums: Tree, start: jax.Array) -> tuple[Tree, None]:
+        return jax.tree.map(
+            jnp.add, loss_sums, chunk_terms(*_slice_chunk(chunked, start, hidden, weights, targets))
+        ), None
 
-    if objective.chunk == targets.shape[1]:
-        return part(hidden, weights, targets)
+    if chunked.chunk == targets.shape[1]:
+        return chunk_terms(hidden, weights, targets)
     zero = jnp.zeros((), weights.dtype)
-    return jax.lax.scan(add, (zero, zero), jnp.arange(0, targets.shape[1], objective.chunk))[0]
+    return jax.lax.scan(add, (zero, zero), jnp.arange(0, targets.shape[1], chunked.chunk))[0]
 
 
-def _forward(objective: Objective, inputs: Tree, targets: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Tree]:
-    """The sums, and the gradient of the loss by the inputs."""
-    hidden, weights, held = inputs
+def _forward(chunked: ChunkedLoss, inputs: Tree, targets: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Tree]:
+    """The sums, and the gradient of the loss with respect to the inputs."""
+    hidden, weights, closed_over = inputs
 
-    def part(hidden: jax.Array, weights: jax.Array, targets: jax.Array) -> tuple[Tree, Tree, Tree]:
-        logits, pull_back = jax.vjp(objective.head, hidden, *held)
-        losses, nll, d_logits = objective.per_token(
-            logits, targets, weights, z_loss=objective.z_loss, dtype=hidden.dtype
-        )
-        d_hidden, *d_held = pull_back(d_logits.astype(logits.dtype))
-        return (jnp.sum(weights * losses), jnp.sum(weights * nll)), d_held, (d_hidden, losses)
+    def chunk_terms(hidden: jax.Array, weights: jax.Array, targets: jax.Array) -> tuple[Tree, Tree, Tree]:
+        logits, pull_back = jax.vjp(chunked.head, hidden, *closed_over)
+        losses, nll, d_logits = chunked.per_token(logits, targets, weights, z_loss=chunked.z_loss, dtype=hidden.dtype)
+        d_hidden, *d_closed_over = pull_back(d_logits.astype(logits.dtype))
+        return (jnp.sum(weights * losses), jnp.sum(weights * nll)), d_closed_over, (d_hidden, losses)
 
-    if objective.chunk == targets.shape[1]:
-        sums, d_held, (d_hidden, d_weights) = part(hidden, weights, targets)
-        return sums, (d_hidden, d_weights, d_held)
+    if chunked.chunk == targets.shape[1]:
+        loss_sums, d_closed_over, (d_hidden, d_weights) = chunk_terms(hidden, weights, targets)
+        return loss_sums, (d_hidden, d_weights, d_closed_over)
 
     def add(total: Tree, start: jax.Array) -> tuple[Tree, Tree]:
-        *summed, own = part(*_cut(objective, start, hidden, weights, targets))
-        return jax.tree.map(jnp.add, total, tuple(summed)), own
+        *totals, per_position = chunk_terms(*_slice_chunk(chunked, start, hidden, weights, targets))
+        return jax.tree.map(jnp.add, total, tuple(totals)), per_position
 
     zero = jnp.zeros((), weights.dtype)
-    zeros = ((zero, zero), jax.tree.map(jnp.zeros_like, held))
-    (sums, d_held), parts = jax.lax.scan(add, zeros, jnp.arange(0, targets.shape[1], objective.chunk))
+    zeros = ((zero, zero), jax.tree.map(jnp.zeros_like, closed_over))
+    (loss_sums, d_closed_over), parts = jax.lax.scan(add, zeros, jnp.arange(0, targets.shape[1], chunked.chunk))
     d_hidden, d_weights = (jnp.moveaxis(x, 0, 1).reshape(*targets.shape, *x.shape[3:]) for x in parts)
-    return sums, (d_hidden, d_weights, d_held)
+    return loss_sums, (d_hidden, d_weights, d_closed_over)
 
 
-def _backward(objective: Objective, gradient: Tree, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Tree, None]:
+def _backward(chunked: ChunkedLoss, gradient: Tree, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Tree, None]:
     return jax.tree.map(lambda g: cotangents[0].astype(g.dtype) * g, gradient), None
 
 
-sums.defvjp(_forward, _backward)
+loss_sums.defvjp(_forward, _backward)
 
 
-def _cut(objective: Objective, start: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-    """One chunk of every sequence."""
-    return [jax.lax.dynamic_slice_in_dim(x, start, objective.chunk, axis=1) for x in arrays]
+def _slice_chunk(chunked: ChunkedLoss, start: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+    """Slice one chunk of every sequence."""
+    return [jax.lax.dynamic_slice_in_dim(x, start, chunked.chunk, axis=1) for x in arrays]

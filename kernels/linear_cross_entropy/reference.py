@@ -1,4 +1,4 @@
-"""The oracle: all logits at once, the loss of each token as it is defined, and autodiff."""
+"""The oracle: all logits at once, the loss of each token by its definition, and autodiff."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-def sums(
+def loss_sums(
     logits_of: Callable[[jax.Array], jax.Array],
     hidden: jax.Array,
     targets: jax.Array,

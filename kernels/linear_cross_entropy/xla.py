@@ -1,4 +1,4 @@
-"""Softmax, loss and the gradient of the logits as XLA fuses them."""
+"""Softmax, loss and the gradient of the logits, fused by XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +6,11 @@ import numpy as np
 
 
 def at_targets(wide: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of float32 logits: log p(target), logsumexp, and which logit is the target's."""
+    """From float32 logits: log p(target), logsumexp, and the mask of the target's logit."""
     normaliser = jax.nn.logsumexp(wide, axis=-1)
     # A masked sum, not a gather: it fuses with the softmax and stays local when the vocabulary is sharded.
-    is_its = is_target(wide, targets)
-    return jnp.sum(jnp.where(is_its, wide, 0), axis=-1) - normaliser, normaliser, is_its
+    is_target_logit = is_target(wide, targets)
+    return jnp.sum(jnp.where(is_target_logit, wide, 0), axis=-1) - normaliser, normaliser, is_target_logit
 
 
 def is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -21,9 +21,9 @@ def per_token(
     logits: jax.Array, targets: jax.Array, weights: jax.Array, *, z_loss: float, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     wide = logits.astype(jnp.float32)
-    logprobs, normaliser, is_its = at_targets(wide, targets)
+    logprobs, normaliser, is_target_logit = at_targets(wide, targets)
     softmax = jnp.exp(wide - normaliser[..., None])
-    slope = softmax * (1 + 2 * z_loss * normaliser)[..., None] - is_its
-    # Kept from being fused into the two products that read it: each would take the exponentials again.
+    slope = softmax * (1 + 2 * z_loss * normaliser)[..., None] - is_target_logit
+    # The barrier prevents fusion into the two matmuls that read it: each would recompute the exponentials.
     d_logits = jax.lax.optimization_barrier((weights[..., None] * slope).astype(dtype))
     return z_loss * jnp.square(normaliser) - logprobs, -logprobs, d_logits

@@ -1,4 +1,4 @@
-"""Keys and values of many sequences in pages. Letters as in the package."""
+"""The paged KV cache of a batch. Shape letters as in the package."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ import jax
 
 
 class Pages(NamedTuple):
-    """A cache, and which of it belongs to each row."""
+    """Key and value pages of many sequences, and the page table of each row."""
 
     key_PKZH: jax.Array
     value_PKZH: jax.Array
     table_BW: jax.Array
-    """Pages of each row, in the order of its tokens; the rest is any page."""
+    """Pages of each row in token order; entries beyond its length are arbitrary."""
     length_B: jax.Array
-    """Tokens of each row with its new one, which is not in the cache yet; 0 for a row that has none."""
+    """Tokens of each row including the new one, which is not in the cache yet; 0 for an empty row."""

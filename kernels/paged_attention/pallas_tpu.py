@@ -1,7 +1,8 @@
-"""The kernel for TPUs: a program reads a few pages of one row, all heads of them, which the next programs go on with.
+"""The kernel for TPUs: a program reads a few pages of all heads of one row, and the next programs continue the softmax.
 
-XLA turns the heads and writes the new tokens to their pages, in place: a token is less than the least part of a page
-that a TPU copies. Pages are found by the table while those before them are read. Letters as in the package.
+XLA applies the rotary embedding and writes the new tokens to their pages, in place: a token is smaller than the
+smallest block that a TPU copies. Pages are looked up in the table while earlier ones are read. Shape letters as in the
+package.
 """
 
 from functools import partial
@@ -15,63 +16,63 @@ from jax.experimental.pallas import tpu as pltpu
 from maxhydra.kernels.attention.spec import Request
 from maxhydra.kernels.paged_attention.pages import Pages
 
-# Tokens that a program reads: the lanes of a vector, so that logits fill them.
+# Tokens that a program reads: one vector register's lanes, so that logits fill them.
 BLOCK = 128
-# Rows and columns of a vector: queries that share a head are filled up to it.
+# Shape of a vector register; queries that share a head are padded to the sublanes.
 SUBLANES, LANES = 8, 128
-# A page that is not a whole number of vectors would be padded in memory.
+# A page that is not a whole number of vector registers would be padded in memory.
 PAGE_MULTIPLE = SUBLANES
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def attention(
     heads_SBMH: jax.Array,
-    turns: tuple[jax.Array, jax.Array] | None,
+    rope_factors: tuple[jax.Array, jax.Array] | None,
     pages: Pages,
     request: Request,
     *,
     then: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, Pages]:
-    """`then` is left to the compiler, which has weights brought ahead where there is room for them."""
+    """`then` is ignored: XLA prefetches weights automatically if memory allows."""
     del then
     _, B, M, H = heads_SBMH.shape
     P, K, Z, _ = pages.key_PKZH.shape
     N = M - 2 * K
     heads_BMH = jnp.sum(heads_SBMH, axis=0, dtype=jnp.float32).astype(pages.key_PKZH.dtype)
     q_BNH, key_BKH, value_BKH = jnp.split(heads_BMH, (N, N + K), axis=1)
-    if turns is not None:
-        q_BNH, key_BKH = (_turned(x, turns) for x in (q_BNH, key_BKH))
+    if rope_factors is not None:
+        q_BNH, key_BKH = (_rotate(x, rope_factors) for x in (q_BNH, key_BKH))
     last_B = jnp.maximum(pages.length_B - 1, 0)
     page_B = jnp.take_along_axis(pages.table_BW, last_B[:, None] // Z, axis=1)[:, 0]
-    place = jnp.where(pages.length_B > 0, page_B, P), slice(None), last_B % Z
+    position = jnp.where(pages.length_B > 0, page_B, P), slice(None), last_B % Z
     pages = pages._replace(
-        key_PKZH=pages.key_PKZH.at[place].set(key_BKH, mode="drop"),
-        value_PKZH=pages.value_PKZH.at[place].set(value_BKH, mode="drop"),
+        key_PKZH=pages.key_PKZH.at[position].set(key_BKH, mode="drop"),
+        value_PKZH=pages.value_PKZH.at[position].set(value_BKH, mode="drop"),
     )
-    filled = -(N // K) % SUBLANES
-    q_BKGH = jnp.pad(q_BNH.reshape(B, K, N // K, H), ((0, 0), (0, 0), (0, filled), (0, 0)))
-    out_BKGH = _gathered(q_BKGH, pages, request, interpret=interpret)
+    padding = -(N // K) % SUBLANES
+    q_BKGH = jnp.pad(q_BNH.reshape(B, K, N // K, H), ((0, 0), (0, 0), (0, padding), (0, 0)))
+    out_BKGH = _attend(q_BKGH, pages, request, interpret=interpret)
     return out_BKGH[:, :, : N // K].reshape(B, N, H), pages
 
 
-def _gathered(q_BKGH: jax.Array, pages: Pages, request: Request, *, interpret: bool) -> jax.Array:
+def _attend(q_BKGH: jax.Array, pages: Pages, request: Request, *, interpret: bool) -> jax.Array:
     B, K, G, H = q_BKGH.shape
     Z, W = pages.key_PKZH.shape[2], pages.table_BW.shape[1]
-    at_a_time = min(max(BLOCK // Z, 1), W)
+    pages_per_block = min(max(BLOCK // Z, 1), W)
 
     def page(b: jax.Array, block: jax.Array, table_ref: Any, length_ref: Any, *, nth: int) -> tuple[Any, ...]:
-        """A page that is not seen is the one next to it that is: what is there already is not read again."""
-        first, last = _seen_pages(length_ref[b], request, Z)
-        return table_ref[b, jnp.clip(block * at_a_time + nth, first, last)], 0, 0, 0
+        """Map pages that are not visible to the nearest visible one, which is then not copied again."""
+        first, last = _visible_pages(length_ref[b], request, Z)
+        return table_ref[b, jnp.clip(block * pages_per_block + nth, first, last)], 0, 0, 0
 
-    read = [pl.BlockSpec((None, K, Z, H), partial(page, nth=nth)) for nth in range(at_a_time)]
+    read = [pl.BlockSpec((None, K, Z, H), partial(page, nth=nth)) for nth in range(pages_per_block)]
     row = pl.BlockSpec((None, K, G, H), lambda b, block, *_: (b, 0, 0, 0))
     return pl.pallas_call(
-        partial(_kernel, request=request, at_a_time=at_a_time),
+        partial(_kernel, request=request, pages_per_block=pages_per_block),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(B, pl.cdiv(W, at_a_time)),
+            grid=(B, pl.cdiv(W, pages_per_block)),
             in_specs=[row, *read, *read],
             out_specs=row,
             scratch_shapes=[
@@ -88,45 +89,53 @@ def _gathered(q_BKGH: jax.Array, pages: Pages, request: Request, *, interpret: b
         pages.table_BW,
         pages.length_B,
         q_BKGH,
-        *[pages.key_PKZH] * at_a_time,
-        *[pages.value_PKZH] * at_a_time,
+        *[pages.key_PKZH] * pages_per_block,
+        *[pages.value_PKZH] * pages_per_block,
     )
 
 
-def _kernel(table_ref: Any, length_ref: Any, q_ref: Any, *rest: Any, request: Request, at_a_time: int) -> None:
-    """The softmax is taken as the pages come (Milakov and Gimelshein, 2018)."""
-    key_refs, value_refs, (out_ref, *so_far) = rest[:at_a_time], rest[at_a_time : 2 * at_a_time], rest[2 * at_a_time :]
-    sums_ref, top_ref, total_ref = so_far
+def _kernel(table_ref: Any, length_ref: Any, q_ref: Any, *rest: Any, request: Request, pages_per_block: int) -> None:
+    """Online softmax over the pages (Milakov and Gimelshein, 2018)."""
+    key_refs, value_refs, (out_ref, *carry) = (
+        rest[:pages_per_block],
+        rest[pages_per_block : 2 * pages_per_block],
+        rest[2 * pages_per_block :],
+    )
+    sums_ref, top_ref, total_ref = carry
     block, length = pl.program_id(1), length_ref[pl.program_id(0)]
     K, Z, _ = key_refs[0].shape
-    tokens = at_a_time * Z
+    tokens = pages_per_block * Z
 
     @pl.when(block == 0)
     def _begin() -> None:
         sums_ref[...], total_ref[...] = jnp.zeros_like(sums_ref), jnp.zeros_like(total_ref)
         top_ref[...] = jnp.full_like(top_ref, LOWEST)
 
-    first, last = _seen_pages(length, request, Z)
+    first, last = _visible_pages(length, request, Z)
 
-    @pl.when((length > 0) & (block * at_a_time <= last) & ((block + 1) * at_a_time > first))
-    def _take_in() -> None:
-        is_seen_1T = _is_seen(block * tokens + jax.lax.broadcasted_iota(jnp.int32, (1, tokens), 1), length, request)
-        is_seen_T1 = _is_seen(block * tokens + jax.lax.broadcasted_iota(jnp.int32, (tokens, 1), 0), length, request)
+    @pl.when((length > 0) & (block * pages_per_block <= last) & ((block + 1) * pages_per_block > first))
+    def _add_block() -> None:
+        is_visible_1T = _is_visible(
+            block * tokens + jax.lax.broadcasted_iota(jnp.int32, (1, tokens), 1), length, request
+        )
+        is_visible_T1 = _is_visible(
+            block * tokens + jax.lax.broadcasted_iota(jnp.int32, (tokens, 1), 0), length, request
+        )
         for k in range(K):
             key_TH, value_TH = (jnp.concatenate([ref[k] for ref in refs]) for refs in (key_refs, value_refs))
             logits_GT = jax.lax.dot_general(
                 q_ref[k], key_TH, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
             )
-            logits_GT = jnp.where(is_seen_1T, _capped(logits_GT, request), LOWEST)
+            logits_GT = jnp.where(is_visible_1T, _capped(logits_GT, request), LOWEST)
             top_G1 = top_ref[k][:, :1]
             new_G1 = jnp.maximum(top_G1, jnp.max(logits_GT, axis=1, keepdims=True))
-            weights_GT = jnp.where(is_seen_1T, jnp.exp(logits_GT - new_G1), 0.0)
-            kept_G1 = jnp.exp(top_G1 - new_G1)
-            # A number that is not finite, left behind by another sequence, would get through a weight of zero.
-            value_TH = jnp.where(is_seen_T1, value_TH.astype(jnp.float32), 0.0).astype(value_TH.dtype)
-            added_GH = jnp.dot(weights_GT.astype(value_TH.dtype), value_TH, preferred_element_type=jnp.float32)
-            total_G1 = total_ref[k][:, :1] * kept_G1 + jnp.sum(weights_GT, axis=1, keepdims=True)
-            sums_ref[k] = sums_ref[k] * kept_G1 + added_GH
+            weights_GT = jnp.where(is_visible_1T, jnp.exp(logits_GT - new_G1), 0.0)
+            rescale_G1 = jnp.exp(top_G1 - new_G1)
+            # A non-finite value left behind by another sequence would pass through a weight of zero.
+            value_TH = jnp.where(is_visible_T1, value_TH.astype(jnp.float32), 0.0).astype(value_TH.dtype)
+            new_GH = jnp.dot(weights_GT.astype(value_TH.dtype), value_TH, preferred_element_type=jnp.float32)
+            total_G1 = total_ref[k][:, :1] * rescale_G1 + jnp.sum(weights_GT, axis=1, keepdims=True)
+            sums_ref[k] = sums_ref[k] * rescale_G1 + new_GH
             top_ref[k] = jnp.broadcast_to(new_G1, top_ref.shape[1:])
             total_ref[k] = jnp.broadcast_to(total_G1, total_ref.shape[1:])
 
@@ -136,16 +145,16 @@ def _kernel(table_ref: Any, length_ref: Any, q_ref: Any, *rest: Any, request: Re
         out_ref[...] = (sums_ref[...] / jnp.where(total == 0, 1.0, total)).astype(out_ref.dtype)
 
 
-def _seen_pages(length: jax.Array, request: Request, Z: int) -> tuple[jax.Array, jax.Array]:
-    """The first and the last page of a row that its new token sees; page 0 of a row that has none."""
+def _visible_pages(length: jax.Array, request: Request, Z: int) -> tuple[jax.Array, jax.Array]:
+    """The first and the last page of a row that its new token sees; page 0 for an empty row."""
     last = jnp.maximum(length - 1, 0)
     first = jnp.int32(0) if request.window is None else jnp.maximum(last - request.window + 1, 0)
     return jax.lax.div(first, Z), jax.lax.div(last, Z)
 
 
-def _is_seen(place: jax.Array, length: jax.Array, request: Request) -> jax.Array:
-    is_seen = place < length
-    return is_seen if request.window is None else is_seen & (place >= length - request.window)
+def _is_visible(position: jax.Array, length: jax.Array, request: Request) -> jax.Array:
+    is_visible = position < length
+    return is_visible if request.window is None else is_visible & (position >= length - request.window)
 
 
 def _capped(logits: jax.Array, request: Request) -> jax.Array:
@@ -153,7 +162,7 @@ def _capped(logits: jax.Array, request: Request) -> jax.Array:
     return scaled if request.softcap is None else request.softcap * jnp.tanh(scaled / request.softcap)
 
 
-def _turned(x_BNH: jax.Array, turns: tuple[jax.Array, jax.Array]) -> jax.Array:
-    by_BNH, other_BNH = (turn[:, None] for turn in turns)
-    exchanged = jnp.roll(x_BNH, x_BNH.shape[-1] // 2, axis=-1)
-    return (x_BNH.astype(jnp.float32) * by_BNH + exchanged.astype(jnp.float32) * other_BNH).astype(x_BNH.dtype)
+def _rotate(x_BNH: jax.Array, rope_factors: tuple[jax.Array, jax.Array]) -> jax.Array:
+    cos_BNH, sin_BNH = (turn[:, None] for turn in rope_factors)
+    swapped = jnp.roll(x_BNH, x_BNH.shape[-1] // 2, axis=-1)
+    return (x_BNH.astype(jnp.float32) * cos_BNH + swapped.astype(jnp.float32) * sin_BNH).astype(x_BNH.dtype)

@@ -1,4 +1,4 @@
-"""The oracle, and what XLA fuses: parts of the product, turned one by one."""
+"""The oracle, which XLA also fuses well: split the projection, then rotate queries and keys."""
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,6 @@ def qkv_rope(
 
 
 def rotated(heads: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """The halves of the last dimension as pairs, turned in float32."""
+    """Rotate the pairs formed by the two halves of the last dimension, in float32."""
     a, b = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(heads.dtype)

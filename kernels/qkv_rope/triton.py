@@ -1,10 +1,9 @@
-"""The gradients of query, key and value, turned back and joined into that of their product: for GPUs, in Pallas for
-Triton.
+"""The backward pass of `qkv_rope` for GPUs, in Pallas for Triton: unrotate and concatenate the gradients of q, k and v.
 
-XLA takes two kernels for that, which read and write parts of what they take. Here a program takes one head of some
-tokens. Forward, XLA splits the product and turns its parts as fast as memory goes.
+XLA uses two kernels for this, which read and write parts of their arrays. Here a program handles one head of some
+tokens. In the forward pass, XLA splits the projection and rotates its parts at memory bandwidth.
 
-Shapes: M tokens, N query heads, K key and value heads, A = N + 2K heads of the product, H head size.
+Shapes: M tokens, N query heads, K key and value heads, A = N + 2K heads of the projection, H head size.
 """
 
 import dataclasses
@@ -18,27 +17,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from maxhydra.kernels.qkv_rope import reference
-from maxhydra.kernels.tiles import Sizes, candidates, resized
+from maxhydra.kernels.tiles import Sizes, candidates, override_sizes
 
 
 class Tile(NamedTuple):
-    """What a program takes, and how."""
+    """Tokens and warps of a program."""
 
     tokens: int
     warps: int
 
 
-# The fastest of those measured on an H200.
+# The fastest measured on an H200.
 MEASURED = Tile(64, 8)
-# Worth a trial on other heads and cards.
-TRIED = (Tile(32, 4), Tile(64, 4), Tile(128, 8), Tile(32, 8))
-# Tiles are cut to what divides the tokens, and smaller ones than this waste time.
-MULTIPLE = 16
+# Candidates for other heads and GPUs.
+CANDIDATE_TILES = (Tile(32, 4), Tile(64, 4), Tile(128, 8), Tile(32, 8))
+# Tiles are reduced to a divisor of the number of tokens; smaller ones than this are slow.
+TOKEN_MULTIPLE = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
-    """What is known when the kernels are compiled."""
+class KernelParams:
+    """Static parameters of the kernel."""
 
     num_heads: int
     num_kv_heads: int
@@ -47,19 +46,19 @@ class How:
 
     @property
     def ends(self) -> tuple[int, int, int]:
-        """Heads of the product before the end of queries, keys, values."""
+        """Indices after the last query, key and value head of the projection."""
         N, K = self.num_heads, self.num_kv_heads
         return N, N + K, N + 2 * K
 
 
-def cut(tokens: int) -> dict[str, int]:
-    """What the sizes of the tile must divide, by name."""
+def tile_extents(tokens: int) -> dict[str, int]:
+    """The extent that each tile size must divide, by name."""
     return {"tokens": tokens}
 
 
 def tried(tokens: int) -> dict[str, list[dict[str, int]]]:
-    """Sizes to try."""
-    return candidates({"": TRIED}, MEASURED, cut(tokens))
+    """Candidate tile sizes."""
+    return candidates({"": CANDIDATE_TILES}, MEASURED, tile_extents(tokens))
 
 
 def qkv_rope(
@@ -73,34 +72,36 @@ def qkv_rope(
     sizes: Sizes = (),
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return _rotated(How(num_heads, num_kv_heads, resized(tile, sizes), interpret), heads_MAH, cos_MF, sin_MF)
+    return _rotated(
+        KernelParams(num_heads, num_kv_heads, override_sizes(tile, sizes), interpret), heads_MAH, cos_MF, sin_MF
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rotated(
-    how: How, heads_MAH: jax.Array, cos_MF: jax.Array, sin_MF: jax.Array
+    params: KernelParams, heads_MAH: jax.Array, cos_MF: jax.Array, sin_MF: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return reference.qkv_rope(heads_MAH, cos_MF, sin_MF, num_heads=how.num_heads, num_kv_heads=how.num_kv_heads)
+    return reference.qkv_rope(heads_MAH, cos_MF, sin_MF, num_heads=params.num_heads, num_kv_heads=params.num_kv_heads)
 
 
 def _forward(
-    how: How, heads_MAH: jax.Array, cos_MF: jax.Array, sin_MF: jax.Array
+    params: KernelParams, heads_MAH: jax.Array, cos_MF: jax.Array, sin_MF: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    return _rotated(how, heads_MAH, cos_MF, sin_MF), (cos_MF, sin_MF)
+    return _rotated(params, heads_MAH, cos_MF, sin_MF), (cos_MF, sin_MF)
 
 
-def _backward(how: How, kept: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, ...]) -> tuple:
-    """Positions are not learned."""
+def _backward(params: KernelParams, residuals: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, ...]) -> tuple:
+    """Cosines and sines get no gradient."""
     M, _, H = cotangents[0].shape
-    tokens = math.gcd(how.tile.tokens, M)
+    tokens = math.gcd(params.tile.tokens, M)
     d_heads_MAH = pl.pallas_call(
-        partial(_join_kernel, how=how, tokens=tokens),
-        grid=(M // tokens, how.ends[2]),
-        out_shape=jax.ShapeDtypeStruct((M, how.ends[2], H), cotangents[0].dtype),
-        compiler_params=plt.CompilerParams(num_warps=how.tile.warps, num_stages=1),
-        interpret=how.interpret,
-        name="rotated_heads",
-    )(*cotangents, *kept)
+        partial(_join_kernel, params=params, tokens=tokens),
+        grid=(M // tokens, params.ends[2]),
+        out_shape=jax.ShapeDtypeStruct((M, params.ends[2], H), cotangents[0].dtype),
+        compiler_params=plt.CompilerParams(num_warps=params.tile.warps, num_stages=1),
+        interpret=params.interpret,
+        name="qkv_rope_backward",
+    )(*cotangents, *residuals)
     return d_heads_MAH, None, None
 
 
@@ -108,11 +109,11 @@ _rotated.defvjp(_forward, _backward)
 
 
 def _join_kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, cos_ref: Any, sin_ref: Any, heads_ref: Any, *, how: How, tokens: int
+    q_ref: Any, k_ref: Any, v_ref: Any, cos_ref: Any, sin_ref: Any, heads_ref: Any, *, params: KernelParams, tokens: int
 ) -> None:
-    """A turn is undone by a turn the other way, which is its transpose too."""
+    """A rotation is inverted by rotating the other way, which is also its transpose."""
     rows, head = pl.ds(pl.program_id(0) * tokens, tokens), pl.program_id(1)
-    for ref, first, end in zip((q_ref, k_ref, v_ref), (0, *how.ends), how.ends, strict=False):
+    for ref, first, end in zip((q_ref, k_ref, v_ref), (0, *params.ends), params.ends, strict=False):
 
         @pl.when((head >= first) & (head < end))
         def _(ref: Any = ref, first: int = first) -> None:

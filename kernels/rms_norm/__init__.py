@@ -1,7 +1,7 @@
-"""RMSNorm (Zhang and Sennrich, 2019) of a stream that goes on beside it.
+"""RMSNorm (Zhang and Sennrich, 2019) of the residual stream, which is passed through next to its norm.
 
-`rms_norm` is the one way in. BACKENDS says what serves what, fastest first: `auto` takes the first that serves the
-call, and a backend that was asked for by name and cannot is an error. B batch, T tokens, D numbers of a row, M rows.
+`rms_norm` is the entry point; BACKENDS is its capability table, fastest first (kernels/dispatch.py). B batch, T tokens,
+D features of a row, M rows.
 """
 
 import dataclasses
@@ -9,19 +9,17 @@ from typing import Any, Protocol
 
 import jax
 
-from maxhydra.kernels.call_recorder import watched
-from maxhydra.kernels.capability import CallSpec, Capability
-from maxhydra.kernels.dispatch import UnsupportedError, chosen
+from maxhydra.kernels.dispatch import CallSpec, Capability, Operation, UnsupportedError
 from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.rms_norm import reference, triton
-from maxhydra.kernels.tiles import Sizes, sized
+from maxhydra.kernels.tiles import Sizes, with_sizes
 
-__all__ = ["BACKENDS", "Backend", "Call", "UnsupportedError", "choose", "rms_norm"]
+__all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "UnsupportedError", "rms_norm"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call(CallSpec):
-    """A norm of so many rows of so many numbers."""
+    """The norm of a matrix [rows, dim]."""
 
     rows: int
     dim: int
@@ -35,7 +33,7 @@ class Run(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend(Capability[Call]):
-    """One row of the capability table."""
+    """Capabilities of one backend."""
 
     run: Run
     row_multiple: int = 1
@@ -43,7 +41,7 @@ class Backend(Capability[Call]):
     min_rows: int = 1
     max_dim: int | None = None
 
-    def needs(self, call: Call) -> tuple[tuple[bool, str], ...]:
+    def requirements(self, call: Call) -> tuple[tuple[bool, str], ...]:
         return (
             (
                 call.rows >= self.min_rows and call.rows % self.row_multiple == 0,
@@ -63,24 +61,20 @@ BACKENDS: dict[str, Backend] = {
         platforms=("gpu",),
         devices=1,
         dtypes=("bfloat16", "float16"),
-        row_multiple=triton.MULTIPLE,
-        dim_multiple=triton.PIECE,
-        min_rows=triton.FEWEST,
-        max_dim=triton.LONGEST,
-        cut=lambda call: triton.cut(call.rows),
+        row_multiple=triton.ROW_MULTIPLE,
+        dim_multiple=triton.DIM_MULTIPLE,
+        min_rows=triton.MIN_ROWS,
+        max_dim=triton.MAX_DIM,
+        tile_extents=lambda call: triton.tile_extents(call.rows),
     ),
-    # XLA makes good kernels of the formula as it stands.
+    # XLA compiles the reference formula to good kernels.
     "xla": Backend(run=reference.rms_norm),
     "reference": Backend(run=reference.rms_norm),
 }
+OPERATION: Operation[Call, Backend] = Operation("rms_norm", BACKENDS)
 
 
-def choose(backend: str, call: Call) -> str:
-    """The backend that serves the call: the one asked for, or under `auto` the fastest that can."""
-    return chosen("rms_norm", backend, {name: row.refusals(call) for name, row in BACKENDS.items()})
-
-
-@watched
+@OPERATION.record_calls
 def rms_norm(
     x_BTD: jax.Array,
     scale_D: jax.Array,
@@ -91,15 +85,16 @@ def rms_norm(
     sizes: Sizes = (),
     place: Placement | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """x itself, and x / sqrt(mean(x^2) + eps) * scale in a format of its own, made in float32.
+    """Return x unchanged, and x / sqrt(mean(x^2) + eps) * scale, computed in float32 and cast to `dtype`.
 
-    Who goes on with both takes both from here: their gradients then meet in the kernel, and not in a pass of their own.
-    sizes: asked of the kernel's tile. place: None is one device of the platform that JAX runs on.
+    A caller that uses both takes both from here: the kernel then adds their gradients in its backward pass, instead of
+    a separate pass over memory. sizes: requested tile sizes. place: None is one device of the platform that JAX runs
+    on.
     """
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     place = place or Placement.here()
     (M, D), dtype_name = x_MD.shape, x_MD.dtype.name
     call = Call(platform=place.platform, devices=place.devices, dtype=dtype_name, rows=M, dim=D, sizes=sizes)
-    run = sized(BACKENDS[choose(backend, call)].run, sizes)
-    stream_MD, normed_MD = run(x_MD, scale_D, eps=eps, dtype=dtype)
-    return stream_MD.reshape(x_BTD.shape), normed_MD.reshape(x_BTD.shape)
+    run = with_sizes(OPERATION.select(backend, call).run, sizes)
+    residual_MD, normed_MD = run(x_MD, scale_D, eps=eps, dtype=dtype)
+    return residual_MD.reshape(x_BTD.shape), normed_MD.reshape(x_BTD.shape)

@@ -1,4 +1,4 @@
-"""The oracle, and what XLA fuses well for few rows and for rows on several devices."""
+"""The oracle, which XLA also fuses well for few rows and for sharded rows."""
 
 from typing import Any
 

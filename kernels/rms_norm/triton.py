@@ -1,11 +1,10 @@
 """RMSNorm and its gradient for GPUs, in Pallas for Triton.
 
-A program takes a few rows one after the other, and has the next on its way while it works on one. A row is read once
-and stays in registers, in pieces of a power of two, which is what Triton takes. In the backward pass the gradient of
-the stream that went on beside the norm is added on the way, and each program leaves a sum over its rows for the
-gradient of the scale.
+A program processes a few rows in sequence and loads the next one while it computes. A row is read once and stays in
+registers, in pieces of a power of two, as Triton requires. The backward pass also adds the gradient of the residual
+stream, and each program writes a sum over its rows for the gradient of the scale.
 
-Shapes: M rows, D numbers of a row, P programs.
+Shapes: M rows, D features of a row, P programs.
 """
 
 import dataclasses
@@ -18,11 +17,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.tiles import Sizes, candidates, resized
+from maxhydra.kernels.tiles import Sizes, candidates, override_sizes
 
 
 class Tile(NamedTuple):
-    """What a program does, and how."""
+    """Rows and warps of a program."""
 
     rows: int
     warps: int
@@ -33,40 +32,41 @@ class Tiles(NamedTuple):
     backward: Tile
 
 
-# The fastest of those measured on an H200 with rows of 2,048 and 3,072 numbers.
+# The fastest measured on an H200 with rows of 2,048 and 3,072 features.
 MEASURED = Tiles(Tile(16, 4), Tile(32, 4))
-# Worth a trial on other rows and cards.
-TRIED = {
+# Candidates for other rows and GPUs.
+CANDIDATE_TILES = {
     "forward": (Tile(4, 4), Tile(8, 4), Tile(8, 8), Tile(32, 4)),
     "backward": (Tile(8, 4), Tile(16, 4), Tile(16, 8), Tile(64, 4)),
 }
-# Of a row, so that its pieces are few and each warp has some of each; and of the rows of a program.
-PIECE, MULTIPLE = 256, 16
-# The largest piece, and the longest row that registers hold.
-LARGEST, LONGEST = 4096, 8192
-# Of fewer rows, as when a token is decoded, XLA makes a part of what comes before or after.
-FEWEST = 512
+# The row length must be a multiple of the first, so that its pieces are few and every warp has a share of each; the
+# number of rows must be a multiple of the second.
+DIM_MULTIPLE, ROW_MULTIPLE = 256, 16
+# The largest piece, and the longest row that fits in registers.
+MAX_PIECE, MAX_DIM = 4096, 8192
+# With fewer rows, as in decoding, XLA fuses the norm with the operations before or after it.
+MIN_ROWS = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
-    """What is known when the kernels are compiled."""
+class KernelParams:
+    """Static parameters of the kernels."""
 
     eps: float
     dtype: Any
-    """Of what is normalised."""
+    """Dtype of the normalised output."""
     tiles: Tiles
     interpret: bool
 
 
-def cut(rows: int) -> dict[str, int]:
-    """What the sizes of a tile must divide, by name."""
+def tile_extents(rows: int) -> dict[str, int]:
+    """The extent that each tile size must divide, by name."""
     return {"forward.rows": rows, "backward.rows": rows}
 
 
 def tried(rows: int) -> dict[str, list[dict[str, int]]]:
-    """Sizes to try for each kernel."""
-    return candidates(TRIED, MEASURED, cut(rows))
+    """Candidate tile sizes for each kernel."""
+    return candidates(CANDIDATE_TILES, MEASURED, tile_extents(rows))
 
 
 def rms_norm(
@@ -79,52 +79,54 @@ def rms_norm(
     sizes: Sizes = (),
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    return _normed(How(eps, jnp.dtype(dtype), resized(tiles, sizes), interpret), x_MD, scale_D)
+    return _rms_norm(KernelParams(eps, jnp.dtype(dtype), override_sizes(tiles, sizes), interpret), x_MD, scale_D)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normed(how: How, x_MD: jax.Array, scale_D: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _rms_norm(params: KernelParams, x_MD: jax.Array, scale_D: jax.Array) -> tuple[jax.Array, jax.Array]:
     M, D = x_MD.shape
-    tile = how.tiles.forward
+    tile = params.tiles.forward
     rows = math.gcd(tile.rows, M)
     normed_MD = pl.pallas_call(
-        partial(_forward_kernel, eps=how.eps, rows=rows),
+        partial(_forward_kernel, eps=params.eps, rows=rows),
         grid=(M // rows,),
-        out_shape=jax.ShapeDtypeStruct((M, D), how.dtype),
+        out_shape=jax.ShapeDtypeStruct((M, D), params.dtype),
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=1),
-        interpret=how.interpret,
+        interpret=params.interpret,
         name="rms_norm",
     )(x_MD, scale_D)
     return x_MD, normed_MD
 
 
-def _forward(how: How, x_MD: jax.Array, scale_D: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-    return _normed(how, x_MD, scale_D), (x_MD, scale_D)
+def _forward(params: KernelParams, x_MD: jax.Array, scale_D: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple]:
+    return _rms_norm(params, x_MD, scale_D), (x_MD, scale_D)
 
 
-def _backward(how: How, kept: tuple, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    x_MD, scale_D = kept
+def _backward(
+    params: KernelParams, residuals: tuple, cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    x_MD, scale_D = residuals
     d_stream_MD, d_normed_MD = cotangents
     M, D = x_MD.shape
-    tile = how.tiles.backward
+    tile = params.tiles.backward
     rows = math.gcd(tile.rows, M)
     d_x_MD, d_scale_PD = pl.pallas_call(
-        partial(_backward_kernel, eps=how.eps, rows=rows),
+        partial(_backward_kernel, eps=params.eps, rows=rows),
         grid=(M // rows,),
         out_shape=[jax.ShapeDtypeStruct((M, D), x_MD.dtype), jax.ShapeDtypeStruct((M // rows, D), jnp.float32)],
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=1),
-        interpret=how.interpret,
+        interpret=params.interpret,
         name="rms_norm_backward",
     )(x_MD, scale_D, d_stream_MD, d_normed_MD)
     return d_x_MD, jnp.sum(d_scale_PD, axis=0).astype(scale_D.dtype)
 
 
-_normed.defvjp(_forward, _backward)
+_rms_norm.defvjp(_forward, _backward)
 
 
 def _pieces(D: int) -> list[Any]:
-    """The parts of a row, each a power of two."""
-    size = math.gcd(D, LARGEST)
+    """Slices of a row, each of a power-of-two length."""
+    size = math.gcd(D, MAX_PIECE)
     return [pl.ds(start, size) for start in range(0, D, size)]
 
 
@@ -137,10 +139,10 @@ def _wide(parts: list[jax.Array]) -> list[jax.Array]:
 
 
 def _dot(a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
-    """The sum of products over a row."""
+    """Dot product over a row."""
     total = jnp.sum(a[0] * b[0])
-    for one, other in zip(a[1:], b[1:], strict=True):
-        total = total + jnp.sum(one * other)
+    for a_piece, b_piece in zip(a[1:], b[1:], strict=True):
+        total = total + jnp.sum(a_piece * b_piece)
     return total
 
 
@@ -150,16 +152,16 @@ def _forward_kernel(x_ref: Any, scale_ref: Any, out_ref: Any, *, eps: float, row
     scale = [scale_ref[piece].astype(jnp.float32) for piece in pieces]
     first = pl.program_id(0) * rows
 
-    def one(i: jax.Array, read: list[jax.Array]) -> list[jax.Array]:
+    def process_row(i: jax.Array, read: list[jax.Array]) -> list[jax.Array]:
         row = first + i
-        ahead = _read(x_ref, jnp.minimum(row + 1, first + rows - 1), pieces)
+        next_row = _read(x_ref, jnp.minimum(row + 1, first + rows - 1), pieces)
         x = _wide(read)
         inverse = jax.lax.rsqrt(_dot(x, x) / D + eps)
         for piece, part, factor in zip(pieces, x, scale, strict=True):
             out_ref[row, piece] = (part * inverse * factor).astype(out_ref.dtype)
-        return ahead
+        return next_row
 
-    jax.lax.fori_loop(0, rows, one, _read(x_ref, first, pieces))
+    jax.lax.fori_loop(0, rows, process_row, _read(x_ref, first, pieces))
 
 
 def _backward_kernel(
@@ -183,19 +185,21 @@ def _backward_kernel(
     def read(row: jax.Array) -> list[list[jax.Array]]:
         return [_read(ref, row, pieces) for ref in (x_ref, normed_ref, stream_ref)]
 
-    def one(i: jax.Array, carried: tuple[list[list[jax.Array]], list[jax.Array]]) -> Any:
-        here, d_scale = carried
+    def process_row(i: jax.Array, carry: tuple[list[list[jax.Array]], list[jax.Array]]) -> Any:
+        current, d_scale = carry
         row = first + i
-        ahead = read(jnp.minimum(row + 1, first + rows - 1))
-        x, d_normed, d_stream = map(_wide, here)
+        next_row = read(jnp.minimum(row + 1, first + rows - 1))
+        x, d_normed, d_stream = map(_wide, current)
         g = [part * factor for part, factor in zip(d_normed, scale, strict=True)]
         inverse = jax.lax.rsqrt(_dot(x, x) / D + eps)
         slope = _dot(g, x) * inverse * inverse / D
         for n, piece in enumerate(pieces):
             d_x_ref[row, piece] = (d_stream[n] + (g[n] - x[n] * slope) * inverse).astype(d_x_ref.dtype)
-        return ahead, [total + part * own * inverse for total, part, own in zip(d_scale, d_normed, x, strict=True)]
+        return next_row, [
+            total + part * x_piece * inverse for total, part, x_piece in zip(d_scale, d_normed, x, strict=True)
+        ]
 
     zeros = [jnp.zeros((piece.size,), jnp.float32) for piece in pieces]
-    _, d_scale = jax.lax.fori_loop(0, rows, one, (read(first), zeros))
+    _, d_scale = jax.lax.fori_loop(0, rows, process_row, (read(first), zeros))
     for piece, total in zip(pieces, d_scale, strict=True):
         d_scale_ref[program, piece] = total

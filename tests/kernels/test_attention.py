@@ -13,12 +13,12 @@ import pytest
 from maxhydra.kernels import dispatch
 from maxhydra.kernels.attention import (
     BACKENDS,
+    OPERATION,
     Backend,
     Call,
     Request,
     UnsupportedError,
     attention,
-    choose,
     triton,
     xla,
 )
@@ -56,7 +56,7 @@ def make_inputs(heads: tuple[int, int], dtype=jnp.float32, length: int = LENGTH,
 
 
 def make_segments(length: int = LENGTH) -> np.ndarray:
-    """One row of two packed sequences with padding behind, one row with padding in front."""
+    """One row of two packed sequences with padding after them, one row with padding in front."""
     a, b = length // 3, length - 2
     return np.stack([[1] * a + [2] * (b - a) + [0] * (length - b), [0] * 3 + [1] * (length - 3)]).astype(np.int32)
 
@@ -70,35 +70,35 @@ def transcription(
     out = np.zeros_like(q)
     for b in range(batch):
         for t in range(length):
-            here = t if q_positions is None else q_positions[b, t]
-            seen = []
+            position = t if q_positions is None else q_positions[b, t]
+            keys = []
             for s in range(k.shape[1]):
-                there = s if kv_positions is None else kv_positions[b, s]
-                sees = min(here, there) >= 0 and (there <= here or not request.causal)
-                sees &= request.window is None or here - there < request.window
-                sees &= request.chunk is None or here // request.chunk == there // request.chunk
-                sees &= q_segments is None or q_segments[b, t] == kv_segments[b, s] != 0
-                seen += [s] if sees else []
-            for n in range(heads if seen else 0):
-                logits = k[b, seen, n * kv_heads // heads] @ q[b, t, n] * request.scale
+                key_position = s if kv_positions is None else kv_positions[b, s]
+                is_visible = min(position, key_position) >= 0 and (key_position <= position or not request.causal)
+                is_visible &= request.window is None or position - key_position < request.window
+                is_visible &= request.chunk is None or position // request.chunk == key_position // request.chunk
+                is_visible &= q_segments is None or q_segments[b, t] == kv_segments[b, s] != 0
+                keys += [s] if is_visible else []
+            for n in range(heads if keys else 0):
+                logits = k[b, keys, n * kv_heads // heads] @ q[b, t, n] * request.scale
                 if request.softcap:
                     logits = request.softcap * np.tanh(logits / request.softcap)
                 top = logits.max()
                 weights = np.exp(logits - top)
-                whole = weights.sum() + (0 if sinks is None else np.exp(float(sinks[n]) - top))
-                out[b, t, n] = weights / whole @ v[b, seen, n * kv_heads // heads]
+                total = weights.sum() + (0 if sinks is None else np.exp(float(sinks[n]) - top))
+                out[b, t, n] = weights / total @ v[b, keys, n * kv_heads // heads]
     return out
 
 
 def tags(mask: dict, length: int = LENGTH, heads: int = 4) -> dict[str, jax.Array]:
-    """The arrays that a case of MASKS goes with; what is left of the case is for its request."""
+    """Pop the keys of a MASKS case that stand for arrays and return the arrays; the rest are fields of its request."""
     segments = jnp.asarray(make_segments(length))
     arrays = {"q_segments_BT": segments, "kv_segments_BS": segments} if mask.pop("segments", False) else {}
     return arrays | ({"sinks_N": jnp.linspace(-1.0, 2.0, heads)} if mask.pop("sinks", False) else {})
 
 
 def assert_near_in_bfloat16(got, want):
-    """By the norm: single elements that nearly cancel carry the rounding of terms a hundred times their size.
+    """Compare by norm: elements that nearly cancel carry the rounding errors of terms a hundred times their size.
 
     The second term is for gradients that are zero, as with a window of one.
     """
@@ -107,7 +107,7 @@ def assert_near_in_bfloat16(got, want):
 
 
 def value_and_grads(backend: str, inputs, request: Request, sinks_N=None, **arrays):
-    """Output, and the gradient of a fixed random projection of it, with respect to sinks too where there are any."""
+    """Output, and the gradient of a fixed random projection of it, also with respect to the sinks if there are any."""
     probe = jax.random.normal(jax.random.key(1), (*inputs[0].shape[:3], inputs[2].shape[3]))
 
     def project(varied):
@@ -191,8 +191,8 @@ def test_blocks_cover_all_visible_keys_and_skip_hidden_ones():
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 @pytest.mark.parametrize("mask", [{}, {"window": 4, "softcap": 2.0}, {"chunk": 4, "sinks": True}])
-def test_positions_decide_where_keys_come_from_a_cache(backend, mask):
-    """Two new tokens in row 0, one and an absent one in row 1; slots beyond what was written hold garbage."""
+def test_positions_define_the_mask_for_keys_from_a_cache(backend, mask):
+    """Two new tokens in row 0, one and an absent one in row 1; slots that were never written hold garbage."""
     q, k, v = make_inputs((4, 2))
     mask = dict(mask)
     sinks = tags(mask).get("sinks_N")
@@ -221,12 +221,12 @@ def test_a_query_without_keys_gives_zero_with_zero_gradient(backend):
 def make_call(**changes) -> Call:
     fields = {"request": make_request(), "platform": "gpu", "dtype": "bfloat16", "head_dim": 128, "length": 64}
     fields |= {"devices": 1, "capability": "9.0"}
-    flags = dict.fromkeys(("has_segments", "has_positions", "has_chosen", "has_sinks"), False)
+    flags = dict.fromkeys(("has_segments", "has_positions", "has_selection", "has_sinks"), False)
     return Call(**{**fields, **flags, "value_dim": changes.get("head_dim", 128), **changes})
 
 
-TO_TRITON = ("soft-cap", "chunks", "sinks", "up to 128, not 256")
-FILLED = ("not 192", "multiples of 8", "not 64 and 128")
+TO_TRITON = ("soft-capping", "chunks", "sinks", "up to 128, not 256")
+PADDED = ("not 192", "multiples of 8", "not 64 and 128")
 
 
 @pytest.mark.parametrize(
@@ -237,23 +237,23 @@ FILLED = ("not 192", "multiples of 8", "not 64 and 128")
         ({"head_dim": 256}, "up to 128, not 256"),
         ({"head_dim": 60}, "multiples of 8"),
         ({"head_dim": 192, "value_dim": 128}, "up to 128, not 192"),
-        ({"request": make_request(softcap=30.0)}, "no soft-cap"),
+        ({"request": make_request(softcap=30.0)}, "does not support soft-capping"),
         ({"value_dim": 64}, "takes values of the size of keys, not 64 and 128"),
-        ({"has_chosen": True}, "no choice of keys"),
-        ({"request": make_request(chunk=16)}, "no chunks"),
-        ({"has_sinks": True}, "no sinks"),
+        ({"has_selection": True}, "does not support a selection of keys"),
+        ({"request": make_request(chunk=16)}, "does not support chunks"),
+        ({"has_sinks": True}, "does not support sinks"),
         ({"request": make_request(is_length_split=True)}, "whole sequences"),
         ({"has_positions": True}, "cache"),
         ({"has_segments": True, "length": 63}, "multiples of 2 tokens, not 63"),
     ],
 )
-def test_cudnn_refuses_what_it_cannot_serve_and_auto_goes_on(changes, reason):
+def test_cudnn_rejects_unsupported_calls_and_auto_selects_the_next(changes, reason):
     with pytest.raises(UnsupportedError, match=reason) as error:
-        choose("cudnn", make_call(**changes))
-    able, filled = ("xla", "reference"), ("triton",) if reason.endswith(FILLED) else ()
-    able = (("triton",) if reason.endswith(TO_TRITON) else ()) + able + filled
-    assert error.value.able == able
-    assert choose("auto", make_call(**changes)) == able[0]
+        OPERATION.choose("cudnn", make_call(**changes))
+    supported, padded = ("xla", "reference"), ("triton",) if reason.endswith(PADDED) else ()
+    supported = (("triton",) if reason.endswith(TO_TRITON) else ()) + supported + padded
+    assert error.value.able == supported
+    assert OPERATION.choose("auto", make_call(**changes)) == supported[0]
 
 
 @pytest.mark.parametrize(
@@ -264,15 +264,15 @@ def test_cudnn_refuses_what_it_cannot_serve_and_auto_goes_on(changes, reason):
         ({"head_dim": 320}, "up to 256, not 320"),
         ({"value_dim": 512}, "up to 256, not 512"),
         ({"length": 96}, "takes lengths in multiples of 64, not 96"),
-        ({"has_chosen": True}, "no choice of keys"),
+        ({"has_selection": True}, "does not support a selection of keys"),
         ({"has_positions": True}, "cache"),
         ({"request": make_request(softcap=30.0, is_length_split=True)}, "whole sequences"),
     ],
 )
-def test_triton_refuses_what_it_cannot_serve(changes, reason):
+def test_triton_rejects_unsupported_calls(changes, reason):
     capped = {"request": make_request(softcap=30.0)}
     with pytest.raises(UnsupportedError, match=reason) as error:
-        choose("triton", make_call(**{**capped, **changes}))
+        OPERATION.choose("triton", make_call(**{**capped, **changes}))
     assert error.value.able == ("xla", "reference")
 
 
@@ -287,19 +287,22 @@ def test_triton_refuses_what_it_cannot_serve(changes, reason):
         ({"devices": 8}, "runs on 1 device, not 8"),
     ],
 )
-def test_mosaic_refuses_what_it_cannot_serve(changes, reason):
+def test_mosaic_rejects_unsupported_calls(changes, reason):
     capped = {"request": make_request(softcap=30.0), "length": 128}
-    assert choose("auto", make_call(**capped)) == "mosaic"
-    for window, taken in ((128, "triton"), (1024, "mosaic")):
-        assert choose("auto", make_call(**capped | {"request": make_request(softcap=30.0, window=window)})) == taken
-    for plain, taken in (
+    assert OPERATION.choose("auto", make_call(**capped)) == "mosaic"
+    for window, backend in ((128, "triton"), (1024, "mosaic")):
+        assert (
+            OPERATION.choose("auto", make_call(**capped | {"request": make_request(softcap=30.0, window=window)}))
+            == backend
+        )
+    for plain, backend in (
         ({"head_dim": 64}, "mosaic"),
         ({}, "mosaic"),
         ({"request": make_request(causal=False)}, "cudnn"),
     ):
-        assert choose("auto", make_call(length=128, **plain)) == taken
+        assert OPERATION.choose("auto", make_call(length=128, **plain)) == backend
     with pytest.raises(UnsupportedError, match=reason):
-        choose("mosaic", make_call(**{**capped, **changes}))
+        OPERATION.choose("mosaic", make_call(**{**capped, **changes}))
 
 
 @pytest.mark.parametrize(
@@ -308,40 +311,47 @@ def test_mosaic_refuses_what_it_cannot_serve(changes, reason):
         ({"platform": "gpu"}, "runs on tpu, not gpu"),
         ({"length": 200}, "takes lengths in multiples of 128, not 200"),
         ({"has_positions": True}, "cache"),
-        ({"has_split_groups": True}, "split alike"),
+        ({"has_split_groups": True}, "sharded alike"),
     ],
 )
-def test_splash_serves_tpus_and_refuses_what_it_cannot(changes, reason):
-    able = {"platform": "tpu", "length": 256, "devices": 8, "value_dim": 64, "has_sinks": True, "has_segments": True}
-    assert choose("auto", make_call(**able)) == "splash"
+def test_splash_serves_tpus_and_rejects_unsupported_calls(changes, reason):
+    supported = {
+        "platform": "tpu",
+        "length": 256,
+        "devices": 8,
+        "value_dim": 64,
+        "has_sinks": True,
+        "has_segments": True,
+    }
+    assert OPERATION.choose("auto", make_call(**supported)) == "splash"
     with pytest.raises(UnsupportedError, match=reason):
-        choose("splash", make_call(**able | changes))
+        OPERATION.choose("splash", make_call(**supported | changes))
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"head_dim": 64}, {"has_segments": True}, {"request": make_request(window=16)}]
 )
-def test_auto_takes_cudnn_where_it_serves_but_for_short_rows(changes):
-    assert choose("auto", make_call(length=192, **changes)) == "cudnn"
-    assert choose("auto", make_call(length=64, **changes)) == "triton"
+def test_auto_selects_cudnn_if_supported_except_for_short_rows(changes):
+    assert OPERATION.choose("auto", make_call(length=192, **changes)) == "cudnn"
+    assert OPERATION.choose("auto", make_call(length=64, **changes)) == "triton"
 
 
-def test_the_pick_is_logged_once_with_its_reason(caplog):
-    dispatch._announce.cache_clear()
+def test_the_choice_is_logged_once_with_its_reason(caplog):
+    dispatch._log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger="maxhydra"):
-        choose("auto", make_call(platform="cpu", length=128))
-        choose("auto", make_call(platform="cpu", length=128, has_positions=True))
+        OPERATION.choose("auto", make_call(platform="cpu", length=128))
+        OPERATION.choose("auto", make_call(platform="cpu", length=128, has_positions=True))
     assert [record.getMessage() for record in caplog.records] == [
         "attention runs on xla (mosaic runs on gpu, not cpu; cudnn runs on gpu, not cpu; triton runs on gpu, not cpu; "
         "splash runs on tpu, not cpu)"
     ]
 
 
-def test_calls_without_meaning_are_refused():
+def test_invalid_calls_are_rejected():
     q, k, v = make_inputs((4, 2))
     with pytest.raises(ValueError, match="needs positions"):
         attention(q[:, :3], k, v, make_request(), backend="xla")
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="incompatible shapes"):
         attention(q[:, :, :3], k, v, make_request(), backend="xla")
     with pytest.raises(ValueError, match="both queries and keys"):
         attention(q, k, v, make_request(), backend="xla", q_segments_BT=jnp.ones((BATCH, LENGTH), jnp.int32))
@@ -350,17 +360,17 @@ def test_calls_without_meaning_are_refused():
     for changes, reason in (
         ({"causal": False, "window": 3}, "causal"),
         ({"causal": False, "chunk": 3}, "causal"),
-        ({"window": 3, "chunk": 3}, "one of them"),
+        ({"window": 3, "chunk": 3}, "mutually exclusive"),
     ):
         with pytest.raises(ValueError, match=reason):
             make_request(**changes)
 
 
 @pytest.mark.parametrize("mask", [name for name in MASKS if not {"softcap", "chunk", "sinks"} & MASKS[name].keys()])
-def test_cudnn_is_asked_for_what_the_request_says(mask, monkeypatch):
-    """The same call of jax.nn, served by its own XLA implementation where there is no cuDNN."""
-    ask = jax.nn.dot_product_attention
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, implementation, **k: ask(*a, **k))
+def test_cudnn_is_called_with_the_options_of_the_request(mask, monkeypatch):
+    """The same call of jax.nn, served by its XLA implementation because there is no cuDNN."""
+    original = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, implementation, **k: original(*a, **k))
     mask = dict(MASKS[mask])
     arrays = tags(mask)
     (q, k, v), request = make_inputs((4, 2)), make_request(**mask)
@@ -378,7 +388,7 @@ INTERPRETED = [
 
 @pytest.mark.parametrize(("mask", "dtype"), INTERPRETED)
 def test_triton_interpreted_equals_the_reference_with_gradients(mask, dtype, monkeypatch):
-    """In blocks so small that some are seen whole, some in part and some not at all."""
+    """With blocks so small that some are fully visible, some partly and some not at all."""
     small = triton.Blocks(triton.Block(8, 4, 4, 1), triton.Block(4, 8, 4, 1), triton.Block(8, 4, 4, 1))
     interpreted = Backend(run=partial(triton.attention, blocks=small, interpret=True))
     monkeypatch.setitem(BACKENDS, "triton", interpreted)
@@ -393,7 +403,7 @@ def test_triton_interpreted_equals_the_reference_with_gradients(mask, dtype, mon
             assert_near_in_bfloat16(got, want)
 
 
-def test_triton_interpreted_fills_up_heads_and_values_of_other_sizes(monkeypatch):
+def test_triton_interpreted_pads_heads_and_values_of_other_sizes(monkeypatch):
     monkeypatch.setitem(BACKENDS, "triton", Backend(run=partial(triton.attention, interpret=True)))
     (q, k, _), (_, _, v) = make_inputs((4, 2), length=64, head_dim=96), make_inputs((4, 2), length=64, head_dim=40)
     request = make_request(softcap=2.0)
@@ -404,7 +414,7 @@ def test_triton_interpreted_fills_up_heads_and_values_of_other_sizes(monkeypatch
 
 @pytest.mark.parametrize("mask", ["window", "softcap", "segments", "chunk", "sinks", "everything"])
 def test_the_loss_is_the_same_on_every_backend_that_serves_a_request(mask):
-    """Over the capability table, with what this machine can run; the others say why they cannot."""
+    """For all backends of the capability table that this machine can run; the others raise with the reason."""
     is_on_gpu = jax.default_backend() == "gpu"
     mask, dtype = dict(MASKS[mask]), jnp.bfloat16 if is_on_gpu else jnp.float32
     arrays = tags(mask, 128)
@@ -422,8 +432,8 @@ def test_the_loss_is_the_same_on_every_backend_that_serves_a_request(mask):
     )
     losses = {}
     for name, row in BACKENDS.items():
-        if row.refusals(call):
-            with pytest.raises(UnsupportedError, match=re.escape(row.refusals(call)[0])):
+        if row.unsupported_reasons(call):
+            with pytest.raises(UnsupportedError, match=re.escape(row.unsupported_reasons(call)[0])):
                 attention(*inputs, request, backend=name, **arrays)
         else:
             losses[name] = float(jnp.mean(jnp.square(attention(*inputs, request, backend=name, **arrays) * 1.0)))
@@ -450,7 +460,7 @@ def test_gpu_backends_equal_the_reference_with_gradients(mask, heads, head_dim, 
         has_segments="q_segments_BT" in arrays,
         has_sinks="sinks_N" in arrays,
     )
-    if BACKENDS[backend].refusals(call):
+    if BACKENDS[backend].unsupported_reasons(call):
         with pytest.raises(UnsupportedError):
             attention(*inputs, request, backend=backend, **arrays)
         return
@@ -461,17 +471,17 @@ def test_gpu_backends_equal_the_reference_with_gradients(mask, heads, head_dim, 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 @pytest.mark.parametrize("queries", [LENGTH, 1])
-def test_values_of_another_size_and_a_choice_of_keys(backend, queries):
-    """Written out in NumPy: softmax over the keys that are both earlier and chosen."""
+def test_values_of_another_size_and_a_selection_of_keys(backend, queries):
+    """NumPy reference: softmax over the keys that are both earlier and selected."""
     (q, k, v), rng = make_inputs((4, 1)), np.random.default_rng(0)
     q, v = q[:, -queries:], v[..., :5]
     positions = np.broadcast_to(np.arange(LENGTH), (BATCH, LENGTH)).astype(np.int32)
-    chosen = rng.random((BATCH, queries, LENGTH)) < 0.5
-    chosen[:, :, 0] = True
+    selected = rng.random((BATCH, queries, LENGTH)) < 0.5
+    selected[:, :, 0] = True
     logits = np.einsum("btnh,bsh->bnts", q, k[:, :, 0]) * 0.3
-    seen = chosen & (positions[:, None, :] <= positions[:, -queries:, None])
-    weights = np.exp(np.where(seen[:, None], logits, -np.inf))
+    visible = selected & (positions[:, None, :] <= positions[:, -queries:, None])
+    weights = np.exp(np.where(visible[:, None], logits, -np.inf))
     expected = np.einsum("bnts,bsh->btnh", weights / weights.sum(-1, keepdims=True), v[:, :, 0])
     tags = {"q_positions_BT": jnp.asarray(positions[:, -queries:]), "kv_positions_BS": jnp.asarray(positions)}
-    found = attention(q, k, v, make_request(), backend=backend, chosen_BTS=jnp.asarray(chosen), **tags)
-    np.testing.assert_allclose(found, expected, atol=2e-6)
+    out = attention(q, k, v, make_request(), backend=backend, chosen_BTS=jnp.asarray(selected), **tags)
+    np.testing.assert_allclose(out, expected, atol=2e-6)

@@ -1,4 +1,4 @@
-"""The scripts that hold kernels against their references, and formats against each other: what is off is found."""
+"""bench/check_kernels.py and bench/same_loss.py: errors of kernels and of quantized training are detected."""
 
 import importlib
 import json
@@ -32,7 +32,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
 def test_backends_of_this_machine_are_within_the_limits(
     bench: dict[str, ModuleType], kernel: str, dtype: str, backend: str
 ) -> None:
-    """Kernels for other machines are passed over."""
+    """Kernels for other machines are skipped."""
     check_kernels = bench["check_kernels"]
     case = next(case for case in check_kernels.KERNELS[kernel].cases() if case.dtype == dtype)
     (line,) = check_kernels.summary(check_kernels.run(case))
@@ -40,8 +40,8 @@ def test_backends_of_this_machine_are_within_the_limits(
     assert 0 < line["gradients"] <= line["limit"] and "failed" not in line
 
 
-def test_what_is_off_is_found_and_told(bench: dict[str, ModuleType]) -> None:
-    """Values, gradients alone, what is no number among others that are, and what breaks."""
+def test_errors_are_detected_and_reported(bench: dict[str, ModuleType]) -> None:
+    """Wrong values, wrong gradients only, NaN among finite values, and an exception."""
     checks, check_kernels = bench["checks"], bench["check_kernels"]
 
     def broken(x: jax.Array) -> jax.Array:
@@ -55,20 +55,20 @@ def test_what_is_off_is_found_and_told(bench: dict[str, ModuleType]) -> None:
         "broken": broken,
     }
     case = checks.Case("sine", "float16", (4, 64), (("mask", "all"),))
-    found = checks.checked(case, lambda case: checks.Check(backends, jnp.sin, (case.draw(0, *case.sizes),)))
-    lines = {line["backend"]: line for line in check_kernels.summary(found)}
+    results = checks.run_check(case, lambda case: checks.Check(backends, jnp.sin, (case.sample(0, *case.sizes),)))
+    lines = {line["backend"]: line for line in check_kernels.summary(results)}
     assert [name for name, line in lines.items() if "failed" not in line] == ["right"]
     assert lines["flat"]["values"] < 1e-3 and lines["flat"]["gradients"] == 1
-    (words,) = lines["broken"]["failed"]
-    assert words == "float16 [4, 64] mask=all: FloatingPointError: no such kernel"
+    (message,) = lines["broken"]["failed"]
+    assert message == "float16 [4, 64] mask=all: FloatingPointError: no such kernel"
     one, none = jnp.ones(3), jnp.full(3, jnp.nan)
     assert math.isnan(distance((one, none, one), (one, one, one)))
-    two = [checks.Found(case, "half", values, 0.0) for values in (0.0, math.nan, 0.001)]
+    two = [checks.Result(case, "half", values, 0.0) for values in (0.0, math.nan, 0.001)]
     (line,) = check_kernels.summary(two)
     assert math.isnan(line["values"]) and len(line["failed"]) == 1
 
 
-def test_every_kernel_has_cases_of_its_own(bench: dict[str, ModuleType]) -> None:
+def test_every_kernel_has_its_own_cases(bench: dict[str, ModuleType]) -> None:
     kernels = bench["check_kernels"].KERNELS
     for name, kernel in kernels.items():
         cases = list(kernel.cases())
@@ -84,9 +84,9 @@ def test_losses_are_means_over_the_seeds(bench: dict[str, ModuleType], tmp_path:
         folder.mkdir()
         rows = [{"step": step, "loss": loss} for step in (10, 90)] + [{"step": 100, "loss": loss, "eval/loss": loss}]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own, rest = same_loss.split(["model=tiny", "seeds=0,1"], {"formats": "none,fp8", "seeds": "0"})
-    assert (own, rest) == ({"formats": ["none", "fp8"], "seeds": ["0", "1"]}, ["model=tiny"])
-    folders = {name: [tmp_path / same_loss.folder(name, seed) for seed in own["seeds"]] for name in own["formats"]}
+    lists, rest = same_loss.split(["model=tiny", "seeds=0,1"], {"formats": "none,fp8", "seeds": "0"})
+    assert (lists, rest) == ({"formats": ["none", "fp8"], "seeds": ["0", "1"]}, ["model=tiny"])
+    folders = {name: [tmp_path / same_loss.folder(name, seed) for seed in lists["seeds"]] for name in lists["formats"]}
     line = same_loss.line("fp8", "none", folders, rest)
     assert line["eval_runs"] == [2.2, 4.1] and line["eval_loss"] == {"100": 3.15}
     assert line["eval_over"] == line["loss_over"] == line["worst_over"] == 0.05

@@ -1,4 +1,4 @@
-"""Products in float8 against the same numbers rounded by NumPy's own float8 types."""
+"""FP8 matmuls against NumPy on the same values, rounded by the float8 types of ml_dtypes."""
 
 from functools import partial
 from typing import Any
@@ -18,43 +18,47 @@ from maxhydra.model import build
 from maxhydra.sharding import Sharder
 
 
-def rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
-    """x in a float8 format, scaled by the power of two that brings its largest number just within the format."""
+def quantize(x: np.ndarray, dtype: Any) -> np.ndarray:
+    """Round x to a float8 format, scaled by the power of two that maps its amax just within the range."""
     largest = float(ml_dtypes.finfo(dtype).max)
     scale = 2.0 ** np.ceil(np.log2(np.abs(x).max() / largest))
     return (x / scale).astype(dtype).astype(np.float64) * scale
 
 
-def draw(*shape: int, seed: int, size: float) -> np.ndarray:
+def sample(*shape: int, seed: int, size: float) -> np.ndarray:
     return size * np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 3e4])
-def test_a_product_and_its_gradients_are_those_of_the_rounded_numbers(size: float) -> None:
-    x, weight, d_out = (draw(6, 32, seed=0, size=size), draw(32, 16, seed=1, size=0.1), draw(6, 16, seed=2, size=1e-4))
+def test_a_matmul_and_its_gradients_equal_those_of_the_rounded_values(size: float) -> None:
+    x, weight, d_out = (
+        sample(6, 32, seed=0, size=size),
+        sample(32, 16, seed=1, size=0.1),
+        sample(6, 16, seed=2, size=1e-4),
+    )
     out, pull_back = jax.vjp(partial(float8_product, True), jnp.asarray(x), jnp.asarray(weight))
     d_x, d_weight = pull_back(jnp.asarray(d_out))
 
-    narrow_x, narrow_weight = rounded(x, ml_dtypes.float8_e4m3fn), rounded(weight, ml_dtypes.float8_e4m3fn)
-    narrow_d = rounded(d_out, ml_dtypes.float8_e5m2)
-    for found, expected in (
+    narrow_x, narrow_weight = quantize(x, ml_dtypes.float8_e4m3fn), quantize(weight, ml_dtypes.float8_e4m3fn)
+    narrow_d = quantize(d_out, ml_dtypes.float8_e5m2)
+    for actual, expected in (
         (out, narrow_x @ narrow_weight),
         (d_x, narrow_d @ narrow_weight.T),
         (d_weight, narrow_x.T @ narrow_d),
     ):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
     assert not np.array_equal(narrow_x, x)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
 def test_the_kernel_rounds_as_numpy_does(dtype: Any) -> None:
-    x = draw(256, 128, seed=0, size=100.0)
-    numbers, turned = triton.rounded(jnp.asarray(x), jnp.float32(2), jnp.dtype(dtype), interpret=True)
-    np.testing.assert_array_equal(numbers, (x / 2).astype(dtype))
-    np.testing.assert_array_equal(turned, (x / 2).astype(dtype).T)
+    x = sample(256, 128, seed=0, size=100.0)
+    values, transposed = triton.rounded(jnp.asarray(x), jnp.float32(2), jnp.dtype(dtype), interpret=True)
+    np.testing.assert_array_equal(values, (x / 2).astype(dtype))
+    np.testing.assert_array_equal(transposed, (x / 2).astype(dtype).T)
 
 
-def test_zeros_give_zeros_and_what_is_not_finite_shows() -> None:
+def test_zeros_give_zeros_and_non_finite_values_propagate() -> None:
     weight = jnp.ones((4, 3))
     np.testing.assert_array_equal(float8_product(True, jnp.zeros((2, 4)), weight), 0)
     for bad in (jnp.nan, jnp.inf):
@@ -75,7 +79,7 @@ def hidden(model: Any) -> np.ndarray:
     return np.asarray(model.hidden(model.init(jax.random.key(0)), tokens, context)[0])
 
 
-def test_targets_choose_the_projections() -> None:
+def test_targets_select_the_projections() -> None:
     plain = hidden(model(kind=QuantizationKind.none, targets=[]))
     by_target = {
         targets: np.linalg.norm(hidden(model(targets=list(targets))) - plain) / np.linalg.norm(plain)

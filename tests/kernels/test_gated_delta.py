@@ -1,4 +1,4 @@
-"""The gated delta rule: chunks equal the recurrence, and both the paper's formula in NumPy."""
+"""The gated delta rule: the chunked form equals the recurrence, and both equal the paper's formula in NumPy."""
 
 import dataclasses
 from functools import partial
@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import AxisType
 
 from maxhydra.kernels.gated_delta import (
+    OPERATION,
     Call,
     UnsupportedError,
-    choose,
     chunked,
     gated_delta,
     over_devices,
@@ -39,10 +39,10 @@ def inputs(length: int) -> dict[str, jax.Array]:
     return {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}
 
 
-def by_hand(inputs: dict[str, jax.Array], segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The recurrence of the paper in NumPy, one row and one head at a time, padding left out of the row."""
-    given = {name: np.asarray(array, np.float64) for name, array in inputs.items()}
-    out, last = np.zeros((B, segments.shape[1], N, V)), given["state_BNKV"].copy()
+def numpy_recurrence(inputs: dict[str, jax.Array], segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The recurrence of the paper in NumPy, one row and one head at a time, skipping padding."""
+    wide = {name: np.asarray(array, np.float64) for name, array in inputs.items()}
+    out, last = np.zeros((B, segments.shape[1], N, V)), wide["state_BNKV"].copy()
     for row in range(B):
         for head in range(N):
             state, segment = last[row, head], None
@@ -50,9 +50,9 @@ def by_hand(inputs: dict[str, jax.Array], segments: np.ndarray) -> tuple[np.ndar
                 if segment is not None and segments[row, token] != segment:
                     state = np.zeros((K, V))
                 segment = segments[row, token]
-                q, k = (given[name][row, token, head // (N // M)] for name in ("query_BTMK", "key_BTMK"))
-                state = np.exp(given["log_decay_BTN"][row, token, head]) * state
-                change = given["rate_BTN"][row, token, head] * (given["value_BTNV"][row, token, head] - state.T @ k)
+                q, k = (wide[name][row, token, head // (N // M)] for name in ("query_BTMK", "key_BTMK"))
+                state = np.exp(wide["log_decay_BTN"][row, token, head]) * state
+                change = wide["rate_BTN"][row, token, head] * (wide["value_BTNV"][row, token, head] - state.T @ k)
                 state = state + np.outer(k, change)
                 out[row, token, head] = state.T @ q
             last[row, head] = state
@@ -71,24 +71,24 @@ def packed(length: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("backend", "length"), [("reference", 40), ("chunked", 150)])
-def test_values_and_the_last_state_are_those_of_the_paper(backend, length):
+def test_values_and_the_last_state_equal_the_paper(backend, length):
     arrays, segments = inputs(length), packed(length)
     out, state = run(arrays, segments, backend)
-    expected_out, expected_state = by_hand(arrays, segments)
+    expected_out, expected_state = numpy_recurrence(arrays, segments)
     np.testing.assert_allclose(np.where((segments != 0)[:, :, None, None], out, 0), expected_out, atol=2e-5)
     np.testing.assert_allclose(state, expected_state, atol=2e-5)
 
 
 @pytest.mark.parametrize("segments", [None, packed(150)], ids=["whole", "packed"])
-def test_chunks_have_the_gradients_of_the_recurrence(segments):
+def test_chunked_gradients_equal_the_recurrence(segments):
     arrays = inputs(150)
-    shown = np.ones((B, 150)) if segments is None else segments != 0
+    is_token = np.ones((B, 150)) if segments is None else segments != 0
 
     @jax.jit
     def gradients(arrays):
         def total(arrays, backend):
             out, state = gated_delta(**arrays, segments_BT=segments, backend=backend)
-            return jnp.sum(jnp.sin(out) * shown[:, :, None, None]) + jnp.sum(jnp.cos(state))
+            return jnp.sum(jnp.sin(out) * is_token[:, :, None, None]) + jnp.sum(jnp.cos(state))
 
         return [jax.grad(total)(arrays, backend) for backend in ("chunked", "reference")]
 
@@ -98,7 +98,7 @@ def test_chunks_have_the_gradients_of_the_recurrence(segments):
 
 
 def test_strong_decay_over_a_chunk_stays_finite():
-    """Ten nats a token: products of decays, or their inverses, would leave the range of float32 within a chunk."""
+    """Ten nats per token: cumulative decays, or their inverses, would leave the range of float32 within a chunk."""
     arrays = inputs(70)
     arrays["log_decay_BTN"] = arrays["log_decay_BTN"] - 10
 
@@ -109,21 +109,27 @@ def test_strong_decay_over_a_chunk_stays_finite():
 
     gradients, (out, state) = jax.jit(gradient)(arrays)
     assert all(bool(jnp.all(jnp.isfinite(array))) for array in gradients.values())
-    expected_out, expected_state = by_hand(arrays, np.ones((B, 70), int))
+    expected_out, expected_state = numpy_recurrence(arrays, np.ones((B, 70), int))
     np.testing.assert_allclose(out, expected_out, atol=1e-5)
     np.testing.assert_allclose(state, expected_state, atol=1e-5)
 
 
 KERNELS = {
     "pallas_tpu": (partial(pallas_tpu.gated_delta, interpret=True), 1e-5),
-    "float32": (partial(triton.gated_delta, how=dataclasses.replace(triton.HOW["float32"], interpret=True)), 1e-5),
-    "bfloat16": (partial(triton.gated_delta, how=dataclasses.replace(triton.HOW["bfloat16"], interpret=True)), 1.5e-2),
+    "float32": (
+        partial(triton.gated_delta, params=dataclasses.replace(triton.PARAMS["float32"], interpret=True)),
+        1e-5,
+    ),
+    "bfloat16": (
+        partial(triton.gated_delta, params=dataclasses.replace(triton.PARAMS["bfloat16"], interpret=True)),
+        1.5e-2,
+    ),
 }
 
 
 @pytest.mark.parametrize(("kernel", "tolerance"), KERNELS.values(), ids=KERNELS)
-def test_kernels_are_chunked_over_a_mesh_too(kernel, tolerance):
-    """Rows over two devices, key heads over two; values, the last state and all gradients."""
+def test_kernels_equal_the_chunked_form_over_a_mesh(kernel, tolerance):
+    """Rows sharded over two devices, key heads over two; values, the last state and all gradients."""
     rng, T = np.random.default_rng(0), 70
     heads = {"query_BTMK": (M, K), "key_BTMK": (M, K), "value_BTMGV": (M, 2, V), "rate_BTMG": (M, 2)}
     arrays = {name: rng.normal(size=(B, T, *shape)) / 4 for name, shape in heads.items()}
@@ -146,20 +152,27 @@ def test_kernels_are_chunked_over_a_mesh_too(kernel, tolerance):
 
 
 def call(**changes) -> Call:
-    usual = {"platform": "gpu", "devices": 1, "dtype": "bfloat16", "length": 64, "head_dims": (128, 128), "states": 1}
-    return Call(**{**usual, "is_auto": False, **changes})
+    defaults = {
+        "platform": "gpu",
+        "devices": 1,
+        "dtype": "bfloat16",
+        "length": 64,
+        "head_dims": (128, 128),
+        "states": 1,
+    }
+    return Call(**{**defaults, "is_auto": False, **changes})
 
 
-def test_the_fastest_serves_and_a_kernel_asked_for_elsewhere_is_refused():
+def test_auto_selects_the_fastest_and_an_unsupported_backend_is_an_error():
     fastest = {"cpu": "chunked", "gpu": "triton", "tpu": "pallas_tpu"}
     for platform, backend in fastest.items():
-        assert choose("auto", call(is_auto=True, platform=platform)) == backend
-        assert choose("auto", call(is_auto=True, platform=platform, length=1)) == "reference"
-        assert choose("reference", call(platform=platform)) == "reference"
-    assert choose("auto", call(is_auto=True, dtype="float32")) == "chunked"
-    assert choose("triton", call(dtype="float32")) == "triton"
+        assert OPERATION.choose("auto", call(is_auto=True, platform=platform)) == backend
+        assert OPERATION.choose("auto", call(is_auto=True, platform=platform, length=1)) == "reference"
+        assert OPERATION.choose("reference", call(platform=platform)) == "reference"
+    assert OPERATION.choose("auto", call(is_auto=True, dtype="float32")) == "chunked"
+    assert OPERATION.choose("triton", call(dtype="float32")) == "triton"
     with pytest.raises(UnsupportedError, match="runs on tpu, not cpu"):
-        choose("pallas_tpu", call(platform="cpu"))
+        OPERATION.choose("pallas_tpu", call(platform="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -168,10 +181,10 @@ def test_the_fastest_serves_and_a_kernel_asked_for_elsewhere_is_refused():
         ({"platform": "cpu"}, "runs on gpu, not cpu"),
         ({"dtype": "float16"}, "takes bfloat16 or float32, not float16"),
         ({"head_dims": (128, 64)}, "takes keys and values of 128, not 128 or 64"),
-        ({"states": 2**31}, "up to 2147483647 numbers, not 2147483648"),
+        ({"states": 2**31}, "up to 2147483647 elements, not 2147483648"),
     ],
 )
-def test_the_kernel_for_gpus_says_what_it_does_not_take(change, reason):
+def test_the_gpu_kernel_gives_the_reason_for_unsupported_calls(change, reason):
     with pytest.raises(UnsupportedError, match=reason):
-        choose("triton", call(**change))
-    assert choose("auto", call(is_auto=True, **change)) == "chunked"
+        OPERATION.choose("triton", call(**change))
+    assert OPERATION.choose("auto", call(is_auto=True, **change)) == "chunked"

@@ -1,4 +1,4 @@
-"""The grouped product's kernels against NumPy, in interpret mode and on a GPU in NumPy; what the table says of them."""
+"""The grouped matmul kernels against NumPy, in interpret mode and on the simulated GPU; their capability table."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.kernels.grouped_matmul import Call, UnsupportedError, choose, megablox, mosaic, triton
-from maxhydra.kernels.grouped_matmul.mosaic.params import How
+from maxhydra.kernels.grouped_matmul import OPERATION, Call, UnsupportedError, megablox, mosaic, triton
+from maxhydra.kernels.grouped_matmul.mosaic import KernelParams
 from maxhydra.kernels.grouped_matmul.tiles import schedule
-from maxhydra.kernels.grouped_matmul.vjp import grouped
+from maxhydra.kernels.grouped_matmul.vjp import grouped_matmul_vjp
 from tests.support.hopper import run
 
 TILE = triton.Tile(rows=16, columns=16, summed=16, warps=4, stages=1, band=3)
@@ -24,7 +24,7 @@ KERNELS = {
 LARGE = {"devices": 1, "capability": "8.0", "dtype": "bfloat16", "rows": 256, "groups": 8, "inputs": 128}
 
 
-def by_hand(x: np.ndarray, w: np.ndarray, d_out: np.ndarray, sizes: list[int]) -> tuple[np.ndarray, ...]:
+def numpy_grouped_matmul(x: np.ndarray, w: np.ndarray, d_out: np.ndarray, sizes: list[int]) -> tuple[np.ndarray, ...]:
     out, d_x, d_w = np.zeros(d_out.shape), np.zeros(x.shape), np.zeros(w.shape)
     ends = np.cumsum(sizes)
     for group, (start, end) in enumerate(zip(ends - sizes, ends, strict=True)):
@@ -36,52 +36,52 @@ def by_hand(x: np.ndarray, w: np.ndarray, d_out: np.ndarray, sizes: list[int]) -
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
-def test_products_and_gradients_are_those_of_numpy(kernel: Callable[..., jax.Array], dtype: jnp.dtype) -> None:
-    """Groups that share a tile, that fill several, that are empty; in the second call there are rows of no group."""
+def test_matmuls_and_gradients_equal_numpy(kernel: Callable[..., jax.Array], dtype: jnp.dtype) -> None:
+    """Groups that share a tile, fill several, or are empty; the second call has rows of no group."""
     rng = np.random.default_rng(0)
     x, w, d_out = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((M, K), (4, K, N), (M, N)))
 
     @jax.jit
     def gradients(x: jax.Array, w: jax.Array, d_out: jax.Array, sizes: jax.Array) -> tuple:
-        def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
             return kernel(x, w, sizes)
 
-        out, pull_back = jax.vjp(product, x, w)
+        out, pull_back = jax.vjp(matmul, x, w)
         return out, *pull_back(d_out)
 
     for sizes in ([9, 0, 29, 10], [1, 16, 3, 0]):
-        wanted = by_hand(*(np.asarray(array, np.float64) for array in (x, w, d_out)), sizes)
+        expected = numpy_grouped_matmul(*(np.asarray(array, np.float64) for array in (x, w, d_out)), sizes)
         tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
         out, d_x, d_w = (np.asarray(array, np.float64) for array in gradients(x, w, d_out, jnp.asarray(sizes)))
-        for got, want in zip((out[: sum(sizes)], d_x[: sum(sizes)], d_w), wanted, strict=True):
+        for got, want in zip((out[: sum(sizes)], d_x[: sum(sizes)], d_w), expected, strict=True):
             np.testing.assert_allclose(got, want[: len(got)], rtol=tolerance, atol=tolerance)
 
 
-def test_the_kernel_serves_large_shapes_on_a_gpu_and_says_why_not_otherwise() -> None:
+def test_the_kernel_serves_large_shapes_on_a_gpu_and_gives_the_reason_otherwise() -> None:
     large = LARGE | {"platform": "gpu", "outputs": 192}
-    assert choose("auto", Call(**large)) == "triton"
+    assert OPERATION.choose("auto", Call(**large)) == "triton"
     for change, reason in (
         ({"platform": "cpu"}, "runs on gpu, not cpu"),
         ({"rows": 100}, "in multiples of 64, not 100, 128, 192"),
         ({"dtype": "float32"}, "takes bfloat16 or float16, not float32"),
         ({"inputs": 1 << 20, "outputs": 1 << 10}, "takes arrays of up to"),
     ):
-        with pytest.raises(UnsupportedError, match=reason) as refused:
-            choose("triton", Call(**{**large, **change}))
-        assert refused.value.able == ("xla", "reference")
-        assert choose("auto", Call(**{**large, **change})) == "xla"
+        with pytest.raises(UnsupportedError, match=reason) as error:
+            OPERATION.choose("triton", Call(**{**large, **change}))
+        assert error.value.able == ("xla", "reference")
+        assert OPERATION.choose("auto", Call(**{**large, **change})) == "xla"
 
 
-def test_the_kernels_of_tpus_are_chosen_there() -> None:
+def test_the_tpu_kernels_are_selected_on_a_tpu() -> None:
     large = LARGE | {"platform": "tpu", "outputs": 384}
-    assert choose("auto", Call(**large)) == "megablox"
+    assert OPERATION.choose("auto", Call(**large)) == "megablox"
     with pytest.raises(UnsupportedError, match="in multiples of 128, not 256, 192, 384"):
-        choose("megablox", Call(**{**large, "inputs": 192}))
+        OPERATION.choose("megablox", Call(**{**large, "inputs": 192}))
 
 
-def test_on_hopper_large_shapes_go_to_mosaic_and_others_do_not() -> None:
+def test_on_hopper_large_shapes_use_mosaic_and_others_do_not() -> None:
     large = LARGE | {"platform": "gpu", "capability": "9.0", "outputs": 256}
-    assert choose("auto", Call(**large)) == "mosaic"
+    assert OPERATION.choose("auto", Call(**large)) == "mosaic"
     for change, reason in (
         ({"capability": "8.0"}, "needs a GPU of compute capability 9.0, not 8.0"),
         ({"inputs": 64}, "in multiples of 128, not 256, 64, 256"),
@@ -89,48 +89,48 @@ def test_on_hopper_large_shapes_go_to_mosaic_and_others_do_not() -> None:
         ({"devices": 2}, "runs on 1 device, not 2"),
     ):
         with pytest.raises(UnsupportedError, match=reason):
-            choose("mosaic", Call(**{**large, **change}))
-        assert choose("auto", Call(**{**large, **change})) == "triton"
+            OPERATION.choose("mosaic", Call(**{**large, **change}))
+        assert OPERATION.choose("auto", Call(**{**large, **change})) == "triton"
 
 
 @pytest.mark.parametrize("sizes", [[9, 0, 29, 10, 400], [1, 16, 3, 0, 5], [0, 0, 0, 0, 0], [0, 512, 0, 0, 0]])
 def test_every_row_of_a_group_is_in_one_tile_of_each_column(sizes: list[int]) -> None:
     rows, columns, align = 64, 3, 8
-    tiles, used = schedule(jnp.asarray(sizes), 512, rows=rows, columns=columns, align=align, band=2)
+    tiles, num_tiles = schedule(jnp.asarray(sizes), 512, rows=rows, columns=columns, align=align, band=2)
     ends = np.cumsum(sizes)
-    made = np.zeros((512, columns), int)
-    assert int(used[0]) <= len(tiles)
-    for group, row, first, end, column in np.asarray(tiles)[: int(used[0])]:
+    counts = np.zeros((512, columns), int)
+    assert int(num_tiles[0]) <= len(tiles)
+    for group, row, first, end, column in np.asarray(tiles)[: int(num_tiles[0])]:
         assert row % align == 0 and (first, end) == (ends[group] - sizes[group], ends[group])
-        made[max(row, first) : min(row + rows, end), column] += 1
-    assert (made[: ends[-1]] == 1).all() and not made[ends[-1] :].any()
+        counts[max(row, first) : min(row + rows, end), column] += 1
+    assert (counts[: ends[-1]] == 1).all() and not counts[ends[-1] :].any()
 
 
-def test_the_kernels_for_hopper_lower_where_there_is_none() -> None:
-    """The matrix unit's layouts included."""
+def test_the_hopper_kernels_are_lowered_without_a_gpu() -> None:
+    """Including the wgmma layouts."""
     shapes = (((256, 256), jnp.bfloat16), ((3, 256, 256), jnp.bfloat16), ((3,), jnp.int32))
-    x, w, sizes = (jax.ShapeDtypeStruct(*given) for given in shapes)
+    x, w, sizes = (jax.ShapeDtypeStruct(*spec) for spec in shapes)
 
     def gradients(x: jax.Array, w: jax.Array, sizes: jax.Array, d_out: jax.Array) -> tuple:
         out, pull_back = jax.vjp(lambda x, w: mosaic.grouped_matmul(x, w, sizes), x, w)
         return out, *pull_back(d_out)
 
     traced = jax.jit(gradients).trace(x, w, sizes, x)
-    assert [one.shape for one in traced.out_info] == [(256, 256), (256, 256), (3, 256, 256)]
+    assert [info.shape for info in traced.out_info] == [(256, 256), (256, 256), (3, 256, 256)]
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 3
 
 
 @pytest.mark.parametrize("sizes", [[70, 0, 5, 90], [3, 130, 0, 59]])
-def test_the_kernels_for_hopper_are_those_of_numpy(sizes: list[int]) -> None:
-    """Groups that share a block, that fill several programs, that are empty; rows of no group in the first."""
+def test_the_hopper_kernels_equal_numpy(sizes: list[int]) -> None:
+    """Groups that share a block, fill several programs, or are empty; the first case has rows of no group."""
     rng = np.random.default_rng(0)
     x, w, d_out = (jnp.asarray(rng.normal(size=shape), "bfloat16") for shape in ((192, 256), (4, 256, 256), (192, 256)))
-    kernels = mosaic.Kernels(How(columns=128, stages=2, band=16, processors=4))
+    kernels = mosaic.Kernels(KernelParams(columns=128, stages=2, band=16, processors=4))
 
     def gradients(x: jax.Array, w: jax.Array, d_out: jax.Array, sizes: jax.Array) -> tuple:
-        out, pull_back = jax.vjp(lambda x, w: grouped(kernels, x, w, sizes), x, w)
+        out, pull_back = jax.vjp(lambda x, w: grouped_matmul_vjp(kernels, x, w, sizes), x, w)
         return out, *pull_back(d_out)
 
-    wanted = by_hand(*(np.asarray(array, np.float64) for array in (x, w, d_out)), sizes)
-    for got, want in zip(run(gradients, x, w, d_out, jnp.asarray(sizes)), wanted, strict=True):
+    expected = numpy_grouped_matmul(*(np.asarray(array, np.float64) for array in (x, w, d_out)), sizes)
+    for got, want in zip(run(gradients, x, w, d_out, jnp.asarray(sizes)), expected, strict=True):
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-2, atol=1e-2 * np.abs(want).max())

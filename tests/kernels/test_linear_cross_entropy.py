@@ -1,4 +1,4 @@
-"""Cross-entropy's kernel in interpret mode against torch, values and gradients, and what the table says of it."""
+"""The cross-entropy kernel in interpret mode against torch, values and gradients; its capability table."""
 
 from functools import partial
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from maxhydra.kernels import linear_cross_entropy
-from maxhydra.kernels.linear_cross_entropy import BACKENDS, Call, UnsupportedError, choose, triton
-from maxhydra.kernels.linear_cross_entropy.chunks import Objective, sums
+from maxhydra.kernels.linear_cross_entropy import BACKENDS, OPERATION, Call, UnsupportedError, triton
+from maxhydra.kernels.linear_cross_entropy.chunks import ChunkedLoss, loss_sums
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -20,22 +20,22 @@ KERNEL = partial(triton.per_token, tile=TILE, interpret=True)
 
 
 def by_torch(case: dict[str, np.ndarray], z_loss: float, cap: float) -> list[np.ndarray]:
-    """Loss, nll, and the gradients of the loss by hidden states, head and weights of tokens."""
+    """Loss, nll, and the gradients of the loss with respect to hidden states, head and token weights."""
     hidden, head, weights = (torch.tensor(case[name], requires_grad=True) for name in ("hidden", "head", "weights"))
     logits = cap * torch.tanh(hidden @ head / cap)
     targets = torch.tensor(case["targets"]).long()
     nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(B, S)
     loss = torch.sum(weights * (nll + z_loss * torch.logsumexp(logits, -1) ** 2))
     loss.backward()
-    found = (loss.detach(), torch.sum(weights * nll).detach(), hidden.grad, head.grad, weights.grad)
-    return [array.numpy() for array in found]
+    results = (loss.detach(), torch.sum(weights * nll).detach(), hidden.grad, head.grad, weights.grad)
+    return [array.numpy() for array in results]
 
 
-# A vocabulary of whole pieces, and one with a piece of its own and a half at its end.
+# A vocabulary of full pieces, and one whose last piece is half full.
 @pytest.mark.parametrize(("vocabulary", "chunk"), [(256, 4), (352, 2)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_kernel_is_torchs(vocabulary: int, chunk: int, dtype: jnp.dtype) -> None:
-    """With a soft-cap and a z-loss, whole and in chunks."""
+def test_the_kernel_equals_torch(vocabulary: int, chunk: int, dtype: jnp.dtype) -> None:
+    """With a soft-cap and a z-loss, in one chunk and in several."""
     rng, z_loss, cap = np.random.default_rng(vocabulary), 0.1, 3.0
     case = {
         "hidden": np.asarray(rng.normal(size=(B, S, D))),
@@ -52,19 +52,19 @@ def test_the_kernel_is_torchs(vocabulary: int, chunk: int, dtype: jnp.dtype) -> 
             def logits_of(hidden: jax.Array, head: jax.Array) -> jax.Array:
                 return (cap * jnp.tanh((hidden @ head) / cap)).astype(dtype)
 
-            return sums(Objective(logits_of, KERNEL, z_loss, chunk), (hidden, weights, [head]), targets)
+            return loss_sums(ChunkedLoss(logits_of, KERNEL, z_loss, chunk), (hidden, weights, [head]), targets)
 
         (value, nll), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(hidden, head, weights)
         return value, nll, *gradients
 
     tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
-    for got, wanted in zip(run(hidden, head, weights), by_torch(case, z_loss, cap), strict=True):
-        off = np.linalg.norm(np.asarray(got, np.float64) - wanted)
-        assert off <= tolerance * np.linalg.norm(wanted)
+    for got, expected in zip(run(hidden, head, weights), by_torch(case, z_loss, cap), strict=True):
+        error = np.linalg.norm(np.asarray(got, np.float64) - expected)
+        assert error <= tolerance * np.linalg.norm(expected)
 
 
-def test_a_target_that_is_no_token_counts_no_logit() -> None:
-    """As padding has it, whose weight is zero."""
+def test_a_target_outside_the_vocabulary_selects_no_logit() -> None:
+    """Such as the target of padding, whose weight is zero."""
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 256)), jnp.float32)
     _, nll, d_logits = KERNEL(logits, jnp.asarray([-1, 256]), jnp.zeros(2), z_loss=0.0, dtype=logits.dtype)
     np.testing.assert_allclose(nll, torch.logsumexp(torch.tensor(np.asarray(logits)), -1), rtol=1e-6)
@@ -80,23 +80,23 @@ def test_logits_far_from_zero_do_not_overflow(level: float) -> None:
     np.testing.assert_allclose(d_logits[0, 199:203], [0, p, -p, 0], rtol=1e-3, atol=1e-6)
 
 
-def test_the_kernel_serves_one_gpu_and_says_why_not_otherwise() -> None:
-    usual = {"platform": "gpu", "devices": 1, "dtype": "bfloat16", "vocabulary": 128256, "is_cut": True}
-    assert choose("auto", Call(**usual)) == "triton"
+def test_the_kernel_serves_one_gpu_and_gives_the_reason_otherwise() -> None:
+    defaults = {"platform": "gpu", "devices": 1, "dtype": "bfloat16", "vocabulary": 128256, "is_chunked": True}
+    assert OPERATION.choose("auto", Call(**defaults)) == "triton"
     for change, reason in (
         ({"platform": "cpu"}, "runs on gpu, not cpu"),
         ({"devices": 4}, "runs on 1 device, not 4"),
         ({"vocabulary": 50257}, "takes a vocabulary in multiples of 64, not 50257"),
     ):
         with pytest.raises(UnsupportedError, match=reason):
-            choose("triton", Call(**{**usual, **change}))
-        assert choose("auto", Call(**{**usual, **change})) == "xla"
-    with pytest.raises(UnsupportedError, match="makes all logits at once"):
-        choose("reference", Call(**usual))
+            OPERATION.choose("triton", Call(**{**defaults, **change}))
+        assert OPERATION.choose("auto", Call(**{**defaults, **change})) == "xla"
+    with pytest.raises(UnsupportedError, match="computes all logits at once"):
+        OPERATION.choose("reference", Call(**defaults))
 
 
 @pytest.mark.parametrize("backend", [name for name, row in BACKENDS.items() if "cpu" in row.platforms])
-def test_backends_that_run_anywhere_agree(backend: str) -> None:
+def test_backends_for_all_platforms_agree(backend: str) -> None:
     rng = np.random.default_rng(1)
     hidden, head = jnp.asarray(rng.normal(size=(B, S, D))), jnp.asarray(rng.normal(size=(D, 17)))
     targets, weights = jnp.asarray(rng.integers(0, 17, (B, S))), jnp.asarray(rng.uniform(0, 1, (B, S)))
@@ -107,12 +107,12 @@ def test_backends_that_run_anywhere_agree(backend: str) -> None:
         )[0]
 
     got, gradient = jax.value_and_grad(loss)(head)
-    theirs = torch.tensor(np.asarray(head), requires_grad=True)
-    logits = (torch.tensor(np.asarray(hidden)) @ theirs).flatten(0, 1)
-    each = torch.nn.functional.cross_entropy(
+    torch_head = torch.tensor(np.asarray(head), requires_grad=True)
+    logits = (torch.tensor(np.asarray(hidden)) @ torch_head).flatten(0, 1)
+    nll = torch.nn.functional.cross_entropy(
         logits, torch.tensor(np.asarray(targets)).long().flatten(), reduction="none"
     )
-    wanted = torch.sum(torch.tensor(np.asarray(weights)).flatten() * each)
-    wanted.backward()
-    np.testing.assert_allclose(got, wanted.item(), rtol=1e-5)
-    np.testing.assert_allclose(gradient, theirs.grad.numpy(), rtol=1e-4, atol=1e-5)
+    expected = torch.sum(torch.tensor(np.asarray(weights)).flatten() * nll)
+    expected.backward()
+    np.testing.assert_allclose(got, expected.item(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, torch_head.grad.numpy(), rtol=1e-4, atol=1e-5)

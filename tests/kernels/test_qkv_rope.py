@@ -1,11 +1,11 @@
-"""Heads out of one product: the kernel in interpret mode against transformers' rope, and what the table says of it."""
+"""QKV split with RoPE: the kernel in interpret mode against transformers' RoPE; its capability table."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxhydra.kernels.qkv_rope import Call, UnsupportedError, choose, qkv_rope, triton
+from maxhydra.kernels.qkv_rope import OPERATION, Call, UnsupportedError, qkv_rope, triton
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -15,19 +15,19 @@ B, T, N, K, H = 2, 16, 3, 1, 32
 
 
 def by_transformers(heads: np.ndarray, angles: np.ndarray, cotangents: list[np.ndarray]) -> list[np.ndarray]:
-    """Query, key, value, and the gradient by the product."""
-    whole = torch.tensor(heads, requires_grad=True)
-    q, k, v = torch.split(whole.transpose(1, 2), (N, K, K), dim=1)
+    """Query, key, value, and the gradient of the projection."""
+    projection = torch.tensor(heads, requires_grad=True)
+    q, k, v = torch.split(projection.transpose(1, 2), (N, K, K), dim=1)
     twice = torch.tensor(np.concatenate([angles, angles], axis=-1))
     q, k = llama.apply_rotary_pos_emb(q, k, twice.cos(), twice.sin())
     parts = [part.transpose(1, 2) for part in (q, k, v)]
     sum(torch.sum(part * torch.tensor(d)) for part, d in zip(parts, cotangents, strict=True)).backward()
-    return [*(part.detach().numpy() for part in parts), whole.grad.numpy()]
+    return [*(part.detach().numpy() for part in parts), projection.grad.numpy()]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("is_kernel", [True, False])
-def test_heads_and_their_gradient_are_those_of_transformers(is_kernel: bool, dtype: jnp.dtype) -> None:
+def test_heads_and_their_gradient_equal_transformers(is_kernel: bool, dtype: jnp.dtype) -> None:
     rng = np.random.default_rng(0)
     heads = jnp.asarray(rng.normal(size=(B, T, N + 2 * K, H)), dtype)
     cotangents = [jnp.asarray(rng.normal(size=(B, T, count, H)), dtype) for count in (N, K, K)]
@@ -36,26 +36,26 @@ def test_heads_and_their_gradient_are_those_of_transformers(is_kernel: bool, dty
 
     @jax.jit
     def run(heads: jax.Array) -> tuple:
-        def parts(heads: jax.Array) -> tuple[jax.Array, ...]:
+        def split(heads: jax.Array) -> tuple[jax.Array, ...]:
             if not is_kernel:
                 return qkv_rope(heads, cos, sin, num_heads=N, num_kv_heads=K, backend="xla")
             flat = (x.reshape(B * T, *x.shape[2:]) for x in (heads, cos, sin))
             tile = triton.Tile(tokens=8, warps=4)
-            found = triton.qkv_rope(*flat, num_heads=N, num_kv_heads=K, tile=tile, interpret=True)
-            return tuple(x.reshape(B, T, *x.shape[1:]) for x in found)
+            outputs = triton.qkv_rope(*flat, num_heads=N, num_kv_heads=K, tile=tile, interpret=True)
+            return tuple(x.reshape(B, T, *x.shape[1:]) for x in outputs)
 
-        out, pull_back = jax.vjp(parts, heads)
+        out, pull_back = jax.vjp(split, heads)
         return *out, *pull_back(tuple(cotangents))
 
     wide = [np.asarray(x, np.float64) for x in (heads, *cotangents)]
     tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
-    for got, wanted in zip(run(heads), by_transformers(wide[0], angles, wide[1:]), strict=True):
-        np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=tolerance, atol=tolerance)
+    for got, expected in zip(run(heads), by_transformers(wide[0], angles, wide[1:]), strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_the_kernel_serves_one_gpu_and_says_why_not_otherwise() -> None:
-    usual = {"platform": "gpu", "devices": 1, "dtype": "bfloat16", "tokens": 4096, "head_dim": 128}
-    assert choose("auto", Call(**usual)) == "triton"
+def test_the_kernel_serves_one_gpu_and_gives_the_reason_otherwise() -> None:
+    defaults = {"platform": "gpu", "devices": 1, "dtype": "bfloat16", "tokens": 4096, "head_dim": 128}
+    assert OPERATION.choose("auto", Call(**defaults)) == "triton"
     for change, reason in (
         ({"platform": "cpu"}, "runs on gpu, not cpu"),
         ({"devices": 2}, "runs on 1 device, not 2"),
@@ -63,5 +63,5 @@ def test_the_kernel_serves_one_gpu_and_says_why_not_otherwise() -> None:
         ({"head_dim": 96}, "takes heads of 64 or 128 or 256, not 96"),
     ):
         with pytest.raises(UnsupportedError, match=reason):
-            choose("triton", Call(**{**usual, **change}))
-        assert choose("auto", Call(**{**usual, **change})) == "xla"
+            OPERATION.choose("triton", Call(**{**defaults, **change}))
+        assert OPERATION.choose("auto", Call(**{**defaults, **change})) == "xla"

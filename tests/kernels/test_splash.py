@@ -1,4 +1,4 @@
-"""Splash attention as it is called here, in Pallas' interpreter, against the reference."""
+"""The splash attention backend in interpret mode against the reference."""
 
 from functools import partial
 
@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from maxhydra.kernels.attention import BACKENDS, reference, splash
-from maxhydra.kernels.attention.shard_map import over_devices
+from maxhydra.kernels.attention import BACKENDS, over_devices, reference, splash
 from maxhydra.kernels.attention.spec import TokenInfo
 from maxhydra.kernels.placement import Placement
 from tests.kernels.test_attention import MASKS, assert_near_in_bfloat16, make_inputs, make_request, tags
@@ -47,16 +46,16 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("mask", CASES)
-def test_values_and_gradients_are_the_references(mask, small_blocks):
+def test_values_and_gradients_equal_the_reference(mask, small_blocks):
     case = make_case(dict(CASES[mask]))
     expected = value_and_grads(reference.attention, *case)
     got = value_and_grads(partial(splash.attention, interpret=True), *case)
-    for one, other in zip(got, expected, strict=True):
-        np.testing.assert_allclose(one, other, atol=3e-5)
+    for actual, desired in zip(got, expected, strict=True):
+        np.testing.assert_allclose(actual, desired, atol=3e-5)
 
 
 def test_bfloat16_is_near_the_reference_over_a_mesh(small_blocks):
-    """Rows over two devices, heads over two; sinks' gradient is a sum over rows on both."""
+    """Rows sharded over two devices, heads over two; the gradient of sinks is a sum over rows on both."""
     case = make_case({"window": 100, "segments": True, "sinks": True}, jnp.bfloat16)
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     run = over_devices(partial(splash.attention, interpret=True), Placement("tpu", mesh, "rows", "heads", "heads"))

@@ -10,7 +10,7 @@ import pytest
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.kernels.fused_linear import Epilogue, fused_linear, swiglu_prefill
 from maxhydra.kernels.fused_linear.swiglu_prefill_mosaic import gated
-from maxhydra.kernels.grouped_matmul.mosaic.params import How
+from maxhydra.kernels.grouped_matmul.mosaic import KernelParams
 from maxhydra.kernels.paged_attention import Pages, prefill_write
 from maxhydra.kernels.placement import Placement
 from maxhydra.layers import Context, PagedCacheSpec, PageTable
@@ -26,7 +26,7 @@ def test_many_rows_take_their_gate_along() -> None:
     x, weight = (
         jnp.asarray(draw(*shape, seed=seed), "bfloat16") for seed, shape in enumerate(((512, 128), (512, 128)))
     )
-    how = How(columns=256, stages=2, band=2, processors=3)
+    how = KernelParams(columns=256, stages=2, band=2, processors=3)
     got = run(lambda x, weight: gated(how, x, weight, jax.nn.silu), x, weight)
     wanted = expected(np.asarray(x), np.asarray(weight), Epilogue(activation=jax.nn.silu))
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=1e-2, atol=1e-2 * np.abs(wanted).max())
@@ -64,7 +64,7 @@ def test_prompts_are_the_same_with_their_gates_taken_along_and_pages_filled(monk
 
     def fill(pages: Pages, key: jax.Array, value: jax.Array, place: Placement) -> Pages:
         filled.append(key.shape)
-        return prefill_write.filled(pages, key, value, interpret=True)
+        return prefill_write.write_prompts(pages, key, value, interpret=True)
 
     def product(*arguments: Any, **options: Any) -> jax.Array:
         activations.append(arguments[3].activation)

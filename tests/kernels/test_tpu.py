@@ -1,6 +1,6 @@
-"""Kernels and whole steps for TPUs, without a TPU.
+"""Lowers and compiles kernels and whole steps for TPUs, without a TPU.
 
-Pallas' part of the way runs everywhere. The compiler's needs libtpu, which there is for Linux on x86-64:
+Lowering by Pallas runs everywhere. Compilation needs libtpu, which exists for Linux on x86-64:
 `pip install 'jax[tpu]'`, then `MAXHYDRA_TPU=1 pytest -n 0 tests/kernels/test_tpu.py`.
 """
 
@@ -38,8 +38,8 @@ def test_kernels_are_lowered_for_a_tpu(name):
 
 
 @pytest.mark.parametrize("policy", ["none", "minimal"])
-def test_a_training_step_is_lowered_with_the_kernels_that_auto_takes(policy):
-    """Attention forward, once, and backward for queries and for keys; on four devices that are only named."""
+def test_a_training_step_is_lowered_with_the_kernels_that_auto_selects(policy):
+    """The forward attention kernel once, the backward kernels for queries and keys; on four abstract devices."""
     config = compose([*MODEL, "mesh=fsdp", f"model.remat.policy={policy}"], None).config
     mesh = abstract_mesh(config.mesh, devices=4, slices=1).update(abstract_device=AbstractDevice("TPU v5e", 1, "tpu"))
     sharder = Sharder(mesh, config.mesh.rules)
@@ -49,10 +49,10 @@ def test_a_training_step_is_lowered_with_the_kernels_that_auto_takes(policy):
 
 @pytest.mark.parametrize("chip", [pytest.param(chip, marks=ON_TPU) for chip in CHIPS])
 def test_everything_compiles(chip):
-    """Each chip by a process of its own."""
-    done = subprocess.run([sys.executable, tpu_compile.__file__, chip], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    *kernels, training, decoding = map(json.loads, done.stdout.splitlines())
+    """Each chip in a separate process."""
+    process = subprocess.run([sys.executable, tpu_compile.__file__, chip], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-4000:]
+    *kernels, training, decoding = map(json.loads, process.stdout.splitlines())
     assert [line["program"] for line in kernels] == list(PROGRAMS)
     assert [line for line in kernels if line["kernels"] < line["least"]] == []
     assert any("splash" in name for name in training["names"])
@@ -66,10 +66,10 @@ def test_without_libtpu_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> N
         devices_of("v5e")
 
 
-def test_a_step_is_compiled_ahead_for_the_devices_of_a_mesh():
-    """Over simulated devices, where XLA alone makes the kernels; two layers, so that loops are counted as one."""
+def test_a_step_is_compiled_ahead_of_time_for_the_devices_of_a_mesh():
+    """On simulated CPU devices, where no kernels are used; two layers, so that a loop counts as one."""
     overrides = ["model=llama3-tiny", "model.num_layers=2", "train.seq_len=32", "train.per_device_batch_size=1"]
     config = compose([*overrides, "mesh=fsdp"], None).config
-    ahead = compile_report(config, Sharder(build_mesh(config.mesh, jax.devices()[:2]), config.mesh.rules))
-    assert (ahead.devices, ahead.kernels) == (2, {})
-    assert ahead.bytes_per_device["state and batch"] > 0 < ahead.tflop_per_device
+    report = compile_report(config, Sharder(build_mesh(config.mesh, jax.devices()[:2]), config.mesh.rules))
+    assert (report.devices, report.kernels) == (2, {})
+    assert report.bytes_per_device["state and batch"] > 0 < report.tflop_per_device

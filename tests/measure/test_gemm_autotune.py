@@ -1,4 +1,4 @@
-"""bench/products.py: entries of XLA's results told apart by numbers, and the algorithm that takes least time alone."""
+"""bench/gemm_autotune.py: entries of XLA's autotune results are identified, and the fastest algorithm is written."""
 
 import json
 import random
@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.cli import script
 
-bench = script("products")
+bench = script("gemm_autotune")
 
 ENTRY = """entries {
   key {
@@ -30,7 +30,7 @@ ENTRY = """entries {
   }
 }
 """
-OF_LIBRARY = "gemm {\n          algorithm: 5\n          autotune_workspace_size: 33554432\n        }"
+GEMM_CONFIG = "gemm {\n          algorithm: 5\n          autotune_workspace_size: 33554432\n        }"
 HLO = """
   %p.0 = bf16[512,256]{1,0} parameter(0)
   %p.1 = bf16[128,256]{0,1} parameter(1)
@@ -46,21 +46,21 @@ backend_config={"gemm_backend_config":{"selected_algorithm":"6","beta":1,\
 def entry(name: str) -> str:
     if name.startswith("fusion"):
         return ENTRY % (name, "NATIVE_EMITTER", "native_emitter {\n        }")
-    return ENTRY % (name, "CUBLASLT", OF_LIBRARY)
+    return ENTRY % (name, "CUBLASLT", GEMM_CONFIG)
 
 
-def product(number: int) -> Any:
-    return bench.Product("bf16", 1024 * (number + 1), 512, 256, 1, 0, "10 10 10", False, False)
+def gemm(number: int) -> Any:
+    return bench.Gemm("bf16", 1024 * (number + 1), 512, 256, 1, 0, "10 10 10", False, False)
 
 
-def test_products_of_a_program_are_read_with_how_their_operands_lie() -> None:
-    wanted = bench.Product("f32", 512, 128, 256, 1, 1, "10 01 10", True, True)
-    assert bench.products(HLO) == [(wanted, 6)]
+def test_gemms_of_a_program_are_read_with_their_layouts() -> None:
+    expected = bench.Gemm("f32", 512, 128, 256, 1, 1, "10 01 10", True, True)
+    assert bench.gemms_of(HLO) == [(expected, 6)]
 
 
-def test_entries_take_other_algorithms_and_the_rest_of_the_file_stays() -> None:
+def test_entries_get_other_algorithms_and_the_rest_of_the_file_is_unchanged() -> None:
     text = "".join(map(entry, ("a", "fusion", "b", "c")))
-    results = bench.Results(text, without=["c"])
+    results = bench.AutotuneResults(text, without=["c"])
     assert results.fingerprints() == ["a", "b"]
     changed = results.with_algorithms({0: 3}.get)
     assert re.findall(r"algorithm: (\d+)", changed) == ["3", "5", "5"]
@@ -69,24 +69,24 @@ def test_entries_take_other_algorithms_and_the_rest_of_the_file_stays() -> None:
 
 def test_no_two_entries_have_the_same_order_of_algorithms() -> None:
     for number in range(32):
-        runs = {run: bench.in_turn(number, run) for run in range(bench.ALGORITHMS)}
-        assert sorted(runs.values()) == list(range(bench.ALGORITHMS)) and bench.numbered(runs, 32) == number
-    assert bench.numbered({0: 0}, 32) is None
+        runs = {run: bench.algorithm_in_run(number, run) for run in range(bench.ALGORITHMS)}
+        assert sorted(runs.values()) == list(range(bench.ALGORITHMS)) and bench.identify_entry(runs, 32) == number
+    assert bench.identify_entry({0: 0}, 32) is None
 
 
-def test_the_algorithm_that_takes_least_time_alone_is_written(
+def test_the_fastest_algorithm_in_isolation_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """A compiler whose entries have names that tell nothing, other ones for the step and for products alone, and a card
-    whose clock differs from run to run."""
+    """A fake compiler with opaque entry keys, which differ between the step and isolated GEMMs, and a fake GPU whose
+    clock differs from run to run."""
     rng = random.Random(0)
-    count, places = 11, list(range(11))
-    rng.shuffle(places)
+    count, positions = 11, list(range(11))
+    rng.shuffle(positions)
     seconds = [[rng.uniform(1, 1.2) for _ in range(bench.ALGORITHMS)] for _ in range(count)]
 
     def algorithms(text: str, prefix: str) -> dict[int, int]:
-        found = re.findall(rf'"{prefix}(\d+)".*?algorithm: (\d+)', text, re.DOTALL)
-        return {int(place): int(algorithm) for place, algorithm in found}
+        matches = re.findall(rf'"{prefix}(\d+)".*?algorithm: (\d+)', text, re.DOTALL)
+        return {int(number): int(algorithm) for number, algorithm in matches}
 
     def start(work: Any, name: str, role: str, flag: str) -> SimpleNamespace:
         prefix, path = "step" if role == "step" else "alone", work.folder / f"{name}.txt"
@@ -94,27 +94,27 @@ def test_the_algorithm_that_takes_least_time_alone_is_written(
             names = ["ref"] if role == "reference" else [f"{prefix}{n}" for n in range(count)]
             extra = ["ref"] if role == "alone" else []
             path.write_text("".join(map(entry, ["fusion", *names, *extra])))
-        has = algorithms(path.read_text(), prefix)
-        order = places if role == "step" else places[::-1]
-        rows: list[Any] = [(product(n), has.get(order[n], 0)) for n in range(count)]
+        current = algorithms(path.read_text(), prefix)
+        order = positions if role == "step" else positions[::-1]
+        rows: list[Any] = [(gemm(n), current.get(order[n], 0)) for n in range(count)]
         if role == "timed":
             clock = rng.uniform(1, 1.1)
-            rows = [(one, a, 1e-3 * clock * seconds[n][a], 5e-3 * clock) for n, (one, a) in enumerate(rows)]
-        # One run of all does not come to its end.
+            rows = [(row, a, 1e-3 * clock * seconds[n][a], 5e-3 * clock) for n, (row, a) in enumerate(rows)]
+        # One of the runs fails.
         if name != "run3":
             (work.folder / f"{name}.json").write_text(json.dumps(rows))
         (work.folder / f"{name}.log").write_text("out of memory\n")
         return SimpleNamespace(wait=lambda: 0)
 
-    monkeypatch.setattr(bench.Work, "start", start)
-    bench.choose(bench.Work(tmp_path, []), tmp_path / "chosen.txt")
+    monkeypatch.setattr(bench.Workspace, "start", start)
+    bench.choose(bench.Workspace(tmp_path, []), tmp_path / "chosen.txt")
     out, err = capsys.readouterr()
     assert "run3 failed: out of memory" in err and len(out.splitlines()) == count
     chosen = algorithms((tmp_path / "chosen.txt").read_text(), "step")
     lines = {line["rows"]: line for line in map(json.loads, out.splitlines())}
     for number in range(count):
-        line = lines[product(number).rows]
-        known = {int(algorithm): ms for algorithm, ms in line["ms"].items()}
-        assert len(known) == bench.ALGORITHMS - 1
-        best = min(known, key=lambda algorithm: seconds[number][algorithm])
-        assert chosen[places[number]] == line["chosen"] == best
+        line = lines[gemm(number).rows]
+        times = {int(algorithm): ms for algorithm, ms in line["ms"].items()}
+        assert len(times) == bench.ALGORITHMS - 1
+        best = min(times, key=lambda algorithm: seconds[number][algorithm])
+        assert chosen[positions[number]] == line["chosen"] == best

@@ -1,4 +1,4 @@
-"""What processors do with registers, in NumPy: a program of JAX for each would have to be compiled first."""
+"""Register arithmetic in NumPy; evaluating each equation with JAX would compile a program for it first."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,7 @@ import numpy as np
 PLAIN: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "and": np.bitwise_and,
-    "clamp": lambda least, x, most: np.clip(x, least, most),
+    "clamp": lambda low, x, high: np.clip(x, low, high),
     "div": lambda a, b: (a - np.fmod(a, b)) // b if np.issubdtype(np.asarray(a).dtype, np.integer) else a / b,
     "eq": np.equal,
     "exp": np.exp,
@@ -34,14 +34,14 @@ PLAIN: dict[str, Callable[..., Any]] = {
 }
 
 
-def _spread(value: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
+def _broadcast_in_dim(value: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
     """Axis i of the value becomes axes[i]."""
     sizes = dict(zip(axes, np.shape(value), strict=True))
     return np.broadcast_to(np.reshape(value, [sizes.get(axis, 1) for axis in range(len(shape))]), shape)
 
 
 WITH_PARAMS: dict[str, Callable[..., Any]] = {
-    "broadcast_in_dim": lambda params, x: _spread(x, params["shape"], params["broadcast_dimensions"]),
+    "broadcast_in_dim": lambda params, x: _broadcast_in_dim(x, params["shape"], params["broadcast_dimensions"]),
     "convert_element_type": lambda params, x: np.asarray(x),
     "iota": lambda params: np.indices(params["shape"])[params["dimension"]],
     "reduce_max": lambda params, x: np.max(x, axis=params["axes"]),
@@ -49,15 +49,15 @@ WITH_PARAMS: dict[str, Callable[..., Any]] = {
 }
 
 
-def computed(equation: Any, values: list[Any]) -> np.ndarray | None:
-    """What the equation gives; None: it is not in the tables."""
+def evaluate_elementwise(equation: Any, values: list[Any]) -> np.ndarray | None:
+    """The result of the equation; None if it is not in the tables."""
     name = equation.primitive.name
     if name in PLAIN:
-        act = PLAIN[name]
+        function = PLAIN[name]
     elif name in WITH_PARAMS:
-        act = partial(WITH_PARAMS[name], equation.params)
+        function = partial(WITH_PARAMS[name], equation.params)
     else:
         return None
-    # What is not a number is looked for in what comes out.
+    # NaN is detected in the results.
     with np.errstate(all="ignore"):
-        return np.asarray(act(*values)).astype(equation.outvars[0].aval.dtype)
+        return np.asarray(function(*values)).astype(equation.outvars[0].aval.dtype)

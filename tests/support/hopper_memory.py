@@ -1,8 +1,8 @@
-"""Memory, barriers and asynchronous units of the GPU of hopper.py.
+"""Memory, barriers and asynchronous operations of the simulated GPU in hopper.py.
 
-What is read too early is not a number, or a Race: shared memory before those who wrote it have made that known, an
-accumulator before its product has ended. So is what is written over too early: an asynchronous unit reads its operands
-when it begins and when it must have ended, and both must agree.
+Data that is read too early is NaN or raises a Race: shared memory before its writers have committed it, an accumulator
+before its wgmma has finished. So does data that is overwritten too early: an asynchronous operation reads its operands
+when it is issued and at the latest time it may finish, and both must agree.
 """
 
 import itertools
@@ -13,33 +13,33 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.experimental import pallas as pl
 
-# Taken back where memory is made: it has its logical shape from the start.
+# Ignored: simulated memory has its logical shape.
 LAYOUTS = ("UnswizzleRef", "UntilingTransform")
 
 
 class Race(Exception):
-    """Something depends on what comes first."""
+    """The result depends on the order of events."""
 
 
 class Memory:
     def __init__(self, values: np.ndarray, space: str) -> None:
         self.values, self.space = values, space
-        # Who wrote a number of shared memory and has not yet said so to the asynchronous units; zero: nobody.
+        # The warpgroup that wrote an element of shared memory and has not yet committed it; zero: none.
         self.writers = np.zeros(values.shape, np.int8) if space == "smem" else None
-        # The same in the programs of a cluster, and whom of them a barrier tells.
-        self.everywhere: tuple[Memory, ...] = (self,)
-        self.reached: set[int] = set()
+        # The same memory in all programs of a cluster, and the members at which a barrier arrives.
+        self.copies: tuple[Memory, ...] = (self,)
+        self.multicast_members: set[int] = set()
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: Any, space: str) -> "Memory":
         memory = cls(np.zeros(shape, dtype), space)
-        # Accumulators begin with zeros.
+        # Accumulators start at zero.
         if space != "regs":
-            memory.at(()).spoil()
+            memory.at(()).invalidate()
         return memory
 
     def at(self, transforms: Iterable[Any]) -> "View":
-        return View(self, tuple(itertools.dropwhile(lambda one: type(one).__name__ in LAYOUTS, transforms)))
+        return View(self, tuple(itertools.dropwhile(lambda transform: type(transform).__name__ in LAYOUTS, transforms)))
 
 
 class View(NamedTuple):
@@ -48,70 +48,70 @@ class View(NamedTuple):
 
     @property
     def values(self) -> np.ndarray:
-        return self.of(self.memory.values)
+        return self.apply(self.memory.values)
 
     @property
     def writers(self) -> np.ndarray:
-        return self.of(self.memory.writers)
+        return self.apply(self.memory.writers)
 
-    def of(self, values: np.ndarray) -> np.ndarray:
+    def apply(self, values: np.ndarray) -> np.ndarray:
         for transform in self.transforms:
             match type(transform).__name__:
                 case "NDIndexer":
-                    # Copies from and to global memory may reach beyond its end.
-                    reach = None if self.memory.space == "gmem" else values.shape
-                    values = values[(*_places(transform.indices, reach), ...)]
+                    # Copies from and to global memory may extend beyond its end.
+                    bounds = None if self.memory.space == "gmem" else values.shape
+                    values = values[(*_numpy_indices(transform.indices, bounds), ...)]
                 case "TransposeTransform":
                     values = values.transpose(transform.permutation)
                 case "ExtractAliasedRef":
-                    values = self.part(values, transform)
+                    values = self.aliased(values, transform)
                 case "UnswizzleRef":
                     pass
                 case "UntilingTransform":
                     *outer, down, across, rows, columns = values.shape
                     tiled, values = values, values.swapaxes(-2, -3).reshape(*outer, down * rows, across * columns)
-                    assert np.shares_memory(tiled, values), "several tiles side by side in memory with several uses"
+                    assert np.shares_memory(tiled, values), "adjacent tiles in aliased memory are unsupported"
                 case other:
-                    raise NotImplementedError(f"memory seen through {other}")
+                    raise NotImplementedError(f"unsupported memory transform: {other}")
         return values
 
-    def part(self, values: np.ndarray, transform: Any) -> np.ndarray:
-        """Of bytes, what is there in one of their uses; of their writers, those of each number's first byte."""
+    def aliased(self, values: np.ndarray, transform: Any) -> np.ndarray:
+        """One of the aliased uses of a byte array; for writers, those of each element's first byte."""
         dtype = np.dtype(transform.dtype)
-        some = values[transform.offset : transform.offset + dtype.itemsize * math.prod(transform.shape)]
-        return (some.view(dtype) if values is self.memory.values else some[:: dtype.itemsize]).reshape(transform.shape)
+        data = values[transform.offset : transform.offset + dtype.itemsize * math.prod(transform.shape)]
+        return (data.view(dtype) if values is self.memory.values else data[:: dtype.itemsize]).reshape(transform.shape)
 
-    def spoil(self) -> None:
-        """Nobody knows what is there."""
+    def invalidate(self) -> None:
+        """Fill with NaN, or -1 for integers: the contents are undefined."""
         values = self.values
         values[...] = np.array(-1).astype(values.dtype) if np.issubdtype(values.dtype, np.integer) else np.nan
         if self.memory.writers is not None:
             self.writers[...] = 0
 
-    def sent(self) -> np.ndarray:
-        """As an asynchronous unit reads it."""
+    def read_async(self) -> np.ndarray:
+        """Read as an asynchronous operation does."""
         if self.memory.writers is not None and self.writers.any():
-            raise Race("shared memory is read before commit_smem() has made known what was written")
+            raise Race("shared memory is read by an asynchronous operation before commit_smem()")
         return self.values.copy()
 
 
-def _places(indices: Iterable[Any], reach: tuple[int, ...] | None) -> Iterable[Any]:
+def _numpy_indices(indices: Iterable[Any], bounds: tuple[int, ...] | None) -> Iterable[Any]:
     for axis, index in enumerate(indices):
         if isinstance(index, pl.Slice):
-            first, beyond = int(index.start), int(index.start) + (int(index.size) - 1) * index.stride + 1
-            place = slice(first, beyond, index.stride)
+            first, end = int(index.start), int(index.start) + (int(index.size) - 1) * index.stride + 1
+            numpy_index = slice(first, end, index.stride)
         else:
-            assert np.ndim(index) == 0, "an array of indices"
-            first, place, beyond = int(index), int(index), int(index) + 1
-        if first < 0 or (reach is not None and beyond > reach[axis]):
-            raise IndexError(f"{first}:{beyond} of {reach}")
-        yield place
+            assert np.ndim(index) == 0, "arrays of indices are unsupported"
+            first, numpy_index, end = int(index), int(index), int(index) + 1
+        if first < 0 or (bounds is not None and end > bounds[axis]):
+            raise IndexError(f"{first}:{end} is out of bounds for {bounds}")
+        yield numpy_index
 
 
 class Barrier:
     def __init__(self, arrivals: int) -> None:
         self.arrivals, self.arrived, self.phases = arrivals, 0, 0
-        self.seen: dict[int, int] = {}
+        self.passed: dict[int, int] = {}
 
     def arrive(self) -> None:
         self.arrived += 1
@@ -119,42 +119,42 @@ class Barrier:
             self.arrived, self.phases = 0, self.phases + 1
 
     def has_passed(self, number: int) -> bool:
-        ahead = self.phases - self.seen.get(number, 0)
-        if ahead > 1:
-            # A wait knows phases by their parity.
-            raise Race("a barrier went on by two phases while a warpgroup was to wait for the first")
-        return ahead == 1
+        phases_ahead = self.phases - self.passed.get(number, 0)
+        if phases_ahead > 1:
+            # A wait distinguishes phases only by their parity.
+            raise Race("a barrier completed two phases before a warpgroup had waited for the first")
+        return phases_ahead == 1
 
     def pass_by(self, number: int) -> None:
-        self.seen[number] = self.seen.get(number, 0) + 1
+        self.passed[number] = self.passed.get(number, 0) + 1
 
 
-class Product:
-    """acc += left @ right, of the matrix unit; its operands in shared memory are read at any time before it ends."""
+class Wgmma:
+    """acc += left @ right; its operands in shared memory may be read at any time before it finishes."""
 
     def __init__(self, acc: View, *operands: Any) -> None:
         self.acc, self.operands = acc, operands
         self.first_read = self.read()
 
     def read(self) -> list[np.ndarray]:
-        return [one.sent() if isinstance(one, View) else np.asarray(one) for one in self.operands]
+        return [x.read_async() if isinstance(x, View) else np.asarray(x) for x in self.operands]
 
     def finish(self) -> None:
-        left, right = _unchanged(self.first_read, self.read())
+        left, right = _check_unchanged(self.first_read, self.read())
         wide = self.acc.values.dtype
-        # Not by a library, whose threads wait for each other longer than such a product takes.
+        # Not by BLAS, whose thread synchronisation takes longer than such a small matmul.
         self.acc.values[...] += np.einsum("ik,kj->ij", left.astype(wide), right.astype(wide))
 
 
 class Store:
-    """From shared to global memory."""
+    """An asynchronous copy from shared to global memory."""
 
     def __init__(self, source: View, target: View, operation: str | None) -> None:
         self.source, self.target, self.operation = source, target, operation
-        self.first_read = source.sent()
+        self.first_read = source.read_async()
 
     def finish(self) -> None:
-        (values,) = _unchanged([self.first_read], [self.source.sent()])
+        (values,) = _check_unchanged([self.first_read], [self.source.read_async()])
         target = self.target.values
         values = values[tuple(map(slice, target.shape))]
         combine = {None: lambda _, new: new, "add": np.add, "min": np.minimum, "max": np.maximum}[self.operation]
@@ -162,7 +162,7 @@ class Store:
 
 
 class Load(NamedTuple):
-    """From global to shared memory."""
+    """An asynchronous copy from global to shared memory."""
 
     source: View
     target: View
@@ -170,13 +170,13 @@ class Load(NamedTuple):
 
     def finish(self) -> None:
         source, target = self.source.values, self.target.values
-        # Beyond the end of global memory lie zeros.
+        # Reads beyond the end of global memory give zeros.
         target[...] = 0
         target[tuple(map(slice, source.shape))] = source
         self.barrier.arrive()
 
 
-def _unchanged(before: list[np.ndarray], now: list[np.ndarray]) -> list[np.ndarray]:
-    if any(one.tobytes() != other.tobytes() for one, other in zip(before, now, strict=True)):
-        raise Race("shared memory is written over while an asynchronous unit may still read it")
+def _check_unchanged(before: list[np.ndarray], now: list[np.ndarray]) -> list[np.ndarray]:
+    if any(a.tobytes() != b.tobytes() for a, b in zip(before, now, strict=True)):
+        raise Race("shared memory is overwritten while an asynchronous operation may still read it")
     return now

@@ -31,29 +31,29 @@ def devices_of(chip: str) -> Sequence[jax.Device]:
     return slice_devices(CHIPS[chip], slices=1, hardware=compose([f"hardware=tpu-{chip}"], None).config.hardware)
 
 
-def compiled(chip: str) -> Iterator[dict[str, Any]]:
+def compile_all(chip: str) -> Iterator[dict[str, Any]]:
     devices = devices_of(chip)
     for name, make in PROGRAMS.items():
-        yield {"program": name, **_of_kernels(make(), devices[0])}
-    yield {"program": "training step", **_of_training(chip, devices)}
-    yield {"program": "decoding step", **_of_decoding(devices[0])}
+        yield {"program": name, **_compile_kernels(make(), devices[0])}
+    yield {"program": "training step", **_compile_training(chip, devices)}
+    yield {"program": "decoding step", **_compile_decoding(devices[0])}
 
 
-def _of_kernels(program: Program, device: jax.Device) -> dict[str, Any]:
-    """How many kernels the compiled program has, and how many it should have at least."""
+def _compile_kernels(program: Program, device: jax.Device) -> dict[str, Any]:
+    """Number of kernels in the compiled program, and the minimum expected."""
     text = jax.jit(program.run).lower(*program.shapes(SingleDeviceSharding(device))).compile().as_text()
     return {"kernels": text.count('custom_call_target="tpu_custom_call"'), "least": program.kernels}
 
 
-def _of_training(chip: str, devices: Sequence[jax.Device]) -> dict[str, Any]:
-    """The kernels that `auto` takes, and the part of a device's memory that is needed."""
+def _compile_training(chip: str, devices: Sequence[jax.Device]) -> dict[str, Any]:
+    """The kernels that `auto` selects, and the required fraction of a device's memory."""
     config = compose([*MODEL, f"hardware=tpu-{chip}", "mesh=fsdp"], None).config
-    ahead = compile_report(config, Sharder(build_mesh(config.mesh, devices), config.mesh.rules))
-    part = sum(ahead.bytes_per_device.values()) / (config.hardware.memory_gib * 2**30)
-    return {"names": list(ahead.kernels), "memory": part}
+    report = compile_report(config, Sharder(build_mesh(config.mesh, devices), config.mesh.rules))
+    fraction = sum(report.bytes_per_device.values()) / (config.hardware.memory_gib * 2**30)
+    return {"names": list(report.kernels), "memory": fraction}
 
 
-def _of_decoding(device: jax.Device) -> dict[str, Any]:
+def _compile_decoding(device: jax.Device) -> dict[str, Any]:
     config = compose(MODEL, None).config
     sharder = Sharder(build_mesh(config.mesh, [device]), config.mesh.rules)
     model = build(config.model, None, None)
@@ -62,14 +62,14 @@ def _of_decoding(device: jax.Device) -> dict[str, Any]:
         model.shapes,
         sharder.tree(model.axes),
     )
-    room = PagedCacheSpec(512, 16, slots=16, storage=None)
-    programs = Programs(choose_weight_layout(model, sharder, "tpu"), params, room, sharder=sharder, steady=True)
+    cache_spec = PagedCacheSpec(512, 16, slots=16, storage=None)
+    programs = Programs(choose_weight_layout(model, sharder, "tpu"), params, cache_spec, sharder=sharder, steady=True)
     step = programs._compile_forward(Shape(rows=16, tokens=1, pages=64, is_prompt=False))
     programs.close()
     return {"has_pages_kernel": "paged_attention" in step.as_text()}
 
 
 if __name__ == "__main__":
-    began = time.perf_counter()
-    for line in compiled(sys.argv[1]):
-        print(json.dumps({"chip": sys.argv[1], **line, "at_s": round(time.perf_counter() - began, 1)}), flush=True)
+    start = time.perf_counter()
+    for line in compile_all(sys.argv[1]):
+        print(json.dumps({"chip": sys.argv[1], **line, "at_s": round(time.perf_counter() - start, 1)}), flush=True)

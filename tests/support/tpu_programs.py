@@ -1,5 +1,4 @@
-"""Kernels for TPUs with shapes of real models, as programs to lower or compile: values and, where there are any,
-gradients."""
+"""TPU kernels with shapes of real models, as programs to lower or compile: values and gradients, if supported."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,12 +18,12 @@ TPU = Placement("tpu", None, None, None, None)
 
 
 class Program(NamedTuple):
-    """A function, and the shapes and types of its arguments."""
+    """A function, and the shapes and dtypes of its arguments."""
 
     run: Callable[..., Any]
     arguments: tuple[tuple[tuple[int, ...], str], ...]
     kernels: int
-    """Kernels that it holds."""
+    """Number of kernels in the lowered program."""
 
     def shapes(self, sharding: jax.sharding.Sharding | None = None) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding) for shape, dtype in self.arguments]
@@ -36,7 +35,7 @@ def request(**changes: Any) -> Request:
 
 
 def attention(head_dim: int, dtype: str, *, value_dim: int | None = None, tags: bool, **changes: Any) -> Program:
-    """1024 tokens, 8 heads over 2; tags: segments and sinks."""
+    """1024 tokens, 8 query and 2 key heads; tags: with segments and sinks."""
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, segments: jax.Array) -> Any:
         def total(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
@@ -61,7 +60,7 @@ def grouped(rows: int, inputs: int, outputs: int, dtype: str) -> Program:
 
 
 def paged(head_dim: int, page: int, dtype: str, **changes: Any) -> Program:
-    """16 rows of up to 1024 tokens, 32 heads over 8, written in place."""
+    """16 rows of up to 1024 tokens, 32 query and 8 key heads, updated in place."""
 
     def run(heads: jax.Array, key: jax.Array, value: jax.Array, table: jax.Array, length: jax.Array) -> Any:
         return pallas_tpu.attention(heads[None], None, Pages(key, value, table, length), request(**changes))
@@ -76,8 +75,8 @@ def delta() -> Program:
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array) -> Any:
         def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            given = {"log_decay_BTN": decay, "rate_BTN": rate, "state_BNKV": None, "segments_BT": None}
-            out, state = gated_delta(q, k, v, **given, backend="auto", place=TPU)
+            arguments = {"log_decay_BTN": decay, "rate_BTN": rate, "state_BNKV": None, "segments_BT": None}
+            out, state = gated_delta(q, k, v, **arguments, backend="auto", place=TPU)
             return jnp.sum(out) + jnp.sum(state)
 
         return jax.value_and_grad(total, argnums=(0, 1, 2))(q, k, v)

@@ -1,4 +1,4 @@
-"""Sizes of tiles: what a config can ask for, that a training step is cut by it, and what can be tried."""
+"""Tile sizes: their config keys, their effect on a training step, and the candidates for tuning."""
 
 import dataclasses
 from collections import namedtuple
@@ -18,7 +18,7 @@ from maxhydra.config.schema.tasks.tune import TuneTask
 from maxhydra.config.schema.tiles import MosaicTiles, Tiles, TritonTiles
 from maxhydra.kernels import attention, grouped_matmul, linear_cross_entropy, qkv_rope, rms_norm
 from maxhydra.kernels.dispatch import UnsupportedError
-from maxhydra.kernels.tiles import resized
+from maxhydra.kernels.tiles import override_sizes
 from maxhydra.runtime.hardware_options import hardware_options
 from maxhydra.sharding import Sharder, abstract_mesh
 from maxhydra.train.compile_report import traced_step
@@ -29,7 +29,7 @@ MEASURED: dict[str, Any] = {
     "attention": attention.triton.BLOCKS[64],
     "grouped_matmul": grouped_matmul.triton.MEASURED,
     "rms_norm": rms_norm.triton.MEASURED,
-    "rotated_heads": qkv_rope.triton.MEASURED,
+    "qkv_rope": qkv_rope.triton.MEASURED,
     "linear_cross_entropy": linear_cross_entropy.triton.MEASURED,
 }
 TILES = "model.kernels.tiles."
@@ -48,37 +48,37 @@ MODEL = [
 
 
 def sizes_of(tile: Any) -> dict[str, int]:
-    """All sizes of a tile, as the kernels have it, by name."""
-    found: dict[str, int] = {}
+    """All sizes of a kernel's tile by name."""
+    sizes: dict[str, int] = {}
     for name, value in tile._asdict().items():
         below = {"": value} if isinstance(value, int) else sizes_of(value)
-        found |= {f"{name}.{one}".rstrip("."): size for one, size in below.items()}
-    return found
+        sizes |= {f"{name}.{key}".rstrip("."): size for key, size in below.items()}
+    return sizes
 
 
 def nested(sizes: dict[str, int]) -> dict[str, Any]:
-    """The same as YAML has it."""
-    found: dict[str, Any] = {}
+    """The same sizes as a nested mapping, as in YAML."""
+    mapping: dict[str, Any] = {}
     for name, size in sizes.items():
         *path, last = name.split(".")
-        reduce(lambda node, part: node.setdefault(part, {}), path, found)[last] = size
-    return found
+        reduce(lambda node, part: node.setdefault(part, {}), path, mapping)[last] = size
+    return mapping
 
 
 @pytest.mark.parametrize(("schema", "kernels"), [(TritonTiles, MEASURED), (MosaicTiles, MOSAIC)])
-def test_the_schema_has_the_sizes_that_the_kernels_have(schema: type, kernels: dict[str, Any]) -> None:
-    """And takes those that were measured."""
-    given = {operation: nested(sizes_of(measured)) for operation, measured in kernels.items()}
-    tiles = vars(section_from(schema, given, path="", source=""))
+def test_the_schema_matches_the_tiles_of_the_kernels(schema: type, kernels: dict[str, Any]) -> None:
+    """And accepts the measured sizes."""
+    values = {operation: nested(sizes_of(measured)) for operation, measured in kernels.items()}
+    tiles = vars(section_from(schema, values, path="", source=""))
     assert set(tiles) == set(kernels)
     for operation, measured in kernels.items():
         assert tiles[operation].sizes == tuple(sizes_of(measured).items())
-        assert resized(measured, tiles[operation].sizes) == measured
+        assert override_sizes(measured, tiles[operation].sizes) == measured
         (name, size), *_ = doubled = [(name, 2 * size) for name, size in sizes_of(measured).items()]
-        assert sizes_of(resized(measured, tuple(doubled[:1]))) == {**sizes_of(measured), name: size}
+        assert sizes_of(override_sizes(measured, tuple(doubled[:1]))) == {**sizes_of(measured), name: size}
 
 
-def test_all_that_is_wrong_with_tiles_is_said_at_once() -> None:
+def test_all_problems_with_tiles_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         compose([
             "model=micro",
@@ -87,20 +87,20 @@ def test_all_that_is_wrong_with_tiles_is_said_at_once() -> None:
             "model.kernels.tiles.triton.rms_norm.backward.rows=12",
             "model.kernels.tiles.triton.grouped_matmul.sums.stages=0",
         ])  # fmt: skip
-    said = str(caught.value)
+    message = str(caught.value)
     for word in (
         "triton.atention",
         "did you mean 'model.kernels.tiles.triton.rms_norm.forward.rows'?",
         "such as 8 or 16",
         "grouped_matmul.sums.stages",
     ):
-        assert word in said
-    with pytest.raises(ConfigError, match=r"set model\.kernels\.rotated_heads=triton"):
-        compose(["model=micro", "model.kernels.tiles.triton.rotated_heads.tokens=32"])
+        assert word in message
+    with pytest.raises(ConfigError, match=r"set model\.kernels\.qkv_rope=triton"):
+        compose(["model=micro", "model.kernels.tiles.triton.qkv_rope.tokens=32"])
 
 
 def kernels(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """Name, programs and warps of every kernel in a program."""
+    """Name, grid and warps of every kernel in a program."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
             params = equation.params
@@ -116,33 +116,33 @@ def step_kernels(*overrides: str) -> dict[str, tuple[tuple[int, ...], int]]:
     return {name: (grid, warps) for name, grid, warps in kernels(traced.jaxpr)}
 
 
-def test_a_training_step_is_cut_as_asked() -> None:
+def test_a_training_step_uses_the_requested_tiles() -> None:
     """512 tokens, 4 heads over 2 of 64, 4 experts of 128, two of them for a token."""
-    asked = {
+    sizes = {
         "attention.forward.queries": 32,
         "attention.for_keys.keys": 128,
         "grouped_matmul.products.columns": 64,
         "rms_norm.backward.rows": 4,
         "rms_norm.forward.warps": 2,
-        "rotated_heads.tokens": 16,
+        "qkv_rope.tokens": 16,
         "linear_cross_entropy.warps": 8,
     }
-    found = step_kernels(*(f"{TRITON}{name}={size}" for name, size in asked.items()))
-    assert found == {
+    kernels_of_step = step_kernels(*(f"{TRITON}{name}={size}" for name, size in sizes.items()))
+    assert kernels_of_step == {
         "attention_forward": ((512 // 32, 4, 1), 4),
         "attention_backward_queries": ((512 // 64, 4, 1), 4),
         "attention_backward_keys": ((512 // 128, 2, 1), 4),
         "grouped_matmul": ((12 * 256 // 64,), 8),
-        "grouped_matmul_summed": ((2, 4), 8),
+        "grouped_matmul_weight_grad": ((2, 4), 8),
         "rms_norm": ((512 // 16,), 2),
         "rms_norm_backward": ((512 // 4,), 4),
-        "rotated_heads": ((512 // 16, 8), 8),
+        "qkv_rope_backward": ((512 // 16, 8), 8),
         "cross_entropy": ((512,), 8),
     }
 
 
-def test_a_size_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cannot cut 576 by forward\.queries=128, which does not divide it"):
+def test_a_size_that_does_not_divide_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"tile size that divides 576, which forward\.queries=128 does not"):
         step_kernels("train.seq_len=576", "model.kernels.tiles.triton.attention.forward.queries=128")
 
 
@@ -156,33 +156,33 @@ def tile_axes(model: str, hardware: str) -> list[Axis]:
     ("model", "missing"),
     [
         ("mixtral-8x7b", set()),
-        ("gpt3-6b", {"grouped_matmul", "rms_norm", "rotated_heads"}),
+        ("gpt3-6b", {"grouped_matmul", "rms_norm", "qkv_rope"}),
     ],
 )
-def test_tiles_of_kernels_that_a_model_calls_are_tried_on_a_gpu(model: str, missing: set[str]) -> None:
-    found = tile_axes(model, "gpu-h200")
-    assert {axis.key.split(".")[4] for axis in found} == set(MEASURED) - missing
-    for axis in found:
+def test_tiles_of_the_models_kernels_are_tuned_on_a_gpu(model: str, missing: set[str]) -> None:
+    tile_axis_list = tile_axes(model, "gpu-h200")
+    assert {axis.key.split(".")[4] for axis in tile_axis_list} == set(MEASURED) - missing
+    for axis in tile_axis_list:
         sizes = [override.value() for override in parse(list(axis.values), loader=None).overrides]
-        for one in sizes:
-            tile = nested({f"{axis.key.removeprefix(TILES)}.{name}": size for name, size in one.items()})
+        for candidate in sizes:
+            tile = nested({f"{axis.key.removeprefix(TILES)}.{name}": size for name, size in candidate.items()})
             section_from(Tiles, tile, path="", source="")
     assert not tile_axes(model, "cpu")
 
 
-def test_no_tile_is_tried_that_is_known_or_does_not_divide() -> None:
-    for kernel, offered in attention.triton.tried(128, 64 * 9).items():
-        assert {sizes["queries"] for sizes in offered} == {sizes["keys"] for sizes in offered} == {64}
-        assert attention.triton.Block(**offered[0]) != getattr(attention.triton.BLOCKS[128], kernel)
+def test_candidates_exclude_the_default_and_sizes_that_do_not_divide() -> None:
+    for kernel, candidates in attention.triton.tried(128, 64 * 9).items():
+        assert {sizes["queries"] for sizes in candidates} == {sizes["keys"] for sizes in candidates} == {64}
+        assert attention.triton.Block(**candidates[0]) != getattr(attention.triton.BLOCKS[128], kernel)
     assert not attention.triton.tried(320, 4096) and not attention.mosaic.tried(80, 4096)
     assert {sizes["logits"] for sizes in linear_cross_entropy.triton.tried(5000)[""]} == {4096}
 
 
-def test_sizes_are_never_left_out() -> None:
-    """A backend without them refuses; auto takes one that has them, or says why none can."""
+def test_requested_sizes_are_never_ignored() -> None:
+    """A backend without a tile raises; auto selects one that has it, or gives the reason why none can."""
     call = rms_norm.Call(platform="gpu", devices=1, dtype="bfloat16", rows=512, dim=256, sizes=(("forward.rows", 2),))
-    assert rms_norm.choose("auto", call) == "triton"
-    with pytest.raises(UnsupportedError, match="has no tile whose sizes can be chosen"):
-        rms_norm.choose("xla", call)
-    with pytest.raises(UnsupportedError, match=r"triton runs on gpu, not cpu; xla has no tile"):
-        rms_norm.choose("auto", dataclasses.replace(call, platform="cpu"))
+    assert rms_norm.OPERATION.choose("auto", call) == "triton"
+    with pytest.raises(UnsupportedError, match="has no configurable tile sizes"):
+        rms_norm.OPERATION.choose("xla", call)
+    with pytest.raises(UnsupportedError, match=r"triton runs on gpu, not cpu; xla has no configurable tile"):
+        rms_norm.OPERATION.choose("auto", dataclasses.replace(call, platform="cpu"))

@@ -1,41 +1,69 @@
-"""Flash attention (Shah et al., 2024) for Hopper GPUs, in Pallas for Mosaic: products run while memory moves and the
-softmax is made. Logits are in units of log 2, since the processors have 2^x and no e^x. Both kernels are jitted, so
-that the layers of a model that are written out share one of each.
+"""Flash attention 3 (Shah et al., 2024) for Hopper GPUs, in Pallas Mosaic GPU: matmuls overlap with loads and softmax.
 
-Shapes as in request.py; C queries and D keys of a block.
+Logits are in units of log 2, since GPUs compute 2^x in hardware but not e^x. Both kernels are jitted, so that unrolled
+layers of a model share one compiled kernel each.
+
+Shapes as in spec.py; C queries and D keys of a block.
 """
+
+import dataclasses
+from typing import NamedTuple
 
 import jax
 
 from maxhydra.kernels.attention.blocks import Inputs
-from maxhydra.kernels.attention.mosaic.params import How, Tile, Tiles
 from maxhydra.kernels.attention.spec import Request, TokenInfo
-from maxhydra.kernels.placement import processors
-from maxhydra.kernels.tiles import Sizes, candidates, resized
+from maxhydra.kernels.placement import num_multiprocessors
+from maxhydra.kernels.tiles import Sizes, candidates, override_sizes
 
-# Of the sequence length: two warpgroups' rows.
+
+class Tile(NamedTuple):
+    """Keys (forward) or queries (backward) of a step, and the number of steps in flight."""
+
+    size: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """The tiles of the two kernels."""
+
+    forward: Tile
+    backward: Tile
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelParams:
+    """Static parameters of the kernels."""
+
+    request: Request
+    tiles: Tiles
+    programs: int
+    """The most programs that run at a time: the GPU's multiprocessors."""
+
+
+# Sequence lengths must be multiples of this: the rows of two warpgroups.
 LENGTH_MULTIPLE = 128
-# By head size, keys of a step forward and queries of a step backward.
+# By head size: keys of a forward step and queries of a backward step.
 TILES = {
     64: Tiles(Tile(128, 3), Tile(128, 2)),
     128: Tiles(Tile(128, 2), Tile(64, 2)),
     256: Tiles(Tile(64, 2), Tile(64, 2)),
 }
-# Forward, worth a trial for other masks and lengths; of heads of 256, shared memory holds no more. Backward, registers
-# and layouts leave no choice.
-TRIED = {64: (Tile(128, 2), Tile(64, 3), Tile(64, 4)), 128: (Tile(64, 3), Tile(64, 4)), 256: ()}
+# Candidates of the forward kernel for other masks and lengths; heads of 256 leave no shared memory for others. The
+# backward kernel has no choice because of its registers and layouts.
+CANDIDATE_TILES = {64: (Tile(128, 2), Tile(64, 3), Tile(64, 4)), 128: (Tile(64, 3), Tile(64, 4)), 256: ()}
 
 
-def cut(length: int) -> dict[str, int]:
-    """What the sizes of the tiles must divide, by name."""
+def tile_extents(length: int) -> dict[str, int]:
+    """The extent that each tile size must divide, by name."""
     return {"forward.size": length}
 
 
 def tried(head_dim: int, length: int) -> dict[str, list[dict[str, int]]]:
-    """Sizes to try; none for heads that it does not take."""
+    """Candidate tile sizes; empty for unsupported head sizes."""
     if head_dim not in TILES:
         return {}
-    return candidates({"forward": TRIED[head_dim]}, TILES[head_dim], cut(length))
+    return candidates({"forward": CANDIDATE_TILES[head_dim]}, TILES[head_dim], tile_extents(length))
 
 
 def attention(
@@ -49,9 +77,9 @@ def attention(
     tiles: Tiles | None = None,
     sizes: Sizes = (),
 ) -> jax.Array:
-    # Mosaic takes half a second to import, which no machine without such a GPU should wait for.
-    from maxhydra.kernels.attention.mosaic.vjp import attend  # noqa: PLC0415
+    # Importing Mosaic takes half a second, which hosts without such a GPU should not pay.
+    from maxhydra.kernels.attention.mosaic.backward import attend  # noqa: PLC0415
 
-    how = How(request, resized(tiles or TILES[q_BTNH.shape[3]], sizes), processors())
+    params = KernelParams(request, override_sizes(tiles or TILES[q_BTNH.shape[3]], sizes), num_multiprocessors())
     inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, sinks_N, tokens.q_segments_BT, tokens.kv_segments_BS)
-    return attend(how, inputs)
+    return attend(params, inputs)

@@ -1,17 +1,17 @@
-"""The backward kernel where both warpgroups work on the same 64 keys, since the gradients of keys and values of such
-heads are more than the registers of one.
+"""The backward kernel for large heads: both warpgroups work on the same 64 keys.
 
-One makes the weights and adds up the gradient of the values, the other makes the gradients of the logits and adds up
-that of the keys. The gradient of the queries comes in four parts: the first warpgroup, which has the softmax to make,
-takes one (with two each, 16 heads over 8 with a soft-cap, batch 2, 4,096 tokens, take 2.36 ms on an H200 instead of
-1.97; with two programs that load their queries together, 2.31).
+The gradients of keys and values of such heads do not fit in the registers of one warpgroup. One computes the weights
+and accumulates the gradient of the values, the other computes the gradients of the logits and accumulates that of the
+keys. The gradient of the queries has four parts: the first warpgroup, which also computes the softmax, takes one of
+them. (With two each, 16 query and 8 key heads with a soft-cap, batch 2, 4,096 tokens, take 2.36 ms on an H200 instead
+of 1.97; with a cluster of two programs that share the loads of their queries, 2.31.)
 
-What one makes for the other goes through shared memory once a step each way, and what they say so with also says that
-the memory may be written again: the weights of a step come when their warpgroup has read the gradients of the logits of
-the step before, and those when the weights have been read.
+Data passes between them through shared memory once per step in each direction, and the barrier that announces it also
+releases the buffer of the other direction: the weights of a step arrive when their warpgroup has read the gradients of
+the logits of the step before, and those arrive when the weights have been read.
 
-The first begins the product of the next step's logits behind its part, so that the matrix unit has work while the loop
-turns.
+The first warpgroup starts the matmul of the next step's logits behind its part, to keep the tensor cores busy between
+loop iterations.
 """
 
 import dataclasses
@@ -26,44 +26,44 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.attention.blocks import Ranges
 from maxhydra.kernels.attention.mosaic.backward_program import Worker
-from maxhydra.kernels.attention.mosaic.common import MATRIX, over
+from maxhydra.kernels.attention.mosaic.common import MATRIX, fold_blocks
 from maxhydra.kernels.mosaic import ROWS, slot_of
 
-# The one block of keys, and the one place of the gradient of the outputs.
+# Index of the only block of keys, and of the only slot of the outputs' gradient.
 ONE = 0
 
 
-class _Together(Worker):
+class _SharedWorker(Worker):
     parts: ClassVar[tuple[int, ...]]
-    """Of the gradient of the queries."""
-    rooms: ClassVar[tuple[int, ...]]
-    """From where they are added, in turn."""
+    """Parts of the gradient of the queries that this warpgroup computes."""
+    staging_slots: ClassVar[tuple[int, ...]]
+    """Staging buffers from which they are added, in turn."""
 
     @property
     def keys(self) -> tuple[Any, Any, Any]:
-        """Their place in what is written for them."""
-        b, k, start = self.program.place
+        """Index of the program's keys in the arrays of their gradients."""
+        b, k, start = self.program.position
         return b, pl.ds(start, ROWS), k
 
-    def over_heads(self, act: Callable[..., Any], so_far: Any) -> Any:
-        G, k = self.program.sizes.G, self.program.place[1]
-        return jax.lax.fori_loop(0, G, lambda g, so_far: act(so_far, head=k * G + g), so_far)
+    def fold_heads(self, visit: Callable[..., Any], carry: Any) -> Any:
+        G, k = self.program.sizes.G, self.program.position[1]
+        return jax.lax.fori_loop(0, G, lambda g, carry: visit(carry, head=k * G + g), carry)
 
     def d_queries(self, part_ref: Any, which: int) -> None:
         memory = self.program.memory
         plgpu.wgmma(part_ref, memory.d_logits.at[0, ONE].transpose((1, 0)), memory.k.at[ONE, self.parts[which]])
 
     def add(self, part_ref: Any, which: int, i: Any, head: Any, *, behind: int) -> None:
-        """With so many products begun behind it."""
+        """Add a part to the gradient of the queries; `behind`: matmuls issued after its own."""
         program, columns = self.program, self.program.sizes.columns
-        of_sequence = program.d_q_ref.at[program.place[0]]
-        to = of_sequence.at[pl.ds(i * ROWS, ROWS), head, pl.ds(self.parts[which] * columns, columns)]
+        of_sequence = program.d_q_ref.at[program.position[0]]
+        target = of_sequence.at[pl.ds(i * ROWS, ROWS), head, pl.ds(self.parts[which] * columns, columns)]
         part = plgpu.wgmma_accumulator_load(part_ref, wait_n=behind)
-        room = self.rooms[which % len(self.rooms)]
-        self.add_to_queries(part, room, to, on_their_way=min(which, len(self.rooms) - 1))
+        staging_slot = self.staging_slots[which % len(self.staging_slots)]
+        self.add_to_queries(part, staging_slot, target, in_flight=min(which, len(self.staging_slots) - 1))
 
-    def others(self, i: Any, head: Any) -> None:
-        """The parts behind the first."""
+    def remaining_parts(self, i: Any, head: Any) -> None:
+        """Compute and add all parts but the first."""
 
         def one(part_ref: Any, *, which: int) -> None:
             self.d_queries(part_ref, which)
@@ -72,98 +72,100 @@ class _Together(Worker):
         for which in range(1, len(self.parts)):
             self.scoped_part(partial(one, which=which))
 
-    def scoped_part(self, act: Callable[[Any], Any]) -> Any:
-        return pl.run_scoped(act, plgpu.ACC((ROWS, self.program.sizes.columns), jnp.float32))
+    def scoped_part(self, visit: Callable[[Any], Any]) -> Any:
+        return pl.run_scoped(visit, plgpu.ACC((ROWS, self.program.sizes.columns), jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
-class OfValues(_Together):
+class ValueWorker(_SharedWorker):
     parts = (0,)
-    rooms = (0,)
+    staging_slots = (0,)
 
     def run(self, ranges: Ranges) -> None:
         program = self.program
         self.begin(ONE)
 
         def total(d_v_ref: Any) -> jax.Array:
-            def of_head(so_far: Any, *, head: Any) -> Any:
+            def fold_head(carry: Any, *, head: Any) -> Any:
                 step = partial(self.step, head=head, d_v_ref=d_v_ref)
-                return over(ranges, step, so_far, program.how, is_tagged=program.is_tagged, backwards=False)
+                return fold_blocks(
+                    ranges, step, carry, program.params, has_segments=program.has_segments, backwards=False
+                )
 
-            self.over_heads(of_head, (jnp.int32(0), self.first_product(ONE)))
+            self.fold_heads(fold_head, (jnp.int32(0), self.first_qk(ONE)))
             return plgpu.wgmma_accumulator_load(d_v_ref)
 
         d_v_DH = pl.run_scoped(total, plgpu.ACC((ROWS, program.sizes.H), jnp.float32))
-        # The last gradients of the logits were made with the values.
+        # The values are no longer needed: the last gradients of the logits have been computed.
         self.write(d_v_DH, program.memory.v.at[ONE], program.d_v_ref.at[self.keys])
         plgpu.wait_smem_to_gmem(0)
 
-    def step(self, i: Any, so_far: Any, *, masked: bool, head: Any, d_v_ref: Any) -> Any:
-        (n, product_DC), memory, barriers = so_far, self.program.memory, self.program.barriers
+    def step(self, i: Any, carry: Any, *, masked: bool, head: Any, d_v_ref: Any) -> Any:
+        (n, qk_DC), memory, barriers = carry, self.program.memory, self.program.barriers
         sizes, dtype = self.program.sizes, memory.v.dtype
         slot = slot_of(n, sizes.stages)
-        weights_DC, slope_DC = self.weights(product_DC, i=i, slot=slot, block=ONE, masked=masked)
+        weights_DC, slope_DC = self.weights(qk_DC, i=i, slot=slot, block=ONE, masked=masked)
         plgpu.barrier_arrive(barriers.q_free.at[slot])
         memory.weights[...] = (weights_DC if slope_DC is None else weights_DC * slope_DC).astype(dtype)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(barriers.weights_here)
-        plgpu.barrier_wait(barriers.d_out_here.at[ONE])
+        plgpu.barrier_arrive(barriers.weights_ready)
+        plgpu.barrier_wait(barriers.d_out_ready.at[ONE])
         plgpu.wgmma(d_v_ref, weights_DC.astype(dtype), memory.d_out.at[ONE])
-        # What it has read would take registers from what comes next.
+        # Its operands would take registers from the next operations.
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(barriers.d_out_free.at[ONE])
-        plgpu.barrier_wait(barriers.d_logits_here)
+        plgpu.barrier_wait(barriers.d_logits_ready)
 
         def finish(part_ref: Any) -> jax.Array:
             self.d_queries(part_ref, 0)
-            plgpu.barrier_wait(barriers.q_here.at[slot_of(n + 1, sizes.stages)])
-            return self.scoped(partial(next_product, part_ref))
+            plgpu.barrier_wait(barriers.q_ready.at[slot_of(n + 1, sizes.stages)])
+            return self.scoped(partial(next_qk, part_ref))
 
-        def next_product(part_ref: Any, product_ref: Any) -> jax.Array:
-            self.multiply(product_ref, n + 1, ONE)
+        def next_qk(part_ref: Any, qk_ref: Any) -> jax.Array:
+            self.multiply(qk_ref, n + 1, ONE)
             self.add(part_ref, 0, i, head, behind=sizes.parts)
-            self.others(i, head)
-            return plgpu.wgmma_accumulator_load(product_ref)
+            self.remaining_parts(i, head)
+            return plgpu.wgmma_accumulator_load(qk_ref)
 
         return n + 1, self.scoped_part(finish)
 
 
 @dataclasses.dataclass(frozen=True)
-class OfKeys(_Together):
+class KeyWorker(_SharedWorker):
     parts = (1, 2, 3)
-    rooms = (1, 2)
+    staging_slots = (1, 2)
 
     def run(self, ranges: Ranges) -> None:
         program, sizes = self.program, self.program.sizes
         self.begin(ONE)
 
         def total(d_k_ref: Any) -> tuple[jax.Array, Any]:
-            def of_head(n: Any, *, head: Any) -> Any:
-                # One loop, since what is hidden has no weight already.
+            def fold_head(n: Any, *, head: Any) -> Any:
+                # A single loop without masks, since masked pairs already have a weight of zero.
                 return jax.lax.fori_loop(ranges.first, ranges.last, partial(self.step, head=head, d_k_ref=d_k_ref), n)
 
-            n = self.over_heads(of_head, jnp.int32(0))
+            n = self.fold_heads(fold_head, jnp.int32(0))
             return plgpu.wgmma_accumulator_load(d_k_ref), n
 
         d_k_DH, n = pl.run_scoped(total, plgpu.ACC((ROWS, sizes.H), jnp.float32))
-        # The last queries are not needed any more; those loaded in vain may still come, to the other place.
-        room = program.memory.q.at[slot_of(n + 1, sizes.stages)]
-        self.write(d_k_DH * program.how.request.scale, room, program.d_k_ref.at[self.keys])
+        # The last queries are no longer needed; the unused prefetched ones may still arrive, in the other slot.
+        staging_slot = program.memory.q.at[slot_of(n + 1, sizes.stages)]
+        self.write(d_k_DH * program.params.request.scale, staging_slot, program.d_k_ref.at[self.keys])
         plgpu.wait_smem_to_gmem(0)
 
     def step(self, i: Any, n: Any, *, head: Any, d_k_ref: Any) -> Any:
         memory, barriers, dtype = self.program.memory, self.program.barriers, self.program.memory.v.dtype
         slot = slot_of(n, self.program.sizes.stages)
-        plgpu.barrier_wait(barriers.d_out_here.at[ONE])
-        d_weights_DC = self.less_mean(self.scoped(self.d_weights), ONE)
+        plgpu.barrier_wait(barriers.d_out_ready.at[ONE])
+        d_weights_DC = self.subtract_mean(self.scoped(self.d_weights), ONE)
         plgpu.barrier_arrive(barriers.d_out_free.at[ONE])
-        plgpu.barrier_wait(barriers.weights_here)
+        plgpu.barrier_wait(barriers.weights_ready)
         weights_DC = plgpu.layout_cast(memory.weights[...], MATRIX).astype(jnp.float32)
         d_logits_DC = (weights_DC * d_weights_DC).astype(dtype)
         memory.d_logits[0, ONE] = d_logits_DC
         plgpu.commit_smem()
-        plgpu.barrier_arrive(barriers.d_logits_here)
-        plgpu.barrier_wait(barriers.q_here.at[slot])
+        plgpu.barrier_arrive(barriers.d_logits_ready)
+        plgpu.barrier_wait(barriers.q_ready.at[slot])
 
         def first(part_ref: Any) -> None:
             self.d_queries(part_ref, 0)
@@ -171,7 +173,7 @@ class OfKeys(_Together):
             self.add(part_ref, 0, i, head, behind=1)
 
         self.scoped_part(first)
-        self.others(i, head)
+        self.remaining_parts(i, head)
         plgpu.barrier_arrive(barriers.q_free.at[slot])
         return n + 1
 

@@ -1,4 +1,4 @@
-"""What the backward kernel holds in shared memory, and the barriers that say when."""
+"""Tile geometry, shared memory and barriers of the backward kernel."""
 
 from typing import Any, NamedTuple
 
@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.attention.blocks import Inputs
-from maxhydra.kernels.attention.mosaic.params import Tile
-from maxhydra.kernels.mosaic import ROWS, WORKERS, memory
+from maxhydra.kernels.attention.mosaic import Tile
+from maxhydra.kernels.mosaic import ROWS, WORKERS, shared_memory
 
-# The gradients of 64 keys and of their values are two sums in the registers of one warpgroup up to this head size.
+# Largest head size for which the gradients of 64 keys and their values fit in the registers of one warpgroup.
 OWN_KEYS = 128
 
 
@@ -27,12 +27,12 @@ class Sizes(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        """Whether both warpgroups work on the same keys, or on 64 each."""
+        """Whether both warpgroups work on the same keys, instead of on 64 each."""
         return self.H > OWN_KEYS
 
     @property
     def blocks(self) -> int:
-        """Of a program's keys, 64 each."""
+        """Blocks of 64 keys of a program."""
         return 1 if self.is_shared else WORKERS
 
     @property
@@ -45,29 +45,29 @@ class Sizes(NamedTuple):
 
     @property
     def is_split_by_query(self) -> bool:
-        """Whether a warpgroup makes the gradient of half of the queries of a step, or half of the gradient of each."""
+        """Whether a warpgroup computes the gradient of half of a step's queries, instead of half of the features."""
         return self.C == WORKERS * ROWS
 
     @property
     def columns(self) -> int:
-        """Of the gradient of the queries that a warpgroup makes at a time."""
+        """Features of the gradient of the queries that a warpgroup computes at a time."""
         return self.H // self.parts
 
     @property
     def parts(self) -> int:
         if self.is_shared:
-            # One of which fits into a warpgroup's registers beside the gradient of keys or values.
+            # One part fits in a warpgroup's registers together with the gradient of keys or values.
             return self.H // ROWS
         return 1 if self.is_split_by_query else WORKERS
 
     @property
-    def rooms(self) -> int:
-        """For what is added to the gradient of the queries."""
+    def staging_slots(self) -> int:
+        """Staging buffers for additions to the gradient of the queries."""
         return WORKERS + self.is_shared
 
     @property
-    def is_ahead(self) -> bool:
-        """Whether a step begins the product of the next, which blocks of so few queries leave registers for."""
+    def is_pipelined(self) -> bool:
+        """Whether a step starts the matmul of the next, for which only small blocks of queries leave registers."""
         return self.C == ROWS
 
     @property
@@ -76,8 +76,8 @@ class Sizes(NamedTuple):
 
     @property
     def buffers(self) -> int:
-        """Of the gradients of the logits: where each warpgroup has its own keys, a block is written while the other may
-        still read that of the step before."""
+        """Buffers of the logits' gradients: with separate keys, a block is written while the other warpgroup may still
+        read that of the step before."""
         return 1 if self.is_shared else 2
 
 
@@ -87,51 +87,51 @@ class Memory(NamedTuple):
     q: Any
     d_out: Any
     rows: Any
-    """Of each stage the sums of exponentials, then of each stage the means; as one, since each array begins at a
-    multiple of 1,024 bytes, of which segments leave none."""
+    """The sums of exponentials of all stages, then the means of all stages; one array, since each array is aligned to
+    1,024 bytes, and the segments leave no space for that."""
     weights: Any
-    """From the warpgroup that makes them to the other; None where each has its own keys."""
+    """Passed from the warpgroup that computes them to the other; None if each has its own keys."""
     d_logits: Any
     d_q: Any
     segments: Any
-    """Of the queries of each stage, then of the keys; as one too."""
+    """Segments of the queries of all stages, then of the keys; one array for the same reason."""
 
     @classmethod
-    def of(cls, sizes: Sizes, dtype: Any, *, is_tagged: bool) -> "Memory":
+    def of(cls, sizes: Sizes, dtype: Any, *, has_segments: bool) -> "Memory":
         H, moving, d_out = sizes.H, (sizes.stages, sizes.C), (sizes.d_out_stages, sizes.C)
         return cls(
-            k=memory(sizes.blocks, sizes.parts, ROWS, sizes.columns, dtype=dtype),
-            v=memory(sizes.blocks, ROWS, H, dtype=dtype),
-            q=memory(*moving, H, dtype=dtype),
-            d_out=memory(*d_out, H, dtype=dtype),
+            k=shared_memory(sizes.blocks, sizes.parts, ROWS, sizes.columns, dtype=dtype),
+            v=shared_memory(sizes.blocks, ROWS, H, dtype=dtype),
+            q=shared_memory(*moving, H, dtype=dtype),
+            d_out=shared_memory(*d_out, H, dtype=dtype),
             rows=plgpu.SMEM((sizes.stages + sizes.d_out_stages, sizes.C), jnp.float32),
-            weights=memory(*sizes.block, dtype=dtype) if sizes.is_shared else None,
-            d_logits=memory(sizes.buffers, sizes.blocks, *sizes.block, dtype=dtype),
-            d_q=memory(sizes.rooms, ROWS, sizes.columns, dtype=jnp.float32),
-            segments=plgpu.SMEM((sizes.stages * sizes.C + sizes.keys,), jnp.int32) if is_tagged else None,
+            weights=shared_memory(*sizes.block, dtype=dtype) if sizes.is_shared else None,
+            d_logits=shared_memory(sizes.buffers, sizes.blocks, *sizes.block, dtype=dtype),
+            d_q=shared_memory(sizes.staging_slots, ROWS, sizes.columns, dtype=jnp.float32),
+            segments=plgpu.SMEM((sizes.stages * sizes.C + sizes.keys,), jnp.int32) if has_segments else None,
         )
 
 
 class Barriers(NamedTuple):
-    """Of what has arrived in shared memory, and of what may be written over."""
+    """Barriers for data that has arrived in shared memory, and for slots that may be overwritten."""
 
-    kv_here: Any
-    q_here: Any
-    d_out_here: Any
+    kv_ready: Any
+    q_ready: Any
+    d_out_ready: Any
     q_free: Any
     d_out_free: Any
-    weights_here: Any
-    d_logits_here: Any
+    weights_ready: Any
+    d_logits_ready: Any
 
     @classmethod
-    def of(cls, sizes: Sizes, *, is_tagged: bool) -> "Barriers":
-        copies = 1 + sizes.parts + is_tagged
+    def of(cls, sizes: Sizes, *, has_segments: bool) -> "Barriers":
+        copies = 1 + sizes.parts + has_segments
         return cls(
-            kv_here=plgpu.Barrier(num_arrivals=copies, num_barriers=sizes.blocks),
-            q_here=plgpu.Barrier(num_arrivals=2 + is_tagged, num_barriers=sizes.stages),
-            d_out_here=plgpu.Barrier(num_arrivals=2, num_barriers=sizes.d_out_stages),
+            kv_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=sizes.blocks),
+            q_ready=plgpu.Barrier(num_arrivals=2 + has_segments, num_barriers=sizes.stages),
+            d_out_ready=plgpu.Barrier(num_arrivals=2, num_barriers=sizes.d_out_stages),
             q_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=sizes.stages),
             d_out_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=sizes.d_out_stages),
-            weights_here=plgpu.Barrier() if sizes.is_shared else None,
-            d_logits_here=plgpu.Barrier(num_arrivals=1 if sizes.is_shared else WORKERS),
+            weights_ready=plgpu.Barrier() if sizes.is_shared else None,
+            d_logits_ready=plgpu.Barrier(num_arrivals=1 if sizes.is_shared else WORKERS),
         )

@@ -1,4 +1,4 @@
-"""What the forward and the backward kernel share: logits, masks, loops, and arrays as the matrix unit wants them."""
+"""Shared by the forward and backward kernels: logits, masks, loops over blocks, and register layouts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxhydra.kernels.attention.blocks import LOG2E, Ranges, seen
-from maxhydra.kernels.attention.mosaic.params import How
+from maxhydra.kernels.attention.blocks import LOG2E, Ranges, visible_mask
+from maxhydra.kernels.attention.mosaic import KernelParams
 from maxhydra.kernels.attention.spec import Request
 
-# Arrays in registers as the matrix unit has them, and a number for each row or column of one.
+# Register layouts of a wgmma accumulator, and of one number per row or column of it.
 MATRIX = plgpu.Layout.WGMMA
 COLUMN, ROW = MATRIX.reduce(1), MATRIX.reduce(0)
-PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
 
 def zeros(*shape: int, layout: Any) -> jax.Array:
@@ -23,74 +23,82 @@ def zeros(*shape: int, layout: Any) -> jax.Array:
 
 
 def down(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """One number a row."""
+    """Broadcast one number per row."""
     return jax.lax.broadcast_in_dim(values, shape, [0])
 
 
 def across(values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """One number a column."""
+    """Broadcast one number per column."""
     return jax.lax.broadcast_in_dim(values, shape, [1])
 
 
-def logits(product: jax.Array, request: Request) -> tuple[jax.Array, float, jax.Array | None]:
-    """Logits and the factor that takes them to units of log 2, and their slope against scale * product; None: one."""
+def logits(qk: jax.Array, request: Request) -> tuple[jax.Array, float, jax.Array | None]:
+    """Logits, the factor to units of log 2, and the logits' derivative by scale * qk (None: one)."""
     if request.softcap is None:
-        return product, request.scale * LOG2E, None
-    # tanh from 2^x: its error is that of a number near one, so that of the logits is some 1e-7 of the cap. A quotient
-    # takes more instructions than the square of an inverse root.
-    root = jax.lax.rsqrt(1 + jnp.exp2(product * (2 * LOG2E * request.scale / request.softcap)))
-    turned = 1 - 2 * root * root
-    return turned, request.softcap * LOG2E, 1 - turned * turned
+        return qk, request.scale * LOG2E, None
+    # tanh computed from 2^x: its absolute error is that of a number near one, so the logits' error is some 1e-7 of the
+    # cap. A division takes more instructions than the square of an inverse square root.
+    root = jax.lax.rsqrt(1 + jnp.exp2(qk * (2 * LOG2E * request.scale / request.softcap)))
+    tanh = 1 - 2 * root * root
+    return tanh, request.softcap * LOG2E, 1 - tanh * tanh
 
 
-def hidden_as(
+def mask_with(
     fill: float, values: jax.Array, request: Request, first: tuple[Any, Any], segments: Any, *, query_axis: int
 ) -> jax.Array:
-    """The values with those of hidden pairs replaced; `first` query and key of the block, and their segments."""
+    """Replace the values of masked pairs by `fill`; `first`: first query and key of the block."""
     shape = values.shape
     iota = partial(plgpu.broadcasted_iota, jnp.int32, shape, layout=MATRIX)
     q, k = iota(query_axis) + first[0], iota(1 - query_axis) + first[1]
-    of_queries = of_keys = None
+    q_segments = kv_segments = None
     if segments is not None:
         spread = (down, across) if query_axis == 0 else (across, down)
-        of_queries, of_keys = (put(one, shape) for put, one in zip(spread, segments, strict=True))
-    return jnp.where(seen(request, q, k, of_queries, of_keys), values, fill)
+        q_segments, kv_segments = (broadcast(ids, shape) for broadcast, ids in zip(spread, segments, strict=True))
+    return jnp.where(visible_mask(request, q, k, q_segments, kv_segments), values, fill)
 
 
-def meetings(of_rows_BR: jax.Array, of_columns_BC: jax.Array, *, rows: int, columns: int) -> jax.Array:
-    """From which to before which block of columns any has a segment in common with a block of rows, [B, blocks, 2].
+def shared_segment_ranges(of_rows_BR: jax.Array, of_columns_BC: jax.Array, *, rows: int, columns: int) -> jax.Array:
+    """For each block of rows, the range of blocks of columns that may share a segment with it, [B, blocks, 2].
 
-    By the least and the largest segment of a block, so that blocks between may have none in common.
+    Computed from the smallest and largest segment of each block, so blocks in the range may still share none.
     """
-    least, largest = [], []
+    smallest, largest = [], []
     for segments, size in ((of_rows_BR, rows), (of_columns_BC, columns)):
         blocks = segments.reshape(segments.shape[0], -1, size)
-        least.append(jnp.where(blocks == 0, jnp.iinfo(jnp.int32).max, blocks).min(axis=2))
+        smallest.append(jnp.where(blocks == 0, jnp.iinfo(jnp.int32).max, blocks).min(axis=2))
         largest.append(blocks.max(axis=2))
-    meet = (least[0][:, :, None] <= largest[1][:, None, :]) & (least[1][:, None, :] <= largest[0][:, :, None])
-    first, beyond = jnp.argmax(meet, axis=2), meet.shape[2] - jnp.argmax(meet[:, :, ::-1], axis=2)
-    return jnp.stack([first, jnp.where(meet.any(axis=2), beyond, first)], axis=2).astype(jnp.int32)
+    is_shared_pair = (smallest[0][:, :, None] <= largest[1][:, None, :]) & (
+        smallest[1][:, None, :] <= largest[0][:, :, None]
+    )
+    first, beyond = (
+        jnp.argmax(is_shared_pair, axis=2),
+        is_shared_pair.shape[2] - jnp.argmax(is_shared_pair[:, :, ::-1], axis=2),
+    )
+    return jnp.stack([first, jnp.where(is_shared_pair.any(axis=2), beyond, first)], axis=2).astype(jnp.int32)
 
 
-def narrowed(ranges: Ranges, meetings_ref: Any, b: Any, block: Any) -> Ranges:
-    """The ranges without blocks before or behind which no segment is in common; all that is left is masked."""
-    first = jnp.maximum(ranges.first, meetings_ref[b, block, 0])
-    last = jnp.maximum(jnp.minimum(ranges.last, meetings_ref[b, block, 1]), first)
+def clip_ranges(ranges: Ranges, segment_ranges_ref: Any, b: Any, block: Any) -> Ranges:
+    """Shrink the ranges to blocks that may share a segment; all remaining blocks are masked."""
+    first = jnp.maximum(ranges.first, segment_ranges_ref[b, block, 0])
+    last = jnp.maximum(jnp.minimum(ranges.last, segment_ranges_ref[b, block, 1]), first)
     return Ranges(first, last, last, last)
 
 
-def over(ranges: Ranges, step: Callable[..., Any], so_far: Any, how: How, *, is_tagged: bool, backwards: bool) -> Any:
-    """The steps of all blocks, masked where it may matter; a loop that is always empty is left out.
+def fold_blocks(
+    ranges: Ranges, step: Callable[..., Any], carry: Any, params: KernelParams, *, has_segments: bool, backwards: bool
+) -> Any:
+    """Fold the step over all blocks, masked where needed; loops that are statically empty are omitted.
 
-    Forwards is over queries, where causality breaks the first blocks, backwards over keys, where it breaks the last.
+    Forwards iterates over queries, where causality masks the first blocks, backwards over keys, where it masks the
+    last.
     """
-    request = how.request
+    request = params.request
     before, inside, after = (
         (ranges.first, ranges.whole, True),
         (ranges.whole, ranges.broken, False),
         (ranges.broken, ranges.last, True),
     )
-    if is_tagged:
+    if has_segments:
         loops = [(ranges.first, ranges.last, True)]
     elif request.window is not None or request.chunk is not None:
         loops = [before, inside, after]
@@ -99,14 +107,14 @@ def over(ranges: Ranges, step: Callable[..., Any], so_far: Any, how: How, *, is_
     else:
         loops = [inside, after] if backwards else [before, inside]
     for start, stop, masked in reversed(loops) if backwards else loops:
-        one = partial(_down, stop, step) if backwards else partial(_up, start, step)
-        so_far = jax.lax.fori_loop(0, stop - start, partial(one, masked=masked), so_far)
-    return so_far
+        body = partial(_down, stop, step) if backwards else partial(_up, start, step)
+        carry = jax.lax.fori_loop(0, stop - start, partial(body, masked=masked), carry)
+    return carry
 
 
-def _up(start: Any, step: Callable[..., Any], n: Any, so_far: Any, *, masked: bool) -> Any:
-    return step(start + n, so_far, masked=masked)
+def _up(start: Any, step: Callable[..., Any], n: Any, carry: Any, *, masked: bool) -> Any:
+    return step(start + n, carry, masked=masked)
 
 
-def _down(stop: Any, step: Callable[..., Any], n: Any, so_far: Any, *, masked: bool) -> Any:
-    return step(stop - 1 - n, so_far, masked=masked)
+def _down(stop: Any, step: Callable[..., Any], n: Any, carry: Any, *, masked: bool) -> Any:
+    return step(stop - 1 - n, carry, masked=masked)

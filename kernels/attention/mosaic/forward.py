@@ -1,8 +1,9 @@
 """The forward kernel: two warpgroups compute, 64 queries each, while a third loads keys and values for both.
 
-A program goes over many tiles of queries, so that loading never waits for a tile's end. Each step begins the product
-of the next keys and the one with the values before, and makes the softmax of the former while the latter runs; the two
-warpgroups take turns, so that one has the matrix unit while the other makes its softmax (Shah et al., 2024).
+A persistent program processes many tiles of queries, so loads never wait for the end of a tile. Each step starts the
+matmul with the next keys and the matmul of the previous weights with their values, and computes the softmax of the
+former while the latter runs. The two warpgroups alternate (ping-pong), so that one uses the tensor cores while the
+other computes its softmax (Shah et al., 2024).
 """
 
 import dataclasses
@@ -16,22 +17,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from maxhydra.kernels.attention.blocks import LOG2E, LOWEST, Inputs, Ranges, key_ranges
+from maxhydra.kernels.attention.mosaic import KernelParams
 from maxhydra.kernels.attention.mosaic.common import (
     COLUMN,
+    COMPILER_PARAMS,
     MATRIX,
-    PARAMS,
     ROW,
+    clip_ranges,
     down,
-    hidden_as,
+    fold_blocks,
     logits,
-    meetings,
-    narrowed,
-    over,
+    mask_with,
+    shared_segment_ranges,
     zeros,
 )
-from maxhydra.kernels.attention.mosaic.params import How
-from maxhydra.kernels.attention.mosaic.tile_schedule import TILE, Plan
-from maxhydra.kernels.mosaic import ROWS, WORKERS, memory, slot_of
+from maxhydra.kernels.attention.mosaic.tile_schedule import TILE, TilePlan
+from maxhydra.kernels.mosaic import ROWS, WORKERS, shared_memory, slot_of
 
 
 class Memory(NamedTuple):
@@ -39,42 +40,42 @@ class Memory(NamedTuple):
     k: Any
     v: Any
     out: Any
-    """None: where the queries were, since there is no room."""
+    """None: the output reuses the memory of the queries, since there is no space."""
     total: Any
     q_segments: Any
     kv_segments: Any
 
     @classmethod
-    def of(cls, plan: Plan, dtype: Any, *, is_tagged: bool) -> "Memory":
-        own, shared = (WORKERS, ROWS), (plan.stages, plan.D)
+    def of(cls, plan: TilePlan, dtype: Any, *, has_segments: bool) -> "Memory":
+        per_worker, shared = (WORKERS, ROWS), (plan.stages, plan.D)
         return cls(
-            q=memory(*own, plan.H, dtype=dtype),
-            k=memory(*shared, plan.H, dtype=dtype),
-            v=memory(*shared, plan.H, dtype=dtype),
-            out=memory(*own, plan.H, dtype=dtype) if plan.H <= 128 else None,
-            total=plgpu.SMEM(own, jnp.float32),
-            q_segments=plgpu.SMEM(own, jnp.int32) if is_tagged else None,
-            kv_segments=plgpu.SMEM(shared, jnp.int32) if is_tagged else None,
+            q=shared_memory(*per_worker, plan.H, dtype=dtype),
+            k=shared_memory(*shared, plan.H, dtype=dtype),
+            v=shared_memory(*shared, plan.H, dtype=dtype),
+            out=shared_memory(*per_worker, plan.H, dtype=dtype) if plan.H <= 128 else None,
+            total=plgpu.SMEM(per_worker, jnp.float32),
+            q_segments=plgpu.SMEM(per_worker, jnp.int32) if has_segments else None,
+            kv_segments=plgpu.SMEM(shared, jnp.int32) if has_segments else None,
         )
 
 
 class Barriers(NamedTuple):
-    """Of what has arrived in shared memory, and of what may be written over; the last of whose turn it is."""
+    """Barriers for data that has arrived, and for slots that may be overwritten; `turn` alternates the warpgroups."""
 
-    q_here: Any
-    k_here: Any
-    v_here: Any
+    q_ready: Any
+    k_ready: Any
+    v_ready: Any
     q_free: Any
     k_free: Any
     v_free: Any
     turn: Any
 
     @classmethod
-    def of(cls, plan: Plan, *, is_tagged: bool) -> "Barriers":
+    def of(cls, plan: TilePlan, *, has_segments: bool) -> "Barriers":
         return cls(
-            q_here=plgpu.Barrier(num_arrivals=1 + is_tagged, num_barriers=WORKERS),
-            k_here=plgpu.Barrier(num_arrivals=1 + is_tagged, num_barriers=plan.stages),
-            v_here=plgpu.Barrier(num_barriers=plan.stages),
+            q_ready=plgpu.Barrier(num_arrivals=1 + has_segments, num_barriers=WORKERS),
+            k_ready=plgpu.Barrier(num_arrivals=1 + has_segments, num_barriers=plan.stages),
+            v_ready=plgpu.Barrier(num_barriers=plan.stages),
             q_free=plgpu.Barrier(num_barriers=WORKERS),
             k_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=plan.stages),
             v_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=plan.stages),
@@ -83,16 +84,16 @@ class Barriers(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=0)
-def forward(how: How, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """The values, and log2 of the sum of each row's exponentials, [B, N, T]."""
+def forward(params: KernelParams, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    """The outputs, and log2 of the sum of each row's exponentials, [B, N, T]."""
     (B, T, N, _), dtype = inputs.q_BTNH.shape, inputs.q_BTNH.dtype
-    plan, is_tagged = Plan.of(inputs, how), inputs.q_segments_BT is not None
-    schedule, met = plan.schedule(how), None
-    if is_tagged:
-        met = meetings(inputs.q_segments_BT, inputs.kv_segments_BS, rows=TILE, columns=plan.D)
+    plan, has_segments = TilePlan.of(inputs, params), inputs.q_segments_BT is not None
+    schedule, segment_ranges = plan.schedule(params), None
+    if has_segments:
+        segment_ranges = shared_segment_ranges(inputs.q_segments_BT, inputs.kv_segments_BS, rows=TILE, columns=plan.D)
 
     def kernel(*arrays: Any) -> None:
-        _Program(how, plan, *arrays).run()
+        _Program(params, plan, *arrays).run()
 
     out_BTNH, total_BNT = plgpu.kernel(
         kernel,
@@ -100,14 +101,14 @@ def forward(how: How, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
             jax.ShapeDtypeStruct(inputs.q_BTNH.shape, dtype),
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         ),
-        scratch_types=(Memory.of(plan, dtype, is_tagged=is_tagged), Barriers.of(plan, is_tagged=is_tagged)),
+        scratch_types=(Memory.of(plan, dtype, has_segments=has_segments), Barriers.of(plan, has_segments=has_segments)),
         grid=(len(schedule),),
         grid_names=("program",),
         num_threads=WORKERS + 1,
         thread_name="warpgroup",
-        compiler_params=PARAMS,
+        compiler_params=COMPILER_PARAMS,
         kernel_name="attention_forward",
-    )(inputs, schedule, met)
+    )(inputs, schedule, segment_ranges)
     return out_BTNH, total_BNT
 
 
@@ -118,23 +119,23 @@ class _Tile(NamedTuple):
     """First query."""
     ranges: Ranges
     n: Any
-    """Steps before it."""
+    """Steps before this tile."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    how: How
-    plan: Plan
+    params: KernelParams
+    plan: TilePlan
     refs: Inputs
     schedule_ref: Any
-    meetings_ref: Any
+    segment_ranges_ref: Any
     out_ref: Any
     total_ref: Any
     memory: Memory
     barriers: Barriers
 
     @property
-    def is_tagged(self) -> bool:
+    def has_segments(self) -> bool:
         return self.refs.q_segments_BT is not None
 
     def run(self) -> None:
@@ -143,7 +144,7 @@ class _Program:
         @pl.when(worker == WORKERS)
         def _load() -> None:
             plgpu.set_max_registers(24, action="decrease")
-            self.over_tiles(self.load)
+            self.for_each_tile(self.load)
 
         @pl.when(worker < WORKERS)
         def _compute() -> None:
@@ -153,63 +154,63 @@ class _Program:
                 plgpu.barrier_arrive(self.barriers.k_free.at[slot])
                 plgpu.barrier_arrive(self.barriers.v_free.at[slot])
             pl.when(worker == 1)(lambda: plgpu.barrier_arrive(self.barriers.turn.at[0]))
-            self.over_tiles(lambda tile: _Worker(self, worker, tile).run())
+            self.for_each_tile(lambda tile: _Worker(self, worker, tile).run())
             plgpu.wait_smem_to_gmem(0)
 
-    def over_tiles(self, act: Callable[[_Tile], None]) -> None:
+    def for_each_tile(self, visit: Callable[[_Tile], None]) -> None:
         program, plan = jax.lax.axis_index("program"), self.plan
 
-        def one(t: Any, n: Any) -> Any:
-            b, head, start = plan.place(self.schedule_ref[program, t + 1])
-            ranges = key_ranges(self.how.request, start, C=TILE, D=plan.D, S=plan.S, is_tagged=self.is_tagged)
-            if self.is_tagged:
-                ranges = narrowed(ranges, self.meetings_ref, b, jax.lax.div(start, jnp.int32(TILE)))
-                # A tile that sees nothing finds that out from any block.
+        def step(t: Any, n: Any) -> Any:
+            b, head, start = plan.position(self.schedule_ref[program, t + 1])
+            ranges = key_ranges(self.params.request, start, C=TILE, D=plan.D, S=plan.S, has_segments=self.has_segments)
+            if self.has_segments:
+                ranges = clip_ranges(ranges, self.segment_ranges_ref, b, jax.lax.div(start, jnp.int32(TILE)))
+                # A tile that sees no key still processes one block, and finds all of it masked.
                 ranges = ranges._replace(last=jnp.maximum(ranges.last, ranges.first + 1))
-            act(_Tile(b, head, start, ranges, n))
+            visit(_Tile(b, head, start, ranges, n))
             return n + ranges.last - ranges.first
 
-        jax.lax.fori_loop(0, self.schedule_ref[program, 0], one, jnp.int32(0))
+        jax.lax.fori_loop(0, self.schedule_ref[program, 0], step, jnp.int32(0))
 
     def load(self, tile: _Tile) -> None:
-        """Blocks of keys come from the last to the first, so that the one to begin with is the masked one."""
+        """Load blocks of keys from the last to the first, so that the first one processed is the masked one."""
         refs, memory, barriers, D = self.refs, self.memory, self.barriers, self.plan.D
         b, kv_head = tile.b, jax.lax.div(tile.head, jnp.int32(self.plan.G))
         for worker in range(WORKERS):
-            queries, here = pl.ds(tile.start + worker * ROWS, ROWS), barriers.q_here.at[worker]
+            queries, ready = pl.ds(tile.start + worker * ROWS, ROWS), barriers.q_ready.at[worker]
             plgpu.barrier_wait(barriers.q_free.at[worker])
-            plgpu.copy_gmem_to_smem(refs.q_BTNH.at[b, queries, tile.head], memory.q.at[worker], here)
-            if self.is_tagged:
-                plgpu.copy_gmem_to_smem(refs.q_segments_BT.at[b, queries], memory.q_segments.at[worker], here)
+            plgpu.copy_gmem_to_smem(refs.q_BTNH.at[b, queries, tile.head], memory.q.at[worker], ready)
+            if self.has_segments:
+                plgpu.copy_gmem_to_smem(refs.q_segments_BT.at[b, queries], memory.q_segments.at[worker], ready)
 
         def step(j: Any, n: Any) -> Any:
             slot, keys = slot_of(n, self.plan.stages), pl.ds((tile.ranges.last - 1 - j) * D, D)
-            here = barriers.k_here.at[slot]
+            ready = barriers.k_ready.at[slot]
             plgpu.barrier_wait(barriers.k_free.at[slot])
-            plgpu.copy_gmem_to_smem(refs.k_BSKH.at[b, keys, kv_head], memory.k.at[slot], here)
-            if self.is_tagged:
-                plgpu.copy_gmem_to_smem(refs.kv_segments_BS.at[b, keys], memory.kv_segments.at[slot], here)
+            plgpu.copy_gmem_to_smem(refs.k_BSKH.at[b, keys, kv_head], memory.k.at[slot], ready)
+            if self.has_segments:
+                plgpu.copy_gmem_to_smem(refs.kv_segments_BS.at[b, keys], memory.kv_segments.at[slot], ready)
             plgpu.barrier_wait(barriers.v_free.at[slot])
-            plgpu.copy_gmem_to_smem(refs.v_BSKH.at[b, keys, kv_head], memory.v.at[slot], barriers.v_here.at[slot])
+            plgpu.copy_gmem_to_smem(refs.v_BSKH.at[b, keys, kv_head], memory.v.at[slot], barriers.v_ready.at[slot])
             return n + 1
 
         jax.lax.fori_loop(0, tile.ranges.last - tile.ranges.first, step, tile.n)
 
 
 class _Softmax(NamedTuple):
-    """Taken as the keys come (Milakov and Gimelshein, 2018)."""
+    """State of the online softmax (Milakov and Gimelshein, 2018)."""
 
     weights_CD: jax.Array
-    """Of the last block, not yet summed up."""
-    kept_C: jax.Array
-    """What the sums before have to be multiplied with."""
+    """Weights of the last block, not yet multiplied by its values."""
+    rescale_C: jax.Array
+    """Factor that rescales the earlier sums."""
     top_C: jax.Array
     total_C: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class _Worker:
-    """A warpgroup at a tile."""
+    """A compute warpgroup on one tile."""
 
     program: _Program
     worker: Any
@@ -217,7 +218,7 @@ class _Worker:
 
     @property
     def lowest(self) -> float:
-        request = self.program.how.request
+        request = self.program.params.request
         return LOWEST * LOG2E * (request.scale if request.softcap is None else request.softcap)
 
     @property
@@ -227,89 +228,91 @@ class _Worker:
     def run(self) -> None:
         program, barriers, n = self.program, self.program.barriers, self.tile.n
         plan, ranges = program.plan, self.tile.ranges
-        plgpu.barrier_wait(barriers.q_here.at[self.worker])
-        plgpu.barrier_wait(barriers.k_here.at[slot_of(n, plan.stages)])
+        plgpu.barrier_wait(barriers.q_ready.at[self.worker])
+        plgpu.barrier_wait(barriers.k_ready.at[slot_of(n, plan.stages)])
         softmax = pl.run_scoped(self.begin, plgpu.ACC((ROWS, plan.D), jnp.float32))
         last = ranges.last - 1
-        others = Ranges(ranges.first, jnp.minimum(ranges.whole, last), jnp.minimum(ranges.broken, last), last)
-        so_far = (zeros(ROWS, plan.H, layout=MATRIX), softmax, n + 1)
-        so_far = over(others, self.step, so_far, program.how, is_tagged=program.is_tagged, backwards=True)
-        sums_CH, softmax, n = so_far
+        other_blocks = Ranges(ranges.first, jnp.minimum(ranges.whole, last), jnp.minimum(ranges.broken, last), last)
+        carry = (zeros(ROWS, plan.H, layout=MATRIX), softmax, n + 1)
+        carry = fold_blocks(
+            other_blocks, self.step, carry, program.params, has_segments=program.has_segments, backwards=True
+        )
+        sums_CH, softmax, n = carry
         slot = slot_of(n - 1, plan.stages)
-        short_CD = softmax.weights_CD.astype(program.out_ref.dtype)
-        plgpu.barrier_wait(barriers.v_here.at[slot])
-        add = partial(plgpu.wgmma, a=short_CD, b=program.memory.v.at[slot])
+        narrow_CD = softmax.weights_CD.astype(program.out_ref.dtype)
+        plgpu.barrier_wait(barriers.v_ready.at[slot])
+        add = partial(plgpu.wgmma, a=narrow_CD, b=program.memory.v.at[slot])
         sums_CH = pl.run_state(add)(plgpu.ACC.init(sums_CH))
         plgpu.barrier_arrive(barriers.v_free.at[slot])
         if program.memory.out is not None:
             plgpu.barrier_arrive(barriers.q_free.at[self.worker])
         self.write(sums_CH, softmax)
 
-    def begin(self, product_ref: Any) -> _Softmax:
+    def begin(self, qk_ref: Any) -> _Softmax:
         """The softmax of the first block; a sink is a key whose value is zero."""
         program, slot = self.program, slot_of(self.tile.n, self.program.plan.stages)
         top, total_C = self.lowest, zeros(ROWS, layout=COLUMN)
         if program.refs.sinks_N is not None:
             top, total_C = program.refs.sinks_N[self.tile.head].astype(jnp.float32) * LOG2E, total_C + 1
         top_C = plgpu.layout_cast(jnp.full((ROWS,), top, jnp.float32), COLUMN)
-        self.multiply(product_ref, slot)
-        is_masked = program.how.request.causal or program.is_tagged
-        return self.softmax(product_ref[...], self.tile.ranges.last - 1, slot, (top_C, total_C), masked=is_masked)
+        self.multiply(qk_ref, slot)
+        is_masked = program.params.request.causal or program.has_segments
+        return self.softmax(qk_ref[...], self.tile.ranges.last - 1, slot, (top_C, total_C), masked=is_masked)
 
-    def multiply(self, product_ref: Any, slot: Any) -> None:
+    def multiply(self, qk_ref: Any, slot: Any) -> None:
         memory = self.program.memory
-        plgpu.wgmma(product_ref, memory.q.at[self.worker], memory.k.at[slot].transpose((1, 0)))
+        plgpu.wgmma(qk_ref, memory.q.at[self.worker], memory.k.at[slot].transpose((1, 0)))
 
-    def softmax(self, product_CD: Any, j: Any, slot: Any, so_far: tuple[Any, Any], *, masked: bool) -> _Softmax:
-        program, (top_C, total_C) = self.program, so_far
+    def softmax(self, qk_CD: Any, j: Any, slot: Any, carry: tuple[Any, Any], *, masked: bool) -> _Softmax:
+        program, (top_C, total_C) = self.program, carry
         segments = None
-        if program.is_tagged:
-            of_queries = plgpu.layout_cast(program.memory.q_segments.at[self.worker][...], COLUMN)
-            segments = (of_queries, plgpu.layout_cast(program.memory.kv_segments.at[slot][...], ROW))
+        if program.has_segments:
+            q_segments = plgpu.layout_cast(program.memory.q_segments.at[self.worker][...], COLUMN)
+            segments = (q_segments, plgpu.layout_cast(program.memory.kv_segments.at[slot][...], ROW))
         plgpu.barrier_arrive(program.barriers.k_free.at[slot])
-        logits_CD, factor, _ = logits(product_CD, program.how.request)
+        logits_CD, factor, _ = logits(qk_CD, program.params.request)
         if masked:
             first = (self.start, j * program.plan.D)
-            logits_CD = hidden_as(LOWEST, logits_CD, program.how.request, first, segments, query_axis=0)
+            logits_CD = mask_with(LOWEST, logits_CD, program.params.request, first, segments, query_axis=0)
         new_top_C = jnp.maximum(top_C, logits_CD.max(axis=1) * factor)
-        kept_C = jnp.exp2(top_C - new_top_C)
+        rescale_C = jnp.exp2(top_C - new_top_C)
         weights_CD = jnp.exp2(logits_CD * factor - down(new_top_C, logits_CD.shape))
-        return _Softmax(weights_CD, kept_C, new_top_C, total_C * kept_C + weights_CD.sum(axis=1))
+        return _Softmax(weights_CD, rescale_C, new_top_C, total_C * rescale_C + weights_CD.sum(axis=1))
 
-    def step(self, j: Any, so_far: tuple[Any, _Softmax, Any], *, masked: bool) -> Any:
-        (sums_CH, softmax, n), barriers, plan = so_far, self.program.barriers, self.program.plan
+    def step(self, j: Any, carry: tuple[Any, _Softmax, Any], *, masked: bool) -> Any:
+        (sums_CH, softmax, n), barriers, plan = carry, self.program.barriers, self.program.plan
         slot, before = slot_of(n, plan.stages), slot_of(n - 1, plan.stages)
-        # Rounded when the product that read those before has ended, and before the next begin: none waits for it.
-        short_CD = jax.lax.optimization_barrier(softmax.weights_CD.astype(self.program.out_ref.dtype))
-        plgpu.barrier_wait(barriers.v_here.at[before])
-        plgpu.barrier_wait(barriers.k_here.at[slot])
+        # Rounded after the matmul that read the previous weights and before the next ones start: none waits for it.
+        narrow_CD = jax.lax.optimization_barrier(softmax.weights_CD.astype(self.program.out_ref.dtype))
+        plgpu.barrier_wait(barriers.v_ready.at[before])
+        plgpu.barrier_wait(barriers.k_ready.at[slot])
         plgpu.barrier_wait(barriers.turn.at[self.worker])
 
-        def attend(product_ref: Any, *, sums_ref: Any, so_far: tuple[Any, Any]) -> _Softmax:
-            self.multiply(product_ref, slot)
-            plgpu.wgmma(sums_ref, short_CD, self.program.memory.v.at[before])
+        def attend(qk_ref: Any, *, sums_ref: Any, carry: tuple[Any, Any]) -> _Softmax:
+            self.multiply(qk_ref, slot)
+            plgpu.wgmma(sums_ref, narrow_CD, self.program.memory.v.at[before])
             plgpu.barrier_arrive(barriers.turn.at[1 - self.worker])
-            product_CD = plgpu.wgmma_accumulator_load(product_ref, wait_n=1)
-            return self.softmax(product_CD, j, slot, so_far, masked=masked)
+            qk_CD = plgpu.wgmma_accumulator_load(qk_ref, wait_n=1)
+            return self.softmax(qk_CD, j, slot, carry, masked=masked)
 
-        def products(refs: tuple[Any, _Softmax]) -> None:
-            sums_ref, of_softmax = refs
-            so_far = (of_softmax.top_C[...], of_softmax.total_C[...])
+        def run_matmuls(refs: tuple[Any, _Softmax]) -> None:
+            sums_ref, softmax_refs = refs
+            carry = (softmax_refs.top_C[...], softmax_refs.total_C[...])
             block = plgpu.ACC((ROWS, plan.D), jnp.float32)
-            new = pl.run_scoped(partial(attend, sums_ref=sums_ref, so_far=so_far), block)
-            for ref, value in zip(of_softmax, new, strict=True):
+            new = pl.run_scoped(partial(attend, sums_ref=sums_ref, carry=carry), block)
+            for ref, value in zip(softmax_refs, new, strict=True):
                 ref[...] = value
 
-        sums_CH, softmax = pl.run_state(products)((plgpu.ACC.init(sums_CH), softmax))
+        sums_CH, softmax = pl.run_state(run_matmuls)((plgpu.ACC.init(sums_CH), softmax))
         plgpu.barrier_arrive(barriers.v_free.at[before])
         softmax = softmax._replace(weights_CD=jax.lax.optimization_barrier(softmax.weights_CD))
-        return sums_CH * down(softmax.kept_C, sums_CH.shape), softmax, n + 1
+        return sums_CH * down(softmax.rescale_C, sums_CH.shape), softmax, n + 1
 
     def write(self, sums_CH: jax.Array, softmax: _Softmax) -> None:
         program, memory, worker = self.program, self.program.memory, self.worker
         share_C = 1 / softmax.total_C
-        if program.is_tagged:
-            # A query that sees nothing has summed up what is hidden from it.
+        if program.has_segments:
+            # A query that sees no key has accumulated masked ones.
             share_C = jnp.where(softmax.top_C <= self.lowest, 0.0, share_C)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out = memory.q if memory.out is None else memory.out

@@ -1,7 +1,7 @@
-"""Gradients of what is known of the tokens of a chunk, from the states before and after it and their gradients.
+"""Gradients of the tokens of a chunk, from the states before and after it and their gradients.
 
-With S before and S' after the chunk, W for what is written, and Y for the gradient of what the inverse is applied to,
-which is R (v - from_start (k S)):
+With S before and S' after the chunk, W the written values, and Y the gradient of the right-hand side that the inverse
+is applied to, which is R (v - from_start (k S)):
 
     d v = R Y
     d rate = Y . (v - from_start (k S) - (k k^T pairs) W)
@@ -18,51 +18,65 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from maxhydra.kernels.gated_delta.chunked import CHUNK
-from maxhydra.kernels.gated_delta.triton.common import How, decays, places
-from maxhydra.kernels.gated_delta.triton.inter_chunk import Passed, PassedBack
+from maxhydra.kernels.gated_delta.triton.common import KernelParams, decays, square_indices
+from maxhydra.kernels.gated_delta.triton.inter_chunk import BackwardStates, ForwardStates
 from maxhydra.kernels.gated_delta.triton.intra_chunk import Systems, Tokens
 
 
 class Refs(NamedTuple):
-    """What is read."""
+    """Inputs of the kernel."""
 
     tokens: Tokens
-    seen_BNTJ: Any
+    attention_BNTJ: Any
     d_out_BTNV: Any
-    written_BTNV: Any
+    update_BTNV: Any
     states_BNCKV: Any
     d_solved_BTNV: Any
     d_states_BNCKV: Any
 
 
 def gradients(
-    how: How, tokens: Tokens, made: Systems, d_out_BTNV: jax.Array, there: Passed, back: PassedBack
+    params: KernelParams,
+    tokens: Tokens,
+    chunk_systems: Systems,
+    d_out_BTNV: jax.Array,
+    forward_states: ForwardStates,
+    backward_states: BackwardStates,
 ) -> Tokens:
-    """Of queries, keys and decays in float32; those of value heads that share a key head are added up."""
+    """Gradients of queries, keys and decays are float32; those of value heads that share a key head are summed."""
     (B, T, M, K), (*_, N, V) = tokens.key_BTMK.shape, tokens.value_BTNV.shape
-    tile, of_heads = how.tiles.gradients, jax.ShapeDtypeStruct((B, T, N, K), jnp.float32)
+    tile, per_head = params.tiles.gradients, jax.ShapeDtypeStruct((B, T, N, K), jnp.float32)
     vector = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
     d_query, d_key, d_log_decay_BNT, d_rate_BNT = pl.pallas_call(
-        partial(_kernel, how=how, columns=min(tile.columns, V)),
+        partial(_kernel, params=params, columns=min(tile.columns, V)),
         grid=tokens.grid,
-        out_shape=(of_heads, of_heads, vector, vector),
+        out_shape=(per_head, per_head, vector, vector),
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-        interpret=how.interpret,
+        interpret=params.interpret,
         name="gated_delta_gradients",
-    )(Refs(tokens, made.seen_BNTJ, d_out_BTNV, there.written_BTNV, there.states_BNCKV, *back[1:]))
+    )(
+        Refs(
+            tokens,
+            chunk_systems.attention_BNTJ,
+            d_out_BTNV,
+            forward_states.update_BTNV,
+            forward_states.states_BNCKV,
+            *backward_states[1:],
+        )
+    )
     d_query_BTMK, d_key_BTMK = (jnp.sum(x.reshape(B, T, M, -1, K), axis=3) for x in (d_query, d_key))
-    d_value_BTNV = tokens.rate_BNT.swapaxes(1, 2)[..., None] * back.d_solved_BTNV
+    d_value_BTNV = tokens.rate_BNT.swapaxes(1, 2)[..., None] * backward_states.d_solved_BTNV
     return Tokens(d_query_BTMK, d_key_BTMK, d_value_BTNV, d_log_decay_BNT, d_rate_BNT, tokens.resets_BT)
 
 
 class _Sums(NamedTuple):
-    """Over all columns of the values, a few at a time."""
+    """Sums over all columns of the values, accumulated a few columns at a time."""
 
-    out_by_written_IJ: Any
-    solved_by_written_IJ: Any
+    out_by_update_IJ: Any
+    solved_by_update_IJ: Any
     out_by_state_IK: Any
     solved_by_state_JK: Any
-    written_by_d_state_JK: Any
+    update_by_d_state_JK: Any
     solved_by_value_J: Any
     state_by_d_state_V: Any
 
@@ -74,63 +88,72 @@ def _kernel(
     d_log_decay_ref: Any,
     d_rate_ref: Any,
     *,
-    how: How,
+    params: KernelParams,
     columns: int,
 ) -> None:
-    tokens, dot = refs.tokens, how.dot
+    tokens, dot = refs.tokens, params.dot
     c, n, b = (pl.program_id(axis) for axis in range(3))
     rows, m = pl.ds(c * CHUNK, CHUNK), jax.lax.div(n, jnp.int32(tokens.shared))
-    sums = _summed(how, refs, (b, c, n, rows), columns)
+    sums = _column_sums(params, refs, (b, c, n, rows), columns)
     q_IK, k_JK = tokens.query_BTMK[b, rows, m, :], tokens.key_BTMK[b, rows, m, :]
     rate_I = tokens.rate_BNT[b, n, rows]
     pairs_IJ, from_start_I, to_end_J = decays(tokens.log_decay_BNT[b, n, rows], tokens.resets_BT[b, rows])
-    i, j = places()
+    i, j = square_indices()
     pairs_below_IJ = jnp.where(i > j, pairs_IJ, 0.0)
-    alike_IJ = pairs_below_IJ * dot(k_JK, k_JK.T)
-    d_alike_IJ = -rate_I[:, None] * sums.solved_by_written_IJ
-    d_seen_IJ = pairs_IJ * sums.out_by_written_IJ
+    similarity_IJ = pairs_below_IJ * dot(k_JK, k_JK.T)
+    d_similarity_IJ = -rate_I[:, None] * sums.solved_by_update_IJ
+    d_attention_IJ = pairs_IJ * sums.out_by_update_IJ
     of_key_I = jnp.sum(k_JK * sums.solved_by_state_JK, axis=1)
     d_rate_ref[b, n, rows] = (
-        sums.solved_by_value_J - from_start_I * of_key_I - jnp.sum(alike_IJ * sums.solved_by_written_IJ, axis=1)
+        sums.solved_by_value_J - from_start_I * of_key_I - jnp.sum(similarity_IJ * sums.solved_by_update_IJ, axis=1)
     )
-    d_query_ref[b, rows, n, :] = from_start_I[:, None] * sums.out_by_state_IK + dot(d_seen_IJ, k_JK)
-    d_keys_IJ = pairs_below_IJ * d_alike_IJ
-    d_key_JK = to_end_J[:, None] * sums.written_by_d_state_JK
+    d_query_ref[b, rows, n, :] = from_start_I[:, None] * sums.out_by_state_IK + dot(d_attention_IJ, k_JK)
+    d_keys_IJ = pairs_below_IJ * d_similarity_IJ
+    d_key_JK = to_end_J[:, None] * sums.update_by_d_state_JK
     d_key_JK -= (from_start_I * rate_I)[:, None] * sums.solved_by_state_JK
-    d_key_JK += dot(d_seen_IJ.T, q_IK) + dot(d_keys_IJ, k_JK) + dot(d_keys_IJ.T, k_JK)
+    d_key_JK += dot(d_attention_IJ.T, q_IK) + dot(d_keys_IJ, k_JK) + dot(d_keys_IJ.T, k_JK)
     d_key_ref[b, rows, n, :] = d_key_JK
 
-    # Of the logarithms of what decays leave: of each pair, of the state at a token, and of the last at the end.
-    d_pair_IJ = jnp.where(i > j, refs.seen_BNTJ[b, n, rows, :] * sums.out_by_written_IJ, 0.0) + alike_IJ * d_alike_IJ
-    at_end_J = to_end_J * jnp.sum(k_JK * sums.written_by_d_state_JK, axis=1)
+    # Gradients of the log decays: of each pair, from the start to each token, and from each token to the end.
+    d_pair_IJ = (
+        jnp.where(i > j, refs.attention_BNTJ[b, n, rows, :] * sums.out_by_update_IJ, 0.0)
+        + similarity_IJ * d_similarity_IJ
+    )
+    at_end_J = to_end_J * jnp.sum(k_JK * sums.update_by_d_state_JK, axis=1)
     d_start_I = from_start_I * (jnp.sum(q_IK * sums.out_by_state_IK, axis=1) - rate_I * of_key_I)
     is_last = jax.lax.iota(jnp.int32, CHUNK) == CHUNK - 1
     d_end = jnp.sum(at_end_J) + jnp.sum(jnp.where(is_last, from_start_I, 0.0)) * jnp.sum(sums.state_by_d_state_V)
     own_I = jnp.sum(d_pair_IJ, axis=1) - jnp.sum(d_pair_IJ, axis=0) + d_start_I - at_end_J
     own_I += jnp.where(is_last, d_end, 0.0)
-    # A token's decay is part of every pair that it lies between.
+    # A token's decay is a factor of every pair that it is between.
     d_log_decay_ref[b, n, rows] = jnp.sum(jnp.where(i >= j, own_I[:, None], 0.0), axis=0)
 
 
-def _summed(how: How, refs: Refs, place: tuple[Any, Any, Any, Any], columns: int) -> _Sums:
-    (b, c, n, rows), dot = place, how.dot
+def _column_sums(params: KernelParams, refs: Refs, position: tuple[Any, Any, Any, Any], columns: int) -> _Sums:
+    (b, c, n, rows), dot = position, params.dot
     K, V = refs.states_BNCKV.shape[3:]
 
     def add(step: Any, sums: _Sums) -> _Sums:
-        some = pl.ds(step * columns, columns)
-        d_out_IV, written_JV = refs.d_out_BTNV[b, rows, n, some], refs.written_BTNV[b, rows, n, some]
-        solved_JV, value_JV = refs.d_solved_BTNV[b, rows, n, some], refs.tokens.value_BTNV[b, rows, n, some]
-        state_KV, d_state_KV = refs.states_BNCKV[b, n, c, :, some], refs.d_states_BNCKV[b, n, c, :, some]
-        parts = _Sums(
-            dot(d_out_IV, written_JV.T),
-            dot(solved_JV, written_JV.T),
+        value_columns = pl.ds(step * columns, columns)
+        d_out_IV, update_JV = refs.d_out_BTNV[b, rows, n, value_columns], refs.update_BTNV[b, rows, n, value_columns]
+        solved_JV, value_JV = (
+            refs.d_solved_BTNV[b, rows, n, value_columns],
+            refs.tokens.value_BTNV[b, rows, n, value_columns],
+        )
+        state_KV, d_state_KV = (
+            refs.states_BNCKV[b, n, c, :, value_columns],
+            refs.d_states_BNCKV[b, n, c, :, value_columns],
+        )
+        terms = _Sums(
+            dot(d_out_IV, update_JV.T),
+            dot(solved_JV, update_JV.T),
             dot(d_out_IV, state_KV.T),
             dot(solved_JV, state_KV.T),
-            dot(written_JV, d_state_KV.T),
+            dot(update_JV, d_state_KV.T),
             jnp.sum(_wide(solved_JV) * _wide(value_JV), axis=1),
             jnp.sum(_wide(state_KV) * _wide(d_state_KV), axis=0),
         )
-        return jax.tree.map(jnp.add, sums, parts)
+        return jax.tree.map(jnp.add, sums, terms)
 
     shapes = [(CHUNK, CHUNK)] * 2 + [(CHUNK, K)] * 3 + [(CHUNK,), (columns,)]
     return jax.lax.fori_loop(0, V // columns, add, _Sums(*(jnp.zeros(shape, jnp.float32) for shape in shapes)))

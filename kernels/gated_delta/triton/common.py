@@ -1,4 +1,4 @@
-"""What the kernels for GPUs have in common: formats of products, tiles, and what decays leave within a chunk."""
+"""Shared by the Triton kernels: matmul precision, tiles, and the decays within a chunk."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -11,16 +11,16 @@ from maxhydra.kernels.gated_delta.chunked import CHUNK
 
 
 class Tile(NamedTuple):
-    """What a program makes, and how."""
+    """Tile of a program, and its launch parameters."""
 
     columns: int
-    """Of the values, as many as there are at most; the state's columns need nothing of each other."""
+    """Columns of the values, at most; columns of the state are independent."""
     warps: int
     stages: int
 
 
 class Tiles(NamedTuple):
-    """Of each kernel."""
+    """Tiles of all kernels."""
 
     warps_of_systems: int
     forward: Tile
@@ -29,31 +29,31 @@ class Tiles(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
-    """What is known when the kernels are compiled."""
+class KernelParams:
+    """Static parameters of the kernels."""
 
     dtype: Any
-    """Of what enters a product; sums are float32."""
+    """Dtype of matmul operands; sums are float32."""
     algorithm: Algorithm
-    """Of a product in that format."""
-    of_inverse: Algorithm
-    """Of a product on the way to an inverse, which is in float32."""
+    """Algorithm of matmuls in that dtype."""
+    inverse_algorithm: Algorithm
+    """Algorithm of the float32 matmuls that compute an inverse."""
     tiles: Tiles
     interpret: bool
 
     def dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        return self._product(a.astype(self.dtype), b.astype(self.dtype), self.algorithm)
+        return self._matmul(a.astype(self.dtype), b.astype(self.dtype), self.algorithm)
 
     def wide_dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        return self._product(a, b, self.of_inverse)
+        return self._matmul(a, b, self.inverse_algorithm)
 
-    def _product(self, a: jax.Array, b: jax.Array, algorithm: Algorithm) -> jax.Array:
+    def _matmul(self, a: jax.Array, b: jax.Array, algorithm: Algorithm) -> jax.Array:
         precision = "highest" if self.interpret else algorithm
         return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 class Decays(NamedTuple):
-    """What is left of a token at a later one, of the state at each, and of each at the end."""
+    """Decay from each token to each later one, from the start to each token, and from each token to the end."""
 
     pairs_IJ: jax.Array
     from_start_I: jax.Array
@@ -61,17 +61,17 @@ class Decays(NamedTuple):
 
 
 def decays(log_decay_I: jax.Array, resets_I: jax.Array) -> Decays:
-    """Nothing is left across a start. Every pair has a sum of its own: a difference of two would leave few digits."""
-    i, j = places()
-    is_seen = (i >= j) & (resets_I[:, None] == resets_I[None, :])
+    """Zero across a reset. Every pair has its own sum: a difference of two sums would lose most digits."""
+    i, j = square_indices()
+    is_visible = (i >= j) & (resets_I[:, None] == resets_I[None, :])
     sums_IJ = jnp.cumsum(jnp.where(i > j, log_decay_I[:, None], 0.0), axis=0)
-    pairs_IJ = jnp.where(is_seen, jnp.exp(sums_IJ), 0.0)
+    pairs_IJ = jnp.where(is_visible, jnp.exp(sums_IJ), 0.0)
     from_start_I = jnp.exp(jnp.sum(jnp.where(i >= j, log_decay_I[None, :], 0.0), axis=1))
     to_end_J = jnp.sum(jnp.where(i == CHUNK - 1, pairs_IJ, 0.0), axis=0)
     return Decays(pairs_IJ, jnp.where(resets_I == 0, from_start_I, 0.0), to_end_J)
 
 
-def places() -> tuple[jax.Array, jax.Array]:
-    """Row and column of each number of a chunk's square."""
+def square_indices() -> tuple[jax.Array, jax.Array]:
+    """Row and column index of each element of a chunk's square matrix."""
     shape = (CHUNK, CHUNK)
     return jax.lax.broadcasted_iota(jnp.int32, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)

@@ -1,44 +1,63 @@
-"""Products of groups of rows, each group with a matrix of its own, for Hopper GPUs in Pallas for Mosaic.
+"""Grouped matmul for Hopper GPUs in Pallas Mosaic GPU: each group of rows is multiplied by its own matrix.
 
-Programs go over many tiles, so that loading never waits for a tile's end: one warpgroup loads, two multiply.
+Persistent programs process many tiles, so loads never wait for the end of a tile: one warpgroup loads, two multiply.
 
-Shapes: M rows, E groups, K inputs, N outputs; of a gradient, outputs are inputs.
+Shapes: M rows, E groups, K inputs, N outputs; in the gradient of x, outputs play the role of inputs.
 """
 
 import dataclasses
+import math
 
 import jax
 
-from maxhydra.kernels.grouped_matmul.mosaic.params import How
-from maxhydra.kernels.grouped_matmul.vjp import grouped
-from maxhydra.kernels.placement import processors
+from maxhydra.kernels.grouped_matmul.vjp import grouped_matmul_vjp
+from maxhydra.kernels.placement import num_multiprocessors
 
-# Of rows, inputs and outputs.
+# Rows, inputs and outputs must be multiples of this.
 MULTIPLE = 128
 
 
 @dataclasses.dataclass(frozen=True)
+class KernelParams:
+    """Static parameters of the kernels."""
+
+    columns: int
+    """Columns of a tile."""
+    stages: int
+    """Pipeline depth: steps whose operands fit in shared memory."""
+    band: int
+    """Row tiles that sweep the columns together, so that both operands stay in the L2 cache."""
+    processors: int
+    """Streaming multiprocessors of the GPU: the number of persistent programs."""
+
+    def fitted(self, columns: int) -> "KernelParams":
+        """Reduce the tile to a divisor of the columns."""
+        return dataclasses.replace(self, columns=math.gcd(self.columns, columns))
+
+
+@dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Mosaic takes half a second to import, which no machine without such a GPU should wait for."""
+    """Imports the kernels lazily: Mosaic takes half a second, which hosts without such a GPU should not pay."""
 
-    how: How
+    params: KernelParams
 
-    def product(self, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, turned: bool) -> jax.Array:
-        from maxhydra.kernels.grouped_matmul.mosaic.forward import product  # noqa: PLC0415
+    def matmul(self, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, transposed: bool) -> jax.Array:
+        from maxhydra.kernels.grouped_matmul.mosaic.forward import matmul  # noqa: PLC0415
 
-        return product(self.how, x_MK, w, sizes_E, turned=turned)
+        return matmul(self.params, x_MK, w, sizes_E, transposed=transposed)
 
-    def summed(self, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
-        from maxhydra.kernels.grouped_matmul.mosaic.weight_grad import summed  # noqa: PLC0415
+    def weight_grad(self, x_MK: jax.Array, d_out_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        from maxhydra.kernels.grouped_matmul.mosaic.weight_grad import weight_grad  # noqa: PLC0415
 
-        return summed(self.how, x_MK, d_out_MN, sizes_E)
+        return weight_grad(self.params, x_MK, d_out_MN, sizes_E)
 
 
 def grouped_matmul(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """Rows of no group give zeros.
 
-    Measured on an H200 with the shapes of Mixtral 8x7B: a fourth stage, for which a tile would have to leave in parts,
-    bands of 8 or 32 tiles, copies for clusters of two programs, and one warpgroup ahead of the other are no faster.
+    Measured on an H200 with the shapes of Mixtral 8x7B: none of these is faster: a fourth stage, for which a tile would
+    have to be written in parts; bands of 8 or 32 tiles; multicast copies for clusters of two programs; staggered
+    warpgroups.
     """
-    how = How(columns=256, stages=3, band=16, processors=processors())
-    return grouped(Kernels(how), x_MK, w_EKN, sizes_E)
+    params = KernelParams(columns=256, stages=3, band=16, processors=num_multiprocessors())
+    return grouped_matmul_vjp(Kernels(params), x_MK, w_EKN, sizes_E)

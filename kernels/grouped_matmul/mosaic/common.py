@@ -1,4 +1,4 @@
-"""What the kernels share: shared memory, and the steps of a program over its tiles."""
+"""Shared memory, barriers and the persistent tile loop of the grouped matmul kernels."""
 
 import abc
 import dataclasses
@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxhydra.kernels.grouped_matmul.mosaic.params import How
-from maxhydra.kernels.mosaic import ROWS, WORKERS, memory, slot_of
+from maxhydra.kernels.grouped_matmul.mosaic import KernelParams
+from maxhydra.kernels.mosaic import ROWS, WORKERS, shared_memory, slot_of
 
 # Rows of a tile.
 TILE = WORKERS * ROWS
-# Terms of a sum at a time, and columns of few rows: a row of a block as the matrix unit wants it.
+# Terms of the sum per step, and columns per copy of a partial block: one row of a swizzled block.
 WIDTH = 64
-# What the first row of a block must be a multiple of, in the order in which the matrix unit reads it.
+# Alignment of the first row of a block, required by the swizzled layout.
 ALIGN = 8
 
 
@@ -25,56 +25,56 @@ class Memory(NamedTuple):
     left: Any
     right: Any
     out: Any
-    few: Any
-    """Of a block of which not all rows are written, as rows."""
+    partial_rows: Any
+    """Row-major buffer for blocks of which only some rows are written."""
 
     @classmethod
-    def of(cls, how: How, left: tuple[int, int], right: tuple[int, int], *, dtype: Any) -> "Memory":
+    def of(cls, params: KernelParams, left: tuple[int, int], right: tuple[int, int], *, dtype: Any) -> "Memory":
         return cls(
-            left=memory(how.stages, WORKERS, *left, dtype=dtype),
-            right=memory(how.stages, *right, dtype=dtype),
-            out=memory(WORKERS, ROWS, how.columns, dtype=dtype),
-            few=plgpu.SMEM((WORKERS, ROWS, WIDTH), dtype),
+            left=shared_memory(params.stages, WORKERS, *left, dtype=dtype),
+            right=shared_memory(params.stages, *right, dtype=dtype),
+            out=shared_memory(WORKERS, ROWS, params.columns, dtype=dtype),
+            partial_rows=plgpu.SMEM((WORKERS, ROWS, WIDTH), dtype),
         )
 
 
 class Barriers(NamedTuple):
-    """Of what has arrived in shared memory, and of what may be written over."""
+    """Barriers for data that has arrived in shared memory, and for slots that may be overwritten."""
 
-    here: Any
+    ready: Any
     free: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Program(abc.ABC):
-    """A kernel's program: its tiles, and what a warpgroup does with each."""
+    """A persistent kernel program: its tiles, and the work of a warpgroup on each of them."""
 
     name: ClassVar[str]
-    how: How
+    params: KernelParams
     refs: Any
     out_ref: Any
     memory: Any
-    """Shared memory; write_block takes `out` of it."""
+    """Shared memory; write_block uses its field `out`."""
     barriers: Barriers
 
     @abc.abstractmethod
-    def place(self, number: Any) -> tuple[Any, Any]:
-        """Where the tile of a number is, and of how many steps."""
+    def position(self, number: Any) -> tuple[Any, Any]:
+        """Location of the tile with this number, and its number of steps."""
 
     @property
     @abc.abstractmethod
     def count(self) -> Any:
-        """Tiles of all programs."""
+        """Number of tiles of all programs."""
 
     @abc.abstractmethod
-    def load(self, place: Any, k: Any, slot: Any) -> None:
-        """Begin the copies of a step."""
+    def load(self, position: Any, k: Any, slot: Any) -> None:
+        """Issue the copies of a step."""
 
     @abc.abstractmethod
     def multiply(self, sums_ref: Any, worker: Any, slot: Any) -> None: ...
 
     @abc.abstractmethod
-    def write(self, place: Any, worker: Any, sums: jax.Array) -> None: ...
+    def write(self, position: Any, worker: Any, sums: jax.Array) -> None: ...
 
     def run(self) -> None:
         worker = jax.lax.axis_index("warpgroup")
@@ -82,49 +82,49 @@ class Program(abc.ABC):
         @pl.when(worker == WORKERS)
         def _load() -> None:
             plgpu.set_max_registers(40, action="decrease")
-            self.over_tiles(self.load_all)
+            self.for_each_tile(self.load_all)
 
         @pl.when(worker < WORKERS)
         def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
-            for slot in range(self.how.stages):
+            for slot in range(self.params.stages):
                 plgpu.barrier_arrive(self.barriers.free.at[slot])
 
-            def one(place: Any, steps: Any, n: Any) -> None:
-                def product(sums_ref: Any) -> jax.Array:
-                    return self.product(sums_ref, worker, steps, n)
+            def process(position: Any, steps: Any, n: Any) -> None:
+                def matmul(sums_ref: Any) -> jax.Array:
+                    return self.matmul(sums_ref, worker, steps, n)
 
-                sums = pl.run_scoped(product, plgpu.ACC((ROWS, self.how.columns), jnp.float32))
-                self.write(place, worker, sums)
+                sums = pl.run_scoped(matmul, plgpu.ACC((ROWS, self.params.columns), jnp.float32))
+                self.write(position, worker, sums)
 
-            self.over_tiles(one)
+            self.for_each_tile(process)
             plgpu.wait_smem_to_gmem(0)
 
-    def over_tiles(self, act: Callable[[Any, Any, Any], None]) -> None:
-        """`act` on every tile of this program: where it is, its steps, and those before it."""
-        program, programs = jax.lax.axis_index("program"), jnp.int32(self.how.processors)
+    def for_each_tile(self, visit: Callable[[Any, Any, Any], None]) -> None:
+        """Call act(location, number of steps, steps before it) for every tile of this program."""
+        program, programs = jax.lax.axis_index("program"), jnp.int32(self.params.processors)
 
-        def one(i: Any, n: Any) -> Any:
-            place, steps = self.place(program + i * programs)
-            act(place, steps, n)
+        def step(i: Any, n: Any) -> Any:
+            position, steps = self.position(program + i * programs)
+            visit(position, steps, n)
             return n + steps
 
-        jax.lax.fori_loop(0, jax.lax.div(self.count - program + programs - 1, programs), one, jnp.int32(0))
+        jax.lax.fori_loop(0, jax.lax.div(self.count - program + programs - 1, programs), step, jnp.int32(0))
 
-    def load_all(self, place: Any, steps: Any, n: Any) -> None:
+    def load_all(self, position: Any, steps: Any, n: Any) -> None:
         def step(k: Any, _: Any) -> None:
-            slot = slot_of(n + k, self.how.stages)
+            slot = slot_of(n + k, self.params.stages)
             plgpu.barrier_wait(self.barriers.free.at[slot])
-            self.load(place, k, slot)
+            self.load(position, k, slot)
 
         jax.lax.fori_loop(0, steps, step, None)
 
-    def product(self, sums_ref: Any, worker: Any, steps: Any, n: Any) -> jax.Array:
-        """A step's room is free when the next step's product has begun and its own has ended."""
+    def matmul(self, sums_ref: Any, worker: Any, steps: Any, n: Any) -> jax.Array:
+        """Accumulate a tile. The slot of a step is freed once its wgmma has finished and the next one has started."""
 
         def step(k: Any, _: Any) -> None:
-            slot = slot_of(n + k, self.how.stages)
-            plgpu.barrier_wait(self.barriers.here.at[slot])
+            slot = slot_of(n + k, self.params.stages)
+            plgpu.barrier_wait(self.barriers.ready.at[slot])
             self.multiply(sums_ref, worker, slot)
             plgpu.wgmma_wait(1)
             self.free(n + k - 1, k > 0)
@@ -135,14 +135,14 @@ class Program(abc.ABC):
         return sums_ref[...]
 
     def free(self, n: Any, is_done: Any) -> None:
-        """The room of step n, if there was one."""
+        """Release the slot of step n, if there was one."""
 
         @pl.when(is_done)
         def _free() -> None:
-            plgpu.barrier_arrive(self.barriers.free.at[slot_of(n, self.how.stages)])
+            plgpu.barrier_arrive(self.barriers.free.at[slot_of(n, self.params.stages)])
 
     def write_block(self, sums: jax.Array, worker: Any, out_ref: Any) -> None:
-        """To rows of the output that are all written."""
+        """Write a block of which all rows belong to this tile."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.memory.out[worker] = sums.astype(out_ref.dtype)
         plgpu.commit_smem()
@@ -150,26 +150,33 @@ class Program(abc.ABC):
 
 
 def launch(
-    kind: Callable[..., Program], how: How, memory: Any, out: jax.ShapeDtypeStruct, refs: Any, *, name: str, copies: int
+    kind: Callable[..., Program],
+    params: KernelParams,
+    memory: Any,
+    out: jax.ShapeDtypeStruct,
+    refs: Any,
+    *,
+    name: str,
+    copies: int,
 ) -> jax.Array:
-    """The kernel of a kind of program on what it reads, by so many copies a step."""
+    """Launch the kernel of a program class on its inputs; `copies`: loads per step."""
     barriers = Barriers(
-        here=plgpu.Barrier(num_arrivals=copies, num_barriers=how.stages),
-        free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=how.stages),
+        ready=plgpu.Barrier(num_arrivals=copies, num_barriers=params.stages),
+        free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=params.stages),
     )
 
     def kernel(*arrays: Any) -> None:
-        kind(how, *arrays).run()
+        kind(params, *arrays).run()
 
-    made: jax.Array = plgpu.kernel(
+    out_array: jax.Array = plgpu.kernel(
         kernel,
         out_type=out,
         scratch_types=(memory, barriers),
-        grid=(how.processors,),
+        grid=(params.processors,),
         grid_names=("program",),
         num_threads=WORKERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         kernel_name=name,
     )(refs)
-    return made
+    return out_array

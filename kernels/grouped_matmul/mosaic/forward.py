@@ -1,4 +1,4 @@
-"""Rows by the matrix of their group. A tile begins at its group's first row, or up to seven before it."""
+"""Rows times the matrix of their group. A tile starts at its group's first row, or up to seven rows before it."""
 
 import dataclasses
 from functools import partial
@@ -9,113 +9,113 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from maxhydra.kernels.grouped_matmul.mosaic import KernelParams
 from maxhydra.kernels.grouped_matmul.mosaic.common import ALIGN, TILE, WIDTH, Memory, Program, launch
-from maxhydra.kernels.grouped_matmul.mosaic.params import How
 from maxhydra.kernels.grouped_matmul.tiles import schedule
 from maxhydra.kernels.mosaic import ROWS, WORKERS
 
 
 class Refs(NamedTuple):
     tiles: Any
-    """Group, first row of the tile, first row of the group, its end, number among the columns."""
-    used: Any
-    """How many of them there are."""
+    """Group, first row of the tile, first row of the group, its end, index of the column tile."""
+    num_tiles: Any
+    """The number of tiles in use."""
     x_MK: Any
     w: Any
     """[E, K, N], or [E, N, K]."""
 
 
-@partial(jax.jit, static_argnames=("how", "turned"))
-def product(how: How, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, turned: bool) -> jax.Array:
-    """x times w [E, K, N], or [E, N, K] if turned."""
-    M, N = x_MK.shape[0], w.shape[1] if turned else w.shape[2]
-    how = how.fitted(N)
-    right = (how.columns, WIDTH) if turned else (WIDTH, how.columns)
-    memory = Memory.of(how, (ROWS, WIDTH), right, dtype=x_MK.dtype)
-    # Rows of no group are a group without steps.
+@partial(jax.jit, static_argnames=("params", "transposed"))
+def matmul(params: KernelParams, x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, *, transposed: bool) -> jax.Array:
+    """x times w [E, K, N], or [E, N, K] if transposed."""
+    M, N = x_MK.shape[0], w.shape[1] if transposed else w.shape[2]
+    params = params.fitted(N)
+    right = (params.columns, WIDTH) if transposed else (WIDTH, params.columns)
+    memory = Memory.of(params, (ROWS, WIDTH), right, dtype=x_MK.dtype)
+    # Rows of no group form an extra group without steps.
     sizes_G = jnp.append(sizes_E, M - jnp.sum(sizes_E))
-    tiles, used = schedule(sizes_G, M, rows=TILE, columns=N // how.columns, align=ALIGN, band=how.band)
+    tiles, num_tiles = schedule(sizes_G, M, rows=TILE, columns=N // params.columns, align=ALIGN, band=params.band)
     out = jax.ShapeDtypeStruct((M, N), x_MK.dtype)
-    kind = _Turned if turned else _Product
-    return launch(kind, how, memory, out, Refs(tiles, used, x_MK, w), name=kind.name, copies=WORKERS + 1)
+    kind = _TransposedMatmul if transposed else _Matmul
+    return launch(kind, params, memory, out, Refs(tiles, num_tiles, x_MK, w), name=kind.name, copies=WORKERS + 1)
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
     group: Any
     row: Any
-    """Of the tile, the first."""
+    """First row of the tile."""
     first: Any
-    """Of the group."""
+    """First row of the group."""
     end: Any
     column: Any
-    """Of the tile, the first."""
+    """First column of the tile."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Product(Program):
+class _Matmul(Program):
     name: ClassVar[str] = "grouped_matmul"
 
     @property
     def count(self) -> Any:
-        return self.refs.used[0]
+        return self.refs.num_tiles[0]
 
-    def place(self, number: Any) -> tuple[_Place, Any]:
+    def position(self, number: Any) -> tuple[_Position, Any]:
         group, row, first, end, column = (self.refs.tiles[number, i] for i in range(5))
         steps = jnp.where(group < self.refs.w.shape[0], jnp.int32(self.refs.x_MK.shape[1] // WIDTH), 0)
-        return _Place(group, pl.multiple_of(row, ALIGN), first, end, column * self.how.columns), steps
+        return _Position(group, pl.multiple_of(row, ALIGN), first, end, column * self.params.columns), steps
 
-    def load(self, place: _Place, k: Any, slot: Any) -> None:
-        some, here = pl.ds(k * WIDTH, WIDTH), self.barriers.here.at[slot]
+    def load(self, position: _Position, k: Any, slot: Any) -> None:
+        inputs, ready = pl.ds(k * WIDTH, WIDTH), self.barriers.ready.at[slot]
         for worker in range(WORKERS):
-            rows = self.refs.x_MK.at[pl.ds(place.row + worker * ROWS, ROWS), some]
-            plgpu.copy_gmem_to_smem(rows, self.memory.left.at[slot, worker], here)
-        plgpu.copy_gmem_to_smem(self.right(place, some), self.memory.right.at[slot], here)
+            rows = self.refs.x_MK.at[pl.ds(position.row + worker * ROWS, ROWS), inputs]
+            plgpu.copy_gmem_to_smem(rows, self.memory.left.at[slot, worker], ready)
+        plgpu.copy_gmem_to_smem(self.right(position, inputs), self.memory.right.at[slot], ready)
 
-    def columns(self, place: _Place) -> Any:
-        return pl.ds(place.column, self.how.columns)
+    def columns(self, position: _Position) -> Any:
+        return pl.ds(position.column, self.params.columns)
 
-    def right(self, place: _Place, some: Any) -> Any:
-        return self.refs.w.at[place.group, some, self.columns(place)]
+    def right(self, position: _Position, inputs: Any) -> Any:
+        return self.refs.w.at[position.group, inputs, self.columns(position)]
 
     def multiply(self, sums_ref: Any, worker: Any, slot: Any) -> None:
         plgpu.wgmma(sums_ref, self.memory.left.at[slot, worker], self.memory.right.at[slot])
 
-    def write(self, place: _Place, worker: Any, sums: jax.Array) -> None:
-        """Rows of the group alone: another program has the others."""
-        row = place.row + worker * ROWS
-        first, end = jnp.maximum(place.first - row, 0), jnp.minimum(place.end - row, ROWS)
+    def write(self, position: _Position, worker: Any, sums: jax.Array) -> None:
+        """Write only the rows of this group: another program writes the others."""
+        row = position.row + worker * ROWS
+        first, end = jnp.maximum(position.first - row, 0), jnp.minimum(position.end - row, ROWS)
 
         @pl.when(end - first == ROWS)
         def _all() -> None:
-            self.write_block(sums, worker, self.out_ref.at[pl.ds(row, ROWS), self.columns(place)])
+            self.write_block(sums, worker, self.out_ref.at[pl.ds(row, ROWS), self.columns(position)])
 
         @pl.when((end - first > 0) & (end - first < ROWS))
         def _few() -> None:
-            self.write_few(sums, worker, (row, first, end - first), place.column)
+            self.write_partial(sums, worker, (row, first, end - first), position.column)
 
-    def write_few(self, sums: jax.Array, worker: Any, rows: tuple[Any, Any, Any], column: Any) -> None:
-        """Copies are of sizes that are known beforehand: one for each bit of the number of rows."""
-        (row, first, count), few, short = rows, self.memory.few, sums.astype(self.out_ref.dtype)
-        for c in range(0, self.how.columns, WIDTH):
+    def write_partial(self, sums: jax.Array, worker: Any, rows: tuple[Any, Any, Any], column: Any) -> None:
+        """Copies have static sizes: issue one for each set bit of the number of rows."""
+        (row, first, count), partial_rows, narrow = rows, self.memory.partial_rows, sums.astype(self.out_ref.dtype)
+        for c in range(0, self.params.columns, WIDTH):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            few[worker] = short[:, c : c + WIDTH]
+            partial_rows[worker] = narrow[:, c : c + WIDTH]
             plgpu.commit_smem()
             for bit in range(ROWS.bit_length() - 1):
                 size = 1 << bit
                 start = first + (count & ~(2 * size - 1))
-                own = few.at[worker, pl.ds(start, size)]
-                there = self.out_ref.at[pl.ds(row + start, size), pl.ds(column + c, WIDTH)]
-                pl.when(count & size != 0)(partial(plgpu.copy_smem_to_gmem, own, there))
+                block = partial_rows.at[worker, pl.ds(start, size)]
+                destination = self.out_ref.at[pl.ds(row + start, size), pl.ds(column + c, WIDTH)]
+                pl.when(count & size != 0)(partial(plgpu.copy_smem_to_gmem, block, destination))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Turned(_Product):
+class _TransposedMatmul(_Matmul):
     """With matrices [E, N, K]."""
 
-    name: ClassVar[str] = "grouped_matmul_turned"
+    name: ClassVar[str] = "grouped_matmul_transposed"
 
-    def right(self, place: _Place, some: Any) -> Any:
-        return self.refs.w.at[place.group, self.columns(place), some]
+    def right(self, position: _Position, inputs: Any) -> Any:
+        return self.refs.w.at[position.group, self.columns(position), inputs]
 
     def multiply(self, sums_ref: Any, worker: Any, slot: Any) -> None:
         plgpu.wgmma(sums_ref, self.memory.left.at[slot, worker], self.memory.right.at[slot].transpose((1, 0)))

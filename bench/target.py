@@ -1,4 +1,4 @@
-"""What the scripts beside this one measure: overrides of task=bench, composed, on a started machine, without a run."""
+"""The target of a benchmark script: composed overrides of task=bench on a started runtime, without a run folder."""
 
 import logging
 import sys
@@ -9,10 +9,10 @@ from maxhydra.config.schema.tasks.bench import BenchTask
 from maxhydra.measure.record import BenchTarget, with_synthetic_data
 
 
-def opened(overrides: list[str], *of_task: str) -> tuple[BenchTarget, BenchTask]:
-    """`of_task` are overrides that the lines do not tell."""
+def open_target(overrides: list[str], *task_overrides: str) -> tuple[BenchTarget, BenchTask]:
+    """Compose and start the runtime; `task_overrides` are not recorded in the output lines."""
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
-    composed = compose(["task=bench", *of_task, *overrides])
+    composed = compose(["task=bench", *task_overrides, *overrides])
     config = with_synthetic_data(composed.config, composed.choices, tuple(overrides))
     assert isinstance(config.task, BenchTask)
     machine = runtime.start(config.hardware)
