@@ -21,7 +21,7 @@ CONFIG = "config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def stated_model(key: str, location: str) -> dict[str, Any]:
+def hf_model_section(key: str, location: str) -> dict[str, Any]:
     """The `model` section described by a Hugging Face folder."""
     folder = Path(location).expanduser()
     if not is_hf_folder(folder):
@@ -33,7 +33,7 @@ def stated_model(key: str, location: str) -> dict[str, Any]:
     return {"model": values}
 
 
-def stated_run(location: str) -> dict[str, Any]:
+def hf_run_section(location: str) -> dict[str, Any]:
     """Config values outside `model` that a folder determines: its tokenizer, if it has one."""
     folder = Path(location).expanduser()
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)

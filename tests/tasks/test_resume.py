@@ -152,7 +152,9 @@ def test_a_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
     done = run(*RUN, "train.steps=4", "run.name=first", "model.mlp_dim=96", cwd=tmp_path)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert "belongs to a different model" in done.stderr and "(2, 64, 32)" in done.stderr and "(2, 96, 32)" in done.stderr
+    assert (
+        "belongs to a different model" in done.stderr and "(2, 64, 32)" in done.stderr and "(2, 96, 32)" in done.stderr
+    )
     done = run(*RUN, "run.name=second", "checkpoint.load_parameters=nowhere", cwd=tmp_path)
     assert done.returncode == 2 and "checkpoint.load_parameters=nowhere: does not exist" in done.stderr
 

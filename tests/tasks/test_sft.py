@@ -124,7 +124,9 @@ def test_missing_base_weights_are_reported(here: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_weights(str(tmp_path / "alone"), model, shardings=None, dtype="float32")
     (problem,) = caught.value.problems
-    assert "trained on the weights of outputs/base, which do not exist" in problem.reason and "config.yaml" in problem.hint
+    assert (
+        "trained on the weights of outputs/base, which do not exist" in problem.reason and "config.yaml" in problem.hint
+    )
 
 
 def test_text_records_are_rejected() -> None:
