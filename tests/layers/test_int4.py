@@ -35,7 +35,7 @@ def model(quantization: Quantization, kind: config.Kind | None = None, **changes
 
 
 def four_bits(kind: QuantizationKind, ends: QuantizationRule, **changes: Any) -> Quantization:
-    fields = {"kind": kind, "targets": ["attention/", "mlp/"], "group": 16, "besides": {"ends": ends}}
+    fields = {"kind": kind, "targets": ["attention/", "mlp/"], "group": 16, "overrides": {"ends": ends}}
     return Quantization(**{**fields, **changes})
 
 
@@ -191,7 +191,7 @@ def test_a_group_that_does_not_divide_names_the_projection() -> None:
     with pytest.raises(ConfigError, match=r"quantization\.group=40.*layer/attention/query has 32 inputs"):
         _ = model(four_bits(QuantizationKind.int4_weights, ENDS, group=40)).shapes
     with pytest.raises(
-        ConfigError, match=r"quantization\.besides\.ends\.targets.*no projection's name matches '\^hed\$'"
+        ConfigError, match=r"quantization\.overrides\.ends\.targets.*no projection's name matches '\^hed\$'"
     ):
         wrong = QuantizationRule(kind=QuantizationKind.int8_weights, targets=["^hed$"])
         _ = model(four_bits(QuantizationKind.int4_weights, wrong)).shapes

@@ -107,7 +107,8 @@ def test_training_for_rounded_activations_is_that_of_qwix(kind: QuantizationKind
 def test_experts_say_that_they_take_activations_as_they_are() -> None:
     moe = config.Kind(feed_forward=config.FeedForward.moe, moe=config.Moe(experts=4, dim=32))
     rounds = Quantization(kind=QuantizationKind.qat_int8, targets=LAYERS, activations=Activations.int8)
-    with pytest.raises(ConfigError, match=r"quantization\.activations=int8: layer/mlp/experts/gate belongs to experts"):
+    message = r"quantization\.activations=int8: layer/mlp/experts/gate is a projection of experts"
+    with pytest.raises(ConfigError, match=message):
         _ = model(rounds, moe).shapes
     overrides = {"experts": QuantizationRule(kind=QuantizationKind.qat_int8, targets=["experts/"])}
     assert model(dataclasses.replace(rounds, overrides=overrides), moe).shapes

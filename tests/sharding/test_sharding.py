@@ -147,7 +147,7 @@ def test_check_lists_every_dimension_that_does_not_divide() -> None:
     assert "mesh.tensor=3: does not divide heads=4 of layers/attention/query" in said
     assert "mesh.fsdp=8: does not divide embed=15 of layers/mlp/up" in said
     assert len(error.value.problems) == 2
-    with pytest.raises(ConfigError, match="fsdp=2 x sequence=2, 4 ways"):
+    with pytest.raises(ConfigError, match="fsdp=2 x sequence=2, 4 shards"):
         sharder(fsdp=2, sequence=2).check(("embed",), jax.ShapeDtypeStruct((6,), jnp.float32))
 
 
