@@ -1,12 +1,12 @@
-"""Weights laid out for decoding, where a step is a few rows against every weight.
+"""Weight layout: how the engine stores weights, for steps that multiply few rows by every weight.
 
-XLA copies a layer's weights out of their stack before using them, so layers are taken out of their stacks, once. On a
-CPU it is fast for few rows only with the weight as the left operand, outputs first in memory: weights are turned round,
-and the programs turn them back, which the compiler folds into the product. Products of SmolLM2 (135M, float32, 2
-cores): a third less time at batch 1, half at batch 8. On a GPU one row wants its outputs first too, and few large
-products are faster than many: weights with the same input lie together, are cut apart by the programs and put together
-again by the layers, which the compiler folds into nothing. Programs take longer to compile, as every layer is written
-out.
+XLA copies a layer's weights out of their stack before using them, so the stacks are split into layers once. On a CPU,
+matmuls with few rows are fast only with the weight as the left operand and its output dimension first in memory:
+weights are stored transposed, and the programs transpose them back, which the compiler folds into the matmul. Matmuls
+of SmolLM2 (135M, float32, 2 cores) take a third less time at batch 1 and half at batch 8. On a GPU, one row also needs
+the output dimension first, and few large matmuls are faster than many: weights with the same input are concatenated,
+split by the programs and fused again by the layers, which the compiler removes. Programs take longer to compile, since
+every layer is unrolled.
 """
 
 import dataclasses
@@ -21,24 +21,24 @@ from maxhydra.model import ModelDef
 from maxhydra.sharding import LogicalAxes, Sharder, is_axes
 
 Tree = Any
-# Projections of a part of a layer that share their input.
+# Projections of a sub-layer that share their input.
 JOINED = {"attention": ("query", "key", "value"), "mlp": ("gate", "up")}
 LAYERS = ("prefix", "pattern", "remainder")
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightLayout:
-    """A model for the programs, and how its weights are kept."""
+    """The model that programs run, and the conversion of weights to and from the stored layout."""
 
     model: ModelDef
     keep: Callable[[Tree], Tree]
-    """Weights as the model at large has them -> as the engine keeps them."""
+    """Convert weights from the standard layout to the stored one."""
     use: Callable[[Tree], Tree]
-    """As they are kept -> as `model` takes them; inside a program."""
+    """Convert stored weights to those that `model` takes; called inside a program."""
 
 
 def choose_weight_layout(model: ModelDef, sharder: Sharder, platform: str) -> WeightLayout:
-    """The layout that suits the devices: on one CPU or GPU as described above, elsewhere as it is."""
+    """Return the layout for the devices: on one CPU or GPU as described above, otherwise the standard one."""
     if sharder.mesh.size > 1 or platform not in ("cpu", "gpu"):
         return WeightLayout(model, keep=lambda params: params, use=lambda params: params)
     layout = Projection.outputs_first if platform == "cpu" else Projection.joined
@@ -48,7 +48,7 @@ def choose_weight_layout(model: ModelDef, sharder: Sharder, platform: str) -> We
 
 
 def flattened(model: ModelDef, layout: Projection) -> ModelDef:
-    """The same model with every layer written out."""
+    """Return the same model with every layer unrolled."""
     config = model.config
     repeated = config.num_layers - len(config.prefix)
     pattern = [config.pattern[index % len(config.pattern)] for index in range(repeated)]
@@ -58,7 +58,7 @@ def flattened(model: ModelDef, layout: Projection) -> ModelDef:
 
 
 def unstacked(model: ModelDef, params: Tree) -> Iterator[Tree]:
-    """The weights of every layer, first to last; each is made when it is asked for."""
+    """Yield the weights of every layer, first to last; each is sliced lazily."""
     config = model.config
     places = _in_order(params.get("pattern", {}))
     repetitions = (config.num_layers - len(config.prefix)) // len(config.pattern) if places else 0
@@ -71,14 +71,14 @@ def unstacked(model: ModelDef, params: Tree) -> Iterator[Tree]:
 
 @dataclasses.dataclass(frozen=True)
 class _Flat:
-    """Layers out of their stacks, outputs first, and perhaps joined."""
+    """Unstacked layers with the output dimension first, optionally with fused projections."""
 
     model: ModelDef
     flat: ModelDef
     joins: bool
 
     def keep(self, params: Tree) -> Tree:
-        """Layer by layer, so that beside the two copies of all weights there is room for one layer more at most."""
+        """Convert layer by layer, so that peak memory is two copies of all weights plus one layer."""
         axes = self.flat.axes
         kept = {name: _map(_turned, axes[name], part) for name, part in params.items() if name not in LAYERS}
         layers = enumerate(unstacked(self.model, params))
@@ -97,13 +97,13 @@ class _Flat:
         return _joined(turned, self.flat.shapes["prefix"][number], axes) if self.joins else turned
 
     def _used_layer(self, number: str, layer: Tree) -> Tree:
-        """Joined weights are turned back before they are cut: what the layers put together again is then whole."""
+        """Transpose fused weights back before splitting them, so that the layers fuse contiguous arrays again."""
         axes = self.flat.axes["prefix"][number]
         return _parted(_map(_turned_back, axes, layer), self.flat.shapes["prefix"][number], axes)
 
 
 def _joined(layer: Tree, shapes: Tree, axes: Tree) -> Tree:
-    """Kernels that share an input as one under the first's key; the others' keys hold None."""
+    """Concatenate kernels that share an input under the first one's key; the other keys hold None."""
     layer = jax.tree.map(lambda leaf: leaf, layer)
     for part, names in _joins(shapes, axes):
         whole = jax.tree.map(lambda *each: jnp.concatenate(each), *[layer[part][name]["kernel"] for name in names])
@@ -113,7 +113,7 @@ def _joined(layer: Tree, shapes: Tree, axes: Tree) -> Tree:
 
 
 def _parted(layer: Tree, shapes: Tree, axes: Tree) -> Tree:
-    """The kernels for themselves, given what was joined with inputs first."""
+    """Split fused kernels, given with the input dimension first."""
     for part, names in _joins(shapes, axes):
         if jax.tree.leaves(layer[part][names[-1]]["kernel"]):
             continue
@@ -125,8 +125,8 @@ def _parted(layer: Tree, shapes: Tree, axes: Tree) -> Tree:
 
 
 def _joins(shapes: Tree, axes: Tree) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Parts of a layer whose projections can lie together: they are there, in one number format, and differ at most in
-    the first dimension of their outputs."""
+    """Yield sub-layers whose projections can be fused: all exist in one dtype, and only their first output dimension
+    differs."""
     for part, names in JOINED.items():
         if all("kernel" in shapes[part].get(name, {}) for name in names):
             kernels = [(axes[part][name]["kernel"], shapes[part][name]["kernel"]) for name in names]
@@ -136,13 +136,13 @@ def _joins(shapes: Tree, axes: Tree) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _beside(names: LogicalAxes, own: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    """The dimensions in which arrays must agree to be joined."""
+    """Return the dimensions in which arrays must agree to be concatenated."""
     axis = int(names[0] == "embed")
     return (*own.shape[:axis], *own.shape[axis + 1 :])
 
 
 def _cut(names: LogicalAxes, whole: jax.Array, own: jax.ShapeDtypeStruct, *before: jax.ShapeDtypeStruct) -> jax.Array:
-    """The part of a joined array, inputs first if it has any, that comes after others."""
+    """Slice one kernel out of a fused array, after the kernels in `before`."""
     axis = int(names[0] == "embed")
     start = sum(other.shape[axis] for other in before)
     return jax.lax.slice_in_dim(whole, start, start + own.shape[axis], axis=axis)
@@ -153,7 +153,7 @@ def _in_order(blocks: dict[str, Tree]) -> list[Tree]:
 
 
 def _map(function: Callable[..., Any], axes: Tree, weights: Tree) -> Tree:
-    """function(path, logical axes, weight) of every weight there is."""
+    """Apply function(path, logical axes, weight) to every weight that is not None."""
 
     def of(keys: jax.tree_util.KeyPath, names: LogicalAxes, weight: Any) -> Any:
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
@@ -163,7 +163,7 @@ def _map(function: Callable[..., Any], axes: Tree, weights: Tree) -> Tree:
 
 
 def _turned(path: str, names: LogicalAxes, weight: jax.Array) -> jax.Array:
-    """The weight with its outputs first."""
+    """Move the output dimension of a weight to the front."""
     source, target = _move(names)
     return jnp.moveaxis(weight, source, target)
 
@@ -174,10 +174,10 @@ def _turned_back(path: str, names: LogicalAxes, weight: jax.Array) -> jax.Array:
 
 
 def _move(names: LogicalAxes) -> tuple[int, int]:
-    """The dimension of the residual stream goes last where it is the input, first where it is the output.
+    """Return the source and target of the moved axis: the embed axis moves last as an input, first as an output.
 
-    The embedding has its outputs, the vocabulary, first already; positions are looked up; the products of experts want
-    them as they are.
+    The embedding already has its output, the vocabulary, first; positions are looked up; expert matmuls need the
+    standard layout.
     """
     if names and names[0] == "experts":
         return 0, 0
