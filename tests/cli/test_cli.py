@@ -1,4 +1,4 @@
-"""The command as a user meets it: in its own process, with exit codes, output and what it leaves behind."""
+"""The command line as users see it: a separate process, its exit code, output and files."""
 
 import json
 import os
@@ -63,8 +63,8 @@ def test_mistakes_end_with_exit_code_2(tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stdout == ""
     said = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("import time:"))
     assert "3 problems" in said and "Traceback" not in said and len(said) < 1500
-    for words in ("model.num_layer=3", "'model.num_layers'", "train.steps=-5", "data.path=/nope"):
-        assert words in said
+    for text in ("model.num_layer=3", "'model.num_layers'", "train.steps=-5", "data.path=/nope"):
+        assert text in said
     assert "jax" not in imported(done) and list(tmp_path.iterdir()) == []
 
 
@@ -113,15 +113,17 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_refusals(arguments: list[str], said: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_command_lines_are_rejected(
+    arguments: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    for words in said:
-        assert words in captured.err
+    for text in said:
+        assert text in captured.err
 
 
-def test_look_at_a_config_that_a_check_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cfg_prints_a_config_that_fails_validation(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--cfg", "job", "-p", "data", "data=text"]) == 2
     captured = capsys.readouterr()
     assert "source: text" in captured.out and "data.path=null: is needed" in captured.err
@@ -140,7 +142,7 @@ def test_look_at_a_config_that_a_check_refuses(capsys: pytest.CaptureFixture[str
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_looks(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_cfg_and_info_print_the_config(arguments: list[str], said: str, tmp_path: Path) -> None:
     done = maxhydra(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert said in done.stdout and list(tmp_path.iterdir()) == []
@@ -205,8 +207,8 @@ def test_explain_says_which_file(capsys: pytest.CaptureFixture[str]) -> None:
 def test_explain_sections_and_groups(path: str, said: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", *([path] if path else [])]) == 0
     out = capsys.readouterr().out
-    for words in said:
-        assert words in out
+    for text in said:
+        assert text in out
 
 
 def test_inspect_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -223,7 +225,7 @@ def test_mistake_that_the_task_finds(tmp_path: Path) -> None:
 
 
 def test_sweep_folders(tmp_path: Path) -> None:
-    """Readable job folders in one sweep folder, beside Hydra's multirun.yaml and what `sweep resume` needs, no more."""
+    """Readable job folders in one sweep folder, plus multirun.yaml of Hydra and sweep.json of `sweep resume` only."""
     done = maxhydra("-m", "task=inspect", "run.name=sizes", "model.num_layers=2,3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
@@ -242,7 +244,7 @@ def test_sweep_folders(tmp_path: Path) -> None:
         (["-m", "hydra/sweeper=optuna", "run.name=alone", "run.seed=1,2"], "is a run already, and no sweep"),
     ],
 )
-def test_runs_do_not_lie_in_one_another(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_runs_are_not_nested(arguments: list[str], said: str, tmp_path: Path) -> None:
     """`runs list` would not find the inner ones, and `runs gc` would take them with the outer one."""
     for name in ("alone", "lr/0_seed=1"):
         write_run(tmp_path / "outputs" / name)
@@ -261,7 +263,7 @@ def test_failing_job_of_a_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_that_a_run_ends_with_goes_on_with_it(tmp_path: Path) -> None:
+def test_the_printed_command_resumes_the_run(tmp_path: Path) -> None:
     small = [*SMALL, "train.steps=2", r"run.notes=two words and \${neither}"]
     first = maxhydra(*small, cwd=tmp_path)
     assert first.returncode == 0, first.stderr

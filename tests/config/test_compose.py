@@ -20,7 +20,7 @@ from maxhydra.config.serialize import from_yaml, to_yaml
 from tests.support.sampled_cases import drawn
 
 OPTIONS = [(group, path.stem) for group, paths in groups().items() for path in paths]
-# Of which Hydra composes the whole run, which is written and read back: the others state other numbers.
+# Models for which Hydra composes the whole run; the others differ only in sizes.
 MODELS = drawn(list(model_options()), 12)
 
 
@@ -39,7 +39,7 @@ def by_hydra(overrides: list[str]) -> Config:
     return config
 
 
-# What an option cannot guess.
+# Values that an option requires and does not set.
 NEEDS = {
     ("data", "grain"): ["data.path=."],
     ("data", "hf"): ["data.name=someone/dataset"],
@@ -55,7 +55,7 @@ NEEDS = {
     ("task", "teacher_logits"): ["task.output=logits"],
     ("task", "tokenize"): ["task.output=tokens"],
 }
-# Groups that no run has unless asked for.
+# Groups that are not in the defaults list.
 ADDED = ("sweep",)
 
 
@@ -86,7 +86,7 @@ def test_every_option_composes(group: str, option: str, text: Path, composer: Co
         assert from_yaml(to_yaml(composed.config)) == composed.config
 
 
-def test_every_option_says_what_it_is() -> None:
+def test_every_option_has_a_description() -> None:
     for group, option in OPTIONS:
         path = CONF / group / f"{option}.yaml"
         assert path.read_text().startswith("#") and description(path), path
@@ -205,7 +205,7 @@ def test_job_folder() -> None:
     assert all(len(name) <= LONGEST for name in long) and long[0] != long[1]
 
 
-def test_local_overlay_is_found_where_there_is_one(tmp_path: Path) -> None:
+def test_a_local_overlay_is_used_if_it_exists(tmp_path: Path) -> None:
     (tmp_path / "local").mkdir()
     (tmp_path / "local" / "default.yaml").write_text("# @package _global_\nrun:\n  outputs: /scratch\n")
     composed = compose(["run.name=x"], config_dir=str(tmp_path))

@@ -1,4 +1,4 @@
-"""docs/config.md is what the schema says, and every key of the schema is read by something."""
+"""docs/config.md matches the schema, and every key of the schema is read somewhere."""
 
 import ast
 import re

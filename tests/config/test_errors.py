@@ -1,4 +1,4 @@
-"""Every mistake gives its path, value, what is accepted and the way out, and all of them are listed at once."""
+"""Every problem is reported with path, value, accepted values and a hint, and all of them at once."""
 
 from pathlib import Path
 
@@ -74,8 +74,8 @@ def write(folder: Path, name: str, text: str) -> Path:
 def test_one_mistake(override: str, path: str, said: list[str]) -> None:
     found = problems(override)
     assert list(found) == [path]
-    for words in said:
-        assert words in str(found[path])
+    for text in said:
+        assert text in str(found[path])
 
 
 def test_check_between_fields() -> None:
@@ -102,7 +102,7 @@ BFLOAT16 = "model.dtypes.weights=bfloat16"
         ([BFLOAT16, "optimizer.mu_dtype=float32", "optimizer.b1=0.999"], None, ""),
     ],
 )
-def test_a_moment_that_would_stand_still(given: list[str], path: str | None, way_out: str) -> None:
+def test_a_decay_that_bfloat16_moments_cannot_represent(given: list[str], path: str | None, way_out: str) -> None:
     if path is None:
         compose(given)
         return
@@ -111,7 +111,7 @@ def test_a_moment_that_would_stand_still(given: list[str], path: str | None, way
     assert "at most 0.995" in str(found[path]) and way_out in str(found[path])
 
 
-def test_so_small_a_step_is_none_in_bfloat16() -> None:
+def test_small_updates_round_to_zero_in_bfloat16() -> None:
     numbers = np.arange(128, 256).astype(jnp.bfloat16)
     assert not np.any((numbers * np.float32(0.999)).astype(jnp.bfloat16) < numbers)
     assert np.all((numbers * np.float32(LARGEST_DECAY)).astype(jnp.bfloat16) < numbers)
@@ -153,7 +153,7 @@ def test_unknown_key_does_not_hide_the_checks_of_its_section() -> None:
 
 
 def test_wrong_option_is_the_only_problem_of_its_section() -> None:
-    """What was meant for the option that does not exist is not held against the one chosen by default."""
+    """Values for an option that does not exist are not validated against the default option."""
     assert set(problems("model=tny", "model.num_heads=7", "task=inspct", "task.devices=4")) == {"model", "task"}
 
 
@@ -194,7 +194,7 @@ data:
     assert "quotes" in found["checkpoint.mode"].hint
 
 
-def test_value_in_yaml_that_a_check_refuses_names_its_line(tmp_path: Path) -> None:
+def test_an_invalid_value_in_yaml_is_reported_with_its_line(tmp_path: Path) -> None:
     folder = write(tmp_path, "experiment/heads", "# @package _global_\nmodel:\n  num_heads: 6\n  num_kv_heads: 4\n")
     assert problems("experiment=heads", config_dir=folder)["model.num_kv_heads"].source.endswith("heads.yaml:4")
 
@@ -232,7 +232,7 @@ def test_folder_of_options_that_does_not_exist() -> None:
     assert "no such folder" in str(problems(config_dir=Path("/nope"))["--config-dir"])
 
 
-def test_missing_value_that_is_given_later_is_no_problem(tmp_path: Path) -> None:
+def test_a_required_value_may_be_set_by_a_later_layer(tmp_path: Path) -> None:
     folder = write(tmp_path, "experiment/asks", "# @package _global_\ntrain:\n  steps: ???\n")
     assert compose(["experiment=asks", "train.steps=77"], config_dir=str(folder)).config.train.steps == 77
     assert "a value is needed" in str(problems("experiment=asks", config_dir=folder)["train.steps"])

@@ -1,4 +1,4 @@
-"""model=from_hf: the model, its weights and its tokenizer as a Hugging Face folder states them."""
+"""model=from_hf: model, weights and tokenizer of a Hugging Face folder."""
 
 import json
 import shutil
@@ -21,21 +21,21 @@ def composed(folder: Path, *overrides: str) -> Config:
     return compose(["model=from_hf", f"model.path={folder}", *overrides]).config
 
 
-def refusal(*overrides: str) -> str:
+def error_message(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         compose([SHORT, *overrides])
     return str(caught.value)
 
 
-def test_the_folder_states_the_model_and_the_command_line_has_the_last_word() -> None:
+def test_the_folder_defines_the_model_and_the_command_line_overrides_it() -> None:
     folder = GOLDEN / "mistral"
-    told = json.loads((folder / "config.json").read_text())
+    hf_config = json.loads((folder / "config.json").read_text())
     config = composed(folder, "model.remat.policy=full", "model.kinds.layer.mlp.activation=gelu")
-    assert config.model.num_layers == told["num_hidden_layers"]
-    assert config.model.kinds["layer"].attention.window == told["sliding_window"]
+    assert config.model.num_layers == hf_config["num_hidden_layers"]
+    assert config.model.kinds["layer"].attention.window == hf_config["sliding_window"]
     assert config.model.remat.policy.value == "full" and config.model.kinds["layer"].mlp.activation.value == "gelu"
     assert config.checkpoint.load_parameters == str(folder) and config.data.tokenizer.kind == "byte"
-    assert config.train.seq_len == told["max_position_embeddings"]
+    assert config.train.seq_len == hf_config["max_position_embeddings"]
     assert composed(folder, "checkpoint.load_parameters=null").checkpoint.load_parameters is None
 
 
@@ -53,11 +53,11 @@ def test_an_experiment_may_name_the_folder(tmp_path: Path) -> None:
     assert "choose model=from_hf" in str(composer.examine(["experiment=idle"]).problems[0])
 
 
-def test_a_tokenizer_beside_the_weights_is_the_runs(tmp_path: Path) -> None:
+def test_the_tokenizer_of_the_folder_is_used(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "llama", tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    words = composed(tmp_path / "model").data.tokenizer
-    assert (words.kind, words.path) == ("hf", str(tmp_path / "model"))
+    tokenizer = composed(tmp_path / "model").data.tokenizer
+    assert (tokenizer.kind, tokenizer.path) == ("hf", str(tmp_path / "model"))
 
 
 def test_the_runs_config_needs_no_folder(tmp_path: Path) -> None:
@@ -67,21 +67,21 @@ def test_the_runs_config_needs_no_folder(tmp_path: Path) -> None:
     assert from_yaml(to_yaml(config)) == config
 
 
-def test_what_cannot_be_read_is_one_message(tmp_path: Path) -> None:
-    assert refusal("model=from_hf").count("model.") == 1
-    assert "is not a folder" in refusal("model=from_hf", f"model.path={tmp_path / 'nowhere'}")
-    assert "has no config.json" in refusal("model=from_hf", f"model.path={tmp_path}")
-    assert "choose model=from_hf" in refusal("model=tiny", f"model.path={tmp_path}")
+def test_an_unreadable_folder_is_one_short_message(tmp_path: Path) -> None:
+    assert error_message("model=from_hf").count("model.") == 1
+    assert "is not a folder" in error_message("model=from_hf", f"model.path={tmp_path / 'nowhere'}")
+    assert "has no config.json" in error_message("model=from_hf", f"model.path={tmp_path}")
+    assert "choose model=from_hf" in error_message("model=tiny", f"model.path={tmp_path}")
     settings = tmp_path / "config.json"
-    for text, told in {
+    for text, message_part in {
         "{": "config.json cannot be read",
         "[]": "is not a JSON object",
         '{"model_type": "unheard"}': "has unsupported model_type unheard",
         '{"model_type": "llama"}': "config.json lacks",
     }.items():
         settings.write_text(text)
-        message = refusal("model=from_hf", f"model.path={tmp_path}")
-        assert told in message and len(message.splitlines()) <= 4, message
+        message = error_message("model=from_hf", f"model.path={tmp_path}")
+        assert message_part in message and len(message.splitlines()) <= 4, message
 
 
 def test_the_config_is_shown_without_jax() -> None:

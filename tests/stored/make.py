@@ -22,7 +22,7 @@ FOLDER = Path("/tmp/maxhydra-stored-runs")
 # Text files that can hold the path of FOLDER.
 TEXT = (".json", ".yaml", ".jsonl", ".txt", ".log", ".html")
 # Files that no reader needs, or that every reader writes again.
-LEFT_OUT = (".lock", ".sweep.lock", ".runs.sqlite", "report.html", "sweep.html", "diff.patch")
+EXCLUDED = (".lock", ".sweep.lock", ".runs.sqlite", "report.html", "sweep.html", "diff.patch")
 
 MODEL = [
     *("model.num_layers=2", "model.emb_dim=32", "model.mlp_dim=32", "model.num_heads=2", "model.num_kv_heads=1"),
@@ -164,10 +164,10 @@ def execute(arguments: list[str]) -> str:
 
 
 def strip() -> None:
-    """Remove what is not stored."""
+    """Remove files that are not stored."""
     for name in WITHOUT_CHECKPOINTS:
         shutil.rmtree(FOLDER / "outputs" / name / "checkpoints", ignore_errors=True)
-    for path in [path for path in FOLDER.rglob("*") if path.name in LEFT_OUT]:
+    for path in [path for path in FOLDER.rglob("*") if path.name in EXCLUDED]:
         path.unlink()
 
 

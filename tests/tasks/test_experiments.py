@@ -8,14 +8,14 @@ import pytest
 from tests.support.cli import ROOT, SMALL, facts, finished, losses
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
-# overfit has a test of its own.
+# overfit has a separate test.
 OVERLAYS = sorted({path.stem for path in (ROOT / "conf" / "debug").glob("*.yaml")} - {"overfit"})
 SIZES = [override for override in SMALL if override.startswith(("model.", "train.seq_len"))]
 # Sizes that other models set and the small one must not inherit.
 SIZES += ["model.dtypes.compute=float32", "model.vocab_size=320", "model.context_length=64", "train.loss_chunk=0"]
 
 
-# What an experiment reads that is not there in a test, or that a small model cannot have.
+# Inputs of experiments that do not exist in a test, or that a small model does not support.
 INSTEAD = {
     "llama3.1-8b_text": ["data.path=text.txt"],
     "smollm2_lora": [
@@ -44,7 +44,7 @@ def run_experiment(name: str, here: Path) -> Path:
     if not folder.exists():
         for needed in BEFORE.findall((ROOT / "conf/experiment" / f"{name}.yaml").read_text()):
             run_experiment(needed, here)
-        # One step saves nothing by itself, and others go on from it.
+        # A run of one step saves no checkpoint by default, and later experiments need one.
         saved = ["debug=one_step", "checkpoint.mode=synchronous", f"run.name={name}"]
         finished(f"experiment={name}", *SIZES, *INSTEAD.get(name, []), *saved, cwd=here)
     return folder

@@ -40,32 +40,32 @@ class ConfigMerge:
         """Give the section at `path` the fields of a subclass of its declared type."""
         self._types[path] = cls
 
-    def set_value(self, path: str, located: SourcedValue) -> None:
+    def set_value(self, path: str, sourced: SourcedValue) -> None:
         """Set a value, or every value of a section, over the current one."""
-        value, spec = located.value, self.spec(path)
+        value, spec = sourced.value, self.spec(path)
         if spec is None:
             if not self._is_unsure(path):
-                self.problems.append(self.unknown(path, located))
+                self.problems.append(self.unknown(path, sourced))
         elif value == MISSING:
-            self._required[path] = located.source
+            self._required[path] = sourced.source
         elif is_open(value):
-            self._set_leaf(path, located)
+            self._set_leaf(path, sourced)
         elif spec.is_section or spec.type is dict:
-            self._set_entries(path, located, spec)
+            self._set_entries(path, sourced, spec)
         elif reason := spec.mismatch(value):
-            self._reject(path, located, reason, spec)
+            self._reject(path, sourced, reason, spec)
         else:
-            self._set_leaf(path, located)
+            self._set_leaf(path, sourced)
 
-    def _set_entries(self, path: str, located: SourcedValue, spec: FieldType) -> None:
-        if not isinstance(located.value, dict):
+    def _set_entries(self, path: str, sourced: SourcedValue, spec: FieldType) -> None:
+        if not isinstance(sourced.value, dict):
             kind = "a section of keys" if spec.is_section else "a mapping of names to values"
-            self._reject(path, located, f"is {kind}, not a single value", spec)
+            self._reject(path, sourced, f"is {kind}, not a single value", spec)
             return
         self._node(path)  # creates the entry even if it has no values
         if spec.type is dict:
-            self._origins[path] = located.source
-        for key, item in located.value.items():
+            self._origins[path] = sourced.source
+        for key, item in sourced.value.items():
             full_path = f"{path}.{key}" if path else key
             if "." in key:
                 hint = "in YAML, write every part of a path as its own nested key"
@@ -73,14 +73,14 @@ class ConfigMerge:
             else:
                 self.set_value(full_path, item)
 
-    def _reject(self, path: str, located: SourcedValue, reason: str, spec: FieldType) -> None:
+    def _reject(self, path: str, sourced: SourcedValue, reason: str, spec: FieldType) -> None:
         self.unsure.add(path)
         hint = ""
-        if isinstance(located.value, str):
-            hint = did_you_mean(located.value, spec.names)
-        elif isinstance(located.value, bool) and {"on", "off", "yes", "no"} & set(spec.names):
+        if isinstance(sourced.value, str):
+            hint = did_you_mean(sourced.value, spec.names)
+        elif isinstance(sourced.value, bool) and {"on", "off", "yes", "no"} & set(spec.names):
             hint = "YAML parses on, off, yes and no as booleans: put the word in quotes"
-        self.problems.append(Problem(path, reason, located.plain, spec.accepted, hint, located.source))
+        self.problems.append(Problem(path, reason, sourced.plain, spec.accepted, hint, sourced.source))
 
     def check_required(self) -> None:
         """Reject values that are still `???`. OmegaConf would silently keep the value of the layer below."""
@@ -89,7 +89,7 @@ class ConfigMerge:
             assert spec is not None
             self._reject(path, SourcedValue(MISSING, source), "a value is needed", spec)
 
-    def _set_leaf(self, path: str, located: SourcedValue) -> None:
+    def _set_leaf(self, path: str, sourced: SourcedValue) -> None:
         parent, _, name = path.rpartition(".")
         for required in [required for required in self._required if f"{path}.".startswith(f"{required}.")]:
             del self._required[required]
@@ -97,15 +97,15 @@ class ConfigMerge:
         if spec is not None and spec.type is list:
             items = self.value(parent)
             if int(name) >= len(items):
-                self._reject(path, located, f"{parent} has {len(items)} items", spec)
+                self._reject(path, sourced, f"{parent} has {len(items)} items", spec)
                 return
             self._node(parent.rpartition(".")[0])[parent.rpartition(".")[2]] = [
-                located.value if index == int(name) else item for index, item in enumerate(items)
+                sourced.value if index == int(name) else item for index, item in enumerate(items)
             ]
         else:
-            self._node(parent)[name] = located.plain
+            self._node(parent)[name] = sourced.plain
             self._removed.discard(path)
-        self._origins[path] = located.source
+        self._origins[path] = sourced.source
 
     def _node(self, path: str) -> dict[str, Any]:
         """Return the subtree at a path of sections and dicts, creating it if needed."""
@@ -185,23 +185,23 @@ class ConfigMerge:
             return self.origin(parent)
         return self._origins.get(path, DEFAULT)
 
-    def unknown(self, path: str, located: SourcedValue) -> Problem:
+    def unknown(self, path: str, sourced: SourcedValue) -> Problem:
         """Return the problem of a key that the schema does not have, with its new name or the nearest known key."""
         names = path.split(".")
         depth = next(depth for depth in range(len(names)) if self.spec(".".join(names[: depth + 1])) is None)
         parent, name = ".".join(names[:depth]), names[depth]
         choices = self.names(parent) if parent else [*self.names(""), *groups()]
-        hint = self._renamed(path) or self._pitfall(parent, name, located) or self._nearest(parent, name, choices)
+        hint = self._renamed(path) or self._pitfall(parent, name, sourced) or self._nearest(parent, name, choices)
         accepted = ", ".join(dict.fromkeys(choices)) or "no keys"
-        return Problem(path, "no such key", located.plain, accepted, hint, located.source)
+        return Problem(path, "no such key", sourced.plain, accepted, hint, sourced.source)
 
     def _renamed(self, path: str) -> str:
         current = migrate_key(path)
         is_known = current != path and self.spec(current) is not None
         return f"{path} was renamed to {current}" if is_known else ""
 
-    def _pitfall(self, parent: str, name: str, located: SourcedValue) -> str:
-        if not parent and name in groups() and located.source != COMMAND_LINE:
+    def _pitfall(self, parent: str, name: str, sourced: SourcedValue) -> str:
+        if not parent and name in groups() and sourced.source != COMMAND_LINE:
             return f"to set keys outside {name}, start the file with the line `# {GLOBAL}`"
         tasks = [task for task, cls in task_schemas().items() if parent == "task" and name in fields(cls)]
         return f"task={tasks[0]} has this key" if tasks else ""
