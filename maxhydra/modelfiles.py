@@ -31,7 +31,7 @@ def locate(key: str, location: str) -> Path:
         return files[file]
     if len(files) == 1 and not file:
         return next(iter(files.values()))
-    reason = f"the package {name} has {len(files)} model files; name one of them"
+    reason = f"the package {name} holds {len(files)} model files{'; name one of them' if files else ''}"
     if file and files:
         reason = f"the package {name} has no file {file}"
     accepted = ", ".join(f"{PREFIX}{name}/{file_name}" for file_name in files)

@@ -23,7 +23,7 @@ from maxhydra.data.workers import WorkerDied, Workers
 
 log = logging.getLogger("maxhydra")
 
-# Reader threads if there are no worker processes: while one waits for the disk, the other tokenizes.
+# Reader threads without worker processes: while one waits for the disk, the other tokenizes.
 THREADS = 2
 
 TRAIN, EVALUATION = "train", "evaluation"

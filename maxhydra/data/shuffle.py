@@ -7,7 +7,7 @@ import grain
 import numpy as np
 
 # Number of groups that are shuffled together, if records can only be read by the group.
-GROUPS_TOGETHER = 16
+GROUPS_PER_WINDOW = 16
 
 
 # Up to this many records, an epoch's order is an explicit permutation (16 MB); above, each index is computed separately
@@ -72,10 +72,10 @@ def _permutation(length: int, seed: int, epoch: int) -> np.ndarray:
 
 @lru_cache(maxsize=CACHED)
 def _windows(order: ShuffleOrder, epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Shuffled groups of an epoch, GROUPS_TOGETHER per window, and the position where each window starts."""
+    """Shuffled groups of an epoch, GROUPS_PER_WINDOW per window, and the position where each window starts."""
     assert order.groups is not None
     shuffled = _rng(order.seed, epoch).permutation(len(order.groups))
-    windows = [shuffled[i : i + GROUPS_TOGETHER] for i in range(0, len(shuffled), GROUPS_TOGETHER)]
+    windows = [shuffled[i : i + GROUPS_PER_WINDOW] for i in range(0, len(shuffled), GROUPS_PER_WINDOW)]
     sizes = np.array(order.groups)
     return np.cumsum([0, *(int(sizes[window].sum()) for window in windows)]), windows
 

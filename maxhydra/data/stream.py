@@ -18,7 +18,7 @@ State = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class ReadStats:
-    """Counts of what a stream has returned in this session."""
+    """Counts of the rows that a stream has returned in this session."""
 
     rows: int = 0
     capacity: int = 0
@@ -154,7 +154,7 @@ class PackedStream:
             self.counts += ReadStats(dropped=self._rows.cut)
             empty_epochs = empty_epochs + ends_epoch if not len(self._rows) else 0
             if empty_epochs > 1:
-                hint = "check data.record_type and data.columns; task=inspect_data shows what is read"
+                hint = "check data.record_type and data.columns with task=inspect_data"
                 raise ConfigError(Problem("data", "a whole epoch has no usable record", hint=hint))
         return self._rows
 

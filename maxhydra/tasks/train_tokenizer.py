@@ -81,8 +81,8 @@ def _tokenizer_config(config: TokenizerConfig, model: TokenizerModel, folder: Pa
 class _Reader:
     """Iterator over texts up to the character limit, which counts them and defers errors.
 
-    Trainers replace an exception of their iterator by one of their own, which does not name the record, so `check`
-    raises it after training.
+    Trainers replace an exception of their iterator by another one that does not name the record, so `check` raises the
+    original after training.
     """
 
     def __init__(self, task: TrainTokenizerTask, source: Iterator[str]):
@@ -118,7 +118,7 @@ class _Reader:
         self._bar.update(self._progress_task, done=f"{self.characters / 1e6:,.1f} M characters read, learning tokens")
 
     def check(self) -> None:
-        """Raise an error of the source, or an error if there was no text."""
+        """Raise the source's error, if any, or an error if it had no text."""
         if self._error is not None:
             raise self._error
         if not self.characters:

@@ -162,8 +162,8 @@ class TestPreference:
         made = row(data, record)
         tokenizer = load_tokenizer(data)
         transformers = import_optional("transformers", extra="parity")
-        theirs = transformers.AutoTokenizer.from_pretrained(chatml.path, local_files_only=True)
-        before = theirs.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        reference = transformers.AutoTokenizer.from_pretrained(chatml.path, local_files_only=True)
+        before = reference.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         for name, text in (("chosen", "Because."), ("rejected", "Be gone.")):
             response = [*tokenizer.encode(text), tokenizer.marks["<|im_end|>"]]
             trained = made[f"{name}_weights"] > 0
@@ -271,8 +271,8 @@ class TestPrompts:
     def test_messages(self, chatml: Config) -> None:
         made = row(self.data(tokenizer=chatml), {"prompt": conversation("2 + 2?"), "answer": "4"})
         transformers = import_optional("transformers", extra="parity")
-        theirs = transformers.AutoTokenizer.from_pretrained(chatml.path, local_files_only=True)
-        expected = theirs.apply_chat_template(conversation("2 + 2?"), add_generation_prompt=True, return_dict=False)
+        reference = transformers.AutoTokenizer.from_pretrained(chatml.path, local_files_only=True)
+        expected = reference.apply_chat_template(conversation("2 + 2?"), add_generation_prompt=True, return_dict=False)
         assert made["tokens"][: int(made["length"])].tolist() == expected
         assert made["info"].item()["prompt"].endswith("<|im_start|>assistant\n")
 

@@ -277,7 +277,7 @@ class TestC4:
 
         stream = Pipeline(data, SPEC).stream(share=0, num_shares=1)
         rows = [stream.take() for _ in range(20)]
-        assert all(row["weights"].all() for row in rows), "documents go on in the next row, so that none has padding"
+        assert all(row["weights"].all() for row in rows), "documents continue in the next row, so there is no padding"
 
         mesh = build_mesh(Mesh(data=1), jax.devices()[:1])
         sharding = Sharder(mesh, RULES).sharding(("act_batch", "act_length"))

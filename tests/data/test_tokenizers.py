@@ -158,15 +158,15 @@ class TestHuggingFace:
         config = make(kind, root)
         assert config.path is not None
         tokenizer = load_tokenizer(Data(tokenizer=config))
-        theirs = transformers.AutoTokenizer.from_pretrained(config.path, local_files_only=True)
+        reference = transformers.AutoTokenizer.from_pretrained(config.path, local_files_only=True)
         for text in [*TEXTS, "<s>a</s> b<|eos|>c"]:
-            assert tokenizer.encode_marked(text)[0].tolist() == theirs.encode(text, add_special_tokens=False)
+            assert tokenizer.encode_marked(text)[0].tolist() == reference.encode(text, add_special_tokens=False)
         for text in TEXTS[:-1]:
-            assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False)
+            assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False)
         assert (tokenizer.bos, tokenizer.eos, tokenizer.vocab_size) == (
-            theirs.bos_token_id,
-            theirs.eos_token_id,
-            len(theirs),
+            reference.bos_token_id,
+            reference.eos_token_id,
+            len(reference),
         )
 
     def test_special_tokens_from_the_files(self, tmp_path: Path) -> None:
@@ -230,10 +230,10 @@ class TestHuggingFace:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
         tokenizer = load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(tmp_path))))
-        theirs = self.library(tmp_path)
-        assert tokenizer.encode(TEXTS[0]) == theirs(TEXTS[0])
+        reference = self.library(tmp_path)
+        assert tokenizer.encode(TEXTS[0]) == reference(TEXTS[0])
         assert (tokenizer.bos, tokenizer.eos) == (tokenizer.marks["<s>"], tokenizer.marks["</s>"])
-        assert tokenizer.encode_marked("<s>a</s>")[0].tolist() == theirs("<s>a</s>")
+        assert tokenizer.encode_marked("<s>a</s>")[0].tolist() == reference("<s>a</s>")
 
     @pytest.mark.parametrize(
         ("files", "reason"),
@@ -259,16 +259,16 @@ class TestHuggingFace:
 class TestSentencePiece:
     def test_is_that_of_the_library(self, root: Path) -> None:
         config = make("sentencepiece", root)
-        tokenizer, theirs = (
+        tokenizer, reference = (
             load_tokenizer(Data(tokenizer=config)),
             sentencepiece.SentencePieceProcessor(model_file=config.path),
         )
         for text in TEXTS:
-            assert tokenizer.encode(text) == theirs.encode(text)
+            assert tokenizer.encode(text) == reference.encode(text)
         assert (tokenizer.bos, tokenizer.eos, tokenizer.vocab_size) == (
-            theirs.bos_id(),
-            theirs.eos_id(),
-            theirs.vocab_size(),
+            reference.bos_id(),
+            reference.eos_id(),
+            reference.vocab_size(),
         )
 
     def test_no_space_after_a_special_token(self, root: Path) -> None:
@@ -307,14 +307,14 @@ class TestTiktoken:
         assert config.path is not None
         ranks = tiktoken.load.load_tiktoken_bpe(config.path)
         special = {name: 300 + number for number, name in enumerate(MARKS)}
-        theirs = tiktoken.Encoding("x", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
+        reference = tiktoken.Encoding("x", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
         tokenizer = load_tokenizer(Data(tokenizer=config))
         for text in TEXTS:
-            assert tokenizer.encode(text) == theirs.encode_ordinary(text)
+            assert tokenizer.encode(text) == reference.encode_ordinary(text)
             ids, spans = tokenizer.encode_marked(text)
-            assert ids.tolist() == theirs.encode(text, allowed_special="all")
-            assert spans[:, 0].tolist() == theirs.decode_with_offsets(ids.tolist())[1]
-        assert tokenizer.vocab_size == theirs.n_vocab
+            assert ids.tolist() == reference.encode(text, allowed_special="all")
+            assert spans[:, 0].tolist() == reference.decode_with_offsets(ids.tolist())[1]
+        assert tokenizer.vocab_size == reference.n_vocab
 
     def test_without_a_settings_file(self, tmp_path: Path) -> None:
         tokenizer = load_tokenizer(

@@ -54,16 +54,16 @@ def test_loads_alike_here_and_in_transformers(tmp_path: Path, lines: str, model:
     metrics = train(tmp_path, f"task.model={model}", "task.vocab_size=500", *overrides)
     tokenizer = load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder))))
     transformers = import_optional("transformers", extra="parity")
-    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    assert tokenizer.vocab_size == len(theirs) == metrics["vocab_size"] == 500
+    reference = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    assert tokenizer.vocab_size == len(reference) == metrics["vocab_size"] == 500
     special_tokens = ["<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
     assert tokenizer.marks == {name: number for number, name in enumerate(special_tokens)}
     assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (0, 1, 2)
-    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (0, 1, 2)
+    assert (reference.bos_token_id, reference.eos_token_id, reference.pad_token_id) == (0, 1, 2)
     for text in SAMPLES:
         assert tokenizer.decode(tokenizer.encode(text)) == text, "any text round-trips"
-        assert tokenizer.encode_marked(text)[0].tolist() == theirs.encode(text, add_special_tokens=False)
-        assert theirs.decode(theirs.encode(text, add_special_tokens=False), skip_special_tokens=False) == text
+        assert tokenizer.encode_marked(text)[0].tolist() == reference.encode(text, add_special_tokens=False)
+        assert reference.decode(reference.encode(text, add_special_tokens=False), skip_special_tokens=False) == text
     assert metrics["characters_per_token"] > 1.5
     assert len(tokenizer.encode("the king and the queen")) < 12, "it has learned words"
 

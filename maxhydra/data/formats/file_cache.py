@@ -15,7 +15,7 @@ import numpy as np
 from maxhydra.data.files import partial_path
 from maxhydra.data.formats.payload import decode
 from maxhydra.data.records import BadRecord, Record
-from maxhydra.data.shuffle import GROUPS_TOGETHER
+from maxhydra.data.shuffle import GROUPS_PER_WINDOW
 
 log = logging.getLogger("maxhydra")
 
@@ -26,7 +26,7 @@ HANDLES = 256
 
 # Groups of two shuffle windows are always cached: records are read in random order within a window, and windows overlap
 # while reading ahead. Small groups are cached beyond that, for processes that read several streams.
-GROUPS = 2 * GROUPS_TOGETHER
+GROUPS = 2 * GROUPS_PER_WINDOW
 GROUP_BYTES = 2**30
 
 

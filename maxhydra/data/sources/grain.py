@@ -59,7 +59,7 @@ def _check_finished(paths: Sequence[Path]) -> None:
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    """Read the index of task=tokenize; empty if there is no such file, or if another program wrote it."""
+    """Read the index of task=tokenize; empty if the file is missing or was written by another program."""
     try:
         index = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:

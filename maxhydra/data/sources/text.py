@@ -15,7 +15,7 @@ from maxhydra.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer
 
 
 def files(corpus: Corpus, data: Data) -> list[Path]:
-    """Training files; a part of them is held out if there are no evaluation files."""
+    """Training files; a part of them is held out unless there are evaluation files."""
     assert corpus.path is not None
     return find_files(corpus.path, data.cache, endings=(".txt",))
 

@@ -1,8 +1,7 @@
 """SentencePiece .model files.
 
 A SentencePiece model recognizes user-defined symbols in any text. Those that the chat template uses, such as the end of
-a turn, are turned into control symbols here, which text cannot produce; the others (runs of newlines, for instance)
-stay text.
+a turn, are made control symbols here, which text cannot produce; the others (runs of newlines, for instance) stay text.
 """
 
 from collections.abc import Sequence
