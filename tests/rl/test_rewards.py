@@ -36,8 +36,8 @@ def function_reward(name: str, **changes: Any) -> Reward:
 
 @pytest.fixture(autouse=True)
 def functions(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Make the reward functions of the tests importable in other processes."""
-    monkeypatch.setenv("PYTHONPATH", str(request.path.parents[1] / "support"), prepend=":")
+    """Make the reward functions of the tests importable; spawned processes inherit sys.path."""
+    monkeypatch.syspath_prepend(request.path.parents[1] / "support")
 
 
 def test_exact_ignores_case_and_whitespace() -> None:
