@@ -36,8 +36,8 @@ def function_reward(name: str, **changes: Any) -> Reward:
 
 @pytest.fixture(autouse=True)
 def functions(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Make the reward functions of the tests importable in other processes."""
-    monkeypatch.setenv("PYTHONPATH", str(request.path.parents[1] / "support"), prepend=":")
+    """Make the reward functions of the tests importable; spawned processes inherit sys.path."""
+    monkeypatch.syspath_prepend(request.path.parents[1] / "support")
 
 
 def test_exact_ignores_case_and_whitespace() -> None:
@@ -111,7 +111,7 @@ def test_a_function_receives_the_whole_sample() -> None:
         ("raises", "ab", [0, 0], "raised RuntimeError: cannot judge a (reward_functions.py:"),
         ("hangs_at_b", "abc", [1, 0, 1], "exceeded reward.timeout=0.5 s"),
         ("hangs", "abcdef", [0] * 6, "was skipped after 3 hangs or crashes in a batch"),
-        ("not_a_number", "abcd", [0, 0, 0, 0.5], "returned nan, which is not a finite number"),
+        ("not_a_number", "abcd", [0, 0, 0, 0.5], "returned nan, not a finite number"),
         ("exits", "a", [0], "crashed its process"),
     ],
 )
