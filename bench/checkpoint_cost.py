@@ -14,11 +14,11 @@ from maxhydra import data
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.run import Checkpoint, SaveMode
 from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.train import next_token_loss
 from maxhydra.train.batches import plan_batches
 from maxhydra.train.checkpoint import open_checkpointer
-from maxhydra.train.objectives import next_token_loss
+from maxhydra.train.compile import trace_step
 from maxhydra.train.state import plan_states
-from maxhydra.train.trainer import trace_step
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
                 state, metrics = step(state, next(loader))
                 if i % options.every == 0:
                     checkpointer.save(i, state, loader.state(), {})
-            checkpointer.settle()
+            checkpointer.wait()
             float(metrics["loss"])
             elapsed = time.perf_counter() - start
             checkpointer.close()

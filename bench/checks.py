@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxhydra.kernels.dispatch import UnsupportedError
-from maxhydra.measure.kernels import distance
+from maxhydra.measure.kernels import relative_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def run_check(case: Case, check: Callable[[Case], Check]) -> list[Result]:
         except Exception as error:
             results.append(Result(case, name, error=f"{type(error).__name__}: {str(error)[:300]}"))
             continue
-        values, *gradients = (float(f"{distance(*pair):.2g}") for pair in zip(actual, expected, strict=True))
+        values, *gradients = (float(f"{relative_error(*pair):.2g}") for pair in zip(actual, expected, strict=True))
         results.append(Result(case, name, values, *gradients))
     return results
 

@@ -11,10 +11,10 @@ import jax
 from maxhydra import data
 from maxhydra.config.compose.composer import compose
 from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.train import next_token_loss
 from maxhydra.train.batches import plan_batches
-from maxhydra.train.objectives import next_token_loss
+from maxhydra.train.compile import trace_step
 from maxhydra.train.state import plan_states
-from maxhydra.train.trainer import trace_step
 
 
 def seconds(layers: int) -> float:

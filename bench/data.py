@@ -27,11 +27,10 @@ from maxhydra.config.schema.data import Data, Packing, PackingMethod
 from maxhydra.config.schema.tokenizer import Tokenizer as TokenizerConfig
 from maxhydra.data import BatchSpec, RowSpec, host_loader, train_loader
 from maxhydra.data.array_codec import encode_arrays
-from maxhydra.data.document import Document
-from maxhydra.data.packing import plan
+from maxhydra.data.packing import plan_rows
 from maxhydra.data.pipeline import Pipeline
-from maxhydra.data.rows import pack_rows
-from maxhydra.data.shards import OPTIONS
+from maxhydra.data.rows import Document, pack_rows
+from maxhydra.data.shards import WRITER_OPTIONS
 from maxhydra.data.sources.demo import TEXT
 
 SEQ_LEN, BATCH, VOCABULARY = 4096, 8, 8192
@@ -122,7 +121,7 @@ def speed_of_all(data: Data, clock: Callable[[], float]) -> float:
             stream.take()
     elapsed = clock() - start_time
     pipeline.close()
-    return stream.counts.filled / elapsed
+    return stream.stats.filled / elapsed
 
 
 def jsonl(folder: Path) -> dict[str, Any]:
@@ -185,7 +184,7 @@ def arrayrecord(folder: Path) -> dict[str, Any]:
     sizes = lengths(50_000)
     random = np.random.default_rng(2)
     tokens = random.integers(0, VOCABULARY, int(sizes.max()) + 100_000).astype(np.uint16)
-    writer = ArrayRecordWriter(str(folder / "tokens.array_record"), OPTIONS)
+    writer = ArrayRecordWriter(str(folder / "tokens.array_record"), WRITER_OPTIONS)
     for start, size in zip(random.integers(0, 100_000, len(sizes)).tolist(), sizes.tolist(), strict=True):
         writer.write(encode_arrays({"tokens": tokens[start : start + size]}))
     writer.close()
@@ -216,7 +215,9 @@ def packing(folder: Path) -> dict[str, Any]:
         filled = rows = 0
         for at in range(0, len(documents), window):
             chunk = documents[at : at + window]
-            packing_plan = plan(np.array([document.places for document in chunk]), SEQ_LEN, Packing(method=method))
+            packing_plan = plan_rows(
+                np.array([document.num_targets for document in chunk]), SEQ_LEN, Packing(method=method)
+            )
             packed = pack_rows(chunk, packing_plan, SEQ_LEN, with_segments=True)
             filled, rows = filled + int(packed.filled.sum()), rows + len(packed)
         return rows / (time.perf_counter() - start_time), filled / rows / SEQ_LEN
@@ -240,9 +241,9 @@ def with_grain(name: str, documents: list[Document]) -> tuple[float, float]:
     import grain
 
     pieces = [
-        {"tokens": document.tokens[at : at + SEQ_LEN][: document.places - at]}
+        {"tokens": document.tokens[at : at + SEQ_LEN][: document.num_targets - at]}
         for document in documents
-        for at in range(0, document.places, SEQ_LEN)
+        for at in range(0, document.num_targets, SEQ_LEN)
     ]
     source = grain.MapDataset.source(pieces).to_iter_dataset(grain.ReadOptions(num_threads=0))
     length = {"tokens": SEQ_LEN}

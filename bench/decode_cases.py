@@ -15,7 +15,7 @@ from maxhydra.kernels.attention.reference import attention as reference_attentio
 from maxhydra.kernels.attention.spec import TokenInfo
 from maxhydra.kernels.fused_linear import (
     Epilogue,
-    Norm,
+    NormParams,
     argmax,
     embed_norm,
     gemv,
@@ -25,9 +25,9 @@ from maxhydra.kernels.fused_linear import (
     swiglu_prefill,
 )
 from maxhydra.kernels.int8_weight_matmul import triton as int8_triton
-from maxhydra.kernels.paged_attention import Pages, filled, paged_attention, serving
+from maxhydra.kernels.paged_attention import Pages, find_backend, paged_attention, write_prompts
 from maxhydra.kernels.placement import Placement
-from maxhydra.layers.rope import Rotation, rotate, turns
+from maxhydra.layers.rope import Rotation, paged_rope_factors, rotate
 
 FLOAT32 = jnp.dtype(jnp.float32)
 EPILOGUES = ("none", "norm and gate", "norm and residual")
@@ -36,10 +36,10 @@ EPS = 1e-3
 
 def make_epilogue(name: str, scale_K: jax.Array, residual_MN: jax.Array) -> Epilogue:
     """The named epilogue with these arrays."""
-    norm = Norm(scale_K, offset=1.0, eps=EPS)
+    norm = NormParams(scale_K, offset=1.0, eps=EPS)
     if name == "norm and gate":
         return Epilogue(norm=norm, activation=jax.nn.silu)
-    return Epilogue(norm=norm, onto_MN=residual_MN) if name == "norm and residual" else Epilogue()
+    return Epilogue(norm=norm, residual_MN=residual_MN) if name == "norm and residual" else Epilogue()
 
 
 def gemv_cases() -> Iterator[Case]:
@@ -60,10 +60,10 @@ def check_gemv(case: Case) -> Check:
         return matmul(x, *parts, make_epilogue(options["epilogue"], scale, residual), FLOAT32)
 
     arrays = (case.sample(0, 1, K), case.sample(2, K), case.sample(3, 1, N), case.sample(4, rows, K))
-    run = partial(call, partial(gemv.product, interpret=False))
-    is_supported = gemv.can_serve(N, K, case.dtype)
+    run = partial(call, partial(gemv.gemv_linear, interpret=False))
+    is_supported = gemv.is_supported(N, K, case.dtype)
     return Check(
-        single_backend("triton", is_supported, run), partial(call, reference.product), arrays, has_gradients=False
+        single_backend("triton", is_supported, run), partial(call, reference.linear), arrays, has_gradients=False
     )
 
 
@@ -86,17 +86,21 @@ def check_small_batch(case: Case) -> Check:
 
     def kernel(x: Any, weight: Any, scale: Any, residual: Any, next_scale: Any) -> Any:
         if name != "then norm":
-            return small_batch.product(x, weight, make_epilogue(name, scale, residual), x.dtype, interpret=False)
-        parts = small_batch.summands(x, weight, Epilogue(onto_MN=residual), x.dtype, interpret=False)
-        return split_k_reduce.summed(parts, residual, Norm(next_scale, 1.0, EPS), x.dtype, interpret=False)
+            return small_batch.small_batch_linear(
+                x, weight, make_epilogue(name, scale, residual), x.dtype, interpret=False
+            )
+        parts = small_batch.partial_sums(x, weight, Epilogue(residual_MN=residual), x.dtype, interpret=False)
+        return split_k_reduce.reduce_add_norm(
+            parts, residual, NormParams(next_scale, 1.0, EPS), x.dtype, interpret=False
+        )
 
     def reference_call(x: Any, weight: Any, scale: Any, residual: Any, next_scale: Any) -> Any:
         if name != "then norm":
-            return reference.product(x, weight, None, make_epilogue(name, scale, residual), FLOAT32)
-        new_residual = reference.product(x, weight, None, Epilogue(onto_MN=residual), FLOAT32)
-        return new_residual, Norm(next_scale, 1.0, EPS)(new_residual)
+            return reference.linear(x, weight, None, make_epilogue(name, scale, residual), FLOAT32)
+        new_residual = reference.linear(x, weight, None, Epilogue(residual_MN=residual), FLOAT32)
+        return new_residual, NormParams(next_scale, 1.0, EPS)(new_residual)
 
-    is_supported = small_batch.can_serve(M, N, K, case.dtype, is_gated=is_gated) and split_k_reduce.can_serve(N)
+    is_supported = small_batch.is_supported(M, N, K, case.dtype, is_gated=is_gated) and split_k_reduce.is_supported(N)
     return Check(single_backend("triton", is_supported, kernel), reference_call, arrays, has_gradients=False)
 
 
@@ -109,12 +113,12 @@ def check_embed_norm(case: Case) -> Check:
     tokens = jax.random.randint(jax.random.key(1), (M,), 0, 100)
 
     def reference_call(table: Any, scale: Any) -> Any:
-        return table[tokens], Norm(scale, 1.0, EPS)(table[tokens])
+        return table[tokens], NormParams(scale, 1.0, EPS)(table[tokens])
 
     def kernel(table: Any, scale: Any) -> Any:
-        return embed_norm.looked_up(table, tokens, Norm(scale, 1.0, EPS), interpret=False)
+        return embed_norm.embed_and_norm(table, tokens, NormParams(scale, 1.0, EPS), interpret=False)
 
-    is_supported = embed_norm.can_serve(M, N, case.dtype)
+    is_supported = embed_norm.is_supported(M, N, case.dtype)
     return Check(
         single_backend("triton", is_supported, kernel),
         reference_call,
@@ -136,14 +140,14 @@ def check_argmax(case: Case) -> Check:
         return jnp.einsum("mk,nk->mn", x.astype(jnp.float32), weight.astype(jnp.float32), precision="highest")
 
     def kernel(x: Any, weight: Any) -> Any:
-        top, index = argmax.largest(x, weight, jnp.dtype(case.dtype), interpret=False)
+        top, index = argmax.matmul_argmax(x, weight, jnp.dtype(case.dtype), interpret=False)
         return top, jnp.take_along_axis(outputs(x, weight), index[:, None], axis=1)[:, 0]
 
     def reference_call(x: Any, weight: Any) -> Any:
         top = jnp.max(outputs(x, weight), axis=1)
         return top, top
 
-    is_supported = argmax.can_serve(M, N, K, case.dtype)
+    is_supported = argmax.is_supported(M, N, K, case.dtype)
     arrays = (case.sample(0, M, K), case.sample(1, N, K))
     return Check(single_backend("triton", is_supported, kernel), reference_call, arrays, has_gradients=False)
 
@@ -157,10 +161,10 @@ def check_swiglu_prefill(case: Case) -> Check:
     M, N, K = case.sizes
 
     def reference_call(x: Any, weight: Any) -> Any:
-        return reference.product(x, weight, None, Epilogue(activation=jax.nn.silu), FLOAT32)
+        return reference.linear(x, weight, None, Epilogue(activation=jax.nn.silu), FLOAT32)
 
-    is_supported = swiglu_prefill.can_serve(M, N, K, case.dtype, jax.nn.silu)
-    run = single_backend("mosaic", is_supported, lambda x, weight: swiglu_prefill.gated(x, weight, jax.nn.silu))
+    is_supported = swiglu_prefill.is_supported(M, N, K, case.dtype, jax.nn.silu)
+    run = single_backend("mosaic", is_supported, lambda x, weight: swiglu_prefill.swiglu_matmul(x, weight, jax.nn.silu))
     return Check(run, reference_call, (case.sample(0, M, K), case.sample(1, 2 * N, K)), has_gradients=False)
 
 
@@ -176,11 +180,11 @@ def check_int8(case: Case) -> Check:
     scales = jnp.linspace(0.001, 0.01, N)
 
     def reference_call(x: Any) -> Any:
-        return reference.product(x, codes, scales, Epilogue(), FLOAT32)
+        return reference.linear(x, codes, scales, Epilogue(), FLOAT32)
 
-    is_supported = int8_triton.can_serve(M, N, K, case.dtype)
+    is_supported = int8_triton.is_supported(M, N, K, case.dtype)
     run = single_backend(
-        "triton", is_supported, lambda x: int8_triton.product(x, codes, scales, FLOAT32, interpret=False)
+        "triton", is_supported, lambda x: int8_triton.small_batch_matmul(x, codes, scales, FLOAT32, interpret=False)
     )
     return Check(run, reference_call, (case.sample(0, M, K),), has_gradients=False)
 
@@ -209,10 +213,10 @@ def check_pages(case: Case) -> Check:
     rotation = Rotation(tuple(1000 ** (-i / H) for i in range(H // 2)), amplitude=1.0, pairs=Pairs.halves)
     shape, place = (B * W, K, Z, H), Placement.here()
     arrays = (case.sample(0, 2, B, N + 2 * K, H, dtype="float32"), case.sample(1, *shape), case.sample(2, *shape))
-    backend = serving(Pages(*arrays[1:], table, lengths), case.dtype, place)
+    backend = find_backend(Pages(*arrays[1:], table, lengths), case.dtype, place)
 
     def kernel(parts: Any, key: Any, value: Any) -> Any:
-        turn, pages = turns(lengths - 1, rotation), Pages(key, value, table, lengths)
+        turn, pages = paged_rope_factors(lengths - 1, rotation), Pages(key, value, table, lengths)
         out, pages = paged_attention(parts, turn, pages, request, then=None, backend=backend or "")
         return out, pages.key_PKZH, pages.value_PKZH
 
@@ -244,10 +248,10 @@ def check_prefill_write(case: Case) -> Check:
         case.sample(2 + i, B, W * Z, K, H) for i in range(2)
     )
 
-    backend = serving(Pages(*arrays[:2], table, lengths), case.dtype, Placement.here())
+    backend = find_backend(Pages(*arrays[:2], table, lengths), case.dtype, Placement.here())
 
     def kernel(key: Any, value: Any, new_key: Any, new_value: Any) -> Any:
-        pages = filled(Pages(key, value, table, lengths), new_key, new_value, Placement.here())
+        pages = write_prompts(Pages(key, value, table, lengths), new_key, new_value, Placement.here())
         assert pages is not None
         return pages.key_PKZH, pages.value_PKZH
 

@@ -23,7 +23,7 @@ from target import open_target
 from maxhydra.kernels import attention, gated_delta, grouped_matmul, linear_cross_entropy, qkv_rope, rms_norm
 from maxhydra.kernels.attention import Request
 from maxhydra.kernels.int8_weight_matmul import triton as int8
-from maxhydra.measure.kernels import distance, milliseconds
+from maxhydra.measure.kernels import milliseconds, relative_error
 
 REPEATS = 6
 CAPPED = Request(
@@ -82,7 +82,7 @@ def bench_attention() -> None:
             except attention.UnsupportedError as unsupported:
                 facts[backend] = {"refused": unsupported.reasons[0]}
                 continue
-            error = distance(jax.jit(partial(gradients, backend))(*small), expected)
+            error = relative_error(jax.jit(partial(gradients, backend))(*small), expected)
             facts[backend] = {"forward_ms": round(ms, 3), "both_ms": round(both_ms, 3), "error": round(error, 4)}
         report("attention", **facts)
 
@@ -113,7 +113,7 @@ def bench_delta() -> None:
         facts: dict[str, Any] = {"shape": [B, T, M, N, H]}
         for backend in ("triton", "chunked"):
             ms, both_ms = milliseconds(partial(forward, backend), sets), milliseconds(partial(gradients, backend), sets)
-            error = distance(jax.jit(partial(gradients, backend))(*small), expected)
+            error = relative_error(jax.jit(partial(gradients, backend))(*small), expected)
             facts[backend] = {"forward_ms": round(ms, 3), "both_ms": round(both_ms, 3), "error": float(f"{error:.2g}")}
         report("gated_delta", **facts)
 
@@ -145,7 +145,7 @@ def bench_grouped_matmul() -> None:
 
     timed = [backend for backend in selected(("mosaic", "triton")) if "refused" not in facts[backend]]
     *results, expected = (jax.jit(partial(gradients, backend))(*small) for backend in (*timed, "reference"))
-    errors = [distance(result, expected) for result in results]
+    errors = [relative_error(result, expected) for result in results]
     report("grouped_matmul", **facts, **({"error": round(max(errors), 4)} if errors else {}))
 
 
@@ -158,11 +158,11 @@ def bench_int8() -> None:
             count = 4 * REPEATS
             codes = [jax.random.randint(jax.random.key(n), (N, K), -127, 128, jnp.int8) for n in range(count)]
             x = sample(0, M, K)
-            matmul = partial(int8.product, dtype=jnp.dtype(jnp.bfloat16), interpret=False)
+            matmul = partial(int8.small_batch_matmul, dtype=jnp.dtype(jnp.bfloat16), interpret=False)
             ms = milliseconds(lambda c, x=x, scales=scales, matmul=matmul: matmul(x, c, scales), [(c,) for c in codes])
             wide = [(c.astype(jnp.bfloat16),) for c in codes]
             bfloat16_ms = milliseconds(lambda w, x=x: (x @ w.T) * jnp.bfloat16(0.01), wide)
-            error = distance(
+            error = relative_error(
                 matmul(x, codes[0], scales), (x.astype(jnp.float32) @ codes[0].T.astype(jnp.float32)) * 0.01
             )
             facts = {"us": round(ms * 1e3, 1), "bfloat16_us": round(bfloat16_ms * 1e3, 1), "error": round(error, 4)}
@@ -182,7 +182,7 @@ def compare_backends(
         kernel,
         **facts,
         **{f"{backend}_ms": ms for backend, ms in times.items()},
-        error=round(distance(first, second), 4),
+        error=round(relative_error(first, second), 4),
     )
 
 

@@ -169,13 +169,13 @@ def check_fp8(case: Case) -> Check:
     fp8_dtype = jnp.dtype(dict(case.options)["format"])
 
     def quantize(x: Any) -> Any:
-        return fp8_triton.rounded(x, jnp.float32(0.5), fp8_dtype, interpret=False)
+        return fp8_triton.quantize(x, jnp.float32(0.5), fp8_dtype, interpret=False)
 
     def reference(x: Any) -> Any:
         values = (x / 0.5).astype(fp8_dtype)
         return values, values.T
 
-    run = single_backend("triton", fp8_triton.can_serve(case.sizes), quantize)
+    run = single_backend("triton", fp8_triton.is_supported(case.sizes), quantize)
     return Check(run, reference, (case.sample(0, *case.sizes),), has_gradients=False)
 
 

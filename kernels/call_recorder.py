@@ -26,7 +26,7 @@ _calls: ContextVar[list[RecordedCall] | None] = ContextVar("calls", default=None
 
 
 def recorded(operation: Callable[P, R]) -> Callable[P, R]:
-    """Wrap the operation so that its calls are recorded inside `watching`."""
+    """Wrap the operation so that its calls are recorded inside `recording`."""
     signature = inspect.signature(operation)
 
     @functools.wraps(operation)
@@ -41,7 +41,7 @@ def recorded(operation: Callable[P, R]) -> Callable[P, R]:
 
 
 @contextmanager
-def watching() -> Iterator[list[RecordedCall]]:
+def recording() -> Iterator[list[RecordedCall]]:
     """Collect the calls that are traced in the context, in order."""
     calls: list[RecordedCall] = []
     token = _calls.set(calls)

@@ -24,9 +24,9 @@ FUNCTION_FIELDS = ("run", "tile_extents", "prefill_write")
 class UnsupportedError(Exception):
     """The requested backend cannot serve the call, or under `auto` no backend can."""
 
-    def __init__(self, operation: str, backend: str, reasons: tuple[str, ...], able: tuple[str, ...]):
-        self.operation, self.backend, self.reasons, self.able = operation, backend, reasons, able
-        alternatives = ", ".join(able) or "none"
+    def __init__(self, operation: str, backend: str, reasons: tuple[str, ...], supported: tuple[str, ...]):
+        self.operation, self.backend, self.reasons, self.supported = operation, backend, reasons, supported
+        alternatives = ", ".join(supported) or "none"
         super().__init__(f"{operation} on {backend}: {'; '.join(reasons)} (supported backends: {alternatives})")
 
 

@@ -53,7 +53,7 @@ def _backward(equation: str, dtype: np.dtype, inputs: tuple, cotangent: jax.Arra
 _widening.defvjp(_forward, _backward)
 
 
-def projected(
+def project(
     equation: str, x: jax.Array, weight: jax.Array, *, layout: Layout, dtype: DTypeLike | None = None
 ) -> jax.Array:
     """einsum of activations and a weight, in `dtype` if given; the contracted dimensions are the last ones of x.

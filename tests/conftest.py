@@ -21,7 +21,7 @@ pytest_plugins = ["tests.support.skips"]
 CACHE_FOLDER = compile_cache.set_up_cache()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
-    [os.environ.get("XLA_FLAGS", ""), compile_cache.flags(8), "--xla_cpu_experimental_ynn_fusion_type="]
+    [os.environ.get("XLA_FLAGS", ""), compile_cache.xla_flags(8), "--xla_cpu_experimental_ynn_fusion_type="]
 )
 
 # Memory above which compiled programs are dropped: the process gets slower, and two of them fill a small machine.

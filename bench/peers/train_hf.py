@@ -19,7 +19,7 @@ from llama_hf import random_llama
 
 from maxhydra.config.compose.composer import compose
 from maxhydra.model import flops_per_token
-from maxhydra.runtime.hardware_options import hardware_options, matches
+from maxhydra.runtime.hardware_options import hardware_options, matches_device
 
 WARM_UP = 3
 
@@ -83,7 +83,7 @@ def main() -> None:
     tokens = options.batch * options.seq_len
     device = torch.cuda.get_device_name() if options.device == "cuda" else options.device
     tflops = tokens * flops_per_token(ours, options.seq_len) / step_time / 1e12
-    known = [hardware for hardware in hardware_options().values() if matches(hardware, device)]
+    known = [hardware for hardware in hardware_options().values() if matches_device(hardware, device)]
     peak = next((hardware.peak_tflops.get("bfloat16") for hardware in known), None)
     line = {
         "bench": "pretrain",

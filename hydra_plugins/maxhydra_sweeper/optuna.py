@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from maxhydra.cli.main import RunFailed
 from maxhydra.config.compose.overrides import parse
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.config.schema.metrics import unlogged
+from maxhydra.config.schema.metrics import unlogged_metric
 from maxhydra.launch.registry import LAUNCHERS, is_maxhydra_launcher, launcher_settings
 from maxhydra.sweep.plan import Settings, SweepPlan
 
@@ -67,7 +67,7 @@ class OptunaSweeper(Sweeper):
         path = "hydra.sweeper.objectives" if settings.objectives else "objective"
         task, evaluates = str(self._config.task.name), self._config.train.eval_batches > 0
         for name in objectives:
-            problems += unlogged(path, name, task=task, evaluates=evaluates)
+            problems += unlogged_metric(path, name, task=task, evaluates=evaluates)
         params = [f"{key}={value}" for key, value in self._params.items()]
         fixed, space = split_overrides(parse([*params, *arguments], loader=None).overrides)
         if not space:

@@ -201,7 +201,7 @@ def attention(
     kv_segments_BS: jax.Array | None = None,
     q_positions_BT: jax.Array | None = None,
     kv_positions_BS: jax.Array | None = None,
-    chosen_BTS: jax.Array | None = None,
+    selected_BTS: jax.Array | None = None,
     sinks_N: jax.Array | None = None,
     sizes: Sizes = (),
     place: Placement | None = None,
@@ -211,7 +211,7 @@ def attention(
     sinks: one logit per query head that is added to the softmax denominator and has no value. sizes: requested tile
     sizes. place: None is one device of the platform that JAX runs on.
     """
-    tokens = TokenInfo(q_segments_BT, kv_segments_BS, q_positions_BT, kv_positions_BS, chosen_BTS)
+    tokens = TokenInfo(q_segments_BT, kv_segments_BS, q_positions_BT, kv_positions_BS, selected_BTS)
     _check_shapes(q_BTNH, k_BSKH, v_BSKH, request, tokens, sinks_N)
     place = place or Placement.here()
     call = Call(
@@ -225,7 +225,7 @@ def attention(
         length=math.gcd(q_BTNH.shape[1], k_BSKH.shape[1]),
         has_segments=q_segments_BT is not None,
         has_positions=q_positions_BT is not None,
-        has_selection=chosen_BTS is not None,
+        has_selection=selected_BTS is not None,
         has_sinks=sinks_N is not None,
         has_split_groups=place.heads != place.kv_heads and k_BSKH.shape[2] > 1,
         sizes=sizes,
@@ -268,8 +268,8 @@ def _check_shapes(
                 f"segments or positions have shapes {of_queries.shape} and {of_keys.shape}, "
                 f"expected {(B, T)} and {(B, S)}"
             )
-    if tokens.chosen_BTS is not None and tokens.chosen_BTS.shape != (B, T, S):
-        raise ValueError(f"the selection of keys has shape {tokens.chosen_BTS.shape}, expected {(B, T, S)}")
+    if tokens.selected_BTS is not None and tokens.selected_BTS.shape != (B, T, S):
+        raise ValueError(f"the selection of keys has shape {tokens.selected_BTS.shape}, expected {(B, T, S)}")
     if request.causal and tokens.q_positions_BT is None and T != S:
         raise ValueError(f"causal attention of {T} queries over {S} keys needs positions to order them")
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 # Checkpoint name of the kernels' residuals, for remat policies that save them.
-KEPT = "attention_kernel"
+CHECKPOINT_NAME = "attention_kernel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class TokenInfo(NamedTuple):
     kv_segments_BS: jax.Array | None
     q_positions_BT: jax.Array | None
     kv_positions_BS: jax.Array | None
-    chosen_BTS: jax.Array | None = None
+    selected_BTS: jax.Array | None = None
     """Keys selected for each query, which sees no others; None: all keys."""
 
 
@@ -76,8 +76,8 @@ def visible(request: Request, tokens: TokenInfo, *, queries: range, keys: range)
         masks.append(kv_B1S // request.chunk == q_BT1 // request.chunk)
     if tokens.q_segments_BT is not None:
         masks.append(same_segment(tokens, queries=queries, keys=keys))
-    if tokens.chosen_BTS is not None:
-        masks.append(tokens.chosen_BTS[:, queries.start : queries.stop, keys.start : keys.stop])
+    if tokens.selected_BTS is not None:
+        masks.append(tokens.selected_BTS[:, queries.start : queries.stop, keys.start : keys.stop])
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
 

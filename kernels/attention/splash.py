@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from maxhydra.kernels.attention.spec import KEPT, Request, TokenInfo
+from maxhydra.kernels.attention.spec import CHECKPOINT_NAME, Request, TokenInfo
 
 # Queries and keys of a block: the largest that divides the length. Blocks of 512 with heads of up to 256 fit the 16 MiB
 # of vector memory that XLA grants a kernel on every TPU, also in the backward pass. Not measured: no TPU was available.
@@ -35,7 +35,7 @@ def attention(
         mask=masks.MultiHeadMask([_mask(request, shape)] * q_BTNH.shape[2]),
         block_sizes=_blocks(*shape),
         attn_logits_soft_cap=request.softcap,
-        residual_checkpoint_name=KEPT,
+        residual_checkpoint_name=CHECKPOINT_NAME,
         interpret=interpret,
     )
     # The kernel has no scale argument.

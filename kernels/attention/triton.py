@@ -29,7 +29,7 @@ from maxhydra.kernels.attention.blocks import (
     query_ranges,
     visible_mask,
 )
-from maxhydra.kernels.attention.spec import KEPT, Request, TokenInfo
+from maxhydra.kernels.attention.spec import CHECKPOINT_NAME, Request, TokenInfo
 from maxhydra.kernels.tiles import Sizes, candidates, override_sizes
 
 # Blocks are reduced to a divisor of the length; smaller ones than this underuse the tensor cores.
@@ -85,7 +85,7 @@ def tile_extents(length: int) -> dict[str, int]:
     return {f"{kernel}.{side}": length for kernel in Blocks._fields for side in ("queries", "keys")}
 
 
-def tried(head_dim: int, length: int) -> dict[str, list[dict[str, int]]]:
+def candidate_tiles(head_dim: int, length: int) -> dict[str, list[dict[str, int]]]:
     """Candidate block sizes for each kernel; empty for unsupported head sizes."""
     if head_dim > LARGE:
         return {}
@@ -143,7 +143,7 @@ def _forward(params: KernelParams, inputs: Inputs) -> tuple[jax.Array, tuple[Inp
         interpret=params.interpret,
         name="attention_forward",
     )(inputs)
-    out_BTNH, total_BNT = checkpoint_name((out_BTNH, total_BNT), KEPT)
+    out_BTNH, total_BNT = checkpoint_name((out_BTNH, total_BNT), CHECKPOINT_NAME)
     return out_BTNH, (inputs, out_BTNH, total_BNT)
 
 

@@ -15,12 +15,12 @@ from jax.experimental.pallas import triton as plt
 TILE = 128
 
 
-def can_serve(shape: tuple[int, ...]) -> bool:
+def is_supported(shape: tuple[int, ...]) -> bool:
     """Whether the kernel supports a matrix of this shape on the current devices."""
     return jax.default_backend() == "gpu" and all(side % TILE == 0 for side in shape)
 
 
-def rounded(x_MK: jax.Array, scale: jax.Array, dtype: np.dtype, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+def quantize(x_MK: jax.Array, scale: jax.Array, dtype: np.dtype, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """x / scale in the format, and its transpose."""
     M, K = x_MK.shape
     tile = pl.BlockSpec((TILE, TILE), lambda i, j: (i, j))

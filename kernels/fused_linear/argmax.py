@@ -15,20 +15,20 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.fused_linear.small_batch import LEAST_ROWS, MOST_ROWS, Tile, streamed
+from maxhydra.kernels.fused_linear.small_batch import LEAST_ROWS, MOST_ROWS, Tile, stream_weights
 from maxhydra.kernels.tiles import power_of_two_divisor
 
 # Number of outputs that keeps all multiprocessors busy.
 MANY = 16384
 
 
-def tile(N: int, K: int) -> Tile:
+def choose_tile(N: int, K: int) -> Tile:
     """The fastest tile measured on an H200 for the head of Llama 3.2 1B, reduced to divisors of the sizes."""
     outputs, inputs = power_of_two_divisor(N), power_of_two_divisor(K)
     return Tile(min(128, outputs), min(64, inputs), 1, is_left=False, warps=4, stages=4)
 
 
-def can_serve(M: int, N: int, K: int, dtype: str) -> bool:
+def is_supported(M: int, N: int, K: int, dtype: str) -> bool:
     """Whether the kernels support these sizes on the current devices."""
     fits = (
         LEAST_ROWS <= M <= MOST_ROWS and N >= MANY and power_of_two_divisor(N) >= 64 and power_of_two_divisor(K) >= 64
@@ -36,24 +36,27 @@ def can_serve(M: int, N: int, K: int, dtype: str) -> bool:
     return jax.default_backend() == "gpu" and fits and N * K < 2**31 and dtype == "bfloat16"
 
 
-def largest(
-    x_MK: jax.Array, weight_NK: jax.Array, dtype: np.dtype, *, interpret: bool, by: Tile | None = None
+def matmul_argmax(
+    x_MK: jax.Array, weight_NK: jax.Array, dtype: np.dtype, *, interpret: bool, tile: Tile | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The largest output of each row, rounded to `dtype`, as float32 [M], and its index [M], the first if several.
 
     Infinite if any output is NaN.
     """
     (M, K), N = x_MK.shape, weight_NK.shape[0]
-    by = by or tile(N, K)
-    G = N // by.outputs
+    tile = tile or choose_tile(N, K)
+    G = N // tile.outputs
     group_spec = pl.BlockSpec((M, None), lambda g: (0, g))
     top_MG, index_MG = pl.pallas_call(
-        partial(_group_kernel, by=by, dtype=dtype),
+        partial(_group_kernel, tile=tile, dtype=dtype),
         grid=(G,),
-        in_specs=[pl.BlockSpec((M, K), lambda g: (0, 0)), pl.BlockSpec((1, by.outputs, K), lambda g: (0, g, 0))],
+        in_specs=[
+            pl.BlockSpec((M, K), lambda g: (0, 0)),
+            pl.BlockSpec((1, tile.outputs, K), lambda g: (0, g, 0)),
+        ],
         out_specs=[group_spec, group_spec],
         out_shape=[jax.ShapeDtypeStruct((M, G), jnp.float32), jax.ShapeDtypeStruct((M, G), jnp.int32)],
-        compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="argmax_of_groups",
     )(x_MK, weight_NK[None])
@@ -71,12 +74,12 @@ def largest(
     return top_M, index_M
 
 
-def _group_kernel(x_ref: Any, weight_ref: Any, top_ref: Any, index_ref: Any, *, by: Tile, dtype: np.dtype) -> None:
-    (out,), is_row = streamed(x_ref, weight_ref, by)
-    axis, down = 0 if by.is_left else 1, pl.ds(0, is_row.shape[0])
+def _group_kernel(x_ref: Any, weight_ref: Any, top_ref: Any, index_ref: Any, *, tile: Tile, dtype: np.dtype) -> None:
+    (out,), is_row = stream_weights(x_ref, weight_ref, tile)
+    axis, down = 0 if tile.is_left else 1, pl.ds(0, is_row.shape[0])
     out = out.astype(dtype).astype(jnp.float32)
     out = jnp.where(out == out, out, jnp.inf)
-    index = jnp.argmax(out, axis=axis).astype(jnp.int32) + pl.program_id(0) * by.outputs
+    index = jnp.argmax(out, axis=axis).astype(jnp.int32) + pl.program_id(0) * tile.outputs
     plt.store(top_ref.at[down], jnp.max(out, axis=axis), mask=is_row)
     plt.store(index_ref.at[down], index, mask=is_row)
 

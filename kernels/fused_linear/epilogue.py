@@ -9,7 +9,7 @@ import jax.numpy as jnp
 Activation = Callable[[jax.Array], jax.Array]
 
 
-class Norm(NamedTuple):
+class NormParams(NamedTuple):
     """RMSNorm: x / sqrt(mean(x^2) + eps) * (scale + offset), in float32."""
 
     scale_K: jax.Array
@@ -26,7 +26,7 @@ class Norm(NamedTuple):
 class Epilogue(NamedTuple):
     """A norm before the matmul; after it a gated activation, or the residual that the output is added to."""
 
-    norm: Norm | None = None
+    norm: NormParams | None = None
     activation: Activation | None = None
     """Applied to the first half of the outputs, which then multiplies the second half; None: outputs are plain."""
-    onto_MN: jax.Array | None = None
+    residual_MN: jax.Array | None = None

@@ -36,7 +36,7 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile(N: int, K: int, H: int) -> Tile:
+def choose_tile(N: int, K: int, H: int) -> Tile:
     """The fastest tile measured on an H200 for shapes of Llama 3.2 1B, reduced to divisors of the sizes."""
     outputs, inputs = power_of_two_divisor(N), power_of_two_divisor(K)
     if N >= MANY:
@@ -46,45 +46,45 @@ def tile(N: int, K: int, H: int) -> Tile:
     return Tile(groups=1, rows=min(8, outputs), inputs=min(512 if K < LONG else 2048, inputs), warps=8)
 
 
-def can_serve(N: int, K: int, dtype: str) -> bool:
+def is_supported(N: int, K: int, dtype: str) -> bool:
     """Whether the kernel supports these sizes on the current devices."""
     fits = power_of_two_divisor(N) >= LEAST_OUTPUTS and power_of_two_divisor(K) >= LEAST_INPUTS and 2 * N * K < 2**31
     return jax.default_backend() == "gpu" and fits and dtype in DTYPES
 
 
-def product(
+def gemv_linear(
     x_1K: jax.Array,
     weight_NK: jax.Array,
     scales_N: jax.Array | None,
-    around: Epilogue,
+    epilogue: Epilogue,
     dtype: np.dtype,
     *,
     interpret: bool,
-    by: Tile | None = None,
+    tile: Tile | None = None,
 ) -> jax.Array:
     """[1, N], as `fused_linear` in the package."""
-    H, K = 1 if around.activation is None else 2, x_1K.shape[1]
+    H, K = 1 if epilogue.activation is None else 2, x_1K.shape[1]
     N = weight_NK.shape[0] // H
-    by = by or tile(N, K, H)
-    G, size = by.groups, N // by.groups
+    tile = tile or choose_tile(N, K, H)
+    G, size = tile.groups, N // tile.groups
     row_spec = pl.BlockSpec((1, K), lambda n: (0, 0))
-    outputs_spec = pl.BlockSpec((G, by.rows), lambda n: (0, n))
-    weights_spec = pl.BlockSpec((H * G, by.rows, K), lambda n: (0, n, 0))
+    outputs_spec = pl.BlockSpec((G, tile.rows), lambda n: (0, n))
+    weights_spec = pl.BlockSpec((H * G, tile.rows, K), lambda n: (0, n, 0))
     specs_and_arrays = [(row_spec, x_1K), (weights_spec, weight_NK.reshape(H * G, size, K))]
     if scales_N is not None:
-        specs_and_arrays.append((pl.BlockSpec((H * G, by.rows), lambda n: (0, n)), scales_N.reshape(H * G, size)))
-    if around.norm is not None:
-        specs_and_arrays.append((row_spec, around.norm.scale_K.reshape(1, K)))
-    if around.onto_MN is not None:
-        specs_and_arrays.append((outputs_spec, around.onto_MN.reshape(G, size)))
+        specs_and_arrays.append((pl.BlockSpec((H * G, tile.rows), lambda n: (0, n)), scales_N.reshape(H * G, size)))
+    if epilogue.norm is not None:
+        specs_and_arrays.append((row_spec, epilogue.norm.scale_K.reshape(1, K)))
+    if epilogue.residual_MN is not None:
+        specs_and_arrays.append((outputs_spec, epilogue.residual_MN.reshape(G, size)))
     specs, arrays = zip(*specs_and_arrays, strict=True)
     out_GN = pl.pallas_call(
-        partial(_kernel, around=around, is_scaled=scales_N is not None, by=by, interpret=interpret),
-        grid=(size // by.rows,),
+        partial(_kernel, epilogue=epilogue, is_scaled=scales_N is not None, tile=tile, interpret=interpret),
+        grid=(size // tile.rows,),
         in_specs=list(specs),
         out_specs=outputs_spec,
         out_shape=jax.ShapeDtypeStruct((G, size), dtype),
-        compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=1),
         interpret=interpret,
         name="gemv",
     )(*arrays)
@@ -92,21 +92,21 @@ def product(
 
 
 def _kernel(
-    x_ref: Any, weight_ref: Any, *rest: Any, around: Epilogue, is_scaled: bool, by: Tile, interpret: bool
+    x_ref: Any, weight_ref: Any, *rest: Any, epilogue: Epilogue, is_scaled: bool, tile: Tile, interpret: bool
 ) -> None:
     """Loops over inputs are unrolled, so that many loads are in flight at once."""
     *others, out_ref = rest
     refs = iter(others)
     scales_ref = next(refs) if is_scaled else None
-    norm_ref = None if around.norm is None else next(refs)
-    onto_ref = None if around.onto_MN is None else next(refs)
-    (groups, N, K), step = weight_ref.shape, by.inputs
-    spread = partial(_spread, shape=(N, step), is_shared=by.warps < N)
+    norm_ref = None if epilogue.norm is None else next(refs)
+    onto_ref = None if epilogue.residual_MN is None else next(refs)
+    (groups, N, K), step = weight_ref.shape, tile.inputs
+    spread = partial(_spread, shape=(N, step), is_shared=tile.warps < N)
     starts, squares = range(0, K, step), jnp.zeros((N, step), jnp.float32)
     inputs = [spread(x_ref, start) for start in starts]
-    if around.norm is not None:
+    if epilogue.norm is not None:
         squares = sum((x_NK * x_NK for x_NK in inputs), squares)
-        factors = [spread(norm_ref, start) + around.norm.offset for start in starts]
+        factors = [spread(norm_ref, start) + epilogue.norm.offset for start in starts]
         inputs = [x_NK * factor_NK for x_NK, factor_NK in zip(inputs, factors, strict=True)]
     outs = []
     for group in range(groups):
@@ -116,12 +116,12 @@ def _kernel(
         outs.append(jnp.sum(sums, axis=1))
     if scales_ref is not None:
         outs = [out * scales_ref[group, :] for group, out in enumerate(outs)]
-    if around.norm is not None:
-        size = jax.lax.rsqrt(jnp.sum(squares, axis=1) / K + around.norm.eps)
+    if epilogue.norm is not None:
+        size = jax.lax.rsqrt(jnp.sum(squares, axis=1) / K + epilogue.norm.eps)
         outs = [out * size for out in outs]
     G = out_ref.shape[0]
-    if around.activation is not None:
-        outs = [around.activation(gate) * value for gate, value in zip(outs[:G], outs[G:], strict=True)]
+    if epilogue.activation is not None:
+        outs = [epilogue.activation(gate) * value for gate, value in zip(outs[:G], outs[G:], strict=True)]
     for group, out in enumerate(outs):
         onto = 0.0 if onto_ref is None else onto_ref[group, :].astype(jnp.float32)
         out_ref[group, :] = (out + onto).astype(out_ref.dtype)

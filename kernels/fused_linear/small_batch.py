@@ -38,7 +38,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile(N: int, K: int, H: int) -> Tile:
+def choose_tile(N: int, K: int, H: int) -> Tile:
     """The fastest tile measured on an H200 for shapes of Llama 3.2 1B, reduced to divisors of the sizes."""
     outputs, inputs = power_of_two_divisor(N), power_of_two_divisor(K)
     if H == 2:
@@ -47,7 +47,7 @@ def tile(N: int, K: int, H: int) -> Tile:
     return Tile(min(64, outputs), min(64, inputs // parts), parts, is_left=True, warps=4, stages=8)
 
 
-def can_serve(M: int, N: int, K: int, dtype: str, *, is_gated: bool, is_summed: bool = True) -> bool:
+def is_supported(M: int, N: int, K: int, dtype: str, *, is_gated: bool, is_summed: bool = True) -> bool:
     """Whether the kernel supports these sizes on the current devices and is worth it.
 
     With many ungated outputs, the library GEMM is as fast. `is_summed`: whether a separate kernel must reduce the
@@ -63,54 +63,66 @@ def can_serve(M: int, N: int, K: int, dtype: str, *, is_gated: bool, is_summed: 
     return jax.default_backend() == "gpu" and fits and dtype == "bfloat16" and is_worth_it
 
 
-def product(
-    x_MK: jax.Array, weight_NK: jax.Array, around: Epilogue, dtype: np.dtype, *, interpret: bool, by: Tile | None = None
+def small_batch_linear(
+    x_MK: jax.Array,
+    weight_NK: jax.Array,
+    epilogue: Epilogue,
+    dtype: np.dtype,
+    *,
+    interpret: bool,
+    tile: Tile | None = None,
 ) -> jax.Array:
     """[M, N], as `fused_linear` in the package.
 
     The norm and the split-K reduction are left to XLA, which fuses the sum, the residual and the norm that follows.
     """
-    x_MK = x_MK if around.norm is None else around.norm(x_MK)
-    parts_PMN = summands(x_MK, weight_NK, around, dtype, interpret=interpret, by=by)
-    if around.onto_MN is None:
+    x_MK = x_MK if epilogue.norm is None else epilogue.norm(x_MK)
+    parts_PMN = partial_sums(x_MK, weight_NK, epilogue, dtype, interpret=interpret, tile=tile)
+    if epilogue.residual_MN is None:
         return parts_PMN[0] if parts_PMN.shape[0] == 1 else jnp.sum(parts_PMN, axis=0).astype(dtype)
-    return (jnp.sum(parts_PMN, axis=0, dtype=jnp.float32) + around.onto_MN.astype(jnp.float32)).astype(dtype)
+    return (jnp.sum(parts_PMN, axis=0, dtype=jnp.float32) + epilogue.residual_MN.astype(jnp.float32)).astype(dtype)
 
 
-def summands(
-    x_MK: jax.Array, weight_NK: jax.Array, around: Epilogue, dtype: np.dtype, *, interpret: bool, by: Tile | None = None
+def partial_sums(
+    x_MK: jax.Array,
+    weight_NK: jax.Array,
+    epilogue: Epilogue,
+    dtype: np.dtype,
+    *,
+    interpret: bool,
+    tile: Tile | None = None,
 ) -> jax.Array:
     """[P, M, N]: partial sums of x times the transpose of the weight, gated if requested.
 
     In float32 if a sum is still to be applied.
     """
-    H, (M, K) = 1 if around.activation is None else 2, x_MK.shape
+    H, (M, K) = 1 if epilogue.activation is None else 2, x_MK.shape
     N = weight_NK.shape[0] // H
-    by = by or tile(N, K, H)
-    size, is_whole = K // by.parts, by.parts == 1 and around.onto_MN is None
+    tile = tile or choose_tile(N, K, H)
+    size, is_whole = K // tile.parts, tile.parts == 1 and epilogue.residual_MN is None
     return pl.pallas_call(
-        partial(_kernel, by=by, activation=around.activation),
-        grid=(N // by.outputs, by.parts),
+        partial(_kernel, tile=tile, activation=epilogue.activation),
+        grid=(N // tile.outputs, tile.parts),
         in_specs=[
             pl.BlockSpec((M, size), lambda n, p: (0, p)),
-            pl.BlockSpec((H, by.outputs, size), lambda n, p: (0, n, p)),
+            pl.BlockSpec((H, tile.outputs, size), lambda n, p: (0, n, p)),
         ],
-        out_specs=pl.BlockSpec((None, M, by.outputs), lambda n, p: (p, 0, n)),
-        out_shape=jax.ShapeDtypeStruct((by.parts, M, N), dtype if is_whole else jnp.float32),
-        compiler_params=plt.CompilerParams(num_warps=by.warps, num_stages=by.stages),
+        out_specs=pl.BlockSpec((None, M, tile.outputs), lambda n, p: (p, 0, n)),
+        out_shape=jax.ShapeDtypeStruct((tile.parts, M, N), dtype if is_whole else jnp.float32),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="small_batch_matmul",
     )(x_MK, weight_NK.reshape(H, N, K))
 
 
-def _kernel(x_ref: Any, weight_ref: Any, out_ref: Any, *, by: Tile, activation: Activation | None) -> None:
-    sums, is_row = streamed(x_ref, weight_ref, by)
+def _kernel(x_ref: Any, weight_ref: Any, out_ref: Any, *, tile: Tile, activation: Activation | None) -> None:
+    sums, is_row = stream_weights(x_ref, weight_ref, tile)
     out = sums[0] if activation is None else activation(sums[0]) * sums[1]
-    out_MN, rows, M = (out.T if by.is_left else out).astype(out_ref.dtype), is_row.shape[0], x_ref.shape[0]
+    out_MN, rows, M = (out.T if tile.is_left else out).astype(out_ref.dtype), is_row.shape[0], x_ref.shape[0]
     plt.store(out_ref.at[pl.ds(0, rows), :], out_MN, mask=None if rows == M else is_row[:, None])
 
 
-def streamed(x_ref: Any, weight_ref: Any, by: Tile) -> tuple[list[jax.Array], jax.Array]:
+def stream_weights(x_ref: Any, weight_ref: Any, tile: Tile) -> tuple[list[jax.Array], jax.Array]:
     """The matmul of each half of the weights with the rows in float32, and the mask of valid rows.
 
     [N, M] if the weight is on the left, else [M, N]; M is padded to a size that the tensor cores support.
@@ -121,14 +133,14 @@ def streamed(x_ref: Any, weight_ref: Any, by: Tile) -> tuple[list[jax.Array], ja
     is_row, down = jnp.arange(rows) < M, pl.ds(0, rows)
 
     def add(part: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-        across = pl.ds(part * by.inputs, by.inputs)
+        across = pl.ds(part * tile.inputs, tile.inputs)
         x_MK = plt.load(
             x_ref.at[down, across], mask=None if rows == M else is_row[:, None], other=None if rows == M else 0.0
         )
         weights = [weight_ref[half, :, across] for half in range(H)]
-        pairs = [(weight_NK, x_MK.T) if by.is_left else (x_MK, weight_NK.T) for weight_NK in weights]
+        pairs = [(weight_NK, x_MK.T) if tile.is_left else (x_MK, weight_NK.T) for weight_NK in weights]
         terms = [jnp.dot(*pair, preferred_element_type=jnp.float32) for pair in pairs]
         return [total + term for total, term in zip(sums, terms, strict=True)]
 
-    zeros = jnp.zeros((N, rows) if by.is_left else (rows, N), jnp.float32)
-    return jax.lax.fori_loop(0, K // by.inputs, add, [zeros] * H), is_row
+    zeros = jnp.zeros((N, rows) if tile.is_left else (rows, N), jnp.float32)
+    return jax.lax.fori_loop(0, K // tile.inputs, add, [zeros] * H), is_row

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from maxhydra.kernels.fused_linear.epilogue import Norm
+from maxhydra.kernels.fused_linear.epilogue import NormParams
 from maxhydra.kernels.tiles import power_of_two_divisor
 
 # A row is loaded in few pieces of a power of two, all of which fit in registers.
@@ -25,18 +25,20 @@ def warps(N: int) -> int:
     return 16 if power_of_two_divisor(N) >= 2048 else 8
 
 
-def can_serve(N: int) -> bool:
+def is_supported(N: int) -> bool:
     return power_of_two_divisor(N) >= LEAST_PIECE and N <= MOST_NUMBERS
 
 
-def summed(
-    parts_PMN: jax.Array, onto_MN: jax.Array, norm: Norm, dtype: np.dtype, *, interpret: bool
+def reduce_add_norm(
+    parts_PMN: jax.Array, residual_MN: jax.Array, norm: NormParams, dtype: np.dtype, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """[M, N] twice: the residual + the sum of the parts, and the norm of that."""
     P, M, N = parts_PMN.shape
     specs = [pl.BlockSpec((P, None, N), lambda m: (0, m, 0)), pl.BlockSpec((None, N), lambda m: (m, 0))]
     out = jax.ShapeDtypeStruct((M, N), dtype)
-    return with_norm(_read_sum, [parts_PMN, onto_MN], specs, out, norm, interpret=interpret, name="split_k_reduce_norm")
+    return residual_and_norm(
+        _read_sum, [parts_PMN, residual_MN], specs, out, norm, interpret=interpret, name="split_k_reduce_norm"
+    )
 
 
 def _read_sum(parts_ref: Any, onto_ref: Any, slices: list[Any]) -> list[jax.Array]:
@@ -45,12 +47,12 @@ def _read_sum(parts_ref: Any, onto_ref: Any, slices: list[Any]) -> list[jax.Arra
     return [sum(terms[1:], terms[0]) + residual for terms, residual in zip(parts, residuals, strict=True)]
 
 
-def with_norm(
+def residual_and_norm(
     read: Callable[..., list[jax.Array]],
     inputs: Sequence[jax.Array],
     specs: Sequence[pl.BlockSpec],
     out: jax.ShapeDtypeStruct,
-    norm: Norm,
+    norm: NormParams,
     *,
     interpret: bool,
     name: str,

@@ -20,16 +20,16 @@ ROWS, INPUTS, OUTPUTS = 128, 64, 128
 BAND = 16
 
 
-def can_serve(M: int, N: int, K: int, dtype: str, activation: Activation) -> bool:
+def is_supported(M: int, N: int, K: int, dtype: str, activation: Activation) -> bool:
     """Whether the kernel supports these sizes and this activation on the current devices."""
     fits = M >= LEAST_ROWS and M % ROWS == N % OUTPUTS == K % INPUTS == 0
     return fits and dtype == "bfloat16" and activation is jax.nn.silu and capability() == "9.0"
 
 
-def gated(x_MK: jax.Array, weight_NK: jax.Array, activation: Activation) -> jax.Array:
+def swiglu_matmul(x_MK: jax.Array, weight_NK: jax.Array, activation: Activation) -> jax.Array:
     """[M, N / 2]: activation(x times the transpose of the first half of the weight) times that of the second half."""
     # Importing Mosaic takes half a second, which hosts without such a GPU should not pay.
-    from maxhydra.kernels.fused_linear.swiglu_prefill_mosaic import gated as product  # noqa: PLC0415
+    from maxhydra.kernels.fused_linear.swiglu_prefill_mosaic import swiglu_matmul as product  # noqa: PLC0415
 
     band = math.gcd(BAND, x_MK.shape[0] // ROWS)
     params = KernelParams(columns=2 * OUTPUTS, stages=4, band=band, processors=num_multiprocessors())

@@ -35,7 +35,7 @@ class _Position(NamedTuple):
 
 
 @partial(jax.jit, static_argnames=("params", "activation"))
-def gated(params: KernelParams, x_MK: jax.Array, weight_NK: jax.Array, activation: Activation) -> jax.Array:
+def swiglu_matmul(params: KernelParams, x_MK: jax.Array, weight_NK: jax.Array, activation: Activation) -> jax.Array:
     """`columns` counts gate and up outputs; `band` must divide the number of row tiles."""
     dtype, out = x_MK.dtype, jax.ShapeDtypeStruct((x_MK.shape[0], weight_NK.shape[0] // 2), x_MK.dtype)
     smem = Memory(

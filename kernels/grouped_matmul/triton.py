@@ -83,7 +83,7 @@ def tile_extents(rows: int, inputs: int, outputs: int) -> dict[str, int]:
     }
 
 
-def tried(rows: int, inputs: int, outputs: int) -> dict[str, list[dict[str, int]]]:
+def candidate_tiles(rows: int, inputs: int, outputs: int) -> dict[str, list[dict[str, int]]]:
     """Candidate tile sizes for each kernel."""
     return candidates(
         {"products": CANDIDATE_TILES, "sums": CANDIDATE_TILES}, MEASURED, tile_extents(rows, inputs, outputs)

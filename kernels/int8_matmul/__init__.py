@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["Rounded", "integer_product", "rounded"]
+__all__ = ["QuantizedArray", "int8_matmul", "quantize"]
 
 LARGEST = 127
 
 
-class Rounded(NamedTuple):
+class QuantizedArray(NamedTuple):
     """codes * scales is the array."""
 
     codes: jax.Array
@@ -32,7 +32,7 @@ class Rounded(NamedTuple):
         return (self.codes.astype(jnp.float32) * self.scales).astype(dtype)
 
 
-def rounded(x: jax.Array, over: Sequence[int], *, largest: int) -> Rounded:
+def quantize(x: jax.Array, over: Sequence[int], *, largest: int) -> QuantizedArray:
     """Quantize an array with one scale for the elements along `over`; the largest magnitude becomes `largest`.
 
     Not `largest` + 0.5, which would use the codes more evenly: every maximum would then fall between two codes, and
@@ -40,23 +40,25 @@ def rounded(x: jax.Array, over: Sequence[int], *, largest: int) -> Rounded:
     """
     wide = x.astype(jnp.float32)
     scales = jnp.max(jnp.abs(wide), axis=tuple(over), keepdims=True) / largest
-    return Rounded(jnp.round(wide / jnp.where(scales > 0, scales, 1)).astype(jnp.int8), scales)
+    return QuantizedArray(jnp.round(wide / jnp.where(scales > 0, scales, 1)).astype(jnp.int8), scales)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def integer_product(keep_gradients: bool, x_MK: jax.Array, weight_KN: jax.Array) -> jax.Array:
+def int8_matmul(keep_gradients: bool, x_MK: jax.Array, weight_KN: jax.Array) -> jax.Array:
     """x times weight in int8; keep_gradients: the backward matmuls use unquantized gradients."""
     return _forward(keep_gradients, x_MK, weight_KN)[0]
 
 
-def _forward(keep_gradients: bool, x_MK: jax.Array, weight_KN: jax.Array) -> tuple[jax.Array, tuple[Rounded, Rounded]]:
-    x, weight = rounded(x_MK, (1,), largest=LARGEST), rounded(weight_KN, (0,), largest=LARGEST)
+def _forward(
+    keep_gradients: bool, x_MK: jax.Array, weight_KN: jax.Array
+) -> tuple[jax.Array, tuple[QuantizedArray, QuantizedArray]]:
+    x, weight = quantize(x_MK, (1,), largest=LARGEST), quantize(weight_KN, (0,), largest=LARGEST)
     sums_MN = _dot(x.codes, weight.codes, (1, 0))
     return (sums_MN * x.scales * weight.scales).astype(x_MK.dtype), (x, weight)
 
 
 def _backward(
-    keep_gradients: bool, operands: tuple[Rounded, Rounded], d_out_MN: jax.Array
+    keep_gradients: bool, operands: tuple[QuantizedArray, QuantizedArray], d_out_MN: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     (x, weight), dtype = operands, d_out_MN.dtype
     d_x_MK = _gradient(d_out_MN * weight.scales, weight.codes, (1, 1), keep=keep_gradients, dtype=dtype)
@@ -64,14 +66,14 @@ def _backward(
     return d_x_MK, d_weight_NK.T
 
 
-integer_product.defvjp(_forward, _backward)
+int8_matmul.defvjp(_forward, _backward)
 
 
 def _gradient(d_out: jax.Array, codes: jax.Array, over: tuple[int, int], *, keep: bool, dtype: np.dtype) -> jax.Array:
     """A gradient times the codes of an operand, contracted over one dimension of each."""
     if keep:
         return _dot(d_out.astype(dtype), codes.astype(dtype), over).astype(dtype)
-    d = rounded(d_out, (over[0],), largest=LARGEST)
+    d = quantize(d_out, (over[0],), largest=LARGEST)
     return (_dot(d.codes, codes, over) * jnp.moveaxis(d.scales, over[0], -1).reshape(-1, 1)).astype(dtype)
 
 

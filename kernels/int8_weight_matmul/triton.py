@@ -50,7 +50,7 @@ def choose_tile(M: int, N: int, K: int) -> Tile:
     return Tile(outputs=min(64, outputs), inputs=min(step, inputs // parts), parts=parts, warps=4, stages=3)
 
 
-def can_serve(M: int, N: int, K: int, dtype: str) -> bool:
+def is_supported(M: int, N: int, K: int, dtype: str) -> bool:
     """Whether the kernel supports these sizes on the current devices."""
     fits = (
         1 < M <= FEW_ROWS and power_of_two_divisor(N) >= LEAST_ROWS and power_of_two_divisor(K) >= 64 and N * K < 2**31
@@ -58,7 +58,7 @@ def can_serve(M: int, N: int, K: int, dtype: str) -> bool:
     return jax.default_backend() == "gpu" and fits and dtype in DTYPES
 
 
-def product(
+def small_batch_matmul(
     x_MK: jax.Array,
     codes_NK: jax.Array,
     scales_N: jax.Array,

@@ -52,7 +52,7 @@ def tile_extents(vocabulary: int) -> dict[str, int]:
     return {"logits": _largest(vocabulary)}
 
 
-def tried(vocabulary: int) -> dict[str, list[dict[str, int]]]:
+def candidate_tiles(vocabulary: int) -> dict[str, list[dict[str, int]]]:
     """Candidate tile sizes."""
     return candidates({"": CANDIDATE_TILES}, MEASURED, tile_extents(vocabulary))
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def at_targets(wide: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def logprobs_at_targets(wide: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """From float32 logits: log p(target), logsumexp, and the mask of the target's logit."""
     normaliser = jax.nn.logsumexp(wide, axis=-1)
     # A masked sum, not a gather: it fuses with the softmax and stays local when the vocabulary is sharded.
@@ -21,7 +21,7 @@ def per_token(
     logits: jax.Array, targets: jax.Array, weights: jax.Array, *, z_loss: float, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     wide = logits.astype(jnp.float32)
-    logprobs, normaliser, is_target_logit = at_targets(wide, targets)
+    logprobs, normaliser, is_target_logit = logprobs_at_targets(wide, targets)
     softmax = jnp.exp(wide - normaliser[..., None])
     slope = softmax * (1 + 2 * z_loss * normaliser)[..., None] - is_target_logit
     # The barrier prevents fusion into the two matmuls that read it: each would recompute the exponentials.

@@ -19,7 +19,7 @@ from maxhydra.kernels.paged_attention import pallas_tpu, prefill_write, triton
 from maxhydra.kernels.paged_attention.pages import Pages
 from maxhydra.kernels.placement import Placement
 
-__all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "Pages", "filled", "paged_attention", "serving"]
+__all__ = ["BACKENDS", "OPERATION", "Backend", "Call", "Pages", "find_backend", "paged_attention", "write_prompts"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ BACKENDS: dict[str, Backend] = {
 OPERATION: Operation[Call, Backend] = Operation("paged_attention", BACKENDS)
 
 
-def serving(pages: Pages, dtype: str, place: Placement) -> str | None:
+def find_backend(pages: Pages, dtype: str, place: Placement) -> str | None:
     """Return the backend that serves one token per row in this dtype, or None if there is none."""
     keys = pages.key_PKZH
     *_, Z, H = keys.shape
@@ -124,12 +124,12 @@ def paged_attention(
     return BACKENDS[backend].run(heads_SBMH, rope_factors, pages, request, then=then)
 
 
-def filled(pages: Pages, key_BTKH: jax.Array, value_BTKH: jax.Array, place: Placement) -> Pages | None:
+def write_prompts(pages: Pages, key_BTKH: jax.Array, value_BTKH: jax.Array, place: Placement) -> Pages | None:
     """Write prompts [B, T, K, H], of which `length_B` tokens are valid, to the start of their rows.
 
     Returns the updated pages, or None if no kernel supports this.
     """
-    name, T, Z = serving(pages, key_BTKH.dtype.name, place), key_BTKH.shape[1], pages.key_PKZH.shape[2]
+    name, T, Z = find_backend(pages, key_BTKH.dtype.name, place), key_BTKH.shape[1], pages.key_PKZH.shape[2]
     write = None if name is None else BACKENDS[name].prefill_write
     is_supported = key_BTKH.shape == value_BTKH.shape and T % Z == 0
     return write(pages, key_BTKH, value_BTKH) if write is not None and is_supported else None

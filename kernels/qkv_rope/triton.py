@@ -56,7 +56,7 @@ def tile_extents(tokens: int) -> dict[str, int]:
     return {"tokens": tokens}
 
 
-def tried(tokens: int) -> dict[str, list[dict[str, int]]]:
+def candidate_tiles(tokens: int) -> dict[str, list[dict[str, int]]]:
     """Candidate tile sizes."""
     return candidates({"": CANDIDATE_TILES}, MEASURED, tile_extents(tokens))
 

@@ -64,7 +64,7 @@ def tile_extents(rows: int) -> dict[str, int]:
     return {"forward.rows": rows, "backward.rows": rows}
 
 
-def tried(rows: int) -> dict[str, list[dict[str, int]]]:
+def candidate_tiles(rows: int) -> dict[str, list[dict[str, int]]]:
     """Candidate tile sizes for each kernel."""
     return candidates(CANDIDATE_TILES, MEASURED, tile_extents(rows))
 

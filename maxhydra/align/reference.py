@@ -110,7 +110,7 @@ def fill_reference_cache(
         counts = [len(rows)] if jax.process_count() == 1 else multihost_utils.process_allgather(np.int32(len(rows)))
         size = int(np.sum(counts))
         batch_logprobs = np.asarray(logprobs(weights, make_batch(rows, spec, size)))
-        cache.add(rows, batch_logprobs[spec.own_rows(size)])
+        cache.add(rows, batch_logprobs[spec.local_rows(size)])
         if time.monotonic() - last_line > LOG_INTERVAL:
             last_line = time.monotonic()
             log.info("reference log-probs of %d batches", number)

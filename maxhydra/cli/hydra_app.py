@@ -58,7 +58,7 @@ def _hydra(composer: Composer) -> Iterator[Hydra]:
 
 def _run(app: Hydra, composer: Composer, overrides: list[str]) -> int:
     """Validate and run one job; Hydra sets up its logging, callbacks and output folder around the validated config."""
-    composed = composer.examine([*overrides, "hydra.mode=RUN"]).composed()
+    composed = composer.check_overrides([*overrides, "hydra.mode=RUN"]).composed()
     _check_launcher(composed)
     failures: list[Exception] = []
 
@@ -94,7 +94,7 @@ def _check_launcher(composed: Composed) -> None:
 
 def _show(app: Hydra, composer: Composer, args: argparse.Namespace) -> int:
     """Print the config if it composes, then report its problems: --cfg is mostly used on a config that fails."""
-    checked = composer.examine(args.overrides, with_hydra=False)
+    checked = composer.check_overrides(args.overrides, with_hydra=False)
     if checked.composes:
         translate_errors(lambda: _print(app, composer, args))
         sys.stdout.flush()

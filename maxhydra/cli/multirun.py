@@ -83,7 +83,7 @@ def _parse(composer: Composer, overrides: list[str]) -> list[Override]:
 
 
 def _check(composer: Composer, jobs: list[list[str]]) -> None:
-    problems = [problem for each in jobs for problem in composer.examine(each, with_hydra=False).problems]
+    problems = [problem for each in jobs for problem in composer.check_overrides(each, with_hydra=False).problems]
     if problems:
         raise ConfigError(distinct(problems))
 

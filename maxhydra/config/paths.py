@@ -26,7 +26,7 @@ def matches(name: str) -> list[Path]:
     return sorted(anchor.glob(pattern))
 
 
-def beside(path: Path) -> str:
+def nearby_files(path: Path) -> str:
     """Return a hint that lists the nearest existing folder of a path."""
     parent = path if path.is_dir() else next((folder for folder in path.parents if folder.is_dir()), Path("."))
     names = sorted(entry.name for entry in parent.iterdir())

@@ -11,7 +11,7 @@ def matches(patterns: Iterable[str], name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def unreadable(field: str, patterns: list[str]) -> Iterator[Problem]:
+def regex_problems(field: str, patterns: list[str]) -> Iterator[Problem]:
     """Yield a problem for every pattern that is not a valid regular expression."""
     for pattern in patterns:
         try:

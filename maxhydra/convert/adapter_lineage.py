@@ -30,7 +30,7 @@ def run_folder(source: str | Path) -> Path | None:
     return next((folder for folder in (path, *path.parents[:2]) if _is_run(folder)), None)
 
 
-def origin(key: str, source: str | Path) -> AdapterLineage | None:
+def find_adapter_lineage(key: str, source: str | Path) -> AdapterLineage | None:
     """Lineage of an adapter-only checkpoint; None for other checkpoints. `key` is the config field, for errors."""
     run = run_folder(source)
     settings = {} if run is None else _settings(run)
@@ -41,7 +41,7 @@ def origin(key: str, source: str | Path) -> AdapterLineage | None:
     base = settings["checkpoint"]["load_parameters"]
     if base is None and (full_state := settings["checkpoint"]["load_full_state"]) is not None:
         # The run resumed another adapter run, whose base it shares.
-        earlier = origin(key, _resolve_location(run, full_state) or full_state)
+        earlier = find_adapter_lineage(key, _resolve_location(run, full_state) or full_state)
         if earlier is None:
             reason = "holds an adapter, but neither its run nor the run it resumed names the base weights"
             raise ConfigError(Problem(key, reason, value=source))

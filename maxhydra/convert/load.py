@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.quantization import Quantization
-from maxhydra.convert.adapter_lineage import origin
+from maxhydra.convert.adapter_lineage import find_adapter_lineage
 from maxhydra.convert.arrays import Arrays, FileArrays, InMemoryArrays
 from maxhydra.convert.gguf import gguf_source
 from maxhydra.convert.hf import hf_source
@@ -21,7 +21,7 @@ from maxhydra.convert.orbax_io import find_checkpoint, read_format, read_paramet
 from maxhydra.convert.peft import PeftFolder, is_peft_folder, open_peft
 from maxhydra.convert.source import Source
 from maxhydra.convert.stream_in import single_device_shardings, stream_weights
-from maxhydra.model import ModelDef, build, kept, mapped, merge_trees, merged, split_trainable
+from maxhydra.model import ModelDef, build, map_leaves, merge_adapter, merge_trees, split_trainable, store_weight
 from maxhydra.modelfiles import locate
 from maxhydra.sharding import is_axes
 
@@ -45,7 +45,7 @@ def load_weights(
     model raises ConfigError before device memory is allocated; `key` is the config field that names `source`.
     """
     start = time.monotonic()
-    base, quantize = model.base, partial(kept, model)
+    base, quantize = model.base, partial(store_weight, model)
     shardings = single_device_shardings(base) if shardings is None else shardings
     if (quantization := stored_format(key, source)) is not None:
         require_format(key, source, quantization, model)
@@ -53,7 +53,7 @@ def load_weights(
     elif (external := open_external(key, source)) is not None:
         params = stream_weights(external, base, shardings=shardings, dtype=dtype, transform=quantize)
     else:
-        params = mapped(_load_run_or_peft(key, source, base, shardings=shardings, dtype=dtype), quantize)
+        params = map_leaves(_load_run_or_peft(key, source, base, shardings=shardings, dtype=dtype), quantize)
     log.info("loaded weights of %s in %.1f s", source, time.monotonic() - start)
     return params
 
@@ -104,7 +104,7 @@ def _load_run_or_peft(key: str, source: str, model: ModelDef, *, shardings: Tree
     if is_peft_folder(path):
         return _load_peft(open_peft(key, source, path), model, shardings=shardings, dtype=dtype)
     checkpoint = find_checkpoint(key, source)
-    lineage = origin(key, checkpoint)
+    lineage = find_adapter_lineage(key, checkpoint)
     if lineage is None:
         return read_parameters(key, checkpoint, _abstract(model.shapes, shardings, dtype))
     adapted = build(model.config, lineage.adapter)
@@ -126,7 +126,7 @@ def _load_peft(folder: PeftFolder, model: ModelDef, *, shardings: Tree, dtype: D
 
 def _merge_adapter(adapted: ModelDef, trained: Tree, base: Tree, *, shardings: Tree, dtype: DTypeLike) -> Tree:
     merge = jax.jit(
-        lambda trained, base: merged(adapted, merge_trees(trained, base), dtype=jnp.dtype(dtype)),
+        lambda trained, base: merge_adapter(adapted, merge_trees(trained, base), dtype=jnp.dtype(dtype)),
         out_shardings=shardings,
     )
     return merge(trained, base)

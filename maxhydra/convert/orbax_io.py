@@ -23,7 +23,7 @@ from maxhydra.config.compose.validate import section_from
 from maxhydra.config.migrations import migrate_config
 from maxhydra.config.schema.quantization import Quantization
 from maxhydra.convert.arrays import Arrays
-from maxhydra.model import ModelDef, part_kept
+from maxhydra.model import ModelDef, store_weight_slice
 from maxhydra.model.renamed_params import current_path, rename_keys, restore_keys, stored_names
 
 Tree = Any
@@ -34,7 +34,7 @@ for noisy in ("absl", "asyncio"):
     logging.getLogger(noisy).setLevel(logging.CRITICAL)
 
 
-def steps_in(folder: Path) -> list[int]:
+def checkpoint_steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in a folder, in ascending order."""
     if not folder.is_dir():
         return []
@@ -47,7 +47,7 @@ def find_checkpoint(key: str, location: str) -> Path:
     if (root / PARAMS).is_dir():
         return root
     for folder in (root / "checkpoints", root):
-        if steps := steps_in(folder):
+        if steps := checkpoint_steps(folder):
             return folder / str(steps[-1])
     reason = "contains no checkpoint" if root.is_dir() else "is not a folder"
     accepted = "a run folder, its checkpoints folder, or one checkpoint in it"
@@ -56,8 +56,8 @@ def find_checkpoint(key: str, location: str) -> Path:
 
 def read_parameters(key: str, path: Path, abstract_params: Tree) -> Tree:
     """Restore the weights of a checkpoint with the shapes, dtypes and shardings of `abstract_params`."""
-    with readable(key, path):
-        names = require_same(path, PARAMS, abstract_params)
+    with read_errors_as_config_errors(key, path):
+        names = require_same_shapes(path, PARAMS, abstract_params)
         abstract_params = rename_keys(abstract_params, names)
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
             items = reader.restore(path, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params)))
@@ -65,19 +65,19 @@ def read_parameters(key: str, path: Path, abstract_params: Tree) -> Tree:
 
 
 @contextmanager
-def readable(key: str, path: Path) -> Iterator[None]:
+def read_errors_as_config_errors(key: str, path: Path) -> Iterator[None]:
     """Raise read errors as ConfigError about the config field `key`, e.g. for a partially copied checkpoint."""
     try:
         yield
     except (ConfigError, MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # Orbax and its storage backends raise any type
-        reason = f"cannot be read: {first_line(error)}"
+        reason = f"cannot be read: {one_line_message(error)}"
         hint = "copy it again, or name an earlier checkpoint, RUN/checkpoints/STEP"
         raise ConfigError(Problem(key, reason, value=path, hint=hint)) from error
 
 
-def first_line(error: BaseException) -> str:
+def one_line_message(error: BaseException) -> str:
     """The message of an error on one line of at most 200 characters."""
     text = str(error).strip() or type(error).__name__
     return re.sub(r"\s+", " ", text)[:200]
@@ -99,7 +99,7 @@ def read_format(checkpoint: Path) -> Quantization | None:
     return section_from(Quantization, current, path="quantization", source=str(path))
 
 
-def require_same(path: Path, item: str, expected_tree: Tree) -> dict[str, str]:
+def require_same_shapes(path: Path, item: str, expected_tree: Tree) -> dict[str, str]:
     """Raise ConfigError if the arrays of a checkpoint differ in name or shape; names the first that does.
 
     Returns the parameter names that the checkpoint stores under their names of an earlier version, for `rename_keys`.
@@ -149,7 +149,7 @@ def write_checkpoint(folder: Path, model: ModelDef, arrays: Arrays, *, dtype: np
         stores = _open_stores(folder / PARAMS, model, keys, stack_dims=len(stack_shape))
         for index in itertools.product(*map(range, stack_shape)):
             weight = jax.device_put(arrays.read_slice(keys, index).astype(dtype))
-            stored = part_kept(model, keys, weight, counted=len(stack_shape))
+            stored = store_weight_slice(model, keys, weight, counted=len(stack_shape))
             for name, array in _by_name(stored).items():
                 stores[name][index].write(np.asarray(array)).result()
     if model.is_packed:

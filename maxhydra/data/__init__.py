@@ -1,13 +1,10 @@
 """Input pipeline: sources yield records or rows, record types tokenize, packing fills rows, a loader makes batches."""
 
-from maxhydra.data.batch import Assemble, Batch, BatchSpec, make_batch, own_rows
+from maxhydra.data.batch import Assemble, Batch, BatchSpec, local_rows, make_batch
 from maxhydra.data.evaluation import eval_batches, held_out
 from maxhydra.data.loader import Loader, host_loader, open_loader, train_loader
 from maxhydra.data.rows import Row, RowSpec
 from maxhydra.data.tokenizers import Tokenizer, load_tokenizer
-
-# Renamed to load_tokenizer; other packages are switched over in one step.
-tokenizer = load_tokenizer
 
 __all__ = [
     "Assemble",
@@ -21,9 +18,9 @@ __all__ = [
     "held_out",
     "host_loader",
     "load_tokenizer",
+    "local_rows",
     "make_batch",
     "open_loader",
     "own_rows",
-    "tokenizer",
     "train_loader",
 ]

@@ -35,7 +35,7 @@ class BatchSpec:
         """Size of the batch that starts after `sequences` sequences."""
         return next((size for until, size in self.ramp if sequences < until), self.batch)
 
-    def own_rows(self, batch: int) -> np.ndarray:
+    def local_rows(self, batch: int) -> np.ndarray:
         """Rows of a batch that the devices of this process hold at least partly, ascending."""
         index_map = self.sharding.addressable_devices_indices_map((batch, self.rows.seq_len))
         rows = [np.arange(batch)[index[0]] for index in index_map.values() if index is not None]
@@ -54,14 +54,14 @@ B = TypeVar("B")
 Assemble = Callable[[list[Row], BatchSpec, int], B]
 
 
-def own_rows(rows: list[Row], spec: BatchSpec, batch: int) -> list[Row]:
+def local_rows(rows: list[Row], spec: BatchSpec, batch: int) -> list[Row]:
     """Return the local rows unchanged, on the host."""
     return rows
 
 
 def make_batch(rows: Sequence[Row], spec: BatchSpec, batch: int) -> Batch:
     """Build the global batch from the rows that this process holds."""
-    local = spec.own_rows(batch)
+    local = spec.local_rows(batch)
     local_index = np.full(batch, -1)
     local_index[local] = np.arange(len(local))
 

@@ -71,7 +71,7 @@ class Rendered:
     turns: list[tuple[int, int]]
 
 
-class UnclearError(Exception):
+class ChatTemplateError(Exception):
     """A conversation that the template cannot render, or whose assistant turns cannot be located."""
 
 
@@ -90,9 +90,9 @@ class ChatTemplate:
             reason = f"is not a valid Jinja template: line {error.lineno}: {error.message}"
             raise ConfigError(Problem("data.tokenizer.chat_template", reason)) from None
         self._tokenizer = tokenizer
-        self._special_pattern = special_token_pattern(tokenizer.marks)
+        self._special_pattern = special_token_pattern(tokenizer.special_token_ids)
         self._has_generation_blocks = re.search(r"{%[-+]?\s*generation\b", source) is not None
-        names = {id: name for name, id in tokenizer.marks.items()}
+        names = {id: name for name, id in tokenizer.special_token_ids.items()}
         self._special_names = {
             role: names[id]
             for role, id in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos), ("pad_token", tokenizer.pad))
@@ -120,13 +120,13 @@ class ChatTemplate:
         try:
             rendered = self.render(messages)
             turns = rendered.turns[self._turns_within(messages, known, len(rendered.turns)) :]
-        except UnclearError as error:
+        except ChatTemplateError as error:
             return Rejected(str(error))
         if max_characters is not None and len(rendered.text) > max_characters:
             return Rejected(f"has {len(rendered.text):,} characters, more than data.max_characters={max_characters:,}")
         if not any(start < end for start, end in turns):
             return Rejected("has no text of the assistant to train on")
-        tokens, spans = self._tokenizer.encode_marked(rendered.text)
+        tokens, spans = self._tokenizer.encode_with_special_tokens(rendered.text)
         loss_weights = np.zeros(len(rendered.text) + 1, np.float32)
         for start, end in turns:
             loss_weights[start:end] = 1
@@ -136,7 +136,9 @@ class ChatTemplate:
         """Number of assistant turns within the first `known` messages."""
         num_messages = sum(message["role"] == "assistant" for message in messages)
         if known and num_turns != num_messages:
-            raise UnclearError(f"the template has {num_turns} generation blocks for {num_messages} assistant messages")
+            raise ChatTemplateError(
+                f"the template has {num_turns} generation blocks for {num_messages} assistant messages"
+            )
         return sum(message["role"] == "assistant" for message in messages[:known])
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
@@ -147,20 +149,20 @@ class ChatTemplate:
             )
             text.encode()
         except TemplateError as error:
-            raise UnclearError(f"the chat template raised: {error.message}") from None
+            raise ChatTemplateError(f"the chat template raised: {error.message}") from None
         except UnicodeEncodeError as error:
-            raise UnclearError(f"is not valid Unicode: {error}") from None
+            raise ChatTemplateError(f"is not valid Unicode: {error}") from None
         except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            raise UnclearError(f"the chat template failed: {type(error).__name__}: {error}") from None
+            raise ChatTemplateError(f"the chat template failed: {type(error).__name__}: {error}") from None
         return text
 
     def _reject_special_tokens(self, value: Any) -> None:
         """Raise if a message contains the text of a special token, which could forge the start or end of a turn."""
         if isinstance(value, str):
             if self._special_pattern and (found := self._special_pattern.search(value)):
-                raise UnclearError(f"a message contains the text of the special token {found[0]}")
+                raise ChatTemplateError(f"a message contains the text of the special token {found[0]}")
             if _OPEN in value or _CLOSE in value:
-                raise UnclearError("a message contains an internal delimiter")
+                raise ChatTemplateError("a message contains an internal delimiter")
         elif isinstance(value, Mapping):
             for part in value.values():
                 self._reject_special_tokens(part)
@@ -179,7 +181,7 @@ class ChatTemplate:
             filled += [content, gap]
             at += len(content) + len(gap)
         if "".join(filled) != text:
-            raise UnclearError(f"the chat template changes the text of messages; {GENERATION_HINT}")
+            raise ChatTemplateError(f"the chat template changes the text of messages; {GENERATION_HINT}")
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 start, end = spans[number]
@@ -193,7 +195,7 @@ class ChatTemplate:
         """Number of whitespace characters before a turn's content that the generation prompt leaves to the model."""
         try:
             prompt = self._skeleton_of(messages[:number], prompt=True).gaps[-1]
-        except UnclearError:
+        except ChatTemplateError:
             return 0
         rest = gap.removeprefix(prompt) if gap.startswith(prompt) else ""
         return len(rest) if not rest.strip() else 0
@@ -202,7 +204,7 @@ class ChatTemplate:
         """Number of characters after a turn's content that end the turn."""
         try:
             final = self._skeleton_of(messages[: number + 1]).gaps[-1]
-        except UnclearError:
+        except ChatTemplateError:
             return 0
         special = self._special_pattern.search(final) if self._special_pattern else None
         ending = final[: special.end()] if special else final.rstrip()
@@ -215,7 +217,7 @@ class ChatTemplate:
         for message in messages:
             extra = [key for key, value in message.items() if key not in ("role", "content") and value]
             if message["role"] == "assistant" and extra:
-                raise UnclearError(f"an assistant message also has {', '.join(extra)}; {GENERATION_HINT}")
+                raise ChatTemplateError(f"an assistant message also has {', '.join(extra)}; {GENERATION_HINT}")
         return self._make_skeleton(messages, prompt=prompt)
 
     def _plain_skeleton(self, roles: tuple[str, ...], *, prompt: bool) -> "_Skeleton":
@@ -235,7 +237,9 @@ class ChatTemplate:
             for name in names:
                 pieces = text.split(name)
                 if len(pieces) != 2:
-                    raise UnclearError(f"the chat template omits or repeats the text of a message; {GENERATION_HINT}")
+                    raise ChatTemplateError(
+                        f"the chat template omits or repeats the text of a message; {GENERATION_HINT}"
+                    )
                 parts.append(pieces[0])
                 text = pieces[1]
             return [*parts, text]
@@ -249,7 +253,7 @@ class ChatTemplate:
                     strips_left += [not before] if number < len(messages) else []
                     break
             else:
-                raise UnclearError(f"the chat template changes the text of messages; {GENERATION_HINT}")
+                raise ChatTemplateError(f"the chat template changes the text of messages; {GENERATION_HINT}")
         return _Skeleton(bare, list(zip(strips_left, strips_right, strict=True)))
 
 
@@ -261,7 +265,7 @@ class _Skeleton:
     strips: list[tuple[bool, bool]]
 
 
-def chat_template(tokenizer: Tokenizer, *, day: datetime.datetime = DAY) -> ChatTemplate:
+def compile_chat_template(tokenizer: Tokenizer, *, day: datetime.datetime = DAY) -> ChatTemplate:
     """Compile the tokenizer's chat template; an error says what to set if it has none."""
     if tokenizer.chat_template is None:
         reason = "must be set for conversations, because the tokenizer has no chat template"
@@ -271,22 +275,22 @@ def chat_template(tokenizer: Tokenizer, *, day: datetime.datetime = DAY) -> Chat
 
 
 def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, *, day: datetime.datetime = DAY) -> str:
-    """Render a conversation with a generation prompt, as text for `encode_marked`."""
-    return chat_template(tokenizer, day=day).prompt(messages)
+    """Render a conversation with a generation prompt, as text for `encode_with_special_tokens`."""
+    return compile_chat_template(tokenizer, day=day).prompt(messages)
 
 
 def _check_messages(messages: Any) -> list[Message]:
     """Check that messages have a role and text; drop None values, since columnar files give every message all keys."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
-        raise UnclearError(f"expected a list of messages, found {_kind(messages)}")
+        raise ChatTemplateError(f"expected a list of messages, found {_kind(messages)}")
     checked: list[Message] = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise UnclearError(f"message {number} has no role: it is {_kind(message)}")
+            raise ChatTemplateError(f"message {number} has no role: it is {_kind(message)}")
         content = message.get("content")
         checked.append({key: value for key, value in message.items() if value is not None or key == "content"})
         if not isinstance(content, str) and not (content is None and checked[-1].keys() - {"role", "content"}):
-            raise UnclearError(
+            raise ChatTemplateError(
                 f"message {number} ({message['role']}): expected text as content, found {_kind(content)}"
             )
     return checked

@@ -71,5 +71,5 @@ def _next_batch(rows: Iterator[Row], spec: BatchSpec, assemble: Assemble[B]) -> 
     if not taken:
         return None
     padding = {name: np.zeros_like(column) for name, column in taken[0].items()}
-    local = [taken[i] if i < len(taken) else padding for i in spec.own_rows(spec.batch).tolist()]
+    local = [taken[i] if i < len(taken) else padding for i in spec.local_rows(spec.batch).tolist()]
     return assemble(local, spec, spec.batch)

@@ -10,7 +10,7 @@ from typing import NoReturn
 import fsspec
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.paths import ACCEPTED, beside, is_remote, matches, parts
+from maxhydra.config.paths import ACCEPTED, is_remote, matches, nearby_files, parts
 
 log = logging.getLogger("maxhydra")
 
@@ -74,5 +74,5 @@ def _copy(system: object, name: str, folder: Path) -> Path:
 
 
 def _raise_not_found(name: str) -> NoReturn:
-    hint = "" if is_remote(name) else beside(Path(name).expanduser())
+    hint = "" if is_remote(name) else nearby_files(Path(name).expanduser())
     raise ConfigError(Problem("data.path", "no such file", value=name, accepted=ACCEPTED, hint=hint))

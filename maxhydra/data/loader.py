@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import jax
 
 from maxhydra.config.schema.data import Data
-from maxhydra.data.batch import Assemble, Batch, BatchSpec, make_batch, own_rows
+from maxhydra.data.batch import Assemble, Batch, BatchSpec, local_rows, make_batch
 from maxhydra.data.pipeline import Pipeline
 from maxhydra.data.rows import Row
 from maxhydra.data.sharded_streams import StreamSet, gather
@@ -86,7 +86,7 @@ class Loader(Generic[B]):
 
     def _prepare(self, size: int, sequences: int) -> _PreparedBatch[B]:
         batch = self._assemble(self._streams.rows(size, sequences), size)
-        return _PreparedBatch(batch, sequences + size, self._streams.states(), self._streams.counts)
+        return _PreparedBatch(batch, sequences + size, self._streams.states(), self._streams.stats)
 
     def state(self) -> dict[str, Any]:
         """Position after the last returned batch, ignoring prefetched ones. A collective: all processes call it."""
@@ -138,14 +138,14 @@ def train_loader(data: Data, spec: BatchSpec) -> Loader[Batch]:
 
 def host_loader(data: Data, spec: BatchSpec) -> Loader[list[Row]]:
     """Open a loader of this process's rows of each training batch, on the host: for prompts, which hold objects."""
-    return open_loader(data, spec, own_rows)
+    return open_loader(data, spec, local_rows)
 
 
 def open_loader(data: Data, spec: BatchSpec, assemble: Assemble[B]) -> Loader[B]:
     """Open a loader of training batches that `assemble` builds from this process's rows."""
     pipeline = Pipeline(data, spec.rows)
     pipeline.check_enough(spec.batch)
-    local_rows = lru_cache(spec.own_rows)
+    local_rows = lru_cache(spec.local_rows)
     overfit = pipeline.first_rows(data.overfit_batches * spec.batch) if data.overfit_batches else None
 
     def open_streams(streams: int) -> StreamSet:

@@ -31,7 +31,7 @@ class PackingPlan:
     """Number of documents that are truncated or dropped because they are too long."""
 
 
-def plan(lengths: np.ndarray, capacity: int, packing: Packing) -> PackingPlan:
+def plan_rows(lengths: np.ndarray, capacity: int, packing: Packing) -> PackingPlan:
     """Plan rows of `capacity` positions for documents of the given lengths."""
     method = PackingMethod.best_fit if packing.method is PackingMethod.auto else packing.method
     limit = 1 if method is PackingMethod.none else packing.max_segments or capacity

@@ -11,7 +11,7 @@ import numpy as np
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.data import Data, OnError, PackingMethod
-from maxhydra.data.packing import plan
+from maxhydra.data.packing import plan_rows
 from maxhydra.data.read_ahead import Chunk, Chunks, Encoded, Encoder, IndexedChunks, StreamedChunks, map_ahead
 from maxhydra.data.record_types import RecordType, build_record_type
 from maxhydra.data.records import BadRecord, Record, Records, RecordStream, bad_record_error
@@ -187,10 +187,10 @@ class Pipeline:
         """Pack the examples of a window into rows, shuffled (packing sorts by length) unless `share` is None."""
         seq_len, packing = self.spec.seq_len, self.data.packing
         if record_type.packs:
-            documents = [document for document in examples if document.places]
-            lengths = np.array([document.places for document in documents], np.int64)
+            documents = [document for document in examples if document.num_targets]
+            lengths = np.array([document.num_targets for document in documents], np.int64)
             with_segments = packing.method is not PackingMethod.none
-            rows = pack_rows(documents, plan(lengths, seq_len, packing), seq_len, with_segments=with_segments)
+            rows = pack_rows(documents, plan_rows(lengths, seq_len, packing), seq_len, with_segments=with_segments)
         else:
             rows = stack_rows([record_type.row(example, seq_len) for example in examples])
         highest = max(

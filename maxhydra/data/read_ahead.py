@@ -130,7 +130,7 @@ class Encoder:
             else:
                 examples.append(example)
         packs = self.record_type.packs
-        num_tokens = sum(example.places for example in examples) if packs else len(examples) * self.seq_len
+        num_tokens = sum(example.num_targets for example in examples) if packs else len(examples) * self.seq_len
         return Encoded(examples, num_tokens, bad_records)
 
 

@@ -44,7 +44,7 @@ class Document:
     """Extra arrays [n - 1, ...], aligned with the first n - 1 tokens, such as a teacher's logits after each."""
 
     @property
-    def places(self) -> int:
+    def num_targets(self) -> int:
         """Row positions that the document fills."""
         return max(0, len(self.tokens) - 1)
 

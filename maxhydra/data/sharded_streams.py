@@ -77,8 +77,8 @@ class StreamSet:
         self._states = list(states)
 
     @property
-    def counts(self) -> ReadStats:
-        return sum((stream.counts for stream in self._streams.values()), ReadStats())
+    def stats(self) -> ReadStats:
+        return sum((stream.stats for stream in self._streams.values()), ReadStats())
 
     def close(self) -> None:
         for stream in self._streams.values():

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.paths import beside
+from maxhydra.config.paths import nearby_files
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 
 # Chat templates that ship with the package.
@@ -57,7 +57,7 @@ def chat_template(config: Config, own: str | None) -> str | None:
                 "no such file or built-in template",
                 value=config.chat_template,
                 accepted=accepted,
-                hint=beside(path),
+                hint=nearby_files(path),
             )
         )
     return built_in[config.chat_template].read_text(encoding="utf-8")
@@ -83,7 +83,7 @@ def blocks(text: str, size: int | None = None) -> Iterator[str]:
         yield text[start:]
 
 
-def smallest(vocab_size: int) -> type[np.unsignedinteger]:
+def smallest_id_dtype(vocab_size: int) -> type[np.unsignedinteger]:
     """Smallest unsigned dtype that holds every id."""
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 

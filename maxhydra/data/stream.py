@@ -47,7 +47,7 @@ class Stream(Protocol):
     """An iterator over the rows of one share of a source; StopIteration ends a stream of finite epochs."""
 
     @property
-    def counts(self) -> ReadStats: ...
+    def stats(self) -> ReadStats: ...
 
     def take(self) -> Row:
         """Return the next row."""
@@ -73,7 +73,7 @@ class RowStream:
         self._count = last - self._first
         self._epochs = epochs
         self._position = 0
-        self.counts = ReadStats()
+        self.stats = ReadStats()
 
     def take(self) -> Row:
         epoch, at = divmod(self._position, self._count)
@@ -83,7 +83,7 @@ class RowStream:
         row = self._rows[int(index)]
         self._position += 1
         filled = int(np.count_nonzero(row["weights"]))
-        self.counts += ReadStats(1, len(row["tokens"]), filled, 0, self._position / self._count)
+        self.stats += ReadStats(1, len(row["tokens"]), filled, 0, self._position / self._count)
         return row
 
     def skip(self) -> None:
@@ -121,7 +121,7 @@ class PackedStream:
         """
         self._chunks, self._encode, self._pack = chunks, encode, pack
         self._window, self._on_bad_record, self._epochs = window, on_bad_record, epochs
-        self.counts = ReadStats()
+        self.stats = ReadStats()
         self._seek(None, 0)
 
     def _seek(self, cursor: Cursor | None, next_row: int) -> None:
@@ -135,7 +135,7 @@ class PackedStream:
         rows = self._fill_window()
         row = rows[self._next_row]
         capacity = sum(len(column) for name, column in row.items() if name.endswith("tokens"))
-        self.counts += ReadStats(1, capacity, rows.num_filled(self._next_row), 0, self._epoch)
+        self.stats += ReadStats(1, capacity, rows.num_filled(self._next_row), 0, self._epoch)
         self._next_row += 1
         return row
 
@@ -151,7 +151,7 @@ class PackedStream:
                 self._cursor, self._next_row = self._after, 0
             examples, first, ends_epoch = self._read_window()
             self._rows = self._pack(examples, (first.epoch, *_window_key(first.cursor)))
-            self.counts += ReadStats(dropped=self._rows.cut)
+            self.stats += ReadStats(dropped=self._rows.cut)
             empty_epochs = empty_epochs + ends_epoch if not len(self._rows) else 0
             if empty_epochs > 1:
                 hint = "check data.record_type and data.columns with task=inspect_data"
@@ -165,7 +165,7 @@ class PackedStream:
         for chunk, encoded in self._encoded:
             first = first or chunk
             for bad_record in encoded.bad_records:
-                self.counts += ReadStats(skipped=1)
+                self.stats += ReadStats(skipped=1)
                 self._on_bad_record(bad_record)
             examples += encoded.examples
             num_tokens += encoded.num_tokens
@@ -204,8 +204,8 @@ class MixtureStream:
         self._rows_taken = dict.fromkeys(streams, 0)
 
     @property
-    def counts(self) -> ReadStats:
-        return sum((stream.counts for stream in self._streams.values()), ReadStats())
+    def stats(self) -> ReadStats:
+        return sum((stream.stats for stream in self._streams.values()), ReadStats())
 
     def _next_stream(self) -> Stream:
         total = sum(self._rows_taken.values()) + 1

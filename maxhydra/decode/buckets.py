@@ -19,7 +19,7 @@ MIN_PREFILL = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class StepShape:
     """Padded shape of one forward call."""
 
     rows: int
@@ -27,15 +27,15 @@ class Shape:
     """Tokens per row."""
     pages: int
     """Pages per row."""
-    is_prompt: bool
+    is_prefill: bool
     """Prefill: tokens come from the host. Otherwise each row's token is the one it sampled last."""
     is_fresh: bool = False
     """Every row starts at position 0, so its tokens attend to each other only and not to the cache."""
 
-    def covers(self, other: "Shape") -> bool:
+    def covers(self, other: "StepShape") -> bool:
         """Return True if a program of this shape can run a batch of the other."""
         fits = self.rows >= other.rows and self.tokens >= other.tokens and self.pages >= other.pages
-        return self.is_prompt == other.is_prompt and fits and (other.is_fresh or not self.is_fresh)
+        return self.is_prefill == other.is_prefill and fits and (other.is_fresh or not self.is_fresh)
 
     @property
     def size(self) -> int:
@@ -65,7 +65,7 @@ class Buckets:
         needed = -(-max(tokens, MIN_CONTEXT) // self.page_size)
         return min(power_of_two(needed), self.max_pages)
 
-    def prefill_shape(self, chunks: List[PrefillChunk]) -> Shape:
+    def prefill_shape(self, chunks: List[PrefillChunk]) -> StepShape:
         """Return the bucket for one prefill call."""
         longest = max(chunk.length for chunk in chunks)
         rows, tokens = self.round_rows(len(chunks)), power_of_two(max(longest, MIN_PREFILL))
@@ -73,12 +73,12 @@ class Buckets:
             self.round_pages(max(chunk.stop for chunk in chunks)),
             all(chunk.start == 0 for chunk in chunks),
         )
-        return Shape(rows, tokens, pages, is_prompt=True, is_fresh=is_fresh)
+        return StepShape(rows, tokens, pages, is_prefill=True, is_fresh=is_fresh)
 
-    def decode_shape(self, sequences: List[Sequence], *, steps_ahead: int, extra_rows: int) -> Shape:
+    def decode_shape(self, sequences: List[Sequence], *, steps_ahead: int, extra_rows: int) -> StepShape:
         """Return the bucket for decoding one more token per sequence, some steps later or with additional rows."""
         longest = max(sequence.num_computed for sequence in sequences) + 1 + steps_ahead
-        return Shape(self.round_rows(len(sequences) + extra_rows), 1, self.round_pages(longest), is_prompt=False)
+        return StepShape(self.round_rows(len(sequences) + extra_rows), 1, self.round_pages(longest), is_prefill=False)
 
 
 def sampling_features(sequences: Iterable[Sequence | None]) -> SamplingFeatures:

@@ -21,7 +21,7 @@ FREE_KEYS = tuple(pattern for pattern in KEYS_WITHOUT_EFFECT_ON_WEIGHTS if patte
 MAX_LISTED = 6
 
 
-def check_origin(config: Config, source: str) -> None:
+def check_same_model(config: Config, source: str) -> None:
     """Raise ConfigError if `source` is in a run whose model or tokenizer differs from the config's.
 
     Weights of the same shapes may still belong to a different model (another RoPE, another norm): they would load

@@ -78,7 +78,7 @@ class CompileCache(Generic[Key]):
     def is_ready(self, key: Key) -> bool:
         return key in self._programs and self._programs[key].done()
 
-    def settled(self) -> int:
+    def wait_for_compiles(self) -> int:
         """Wait until nothing is being compiled; return how many programs were compiled or substituted so far.
 
         A workload that does not change this count has all the programs it needs.

@@ -18,13 +18,13 @@ import numpy as np
 from maxhydra.config.schema.decode import CacheDtype
 from maxhydra.config.schema.decode import Engine as Config
 from maxhydra.data import Tokenizer
-from maxhydra.decode.buckets import Buckets, Shape, sampling_features
+from maxhydra.decode.buckets import Buckets, StepShape, sampling_features
 from maxhydra.decode.request import Handle, Request, RequestRejectedError, TokenLogprob
 from maxhydra.decode.sampler import MAX_LOGPROBS, SampledTokens
 from maxhydra.decode.scheduler import Scheduler
 from maxhydra.decode.sequence import Sequence, find_problem
 from maxhydra.decode.step_inputs import decode_inputs, prefill_inputs
-from maxhydra.decode.steps import MultiStepKey, Programs
+from maxhydra.decode.steps import CompiledSteps, MultiStepKey
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.layers import PagedCacheSpec
 from maxhydra.model import ModelDef
@@ -94,7 +94,7 @@ class Engine:
         self._multi_steps = config.burst or (1 if is_single_step else MULTI_STEPS)
         self._layout = choose_weight_layout(model, sharder, jax.default_backend())
         self._params = self._layout.keep(params)
-        self._programs = Programs(
+        self._programs = CompiledSteps(
             self._layout, self._params, cache_spec, sharder=sharder, deterministic=config.deterministic
         )
         self._cache, self._slot_state = self._programs.init_state()
@@ -168,12 +168,12 @@ class Engine:
             self._changed.wait_for(lambda: self._new_params is None or self._end_reason is not None)
             self._reject_if(self._end_reason)
 
-    def settled(self) -> int:
+    def wait_for_compiles(self) -> int:
         """Wait until nothing is being compiled; return a count that is stable once all needed programs exist.
 
         It grows whenever a program was compiled or a larger one substituted for the exact one since the last call.
         """
-        return self._programs.settled()
+        return self._programs.wait_for_compiles()
 
     def close(self) -> None:
         """Stop the engine's thread; unfinished sequences end with finish="cancelled"."""
@@ -310,7 +310,7 @@ class Engine:
                 self._programs.choose_multi_step(next_key, eventual=next_key)
         return key
 
-    def _decode_shape(self, rows: list[Sequence]) -> Shape:
+    def _decode_shape(self, rows: list[Sequence]) -> StepShape:
         """Return the bucket for decoding these rows; while others are about to join, preferably one for all."""
         num_joining = len(self._scheduler.waiting) + len(self._scheduler.prefilling)
         extra_rows = min(num_joining, self._max_batch - len(rows))
@@ -318,14 +318,14 @@ class Engine:
         eventual = self._buckets.decode_shape(rows, steps_ahead=0, extra_rows=extra_rows)
         return self._programs.choose_shape(needed, eventual=eventual)
 
-    def _precompile(self, rows: list[Sequence], shape: Shape) -> None:
+    def _precompile(self, rows: list[Sequence], shape: StepShape) -> None:
         """Compile the next context bucket before it is needed."""
         steps_ahead = PRECOMPILE_PAGES * self._buckets.page_size
         next_shape = self._buckets.decode_shape(rows, steps_ahead=steps_ahead, extra_rows=0)
         if next_shape.pages > shape.pages:
             self._programs.precompile(next_shape, sampling_features(rows))
 
-    def _forward(self, shape: Shape, inputs_BC: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    def _forward(self, shape: StepShape, inputs_BC: np.ndarray) -> tuple[jax.Array, jax.Array]:
         """Return the logits of the rows, and the columns of the inputs that sampling needs."""
         logits_BV, self._cache, head_BC = self._programs.forward(
             shape, self._params, self._cache, self._slot_state, inputs_BC

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.migrations import original_names
 from maxhydra.config.schema.tasks.decode import DecodeTask
-from maxhydra.convert.orbax_io import steps_in
+from maxhydra.convert.orbax_io import checkpoint_steps
 from maxhydra.decode.checkpoint_check import model_values
 from maxhydra.decode.client import PromptClient
 from maxhydra.decode.offline_files import REJECTED, OutputFile, Record, fingerprint, read_records
@@ -196,5 +196,5 @@ def settings_fingerprint(config: Config) -> str:
 def _latest_step(source: str | None) -> dict[str, int]:
     """Return the latest checkpoint step if the source is a run, which may be resumed between two commands."""
     root = Path(source or "").expanduser()
-    steps = source and (steps_in(root / "checkpoints") or steps_in(root))
+    steps = source and (checkpoint_steps(root / "checkpoints") or checkpoint_steps(root))
     return {"step": steps[-1]} if steps else {}

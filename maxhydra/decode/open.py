@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from maxhydra import model
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.decode import Engine as EngineConfig
-from maxhydra.config.schema.quantization import TO_KEEP, TO_TRAIN, Quantization
+from maxhydra.config.schema.quantization import STORED_KINDS, TRAINING_KINDS, Quantization
 from maxhydra.convert.load import load_weights, stored_format
-from maxhydra.decode.checkpoint_check import check_origin
+from maxhydra.decode.checkpoint_check import check_same_model
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.model import ModelDef
@@ -39,14 +39,14 @@ def check_weights_source(config: Config, *, processes: int) -> None:
         accepted = "a run or checkpoint folder, a Hugging Face folder, a .gguf file, or package:NAME"
         reason = f"is required: task={config.task.name} needs trained weights"
         raise ConfigError(Problem("checkpoint.load_parameters", reason, value=None, accepted=accepted))
-    check_origin(config, config.checkpoint.load_parameters)
+    check_same_model(config, config.checkpoint.load_parameters)
 
 
-def weight_formats(config: Config) -> Quantization:
+def weight_quantization(config: Config) -> Quantization:
     """Return the storage format of the weights: as configured, otherwise as stored in the checkpoint."""
     quantization = config.quantization
-    if training_kinds := sorted(kind.value for kind in quantization.kinds if kind in TO_TRAIN):
-        accepted = ", ".join(kind.value for kind in TO_KEEP)
+    if training_kinds := sorted(kind.value for kind in quantization.kinds if kind in TRAINING_KINDS):
+        accepted = ", ".join(kind.value for kind in STORED_KINDS)
         hint = "remove quantization to use the format of the checkpoint"
         reason = f"is only supported for training ({', '.join(training_kinds)})"
         raise ConfigError(Problem("quantization.kind", reason, value=quantization.kind, accepted=accepted, hint=hint))
@@ -58,15 +58,15 @@ def weight_formats(config: Config) -> Quantization:
     return stored
 
 
-def plan_weights(config: Config) -> tuple[ModelDef, Sharder]:
+def build_model(config: Config) -> tuple[ModelDef, Sharder]:
     """Build the model with quantized weights if configured, and the sharder of its mesh."""
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
-    decoder = model.build(config.model, quantization=weight_formats(config))
+    decoder = model.build(config.model, quantization=weight_quantization(config))
     sharder.check(decoder.axes, decoder.shapes)
     return decoder, sharder
 
 
-def loaded(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:
+def load_params(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:
     """Load the weights of checkpoint.load_parameters.
 
     They are stored in the compute dtype, to which every matmul would cast them anyway, or quantized if configured.
@@ -82,6 +82,6 @@ def loaded(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:
 
 def open_engine(config: Config, engine: EngineConfig, prompts: PromptEncoder) -> Engine:
     """Load the weights and start the engine."""
-    decoder, sharder = plan_weights(config)
-    params = loaded(config, decoder, sharder)
-    return Engine(decoder, params, prompts.tokenizer, engine, sharder=sharder, eos=prompts.ends)
+    decoder, sharder = build_model(config)
+    params = load_params(config, decoder, sharder)
+    return Engine(decoder, params, prompts.tokenizer, engine, sharder=sharder, eos=prompts.eos_ids)

@@ -6,8 +6,8 @@ from typing import Any
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.data import Data
-from maxhydra.data import tokenizer
-from maxhydra.data.chat import ChatTemplate, UnclearError, chat_template
+from maxhydra.data import load_tokenizer
+from maxhydra.data.chat import ChatTemplate, ChatTemplateError, compile_chat_template
 
 
 class PromptError(ValueError):
@@ -18,7 +18,7 @@ class PromptEncoder:
     """Encodes prompts with the tokenizer and chat template of a run. Thread-safe."""
 
     def __init__(self, data: Data, *, vocab_size: int):
-        self.tokenizer = tokenizer(data)
+        self.tokenizer = load_tokenizer(data)
         if self.tokenizer.vocab_size > vocab_size:
             reason = (
                 f"is smaller than the {self.tokenizer.vocab_size} tokens of data.tokenizer.kind={data.tokenizer.kind}"
@@ -27,7 +27,7 @@ class PromptEncoder:
             raise ConfigError(Problem("model.vocab_size", reason, value=vocab_size, accepted=accepted))
         bos = self.tokenizer.bos if data.tokenizer.add_bos else None
         self._bos = [] if bos is None else [bos]
-        self._names = {id: name for name, id in self.tokenizer.marks.items()}
+        self._names = {id: name for name, id in self.tokenizer.special_token_ids.items()}
 
     @property
     def has_template(self) -> bool:
@@ -36,7 +36,7 @@ class PromptEncoder:
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template; ConfigError if the tokenizer has none."""
-        return chat_template(self.tokenizer)
+        return compile_chat_template(self.tokenizer)
 
     def encode_text(self, text: str) -> list[int]:
         """Encode plain text, with a BOS token if data.tokenizer.add_bos is set."""
@@ -51,12 +51,12 @@ class PromptEncoder:
             _reject_surrogates(str(message.get("content")))
         try:
             text = self.template.prompt(messages)
-        except UnclearError as error:
+        except ChatTemplateError as error:
             raise PromptError(str(error)) from None
-        return [int(id) for id in self.tokenizer.encode_marked(text)[0]]
+        return [int(id) for id in self.tokenizer.encode_with_special_tokens(text)[0]]
 
     @cached_property
-    def ends(self) -> frozenset[int]:
+    def eos_ids(self) -> frozenset[int]:
         """EOS, and the token with which the chat template ends a turn, which differs from EOS in many models."""
         ids = set() if self.tokenizer.eos is None else {self.tokenizer.eos}
         if self.has_template:
@@ -65,9 +65,9 @@ class PromptEncoder:
                     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
                 )
                 turn = rendered.text[slice(*rendered.turns[-1])] if rendered.turns else ""
-                last = self.tokenizer.encode_marked(turn)[0][-1:]
+                last = self.tokenizer.encode_with_special_tokens(turn)[0][-1:]
                 ids |= {int(id) for id in last if int(id) in self.tokenizer.special}
-            except UnclearError:
+            except ChatTemplateError:
                 # The template rejects this simple conversation: only EOS ends a completion.
                 pass
         return frozenset(ids)

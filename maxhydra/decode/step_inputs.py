@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.decode.buckets import Shape
+from maxhydra.decode.buckets import StepShape
 from maxhydra.decode.sampler import SamplingArrays
 from maxhydra.decode.scheduler import PrefillChunk
 from maxhydra.decode.sequence import Sequence
@@ -71,11 +71,11 @@ def advance(inputs_BC: jax.Array, tokens: int) -> jax.Array:
     return inputs_BC + jnp.where(column_C == START, taken_B1, 0) - jnp.where(column_C == REMAINING, taken_B1, 0)
 
 
-def num_columns(shape: Shape) -> int:
-    return HEAD + shape.pages + (shape.tokens if shape.is_prompt else 0)
+def num_columns(shape: StepShape) -> int:
+    return HEAD + shape.pages + (shape.tokens if shape.is_prefill else 0)
 
 
-def prefill_inputs(chunks: List[PrefillChunk], shape: Shape, padding_slot: int) -> np.ndarray:
+def prefill_inputs(chunks: List[PrefillChunk], shape: StepShape, padding_slot: int) -> np.ndarray:
     """Pack prompt chunks, padded to a bucket."""
     rows = [
         _pack_head(
@@ -87,7 +87,7 @@ def prefill_inputs(chunks: List[PrefillChunk], shape: Shape, padding_slot: int) 
     return _pad_rows(rows, shape, padding_slot)
 
 
-def decode_inputs(sequences: List[Sequence], shape: Shape, padding_slot: int) -> np.ndarray:
+def decode_inputs(sequences: List[Sequence], shape: StepShape, padding_slot: int) -> np.ndarray:
     """Pack running sequences, from their last sampled token to the last token they may generate."""
     rows = [
         _pack_head(sequence, sequence.slot, sequence.num_computed, sequence.remaining, shape) for sequence in sequences
@@ -95,7 +95,7 @@ def decode_inputs(sequences: List[Sequence], shape: Shape, padding_slot: int) ->
     return _pad_rows(rows, shape, padding_slot)
 
 
-def _pack_head(sequence: Sequence, target: int, start: int, remaining: int, shape: Shape) -> bytes:
+def _pack_head(sequence: Sequence, target: int, start: int, remaining: int, shape: StepShape) -> bytes:
     """Pack all columns except the tokens of a prompt."""
     request, width = sequence.request, 4 * shape.pages
     seed = request.seed >> 32, request.seed & 0xFFFFFFFF
@@ -104,7 +104,7 @@ def _pack_head(sequence: Sequence, target: int, start: int, remaining: int, shap
     return head + sequence.page_table[:width].ljust(width, b"\0")
 
 
-def _pad_rows(rows: list[bytes], shape: Shape, padding_slot: int) -> np.ndarray:
+def _pad_rows(rows: list[bytes], shape: StepShape, padding_slot: int) -> np.ndarray:
     """Append padding rows, which have no tokens and sample greedily into the padding slot."""
     width = num_columns(shape)
     padding = HEAD_STRUCT.pack(padding_slot, padding_slot, 0, 0, 0, 0, 0, 0, 1, 0, 1).ljust(4 * width, b"\0")

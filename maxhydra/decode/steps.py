@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxhydra.decode.buckets import Shape
+from maxhydra.decode.buckets import StepShape
 from maxhydra.decode.compile_cache import CompileCache, Program
 from maxhydra.decode.sampler import SampledTokens, SamplingArrays, SamplingFeatures, greedy_tokens, sample
 from maxhydra.decode.step_inputs import HEAD, StepInputs, advance, num_columns
@@ -56,7 +56,7 @@ class SampleKey(NamedTuple):
 class MultiStepKey(NamedTuple):
     """Key of a multi-step decode program: several tokens per row, each fed back into the next step."""
 
-    shape: Shape
+    shape: StepShape
     features: SamplingFeatures
     num_steps: int
 
@@ -78,7 +78,7 @@ class SlotState(NamedTuple):
     """Tokens of the prompt and the completion; only maintained for sequences with a repetition penalty."""
 
 
-class Programs:
+class CompiledSteps:
     """Compiles and calls the steps in every shape that comes up."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Programs:
             lambda cache: sharder.tree(cache.axes()), caches, is_leaf=lambda node: not isinstance(node, (dict, list))
         )
         self._abstract_caches = jax.tree.map(_abstract, caches, self._cache_shardings)
-        self._forwards: CompileCache[Shape] = CompileCache(self._compile_forward, deterministic=deterministic)
+        self._forwards: CompileCache[StepShape] = CompileCache(self._compile_forward, deterministic=deterministic)
         self._samplers: CompileCache[SampleKey] = CompileCache(self._compile_sample, deterministic=deterministic)
         self._multi_steps: CompileCache[MultiStepKey] = CompileCache(
             self._compile_multi_step, deterministic=deterministic
@@ -115,18 +115,18 @@ class Programs:
         zeros = [jax.device_put(np.zeros(leaf.shape, leaf.dtype), self._replicated) for leaf in self._abstract_slots()]
         return cache, SlotState(*zeros)
 
-    def choose_shape(self, shape: Shape, *, eventual: Shape) -> Shape:
+    def choose_shape(self, shape: StepShape, *, eventual: StepShape) -> StepShape:
         """Return the shape itself or that of a compiled larger program; `eventual` is the shape it will soon have."""
         return self._forwards.choose(shape, eventual=eventual)
 
-    def precompile(self, shape: Shape, features: SamplingFeatures) -> None:
+    def precompile(self, shape: StepShape, features: SamplingFeatures) -> None:
         """Start compiling the forward and sample programs of a coming step."""
         key = SampleKey(shape.rows, features)
         self._forwards.start(self._forwards.choose(shape, eventual=shape))
         self._samplers.start(self._samplers.choose(key, eventual=key))
 
     def forward(
-        self, shape: Shape, params: Tree, cache: Tree, slot_state: SlotState, inputs_BC: np.ndarray
+        self, shape: StepShape, params: Tree, cache: Tree, slot_state: SlotState, inputs_BC: np.ndarray
     ) -> tuple[jax.Array, Tree, jax.Array]:
         """Return logits [B, V] of each row's last token, the updated cache, and the inputs of sampling."""
         logits_BV, cache, head_BC = self._forwards.get(shape)(params, cache, slot_state.last_token_N, inputs_BC)
@@ -164,16 +164,20 @@ class Programs:
         seen_V[list(prompt)] = True
         return SlotState(slot_state.last_token_N, _set_seen(slot_state.seen_NV, np.int32(slot), seen_V))
 
-    def settled(self) -> int:
-        """Wait for all compilations; return the sum of `CompileCache.settled` over all programs."""
-        return self._forwards.settled() + self._samplers.settled() + self._multi_steps.settled()
+    def wait_for_compiles(self) -> int:
+        """Wait for all compilations; return the sum of `CompileCache.wait_for_compiles` over all programs."""
+        return (
+            self._forwards.wait_for_compiles()
+            + self._samplers.wait_for_compiles()
+            + self._multi_steps.wait_for_compiles()
+        )
 
     def close(self) -> None:
         self._forwards.close()
         self._samplers.close()
         self._multi_steps.close()
 
-    def _compile_forward(self, shape: Shape) -> Program:
+    def _compile_forward(self, shape: StepShape) -> Program:
         forward = _make_forward(self._layout, self._sharder, shape)
         shardings = (self._logits_sharding, self._cache_shardings, self._replicated)
         jitted = jax.jit(forward, donate_argnums=1, out_shardings=shardings)
@@ -210,7 +214,7 @@ class Programs:
 
 
 def _make_forward(
-    layout: WeightLayout, sharder: Sharder, shape: Shape
+    layout: WeightLayout, sharder: Sharder, shape: StepShape
 ) -> Callable[..., tuple[jax.Array, Tree, jax.Array]]:
     hidden = _make_hidden(layout, sharder, shape)
 
@@ -218,7 +222,7 @@ def _make_forward(
         params: Tree, cache: Tree, last_token_N: jax.Array, inputs_BC: jax.Array
     ) -> tuple[jax.Array, Tree, jax.Array]:
         params, inputs = layout.use(params), StepInputs.unpack(inputs_BC, pages=shape.pages)
-        tokens_BT = inputs.tokens_BT if shape.is_prompt else last_token_N[inputs.rows.slots_B][:, None]
+        tokens_BT = inputs.tokens_BT if shape.is_prefill else last_token_N[inputs.rows.slots_B][:, None]
         hidden_B1D, cache = hidden(params, cache, tokens_BT, inputs.positions(shape.tokens), inputs.rows)
         logits_BV = layout.model.logits(params, hidden_B1D, sharder)[:, 0]
         return logits_BV, cache, advance(inputs_BC[:, :HEAD], shape.tokens)
@@ -226,7 +230,7 @@ def _make_forward(
     return forward
 
 
-def _make_hidden(layout: WeightLayout, sharder: Sharder, shape: Shape) -> Callable[..., tuple[jax.Array, Tree]]:
+def _make_hidden(layout: WeightLayout, sharder: Sharder, shape: StepShape) -> Callable[..., tuple[jax.Array, Tree]]:
     """Return a function for the hidden states [B, 1, D] of each row's last token, and the updated cache."""
 
     def hidden(
@@ -240,7 +244,7 @@ def _make_hidden(layout: WeightLayout, sharder: Sharder, shape: Shape) -> Callab
             cache=cache,
             dropout_key=None,
             rows=rows,
-            asked=jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0) if shape.is_prompt else None,
+            output_index=jnp.maximum(jnp.sum(is_token_BT, axis=1) - 1, 0) if shape.is_prefill else None,
             is_fresh=shape.is_fresh,
         )
         return layout.model.hidden(params, tokens_BT, context)

@@ -72,7 +72,7 @@ class StudentTeacher:
             pairs = zip(student_features, teacher_features, strict=True)
             distances = [feature_distance(*pair, self.features.loss) for pair in pairs]
             token_losses["features"] = sum(distances[1:], distances[0]) / len(distances)
-        return token_losses, forward.sides
+        return token_losses, forward.aux
 
     def _run_teacher(self, weights: Tree, batch: Batch) -> tuple[list[jax.Array], list[jax.Array]]:
         """The arrays from which the teacher's log-probs are computed (hidden states or top-k), and its features."""

@@ -10,10 +10,9 @@ import numpy as np
 
 from maxhydra.config.schema.data import Packing
 from maxhydra.data import BatchSpec, make_batch
-from maxhydra.data.document import Document
-from maxhydra.data.packing import plan
-from maxhydra.data.rows import pack_rows
-from maxhydra.data.special_tokens import smallest
+from maxhydra.data.packing import plan_rows
+from maxhydra.data.rows import Document, pack_rows
+from maxhydra.data.special_tokens import smallest_id_dtype
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
@@ -38,9 +37,9 @@ class TopLogits:
 
         `teacher_logits` are log-probabilities, which differ from the logits by a constant.
         """
-        documents = [document for document in documents if document.places]
-        lengths = np.array([document.places for document in documents], np.int64)
-        pieces = plan(lengths, self.spec.rows.seq_len, self.packing)
+        documents = [document for document in documents if document.num_targets]
+        lengths = np.array([document.num_targets for document in documents], np.int64)
+        pieces = plan_rows(lengths, self.spec.rows.seq_len, self.packing)
         rows = pack_rows(documents, pieces, self.spec.rows.seq_len, with_segments=True)
         outputs = [self._run([rows[index] for index in part]) for part in _chunks(len(rows), self.spec.batch)]
         if not outputs:
@@ -60,7 +59,7 @@ class TopLogits:
         padding = self.spec.batch - len(rows)
         empty = {name: np.zeros_like(column) for name, column in rows[0].items()}
         ids, logits = self._top_k(self.weights, make_batch([*rows, *[empty] * padding], self.spec, self.spec.batch))
-        id_dtype = smallest(self.model.config.vocab_size)
+        id_dtype = smallest_id_dtype(self.model.config.vocab_size)
         return np.asarray(ids)[: len(rows)].astype(id_dtype), np.asarray(logits)[: len(rows)].astype(np.float16)
 
     @cached_property

@@ -10,7 +10,7 @@ from maxhydra.launch.job_spec import JobSpec
 def compose_job(composer: Composer, sweep: SweepContext, trial: Trial) -> JobSpec:
     """Compose and validate a trial's config. `composer` caches the config files that the jobs of a sweep share."""
     overrides = sweep.overrides(trial)
-    composed = composer.examine(overrides, with_hydra=False).composed()
+    composed = composer.check_overrides(overrides, with_hydra=False).composed()
     # The worker runs in another working directory.
     config_dir = None if sweep.config_dir is None else str(Path(sweep.config_dir).expanduser().absolute())
     return JobSpec(composed.config, composed.choices, overrides, config_dir)

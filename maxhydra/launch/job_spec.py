@@ -11,7 +11,7 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.migrations import migrate_config, migrate_overrides
 from maxhydra.config.serialize import from_yaml, to_yaml
 from maxhydra.record.atomic_io import replace_file
-from maxhydra.record.redact import scrub_argv
+from maxhydra.record.redact import redact_argv
 
 CONFIG, FACTS = "job.yaml", "job.json"
 
@@ -27,7 +27,7 @@ class JobSpec:
 
     def files(self) -> dict[str, str]:
         """Map file names to contents. Overrides are recorded for display only, so secrets in them are redacted."""
-        facts = {"choices": self.choices, "overrides": scrub_argv(self.overrides), "config_dir": self.config_dir}
+        facts = {"choices": self.choices, "overrides": redact_argv(self.overrides), "config_dir": self.config_dir}
         return {CONFIG: to_yaml(self.config), FACTS: json.dumps(facts, indent=1) + "\n"}
 
     def write(self, folder: Path) -> None:
@@ -36,7 +36,7 @@ class JobSpec:
             replace_file(folder / name, content)
 
 
-def read_order(path: Path) -> JobSpec:
+def read_job_spec(path: Path) -> JobSpec:
     """Read the job whose config is at `path`; job.json next to it is optional. Raises ConfigError."""
     try:
         config = from_yaml(path.read_text(encoding="utf-8"), str(path))

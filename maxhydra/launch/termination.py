@@ -16,7 +16,7 @@ from maxhydra.config.errors import ConfigError
 from maxhydra.launch.job_spec import FACTS
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import replace_file, to_json
-from maxhydra.record.redact import scrub_text
+from maxhydra.record.redact import redact_text
 
 VARIABLE = "MAXHYDRA_TERMINATION_LOG"
 # Kubernetes truncates termination messages to 4096 bytes.
@@ -69,7 +69,7 @@ def encode_message(facts: dict[str, Any]) -> str:
 
 def _truncate(reason: Any, limit: int) -> str | None:
     """First `limit` bytes of a reason, with secrets redacted."""
-    return None if reason is None else scrub_text(str(reason)).encode()[:limit].decode(errors="ignore")
+    return None if reason is None else redact_text(str(reason)).encode()[:limit].decode(errors="ignore")
 
 
 def decode_message(text: str | None) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from maxhydra.layers.norm import LayerNorm, Norm, NormSpec, RMSNorm, norm_with_r
 from maxhydra.layers.parallel_moe import ParallelMoe, ParallelMoeSpec
 from maxhydra.layers.params import Dtypes, ParamBuilder
 from maxhydra.layers.per_layer_embedding import PerLayerEmbedding, PerLayerInput, PerLayerSpec
-from maxhydra.layers.quant.rules import QuantRule, formats_of
+from maxhydra.layers.quant.rules import QuantRule, resolve_rules
 
 __all__ = [
     "Attention",
@@ -68,6 +68,6 @@ __all__ = [
     "RMSNorm",
     "VocabularySpec",
     "dropout",
-    "formats_of",
     "norm_with_residual",
+    "resolve_rules",
 ]

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxhydra.config.schema import model as config
 from maxhydra.kernels.attention import Request, attention
 from maxhydra.kernels.matmul import Layout
-from maxhydra.kernels.paged_attention import Pages, filled, paged_attention, serving
+from maxhydra.kernels.paged_attention import Pages, find_backend, paged_attention, write_prompts
 from maxhydra.kernels.qkv_rope import qkv_rope
 from maxhydra.layers.context import Context
 from maxhydra.layers.interfaces import MixerOutput, visible_in_chunk, visible_keys
@@ -25,7 +25,7 @@ from maxhydra.layers.kv_cache import Cache, CacheSpec, KeysValues, NoCache
 from maxhydra.layers.linear import Linear, are_bare, fused_matmul, project_together
 from maxhydra.layers.norm import Norm, NormSpec, PlainNorm
 from maxhydra.layers.params import Dtypes, ParamBuilder, residual_scale
-from maxhydra.layers.rope import Rotation, cos_and_sin, rotate, turns
+from maxhydra.layers.rope import Rotation, cos_and_sin, paged_rope_factors, rotate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class AttentionSpec:
         return 2.0 * self.emb_dim * self.head_dim * heads + 4.0 * self.num_heads * self.head_dim * keys
 
     @property
-    def turns_plainly(self) -> bool:
+    def uses_qkv_rope(self) -> bool:
         """Whether RoPE is the only operation between the fused QKV matmul and attention, so qkv_rope applies."""
         is_plain = self.qk_norm is config.QkNorm.none and not self.has_value_norm and self.shares is None
         is_plain = is_plain and self.value is config.ValueSource.own
@@ -178,7 +178,7 @@ class Attention(nnx.Module):
         """
         is_whole = ctx.sharder.ways("heads") == ctx.sharder.ways("kv_heads") == 1
         is_fused = (ctx.cache is None and is_whole) or self.query.matmul_spec.layout is Layout.joined
-        if is_fused and self.spec.turns_plainly and are_bare(self.qkv):
+        if is_fused and self.spec.uses_qkv_rope and are_bare(self.qkv):
             return self._qkv_rope(fused_matmul(self.qkv, x_BTD, ctx), ctx)
         if is_fused:
             return self.normalize_and_rotate(project_together(self.qkv, x_BTD, ctx), ctx)
@@ -266,7 +266,7 @@ class Attention(nnx.Module):
         if ctx.cache is None or self.spec.kernel.backend != "auto" or not is_plain or x_BTD.shape[1] > 1:
             return None
         pages: Pages | None = ctx.cache.pages(cached_positions(ctx), ctx.rows)
-        return pages if pages is not None and serving(pages, x_BTD.dtype.name, ctx.place) else None
+        return pages if pages is not None and find_backend(pages, x_BTD.dtype.name, ctx.place) else None
 
     def _qkv_heads(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
         """Heads of query, key and value in one array [B, T, M, H]."""
@@ -287,8 +287,8 @@ class Attention(nnx.Module):
             q, k, v = jnp.split(heads_BMH, (spec.num_heads, spec.num_heads + spec.num_kv_heads), axis=1)
             q, k = (normalize_heads(x, spec.qk_norm, norm) for x, norm in ((q, self.query_norm), (k, self.key_norm)))
             heads_PBMH = jnp.concatenate([q, k, v], axis=1)[None]
-        rotation = None if spec.rotation is None else turns(ctx.positions[:, 0], spec.rotation)
-        backend = serving(pages, pages.key_PKZH.dtype.name, ctx.place)
+        rotation = None if spec.rotation is None else paged_rope_factors(ctx.positions[:, 0], spec.rotation)
+        backend = find_backend(pages, pages.key_PKZH.dtype.name, ctx.place)
         assert backend is not None
         request = self._request(ctx)
         mixed_BNH, pages = paged_attention(heads_PBMH, rotation, pages, request, then=next_weight, backend=backend)
@@ -336,7 +336,7 @@ def write_cache(key_BTKH: jax.Array, value_BTKH: jax.Array, ctx: Context) -> Any
     if not ctx.is_fresh:
         return cache.insert(key_BTKH, value_BTKH, *slots)
     pages: Pages | None = cache.pages(*slots)
-    written = None if pages is None else filled(pages, key_BTKH, value_BTKH, ctx.place)
+    written = None if pages is None else write_prompts(pages, key_BTKH, value_BTKH, ctx.place)
     return cache.begin(key_BTKH, value_BTKH, *slots) if written is None else cache.with_pages(written)
 
 

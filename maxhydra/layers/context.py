@@ -42,7 +42,7 @@ class Context:
     """[B, T, P] per-layer embedding of the tokens (Gemma 3n); in the decoder [L, B, T, P]. None if unused."""
     shared: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """By layer kind, what the latest layer of that kind shares with others, such as keys and values."""
-    asked: jax.Array | None = None
+    output_index: jax.Array | None = None
     """[B] index of the only token of each row whose output is used. The last layer skips the feed-forward of the
     others. None: the outputs of all tokens are used."""
     is_adapted: bool = True
@@ -101,13 +101,13 @@ class Context:
         """The context of the tokens that `select_output_tokens` selects."""
         names = ("positions", "segments", "layer_input")
         tokens = {name: self.select_output_tokens(getattr(self, name)) for name in names}
-        return dataclasses.replace(self, **tokens, asked=None)
+        return dataclasses.replace(self, **tokens, output_index=None)
 
     def select_output_tokens(self, x_BT: jax.Array | None) -> Any:
         """[B, T, ...] reduced to [B, 1, ...], the tokens whose output is used; unchanged if all outputs are used."""
-        if x_BT is None or self.asked is None:
+        if x_BT is None or self.output_index is None:
             return x_BT
-        index = self.asked.reshape(-1, *[1] * (x_BT.ndim - 1))
+        index = self.output_index.reshape(-1, *[1] * (x_BT.ndim - 1))
         return jnp.take_along_axis(x_BT, index, axis=1)
 
     def key(self, index: jax.Array | int) -> jax.Array | None:

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config.schema import model as config
-from maxhydra.kernels.fused_linear import largest_output
-from maxhydra.kernels.int8_weight_matmul import int8_product
-from maxhydra.kernels.matmul import Layout, projected
+from maxhydra.kernels.fused_linear import matmul_argmax
+from maxhydra.kernels.int8_weight_matmul import int8_weight_matmul
+from maxhydra.kernels.matmul import Layout, project
 from maxhydra.layers.params import Dtypes, ParamBuilder
 from maxhydra.layers.quant.int8 import Int8, Int8Parts, quantized, rounded_weight, take_rows
 from maxhydra.layers.quant.qat import QatMatmul, is_qat, round_inputs, straight_through, straight_through_matmul
@@ -82,14 +82,16 @@ class Embedding(nnx.Module):
             return rows_BTD
         return rows_BTD + jnp.take(self.positions[...], positions_BT, axis=0, mode="clip").astype(rows_BTD.dtype)
 
-    def logits(self, hidden: jax.Array, *, is_alone: bool) -> jax.Array:
-        """Logits [..., V] of hidden states [..., D]; `is_alone`: on one device."""
-        matmul = _HeadMatmul("...D,VD->...V", 1, self.format, is_alone)
+    def logits(self, hidden: jax.Array, *, is_single_device: bool) -> jax.Array:
+        """Logits [..., V] of hidden states [..., D]; `is_single_device`: on one device."""
+        matmul = _HeadMatmul("...D,VD->...V", 1, self.format, is_single_device)
         return _logits(matmul, hidden, self.table, self.spec)
 
     def largest_logit(self, hidden_BD: jax.Array) -> tuple[jax.Array, jax.Array] | None:
         """Largest logit [B] and its token by one kernel, on one device; None if all logits must be computed."""
-        return _largest(_HeadMatmul("...D,VD->...V", 1, self.format, is_alone=True), hidden_BD, self.table, self.spec)
+        return _largest(
+            _HeadMatmul("...D,VD->...V", 1, self.format, is_single_device=True), hidden_BD, self.table, self.spec
+        )
 
 
 class Head(nnx.Module):
@@ -101,14 +103,16 @@ class Head(nnx.Module):
         self.kernel = make.vocabulary_matrix("head", spec.emb_dim, spec.vocab_size, ("embed", "vocab"), std=std)
         self.format = make.named("head")[1]
 
-    def logits(self, hidden: jax.Array, *, is_alone: bool) -> jax.Array:
-        """Logits [..., V] of hidden states [..., D]; `is_alone`: on one device."""
-        matmul = _HeadMatmul("...D,DV->...V", 0, self.format, is_alone)
+    def logits(self, hidden: jax.Array, *, is_single_device: bool) -> jax.Array:
+        """Logits [..., V] of hidden states [..., D]; `is_single_device`: on one device."""
+        matmul = _HeadMatmul("...D,DV->...V", 0, self.format, is_single_device)
         return _logits(matmul, hidden, self.kernel, self.spec)
 
     def largest_logit(self, hidden_BD: jax.Array) -> tuple[jax.Array, jax.Array] | None:
         """Largest logit [B] and its token by one kernel, on one device; None if all logits must be computed."""
-        return _largest(_HeadMatmul("...D,DV->...V", 0, self.format, is_alone=True), hidden_BD, self.kernel, self.spec)
+        return _largest(
+            _HeadMatmul("...D,DV->...V", 0, self.format, is_single_device=True), hidden_BD, self.kernel, self.spec
+        )
 
 
 class _HeadMatmul(NamedTuple):
@@ -119,7 +123,7 @@ class _HeadMatmul(NamedTuple):
     """The contracted dimension of the weight."""
     format: QuantRule | None
     """Quantization rule of the weight."""
-    is_alone: bool
+    is_single_device: bool
 
 
 def _logits(matmul: _HeadMatmul, hidden: jax.Array, weight: nnx.Param | Int8, spec: VocabularySpec) -> jax.Array:
@@ -128,12 +132,17 @@ def _logits(matmul: _HeadMatmul, hidden: jax.Array, weight: nnx.Param | Int8, sp
 
     def int8_matmul(hidden: jax.Array, parts: Int8Parts) -> jax.Array:
         codes_DV = parts.codes.T if matmul.summed else parts.codes
-        return int8_product(
-            hidden, codes_DV, parts.scales, layout=spec.layout, is_alone=matmul.is_alone, dtype=dtypes.logits
+        return int8_weight_matmul(
+            hidden,
+            codes_DV,
+            parts.scales,
+            layout=spec.layout,
+            is_single_device=matmul.is_single_device,
+            dtype=dtypes.logits,
         )
 
     def plain(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-        return projected(matmul.equation, hidden, weight, layout=spec.layout, dtype=dtypes.logits)
+        return project(matmul.equation, hidden, weight, layout=spec.layout, dtype=dtypes.logits)
 
     if isinstance(weight, Int8):
         logits = int8_matmul(hidden, weight.parts)
@@ -158,4 +167,4 @@ def _largest(
         return None
     weight_VD = weight[...].astype(hidden_BD.dtype)
     weight_VD = weight_VD if matmul.summed else weight_VD.T
-    return largest_output(hidden_BD, weight_VD, dtype=spec.dtypes.logits)
+    return matmul_argmax(hidden_BD, weight_VD, dtype=spec.dtypes.logits)

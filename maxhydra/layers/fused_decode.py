@@ -17,12 +17,12 @@ from maxhydra.kernels.fused_linear import (
     Activation,
     Epilogue,
     fused_linear,
-    gates,
-    parts_of_product,
-    product_and_norm,
-    suits,
+    matmul_add_norm,
+    prefers_fusion,
+    split_k_matmul,
+    supports_swiglu,
 )
-from maxhydra.kernels.fused_linear import Norm as NormParams
+from maxhydra.kernels.fused_linear import NormParams as NormParams
 from maxhydra.kernels.matmul import Layout
 from maxhydra.layers.context import Context
 from maxhydra.layers.linear import Linear, are_alike
@@ -36,8 +36,8 @@ def can_fuse(projections: Sequence[Linear], x_BTD: jax.Array, ctx: Context) -> b
     if not _are_fusable(projections, ctx):
         return False
     if isinstance(first.kernel, Int8):
-        return suits(rows, jnp.int8)
-    return isinstance(first.kernel, nnx.Param) and suits(rows, first.matmul_spec.compute)
+        return prefers_fusion(rows, jnp.int8)
+    return isinstance(first.kernel, nnx.Param) and prefers_fusion(rows, first.matmul_spec.compute)
 
 
 def can_gate(gate: Linear, value: Linear, x_BTD: jax.Array, ctx: Context, activation: Activation) -> bool:
@@ -45,7 +45,7 @@ def can_gate(gate: Linear, value: Linear, x_BTD: jax.Array, ctx: Context, activa
     if not (_are_fusable((gate, value), ctx) and isinstance(gate.kernel, nnx.Param)):
         return False
     *rows, inputs = x_BTD.shape
-    return gates(math.prod(rows), gate.width, inputs, gate.matmul_spec.compute, activation)
+    return supports_swiglu(math.prod(rows), gate.width, inputs, gate.matmul_spec.compute, activation)
 
 
 def _are_fusable(projections: Sequence[Linear], ctx: Context) -> bool:
@@ -80,7 +80,7 @@ def fused_projection(
     epilogue = Epilogue(
         norm=None if norm is None else norm.kernel_params,
         activation=activation,
-        onto_MN=None if residual is None else residual.reshape(-1, residual.shape[-1]),
+        residual_MN=None if residual is None else residual.reshape(-1, residual.shape[-1]),
     )
     out_MN = fused_linear(x.reshape(-1, weight_NK.shape[1]), weight_NK, scales_N, epilogue, dtype=x.dtype)
     return out_MN.reshape(*x.shape[:2], width if activation is None else width // 2, *rest)
@@ -109,7 +109,7 @@ def project_norm_partial_sums(
     kernel = _concatenated_kernel(projections)
     weight_NK = _outputs_first(kernel, first.inputs)
     normed_MK = (norm.kernel_params(x_BTD) if normed_BTD is None else normed_BTD).reshape(-1, weight_NK.shape[1])
-    sums_PMN = parts_of_product(normed_MK, weight_NK, dtype=x_BTD.dtype)
+    sums_PMN = split_k_matmul(normed_MK, weight_NK, dtype=x_BTD.dtype)
     return sums_PMN.reshape(-1, *x_BTD.shape[:2], *kernel.shape[first.inputs :])
 
 
@@ -124,7 +124,7 @@ def add_projection(
     if next_norm is None or weight_NK is None:
         return fused_projection((projection,), x, residual=residual_BTD), None
     x_MK, residual_MN = x.reshape(-1, weight_NK.shape[1]), residual_BTD.reshape(-1, residual_BTD.shape[-1])
-    out_MN, normed_MN = product_and_norm(x_MK, weight_NK, residual_MN, next_norm, dtype=x.dtype)
+    out_MN, normed_MN = matmul_add_norm(x_MK, weight_NK, residual_MN, next_norm, dtype=x.dtype)
     return out_MN.reshape(residual_BTD.shape), normed_MN.reshape(residual_BTD.shape)
 
 

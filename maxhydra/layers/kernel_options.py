@@ -23,5 +23,5 @@ def kernel_errors_as_config_errors() -> Iterator[None]:
     try:
         yield
     except UnsupportedError as error:
-        key, accepted = f"model.kernels.{error.operation}", ", ".join(("auto", *error.able))
+        key, accepted = f"model.kernels.{error.operation}", ", ".join(("auto", *error.supported))
         raise ConfigError(Problem(key, "; ".join(error.reasons), value=error.backend, accepted=accepted)) from None

@@ -16,11 +16,11 @@ from flax import nnx
 
 from maxhydra.config.regex import matches
 from maxhydra.config.schema import adapter as config
-from maxhydra.config.schema.quantization import TO_TRAIN, QuantizationKind
-from maxhydra.kernels.fp8_matmul import delayed_product, float8_product
-from maxhydra.kernels.int8_matmul import integer_product
-from maxhydra.kernels.int8_weight_matmul import int8_product
-from maxhydra.kernels.matmul import Layout, projected
+from maxhydra.config.schema.quantization import TRAINING_KINDS, QuantizationKind
+from maxhydra.kernels.fp8_matmul import fp8_matmul, fp8_matmul_delayed
+from maxhydra.kernels.int8_matmul import int8_matmul
+from maxhydra.kernels.int8_weight_matmul import int8_weight_matmul
+from maxhydra.kernels.matmul import Layout, project
 from maxhydra.layers.context import Context
 from maxhydra.layers.quant.amax_history import AmaxHistory, merge_histories
 from maxhydra.layers.quant.int4 import Int4, Int4Parts
@@ -139,20 +139,22 @@ class Linear(nnx.Module):
 
     def matmul(self, x: jax.Array, kernel: jax.Array, ctx: Context, histories: Sequence[jax.Array]) -> jax.Array:
         """x @ kernel in this projection's number format; `histories`: amax histories of all projections in kernel."""
-        rule, is_alone = self.format, ctx.sharder.mesh.size == 1
+        rule, is_single_device = self.format, ctx.sharder.mesh.size == 1
         if histories:
             history = merge_histories(list(histories))
-            return self._as_matrices(lambda x, kernel: delayed_product(is_alone, x, kernel, history), x, kernel)
+            return self._as_matrices(
+                lambda x, kernel: fp8_matmul_delayed(is_single_device, x, kernel, history), x, kernel
+            )
         if rule is not None and rule.kind is QuantizationKind.fp8:
-            return self._as_matrices(partial(float8_product, is_alone), x, kernel)
+            return self._as_matrices(partial(fp8_matmul, is_single_device), x, kernel)
         if rule is not None and rule.kind is QuantizationKind.int8:
-            return self._as_matrices(partial(integer_product, rule.is_wide_back), x, kernel)
+            return self._as_matrices(partial(int8_matmul, rule.is_wide_back), x, kernel)
         if rule is not None and is_qat(rule):
             x = round_inputs(rule, x, inputs=self.inputs)
-            return straight_through_matmul(self._qat_matmul(rule, is_alone=is_alone), x, kernel)
+            return straight_through_matmul(self._qat_matmul(rule, is_single_device=is_single_device), x, kernel)
         return _matmul(x, kernel, self.matmul_spec, inputs=self.inputs)
 
-    def _qat_matmul(self, rule: QuantRule, *, is_alone: bool) -> QatMatmul:
+    def _qat_matmul(self, rule: QuantRule, *, is_single_device: bool) -> QatMatmul:
         """The matmul as it will be computed once the kernel is quantized, with straight-through gradients."""
         plain = partial(_matmul, spec=self.matmul_spec, inputs=self.inputs)
         rounded = rounding(rule, inputs=self.inputs, name=self.name)
@@ -161,7 +163,9 @@ class Linear(nnx.Module):
 
         def int8_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
             parts = quantized(kernel, range(self.inputs))
-            return int8_product(x, parts.codes, parts.scales, layout=self.matmul_spec.layout, is_alone=is_alone)
+            return int8_weight_matmul(
+                x, parts.codes, parts.scales, layout=self.matmul_spec.layout, is_single_device=is_single_device
+            )
 
         return QatMatmul(int8_matmul, rounded, plain)
 
@@ -174,7 +178,7 @@ class Linear(nnx.Module):
     @property
     def is_rounded(self) -> bool:
         """Whether operands are rounded before the matmul, as in quantized training."""
-        return self.format is not None and self.format.kind in TO_TRAIN
+        return self.format is not None and self.format.kind in TRAINING_KINDS
 
     @property
     def width(self) -> int:
@@ -251,8 +255,10 @@ def fused_matmul(projections: Sequence[Linear], x: jax.Array, ctx: Context) -> j
     first = projections[0]
     packed = [projection.kernel.parts for projection in projections if isinstance(projection.kernel, Int8)]
     if packed:
-        fused, is_alone = concatenate_int8(packed), ctx.sharder.mesh.size == 1
-        out = int8_product(x, fused.codes, fused.scales, layout=first.matmul_spec.layout, is_alone=is_alone)
+        fused, is_single_device = concatenate_int8(packed), ctx.sharder.mesh.size == 1
+        out = int8_weight_matmul(
+            x, fused.codes, fused.scales, layout=first.matmul_spec.layout, is_single_device=is_single_device
+        )
         return _with_biases(projections, out)
 
     histories = [projection.history[...] for projection in projections if projection.history is not None]
@@ -276,4 +282,4 @@ def _with_biases(projections: Sequence[Linear], out: jax.Array) -> jax.Array:
 def _matmul(x: jax.Array, kernel: jax.Array, spec: MatmulSpec, *, inputs: int) -> jax.Array:
     contracted, outputs = INPUTS[:inputs], OUTPUTS[: kernel.ndim - inputs]
     equation = f"...{contracted},{contracted}{outputs}->...{outputs}"
-    return projected(equation, x, kernel.astype(spec.compute), layout=spec.layout)
+    return project(equation, x, kernel.astype(spec.compute), layout=spec.layout)

@@ -109,7 +109,7 @@ class LatentCacheView(NamedTuple):
             return self
         best_BTK, indices_BTK = jax.lax.top_k(scores_BTS, top_k)
         if scores_BTS.shape[1] > 1:
-            return self._replace(tokens=self.tokens._replace(chosen_BTS=scores_BTS >= best_BTK[:, :, -1:]))
+            return self._replace(tokens=self.tokens._replace(selected_BTS=scores_BTS >= best_BTK[:, :, -1:]))
         assert self.tokens.kv_positions_BS is not None
         indices_BK = indices_BTK[:, 0]
         latent_BKR, key_BKP = (

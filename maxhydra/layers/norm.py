@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config.schema import model as config
-from maxhydra.kernels.fused_linear import Norm as NormParams
+from maxhydra.kernels.fused_linear import NormParams as NormParams
 from maxhydra.kernels.placement import Placement
 from maxhydra.kernels.rms_norm import rms_norm
-from maxhydra.kernels.rms_norm.reference import unit_square
+from maxhydra.kernels.rms_norm.reference import unit_rms
 from maxhydra.layers.kernel_options import KernelChoice, kernel_errors_as_config_errors
 from maxhydra.layers.params import Dtypes, ParamBuilder
 
@@ -49,7 +49,7 @@ class RMSNorm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
-        return (unit_square(x, self.eps) * self._factor).astype(self.dtypes.compute)
+        return (unit_rms(x, self.eps) * self._factor).astype(self.dtypes.compute)
 
     @jax.named_scope("norm")
     def norm_with_residual(
@@ -79,7 +79,7 @@ class PlainNorm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
-        return unit_square(x, self.eps).astype(self.dtypes.compute)
+        return unit_rms(x, self.eps).astype(self.dtypes.compute)
 
 
 class LayerNorm(nnx.Module):
@@ -92,7 +92,7 @@ class LayerNorm(nnx.Module):
     @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
         x_float32 = x.astype(jnp.float32)
-        unit = unit_square(x_float32 - jnp.mean(x_float32, axis=-1, keepdims=True), self.eps)
+        unit = unit_rms(x_float32 - jnp.mean(x_float32, axis=-1, keepdims=True), self.eps)
         scaled = unit * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return scaled.astype(self.dtypes.compute)
 

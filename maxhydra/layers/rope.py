@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.config.schema import model as config
-from maxhydra.kernels.qkv_rope.reference import rotated
+from maxhydra.kernels.qkv_rope.reference import rotate_halves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Rotation:
         return None if rates is None else cls(rates, _amplitude(rope), rope.pairs)
 
     def rotates_halves(self, head_dim: int) -> bool:
-        """Whether the whole head is rotated, in pairs of its two halves, as `turns` and the kernels need."""
+        """Whether the whole head is rotated, in pairs of its two halves, as the kernels need."""
         return self.pairs is config.Pairs.halves and 2 * len(self.frequencies) == head_dim
 
 
@@ -89,7 +89,7 @@ def _amplitude(rope: config.Rope) -> float:
     return rope.attention_factor or (0.1 * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0)
 
 
-def turns(positions_B: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array]:
+def paged_rope_factors(positions_B: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array]:
     """(c, s), each [B, H], that rotate heads as x * c + y * s, where y is x with its two halves swapped."""
     # Signed angles of whole heads: for two concatenated halves XLA would emit a kernel each.
     halves = dataclasses.replace(rotation, frequencies=(*(-f for f in rotation.frequencies), *rotation.frequencies))
@@ -105,7 +105,7 @@ def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, rotation: Rotation) -> ja
     cos, sin = cos_and_sin(positions_BT[:, :, None, None], rotation)
     size = 2 * len(rotation.frequencies)
     x_rotated = x_BTNH[..., :size] if rotation.pairs is config.Pairs.halves else as_halves(x_BTNH[..., :size])
-    out = rotated(x_rotated, cos, sin)
+    out = rotate_halves(x_rotated, cos, sin)
     return out if size == x_BTNH.shape[-1] else jnp.concatenate([out, x_BTNH[..., size:]], axis=-1)
 
 

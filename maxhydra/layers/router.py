@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxhydra.config.schema import model as config
-from maxhydra.kernels.rms_norm.reference import unit_square
+from maxhydra.kernels.rms_norm.reference import unit_rms
 from maxhydra.layers.params import ParamBuilder
 
 # Added to a sum of scores before dividing by it.
@@ -109,7 +109,7 @@ class Router(nnx.Module):
             return x_BTD
         assert self.spec.norm_eps is not None
         scale_D = self.scale[...].astype(jnp.float32) * self.spec.emb_dim**-0.5
-        return unit_square(x_BTD, self.spec.norm_eps) * scale_D
+        return unit_rms(x_BTD, self.spec.norm_eps) * scale_D
 
     def _scale_weights(self, weights_BTK: jax.Array, ids_BTK: jax.Array) -> jax.Array:
         """Weights of the chosen experts times the constant and the per-expert scale."""

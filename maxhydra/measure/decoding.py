@@ -16,9 +16,9 @@ from maxhydra import model
 from maxhydra.config import Config
 from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.config.schema.tasks.bench import Load
-from maxhydra.data import tokenizer
+from maxhydra.data import load_tokenizer
 from maxhydra.decode.engine import Engine
-from maxhydra.decode.open import loaded, plan_weights
+from maxhydra.decode.open import build_model, load_params
 from maxhydra.decode.request import Delta, Request
 from maxhydra.measure.memory import explain_out_of_memory, peak_gib
 from maxhydra.measure.record import BenchRecord, BenchTarget
@@ -51,11 +51,11 @@ def measure_decoding(target: BenchTarget, load: Load, engine: EngineConfig) -> I
 
 def open_engine(config: Config, load: Load, engine: EngineConfig) -> Engine:
     """An engine with capacity for the load, with the weights of the config or random ones."""
-    decoder, sharder = plan_weights(config)
-    params = (_random_params if config.checkpoint.load_parameters is None else loaded)(config, decoder, sharder)
+    decoder, sharder = build_model(config)
+    params = (_random_params if config.checkpoint.load_parameters is None else load_params)(config, decoder, sharder)
     max_batch, length = max(load.batches), load.prompt + load.new
     sizes = replace(engine, max_batch=max_batch, cache_tokens=2 * max_batch * length, max_context=length)
-    return Engine(decoder, params, tokenizer(config.data), sizes, sharder=sharder, eos=())
+    return Engine(decoder, params, load_tokenizer(config.data), sizes, sharder=sharder, eos=())
 
 
 def _random_params(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:
@@ -65,7 +65,7 @@ def _random_params(config: Config, decoder: ModelDef, sharder: Sharder) -> Any:
         lambda key: jax.tree.map(lambda x: x.astype(compute), decoder.base.init(key)),
         out_shardings=sharder.tree(decoder.base.axes),
     )
-    return model.mapped(init(jax.random.key(config.run.seed)), partial(model.kept, decoder))
+    return model.map_leaves(init(jax.random.key(config.run.seed)), partial(model.store_weight, decoder))
 
 
 def _best_of_repeats(engine: Engine, prompts: np.ndarray, load: Load) -> dict[str, float]:
@@ -76,7 +76,7 @@ def _best_of_repeats(engine: Engine, prompts: np.ndarray, load: Load) -> dict[st
     programs = -1
     for _ in range(MAX_WARMUP_CALLS):
         decode_all(engine, prompts, new=load.new)
-        if (count := engine.settled()) == programs:
+        if (count := engine.wait_for_compiles()) == programs:
             break
         programs = count
     runs = [decode_all(engine, prompts, new=load.new) for _ in range(load.repeats)]

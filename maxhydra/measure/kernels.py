@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.config import Config
-from maxhydra.kernels.call_recorder import RecordedCall, watching
+from maxhydra.kernels.call_recorder import RecordedCall, recording
 from maxhydra.kernels.dispatch import UnsupportedError
 from maxhydra.measure.memory import OutOfMemoryError, explain_out_of_memory, suggest_less_memory
 from maxhydra.measure.record import BenchRecord, BenchTarget
@@ -55,13 +55,13 @@ def measure_kernels(target: BenchTarget) -> Iterator[BenchRecord]:
                 log.warning("%s on %s: %s", operation, backend, error)
                 continue
             about = {"operation": operation, "backend": backend, "shapes": shapes, "given": _static_args(call)}
-            yield target.line("kernels", **about, **figures, error=float(f"{distance(result, expected):.2g}"))
+            yield target.line("kernels", **about, **figures, error=float(f"{relative_error(result, expected):.2g}"))
 
 
 def model_calls(config: Config) -> list[RecordedCall]:
     """The distinct kernel calls of a training step's forward pass, in layer order, as if on one device."""
     training, loader = plan(config)
-    with closing(loader), watching() as calls:
+    with closing(loader), recording() as calls:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(loader.peek()))
         jax.eval_shape(
             lambda weights, batch: training.loss(weights, batch, None), training.states.abstract().weights, batch
@@ -72,7 +72,7 @@ def model_calls(config: Config) -> list[RecordedCall]:
     return list({f"{call.operation.__name__} {call.arguments}": call for call in unplaced}.values())
 
 
-def distance(result: Any, expected: Any) -> float:
+def relative_error(result: Any, expected: Any) -> float:
     """Largest relative error in the L2 norm over all arrays; NaN if an array contains NaN."""
     pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
     float32_pairs = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from maxhydra.config import Config
-from maxhydra.record import scrub_argv
+from maxhydra.record import redact_argv
 from maxhydra.runtime import Machine, original_environment
 from maxhydra.runtime.flags import flags_in_effect
 
@@ -35,8 +35,8 @@ class BenchTarget:
         return {
             "bench": what,
             **({"model": model} if model else {}),
-            "overrides": scrub_argv(overrides),
-            **({"xla_flags": scrub_argv(flags)} if flags else {}),
+            "overrides": redact_argv(overrides),
+            **({"xla_flags": redact_argv(flags)} if flags else {}),
             "device": self.machine.device_kind,
             "devices": self.machine.devices,
             "jax": jax.__version__,

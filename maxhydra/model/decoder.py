@@ -35,7 +35,7 @@ from maxhydra.layers import (
     VocabularySpec,
 )
 from maxhydra.model.block import Block, BlockSpec
-from maxhydra.model.fused_block import NormHandoff, block_class, embed_and_norm
+from maxhydra.model.fused_block import NormHandoff, block_class, embed_with_norm
 from maxhydra.model.mtp import Mtp
 from maxhydra.model.remat import Remat
 from maxhydra.sharding import Sharder
@@ -97,7 +97,7 @@ class DecoderSpec:
         )
 
     @property
-    def is_written_out(self) -> bool:
+    def is_unrolled(self) -> bool:
         """Whether the scan over repetitions is fully unrolled."""
         return self.unroll == self.repetitions
 
@@ -116,10 +116,10 @@ class ModelOutput(NamedTuple):
     """The updated cache; None without one."""
     kept: list[jax.Array]
     """The residual stream after every layer, if requested."""
-    sides: dict[str, Any]
+    aux: dict[str, Any]
     """Aux outputs (layers/interfaces.py) at the path of the sub-layer in the parameter tree; those of the pattern are
     stacked over its repetitions."""
-    ahead: list[jax.Array]
+    mtp_hidden: list[jax.Array]
     """Hidden states of the multi-token prediction layers (mtp.py), if requested."""
 
 
@@ -151,10 +151,10 @@ class Decoder(nnx.Module):
         scale = spec.vocabulary.init_scale
         self.mtp = _numbered([Mtp(block, make.below("mtp"), scale=scale) for block in spec.mtp])
 
-    def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool, ahead: bool) -> ModelOutput:
+    def __call__(self, tokens_BT: jax.Array, ctx: Context, *, keep: bool, mtp_hidden: bool) -> ModelOutput:
         """Run a forward pass.
 
-        `keep`: also return the residual stream after every layer. `ahead`: also run the multi-token prediction layers.
+        `keep`: also return the residual stream after every layer. `mtp_hidden`: also run the MTP layers.
         """
         caches = ctx.cache or self._map_blocks(lambda block, layers: None)
         x_BTD, first_norm_BTD = self._embed(tokens_BT, ctx)
@@ -167,13 +167,13 @@ class Decoder(nnx.Module):
         stacks = {"prefix": prefix, "pattern": pattern, "remainder": remainder}
         x_BTD = remainder.ctx.select_output_tokens(remainder.x_BTD)
         hidden_BTD = ctx.constrain(self.final_norm(x_BTD), "act_batch", "act_length", "act_embed")
-        mtp = self._run_mtp(hidden_BTD, tokens_BT, ctx) if ahead else StackOutput(hidden_BTD, [], [], {}, ctx)
+        mtp = self._run_mtp(hidden_BTD, tokens_BT, ctx) if mtp_hidden else StackOutput(hidden_BTD, [], [], {}, ctx)
         return ModelOutput(
             hidden_BTD=hidden_BTD,
             cache=None if ctx.cache is None else {name: stack.caches for name, stack in stacks.items()},
             kept=[x_BTD for stack in stacks.values() for x_BTD in stack.layer_outputs] if keep else [],
-            sides={name: stack.aux for name, stack in {**stacks, "mtp": mtp}.items() if stack.aux},
-            ahead=mtp.layer_outputs,
+            aux={name: stack.aux for name, stack in {**stacks, "mtp": mtp}.items() if stack.aux},
+            mtp_hidden=mtp.layer_outputs,
         )
 
     def _build_blocks(self, specs: Sequence[BlockSpec], make: ParamBuilder) -> nnx.Dict:
@@ -181,7 +181,7 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens_BT: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array | None]:
         """Embeddings of the tokens, and the first layer's norm of them if a fused kernel computed it too."""
-        fused = embed_and_norm(self.embedding, tokens_BT, _in_order(self.prefix), ctx)
+        fused = embed_with_norm(self.embedding, tokens_BT, _in_order(self.prefix), ctx)
         if fused is not None:
             return fused
         return ctx.constrain(self.embedding(tokens_BT, ctx.positions), "act_batch", "act_length", "act_embed"), None
@@ -189,13 +189,13 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array, sharder: Sharder) -> jax.Array:
         """Soft-capped logits [B, T, V] of hidden states [B, T, D]; T is sharded if it is divisible."""
         length = "act_length" if hidden.shape[1] % sharder.ways("act_length") == 0 else None
-        logits = (self.head or self.embedding).logits(hidden, is_alone=sharder.mesh.size == 1)
+        logits = (self.head or self.embedding).logits(hidden, is_single_device=sharder.mesh.size == 1)
         return sharder.constrain(logits, "act_batch", length, "act_vocab")
 
     def largest_logit(self, hidden_BD: jax.Array, sharder: Sharder) -> tuple[jax.Array, jax.Array]:
         """The largest logit [B] of hidden states [B, D], and its token [B]."""
-        head, is_alone = self.head or self.embedding, sharder.mesh.size == 1
-        fused = head.largest_logit(hidden_BD) if is_alone and self.spec.matmul_spec.is_fused else None
+        head, is_single_device = self.head or self.embedding, sharder.mesh.size == 1
+        fused = head.largest_logit(hidden_BD) if is_single_device and self.spec.matmul_spec.is_fused else None
         if fused is not None:
             return fused
         logits_BV = self.logits(hidden_BD[:, None], sharder)[:, 0]
@@ -245,14 +245,14 @@ class Decoder(nnx.Module):
             run = self.spec.remat.wrap(_as_function(graphdef, method), in_loop=False)
             is_last = layer == len(self.spec.layers) - 1
             layer_input = None if ctx.layer_input is None else ctx.layer_input[layer]
-            layer_ctx = ctx if is_last else dataclasses.replace(ctx, asked=None)
+            layer_ctx = ctx if is_last else dataclasses.replace(ctx, output_index=None)
             layer_ctx = layer_ctx.at_layer(layer, _cache_view(cache, 0), layer_input)
             out = handoff.output(run(weights, x_BTD, layer_ctx, *extra))
             if out.shared is not None:
                 ctx = dataclasses.replace(ctx, shared={**ctx.shared, block.name: out.shared})
             if is_last:
                 # The last layer has already reduced the stream to the output tokens.
-                ctx = dataclasses.replace(ctx, asked=None)
+                ctx = dataclasses.replace(ctx, output_index=None)
             x_BTD = out.x_BTD
             new_caches.append(_merge_view(cache, out.cache))
             layer_outputs.append(x_BTD)
@@ -300,7 +300,7 @@ class Decoder(nnx.Module):
         if not spec.repetitions:
             return StackOutput(x_BTD, caches, [], {}, ctx)
         splits = [self._split(block) for block in _in_order(self.pattern)]
-        in_loop = not spec.is_written_out
+        in_loop = not spec.is_unrolled
         runs = [spec.remat.wrap(_as_function(graphdef), in_loop=in_loop) for graphdef, _ in splits]
 
         def repetition(carry: tuple[jax.Array, list[Any]], xs: tuple[jax.Array, list[Any], Any]) -> tuple[Any, Any]:
@@ -309,7 +309,7 @@ class Decoder(nnx.Module):
             for position, (run, cache) in enumerate(zip(runs, caches, strict=True)):
                 layer = len(self.prefix) + index * len(runs) + position
                 layer_input = None if inputs is None else inputs[position]
-                layer_ctx = dataclasses.replace(ctx, asked=None)
+                layer_ctx = dataclasses.replace(ctx, output_index=None)
                 out = run(weights[position], x_BTD, layer_ctx.at_layer(layer, _cache_view(cache, index), layer_input))
                 x_BTD = out.x_BTD
                 new_caches.append(_merge_view(cache, out.cache))

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxhydra.config.schema import model as config
-from maxhydra.kernels.fused_linear import Norm as NormParams
-from maxhydra.kernels.fused_linear import first_rows
+from maxhydra.kernels.fused_linear import NormParams as NormParams
+from maxhydra.kernels.fused_linear import embed_and_norm
 from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import (
     Attention,
@@ -149,7 +149,7 @@ class NormHandoff:
         return out
 
 
-def embed_and_norm(
+def embed_with_norm(
     embedding: Embedding, tokens_BT: jax.Array, blocks: Sequence[Block], ctx: Context
 ) -> tuple[jax.Array, jax.Array] | None:
     """Embeddings of the tokens and the first block's norm of them, by one kernel; None if that is not supported."""
@@ -162,7 +162,7 @@ def embed_and_norm(
         return None
     shape = (*tokens_BT.shape, spec.emb_dim)
     with jax.named_scope("embedding"):
-        rows = first_rows(embedding.table[...].astype(spec.dtypes.compute), tokens_BT.reshape(-1), first)
+        rows = embed_and_norm(embedding.table[...].astype(spec.dtypes.compute), tokens_BT.reshape(-1), first)
     return None if rows is None else (rows[0].reshape(shape), rows[1].reshape(shape))
 
 

@@ -18,13 +18,13 @@ TO_INT4 = jax.jit(int4.stored, static_argnames=("inputs", "leading", "groups"))
 TO_INT8 = jax.jit(int8.stored, static_argnames=("axes", "of_scales"))
 
 
-def kept(model: ModelDef, keys: tuple[str, ...], weight: jax.Array) -> Tree:
+def store_weight(model: ModelDef, keys: tuple[str, ...], weight: jax.Array) -> Tree:
     """A base weight at this path, converted to the model's storage format."""
-    return part_kept(model, keys, weight, counted=0)
+    return store_weight_slice(model, keys, weight, counted=0)
 
 
-def part_kept(model: ModelDef, keys: tuple[str, ...], weight: jax.Array, *, counted: int) -> Tree:
-    """`kept` for a slice of the weight, at an index of its first `counted` axes."""
+def store_weight_slice(model: ModelDef, keys: tuple[str, ...], weight: jax.Array, *, counted: int) -> Tree:
+    """`store_weight` for a slice of the weight, at an index of its first `counted` axes."""
     shapes, axes = model.shapes, model.axes
     for key in keys:
         shapes, axes = shapes[key], axes[key]
@@ -46,7 +46,7 @@ def parameter_counts(model: ModelDef) -> tuple[int, int]:
     return (base + parameter_count(trained), parameter_count(trained)) if frozen else (base, base)
 
 
-def merged(model: ModelDef, weights: Tree, *, dtype: np.dtype) -> Tree:
+def merge_adapter(model: ModelDef, weights: Tree, *, dtype: np.dtype) -> Tree:
     """Base weights with the LoRA update merged in: the same outputs without an adapter."""
     spec = LoraSpec.of(model.adapter)
     if spec is None:

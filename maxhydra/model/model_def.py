@@ -12,8 +12,8 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.regex import matches
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.adapter import Adapter
-from maxhydra.config.schema.quantization import TO_KEEP, Quantization, QuantizationKind, QuantizationRule
-from maxhydra.layers import CacheSpec, Context, LoraSpec, formats_of
+from maxhydra.config.schema.quantization import STORED_KINDS, Quantization, QuantizationKind, QuantizationRule
+from maxhydra.layers import CacheSpec, Context, LoraSpec, resolve_rules
 from maxhydra.model.decoder import BLOCKS, Decoder, DecoderSpec, ModelOutput
 from maxhydra.sharding import Sharder
 
@@ -41,16 +41,16 @@ class ModelDef:
     @property
     def is_packed(self) -> bool:
         """Whether base weights are stored quantized (INT8 or INT4); QLoRA's NF4 does not count."""
-        return self.quantization is not None and not self.quantization.kinds.isdisjoint(TO_KEEP)
+        return self.quantization is not None and not self.quantization.kinds.isdisjoint(STORED_KINDS)
 
     @cached_property
     def _spec(self) -> DecoderSpec:
-        return DecoderSpec.of(self.config, LoraSpec.of(self.adapter), formats_of(self.quantization))
+        return DecoderSpec.of(self.config, LoraSpec.of(self.adapter), resolve_rules(self.quantization))
 
     @property
-    def is_written_out(self) -> bool:
+    def is_unrolled(self) -> bool:
         """Whether the scan over the layers of the pattern is fully unrolled."""
-        return self._spec.is_written_out
+        return self._spec.is_unrolled
 
     @cached_property
     def _abstract(self) -> Decoder:
@@ -90,13 +90,13 @@ class ModelDef:
         return nnx.to_pure_dict(nnx.state(Decoder(self._spec, key)))
 
     def forward(
-        self, params: Tree, tokens: jax.Array, ctx: Context, *, keep: bool = False, ahead: bool = False
+        self, params: Tree, tokens: jax.Array, ctx: Context, *, keep: bool = False, mtp_hidden: bool = False
     ) -> ModelOutput:
         """Forward pass over tokens [B, T].
 
-        `keep`: also return the residual stream after every layer. `ahead`: also run the multi-token prediction layers.
+        `keep`: also return the residual stream after every layer. `mtp_hidden`: also run the MTP layers.
         """
-        return self._bind(params)(tokens, ctx, keep=keep, ahead=ahead)
+        return self._bind(params)(tokens, ctx, keep=keep, mtp_hidden=mtp_hidden)
 
     def hidden(self, params: Tree, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, Tree]:
         """Hidden states [B, T, D] after the final norm, and the cache with these tokens.
@@ -135,7 +135,7 @@ class ModelDef:
             lambda keys, leaf: leaf.astype(compute) if tuple(key.key for key in keys) in paths else leaf, weights
         )
 
-    def settled(self, new: Tree, old: Tree, aux: Tree) -> Tree:
+    def apply_aux_updates(self, new: Tree, old: Tree, aux: Tree) -> Tree:
         """Weights after an optimizer step, with the updates that come from aux outputs instead of gradients.
 
         `aux`: as in ModelOutput, possibly summed over microbatches. Frozen weights are not in `new` and stay unchanged.

@@ -22,7 +22,7 @@ def split_trainable(tree: Tree) -> tuple[Tree, Tree]:
     return _part(weights, ADAPTER, within=True), _part(weights, ADAPTER, within=False)
 
 
-def remembered(tree: Tree) -> Tree:
+def amax_histories(tree: Tree) -> Tree:
     """Only the amax histories; `merge_trees` of these and both parts of `split_trainable` gives the tree."""
     return _part(tree, HISTORY, within=True)
 
@@ -33,14 +33,14 @@ def merge_trees(first: Tree, second: Tree) -> Tree:
     return {**second, **first, **common}
 
 
-def mapped(tree: Tree, function: Callable[[tuple[str, ...], Any], Tree], keys: tuple[str, ...] = ()) -> Tree:
+def map_leaves(tree: Tree, function: Callable[[tuple[str, ...], Any], Tree], keys: tuple[str, ...] = ()) -> Tree:
     """Replace each leaf by a function of its keys and value.
 
     The old tree is emptied in the process, so old and new leaves need not all exist at once.
     """
     if not isinstance(tree, dict):
         return function(keys, tree)
-    return {name: mapped(tree.pop(name), function, (*keys, name)) for name in list(tree)}
+    return {name: map_leaves(tree.pop(name), function, (*keys, name)) for name in list(tree)}
 
 
 def _has(tree: Tree, key: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from maxhydra.config.schema import model as config
-from maxhydra.kernels.attention.spec import KEPT
+from maxhydra.kernels.attention.spec import CHECKPOINT_NAME
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ def _with_fused_attention(policy: Callable[..., Any]) -> Callable[..., Any]:
     """The policy, also saving outputs of attention kernels: as small as their inputs, expensive to recompute."""
 
     def is_saveable(primitive: Any, *args: Any, **params: Any) -> Any:
-        is_attention = primitive.name.startswith("dot_product_attention_fwd") or params.get("name") == KEPT
+        is_attention = primitive.name.startswith("dot_product_attention_fwd") or params.get("name") == CHECKPOINT_NAME
         return is_attention or policy(primitive, *args, **params)
 
     return is_saveable

@@ -96,14 +96,14 @@ class Optimizer:
     is_trained: Tree = None
     """Tree of bools, one per parameter; None if all are trained."""
 
-    def held(self, new: Tree, old: Tree) -> Tree:
+    def restore_frozen(self, new: Tree, old: Tree) -> Tree:
         """Replace frozen parameters in `new` by those in `old`, also where a layer updates itself (router bias)."""
         if self.is_trained is None:
             return new
         return jax.tree.map(lambda is_trained, n, o: n if is_trained else o, self.is_trained, new, old)
 
 
-def build(config: OptimizerConfig, *, steps: int, shapes: Tree, axes: Tree, is_written_out: bool = False) -> Optimizer:
+def build(config: OptimizerConfig, *, steps: int, shapes: Tree, axes: Tree, is_unrolled: bool = False) -> Optimizer:
     """Build the optimizer for parameters with these shapes and logical axes, over a run of `steps` steps.
 
     is_written_out: the layer loop is unrolled, so gradients of stacked layers are computed layer by layer.
@@ -119,7 +119,7 @@ def build(config: OptimizerConfig, *, steps: int, shapes: Tree, axes: Tree, is_w
     inner = optax.partition({"trained": optax.named_chain(*transforms), "frozen": optax.set_to_zero()}, labels)
     learning_rate = schedule(config.schedule, peak=config.learning_rate, steps=steps)
     is_per_layer = jax.tree.map(
-        lambda path: is_written_out and len(axes_of[path]) > 2 and is_stacked(axes_of[path]), names
+        lambda path: is_unrolled and len(axes_of[path]) > 2 and is_stacked(axes_of[path]), names
     )
     is_trained = jax.tree.map(lambda label: label == "trained", labels)
     norm = GradNorm(is_trained=is_trained, is_per_layer=is_per_layer)

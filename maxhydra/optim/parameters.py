@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.config.regex import matches, unreadable
+from maxhydra.config.regex import matches, regex_problems
 from maxhydra.sharding import LogicalAxes, is_axes
 
 Tree = Any
@@ -75,7 +75,7 @@ def axes_by_path(axes: Tree) -> dict[str, LogicalAxes]:
 
 def check_patterns(trainable: list[str], no_decay: list[str], known: list[str]) -> None:
     """Raise ConfigError for an invalid pattern, or a trainable pattern that matches no parameter."""
-    problems = [*unreadable("optimizer.trainable", trainable), *unreadable("optimizer.no_decay", no_decay)]
+    problems = [*regex_problems("optimizer.trainable", trainable), *regex_problems("optimizer.no_decay", no_decay)]
     if not problems:
         problems = list(_unmatched(trainable, known))
     if problems:

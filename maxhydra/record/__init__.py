@@ -3,7 +3,7 @@
 from maxhydra.record.log import FILE_ONLY, logging_to
 from maxhydra.record.metrics import MetricsWriter, NullMetricsWriter, read_metrics, scan_metrics, series
 from maxhydra.record.provenance import environment
-from maxhydra.record.redact import scrub_argv, scrub_text
+from maxhydra.record.redact import redact_argv, redact_text
 from maxhydra.record.run_dir import RunDirectory, RunInUseError
 
 __all__ = [
@@ -15,8 +15,8 @@ __all__ = [
     "environment",
     "logging_to",
     "read_metrics",
+    "redact_argv",
+    "redact_text",
     "scan_metrics",
-    "scrub_argv",
-    "scrub_text",
     "series",
 ]

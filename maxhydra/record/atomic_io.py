@@ -63,24 +63,24 @@ def acquire_lock(path: Path) -> int | None:
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
     """Serialize to strict JSON; NaN and infinities become the strings of NONFINITE."""
-    return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    return json.dumps(to_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Convert to dicts, lists, strings, numbers and None; array scalars become numbers."""
     match value:
         case None | bool() | int() | str():
             return value
         case Enum():
-            return plain(value.value)
+            return to_plain(value.value)
         case Mapping():
-            return {str(key): plain(item) for key, item in value.items()}
+            return {str(key): to_plain(item) for key, item in value.items()}
         case PurePath():
             return str(value)
         case SupportsFloat():
             return _number(float(value))
         case Iterable():
-            return [plain(item) for item in value]
+            return [to_plain(item) for item in value]
     raise TypeError(f"{type(value).__name__} cannot be stored as JSON: {value!r}")
 
 

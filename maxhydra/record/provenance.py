@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from maxhydra.record.redact import scrub_argv, scrub_text
+from maxhydra.record.redact import redact_argv, redact_text
 
 # The only environment variables that are recorded: those that affect results, or identify where the run ran.
 VARIABLES = (
@@ -56,7 +56,7 @@ def environment() -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "cpu_count": os.cpu_count(),
-        "variables": {name: scrub_text(os.environ[name]) for name in VARIABLES if name in os.environ},
+        "variables": {name: redact_text(os.environ[name]) for name in VARIABLES if name in os.environ},
     }
 
 
@@ -70,7 +70,7 @@ def command() -> list[str]:
     program = Path(sys.argv[0] or sys.executable)
     is_module = program.name == "__main__.py"
     prefix = ["python", "-m", program.parent.name] if is_module else [program.name]
-    return [*prefix, *scrub_argv(sys.argv[1:])]
+    return [*prefix, *redact_argv(sys.argv[1:])]
 
 
 def _repository() -> Path:
@@ -90,7 +90,7 @@ def _git(path: Path) -> tuple[dict[str, Any] | None, str]:
     facts = {
         "sha": _run_git(folder, "rev-parse", "--verify", "-q", "HEAD"),
         "branch": _run_git(folder, "branch", "--show-current") or None,
-        "remote": scrub_text(_run_git(folder, "remote", "get-url", "origin") or "") or None,
+        "remote": redact_text(_run_git(folder, "remote", "get-url", "origin") or "") or None,
         "dirty": bool(status),
         "untracked": untracked[:UNTRACKED_LIMIT],
     }
@@ -99,7 +99,7 @@ def _git(path: Path) -> tuple[dict[str, Any] | None, str]:
         # Cut at the end of a line: half a secret might not be recognized by the redaction.
         head = diff[: diff.rfind("\n", 0, DIFF_LIMIT) + 1]
         diff = f"{head}... {len(diff) - len(head)} more characters are not kept"
-    return facts, scrub_text(diff)
+    return facts, redact_text(diff)
 
 
 def _run_git(folder: Path, *arguments: str) -> str | None:

@@ -64,7 +64,7 @@ def is_secret_name(key: str) -> bool:
     return "token" in parts and not _TEXT_TOKENS.intersection(parts)
 
 
-def scrub_text(text: str) -> str:
+def redact_text(text: str) -> str:
     """Redact secrets anywhere in a text, such as a diff, a URL or a YAML file."""
     text = _PRIVATE_KEY.sub(rf"\1{HIDDEN}\3", text)
     text = _URL_CREDENTIALS.sub(rf"\g<scheme>{HIDDEN}@", text)
@@ -83,7 +83,7 @@ def _redact_named(text: str) -> str:
     return "".join([*pieces, text[position:]])
 
 
-def scrub_argv(argv: list[str]) -> list[str]:
+def redact_argv(argv: list[str]) -> list[str]:
     """Redact a command line: `key=value`, `--key=value`, `--key value`, and known tokens anywhere."""
     clean: list[str] = []
     for previous, word in zip(["", *argv], argv, strict=False):
@@ -94,5 +94,5 @@ def scrub_argv(argv: list[str]) -> list[str]:
         elif equals and is_secret_name(key) and value.lower() not in _HARMLESS:
             clean.append(f"{key}={HIDDEN}")
         else:
-            clean.append(scrub_text(word))
+            clean.append(redact_text(word))
     return clean

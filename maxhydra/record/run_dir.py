@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from maxhydra.record.atomic_io import acquire_lock, plain, replace_file, to_json
+from maxhydra.record.atomic_io import acquire_lock, replace_file, to_json, to_plain
 from maxhydra.record.labels import LABELS, apply_labels, change_labels, read_labels
 from maxhydra.record.liveness import is_lost, process_start
 from maxhydra.record.provenance import environment
-from maxhydra.record.redact import scrub_text
+from maxhydra.record.redact import redact_text
 
 log = logging.getLogger("maxhydra")
 
@@ -97,7 +97,7 @@ class RunDirectory:
         self._acquire_lock()
         previous = self._read_facts() if self.exists() else {}
         earlier = [_close_lost(session, previous) for session in previous.get("sessions", [])]
-        known = {**environment(), **plain(facts)}
+        known = {**environment(), **to_plain(facts)}
         git = self._store_diff(known.pop("git"), known.pop("diff"), number=len(earlier) + 1)
         self._replace_config(config_yaml, number=len(earlier) + 1)
         now = _now()
@@ -144,7 +144,7 @@ class RunDirectory:
             raise ValueError(f"status={status!r}, accepted: {', '.join(STATUSES)}")
         if not self.writes:
             return
-        now, clean_reason = _now(), None if reason is None else scrub_text(reason)
+        now, clean_reason = _now(), None if reason is None else redact_text(reason)
         seconds = round(time.monotonic() - self._session_start, 3)
         sessions: list[Facts] = self._facts["sessions"]
         sessions[-1].update(ended=now, status=status, reason=clean_reason, seconds=seconds)
@@ -217,7 +217,7 @@ class RunDirectory:
         return facts
 
     def _merge(self, facts: Mapping[str, Any]) -> None:
-        for name, value in plain(facts).items():
+        for name, value in to_plain(facts).items():
             if name in SESSION_FACTS:
                 self._facts["sessions"][-1][name] = value
             known = self._facts.get(name)

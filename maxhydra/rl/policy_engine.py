@@ -64,7 +64,7 @@ class PolicyEngine:
                 self._prompts.tokenizer,
                 self._config,
                 sharder=self._sharder,
-                eos=self._prompts.ends,
+                eos=self._prompts.eos_ids,
             )
         else:
             self._engine.update_params(weights)

@@ -30,7 +30,7 @@ class Comparison:
     surroundings: tuple[Difference, ...]
 
 
-def differing(configs: Sequence[Mapping[str, Cell]]) -> list[str]:
+def differing_keys(configs: Sequence[Mapping[str, Cell]]) -> list[str]:
     """Keys whose values are not the same in all configs, except names and notes."""
     keys = dict.fromkeys(key for config in configs for key in config)
     return [key for key in keys if key not in _ALWAYS_DIFFERENT and len({config.get(key) for config in configs}) > 1]
@@ -43,7 +43,7 @@ def compare(registry: Registry, runs: Sequence[Run]) -> Comparison:
     configs = [settings[id] for id in ids]
     names = dict.fromkeys(name for id in ids for name in metrics[id])
     environments = [_environment(registry.directory(run).read()) for run in runs]
-    changed_keys, changed_names = sorted(differing(configs)), differing(environments)
+    changed_keys, changed_names = sorted(differing_keys(configs)), differing_keys(environments)
     return Comparison(
         tuple(runs),
         tuple(Difference(key, tuple(config.get(key) for config in configs)) for key in changed_keys),

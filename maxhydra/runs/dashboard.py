@@ -56,7 +56,7 @@ class Dashboard:
                 "token": token,
                 "whole": not is_known,
                 "count": len(runs),
-                "faults": registry.faults(),
+                "faults": registry.read_errors(),
                 "runs": [
                     _row(run, steps.get(run.id), {n: v.get(run.id) for n, v in values.items()}) for run in changed
                 ],
@@ -66,7 +66,7 @@ class Dashboard:
         """Paths of the runs that match the conditions (command-line syntax), or a description of the problem."""
         with self._lock:
             try:
-                return {"paths": [run.path for run in query.select(self.registry, conditions)]}
+                return {"paths": [run.path for run in query.select_runs(self.registry, conditions)]}
             except ConfigError as error:
                 return {"problem": "; ".join(f"{p.path}: {p.reason} {p.hint}".strip() for p in error.problems)}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.runs.query import select
+from maxhydra.runs.query import select_runs
 from maxhydra.runs.registry import Registry, Run
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Table = dict[str, list[Any]]
 
 
-def table(registry: Registry, runs: Sequence[Run]) -> Table:
+def run_table(registry: Registry, runs: Sequence[Run]) -> Table:
     """Map columns to values: fields of the run, all settings, and the last value of every metric.
 
     Metric columns are prefixed with `metric:`, because a group or a setting may have the same name.
@@ -36,7 +36,7 @@ def frame(outputs: Path | str = "outputs", *conditions: str) -> "pandas.DataFram
     import pandas  # noqa: PLC0415
 
     registry = Registry(outputs)
-    return pandas.DataFrame(table(registry, select(registry, conditions)))
+    return pandas.DataFrame(run_table(registry, select_runs(registry, conditions)))
 
 
 def write_csv(columns: Table, path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.runs.query import best
+from maxhydra.runs.query import rank_runs
 from maxhydra.runs.registry import Registry, Run
 
 _UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -27,7 +27,7 @@ class Rules:
     largest: bool = False
 
 
-def seconds(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Parse a duration: 30m, 12h, 7d, 2w."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text)
     if match is None:
@@ -35,7 +35,7 @@ def seconds(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def disposable(registry: Registry, runs: Sequence[Run], rules: Rules) -> list[Run]:
+def find_disposable(registry: Registry, runs: Sequence[Run], rules: Rules) -> list[Run]:
     """Runs that may be deleted."""
     candidates = [run for run in runs if run.status != "running"]
     if rules.statuses:
@@ -53,11 +53,11 @@ def _best_of_each_sweep(registry: Registry, runs: Sequence[Run], rules: Rules) -
     sweeps: dict[str, list[Run]] = {}
     for run in runs:
         sweeps.setdefault(run.sweep, []).append(run)
-    rankings = [best(registry, members, rules.metric, largest=rules.largest)[1] for members in sweeps.values()]
+    rankings = [rank_runs(registry, members, rules.metric, largest=rules.largest)[1] for members in sweeps.values()]
     return {run.id for ranking in rankings for run in ranking[: rules.keep_best]}
 
 
-def size(folder: Path) -> int:
+def folder_size(folder: Path) -> int:
     """Size of a folder on disk in bytes."""
     total = 0
     for parent, _, names in os.walk(folder):

@@ -12,7 +12,7 @@ from importlib import resources
 from string import Template
 from typing import Any, TypeAlias
 
-from maxhydra.record.atomic_io import plain
+from maxhydra.record.atomic_io import to_plain
 
 
 class Html(str):
@@ -76,7 +76,7 @@ def _document(
         bar=bar or Html(),
         body=body,
         # `<` is escaped, so that nothing in the data can close the script element.
-        data=Html(json.dumps(plain(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")),
+        data=Html(json.dumps(to_plain(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")),
     )
 
 

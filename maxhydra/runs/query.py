@@ -50,7 +50,7 @@ def parse_number(text: str) -> float | None:
         return None
 
 
-def parse(text: str) -> Condition:
+def parse_condition(text: str) -> Condition:
     """Parse `key=value`, also with != < <= > >= ~ as the operator."""
     match = _CONDITION.fullmatch(text)
     if match is None:
@@ -63,13 +63,13 @@ def parse(text: str) -> Condition:
     return condition
 
 
-def select(registry: Registry, conditions: Sequence[str], *, runs: Sequence[Run] | None = None) -> list[Run]:
+def select_runs(registry: Registry, conditions: Sequence[str], *, runs: Sequence[Run] | None = None) -> list[Run]:
     """Runs that match every condition. Raises one ConfigError with all invalid conditions."""
     matches = list(registry.runs() if runs is None else runs)
     problems, parsed = [], []
     for text in conditions:
         try:
-            condition = parse(text)
+            condition = parse_condition(text)
             parsed.append((condition, registry.values(condition.key, matches)))
         except ConfigError as error:
             problems += error.problems
@@ -80,7 +80,7 @@ def select(registry: Registry, conditions: Sequence[str], *, runs: Sequence[Run]
     return matches
 
 
-def order(registry: Registry, runs: Sequence[Run], key: str, *, descending: bool) -> list[Run]:
+def sort_runs(registry: Registry, runs: Sequence[Run], key: str, *, descending: bool) -> list[Run]:
     """Sort by a field, setting or metric; runs without it, and NaN, come last in either direction."""
     values = registry.values(key, runs)
     known = [run for run in runs if _is_known(values.get(run.id))]
@@ -97,7 +97,7 @@ def _rank(value: Any) -> tuple[bool, Any]:
     return (False, value) if isinstance(value, (int, float)) else (True, str(value))
 
 
-def best(registry: Registry, runs: Sequence[Run], metric: str | None, *, largest: bool) -> tuple[str, list[Run]]:
+def rank_runs(registry: Registry, runs: Sequence[Run], metric: str | None, *, largest: bool) -> tuple[str, list[Run]]:
     """Name of the metric, and the runs that have it, best first. Default metric: the objective of the runs."""
     name = metric or _objective(registry, runs)
     # A configured objective may have no values yet; a metric given by the user is checked for typos.

@@ -89,7 +89,7 @@ class Registry:
         runs = [_run(entry, *row[1:]) for entry, row in zip(entries, rows, strict=True)]
         return sorted(runs, key=lambda run: (run.created, run.path), reverse=True)
 
-    def faults(self) -> list[str]:
+    def read_errors(self) -> list[str]:
         """Files and lines that could not be read, except the last line of a running run, which may be incomplete."""
         messages = []
         query = "SELECT path, entry, faults, metrics_faults FROM run WHERE faults != '[]' OR metrics_faults != '[]'"
@@ -169,7 +169,7 @@ class Registry:
         hint = did_you_mean(path, [part for run in runs for part in (run.path, run.path.rpartition("/")[2])])
         raise ConfigError(Problem(name, "is not a known run", hint=hint or newest))
 
-    def under(self, name: str) -> tuple[str, list[Run]]:
+    def runs_under(self, name: str) -> tuple[str, list[Run]]:
         """Relative path and runs of a sweep or another subfolder ("" for the root); a run's name gives that run."""
         runs, path = self.runs(), self._relative(name)
         if path == ".":

@@ -23,8 +23,16 @@ from maxhydra.runs.page import (
     scrolling,
     section,
 )
-from maxhydra.runs.settings import lookup, settings
-from maxhydra.runs.summary import Facts, KeyNumber, duration, figures, format_number, moment, session_seconds
+from maxhydra.runs.settings import get_setting, list_settings
+from maxhydra.runs.summary import (
+    Facts,
+    KeyNumber,
+    format_duration,
+    format_number,
+    format_time,
+    key_numbers,
+    session_seconds,
+)
 
 # Files next to the report that it links to.
 _FILES = ("config.yaml", "metrics.jsonl", "log.txt", "run.json", "diff.patch")
@@ -40,7 +48,7 @@ def write_report(run: RunDirectory) -> Path:
     encoded = [{**chart.style, "lines": [encode(line) for line in chart.lines]} for chart in run_charts]
     body = Template(read_asset("report.html")).substitute(
         header=_header(facts),
-        figures=concat(*map(figure, figures(facts, rows, total_steps=lookup(config, "train.steps")))),
+        figures=concat(*map(figure, key_numbers(facts, rows, total_steps=get_setting(config, "train.steps")))),
         controls=curve_controls(),
         charts=_charts(run_charts),
         sample=_sample(facts.get("sample")),
@@ -65,7 +73,7 @@ def _header(facts: Facts) -> Html:
         facts.get("task"),
         (facts.get("choices") or {}).get("model"),
         facts.get("devices"),
-        moment(facts["created"]),
+        format_time(facts["created"]),
     ]
     why = element("span", str(facts["reason"]), class_="reason") if facts.get("reason") else None
     return concat(
@@ -117,7 +125,7 @@ def _config(config: str) -> Html:
             element("td", setting.value),
             class_="changed" if setting.changed else None,
         )
-        for setting in settings(config)
+        for setting in list_settings(config)
     ]
     if not rows:
         return Html()
@@ -147,7 +155,7 @@ def _environment(facts: Facts) -> Html:
         "Packages": "  ".join(f"{name} {version}" for name, version in versions.items()),
         "Compiler flags": facts.get("xla_flags"),
         "Variables": "  ".join(f"{name}={value}" for name, value in (facts.get("variables") or {}).items()),
-        "Timings": "  ".join(f"{name.replace('_', ' ')} {duration(value)}" for name, value in timings.items()),
+        "Timings": "  ".join(f"{name.replace('_', ' ')} {format_duration(value)}" for name, value in timings.items()),
     }
     pairs = [concat(element("dt", label), element("dd", _format(value))) for label, value in entries.items() if value]
     command = copy_box(shlex.join(facts.get("command") or []), "command")
@@ -175,8 +183,8 @@ def _session(index: int, session: Facts, facts: Facts) -> Html:
     return element(
         "tr",
         element("td", str(index)),
-        element("td", moment(session["started"])),
-        element("td", duration(session_seconds(session, facts))),
+        element("td", format_time(session["started"])),
+        element("td", format_duration(session_seconds(session, facts))),
         element("td", " – ".join(f"{step:,}" for step in steps if step is not None)),
         element("td", element("span", status, class_=f"status {status}"), " ", session.get("reason") or None),
         element("td", str(session["host"])),

@@ -13,7 +13,7 @@ from maxhydra.runs.summary import Facts
 _FLAGS = ("--config-dir", "-cd", "--config-name", "-cn")
 
 
-def arguments(facts: Facts, name: str | None, *changes: str) -> list[str]:
+def rerun_arguments(facts: Facts, name: str | None, *changes: str) -> list[str]:
     """Arguments of `maxhydra`: the run's flags and overrides, the changes, and a run.name (None: a new name)."""
     if "overrides" not in facts:
         raise ConfigError(Problem(str(facts["name"]), "has no overrides in its run.json, so it cannot be rerun"))
@@ -35,7 +35,7 @@ def rerun_command(facts: Facts) -> str:
     return f"cd {shlex.quote(str(facts.get('folder')))} && {shlex.join(command)}"
 
 
-def changed_code(facts: Facts, folder: Path) -> str | None:
+def describe_code_change(facts: Facts, folder: Path) -> str | None:
     """Describe how the code differs from that of the run's last session; None if it does not."""
     then = facts.get("git") or {}
     now, diff = code()

@@ -9,7 +9,7 @@ import yaml
 
 from maxhydra.config import Config
 from maxhydra.config.migrations import migrate_config
-from maxhydra.record.atomic_io import plain, to_json
+from maxhydra.record.atomic_io import to_json, to_plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Setting:
     changed: bool
 
 
-def settings(config_yaml: str) -> list[Setting]:
+def list_settings(config_yaml: str) -> list[Setting]:
     """All leaves of config.yaml by dotted path."""
     config = migrate_config(yaml.safe_load(config_yaml) or {})
     defaults = dict(leaves(_defaults(Config, config)))
@@ -41,13 +41,13 @@ def _defaults(schema: type, config: dict[str, Any]) -> dict[str, Any]:
             entry_schema = typing.cast(type, entry_type)
             defaults[field.name] = {name: _defaults(entry_schema, entry or {}) for name, entry in value.items()}
         elif field.default_factory is not dataclasses.MISSING:
-            defaults[field.name] = plain(field.default_factory())
+            defaults[field.name] = to_plain(field.default_factory())
         else:
-            defaults[field.name] = plain(field.default)
+            defaults[field.name] = to_plain(field.default)
     return defaults
 
 
-def lookup(config_yaml: str, path: str) -> Any:
+def get_setting(config_yaml: str, path: str) -> Any:
     """A single value of config.yaml, or None."""
     return dict(leaves(migrate_config(yaml.safe_load(config_yaml) or {}))).get(path)
 

@@ -22,7 +22,7 @@ class KeyNumber:
     note: str = ""
 
 
-def figures(facts: Facts, rows: Sequence[Row], *, total_steps: int | None) -> list[KeyNumber]:
+def key_numbers(facts: Facts, rows: Sequence[Row], *, total_steps: int | None) -> list[KeyNumber]:
     """Key numbers that the run has, most important first."""
     candidates = [
         _loss("Eval loss", rows, "eval/loss"),
@@ -63,8 +63,8 @@ def _median(label: str, rows: Sequence[Row], metric: str, format_value: Any) -> 
 
 def _duration(facts: Facts) -> KeyNumber:
     timings = facts.get("timings") or {}
-    compiling = f"compiling {duration(timings['compile'])}" if timings.get("compile") else ""
-    return KeyNumber("Wall time", duration(wall_seconds(facts)), compiling)
+    compiling = f"compiling {format_duration(timings['compile'])}" if timings.get("compile") else ""
+    return KeyNumber("Wall time", format_duration(wall_seconds(facts)), compiling)
 
 
 def wall_seconds(facts: Facts) -> float:
@@ -94,7 +94,7 @@ def format_number(value: float) -> str:
     return f"{value:#.4g}" if 0 < abs(value) < 1e3 else f"{value:,.0f}"
 
 
-def show(value: Any) -> str:
+def format_cell(value: Any) -> str:
     """Format a setting or a measurement for a table cell; None is empty."""
     match value:
         case None:
@@ -115,7 +115,7 @@ def format_compact(value: float) -> str:
     return f"{value:.3g}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """0.4 s, 12 s, 3 m 20 s, 2 h 5 m, 3 d 4 h."""
     if seconds < 10:
         return f"{seconds:.1f} s"
@@ -126,7 +126,7 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
-def moment(text: str) -> str:
+def format_time(text: str) -> str:
     """2026-03-04T12:00:00Z -> 4 Mar 2026, 12:00 UTC."""
     at = datetime.datetime.fromisoformat(text)
     return f"{at.day} {at:%b %Y, %H:%M} UTC"

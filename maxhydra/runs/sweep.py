@@ -9,7 +9,7 @@ from typing import Any
 from maxhydra import __version__
 from maxhydra.record import scan_metrics
 from maxhydra.record.atomic_io import replace_file
-from maxhydra.runs.compare import differing
+from maxhydra.runs.compare import differing_keys
 from maxhydra.runs.config_sections import Cell
 from maxhydra.runs.curves import compare_charts, encode
 from maxhydra.runs.importance import MIN_RUNS, importance
@@ -25,11 +25,11 @@ from maxhydra.runs.page import (
     scrolling,
     section,
 )
-from maxhydra.runs.query import best
+from maxhydra.runs.query import rank_runs
 from maxhydra.runs.registry import Registry, Run
 from maxhydra.runs.report import figure
 from maxhydra.runs.rerun import rerun_command
-from maxhydra.runs.summary import KeyNumber, duration, format_number, moment, show
+from maxhydra.runs.summary import KeyNumber, format_cell, format_duration, format_number, format_time
 
 # Number of best runs with curves, in the table, and in the comparison of configs.
 MAX_CURVES, MAX_RANKED, MAX_COMPARED = 60, 20, 5
@@ -91,12 +91,12 @@ def write_sweep_report(
 
 
 def _sweep(registry: Registry, runs: Sequence[Run], title: str, metric: str | None, largest: bool) -> Sweep:
-    name, ranked = best(registry, runs, metric, largest=largest)
+    name, ranked = rank_runs(registry, runs, metric, largest=largest)
     results = registry.values(name, ranked)
     ranked_ids = {run.id for run in ranked}
     ordered = [*ranked, *(run for run in runs if run.id not in ranked_ids)]
     settings = registry.settings(run.id for run in ordered)
-    varied = differing(list(settings.values()))
+    varied = differing_keys(list(settings.values()))
     return Sweep(title, name, largest, ordered, {run.id: results[run.id] for run in ranked}, settings, varied)
 
 
@@ -107,7 +107,7 @@ def _header(sweep: Sweep) -> Html:
     }
     statuses = [element("span", f"{count} {status}", class_=f"status {status}") for status, count in counts.items()]
     started = min(run.created for run in sweep.runs)
-    about = [f"{sweep.metric}, {'larger' if sweep.largest else 'smaller'} is better", f"since {moment(started)}"]
+    about = [f"{sweep.metric}, {'larger' if sweep.largest else 'smaller'} is better", f"since {format_time(started)}"]
     return element(
         "header",
         element("p", *statuses, class_="eyebrow"),
@@ -125,7 +125,7 @@ def _figures(sweep: Sweep) -> list[KeyNumber]:
         items.append(KeyNumber("Worst", format_number(last), ranked[-1].path.rpartition("/")[2]))
     items.append(KeyNumber("Settings varied", str(len(sweep.varied))))
     total = sum(run.seconds for run in sweep.runs)
-    return [*items, KeyNumber("Wall time", duration(total), "total of all runs")]
+    return [*items, KeyNumber("Wall time", format_duration(total), "total of all runs")]
 
 
 def _axes(sweep: Sweep) -> list[dict[str, Any]]:
@@ -226,8 +226,8 @@ def _table(registry: Registry, sweep: Sweep) -> Html | None:
             element("td", str(rank), class_="figure"),
             element("td", run.path.rpartition("/")[2]),
             element("td", format_number(sweep.values[run.id]), class_="figure"),
-            *(element("td", show(sweep.settings[run.id].get(key)), class_="figure") for key in sweep.varied),
-            element("td", duration(run.seconds), class_="figure"),
+            *(element("td", format_cell(sweep.settings[run.id].get(key)), class_="figure") for key in sweep.varied),
+            element("td", format_duration(run.seconds), class_="figure"),
             element("td", element("span", run.status, class_=f"status {run.status}")),
             element("td", element("code", command, id=f"command-{rank}"), class_="again"),
             element("td", element("button", "Copy", type="button", data_copy=f"command-{rank}")),
@@ -243,12 +243,12 @@ def _differences(sweep: Sweep) -> Html | None:
     shown = sweep.runs[:MAX_COMPARED]
     if len(shown) < 2:
         return None
-    keys = differing([sweep.settings[run.id] for run in shown])
+    keys = differing_keys([sweep.settings[run.id] for run in shown])
     rows = [
         element(
             "tr",
             element("th", element("code", key), scope="row"),
-            *(element("td", show(sweep.settings[run.id].get(key)), class_="figure") for run in shown),
+            *(element("td", format_cell(sweep.settings[run.id].get(key)), class_="figure") for run in shown),
         )
         for key in keys
     ]

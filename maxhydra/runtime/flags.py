@@ -16,7 +16,7 @@ def merge_flags(flags: list[str], existing: str) -> str:
     return " ".join([*(flag for flag in flags if _name(flag) not in existing_names), *existing.split()])
 
 
-def replaced_flags(flags: list[str], others: list[str]) -> list[str]:
+def override_flags(flags: list[str], others: list[str]) -> list[str]:
     """Add `others` to the flags, replacing flags of the same name."""
     return merge_flags(flags, " ".join(others)).split()
 

@@ -45,13 +45,13 @@ def resolve(hardware: Hardware, detected: DetectedDevices) -> tuple[str, Hardwar
     return name, dataclasses.replace(option, **changed)
 
 
-def matches(hardware: Hardware, kind: str) -> bool:
+def matches_device(hardware: Hardware, kind: str) -> bool:
     """True if a device's name matches one of the option's patterns."""
     return any(re.search(pattern, kind, re.IGNORECASE) for pattern in hardware.device_kinds)
 
 
 def _fits(option: Hardware, detected: DetectedDevices) -> bool:
-    return option.platform is detected.platform and matches(option, detected.kind)
+    return option.platform is detected.platform and matches_device(option, detected.kind)
 
 
 def _name_of(hardware: Hardware) -> str:

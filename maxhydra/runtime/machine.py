@@ -14,7 +14,7 @@ from maxhydra.config.schema.hardware import Hardware, Platform, Precision
 from maxhydra.runtime.detect import JAX_NAMES, DetectedDevices, cpu_rejects_cache, detect
 from maxhydra.runtime.distributed import detect_cluster, initialize_distributed
 from maxhydra.runtime.flags import backend_environment, flags_in_effect
-from maxhydra.runtime.hardware_options import hardware_from, matches, resolve
+from maxhydra.runtime.hardware_options import hardware_from, matches_device, resolve
 
 INSTALL = {Platform.gpu: "pip install 'maxhydra[gpu]'", Platform.tpu: "pip install 'maxhydra[tpu]'"}
 
@@ -74,7 +74,7 @@ def _start(hardware: Hardware, environment: Mapping[str, str]) -> Machine:
     if cluster is not None and not jax.distributed.is_initialized():
         initialize_distributed(cluster, resolved.distributed, resolved.platform)
     device = _start_backend(resolved, detected)
-    if resolved.device_kinds and not matches(resolved, device.device_kind):
+    if resolved.device_kinds and not matches_device(resolved, device.device_kind):
         notes.append(f"device kind is {device.device_kind}; its peak figures are those of hardware={name}")
     stats = device.memory_stats() or {}
     return Machine(

@@ -115,12 +115,12 @@ class SweepPlan:
     launcher: LauncherSettings = LOCAL
 
     @property
-    def shared(self) -> SweepContext:
+    def context(self) -> SweepContext:
         """Settings that the job backend needs."""
         return SweepContext(self.folder, self.fixed, self.config_dir)
 
     @property
-    def proposals(self) -> list[Trial]:
+    def trials(self) -> list[Trial]:
         """Trials of a grid sweep."""
         jobs = zip(self.folders, self.listed, strict=True)
         return [Trial(number, folder, overrides) for number, (folder, overrides) in enumerate(jobs)]

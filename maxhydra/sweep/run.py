@@ -64,7 +64,7 @@ def cancel(plan: SweepPlan, say: Callable[[str], None]) -> None:
 
 
 def _backend(plan: SweepPlan) -> JobBackend:
-    return make_backend(plan.launcher, plan.shared)
+    return make_backend(plan.launcher, plan.context)
 
 
 def _trials(plan: SweepPlan) -> TrialSource:
@@ -73,9 +73,9 @@ def _trials(plan: SweepPlan) -> TrialSource:
 
 def _listed_trials(plan: SweepPlan) -> ListedTrials:
     """Jobs of a grid sweep. Jobs that failed before count as unfinished, so they run again."""
-    runs = {job.number: RunDirectory(plan.folder / job.folder, writes=False) for job in plan.proposals}
+    runs = {job.number: RunDirectory(plan.folder / job.folder, writes=False) for job in plan.trials}
     done = {number: TrialStatus.finished for number, run in runs.items() if _is_finished(run)}
-    return ListedTrials(plan.proposals, done)
+    return ListedTrials(plan.trials, done)
 
 
 def _is_finished(run: RunDirectory) -> bool:

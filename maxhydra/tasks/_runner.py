@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.serialize import to_yaml
-from maxhydra.record import RunDirectory, RunInUseError, logging_to, scrub_argv
+from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
 from maxhydra.runtime import Machine
 
 
@@ -106,7 +106,7 @@ def _run_recorded(job: Job, config_dir: str | None, task: Callable[[Job], Outcom
     facts = {
         "task": job.config.task.name,
         "choices": job.choices,
-        "overrides": scrub_argv(list(job.overrides)),
+        "overrides": redact_argv(list(job.overrides)),
         **({} if config_dir is None else {"config_dir": config_dir}),
         "tags": job.config.run.tags,
         "notes": job.config.run.notes,

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from maxhydra import data, model
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.schema.quantization import TO_KEEP
+from maxhydra.config.schema.quantization import STORED_KINDS
 from maxhydra.config.schema.tasks.convert import ConvertFormat, ConvertTask
-from maxhydra.convert.adapter_lineage import origin
+from maxhydra.convert.adapter_lineage import find_adapter_lineage
 from maxhydra.convert.hf_config import is_hf_folder
 from maxhydra.convert.hf_write import find_family, write_hf
 from maxhydra.convert.load import open_arrays, read_adapter
@@ -20,7 +20,7 @@ from maxhydra.convert.orbax_io import write_checkpoint
 from maxhydra.convert.peft import write_peft
 from maxhydra.data.tokenizers import check_vocabulary
 from maxhydra.data.tokenizers.hf import HuggingFaceTokenizer
-from maxhydra.decode.checkpoint_check import check_origin
+from maxhydra.decode.checkpoint_check import check_same_model
 from maxhydra.modelfiles import locate
 from maxhydra.tasks import Job, Outcome, atomic_output_dir
 
@@ -37,7 +37,7 @@ def run(job: Job) -> Outcome:
     if source is None:
         raise ConfigError(Problem(KEY, "is required: it names the weights to convert", value=None))
     _check_format(config, task)
-    check_origin(config, source)
+    check_same_model(config, source)
     with atomic_output_dir(Path(task.output).expanduser().absolute()) as folder:
         WRITERS[task.format](config, task, source, folder)
     print(f"wrote {task.output}", file=sys.stderr)
@@ -62,19 +62,19 @@ def _write_maxhydra(config: Config, task: ConvertTask, source: str, folder: Path
 
 def _check_format(config: Config, task: ConvertTask) -> None:
     """Raise ConfigError if the output format cannot store the quantization; only maxhydra checkpoints can."""
-    supported = TO_KEEP if task.format is ConvertFormat.maxhydra else ()
+    supported = STORED_KINDS if task.format is ConvertFormat.maxhydra else ()
     if config.quantization.kinds <= set(supported):
         return
     accepted = ", ".join(["none", *(kind.value for kind in supported)])
     reason = f"is not supported by task.format={task.format.value}"
-    hint = "" if supported else "task.format=maxhydra supports " + ", ".join(kind.value for kind in TO_KEEP)
+    hint = "" if supported else "task.format=maxhydra supports " + ", ".join(kind.value for kind in STORED_KINDS)
     raise ConfigError(
         Problem("quantization.kind", reason, value=config.quantization.kind, accepted=accepted, hint=hint)
     )
 
 
 def _write_peft(config: Config, task: ConvertTask, source: str, folder: Path) -> None:
-    lineage = origin(KEY, source)
+    lineage = find_adapter_lineage(KEY, source)
     if lineage is None:
         accepted = "a run that was trained with adapter=lora or adapter=qlora"
         raise ConfigError(Problem(KEY, "contains no adapter", value=source, accepted=accepted))
@@ -96,7 +96,7 @@ def _write_tokenizer(config: Config, source: str, folder: Path) -> dict[str, Any
         _copy_tokenizer(source_folder, folder)
         settings = json.loads((source_folder / "config.json").read_text(encoding="utf-8"))
         return {key: settings[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in settings}
-    tokenizer = data.tokenizer(config.data)
+    tokenizer = data.load_tokenizer(config.data)
     check_vocabulary(tokenizer, config.data, data.RowSpec(seq_len=1, vocab_size=config.model.vocab_size, seed=0))
     path = tokenizer_config.path
     if tokenizer_config.kind == "hf" and path is not None and Path(path).expanduser().is_dir():

@@ -93,7 +93,7 @@ def _all_rows(config: Config, spec: BatchSpec) -> Generator[list[Row], None, Non
         yield from islice(loader, config.train.steps)
     finally:
         loader.close()
-    yield from islice(data.held_out(config.data, spec, data.own_rows), config.train.eval_batches)
+    yield from islice(data.held_out(config.data, spec, data.local_rows), config.train.eval_batches)
 
 
 def _problems(config: Config, reference: Reference) -> Iterator[Problem]:

@@ -42,7 +42,7 @@ def run(job: Job) -> Outcome:
             batches=RolloutBatches(worker, data.host_loader(config.data, prompt_spec), spec, logprob_fn),
             evaluate=held_out_pass_rate(
                 worker,
-                lambda: data.held_out(config.data, prompt_spec, data.own_rows),
+                lambda: data.held_out(config.data, prompt_spec, data.local_rows),
                 config.reward,
                 limit=config.train.eval_batches,
             ),

@@ -8,7 +8,7 @@ import numpy as np
 
 from maxhydra.config.schema.tasks.score import ScoreTask
 from maxhydra.convert.load import load_weights
-from maxhydra.decode.open import check_weights_source, weight_formats
+from maxhydra.decode.open import check_weights_source, weight_quantization
 from maxhydra.decode.progress import open_progress
 from maxhydra.decode.prompts import PromptEncoder
 from maxhydra.model import build
@@ -52,7 +52,7 @@ def _open_scorer(job: Job, task: ScoreTask) -> SequenceScorer:
     config = job.config
     assert config.checkpoint.load_parameters is not None
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
-    model = build(without_capacity_limit(config.model), quantization=weight_formats(config))
+    model = build(without_capacity_limit(config.model), quantization=weight_quantization(config))
     sharder.check(model.axes, model.shapes)
     weights = load_weights(
         config.checkpoint.load_parameters,

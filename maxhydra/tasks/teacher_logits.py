@@ -8,10 +8,10 @@ from pathlib import Path
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.tasks.teacher_logits import TeacherLogitsTask
 from maxhydra.convert.load import load_weights
-from maxhydra.data.document import Document
+from maxhydra.data.rows import Document
 from maxhydra.data.shard_index import open_index
-from maxhydra.data.shards import COUNTED, Shards
-from maxhydra.decode.checkpoint_check import check_origin
+from maxhydra.data.shards import COUNTERS_PER_SHARD, Shards
+from maxhydra.decode.checkpoint_check import check_same_model
 from maxhydra.distill.top_logits import TopLogits
 from maxhydra.model import build
 from maxhydra.model.params_hash import fingerprint
@@ -28,10 +28,10 @@ def run(job: Job) -> Outcome:
     assert isinstance(task, TeacherLogitsTask)
     top_logits = _open_teacher(job, task)
     folder = Path(task.output).expanduser().absolute()
-    counts = [0] * (COUNTED * task.shards)
+    counts = [0] * (COUNTERS_PER_SHARD * task.shards)
 
     def enrich(documents: list[Document]) -> list[Document]:
-        display.show(sum(counts[0::COUNTED]), sum(counts[1::COUNTED]))
+        display.show(sum(counts[0::COUNTERS_PER_SHARD]), sum(counts[1::COUNTERS_PER_SHARD]))
         return top_logits(documents)
 
     shards = Shards(config.data, folder, task.shards, enrich)
@@ -70,7 +70,7 @@ def _open_teacher(job: Job, task: TeacherLogitsTask) -> TopLogits:
         problems.append(Problem("task.name", reason, value=task.name))
     if location is None or problems:
         raise ConfigError(problems)
-    check_origin(config, location)
+    check_same_model(config, location)
     sharder = Sharder(build_mesh(config.mesh), config.mesh.rules)
     spec = plan_batches(config, sharder)
     model = build(config.model)

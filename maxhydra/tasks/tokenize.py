@@ -18,7 +18,7 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.tasks.tokenize import TokenizeTask
 from maxhydra.data.shard_index import ShardIndex, open_index
-from maxhydra.data.shards import COUNTED, ShardResult, Shards
+from maxhydra.data.shards import COUNTERS_PER_SHARD, ShardResult, Shards
 from maxhydra.data.workers import WorkerDied, Workers, spawn_context
 from maxhydra.tasks import Job, Outcome
 
@@ -51,7 +51,7 @@ def run(job: Job) -> Outcome:
 def _write_all(remaining: list[int], index: ShardIndex, shards: Shards, *, data: Data, task: TokenizeTask) -> None:
     """Write every remaining shard in a worker process, as many at a time as there are workers."""
     count = min(task.workers or os.cpu_count() or 1, len(remaining))
-    counters: Any = spawn_context.RawArray("q", COUNTED * task.shards)
+    counters: Any = spawn_context.RawArray("q", COUNTERS_PER_SHARD * task.shards)
     initializer = partial(_init_worker, data, Path(task.output).expanduser().absolute(), task.shards, counters)
     with Display(shards.records, index.totals) as display, Workers(count, initializer) as pool:
         pending = {pool.submit(_write_shard, shard) for shard in remaining}
@@ -62,7 +62,7 @@ def _write_all(remaining: list[int], index: ShardIndex, shards: Shards, *, data:
                     for bad_record in result.bad_records:
                         log.warning("skipped %s: %s", bad_record.location, bad_record.reason)
                     index.add(shards.name(result.shard), result)
-                display.show(sum(counters[0::COUNTED]), sum(counters[1::COUNTED]))
+                display.show(sum(counters[0::COUNTERS_PER_SHARD]), sum(counters[1::COUNTERS_PER_SHARD]))
         except WorkerDied:
             reason = "a worker process died, possibly killed for lack of memory"
             hint = "run the same command with a lower task.workers to resume after the finished shards"

@@ -21,7 +21,13 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.run import Checkpoint, SaveMode
-from maxhydra.convert.orbax_io import find_checkpoint, first_line, readable, require_same, steps_in
+from maxhydra.convert.orbax_io import (
+    checkpoint_steps,
+    find_checkpoint,
+    one_line_message,
+    read_errors_as_config_errors,
+    require_same_shapes,
+)
 from maxhydra.model.renamed_params import rename_keys, restore_keys
 from maxhydra.train.loss import Tree
 from maxhydra.train.state import TrainState
@@ -136,9 +142,9 @@ class OrbaxCheckpointer:
         """Delete the partial save, which frees space on a full disk, and report the last intact checkpoint."""
         for leftover in self._folder.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        steps = steps_in(self._folder)
+        steps = checkpoint_steps(self._folder)
         last = f"the checkpoint of step {steps[-1]} is intact" if steps else "no earlier checkpoint exists"
-        return SaveFailed(f"could not write a checkpoint to {self._folder}: {first_line(error)}; {last}")
+        return SaveFailed(f"could not write a checkpoint to {self._folder}: {one_line_message(error)}; {last}")
 
 
 def open_checkpointer(folder: Path, config: Checkpoint) -> Checkpointer:
@@ -153,14 +159,14 @@ def restore(folder: Path, config: Checkpoint, abstract: TrainState) -> Restored 
     taken for a new run.
     """
     unreadable: list[Path] = []
-    for step in reversed(steps_in(folder)):
+    for step in reversed(checkpoint_steps(folder)):
         path = folder / str(step)
         try:
             restored = read_state(path, abstract)
         except ConfigError:
             raise
         except Exception as error:
-            log.warning("cannot read checkpoint %s (%s)", path, first_line(error))
+            log.warning("cannot read checkpoint %s (%s)", path, one_line_message(error))
             unreadable.append(path)
             continue
         if jax.process_index() == 0:
@@ -172,7 +178,7 @@ def restore(folder: Path, config: Checkpoint, abstract: TrainState) -> Restored 
         raise ConfigError(Problem("run.name", reason, hint=f"check {folder}, or choose another run.name"))
     if config.load_full_state is not None:
         path = find_checkpoint(FULL_STATE, config.load_full_state)
-        with readable(FULL_STATE, path):
+        with read_errors_as_config_errors(FULL_STATE, path):
             return read_state(path, abstract)
     return None
 
@@ -187,8 +193,8 @@ def _mark_unreadable(path: Path) -> None:
 
 def read_state(path: Path, abstract: TrainState) -> Restored:
     """Read a checkpoint onto the shapes and shardings of `abstract`, whatever mesh wrote it."""
-    param_names = require_same(path, "params", abstract.params)
-    rest_names = require_same(path, "rest", _rest(abstract))
+    param_names = require_same_shapes(path, "params", abstract.params)
+    rest_names = require_same_shapes(path, "rest", _rest(abstract))
     items = ocp.args.Composite(
         params=ocp.args.StandardRestore(rename_keys(abstract.params, param_names)),
         rest=ocp.args.StandardRestore(rename_keys(_rest(abstract), rest_names)),

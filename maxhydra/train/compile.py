@@ -37,7 +37,7 @@ def compile_step(states: StateFactory, loss: LossFn, train: Train, example: Mapp
 def trace_step(states: StateFactory, loss: LossFn, train: Train, example: Mapping[str, Any]) -> jax.stages.Traced:
     """The traced step, ready to be lowered for the devices of the states' mesh."""
     step = jax.jit(
-        make_step(loss, states.optimizer, train, states.model.settled, states.model.cast),
+        make_step(loss, states.optimizer, train, states.model.apply_aux_updates, states.model.cast),
         donate_argnums=0,
         out_shardings=(states.shardings(), None),
     )
@@ -107,7 +107,7 @@ def compile_report(config: Config, sharder: Sharder) -> CompileReport:
     assert isinstance(sharder.mesh, jax.sharding.Mesh)
     spec, start_time = plan_batches(config, sharder), time.perf_counter()
     try:
-        compiled = traced_step(config, sharder).lower().compile()
+        compiled = trace_pretraining_step(config, sharder).lower().compile()
     except jax.errors.JaxRuntimeError as error:
         raise _explain_oom(error, config) from None
     memory, devices = compiled.memory_analysis(), sharder.mesh.devices.flat
@@ -126,7 +126,7 @@ def compile_report(config: Config, sharder: Sharder) -> CompileReport:
     )
 
 
-def traced_step(config: Config, sharder: Sharder) -> jax.stages.Traced:
+def trace_pretraining_step(config: Config, sharder: Sharder) -> jax.stages.Traced:
     """The traced step of pretraining on packed rows."""
     spec, states = plan_batches(config, sharder), plan_states(config, sharder)
     shape = (spec.batch, spec.rows.seq_len)

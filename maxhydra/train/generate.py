@@ -10,7 +10,7 @@ from maxhydra.config import Config
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.kernels import ModelKernels
 from maxhydra.config.schema.run import Sample
-from maxhydra.data import Tokenizer, tokenizer
+from maxhydra.data import Tokenizer, load_tokenizer
 from maxhydra.data.chat import render_prompt
 from maxhydra.layers import Context, DenseCacheSpec
 from maxhydra.model import ModelDef
@@ -39,7 +39,7 @@ def final_sample(config: Config, states: StateFactory, result: TrainResult) -> d
 
 def write_sample(model: ModelDef, params: Tree, data: Data, sample: Sample, *, sharder: Sharder, seed: int) -> str:
     """Prompt and continuation, up to EOS, sample.tokens new tokens or the model's context length."""
-    text_tokenizer = tokenizer(data)
+    text_tokenizer = load_tokenizer(data)
     first_token = text_tokenizer.pad if text_tokenizer.bos is None else text_tokenizer.bos
     prompt = _encode_prompt(data, text_tokenizer, sample.prompt) or [first_token]
     length = min(len(prompt) + sample.tokens, model.config.context_length)
@@ -83,4 +83,6 @@ def _encode_prompt(data: Data, text_tokenizer: Tokenizer, text: str) -> list[int
     """Token ids of the prompt; for chat data, of a conversation with one user message."""
     if data.record_type != "chat":
         return text_tokenizer.encode(text)
-    return text_tokenizer.encode_marked(render_prompt([{"role": "user", "content": text}], text_tokenizer))[0].tolist()
+    return text_tokenizer.encode_with_special_tokens(
+        render_prompt([{"role": "user", "content": text}], text_tokenizer)
+    )[0].tolist()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from maxhydra.kernels.linear_cross_entropy.xla import at_targets, is_target
+from maxhydra.kernels.linear_cross_entropy.xla import is_target, logprobs_at_targets
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef
 from maxhydra.sharding import Sharder
@@ -52,7 +52,7 @@ class Scorer:
             batch["targets"],
             chunk=self.chunk,
         )
-        return ScoredTokens(logprobs, forward.sides)
+        return ScoredTokens(logprobs, forward.aux)
 
 
 def token_logprobs(
@@ -95,11 +95,11 @@ def map_sequence_chunks(function: Callable[..., T], *arrays: jax.Array, chunk: i
 @jax.custom_vjp
 def target_logprobs(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """log softmax(logits)[target] in float32. The only residual of its size is the logits, in their own dtype."""
-    return at_targets(logits.astype(jnp.float32), targets)[0]
+    return logprobs_at_targets(logits.astype(jnp.float32), targets)[0]
 
 
 def _forward(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    logprobs, normaliser, _ = at_targets(logits.astype(jnp.float32), targets)
+    logprobs, normaliser, _ = logprobs_at_targets(logits.astype(jnp.float32), targets)
     return logprobs, (logits, targets, normaliser)
 
 

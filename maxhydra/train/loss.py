@@ -36,7 +36,7 @@ def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
 
     def loss(params: Tree, batch: Batch, key: jax.Array | None) -> Sums:
         context = Context.of_batch(batch, sharder, key)
-        forward = model.forward(params, batch["tokens"], context, ahead=True)
+        forward = model.forward(params, batch["tokens"], context, mtp_hidden=True)
         token_loss = partial(
             cross_entropy,
             lambda hidden: model.logits(params, hidden, sharder),
@@ -45,10 +45,12 @@ def next_token_loss(model: ModelDef, sharder: Sharder, train: Train) -> LossFn:
             kernel=KernelChoice(kernels.linear_cross_entropy.value, kernels.sizes("linear_cross_entropy")),
             placement=context.place,
         )
-        sums = add_aux_losses(token_loss(forward.hidden_BTD, batch["targets"], batch["weights"]), forward.sides)
-        if not forward.ahead:
+        sums = add_aux_losses(token_loss(forward.hidden_BTD, batch["targets"], batch["weights"]), forward.aux)
+        if not forward.mtp_hidden:
             return sums
-        mtp_sums = [token_loss(hidden, *mtp_targets(batch, depth)) for depth, hidden in enumerate(forward.ahead, 1)]
+        mtp_sums = [
+            token_loss(hidden, *mtp_targets(batch, depth)) for depth, hidden in enumerate(forward.mtp_hidden, 1)
+        ]
         means = {name: sum(sums[name] for sums in mtp_sums) / len(mtp_sums) for name in ("loss", "nll")}
         return {**sums, "loss": sums["loss"] + model.config.mtp.loss_weight * means["loss"], "mtp_loss": means["nll"]}
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from maxhydra.config.schema.run import Checkpoint
-from maxhydra.convert.adapter_lineage import origin
+from maxhydra.convert.adapter_lineage import find_adapter_lineage
 from maxhydra.convert.load import load_weights
 from maxhydra.model import ModelDef, split_trainable
 from maxhydra.train.batches import BatchSource
@@ -57,7 +57,7 @@ def _fresh_state(states: StateFactory, checkpoint: Checkpoint, seed: int) -> Tra
     source = checkpoint.load_parameters
     if source is None and checkpoint.load_full_state is not None:
         # The adapter of that state belongs to the base weights that it was trained on.
-        lineage = origin("checkpoint.load_full_state", checkpoint.load_full_state)
+        lineage = find_adapter_lineage("checkpoint.load_full_state", checkpoint.load_full_state)
         source = None if lineage is None else lineage.base
     if source is None:
         return states.create(seed)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from maxhydra import model, optim
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.adapter import AdapterKind
-from maxhydra.config.schema.quantization import QAT, TO_KEEP, TO_TRAIN
-from maxhydra.model import ModelDef, merge_trees, remembered, split_trainable
+from maxhydra.config.schema.quantization import QAT, STORED_KINDS, TRAINING_KINDS
+from maxhydra.model import ModelDef, amax_histories, merge_trees, split_trainable
 from maxhydra.optim import Optimizer, state_axes
 from maxhydra.sharding import Sharder
 from maxhydra.train.loss import Tree
@@ -90,7 +90,7 @@ class StateFactory:
             opt_state=self.optimizer.transform.init(params),
             key=jax.random.key_data(training_key),
             guard=Guard.fresh(),
-            history=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), remembered(self.model.shapes)),
+            history=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), amax_histories(self.model.shapes)),
         )
 
     def _init_weights(self, seed: jax.Array) -> Tree:
@@ -105,7 +105,7 @@ class StateFactory:
             opt_state=state_axes(self.optimizer, split_trainable(self.model.shapes)[0], params),
             key=(None,),  # type: ignore[arg-type]
             guard=Guard(mean=(None,), variance=(None,), seen=(), skipped=(), halted=()),  # type: ignore[arg-type]
-            history=remembered(self.model.axes),
+            history=amax_histories(self.model.axes),
         )
         shardings = self.sharder.tree(axes)
         extra = jax.tree.map(lambda leaf: leaf.sharding, self.extra_weights)
@@ -153,8 +153,8 @@ class StateFactory:
 
 def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str, Tree] | None = None) -> StateFactory:
     """The state factory of a config: its model with its adapter, and the optimizer of the trainable parameters."""
-    if not config.quantization.kinds.isdisjoint(TO_KEEP):
-        accepted, hint = ", ".join(kind.value for kind in TO_TRAIN), "adapter=qlora trains over quantized weights"
+    if not config.quantization.kinds.isdisjoint(STORED_KINDS):
+        accepted, hint = ", ".join(kind.value for kind in TRAINING_KINDS), "adapter=qlora trains over quantized weights"
         reason = "is for inference only; it cannot be trained"
         value = config.quantization.kind
         raise ConfigError(Problem("quantization.kind", reason, value=value, accepted=accepted, hint=hint))
@@ -174,6 +174,6 @@ def plan_states(config: Config, sharder: Sharder, *, extra_weights: Mapping[str,
         shapes=shapes,
         axes=axes,
         # Gradient accumulation is a loop that adds up whole layer stacks.
-        is_written_out=decoder.is_written_out and config.train.grad_accum == 1,
+        is_unrolled=decoder.is_unrolled and config.train.grad_accum == 1,
     )
     return StateFactory(decoder, optimizer, sharder, extra_weights or {})

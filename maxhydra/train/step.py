@@ -80,7 +80,7 @@ def make_step(
                 grads, state.opt_state, state.params, norm=grad_norm, learning_rate=learning_rate
             )
             params = apply_router_bias(optax.apply_updates(state.params, updates), state.params, aux)
-            params = optimizer.held(params, state.params)
+            params = optimizer.restore_frozen(params, state.params)
             history = jax.tree.map(_push_amax, state.history, amaxes)
             new, old = (params, opt_state, history), (state.params, state.opt_state, state.history)
             params, opt_state, history = _select(apply)(new, old)

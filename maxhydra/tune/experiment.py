@@ -10,7 +10,7 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.compose.overrides import parse
 from maxhydra.config.registry import GLOBAL, defaults
 from maxhydra.config.serialize import to_yaml
-from maxhydra.record import scrub_text
+from maxhydra.record import redact_text
 
 # Sections that belong to the search and not to the tuned config.
 SEARCH_SECTIONS = ("task", "run", "objective", "hydra")
@@ -36,7 +36,7 @@ def experiment(
     content: dict[str, Any] = {}
     for key in dict.fromkeys(keys):
         _set_path(content, key.split("."), OmegaConf.select(OmegaConf.create(new), key))
-    header = [f"# {GLOBAL}", *(f"# {scrub_text(line)}".rstrip() for line in comments)]
+    header = [f"# {GLOBAL}", *(f"# {redact_text(line)}".rstrip() for line in comments)]
     values = yaml.safe_dump(_to_plain(content), sort_keys=False, default_flow_style=False, width=10_000)
     return "\n".join([*header, *_defaults_list(choices), values])
 

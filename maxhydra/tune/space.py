@@ -13,7 +13,7 @@ from maxhydra.config.schema.model import FeedForward, Mixer, RematPolicy
 from maxhydra.config.schema.tasks.tune import Batch, Search, TuneTask
 from maxhydra.config.serialize import with_overrides
 from maxhydra.kernels import attention, grouped_matmul
-from maxhydra.runtime.flags import replaced_flags
+from maxhydra.runtime.flags import override_flags
 from maxhydra.tune.tiles import tiles
 
 # Key -> override, such as `train.loss_chunk=1024`; other settings are unchanged.
@@ -106,7 +106,7 @@ def _default_space(config: Config, task: TuneTask, hardware: Hardware) -> Iterat
     yield Axis(CHUNK, _overrides(CHUNK, chunks))
     repeats = math.ceil((model.num_layers - len(model.prefix)) / max(1, len(model.pattern)))
     yield Axis(UNROLL, _overrides(UNROLL, (max(1, repeats), 1)))
-    flag_sets = [replaced_flags(hardware.xla_flags, flags) for flags in hardware.flag_sets.values()]
+    flag_sets = [override_flags(hardware.xla_flags, flags) for flags in hardware.flag_sets.values()]
     yield Axis(FLAGS, _overrides(FLAGS, map(_list_literal, (config.hardware.xla_flags, *flag_sets))))
     yield from _backends(config, hardware)
     # A grid over all combinations of tiles would take too long.

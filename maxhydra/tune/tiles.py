@@ -40,13 +40,13 @@ def _tile_options(config: Config) -> Iterator[tuple[str, str, TileOptions]]:
     if mixers:
         # Tiles that fit in registers for the largest heads fit for all.
         head_dim = max(mixer.head_dim for mixer in mixers)
-        yield "mosaic", "attention", mosaic.tried(head_dim, length)
-        yield "triton", "attention", triton.tried(head_dim, length)
+        yield "mosaic", "attention", mosaic.candidate_tiles(head_dim, length)
+        yield "triton", "attention", triton.candidate_tiles(head_dim, length)
     for moe in [kind.moe for kind in used if kind.feed_forward is FeedForward.moe][:1]:
         rows, dim = length * moe.top_k, moe.dim or model.mlp_dim
-        yield "triton", "grouped_matmul", grouped_matmul.tried(rows, model.emb_dim, dim)
-    yield "triton", "linear_cross_entropy", linear_cross_entropy.tried(model.vocab_size)
+        yield "triton", "grouped_matmul", grouped_matmul.candidate_tiles(rows, model.emb_dim, dim)
+    yield "triton", "linear_cross_entropy", linear_cross_entropy.candidate_tiles(model.vocab_size)
     if model.norm is not Norm.layer:
-        yield "triton", "rms_norm", rms_norm.tried(length)
-    if any(mixer.turns_plainly for mixer in mixers):
-        yield "triton", "qkv_rope", qkv_rope.tried(length)
+        yield "triton", "rms_norm", rms_norm.candidate_tiles(length)
+    if any(mixer.uses_qkv_rope for mixer in mixers):
+        yield "triton", "qkv_rope", qkv_rope.candidate_tiles(length)

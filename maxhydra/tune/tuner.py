@@ -8,7 +8,7 @@ from pathlib import Path
 
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.schema.tasks.tune import Search, TuneTask
-from maxhydra.record import scrub_argv
+from maxhydra.record import redact_argv
 from maxhydra.train.progress import Progress
 from maxhydra.tune.search import OutOfTime, eliminate, grid, one_by_one
 from maxhydra.tune.space import POLICIES, Axis, Candidate, apply_candidate
@@ -85,7 +85,7 @@ class Tuner:
             reason = "needs more memory than a candidate that ran out of memory"
             return self.journal.trial(config, candidate, steps, status=PRUNED, reason=reason)
         overrides = [text for text in (*self.overrides, *candidate.values()) if not text.startswith("task")]
-        facts = {"choices": {**self.choices, "task": "bench"}, "overrides": scrub_argv(overrides)}
+        facts = {"choices": {**self.choices, "task": "bench"}, "overrides": redact_argv(overrides)}
         limit = 60 * self.task.trial_minutes
         return self.journal.run(config, candidate, steps, job_facts=facts, environment=self.environment, limit=limit)
 

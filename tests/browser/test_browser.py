@@ -222,7 +222,7 @@ def test_nothing_is_cut_off(window, server, width):
 
 def test_the_report_of_a_sweep(window, outputs, tmp_path):
     registry = Registry(outputs)
-    folder, runs = registry.under("lr")
+    folder, runs = registry.runs_under("lr")
     path = write_sweep_report(registry, runs, tmp_path / "sweep.html", title=folder, metric=None, largest=False)
     text = path.read_text()
     assert not re.search(r"https?://|@import|url\(", text)

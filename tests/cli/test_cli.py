@@ -238,8 +238,8 @@ def test_sweep_folders(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["run.name=alone/inner"], "lies in the folder of a run"),
-        (["run.name=lr"], "is a folder of other runs, such as"),
+        (["run.name=alone/inner"], "is inside the folder of another run"),
+        (["run.name=lr"], "is a folder that contains other runs, such as"),
         (["-m", "run.name=alone", "run.seed=1,2"], "is a run already, and no sweep"),
         (["-m", "hydra/sweeper=optuna", "run.name=alone", "run.seed=1,2"], "is a run already, and no sweep"),
     ],

@@ -127,7 +127,7 @@ def test_a_detached_sweep_is_monitored_and_resumed(namespace: str, server: Serve
     options = {"namespace": namespace, "image": SETTINGS.image, "outputs": SETTINGS.outputs, "detach": "true"}
     launcher = ["hydra/launcher=gke", *(f"hydra.launcher.{key}={value}" for key, value in options.items())]
     command = ["-m", *CHOICES, *launcher, "run.seed=1,2", "run.name=s"]
-    cli.finished(*command, cwd=tmp_path, KUBECONFIG=str(server.kubeconfig))
+    cli.run_ok(*command, cwd=tmp_path, KUBECONFIG=str(server.kubeconfig))
     first, second = sorted(job_sets(namespace))
     plan = read_plan(tmp_path / "outputs" / "s")
     assert [line for line in status(plan) if "not started  waits for its pods" in line]

@@ -14,7 +14,7 @@ import pytest
 
 from maxhydra.cli import main
 from tests.support import compile_cache, fork_server
-from tests.support.cli import SMALL, command, environment, facts, finished, losses, run, silent
+from tests.support.cli import SMALL, command, environment, facts, losses, run, run_ok, start_silent
 from tests.support.slurm import cluster, require, wait_for
 
 WORKER = """
@@ -58,7 +58,7 @@ def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
 
 def fast_python(folder: Path) -> str:
     """Override for a `python -m maxhydra` that runs in the fork server, without importing everything first."""
-    return f"hydra.launcher.python={fork_server.program(folder / 'python', compile_cache.PREFIX, skipped=2)}"
+    return f"hydra.launcher.python={fork_server.write_script(folder / 'python', compile_cache.PREFIX, skipped=2)}"
 
 
 def write_program(path: Path, interpreter: str, text: str) -> Path:
@@ -102,21 +102,21 @@ def test_six_jobs_outlive_their_controller(scheduler: dict[str, str], tmp_path: 
     launcher = [*LAUNCHER, "hydra.launcher.array_parallelism=3", fast_python(tmp_path)]
     arguments = [*launcher, *SMALL, "train.steps=4", "run.name=six", seeds]
     sweep = tmp_path / "outputs" / "six"
-    controller = silent(*arguments, cwd=tmp_path, **scheduler)
+    controller = start_silent(*arguments, cwd=tmp_path, **scheduler)
     wait_for(lambda: list(sweep.glob("*/run.json")), 120)
     controller.kill()
     controller.wait()
-    status = finished("sweep", "status", "six", cwd=tmp_path, **scheduler).stdout
+    status = run_ok("sweep", "status", "six", cwd=tmp_path, **scheduler).stdout
     assert "PENDING (JobArrayTaskLimit)" in status and "RUNNING" in status
-    done = finished("sweep", "resume", "six", cwd=tmp_path, **scheduler).stdout
+    done = run_ok("sweep", "resume", "six", cwd=tmp_path, **scheduler).stdout
     assert done.count("found running") >= 3 and done.rstrip().endswith("6 finished")
     folders = sorted(path.parent for path in sweep.glob("*/run.json"))
     assert [folder.name for folder in folders] == [f"{index}_seed={index + 1}" for index in range(6)]
-    assert [sessions(folder) for folder in folders] == [["finished"]] * 6
+    assert [sessions(folder) for folder in folders] == [["run_ok"]] * 6
     assert all(list(losses(folder)) == [1, 2, 3, 4] for folder in folders)
     ids = {facts(folder)["variables"]["SLURM_ARRAY_JOB_ID"] for folder in folders}
     assert len(ids) == 1, "one array, submitted once"
-    again = finished("sweep", "resume", "six", cwd=tmp_path, **scheduler).stdout
+    again = run_ok("sweep", "resume", "six", cwd=tmp_path, **scheduler).stdout
     assert again.strip() == "6 finished", "nothing is left to run"
 
 
@@ -125,7 +125,7 @@ def test_two_preempted_nodes_equal_one_process(scheduler: dict[str, str], tmp_pa
     """Detached; SIGUSR1 makes it save, as before a time limit; it is requeued, and finishes without a controller."""
     arguments = [*SMALL, "train.steps=150", "mesh.fsdp=2", "train.per_device_batch_size=4", "checkpoint.every=1000"]
     launcher = [*LAUNCHER, "hydra.launcher.nodes=2", "hydra.launcher.detach=true", fast_python(tmp_path)]
-    done = finished(*launcher, *arguments, "run.name=two", cwd=tmp_path, **scheduler)
+    done = run_ok(*launcher, *arguments, "run.name=two", cwd=tmp_path, **scheduler)
     identity = re.search(r"job 0: slurm (\d+) ", done.stdout)
     assert identity is not None, done.stdout
     folder = tmp_path / "outputs" / "two" / "0"
@@ -133,7 +133,7 @@ def test_two_preempted_nodes_equal_one_process(scheduler: dict[str, str], tmp_pa
     assert tail.returncode == 0, "the console can be shown before the run has a log"
     wait_for(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size, 120)
     output_of("scancel", "--signal=USR1", identity[1], scheduler=scheduler)
-    finished(*arguments, "run.name=one", cwd=tmp_path, devices=2)
+    run_ok(*arguments, "run.name=one", cwd=tmp_path, devices=2)
     wait_until_all_ended(scheduler, 240)
     run_facts = facts(folder)
     assert sessions(folder) == ["preempted", "finished"], (folder / "console.txt").read_text()
@@ -164,11 +164,11 @@ def test_a_cancelled_sweep_can_be_resumed(
     assert controller.wait(60) == 1 and "cancelled" in controller.communicate()[1]
     wait_for(lambda: sessions(first) == ["preempted"], 60)
     assert not (second / "run.json").exists()
-    done = finished("sweep", "resume", "off", cwd=tmp_path, **scheduler).stdout
+    done = run_ok("sweep", "resume", "off", cwd=tmp_path, **scheduler).stdout
     assert done.rstrip().endswith("2 finished")
-    assert sessions(first) == ["preempted", "finished"] and sessions(second) == ["finished"]
+    assert sessions(first) == ["preempted", "finished"] and sessions(second) == ["run_ok"]
     # An interruption does not change the losses.
-    finished(*arguments[:-1], "run.name=whole", "run.seed=1", cwd=tmp_path)
+    run_ok(*arguments[:-1], "run.name=whole", "run.seed=1", cwd=tmp_path)
     assert losses(first) == losses(tmp_path / "outputs" / "whole")
     assert json.loads((first / "job.json").read_text())["overrides"][-1] == "run.name='0_seed=1'"
 
@@ -178,7 +178,7 @@ def test_jobs_of_an_array_are_requeued_individually(scheduler: dict[str, str], t
     worker = write_program(tmp_path / "worker", "/bin/bash", WORKER)
     options = ["hydra.launcher.detach=true", "hydra.launcher.max_requeues=2", f"hydra.launcher.python={worker}"]
     options += ["hydra.launcher.time=1", "hydra.launcher.save_seconds=50"]
-    finished(*LAUNCHER, *options, "run.name=array", "run.seed=1,2,3", cwd=tmp_path, **scheduler)
+    run_ok(*LAUNCHER, *options, "run.name=array", "run.seed=1,2,3", cwd=tmp_path, **scheduler)
     folders = [tmp_path / "outputs" / "array" / f"{index}_seed={index + 1}" for index in range(3)]
     wait_until_all_ended(scheduler, 120)
     assert [(folder / "starts").read_text().split() for folder in folders] == [
@@ -201,7 +201,7 @@ def test_a_search_prunes_bad_jobs(scheduler: dict[str, str], tmp_path: Path) -> 
     ]
     rates = "optimizer.learning_rate=0.3,0.5,1,2"
     arguments = [*LAUNCHER, *search, f"hydra.launcher.python={worker}", "run.name=search", rates]
-    done = finished(*arguments, cwd=tmp_path, **scheduler).stdout
+    done = run_ok(*arguments, cwd=tmp_path, **scheduler).stdout
     statuses = [facts(path)["status"] for path in sorted((tmp_path / "outputs" / "search").glob("[0-9]_*"))]
     pruned = statuses.count("preempted")
     assert pruned >= 1 and statuses.count("finished") == 4 - pruned, done

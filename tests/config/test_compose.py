@@ -17,11 +17,11 @@ from maxhydra.config.options import model_option, model_options
 from maxhydra.config.registry import CONF, description, groups, is_overlay
 from maxhydra.config.schema.tasks.inspect import Format, InspectTask
 from maxhydra.config.serialize import from_yaml, to_yaml
-from tests.support.sampled_cases import drawn
+from tests.support.sampled_cases import sample_cases
 
 OPTIONS = [(group, path.stem) for group, paths in groups().items() for path in paths]
 # Models for which Hydra composes the whole run; the others differ only in sizes.
-MODELS = drawn(list(model_options()), 12)
+MODELS = sample_cases(list(model_options()), 12)
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +77,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda name: str(name))
 def test_every_option_composes(group: str, option: str, text: Path, composer: Composer) -> None:
     overrides = choose(group, option, text)
-    composed = composer.examine(overrides, with_hydra=False).composed()
+    composed = composer.check_overrides(overrides, with_hydra=False).composed()
     assert composed.choices[group] == option
     if group == "model" and option in model_options():
         assert composed.config.model == model_option(option), "the same without a run around it"
     if group != "model" or option in MODELS:
-        assert composed.config == composer.examine(overrides).composed().config
+        assert composed.config == composer.check_overrides(overrides).composed().config
         assert from_yaml(to_yaml(composed.config)) == composed.config
 
 
@@ -114,9 +114,9 @@ def test_every_option_has_a_description() -> None:
     ids=lambda overrides: overrides[0],
 )
 def test_overrides_compose_as_in_hydra(overrides: list[str], composer: Composer) -> None:
-    config = composer.examine(overrides).composed().config
+    config = composer.check_overrides(overrides).composed().config
     assert config == by_hydra(overrides)
-    assert config == composer.examine(overrides, with_hydra=False).composed().config
+    assert config == composer.check_overrides(overrides, with_hydra=False).composed().config
     assert from_yaml(to_yaml(config)) == config
 
 
@@ -165,7 +165,7 @@ def test_origins(tmp_path: Path) -> None:
 
 def test_every_origin_holds_the_value(composer: Composer) -> None:
     """The line that is named sets the key that is asked for; what no line sets has the schema's default."""
-    composed = composer.examine(["experiment=shakespeare"]).composed()
+    composed = composer.check_overrides(["experiment=shakespeare"]).composed()
     for path, field in walk(Config):
         if field.spec.is_section or "*" in path:
             continue

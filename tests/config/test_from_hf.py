@@ -45,12 +45,12 @@ def test_an_experiment_may_name_the_folder(tmp_path: Path) -> None:
     (tmp_path / "experiment" / "mine.yaml").write_text(named.format(GOLDEN / "mistral"))
     (tmp_path / "experiment" / "idle.yaml").write_text("# @package _global_\nmodel:\n  path: somewhere\n")
     composer = Composer(str(tmp_path))
-    config = composer.examine(["experiment=mine"]).composed().config
+    config = composer.check_overrides(["experiment=mine"]).composed().config
     assert config == composed(GOLDEN / "mistral")
-    assert config == composer.examine(["experiment=mine"], with_hydra=False).composed().config
-    other = composer.examine(["experiment=mine", f"model.path={GOLDEN / 'llama'}"]).composed().config
+    assert config == composer.check_overrides(["experiment=mine"], with_hydra=False).composed().config
+    other = composer.check_overrides(["experiment=mine", f"model.path={GOLDEN / 'llama'}"]).composed().config
     assert other == composed(GOLDEN / "llama")
-    assert "choose model=from_hf" in str(composer.examine(["experiment=idle"]).problems[0])
+    assert "choose model=from_hf" in str(composer.check_overrides(["experiment=idle"]).problems[0])
 
 
 def test_the_tokenizer_of_the_folder_is_used(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from maxhydra.convert.load import load_weights
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh
-from tests.support.cli import SMALL, finished
+from tests.support.cli import SMALL, run_ok
 from tests.support.skips import import_optional
 
 gguf = import_optional("gguf", extra="gguf")
@@ -260,7 +260,7 @@ def test_a_run_starts_from_a_hugging_face_folder(tmp_path: Path) -> None:
     reference = hf_model(**sizes, vocab_size=320, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     reference.save_pretrained(tmp_path / "hf")
     overrides = [f"checkpoint.load_parameters={tmp_path / 'hf'}", "optimizer.learning_rate=1e-30"]
-    finished(*SMALL, *overrides, "train.steps=1", "run.name=a", "optimizer.weight_decay=0", cwd=tmp_path)
+    run_ok(*SMALL, *overrides, "train.steps=1", "run.name=a", "optimizer.weight_decay=0", cwd=tmp_path)
     with ocp.StandardCheckpointer() as reader:
         saved = reader.restore(tmp_path / "outputs" / "a" / "checkpoints" / "1" / "params")
     up = reference.model.layers[1].mlp.up_proj.weight.detach().numpy().T

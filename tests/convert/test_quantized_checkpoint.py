@@ -15,7 +15,7 @@ from maxhydra.config.schema.mesh import Mesh
 from maxhydra.convert.arrays import InMemoryArrays
 from maxhydra.convert.load import load_weights
 from maxhydra.convert.orbax_io import write_checkpoint
-from maxhydra.decode.open import weight_formats
+from maxhydra.decode.open import weight_quantization
 from maxhydra.model import ModelDef, build
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, convert
@@ -63,7 +63,7 @@ def quantized(unquantized: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 def loaded(config: Config, sharder: Sharder | None = None) -> tuple[ModelDef, Any]:
-    model = build(config.model, quantization=weight_formats(config))
+    model = build(config.model, quantization=weight_quantization(config))
     shardings = None if sharder is None else sharder.tree(model.base.axes)
     source = config.checkpoint.load_parameters
     assert source is not None
@@ -127,7 +127,7 @@ def test_incompatible_quantization_is_rejected(unquantized: Path, quantized: dic
         loaded(composed(unquantized, "quantization=int4_weights", "quantization.group=48"))
     with pytest.raises(ConfigError, match=r"is quantized to int4_weights(?s:.*)task=decode, serve or score"):
         load_weights(str(out), build(composed(out).model), shardings=None, dtype=jnp.float32)
-    with pytest.raises(ConfigError, match=r"is a way to train, not to decode \(qat_int8\)"):
-        weight_formats(composed(unquantized, "quantization=qat_int8"))
+    with pytest.raises(ConfigError, match=r"is only supported for training \(qat_int8\)"):
+        weight_quantization(composed(unquantized, "quantization=qat_int8"))
     with pytest.raises(ConfigError, match=r"is not supported by task.format=hf(?s:.*)task.format=maxhydra"):
         converted(unquantized, tmp_path / "hf", "quantization=int8_weights", "task.format=hf")

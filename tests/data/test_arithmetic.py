@@ -8,7 +8,7 @@ import pytest
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data import RowSpec, load_tokenizer
-from maxhydra.data.chat import chat_template
+from maxhydra.data.chat import compile_chat_template
 from maxhydra.data.sources import RecordSource, open_source
 from maxhydra.data.tokenizers.byte import ByteTokenizer
 
@@ -67,7 +67,7 @@ def test_unknown_and_repeated_operators_are_rejected() -> None:
 def test_the_template_that_ships_teaches_the_answer_and_its_end() -> None:
     tokenizer = load_tokenizer(Data(tokenizer=Config(chat_template="lines")))
     messages = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
-    document = chat_template(tokenizer).encode(messages)
+    document = compile_chat_template(tokenizer).encode(messages)
     bos, eos = ByteTokenizer.bos, ByteTokenizer.eos
     assert document.tokens.tolist() == [bos, *b"1+2=\n", *b"3", eos]  # type: ignore[union-attr]
     assert document.weights.tolist() == [0] * 6 + [1, 1]  # type: ignore[union-attr]
@@ -75,6 +75,6 @@ def test_the_template_that_ships_teaches_the_answer_and_its_end() -> None:
 
 def test_the_byte_tokenizer_recognizes_special_tokens_only_in_templates() -> None:
     tokenizer = ByteTokenizer()
-    ids, spans = tokenizer.encode_marked("é<|end|>\n")
+    ids, spans = tokenizer.encode_with_special_tokens("é<|end|>\n")
     assert ids.tolist() == [*"é".encode(), tokenizer.eos, 10] and spans.tolist() == [[0, 1], [0, 1], [1, 8], [8, 9]]
     assert tokenizer.encode("<|end|>") == list(b"<|end|>")

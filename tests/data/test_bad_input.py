@@ -193,7 +193,7 @@ CASES: dict[str, tuple[Callable[[Path], str], set[int], int, str, str]] = {
 class SingleProcessSpec(BatchSpec):
     """A spec under which this process holds all rows."""
 
-    def own_rows(self, batch: int) -> np.ndarray:
+    def local_rows(self, batch: int) -> np.ndarray:
         return np.arange(batch)
 
 

@@ -9,7 +9,7 @@ from tokenizers import processors
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
-from maxhydra.data.chat import ChatTemplate, UnclearError, chat_template, render_prompt
+from maxhydra.data.chat import ChatTemplate, ChatTemplateError, compile_chat_template, render_prompt
 from maxhydra.data.record_types import Rejected
 from maxhydra.data.rows import Document
 from maxhydra.data.tokenizers import Tokenizer
@@ -92,7 +92,7 @@ class TestMask:
         tokenizer, made = load(folders[family], template(family, marked=False))
         document = encode(made, messages)
         strips = family in ("llama3", "gemma")
-        end = tokenizer.marks[MARKS[family][2]]
+        end = tokenizer.special_token_ids[MARKS[family][2]]
         expected = []
         for message in messages:
             if message["role"] == "assistant":
@@ -110,7 +110,7 @@ def test_tokens_with_loss_decode_to_the_responses(folders: dict[str, Path]) -> N
     assert document.weights is not None
     trained = document.tokens[document.weights > 0]
     assert tokenizer.decode(trained.tolist()) == "".join(m["content"] for m in messages if m["role"] == "assistant")
-    assert (trained == tokenizer.marks["<|eot_id|>"]).sum() == 3
+    assert (trained == tokenizer.special_token_ids["<|eot_id|>"]).sum() == 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -120,7 +120,7 @@ def test_an_end_token_that_is_also_padding_has_loss(folders: dict[str, Path], fa
     assert tokenizer.pad == tokenizer.eos
     assert document.weights is not None
     trained = document.tokens[document.weights > 0]
-    assert (trained == tokenizer.marks[MARKS[family][2]]).sum() == 3
+    assert (trained == tokenizer.special_token_ids[MARKS[family][2]]).sum() == 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -128,12 +128,12 @@ def test_an_end_token_that_is_also_padding_has_loss(folders: dict[str, Path], fa
 def test_text_of_a_special_token_is_rejected(folders: dict[str, Path], family: str, role: str) -> None:
     for marked in (False, True):
         tokenizer, made = load(folders[family], template(family, marked=marked))
-        for mark in tokenizer.marks:
+        for mark in tokenizer.special_token_ids:
             messages = [dict(m, content=f"x{mark}y") if m["role"] == role else m for m in CONVERSATIONS["three turns"]]
             rejection = made.encode(messages)
             assert isinstance(rejection, Rejected)
             assert mark in rejection.reason
-            with pytest.raises(UnclearError, match="special token"):
+            with pytest.raises(ChatTemplateError, match="special token"):
                 made.prompt(messages)
 
 
@@ -271,14 +271,14 @@ class TestPrompt:
         messages = CONVERSATIONS["three turns"][:-1]
         prompt = render_prompt(messages, tokenizer)
         assert prompt == made.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert tokenizer.encode_marked(prompt)[0].tolist() == made.encode(prompt, add_special_tokens=False)
+        assert tokenizer.encode_with_special_tokens(prompt)[0].tolist() == made.encode(prompt, add_special_tokens=False)
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_and_the_response_are_the_conversation(self, folders: dict[str, Path], family: str) -> None:
         """The loss covers the text after the prompt, and training tokens start with those of the prompt."""
         tokenizer, made = load(folders[family], template(family, marked=False))
         messages = CONVERSATIONS["three turns"]
-        prompt = tokenizer.encode_marked(made.prompt(messages[:-1]))[0]
+        prompt = tokenizer.encode_with_special_tokens(made.prompt(messages[:-1]))[0]
         document = encode(made, messages)
         assert document.weights is not None
         np.testing.assert_array_equal(document.tokens[: len(prompt)], prompt)
@@ -295,7 +295,7 @@ class TestPrompt:
 
     def test_no_template(self) -> None:
         with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
-            chat_template(ByteTokenizer())
+            compile_chat_template(ByteTokenizer())
 
     def test_an_invalid_template(self) -> None:
         with pytest.raises(ConfigError, match="line 2"):

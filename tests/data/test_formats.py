@@ -275,8 +275,8 @@ class TestJsonLines:
         for _ in range(2):  # the second time from the cached index
             opened = open_all([path], tmp_path)
             assert opened.read([3, 0, 2, 1]) == [{"n": 3}, {"n": 0}, {"n": 2, "text": "日本😀"}, {"n": 1}]
-            places = [opened.location(i) for i in range(4)]
-            assert places == [f"{path}, line {line}" for line in (1, 4, 5, 7)]
+            num_targets = [opened.location(i) for i in range(4)]
+            assert num_targets == [f"{path}, line {line}" for line in (1, 4, 5, 7)]
         assert list((tmp_path / "cache").rglob("*.npy"))
 
     def test_a_gzipped_file_that_is_named_several_times(self, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxhydra.config.schema.data import Overlong, Packing, PackingMethod
-from maxhydra.data.packing import PackingPlan, plan
+from maxhydra.data.packing import PackingPlan, plan_rows
 from maxhydra.data.rows import Document, PackedRows, pack_rows
 
 METHODS = [method for method in PackingMethod if method is not PackingMethod.auto]
@@ -25,11 +25,11 @@ class Case:
 
     @property
     def lengths(self) -> np.ndarray:
-        return np.array([document.places for document in self.documents], np.int64)
+        return np.array([document.num_targets for document in self.documents], np.int64)
 
     @cached_property
-    def plan(self) -> PackingPlan:
-        return plan(self.lengths, self.capacity, self.packing)
+    def plan_rows(self) -> PackingPlan:
+        return plan_rows(self.lengths, self.capacity, self.packing)
 
     @cached_property
     def rows(self) -> PackedRows:
@@ -154,16 +154,16 @@ def test_no_two_rows_could_be_one(case: Case) -> None:
 
 def test_first_fit_takes_the_first_row_and_best_fit_the_fullest() -> None:
     lengths = np.array([6, 7, 3, 4, 2, 5])
-    first = plan(lengths, 10, Packing(method=PackingMethod.first_fit))
+    first = plan_rows(lengths, 10, Packing(method=PackingMethod.first_fit))
     assert _rows_of(first) == [[0, 2], [1, 4], [3, 5]]
     # Longest first: 7, 6, then 5 opens a row, 4 joins 6, 3 joins 7, 2 joins 5.
-    best = plan(lengths, 10, Packing(method=PackingMethod.best_fit))
+    best = plan_rows(lengths, 10, Packing(method=PackingMethod.best_fit))
     assert _rows_of(best) == [[1, 2], [0, 3], [4, 5]]
-    assert _rows_of(plan(lengths, 10, Packing())) == _rows_of(best)
+    assert _rows_of(plan_rows(lengths, 10, Packing())) == _rows_of(best)
 
 
 def test_concatenation_continues_in_the_next_row() -> None:
-    made = plan(np.array([3, 9]), 4, Packing(method=PackingMethod.concat_then_split))
+    made = plan_rows(np.array([3, 9]), 4, Packing(method=PackingMethod.concat_then_split))
     assert list(zip(made.document.tolist(), made.start.tolist(), made.count.tolist(), strict=True)) == [
         (0, 0, 3),
         (1, 0, 1),
@@ -179,11 +179,11 @@ def _rows_of(made: PackingPlan) -> list[list[int]]:
 @pytest.mark.parametrize("method", METHODS)
 def test_documents_of_one_token_or_none_fill_no_position(method: PackingMethod) -> None:
     empty = [Document(np.empty(0, np.int32)), Document(np.array([5], np.int32))]
-    lengths = np.array([document.places for document in empty])
+    lengths = np.array([document.num_targets for document in empty])
     assert lengths.tolist() == [0, 0]
-    made = plan(lengths, 8, Packing(method=method))
+    made = plan_rows(lengths, 8, Packing(method=method))
     assert made.rows == 0 and len(pack_rows(empty, made, 8, with_segments=True)) == 0
-    assert len(pack_rows([], plan(np.empty(0, np.int64), 8, Packing(method=method)), 8, with_segments=True)) == 0
+    assert len(pack_rows([], plan_rows(np.empty(0, np.int64), 8, Packing(method=method)), 8, with_segments=True)) == 0
 
 
 def test_best_fit_depends_on_the_lengths_alone() -> None:
@@ -193,7 +193,7 @@ def test_best_fit_depends_on_the_lengths_alone() -> None:
     packing = Packing(method=PackingMethod.best_fit)
 
     def lengths_by_row(lengths: np.ndarray) -> list[list[int]]:
-        made = plan(lengths, 64, packing)
+        made = plan_rows(lengths, 64, packing)
         return sorted(sorted(made.count[made.row == row].tolist()) for row in range(made.rows))
 
     expected = lengths_by_row(lengths)
@@ -219,7 +219,7 @@ def test_best_fit_fills_over_98_percent_of_lognormal_documents() -> None:
     capacity = filled = 0
     for _ in range(20):
         lengths = np.maximum(1, random.lognormal(np.log(600) - 0.5, 1.0, packing.window * 4096 // 600)).astype(np.int64)
-        made = plan(lengths, 4096, packing)
+        made = plan_rows(lengths, 4096, packing)
         capacity += made.rows * 4096
         filled += int(made.count.sum())
         assert int(made.count.sum()) == int(lengths.sum())

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.cli import ROOT, finished_together
+from tests.support.cli import ROOT, run_processes
 from tests.support.data_files import write_jsonl
 
 BATCH = 8
@@ -47,7 +47,7 @@ def run(
     python_path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     job = json.dumps([overrides, state, batches])
     module = "tests.data.test_processes"
-    results = finished_together(processes, job, cwd=folder, module=module, PYTHONPATH=python_path)
+    results = run_processes(processes, job, cwd=folder, module=module, PYTHONPATH=python_path)
     combined = np.full((batches, BATCH, 32), -1)
     states = []
     for process in results:

@@ -73,7 +73,7 @@ class TestChat:
         assert document.weights is not None
         tokenizer = load_tokenizer(data)
         trained = document.tokens[document.weights > 0].tolist()
-        end = tokenizer.marks[MARKS["chatml"][2]]
+        end = tokenizer.special_token_ids[MARKS["chatml"][2]]
         assert trained == [*tokenizer.encode("I."), end, *tokenizer.encode("So."), end]
 
     def test_bytes_with_a_template(self, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ class TestChat:
         assert batch["segments"].max() > 1
         trained = batch["targets"][batch["weights"] > 0]
         responses = {talk[1]["content"] for talk in talks}
-        end = tokenizer.marks["<|im_end|>"]
+        end = tokenizer.special_token_ids["<|im_end|>"]
         parts = np.split(trained, np.flatnonzero(trained == end) + 1)[:-1]
         assert len(parts) > 3
         assert {tokenizer.decode(part.tolist()) for part in parts} <= responses
@@ -165,7 +165,7 @@ class TestPreference:
         reference = transformers.AutoTokenizer.from_pretrained(chatml.path, local_files_only=True)
         before = reference.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         for name, text in (("chosen", "Because."), ("rejected", "Be gone.")):
-            response = [*tokenizer.encode(text), tokenizer.marks["<|im_end|>"]]
+            response = [*tokenizer.encode(text), tokenizer.special_token_ids["<|im_end|>"]]
             trained = made[f"{name}_weights"] > 0
             assert made[f"{name}_targets"][trained].tolist() == response
             assert made[f"{name}_tokens"][: len(before)].tolist() == before

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.cli import ROOT, finished
+from tests.support.cli import ROOT, run_ok
 from tests.support.data_files import WRITERS
 
 LENGTH = 440
@@ -37,7 +37,7 @@ def open_loader(overrides: list[str]) -> Any:
     class SingleProcessSpec(BatchSpec):
         """A spec under which this process holds all rows."""
 
-        def own_rows(self, batch: int) -> np.ndarray:
+        def local_rows(self, batch: int) -> np.ndarray:
             return np.arange(batch)
 
     return host_loader(config.data, SingleProcessSpec(rows=rows, batch=4, sharding=None))  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def test_a_fresh_process_resumes_from_any_position(source: str, tmp_path: Path) 
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"overrides": overrides, "states": [states[at] for at in positions]}))
     python_path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    fresh = finished(str(job), cwd=tmp_path, module="tests.data.test_resume", PYTHONPATH=python_path)
+    fresh = run_ok(str(job), cwd=tmp_path, module="tests.data.test_resume", PYTHONPATH=python_path)
     for at, seen in zip(positions, json.loads(fresh.stdout.splitlines()[-1]), strict=True):
         assert seen == digests[at : at + BATCHES], f"after batch {at}"
 

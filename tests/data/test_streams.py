@@ -275,7 +275,7 @@ class TestState:
         use_source(lambda corpus: RecordSource(Numbered(50), Numbered(5)))
         stream = Pipeline(make_data(packing=Packing(method=PackingMethod.none)), SPEC).stream(share=0, num_shares=1)
         first, second = ([row_bytes(stream.take()) for _ in range(62)] for _ in range(2))
-        assert stream.counts.epoch >= 1
+        assert stream.stats.epoch >= 1
         assert first != second
 
 
@@ -383,7 +383,7 @@ class TestBadRecords:
             while True:
                 rows.append(stream.take())
         assert set(documents(rows)) == all_documents(50) - {17, 33}
-        assert stream.counts.skipped == 2
+        assert stream.stats.skipped == 2
         assert sorted(record.message for record in caplog.records) == [
             "skipped memory:17: is bad",
             "skipped memory:33: is bad",

@@ -89,26 +89,30 @@ class TestEveryKind:
 
     def test_plain_text_never_becomes_a_special_token(self, tokenizer: Tokenizer) -> None:
         # The unknown token is special too, and replaces any unknown letter.
-        special = tokenizer.special - {tokenizer.marks.get("<unk>")}
+        special = tokenizer.special - {tokenizer.special_token_ids.get("<unk>")}
         for text in TEXTS:
             assert not special & set(tokenizer.encode(text)), text
             assert not special & set(tokenizer.encode_batch([text])[0].tolist())
             assert not special & set(tokenizer.encode_bytes(text.encode()).tolist())
 
     def test_names_become_special_tokens_in_encode_marked(self, tokenizer: Tokenizer) -> None:
-        ids, spans = tokenizer.encode_marked("<s>hi 🎭<|eos|>you</s>")
-        assert [ids[0], ids[-1]] == [tokenizer.bos, tokenizer.eos] == [tokenizer.marks["<s>"], tokenizer.marks["</s>"]]
+        ids, spans = tokenizer.encode_with_special_tokens("<s>hi 🎭<|eos|>you</s>")
+        assert (
+            [ids[0], ids[-1]]
+            == [tokenizer.bos, tokenizer.eos]
+            == [tokenizer.special_token_ids["<s>"], tokenizer.special_token_ids["</s>"]]
+        )
         assert [i for i in ids if i in tokenizer.special] == [
-            tokenizer.marks[name] for name in ("<s>", "<|eos|>", "</s>")
+            tokenizer.special_token_ids[name] for name in ("<s>", "<|eos|>", "</s>")
         ]
         assert spans[0].tolist() == [0, 3]
-        assert spans[ids.tolist().index(tokenizer.marks["<|eos|>"])].tolist() == [7, 14]
+        assert spans[ids.tolist().index(tokenizer.special_token_ids["<|eos|>"])].tolist() == [7, 14]
         assert tokenizer.decode(ids.tolist()).strip().endswith("you")
 
     def test_spans_cover_the_text(self, tokenizer: Tokenizer) -> None:
         """Every character belongs to a token, tokens are in order, and whitespace is not trimmed."""
         for text in ["<s> hi  there</s>\n\n ok 🎭é日本語 </s> x ", *TEXTS]:
-            ids, spans = tokenizer.encode_marked(text)
+            ids, spans = tokenizer.encode_with_special_tokens(text)
             assert len(ids) == len(spans)
             covered = np.zeros(len(text), int)
             for start, end in spans:
@@ -119,7 +123,7 @@ class TestEveryKind:
 
     def test_text_without_special_tokens_is_encoded_alike(self, tokenizer: Tokenizer) -> None:
         for text in TEXTS[:-1]:
-            assert tokenizer.encode_marked(text)[0].tolist() == tokenizer.encode(text)
+            assert tokenizer.encode_with_special_tokens(text)[0].tolist() == tokenizer.encode(text)
 
     def test_batches_and_files_hold_the_same_tokens(
         self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
@@ -139,10 +143,10 @@ class TestEveryKind:
     def test_many_threads(self, tokenizer: Tokenizer) -> None:
         texts = [f"{text} {number}" for number in range(20) for text in TEXTS]
         expected = [tokenizer.encode(text) for text in texts]
-        marked = [tokenizer.encode_marked(text)[0].tolist() for text in texts]
+        marked = [tokenizer.encode_with_special_tokens(text)[0].tolist() for text in texts]
         with ThreadPoolExecutor(8) as pool:
             assert list(pool.map(tokenizer.encode, texts)) == expected
-            assert [ids.tolist() for ids, _ in pool.map(tokenizer.encode_marked, texts)] == marked
+            assert [ids.tolist() for ids, _ in pool.map(tokenizer.encode_with_special_tokens, texts)] == marked
 
     def test_padding_defaults_to_the_end_token(self, tokenizer: Tokenizer) -> None:
         assert tokenizer.pad == tokenizer.eos is not None
@@ -160,7 +164,9 @@ class TestHuggingFace:
         tokenizer = load_tokenizer(Data(tokenizer=config))
         reference = transformers.AutoTokenizer.from_pretrained(config.path, local_files_only=True)
         for text in [*TEXTS, "<s>a</s> b<|eos|>c"]:
-            assert tokenizer.encode_marked(text)[0].tolist() == reference.encode(text, add_special_tokens=False)
+            assert tokenizer.encode_with_special_tokens(text)[0].tolist() == reference.encode(
+                text, add_special_tokens=False
+            )
         for text in TEXTS[:-1]:
             assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False)
         assert (tokenizer.bos, tokenizer.eos, tokenizer.vocab_size) == (
@@ -174,14 +180,14 @@ class TestHuggingFace:
         tokenizer = load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder))))
         assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (
             None,
-            tokenizer.marks["</s>"],
-            tokenizer.marks["<|eos|>"],
+            tokenizer.special_token_ids["</s>"],
+            tokenizer.special_token_ids["<|eos|>"],
         )
         assert tokenizer.vocab_size == max(Library.from_file(str(folder / "tokenizer.json")).get_vocab().values()) + 1
         tool = tokenizer.encode("<tool>")
         assert tool == [tokenizer.vocab_size - 1], "a token that is not special is text"
         assert tokenizer.decode(tool) == "<tool>"
-        assert tokenizer.special == set(tokenizer.marks.values()) == {0, 1, 2}
+        assert tokenizer.special == set(tokenizer.special_token_ids.values()) == {0, 1, 2}
 
     def test_the_config_overrides_the_files(self, tmp_path: Path) -> None:
         folder = with_token(save(byte_level(MARKS), tmp_path / "t", eos_token="</s>"), "<end>")
@@ -190,8 +196,11 @@ class TestHuggingFace:
             kind="hf", path=str(folder), bos="<s>", eos="<end>", pad="</s>", chat_template=str(folder / "mine.jinja")
         )
         tokenizer = load_tokenizer(Data(tokenizer=config))
-        assert (tokenizer.bos, tokenizer.pad) == (tokenizer.marks["<s>"], tokenizer.marks["</s>"])
-        assert tokenizer.eos == tokenizer.vocab_size - 1 == tokenizer.marks["<end>"]
+        assert (tokenizer.bos, tokenizer.pad) == (
+            tokenizer.special_token_ids["<s>"],
+            tokenizer.special_token_ids["</s>"],
+        )
+        assert tokenizer.eos == tokenizer.vocab_size - 1 == tokenizer.special_token_ids["<end>"]
         assert tokenizer.eos not in tokenizer.encode("the <end>")
         assert tokenizer.chat_template == "mine"
         with pytest.raises(ConfigError, match="is not a token of the tokenizer"):
@@ -204,7 +213,7 @@ class TestHuggingFace:
         (folder / "chat_template.jinja").write_text("two")
         (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>"}))
         tokenizer = load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder))))
-        assert (tokenizer.chat_template, tokenizer.bos) == ("two", tokenizer.marks["<s>"])
+        assert (tokenizer.chat_template, tokenizer.bos) == ("two", tokenizer.special_token_ids["<s>"])
 
     def test_tokens_that_only_the_settings_name(self, tmp_path: Path) -> None:
         folder = save(byte_level(MARKS), tmp_path / "t")
@@ -213,7 +222,7 @@ class TestHuggingFace:
         settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"added_tokens_decoder": added}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         tokenizer = load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(folder))))
-        assert tokenizer.encode_marked("a<extra>")[0][-1] == after == tokenizer.vocab_size - 1
+        assert tokenizer.encode_with_special_tokens("a<extra>")[0][-1] == after == tokenizer.vocab_size - 1
 
     def test_truncation_in_the_files_cuts_nothing(self, tmp_path: Path) -> None:
         made = byte_level(MARKS)
@@ -232,8 +241,11 @@ class TestHuggingFace:
         tokenizer = load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(tmp_path))))
         reference = self.library(tmp_path)
         assert tokenizer.encode(TEXTS[0]) == reference(TEXTS[0])
-        assert (tokenizer.bos, tokenizer.eos) == (tokenizer.marks["<s>"], tokenizer.marks["</s>"])
-        assert tokenizer.encode_marked("<s>a</s>")[0].tolist() == reference("<s>a</s>")
+        assert (tokenizer.bos, tokenizer.eos) == (
+            tokenizer.special_token_ids["<s>"],
+            tokenizer.special_token_ids["</s>"],
+        )
+        assert tokenizer.encode_with_special_tokens("<s>a</s>")[0].tolist() == reference("<s>a</s>")
 
     @pytest.mark.parametrize(
         ("files", "reason"),
@@ -273,7 +285,7 @@ class TestSentencePiece:
 
     def test_no_space_after_a_special_token(self, root: Path) -> None:
         tokenizer = load_tokenizer(Data(tokenizer=make("sentencepiece", root)))
-        ids, spans = tokenizer.encode_marked("be</s>be")
+        ids, spans = tokenizer.encode_with_special_tokens("be</s>be")
         assert tokenizer.decode(ids.tolist()) == "bebe"
         assert spans[-1, 1] == 8
 
@@ -281,16 +293,16 @@ class TestSentencePiece:
         file = sentencepiece_file(tmp_path / "x.model", user_defined_symbols=["<turn>", "<table>", "\n"])
         (tmp_path / "t.jinja").write_text("<turn>{{ messages[0].content }}")
         plain = load_tokenizer(Data(tokenizer=Config(kind="sentencepiece", path=str(file))))
-        assert set(plain.marks) == {"<s>", "</s>"}
+        assert set(plain.special_token_ids) == {"<s>", "</s>"}
         template = str(tmp_path / "t.jinja")
         tokenizer = load_tokenizer(Data(tokenizer=Config(kind="sentencepiece", path=str(file), chat_template=template)))
-        assert set(tokenizer.marks) == {"<s>", "</s>", "<turn>"}
+        assert set(tokenizer.special_token_ids) == {"<s>", "</s>", "<turn>"}
         turn, table = (
             sentencepiece.SentencePieceProcessor(model_file=str(file)).piece_to_id(n) for n in ("<turn>", "<table>")
         )
         assert turn in plain.encode("a<turn>")
         assert turn not in tokenizer.encode("a<turn>")
-        assert turn in tokenizer.encode_marked("a<turn>")[0]
+        assert turn in tokenizer.encode_with_special_tokens("a<turn>")[0]
         assert table in tokenizer.encode("a<table>")
 
     def test_an_invalid_file(self, tmp_path: Path) -> None:
@@ -311,7 +323,7 @@ class TestTiktoken:
         tokenizer = load_tokenizer(Data(tokenizer=config))
         for text in TEXTS:
             assert tokenizer.encode(text) == reference.encode_ordinary(text)
-            ids, spans = tokenizer.encode_marked(text)
+            ids, spans = tokenizer.encode_with_special_tokens(text)
             assert ids.tolist() == reference.encode(text, allowed_special="all")
             assert spans[:, 0].tolist() == reference.decode_with_offsets(ids.tolist())[1]
         assert tokenizer.vocab_size == reference.n_vocab

@@ -15,9 +15,9 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.decode.checkpoint_check import check_origin
+from maxhydra.decode.checkpoint_check import check_same_model
 from maxhydra.decode.offline import settings_fingerprint
-from tests.support.cli import SMALL, command, environment, finished, silent
+from tests.support.cli import SMALL, command, environment, run_ok, start_silent
 from tests.support.skips import import_optional
 
 openai = import_optional("openai", extra="test")
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("trained")
-    finished(*SMALL, "run.name=run", "train.steps=1", cwd=path)
+    run_ok(*SMALL, "run.name=run", "train.steps=1", cwd=path)
     (path / "chat.jinja").write_text(TEMPLATE)
     return path
 
@@ -41,13 +41,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_different_model_is_rejected_with_the_overrides_to_use(folder: Path) -> None:
     config = compose(["task=decode"]).config
     with pytest.raises(ConfigError, match=r"model\.num_layers is 2, here 4") as raised:
-        check_origin(config, str(folder / "outputs" / "run" / "checkpoints" / "1"))
+        check_same_model(config, str(folder / "outputs" / "run" / "checkpoints" / "1"))
     hint = raised.value.problems[0].hint.split("trained with: ")[1].split()
     assert sorted(hint) == sorted(["model=tiny", *MODEL])
-    check_origin(compose(["task=decode", *hint, "model.scan_unroll=1"]).config, str(folder / "outputs" / "run"))
+    check_same_model(compose(["task=decode", *hint, "model.scan_unroll=1"]).config, str(folder / "outputs" / "run"))
     other = compose(["task=decode", *hint, "data.tokenizer.add_bos=false"]).config
     with pytest.raises(ConfigError, match=r"with: model=tiny .* data\.tokenizer\.add_bos=true"):
-        check_origin(other, str(folder / "outputs" / "run"))
+        check_same_model(other, str(folder / "outputs" / "run"))
 
 
 def test_settings_that_change_completions_change_the_fingerprint() -> None:
@@ -80,15 +80,15 @@ def test_a_killed_command_resumes_and_completes_each_prompt_once(folder: Path) -
     records = [{"prompt": f"prompt {n}", "id": n, "sampling": {"max_tokens": 5 + n}} for n in range(30)]
     (folder / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     overrides = [*DECODE, "task.input=in.jsonl", "task.output=out.jsonl", "task.sampling.temperature=0.9"]
-    process = silent(*overrides, cwd=folder)
+    process = start_silent(*overrides, cwd=folder)
     output, until = folder / "out.jsonl", time.monotonic() + SECONDS
-    while process.runs() and not (output.exists() and output.stat().st_size) and time.monotonic() < until:
+    while process.is_running() and not (output.exists() and output.stat().st_size) and time.monotonic() < until:
         time.sleep(0.005)
     process.kill()
     process.wait()
     before = output.read_text().splitlines()
     assert 0 < len(before) < 30, "the kill came too early or too late"
-    done = finished(*overrides, cwd=folder)
+    done = run_ok(*overrides, cwd=folder)
     after = output.read_text().splitlines()
     assert after[: len(before)] == before and f"({len(before)} before this command)" in done.stderr
     rows = [json.loads(line) for line in after]

@@ -26,11 +26,11 @@ class Rows(NamedTuple):
 def test_the_count_is_stable_once_all_programs_exist():
     programs = CompileCache(lambda key: key, deterministic=False)
     programs.get(Rows(8))
-    before = programs.settled()
+    before = programs.wait_for_compiles()
     assert programs.choose(Rows(8), eventual=Rows(8)) == Rows(8)
-    assert programs.settled() == before
+    assert programs.wait_for_compiles() == before
     assert programs.choose(Rows(4), eventual=Rows(4)) == Rows(8)
-    assert programs.settled() > before
+    assert programs.wait_for_compiles() > before
     programs.close()
 
 
@@ -39,9 +39,9 @@ def test_the_exact_program_replaces_a_larger_one():
     programs.get(Rows(8))
     uses = [programs.choose(Rows(4), eventual=Rows(4)) for _ in range(MAX_WASTED_STEPS + 1)]
     assert set(uses) == {Rows(8)}
-    before = programs.settled()
+    before = programs.wait_for_compiles()
     assert programs.choose(Rows(4), eventual=Rows(4)) == Rows(4)
-    assert programs.settled() == before
+    assert programs.wait_for_compiles() == before
     programs.close()
 
 
@@ -57,6 +57,6 @@ def test_settled_waits_for_running_compilations():
     programs.start(Rows(2))
     assert not done
     may_compile.set()
-    assert programs.settled() == 1
+    assert programs.wait_for_compiles() == 1
     assert done == [Rows(2)]
     programs.close()

@@ -149,7 +149,7 @@ def test_multi_step_decoding_gives_the_tokens_of_single_steps():
     request, known = make_request("a", max_tokens=8, ignore_eos=True), -1
     for _ in range(40):
         assert list(engine.submit(request).result().tokens) == greedy_without_cache(request)
-        before, known = known, engine.settled()
+        before, known = known, engine.wait_for_compiles()
         if known == before:
             break
     else:

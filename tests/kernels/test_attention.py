@@ -252,7 +252,7 @@ def test_cudnn_rejects_unsupported_calls_and_auto_selects_the_next(changes, reas
         OPERATION.choose("cudnn", make_call(**changes))
     supported, padded = ("xla", "reference"), ("triton",) if reason.endswith(PADDED) else ()
     supported = (("triton",) if reason.endswith(TO_TRITON) else ()) + supported + padded
-    assert error.value.able == supported
+    assert error.value.supported == supported
     assert OPERATION.choose("auto", make_call(**changes)) == supported[0]
 
 
@@ -273,7 +273,7 @@ def test_triton_rejects_unsupported_calls(changes, reason):
     capped = {"request": make_request(softcap=30.0)}
     with pytest.raises(UnsupportedError, match=reason) as error:
         OPERATION.choose("triton", make_call(**{**capped, **changes}))
-    assert error.value.able == ("xla", "reference")
+    assert error.value.supported == ("xla", "reference")
 
 
 @pytest.mark.parametrize(
@@ -483,5 +483,5 @@ def test_values_of_another_size_and_a_selection_of_keys(backend, queries):
     weights = np.exp(np.where(visible[:, None], logits, -np.inf))
     expected = np.einsum("bnts,bsh->btnh", weights / weights.sum(-1, keepdims=True), v[:, :, 0])
     tags = {"q_positions_BT": jnp.asarray(positions[:, -queries:]), "kv_positions_BS": jnp.asarray(positions)}
-    out = attention(q, k, v, make_request(), backend=backend, chosen_BTS=jnp.asarray(selected), **tags)
+    out = attention(q, k, v, make_request(), backend=backend, selected_BTS=jnp.asarray(selected), **tags)
     np.testing.assert_allclose(out, expected, atol=2e-6)

@@ -19,7 +19,7 @@ from maxhydra.kernels.attention.mosaic import TILES, KernelParams, Tile, attenti
 from maxhydra.kernels.attention.mosaic.backward import attend
 from maxhydra.kernels.attention.mosaic.common import shared_segment_ranges
 from maxhydra.kernels.attention.mosaic.tile_schedule import TilePlan
-from maxhydra.kernels.attention.spec import KEPT, Request, TokenInfo
+from maxhydra.kernels.attention.spec import CHECKPOINT_NAME, Request, TokenInfo
 from tests.support.hopper import run
 
 PLAIN = {"scale": 0.1, "causal": True, "window": None, "chunk": None, "softcap": None}
@@ -115,7 +115,7 @@ def test_remat_can_save_the_residuals_of_the_kernels(run):
     def layer(q, k, v):
         return run(q, k, v, make_request(), no_masks, None)
 
-    rematted = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(KEPT))
+    rematted = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME))
     backward = jax.eval_shape(lambda *inputs: jax.vjp(rematted, *inputs)[1], *inputs[:3])
     shapes = Counter((leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(backward))
     assert shapes[(1, 2, 256), "float32"] == 1 and shapes[(1, 256, 2, 64), "bfloat16"] == 2

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxhydra.measure.kernels import distance
+from maxhydra.measure.kernels import relative_error
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -62,7 +62,7 @@ def test_errors_are_detected_and_reported(bench: dict[str, ModuleType]) -> None:
     (message,) = lines["broken"]["failed"]
     assert message == "float16 [4, 64] mask=all: FloatingPointError: no such kernel"
     one, none = jnp.ones(3), jnp.full(3, jnp.nan)
-    assert math.isnan(distance((one, none, one), (one, one, one)))
+    assert math.isnan(relative_error((one, none, one), (one, one, one)))
     two = [checks.Result(case, "half", values, 0.0) for values in (0.0, math.nan, 0.001)]
     (line,) = check_kernels.summary(two)
     assert math.isnan(line["values"]) and len(line["failed"]) == 1

@@ -12,7 +12,7 @@ import pytest
 from maxhydra.config import ConfigError
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.quantization import Quantization, QuantizationKind
-from maxhydra.kernels.fp8_matmul import float8_product, triton
+from maxhydra.kernels.fp8_matmul import fp8_matmul, triton
 from maxhydra.layers import Context
 from maxhydra.model import build
 from maxhydra.sharding import Sharder
@@ -36,7 +36,7 @@ def test_a_matmul_and_its_gradients_equal_those_of_the_rounded_values(size: floa
         sample(32, 16, seed=1, size=0.1),
         sample(6, 16, seed=2, size=1e-4),
     )
-    out, pull_back = jax.vjp(partial(float8_product, True), jnp.asarray(x), jnp.asarray(weight))
+    out, pull_back = jax.vjp(partial(fp8_matmul, True), jnp.asarray(x), jnp.asarray(weight))
     d_x, d_weight = pull_back(jnp.asarray(d_out))
 
     narrow_x, narrow_weight = quantize(x, ml_dtypes.float8_e4m3fn), quantize(weight, ml_dtypes.float8_e4m3fn)
@@ -53,16 +53,16 @@ def test_a_matmul_and_its_gradients_equal_those_of_the_rounded_values(size: floa
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
 def test_the_kernel_rounds_as_numpy_does(dtype: Any) -> None:
     x = sample(256, 128, seed=0, size=100.0)
-    values, transposed = triton.rounded(jnp.asarray(x), jnp.float32(2), jnp.dtype(dtype), interpret=True)
+    values, transposed = triton.quantize(jnp.asarray(x), jnp.float32(2), jnp.dtype(dtype), interpret=True)
     np.testing.assert_array_equal(values, (x / 2).astype(dtype))
     np.testing.assert_array_equal(transposed, (x / 2).astype(dtype).T)
 
 
 def test_zeros_give_zeros_and_non_finite_values_propagate() -> None:
     weight = jnp.ones((4, 3))
-    np.testing.assert_array_equal(float8_product(True, jnp.zeros((2, 4)), weight), 0)
+    np.testing.assert_array_equal(fp8_matmul(True, jnp.zeros((2, 4)), weight), 0)
     for bad in (jnp.nan, jnp.inf):
-        assert not np.isfinite(float8_product(True, jnp.ones((2, 4)).at[0, 0].set(bad), weight)).all()
+        assert not np.isfinite(fp8_matmul(True, jnp.ones((2, 4)).at[0, 0].set(bad), weight)).all()
 
 
 def model(**changes: Any) -> Any:

@@ -14,12 +14,12 @@ from maxhydra.config.schema.quantization import Quantization, QuantizationKind
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.kernels.fused_linear import (
     Epilogue,
-    Norm,
+    NormParams,
     argmax,
     embed_norm,
     fused_linear,
     gemv,
-    product_and_norm,
+    matmul_add_norm,
     small_batch,
 )
 from maxhydra.kernels.fused_linear import split_k_reduce as row_kernel
@@ -28,7 +28,7 @@ from maxhydra.kernels.paged_attention import triton as pages_kernel
 from maxhydra.layers import Context, DenseCacheSpec, MatmulSpec, PagedCacheSpec, PageTable, ParamBuilder
 from maxhydra.layers import attention as attention_layers
 from maxhydra.layers import fused_decode as fused_layers
-from maxhydra.model import ModelDef, build, fused_block, kept, mapped
+from maxhydra.model import ModelDef, build, fused_block, map_leaves, store_weight
 from maxhydra.model.block import Block, BlockSpec
 from maxhydra.model.fused_block import FusedBlock, block_class
 from maxhydra.sharding import Sharder
@@ -45,26 +45,26 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-def expected(x: np.ndarray, weight: np.ndarray, around: Epilogue) -> np.ndarray:
+def expected(x: np.ndarray, weight: np.ndarray, epilogue: Epilogue) -> np.ndarray:
     """A transcription in float64."""
     x, weight = x.astype(np.float64), weight.astype(np.float64)
-    if around.norm is not None:
-        scale = np.asarray(around.norm.scale_K, np.float64) + around.norm.offset
-        x = x / np.sqrt(np.mean(x**2, axis=1, keepdims=True) + around.norm.eps) * scale
+    if epilogue.norm is not None:
+        scale = np.asarray(epilogue.norm.scale_K, np.float64) + epilogue.norm.offset
+        x = x / np.sqrt(np.mean(x**2, axis=1, keepdims=True) + epilogue.norm.eps) * scale
     out = x @ weight.T
-    if around.activation is not None:
+    if epilogue.activation is not None:
         gate, value = np.split(out, 2, axis=1)
         out = silu(gate) * value
-    return out if around.onto_MN is None else out + np.asarray(around.onto_MN, np.float64)
+    return out if epilogue.residual_MN is None else out + np.asarray(epilogue.residual_MN, np.float64)
 
 
 def surroundings(rows: int, inputs: int, outputs: int, dtype: jnp.dtype) -> dict[str, Epilogue]:
-    norm = Norm(jnp.asarray(draw(inputs, seed=3), dtype), offset=1.0, eps=0.1)
+    norm = NormParams(jnp.asarray(draw(inputs, seed=3), dtype), offset=1.0, eps=0.1)
     onto = jnp.asarray(draw(rows, outputs, seed=4), dtype)
     return {
         "nothing": Epilogue(),
         "norm and gate": Epilogue(norm=norm, activation=jax.nn.silu),
-        "norm and onto": Epilogue(norm=norm._replace(offset=0.0), onto_MN=onto),
+        "norm and onto": Epilogue(norm=norm._replace(offset=0.0), residual_MN=onto),
     }
 
 
@@ -79,8 +79,8 @@ def surroundings(rows: int, inputs: int, outputs: int, dtype: jnp.dtype) -> dict
 )
 def test_one_row_equals_numpy(tile: gemv.Tile, is_int8: bool, dtype: jnp.dtype, name: str) -> None:
     outputs, inputs = 16, 128
-    around = surroundings(1, inputs, outputs, dtype)[name]
-    halves = 1 if around.activation is None else 2
+    epilogue = surroundings(1, inputs, outputs, dtype)[name]
+    halves = 1 if epilogue.activation is None else 2
     x = jnp.asarray(draw(1, inputs, seed=0), dtype)
     if is_int8:
         weight = np.random.default_rng(1).integers(-127, 128, (halves * outputs, inputs)).astype(np.int8)
@@ -89,16 +89,16 @@ def test_one_row_equals_numpy(tile: gemv.Tile, is_int8: bool, dtype: jnp.dtype, 
     else:
         weight = whole = np.asarray(jnp.asarray(draw(halves * outputs, inputs, seed=1), dtype), np.float32)
         scales = None
-    found = gemv.product(
+    found = gemv.gemv_linear(
         x,
         jnp.asarray(weight, jnp.int8 if is_int8 else dtype),
         None if scales is None else jnp.asarray(scales),
-        around,
+        epilogue,
         FLOAT32,
         interpret=True,
-        by=tile,
+        tile=tile,
     )
-    np.testing.assert_allclose(found, expected(np.asarray(x, np.float32), whole, around), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found, expected(np.asarray(x, np.float32), whole, epilogue), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["nothing", "norm and gate", "norm and onto"])
@@ -106,30 +106,32 @@ def test_one_row_equals_numpy(tile: gemv.Tile, is_int8: bool, dtype: jnp.dtype, 
 def test_few_rows_equal_numpy(rows: int, parts: int, is_left: bool, name: str) -> None:
     """A gate is no sum, so that there the inputs are not parted."""
     outputs, inputs = 32, 64
-    around = surroundings(rows, inputs, outputs, FLOAT32)[name]
-    x, weight = draw(rows, inputs, seed=0), draw(outputs * (2 if around.activation else 1), inputs, seed=1)
-    by = small_batch.Tile(16, 16, 1 if around.activation else parts, is_left=is_left, warps=4, stages=2)
-    found = small_batch.product(jnp.asarray(x), jnp.asarray(weight), around, FLOAT32, interpret=True, by=by)
-    np.testing.assert_allclose(found, expected(x, weight, around), rtol=1e-4, atol=1e-4)
+    epilogue = surroundings(rows, inputs, outputs, FLOAT32)[name]
+    x, weight = draw(rows, inputs, seed=0), draw(outputs * (2 if epilogue.activation else 1), inputs, seed=1)
+    tile = small_batch.Tile(16, 16, 1 if epilogue.activation else parts, is_left=is_left, warps=4, stages=2)
+    found = small_batch.small_batch_linear(
+        jnp.asarray(x), jnp.asarray(weight), epilogue, FLOAT32, interpret=True, tile=tile
+    )
+    np.testing.assert_allclose(found, expected(x, weight, epilogue), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("numbers", [256, 768])
 def test_the_sum_of_parts_and_its_norm_equal_numpy(numbers: int) -> None:
     parts, onto, scale = draw(4, 5, numbers, seed=0), draw(5, numbers, seed=1), draw(numbers, seed=2)
-    norm = Norm(jnp.asarray(scale), offset=1.0, eps=0.1)
-    found = row_kernel.summed(jnp.asarray(parts), jnp.asarray(onto), norm, FLOAT32, interpret=True)
+    norm = NormParams(jnp.asarray(scale), offset=1.0, eps=0.1)
+    found = row_kernel.reduce_add_norm(jnp.asarray(parts), jnp.asarray(onto), norm, FLOAT32, interpret=True)
     stream = onto + np.sum(parts.astype(np.float64), axis=0)
     unit = stream / np.sqrt(np.mean(stream**2, axis=1, keepdims=True) + norm.eps)
     np.testing.assert_allclose(found[0], stream, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(found[1], unit * (scale + norm.offset), rtol=1e-5, atol=1e-5)
-    assert row_kernel.can_serve(numbers) and not row_kernel.can_serve(numbers + 64)
+    assert row_kernel.is_supported(numbers) and not row_kernel.is_supported(numbers + 64)
 
 
 def test_rows_of_a_table_and_their_norm_equal_numpys() -> None:
     """A token that the table has not gives no numbers."""
     table, scale, tokens = draw(7, 768, seed=0), draw(768, seed=1), np.array([6, 0, 7, 3, -1])
-    norm = Norm(jnp.asarray(scale), offset=1.0, eps=0.1)
-    stream, normed = embed_norm.looked_up(jnp.asarray(table), jnp.asarray(tokens), norm, interpret=True)
+    norm = NormParams(jnp.asarray(scale), offset=1.0, eps=0.1)
+    stream, normed = embed_norm.embed_and_norm(jnp.asarray(table), jnp.asarray(tokens), norm, interpret=True)
     is_there = (tokens >= 0) & (tokens < 7)
     wanted = table[np.where(is_there, tokens, 0)]
     unit = wanted / np.sqrt(np.mean(wanted**2, axis=1, keepdims=True) + norm.eps)
@@ -142,8 +144,10 @@ def test_the_largest_output_equals_numpys(rows: int, is_left: bool, dtype: jnp.d
     """Outputs that are the same bring the first of them, and one that is no number shows in the largest."""
     x, weight = draw(rows, 64, seed=0), draw(96, 64, seed=1)
     weight[40], x[2] = weight[7], weight[7]
-    by = small_batch.Tile(16, 32, 1, is_left=is_left, warps=4, stages=2)
-    run = partial(argmax.largest, weight_NK=jnp.asarray(weight), dtype=jnp.dtype(dtype), interpret=True, by=by)
+    tile = small_batch.Tile(16, 32, 1, is_left=is_left, warps=4, stages=2)
+    run = partial(
+        argmax.matmul_argmax, weight_NK=jnp.asarray(weight), dtype=jnp.dtype(dtype), interpret=True, tile=tile
+    )
     top, place = run(jnp.asarray(x))
     out = np.asarray(jnp.asarray(x @ weight.T, dtype), np.float32)
     np.testing.assert_allclose(top, out.max(axis=1), rtol=1e-2 if dtype == jnp.bfloat16 else 1e-5)
@@ -154,10 +158,10 @@ def test_the_largest_output_equals_numpys(rows: int, is_left: bool, dtype: jnp.d
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_without_a_kernel_it_is_the_same(rows: int) -> None:
-    around = surroundings(rows, 64, 16, FLOAT32)["norm and gate"]
+    epilogue = surroundings(rows, 64, 16, FLOAT32)["norm and gate"]
     x, weight = draw(rows, 64, seed=0), draw(32, 64, seed=1)
-    found = fused_linear(jnp.asarray(x), jnp.asarray(weight), None, around, dtype=jnp.float32)
-    np.testing.assert_allclose(found, expected(x, weight, around), rtol=1e-4, atol=1e-4)
+    found = fused_linear(jnp.asarray(x), jnp.asarray(weight), None, epilogue, dtype=jnp.float32)
+    np.testing.assert_allclose(found, expected(x, weight, epilogue), rtol=1e-4, atol=1e-4)
 
 
 def model(is_int8: bool) -> ModelDef:
@@ -225,15 +229,15 @@ def test_greedy_tokens_are_the_same_with_and_without(
     before a layer that takes it."""
     packed = model(is_int8)
     plain = packed.base.init(jax.random.key(0))
-    params = mapped(plain, partial(kept, packed)) if is_int8 else plain
+    params = map_leaves(plain, partial(store_weight, packed)) if is_int8 else plain
     arranged = choose_weight_layout(packed, SINGLE, "gpu")
     used = arranged.use(arranged.keep(params))
     calls = []
-    for product in (fused_linear, product_and_norm):
+    for product in (fused_linear, matmul_add_norm):
         counted = partial(lambda product, *a, **k: calls.append(product) or product(*a, **k), product)
         monkeypatch.setattr(fused_layers, product.__name__, counted)
     fused = tokens_drawn(arranged.model, used, rows)
-    assert (calls.count(fused_linear), calls.count(product_and_norm)) == (8 - normed, normed)
+    assert (calls.count(fused_linear), calls.count(matmul_add_norm)) == (8 - normed, normed)
     assert fused == tokens_drawn(packed, params, rows)
     assert len({tuple(step) for step in fused}) > 1
 
@@ -248,16 +252,16 @@ def test_greedy_tokens_are_the_same_from_parts_of_heads(monkeypatch: pytest.Monk
 
     def parts(x_MK: jax.Array, weight_NK: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
         asked.append(weight_NK.shape)
-        by = small_batch.Tile(16, 16, 2, is_left=False, warps=4, stages=2)
-        return small_batch.summands(x_MK, weight_NK, Epilogue(), jnp.dtype(dtype), interpret=True, by=by)
+        tile = small_batch.Tile(16, 16, 2, is_left=False, warps=4, stages=2)
+        return small_batch.partial_sums(x_MK, weight_NK, Epilogue(), jnp.dtype(dtype), interpret=True, tile=tile)
 
     def over_pages(*arguments: Any, then: Any, backend: str) -> Any:
         return pages_kernel.attention(*arguments, interpret=True)
 
-    monkeypatch.setattr(fused_block, "first_rows", partial(embed_norm.looked_up, interpret=True))
-    monkeypatch.setattr(fused_layers, "parts_of_product", parts)
-    monkeypatch.setattr(attention_layers, "serving", lambda *_: "triton")
+    monkeypatch.setattr(fused_block, "embed_and_norm", partial(embed_norm.embed_and_norm, interpret=True))
+    monkeypatch.setattr(fused_layers, "split_k_matmul", parts)
+    monkeypatch.setattr(attention_layers, "find_backend", lambda *_: "triton")
     monkeypatch.setattr(attention_layers, "paged_attention", over_pages)
     assert tokens_drawn(arranged.model, arranged.use(arranged.keep(params)), 3) == plain
     assert asked == [(64, 32)] * 2
-    assert small_batch.tile(3072, 2048, 1).parts == 2
+    assert small_batch.choose_tile(3072, 2048, 1).parts == 2

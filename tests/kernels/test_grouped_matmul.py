@@ -68,7 +68,7 @@ def test_the_kernel_serves_large_shapes_on_a_gpu_and_gives_the_reason_otherwise(
     ):
         with pytest.raises(UnsupportedError, match=reason) as error:
             OPERATION.choose("triton", Call(**{**large, **change}))
-        assert error.value.able == ("xla", "reference")
+        assert error.value.supported == ("xla", "reference")
         assert OPERATION.choose("auto", Call(**{**large, **change})) == "xla"
 
 

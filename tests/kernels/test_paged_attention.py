@@ -13,7 +13,7 @@ from maxhydra.config.schema.model import Pairs
 from maxhydra.kernels.attention.reference import attention as reference
 from maxhydra.kernels.attention.spec import Request, TokenInfo
 from maxhydra.kernels.paged_attention import Pages, pallas_tpu, prefill_write, triton
-from maxhydra.layers.rope import Rotation, rotate, turns
+from maxhydra.layers.rope import Rotation, paged_rope_factors, rotate
 
 PAGES, PAGE = 40, 4
 
@@ -109,7 +109,7 @@ def assert_pages_equal_a_contiguous_row(
     parts = rng.standard_normal((3, B, K * G + 2 * K, H)).astype(np.float32)
     heads = parts.sum(axis=0).astype(dtype).astype(np.float32)
     rotation = Rotation(tuple(1000 ** (-i / 8) for i in range(8)), amplitude=1.3, pairs=Pairs.halves)
-    turn = turns(jnp.asarray(lengths - 1), rotation) if rotated else None
+    turn = paged_rope_factors(jnp.asarray(lengths - 1), rotation) if rotated else None
     out, after = run(jnp.asarray(parts), turn, pages, make_request(**changes), interpret=True)
 
     q, new_key, new_value = np.split(heads, [K * G, K * G + K], axis=1)

@@ -9,7 +9,7 @@ import pytest
 
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.kernels.fused_linear import Epilogue, fused_linear, swiglu_prefill
-from maxhydra.kernels.fused_linear.swiglu_prefill_mosaic import gated
+from maxhydra.kernels.fused_linear.swiglu_prefill_mosaic import swiglu_matmul
 from maxhydra.kernels.grouped_matmul.mosaic import KernelParams
 from maxhydra.kernels.paged_attention import Pages, prefill_write
 from maxhydra.kernels.placement import Placement
@@ -27,17 +27,17 @@ def test_many_rows_take_their_gate_along() -> None:
         jnp.asarray(draw(*shape, seed=seed), "bfloat16") for seed, shape in enumerate(((512, 128), (512, 128)))
     )
     how = KernelParams(columns=256, stages=2, band=2, processors=3)
-    got = run(lambda x, weight: gated(how, x, weight, jax.nn.silu), x, weight)
+    got = run(lambda x, weight: swiglu_matmul(how, x, weight, jax.nn.silu), x, weight)
     wanted = expected(np.asarray(x), np.asarray(weight), Epilogue(activation=jax.nn.silu))
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=1e-2, atol=1e-2 * np.abs(wanted).max())
 
 
 def test_the_kernel_of_many_rows_lowers_where_there_is_no_hopper() -> None:
     x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 512), (1024, 512)))
-    lowered = jax.jit(lambda x, weight: swiglu_prefill.gated(x, weight, jax.nn.silu)).trace(x, weight)
+    lowered = jax.jit(lambda x, weight: swiglu_prefill.swiglu_matmul(x, weight, jax.nn.silu)).trace(x, weight)
     assert lowered.out_info.shape == (1024, 512)
     assert lowered.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
-    assert not swiglu_prefill.can_serve(1024, 512, 512, "bfloat16", jax.nn.silu)
+    assert not swiglu_prefill.is_supported(1024, 512, 512, "bfloat16", jax.nn.silu)
 
 
 def prompts_read(model: ModelDef, params: dict) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -70,10 +70,10 @@ def test_prompts_are_the_same_with_their_gates_taken_along_and_pages_filled(monk
         activations.append(arguments[3].activation)
         return fused_linear(*arguments, **options)
 
-    monkeypatch.setattr(fused_layers, "suits", lambda *_: False)
-    monkeypatch.setattr(fused_layers, "gates", lambda *_: True)
+    monkeypatch.setattr(fused_layers, "prefers_fusion", lambda *_: False)
+    monkeypatch.setattr(fused_layers, "supports_swiglu", lambda *_: True)
     monkeypatch.setattr(fused_layers, "fused_linear", product)
-    monkeypatch.setattr(attention_layers, "filled", fill)
+    monkeypatch.setattr(attention_layers, "write_prompts", fill)
     logits, pages = prompts_read(arranged.model, arranged.use(arranged.keep(params)))
     assert filled == [(3, 8, 2, 8)] * 3 and activations == [jax.nn.silu] * 3
     np.testing.assert_allclose(logits, plain, rtol=1e-4, atol=1e-5)

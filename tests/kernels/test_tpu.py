@@ -17,7 +17,7 @@ from jax.sharding import AbstractDevice
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
 from maxhydra.sharding import Sharder, abstract_mesh, build_mesh
-from maxhydra.train.compile_report import compile_report, traced_step
+from maxhydra.train.compile import compile_report, trace_pretraining_step
 from tests.support import skips, tpu_compile
 from tests.support.tpu_compile import CHIPS, MODEL, devices_of
 from tests.support.tpu_programs import PROGRAMS
@@ -44,7 +44,7 @@ def test_a_training_step_is_lowered_with_the_kernels_that_auto_selects(policy):
     mesh = abstract_mesh(config.mesh, devices=4, slices=1).update(abstract_device=AbstractDevice("TPU v5e", 1, "tpu"))
     sharder = Sharder(mesh, config.mesh.rules)
     assert (sharder.platform, Sharder.single().platform) == ("tpu", "cpu")
-    assert traced_step(config, sharder).lower(lowering_platforms=("tpu",)).as_text().count(KERNEL) == 3
+    assert trace_pretraining_step(config, sharder).lower(lowering_platforms=("tpu",)).as_text().count(KERNEL) == 3
 
 
 @pytest.mark.parametrize("chip", [pytest.param(chip, marks=ON_TPU) for chip in CHIPS])

@@ -38,7 +38,7 @@ from maxhydra.launch.termination import (
 from maxhydra.record import RunDirectory, read_metrics
 from maxhydra.runs import write_report
 from maxhydra.runs.registry import Registry
-from maxhydra.runs.rerun import arguments, rerun_command
+from maxhydra.runs.rerun import rerun_arguments, rerun_command
 from maxhydra.runtime.hardware_options import hardware_options
 from tests.support import cli
 from tests.support.skips import import_optional
@@ -249,11 +249,11 @@ def test_a_run_is_restored_from_its_termination_message(tmp_path: Path) -> None:
     # A rerun uses the overrides of the job, never the defaults.
     facts = RunDirectory(local, writes=False).read()
     with pytest.raises(ConfigError, match="has no overrides"):
-        arguments(facts, None)
+        rerun_arguments(facts, None)
     assert rerun_command(facts).startswith("cd ")
     (local / "job.json").write_text(json.dumps({"choices": {}, "overrides": ["run.seed=7"], "config_dir": None}))
     write_relayed_run(local, short, "")
-    assert arguments(RunDirectory(local, writes=False).read(), None) == ["run.seed=7"]
+    assert rerun_arguments(RunDirectory(local, writes=False).read(), None) == ["run.seed=7"]
     assert rerun_command(RunDirectory(local, writes=False).read()).endswith("maxhydra run.seed=7")
     remove_relayed_run(local)
     assert not Registry(tmp_path / "outputs").runs() and not (local / "metrics.jsonl").exists()
@@ -273,9 +273,9 @@ def test_every_exit_writes_a_termination_message(monkeypatch: pytest.MonkeyPatch
         assert message is not None and message["status"] == status
 
 
-def render(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+def render(capsys: pytest.CaptureFixture[str], *rerun_arguments: str) -> tuple[int, str]:
     """Exit code and output of `maxhydra launch render`."""
-    code = main.run(["launch", "render", *arguments])
+    code = main.run(["launch", "render", *rerun_arguments])
     captured = capsys.readouterr()
     return code, captured.out + captured.err
 
@@ -307,7 +307,7 @@ def test_the_worker_runs_the_files_of_the_config_map(capsys: pytest.CaptureFixtu
     assert start == ["python", "-m", "maxhydra", "job", "/etc/maxhydra/job.yaml"] and run_dir == "/outputs/lr/0_seed=1"
     variables = {"MAXHYDRA_TERMINATION_LOG": str(tmp_path / "termination-log")}
     command = ["job", str(tmp_path / "job.yaml"), "--run-dir", str(tmp_path / "run")]
-    cli.finished(*command, cwd=tmp_path, **variables)
+    cli.run_ok(*command, cwd=tmp_path, **variables)
     message = decode_message((tmp_path / "termination-log").read_text())
     assert message is not None and (message["status"], message["end_step"]) == ("finished", 2)
     assert message["objective"]["value"] == cli.facts(tmp_path / "run")["objective"]["value"]

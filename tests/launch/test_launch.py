@@ -12,7 +12,7 @@ from maxhydra.config.compose.composer import Composer
 from maxhydra.config.errors import ConfigError
 from maxhydra.launch.base import SweepContext, Trial
 from maxhydra.launch.compose import compose_job
-from maxhydra.launch.job_spec import JobSpec, read_order
+from maxhydra.launch.job_spec import JobSpec, read_job_spec
 from maxhydra.launch.registry import launcher_from_json
 from maxhydra.launch.slurm.script import render
 from maxhydra.launch.slurm.settings import SlurmSettings
@@ -135,11 +135,11 @@ def test_an_invalid_job_file_lists_every_problem(tmp_path: Path) -> None:
     text = (tmp_path / "job.yaml").read_text()
     (tmp_path / "job.yaml").write_text(text.replace("log_every: 10", "log_every: 0").replace("seed: 0", "sed: 0"))
     with pytest.raises(ConfigError) as caught:
-        read_order(tmp_path / "job.yaml")
+        read_job_spec(tmp_path / "job.yaml")
     assert {problem.path for problem in caught.value.problems} == {"run.sed", "train.log_every"}
     (tmp_path / "job.yaml").write_text(text)
     (tmp_path / "job.json").write_text('{"choices": ')
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_order(tmp_path / "job.yaml")
+        read_job_spec(tmp_path / "job.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_order(tmp_path / "nothing.yaml")
+        read_job_spec(tmp_path / "nothing.yaml")

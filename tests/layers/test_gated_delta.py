@@ -111,7 +111,7 @@ def test_the_engine_writes_what_one_forward_after_the_other_writes():
     model = make(num_layers=2, vocab_size=264)
     params = weights(model)
     sharder = Sharder(build_mesh(Mesh(), jax.devices()[:1]), RULES)
-    sizes = EngineConfig(max_batch=2, cache_tokens=256, page_size=8, prefill_chunk=12, steady=True)
+    sizes = EngineConfig(max_batch=2, cache_tokens=256, page_size=8, prefill_chunk=12, deterministic=True)
     engine = Engine(model, params, ByteTokenizer(), sizes, sharder=sharder, eos=())
     greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
     prompts = [tuple(ids(length).tolist()) for length in (20, 5, 20)]

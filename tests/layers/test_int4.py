@@ -15,7 +15,7 @@ from maxhydra.config.schema.quantization import Quantization, QuantizationKind, 
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.layers import Context
 from maxhydra.layers.quant.int4 import quantized
-from maxhydra.model import ModelDef, build, kept, mapped
+from maxhydra.model import ModelDef, build, map_leaves, store_weight
 from maxhydra.train import plan_states
 from tests.layers.test_int8 import SINGLE, logits
 from tests.support.skips import import_optional
@@ -92,7 +92,7 @@ def test_a_model_computes_what_its_rounded_weights_would() -> None:
     packed = model(four_bits(QuantizationKind.int4_weights, ENDS), head=config.Head.separate)
     plain = packed.base.init(jax.random.key(0))
     expected = logits(packed.base, rounded_tree(plain))
-    params = mapped(plain, partial(kept, packed))
+    params = map_leaves(plain, partial(store_weight, packed))
     assert set(params["pattern"]["0"]["mlp"]["up"]["kernel"]) == {"nibbles", "scales"}
     np.testing.assert_allclose(logits(packed, params), expected, rtol=1e-4, atol=1e-4)
     for platform in ("cpu", "gpu"):
@@ -116,7 +116,7 @@ def test_experts_are_quantized_too(bits: int) -> None:
         narrow = jax.tree.map(lambda kernel, scale: np.round(kernel / scale) * scale, experts, scale)
     place = {**plain["pattern"]["0"], "mlp": {**plain["pattern"]["0"]["mlp"], "experts": narrow}}
     expected = logits(packed.base, {**plain, "pattern": {"0": place}})
-    params = mapped(plain, partial(kept, packed))
+    params = map_leaves(plain, partial(store_weight, packed))
     np.testing.assert_allclose(logits(packed, params), expected, rtol=1e-4, atol=1e-4)
     found = sum(leaf.nbytes for leaf in jax.tree.leaves(params["pattern"]["0"]["mlp"]["experts"]))
     # With a scale in float32 for every 16 or 32 inputs.
@@ -138,7 +138,7 @@ def test_decoding_repeats_the_forward_pass_that_was_trained(bits: str) -> None:
     params = trained.init(jax.random.key(0))
     expected = logits(trained, params)
     assert np.abs(expected - logits(model(Quantization()), params)).max() > 1e-3
-    np.testing.assert_array_equal(logits(packed, mapped(params, partial(kept, packed))), expected)
+    np.testing.assert_array_equal(logits(packed, map_leaves(params, partial(store_weight, packed))), expected)
 
 
 def test_the_gradient_is_straight_through() -> None:

@@ -13,11 +13,11 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.quantization import Quantization, QuantizationKind
 from maxhydra.decode.weight_layout import choose_weight_layout
-from maxhydra.kernels.int8_weight_matmul import int8_product, triton
+from maxhydra.kernels.int8_weight_matmul import int8_weight_matmul, triton
 from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import Context
 from maxhydra.layers.quant.int8 import quantized
-from maxhydra.model import ModelDef, build, kept, mapped
+from maxhydra.model import ModelDef, build, map_leaves, store_weight
 from maxhydra.sharding import Sharder
 from maxhydra.train import plan_states
 
@@ -49,7 +49,7 @@ def test_codes_are_numpys_and_zeros_stay() -> None:
 def test_the_kernel_equals_numpy(rows: int, outputs: int, inputs: int, dtype: jnp.dtype) -> None:
     x = jnp.asarray(draw(rows, inputs, seed=1), dtype)
     parts = quantized(jnp.asarray(draw(outputs, inputs, seed=2)), (1,))
-    found = triton.product(x, parts.codes, parts.scales, jnp.dtype(jnp.float32), interpret=True)
+    found = triton.small_batch_matmul(x, parts.codes, parts.scales, jnp.dtype(jnp.float32), interpret=True)
     wide = np.asarray(x, np.float64) @ (np.float64(parts.codes) * np.float64(parts.scales)[:, None]).T
     np.testing.assert_allclose(found, wide, rtol=1e-5, atol=1e-4)
 
@@ -58,7 +58,7 @@ def test_the_kernel_equals_numpy(rows: int, outputs: int, inputs: int, dtype: jn
 def test_the_matmul_over_several_dimensions_equals_numpy(layout: Layout) -> None:
     x, weight = draw(2, 1, 4, 8, seed=0), draw(4, 8, 3, 5, seed=1)
     parts = quantized(jnp.asarray(weight), (0, 1))
-    found = int8_product(jnp.asarray(x), parts.codes, parts.scales, layout=layout, is_alone=True)
+    found = int8_weight_matmul(jnp.asarray(x), parts.codes, parts.scales, layout=layout, is_single_device=True)
     np.testing.assert_allclose(found, np.einsum("rtab,abwx->rtwx", x, rounded(weight, (0, 1))), rtol=1e-5, atol=1e-5)
 
 
@@ -101,7 +101,7 @@ def test_a_model_computes_what_its_rounded_weights_would(head: config.Head, plat
     packed = model(head, ALL)
     plain = packed.base.init(jax.random.key(0))
     expected = logits(packed.base, rounded_tree(plain))
-    params = mapped(plain, partial(kept, packed))
+    params = map_leaves(plain, partial(store_weight, packed))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
         lambda x: (x.shape, x.dtype), packed.shapes
     )
@@ -112,7 +112,7 @@ def test_a_model_computes_what_its_rounded_weights_would(head: config.Head, plat
 
 def test_targets_choose_and_formats_may_differ_within_a_layer() -> None:
     packed = model(config.Head.tied, ["attention/query", "mlp/up"])
-    params = mapped(packed.base.init(jax.random.key(0)), partial(kept, packed))
+    params = map_leaves(packed.base.init(jax.random.key(0)), partial(store_weight, packed))
     layer = params["pattern"]["0"]
     assert set(layer["attention"]["query"]["kernel"]) == {"codes", "scales"}
     assert isinstance(layer["attention"]["key"]["kernel"], jax.Array)
@@ -133,5 +133,5 @@ def test_a_tied_model_has_no_head_to_round() -> None:
 
 def test_it_is_no_way_to_train() -> None:
     requested = compose(["quantization=int8_weights"]).config
-    with pytest.raises(ConfigError, match=r"quantization\.kind.*is a way to decode, not to train"):
+    with pytest.raises(ConfigError, match=r"quantization\.kind.*is for inference only, not to train"):
         plan_states(requested, SINGLE)

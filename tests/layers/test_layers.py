@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxhydra.config import ConfigError
 from maxhydra.config.schema import model as config
-from maxhydra.kernels.matmul import Layout, projected, widening_einsum
+from maxhydra.kernels.matmul import Layout, project, widening_einsum
 from maxhydra.layers import (
     Attention,
     AttentionSpec,
@@ -288,5 +288,5 @@ def test_the_weight_layout_does_not_change_a_matmul(equation, layout, rows):
     x = rng.normal(size=[sizes[name] for name in of_x.replace("...", "BT")]).astype(np.float32)
     weight = rng.normal(size=[sizes[name] for name in of_weight]).astype(np.float32)
     for dtype in (None, jnp.float32):
-        found = projected(equation, jnp.asarray(x), jnp.asarray(weight), layout=layout, dtype=dtype)
+        found = project(equation, jnp.asarray(x), jnp.asarray(weight), layout=layout, dtype=dtype)
         np.testing.assert_allclose(found, np.einsum(equation, x, weight), atol=1e-5)

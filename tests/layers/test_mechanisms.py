@@ -17,10 +17,10 @@ from maxhydra.config.schema.mesh import Mesh
 from maxhydra.config.schema.run import Train
 from maxhydra.decode.weight_layout import choose_weight_layout, unstacked
 from maxhydra.layers import Context, PagedCacheSpec, PageTable
-from maxhydra.model import ModelDef, build, merged
+from maxhydra.model import ModelDef, build, merge_adapter
 from maxhydra.optim import Optimizer
 from maxhydra.sharding import Sharder, build_mesh
-from maxhydra.train.objectives import next_token_loss
+from maxhydra.train import next_token_loss
 from maxhydra.train.state import Guard, TrainState
 from maxhydra.train.step import make_step
 
@@ -126,7 +126,7 @@ def test_an_adapter_is_merged_into_projections_with_biases() -> None:
     adapter = Adapter(kind=AdapterKind.lora, rank=2, alpha=4.0, dropout=0.0, targets=["attention/query", "mlp/down"])
     model = build(EVERYTHING, adapter)
     params = random_weights(model)
-    without = merged(model, params, dtype=np.dtype(np.float32))
+    without = merge_adapter(model, params, dtype=np.dtype(np.float32))
     assert jax.tree.map(jnp.shape, without) == jax.tree.map(lambda leaf: leaf.shape, model.base.shapes)
     expected = jax.jit(model.hidden)(params, tokens(), context(in_order()))[0]
     found = jax.jit(model.base.hidden)(without, tokens(), context(in_order()))[0]

@@ -18,7 +18,7 @@ from maxhydra.model import ModelDef, build
 from maxhydra.optim import Optimizer
 from maxhydra.optim import build as build_optimizer
 from maxhydra.sharding import Sharder
-from maxhydra.train.objectives import held_out_loss, next_token_loss
+from maxhydra.train import held_out_loss, next_token_loss
 from maxhydra.train.state import Guard, TrainState
 from maxhydra.train.step import make_step
 

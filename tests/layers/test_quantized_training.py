@@ -19,19 +19,18 @@ from maxhydra.config.schema import model as config
 from maxhydra.config.schema.quantization import Activations, Quantization, QuantizationKind, QuantizationRule
 from maxhydra.config.schema.run import Train
 from maxhydra.data.sources import demo
-from maxhydra.kernels.fp8_matmul import delayed_product
-from maxhydra.kernels.int8_matmul import integer_product
+from maxhydra.kernels.fp8_matmul import fp8_matmul_delayed
+from maxhydra.kernels.int8_matmul import int8_matmul
 from maxhydra.kernels.matmul import Layout
 from maxhydra.layers import Context
 from maxhydra.layers.linear import Linear, MatmulSpec
 from maxhydra.layers.quant.qat import rounding, straight_through
 from maxhydra.layers.quant.rules import QuantRule
-from maxhydra.model import build, kept, mapped
+from maxhydra.model import build, map_leaves, store_weight
 from maxhydra.optim import Optimizer
 from maxhydra.sharding import Sharder, build_mesh
-from maxhydra.train import plan_states
+from maxhydra.train import next_token_loss, plan_states
 from maxhydra.train.checkpoint import open_checkpointer, restore
-from maxhydra.train.objectives import next_token_loss
 from maxhydra.train.state import Guard, StateFactory, TrainState
 from maxhydra.train.step import make_step
 from tests.kernels.test_fp8_matmul import draw
@@ -60,7 +59,7 @@ def test_int8_matmul_and_its_gradients_equal_qwix(is_wide_back: bool) -> None:
     )
     matmul = partial(qt.dot_general_qt, dimension_numbers=(((1,), (0,)), ((), ())), config=qwix_config)
     expected, pull_back = jax.vjp(matmul, x, weight)
-    out, own_pull_back = jax.vjp(partial(integer_product, is_wide_back), x, weight)
+    out, own_pull_back = jax.vjp(partial(int8_matmul, is_wide_back), x, weight)
     for found, other in zip((out, *own_pull_back(d_out)), (expected, *pull_back(d_out)), strict=True):
         np.testing.assert_allclose(found, other, rtol=1e-4, atol=1e-4)
     exact = np.asarray(x) @ np.asarray(weight)
@@ -127,7 +126,7 @@ def test_delayed_scaling_uses_the_amax_history_and_updates_it(before: float) -> 
     seen = np.array([np.abs(array).max() for array in (x, weight, d_out)])
     history = np.zeros((3, 4), np.float32)
     history[:, 2], history[:, 1] = before * seen, before * seen / 3
-    out, pull_back = jax.vjp(partial(delayed_product, True), *map(jnp.asarray, (x, weight, history)))
+    out, pull_back = jax.vjp(partial(fp8_matmul_delayed, True), *map(jnp.asarray, (x, weight, history)))
     d_x, d_weight, told = pull_back(jnp.asarray(d_out))
 
     narrow_x, narrow_weight = (
@@ -260,5 +259,5 @@ def test_integers_train_as_well_and_training_for_four_bits_pays() -> None:
 
     packed = model(Quantization(kind=kinds.int4_weights, targets=LAYERS))
     ends = [trained(kind, with_outliers(plain[0]), 2)[0] for kind in (kinds.none, kinds.qat_int4)]
-    rounded, trained_for = (held_out(packed, mapped(params, partial(kept, packed))) for params in ends)
+    rounded, trained_for = (held_out(packed, map_leaves(params, partial(store_weight, packed))) for params in ends)
     assert trained_for < rounded - 0.05, (trained_for, rounded)

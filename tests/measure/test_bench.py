@@ -16,12 +16,12 @@ from maxhydra import tasks
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import Composer, compose
 from maxhydra.config.schema.tasks.tune import TuneTask
-from maxhydra.measure.kernels import distance
+from maxhydra.measure.kernels import relative_error
 from maxhydra.measure.memory import OutOfMemoryError, explain_out_of_memory
 from maxhydra.measure.record import BenchTarget
 from maxhydra.runtime.hardware_options import hardware_options
 from maxhydra.tune.space import axes
-from tests.support.cli import ROOT, script
+from tests.support.cli import ROOT, bench_script
 
 FIXED = ["task=bench", "model=micro", "task.steps=2", "task.warm_up=1", "run.name=it"]
 SMALL = ["train.per_device_batch_size=2", "train.seq_len=16", "model.num_layers=1", "model.scan_unroll=1"]
@@ -67,7 +67,7 @@ def test_out_of_memory_is_one_line_that_suggests_settings(tmp_path: Path) -> Non
 
 def test_distance_is_the_largest_relative_error() -> None:
     result, expected = {"a": jnp.ones(3), "b": jnp.array([1.0, 0.0])}, {"a": jnp.ones(3), "b": jnp.array([1.0, 1.0])}
-    np.testing.assert_allclose(distance(result, expected), 0.5**0.5, rtol=1e-6)
+    np.testing.assert_allclose(relative_error(result, expected), 0.5**0.5, rtol=1e-6)
 
 
 def test_a_failed_allocation_is_explained() -> None:
@@ -97,14 +97,14 @@ def commands_of_the_page() -> list[list[str]]:
 
 @pytest.mark.parametrize("command", commands_of_the_page(), ids=lambda command: " ".join(command)[:60])
 def test_commands_of_the_page_compose(command: list[str]) -> None:
-    examination = Composer().examine(command, with_hydra=False)
+    examination = Composer().check_overrides(command, with_hydra=False)
     task = examination.composed().config.task
     if isinstance(task, TuneTask):
         assert axes(examination.composed().config, task, hardware_options()["gpu-h200"])
 
 
 def test_the_table_of_results_is_generated_from_the_stored_records() -> None:
-    table = script("table")
+    table = bench_script("table")
     page, lines = table.DOCS.read_text(), table.read_lines([ROOT / "docs" / "performance.jsonl"])
     assert lines and page == table.placed(page, table.table(lines)), "python bench/table.py docs/performance.jsonl"
     kernel = {"bench": "kernels", "device": "a", "jax": "1", "kernel": "attention", "case": "plain", "shape": [4, 64]}
@@ -121,7 +121,7 @@ def test_xla_flags_of_the_shell_are_recorded(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr("maxhydra.measure.record.original_environment", lambda flags=flags: {"XLA_FLAGS": flags})
         line = target.line("pretrain", tokens_per_second=3)
         assert line.get("xla_flags", []) == recorded
-        assert script("table").settings(line) == ", ".join(["train.seq_len=8", *recorded])
+        assert bench_script("table").settings(line) == ", ".join(["train.seq_len=8", *recorded])
 
 
 def test_a_peer_benchmark_gets_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.cli import script
+from tests.support.cli import bench_script
 
-bench = script("gemm_autotune")
+bench = bench_script("gemm_autotune")
 
 ENTRY = """entries {
   key {

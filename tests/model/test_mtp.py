@@ -12,7 +12,7 @@ from maxhydra.config.schema.run import Train
 from maxhydra.layers import Context
 from maxhydra.model import ModelDef, build, flops_per_token, parameter_count
 from maxhydra.sharding import Sharder
-from maxhydra.train.objectives import next_token_loss
+from maxhydra.train import next_token_loss
 
 SINGLE, WIDTH, VOCAB, LENGTH = Sharder.single(), 16, 23, 6
 DEPTH, WEIGHT = 2, 0.4

@@ -17,7 +17,7 @@ from maxhydra.data.tokenizers.byte import ByteTokenizer
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.request import Request
 from maxhydra.layers.quant.nf4 import BLOCK, LEVELS, quantized
-from maxhydra.model import build, kept, mapped, merge_trees, merged, split_trainable
+from maxhydra.model import build, map_leaves, merge_adapter, merge_trees, split_trainable, store_weight
 from maxhydra.sharding import Sharder, build_mesh
 from tests.model.test_lora import TOKENS, added, context, lora, model_config, noisy
 
@@ -62,12 +62,12 @@ def test_the_model_is_that_of_its_unpacked_weights_and_so_are_the_gradients_of_i
     config = model_config(**SIZES)
     plain, packed = build(config, lora()), build(config, qlora())
     base = jax.jit(plain.base.init)(jax.random.key(0))
-    frozen = jax.jit(lambda base: mapped(base, lambda keys, weight: kept(packed, keys, weight)))(base)
+    frozen = jax.jit(lambda base: map_leaves(base, lambda keys, weight: store_weight(packed, keys, weight)))(base)
     assert jax.tree.map(jnp.shape, frozen) == jax.tree.map(lambda leaf: leaf.shape, split_trainable(packed.shapes)[1])
     trained = split_trainable(noisy(jax.jit(plain.init)(jax.random.key(0))))[0]
     zero = jax.tree.map(jnp.zeros_like, trained)
 
-    unpacked = merged(packed, merge_trees(zero, frozen), dtype=np.dtype(np.float32))
+    unpacked = merge_adapter(packed, merge_trees(zero, frozen), dtype=np.dtype(np.float32))
     difference = unpacked["pattern"]["0"]["mlp"]["up"]["kernel"] - base["pattern"]["0"]["mlp"]["up"]["kernel"]
     assert 0.01 < np.std(difference) / np.std(base["pattern"]["0"]["mlp"]["up"]["kernel"]) < 0.15
 
@@ -80,7 +80,7 @@ def test_the_model_is_that_of_its_unpacked_weights_and_so_are_the_gradients_of_i
 
     ours, expected = total(packed, frozen), total(plain, unpacked)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), ours, expected)
-    answers = merged(packed, merge_trees(trained, frozen), dtype=np.dtype(np.float32))
+    answers = merge_adapter(packed, merge_trees(trained, frozen), dtype=np.dtype(np.float32))
     hidden, _ = packed.base.hidden(answers, TOKENS, context(2, 7))
     np.testing.assert_allclose(hidden, packed.hidden(merge_trees(trained, frozen), TOKENS, context(2, 7))[0], atol=1e-5)
     by_hand = added(merge_trees(trained, unpacked), 2.0)
@@ -115,7 +115,7 @@ def test_the_engine_answers_with_an_adapter_as_with_merged_weights(kind: Adapter
     sizes = {"max_batch": 2, "cache_tokens": 64, "page_size": 8, "max_context": None, "prefill_chunk": 16}
     settings = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
     said = []
-    for one, params in ((model, weights), (model.base, merged(model, weights, dtype=np.dtype(np.float32)))):
+    for one, params in ((model, weights), (model.base, merge_adapter(model, weights, dtype=np.dtype(np.float32)))):
         engine = Engine(one, params, ByteTokenizer(), EngineConfig(**sizes), sharder=sharder, eos=())
         try:
             request = Request(prompt=tuple(b"1+2="), max_tokens=8, stop=(), ignore_eos=True, **settings)

@@ -261,10 +261,10 @@ def test_adafactor_follows_the_gradients_of_bfloat16_weights_in_a_long_run():
 
 
 @pytest.mark.parametrize("is_written_out", [False, True])
-def test_norm_covers_the_trained_parameters(is_written_out):
+def test_norm_covers_the_trained_parameters(is_unrolled):
     """With scanned and unrolled layers; passing the norm to `update` gives the same result as computing it there."""
     optimizer = build(
-        config(trainable=["layers", "embed"]), steps=STEPS, shapes=SHAPES, axes=AXES, is_written_out=is_written_out
+        config(trainable=["layers", "embed"]), steps=STEPS, shapes=SHAPES, axes=AXES, is_unrolled=is_unrolled
     )
     grads = random_tree(0)
     trained = [leaf.ravel() for path, leaf in flat(grads).items() if path.startswith(("layers", "embed"))]

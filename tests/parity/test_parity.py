@@ -14,7 +14,7 @@ import pytest
 from maxhydra.record.atomic_io import replace_file
 from tests.support import skips
 from tests.support.golden_models import Distance, Golden
-from tests.support.sampled_cases import drawn
+from tests.support.sampled_cases import sample_cases
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -31,7 +31,7 @@ SEED = int(os.environ.get("MAXHYDRA_PARITY_SEED", "1"))
 TABLE_HEADER = "| family | max logit error | max KL | max relative gradient error |\n|---|---|---|---|\n"
 
 
-@pytest.mark.parametrize("family", drawn(make.families(), 6, seed=SEED))
+@pytest.mark.parametrize("family", sample_cases(make.families(), 6, seed=SEED))
 def test_a_sampled_configuration_equals_transformers(family: str, tmp_path: Path) -> None:
     """Two rows of 300 tokens, the second left-padded, so that the mask matters."""
     settings = make.settings_of(family, seed=SEED)

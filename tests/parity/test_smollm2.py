@@ -13,7 +13,7 @@ from maxhydra.config import Config
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.schema.decode import Engine as EngineConfig
 from maxhydra.convert.load import load_weights
-from maxhydra.data import tokenizer
+from maxhydra.data import load_tokenizer
 from maxhydra.data.chat import render_prompt
 from maxhydra.decode.engine import Engine
 from maxhydra.decode.request import Request
@@ -92,10 +92,10 @@ def hf_tokenizer():
 
 
 def test_tokens_equal_transformers_and_decode_to_the_text(config: Config, hf_tokenizer) -> None:
-    tok = tokenizer(config.data)
+    tok = load_tokenizer(config.data)
     assert (tok.bos, tok.eos, tok.pad) == (1, 2, 2) and tok.vocab_size == len(hf_tokenizer) == 49152
     for text in TEXTS:
-        marked, spans = tok.encode_marked(text)
+        marked, spans = tok.encode_with_special_tokens(text)
         # transformers always parses special tokens in text; ours does in encode_marked only.
         assert marked.tolist() == hf_tokenizer(text)["input_ids"]
         assert "".join(text[start:end] for start, end in spans) == text or not text.isascii()
@@ -107,7 +107,7 @@ def test_tokens_equal_transformers_and_decode_to_the_text(config: Config, hf_tok
 
 
 def test_chat_template_renders_as_in_transformers(config: Config, hf_tokenizer) -> None:
-    tok = tokenizer(config.data)
+    tok = load_tokenizer(config.data)
     turns = [("user", "Hi"), ("assistant", "Hello! "), ("user", "  2 + 2?\n")]
     messages = [{"role": role, "content": content} for role, content in turns]
     for conversation in (messages, [{"role": "system", "content": "Be brief."}, *messages]):
@@ -117,8 +117,8 @@ def test_chat_template_renders_as_in_transformers(config: Config, hf_tokenizer) 
 
 @pytest.fixture(scope="module")
 def prompts(config: Config) -> list[np.ndarray]:
-    tok = tokenizer(config.data)
-    return [tok.encode_marked(render_prompt([{"role": "user", "content": q}], tok))[0] for q in QUESTIONS]
+    tok = load_tokenizer(config.data)
+    return [tok.encode_with_special_tokens(render_prompt([{"role": "user", "content": q}], tok))[0] for q in QUESTIONS]
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_logits_and_greedy_completions_equal_transformers(config: Config, hf_mod
         generated.append(np.asarray(jnp.argmax(logits[:, 0], axis=-1)))
     for question, tokens, want in zip(QUESTIONS, np.stack(generated, 1), completions, strict=True):
         assert tokens[: len(want)].tolist() == want, question
-    assert tokenizer(config.data).decode(completions[0]) == "The capital of France is Paris."
+    assert load_tokenizer(config.data).decode(completions[0]) == "The capital of France is Paris."
 
 
 def test_engine_completions_equal_transformers(
@@ -175,7 +175,7 @@ def test_engine_completions_equal_transformers(
     """The same prompts with a paged cache and chunked prefill, three at a time."""
     settings = EngineConfig(max_batch=3, cache_tokens=512, page_size=16, max_context=128, prefill_chunk=32)
     sharder = Sharder(build_mesh(config.mesh, jax.devices()[:1]), config.mesh.rules)
-    model, tok = build(config.model), tokenizer(config.data)
+    model, tok = build(config.model), load_tokenizer(config.data)
     shardings = sharder.tree(model.axes)
     params = load_weights(config.checkpoint.load_parameters or "", model, shardings=shardings, dtype="float32")
     engine = Engine(model, params, tok, settings, sharder=sharder, eos={END})

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from maxhydra.record import scrub_argv, scrub_text
+from maxhydra.record import redact_argv, redact_text
 
 HEX = "0123456789abcdef0123456789abcdef01234567"
 SECRETS = [
@@ -44,30 +44,30 @@ HARMLESS = [
 
 @pytest.mark.parametrize("line", SECRETS)
 def test_named_secrets_are_redacted(line):
-    hidden = scrub_text(line.format(HEX))
+    hidden = redact_text(line.format(HEX))
     assert HEX not in hidden and "***" in hidden
     assert hidden == line.format("***").replace("me:***@", "***@")
 
 
 @pytest.mark.parametrize("token", KNOWN_TOKENS)
 def test_known_tokens_are_redacted_anywhere(token):
-    assert scrub_text(f"run --x {token} # {token}.") == "run --x *** # ***."
-    assert token not in " ".join(scrub_argv(["maxhydra", f"run.notes={token}", token]))
+    assert redact_text(f"run --x {token} # {token}.") == "run --x *** # ***."
+    assert token not in " ".join(redact_argv(["maxhydra", f"run.notes={token}", token]))
 
 
 @pytest.mark.parametrize("line", HARMLESS)
 def test_harmless_text_is_unchanged(line):
-    assert scrub_text(line) == line
+    assert redact_text(line) == line
 
 
 def test_private_key():
     text = f"a\n-----BEGIN RSA PRIVATE KEY-----\n{HEX}\n-----END RSA PRIVATE KEY-----\nb"
-    assert scrub_text(text) == "a\n-----BEGIN RSA PRIVATE KEY-----***-----END RSA PRIVATE KEY-----\nb"
+    assert redact_text(text) == "a\n-----BEGIN RSA PRIVATE KEY-----***-----END RSA PRIVATE KEY-----\nb"
 
 
 def test_command_line():
     argv = ["--token", "abc", "+x.password=hunter2", "--key=v", "train.steps=3", "tracker.api_key=null", "token=a b=c"]
-    assert scrub_argv(argv) == [
+    assert redact_argv(argv) == [
         "--token",
         "***",
         "+x.password=***",
@@ -81,11 +81,11 @@ def test_command_line():
 def test_source_code_is_unchanged():
     """The package's source contains no secrets, so redaction must not change it."""
     for path in sorted((Path(__file__).parents[2] / "maxhydra" / "optim").glob("*.py")):
-        assert scrub_text(path.read_text()) == path.read_text()
+        assert redact_text(path.read_text()) == path.read_text()
 
 
 @pytest.mark.parametrize("piece", ["a", 'a="', "a.b/", 'token="', "x://", "bearer ", "a-"])
 def test_long_lines_are_searched_in_linear_time(piece):
     """A quadratic search would take minutes on these."""
     text = piece * (200_000 // len(piece))
-    assert scrub_text(text).startswith(piece[:1])
+    assert redact_text(text).startswith(piece[:1])

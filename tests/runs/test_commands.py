@@ -272,10 +272,10 @@ assert not {{"jax", "numpy", "hydra", "omegaconf", "pandas", "pyarrow"}} & set(s
 def test_a_job_of_a_sweep_can_be_resumed_and_rerun(tmp_path):
     """The sweep's command names all jobs; each is restarted with its own overrides."""
     small = [*cli.SMALL, "train.eval_batches=0", "optimizer/schedule=constant", "checkpoint.mode=synchronous"]
-    cli.finished("-m", *small, "optimizer.learning_rate=1e-3", "train.steps=2", "run.name=lr", cwd=tmp_path)
+    cli.run_ok("-m", *small, "optimizer.learning_rate=1e-3", "train.steps=2", "run.name=lr", cwd=tmp_path)
     job = "lr/0"
-    cli.finished("runs", "resume", job, "train.steps=4", cwd=tmp_path)
+    cli.run_ok("runs", "resume", job, "train.steps=4", cwd=tmp_path)
     folder = tmp_path / "outputs" / job
     assert sorted(cli.losses(folder)) == [1, 2, 3, 4] and len(cli.facts(folder)["sessions"]) == 2
-    cli.finished("runs", "rerun", job, "run.name=again", cwd=tmp_path)
+    cli.run_ok("runs", "rerun", job, "run.name=again", cwd=tmp_path)
     assert cli.losses(tmp_path / "outputs" / "again") == cli.losses(folder)

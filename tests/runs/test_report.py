@@ -13,8 +13,8 @@ import pytest
 from maxhydra.record import MetricsWriter, RunDirectory
 from maxhydra.runs import write_report
 from maxhydra.runs.curves import decimate
-from maxhydra.runs.settings import settings
-from maxhydra.runs.summary import duration, format_compact, format_number
+from maxhydra.runs.settings import list_settings
+from maxhydra.runs.summary import format_compact, format_duration, format_number
 
 CONFIG = """
 train: {steps: 300, seq_len: 1024, log_every: 10}
@@ -199,7 +199,7 @@ def test_decimation_keeps_ends_extremes_and_nan():
 
 
 def test_settings_mark_differences_from_the_schema():
-    marked = {setting.path: (setting.value, setting.changed) for setting in settings(CONFIG)}
+    marked = {setting.path: (setting.value, setting.changed) for setting in list_settings(CONFIG)}
     assert marked == {
         "train.steps": ("300", True),
         "train.seq_len": ("1024", False),
@@ -220,4 +220,4 @@ def test_number_formats():
     ]
     assert [format_compact(v) for v in (12, 15_210, 999_900, 8_030_261_248)] == ["12", "15.2K", "1000K", "8.03B"]
     durations = (0.42, 42, 200, 7500, 90_000)
-    assert [duration(v) for v in durations] == ["0.4 s", "42 s", "3 m 20 s", "2 h 5 m", "1 d 1 h"]
+    assert [format_duration(v) for v in durations] == ["0.4 s", "42 s", "3 m 20 s", "2 h 5 m", "1 d 1 h"]

@@ -24,7 +24,7 @@ from maxhydra.runs import Registry, config_sections, frame
 from maxhydra.runs.compare import compare
 from maxhydra.runs.importance import importance
 from maxhydra.runs.index import FILE
-from maxhydra.runs.query import best, order, select
+from maxhydra.runs.query import rank_runs, select_runs, sort_runs
 from tests.support.run_folders import change_facts, metrics_lines, write_run
 from tests.support.skips import import_optional
 
@@ -110,11 +110,11 @@ def test_changes_on_disk_are_detected(outputs):
     assert registry.token != token
     run = registry.find("lr/a")
     assert run.step == 41 and registry.metric("loss:min")[run.id] == pytest.approx(-10 + 5 / 41)
-    assert registry.faults() == [f"{metrics} line 46: is half-written; skipped"]
+    assert registry.read_errors() == [f"{metrics} line 46: is half-written; skipped"]
     with metrics.open("a") as file:
         file.write('ss": 7.5}\n')
     registry.refresh()
-    assert not registry.faults() and registry.metric("loss")[run.id] == 7.5
+    assert not registry.read_errors() and registry.metric("loss")[run.id] == 7.5
     assert registry.metric("loss:min")[run.id] == pytest.approx(-10 + 5 / 41)
 
     writer = MetricsWriter(metrics)
@@ -140,7 +140,7 @@ def test_a_new_file_with_a_reused_inode_is_read_from_the_start(outputs):
     metrics.write_text("".join(metrics_lines(step, 100.5) for step in range(1, 90)))
     assert metrics.stat().st_ino == inode
     registry.refresh()
-    assert registry.metric("loss:min")[run.id] == pytest.approx(100.5 + 5 / 89) and not registry.faults()
+    assert registry.metric("loss:min")[run.id] == pytest.approx(100.5 + 5 / 89) and not registry.read_errors()
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_run_in_an_unknown_format_does_not_hide_the_others(outputs, facts):
     write_run(outputs / "odd", **{"status": "running", **facts})
     registry = Registry(outputs)
     assert sorted(paths(registry.runs())) == ["alone", "lr/a", "lr/b", "lr/c"]
-    (message,) = registry.faults()
+    (message,) = registry.read_errors()
     assert "odd/run.json" in message and "the run is skipped" in message
 
 
@@ -176,7 +176,7 @@ def test_damage_is_skipped_and_reported(outputs, capsys):
     registry = Registry(outputs)
     assert sorted(paths(registry.runs())) == ["alone", "lr/b", "lr/c"]
     assert registry.find("alone").step == 5 and registry.metric("loss")[registry.find("alone").id] > 0
-    messages = "\n".join(registry.faults())
+    messages = "\n".join(registry.read_errors())
     for part in (
         "lr/a/run.json: is not JSON (line 2",
         "lr/b/config.yaml: is not YAML",
@@ -189,7 +189,7 @@ def test_damage_is_skipped_and_reported(outputs, capsys):
         "alone/metrics.jsonl line 9: is half-written",
     ):
         assert part in messages
-    assert len(registry.faults()) == 9
+    assert len(registry.read_errors()) == 9
     assert (outputs / "alone" / "metrics.jsonl").read_text().endswith('{"st')
 
 
@@ -258,13 +258,13 @@ time.sleep(60)
         assert [run.status for run in registry.runs()] == ["running"]
         (tmp_path / "a" / "metrics.jsonl").write_text('{"step": 1, "lo')
         registry.refresh()
-        assert not registry.faults()
+        assert not registry.read_errors()
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
     (run,) = registry.runs()
     assert run.status == "lost" and "ended without reporting a status" in run.reason
-    assert paths(select(registry, ["status=lost"])) == ["a"] and len(registry.faults()) == 1
+    assert paths(select_runs(registry, ["status=lost"])) == ["a"] and len(registry.read_errors()) == 1
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ time.sleep(60)
     ],
 )
 def test_conditions(outputs, conditions, expected):
-    assert " ".join(paths(select(Registry(outputs), conditions))) == expected
+    assert " ".join(paths(select_runs(Registry(outputs), conditions))) == expected
 
 
 def test_order_and_best(outputs):
@@ -295,19 +295,19 @@ def test_order_and_best(outputs):
     rows = {path.parent.name: path.read_text().splitlines() for path in outputs.rglob("metrics.jsonl")}
     final = {name: [json.loads(row)["eval/loss"] for row in lines if "eval" in row] for name, lines in rows.items()}
     ranking = sorted((values[-1], name) for name, values in final.items() if values)
-    ascending = order(registry, runs, "eval/loss", descending=False)
+    ascending = sort_runs(registry, runs, "eval/loss", descending=False)
     assert [run.path[3:] for run in ascending][:3] == [name for _, name in ranking]
 
-    assert order(registry, runs, "eval/loss", descending=True)[-1].path == "alone"
-    metric, ranked = best(registry, runs, None, largest=False)
+    assert sort_runs(registry, runs, "eval/loss", descending=True)[-1].path == "alone"
+    metric, ranked = rank_runs(registry, runs, None, largest=False)
     assert metric == "eval/loss" and [run.path[3:] for run in ranked] == [name for _, name in ranking]
-    assert best(registry, runs, "tokens_per_second", largest=True)[1][-1].path == "alone"
+    assert rank_runs(registry, runs, "tokens_per_second", largest=True)[1][-1].path == "alone"
 
 
 def test_all_invalid_conditions_are_reported_at_once(outputs):
     registry = Registry(outputs)
     with pytest.raises(ConfigError) as error:
-        select(registry, ["optimizer.learning_rat=3", "status=finishd", "nothing", "learning_rate.x=1"])
+        select_runs(registry, ["optimizer.learning_rat=3", "status=finishd", "nothing", "learning_rate.x=1"])
     text = str(error.value)
     assert len(error.value.problems) == 4
     assert "did you mean 'optimizer.learning_rate'?" in text and "did you mean 'finished'?" in text

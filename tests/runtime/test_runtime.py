@@ -14,7 +14,7 @@ from maxhydra.config.schema.hardware import Cluster, Distributed, Hardware, Plat
 from maxhydra.runtime.detect import DetectedDevices, cpu_rejects_cache, detect
 from maxhydra.runtime.distributed import ClusterInfo, detect_cluster
 from maxhydra.runtime.flags import backend_environment, merge_flags
-from maxhydra.runtime.hardware_options import hardware_options, matches, resolve
+from maxhydra.runtime.hardware_options import hardware_options, matches_device, resolve
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = sorted(path.stem for path in (ROOT / "conf/hardware").glob("*.yaml"))
@@ -77,7 +77,7 @@ class TestDetect:
         assert by_bus.count == 4
         assert resolve(Hardware(), by_bus)[0] == option
         assert resolve(Hardware(), by_name)[0] == option
-        fitting = [name for name, hardware in hardware_options().items() if matches(hardware, jax_kind)]
+        fitting = [name for name, hardware in hardware_options().items() if matches_device(hardware, jax_kind)]
         assert fitting == [option]
 
     def test_nvidia_smi_is_used_without_driver_files(self, tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from maxhydra import data, model, optim
 from maxhydra.config import Config
 from maxhydra.config.compose.composer import compose
 from maxhydra.sharding import Sharder, build_mesh
+from maxhydra.train import next_token_loss
 from maxhydra.train.batches import plan_batches
 from maxhydra.train.checkpoint import open_checkpointer, restore
-from maxhydra.train.objectives import next_token_loss
 from maxhydra.train.state import StateFactory, TrainState
 from maxhydra.train.step import make_step
-from tests.support.cli import SMALL, finished, finished_together, losses
+from tests.support.cli import SMALL, losses, run_ok, run_processes
 
 GLOBAL_BATCH = 8
 # float32 differences between reductions in another order; the loss is around 5.
@@ -142,8 +142,8 @@ def test_layer_stacking_and_remat_are_not_in_the_checkpoint(
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     """Two processes of two devices each, meeting over plain environment variables, against one process of four."""
     arguments = [*SMALL, "train.steps=20", "checkpoint.every=10", "mesh.fsdp=4", "train.per_device_batch_size=2"]
-    finished(*arguments, "run.name=one", cwd=tmp_path, devices=4)
-    finished_together(2, *arguments, "run.name=two", cwd=tmp_path, devices=2)
+    run_ok(*arguments, "run.name=one", cwd=tmp_path, devices=4)
+    run_processes(2, *arguments, "run.name=two", cwd=tmp_path, devices=2)
     one, two = losses(tmp_path / "outputs" / "one"), losses(tmp_path / "outputs" / "two")
     assert list(one) == list(two) == list(range(1, 21))
     np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=TOLERANCE)

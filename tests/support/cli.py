@@ -25,7 +25,7 @@ from tests.support import compile_cache, fork_server
 ROOT = Path(__file__).parents[2]
 
 
-def script(name: str) -> ModuleType:
+def bench_script(name: str) -> ModuleType:
     """Import a script of bench/, which is not a package."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
     assert spec is not None and spec.loader is not None
@@ -59,7 +59,7 @@ def environment(devices: int = 1, **extra: str) -> dict[str, str]:
     """A clean environment with `devices` simulated devices."""
     removed = ("XLA_", "JAX_", "SLURM_", "PYTHONDONTWRITEBYTECODE")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(removed)}
-    settings = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": compile_cache.flags(devices)}
+    settings = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": compile_cache.xla_flags(devices)}
     return {**inherited, **compile_cache.cache_variables(), **settings, **extra}
 
 
@@ -67,21 +67,21 @@ def command(*overrides: str) -> list[str]:
     return [sys.executable, "-m", "maxhydra", *overrides]
 
 
-def started(
+def start(
     *arguments: str, cwd: Path, streams: Sequence[IO[str]], devices: int = 1, module: str = "maxhydra", **extra: str
 ) -> fork_server.Command:
     """Start `python -m MODULE ARGUMENTS...` with the given stdin, stdout and stderr."""
     late = {name for name in {*extra} - {*CLUSTER_VARIABLES} if name.startswith("JAX_")}
     assert not late, f"jax reads {late} on import, which the fork server has already done"
     files, variables = [stream.fileno() for stream in streams], environment(devices, **extra)
-    address = fork_server.server(compile_cache.PREFIX)
+    address = fork_server.server_address(compile_cache.PREFIX)
     return fork_server.Command(address, arguments, folder=str(cwd), environment=variables, streams=files, module=module)
 
 
-def silent(*overrides: str, cwd: Path, **extra: str) -> fork_server.Command:
+def start_silent(*overrides: str, cwd: Path, **extra: str) -> fork_server.Command:
     """Start a command with all streams connected to /dev/null."""
     with open(os.devnull, "r+") as devnull:
-        return started(*overrides, cwd=cwd, streams=[devnull] * 3, **extra)
+        return start(*overrides, cwd=cwd, streams=[devnull] * 3, **extra)
 
 
 def run(
@@ -89,20 +89,20 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command and capture its output."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors, open(os.devnull) as devnull:
-        code = started(*overrides, cwd=cwd, devices=devices, streams=(devnull, out, errors), **extra).wait(timeout)
+        code = start(*overrides, cwd=cwd, devices=devices, streams=(devnull, out, errors), **extra).wait(timeout)
         out.seek(0)
         errors.seek(0)
         return subprocess.CompletedProcess(command(*overrides), code, out.read(), errors.read())
 
 
-def finished(*overrides: str, cwd: Path, devices: int = 1, **extra: str) -> subprocess.CompletedProcess[str]:
+def run_ok(*overrides: str, cwd: Path, devices: int = 1, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run a command that must succeed; its output is shown if it fails."""
     done = run(*overrides, cwd=cwd, devices=devices, **extra)
     assert done.returncode == 0, f"{overrides}\n{done.stdout}\n{done.stderr}"
     return done
 
 
-def finished_together(
+def run_processes(
     count: int, *arguments: str, cwd: Path, devices: int = 1, **extra: str
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run a command in `count` processes that form a cluster through JAX variables, each with its own devices."""
@@ -112,9 +112,9 @@ def finished_together(
     def run_process(index: int) -> subprocess.CompletedProcess[str]:
         values = (address, str(count), str(index))
         cluster = dict(zip(CLUSTER_VARIABLES, values, strict=True)) if count > 1 else {}
-        return finished(*arguments, cwd=cwd, devices=devices, **cluster, **extra)
+        return run_ok(*arguments, cwd=cwd, devices=devices, **cluster, **extra)
 
-    fork_server.server(compile_cache.PREFIX)  # Started once, before the threads.
+    fork_server.server_address(compile_cache.PREFIX)  # Started once, before the threads.
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(run_process, range(count)))
 
@@ -122,10 +122,10 @@ def finished_together(
 def kill_when(arguments: Sequence[str], file: Path, *, cwd: Path) -> None:
     """Start a command and kill -9 it as soon as a file has grown."""
     size_before = file.stat().st_size if file.exists() else 0
-    process = silent(*arguments, cwd=cwd)
-    while process.runs() and not (file.exists() and file.stat().st_size > size_before):
+    process = start_silent(*arguments, cwd=cwd)
+    while process.is_running() and not (file.exists() and file.stat().st_size > size_before):
         time.sleep(0.002)
-    assert process.runs(), "the process ended before it could be killed"
+    assert process.is_running(), "the process ended before it could be killed"
     process.kill()
     process.wait()
 

@@ -28,7 +28,7 @@ GC_THRESHOLDS = (100_000, 20, 20)
 CACHE_VARIABLES = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
 
 
-def flags(devices: int | None = None) -> str:
+def xla_flags(devices: int | None = None) -> str:
     """XLA_FLAGS for `devices` simulated devices; None leaves their number unset."""
     return " ".join([*FLAGS, *([] if devices is None else [f"--xla_force_host_platform_device_count={devices}"])])
 

@@ -31,7 +31,7 @@ STREAMS = (0, 1, 2)
 
 
 @functools.cache
-def server(prefix: str) -> str:
+def server_address(prefix: str) -> str:
     """Address of the server's socket, in a temporary folder with this prefix; the first call starts the server."""
     folder = tempfile.mkdtemp(prefix=prefix)
     address = f"{folder}/socket"
@@ -48,9 +48,9 @@ def server(prefix: str) -> str:
     return address
 
 
-def program(path: Path, prefix: str, *, skipped: int = 0) -> Path:
+def write_script(path: Path, prefix: str, *, skipped: int = 0) -> Path:
     """Write a script that acts as `maxhydra`, ignoring its first `skipped` arguments."""
-    command = f'"{sys.executable}" -I "{__file__}" "{server(prefix)}"'
+    command = f'"{sys.executable}" -I "{__file__}" "{server_address(prefix)}"'
     path.write_text(f'#!/bin/sh\nshift {skipped}\nexec {command} "$@"\n')
     path.chmod(0o755)
     return path
@@ -77,7 +77,7 @@ class Command:
         self._connection.shutdown(socket.SHUT_WR)
         self.pid = int(self._line())
 
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return not select.select([self._connection], [], [], 0)[0]
 
     def signal(self, number: int) -> None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def drawn(cases: Sequence[T], count: int, *, seed: int = 0) -> list[T]:
+def sample_cases(cases: Sequence[T], count: int, *, seed: int = 0) -> list[T]:
     """Sample `count` cases, in their original order."""
     if os.environ.get("MAXHYDRA_FULL") == "1":
         return list(cases)

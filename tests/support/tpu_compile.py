@@ -13,14 +13,14 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from maxhydra.config.compose.composer import compose
-from maxhydra.decode.buckets import Shape
-from maxhydra.decode.steps import Programs
+from maxhydra.decode.buckets import StepShape
+from maxhydra.decode.steps import CompiledSteps
 from maxhydra.decode.weight_layout import choose_weight_layout
 from maxhydra.layers import PagedCacheSpec
 from maxhydra.model import build
 from maxhydra.runtime.topology import slice_devices
 from maxhydra.sharding import Sharder, build_mesh
-from maxhydra.train.compile_report import compile_report
+from maxhydra.train.compile import compile_report
 from tests.support.tpu_programs import PROGRAMS, Program
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -63,8 +63,10 @@ def _compile_decoding(device: jax.Device) -> dict[str, Any]:
         sharder.tree(model.axes),
     )
     cache_spec = PagedCacheSpec(512, 16, slots=16, storage=None)
-    programs = Programs(choose_weight_layout(model, sharder, "tpu"), params, cache_spec, sharder=sharder, steady=True)
-    step = programs._compile_forward(Shape(rows=16, tokens=1, pages=64, is_prompt=False))
+    programs = CompiledSteps(
+        choose_weight_layout(model, sharder, "tpu"), params, cache_spec, sharder=sharder, deterministic=True
+    )
+    step = programs._compile_forward(StepShape(rows=16, tokens=1, pages=64, is_prefill=False))
     programs.close()
     return {"has_pages_kernel": "paged_attention" in step.as_text()}
 

@@ -74,14 +74,14 @@ def run(plan: SweepPlan) -> tuple[list[str], SearchTrials]:
     write_plan(plan)
     output: list[str] = []
     trials = SearchTrials(plan)
-    reason = Controller(plan, trials, ScriptJobs(LocalSettings(), plan.shared), output.append).run()
+    reason = Controller(plan, trials, ScriptJobs(LocalSettings(), plan.context), output.append).run()
     return [*output, reason], trials
 
 
 def run_search(folder: Path) -> None:
     """Entry point of the controller process."""
     plan = read_plan(folder)
-    Controller(plan, SearchTrials(plan), ScriptJobs(LocalSettings(), plan.shared), print).run()
+    Controller(plan, SearchTrials(plan), ScriptJobs(LocalSettings(), plan.context), print).run()
 
 
 def start_controller(plan: SweepPlan) -> subprocess.Popen:
@@ -153,7 +153,7 @@ def test_every_job_of_a_grid_sweep_runs(tmp_path: Path) -> None:
     )
     write_plan(plan)
     trials = _listed_trials(plan)
-    Controller(plan, trials, ScriptJobs(LocalSettings(), plan.shared), print).run()
+    Controller(plan, trials, ScriptJobs(LocalSettings(), plan.context), print).run()
     assert trials.counts() == {TrialStatus.finished: 1, TrialStatus.failed: 5, TrialStatus.pruned: 0}
 
 
@@ -202,7 +202,7 @@ def test_a_killed_controller_neither_duplicates_nor_loses_jobs(tmp_path: Path) -
     wait_for(lambda: RunDirectory(first.parent, writes=False).read()["status"] == "lost")
     output: list[str] = []
     trials = SearchTrials(plan)
-    Controller(plan, trials, ScriptJobs(LocalSettings(), plan.shared), output.append).run()
+    Controller(plan, trials, ScriptJobs(LocalSettings(), plan.context), output.append).run()
     assert any("found running" in line for line in output)
     assert [trial.number for trial in trials._study.trials] == list(range(6))
     assert trials.counts()[TrialStatus.finished] == 6

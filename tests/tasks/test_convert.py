@@ -27,7 +27,7 @@ from maxhydra.tasks import Job, convert
 from maxhydra.train import plan_states
 from maxhydra.train.checkpoint import open_checkpointer
 from tests.decode.test_engine import ask
-from tests.support.cli import SMALL, finished
+from tests.support.cli import SMALL, run_ok
 from tests.support.skips import import_optional
 
 torch = import_optional("torch", extra="parity")
@@ -236,7 +236,7 @@ def test_a_maxhydra_checkpoint_has_the_same_weights(tmp_path: Path) -> None:
 
 def test_an_exported_run_generates_the_same_text_in_transformers(tmp_path: Path) -> None:
     """Fifty greedy tokens of a trained model, from our engine and from transformers' generate."""
-    finished(*SMALL, "model=llama3-tiny", "run.name=a", "train.steps=20", "optimizer.learning_rate=1e-2", cwd=tmp_path)
+    run_ok(*SMALL, "model=llama3-tiny", "run.name=a", "train.steps=20", "optimizer.learning_rate=1e-2", cwd=tmp_path)
     run, out = tmp_path / "outputs/a", tmp_path / "out"
     overrides = [*SMALL, "model=llama3-tiny", "model.dtypes.compute=float32", f"checkpoint.load_parameters={run}"]
     config = compose([*overrides, "task=convert", f"task.output={out}"]).config

@@ -100,7 +100,7 @@ def test_overrides_leave_other_parameters_unchanged() -> None:
 def test_a_prompt_starts_like_documents_in_training() -> None:
     config = compose([]).config
     encoder = PromptEncoder(config.data, vocab_size=320)
-    assert encoder.encode_text("ab") == [256, 97, 98] and encoder.ends == {257}
+    assert encoder.encode_text("ab") == [256, 97, 98] and encoder.eos_ids == {257}
     plain = compose(["data.tokenizer.add_bos=false"]).config
     assert PromptEncoder(plain.data, vocab_size=320).encode_text("ab") == [97, 98]
     for text in ("", "\ud800"):

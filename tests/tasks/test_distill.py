@@ -18,7 +18,7 @@ from maxhydra.distill.teacher import plan_teacher
 from maxhydra.layers import Context
 from maxhydra.model import build
 from maxhydra.sharding import Sharder
-from tests.support.cli import ROOT, SMALL, finished, kill_when, losses, parameter_hash
+from tests.support.cli import ROOT, SMALL, kill_when, losses, parameter_hash, run_ok
 
 DATA = ["data=grain", "data.path=text.jsonl", "data.eval_fraction=0.1", *SMALL]
 SIZES = [size for size in SMALL if size.startswith("model.")]
@@ -54,9 +54,9 @@ def weights() -> dict:
 @pytest.mark.slow
 def test_a_killed_run_resumes_bit_identically(cwd: Path) -> None:
     whole, killed = cwd / "outputs" / "whole", cwd / "outputs" / "killed"
-    finished(*STUDENT, "run.name=whole", cwd=cwd)
+    run_ok(*STUDENT, "run.name=whole", cwd=cwd)
     kill_when([*STUDENT, "run.name=killed"], killed / "metrics.jsonl", cwd=cwd)
-    finished(*STUDENT, "run.name=killed", cwd=cwd)
+    run_ok(*STUDENT, "run.name=killed", cwd=cwd)
     assert losses(killed) == losses(whole)
     assert parameter_hash(killed, STEPS) == parameter_hash(whole, STEPS)
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
@@ -69,7 +69,7 @@ def test_a_killed_run_resumes_bit_identically(cwd: Path) -> None:
 def test_logits_written_in_two_sessions_are_those_of_the_teacher(cwd: Path) -> None:
     kill_when(LOGITS, cwd / "logits" / "index.json", cwd=cwd)
     assert not json.loads((cwd / "logits" / "index.json").read_text())["complete"]
-    finished(*LOGITS, cwd=cwd)
+    run_ok(*LOGITS, cwd=cwd)
     index = json.loads((cwd / "logits" / "index.json").read_text())
     assert index["complete"] and len(index["shards"]) == 8
 

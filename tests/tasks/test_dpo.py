@@ -19,7 +19,7 @@ from maxhydra.model import build, merge_trees, split_trainable
 from maxhydra.sharding import Sharder
 from maxhydra.tasks import Job, dpo
 from tests.model.test_lora import lora, model_config
-from tests.support.cli import SMALL, facts, finished, kill_when, losses, parameter_hash
+from tests.support.cli import SMALL, facts, kill_when, losses, parameter_hash, run_ok
 
 STEPS = 24
 RUN = [
@@ -51,7 +51,7 @@ def write_pairs(folder: Path) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cwd = tmp_path_factory.mktemp("whole")
     write_pairs(cwd)
-    finished(*RUN, cwd=cwd)
+    run_ok(*RUN, cwd=cwd)
     return cwd / "outputs" / "it"
 
 
@@ -73,7 +73,7 @@ def test_a_killed_run_resumes_bit_identically(whole: Path, tmp_path: Path) -> No
     kill_when(RUN, cache, cwd=tmp_path)
     os.truncate(cache, cache.stat().st_size - 5)
     kill_when(RUN, folder / "metrics.jsonl", cwd=tmp_path)
-    finished(*RUN, cwd=tmp_path)
+    run_ok(*RUN, cwd=tmp_path)
     assert losses(folder) == losses(whole)
     assert parameter_hash(folder, STEPS) == parameter_hash(whole, STEPS)
     assert sorted_entries(cache) == sorted_entries(whole / "reference" / "0.logprobs")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli import ROOT, SMALL, facts, finished, losses
+from tests.support.cli import ROOT, SMALL, facts, losses, run_ok
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 # overfit has a separate test.
@@ -46,7 +46,7 @@ def run_experiment(name: str, here: Path) -> Path:
             run_experiment(needed, here)
         # A run of one step saves no checkpoint by default, and later experiments need one.
         saved = ["debug=one_step", "checkpoint.mode=synchronous", f"run.name={name}"]
-        finished(f"experiment={name}", *SIZES, *INSTEAD.get(name, []), *saved, cwd=here)
+        run_ok(f"experiment={name}", *SIZES, *INSTEAD.get(name, []), *saved, cwd=here)
     return folder
 
 
@@ -59,13 +59,13 @@ def test_every_experiment_runs(name: str, here: Path) -> None:
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_every_overlay_runs(name: str, tmp_path: Path) -> None:
-    finished(*SIZES, "train.steps=3", f"debug={name}", "run.name=it", cwd=tmp_path)
+    run_ok(*SIZES, "train.steps=3", f"debug={name}", "run.name=it", cwd=tmp_path)
     assert facts(tmp_path / "outputs" / "it")["status"] == "finished"
 
 
 def test_overfit_fits_its_batch(tmp_path: Path) -> None:
     """One batch of 8 x 32 bytes, learned by heart: the loss falls far under what text in general allows."""
-    finished(*SIZES, "debug=overfit", "train.steps=150", "train.per_device_batch_size=2", "run.name=it", cwd=tmp_path)
+    run_ok(*SIZES, "debug=overfit", "train.steps=150", "train.per_device_batch_size=2", "run.name=it", cwd=tmp_path)
     assert facts(tmp_path / "outputs" / "it")["status"] == "finished"
     seen = losses(tmp_path / "outputs" / "it")
     assert seen[150] < 1.0 < 5.0 < seen[1]

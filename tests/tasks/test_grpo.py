@@ -18,7 +18,7 @@ from maxhydra.rl.reward_pool import RewardResult
 from maxhydra.rl.rollout import Group, columns
 from maxhydra.rl.setup import check
 from tests.support import skips
-from tests.support.cli import ROOT, SMALL, facts, finished, losses, parameter_hash, run, silent
+from tests.support.cli import ROOT, SMALL, facts, losses, parameter_hash, run, run_ok, start_silent
 
 # Also run the tests that take minutes.
 FULL = "MAXHYDRA_FULL" in os.environ
@@ -47,7 +47,7 @@ def test_a_run_with_a_reference_trains_and_evaluates(tmp_path: Path) -> None:
         "task.loss=dapo",
         "task.clip.high=0.28",
     ]
-    finished(*arguments, "run.name=it", cwd=tmp_path, PYTHONPATH=PATHS)
+    run_ok(*arguments, "run.name=it", cwd=tmp_path, PYTHONPATH=PATHS)
     folder = tmp_path / "outputs" / "it"
     divergence = rows(folder, "kl")
     assert abs(divergence[0]) < 1e-6 < divergence[-1]
@@ -75,7 +75,7 @@ def test_an_adapter_on_a_mesh_in_bfloat16(tmp_path: Path) -> None:
     arguments += ["task.loss=gspo", "task.importance_cap=2", "train.eval_batches=0"]
     # Rollouts use replicated weights, training uses sharded ones.
     arguments += ["task.rollout_mesh=['mesh=ddp']"]
-    finished(*arguments, "run.name=it", cwd=tmp_path, devices=8, PYTHONPATH=PATHS)
+    run_ok(*arguments, "run.name=it", cwd=tmp_path, devices=8, PYTHONPATH=PATHS)
     folder = tmp_path / "outputs" / "it"
     assert abs(rows(folder, "kl")[0]) < 1e-6
     assert 1 <= max(rows(folder, "sampler_error")) < 1.02
@@ -93,7 +93,7 @@ def test_rewards_that_are_all_equal_change_nothing(tmp_path: Path) -> None:
         "task.kl.beta=0.1",
         "task.rounds=2",
     ]
-    done = finished(*arguments, "optimizer.weight_decay=0.5", "run.name=it", cwd=tmp_path, PYTHONPATH=PATHS)
+    done = run_ok(*arguments, "optimizer.weight_decay=0.5", "run.name=it", cwd=tmp_path, PYTHONPATH=PATHS)
     folder = tmp_path / "outputs" / "it"
     assert len({parameter_hash(folder, step) for step in (1, 2, 3)}) == 1
     assert rows(folder, "skipped") == [1, 2, 3] and rows(folder, "groups/degenerate") == [1] * 3
@@ -115,14 +115,14 @@ KILLED += ["task.iterations=2", "task.off_policy_steps=1", "task.importance_cap=
 @pytest.mark.slow
 def test_a_killed_run_reaches_the_same_weights(tmp_path: Path) -> None:
     """Rollouts that were sampled ahead, and a batch with updates left, survive the kill."""
-    finished(*KILLED, "run.name=whole", cwd=tmp_path, PYTHONPATH=PATHS)
+    run_ok(*KILLED, "run.name=whole", cwd=tmp_path, PYTHONPATH=PATHS)
     whole, folder = (tmp_path / "outputs" / name for name in ("whole", "killed"))
-    process = silent(*KILLED, "run.name=killed", cwd=tmp_path, PYTHONPATH=PATHS)
-    while process.runs() and not _has_lines(folder / "metrics.jsonl", 4):
+    process = start_silent(*KILLED, "run.name=killed", cwd=tmp_path, PYTHONPATH=PATHS)
+    while process.is_running() and not _has_lines(folder / "metrics.jsonl", 4):
         time.sleep(0.01)
     process.kill()
     process.wait()
-    done = finished(*KILLED, "run.name=killed", cwd=tmp_path, PYTHONPATH=PATHS)
+    done = run_ok(*KILLED, "run.name=killed", cwd=tmp_path, PYTHONPATH=PATHS)
     assert "resuming from step 3" in done.stderr
     assert losses(folder) == losses(whole)
     assert rows(folder, "reward/mean") == rows(whole, "reward/mean")

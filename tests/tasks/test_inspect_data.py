@@ -12,7 +12,7 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.data.array_codec import encode_arrays
 from maxhydra.record import RunDirectory
 from maxhydra.tasks import Job, inspect_data
-from tests.support.cli import finished
+from tests.support.cli import run_ok
 
 SMALL = ["task=inspect_data", "train.seq_len=32", "train.per_device_batch_size=2", "task.batches=3"]
 
@@ -74,7 +74,7 @@ def test_json_holds_the_texts_and_the_numbers(tmp_path: Path) -> None:
         "data.on_error=skip",
         "data.packing.overlong=drop",
     ]
-    done = finished(*SMALL, "data=grain", *overrides, "task.format=json", "task.rows=6", cwd=tmp_path)
+    done = run_ok(*SMALL, "data=grain", *overrides, "task.format=json", "task.rows=6", cwd=tmp_path)
     shown = json.loads(done.stdout)
     pieces = [piece for (sequence,) in shown["sequences"] for piece in sequence["pieces"]]
     for piece in pieces:

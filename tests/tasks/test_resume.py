@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import cli as running
 from tests.support import skips
-from tests.support.cli import SMALL, facts, finished, losses, parameter_hash, run
+from tests.support.cli import SMALL, facts, losses, parameter_hash, run, run_ok
 
 STEPS = 60
 RUN = [*SMALL, f"train.steps={STEPS}", "checkpoint.every=4", "checkpoint.keep=2", "model.dropout=0.1"]
@@ -24,19 +24,19 @@ RUN += ["optimizer/schedule=constant"]
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cwd = tmp_path_factory.mktemp("whole")
-    finished(*RUN, "run.name=whole", cwd=cwd)
+    run_ok(*RUN, "run.name=whole", cwd=cwd)
     return cwd / "outputs" / "whole"
 
 
 def kill_when(folder: Path, cwd: Path, moment: str, rng: random.Random) -> None:
     """Start the run and kill -9 it: some time after its start, or while a checkpoint is being written."""
-    process = running.silent(*RUN, "run.name=killed", cwd=cwd)
+    process = running.start_silent(*RUN, "run.name=killed", cwd=cwd)
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text().count("\n") if metrics.exists() else 0
     deadline = time.time() + 120
     if moment == "start":
         time.sleep(rng.uniform(0.2, 2))
-    while moment != "start" and process.runs() and time.time() < deadline:
+    while moment != "start" and process.is_running() and time.time() < deadline:
         if moment == "step" and metrics.exists() and metrics.read_text().count("\n") > lines:
             time.sleep(rng.uniform(0, 0.2))
             break
@@ -61,7 +61,7 @@ def test_a_run_killed_ten_times_is_bit_identical(uninterrupted: Path, tmp_path: 
     for moment in ["step", "save", "start", "step", "save", "step", "start", "step", "save", "step"]:
         kill_when(folder, tmp_path, moment, rng)
         interrupted_saves += any("tmp" in name for name in list_names(folder / "checkpoints"))
-    finished(*RUN, "run.name=killed", cwd=tmp_path)
+    run_ok(*RUN, "run.name=killed", cwd=tmp_path)
     assert interrupted_saves >= 1, "no kill happened during a save"
     assert losses(folder) == losses(uninterrupted)
     assert parameter_hash(folder, STEPS) == parameter_hash(uninterrupted, STEPS)
@@ -75,14 +75,14 @@ def test_signals_save_and_the_same_command_resumes(uninterrupted: Path, tmp_path
     for number, code in ((signal.SIGTERM, 143), (signal.SIGUSR1, 138)):
         before = metrics.stat().st_size if metrics.exists() else 0
         with open(tmp_path / "console", "w") as console, open(os.devnull) as null:
-            process = running.started(*arguments, cwd=tmp_path, streams=(null, console, console))
-        while process.runs() and not (metrics.exists() and metrics.stat().st_size > before):
+            process = running.start(*arguments, cwd=tmp_path, streams=(null, console, console))
+        while process.is_running() and not (metrics.exists() and metrics.stat().st_size > before):
             time.sleep(0.005)
         process.signal(number)
         assert process.wait(60) == code, (tmp_path / "console").read_text()
         assert facts(folder)["status"] == "preempted" and number.name in facts(folder)["reason"]
         assert len(list_names(folder / "checkpoints")) >= 1
-    finished(*arguments, cwd=tmp_path)
+    run_ok(*arguments, cwd=tmp_path)
     assert losses(folder) == losses(uninterrupted)
     assert parameter_hash(folder, STEPS) == parameter_hash(uninterrupted, STEPS)
 
@@ -93,9 +93,9 @@ def test_a_mixture_of_experts_resumes_after_a_kill(tmp_path: Path) -> None:
     mixture += ["train.seq_len=16", "train.per_device_batch_size=2"]
     mixture += ["train.log_every=1", "train.eval_batches=0", "train.sample.tokens=0", "checkpoint.every=2"]
     whole, killed = tmp_path / "outputs" / "whole", tmp_path / "outputs" / "killed"
-    finished(*mixture, "run.name=whole", cwd=tmp_path)
+    run_ok(*mixture, "run.name=whole", cwd=tmp_path)
     running.kill_when([*mixture, "run.name=killed"], killed / "metrics.jsonl", cwd=tmp_path)
-    finished(*mixture, "run.name=killed", cwd=tmp_path)
+    run_ok(*mixture, "run.name=killed", cwd=tmp_path)
     assert [session["status"] for session in facts(killed)["sessions"]] == ["lost", "finished"]
     assert losses(killed) == losses(whole)
     assert parameter_hash(killed, 20) == parameter_hash(whole, 20)
@@ -109,10 +109,10 @@ def truncate(checkpoint: Path) -> None:
 
 def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "cut"
-    finished(*RUN, "train.steps=12", "run.name=cut", cwd=tmp_path)
+    run_ok(*RUN, "train.steps=12", "run.name=cut", cwd=tmp_path)
     newest = folder / "checkpoints" / "12"
     truncate(newest)
-    done = finished(*RUN, "run.name=cut", cwd=tmp_path)
+    done = run_ok(*RUN, "run.name=cut", cwd=tmp_path)
     assert f"cannot read checkpoint {newest}" in done.stderr
     assert "resuming from step 8" in done.stderr
     assert losses(folder) == losses(uninterrupted)
@@ -121,7 +121,7 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(uninterrupte
 
 def test_if_no_checkpoint_can_be_read_all_stay_and_no_new_run_starts(tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "away"
-    finished(*RUN, "train.steps=8", "run.name=away", cwd=tmp_path)
+    run_ok(*RUN, "train.steps=8", "run.name=away", cwd=tmp_path)
     checkpoints, before = folder / "checkpoints", losses(folder)
     shutil.copytree(checkpoints / "4", tmp_path / "4")
     truncate(checkpoints)
@@ -131,13 +131,13 @@ def test_if_no_checkpoint_can_be_read_all_stay_and_no_new_run_starts(tmp_path: P
     shutil.rmtree(checkpoints / "4")
     shutil.copytree(tmp_path / "4", checkpoints / "4")
     shutil.copytree(checkpoints / "8", checkpoints / "8.unreadable")
-    assert "resuming from step 4" in finished(*RUN, "train.steps=8", "run.name=away", cwd=tmp_path).stderr
+    assert "resuming from step 4" in run_ok(*RUN, "train.steps=8", "run.name=away", cwd=tmp_path).stderr
     assert sorted(list_names(checkpoints)) == ["4", "8", "8.unreadable", "8.unreadable-2"]
     assert losses(folder) == before
 
 
 def test_a_damaged_checkpoint_of_another_run_is_reported(tmp_path: Path) -> None:
-    finished(*RUN, "train.steps=4", "run.name=first", cwd=tmp_path)
+    run_ok(*RUN, "train.steps=4", "run.name=first", cwd=tmp_path)
     newest = tmp_path / "outputs" / "first" / "checkpoints" / "4"
     truncate(newest)
     for field in ("load_full_state", "load_parameters"):
@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_of_another_run_is_reported(tmp_path: Path) -> None
 
 
 def test_a_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
-    finished(*RUN, "train.steps=4", "run.name=first", cwd=tmp_path)
+    run_ok(*RUN, "train.steps=4", "run.name=first", cwd=tmp_path)
     done = run(*RUN, "train.steps=4", "run.name=first", "model.mlp_dim=96", cwd=tmp_path)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
@@ -161,12 +161,12 @@ def test_a_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
 
 def test_loading_another_run(tmp_path: Path) -> None:
     """load_full_state continues at the other run's step; load_parameters loads the weights and starts at step 0."""
-    finished(*RUN, "train.steps=8", "run.name=first", cwd=tmp_path)
+    run_ok(*RUN, "train.steps=8", "run.name=first", cwd=tmp_path)
     source = tmp_path / "outputs" / "first"
-    finished(*RUN, "train.steps=12", "run.name=full", f"checkpoint.load_full_state={source}", cwd=tmp_path)
-    finished(*RUN, "train.steps=12", "run.name=first", cwd=tmp_path)
+    run_ok(*RUN, "train.steps=12", "run.name=full", f"checkpoint.load_full_state={source}", cwd=tmp_path)
+    run_ok(*RUN, "train.steps=12", "run.name=first", cwd=tmp_path)
     assert losses(tmp_path / "outputs" / "full") == {step: loss for step, loss in losses(source).items() if step > 8}
-    finished(*RUN, "train.steps=4", "run.name=weights", f"checkpoint.load_parameters={source}", cwd=tmp_path)
+    run_ok(*RUN, "train.steps=4", "run.name=weights", f"checkpoint.load_parameters={source}", cwd=tmp_path)
     loaded = losses(tmp_path / "outputs" / "weights")
     assert list(loaded) == [1, 2, 3, 4]
     assert loaded[1] < losses(source)[1] - 0.1
@@ -180,7 +180,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_intact(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
     try:
         arguments = [*RUN, f"run.outputs={disk}", "run.name=full", "checkpoint.keep=1"]
-        finished(*arguments, "train.steps=4", cwd=tmp_path)
+        run_ok(*arguments, "train.steps=4", cwd=tmp_path)
         free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
         (disk / "ballast").write_bytes(os.urandom(free - 60_000))
         done = run(*arguments, "train.steps=8", cwd=tmp_path)
@@ -189,7 +189,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_intact(tmp_path: Path) -> None:
         assert "the checkpoint of step 4 is intact" in done.stderr
         assert "Traceback" not in done.stderr
         (disk / "ballast").unlink()
-        finished(*arguments, "train.steps=8", cwd=tmp_path)
+        run_ok(*arguments, "train.steps=8", cwd=tmp_path)
         assert list(losses(disk / "full")) == list(range(1, 9))
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)

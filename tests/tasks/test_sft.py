@@ -24,7 +24,7 @@ from maxhydra.tasks import Job, sft
 from maxhydra.train import next_token_loss, plan_states
 from maxhydra.train.checkpoint import open_checkpointer, read_state
 from maxhydra.train.restore import initialize_or_resume
-from tests.support.cli import SMALL, facts, finished, losses, parameter_hash, silent
+from tests.support.cli import SMALL, facts, losses, parameter_hash, run_ok, start_silent
 
 STEPS = 24
 SFT = [*SMALL, "task=sft", "data=arithmetic", "model.emb_dim=64", "optimizer/schedule=constant"]
@@ -36,8 +36,8 @@ LORA = [*SFT, "adapter=lora", *ADAPTER, f"train.steps={STEPS}", "checkpoint.ever
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of the model itself, and one of an adapter over it."""
     cwd = tmp_path_factory.mktemp("sft")
-    finished(*SFT, "train.steps=4", "run.name=base", cwd=cwd)
-    finished(*LORA, "run.name=whole", cwd=cwd)
+    run_ok(*SFT, "train.steps=4", "run.name=base", cwd=cwd)
+    run_ok(*LORA, "run.name=whole", cwd=cwd)
     return cwd
 
 
@@ -85,13 +85,13 @@ def test_a_run_of_an_adapter_loads_as_the_merged_model(here: Path, monkeypatch: 
 
 def test_a_killed_run_resumes_bit_identically(here: Path) -> None:
     folder = here / "outputs/killed"
-    process = silent(*LORA, "run.name=killed", cwd=here)
+    process = start_silent(*LORA, "run.name=killed", cwd=here)
     deadline = time.time() + 120
-    while process.runs() and time.time() < deadline and not (folder / "checkpoints/8").is_dir():
+    while process.is_running() and time.time() < deadline and not (folder / "checkpoints/8").is_dir():
         time.sleep(0.001)
     process.kill()
     process.wait()
-    done = finished(*LORA, "run.name=killed", cwd=here)
+    done = run_ok(*LORA, "run.name=killed", cwd=here)
     assert "resuming from step" in done.stderr and facts(folder)["start_step"] < STEPS
     assert losses(folder) == losses(here / "outputs/whole")
     assert parameter_hash(folder, STEPS) == parameter_hash(here / "outputs/whole", STEPS)
@@ -111,7 +111,7 @@ def test_a_full_state_continues_with_the_same_base_weights(here: Path, monkeypat
 
 def test_a_run_with_an_adapter_can_be_decoded_with(here: Path) -> None:
     command = ["task=decode", "data=arithmetic", *SMALL[:6], "model.emb_dim=64", "task.sampling.max_tokens=4"]
-    done = finished(*command, "checkpoint.load_parameters=outputs/whole", "task.prompt='1+2='", cwd=here)
+    done = run_ok(*command, "checkpoint.load_parameters=outputs/whole", "task.prompt='1+2='", cwd=here)
     assert done.stdout.strip("\n")
 
 

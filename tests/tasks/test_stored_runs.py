@@ -18,9 +18,9 @@ import pytest
 from maxhydra.config import Config
 from maxhydra.config.compose.composer import compose
 from maxhydra.config.serialize import from_yaml
-from maxhydra.runs.rerun import arguments
+from maxhydra.runs.rerun import rerun_arguments
 from tests.stored import make
-from tests.support.cli import facts, finished, losses
+from tests.support.cli import facts, losses, run_ok
 
 RATES = ("rates/0_learning_rate=0.01", "rates/1_learning_rate=0.001")
 SEARCH = (
@@ -31,7 +31,7 @@ TRAINED = ("chat", "float8", "float8_whole", "lora", "mixture", "preference", "p
 RUNS = (*TRAINED, "tokenizer", *RATES, *SEARCH)
 # Keys and options by their names in this version.
 RECORD_TYPE = "data.record_type"
-DETERMINISTIC = "task.engine.steady"
+DETERMINISTIC = "task.engine.deterministic"
 TOKENIZE = ["task=tokenize", *make.TEXTS, f"{RECORD_TYPE}=text", "task.output=shards/tokens", "task.shards=2"]
 
 
@@ -49,7 +49,7 @@ def own(tmp_path: Path) -> Path:
 
 def answer(*words: str, cwd: Path) -> Any:
     """The JSON that a command prints. No fault of a stored file is reported."""
-    done = finished(*words, "--json", cwd=cwd)
+    done = run_ok(*words, "--json", cwd=cwd)
     assert not done.stderr, done.stderr
     return json.loads(done.stdout)
 
@@ -119,15 +119,15 @@ def test_conditions_select_by_keys_of_this_version(condition: str, names: set[st
 
 
 def test_runs_are_shown_compared_and_reported(stored: Path) -> None:
-    shown = finished("runs", "show", "mixture", cwd=stored)
+    shown = run_ok("runs", "show", "mixture", cwd=stored)
     assert "gemma4-26b" in shown.stdout and not shown.stderr
-    assert "model.kinds.local.moe.experts" in finished("runs", "show", "mixture", "--all", cwd=stored).stdout
-    best = finished("runs", "best", "sweep=rates", cwd=stored).stdout
+    assert "model.kinds.local.moe.experts" in run_ok("runs", "show", "mixture", "--all", cwd=stored).stdout
+    best = run_ok("runs", "best", "sweep=rates", cwd=stored).stdout
     assert "optimizer.learning_rate=0.01" in best
-    compared = finished("runs", "diff", *RATES, cwd=stored).stdout
+    compared = run_ok("runs", "diff", *RATES, cwd=stored).stdout
     assert "optimizer.learning_rate" in compared
-    finished("runs", "report", "preference", cwd=stored)
-    finished("runs", "report", "search", cwd=stored)
+    run_ok("runs", "report", "preference", cwd=stored)
+    run_ok("runs", "report", "search", cwd=stored)
     assert (stored / "outputs" / "preference" / "report.html").exists()
     assert (stored / "outputs" / "search" / "sweep.html").exists()
 
@@ -148,19 +148,19 @@ def test_overrides_and_config_of_a_run_give_the_same_config(
     monkeypatch.chdir(stored)
     folder = stored / "outputs" / name
     written = from_yaml((folder / "config.yaml").read_text(), str(folder / "config.yaml"))
-    assert comparable(compose(arguments(facts(folder), None)).config) == comparable(written)
+    assert comparable(compose(rerun_arguments(facts(folder), None)).config) == comparable(written)
 
 
 @pytest.mark.parametrize("name", ["mixture", "preference", "tokenizer", "rewards", *SEARCH[:1]])
 def test_a_run_can_be_run_again(name: str, stored: Path) -> None:
-    done = finished("runs", "rerun", name, "--anyway", "--dry-run", cwd=stored)
+    done = run_ok("runs", "rerun", name, "--anyway", "--dry-run", cwd=stored)
     assert done.stdout.startswith(f"cd {stored} && maxhydra ")
 
 
 @pytest.mark.parametrize("name", ["decode", "decode_int4", "train_tokenizer", "score"])
 def test_a_config_file_is_executed(name: str, stored: Path) -> None:
     """Also weights in four bits, whose folder has a quantization.yaml."""
-    done = finished("job", f"jobs/{name}.yaml", cwd=stored)
+    done = run_ok("job", f"jobs/{name}.yaml", cwd=stored)
     if name == "train_tokenizer":
         assert (stored / "tokenizer" / "tokenizer.json").exists()
     elif name == "score":
@@ -180,7 +180,7 @@ def test_a_run_resumes_as_if_it_was_never_interrupted(run: str, whole: str, step
     outputs = own / "outputs"
     # The flags of this test suite compile other programs, whose losses differ in the last bits.
     flags = " ".join(facts(outputs / whole)["xla_flags"])
-    finished("runs", "resume", run, f"train.steps={steps}", cwd=own, XLA_FLAGS=flags)
+    run_ok("runs", "resume", run, f"train.steps={steps}", cwd=own, XLA_FLAGS=flags)
     assert_continues(outputs / run, outputs / whole, steps)
     assert [session["start_step"] for session in facts(outputs / run)["sessions"]] == [0, 6 if run == "pretrain" else 3]
     assert [run["path"] for run in answer("runs", "list", f"step={steps}", cwd=own)].count(run) == 1
@@ -188,7 +188,7 @@ def test_a_run_resumes_as_if_it_was_never_interrupted(run: str, whole: str, step
 
 @pytest.mark.slow
 def test_an_adapter_resumes(own: Path) -> None:
-    finished("runs", "resume", "lora", "train.steps=4", cwd=own)
+    run_ok("runs", "resume", "lora", "train.steps=4", cwd=own)
     assert list(losses(own / "outputs" / "lora")) == [1, 2, 3, 4]
 
 
@@ -213,13 +213,13 @@ def test_weights_give_the_stored_scores(
             json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(stored / "exported/hf")})
         )
     given = [*make.MODEL, "train.seq_len=32", "task=score", "task.input=scored.jsonl", f"task.output={output}", *more]
-    finished(*given, f"checkpoint.load_parameters={weights}", cwd=stored)
+    run_ok(*given, f"checkpoint.load_parameters={weights}", cwd=stored)
     np.testing.assert_allclose(scores(output), scores(stored / f"scores/{scored}.jsonl"), atol=tolerance)
 
 
 def test_a_mixture_gives_the_stored_scores(stored: Path) -> None:
     changes = ["task=score", "task.input=scored.jsonl", "task.output=mixture.jsonl"]
-    finished(
+    run_ok(
         *("runs", "rerun", "mixture", "--anyway", *changes, "checkpoint.load_parameters=outputs/mixture"), cwd=stored
     )
     np.testing.assert_allclose(scores(stored / "mixture.jsonl"), scores(stored / "scores/mixture.jsonl"), atol=1e-4)
@@ -231,7 +231,7 @@ def test_a_new_run_starts_from_the_weights(name: str, stored: Path) -> None:
     """The loss of its first step is not that of fresh weights."""
     new = f"after_{name}"
     changes = [f"checkpoint.load_parameters=outputs/{name}", "train.steps=1", f"run.name={new}", "checkpoint=none"]
-    finished("runs", "rerun", name, "--anyway", *changes, cwd=stored)
+    run_ok("runs", "rerun", name, "--anyway", *changes, cwd=stored)
     (loss,) = losses(stored / "outputs" / new).values()
     assert loss != losses(stored / "outputs" / name)[1]
     assert facts(stored / "outputs" / new)["started_from"] == f"the weights of outputs/{name}"
@@ -244,16 +244,16 @@ def test_a_new_run_starts_from_the_weights(name: str, stored: Path) -> None:
 def test_sweeps_are_resumed(own: Path) -> None:
     shutil.rmtree(own / "outputs" / RATES[1])
     before = facts(own / "outputs" / RATES[0])
-    finished("sweep", "resume", "rates", cwd=own)
+    run_ok("sweep", "resume", "rates", cwd=own)
     assert facts(own / "outputs" / RATES[0]) == before
     assert facts(own / "outputs" / RATES[1])["status"] == "finished"
-    finished("sweep", "resume", "search", "--trials", "3", cwd=own)
+    run_ok("sweep", "resume", "search", "--trials", "3", cwd=own)
     assert len(list((own / "outputs" / "search").glob("*/run.json"))) == 3
 
 
 def test_the_status_of_sweeps_is_shown(stored: Path) -> None:
     for name, runs in (("rates", RATES), ("search", SEARCH)):
-        lines = finished("sweep", "status", name, cwd=stored).stdout.splitlines()
+        lines = run_ok("sweep", "status", name, cwd=stored).stdout.splitlines()
         assert [line.partition(": ")[0] for line in lines[:2]] == [run.partition("/")[2] for run in runs]
         assert all("finished" in line for line in lines[:2])
 
@@ -264,10 +264,10 @@ def test_the_status_of_sweeps_is_shown(stored: Path) -> None:
 def test_shards_are_complete_and_training_reads_them(stored: Path) -> None:
     """The settings in index.json are those of the same command today: nothing is written again."""
     before = (stored / "shards/tokens/index.json").read_text()
-    finished(*TOKENIZE, "task.workers=1", cwd=stored)
+    run_ok(*TOKENIZE, "task.workers=1", cwd=stored)
     assert json.loads((stored / "shards/tokens/index.json").read_text())["shards"] == json.loads(before)["shards"]
     given = ["data=grain", "data.path=shards/tokens", f"{RECORD_TYPE}=tokens", "train.steps=1", "checkpoint=none"]
-    finished(*make.MODEL, *make.TRAIN, *given, "train.eval_batches=0", "run.name=on_shards", cwd=stored)
+    run_ok(*make.MODEL, *make.TRAIN, *given, "train.eval_batches=0", "run.name=on_shards", cwd=stored)
     assert list(losses(stored / "outputs" / "on_shards")) == [1]
 
 
@@ -275,5 +275,5 @@ def test_shards_are_complete_and_training_reads_them(stored: Path) -> None:
 def test_a_student_learns_from_stored_logits(stored: Path) -> None:
     given = ["task=distill", "data=grain", "data.path=shards/logits", f"{RECORD_TYPE}=teacher", "train.steps=1"]
     given += ["checkpoint=none", "train.eval_batches=0", "run.name=student"]
-    finished(*make.MODEL, *make.TRAIN, *given, cwd=stored)
+    run_ok(*make.MODEL, *make.TRAIN, *given, cwd=stored)
     assert list(losses(stored / "outputs" / "student")) == [1]

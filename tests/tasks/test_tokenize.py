@@ -26,7 +26,7 @@ from maxhydra.data.shards import Shards
 from maxhydra.data.sources.grain import open_records
 from maxhydra.record import RunDirectory
 from maxhydra.tasks import Job, tokenize
-from tests.support.cli import ROOT, command, environment, finished
+from tests.support.cli import ROOT, command, environment, run_ok
 from tests.support.skips import import_optional
 
 datasets = import_optional("datasets", extra="data")
@@ -73,7 +73,7 @@ def expected(texts: list[str] = TEXTS) -> list[list[int]]:
 
 def test_shards_hold_every_record_once_in_order_and_give_the_same_batches(texts: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    done = finished(*arguments(texts, output, "task.workers=2"), cwd=tmp_path)
+    done = run_ok(*arguments(texts, output, "task.workers=2"), cwd=tmp_path)
     assert tokens_in(output) == expected()
     index = json.loads((output / "index.json").read_text())
     assert index["complete"] and index["records"] == 600 and len(index["shards"]) == 4

@@ -22,7 +22,7 @@ from maxhydra.data.sources.demo import TEXT
 from maxhydra.record import RunDirectory
 from maxhydra.tasks import Job
 from maxhydra.tasks import train_tokenizer as task
-from tests.support.cli import facts, finished
+from tests.support.cli import facts, run_ok
 from tests.support.skips import import_optional
 
 SAMPLES = ["Friends, Romans, countrymen,\n lend me  your ears; 1234", "naïve 日本語 🎭", "<|eos|><|im_end|>", ""]
@@ -57,19 +57,21 @@ def test_loads_alike_here_and_in_transformers(tmp_path: Path, lines: str, model:
     reference = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert tokenizer.vocab_size == len(reference) == metrics["vocab_size"] == 500
     special_tokens = ["<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
-    assert tokenizer.marks == {name: number for number, name in enumerate(special_tokens)}
+    assert tokenizer.special_token_ids == {name: number for number, name in enumerate(special_tokens)}
     assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (0, 1, 2)
     assert (reference.bos_token_id, reference.eos_token_id, reference.pad_token_id) == (0, 1, 2)
     for text in SAMPLES:
         assert tokenizer.decode(tokenizer.encode(text)) == text, "any text round-trips"
-        assert tokenizer.encode_marked(text)[0].tolist() == reference.encode(text, add_special_tokens=False)
+        assert tokenizer.encode_with_special_tokens(text)[0].tolist() == reference.encode(
+            text, add_special_tokens=False
+        )
         assert reference.decode(reference.encode(text, add_special_tokens=False), skip_special_tokens=False) == text
     assert metrics["characters_per_token"] > 1.5
     assert len(tokenizer.encode("the king and the queen")) < 12, "it has learned words"
 
 
 def test_the_command_and_rows_made_with_it(tmp_path: Path) -> None:
-    finished("task=train_tokenizer", "task.vocab_size=300", "task.max_characters=20000", "run.name=made", cwd=tmp_path)
+    run_ok("task=train_tokenizer", "task.vocab_size=300", "task.max_characters=20000", "run.name=made", cwd=tmp_path)
     folder = tmp_path / "outputs" / "made" / "tokenizer"
     assert sorted(path.name for path in folder.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
     assert facts(folder.parent)["metrics"]["characters"] == 20000
@@ -100,7 +102,7 @@ def test_sentencepiece(tmp_path: Path, lines: str) -> None:
     tokenizer = load_tokenizer(
         Data(tokenizer=Config(kind="sentencepiece", path=str(tmp_path / "trained" / "tokenizer.model")))
     )
-    assert set(tokenizer.marks) == {"<|bos|>", "<|eos|>", "<|pad|>", "<|turn|>"}
+    assert set(tokenizer.special_token_ids) == {"<|bos|>", "<|eos|>", "<|pad|>", "<|turn|>"}
     assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (1, 2, 3)
     for text in SAMPLES:
         assert tokenizer.decode(tokenizer.encode(text)) == text

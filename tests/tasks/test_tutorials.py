@@ -27,11 +27,11 @@ def test_every_command_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     assert commands
     binaries = tmp_path / ".bin"
     binaries.mkdir()
-    warm.program(binaries / "maxhydra", compiling.PREFIX)
+    warm.write_script(binaries / "maxhydra", compiling.PREFIX)
     env = environment()
     env["PATH"] = f"{binaries}:{Path(sys.executable).parent}:{env['PATH']}"
     # The commands set the number of devices themselves.
-    env["XLA_FLAGS"] = compiling.flags()
+    env["XLA_FLAGS"] = compiling.xla_flags()
     for command, code in commands:
         done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == code, f"$ {command}\n{done.stdout}\n{done.stderr}"

@@ -11,7 +11,7 @@ from maxhydra.config.compose.composer import compose
 from maxhydra.data import BatchSpec
 from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.train import plan_batches
-from tests.support.cli import SMALL, finished, losses, parameter_hash
+from tests.support.cli import SMALL, losses, parameter_hash, run_ok
 
 
 def plan(*overrides: str, devices: int = 1) -> BatchSpec:
@@ -43,9 +43,9 @@ def test_sizes_that_do_not_fit_the_mesh() -> None:
 def test_a_ramped_run_resumes_at_its_batch_size(tmp_path: Path) -> None:
     ramp = ["train.ramp.start=2", "train.ramp.increment=2", "train.ramp.sequences=24", "train.eval_batches=0"]
     arguments = [*SMALL, *ramp, "optimizer/schedule=constant", "checkpoint.every=100"]
-    finished(*arguments, "run.name=whole", "train.steps=12", cwd=tmp_path)
+    run_ok(*arguments, "run.name=whole", "train.steps=12", cwd=tmp_path)
     for steps in (5, 8, 12):
-        finished(*arguments, "run.name=parts", f"train.steps={steps}", cwd=tmp_path)
+        run_ok(*arguments, "run.name=parts", f"train.steps={steps}", cwd=tmp_path)
     whole, parts = tmp_path / "outputs/whole", tmp_path / "outputs/parts"
     assert losses(whole) == losses(parts)
     assert parameter_hash(whole, 12) == parameter_hash(parts, 12)

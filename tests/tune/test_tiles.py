@@ -21,7 +21,7 @@ from maxhydra.kernels.dispatch import UnsupportedError
 from maxhydra.kernels.tiles import override_sizes
 from maxhydra.runtime.hardware_options import hardware_options
 from maxhydra.sharding import Sharder, abstract_mesh
-from maxhydra.train.compile_report import traced_step
+from maxhydra.train.compile import trace_pretraining_step
 from maxhydra.tune.space import Axis, axes
 
 MOSAIC = {"attention": namedtuple("Forward", "forward")(attention.mosaic.TILES[64].forward)}
@@ -112,7 +112,7 @@ def kernels(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...], int]]:
 def step_kernels(*overrides: str) -> dict[str, tuple[tuple[int, ...], int]]:
     config = compose([*MODEL, *overrides]).config
     mesh = abstract_mesh(config.mesh, devices=1, slices=1).update(abstract_device=AbstractDevice("H200", 1, "gpu"))
-    traced = traced_step(config, Sharder(mesh, config.mesh.rules))
+    traced = trace_pretraining_step(config, Sharder(mesh, config.mesh.rules))
     return {name: (grid, warps) for name, grid, warps in kernels(traced.jaxpr)}
 
 
@@ -171,11 +171,11 @@ def test_tiles_of_the_models_kernels_are_tuned_on_a_gpu(model: str, missing: set
 
 
 def test_candidates_exclude_the_default_and_sizes_that_do_not_divide() -> None:
-    for kernel, candidates in attention.triton.tried(128, 64 * 9).items():
+    for kernel, candidates in attention.triton.candidate_tiles(128, 64 * 9).items():
         assert {sizes["queries"] for sizes in candidates} == {sizes["keys"] for sizes in candidates} == {64}
         assert attention.triton.Block(**candidates[0]) != getattr(attention.triton.BLOCKS[128], kernel)
-    assert not attention.triton.tried(320, 4096) and not attention.mosaic.tried(80, 4096)
-    assert {sizes["logits"] for sizes in linear_cross_entropy.triton.tried(5000)[""]} == {4096}
+    assert not attention.triton.candidate_tiles(320, 4096) and not attention.mosaic.candidate_tiles(80, 4096)
+    assert {sizes["logits"] for sizes in linear_cross_entropy.triton.candidate_tiles(5000)[""]} == {4096}
 
 
 def test_requested_sizes_are_never_ignored() -> None:

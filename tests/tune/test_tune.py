@@ -18,7 +18,7 @@ from maxhydra.tune.experiment import experiment
 from maxhydra.tune.search import OutOfTime, eliminate, grid, one_by_one
 from maxhydra.tune.space import Axis, Candidate, apply_candidate, axes
 from maxhydra.tune.tuner import needs_less
-from tests.support.cli import facts, finished, kill_when
+from tests.support.cli import facts, kill_when, run_ok
 
 SPACE = [Axis("a", ("a=0", "a=1", "a=2")), Axis("b", ("b=0", "b=1")), Axis("c", ("c=0", "c=1", "c=2"))]
 
@@ -183,7 +183,7 @@ def test_a_search_survives_crashes_and_a_kill_and_its_experiment_runs(tmp_path: 
     lines = tmp_path / "outputs" / "it" / "tune.jsonl"
     kill_when(given, lines, cwd=tmp_path)
     first = lines.read_text()
-    done = finished(*given, cwd=tmp_path)
+    done = run_ok(*given, cwd=tmp_path)
     assert lines.read_text().startswith(first)
     trials = [json.loads(line) for line in lines.read_text().splitlines()]
     assert [trial["status"] for trial in trials] == ["measured", "measured", "failed"]
@@ -194,7 +194,7 @@ def test_a_search_survives_crashes_and_a_kill_and_its_experiment_runs(tmp_path: 
     assert run_facts["status"] == "finished" and run_facts["best"]["key"] == best["key"]
     assert len(run_facts["sessions"]) == 2
 
-    finished("--config-dir", "conf", "experiment=fast", "debug=one_step", "run.name=after", cwd=tmp_path)
+    run_ok("--config-dir", "conf", "experiment=fast", "debug=one_step", "run.name=after", cwd=tmp_path)
     train = compose(["experiment=fast"], str(tmp_path / "conf")).config.train
     assert train.per_device_batch_size * train.grad_accum == 2 and train.seq_len == 16
 

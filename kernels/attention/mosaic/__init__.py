@@ -59,7 +59,7 @@ def tile_extents(length: int) -> dict[str, int]:
     return {"forward.size": length}
 
 
-def tried(head_dim: int, length: int) -> dict[str, list[dict[str, int]]]:
+def candidate_tiles(head_dim: int, length: int) -> dict[str, list[dict[str, int]]]:
     """Candidate tile sizes; empty for unsupported head sizes."""
     if head_dim not in TILES:
         return {}

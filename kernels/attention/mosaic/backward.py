@@ -27,7 +27,7 @@ from maxhydra.kernels.attention.mosaic.backward_smem import Barriers, Memory, Si
 from maxhydra.kernels.attention.mosaic.backward_split import SplitWorker
 from maxhydra.kernels.attention.mosaic.common import COMPILER_PARAMS, shared_segment_ranges
 from maxhydra.kernels.attention.mosaic.forward import forward
-from maxhydra.kernels.attention.spec import KEPT
+from maxhydra.kernels.attention.spec import CHECKPOINT_NAME
 from maxhydra.kernels.mosaic import WORKERS
 
 
@@ -101,7 +101,7 @@ def attend(params: KernelParams, inputs: Inputs) -> jax.Array:
 
 
 def _forward(params: KernelParams, inputs: Inputs) -> tuple[jax.Array, tuple[Inputs, jax.Array, jax.Array]]:
-    out_BTNH, total_BNT = checkpoint_name(forward(params, inputs), KEPT)
+    out_BTNH, total_BNT = checkpoint_name(forward(params, inputs), CHECKPOINT_NAME)
     return out_BTNH, (inputs, out_BTNH, total_BNT)
 
 

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     # Shell completion appends `=` to a key and a dot to a section.
     path = args.overrides[0].rstrip("=.") if args.overrides else ""
     composer = Composer(args.config_dir, args.config_name, searchpath(args.overrides))
-    checked = composer.examine(args.overrides[1:], with_hydra=False)
+    checked = composer.check_overrides(args.overrides[1:], with_hydra=False)
     if problem := missing_entry(checked.merge, path, checked.merge.new_entry(path)):
         raise ConfigError(problem)
     lines = list(_explain(path, composer, checked))

@@ -20,12 +20,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("--run-dir", type=Path)
     args = parser.parse_args(arguments)
-    from maxhydra.launch.job_spec import read_order  # noqa: PLC0415
+    from maxhydra.launch.job_spec import read_job_spec  # noqa: PLC0415
     from maxhydra.launch.termination import write_termination_message  # noqa: PLC0415
 
     run_dir = None if args.run_dir is None else args.run_dir.absolute()
     with write_termination_message(run_dir):
-        spec = read_order(args.config)
+        spec = read_job_spec(args.config)
         # jax is imported here, after the config is known to be valid.
         from maxhydra.cli.run_job import execute  # noqa: PLC0415
 

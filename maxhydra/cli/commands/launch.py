@@ -47,7 +47,7 @@ def _render(arguments: list[str]) -> int:
                 hint=hint,
             )
         )
-    print(make_backend(plan.launcher, plan.shared).render(plan.proposals), end="")
+    print(make_backend(plan.launcher, plan.context).render(plan.trials), end="")
     return 0
 
 
@@ -69,6 +69,6 @@ def _logs(arguments: list[str]) -> int:
     job = number.partition("_")[0]
     if not job.isdecimal():
         raise ConfigError(Problem("launch logs", "is not a job", args.name, f"{args.name}/0, ..."))
-    for text in GkeJobs(plan.launcher, plan.shared).logs(int(job), follow=args.follow):
+    for text in GkeJobs(plan.launcher, plan.context).logs(int(job), follow=args.follow):
         print(text, end="", flush=True)
     return 0

@@ -16,7 +16,7 @@ from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import to_json
 from maxhydra.record.labels import LABELS
 from maxhydra.runs.registry import Registry, Run
-from maxhydra.runs.summary import duration, show
+from maxhydra.runs.summary import format_cell, format_duration
 
 # Warnings that are printed one by one; the rest is only counted.
 _MAX_WARNINGS = 10
@@ -39,7 +39,7 @@ def print_json(value: Any) -> None:
 
 def print_warnings(registry: Registry) -> None:
     """Print unreadable files of runs on stderr, so that they never mix with the output that a program parses."""
-    faults = registry.faults()
+    faults = registry.read_errors()
     for fault in faults[:_MAX_WARNINGS]:
         print(f"maxhydra: {fault}", file=sys.stderr)
     if len(faults) > _MAX_WARNINGS:
@@ -72,10 +72,10 @@ def print_runs(registry: Registry, runs: Sequence[Run], columns: Sequence[str]) 
         [
             run.path,
             run.status,
-            *([show(run.value)] if shown else []),
-            *(show(extra[name].get(run.id)) for name in columns),
-            show(run.step),
-            duration(run.seconds),
+            *([format_cell(run.value)] if shown else []),
+            *(format_cell(extra[name].get(run.id)) for name in columns),
+            format_cell(run.step),
+            format_duration(run.seconds),
             age(run.created),
             " ".join(run.tags),
         ]

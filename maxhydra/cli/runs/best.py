@@ -8,8 +8,8 @@ import argparse
 
 from maxhydra.cli.runs._common import add_conditions, add_json, as_facts, print_json, print_runs, print_warnings
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.runs.compare import differing
-from maxhydra.runs.query import best, select
+from maxhydra.runs.compare import differing_keys
+from maxhydra.runs.query import rank_runs, select_runs
 from maxhydra.runs.registry import Registry
 from maxhydra.runs.rerun import rerun_command
 
@@ -29,7 +29,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     registry = Registry(args.outputs)
-    metric, ranked = best(registry, select(registry, args.conditions), args.metric, largest=args.max)
+    metric, ranked = rank_runs(registry, select_runs(registry, args.conditions), args.metric, largest=args.max)
     if not ranked:
         raise ConfigError(Problem(metric, "no matching run has a value of this metric yet"))
     shown = ranked[: max(1, args.limit)]
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         print_json([as_facts(run, **{metric: values[run.id], "rerun": commands[run.id]}) for run in shown])
     else:
         settings = registry.settings(run.id for run in shown)
-        changed = [key for key in differing(list(settings.values())) if not key.startswith("run.")]
+        changed = [key for key in differing_keys(list(settings.values())) if not key.startswith("run.")]
         print_runs(registry, shown, [metric, *changed[:_MAX_COLUMNS]])
         print(f"\nagain: {commands[shown[0].id]}")
     print_warnings(registry)

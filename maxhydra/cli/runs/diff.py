@@ -11,7 +11,7 @@ from maxhydra.cli.runs._common import add_json, print_json, print_table
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.runs.compare import Difference, compare
 from maxhydra.runs.registry import Registry, Run
-from maxhydra.runs.summary import show
+from maxhydra.runs.summary import format_cell
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -43,5 +43,5 @@ def _print(title: str, runs: Sequence[Run], entries: Sequence[Difference]) -> No
     if not entries:
         print(f"{title}: no difference\n")
         return
-    print_table([title, *(run.path for run in runs)], [[e.name, *map(show, e.values)] for e in entries])
+    print_table([title, *(run.path for run in runs)], [[e.name, *map(format_cell, e.values)] for e in entries])
     print()

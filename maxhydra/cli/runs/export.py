@@ -10,8 +10,8 @@ from pathlib import Path
 
 from maxhydra.cli.runs._common import add_conditions, print_warnings
 from maxhydra.config.errors import ConfigError, Problem
-from maxhydra.runs.export import WRITERS, table
-from maxhydra.runs.query import select
+from maxhydra.runs.export import WRITERS, run_table
+from maxhydra.runs.query import select_runs
 from maxhydra.runs.registry import Registry
 
 
@@ -26,8 +26,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.file.absolute().parent.is_dir():
         raise ConfigError(Problem("FILE", "its folder does not exist", str(args.file)))
     registry = Registry(args.outputs)
-    runs = select(registry, args.conditions)
-    columns = table(registry, runs)
+    runs = select_runs(registry, args.conditions)
+    columns = run_table(registry, runs)
     WRITERS[args.file.suffix](columns, args.file)
     print(f"{args.file}: {len(runs)} runs, {len(columns)} columns")
     print_warnings(registry)

@@ -12,8 +12,8 @@ import sys
 from maxhydra.cli.runs._common import add_conditions, print_runs
 from maxhydra.config.errors import ConfigError, Problem, did_you_mean
 from maxhydra.record import RunDirectory, RunInUseError
-from maxhydra.runs.gc import Rules, disposable, seconds, size
-from maxhydra.runs.query import select
+from maxhydra.runs.gc import Rules, find_disposable, folder_size, parse_duration
+from maxhydra.runs.query import select_runs
 from maxhydra.runs.registry import STATUSES, Registry, Run
 
 
@@ -33,7 +33,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     rules = _rules(args)
     registry = Registry(args.outputs)
-    runs = disposable(registry, select(registry, args.conditions), rules)
+    runs = find_disposable(registry, select_runs(registry, args.conditions), rules)
     folders = {run.id: registry.root / run.path for run in runs}
     if args.checkpoints:
         runs = [run for run in runs if (folders[run.id] / "checkpoints").is_dir()]
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         print("no runs to delete")
         return 0
     parts = [folders[run.id] / "checkpoints" if args.checkpoints else folders[run.id] for run in runs]
-    sizes = dict(zip(runs, map(size, parts), strict=True))
+    sizes = dict(zip(runs, map(folder_size, parts), strict=True))
     print_runs(registry, runs, [])
     if not args.yes and not _confirmed(_summary(sizes, args)):
         print("nothing was deleted")
@@ -79,7 +79,7 @@ def _rules(args: argparse.Namespace) -> Rules:
         problems.append(Problem("runs gc", "needs a rule", accepted="a CONDITION, --status, --older or --keep-best"))
     if problems:
         raise ConfigError(problems)
-    older = None if args.older is None else seconds(args.older)
+    older = None if args.older is None else parse_duration(args.older)
     return Rules(statuses, older, args.keep_best, args.metric, args.max)
 
 

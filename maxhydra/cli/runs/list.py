@@ -8,7 +8,7 @@ maxhydra runs list sweep=lr 'eval/loss<2' --columns optimizer.learning_rate,run.
 import argparse
 
 from maxhydra.cli.runs._common import add_conditions, add_json, as_facts, print_json, print_runs, print_warnings
-from maxhydra.runs.query import order, parse, select
+from maxhydra.runs.query import parse_condition, select_runs, sort_runs
 from maxhydra.runs.registry import FIELDS, Registry
 
 # Rows that fit a screen; --json prints all.
@@ -30,14 +30,14 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     registry = Registry(args.outputs)
-    runs = select(registry, args.conditions)
+    runs = select_runs(registry, args.conditions)
     if args.sort:
-        runs = order(registry, runs, args.sort, descending=args.reverse)
+        runs = sort_runs(registry, runs, args.sort, descending=args.reverse)
     elif args.reverse:
         runs.reverse()
     # Keys of conditions and of --sort are shown too.
     requested = list(filter(None, args.columns.split(",")))
-    queried = [args.sort, *(parse(text).key for text in args.conditions)]
+    queried = [args.sort, *(parse_condition(text).key for text in args.conditions)]
     columns = list(dict.fromkeys([*requested, *(name for name in queried if name and name not in FIELDS)]))
     limit = args.limit if args.limit is not None else 0 if args.json else _LIMIT
     shown = runs[: limit or len(runs)]

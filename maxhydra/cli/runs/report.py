@@ -26,7 +26,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     registry = Registry(args.outputs)
-    folder, runs = registry.under(args.name)
+    folder, runs = registry.runs_under(args.name)
     if not runs:
         raise ConfigError(Problem("runs report", f"no runs in {args.outputs}"))
     if runs[0].path == folder:

@@ -12,7 +12,7 @@ import argparse
 from maxhydra.cli.runs._common import start
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.runs.registry import Registry
-from maxhydra.runs.rerun import arguments, changed_code
+from maxhydra.runs.rerun import describe_code_change, rerun_arguments
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +26,9 @@ def run(args: argparse.Namespace) -> int:
     registry = Registry(args.outputs)
     directory = registry.directory(registry.find(args.name))
     facts = directory.read()
-    difference = changed_code(facts, directory.path)
+    difference = describe_code_change(facts, directory.path)
     if difference and not args.anyway:
         raise ConfigError(
             Problem(args.name, f"the code has changed: {difference}", hint="run the current code with --anyway")
         )
-    return start(arguments(facts, None, *args.changes), facts["folder"], dry=args.dry_run)
+    return start(rerun_arguments(facts, None, *args.changes), facts["folder"], dry=args.dry_run)

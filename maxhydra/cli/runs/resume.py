@@ -11,7 +11,7 @@ import sys
 from maxhydra.cli.runs._common import start
 from maxhydra.config.errors import ConfigError, Problem, quoted
 from maxhydra.runs.registry import Registry
-from maxhydra.runs.rerun import arguments, changed_code
+from maxhydra.runs.rerun import describe_code_change, rerun_arguments
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +29,9 @@ def run(args: argparse.Namespace) -> int:
         )
     directory = registry.directory(found)
     facts = directory.read()
-    if difference := changed_code(facts, directory.path):
+    if difference := describe_code_change(facts, directory.path):
         # Only a warning: a run is often resumed after a bug fix, and run.json records the commit of each session.
         print(f"maxhydra: the code has changed: {difference}", file=sys.stderr)
     outputs = os.path.relpath(registry.root.resolve(), facts["folder"])
     changes = [*args.changes, f"run.outputs={quoted(outputs)}"]
-    return start(arguments(facts, found.path, *changes), facts["folder"], dry=args.dry_run)
+    return start(rerun_arguments(facts, found.path, *changes), facts["folder"], dry=args.dry_run)

@@ -11,8 +11,8 @@ from maxhydra.cli.runs._common import add_json, print_json
 from maxhydra.config.errors import ConfigError, Problem
 from maxhydra.record import scan_metrics
 from maxhydra.runs.registry import Registry, Run
-from maxhydra.runs.settings import lookup, settings
-from maxhydra.runs.summary import Facts, figures, moment
+from maxhydra.runs.settings import get_setting, list_settings
+from maxhydra.runs.summary import Facts, format_time, key_numbers
 
 _WIDTH = 14
 
@@ -37,12 +37,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     config_yaml = directory.config_path.read_text(encoding="utf-8") if directory.config_path.exists() else ""
     _print_facts(found, facts)
-    for figure in figures(
-        facts, scan_metrics(directory.metrics_path).rows, total_steps=lookup(config_yaml, "train.steps")
+    for figure in key_numbers(
+        facts, scan_metrics(directory.metrics_path).rows, total_steps=get_setting(config_yaml, "train.steps")
     ):
         _line(figure.label.lower(), f"{figure.value}{f'  ({figure.note})' if figure.note else ''}")
     print("\nconfig" if args.all else "\nconfig values that are not the default (--all shows the rest)")
-    for setting in settings(config_yaml):
+    for setting in list_settings(config_yaml):
         if args.all or setting.changed:
             print(f"  {setting.path} = {setting.value}")
     return 0
@@ -53,7 +53,7 @@ def _print_facts(run: Run, facts: Facts) -> None:
     commit = f"{git['sha'][:12]}{' with uncommitted changes' if git.get('dirty') else ''}" if git.get("sha") else ""
     _line("run", run.path)
     _line("status", f"{facts['status']}{': ' + facts['reason'] if facts['reason'] else ''}")
-    _line("started", f"{moment(facts['created'])}, {len(facts['sessions'])} session(s), on {facts['host']}")
+    _line("started", f"{format_time(facts['created'])}, {len(facts['sessions'])} session(s), on {facts['host']}")
     _line("command", shlex.join(facts.get("command") or []))
     _line("commit", commit)
     _line("devices", str(facts.get("devices") or ""))

@@ -83,7 +83,7 @@ class CheckedConfig:
 def compose(overrides: list[str], config_dir: str | None = None) -> Composed:
     """Return the config that `maxhydra OVERRIDES` runs with; raise ConfigError if it is not valid."""
     composer = _default_composer() if config_dir is None else Composer(config_dir)
-    return composer.examine(overrides).composed()
+    return composer.check_overrides(overrides).composed()
 
 
 @cache
@@ -113,7 +113,7 @@ class Composer:
         self.groups = Groups(self.loader.repository)
         self._defaults: dict[tuple[str, ...], DefaultsList] = {}
 
-    def examine(self, overrides: list[str], *, with_hydra: bool = True) -> CheckedConfig:
+    def check_overrides(self, overrides: list[str], *, with_hydra: bool = True) -> CheckedConfig:
         """Compose and validate the config of one job.
 
         `with_hydra=False` skips Hydra's own composition, which gives the same values but takes ten times as long. It is

@@ -5,7 +5,7 @@ from enum import Enum
 
 from maxhydra.config.declare import Schema, option, schema
 from maxhydra.config.errors import Problem
-from maxhydra.config.regex import unreadable
+from maxhydra.config.regex import regex_problems
 
 
 class AdapterKind(Enum):
@@ -43,4 +43,4 @@ class Adapter(Schema):
                 kind = self.kind.value
                 hint = f"set it, or choose the option adapter={kind}, which sets all fields"
                 yield Problem(name, f"is needed by kind={kind}", value=None, hint=hint)
-        yield from unreadable("targets", self.targets or [])
+        yield from regex_problems("targets", self.targets or [])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from maxhydra.config.declare import Schema, option, schema
 from maxhydra.config.errors import Problem, did_you_mean
-from maxhydra.config.paths import ACCEPTED, beside, is_remote, matches, parts
+from maxhydra.config.paths import ACCEPTED, is_remote, matches, nearby_files, parts
 
 # Sources that yield full rows of tokens, without a record type and without packing.
 READY_ROWS = ("demo", "text", "synthetic", "olmo")
@@ -138,7 +138,7 @@ class Corpus(Schema):
         """Yield problems of local paths that do not exist; contents and remote files are checked when opened."""
         for name in parts(getattr(self, field) or ""):
             if not is_remote(name) and not matches(name):
-                hint = beside(Path(name).expanduser())
+                hint = nearby_files(Path(name).expanduser())
                 yield Problem(field, "no such file", value=name, accepted=ACCEPTED, hint=hint)
 
     def _check_record_type(self) -> Iterator[Problem]:

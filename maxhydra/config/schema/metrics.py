@@ -28,7 +28,7 @@ LOGGED = {
 }
 
 
-def unlogged(path: str, name: str, *, task: str, evaluates: bool) -> Iterator[Problem]:
+def unlogged_metric(path: str, name: str, *, task: str, evaluates: bool) -> Iterator[Problem]:
     """Yield the problem of a metric that no run of this task logs; `path` is the key that names it."""
     known = LOGGED.get(task)
     if known is None:

@@ -6,7 +6,7 @@ from enum import Enum
 
 from maxhydra.config.declare import Schema, option, schema
 from maxhydra.config.errors import Problem
-from maxhydra.config.regex import unreadable
+from maxhydra.config.regex import regex_problems
 
 
 class QuantizationKind(Enum):
@@ -31,8 +31,8 @@ class Activations(Enum):
 
 # Kinds for training, and kinds in which weights are stored for decoding.
 QAT = (QuantizationKind.qat_int8, QuantizationKind.qat_int4)
-TO_TRAIN = (QuantizationKind.fp8, QuantizationKind.int8, *QAT)
-TO_KEEP = (QuantizationKind.int8_weights, QuantizationKind.int4_weights)
+TRAINING_KINDS = (QuantizationKind.fp8, QuantizationKind.int8, *QAT)
+STORED_KINDS = (QuantizationKind.int8_weights, QuantizationKind.int4_weights)
 GROUPED = (QuantizationKind.qat_int4, QuantizationKind.int4_weights)
 
 
@@ -68,7 +68,7 @@ class QuantizationRule(Schema):
         if kind is not QuantizationKind.none and not self.targets:
             hint = f"quantization={kind.value} selects an option with targets"
             yield Problem("targets", "is empty, so nothing would be quantized", value=[], hint=hint)
-        yield from unreadable("targets", self.targets)
+        yield from regex_problems("targets", self.targets)
         for name, value, users in (
             ("group", self.group, GROUPED),
             ("history", self.history, (QuantizationKind.fp8,)),
@@ -117,7 +117,7 @@ class Quantization(QuantizationRule):
             yield Problem(
                 "overrides", reason, value=sorted(self.overrides), hint="choose the base rule with quantization=..."
             )
-        first = TO_TRAIN if self.kind in TO_TRAIN else TO_KEEP
+        first = TRAINING_KINDS if self.kind in TRAINING_KINDS else STORED_KINDS
         for name, rule in self.overrides.items():
             if rule.kind not in (*first, QuantizationKind.none):
                 reason = f"cannot be combined with kind={self.kind.value}: one is for training, the other for decoding"

@@ -8,7 +8,7 @@ from typing import Any
 
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
-from maxhydra.data.chat import ChatTemplate, chat_template
+from maxhydra.data.chat import ChatTemplate, compile_chat_template
 from maxhydra.data.records import Record
 from maxhydra.data.tokenizers import Tokenizer
 
@@ -26,7 +26,7 @@ class UnpackedRecordType(ABC):
     @cached_property
     def _template(self) -> ChatTemplate:
         """Chat template, compiled with the first conversation: plain text needs none."""
-        return chat_template(self.tokenizer)
+        return compile_chat_template(self.tokenizer)
 
     def encode(self, records: Sequence[Record]) -> list[Any]:
         return [self._example(record) for record in records]

@@ -9,7 +9,7 @@ from typing import Any
 
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
-from maxhydra.data.chat import ChatTemplate, chat_template
+from maxhydra.data.chat import ChatTemplate, compile_chat_template
 from maxhydra.data.record_types import Rejected, column_of
 from maxhydra.data.records import Record
 from maxhydra.data.rows import Row
@@ -36,4 +36,4 @@ class Chat:
 
 
 def build(corpus: Corpus, data: Data, seq_len: int) -> Chat:
-    return Chat(corpus, data, chat_template(load_tokenizer(data)))
+    return Chat(corpus, data, compile_chat_template(load_tokenizer(data)))

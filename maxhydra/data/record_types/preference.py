@@ -85,7 +85,7 @@ class Preference(UnpackedRecordType):
 
     def _fit(self, chosen: Document, rejected: Document) -> Any:
         """Truncate a pair that is longer than a row as data.packing.overlong says, or reject it."""
-        longest = max(chosen.places, rejected.places)
+        longest = max(chosen.num_targets, rejected.num_targets)
         if longest <= self.seq_len:
             return Pair(chosen, rejected)
         prompt = min(_prompt_length(chosen), _prompt_length(rejected))
@@ -169,7 +169,7 @@ def _slice(document: Document, start: int, stop: int) -> Document:
 
 def _columns(document: Document, seq_len: int) -> Row:
     """Padded tokens, targets, positions and weights of one sequence."""
-    count = document.places
+    count = document.num_targets
     assert document.weights is not None
     values = {
         "tokens": document.tokens[:-1],

@@ -11,7 +11,7 @@ import numpy as np
 
 from maxhydra.config.schema.corpus import Corpus
 from maxhydra.config.schema.data import Data
-from maxhydra.data.chat import UnclearError
+from maxhydra.data.chat import ChatTemplateError
 from maxhydra.data.record_types import Rejected, column_of, text_of
 from maxhydra.data.record_types._unpacked import UnpackedRecordType
 from maxhydra.data.records import Record
@@ -31,7 +31,7 @@ class Prompts(UnpackedRecordType):
         is_text = isinstance(value, (str, bytes))
         try:
             text = value if is_text or isinstance(value, Rejected) else self._template.prompt(value)
-        except UnclearError as error:
+        except ChatTemplateError as error:
             return Rejected(str(error))
         text = text_of(text, self.data)
         if isinstance(text, Rejected):
@@ -39,7 +39,7 @@ class Prompts(UnpackedRecordType):
         begin = (
             [self.tokenizer.bos] if is_text and self.data.tokenizer.add_bos and self.tokenizer.bos is not None else []
         )
-        ids = self.tokenizer.encode(text) if is_text else self.tokenizer.encode_marked(text)[0].tolist()
+        ids = self.tokenizer.encode(text) if is_text else self.tokenizer.encode_with_special_tokens(text)[0].tolist()
         tokens = np.array([*begin, *ids], np.int32)
         if not 0 < len(tokens) <= self.seq_len:
             reason = f"has {len(tokens)} tokens, more than train.seq_len={self.seq_len}" if len(tokens) else "is empty"

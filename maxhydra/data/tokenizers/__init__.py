@@ -28,8 +28,8 @@ class Tokenizer(Protocol):
     """Jinja source of the tokenizer's chat template."""
     special: frozenset[int]
     """Ids of special tokens, such as the end of a turn."""
-    marks: Mapping[str, int]
-    """Ids of special tokens by name, as `encode_marked` recognizes them in text."""
+    special_token_ids: Mapping[str, int]
+    """Ids of special tokens by name, as `encode_with_special_tokens` recognizes them in text."""
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text; names of special tokens in it are plain text."""
@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
         """Tokenize a whole file, into the smallest dtype that holds the ids."""
         ...
 
-    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode_with_special_tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Tokenize a text in which names of special tokens become those tokens; also return character spans [n, 2]."""
         ...
 

@@ -18,7 +18,7 @@ class ByteTokenizer:
     pad = 258
     vocab_size = 259
     special = frozenset({bos, eos, pad})
-    marks: Mapping[str, int] = MappingProxyType({"<|begin|>": bos, "<|end|>": eos, "<|pad|>": pad})
+    special_token_ids: Mapping[str, int] = MappingProxyType({"<|begin|>": bos, "<|end|>": eos, "<|pad|>": pad})
 
     def __init__(self, chat_template: str | None = None):
         self.chat_template = chat_template
@@ -32,11 +32,11 @@ class ByteTokenizer:
     def encode_bytes(self, data: bytes) -> np.ndarray:
         return np.frombuffer(data, np.uint8).astype(np.uint16)
 
-    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode_with_special_tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
         for piece in PIECES.finditer(text):
-            special_id = self.marks.get(piece[0])
+            special_id = self.special_token_ids.get(piece[0])
             piece_ids = list(piece[0].encode()) if special_id is None else [special_id]
             ids += piece_ids
             spans += [piece.span()] * len(piece_ids)
@@ -48,7 +48,7 @@ class ByteTokenizer:
 
 
 # A special token's name, or one character.
-PIECES = re.compile("|".join([*map(re.escape, ByteTokenizer.marks), "."]), re.DOTALL)
+PIECES = re.compile("|".join([*map(re.escape, ByteTokenizer.special_token_ids), "."]), re.DOTALL)
 
 
 def build(config: Config) -> ByteTokenizer:

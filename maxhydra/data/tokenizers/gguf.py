@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from maxhydra.config.paths import beside
+from maxhydra.config.paths import nearby_files
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data.special_tokens import wrong
 from maxhydra.data.tokenizers.hf import ROLES, HuggingFaceTokenizer
@@ -27,7 +27,7 @@ def build(config: Config) -> HuggingFaceTokenizer:
     path = locate(KEY, config.path)
     if not path.is_file():
         accepted = "a .gguf file, or package:NAME of an installed package with one"
-        raise wrong(config, "path", "no such file", config.path, accepted=accepted, hint=beside(path))
+        raise wrong(config, "path", "no such file", config.path, accepted=accepted, hint=nearby_files(path))
     values = {
         name.removeprefix("tokenizer."): value
         for name, value in open_gguf(KEY, path).values.items()

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from maxhydra.config.paths import beside
+from maxhydra.config.paths import nearby_files
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data.optional_packages import need
-from maxhydra.data.special_tokens import blocks, chat_template, find_special_tokens, smallest, wrong
+from maxhydra.data.special_tokens import blocks, chat_template, find_special_tokens, smallest_id_dtype, wrong
 
 ROLES = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token"}
 
@@ -39,16 +39,18 @@ class HuggingFaceTokenizer:
             description, {text: id for text, id in ids.items() if id in (special_tokens.bos, special_tokens.eos)}
         )
         self.vocab_size = max(ids.values()) + 1
-        self.marks = {token["content"]: token["id"] for token in description["added_tokens"] if token["special"]}
-        self.special = frozenset(self.marks.values())
+        self.special_token_ids = {
+            token["content"]: token["id"] for token in description["added_tokens"] if token["special"]
+        }
+        self.special = frozenset(self.special_token_ids.values())
         self.chat_template = chat_template(config, settings.get("chat_template"))
         self._description = {**description, "post_processor": None, "truncation": None, "padding": None}
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        random_names = {text: f"{secrets.token_hex(16)}{id}" for text, id in self.marks.items()}
+        random_names = {text: f"{secrets.token_hex(16)}{id}" for text, id in self.special_token_ids.items()}
         plain = Tokenizer.from_str(json.dumps(_rename_tokens(self._description, random_names)))
-        for text, id in self.marks.items():
+        for text, id in self.special_token_ids.items():
             if plain.token_to_id(random_names[text]) != id:
                 raise ValueError(f"{text} has id {id} in the file, but another one in the tokenizers library")
         return plain
@@ -60,7 +62,7 @@ class HuggingFaceTokenizer:
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json."""
         (folder / "tokenizer.json").write_text(json.dumps(self._description), encoding="utf-8")
-        names = {id: text for text, id in self.marks.items()}
+        names = {id: text for text, id in self.special_token_ids.items()}
         special_tokens = {
             ROLES[role]: names.get(id) for role, id in (("bos", self.bos), ("eos", self.eos), ("pad", self.pad))
         }
@@ -82,11 +84,11 @@ class HuggingFaceTokenizer:
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
-        dtype = smallest(self.vocab_size)
+        dtype = smallest_id_dtype(self.vocab_size)
         parts = [ids.astype(dtype) for ids in self.encode_batch(list(blocks(data.decode())))]
         return np.concatenate([np.empty(0, dtype), *parts])
 
-    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode_with_special_tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         encoding = self._with_special_tokens.encode(text, add_special_tokens=False)
         # Three times as fast as np.array of a list of pairs.
         spans = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding))
@@ -176,7 +178,7 @@ def _convert(config: Config, folder: Path) -> tuple[dict[str, Any], dict[str, An
         )
     except Exception as error:  # its converters may raise anything
         reason = f"has no tokenizer.json, and transformers cannot convert it: {str(error).strip().splitlines()[0]}"
-        raise wrong(config, "path", reason, config.path, hint=beside(folder)) from None
+        raise wrong(config, "path", reason, config.path, hint=nearby_files(folder)) from None
     if not converted.is_fast:
         hint = "use data.tokenizer.kind=sentencepiece or tiktoken with its vocabulary file"
         raise wrong(config, "path", "has a slow tokenizer, which gives no offsets", config.path, hint=hint)
@@ -190,7 +192,7 @@ def build(config: Config) -> HuggingFaceTokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not path.exists():
         accepted = "a folder with tokenizer.json, or that file; it is not downloaded"
-        raise wrong(config, "path", "no such file or folder", config.path, accepted=accepted, hint=beside(path))
+        raise wrong(config, "path", "no such file or folder", config.path, accepted=accepted, hint=nearby_files(path))
     if not file.is_file():
         return HuggingFaceTokenizer(config, *_convert(config, path))
     try:

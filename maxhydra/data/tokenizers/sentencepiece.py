@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from maxhydra.config.paths import beside
+from maxhydra.config.paths import nearby_files
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data.optional_packages import need
 from maxhydra.data.special_tokens import (
     blocks,
     chat_template,
     find_special_tokens,
-    smallest,
+    smallest_id_dtype,
     special_token_pattern,
     wrong,
 )
@@ -46,9 +46,9 @@ class SentencePieceTokenizer:
             ):
                 piece.type = kinds.CONTROL
         self.vocab_size = len(model.pieces)
-        self.marks = {piece: id for piece, id in ids.items() if model.pieces[id].type == kinds.CONTROL}
-        self.special = frozenset(self.marks.values())
-        self._pattern = special_token_pattern(self.marks)
+        self.special_token_ids = {piece: id for piece, id in ids.items() if model.pieces[id].type == kinds.CONTROL}
+        self.special = frozenset(self.special_token_ids.values())
+        self._pattern = special_token_pattern(self.special_token_ids)
         self._processor = library.SentencePieceProcessor(model_proto=model.SerializeToString())
         # Text after a special token is in the middle of the whole, so no space is put before it.
         model.normalizer_spec.add_dummy_prefix = False
@@ -66,17 +66,17 @@ class SentencePieceTokenizer:
         return [np.array(ids, np.int32) for ids in batch]
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
-        dtype = smallest(self.vocab_size)
+        dtype = smallest_id_dtype(self.vocab_size)
         parts = [ids.astype(dtype) for ids in self.encode_batch(list(blocks(data.decode())))]
         return np.concatenate([np.empty(0, dtype), *parts])
 
-    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode_with_special_tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
         at = 0
         for match in self._pattern.finditer(text) if self._pattern else ():
             self._append(text, at, match.start(), (ids, spans))
-            ids.append(self.marks[match[0]])
+            ids.append(self.special_token_ids[match[0]])
             spans.append(match.span())
             at = match.end()
         self._append(text, at, len(text), (ids, spans))
@@ -99,7 +99,7 @@ def build(config: Config) -> SentencePieceTokenizer:
     assert config.path is not None
     path = Path(config.path).expanduser()
     if not path.is_file():
-        raise wrong(config, "path", "no such file", config.path, accepted="a .model file", hint=beside(path))
+        raise wrong(config, "path", "no such file", config.path, accepted="a .model file", hint=nearby_files(path))
     message = need("google.protobuf.message", "data.tokenizer.kind=sentencepiece")
     try:
         return SentencePieceTokenizer(config, path.read_bytes())

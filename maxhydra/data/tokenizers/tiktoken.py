@@ -12,10 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from maxhydra.config.paths import beside
+from maxhydra.config.paths import nearby_files
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data.optional_packages import need
-from maxhydra.data.special_tokens import blocks, character_spans, chat_template, find_special_tokens, smallest, wrong
+from maxhydra.data.special_tokens import (
+    blocks,
+    character_spans,
+    chat_template,
+    find_special_tokens,
+    smallest_id_dtype,
+    wrong,
+)
 
 # Default pattern that splits words: that of cl100k_base.
 PATTERN = (
@@ -30,10 +37,10 @@ class TiktokenTokenizer:
 
     def __init__(self, config: Config, encoding: Any, special_names: dict[str, str | None]):
         self._encoding = encoding
-        self.marks = {name: encoding.encode_single_token(name) for name in encoding.special_tokens_set}
-        special_tokens = find_special_tokens(config, special_names, self.marks.get)
+        self.special_token_ids = {name: encoding.encode_single_token(name) for name in encoding.special_tokens_set}
+        special_tokens = find_special_tokens(config, special_names, self.special_token_ids.get)
         self.bos, self.eos, self.pad = special_tokens.bos, special_tokens.eos, special_tokens.pad
-        self.special = frozenset(self.marks.values())
+        self.special = frozenset(self.special_token_ids.values())
         # Not every id below n_vocab has a token: an encoding may leave gaps.
         self._text_ids = frozenset(map(encoding.encode_single_token, encoding.token_byte_values()))
         self.vocab_size: int = encoding.n_vocab
@@ -47,11 +54,11 @@ class TiktokenTokenizer:
         return [np.array(ids, np.int32) for ids in self._encoding.encode_ordinary_batch(list(texts))]
 
     def encode_bytes(self, data: bytes) -> np.ndarray:
-        dtype = smallest(self.vocab_size)
+        dtype = smallest_id_dtype(self.vocab_size)
         parts = [ids.astype(dtype) for ids in self.encode_batch(list(blocks(data.decode())))]
         return np.concatenate([np.empty(0, dtype), *parts])
 
-    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode_with_special_tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         ids = self._encoding.encode(text, allowed_special="all")
         widths = np.array([len(piece) for piece in self._encoding.decode_tokens_bytes(ids)], np.int64)
         return np.array(ids, np.int32), character_spans(text, widths)
@@ -102,7 +109,7 @@ def build(config: Config) -> TiktokenTokenizer:
     if config.path not in names:
         accepted = f"a .tiktoken file, or one of {', '.join(names)}"
         raise wrong(
-            config, "path", "is neither a file nor an encoding", config.path, accepted=accepted, hint=beside(path)
+            config, "path", "is neither a file nor an encoding", config.path, accepted=accepted, hint=nearby_files(path)
         )
     try:
         encoding = library.get_encoding(config.path)

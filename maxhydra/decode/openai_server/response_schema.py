@@ -74,7 +74,7 @@ class ResponseBuilder:
 
     def _without_eos(self, logprobs: Sequence[TokenLogprob], finish: str | None) -> Sequence[TokenLogprob]:
         """Drop the EOS token, which is not part of the text."""
-        if finish == "stop" and logprobs and logprobs[-1].token in self.prompts.ends:
+        if finish == "stop" and logprobs and logprobs[-1].token in self.prompts.eos_ids:
             return logprobs[:-1]
         return logprobs
 

@@ -27,11 +27,11 @@ from maxhydra.launch.gke.placement import choose_placement
 from maxhydra.launch.gke.pods import describe_progress, leader_pod, run_result
 from maxhydra.launch.gke.settings import GkeSettings
 from maxhydra.launch.gke.volumes import OUTPUTS
-from maxhydra.launch.job_spec import CONFIG, JobSpec, read_order
+from maxhydra.launch.job_spec import CONFIG, JobSpec, read_job_spec
 from maxhydra.launch.termination import remove_relayed_run, write_relayed_run
 from maxhydra.record import RunDirectory
 from maxhydra.record.atomic_io import replace_file
-from maxhydra.record.redact import scrub_text
+from maxhydra.record.redact import redact_text
 
 if TYPE_CHECKING:
     from maxhydra.launch.gke.cluster import Cluster
@@ -154,7 +154,7 @@ class GkeJobs:
     def _describe(self, trial: Trial, spec: JobSpec) -> JobDescription:
         """Raises ConfigError if the job cannot run on the requested nodes, or its config contains a secret."""
         files = spec.files()
-        if scrub_text(files[CONFIG]) != files[CONFIG]:
+        if redact_text(files[CONFIG]) != files[CONFIG]:
             reason = "contains what looks like a secret, and ConfigMaps are not confidential"
             raise ConfigError(Problem(f"job {trial.number}", reason, hint="pass it with hydra.launcher.secrets"))
         return JobDescription(
@@ -171,7 +171,7 @@ class GkeJobs:
         job = self._job(trial)
         claim = {"jobset": self._name(trial), "namespace": self._settings.namespace}
         replace_file(job.run.path / CLAIM, json.dumps(claim))
-        description = self._describe(trial, read_order(job.run.path / CONFIG))
+        description = self._describe(trial, read_job_spec(job.run.path / CONFIG))
         job_set = self._create_or_adopt(description.name, job_set_manifest(self._settings, description))
         remove_relayed_run(job.run.path)
         try:

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from maxhydra.config import ConfigError, Problem
-from maxhydra.kernels.int8_matmul import Rounded, rounded
+from maxhydra.kernels.int8_matmul import QuantizedArray, quantize
 from maxhydra.layers.quant.pack_bits import Quantized, pack_nibbles, unpack_nibbles
 from maxhydra.sharding import LogicalAxes
 
@@ -53,10 +53,10 @@ def quantized(kernel: jax.Array, *, inputs: int, leading: int, groups: int) -> I
     return Int4Parts(pack_nibbles(flat, leading), jnp.squeeze(scales, leading + 1))
 
 
-def _round(kernel: jax.Array, inputs: int, leading: int, groups: int) -> Rounded:
+def _round(kernel: jax.Array, inputs: int, leading: int, groups: int) -> QuantizedArray:
     """Codes and scales, shaped [*leading, groups, inputs of a group, *outputs]."""
     before, outputs = kernel.shape[:leading], kernel.shape[leading + inputs :]
-    return rounded(kernel.reshape(*before, groups, -1, *outputs), (leading + 1,), largest=LARGEST)
+    return quantize(kernel.reshape(*before, groups, -1, *outputs), (leading + 1,), largest=LARGEST)
 
 
 def stored(kernel: jax.Array, *, inputs: int, leading: int, groups: int) -> dict[str, jax.Array]:

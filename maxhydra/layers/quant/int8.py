@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxhydra.kernels.int8_matmul import rounded
+from maxhydra.kernels.int8_matmul import quantize
 from maxhydra.layers.quant.pack_bits import Quantized
 from maxhydra.sharding import LogicalAxes
 
@@ -31,13 +31,13 @@ class Int8Parts:
 
 def quantized(weight: jax.Array, over: Sequence[int]) -> Int8Parts:
     """Quantize a weight with one scale over the dimensions `over`."""
-    codes, scales = rounded(weight, over, largest=LARGEST)
+    codes, scales = quantize(weight, over, largest=LARGEST)
     return Int8Parts(codes, jnp.squeeze(scales, tuple(over)))
 
 
 def rounded_weight(weight: jax.Array, over: Sequence[int]) -> jax.Array:
     """The weight after quantization and dequantization, in its own dtype."""
-    return rounded(weight, over, largest=LARGEST).wide(weight.dtype)
+    return quantize(weight, over, largest=LARGEST).wide(weight.dtype)
 
 
 def stored(weight: jax.Array, axes: LogicalAxes, of_scales: LogicalAxes) -> dict[str, jax.Array]:

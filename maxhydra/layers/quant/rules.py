@@ -32,7 +32,7 @@ class QuantRule:
         )
 
 
-def formats_of(quantization: Quantization | None) -> tuple[QuantRule, ...]:
+def resolve_rules(quantization: Quantization | None) -> tuple[QuantRule, ...]:
     """The rules of a config in order of precedence: overrides, then the base rule."""
     if quantization is None:
         return ()

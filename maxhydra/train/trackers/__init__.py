@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from maxhydra.config import Config
 from maxhydra.config.schema.run import Tracker as TrackerConfig
 from maxhydra.record import RunDirectory
-from maxhydra.record.atomic_io import plain
+from maxhydra.record.atomic_io import to_plain
 
 log = logging.getLogger("maxhydra")
 
@@ -36,7 +36,7 @@ class TrackedSession:
 
     @property
     def config_dict(self) -> dict[str, Any]:
-        return plain(dataclasses.asdict(self.config))
+        return to_plain(dataclasses.asdict(self.config))
 
 
 def open_trackers(tracker: TrackerConfig, *, run: RunDirectory, config: Config, resumed_from: int) -> Tracker:

@@ -8,7 +8,7 @@ from typing import Any
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.run import Tracker as TrackerConfig
-from maxhydra.record import scrub_argv
+from maxhydra.record import redact_argv
 from maxhydra.train.trackers import TrackedSession, Tracker
 
 
@@ -73,7 +73,7 @@ def open_tracker(tracker: TrackerConfig, session: TrackedSession) -> Tracker:
 def _redacted_argv() -> Iterator[None]:
     """Redact sys.argv while W&B copies it."""
     command = sys.argv
-    sys.argv = [command[0], *scrub_argv(command[1:])]
+    sys.argv = [command[0], *redact_argv(command[1:])]
     try:
         yield
     finally:
