@@ -21,6 +21,5 @@ __all__ = [
     "local_rows",
     "make_batch",
     "open_loader",
-    "own_rows",
     "train_loader",
 ]

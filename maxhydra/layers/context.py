@@ -15,7 +15,7 @@ from maxhydra.sharding import Sharder
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["positions", "segments", "cache", "dropout_key", "rows", "layer_input", "shared", "asked"],
+    data_fields=["positions", "segments", "cache", "dropout_key", "rows", "layer_input", "shared", "output_index"],
     meta_fields=["sharder", "is_adapted", "is_fresh"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)

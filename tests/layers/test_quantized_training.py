@@ -33,7 +33,7 @@ from maxhydra.train import next_token_loss, plan_states
 from maxhydra.train.checkpoint import open_checkpointer, restore
 from maxhydra.train.state import Guard, StateFactory, TrainState
 from maxhydra.train.step import make_step
-from tests.kernels.test_fp8_matmul import draw
+from tests.kernels.test_fp8_matmul import sample
 from tests.support.skips import import_optional
 
 SINGLE = Sharder.single()
@@ -43,7 +43,7 @@ SINGLE = Sharder.single()
 def test_int8_matmul_and_its_gradients_equal_qwix(is_wide_back: bool) -> None:
     qt = import_optional("qwix._src.core.dot_general_qt", extra="parity")
     shapes = [(6, 32), (32, 16), (6, 16)]
-    x, weight, d_out = (jnp.asarray(draw(*shape, seed=i, size=1.0)) for i, shape in enumerate(shapes))
+    x, weight, d_out = (jnp.asarray(sample(*shape, seed=i, size=1.0)) for i, shape in enumerate(shapes))
     # Theirs goes half a step beyond the largest code, unless told otherwise.
     way, back = f"absmax,{127.5 / 127}", None if is_wide_back else jnp.int8
     qwix_config = qt.DotGeneralQtConfig(
@@ -73,7 +73,7 @@ def test_training_for_rounded_activations_is_that_of_qwix(kind: QuantizationKind
     """Values and gradients of a projection; a token has a scale, and the gradient is that of what was rounded."""
     qt = import_optional("qwix._src.core.dot_general_qt", extra="parity")
     x, kernel, d_out = (
-        jnp.asarray(draw(*shape, seed=i, size=1.0)) for i, shape in enumerate([(3, 2, 32), (32, 16), (3, 2, 16)])
+        jnp.asarray(sample(*shape, seed=i, size=1.0)) for i, shape in enumerate([(3, 2, 32), (32, 16), (3, 2, 16)])
     )
     largest = 127 if bits == jnp.int8 else 7
     qwix_config = qt.DotGeneralQtConfig(
@@ -122,7 +122,11 @@ def narrowed(x: np.ndarray, dtype: Any, before: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("before", [0.0, 0.5, 8.0])
 def test_delayed_scaling_uses_the_amax_history_and_updates_it(before: float) -> None:
-    x, weight, d_out = draw(6, 32, seed=0, size=1.0), draw(32, 16, seed=1, size=0.1), draw(6, 16, seed=2, size=0.1)
+    x, weight, d_out = (
+        sample(6, 32, seed=0, size=1.0),
+        sample(32, 16, seed=1, size=0.1),
+        sample(6, 16, seed=2, size=0.1),
+    )
     seen = np.array([np.abs(array).max() for array in (x, weight, d_out)])
     history = np.zeros((3, 4), np.float32)
     history[:, 2], history[:, 1] = before * seen, before * seen / 3

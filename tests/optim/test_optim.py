@@ -260,7 +260,7 @@ def test_adafactor_follows_the_gradients_of_bfloat16_weights_in_a_long_run():
         np.testing.assert_allclose(leaf, want, rtol=1e-3)
 
 
-@pytest.mark.parametrize("is_written_out", [False, True])
+@pytest.mark.parametrize("is_unrolled", [False, True])
 def test_norm_covers_the_trained_parameters(is_unrolled):
     """With scanned and unrolled layers; passing the norm to `update` gives the same result as computing it there."""
     optimizer = build(

@@ -26,7 +26,7 @@ from maxhydra.sharding import Sharder, build_mesh
 from maxhydra.tasks import Job, convert
 from maxhydra.train import plan_states
 from maxhydra.train.checkpoint import open_checkpointer
-from tests.decode.test_engine import ask
+from tests.decode.test_engine import make_request
 from tests.support.cli import SMALL, run_ok
 from tests.support.skips import import_optional
 
@@ -248,7 +248,7 @@ def test_an_exported_run_generates_the_same_text_in_transformers(tmp_path: Path)
         model, params, ByteTokenizer(), EngineConfig(max_batch=1, cache_tokens=128), sharder=sharder, eos=()
     )
     try:
-        tokens = engine.submit(ask(prompt, max_tokens=50, ignore_eos=True)).result().tokens
+        tokens = engine.submit(make_request(prompt, max_tokens=50, ignore_eos=True)).result().tokens
     finally:
         engine.close()
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
