@@ -90,7 +90,7 @@ def test_loading_equals_quantizing_while_loading(
     before = size(jax.live_arrays())
     with caplog.at_level(logging.INFO, logger="maxhydra"):
         model, params = loaded(composed(out))
-    assert f"holds weights in {kind}" in caplog.text
+    assert f"is quantized to {kind}" in caplog.text
     assert_same(params, expected)
     # No array of the size of the bfloat16 weights was allocated.
     in_bfloat16 = 2 * sum(leaf.size for leaf in jax.tree.leaves(model.base.shapes))

@@ -28,7 +28,7 @@ class Case:
         return np.array([document.num_targets for document in self.documents], np.int64)
 
     @cached_property
-    def plan_rows(self) -> PackingPlan:
+    def plan(self) -> PackingPlan:
         return plan_rows(self.lengths, self.capacity, self.packing)
 
     @cached_property

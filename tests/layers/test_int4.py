@@ -103,10 +103,10 @@ def test_a_model_computes_what_its_rounded_weights_would() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_experts_are_quantized_too(bits: int) -> None:
     moe = config.Moe(experts=4, dim=32)
-    kind = config.Kind(feed_forward=config.FeedForward.moe, moe=moe)
+    layer_kind = config.Kind(feed_forward=config.FeedForward.moe, moe=moe)
     kind = QuantizationKind.int4_weights if bits == 4 else QuantizationKind.int8_weights
     targets = Quantization(kind=kind, targets=["experts/"], group=16 if bits == 4 else None)
-    packed = model(targets, kind)
+    packed = model(targets, layer_kind)
     plain = packed.base.init(jax.random.key(0))
     experts = plain["pattern"]["0"]["mlp"]["experts"]
     if bits == 4:

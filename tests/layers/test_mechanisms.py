@@ -143,7 +143,7 @@ def test_a_constant_of_a_layer_stays_as_it_came() -> None:
     params = random_weights(model)
     rest = {"opt_state": optimizer.transform.init(params), "key": jax.random.key_data(jax.random.key(0))}
     state = TrainState(step=jnp.zeros((), jnp.int32), params=params, frozen={}, guard=Guard.fresh(), **rest)
-    step = make_step(next_token_loss(model, SINGLE, train), optimizer, train, model.settled)
+    step = make_step(next_token_loss(model, SINGLE, train), optimizer, train, model.apply_aux_updates)
     batch = {"tokens": tokens(), "targets": tokens(), "positions": in_order(), "weights": jnp.ones(tokens().shape)}
     moved = jax.jit(step)(state, batch)[0].params
     for group, place in (("prefix", "0"), ("pattern", "1")):

@@ -186,7 +186,7 @@ def test_a_cache_of_latents_gives_what_the_whole_sequence_gives(kind, is_paged):
         parts.append(output.out_BTD)
         assert output.aux == {}
     np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, atol=2e-5)
-    assert [layer._is_few(stop, ctx) for stop in (11, 10)] == [False, True]
+    assert [layer._is_absorbed(stop, ctx) for stop in (11, 10)] == [False, True]
 
 
 def test_the_indexer_learns_from_its_loss_alone():

@@ -61,7 +61,7 @@ def batch(seed: int = 0) -> dict[str, np.ndarray]:
 
 def step_of(model: ModelDef, micro_batches: int = 1) -> Step:
     train = Train(grad_accum=micro_batches)
-    return jax.jit(make_step(next_token_loss(model, Sharder.single(), train), OPTIMIZER, train, model.settled))
+    return jax.jit(make_step(next_token_loss(model, Sharder.single(), train), OPTIMIZER, train, model.apply_aux_updates))
 
 
 def trained(model: ModelDef, step: Step, steps: int) -> tuple[TrainState, list[dict[str, float]]]:
@@ -108,7 +108,7 @@ def test_the_bias_of_a_router_that_is_not_trained_stays():
     optimizer = build_optimizer(OptimizerConfig(**fields, schedule=schedule), steps=2, shapes=shapes, axes=axes)
     state, loss = started(BIASED), next_token_loss(BIASED, Sharder.single(), Train())
     state = dataclasses.replace(state, opt_state=optimizer.transform.init(state.params))
-    moved = jax.jit(make_step(loss, optimizer, Train(), BIASED.settled))(state, batch())[0]
+    moved = jax.jit(make_step(loss, optimizer, Train(), BIASED.apply_aux_updates))(state, batch())[0]
     layer, before = (one.params["pattern"]["0"] for one in (moved, state))
     jax.tree.map(np.testing.assert_array_equal, layer["mlp"], before["mlp"])
     assert np.any(layer["attention"]["out"]["kernel"] != before["attention"]["out"]["kernel"])

@@ -183,7 +183,7 @@ def started(overrides: list[str], *, devices: int) -> tuple[StateFactory, Any, C
     config = compose(overrides).config
     states = plan_states(config, Sharder(build_mesh(config.mesh, jax.devices()[:devices]), config.mesh.rules))
     loss = next_token_loss(states.model, states.sharder, config.train)
-    step = make_step(loss, states.optimizer, config.train, states.model.settled)
+    step = make_step(loss, states.optimizer, config.train, states.model.apply_aux_updates)
     return states, jax.jit(step), config
 
 
@@ -219,7 +219,7 @@ def program(kind: QuantizationKind) -> Any:
     """Steps over batches of text."""
     train = Train(z_loss=0.0, loss_chunk=0)
     own = model(Quantization(kind=kind, targets=LAYERS if kind is not QuantizationKind.none else []))
-    step = make_step(next_token_loss(own, SINGLE, train), OPTIMIZER, train, own.settled)
+    step = make_step(next_token_loss(own, SINGLE, train), OPTIMIZER, train, own.apply_aux_updates)
     return jax.jit(lambda state, batches: jax.lax.scan(step, state, batches))
 
 

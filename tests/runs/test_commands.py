@@ -195,7 +195,7 @@ def test_gc_keeps_a_run_that_was_resumed_meanwhile(runs, outputs, flags):
         other.stdout.readline()
         _, out, err = runs("gc", "sweep=lr", "--yes", *flags)
         other.stdin.close()
-    assert "1_learning_rate=0.001 stays" in err and "2 runs" in out.splitlines()[-1]
+    assert "1_learning_rate=0.001 was not deleted" in err and "2 runs" in out.splitlines()[-1]
     assert [folder for folder in folders if (folder / "checkpoints" / "20").exists()] == folders[1:2]
 
 

@@ -40,7 +40,7 @@ class Run:
         self.states = StateFactory(decoder, optimizer, self.sharder)
         self.loader = data.train_loader(self.config.data, plan_batches(self.config, self.sharder))
         loss = next_token_loss(decoder, self.sharder, self.config.train)
-        step = make_step(loss, optimizer, self.config.train, decoder.settled, decoder.cast)
+        step = make_step(loss, optimizer, self.config.train, decoder.apply_aux_updates, decoder.cast)
         self.step = jax.jit(step, donate_argnums=0)
 
     def train(self, state: TrainState, steps: int) -> tuple[TrainState, np.ndarray]:

@@ -36,7 +36,7 @@ def test_sizes_that_do_not_fit_the_mesh() -> None:
     ramp = ["train.ramp.start=1", "train.ramp.increment=0.25", "train.ramp.sequences=10"]
     with pytest.raises(ConfigError, match=r"train\.ramp\.increment=1\.25: makes 2\.5 sequences on 2 devices"):
         plan("train.per_device_batch_size=2", *ramp, devices=2)
-    with pytest.raises(ConfigError, match=r"train\.ramp\.start=8.*is not under per_device_batch_size=8"):
+    with pytest.raises(ConfigError, match=r"train\.ramp\.start=8.*is not less than per_device_batch_size=8"):
         plan("train.per_device_batch_size=8", "train.ramp.start=8")
 
 
