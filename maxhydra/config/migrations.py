@@ -10,11 +10,6 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from maxhydra.config.compose.provenance import SourcedValue
-from maxhydra.config.fields import walk
-from maxhydra.config.registry import task_schemas
-from maxhydra.config.schema.config import Config
-
 # Old path -> new path. `*` matches one name; a rename never moves a key to another section.
 RENAMED_KEYS = {
     "data.shape": "data.record_type",
@@ -61,18 +56,9 @@ def _renames(reverse: bool) -> dict[str, list[tuple[str, str]]]:
     """Renames by the last name of the path that they match: most keys need one dictionary lookup."""
     found: dict[str, list[tuple[str, str]]] = {}
     for old, new in RENAMED_KEYS.items():
-        if not _exists(new):
-            continue
         before, after = (new, old) if reverse else (old, new)
         found.setdefault(before.rpartition(".")[2], []).append((before, after))
     return found
-
-
-@cache
-def _exists(path: str) -> bool:
-    """Return whether the schema has a key: a rename takes effect together with the field that it renames."""
-    keys = (key for cls in task_schemas().values() for key, _ in walk(cls, "task"))
-    return path in {key for key, _ in walk(Config)} or path in keys
 
 
 def migrate_option(group: str, option: Any) -> Any:
@@ -88,32 +74,25 @@ def renamed_option(group: str, option: Any) -> str:
 
 def migrate_config(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Rename keys and options in plain values: a config, its section at `path`, dotted keys, or group choices."""
-    return {key: _migrate_value(here, value) for here, key, value in _entries(values, path, reverse=False)}
+    return {key: migrate_value(here, value) for here, key, value in migrated_entries(values, path)}
 
 
-def _migrate_value(path: str, value: Any) -> Any:
+def migrate_value(path: str, value: Any) -> Any:
+    """Rename keys and options in the value of the key `path`."""
     if isinstance(value, Mapping):
         return migrate_config(value, path)
     return migrate_option(path.removesuffix(".name"), value) if isinstance(value, str) else value
-
-
-def migrate_sourced(values: SourcedValue, path: str = "") -> SourcedValue:
-    """Rename keys and options in values that know the line where each was written."""
-    if not isinstance(values.value, dict):
-        return SourcedValue(_migrate_value(path, values.value), values.source)
-    entries = _entries(values.value, path, reverse=False)
-    return SourcedValue({key: migrate_sourced(item, here) for here, key, item in entries}, values.source)
 
 
 def original_names(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Undo all renames of keys: fingerprints of a config are taken over these names, so that a rename keeps them."""
     return {
         key: original_names(value, here) if isinstance(value, Mapping) else value
-        for here, key, value in _entries(values, path, reverse=True)
+        for here, key, value in migrated_entries(values, path, reverse=True)
     }
 
 
-def _entries(values: Mapping[str, Any], path: str, *, reverse: bool) -> Iterable[tuple[str, str, Any]]:
+def migrated_entries(values: Mapping[str, Any], path: str, *, reverse: bool = False) -> Iterable[tuple[str, str, Any]]:
     """Yield the path and the key of every entry after renames, and its value."""
     for name, value in values.items():
         whole = f"{path}.{name}" if path else str(name)

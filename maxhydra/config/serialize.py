@@ -3,11 +3,11 @@
 from omegaconf import OmegaConf
 
 from maxhydra.config.compose.merge import DEFAULT, ConfigMerge
-from maxhydra.config.compose.provenance import parse_yaml
+from maxhydra.config.compose.provenance import SourcedValue, parse_yaml
 from maxhydra.config.compose.validate import Validator
 from maxhydra.config.errors import ConfigError
 from maxhydra.config.fields import walk
-from maxhydra.config.migrations import migrate_sourced
+from maxhydra.config.migrations import migrate_value, migrated_entries
 from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema.config import Config
 
@@ -37,7 +37,7 @@ def with_overrides(config: Config, overrides: list[str]) -> Config:
 
 def _merge(text: str, source: str) -> ConfigMerge:
     """Merge the values of a config's YAML over the schema, with renamed keys under their current names."""
-    content = migrate_sourced(parse_yaml(text, source))
+    content = _migrate_sourced(parse_yaml(text, source))
     merge = ConfigMerge()
     task = content.value.get("task")
     name = task.value.get("name") if task is not None and isinstance(task.value, dict) else None
@@ -67,3 +67,11 @@ def _validate(merge: ConfigMerge) -> Config:
 def origin_to_show(origin: str) -> str:
     """Return where a value was set, or an empty string for a schema default."""
     return "" if origin == DEFAULT else origin
+
+
+def _migrate_sourced(values: SourcedValue, path: str = "") -> SourcedValue:
+    """Rename keys and options in values that know the line where each was written."""
+    if not isinstance(values.value, dict):
+        return SourcedValue(migrate_value(path, values.value), values.source)
+    entries = migrated_entries(values.value, path)
+    return SourcedValue({key: _migrate_sourced(item, here) for here, key, item in entries}, values.source)

@@ -90,13 +90,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["-m", "model=tiny,tny"], ["model=tny: no such option"]),
         (
             ["-m", "hydra/launcher=slurm", "hydra.launcher.nodes=0", "hydra.launcher.mem=much", "run.seed=1,2"],
-            ["hydra.launcher.nodes=0: is out of range", "hydra.launcher.mem=much: cannot be read"],
+            ["hydra.launcher.nodes=0: is out of range", "hydra.launcher.mem=much: is malformed"],
         ),
         (["-m", "hydra/launcher=slurm", "hydra.launcher.node=2"], ["hydra.launcher.node"]),
         (["hydra/launcher=slurm"], ["hydra/launcher=slurm: is only used with -m", "maxhydra -m"]),
         (
             ["-m", "hydra/launcher=slurm", "hydra.launcher.detach=true", "hydra/sweeper=optuna", "run.seed=range(1,3)"],
-            ["hydra.launcher.detach=true: a search waits for results"],
+            ["hydra.launcher.detach=true: a search needs results"],
         ),
         (
             ["-m", "hydra/sweeper=optuna", "objective=eval/los", "train.seq_len=int(interval(8,16))"],
@@ -240,8 +240,8 @@ def test_sweep_folders(tmp_path: Path) -> None:
     [
         (["run.name=alone/inner"], "is inside the folder of another run"),
         (["run.name=lr"], "is a folder that contains other runs, such as"),
-        (["-m", "run.name=alone", "run.seed=1,2"], "is a run already, and no sweep"),
-        (["-m", "hydra/sweeper=optuna", "run.name=alone", "run.seed=1,2"], "is a run already, and no sweep"),
+        (["-m", "run.name=alone", "run.seed=1,2"], "is an existing run, not a sweep"),
+        (["-m", "hydra/sweeper=optuna", "run.name=alone", "run.seed=1,2"], "is an existing run, not a sweep"),
     ],
 )
 def test_runs_are_not_nested(arguments: list[str], said: str, tmp_path: Path) -> None:

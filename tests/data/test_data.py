@@ -383,7 +383,7 @@ for mesh in json.loads(sys.argv[1]):
     next(loader)
     tokens = next(loader)["tokens"]
     shards = [[[i.indices(8)[:2] for i in shard.index], shard.data.tolist()] for shard in tokens.addressable_shards]
-    seen.append([spec.own_rows(8).tolist(), shards, loader.state()])
+    seen.append([spec.local_rows(8).tolist(), shards, loader.state()])
     loader.close()
 print(json.dumps(seen))
 """

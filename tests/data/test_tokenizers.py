@@ -264,7 +264,7 @@ class TestHuggingFace:
 
     def test_a_missing_path(self, tmp_path: Path) -> None:
         (tmp_path / "other").mkdir()
-        with pytest.raises(ConfigError, match=r"it is not downloaded\n.*holds other"):
+        with pytest.raises(ConfigError, match=r"it is not downloaded\n.*contains other"):
             load_tokenizer(Data(tokenizer=Config(kind="hf", path=str(tmp_path / "x"))))
 
 

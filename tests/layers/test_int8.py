@@ -133,5 +133,5 @@ def test_a_tied_model_has_no_head_to_round() -> None:
 
 def test_it_is_no_way_to_train() -> None:
     requested = compose(["quantization=int8_weights"]).config
-    with pytest.raises(ConfigError, match=r"quantization\.kind.*is for inference only, not to train"):
+    with pytest.raises(ConfigError, match=r"quantization\.kind.*is for inference only; it cannot be trained"):
         plan_states(requested, SINGLE)

@@ -61,7 +61,9 @@ def batch(seed: int = 0) -> dict[str, np.ndarray]:
 
 def step_of(model: ModelDef, micro_batches: int = 1) -> Step:
     train = Train(grad_accum=micro_batches)
-    return jax.jit(make_step(next_token_loss(model, Sharder.single(), train), OPTIMIZER, train, model.apply_aux_updates))
+    return jax.jit(
+        make_step(next_token_loss(model, Sharder.single(), train), OPTIMIZER, train, model.apply_aux_updates)
+    )
 
 
 def trained(model: ModelDef, step: Step, steps: int) -> tuple[TrainState, list[dict[str, float]]]:

@@ -59,7 +59,7 @@ def write_parquet(folder: Path) -> list[str]:
 def write_tfrecord(folder: Path) -> list[str]:
     import struct
 
-    from maxhydra.data.formats.crc32c import masked
+    from maxhydra.data.formats.crc32c import masked_crc32c
 
     def length_prefixed(tag: int, body: bytes) -> bytes:
         size, out = len(body), bytearray([tag])
@@ -74,7 +74,7 @@ def write_tfrecord(folder: Path) -> list[str]:
             entry = length_prefixed(0x0A, b"text") + length_prefixed(0x12, value)
             record = length_prefixed(0x0A, length_prefixed(0x0A, entry))
             head = struct.pack("<Q", len(record))
-            file.write(head + masked([head]).tobytes() + record + masked([record]).tobytes())
+            file.write(head + masked_crc32c([head]).tobytes() + record + masked_crc32c([record]).tobytes())
     return ["data=grain", f"data.path={folder}/a.tfrecord", "data.packing.method=none"]
 
 

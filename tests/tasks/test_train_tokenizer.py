@@ -87,7 +87,7 @@ def test_the_command_and_rows_made_with_it(tmp_path: Path) -> None:
 
 
 def test_an_existing_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         train(tmp_path, f"task.output={tmp_path}")
 
 
@@ -191,4 +191,4 @@ def test_invalid_settings() -> None:
 
     assert not problems(vocab_size=259)
     assert "259 or more" in problems(vocab_size=258)[0]
-    assert "'<|eos|>' a second time" in problems(special=["<|eos|>"])[0]
+    assert "contains '<|eos|>' twice" in problems(special=["<|eos|>"])[0]
