@@ -40,15 +40,15 @@ def main(arguments: list[str]) -> int:
     what = "decode" if arguments[:1] == ["decode"] else "pretrain"
     given = arguments[1:] if arguments[:1] in (["decode"], ["pretrain"]) else arguments
     missing = [name for name in PEER_PACKAGES if importlib.util.find_spec(name) is None]
-    ours = run([str(HERE / f"{what}.py"), *given])
+    maxhydra_result = run([str(HERE / f"{what}.py"), *given])
     peers = [] if missing else run(peer_command(what, given))
     if missing:
         print(f"no peer measured: {', '.join(missing)} not installed", file=sys.stderr)
-    for line in ours:
+    for line in maxhydra_result:
         for peer in peers:
             if is_same_work(line, peer):
                 print(json.dumps(ratio(what, line, peer)), flush=True)
-    return 0 if ours and (peers or missing) else 1
+    return 0 if maxhydra_result and (peers or missing) else 1
 
 
 def run(command: list[str]) -> list[dict[str, Any]]:
@@ -80,15 +80,17 @@ def peer_command(what: str, given: list[str]) -> list[str]:
     return [str(HERE / "peers/decode_hf.py"), *sizes, *batches, *rest]
 
 
-def is_same_work(ours: dict[str, Any], peer: dict[str, Any]) -> bool:
+def is_same_work(maxhydra_result: dict[str, Any], peer: dict[str, Any]) -> bool:
     """Training batches may differ: each side uses the size that suits it best."""
-    names = ("model",) if ours["bench"] == "pretrain" else ("model", *MATCHED)
-    return ours["bench"] == kind(peer) and all(ours[name] == peer[name] for name in names)
+    names = ("model",) if maxhydra_result["bench"] == "pretrain" else ("model", *MATCHED)
+    return maxhydra_result["bench"] == kind(peer) and all(maxhydra_result[name] == peer[name] for name in names)
 
 
 def ratios(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    ours = [line for line in lines if line.get("bench") in ("pretrain", "decode") and "peer" not in line]
-    unquantized = [line for line in ours if not any(text.startswith("quantization=") for text in line["overrides"])]
+    maxhydra_result = [line for line in lines if line.get("bench") in ("pretrain", "decode") and "peer" not in line]
+    unquantized = [
+        line for line in maxhydra_result if not any(text.startswith("quantization=") for text in line["overrides"])
+    ]
     for peer in lines:
         if "peer" in peer or "engine" in peer:
             same = [line for line in unquantized if is_same_work(line, peer)]
@@ -96,9 +98,9 @@ def ratios(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 yield ratio(kind(peer), max(same, key=lambda line: line["tokens_per_second"]), peer)
 
 
-def ratio(what: str, ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
-    speeds = {name: line["tokens_per_second"] for name, line in (("ours", ours), ("peer", peer))}
-    about = {name: ours[name] for name in (*MATCHED, "model", "device", "date") if name in ours}
+def ratio(what: str, maxhydra_result: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
+    speeds = {name: line["tokens_per_second"] for name, line in (("ours", maxhydra_result), ("peer", peer))}
+    about = {name: maxhydra_result[name] for name in (*MATCHED, "model", "device", "date") if name in maxhydra_result}
     against = {"against": peer.get("peer") or peer.get("engine"), "ratio": round(speeds["ours"] / speeds["peer"], 3)}
     return {"bench": "compare", "what": what, **about, **speeds, **against}
 

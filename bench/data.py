@@ -140,17 +140,17 @@ def jsonl(folder: Path) -> dict[str, Any]:
     data = Data(source="grain", path=path, eval_path=path, cache=cache, tokenizer=config)
     figures: dict[str, Any] = {"megabytes": round((folder / "texts.jsonl").stat().st_size / 1e6, 1)}
     for unit, clock in (("second", time.perf_counter), ("core_second", time.process_time)):
-        slow, fast, ours, datasets_speed = best_speeds(
+        slow, fast, own_speed, datasets_speed = best_speeds(
             partial(encode_only, tokenizer.encode_batch, clock),
             partial(encode_only, tokenizer.encode_batch_fast, clock),
             partial(speed_of_all, data, clock),
             partial(with_datasets, folder, tokenizer, clock),
         )
         figures[unit] = {
-            "tokens": round(ours),
-            "of_encode_batch": round(ours / slow, 3),
-            "of_encode_batch_fast": round(ours / fast, 3),
-            "of_datasets_map_and_pack": round(ours / datasets_speed, 2),
+            "tokens": round(own_speed),
+            "of_encode_batch": round(own_speed / slow, 3),
+            "of_encode_batch_fast": round(own_speed / fast, 3),
+            "of_datasets_map_and_pack": round(own_speed / datasets_speed, 2),
         }
     return figures
 
@@ -210,7 +210,7 @@ def packing(folder: Path) -> dict[str, Any]:
     documents = [Document(np.arange(size + 1, dtype=np.int32)) for size in sizes.tolist()]
     window = 128 * SEQ_LEN // MEAN
 
-    def ours(method: PackingMethod) -> tuple[float, float]:
+    def pack_all(method: PackingMethod) -> tuple[float, float]:
         start_time = time.perf_counter()
         filled = rows = 0
         for at in range(0, len(documents), window):
@@ -224,7 +224,7 @@ def packing(folder: Path) -> dict[str, Any]:
 
     methods = (PackingMethod.best_fit, PackingMethod.first_fit, PackingMethod.concat_then_split)
     packers: dict[str, Callable[[], tuple[float, float]]] = {
-        method.name: lambda m=method: ours(m) for method in methods
+        method.name: lambda m=method: pack_all(m) for method in methods
     }  # type: ignore[misc]
     packers |= {
         f"grain_{name}": lambda n=name: with_grain(n, documents) for name in ("best_fit", "first_fit", "concat")

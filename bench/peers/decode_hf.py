@@ -91,15 +91,15 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    ours = compose([f"model={options.model}"]).config.model
+    model_config = compose([f"model={options.model}"]).config.model
     if options.model == SMOLLM2:
         model = smollm2().to(options.device)
     else:
         dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
-        model = random_llama(ours, dtype=dtype, device=options.device).eval()
+        model = random_llama(model_config, dtype=dtype, device=options.device).eval()
     for batch in options.batches:
         ids = np.random.default_rng(0).integers(
-            min(1000, ours.vocab_size // 2), ours.vocab_size, (batch, options.prompt)
+            min(1000, model_config.vocab_size // 2), model_config.vocab_size, (batch, options.prompt)
         )
         load = round(os.getloadavg()[0], 1)
         results = measure(model, torch.tensor(ids, device=options.device), new=options.new, repeats=options.repeats)

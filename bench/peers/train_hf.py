@@ -71,8 +71,8 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
-    ours = compose([f"model={options.model}"]).config.model
-    model = random_llama(ours, dtype=torch.float32, device=options.device).train()
+    model_config = compose([f"model={options.model}"]).config.model
+    model = random_llama(model_config, dtype=torch.float32, device=options.device).train()
     if options.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     step = training_step(model, batch=options.batch, seq_len=options.seq_len)
@@ -82,7 +82,7 @@ def main() -> None:
 
     tokens = options.batch * options.seq_len
     device = torch.cuda.get_device_name() if options.device == "cuda" else options.device
-    tflops = tokens * flops_per_token(ours, options.seq_len) / step_time / 1e12
+    tflops = tokens * flops_per_token(model_config, options.seq_len) / step_time / 1e12
     known = [hardware for hardware in hardware_options().values() if matches_device(hardware, device)]
     peak = next((hardware.peak_tflops.get("bfloat16") for hardware in known), None)
     line = {

@@ -99,7 +99,7 @@ def _kernel(
     refs = iter(others)
     scales_ref = next(refs) if is_scaled else None
     norm_ref = None if epilogue.norm is None else next(refs)
-    onto_ref = None if epilogue.residual_MN is None else next(refs)
+    residual_ref = None if epilogue.residual_MN is None else next(refs)
     (groups, N, K), step = weight_ref.shape, tile.inputs
     spread = partial(_spread, shape=(N, step), is_shared=tile.warps < N)
     starts, squares = range(0, K, step), jnp.zeros((N, step), jnp.float32)
@@ -123,7 +123,7 @@ def _kernel(
     if epilogue.activation is not None:
         outs = [epilogue.activation(gate) * value for gate, value in zip(outs[:G], outs[G:], strict=True)]
     for group, out in enumerate(outs):
-        onto = 0.0 if onto_ref is None else onto_ref[group, :].astype(jnp.float32)
+        onto = 0.0 if residual_ref is None else residual_ref[group, :].astype(jnp.float32)
         out_ref[group, :] = (out + onto).astype(out_ref.dtype)
 
 

@@ -41,9 +41,9 @@ def reduce_add_norm(
     )
 
 
-def _read_sum(parts_ref: Any, onto_ref: Any, slices: list[Any]) -> list[jax.Array]:
+def _read_sum(parts_ref: Any, residual_ref: Any, slices: list[Any]) -> list[jax.Array]:
     parts = [[parts_ref[part, piece_slice] for part in range(parts_ref.shape[0])] for piece_slice in slices]
-    residuals = [onto_ref[piece_slice].astype(jnp.float32) for piece_slice in slices]
+    residuals = [residual_ref[piece_slice].astype(jnp.float32) for piece_slice in slices]
     return [sum(terms[1:], terms[0]) + residual for terms, residual in zip(parts, residuals, strict=True)]
 
 

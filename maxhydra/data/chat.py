@@ -245,16 +245,16 @@ class ChatTemplate:
             return [*parts, text]
 
         bare, padded = gaps("", ""), gaps(_BEFORE, _AFTER)
-        strips_left, strips_right = [], []
+        strips_before, strips_after = [], []
         for number, (gap, padded_gap) in enumerate(zip(bare, padded, strict=True)):
             for after, before in (("", ""), (_AFTER, ""), ("", _BEFORE), (_AFTER, _BEFORE)):
                 if padded_gap == f"{after}{gap}{before}":
-                    strips_right += [not after] if number else []
-                    strips_left += [not before] if number < len(messages) else []
+                    strips_after += [not after] if number else []
+                    strips_before += [not before] if number < len(messages) else []
                     break
             else:
                 raise ChatTemplateError(f"the chat template changes the text of messages; {GENERATION_HINT}")
-        return _Skeleton(bare, list(zip(strips_left, strips_right, strict=True)))
+        return _Skeleton(bare, list(zip(strips_before, strips_after, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)

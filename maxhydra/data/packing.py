@@ -139,16 +139,16 @@ def _concat_then_split(lengths: np.ndarray, capacity: int, limit: int) -> Packin
     A row with `limit` pieces ends early, so the pieces are found one by one.
     """
     document, start, count, row = [], [], [], []
-    at, space, pieces_left = 0, capacity, limit
+    at, space, pieces_remaining = 0, capacity, limit
     for index, length in enumerate(lengths.tolist()):
         done = 0
         while done < length:
-            if not space or not pieces_left:
-                at, space, pieces_left = at + 1, capacity, limit
+            if not space or not pieces_remaining:
+                at, space, pieces_remaining = at + 1, capacity, limit
             taken = min(space, length - done)
             document.append(index)
             start.append(done)
             count.append(taken)
             row.append(at)
-            done, space, pieces_left = done + taken, space - taken, pieces_left - 1
+            done, space, pieces_remaining = done + taken, space - taken, pieces_remaining - 1
     return _in_rows(*(np.array(column, np.int64) for column in (document, start, count, row)))

@@ -75,9 +75,9 @@ class Buckets:
         )
         return StepShape(rows, tokens, pages, is_prefill=True, is_fresh=is_fresh)
 
-    def decode_shape(self, sequences: List[Sequence], *, steps_ahead: int, extra_rows: int) -> StepShape:
+    def decode_shape(self, sequences: List[Sequence], *, lookahead: int, extra_rows: int) -> StepShape:
         """Return the bucket for decoding one more token per sequence, some steps later or with additional rows."""
-        longest = max(sequence.num_computed for sequence in sequences) + 1 + steps_ahead
+        longest = max(sequence.num_computed for sequence in sequences) + 1 + lookahead
         return StepShape(self.round_rows(len(sequences) + extra_rows), 1, self.round_pages(longest), is_prefill=False)
 
 

@@ -298,13 +298,13 @@ class Engine:
         The next context bucket is compiled before it is needed.
         """
         features, most = sampling_features(rows), self._multi_steps
-        shape = self._buckets.decode_shape(rows, steps_ahead=num_steps - 1, extra_rows=0)
-        eventual_shape = self._buckets.decode_shape(rows, steps_ahead=most - 1, extra_rows=0)
+        shape = self._buckets.decode_shape(rows, lookahead=num_steps - 1, extra_rows=0)
+        eventual_shape = self._buckets.decode_shape(rows, lookahead=most - 1, extra_rows=0)
         key = self._programs.choose_multi_step(
             MultiStepKey(shape, features, num_steps), eventual=MultiStepKey(eventual_shape, features, most)
         )
         if key is not None:
-            next_shape = self._buckets.decode_shape(rows, steps_ahead=2 * most, extra_rows=0)
+            next_shape = self._buckets.decode_shape(rows, lookahead=2 * most, extra_rows=0)
             if next_shape.pages > key.shape.pages:
                 next_key = MultiStepKey(next_shape, features, most)
                 self._programs.choose_multi_step(next_key, eventual=next_key)
@@ -314,14 +314,14 @@ class Engine:
         """Return the bucket for decoding these rows; while others are about to join, preferably one for all."""
         num_joining = len(self._scheduler.waiting) + len(self._scheduler.prefilling)
         extra_rows = min(num_joining, self._max_batch - len(rows))
-        needed = self._buckets.decode_shape(rows, steps_ahead=0, extra_rows=0)
-        eventual = self._buckets.decode_shape(rows, steps_ahead=0, extra_rows=extra_rows)
+        needed = self._buckets.decode_shape(rows, lookahead=0, extra_rows=0)
+        eventual = self._buckets.decode_shape(rows, lookahead=0, extra_rows=extra_rows)
         return self._programs.choose_shape(needed, eventual=eventual)
 
     def _precompile(self, rows: list[Sequence], shape: StepShape) -> None:
         """Compile the next context bucket before it is needed."""
-        steps_ahead = PRECOMPILE_PAGES * self._buckets.page_size
-        next_shape = self._buckets.decode_shape(rows, steps_ahead=steps_ahead, extra_rows=0)
+        lookahead = PRECOMPILE_PAGES * self._buckets.page_size
+        next_shape = self._buckets.decode_shape(rows, lookahead=lookahead, extra_rows=0)
         if next_shape.pages > shape.pages:
             self._programs.precompile(next_shape, sampling_features(rows))
 

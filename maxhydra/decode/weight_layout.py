@@ -80,15 +80,19 @@ class _Flat:
     def keep(self, params: Tree) -> Tree:
         """Convert layer by layer, so that peak memory is two copies of all weights plus one layer."""
         axes = self.flat.axes
-        kept = {name: _map(_turned, axes[name], part) for name, part in params.items() if name not in LAYERS}
+        packed_params = {name: _map(_turned, axes[name], part) for name, part in params.items() if name not in LAYERS}
         layers = enumerate(unstacked(self.model, params))
-        kept["prefix"] = {str(n): self._kept_layer(str(n), layer) for n, layer in layers}
-        return kept
+        packed_params["prefix"] = {str(n): self._kept_layer(str(n), layer) for n, layer in layers}
+        return packed_params
 
-    def use(self, kept: Tree) -> Tree:
+    def use(self, packed_params: Tree) -> Tree:
         axes = self.flat.axes
-        params = {name: _map(_turned_back, axes[name], part) for name, part in kept.items() if name != "prefix"}
-        params["prefix"] = {number: self._used_layer(number, layer) for number, layer in kept["prefix"].items()}
+        params = {
+            name: _map(_turned_back, axes[name], part) for name, part in packed_params.items() if name != "prefix"
+        }
+        params["prefix"] = {
+            number: self._used_layer(number, layer) for number, layer in packed_params["prefix"].items()
+        }
         return params
 
     def _kept_layer(self, number: str, layer: Tree) -> Tree:

@@ -142,15 +142,15 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> MixerOutput:
         pages, shared = self.usable_pages(x_BTD, ctx), None
         if pages is None:
-            mixed_BTNH, cache, shared = self.mix_heads(self._heads(x_BTD, ctx), ctx)
+            attended_BTNH, cache, shared = self.mix_heads(self._heads(x_BTD, ctx), ctx)
         else:
-            mixed_BTNH, cache = self.mix_pages(self._qkv_heads(x_BTD, ctx)[None], pages, ctx, next_weight=None)
-        mixed_BTNH = ctx.constrain(mixed_BTNH, "act_batch", "act_length", "act_heads", None)
-        mixed_BTNH = checkpoint_name(mixed_BTNH, "context")
+            attended_BTNH, cache = self.mix_pages(self._qkv_heads(x_BTD, ctx)[None], pages, ctx, next_weight=None)
+        attended_BTNH = ctx.constrain(attended_BTNH, "act_batch", "act_length", "act_heads", None)
+        attended_BTNH = checkpoint_name(attended_BTNH, "context")
         if self.gate is not None:
             gate_BTNH = ctx.constrain(self.gate(x_BTD, ctx), "act_batch", "act_length", "act_heads", None)
-            mixed_BTNH = mixed_BTNH * jax.nn.sigmoid(gate_BTNH.astype(jnp.float32)).astype(mixed_BTNH.dtype)
-        out_BTD = self.out(mixed_BTNH, ctx)
+            attended_BTNH = attended_BTNH * jax.nn.sigmoid(gate_BTNH.astype(jnp.float32)).astype(attended_BTNH.dtype)
+        out_BTD = self.out(attended_BTNH, ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
         return MixerOutput(
             checkpoint_name(out_BTD, "attention_out"), cache, {}, shared if self.spec.is_shared else None

@@ -141,7 +141,7 @@ class Delta(nnx.Module):
         previous = self._previous_state(ctx)
         q_BTMK, k_BTMK, v_BTNV, tails = self._heads(x_BTD, ctx, previous)
         with kernel_errors_as_config_errors():
-            mixed_BTNV, state_BNKV = gated_delta(
+            attended_BTNV, state_BNKV = gated_delta(
                 _unit(q_BTMK) * self.spec.key_dim**-0.5,
                 _unit(k_BTMK),
                 v_BTNV,
@@ -153,7 +153,7 @@ class Delta(nnx.Module):
                 place=ctx.place,
             )
         gate_BTNV = ctx.constrain(self.gate(x_BTD, ctx), "act_batch", "act_length", "act_heads", None)
-        gated_BTNV = _float32(self.norm(mixed_BTNV)) * jax.nn.silu(_float32(gate_BTNV))
+        gated_BTNV = _float32(self.norm(attended_BTNV)) * jax.nn.silu(_float32(gate_BTNV))
         gated_BTNV = gated_BTNV.astype(self.spec.dtypes.compute)
         gated_BTNV = ctx.constrain(gated_BTNV, "act_batch", "act_length", "act_heads", None)
         out_BTD = self.out(checkpoint_name(gated_BTNV, "context"), ctx)

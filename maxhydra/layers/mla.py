@@ -158,15 +158,15 @@ class Mla(nnx.Module):
             scores_BTS = self.indexer(x_BTD, low_rank_BTQ, view.index_BSI, visible_BTS, ctx)
             view = view.select_top_k(scores_BTS, self.indexer.spec.top_k)
         if self._is_absorbed(q_BTNH.shape[1], ctx):
-            mixed_BTNV = self._attend_latents(q_BTNH, view, ctx)
+            attended_BTNV = self._attend_latents(q_BTNH, view, ctx)
         else:
             k_BSNH, v_BSNV = self._keys_values(view, ctx)
-            mixed_BTNV = self._attend(q_BTNH, k_BSNH, v_BSNV, view, ctx)
+            attended_BTNV = self._attend(q_BTNH, k_BSNH, v_BSNV, view, ctx)
             if self.indexer is not None and ctx.cache is None:
                 attended_BTS = self._visible(view, q_BTNH.shape[1]) & ctx.is_real_BT[:, :, None]
                 aux = self.indexer.aux_loss(scores_BTS, q_BTNH, k_BSNH, attended_BTS, scale=self.spec.scale)
-        mixed_BTNV = ctx.constrain(mixed_BTNV, "act_batch", "act_length", "act_heads", None)
-        out_BTD = self.out(checkpoint_name(mixed_BTNV, "context"), ctx)
+        attended_BTNV = ctx.constrain(attended_BTNV, "act_batch", "act_length", "act_heads", None)
+        out_BTD = self.out(checkpoint_name(attended_BTNV, "context"), ctx)
         out_BTD = ctx.constrain(out_BTD, "act_batch", "act_length", "act_embed")
         return MixerOutput(checkpoint_name(out_BTD, "attention_out"), cache, aux)
 

@@ -186,7 +186,7 @@ def _fused_attention(
         heads_BTMH = project_norm(attention.qkv, x_BTD, norm, normed_BTD)
         starts = np.cumsum([projection.width for projection in attention.qkv])[:-1]
         heads = attention.normalize_and_rotate(jnp.split(heads_BTMH, starts, axis=2), ctx)
-        mixed_BTNH, cache, shared = attention.mix_heads(heads, ctx)
+        attended_BTNH, cache, shared = attention.mix_heads(heads, ctx)
     else:
         # The paged kernel sums partial results of a split-K matmul as it reads them; a norm of heads needs the sum.
         if attention.query_norm is None:
@@ -194,8 +194,8 @@ def _fused_attention(
         else:
             heads_PBTMH = project_norm(attention.qkv, x_BTD, norm, normed_BTD)[None]
         next_weight = plain_weight(attention.out)
-        mixed_BTNH, cache = attention.mix_pages(heads_PBTMH, pages, ctx, next_weight=next_weight)
-    out_BTD, next_BTD = add_projection(attention.out, mixed_BTNH, x_BTD, next_norm=next_norm)
+        attended_BTNH, cache = attention.mix_pages(heads_PBTMH, pages, ctx, next_weight=next_weight)
+    out_BTD, next_BTD = add_projection(attention.out, attended_BTNH, x_BTD, next_norm=next_norm)
     return _Attended(MixerOutput(out_BTD, cache, {}, shared if attention.spec.is_shared else None), next_BTD)
 
 

@@ -112,7 +112,7 @@ def test_six_jobs_outlive_their_controller(scheduler: dict[str, str], tmp_path: 
     assert done.count("found running") >= 3 and done.rstrip().endswith("6 finished")
     folders = sorted(path.parent for path in sweep.glob("*/run.json"))
     assert [folder.name for folder in folders] == [f"{index}_seed={index + 1}" for index in range(6)]
-    assert [sessions(folder) for folder in folders] == [["run_ok"]] * 6
+    assert [sessions(folder) for folder in folders] == [["finished"]] * 6
     assert all(list(losses(folder)) == [1, 2, 3, 4] for folder in folders)
     ids = {facts(folder)["variables"]["SLURM_ARRAY_JOB_ID"] for folder in folders}
     assert len(ids) == 1, "one array, submitted once"
@@ -166,7 +166,7 @@ def test_a_cancelled_sweep_can_be_resumed(
     assert not (second / "run.json").exists()
     done = run_ok("sweep", "resume", "off", cwd=tmp_path, **scheduler).stdout
     assert done.rstrip().endswith("2 finished")
-    assert sessions(first) == ["preempted", "finished"] and sessions(second) == ["run_ok"]
+    assert sessions(first) == ["preempted", "finished"] and sessions(second) == ["finished"]
     # An interruption does not change the losses.
     run_ok(*arguments[:-1], "run.name=whole", "run.seed=1", cwd=tmp_path)
     assert losses(first) == losses(tmp_path / "outputs" / "whole")

@@ -133,9 +133,9 @@ def test_rows_of_a_table_and_their_norm_equal_numpys() -> None:
     norm = NormParams(jnp.asarray(scale), offset=1.0, eps=0.1)
     stream, normed = embed_norm.embed_and_norm(jnp.asarray(table), jnp.asarray(tokens), norm, interpret=True)
     is_there = (tokens >= 0) & (tokens < 7)
-    wanted = table[np.where(is_there, tokens, 0)]
-    unit = wanted / np.sqrt(np.mean(wanted**2, axis=1, keepdims=True) + norm.eps)
-    np.testing.assert_array_equal(stream, np.where(is_there[:, None], wanted, np.nan))
+    reference_output = table[np.where(is_there, tokens, 0)]
+    unit = reference_output / np.sqrt(np.mean(reference_output**2, axis=1, keepdims=True) + norm.eps)
+    np.testing.assert_array_equal(stream, np.where(is_there[:, None], reference_output, np.nan))
     np.testing.assert_allclose(normed, np.where(is_there[:, None], unit * (scale + 1), np.nan), rtol=1e-5, atol=1e-5)
 
 
@@ -214,8 +214,8 @@ def test_fused_block_equals_block() -> None:
     out, next_BTD = fused.run(x_BTD, context, plain.attention_norm(x_BTD), scale_D)
     alone = fused(x_BTD, context)
     for found in (out, alone):
-        for array, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected_out), strict=True):
-            np.testing.assert_allclose(array, wanted, rtol=1e-5, atol=1e-5)
+        for array, reference_output in zip(jax.tree.leaves(found), jax.tree.leaves(expected_out), strict=True):
+            np.testing.assert_allclose(array, reference_output, rtol=1e-5, atol=1e-5)
     x = np.asarray(expected_out.x_BTD, np.float64)
     unit = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + spec.norm.eps)
     np.testing.assert_allclose(next_BTD, unit * np.asarray(scale_D), rtol=1e-4, atol=1e-5)

@@ -28,8 +28,10 @@ def test_many_rows_take_their_gate_along() -> None:
     )
     how = KernelParams(columns=256, stages=2, band=2, processors=3)
     got = run(lambda x, weight: swiglu_matmul(how, x, weight, jax.nn.silu), x, weight)
-    wanted = expected(np.asarray(x), np.asarray(weight), Epilogue(activation=jax.nn.silu))
-    np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=1e-2, atol=1e-2 * np.abs(wanted).max())
+    reference_output = expected(np.asarray(x), np.asarray(weight), Epilogue(activation=jax.nn.silu))
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), reference_output, rtol=1e-2, atol=1e-2 * np.abs(reference_output).max()
+    )
 
 
 def test_the_kernel_of_many_rows_lowers_where_there_is_no_hopper() -> None:
@@ -77,5 +79,5 @@ def test_prompts_are_the_same_with_their_gates_taken_along_and_pages_filled(monk
     logits, pages = prompts_read(arranged.model, arranged.use(arranged.keep(params)))
     assert filled == [(3, 8, 2, 8)] * 3 and activations == [jax.nn.silu] * 3
     np.testing.assert_allclose(logits, plain, rtol=1e-4, atol=1e-5)
-    for found, wanted in zip(pages, plain_pages, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    for found, reference_output in zip(pages, plain_pages, strict=True):
+        np.testing.assert_allclose(found, reference_output, rtol=1e-4, atol=1e-5)

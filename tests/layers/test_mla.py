@@ -170,8 +170,8 @@ def test_a_cache_of_latents_gives_what_the_whole_sequence_gives(kind, is_paged):
     cache_spec = PagedCacheSpec(pages=9, page_size=4, slots=2, storage=None) if is_paged else DenseCacheSpec(BATCH, 16)
     rows = PageTable(jnp.asarray([[3, 1, 7, 5], [0, 2, 8, 6]]), jnp.arange(2)) if is_paged else None
     whole = layer.empty_cache(cache_spec, 1)
-    kept = TURNED + LATENT + (INDEX_DIM if kind is SPARSE else 0)
-    assert sum(leaf.size for leaf in jax.tree.leaves(whole) if leaf.ndim > 2) == (36 if is_paged else 32) * kept
+    cached = TURNED + LATENT + (INDEX_DIM if kind is SPARSE else 0)
+    assert sum(leaf.size for leaf in jax.tree.leaves(whole) if leaf.ndim > 2) == (36 if is_paged else 32) * cached
     graphdef, weights = nnx.split(layer)
 
     @jax.jit
@@ -217,9 +217,9 @@ def test_padding_teaches_the_indexer_nothing_in_rows_of_one_document_either():
 
 
 @pytest.mark.parametrize("kept", ["adapter", "int8"])
-def test_other_weights_count_in_both_forms(kept):
+def test_other_weights_count_in_both_forms(cached):
     model, x = make_model(q_lora_rank=NARROW), inputs()
-    if kept == "adapter":
+    if cached == "adapter":
         spec = LoraSpec(rank=2, scale=0.5, dropout=0.0, targets=(".*",), over_nf4=False)
         layer = random_layer(model, lora=spec)
         other = run(layer, x, make_context(is_adapted=False)).out_BTD
