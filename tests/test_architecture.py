@@ -53,6 +53,7 @@ def test_every_package_has_a_row() -> None:
     assert packages <= set(rows())
 
 
+@pytest.mark.slow
 def test_no_family_names_in_shared_code() -> None:
     """A family is data: its name stands in conf/model and convert/, nowhere else.
 

@@ -137,9 +137,10 @@ def _scale_by_schedule(
     def update(grads: Tree, state: OptimizerState, params: Tree, **extra: jax.Array) -> tuple[Tree, OptimizerState]:
         grads_f32, params_f32 = (jax.tree.map(lambda x: x.astype(jnp.float32), tree) for tree in (grads, params))
         if clip_norm is not None:
-            grads_f32 = clip_to_norm(grads_f32, extra["norm"] if extra else norm(grads_f32), clip_norm)
+            grads_f32 = clip_to_norm(grads_f32, extra["norm"] if "norm" in extra else norm(grads_f32), clip_norm)
         updates, new_inner = inner.update(grads_f32, state.inner, params_f32)
-        rate = -learning_rate(state.applied)
+        # The training step passes the rate that it logs; both count applied updates.
+        rate = -(extra["learning_rate"] if "learning_rate" in extra else learning_rate(state.applied))
         stored = jax.tree.map(lambda new, old: new.astype(old.dtype), new_inner, state.inner)
         return jax.tree.map(lambda u: rate * u, updates), OptimizerState(state.applied + 1, stored)
 

@@ -63,10 +63,7 @@ def make_step(
         grad_norm = optimizer.norm(grads) / weight
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / weight, grads)
 
-        finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
-        for amax in jax.tree.leaves(amaxes):
-            # Quantization clips to the range of its format, which would hide an overflow.
-            finite &= jnp.all(jnp.isfinite(amax))
+        finite = _all_finite(means["loss"], grad_norm, amaxes)
         halted = state.guard.halted | (~finite & (train.on_nonfinite is Nonfinite.stop))
         observed = jnp.stack([means["loss"], grad_norm]).astype(jnp.float32)
         # With a zero gradient nothing was learned, and weight decay and momentum alone would move the params.
@@ -93,14 +90,9 @@ def make_step(
             guard=_observe(state.guard, observed, train.spike, counts=counts, apply=apply, halted=halted),
             history=history,
         )
-        metrics = {
-            **means,
-            **load_metrics(aux),
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "tokens": sums["weight"],
-        }
-        return new_state, {**metrics, "skipped": new_state.guard.skipped, "halted": new_state.guard.halted}
+        metrics = {**means, **load_metrics(aux), "grad_norm": grad_norm, "learning_rate": learning_rate}
+        counters = {"tokens": sums["weight"], "skipped": new_state.guard.skipped, "halted": new_state.guard.halted}
+        return new_state, {**metrics, **counters}
 
     return step
 
@@ -146,6 +138,14 @@ def _gradients(
 def _push_amax(history: jax.Array, amax: jax.Array) -> jax.Array:
     """Push this step's amax to the front of the history, and drop the oldest."""
     return jnp.concatenate([amax[..., :1], history[..., :-1]], axis=-1)
+
+
+def _all_finite(loss: jax.Array, grad_norm: jax.Array, amaxes: Tree) -> jax.Array:
+    """Whether loss, gradient norm and amaxes are finite: quantization clips, which would hide an overflow elsewhere."""
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    for amax in jax.tree.leaves(amaxes):
+        finite &= jnp.all(jnp.isfinite(amax))
+    return finite
 
 
 def _nonzero_weight(sums: Sums) -> jax.Array:

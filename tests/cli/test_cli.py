@@ -73,6 +73,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"maxhydra {__version__}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -129,6 +130,7 @@ def test_cfg_prints_a_config_that_fails_validation(capsys: pytest.CaptureFixture
     assert "source: text" in captured.out and "data.path=null: is needed" in captured.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -211,6 +213,7 @@ def test_explain_sections_and_groups(path: str, said: list[str], capsys: pytest.
         assert text in out
 
 
+@pytest.mark.slow
 def test_inspect_leaves_nothing_behind(tmp_path: Path) -> None:
     done = maxhydra("task=inspect", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -218,12 +221,14 @@ def test_inspect_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_mistake_that_the_task_finds(tmp_path: Path) -> None:
     done = maxhydra("task=inspect", "task.devices=8", "mesh.tensor=3", cwd=tmp_path)
     assert done.returncode == 2
     assert "mesh.tensor=3" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_sweep_folders(tmp_path: Path) -> None:
     """Readable job folders in one sweep folder, plus multirun.yaml of Hydra and sweep.json of `sweep resume` only."""
     done = maxhydra("-m", "task=inspect", "run.name=sizes", "model.num_layers=2,3", cwd=tmp_path)
@@ -235,6 +240,7 @@ def test_sweep_folders(tmp_path: Path) -> None:
     assert "job 0: task=inspect run.name=sizes model.num_layers=2" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -254,6 +260,7 @@ def test_runs_are_not_nested(arguments: list[str], said: str, tmp_path: Path) ->
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_failing_job_of_a_sweep(tmp_path: Path) -> None:
     """The other jobs still run; the message is the one that the job alone would give."""
     done = maxhydra("-m", "task=inspect", "task.devices=8", "mesh.tensor=3,2", cwd=tmp_path)

@@ -74,6 +74,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda name: str(name))
 def test_every_option_composes(group: str, option: str, text: Path, composer: Composer) -> None:
     overrides = choose(group, option, text)
@@ -93,6 +94,7 @@ def test_every_option_has_a_description() -> None:
         assert is_overlay(path) == (group in ("experiment", "debug", "recipe", "local", "sweep")), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

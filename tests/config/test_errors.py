@@ -27,6 +27,7 @@ def write(folder: Path, name: str, text: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "path", "said"),
     [

@@ -39,6 +39,7 @@ def test_the_folder_defines_the_model_and_the_command_line_overrides_it() -> Non
     assert composed(folder, "checkpoint.load_parameters=null").checkpoint.load_parameters is None
 
 
+@pytest.mark.slow
 def test_an_experiment_may_name_the_folder(tmp_path: Path) -> None:
     named = "# @package _global_\ndefaults:\n  - override /model: from_hf\nmodel:\n  path: {}\n"
     (tmp_path / "experiment").mkdir()
@@ -84,6 +85,7 @@ def test_an_unreadable_folder_is_one_short_message(tmp_path: Path) -> None:
         assert message_part in message and len(message.splitlines()) <= 4, message
 
 
+@pytest.mark.slow
 def test_the_config_is_shown_without_jax() -> None:
     code = (
         "import sys; from maxhydra.cli import main;"

@@ -82,6 +82,7 @@ CASES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_an_invalid_folder_is_reported_and_nothing_is_written(case: str, tmp_path: Path, capsys: Any) -> None:
     family, damage, message = CASES[case]

@@ -91,6 +91,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_hugging_face_folder_gives_the_same_logits(case, tmp_path: Path) -> None:
     """In several files with an index, like large models; `pattern` has a prefix, a repetition and a remainder."""
@@ -244,6 +245,7 @@ def test_unreadable_files_are_rejected_by_name(tmp_path: Path) -> None:
     assert "unsupported model_type unheard" in message and "mistral, mixtral" in message
 
 
+@pytest.mark.slow
 def test_a_maxhydra_checkpoint_loads_in_another_dtype(tmp_path: Path) -> None:
     model = make_model()
     params = jax.jit(model.init)(jax.random.key(0))

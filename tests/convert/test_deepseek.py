@@ -30,6 +30,7 @@ def names(folder: Path) -> set[str]:
         return set(opened.keys())
 
 
+@pytest.mark.slow
 def test_mtp_layers_are_numbered_after_the_last_layer(tmp_path):
     golden = Golden(GOLDEN)
     model = build(dataclasses.replace(golden.model.config, mtp=config.Mtp(depth=1)))

@@ -81,6 +81,7 @@ def size(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "share"), SHARES.items())
 def test_loading_equals_quantizing_while_loading(
     kind: str, share: float, unquantized: Path, quantized: dict[str, Path], caplog: pytest.LogCaptureFixture
@@ -98,6 +99,7 @@ def test_loading_equals_quantizing_while_loading(
     assert size(jax.live_arrays()) - before <= size(params) + 2**12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "share"), [("int8_weights", 0.52), ("int4_weights", 0.30)])
 def test_size_on_disk(kind: str, share: float, tmp_path: Path) -> None:
     sizes = ["model.num_layers=1", "model.emb_dim=256", "model.mlp_dim=6144", "model.head=tied"]
@@ -119,6 +121,7 @@ def test_quantized_weights_are_sharded_over_the_mesh(quantized: dict[str, Path])
     assert_same(params, loaded(composed(out))[1])
 
 
+@pytest.mark.slow
 def test_incompatible_quantization_is_rejected(unquantized: Path, quantized: dict[str, Path], tmp_path: Path) -> None:
     out = quantized["int4_weights"]
     with pytest.raises(ConfigError, match=r"which is int4_weights\s*omit quantization"):

@@ -48,6 +48,7 @@ def test_answers_are_right_and_rejected_ones_wrong(values: dict) -> None:
             assert record["text"] == prompt["content"] + record["answer"]
 
 
+@pytest.mark.slow
 def test_held_out_problems_are_not_trained_on_in_either_order() -> None:
     source = opened(operators=["+", "-", "*"])
     parts = [part.read(range(len(part))) for part in (source.train, source.evaluation)]

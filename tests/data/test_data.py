@@ -389,6 +389,7 @@ print(json.dumps(seen))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_read_their_own_rows_of_the_same_batch() -> None:
     halves, all_rows = [[0, 1, 2, 3], [4, 5, 6, 7]], [list(range(8))] * 2
     meshes = [({"data": 4}, halves), ({"data": 2, "sequence": 2}, halves), ({"sequence": 2, "tensor": 2}, all_rows)]

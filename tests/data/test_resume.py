@@ -64,6 +64,7 @@ def resume(job: Path) -> None:
     print(json.dumps(seen))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", WRITERS)
 def test_a_fresh_process_resumes_from_any_position(source: str, tmp_path: Path) -> None:
     write: Callable[[Path], list[str]] = WRITERS[source]

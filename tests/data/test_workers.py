@@ -86,6 +86,7 @@ def children(process: int) -> list[int]:
     return pids
 
 
+@pytest.mark.slow
 def test_workers_give_the_same_batches(path: Path) -> None:
     formatting = "tests.data.test_workers:doubled"
     # More than an epoch, in windows of several chunks.
@@ -96,6 +97,7 @@ def test_workers_give_the_same_batches(path: Path) -> None:
             np.testing.assert_array_equal(one[name], other[name])
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_an_error_and_not_a_hang(path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"data.workers=2: a worker process died"):
@@ -103,6 +105,7 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(path: Path) -> None:
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_an_error_in_a_worker_names_the_record(path: Path) -> None:
     data = data_of(path, formatting="tests.data.test_workers:reject_the_last", workers=1, eval_path=str(path))
     with pytest.raises(ConfigError, match=r"texts.jsonl, line 400.*\n?.*ValueError: it is the last"):
@@ -119,6 +122,7 @@ def test_workers_can_be_killed_while_they_write() -> None:
         assert all(future.done() for future in futures)
 
 
+@pytest.mark.slow
 def test_a_pool_returns_results_raises_errors_and_reports_a_dead_worker() -> None:
     with Workers(1, int) as pool:
         assert pool.submit(divmod, 7, 2).result() == (3, 1)
@@ -130,6 +134,7 @@ def test_a_pool_returns_results_raises_errors_and_reports_a_dead_worker() -> Non
             pool.submit(divmod, 7, 2).result()
 
 
+@pytest.mark.slow
 def test_workers_exit_with_a_killed_run(path: Path, tmp_path: Path) -> None:
     script = f"""
 from tests.data.test_workers import data_of, spec, train_loader

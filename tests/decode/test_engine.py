@@ -120,6 +120,7 @@ def completed_alone() -> list[Completion]:
     return completions
 
 
+@pytest.mark.slow
 def test_alone_and_greedy_a_request_gets_the_tokens_of_the_oracle():
     for request, answer in zip(varied_requests(32), completed_alone(), strict=True):
         if request.temperature == 0:
@@ -157,6 +158,7 @@ def test_multi_step_decoding_gives_the_tokens_of_single_steps():
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", ENGINES)
 def test_in_any_batch_a_request_gets_the_tokens_it_gets_alone(sizes):
     engine = start(**ENGINES[sizes])
@@ -201,6 +203,7 @@ def test_a_seed_gives_the_same_tokens_again(engine):
     )
 
 
+@pytest.mark.slow
 def test_a_deterministic_engine_is_bit_reproducible():
     """Independently of earlier requests, and of which programs are compiled."""
     several = [make_request(f"number {n}", temperature=1.0, seed=n, max_tokens=3 + n, logprobs=0) for n in range(6)]
@@ -218,6 +221,7 @@ def test_a_deterministic_engine_is_bit_reproducible():
         engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tolerance"), [(CacheDtype.int8, 0.05), (CacheDtype.float8, 0.4)])
 def test_an_eight_bit_cache_is_close_to_the_exact_one(engine, kind, tolerance):
     request = make_request("some words to continue from, and a few", max_tokens=1, logprobs=20, ignore_eos=True)
@@ -231,6 +235,7 @@ def test_an_eight_bit_cache_is_close_to_the_exact_one(engine, kind, tolerance):
     assert 1e-6 < error < tolerance
 
 
+@pytest.mark.slow
 def test_logprobs_are_those_of_the_model(engine):
     request = make_request("abc", temperature=0.7, top_k=3, seed=4, logprobs=5, ignore_eos=True)
     completion = engine.submit(request).result()
@@ -252,6 +257,7 @@ def ascii_only() -> dict:
     return {**params, "head": {"kernel": jnp.asarray(np.where(likely, 20 * kernel, 0))}}
 
 
+@pytest.mark.slow
 def test_stop_strings_and_eos_tokens_end_a_completion():
     engine = start(params=ascii_only())
     plain = engine.submit(make_request("go", max_tokens=30, temperature=1.0, seed=1, ignore_eos=True)).result()
@@ -345,6 +351,7 @@ def test_closing_cancels_running_sequences():
         engine.submit(make_request("a"))
 
 
+@pytest.mark.slow
 def test_a_failure_reaches_every_handle():
     """Weights of a wrong shape make the next step fail: no handle waits forever, and new requests are rejected."""
     engine, wrong = start(max_batch=2), jax.tree.map(lambda x: np.zeros((*x.shape, 1)), tiny()[1])
@@ -370,6 +377,7 @@ def test_nan_logits_fail_the_request_and_not_the_engine():
     engine.close()
 
 
+@pytest.mark.slow
 def test_new_weights_are_used_and_cached_prefixes_dropped():
     engine = start()
     request = make_request([random.Random(6).randrange(256) for _ in range(40)], ignore_eos=True)

@@ -33,6 +33,7 @@ def logits(model: ModelDef, params: Any, tokens_BT: np.ndarray) -> np.ndarray:
     return np.concatenate(found, axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_layout_changes_nothing(platform: str, rows: int) -> None:

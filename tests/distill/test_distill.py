@@ -37,6 +37,7 @@ def batch(**columns: float) -> dict[str, jax.Array]:
     return {**fields, **{name: jnp.full(shape[0], value) for name, value in columns.items()}}
 
 
+@pytest.mark.slow
 def test_features_are_the_residual_stream_after_a_layer() -> None:
     """Prefix, two repetitions of a pattern of two, remainder: compared with a model that ends after that layer."""
     whole = build(model_config(num_layers=6, **TWO_KINDS))
@@ -102,6 +103,7 @@ def weights() -> Any:
     return {**student, TEACHER: teacher}
 
 
+@pytest.mark.slow
 def test_chunks_do_not_change_the_loss(weights: Any) -> None:
     def sums_and_gradient(chunk: int) -> Any:
         def total(weights: Any) -> Any:
@@ -120,6 +122,7 @@ def test_chunks_do_not_change_the_loss(weights: Any) -> None:
     np.testing.assert_allclose(whole["loss"], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_offline_logits_of_all_tokens_equal_the_online_teacher(weights: Any) -> None:
     def all_logits(params: Any) -> Any:
         hidden, _ = LARGER.hidden(params, TOKENS, context(4, 8))
@@ -132,6 +135,7 @@ def test_offline_logits_of_all_tokens_equal_the_online_teacher(weights: Any) -> 
     np.testing.assert_allclose(offline["loss"], online["loss"], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_teacher_on_its_own_mesh_gives_the_same_loss(weights: Any) -> None:
     """Student sharded by FSDP, teacher by tensor parallelism, over the same four devices, in one program."""
     devices = jax.devices()[:4]
@@ -150,6 +154,7 @@ def test_a_teacher_on_its_own_mesh_gives_the_same_loss(weights: Any) -> None:
         np.testing.assert_allclose(sums[name], expected[name], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_distillation_beats_training_on_the_data_alone() -> None:
     """Tokens follow a noisy rule. Both students train on the same data for as many steps, and are compared by
     KL(teacher | student) on held-out tokens."""

@@ -139,6 +139,7 @@ def test_reference_equals_the_transcription(heads, mask):
     np.testing.assert_allclose(attention(q, k, v, request, backend="reference", **arrays), expected, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "mask"), CASES)
 def test_xla_equals_the_reference_with_gradients(heads, mask):
     arrays = tags(mask)
@@ -148,6 +149,7 @@ def test_xla_equals_the_reference_with_gradients(heads, mask):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softmax_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mask", ["full", "window_of_one", "everything", "chunk_and_more"])
 def test_xla_in_bfloat16_is_near_the_reference(mask, softmax_dtype):
@@ -159,6 +161,7 @@ def test_xla_in_bfloat16_is_near_the_reference(mask, softmax_dtype):
         assert_near_in_bfloat16(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 def test_blocks_of_queries_change_nothing(mask, monkeypatch):
     mask = dict(MASKS[mask])
@@ -189,6 +192,7 @@ def test_blocks_cover_all_visible_keys_and_skip_hidden_ones():
     assert len(list(xla._blocks(2048, 2048, make_request(is_length_split=True), by_position=False))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 @pytest.mark.parametrize("mask", [{}, {"window": 4, "softcap": 2.0}, {"chunk": 4, "sinks": True}])
 def test_positions_define_the_mask_for_keys_from_a_cache(backend, mask):
@@ -386,6 +390,7 @@ INTERPRETED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mask", "dtype"), INTERPRETED)
 def test_triton_interpreted_equals_the_reference_with_gradients(mask, dtype, monkeypatch):
     """With blocks so small that some are fully visible, some partly and some not at all."""
@@ -403,6 +408,7 @@ def test_triton_interpreted_equals_the_reference_with_gradients(mask, dtype, mon
             assert_near_in_bfloat16(got, want)
 
 
+@pytest.mark.slow
 def test_triton_interpreted_pads_heads_and_values_of_other_sizes(monkeypatch):
     monkeypatch.setitem(BACKENDS, "triton", Backend(run=partial(triton.attention, interpret=True)))
     (q, k, _), (_, _, v) = make_inputs((4, 2), length=64, head_dim=96), make_inputs((4, 2), length=64, head_dim=40)
@@ -412,6 +418,7 @@ def test_triton_interpreted_pads_heads_and_values_of_other_sizes(monkeypatch):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["window", "softcap", "segments", "chunk", "sinks", "everything"])
 def test_the_loss_is_the_same_on_every_backend_that_serves_a_request(mask):
     """For all backends of the capability table that this machine can run; the others raise with the reason."""

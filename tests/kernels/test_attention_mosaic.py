@@ -54,6 +54,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_equal_the_reference(case):
     """One program processes all tiles of the forward pass, and cycles through its shared memory slots several times."""
@@ -89,6 +90,7 @@ def test_values_and_gradients_equal_the_reference(case):
         assert error < (0.004 if want.ndim > 1 else 0.02) * np.linalg.norm(want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "changes", "has_segments", "has_sinks"),
     [(128, {}, False, False), (64, {"window": 100, "softcap": 20.0}, False, True), (256, {"chunk": 64}, True, False)],

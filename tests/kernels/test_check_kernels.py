@@ -21,6 +21,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     return {name: importlib.import_module(name) for name in ("checks", "check_kernels", "same_loss")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "dtype", "backend"),
     [

@@ -29,6 +29,7 @@ def sample(*shape: int, seed: int, size: float) -> np.ndarray:
     return size * np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1e-6, 1.0, 3e4])
 def test_a_matmul_and_its_gradients_equal_those_of_the_rounded_values(size: float) -> None:
     x, weight, d_out = (
@@ -79,6 +80,7 @@ def hidden(model: Any) -> np.ndarray:
     return np.asarray(model.hidden(model.init(jax.random.key(0)), tokens, context)[0])
 
 
+@pytest.mark.slow
 def test_targets_select_the_projections() -> None:
     plain = hidden(model(kind=QuantizationKind.none, targets=[]))
     by_target = {

@@ -198,6 +198,7 @@ def tokens_drawn(model: ModelDef, params: dict, rows: int) -> list[list[int]]:
     return drawn
 
 
+@pytest.mark.slow
 def test_fused_block_equals_block() -> None:
     """The same weights and inputs, with the norm handed in and the next layer's norm handed out, and without."""
     spec = BlockSpec.of(model(is_int8=False).config, "plain")
@@ -221,6 +222,7 @@ def test_fused_block_equals_block() -> None:
     np.testing.assert_allclose(next_BTD, unit * np.asarray(scale_D), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "is_int8", "normed"), [(1, True, 0), (3, False, 3)])
 def test_greedy_tokens_are_the_same_with_and_without(
     rows: int, is_int8: bool, normed: int, monkeypatch: pytest.MonkeyPatch
@@ -242,6 +244,7 @@ def test_greedy_tokens_are_the_same_with_and_without(
     assert len({tuple(step) for step in fused}) > 1
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_the_same_from_parts_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Query, key and value come as parts of a sum, which the kernel over pages adds up, from rows that come with their
     norm; all as interpreted."""

@@ -79,6 +79,7 @@ def test_values_and_the_last_state_equal_the_paper(backend, length):
     np.testing.assert_allclose(state, expected_state, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("segments", [None, packed(150)], ids=["whole", "packed"])
 def test_chunked_gradients_equal_the_recurrence(segments):
     arrays = inputs(150)
@@ -97,6 +98,7 @@ def test_chunked_gradients_equal_the_recurrence(segments):
         np.testing.assert_allclose(chunked[name], expected, atol=2e-5, rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_strong_decay_over_a_chunk_stays_finite():
     """Ten nats per token: cumulative decays, or their inverses, would leave the range of float32 within a chunk."""
     arrays = inputs(70)
@@ -127,6 +129,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "tolerance"), KERNELS.values(), ids=KERNELS)
 def test_kernels_equal_the_chunked_form_over_a_mesh(kernel, tolerance):
     """Rows sharded over two devices, key heads over two; values, the last state and all gradients."""

@@ -34,6 +34,7 @@ def numpy_grouped_matmul(x: np.ndarray, w: np.ndarray, d_out: np.ndarray, sizes:
     return out, d_x, d_w
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_matmuls_and_gradients_equal_numpy(kernel: Callable[..., jax.Array], dtype: jnp.dtype) -> None:
@@ -93,6 +94,7 @@ def test_on_hopper_large_shapes_use_mosaic_and_others_do_not() -> None:
         assert OPERATION.choose("auto", Call(**{**large, **change})) == "triton"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[9, 0, 29, 10, 400], [1, 16, 3, 0, 5], [0, 0, 0, 0, 0], [0, 512, 0, 0, 0]])
 def test_every_row_of_a_group_is_in_one_tile_of_each_column(sizes: list[int]) -> None:
     rows, columns, align = 64, 3, 8
@@ -106,6 +108,7 @@ def test_every_row_of_a_group_is_in_one_tile_of_each_column(sizes: list[int]) ->
     assert (counts[: ends[-1]] == 1).all() and not counts[ends[-1] :].any()
 
 
+@pytest.mark.slow
 def test_the_hopper_kernels_are_lowered_without_a_gpu() -> None:
     """Including the wgmma layouts."""
     shapes = (((256, 256), jnp.bfloat16), ((3, 256, 256), jnp.bfloat16), ((3,), jnp.int32))

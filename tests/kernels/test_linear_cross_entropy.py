@@ -95,6 +95,7 @@ def test_the_kernel_serves_one_gpu_and_gives_the_reason_otherwise() -> None:
         OPERATION.choose("reference", Call(**defaults))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [name for name, row in BACKENDS.items() if "cpu" in row.platforms])
 def test_backends_for_all_platforms_agree(backend: str) -> None:
     rng = np.random.default_rng(1)

@@ -50,6 +50,7 @@ TILES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "rotated"), [(CHANGES[0], False), (CHANGES[1], True), (CHANGES[2], True)])
 @pytest.mark.parametrize("tile", TILES)
 def test_pages_equal_a_contiguous_row(changes: dict[str, float], rotated: bool, tile: triton.Tile | None) -> None:
@@ -57,6 +58,7 @@ def test_pages_equal_a_contiguous_row(changes: dict[str, float], rotated: bool, 
     assert_pages_equal_a_contiguous_row(partial(triton.attention, tile=tile), changes, rotated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", CHANGES)
 def test_pages_on_a_tpu_equal_a_contiguous_row(changes: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pages at a time."""
@@ -64,6 +66,7 @@ def test_pages_on_a_tpu_equal_a_contiguous_row(changes: dict[str, float], monkey
     assert_pages_equal_a_contiguous_row(pallas_tpu.attention, changes, rotated=not changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [triton.attention, pallas_tpu.attention])
 def test_pages_in_bfloat16_equal_a_contiguous_row(run: Callable[..., Any]) -> None:
     assert_pages_equal_a_contiguous_row(run, {}, rotated=True, dtype=jnp.bfloat16, tolerance=0.02)

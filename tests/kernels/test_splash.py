@@ -45,6 +45,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(splash, "BLOCKS", (128,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", CASES)
 def test_values_and_gradients_equal_the_reference(mask, small_blocks):
     case = make_case(dict(CASES[mask]))
@@ -54,6 +55,7 @@ def test_values_and_gradients_equal_the_reference(mask, small_blocks):
         np.testing.assert_allclose(actual, desired, atol=3e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near_the_reference_over_a_mesh(small_blocks):
     """Rows sharded over two devices, heads over two; the gradient of sinks is a sum over rows on both."""
     case = make_case({"window": 100, "segments": True, "sinks": True}, jnp.bfloat16)

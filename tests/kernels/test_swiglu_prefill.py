@@ -57,6 +57,7 @@ def prompts_read(model: ModelDef, params: dict) -> tuple[np.ndarray, list[np.nda
     return logits, [np.asarray(leaf) for leaf in jax.tree.leaves(cache)]
 
 
+@pytest.mark.slow
 def test_prompts_are_the_same_with_their_gates_taken_along_and_pages_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """These few rows go the way of many."""
     packed, filled, activations = model(is_int8=False), [], []

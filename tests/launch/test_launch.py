@@ -108,6 +108,7 @@ def test_all_invalid_settings_are_reported_at_once() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_worker_needs_no_hydra_and_resumes_its_run(tmp_path: Path) -> None:
     sweep = SweepContext(tmp_path / "sweep", (*SMALL, "checkpoint.every=2"), str(tmp_path))
     folder = sweep.path(Trial(0, "0_a", ()))

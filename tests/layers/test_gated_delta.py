@@ -49,6 +49,7 @@ def logits(model: ModelDef, params, tokens, *, segments=None, positions=None, sh
     return np.asarray(run(params, tokens, positions, segments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
 def test_parts_of_a_prompt_and_then_token_by_token_equal_one_forward(paged):
     """Rows of 13 and 9 tokens: parts of 5 and 3, padded, then single tokens, over what others left behind."""
@@ -86,6 +87,7 @@ def test_parts_of_a_prompt_and_then_token_by_token_equal_one_forward(paged):
         np.testing.assert_allclose(found[row, :length], expected[row, :length], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_documents_in_one_row_do_not_see_each_other():
     model = make()
     params, tokens = weights(model), ids(1, 20)
@@ -97,6 +99,7 @@ def test_documents_in_one_row_do_not_see_each_other():
         np.testing.assert_allclose(packed[:, start:stop], alone, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2, "sequence": 2}])
 def test_several_devices_give_the_result_of_one(axes):
     model = make()
@@ -106,6 +109,7 @@ def test_several_devices_give_the_result_of_one(axes):
     np.testing.assert_allclose(logits(model, placed, tokens, sharder=sharder), logits(model, params, tokens), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_engine_writes_what_one_forward_after_the_other_writes():
     """Three prompts share two places, and are read in parts: the third takes a place with another's state in it."""
     model = make(num_layers=2, vocab_size=264)
@@ -126,6 +130,7 @@ def test_the_engine_writes_what_one_forward_after_the_other_writes():
         assert tuple(likeliest[len(prompt) - 1 : len(prompt) + 3]) == tuple(answer.tokens)
 
 
+@pytest.mark.slow
 def test_prompt_prefixes_are_not_cached_for_recurrent_layers():
     delta = ["model=tiny", "model.kinds.layer.mixer=delta"]
     assert compose(delta).config.model.is_recurrent

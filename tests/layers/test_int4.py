@@ -46,6 +46,7 @@ def numpys(kernel: np.ndarray, group: int) -> np.ndarray:
     return (np.round(blocks / scales) * scales).reshape(kernel.shape)
 
 
+@pytest.mark.slow
 def test_a_kernel_and_back_is_what_qwix_makes_of_it() -> None:
     qwix = import_optional("qwix", extra="parity")
     kernel = draw(64, 24)
@@ -87,6 +88,7 @@ def rounded_tree(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
+@pytest.mark.slow
 def test_a_model_computes_what_its_rounded_weights_would() -> None:
     """As it is, and as the engine lays it out on each platform."""
     packed = model(four_bits(QuantizationKind.int4_weights, ENDS), head=config.Head.separate)
@@ -100,6 +102,7 @@ def test_a_model_computes_what_its_rounded_weights_would() -> None:
         np.testing.assert_allclose(logits(arranged.model, arranged.use(arranged.keep(params))), expected, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [4, 8])
 def test_experts_are_quantized_too(bits: int) -> None:
     moe = config.Moe(experts=4, dim=32)
@@ -132,6 +135,7 @@ QAT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", QAT)
 def test_decoding_repeats_the_forward_pass_that_was_trained(bits: str) -> None:
     trained, packed = (model(quantization) for quantization in QAT[bits])
@@ -141,6 +145,7 @@ def test_decoding_repeats_the_forward_pass_that_was_trained(bits: str) -> None:
     np.testing.assert_array_equal(logits(packed, map_leaves(params, partial(store_weight, packed))), expected)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_straight_through() -> None:
     """To the weights, as if they were the rounded ones: the same gradient as the plain model has there."""
     trained = model(four_bits(QuantizationKind.qat_int4, QAT_ENDS))

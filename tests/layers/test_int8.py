@@ -94,6 +94,7 @@ def rounded_tree(params: dict) -> dict:
 ALL = ["attention/", "mlp/", "^(embedding|head)$"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("head", config.Head)
 def test_a_model_computes_what_its_rounded_weights_would(head: config.Head, platform: str) -> None:
@@ -110,6 +111,7 @@ def test_a_model_computes_what_its_rounded_weights_would(head: config.Head, plat
     np.testing.assert_allclose(logits(arranged.model, arranged.use(arranged.keep(params))), expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_targets_choose_and_formats_may_differ_within_a_layer() -> None:
     packed = model(config.Head.tied, ["attention/query", "mlp/up"])
     params = map_leaves(packed.base.init(jax.random.key(0)), partial(store_weight, packed))

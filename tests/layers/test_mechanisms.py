@@ -90,6 +90,7 @@ def whole() -> tuple[ModelDef, Any, np.ndarray]:
     return model, params, np.asarray(jax.jit(model.hidden)(params, tokens(), context(in_order()))[0])
 
 
+@pytest.mark.slow
 def test_chunks_and_positions_begin_anew_with_every_sequence_of_a_row() -> None:
     model, params, expected = whole()
     first, second = 9, LENGTH - 11
@@ -102,6 +103,7 @@ def test_chunks_and_positions_begin_anew_with_every_sequence_of_a_row() -> None:
     np.testing.assert_allclose(hidden[0, first + 2 :], expected[1, :second], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_pages_give_what_the_whole_forward_gives() -> None:
     model, params, expected = whole()
     rows = PageTable(jnp.asarray([[7, 2, 5, 4], [1, 0, 3, 6]]), jnp.arange(2))
@@ -113,6 +115,7 @@ def test_pages_give_what_the_whole_forward_gives() -> None:
         np.testing.assert_allclose(hidden, expected[:, start:stop], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_devices_change_nothing() -> None:
     model, params, expected = whole()
     mesh = Mesh(fsdp=2, sequence=2, tensor=2)
@@ -122,6 +125,7 @@ def test_devices_change_nothing() -> None:
     np.testing.assert_allclose(hidden, expected, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_into_projections_with_biases() -> None:
     adapter = Adapter(kind=AdapterKind.lora, rank=2, alpha=4.0, dropout=0.0, targets=["attention/query", "mlp/down"])
     model = build(EVERYTHING, adapter)
@@ -133,6 +137,7 @@ def test_an_adapter_is_merged_into_projections_with_biases() -> None:
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_constant_of_a_layer_stays_as_it_came() -> None:
     """Nothing trains it, and weight decay, which needs no gradient, does not reach it."""
     kind = dataclasses.replace(GLOBAL, is_scaled=True)

@@ -147,6 +147,7 @@ def transcribed(layer: Mla, x: np.ndarray) -> Transcription:
     return Transcription(out, np.mean(np.sum(np.where(p > 0, p * np.log(p / np.where(p > 0, index, 1)), 0), axis=-1)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 @pytest.mark.parametrize("kind", [{}, {"q_lora_rank": NARROW}, SPARSE], ids=["plain", "narrow", "sparse"])
 def test_the_layer_is_the_papers(kind):
@@ -161,6 +162,7 @@ def test_the_layer_is_the_papers(kind):
         assert found.aux == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [{}, SPARSE], ids=["plain", "sparse"])
 @pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
 def test_a_cache_of_latents_gives_what_the_whole_sequence_gives(kind, is_paged):
@@ -189,6 +191,7 @@ def test_a_cache_of_latents_gives_what_the_whole_sequence_gives(kind, is_paged):
     assert [layer._is_absorbed(stop, ctx) for stop in (11, 10)] == [False, True]
 
 
+@pytest.mark.slow
 def test_the_indexer_learns_from_its_loss_alone():
     layer, x = random_layer(make_model(**SPARSE)), inputs()
     graphdef, weights = nnx.split(layer)
@@ -216,7 +219,8 @@ def test_padding_teaches_the_indexer_nothing_in_rows_of_one_document_either():
     np.testing.assert_allclose(run(layer, x, alone).aux["loss"], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kept", ["adapter", "int8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cached", ["adapter", "int8"])
 def test_other_weights_count_in_both_forms(cached):
     model, x = make_model(q_lora_rank=NARROW), inputs()
     if cached == "adapter":
@@ -244,6 +248,7 @@ def test_eight_devices_give_what_one_gives():
     np.testing.assert_allclose(found.aux["loss"], expected.aux["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_cannot_is_refused_by_name():
     model = make_model(q_lora_rank=NARROW)
     model = dataclasses.replace(model, kernels=config.ModelKernels(attention=config.AttentionBackend.cudnn))

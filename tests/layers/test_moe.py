@@ -49,6 +49,7 @@ def test_a_backend_that_cannot_serve_is_an_error():
         grouped_matmul(jnp.ones((2, 2), "float64"), jnp.ones((1, 2, 2), "float64"), jnp.array([2]), backend="xla")
 
 
+@pytest.mark.slow
 def test_dropless_is_the_dense_evaluation_of_the_chosen_experts():
     mixture = Mixture(SIX)
     x = mixture.inputs(2, 9)
@@ -57,6 +58,7 @@ def test_dropless_is_the_dense_evaluation_of_the_chosen_experts():
     assert_close(found, dense, 2e-5)
 
 
+@pytest.mark.slow
 def test_capacity_drops_the_overflow_in_token_order_and_nothing_else():
     """Six places for twelve tokens: those who come seventh or later at an expert go without it. Padding takes none."""
     mixture = Mixture(config.Moe(experts=4, top_k=2, capacity_factor=1.0))
@@ -75,6 +77,7 @@ def test_capacity_drops_the_overflow_in_token_order_and_nothing_else():
     assert_close(found, gradients(by_hand, mixture.weights, x), 2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 def test_the_balance_loss_is_that_of_transformers():
     """transformers counts a token once per expert, we once: a factor of top_k. The last third is padding."""
@@ -94,6 +97,7 @@ FULL = {"experts": 8, "top_k": 3, "bias": True, "clamp": 2.0, "shared": config.S
 SPLIT = [(None, {"expert": 2, "sequence": 2, "tensor": 2}), (1.0, {"fsdp": 2, "expert": 2, "tensor": 2})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("capacity", "axes"), SPLIT, ids=["dropless", "capacity"])
 def test_experts_over_eight_devices_are_those_of_one(capacity, axes):
     mixture = Mixture(config.Moe(**FULL, capacity_factor=capacity, balance_weight=0.1))

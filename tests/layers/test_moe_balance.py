@@ -88,6 +88,7 @@ ROUTER = config.Router(scores=config.RouterScores.sigmoid, bias_rate=RATE)
 BIASED = model_of(config.Moe(experts=EXPERTS, top_k=2, dim=8, router=ROUTER))
 
 
+@pytest.mark.slow
 def test_a_bias_brings_the_load_from_over_three_times_the_mean_to_a_tenth_over_it(whole):
     _, seen = trained(BIASED, whole, 90)
     loads = [row["moe/load_max_mean"] for row in seen]
@@ -95,6 +96,7 @@ def test_a_bias_brings_the_load_from_over_three_times_the_mean_to_a_tenth_over_i
     assert np.mean(loads[-5:]) < 1.1
 
 
+@pytest.mark.slow
 def test_the_bias_moves_by_its_rate_alone_and_micro_batches_move_it_once(whole):
     """Whole multiples of the rate: no decay, no gradient. The load of all micro-batches counts, not of each."""
     moved, in_parts = (correction(trained(BIASED, step, 3)[0]) for step in (whole, step_of(BIASED, 2)))
@@ -103,6 +105,7 @@ def test_the_bias_moves_by_its_rate_alone_and_micro_batches_move_it_once(whole):
     np.testing.assert_array_equal(in_parts, moved)
 
 
+@pytest.mark.slow
 def test_the_bias_of_a_router_that_is_not_trained_stays():
     shapes, axes = BIASED.shapes, BIASED.axes
     fields = {"kind": OptimizerKind.adamw, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "trainable": ["attention"]}
@@ -116,6 +119,7 @@ def test_the_bias_of_a_router_that_is_not_trained_stays():
     assert np.any(layer["attention"]["out"]["kernel"] != before["attention"]["out"]["kernel"])
 
 
+@pytest.mark.slow
 def test_padding_does_not_count_in_rows_of_one_document_either():
     """Rows of packing=none, of pairs and of answers say by their positions alone where padding begins."""
     model = model_of(config.Moe(experts=EXPERTS, top_k=2, dim=8, router=ROUTER, balance_weight=0.5))
@@ -128,6 +132,7 @@ def test_padding_does_not_count_in_rows_of_one_document_either():
     np.testing.assert_array_equal(correction(state), correction(expected))
 
 
+@pytest.mark.slow
 def test_the_balance_loss_is_trained_on_and_not_evaluated():
     """Even, it is 1 in the one layer there is; evaluated is what the loss is without it."""
     model = model_of(config.Moe(experts=EXPERTS, top_k=2, dim=8, balance_weight=0.5))

@@ -71,6 +71,7 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(1).integers(0, VOCAB, (2, 13)).astype(np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [{}, LOCAL_AND_GLOBAL], ids=["plain", "mixed"])
 def test_pages_equal_the_forward_without_cache_and_the_dense_cache(shape):
     model = make(**shape)
@@ -90,6 +91,7 @@ def test_pages_equal_the_forward_without_cache_and_the_dense_cache(shape):
     np.testing.assert_allclose(paged[0], dense[0], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("storage", "bits"), [("int8", 7), ("float8_e4m3fn", 4)])
 def test_eight_bits_stay_near(storage, bits):
     """The error of a stored number is half of its last bit; that of the logits is of that order, and not nothing."""
@@ -102,6 +104,7 @@ def test_eight_bits_stay_near(storage, bits):
     assert 1e-5 < error.max() < 4 * 2.0**-bits, error.max()
 
 
+@pytest.mark.slow
 def test_pages_over_devices_equal_one_device():
     model = make(num_kv_heads=4)
     params, ids = weights(model), tokens()

@@ -39,6 +39,7 @@ from tests.support.skips import import_optional
 SINGLE = Sharder.single()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_wide_back", [False, True])
 def test_int8_matmul_and_its_gradients_equal_qwix(is_wide_back: bool) -> None:
     qt = import_optional("qwix._src.core.dot_general_qt", extra="parity")
@@ -147,6 +148,7 @@ def test_delayed_scaling_uses_the_amax_history_and_updates_it(before: float) -> 
     assert not np.any(told[:, 1:])
 
 
+@pytest.mark.slow
 def test_a_run_with_a_history_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     """On the same device to the last bit; on four, where heads are split, nearly."""
     sizes = ["model.num_layers=2", "model.emb_dim=32", "model.mlp_dim=48", "model.num_heads=2", "model.head_dim=16"]

@@ -33,6 +33,7 @@ def whole(model: ModelDef, params, ids: np.ndarray, sharder: Sharder = SINGLE) -
     return np.asarray(run(params, ids))
 
 
+@pytest.mark.slow
 def test_pages_equal_the_forward_without_cache():
     """A part of 8 tokens, then single ones, in pages that were used before; the layers that share keep nothing."""
     model, params = tiny()
@@ -56,6 +57,7 @@ def test_pages_equal_the_forward_without_cache():
     np.testing.assert_allclose(np.concatenate(parts, axis=1), whole(model, params, ids), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_several_devices_give_the_result_of_one():
     model, params = tiny()
     ids = np.random.default_rng(1).integers(0, 48, (2, 8)).astype(np.int32)

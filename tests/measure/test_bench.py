@@ -35,6 +35,7 @@ def run(folder: Path, *overrides: str) -> tuple[tasks.Result, list[dict[str, Any
     return result, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_lines_of_all_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = ["task.load.batches=[2]", "task.load.prompt=4", "task.load.new=4", "task.load.repeats=1"]
     result, lines = run(tmp_path, "task.what=[pretrain,kernels,decode]", "objective=tokens_per_second", *load)
@@ -95,6 +96,7 @@ def commands_of_the_page() -> list[list[str]]:
     return [command[1:] for command in commands]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", commands_of_the_page(), ids=lambda command: " ".join(command)[:60])
 def test_commands_of_the_page_compose(command: list[str]) -> None:
     examination = Composer().check_overrides(command, with_hydra=False)

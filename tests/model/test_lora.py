@@ -59,6 +59,7 @@ def added(params: Any, scale: float) -> Any:
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 50, (2, 7)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [["attention/", "mlp/"], ["attention/(query|value)"], ["layer/mlp/down"]])
 def test_the_addition_is_that_of_the_formula(targets: list[str]) -> None:
     model = build(model_config(), lora(targets=targets))
@@ -85,6 +86,7 @@ def test_the_adapter_can_be_disabled() -> None:
     np.testing.assert_array_equal(plain, expected)
 
 
+@pytest.mark.slow
 def test_dropout_zeroes_inputs_of_the_addition_alone() -> None:
     model = build(model_config(), lora(dropout=0.5))
     params = noisy(model.init(jax.random.key(0)))

@@ -101,6 +101,7 @@ def initial_weights(head: config.Head = config.Head.separate) -> tuple[ModelDef,
     return model, jax.jit(model.init)(jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_initial_weights_have_the_documented_spread():
     """1 / fan-in; the last projection of a branch smaller by the number of branches, 2 x 8."""
     _, params = initial_weights()
@@ -116,6 +117,7 @@ def test_initial_weights_have_the_documented_spread():
     assert np.all(np.asarray(layer["mlp_norm"]["scale"]) == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", config.Head)
 def test_initial_loss_is_that_of_unit_logits(head):
     """Logits of unit variance over V tokens: the mean of log(sum(exp)) is ln V + 1/2, that of the target's logit 0."""
@@ -132,6 +134,7 @@ def test_model_can_first_be_used_inside_a_trace():
     assert jax.tree.structure(model.shapes) == jax.tree.structure(jax.eval_shape(model.init, jax.random.key(0)))
 
 
+@pytest.mark.slow
 def test_stacked_layers_equal_layers_applied_one_by_one():
     """A model of the pattern against one that spells the same layers out as prefix, with the same weights."""
     model = make(**MIXED)
@@ -167,6 +170,7 @@ def plain_loss_and_gradients():
     return loss_and_gradients(model, weights(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_remat_and_unrolling_change_neither_loss_nor_gradients(variant):
     model = make(num_layers=2, **VARIANTS[variant])
@@ -244,6 +248,7 @@ def test_offloaded_activations_go_to_host_memory_and_back():
         assert f"f32<host>[{BATCH},{LENGTH},{shape}]" in program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [{}, MIXED], ids=["plain", "mixed"])
 def test_prefill_and_steps_equal_the_whole_forward(shape):
     model = make(**shape)
@@ -258,6 +263,7 @@ def test_prefill_and_steps_equal_the_whole_forward(shape):
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_of_different_length_decode_as_if_alone():
     """Prompts of 7 and 4 tokens, padded to 7, then two steps; each row against its own forward pass."""
     model, lengths = make(), np.array([7, 4])
@@ -275,6 +281,7 @@ def test_rows_of_different_length_decode_as_if_alone():
         np.testing.assert_allclose(hidden[row, 0], alone[0, -1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_packed_sequences_equal_separate_ones():
     model = make(**MIXED)
     params, lengths = weights(model), [5, 4]
@@ -305,6 +312,7 @@ def test_logits_are_soft_capped():
     np.testing.assert_allclose(capped.logits(params, hidden, SINGLE), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_attention_soft_cap_and_scale_reach_the_kernel():
     params = weights(make())
     outputs = []
@@ -321,6 +329,7 @@ def test_a_token_outside_the_vocabulary_is_not_hidden():
     assert np.isnan(hidden).all()
 
 
+@pytest.mark.slow
 def test_dropout_needs_a_key_and_a_rate():
     params = weights(make())
     key = jax.random.key(5)
@@ -334,6 +343,7 @@ def test_dropout_needs_a_key_and_a_rate():
     assert np.abs(dropped[0] - plain).max() > 0.1
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_layers_and_is_the_same_unrolled():
     params = weights(make())
     ctx = make_context(dropout_key=jax.random.key(5))
@@ -384,6 +394,7 @@ def test_bfloat16_is_near_float32():
     assert np.abs(near - exact).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_the_program_does_not_grow_with_depth():
     def program(depth: int) -> int:
         model = make(num_layers=depth)
@@ -400,6 +411,7 @@ def test_shapes_of_a_giant_cost_nothing():
     assert jax.tree.structure(model.axes, is_leaf=is_axes) == jax.tree.structure(model.shapes)
 
 
+@pytest.mark.slow
 def test_a_mesh_changes_nothing():
     """Eight devices: the batch over two, the sequence over two, heads, feed-forward and vocabulary over two."""
     model = make(num_layers=2)
@@ -412,6 +424,7 @@ def test_a_mesh_changes_nothing():
     assert_trees_close(gradients, expected_gradients, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_by_cast_weights_are_those_by_the_weights():
     """In the compute format for the layers' matrices, as they are for all else; a part of the weights is cast alike."""
     model = make(dtypes={"compute": config.Dtype.bfloat16}, scan_unroll=3)

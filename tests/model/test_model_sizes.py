@@ -95,6 +95,7 @@ FILES = {file.name.removesuffix(".yaml"): file for file in FOLDER.iterdir() if f
 load = functools.cache(model_option)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_every_option_is_a_model_of_its_published_size(name):
     count = parameter_count(build(load(name)).shapes)

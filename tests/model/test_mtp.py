@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from maxhydra.config.schema import model as config
 from maxhydra.config.schema.run import Train
@@ -74,6 +75,7 @@ def further(runs: list[Callable], params, tokens: np.ndarray) -> list[np.ndarray
     return found
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_every_document_by_itself():
     model = build(make_model())
     params, rng = make_params(model), np.random.default_rng(1)
@@ -101,6 +103,7 @@ def test_the_loss_is_that_of_every_document_by_itself():
     assert float(sums["weight"]) == 3 * LENGTH - 2
 
 
+@pytest.mark.slow
 def test_decoding_and_the_model_itself_know_nothing_of_it():
     model, plain = build(make_model()), build(make_model(mtp=config.Mtp()))
     params = make_params(model)

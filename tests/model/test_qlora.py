@@ -38,6 +38,7 @@ def test_levels_are_quantiles_of_a_normal_distribution() -> None:
     assert len(LEVELS) == 16 and 0.0 in LEVELS and LEVELS[0] == -1 and LEVELS[-1] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(128, 5), (192, 3, 4), (64, 300)])
 def test_a_kernel_and_back_against_numpy(shape: tuple[int, ...]) -> None:
     kernel = np.random.default_rng(0).normal(size=shape).astype(np.float32) * 0.02
@@ -58,6 +59,7 @@ def test_a_kernel_and_back_against_numpy(shape: tuple[int, ...]) -> None:
     assert bits == 4 + 8 / BLOCK + 64 / (BLOCK * np.prod(shape[1:]))
 
 
+@pytest.mark.slow
 def test_the_model_is_that_of_its_unpacked_weights_and_so_are_the_gradients_of_its_adapter() -> None:
     config = model_config(**SIZES)
     plain, packed = build(config, lora()), build(config, qlora())
@@ -87,6 +89,7 @@ def test_the_model_is_that_of_its_unpacked_weights_and_so_are_the_gradients_of_i
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), answers, by_hand)
 
 
+@pytest.mark.slow
 def test_no_layer_waits_unpacked_for_the_backward_pass() -> None:
     """What the backward pass keeps of the forward pass holds no kernel of full size."""
     config = dataclasses.replace(model_config(**SIZES), num_layers=4)
@@ -106,6 +109,7 @@ def test_inputs_that_blocks_do_not_divide_are_refused() -> None:
         _ = build(model_config(), qlora()).shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AdapterKind.lora, AdapterKind.qlora])
 def test_the_engine_answers_with_an_adapter_as_with_merged_weights(kind: AdapterKind) -> None:
     """Through its own layout of weights, in which layers are apart and turned round."""

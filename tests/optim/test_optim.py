@@ -172,6 +172,7 @@ def assert_equal_layers(params, expected):
             np.testing.assert_allclose(layer_params, want, rtol=2e-5, atol=2e-6, err_msg=f"{path} of layer {layer}")
 
 
+@pytest.mark.slow
 @KINDS
 def test_five_updates_equal_the_reference(kind):
     params = random_tree(0)
@@ -260,6 +261,7 @@ def test_adafactor_follows_the_gradients_of_bfloat16_weights_in_a_long_run():
         np.testing.assert_allclose(leaf, want, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_unrolled", [False, True])
 def test_norm_covers_the_trained_parameters(is_unrolled):
     """With scanned and unrolled layers; passing the norm to `update` gives the same result as computing it there."""

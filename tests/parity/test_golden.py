@@ -18,6 +18,7 @@ def test_every_family_of_the_zoo_has_a_golden_model() -> None:
     assert sorted(path.name.removesuffix(".json") for path in (PARITY / "zoo").glob("*.json")) == FAMILIES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_equals_its_reference(family: str, tmp_path: Path) -> None:
     """Logits, gradients, decoding with a KV cache, and a round trip to the same files."""

@@ -31,6 +31,7 @@ SEED = int(os.environ.get("MAXHYDRA_PARITY_SEED", "1"))
 TABLE_HEADER = "| family | max logit error | max KL | max relative gradient error |\n|---|---|---|---|\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sample_cases(make.families(), 6, seed=SEED))
 def test_a_sampled_configuration_equals_transformers(family: str, tmp_path: Path) -> None:
     """Two rows of 300 tokens, the second left-padded, so that the mask matters."""
@@ -42,6 +43,7 @@ def test_a_sampled_configuration_equals_transformers(family: str, tmp_path: Path
     assert np.abs(logits).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", make.families())
 def test_transformers_loads_exported_models(family: str, tmp_path: Path) -> None:
     golden = Golden(make.GOLDEN / family)

@@ -313,6 +313,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_all_files_readable(tmp_path):
     rng = random.Random(0)
     for session in range(1, 9):

@@ -105,6 +105,7 @@ def test_a_function_receives_the_whole_sample() -> None:
     assert result.is_correct
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "texts", "expected", "reason"),
     [

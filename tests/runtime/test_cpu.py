@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.cli import environment
 
 CASE = """
@@ -16,6 +18,7 @@ print(float(abs(squares - x[:, 0] ** 2).max()))
 """
 
 
+@pytest.mark.slow
 def test_matmul_followed_by_reduction_is_correct() -> None:
     """Row i holds (i, 0, 0), so its squared norm is i^2; without the flags jaxlib 0.10.2 gets the last rows wrong."""
     for option in ("cpu", "auto"):

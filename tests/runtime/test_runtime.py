@@ -319,6 +319,7 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_two_processes_connect_and_sum() -> None:
     address = f"127.0.0.1:{free_port()}"
     processes = [
@@ -338,6 +339,7 @@ def test_two_processes_connect_and_sum() -> None:
         assert f"JAX_COORDINATOR_ADDRESS: process {i} of 2, coordinator {address}" in notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("index", "message"), [(0, "not all of the other 1 processes"), (1, "process 0 is not reachable")]
 )
@@ -363,6 +365,7 @@ print(runtime.start_on_host().device_kind, runtime.original_environment()["JAX_P
 """
 
 
+@pytest.mark.slow
 def test_start_on_host_uses_the_cpu_and_preserves_the_original_environment() -> None:
     process = run(HOST, "", {"JAX_PLATFORMS": "tpu"})
     out, err = process.communicate(timeout=60)
@@ -378,6 +381,7 @@ for count in (4, 5):
 """
 
 
+@pytest.mark.slow
 def test_a_second_start_with_other_flags_is_an_error() -> None:
     process = run(START + AGAIN, "dict(platform=Platform.cpu, simulated_devices=4)", {})
     out, err = process.communicate(timeout=60)

@@ -97,6 +97,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "-".join(f"{axis}{size}" for axis, size in axes.items()))
 def test_a_mesh_changes_no_loss(axes: dict[str, int], one_device: np.ndarray) -> None:
     run = Run(**axes)
@@ -109,6 +110,7 @@ def test_a_mesh_changes_no_loss(axes: dict[str, int], one_device: np.ndarray) ->
         assert max(parts) <= max(whole) / axes["fsdp"]
 
 
+@pytest.mark.slow
 def test_two_slices_change_no_loss(one_device: np.ndarray) -> None:
     run = Run(slices=2, fsdp=4)
     assert run.sharder.mesh.shape["data"] == 2
@@ -116,6 +118,7 @@ def test_two_slices_change_no_loss(one_device: np.ndarray) -> None:
     np.testing.assert_allclose(seen, one_device, rtol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon", "lion", "sgd"])
 def test_a_mesh_changes_no_loss_of_any_other_optimizer(optimizer: str) -> None:
     alone, spread = Run(f"optimizer={optimizer}"), Run(f"optimizer={optimizer}", data=2, fsdp=2, tensor=2)
@@ -124,6 +127,7 @@ def test_a_mesh_changes_no_loss_of_any_other_optimizer(optimizer: str) -> None:
     np.testing.assert_allclose(seen, expected, rtol=3e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {}], ids=["fsdp4", "fsdp2-tensor2", "one"])
 def test_a_checkpoint_of_eight_devices_goes_on_on_fewer(
     axes: dict[str, int], one_device: np.ndarray, eight_devices_folder: Path
@@ -131,6 +135,7 @@ def test_a_checkpoint_of_eight_devices_goes_on_on_fewer(
     np.testing.assert_allclose(last_ten(Run(**axes), eight_devices_folder), one_device[10:], rtol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["model.scan_unroll=2", "model.remat.policy=full", "model.remat.policy=minimal"])
 def test_layer_stacking_and_remat_are_not_in_the_checkpoint(
     change: str, one_device: np.ndarray, one_device_folder: Path

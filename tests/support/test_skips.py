@@ -68,6 +68,7 @@ def folder(tmp_path: Path) -> Path:
 ONE, TWO = ("-n", "0", "--continue-on-collection-errors"), ("-n", "2", "--dist", "worksteal")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [ONE, TWO], ids=["one process", "two workers"])
 def test_a_forbidden_skip_fails_with_test_and_reason(folder: Path, arguments: tuple[str, ...]) -> None:
     done = run_pytest(folder, *arguments, skips="forbidden")
@@ -78,6 +79,7 @@ def test_a_forbidden_skip_fails_with_test_and_reason(folder: Path, arguments: tu
     assert "1 failed, 1 passed, 2 skipped, 1 xfailed, 2 errors" in done.stdout
 
 
+@pytest.mark.slow
 def test_skips_are_allowed_by_default(folder: Path) -> None:
     done = run_pytest(folder, "-n", "0", skips="")
     assert done.returncode == 0, done.stdout

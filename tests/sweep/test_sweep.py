@@ -115,6 +115,7 @@ def test_all_invalid_ranges_are_reported_at_once() -> None:
     assert [problem.path for problem in caught.value.problems] == ["a", "b", "c", "d"]
 
 
+@pytest.mark.slow
 def test_a_grid_has_every_combination_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is continuous, but a grid needs discrete values"):
         distributions({"rate": "interval(0,1)"}, grid=True)
@@ -126,6 +127,7 @@ def test_a_grid_has_every_combination_once(tmp_path: Path) -> None:
     assert "best: job" in trials.summary() and "rate=0.3" in trials.summary()
 
 
+@pytest.mark.slow
 def test_bad_jobs_are_pruned_and_failures_are_counted(tmp_path: Path) -> None:
     settings = {"sampler": "random", "pruner": "asha", "min_steps": 1, "trials": 8, "seed": 3}
     _, trials = run(make_plan(tmp_path / "s", {"rate": "interval(0,4)"}, fixed=("steps=30", "pause=0.1"), **settings))
@@ -142,6 +144,7 @@ def test_bad_jobs_are_pruned_and_failures_are_counted(tmp_path: Path) -> None:
     assert output[-1] == "5 jobs failed, over max_failures=4; resume with: maxhydra sweep resume f --max-failures 10"
 
 
+@pytest.mark.slow
 def test_every_job_of_a_grid_sweep_runs(tmp_path: Path) -> None:
     """Failures do not stop a grid sweep: after a resume, the same jobs would fail first again."""
     rates = ["9"] * 5 + ["0.5"]
@@ -174,6 +177,7 @@ def test_status_shows_objectives_that_are_not_finite(tmp_path: Path) -> None:
     assert list(status(plan)) == expected
 
 
+@pytest.mark.slow
 def test_several_objectives(tmp_path: Path) -> None:
     settings = {
         "sampler": "nsga2",
@@ -186,6 +190,7 @@ def test_several_objectives(tmp_path: Path) -> None:
     assert len(trials._study.directions) == 2
 
 
+@pytest.mark.slow
 def test_a_killed_controller_neither_duplicates_nor_loses_jobs(tmp_path: Path) -> None:
     """The next controller finds running jobs, restarts one that was killed too, and runs the rest."""
     plan = make_plan(
@@ -212,6 +217,7 @@ def test_a_killed_controller_neither_duplicates_nor_loses_jobs(tmp_path: Path) -
     assert len(set(rates)) == 6, "a restarted sampler must not repeat its samples"
 
 
+@pytest.mark.slow
 def test_a_cancelled_sweep_can_be_resumed(tmp_path: Path) -> None:
     """Cancelled from a process other than the controller, which then neither starts nor restarts jobs."""
     settings = {"sampler": "random", "trials": 3}

@@ -101,6 +101,7 @@ def hf_logits(model: Any) -> np.ndarray:
         return model(torch.from_numpy(TOKENS)).logits.float().numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_hf_round_trip_is_bit_exact(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = {"llama": torch.bfloat16}.get(case, torch.float32)
@@ -170,6 +171,7 @@ def logits_of(model: ModelDef, weights: Any) -> np.ndarray:
     return np.asarray(model.logits(weights, hidden, Sharder.single()))
 
 
+@pytest.mark.slow
 def test_peft_loads_an_exported_adapter_with_the_same_logits(adapter_run: Path, tmp_path: Path) -> None:
     out = converted("llama3.1", adapter_run, tmp_path / "out", "task.format=peft")
     base = transformers.AutoModelForCausalLM.from_pretrained(adapter_run.parent / "base")
@@ -216,6 +218,7 @@ def test_an_adapter_of_peft_that_is_not_plain_lora_is_rejected(odd: dict[str, An
         load_weights(str(tmp_path / "adapter"), model, shardings=None, dtype="float32")
 
 
+@pytest.mark.slow
 def test_an_adapter_round_trips_through_peft(adapter_run: Path, tmp_path: Path) -> None:
     out = converted("llama3.1", adapter_run, tmp_path / "out", "task.format=peft")
     model = build(composed("llama3.1", out).model)
@@ -234,6 +237,7 @@ def test_a_maxhydra_checkpoint_has_the_same_weights(tmp_path: Path) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), sharded, whole)
 
 
+@pytest.mark.slow
 def test_an_exported_run_generates_the_same_text_in_transformers(tmp_path: Path) -> None:
     """Fifty greedy tokens of a trained model, from our engine and from transformers' generate."""
     run_ok(*SMALL, "model=llama3-tiny", "run.name=a", "train.steps=20", "optimizer.learning_rate=1e-2", cwd=tmp_path)
@@ -257,12 +261,14 @@ def test_an_exported_run_generates_the_same_text_in_transformers(tmp_path: Path)
     assert list(tokens) == expected[0, len(prompt) :].tolist() and len(set(tokens)) > 2
 
 
+@pytest.mark.slow
 def test_a_merged_adapter_loads_in_transformers(adapter_run: Path, tmp_path: Path) -> None:
     out = converted("llama3.1", adapter_run, tmp_path / "out")
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(out)
     np.testing.assert_allclose(hf_logits(hf_model), our_logits(adapter_run), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_impossible_export_is_rejected_and_leaves_no_output(tmp_path: Path) -> None:
     save_hf_model("llama", tmp_path / "in")
     (tmp_path / "existing").mkdir()

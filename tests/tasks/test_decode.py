@@ -269,6 +269,7 @@ def test_completions_before_an_engine_failure_are_in_the_file(tmp_path: Path, mo
     assert [row["text"] for row in lines(tmp_path / "out.jsonl")] == ["yes"]
 
 
+@pytest.mark.slow
 def test_the_number_of_completions_is_a_counter(tmp_path: Path) -> None:
     """It is displayed after every completion: counting a million lines each time would be slower than the model."""
     source, target = write(tmp_path / "in.jsonl", [{"prompt": f"{n}"} for n in range(50)]), tmp_path / "out.jsonl"
@@ -279,6 +280,7 @@ def test_the_number_of_completions_is_a_counter(tmp_path: Path) -> None:
             assert output.count == 100
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_every_prompt_is_completed_exactly_once(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", [{"prompt": f"prompt {n}", "id": n} for n in range(40)])
     target = tmp_path / "out.jsonl"
@@ -370,6 +372,7 @@ def test_a_chat_remembers_resets_and_survives_ctrl_c(tmp_path: Path) -> None:
     assert submitted[3] == "<user>three</user><assistant>" and "task.engine.max_context" in terminal.shown
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_reply_and_frees_its_slot(tmp_path: Path) -> None:
     engine = FakeEngine(seconds=0.005)
     terminal = FakeTerminal("talk forever", "and you?", "/exit")

@@ -55,6 +55,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cwd / "outputs" / "it"
 
 
+@pytest.mark.slow
 def test_it_starts_at_ln_2_and_learns_the_preference(whole: Path) -> None:
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
@@ -85,6 +86,7 @@ def sorted_entries(path: Path) -> list[bytes]:
     return sorted(content[at : at + 40] for at in range(0, len(content), 40))
 
 
+@pytest.mark.slow
 def test_with_an_adapter_the_model_without_it_is_the_reference() -> None:
     """Pairs of tokens 1 and 2, of which the first is chosen: the loss starts at ln 2 for any base weights."""
     model = build(model_config(num_layers=1), lora())

@@ -50,6 +50,7 @@ def run_experiment(name: str, here: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_runs(name: str, here: Path) -> None:
     run = facts(run_experiment(name, here))
@@ -57,12 +58,14 @@ def test_every_experiment_runs(name: str, here: Path) -> None:
     assert run["choices"]["experiment"] == name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_every_overlay_runs(name: str, tmp_path: Path) -> None:
     run_ok(*SIZES, "train.steps=3", f"debug={name}", "run.name=it", cwd=tmp_path)
     assert facts(tmp_path / "outputs" / "it")["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_overfit_fits_its_batch(tmp_path: Path) -> None:
     """One batch of 8 x 32 bytes, learned by heart: the loss falls far under what text in general allows."""
     run_ok(*SIZES, "debug=overfit", "train.steps=150", "train.per_device_batch_size=2", "run.name=it", cwd=tmp_path)

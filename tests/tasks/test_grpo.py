@@ -37,6 +37,7 @@ def rows(folder: Path, name: str) -> list[float]:
     return [line[name] for line in lines if name in line]
 
 
+@pytest.mark.slow
 def test_a_run_with_a_reference_trains_and_evaluates(tmp_path: Path) -> None:
     """The reference is the initial weights: KL is 0 at the first step and positive later."""
     arguments = [*TASK, *function_reward("vowels"), "train.steps=4", "task.kl.beta=0.01", "task.evaluation.samples=4"]
@@ -61,6 +62,7 @@ def test_a_run_with_a_reference_trains_and_evaluates(tmp_path: Path) -> None:
     np.testing.assert_allclose(rows(folder, "eval/error"), 1 - first)
 
 
+@pytest.mark.slow
 def test_an_adapter_on_a_mesh_in_bfloat16(tmp_path: Path) -> None:
     """The model without its adapter is the reference; engine and trainer agree on probabilities."""
     arguments = [
@@ -83,6 +85,7 @@ def test_an_adapter_on_a_mesh_in_bfloat16(tmp_path: Path) -> None:
     assert facts(folder)["trained_parameters"] < facts(folder)["parameters"] / 2
 
 
+@pytest.mark.slow
 def test_rewards_that_are_all_equal_change_nothing(tmp_path: Path) -> None:
     """As with a reward that always raises; the error is logged and counted, and the run continues."""
     arguments = [

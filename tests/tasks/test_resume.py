@@ -68,6 +68,7 @@ def test_a_run_killed_ten_times_is_bit_identical(uninterrupted: Path, tmp_path: 
     assert facts(folder)["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_signals_save_and_the_same_command_resumes(uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "signalled"
     arguments = [*RUN, "run.name=signalled", "checkpoint.every=1000"]
@@ -87,6 +88,7 @@ def test_signals_save_and_the_same_command_resumes(uninterrupted: Path, tmp_path
     assert parameter_hash(folder, STEPS) == parameter_hash(uninterrupted, STEPS)
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_resumes_after_a_kill(tmp_path: Path) -> None:
     """Experts, their router, and its bias, which is updated from the load and not by a gradient."""
     mixture = ["model=qwen3-moe-tiny", "model.kinds.layer.moe.router.bias_rate=0.001", "train.steps=20"]
@@ -107,6 +109,7 @@ def truncate(checkpoint: Path) -> None:
             os.truncate(part, part.stat().st_size // 2)
 
 
+@pytest.mark.slow
 def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "cut"
     run_ok(*RUN, "train.steps=12", "run.name=cut", cwd=tmp_path)
@@ -119,6 +122,7 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(uninterrupte
     assert (folder / "checkpoints" / "12.unreadable").is_dir()
 
 
+@pytest.mark.slow
 def test_if_no_checkpoint_can_be_read_all_stay_and_no_new_run_starts(tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "away"
     run_ok(*RUN, "train.steps=8", "run.name=away", cwd=tmp_path)
@@ -136,6 +140,7 @@ def test_if_no_checkpoint_can_be_read_all_stay_and_no_new_run_starts(tmp_path: P
     assert losses(folder) == before
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_of_another_run_is_reported(tmp_path: Path) -> None:
     run_ok(*RUN, "train.steps=4", "run.name=first", cwd=tmp_path)
     newest = tmp_path / "outputs" / "first" / "checkpoints" / "4"
@@ -147,6 +152,7 @@ def test_a_damaged_checkpoint_of_another_run_is_reported(tmp_path: Path) -> None
         assert f"checkpoint.{field}={newest}: {reason}" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
     run_ok(*RUN, "train.steps=4", "run.name=first", cwd=tmp_path)
     done = run(*RUN, "train.steps=4", "run.name=first", "model.mlp_dim=96", cwd=tmp_path)
@@ -159,6 +165,7 @@ def test_a_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
     assert done.returncode == 2 and "checkpoint.load_parameters=nowhere: does not exist" in done.stderr
 
 
+@pytest.mark.slow
 def test_loading_another_run(tmp_path: Path) -> None:
     """load_full_state continues at the other run's step; load_parameters loads the weights and starts at step 0."""
     run_ok(*RUN, "train.steps=8", "run.name=first", cwd=tmp_path)
@@ -172,6 +179,7 @@ def test_loading_another_run(tmp_path: Path) -> None:
     assert loaded[1] < losses(source)[1] - 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason=skips.ROOT)
 def test_a_full_disk_leaves_the_last_checkpoint_intact(tmp_path: Path) -> None:
     """The disk fills up between two saves; the run reports it, keeps its checkpoint and resumes when there is space."""

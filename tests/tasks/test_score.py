@@ -36,6 +36,7 @@ def expected_logprobs(expected: dict[str, np.ndarray], row: int) -> np.ndarray:
     return shifted[np.arange(len(ids)), ids] - np.log(np.exp(shifted).sum(axis=-1))
 
 
+@pytest.mark.slow
 def test_arrays_with_left_padding_give_the_logits_of_transformers(expected: Any, tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", ids=expected["ids"], mask=expected["mask"])
     outcome = run_score(tmp_path / "x.npz", tmp_path / "y.npz", "task.logits=true", "mesh.fsdp=4", "mesh.tensor=2")
@@ -53,6 +54,7 @@ def test_arrays_with_left_padding_give_the_logits_of_transformers(expected: Any,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npz", "y.npz"]
 
 
+@pytest.mark.slow
 def test_lines_of_any_length_are_written_in_order(expected: Any, tmp_path: Path) -> None:
     ids = expected["ids"][0].tolist()
     records = [{"ids": ids[:9], "name": "a"}, {"ids": ids[:1]}, {"ids": ids[:5]}]
@@ -67,6 +69,7 @@ def test_lines_of_any_length_are_written_in_order(expected: Any, tmp_path: Path)
     np.testing.assert_allclose(found[0]["perplexity"], np.exp(-reference[:8].mean()), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_score_does_not_depend_on_the_batch(tmp_path: Path) -> None:
     """With a capacity factor, an expert would accept more tokens of a row with more padding."""
     path, ids = GOLDEN.parent / "mixtral", np.random.default_rng(0).integers(0, 64, 100).tolist()
@@ -86,6 +89,7 @@ def error_message(source: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_invalid_input_is_rejected_by_line_and_nothing_is_written(tmp_path: Path) -> None:
     lines = ['{"ids": [1, 64]}', "{", '{"ids": [1], "text": "a"}', '{"ids": []}', '{"ids": [1.5]}', '{"ids": [1, 2]}']
     (tmp_path / "x.jsonl").write_text("\n".join(lines))

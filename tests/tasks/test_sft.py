@@ -51,6 +51,7 @@ def stored(folder: Path, step: int) -> dict[str, np.ndarray]:
     return {"/".join(path): np.asarray(leaf) for path, leaf in ocp.tree.to_flat_dict(params).items()}
 
 
+@pytest.mark.slow
 def test_only_the_adapter_is_trained_and_saved(here: Path) -> None:
     first, last = (stored(here / "outputs/whole", step) for step in (STEPS - 4, STEPS))
     assert all("/lora/" in name for name in last) and len(last) == 14
@@ -62,6 +63,7 @@ def test_only_the_adapter_is_trained_and_saved(here: Path) -> None:
     assert np.mean([step_losses[step] for step in range(STEPS - 3, STEPS + 1)]) < step_losses[1] - 0.3
 
 
+@pytest.mark.slow
 def test_a_run_of_an_adapter_loads_as_the_merged_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compares the adapter applied to its base weights with the merged weights of load_weights."""
     monkeypatch.chdir("/")
@@ -83,6 +85,7 @@ def test_a_run_of_an_adapter_loads_as_the_merged_model(here: Path, monkeypatch: 
     assert np.abs(plain - adapted).max() > 0.05
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_bit_identically(here: Path) -> None:
     folder = here / "outputs/killed"
     process = start_silent(*LORA, "run.name=killed", cwd=here)
@@ -97,6 +100,7 @@ def test_a_killed_run_resumes_bit_identically(here: Path) -> None:
     assert parameter_hash(folder, STEPS) == parameter_hash(here / "outputs/whole", STEPS)
 
 
+@pytest.mark.slow
 def test_a_full_state_continues_with_the_same_base_weights(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(here)
     config = config_of(here / "outputs/whole")
@@ -109,6 +113,7 @@ def test_a_full_state_continues_with_the_same_base_weights(here: Path, monkeypat
     jax.tree.map(np.testing.assert_array_equal, start.state.frozen, base)
 
 
+@pytest.mark.slow
 def test_a_run_with_an_adapter_can_be_decoded_with(here: Path) -> None:
     command = ["task=decode", "data=arithmetic", *SMALL[:6], "model.emb_dim=64", "task.sampling.max_tokens=4"]
     done = run_ok(*command, "checkpoint.load_parameters=outputs/whole", "task.prompt='1+2='", cwd=here)
@@ -159,6 +164,7 @@ def test_a_checkpoint_is_under_two_percent_of_the_model(tmp_path: Path) -> None:
     assert weights < 0.007 * model and folder < 0.02 * model
 
 
+@pytest.mark.slow
 def test_frozen_weights_have_no_gradient_matmuls() -> None:
     """A step with an adapter does two of the three matmuls per base weight: not that of its gradient."""
     config = compose([*SFT, "model.mlp_dim=256", "model.scan_unroll=2", "adapter=lora", "adapter.rank=1"]).config

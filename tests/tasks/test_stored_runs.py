@@ -96,6 +96,7 @@ def test_the_archive_holds_the_names_of_its_commit(stored: Path) -> None:
 # Commands that read
 
 
+@pytest.mark.slow
 def test_every_run_is_listed(stored: Path) -> None:
     found = {run["path"]: run for run in answer("runs", "list", cwd=stored)}
     assert found.keys() >= set(RUNS)
@@ -104,6 +105,7 @@ def test_every_run_is_listed(stored: Path) -> None:
     assert found["mixture"]["model"] == "gemma4-26b" and found["preference"]["task"] == "dpo"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("condition", "names"),
     [
@@ -118,6 +120,7 @@ def test_conditions_select_by_keys_of_this_version(condition: str, names: set[st
     assert {run["path"] for run in answer("runs", "list", condition, cwd=stored)} & set(RUNS) == names
 
 
+@pytest.mark.slow
 def test_runs_are_shown_compared_and_reported(stored: Path) -> None:
     shown = run_ok("runs", "show", "mixture", cwd=stored)
     assert "gemma4-26b" in shown.stdout and not shown.stderr
@@ -140,6 +143,7 @@ def comparable(config: Config) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, name=None, outputs="outputs"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_overrides_and_config_of_a_run_give_the_same_config(
     name: str, stored: Path, monkeypatch: pytest.MonkeyPatch
@@ -157,6 +161,7 @@ def test_a_run_can_be_run_again(name: str, stored: Path) -> None:
     assert done.stdout.startswith(f"cd {stored} && maxhydra ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode", "decode_int4", "train_tokenizer", "score"])
 def test_a_config_file_is_executed(name: str, stored: Path) -> None:
     """Also weights in four bits, whose folder has a quantization.yaml."""
@@ -172,6 +177,7 @@ def test_a_config_file_is_executed(name: str, stored: Path) -> None:
 # Checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "whole", "steps"), [("pretrain", "whole", 8), ("float8", "float8_whole", 5)], ids=["pretrain", "float8"]
 )
@@ -192,6 +198,7 @@ def test_an_adapter_resumes(own: Path) -> None:
     assert list(losses(own / "outputs" / "lora")) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "scored", "tolerance", "more"),
     [
@@ -217,6 +224,7 @@ def test_weights_give_the_stored_scores(
     np.testing.assert_allclose(scores(output), scores(stored / f"scores/{scored}.jsonl"), atol=tolerance)
 
 
+@pytest.mark.slow
 def test_a_mixture_gives_the_stored_scores(stored: Path) -> None:
     changes = ["task=score", "task.input=scored.jsonl", "task.output=mixture.jsonl"]
     run_ok(
@@ -251,6 +259,7 @@ def test_sweeps_are_resumed(own: Path) -> None:
     assert len(list((own / "outputs" / "search").glob("*/run.json"))) == 3
 
 
+@pytest.mark.slow
 def test_the_status_of_sweeps_is_shown(stored: Path) -> None:
     for name, runs in (("rates", RATES), ("search", SEARCH)):
         lines = run_ok("sweep", "status", name, cwd=stored).stdout.splitlines()
@@ -261,6 +270,7 @@ def test_the_status_of_sweeps_is_shown(stored: Path) -> None:
 # Shards
 
 
+@pytest.mark.slow
 def test_shards_are_complete_and_training_reads_them(stored: Path) -> None:
     """The settings in index.json are those of the same command today: nothing is written again."""
     before = (stored / "shards/tokens/index.json").read_text()

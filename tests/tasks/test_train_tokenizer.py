@@ -70,6 +70,7 @@ def test_loads_alike_here_and_in_transformers(tmp_path: Path, lines: str, model:
     assert len(tokenizer.encode("the king and the queen")) < 12, "it has learned words"
 
 
+@pytest.mark.slow
 def test_the_command_and_rows_made_with_it(tmp_path: Path) -> None:
     run_ok("task=train_tokenizer", "task.vocab_size=300", "task.max_characters=20000", "run.name=made", cwd=tmp_path)
     folder = tmp_path / "outputs" / "made" / "tokenizer"

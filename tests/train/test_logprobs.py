@@ -25,6 +25,7 @@ def expected_logprobs(hidden: jax.Array, head: jax.Array) -> jax.Array:
     return jnp.take_along_axis(jax.nn.log_softmax(capped(hidden, head)), TARGETS[..., None], -1)[..., 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [0, 1, 4, 12, 100])
 def test_values_and_gradients(chunk: int) -> None:
     """With a nonlinear function of the log-probs that weights every token differently."""

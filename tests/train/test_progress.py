@@ -66,6 +66,7 @@ with logging_to(Path(sys.argv[1]), console=True) as log:
 """
 
 
+@pytest.mark.slow
 def test_bar_on_a_terminal_keeps_text_above_it(tmp_path):
     terminal, end = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "120"}

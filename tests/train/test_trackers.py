@@ -89,6 +89,7 @@ for step in (0, 1):
 """
 
 
+@pytest.mark.slow
 def test_wandb_offline_keeps_its_id_and_stores_no_secret(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_API_KEY": "0123hunter" * 4}
     command = [sys.executable, "-c", WANDB, str(tmp_path), "--token=hunter2"]
@@ -105,6 +106,7 @@ def test_wandb_offline_keeps_its_id_and_stores_no_secret(tmp_path):
             assert b"hunter" not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_named_with_its_extra(tmp_path):
     """In a separate process, with a path that shadows the package."""
     (tmp_path / "tensorboardX").mkdir()

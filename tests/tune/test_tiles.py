@@ -116,6 +116,7 @@ def step_kernels(*overrides: str) -> dict[str, tuple[tuple[int, ...], int]]:
     return {name: (grid, warps) for name, grid, warps in kernels(traced.jaxpr)}
 
 
+@pytest.mark.slow
 def test_a_training_step_uses_the_requested_tiles() -> None:
     """512 tokens, 4 heads over 2 of 64, 4 experts of 128, two of them for a token."""
     sizes = {
@@ -152,6 +153,7 @@ def tile_axes(model: str, hardware: str) -> list[Axis]:
     return [axis for axis in axes(config, config.task, hardware_options()[hardware]) if axis.under]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "missing"),
     [

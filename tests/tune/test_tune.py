@@ -104,6 +104,7 @@ def test_an_interrupted_search_resumes() -> None:
     assert interrupted.measured == whole.measured
 
 
+@pytest.mark.slow
 def test_the_global_batch_is_preserved() -> None:
     config = compose(["task=tune", "model=micro", "train.per_device_batch_size=8", "train.grad_accum=2"]).config
     assert isinstance(config.task, TuneTask)
@@ -117,6 +118,7 @@ def test_the_global_batch_is_preserved() -> None:
         apply_candidate(config, odd, Batch.same)
 
 
+@pytest.mark.slow
 def test_configs_that_certainly_need_less_memory() -> None:
     config = compose(["task=tune", "model=micro", "train.per_device_batch_size=8"]).config
 
@@ -137,6 +139,7 @@ def test_configs_that_certainly_need_less_memory() -> None:
     assert not needs_less(variant(4, "full", unroll=1), variant(8, "none"))
 
 
+@pytest.mark.slow
 def test_all_errors_of_a_space_are_reported() -> None:
     space = ["train.per_device_batch_size=4,5", "model.remat.polcy=none", "~model.remat", "model.scan_unroll=0,1"]
     config = compose(["task=tune", "model=micro", f"task.space={json.dumps(space)}"]).config
@@ -148,6 +151,7 @@ def test_all_errors_of_a_space_are_reported() -> None:
         assert word in message
 
 
+@pytest.mark.slow
 def test_the_experiment_composes_to_the_tuned_config(tmp_path: Path) -> None:
     given = ["task=tune", "model=llama3.2-1b", "optimizer=adafactor", "experiment=shakespeare", "train.seq_len=512",
              "+hardware.flag_sets.mine=['--xla_a=1']", "run.name=x", "task.minutes=1"]  # fmt: skip
