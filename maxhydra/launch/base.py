@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from maxhydra.config.errors import quoted
+from maxhydra.config.errors import last_of_each_key, quoted
 from maxhydra.record import RunDirectory, scan_metrics, series
 
 # Files in a job's folder: the claim, by which a backend finds the job again, and the output of its processes.
@@ -48,7 +48,7 @@ class SweepContext:
     def overrides(self, trial: Trial) -> list[str]:
         """All overrides of a job, including those that set its run folder."""
         run_folder = [f"run.outputs={quoted(str(self.folder))}", f"run.name={quoted(trial.folder)}"]
-        return [*self.fixed, *trial.overrides, *run_folder]
+        return last_of_each_key([*self.fixed, *trial.overrides, *run_folder])
 
 
 @dataclasses.dataclass

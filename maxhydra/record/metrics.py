@@ -5,6 +5,7 @@ converts them back to floats.
 """
 
 import dataclasses
+import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -54,10 +55,11 @@ class MetricsWriter:
         try:
             num_bytes = os.write(self._file, line)
             if num_bytes != len(line):
-                raise OSError(f"the disk of {self._path} is full: wrote {num_bytes} of {len(line)} bytes")
-        except OSError:
+                # A file system without space for the whole line writes a part of it and reports no error.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
             os.ftruncate(self._file, size_before)
-            raise
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def flush(self) -> None:
         """Fsync, so that the metrics survive a crash of the machine."""
