@@ -28,9 +28,11 @@ def replace_file(path: os.PathLike[str] | str, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError):  # an error of write() does not name the file
+            raise type(error)(error.errno, error.strerror, os.fspath(path)) from error
         raise
     _sync_folder(folder)
 
