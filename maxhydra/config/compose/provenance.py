@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from maxhydra.config.errors import ConfigError, Problem
 
@@ -110,8 +111,17 @@ def _excess(event: yaml.Event, counts: list[int], anchors: list[str]) -> str:
 def parse_yaml(text: str, name: str) -> SourcedValue:
     """Return YAML text as sourced values, `name:LINE` each: values parsed by OmegaConf, lines by PyYAML."""
     check_yaml(text, name)
-    content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    tree = yaml.compose(text, Loader=LINE_LOADER)
+    try:
+        content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        tree = yaml.compose(text, Loader=LINE_LOADER)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = name if mark is None else f"{name}:{mark.line + 1}"
+        raise ConfigError(Problem(where, f"is not YAML: {error.problem or error.context}")) from None
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, AssertionError) as error:
+        # PyYAML and OmegaConf raise plain errors for some values: a date of month 13, a file of a single number.
+        reason = (str(error).splitlines() or ["is not a mapping of keys to values"])[0]
+        raise ConfigError(Problem(name, f"cannot be read as YAML: {reason}")) from None
     return _locate(content, tree, name, line=1)
 
 
