@@ -66,7 +66,7 @@ def find_table(key: str, location: str, settings: Settings) -> Table:
     """The table of config.json's model_type."""
     tables = {name: table for table in all_tables() for name in table.hf_types}
     model_type = settings.get("model_type")
-    if model_type not in tables:
+    if not isinstance(model_type, str) or model_type not in tables:
         raise unknown_family(key, location, f"model_type {model_type}", list(tables))
     return tables[model_type]
 

@@ -302,7 +302,9 @@ class Model(Schema):
             query = heads * (nope + mla.qk_rope_head_dim)
             rank = mla.q_lora_rank
             mixer = width * query if rank is None else rank * (width + query)
-            mixer += mla.kv_lora_rank * (width + heads * (nope + value)) + width * (mla.qk_rope_head_dim + heads * value)
+            mixer += mla.kv_lora_rank * (width + heads * (nope + value)) + width * (
+                mla.qk_rope_head_dim + heads * value
+            )
         else:
             mixer = 2 * width * head_dim * (heads + kv_heads)
         return mixer + width * self._feed_forward_width(kind)
