@@ -8,6 +8,7 @@ run, the runner opens the folder, keeps run.json up to date even if the task fai
 import contextlib
 import dataclasses
 import importlib
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +19,13 @@ from jax.experimental import multihost_utils
 
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
+from maxhydra.config.schema.run import ACCEPTED_NAMES
 from maxhydra.config.serialize import to_yaml
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
 from maxhydra.runtime import Machine
+
+# Characters that need quoting in shells, URLs or Hydra overrides. Sweeps name their runs 0_learning_rate=0.1,steps=2.
+UNUSUAL = re.compile(r"[^-\w.=,+/]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +71,7 @@ def run(
     """
     task = importlib.import_module(f"maxhydra.tasks.{config.task.name}")
     if path is None and task.KEEPS_RUN and config.run.name is not None:
-        _check_nesting(Path(config.run.outputs), config.run.name)
+        _check_name(Path(config.run.outputs), config.run.name)
     machine = runtime.start(config.hardware) if task.NEEDS_DEVICES else runtime.start_on_host()
     path = path or Path(config.run.outputs) / (config.run.name or _default_name(config, choices))
     is_main = machine.process_index == 0
@@ -83,14 +88,18 @@ def run(
             raise ConfigError(Problem("run.name", str(error), value=config.run.name, hint=hint)) from None
 
 
-def _check_nesting(outputs: Path, name: str) -> None:
-    """Raise a ConfigError if a new run would be inside another run's folder or contain one.
+def _check_name(outputs: Path, name: str) -> None:
+    """Raise a ConfigError for an unsuitable name of a new run; existing runs keep their names.
 
-    Listing runs would not find the inner run, and deleting the outer one would delete both.
+    A run must not be inside another run's folder or contain one: listing runs would not find the inner run, and
+    deleting the outer one would delete both.
     """
     folder = outputs / name
     if RunDirectory(folder).exists():
         return
+    if unusual := sorted(set(UNUSUAL.findall(name))):
+        shown = " ".join(repr(character) for character in unusual)
+        raise ConfigError(Problem("run.name", f"contains {shown}", name, ACCEPTED_NAMES))
     parents = [outputs / part for part in Path(name).parents][:-1]
     if outer := next((path for path in parents if RunDirectory(path).exists()), None):
         reason, hint = f"is inside the folder of another run, {outer}", "choose another name"

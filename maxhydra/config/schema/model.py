@@ -285,6 +285,7 @@ class Model(Schema):
         """Number of weights of the large matrices, within a few percent of all; nothing is built to count them."""
         return (
             (1 + (self.head is Head.separate)) * self.vocab_size * self.emb_dim
+            + (self.embedding.positions is Positions.learned) * self.context_length * self.emb_dim
             + (self.per_layer.dim or 0) * self.num_layers * self.vocab_size
             + sum(count * self._kind_estimate(self.kinds[name]) for name, count in Counter(self.layer_kinds()).items())
         )
