@@ -9,7 +9,7 @@ from pathlib import Path
 from maxhydra import tasks
 from maxhydra.cli.main import FILE_ERRORS, RunFailed, describe_file_error
 from maxhydra.config import Config
-from maxhydra.config.compose.provenance import display_path
+from maxhydra.config.yaml_files import display_path
 from maxhydra.record import RunDirectory
 from maxhydra.runs import write_report
 from maxhydra.tasks import Result

@@ -77,9 +77,15 @@ def read_json(path: os.PathLike[str] | str, *, max_bytes: int = MAX_JSON_BYTES) 
 
 
 def parse_json(content: bytes) -> Any:
-    """Parse JSON in UTF-8; every failure is a ValueError whose message is one line."""
+    """Parse JSON in UTF-8; every failure is a ValueError whose message is one line.
+
+    Half of a surrogate pair, which JSON can escape and no file or terminal can hold, becomes a question mark.
+    """
     try:
-        return json.loads(content.decode("utf-8-sig"))
+        value = json.loads(content.decode("utf-8-sig"))
+        if b"\\ud" in content or b"\\uD" in content:
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+        return value
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 (byte {error.start})") from None
     except json.JSONDecodeError as error:

@@ -124,6 +124,8 @@ def scan_metrics(path: Path | str, *, start: int = 0) -> Scan:
     rows = [row for row in parsed if row is not None]
     if b"NaN" in content or b"Infinity" in content:
         rows = [{name: from_number(value) for name, value in row.items()} for row in rows]
+    if b"\\u" in content:
+        rows = [{name.encode(errors="replace").decode(): value for name, value in row.items()} for row in rows]
     bad = [number for number, row in enumerate(parsed, start=1) if row is None]
     return Scan(rows, bad, len(lines), start + length, is_cut=length < len(content))
 

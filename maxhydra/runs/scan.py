@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import yaml
 
+from maxhydra.config.errors import ConfigError
 from maxhydra.config.migrations import migrate_config
 from maxhydra.record import scan_metrics
 from maxhydra.record.facts import Facts, parse_facts, rebuild_facts
@@ -134,7 +135,7 @@ def read_settings(folder: Path, facts: Facts, errors: list[str]) -> list[tuple[s
         return [*run_settings.read((folder / CONFIG).read_text(encoding="utf-8")), *groups]
     except FileNotFoundError:
         return groups
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError, ConfigError) as error:
         errors.append(f"{CONFIG}: {_describe(error)}; skipped")
         return groups
 

@@ -33,12 +33,13 @@ from maxhydra.config.compose.hydra_loader import (
 )
 from maxhydra.config.compose.merge import ConfigMerge
 from maxhydra.config.compose.overrides import apply_override, parse, sweep_problem
-from maxhydra.config.compose.provenance import SourcedValue, display_path, locate, read_yaml
+from maxhydra.config.compose.provenance import SourcedValue, locate, read_yaml
 from maxhydra.config.compose.validate import UNSURE, Validator
 from maxhydra.config.errors import UNSET, ConfigError, Problem
 from maxhydra.config.registry import task_schemas
 from maxhydra.config.schema.config import Config
 from maxhydra.config.serialize import origin_to_show
+from maxhydra.config.yaml_files import display_path
 
 CONFIG_NAME = "config"
 MODULE = "maxhydra.conf"

@@ -35,10 +35,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from maxhydra.config.compose.overrides import parse
-from maxhydra.config.compose.provenance import COMMAND_LINE, display_path, read_yaml
+from maxhydra.config.compose.provenance import COMMAND_LINE, read_yaml
 from maxhydra.config.errors import Problem, did_you_mean, options_shown
 from maxhydra.config.migrations import renamed_option
 from maxhydra.config.registry import OPTION_SOURCES, groups
+from maxhydra.config.yaml_files import display_path
 
 # Raised while composing. Hydra raises ValueError if the value of a group is not a name.
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
@@ -132,8 +133,6 @@ __all__ = ["BASIC_LAUNCHER", "BASIC_SWEEPER", "DefaultsList", "Groups", "Hydra",
 
 BASIC_LAUNCHER = f"{BasicLauncher.__module__}.{BasicLauncher.__qualname__}"
 BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
-# Sources without files of ours or the user's: Hydra's own options, and schemas.
-HYDRA_PACKAGES = ("hydra", "structured")
 FOLDER_KEY = "model.path"
 FOLDER_OPTION = "model/from_hf"
 
@@ -226,7 +225,9 @@ class Repository(ConfigRepository):
     def load_config(self, config_path: str) -> ConfigResult | None:
         if config_path not in self._loaded:
             source = self._find_object_source(config_path, ObjectType.CONFIG)
-            if source is not None and not source.path.startswith(HYDRA_PACKAGES):
+            # Schemas have no file, and Hydra's own options need no check.
+            is_file = source is not None and source.scheme() in ("pkg", "file")
+            if source is not None and is_file and not source.path.startswith("hydra."):
                 read_yaml(source_file(source.scheme(), source.path, config_path))
             self._loaded[config_path] = super().load_config(config_path)
         return self._loaded[config_path]
