@@ -21,6 +21,7 @@ from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.schema.run import ACCEPTED_NAMES
 from maxhydra.config.serialize import to_yaml
+from maxhydra.measure.record import OutOfMemoryError, explain_out_of_memory, require_memory, suggest_less_memory
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
 from maxhydra.runtime import Machine
 
@@ -79,7 +80,7 @@ def run(
     job = Job(config, choices, machine, folder, tuple(overrides))
     if not task.KEEPS_RUN:
         with logging_to(None, console=False):
-            return _result(job, task.run(job), path=None)
+            return _result(job, _run_task(job, task.run), path=None)
     with logging_to(job.run.log_path if is_main else None, console=is_main):
         try:
             return _run_recorded(job, config_dir, task.run)
@@ -127,7 +128,7 @@ def _run_recorded(job: Job, config_dir: str | None, task: Callable[[Job], Outcom
     }
     with job.run.session(to_yaml(job.config), facts):
         try:
-            outcome = task(job)
+            outcome = _run_task(job, task)
         except ConfigError as error:
             # A config error that only the devices or the data could reveal; a new run leaves no folder behind.
             job.run.withdraw("; ".join(str(problem) for problem in error.problems))
@@ -136,6 +137,16 @@ def _run_recorded(job: Job, config_dir: str | None, task: Callable[[Job], Outcom
         objective = {"name": job.config.objective, "value": result.objective}
         job.run.finish(outcome.status, outcome.reason, objective=objective, metrics=outcome.metrics, **outcome.facts)
     return result
+
+
+def _run_task(job: Job, task: Callable[[Job], Outcome]) -> Outcome:
+    """Run the task; too little memory is an outcome with a suggestion, not a traceback."""
+    require_memory(job.config, job.machine)
+    try:
+        with explain_out_of_memory(suggest_less_memory(job.config)):
+            return task(job)
+    except OutOfMemoryError as error:
+        return Outcome("failed", str(error))
 
 
 def _result(job: Job, outcome: Outcome, *, path: Path | None) -> Result:
