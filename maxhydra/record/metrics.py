@@ -114,7 +114,7 @@ def scan_metrics(path: Path | str, *, start: int = 0) -> Scan:
         with open(path, "rb") as file:
             file.seek(start)
             content = file.read()
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         content = b""
     length = _complete_length(content)
     lines = content[:length].split(b"\n")[:-1]

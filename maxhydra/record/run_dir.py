@@ -223,7 +223,7 @@ class RunDirectory:
         facts = self._read_facts()
         try:
             return apply_labels(facts, read_labels(self.path))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             log.warning("%s is ignored: %s", self.path / LABELS, error)
             return apply_labels(facts, {})
 

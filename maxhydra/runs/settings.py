@@ -33,9 +33,10 @@ def list_settings(config_yaml: str) -> list[Setting]:
     ]
 
 
-def _defaults(schema: type, config: dict[str, Any]) -> dict[str, Any]:
+def _defaults(schema: type, config: Any) -> dict[str, Any]:
     """Defaults of the schema; in a mapping of sections (layer kinds), each entry has the section's defaults."""
     hints, defaults = typing.get_type_hints(schema), {}
+    config = config if isinstance(config, dict) else {}  # a truncated file ends in a section without keys
     for field in dataclasses.fields(schema):
         value, hint = config.get(field.name), hints[field.name]
         entry_type = (typing.get_args(hint) or (None,))[-1]
@@ -58,14 +59,15 @@ def get_setting(config_yaml: str, path: str) -> Any:
 
 def read_config_text(path: Path) -> str:
     """Text of config.yaml, with a replacement for bytes that are not UTF-8; empty without the file."""
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def _load(config_yaml: str) -> dict[str, Any]:
     """All values of config.yaml under their current names; none if the file is damaged, which the index reports."""
     try:
         check_yaml(config_yaml, "config.yaml")
-        return migrate_config(yaml.load(config_yaml, Loader=FAST_LOADER) or {})
+        content = yaml.load(config_yaml, Loader=FAST_LOADER)
+        return migrate_config(content) if isinstance(content, dict) else {}
     except (ConfigError, yaml.YAMLError, ValueError, TypeError, AttributeError):
         return {}
 
