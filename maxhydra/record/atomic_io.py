@@ -1,4 +1,4 @@
-"""Atomic file writes, file locks, strict JSON, and JSON files of bounded size."""
+"""Atomic file writes, file locks, strict JSON, JSON files of bounded size, and liveness of a process."""
 
 import contextlib
 import datetime
