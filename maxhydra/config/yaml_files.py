@@ -48,7 +48,7 @@ def check_yaml(text: str, name: str) -> None:
                 counts[-1] += size
                 sizes |= {anchor: size} if anchor else {}
             elif isinstance(event, yaml.AliasEvent):
-                counts[-1] += sizes.get(event.anchor, 1)
+                counts[-1] += sizes.get(event.anchor or "", 1)
             elif isinstance(event, yaml.ScalarEvent):
                 counts[-1] += 1
             if reason := _excess(event, counts, anchors):

@@ -8,7 +8,6 @@ run, the runner opens the folder, keeps run.json up to date even if the task fai
 import contextlib
 import dataclasses
 import importlib
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -19,14 +18,11 @@ from jax.experimental import multihost_utils
 
 from maxhydra import runtime
 from maxhydra.config import Config, ConfigError, Problem
-from maxhydra.config.schema.run import ACCEPTED_NAMES
+from maxhydra.config.schema.run import new_name_problem
 from maxhydra.config.serialize import to_yaml
 from maxhydra.measure.record import OutOfMemoryError, explain_out_of_memory, require_memory, suggest_less_memory
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
 from maxhydra.runtime import Machine
-
-# Characters that need quoting in shells, URLs or Hydra overrides. Sweeps name their runs 0_learning_rate=0.1,steps=2.
-UNUSUAL = re.compile(r"[^-\w.=,+/]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +94,8 @@ def _check_name(outputs: Path, name: str) -> None:
     folder = outputs / name
     if RunDirectory(folder).exists():
         return
-    if unusual := sorted(set(UNUSUAL.findall(name))):
-        shown = " ".join(repr(character) for character in unusual)
-        raise ConfigError(Problem("run.name", f"contains {shown}", name, ACCEPTED_NAMES))
+    if problem := new_name_problem(name):
+        raise ConfigError(problem)
     parents = [outputs / part for part in Path(name).parents][:-1]
     if outer := next((path for path in parents if RunDirectory(path).exists()), None):
         reason, hint = f"is inside the folder of another run, {outer}", "choose another name"

@@ -4,6 +4,7 @@ Metric names are known before a run starts, so that a sweep over a metric that i
 job.
 """
 
+import re
 from collections.abc import Iterator
 from enum import Enum
 from fnmatch import fnmatch
@@ -16,6 +17,8 @@ from maxhydra.config.schema.model import Model
 MAX_CHUNK_SHOWN = 2**16
 # File systems accept 255 bytes in a name and 4095 in a path; temporary files add a suffix to the name.
 MAX_NAME_PART, MAX_NAME = 200, 1000
+# Characters that need quoting in shells, URLs or Hydra overrides. Sweeps name their runs 0_learning_rate=0.1,steps=2.
+UNUSUAL = re.compile(r"[^-\w.=,+/]")
 ACCEPTED_NAMES = f"letters, digits, - _ . = , + and /, at most {MAX_NAME_PART} bytes between two /"
 
 
@@ -40,6 +43,12 @@ class SaveMode(Enum):
 class TrackerMode(Enum):
     online = "online"
     offline = "offline"
+
+
+def new_name_problem(name: str) -> Problem | None:
+    """Return the problem of the name of a new run or sweep. Existing ones keep names that were accepted earlier."""
+    unusual = " ".join(repr(character) for character in sorted(set(UNUSUAL.findall(name))))
+    return Problem("run.name", f"contains {unusual}", name, ACCEPTED_NAMES) if unusual else None
 
 
 @schema
