@@ -35,6 +35,7 @@ class Config(Schema):
     """Metric that a run returns and a sweeper minimizes."""
 
     def check(self) -> Iterator[Problem]:
+        yield from size_problems(self.model)
         if self.train.seq_len > self.model.context_length:
             yield Problem(
                 "train.seq_len",
