@@ -15,10 +15,10 @@ import pytest
 from maxhydra.config.schema.run import Checkpoint, EarlyStop, Progress, Train
 from maxhydra.optim import Optimizer
 from maxhydra.record import MetricsWriter, RunDirectory, read_metrics, series
+from maxhydra.runtime import signals
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.loop import LoopContext, TrainResult, fit
-from maxhydra.train.metrics import MetricsLogger, StepCost
-from maxhydra.train.preemption import PreemptionSignal
+from maxhydra.train.metrics import MetricsHistory, MetricsLogger, StepCost
 from maxhydra.train.progress import open_progress
 from maxhydra.train.state import Guard, TrainState
 from maxhydra.train.step import make_step
@@ -77,10 +77,10 @@ def run_loop(
         evaluate=lambda state: {"eval/loss": next(eval_losses)},
         checkpointer=checkpointer,
         metrics=MetricsLogger(cost, run=run, writer=writer, tracker=_Trackers(), progress=progress, step=0),
-        past_eval_losses=past,
+        history=MetricsHistory(0, {}, {number - len(past): {"eval/loss": loss} for number, loss in enumerate(past)}),
     )
-    with PreemptionSignal() as preemption:
-        result = fit(context, state, start=0, preemption=preemption)
+    with signals.Deferral() as deferral:
+        result = fit(context, state, start=0, deferral=deferral)
     checkpointer.close()
     return result
 
