@@ -16,6 +16,7 @@ from maxhydra.data.rows import Row
 from maxhydra.data.sharded_streams import StreamSet, gather
 from maxhydra.data.shuffle import ShuffleOrder
 from maxhydra.data.stream import ReadStats, RowStream, State, Stream
+from maxhydra.runtime import signals
 
 B = TypeVar("B")
 
@@ -63,8 +64,8 @@ class Loader(Generic[B]):
     def __next__(self) -> B:
         self._schedule()
         try:
-            prepared = self._pending.popleft().result()
-        except BaseException:
+            prepared = signals.wait(self._pending.popleft())
+        except Exception:
             self._seek(self._sequences, self._states)
             raise
         self._stats = prepared.stats
