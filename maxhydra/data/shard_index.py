@@ -49,7 +49,7 @@ class ShardIndex:
             "skipped": len(result.bad_records),
             "bytes": result.bytes,
         }
-        self._write()
+        self.write()
 
     @property
     def totals(self) -> dict[str, int]:
@@ -57,7 +57,8 @@ class ShardIndex:
         names = ("records", "tokens", "skipped", "bytes")
         return {name: sum(shard[name] for shard in self.done.values()) for name in names}
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Replace index.json."""
         shards = dict(sorted(self.done.items()))
         complete = len(shards) == self._facts["settings"]["task.shards"]
         text = to_json({"complete": complete, **self.totals, **self._facts, "shards": shards}, indent=1)
@@ -82,13 +83,17 @@ def open_index(
         before = _read(folder / NAME)
         if before:
             _check_same(before, json.loads(to_json(facts)), folder)
-        elif unknown := sorted(path.name for path in folder.glob("*.array_record")):
-            reason = f"already holds {unknown[0]}, but no {NAME}"
+        elif unknown := sorted(path.name for path in folder.glob("*.array_record") if not shards.wrote(path)):
+            reason = f"already holds {unknown[0]}, which this command did not write, and no {NAME}"
             raise ConfigError(Problem("task.output", reason, value=folder, hint="choose an empty folder"))
         for path in folder.glob(".tokens-*.partial"):
             path.unlink()
         done = {name: shard for name, shard in before.get("shards", {}).items() if _is_complete(folder / name, shard)}
-        yield ShardIndex(folder, facts, done)
+        index = ShardIndex(folder, facts, done)
+        if not before:
+            # Before the first shard, so that a kill never leaves shards that no index describes.
+            index.write()
+        yield index
 
 
 def _read(index: Path) -> dict[str, Any]:

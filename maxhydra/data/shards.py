@@ -7,12 +7,12 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from array_record.python.array_record_module import ArrayRecordWriter
+from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
 from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.corpus import READY_ROWS
 from maxhydra.config.schema.data import Data, OnError
-from maxhydra.data.array_codec import encode_arrays
+from maxhydra.data.array_codec import decode_arrays, encode_arrays
 from maxhydra.data.formats import ConcatRecords
 from maxhydra.data.pipeline import TRAIN, Pipeline
 from maxhydra.data.read_ahead import Chunks, Encoded, Encoder, IndexedChunks, StreamedChunks
@@ -93,6 +93,23 @@ class Shards:
             os.fsync(file.fileno())
         partial.rename(path)
         return ShardResult(shard, records, tokens, path.stat().st_size, bad_records)
+
+    def wrote(self, path: Path) -> bool:
+        """Whether a file is a shard of this source: by its name, and the tokens of its first document."""
+        shard = next((shard for shard in range(self._count) if self.name(shard) == path.name), None)
+        if shard is None:
+            return False
+        try:
+            reader = ArrayRecordReader(str(path))
+            stored = decode_arrays(reader.read([0])[0])["tokens"] if reader.num_records() else None
+        except Exception:  # the reader raises various types for a file that is not an ArrayRecord file
+            return False
+        document = next((document for encoded in self._encoded(shard) for document in encoded.examples), None)
+        if stored is None or document is None:
+            return stored is document
+        # The teacher's documents may be cut to train.seq_len.
+        length = min(len(stored), len(document.tokens))
+        return length > 0 and np.array_equal(stored[:length], document.tokens[:length])
 
     @cached_property
     def _all_records(self) -> Records | None:
