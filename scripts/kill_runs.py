@@ -94,7 +94,7 @@ UNORDERED = ("decode",)
 class Process(Protocol):
     """A started command."""
 
-    def interrupt(self, number: int) -> None: ...
+    def signal(self, number: int) -> None: ...
     def wait(self, timeout: float | None = None) -> int: ...
     def is_running(self) -> bool: ...
 
@@ -117,7 +117,7 @@ class CommandProcess:
                 start_new_session=True,
             )
 
-    def interrupt(self, number: int) -> None:
+    def signal(self, number: int) -> None:
         if self.is_running():
             os.killpg(self._process.pid, number)
 
@@ -192,7 +192,7 @@ class Harness:
             while process.is_running() and time.monotonic() < deadline:
                 time.sleep(min(0.02, max(0.0, deadline - time.monotonic())))
             if is_interrupted := process.is_running():
-                process.interrupt(self._signal)
+                process.signal(self._signal)
             signal_time = time.monotonic()
             codes.append(process.wait(TIMEOUT_SECONDS))
             if is_interrupted:

@@ -160,14 +160,12 @@ class _Loop:
         if context.metrics.halted:
             return "failed", ""
         name = signals.requested()
-        is_complete = (
-            context.evaluate is None
-            or not is_evaluation_due(context.train, step)
-            or step in context.history.evaluations
-        )
+        is_evaluated = step in context.history.evaluations or context.evaluate is None
+        is_complete = is_evaluated or not is_evaluation_due(context.train, step)
         if is_complete and (reason := end_reason(context.train, context.history, step)):
             return "finished", reason
-        return None if name is None else ("preempted", f"{name} at step {step}")
+        interrupted = "" if is_complete else ", during its evaluation"
+        return None if name is None else ("preempted", f"{name} at step {step}{interrupted}")
 
     def save(self, step: int, state: TrainState) -> None:
         """Save, after writing the metrics: the lines up to a checkpoint's step are always on disk."""
