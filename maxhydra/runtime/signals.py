@@ -220,7 +220,7 @@ def set_phase(text: str) -> None:
 
 
 class Deferral:
-    """Defers signals from `start` to the end of its `with` block, in which the caller saves what would be lost."""
+    """Defers signals from `start` to `end` or the end of its block, in which the caller saves what would be lost."""
 
     def __enter__(self) -> "Deferral":
         return self
@@ -229,6 +229,9 @@ class Deferral:
         if _active is not None:
             _active.set_deferred(True)
 
-    def __exit__(self, *error: object) -> None:
+    def end(self) -> None:
         if _active is not None and _active.is_deferred:
             _active.set_deferred(False)
+
+    def __exit__(self, *error: object) -> None:
+        self.end()

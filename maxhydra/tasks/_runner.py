@@ -126,9 +126,14 @@ def _run_recorded(job: Job, config_dir: str | None, task: Callable[[Job], Outcom
         if not is_recorded.is_set():
             job.run.finish("preempted", reason)
 
-    with job.run.session(to_yaml(job.config), facts):
+    # A signal while the session is opened would leave a run that says it is running.
+    deferral = signals.Deferral()
+    deferral.start()
+    with deferral, job.run.session(to_yaml(job.config), facts):
         signals.attach_run(record_forced_exit, processes=machine.process_count)
         try:
+            deferral.end()
+            signals.check()
             outcome = task(job)
         except ConfigError as error:
             # A config error that only the devices or the data could reveal; a new run leaves no folder behind.

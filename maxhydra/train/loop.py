@@ -61,7 +61,7 @@ def fit(context: LoopContext, state: TrainState, *, start: int, deferral: signal
     loop, steps = _Loop(context, start), context.train.steps
     if is_evaluation_missing(context.train, context.history, evaluates=context.evaluate is not None):
         loop.evaluate(start, state)
-        if reason := end_reason(context.train, context.history, start):
+        if start and (reason := end_reason(context.train, context.history, start)):
             return loop.finish("finished", reason, start, state)
     for step in range(start + 1, steps + 1):
         try:
