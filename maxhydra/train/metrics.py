@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from maxhydra.record import MetricsWriter, RunDirectory, read_metrics
-from maxhydra.train.progress import Progress
+from maxhydra.runtime.progress import StepProgress
 from maxhydra.train.trackers import Tracker
 
 
@@ -83,7 +83,7 @@ class MetricsLogger:
         run: RunDirectory,
         writer: MetricsWriter,
         tracker: Tracker,
-        progress: Progress,
+        progress: StepProgress,
         step: int,
     ):
         self._cost, self._run, self._writer, self._tracker, self._progress = cost, run, writer, tracker, progress

@@ -19,10 +19,10 @@ from maxhydra.config.schema.run import Checkpoint, EarlyStop, Progress, Train
 from maxhydra.optim import Optimizer
 from maxhydra.record import MetricsWriter, RunDirectory, read_metrics, series
 from maxhydra.runtime import signals
+from maxhydra.runtime.progress import open_step_progress
 from maxhydra.train.checkpoint import open_checkpointer
 from maxhydra.train.loop import LoopContext, TrainResult, end_reason, fit, is_evaluation_missing
 from maxhydra.train.metrics import MetricsHistory, MetricsLogger, StepCost
-from maxhydra.train.progress import open_progress
 from maxhydra.train.state import Guard, TrainState
 from maxhydra.train.step import make_step
 from maxhydra.train.trackers import _Trackers
@@ -74,7 +74,7 @@ def run_loop(
     history = MetricsHistory.read(run.metrics_path, start=start)
     history.evaluations.update({number - len(past): {"eval/loss": loss} for number, loss in enumerate(past)})
     writer = MetricsWriter(run.metrics_path)
-    progress = open_progress(Progress.none, total=train.steps, start=0, shown=False)
+    progress = open_step_progress(Progress.none, total=train.steps, start=0, shown=False)
     cost = StepCost(tokens=1, flops=2.0, devices=1, peak_tflops=1.0)
     checkpointer = open_checkpointer(run.checkpoints, checkpoint)
     context = LoopContext(
