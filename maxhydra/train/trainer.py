@@ -8,9 +8,8 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
-from functools import partial
 from typing import Any
 
 from maxhydra.config import Config
@@ -60,11 +59,11 @@ def train(training: TrainingSetup, config: Config, *, run: RunDirectory, machine
     signals.set_phase("before the first step of the session")
     with signals.Deferral() as deferral, closing(training.batches), ExitStack() as stack:
         example = training.batches.peek()
-        start_compilation = partial(
-            stack.enter_context(ThreadPoolExecutor(1)).submit,
-            compile_step,
-            *(training.states, training.loss, config.train, example),
-        )
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+
+        def start_compilation() -> Future[tuple[StepFn, float]]:
+            return pool.submit(compile_step, training.states, training.loss, config.train, example)
+
         # Compile while the weights are initialized or loaded: for a small model, both take about as long.
         newest = max(checkpoint_steps(run.checkpoints), default=0)
         compilation = None if _ended_at(newest, training, config.train, run) else start_compilation()
