@@ -10,7 +10,7 @@ import errno
 import logging
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +33,8 @@ from maxhydra.train.loss import Tree
 from maxhydra.train.state import TrainState
 
 FULL_STATE = "checkpoint.load_full_state"
+Evaluations = Mapping[int, Mapping[str, float]]
+NO_EVALUATIONS: Evaluations = {}
 log = logging.getLogger("maxhydra")
 
 
@@ -77,6 +79,24 @@ class NoCheckpointer:
         return
 
 
+@dataclasses.dataclass(frozen=True)
+class _BestEvaluated:
+    """Orbax policy that preserves the `count` checkpoints with the lowest `metric`, the newest of equal ones.
+
+    Evaluations come from metrics.jsonl: one that a signal interrupted is repeated after its checkpoint was saved.
+    """
+
+    evaluations: Evaluations
+    metric: str
+    count: int
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        metrics = {info.step: self.evaluations.get(info.step) or info.metrics or {} for info in checkpoints}
+        ranks = {step: (_rank(values[self.metric]), -step) for step, values in metrics.items() if self.metric in values}
+        best = sorted(ranks, key=ranks.__getitem__)[: self.count]
+        return [info.step in best for info in checkpoints]
+
+
 def _rank(metric: float) -> float:
     """Rank NaN as the worst value; NaN itself would break the sorting."""
     return math.inf if math.isnan(metric) else metric
@@ -85,17 +105,10 @@ def _rank(metric: float) -> float:
 class OrbaxCheckpointer:
     """Writes to a folder through an Orbax manager, which also deletes old checkpoints."""
 
-    def __init__(self, folder: Path, config: Checkpoint):
+    def __init__(self, folder: Path, config: Checkpoint, evaluations: Evaluations):
         keep: list[policies.PreservationPolicy] = [policies.LatestN(config.keep)]
         if config.keep_best:
-            keep.append(
-                policies.BestN(
-                    get_metric_fn=lambda metrics: _rank(metrics[config.best_metric]),
-                    reverse=True,
-                    n=config.keep_best,
-                    keep_checkpoints_without_metrics=False,
-                )
-            )
+            keep.append(_BestEvaluated(evaluations, config.best_metric, config.keep_best))
         self._best_metric = config.best_metric
         self._folder = folder
         self._manager = ocp.CheckpointManager(
@@ -147,8 +160,9 @@ class OrbaxCheckpointer:
         return SaveFailed(f"could not write a checkpoint to {self._folder}: {one_line_message(error)}; {last}")
 
 
-def open_checkpointer(folder: Path, config: Checkpoint) -> Checkpointer:
-    return NoCheckpointer() if config.mode is SaveMode.off else OrbaxCheckpointer(folder, config)
+def open_checkpointer(folder: Path, config: Checkpoint, evaluations: Evaluations = NO_EVALUATIONS) -> Checkpointer:
+    """The checkpointer of a run; `evaluations` are its metrics by step, to which the loop adds."""
+    return NoCheckpointer() if config.mode is SaveMode.off else OrbaxCheckpointer(folder, config, evaluations)
 
 
 def restore(folder: Path, config: Checkpoint, abstract: TrainState) -> Restored | None:

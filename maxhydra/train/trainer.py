@@ -145,13 +145,15 @@ def _loop_context(
         devices=machine.devices,
         peak_tflops=machine.peak_tflops(config.model.dtypes.compute.value),
     )
+    history = MetricsHistory.read(run.metrics_path, start=start.step)
+    checkpointer = open_checkpointer(run.checkpoints, config.checkpoint, history.evaluations)
     return LoopContext(
         train=config.train,
         checkpoint=config.checkpoint,
         step=step,
         batches=training.batches,
         evaluate=training.evaluate,
-        checkpointer=stack.enter_context(closing(open_checkpointer(run.checkpoints, config.checkpoint))),
+        checkpointer=stack.enter_context(closing(checkpointer)),
         metrics=MetricsLogger(cost, run=run, writer=writer, tracker=tracker, progress=progress, step=start.step),
-        history=MetricsHistory.read(run.metrics_path, start=start.step),
+        history=history,
     )

@@ -76,7 +76,7 @@ def run_loop(
     writer = MetricsWriter(run.metrics_path)
     progress = open_step_progress(Progress.none, total=train.steps, start=0, shown=False)
     cost = StepCost(tokens=1, flops=2.0, devices=1, peak_tflops=1.0)
-    checkpointer = open_checkpointer(run.checkpoints, checkpoint)
+    checkpointer = open_checkpointer(run.checkpoints, checkpoint, history.evaluations)
     context = LoopContext(
         train=train,
         checkpoint=checkpoint,
@@ -145,6 +145,20 @@ def test_keeps_the_newest_and_the_best(tmp_path: Path, third: float) -> None:
     train = Train(steps=60, eval_every=10)
     run_loop(tmp_path, train, Checkpoint(every=10, keep=2, keep_best=1), evals=[3.0, 1.0, third, 2.5, 2.6, 2.7])
     assert saved_steps(tmp_path) == [20, 50, 60]
+
+
+def test_the_best_checkpoint_may_be_evaluated_after_its_save(tmp_path: Path) -> None:
+    """The evaluation of step 10 was interrupted, and the session that resumed at step 10 repeated it."""
+    checkpoint, train = Checkpoint(every=10, keep=1, keep_best=1), Train(steps=10, eval_every=0)
+    run_loop(tmp_path, train, checkpoint, evals=interrupted_evaluation())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10, "eval/loss": 1.0}\n')
+    run_loop(tmp_path, Train(steps=30, eval_every=10), checkpoint, evals=[2.0, 3.0], start=10)
+    assert saved_steps(tmp_path) == [10, 30]
+
+
+def interrupted_evaluation() -> Iterator[float]:
+    raise signals.Interrupted
+    yield 0.0
 
 
 @pytest.mark.parametrize(("log_every", "detail"), [(5, "set train.log_every=1 to log"), (23, "loss nan")])
