@@ -81,6 +81,10 @@ class _Signals:
     def reason(self) -> str:
         return f"{signal.Signals(self._number or signal.SIGTERM).name} {self.phase}".rstrip()
 
+    @property
+    def received(self) -> str | None:
+        return None if self._number is None else signal.Signals(self._number).name
+
     def requested(self) -> str | None:
         """The name of the signal received, consistently on all processes, which make this call equally often."""
         if self.is_distributed and not self._is_agreed:
@@ -141,12 +145,13 @@ class _Signals:
 
 
 _active: _Signals | None = None
+_last: _Signals | None = None
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Handle signals inside."""
-    global _active
+    global _active, _last
     if _active is not None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -156,7 +161,7 @@ def installed() -> Iterator[None]:
         yield
     finally:
         _active.uninstall()
-        _active = None
+        _active, _last = None, _active
 
 
 def attach_run(record: Callable[[str], None], *, processes: int) -> None:
@@ -176,6 +181,11 @@ def dismiss() -> None:
 def has_interrupted() -> bool:
     """Whether `Interrupted` was raised in the main thread; errors that follow are its consequences."""
     return _active is not None and _active.has_raised
+
+
+def last_request() -> str | None:
+    """The signal that arrived in the last `installed` block, too late to interrupt it; None if there was none."""
+    return None if _last is None else _last.received
 
 
 def exit_code(reason: str) -> int:
