@@ -39,11 +39,11 @@ ALREADY_WRITTEN = "already exists"
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 
 
-def _words(text: str) -> list[str]:
+def _split(text: str) -> list[str]:
     return text.split()
 
 
-TRAIN = _words(
+TRAIN = _split(
     "model=micro train.seq_len=32 train.per_device_batch_size=4 train.steps=8 train.log_every=1 train.eval_every=3 "
     "train.eval_batches=2 train.sample.tokens=4 checkpoint.every=2 optimizer.schedule.warmup_steps=1 run.name=it"
 )
@@ -51,7 +51,7 @@ WEIGHTS = ["checkpoint.load_parameters={base}"]
 MODEL = ["model=micro", "train.seq_len=32", *WEIGHTS]
 TEXT = ["data=grain", "data.path={inputs}/texts.jsonl"]
 GRPO = ["task=grpo", "reward=exact", "data=arithmetic", "data.record_type=prompts", *TRAIN, *WEIGHTS]
-GRPO += _words(
+GRPO += _split(
     "task.group_size=4 task.max_tokens=4 train.seq_len=12 train.per_device_batch_size=16 train.eval_start=true "
     "train.eval_batches=1 task.engine.max_batch=16 task.engine.cache_tokens=1024 objective=eval/error"
 )
@@ -65,7 +65,7 @@ BENCH = "train.seq_len=32 train.per_device_batch_size=4 task.steps=2 task.warm_u
 # Arguments by task. {base} is a run with weights, {inputs} the folder of input files.
 TASKS: dict[str, list[str]] = {
     "pretrain": [*TRAIN, "data=demo", "model.dropout=0.1"],
-    "early_stop": [*TRAIN, "data=arithmetic", "optimizer.learning_rate=0.3", *_words(EARLY_STOP)],
+    "early_stop": [*TRAIN, "data=arithmetic", "optimizer.learning_rate=0.3", *_split(EARLY_STOP)],
     "sft": ["task=sft", *TRAIN, *WEIGHTS, "data=arithmetic"],
     "sft_lora": ["task=sft", *TRAIN, *WEIGHTS, "data=arithmetic", "adapter=lora"],
     "dpo": ["task=dpo", *TRAIN, *WEIGHTS, "data=arithmetic", "data.record_type=preference"],
@@ -74,14 +74,14 @@ TASKS: dict[str, list[str]] = {
     "distill": ["task=distill", *TRAIN, "data=arithmetic", "task.teacher.weights={base}"],
     "sweep": ["-m", *TRAIN, "data=arithmetic", "train.steps=4", "optimizer.learning_rate=1e-3,3e-3"],
     "tokenize": ["task=tokenize", *TEXT, "task.shards=6", "task.workers=2", "task.output=out"],
-    "teacher_logits": ["task=teacher_logits", *MODEL, *_words(TEACHER)],
+    "teacher_logits": ["task=teacher_logits", *MODEL, *_split(TEACHER)],
     "train_tokenizer": ["task=train_tokenizer", *TEXT, "task.vocab_size=500", "task.output=out", "run.name=it"],
     "convert": ["task=convert", *MODEL, "task.output=out"],
-    "decode": ["task=decode", *MODEL, "task.input={inputs}/prompts.jsonl", *_words(DECODE)],
+    "decode": ["task=decode", *MODEL, "task.input={inputs}/prompts.jsonl", *_split(DECODE)],
     "score": ["task=score", *MODEL, "task.input={inputs}/scored.jsonl", "task.output=out.jsonl"],
-    "bench": ["task=bench", "model=micro", *_words(BENCH)],
+    "bench": ["task=bench", "model=micro", *_split(BENCH)],
 }
-BASE = _words(
+BASE = _split(
     "model=micro data=arithmetic train.seq_len=32 train.per_device_batch_size=16 train.steps=30 train.eval_every=0 "
     "train.sample.tokens=0 run.name=base"
 )
@@ -321,9 +321,9 @@ def main() -> int:
         work = [(task, number) for number in range(args.kills) for task in tasks]
         for trial in pool.map(lambda item: harness.trial(item[0], references[item[0]], item[1]), work):
             trials.append(trial)
-            verdict = "; ".join(trial.differences) or "equal"
+            result = "; ".join(trial.differences) or "equal"
             print(
-                f"{trial.task} {trial.number}: {args.signal} after {trial.delays} s, {trial.codes}: {verdict}",
+                f"{trial.task} {trial.number}: {args.signal} after {trial.delays} s, {trial.codes}: {result}",
                 flush=True,
             )
     failed = [trial for trial in trials if trial.differences]
