@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from tests.support.polling import wait_for
 from tests.support.skips import KUBERNETES
 
 VARIABLE = "KUBEBUILDER_ASSETS"
@@ -197,13 +198,6 @@ def serving(folder: Path, *definitions: dict[str, Any]) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.1)
 
 
 def _is_ok(request: str | urllib.request.Request, tls: ssl.SSLContext | None) -> bool:

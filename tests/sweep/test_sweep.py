@@ -24,6 +24,7 @@ from maxhydra.sweep.run import _listed_trials, cancel, resume_sweep, start_sweep
 from maxhydra.sweep.search import SearchTrials
 from maxhydra.sweep.space import distributions, grid_values
 from maxhydra.sweep.trials import TrialStatus
+from tests.support.polling import wait_for
 from tests.support.skips import import_optional
 
 optuna = import_optional("optuna", extra="sweep")
@@ -235,13 +236,6 @@ def test_a_cancelled_sweep_can_be_resumed(tmp_path: Path) -> None:
     _, trials = run(plan)
     assert trials.counts()[TrialStatus.finished] == 3
     assert sorted(len(path.read_text()) for path in plan.folder.glob("started-*")) == [1, 2, 2]
-
-
-def wait_for(condition: object, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
 
 
 def test_plans_round_trip_and_settings_are_validated(tmp_path: Path) -> None:
