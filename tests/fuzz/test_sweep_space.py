@@ -5,7 +5,7 @@ import math
 from hypothesis import example
 from hypothesis import strategies as st
 
-from maxhydra.sweep.space import distributions, grid_values
+from maxhydra.sweep.search import distributions, grid_values
 from tests.support.fuzzing import fuzz
 
 NUMBERS = st.one_of(

@@ -7,8 +7,7 @@ import signal
 import socket
 import subprocess
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 

@@ -1,7 +1,6 @@
 """task=grpo end to end: learning from rewards, uninformative rewards, kills, and invalid configs."""
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ import pytest
 
 from maxhydra.config import ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.tasks.grpo import GrpoTask
+from maxhydra.config.schema.tasks.training import GrpoTask
 from maxhydra.decode.request import Completion, TokenLogprob
 from maxhydra.rl.evaluate import majority, pass_at
 from maxhydra.rl.reward_pool import RewardResult
 from maxhydra.rl.rollout import Group, columns
 from maxhydra.rl.setup import check
-from tests.support.cli import ROOT, SMALL, facts, losses, parameter_hash, run, run_ok, start_silent
+from tests.support.cli import ROOT, SMALL, facts, losses, parameter_hash, run_ok, start_silent
 
 PATHS = f"{ROOT}:{ROOT / 'tests/support'}"
 TASK = ["task=grpo", "data=arithmetic", "data.record_type=prompts", "task.max_tokens=8", "task.group_size=4"]
