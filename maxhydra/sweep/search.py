@@ -68,6 +68,8 @@ def _distribution(override: Override) -> BaseDistribution | Problem:
     key, value, text = override.get_key_element(), override.value(), override.get_value_string()
     if isinstance(value, ChoiceSweep):
         choices = list(override.sweep_string_iterator())
+        if not choices:
+            return Problem(key, "has no values", text, "at least one value")
         return CategoricalDistribution(choices)
     if isinstance(value, RangeSweep):
         return _range_distribution(key, text, value)
