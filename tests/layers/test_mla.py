@@ -221,7 +221,7 @@ def test_padding_does_not_train_the_indexer_in_unpacked_rows():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cached", ["adapter", "int8"])
-def test_adapter_and_norm_weights_apply_in_both_forms(cached):
+def test_adapters_and_int8_weights_apply_in_both_forms(cached):
     model, x = make_model(q_lora_rank=NARROW), inputs()
     if cached == "adapter":
         spec = LoraSpec(rank=2, scale=0.5, dropout=0.0, targets=(".*",), over_nf4=False)

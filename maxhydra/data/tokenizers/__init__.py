@@ -89,7 +89,7 @@ def check_vocabulary(tokenizer: Tokenizer, data: Data, spec: RowSpec) -> None:
 
 
 # Chat templates that ship with the package.
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parents[1] / "templates"
 # A file is tokenized in blocks of this many characters: a tokenizer needs a few hundred bytes of memory per character.
 BLOCK = 1_000_000
 
