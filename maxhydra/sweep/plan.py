@@ -157,7 +157,7 @@ def read_plan(folder: Path) -> SweepPlan:
         known = sorted(path.parent.name for path in folder.parent.glob(f"*/{FILE}"))
         hint = did_you_mean(folder.name, known)
         raise ConfigError(Problem(str(folder), "is not a sweep", accepted=", ".join(known), hint=hint)) from None
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ConfigError(Problem(str(folder / FILE), f"cannot be read: {error}")) from None
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from maxhydra.sweep.controller import Controller, TrialStatus
 from maxhydra.sweep.plan import Settings, SweepPlan, read_plan, write_plan
 from maxhydra.sweep.run import _listed_trials, cancel, resume_sweep, start_sweep, status
 from maxhydra.sweep.search import SearchTrials, distributions, grid_values
+from tests.support.polling import wait_for
 from tests.support.skips import import_optional
 
 optuna = import_optional("optuna", extra="sweep")
@@ -233,13 +233,6 @@ def test_a_cancelled_sweep_can_be_resumed(tmp_path: Path) -> None:
     _, trials = run(plan)
     assert trials.counts()[TrialStatus.finished] == 3
     assert sorted(len(path.read_text()) for path in plan.folder.glob("started-*")) == [1, 2, 2]
-
-
-def wait_for(condition: object, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
 
 
 def test_plans_round_trip_and_settings_are_validated(tmp_path: Path) -> None:
