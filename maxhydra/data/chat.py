@@ -34,7 +34,7 @@ from maxhydra.data.record_types import Rejected
 from maxhydra.data.rows import Document
 from maxhydra.data.special_tokens import special_token_pattern
 from maxhydra.data.template_sandbox import MAX_SOURCE, LimitedEnvironment, TemplateLimitError, limited
-from maxhydra.data.tokenizers import Tokenizer
+from maxhydra.data.tokenizers import Tokenizer, TokenizerError
 
 Message = Mapping[str, Any]
 
@@ -136,7 +136,10 @@ class ChatTemplate:
             return Rejected(f"has {len(rendered.text):,} characters, more than data.max_characters={max_characters:,}")
         if not any(start < end for start, end in turns):
             return Rejected("has no text of the assistant to train on")
-        tokens, spans = self._tokenizer.encode_with_special_tokens(rendered.text)
+        try:
+            tokens, spans = self._tokenizer.encode_with_special_tokens(rendered.text)
+        except TokenizerError as error:
+            return Rejected(error.problems[0].reason)
         loss_weights = np.zeros(len(rendered.text) + 1, np.float32)
         for start, end in turns:
             loss_weights[start:end] = 1

@@ -37,7 +37,7 @@ class RunningServer:
     ):
         self.engine, self.listener = engine, listen("127.0.0.1", 0)
         self.port = self.listener.getsockname()[1]
-        defaults = ServerDefaults("tiny", Sampling(max_tokens=4), 8, 320)  # type: ignore[call-arg]
+        defaults = ServerDefaults("tiny", Sampling(max_tokens=4), 8, 320, engine.max_context)  # type: ignore[call-arg]
         self._ready = threading.Event()
 
         async def main() -> None:

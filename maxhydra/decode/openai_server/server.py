@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import errno
 import logging
+import resource
 import socket
 from collections.abc import Coroutine
 from typing import Any
@@ -17,6 +18,8 @@ BACKLOG = 512
 # Time for cancelled connections to close.
 CLOSE_SECONDS = 5.0
 ACCEPT_SECONDS = 0.01
+# Open files in addition to connections: weights, pipes, and connections that are being rejected.
+RESERVED_FILES = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,25 @@ def listen(host: str, port: int) -> socket.socket:
         hint = "choose another port, or 0 for any free one"
         raise ConfigError(Problem("task.port", reason, value=port, hint=hint)) from None
     return server
+
+
+def allow_connections(count: int) -> None:
+    """Raise the soft limit of open files to what `count` connections need; ConfigError if the hard limit is lower.
+
+    At the limit, a server could not even accept a connection to reject it, and clients would wait.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + RESERVED_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    except (OSError, ValueError):
+        reason = f"needs {needed} open files, but this process may only have {hard} (ulimit -Hn)"
+        accepted = f"1 to {hard - RESERVED_FILES}" if hard > RESERVED_FILES else ""
+        hint = f"raise the limit of open files to {needed}, or set task.max_connections lower"
+        problem = Problem("task.max_connections", reason, value=count, accepted=accepted, hint=hint)
+        raise ConfigError(problem) from None
 
 
 async def serve(listener: socket.socket, service: Service, limits: Limits, *, stop: asyncio.Event) -> None:
