@@ -87,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        if not is_allowed_host(self.headers.get("Host", ""), self.server.names):
+        if not is_allowed_host(self.headers.get("Host", ""), self.server.names, port=self.server.server_port):
             self._send(HTTPStatus.FORBIDDEN, b"unknown Host header; use the URL of this server\n", "text/plain")
             return
         try:

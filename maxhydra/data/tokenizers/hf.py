@@ -18,18 +18,19 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from maxhydra.config.paths import nearby_files
-from maxhydra.config.schema.tokenizer import Tokenizer as Config
-from maxhydra.data.optional_packages import need
-from maxhydra.data.special_tokens import (
+from maxhydra.config.schema.data import Tokenizer as Config
+from maxhydra.config.values import nearby_files
+from maxhydra.data.records import need
+from maxhydra.data.tokenizers import (
     blocks,
     chat_template,
+    describe,
     find_special_tokens,
     read_template,
+    report_failures,
     smallest_id_dtype,
     wrong,
 )
-from maxhydra.data.tokenizers import describe, report_failures
 
 # A space as a visible character, as in tokenizers converted from SentencePiece.
 _NEUTRAL_STEPS = (
