@@ -21,6 +21,8 @@ T = TypeVar("T")
 # take seconds to tokenize: it waits for other large requests only, and no small one waits for it.
 THREADS = 2
 LARGE_BODY = 32 * 1024
+# A body of this size is parsed in the event loop: that takes less time than to wait for a thread.
+SMALL_BODY = 4 * 1024
 
 
 class Service:
@@ -95,7 +97,10 @@ class Service:
     async def _complete(self, head: RequestHead, body: bytes, connection: Connection) -> None:
         is_chat = head.path.endswith("/chat/completions")
         is_large = len(body) > LARGE_BODY
-        request = await self._in_thread(lambda: parse(body, self._defaults, is_chat=is_chat), is_large=is_large)
+        if len(body) > SMALL_BODY:
+            request = await self._in_thread(lambda: parse(body, self._defaults, is_chat=is_chat), is_large=is_large)
+        else:
+            request = parse(body, self._defaults, is_chat=is_chat)
         count = request.sequences
         if self._num_sequences + count > self._max_sequences:
             reason = f"{self._num_sequences} sequences are running or queued, the limit of task.queue; retry later"
