@@ -259,7 +259,7 @@ class _Generator(CodeGenerator):
         node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
         return super().macro_body(node, frame)
 
-    def visit_Call(self, node: nodes.Call, frame: Frame, **options: Any) -> None:
+    def visit_Call(self, node: nodes.Call, frame: Frame, **options: Any) -> None:  # type: ignore[override]
         if not isinstance(node.node, nodes.EnvironmentAttribute):
             super().visit_Call(node, frame, **options)
             return
@@ -341,7 +341,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.filters = {
             name: _limit_filter(name, function) for name, function in self.filters.items() if name not in _NO_FILTERS
         }
-        self.tests = {name: _limit_test(name, function) for name, function in self.tests.items()}
+        tests: dict[str, Any] = dict(self.tests)
+        self.tests = {name: _limit_test(name, function) for name, function in tests.items()}
         self._functions: set[Any] = set(self.globals.values())
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:

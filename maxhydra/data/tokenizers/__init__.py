@@ -20,7 +20,8 @@ from maxhydra.config.schema.data import Tokenizer as Config
 from maxhydra.config.values import nearby_files
 from maxhydra.data.rows import RowSpec
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 # The largest published vocabularies have 300,000 tokens.
 MAX_VOCAB_SIZE = 2**24
 
