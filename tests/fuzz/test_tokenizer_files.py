@@ -93,6 +93,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 @example(0, [([0], -1)], {"added_tokens_decoder": [1]})
 @example(0, [([1, 0, 0], -1)], {})
 @example(0, [([6, 8, 0], 10**12)], {})
+@example(1, [([22, 0], [])], {})
 def test_hugging_face_files(folder: Path, number: int, changes: list[Any], settings: dict[str, Any]) -> None:
     description = copy.deepcopy(descriptions()[number])
     for place, new in changes:

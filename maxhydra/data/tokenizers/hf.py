@@ -183,7 +183,7 @@ def _rename_tokens(description: dict[str, Any], new_names: dict[str, str]) -> di
 def _covers_all_text(description: dict[str, Any]) -> bool:
     """Return True if every character of a text is part of a token: no step removes any, and none is unknown."""
     model = description["model"]
-    kinds = {step.get("type") for step in _steps(description)}
+    kinds = {str(step.get("type")) for step in _steps(description)}
     removes = any(step.get("behavior") == "Removed" for step in _steps(description))
     strips = any(token.get("lstrip") or token.get("rstrip") for token in description["added_tokens"])
     if model.get("type") != "BPE" or removes or strips or not kinds <= {"ByteLevel", "Split", "Digits", "Metaspace"}:
@@ -201,7 +201,8 @@ def _steps(description: dict[str, Any]) -> list[dict[str, Any]]:
     while steps:
         step = steps.pop()
         if isinstance(step, dict) and step.get("type") == "Sequence":
-            steps += [*step.get("normalizers", []), *step.get("pretokenizers", [])]
+            inner = step.get("normalizers") or step.get("pretokenizers")
+            steps += inner if isinstance(inner, list) else []
         elif isinstance(step, dict) and step not in _NEUTRAL_STEPS:
             found.append(step)
     return found
