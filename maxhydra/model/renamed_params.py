@@ -3,7 +3,7 @@
 Optimizer states repeat the paths of the parameters, so the same table applies to them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 Tree = Any
@@ -12,9 +12,11 @@ RENAMED = {"beside": "parallel_moe"}
 ORIGINAL_NAMES = {new: old for old, new in RENAMED.items()}
 
 
-def current_path(path: str) -> str:
-    """A path a/b/c of an earlier version under the names of this one."""
-    return "/".join(RENAMED.get(name, name) for name in path.split("/"))
+def current_path(path: str, known: Container[str]) -> str:
+    """The name in this version of an array a/b/c of an earlier one; `known` holds the names of this version."""
+    renamed = "/".join(RENAMED.get(name, name) for name in path.split("/"))
+    # Projections held a bare array until b6b09aa (2026-11-15), and since then a dict of kernel, bias and scales.
+    return f"{renamed}/kernel" if renamed not in known and f"{renamed}/kernel" in known else renamed
 
 
 def stored_names(paths: Iterable[str]) -> dict[str, str]:

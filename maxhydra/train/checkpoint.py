@@ -1,10 +1,11 @@
 """Checkpoints on Orbax: asynchronous, atomic, recoverable after a crash, rejected if they hold a different model.
 
 A checkpoint of step k is the folder checkpoints/k with three items: `params`, `rest` (step, optimizer, key, guard, amax
-history) and `data` (the loader's position, JSON). It is renamed into place once complete, so a killed save leaves
-nothing behind that could be mistaken for a checkpoint.
+history) and `data` (the loader's position, JSON), and manifest.json with the digests of all files. It is renamed into
+place once complete, so a killed save leaves nothing behind that could be mistaken for a checkpoint.
 """
 
+import asyncio
 import dataclasses
 import errno
 import logging
@@ -26,9 +27,10 @@ from maxhydra.convert.orbax_io import (
     find_checkpoint,
     one_line_message,
     read_errors_as_config_errors,
-    require_same_shapes,
+    read_trees,
+    require_intact,
 )
-from maxhydra.model.renamed_params import rename_keys, restore_keys
+from maxhydra.record.checkpoint_manifest import CHECKPOINT_FORMAT, write_manifest
 from maxhydra.train.loss import Tree
 from maxhydra.train.state import TrainState
 
@@ -82,6 +84,25 @@ def _rank(metric: float) -> float:
     return math.inf if math.isnan(metric) else metric
 
 
+class VerifiedTemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """Orbax's temporary folder of a save, which gets its manifest between the last write and the final rename.
+
+    Orbax finalizes a step on the first process, after all processes have written their files, in the thread that
+    saves in the background: hashing does not delay the training loop.
+    """
+
+    async def finalize(self) -> None:
+        step, temporary = self._final_path, self._tmp_path
+        if ocp.path.atomicity.TMP_DIR_SUFFIX not in step.parent.name:
+            # Orbax still writes two files before its rename. Rename to another temporary name first, then hash.
+            self._final_path = temporary.with_name(f"{temporary.name}-complete")
+        await super().finalize()
+        if self._final_path != step:
+            await asyncio.to_thread(write_manifest, Path(self._final_path))
+            self._final_path.rename(step)
+            self._final_path = step
+
+
 class OrbaxCheckpointer:
     """Writes to a folder through an Orbax manager, which also deletes old checkpoints."""
 
@@ -105,6 +126,7 @@ class OrbaxCheckpointer:
                 preservation_policy=policies.AnyPreservationPolicy(keep),
                 cleanup_tmp_directories=True,
                 save_root_metadata=False,
+                temporary_path_class=VerifiedTemporaryPath,
             ),
         )
 
@@ -117,7 +139,8 @@ class OrbaxCheckpointer:
         )
         try:
             self._require_disk_space(state)
-            self._manager.save(step, args=items, metrics=best, force=True)
+            version = {"format": CHECKPOINT_FORMAT}
+            self._manager.save(step, args=items, metrics=best, force=True, custom_metadata=version)
         except Exception as error:
             raise self._failure(error) from error
 
@@ -192,19 +215,13 @@ def _mark_unreadable(path: Path) -> None:
 
 
 def read_state(path: Path, abstract: TrainState) -> Restored:
-    """Read a checkpoint onto the shapes and shardings of `abstract`, whatever mesh wrote it."""
-    param_names = require_same_shapes(path, "params", abstract.params)
-    rest_names = require_same_shapes(path, "rest", _rest(abstract))
-    items = ocp.args.Composite(
-        params=ocp.args.StandardRestore(rename_keys(abstract.params, param_names)),
-        rest=ocp.args.StandardRestore(rename_keys(_rest(abstract), rest_names)),
-        data=ocp.args.JsonRestore(),
-    )
+    """Verify a checkpoint and read it onto the shapes and shardings of `abstract`, whatever mesh wrote it."""
+    require_intact(path)
+    trees = read_trees(path, {"params": abstract.params, "rest": _rest(abstract)})
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        items = reader.restore(path, args=items)
-    params, rest = restore_keys(items.params, param_names), restore_keys(items.rest, rest_names)
-    state = TrainState(params=params, frozen=abstract.frozen, **{"history": {}, **rest})
-    return Restored(state=state, data=items.data, source=path)
+        data = reader.restore(path, args=ocp.args.Composite(data=ocp.args.JsonRestore())).data
+    state = TrainState(params=trees["params"], frozen=abstract.frozen, **{"history": {}, **trees["rest"]})
+    return Restored(state=state, data=data, source=path)
 
 
 def _rest(state: TrainState) -> dict[str, Tree]:
