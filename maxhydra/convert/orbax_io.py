@@ -146,9 +146,9 @@ def read_errors_as_config_errors(key: str, path: Path) -> Iterator[None]:
 
 
 def one_line_message(error: BaseException) -> str:
-    """The message of an error on one line of at most 200 characters."""
+    """The message of an error on one line of at most 300 characters."""
     text = str(error).strip() or type(error).__name__
-    return re.sub(r"\s+", " ", text)[:200]
+    return re.sub(r"\s+", " ", text)[:300]
 
 
 def write_format(folder: Path, quantization: Quantization) -> None:

@@ -10,8 +10,9 @@ import dataclasses
 import errno
 import logging
 import math
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Protocol
@@ -174,18 +175,20 @@ def open_checkpointer(folder: Path, config: Checkpoint) -> Checkpointer:
     return NoCheckpointer() if config.mode is SaveMode.off else OrbaxCheckpointer(folder, config)
 
 
-def restore(folder: Path, config: Checkpoint, abstract: TrainState) -> Restored | None:
+def restore(
+    folder: Path, config: Checkpoint, abstract: TrainState, seek: Callable[[dict[str, Any]], None]
+) -> Restored | None:
     """Restore the run's newest checkpoint, else checkpoint.load_full_state; None if there is neither.
 
-    An unreadable checkpoint of the run is renamed, and the previous one is used. If none can be read, the cause may be
-    elsewhere (a disk that is offline, too little memory), and all stay in place: a folder without checkpoints would be
-    taken for a new run.
+    `seek` moves the batches to the checkpoint's data position. A damaged or unreadable checkpoint of the run is
+    renamed, and the previous one is used. If none can be read, the cause may be elsewhere (a disk that is offline, too
+    little memory), and all stay in place: a folder without checkpoints would be taken for a new run.
     """
     unreadable: list[Path] = []
-    for step in reversed(checkpoint_steps(folder)):
+    for step in reversed(_list_steps(folder)):
         path = folder / str(step)
         try:
-            restored = read_state(path, abstract)
+            restored = read_state(path, abstract, seek)
         except ConfigError:
             raise
         except Exception as error:
@@ -202,8 +205,20 @@ def restore(folder: Path, config: Checkpoint, abstract: TrainState) -> Restored 
     if config.load_full_state is not None:
         path = find_checkpoint(FULL_STATE, config.load_full_state)
         with read_errors_as_config_errors(FULL_STATE, path):
-            return read_state(path, abstract)
+            return read_state(path, abstract, seek)
     return None
+
+
+def _list_steps(folder: Path) -> list[int]:
+    """Steps of the run's checkpoints; a folder without any, and entries that are not checkpoints, are reported."""
+    steps = checkpoint_steps(folder)
+    if folder.is_dir() and not steps:
+        log.warning("%s contains no checkpoint", folder)
+    expected = {str(step) for step in steps}
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if entry.name not in expected and not re.search(r"\.unreadable|\.orbax-checkpoint-tmp", entry.name):
+            log.warning("%s is not a checkpoint and is ignored", entry)
+    return steps
 
 
 def _mark_unreadable(path: Path) -> None:
@@ -214,12 +229,16 @@ def _mark_unreadable(path: Path) -> None:
     log.warning("renamed unreadable checkpoint %s to %s", path, new_name)
 
 
-def read_state(path: Path, abstract: TrainState) -> Restored:
+def read_state(path: Path, abstract: TrainState, seek: Callable[[dict[str, Any]], None] = lambda data: None) -> Restored:
     """Verify a checkpoint and read it onto the shapes and shardings of `abstract`, whatever mesh wrote it."""
     require_intact(path)
-    trees = read_trees(path, {"params": abstract.params, "rest": _rest(abstract)})
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         data = reader.restore(path, args=ocp.args.Composite(data=ocp.args.JsonRestore())).data
+    trees = read_trees(path, {"params": abstract.params, "rest": _rest(abstract)})
+    try:
+        seek(data)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"data/metadata does not hold a data position of this task: {data!r}") from error
     state = TrainState(params=trees["params"], frozen=abstract.frozen, **{"history": {}, **trees["rest"]})
     return Restored(state=state, data=data, source=path)
 
