@@ -36,6 +36,8 @@ from maxhydra.train.loss import Tree
 from maxhydra.train.state import TrainState
 
 FULL_STATE = "checkpoint.load_full_state"
+# Moves the batches of a task to a data position.
+Seek = Callable[[dict[str, Any]], None]
 log = logging.getLogger("maxhydra")
 
 
@@ -175,9 +177,7 @@ def open_checkpointer(folder: Path, config: Checkpoint) -> Checkpointer:
     return NoCheckpointer() if config.mode is SaveMode.off else OrbaxCheckpointer(folder, config)
 
 
-def restore(
-    folder: Path, config: Checkpoint, abstract: TrainState, seek: Callable[[dict[str, Any]], None]
-) -> Restored | None:
+def restore(folder: Path, config: Checkpoint, abstract: TrainState, seek: Seek) -> Restored | None:
     """Restore the run's newest checkpoint, else checkpoint.load_full_state; None if there is neither.
 
     `seek` moves the batches to the checkpoint's data position. A damaged or unreadable checkpoint of the run is
@@ -229,7 +229,7 @@ def _mark_unreadable(path: Path) -> None:
     log.warning("renamed unreadable checkpoint %s to %s", path, new_name)
 
 
-def read_state(path: Path, abstract: TrainState, seek: Callable[[dict[str, Any]], None] = lambda data: None) -> Restored:
+def read_state(path: Path, abstract: TrainState, seek: Seek = lambda position: None) -> Restored:
     """Verify a checkpoint and read it onto the shapes and shardings of `abstract`, whatever mesh wrote it."""
     require_intact(path)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
