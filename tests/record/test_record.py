@@ -205,6 +205,7 @@ def test_environment_contains_no_secret(tmp_path):
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path, check=True)
 
     shutil.copytree(ROOT / "maxhydra" / "record", tmp_path / "maxhydra" / "record")
+    shutil.copy(ROOT / "maxhydra" / "__init__.py", tmp_path / "maxhydra")
     (tmp_path / "settings.py").write_text("x = 1\n")
     (tmp_path / ".gitignore").write_text("outputs/\n__pycache__/\n")
     git("init", "-q", "-b", "work")
