@@ -24,9 +24,9 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.compose.validate import section_from
 from maxhydra.config.migrations import migrate_config
 from maxhydra.config.schema.quantization import Quantization
-from maxhydra.convert.arrays import Arrays
+from maxhydra.convert.streaming import Arrays
 from maxhydra.model import ModelDef, store_weight_slice
-from maxhydra.model.renamed_params import current_path
+from maxhydra.model.stored_params import current_path
 from maxhydra.record.checkpoint_manifest import MANIFEST, DamagedCheckpointError, verify_files, write_manifest
 from maxhydra.record.formats import NewerFormatError
 

@@ -95,15 +95,18 @@ class VerifiedTemporaryPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
     """
 
     async def finalize(self) -> None:
-        step, temporary = self._final_path, self._tmp_path
-        if ocp.path.atomicity.TMP_DIR_SUFFIX not in step.parent.name:
-            # Orbax still writes two files before its rename. Rename to another temporary name first, then hash.
-            self._final_path = temporary.with_name(f"{temporary.name}-complete")
+        final, temporary = Path(self.get_final()), Path(self.get())
+        if ocp.path.atomicity.TMP_DIR_SUFFIX in final.parent.name:
+            # An item of a step: its files are hashed with those of the step.
+            await super().finalize()
+            return
+        # Orbax writes two more files and renames the folder: to another temporary name, so that they are hashed too.
+        complete = temporary.with_name(f"{temporary.name}-complete")
+        self._final_path = type(self.get())(complete)
         await super().finalize()
-        if self._final_path != step:
-            await asyncio.to_thread(write_manifest, Path(self._final_path))
-            self._final_path.rename(step)
-            self._final_path = step
+        await asyncio.to_thread(write_manifest, complete)
+        complete.rename(final)
+        self._final_path = type(self.get())(final)
 
 
 class OrbaxCheckpointer:
