@@ -20,6 +20,8 @@ from maxhydra.train.checkpoint import Restored, open_checkpointer, read_state, r
 from maxhydra.train.state import Guard, TrainState
 from scripts.flip_bytes import flip, is_harmless, random_flips, read_all
 from tests.record.test_checkpoint_manifest import change
+from tests.support import cli as running
+from tests.support.cli import run_processes
 
 KEY = "checkpoint.load_parameters"
 
@@ -178,3 +180,17 @@ def test_a_save_killed_before_its_last_rename_leaves_no_checkpoint(folder: Path)
     checkpointer.save(2, make_state(2), {"sequences": 2}, {})
     checkpointer.close()
     assert names(folder) == ["1", "2"] and verify_files(folder / "2") is None
+
+
+@pytest.mark.slow
+def test_two_processes_write_one_manifest_and_agree_on_damage(tmp_path: Path) -> None:
+    """Each process verifies a share of the files, and both use the previous checkpoint if one finds damage."""
+    command = [*running.SMALL, "checkpoint.every=2", "checkpoint.keep=2", "run.name=two", "mesh=fsdp"]
+    run_processes(2, *command, "train.steps=4", cwd=tmp_path)
+    folder = tmp_path / "outputs/two/checkpoints"
+    files = json.loads((folder / "4" / MANIFEST).read_text())["files"]
+    assert any("ocdbt.process_1/d/" in name for name in files) and verify_files(folder / "4") is None
+    flip(max((folder / "4/params").rglob("d/*"), key=lambda path: path.stat().st_size), 100, 1)
+    first, _ = run_processes(2, *command, "train.steps=6", cwd=tmp_path)
+    assert "has changed since it was written" in first.stderr and "resuming from step 2" in first.stderr
+    assert names(folder) == ["4", "4.unreadable", "6"]
