@@ -2,6 +2,7 @@
 does, in a fraction of a second."""
 
 import dataclasses
+import json
 import math
 import os
 import signal
@@ -254,6 +255,7 @@ def test_plans_round_trip_and_settings_are_validated(tmp_path: Path) -> None:
     path.write_text(json.dumps({**stored, "format": 9, "maxhydra": "3.0.0"}))
     with pytest.raises(ConfigError, match=r"has format 9, written by maxhydra 3\.0\.0.*install maxhydra 3\.0\.0"):
         read_plan(plan.folder)
+    write_plan(plan)
     with pytest.raises(ConfigError, match="is an existing sweep with different settings"):
         start_sweep(dataclasses.replace(plan, space={"rate": "1,2"}), print)
     with pytest.raises(ConfigError, match="is not a sweep"):
