@@ -1,7 +1,8 @@
 """The distillation loss of a batch: divergence from the teacher, cross-entropy with the data, and feature distances.
 
 An online teacher's weights are the entry `TEACHER` of the weights that the loss reads; an offline teacher's top-k
-logits are columns of the batch (`teacher_ids`, `teacher_logits`).
+logits are columns of the batch (`teacher_ids`, `teacher_logits`). So are the scheduled values of alpha, beta and
+temperature.
 
 p is the teacher's token distribution, q the student's, both softmax(logits / T).
 """
@@ -97,8 +98,8 @@ class StudentTeacher:
         """
         context = Context.of_batch(batch, self.sharder, key)
         layers = self.features.student_layers
-        forward = self.student.forward(weights, batch["tokens"], context, keep=bool(layers))
-        student_features = [forward.kept[layer] for layer in layers]
+        forward = self.student.forward(weights, batch["tokens"], context, keep_layers=bool(layers))
+        student_features = [forward.layer_outputs[layer] for layer in layers]
         teacher_inputs, teacher_features = self._run_teacher(weights, batch)
 
         def compare(hidden: jax.Array, targets: jax.Array, *teacher_inputs: jax.Array) -> dict[str, jax.Array]:

@@ -1,4 +1,7 @@
-"""What a forward pass passes along with the activations: positions, cache, sharding, randomness."""
+"""What a forward pass passes along with the activations: positions, cache, sharding, randomness.
+
+Also the kernel choices of the config: a requested backend that does not support the call is a config error.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -76,7 +79,7 @@ class Context:
     @property
     def is_length_split(self) -> bool:
         """Whether sequences are sharded along their length. With a cache they are not: tokens come a few at a time."""
-        return self.cache is None and self.sharder.ways("act_length") > 1
+        return self.cache is None and self.sharder.num_shards("act_length") > 1
 
     @property
     def is_real_BT(self) -> jax.Array:

@@ -1,4 +1,7 @@
-"""Names of stored parameters in earlier versions, and a hash of weights that identifies them in stored results."""
+"""Stored parameters: their names in earlier versions, and a hash that identifies weights in stored results.
+
+Optimizer states repeat the paths of the parameters, so the same table of names applies to them.
+"""
 
 import hashlib
 from collections.abc import Container
@@ -9,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Tree = Any
-# Name of a dict key in the parameter tree in earlier versions -> its name now. Optimizer states repeat the paths of the
-# parameters, so the same table applies to them.
+# Name of a dict key in the parameter tree in earlier versions -> its name now.
 RENAMED = {"beside": "parallel_moe"}
 ORIGINAL_NAMES = {new: old for old, new in RENAMED.items()}
 

@@ -1,6 +1,7 @@
 """Tokenizers: text to token ids and back. One module per kind, chosen by data.tokenizer.kind.
 
-Each module has `build(config) -> Tokenizer`.
+Each module has `build(config) -> Tokenizer`. Helpers that the kinds share are here too: special tokens, chat template
+source, blocks of text, id dtypes.
 """
 
 import dataclasses
