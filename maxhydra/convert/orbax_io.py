@@ -7,6 +7,7 @@ arrays of one element, then each array is replaced in the same store by an empty
 import itertools
 import json
 import logging
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -194,8 +195,8 @@ def _different_model(
     path: Path, item: str, name: str, found: tuple[int, ...] | None, expected: tuple[int, ...] | None
 ) -> ConfigError:
     what = "model" if item == PARAMS else "optimizer or state"
-    shape, wanted = "missing" if found is None else found, "no such array" if expected is None else expected
-    reason = f"belongs to a different {what}: {item}/{name} is {shape}, this run has {wanted}"
+    shape, own = "missing" if found is None else found, "no such array" if expected is None else expected
+    reason = f"belongs to a different {what}: {item}/{name} is {shape}, this run has {own}"
     hint = "choose another run.name, or the model that it was trained with"
     if item != PARAMS:
         hint = "choose another run.name, or load only the weights with checkpoint.load_parameters"
@@ -206,11 +207,14 @@ def _different_model(
 
 
 def _writer(path: Path) -> str:
-    """The commit of maxhydra that wrote a run's checkpoint, by its run.json; empty if unknown."""
+    """The commit of maxhydra that wrote a run's checkpoint, by the sessions in run.json; empty if unknown."""
     try:
-        facts = json.loads((path.parent.parent / "run.json").read_bytes())
-        return f"commit {facts['git']['sha'][:12]} of maxhydra ({str(facts['updated'])[:10]})"
-    except (OSError, ValueError, KeyError, TypeError):
+        facts, step = json.loads((path.parent.parent / "run.json").read_bytes()), int(path.name)
+        # The session of this process has already been added.
+        sessions = [session for session in facts["sessions"] if session["pid"] != os.getpid()]
+        session = next((entry for entry in sessions if (entry["end_step"] or -1) >= step), sessions[-1])
+        return f"commit {session['git']['sha'][:12]} of maxhydra ({session['started'][:10]})"
+    except (OSError, ValueError, LookupError, TypeError):
         return ""
 
 

@@ -104,7 +104,7 @@ def test_the_digest_identifies_the_content(folder: Path) -> None:
 
 
 def test_a_checkpoint_without_manifest(folder: Path) -> None:
-    """Checkpoints of earlier versions have none; Orbax's metadata tells if it was lost."""
+    """Checkpoints of earlier versions have none; Orbax's metadata shows if it was lost."""
     (folder / MANIFEST).unlink()
     assert manifest_digest(folder) is None and verify_files(folder) is None
     (folder / "_CHECKPOINT_METADATA").write_text(json.dumps({"custom_metadata": {"format": CHECKPOINT_FORMAT}}))
