@@ -22,6 +22,7 @@ from maxhydra.config import Config, ConfigError, Problem
 from maxhydra.config.serialize import to_yaml
 from maxhydra.record import RunDirectory, RunInUseError, logging_to, redact_argv
 from maxhydra.record.atomic_io import from_number
+from maxhydra.record.formats import NewerFormatError
 from maxhydra.runtime import Machine, signals
 
 
@@ -85,6 +86,8 @@ def run(
         except RunInUseError as error:
             hint = "wait for it to end, or choose another run.name"
             raise ConfigError(Problem("run.name", str(error), value=config.run.name, hint=hint)) from None
+        except NewerFormatError as error:
+            raise ConfigError(Problem(str(folder.facts_path), str(error), hint="or choose another run.name")) from None
 
 
 def _check_nesting(outputs: Path, name: str) -> None:
