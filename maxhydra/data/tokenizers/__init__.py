@@ -1,12 +1,13 @@
 """Tokenizers: text to token ids and back. One module per kind, chosen by data.tokenizer.kind.
 
-Each module has `build(config) -> Tokenizer`.
+Each module has `build(config) -> Tokenizer`. One that reads files also has `input_files(config)`.
 """
 
 import dataclasses
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from maxhydra.config import ConfigError, Problem
 from maxhydra.config.schema.data import Data
 from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data.rows import RowSpec
+from maxhydra.data.special_tokens import TEMPLATES
 
 
 class Tokenizer(Protocol):
@@ -74,6 +76,22 @@ class _Key:
 def _load(key: _Key) -> Tokenizer:
     built: Tokenizer = importlib.import_module(f"{__name__}.{key.config.kind}").build(key.config)
     return built
+
+
+def input_files(config: Config) -> list[Path]:
+    """Files that the tokenizer reads, apart from a chat template; none if it is built in."""
+    find: Callable[[Config], list[Path]]
+    find = getattr(importlib.import_module(f"{__name__}.{config.kind}"), "input_files", lambda config: [])
+    return [path for path in find(config) if path.is_file()]
+
+
+def template_files(config: Config) -> list[Path]:
+    """The file of the chat template: named by the config, built in, or next to tokenizer.json."""
+    path = Path(config.path or "").expanduser()
+    beside = (path if path.is_dir() else path.parent) / "chat_template.jinja"
+    named = config.chat_template
+    paths = [beside] if named is None else [Path(named).expanduser(), TEMPLATES / f"{named}.jinja"]
+    return [found for found in paths if found.is_file() and (named is not None or config.kind == "hf")][:1]
 
 
 def check_vocabulary(tokenizer: Tokenizer, data: Data, spec: RowSpec) -> None:

@@ -22,6 +22,10 @@ from maxhydra.config.schema.tokenizer import Tokenizer as Config
 from maxhydra.data.optional_packages import need
 from maxhydra.data.special_tokens import blocks, chat_template, find_special_tokens, smallest_id_dtype, wrong
 
+# Settings next to tokenizer.json; the later file overrides the earlier.
+SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
+# Endings of files in a model's folder that are not part of its tokenizer.
+WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".jinja")
 ROLES = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token"}
 
 
@@ -156,7 +160,7 @@ def _rename_tokens(description: dict[str, Any], new_names: dict[str, str]) -> di
 def _settings(folder: Path) -> dict[str, Any]:
     """Read the settings files next to tokenizer.json; newer formats override older ones."""
     settings: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for name in SETTINGS:
         path = folder / name
         if path.is_file():
             settings |= json.loads(path.read_text(encoding="utf-8"))
@@ -184,6 +188,15 @@ def _convert(config: Config, folder: Path) -> tuple[dict[str, Any], dict[str, An
         raise wrong(config, "path", "has a slow tokenizer, which gives no offsets", config.path, hint=hint)
     settings = {key: getattr(converted, key) for key in ROLES.values()} | {"chat_template": converted.chat_template}
     return json.loads(converted.backend_tokenizer.to_str()), settings
+
+
+def input_files(config: Config) -> list[Path]:
+    """tokenizer.json and the settings next to it; without it, all files of the folder except weights."""
+    path = Path(config.path or "").expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        return [file, *(file.parent / name for name in SETTINGS)]
+    return sorted(found for found in path.glob("*") if found.suffix not in WEIGHTS)
 
 
 def build(config: Config) -> HuggingFaceTokenizer:
