@@ -27,8 +27,10 @@ ACCEPT_CONFIG = "run.accept_changed_config"
 FREE_KEYS = (
     # Name, place and description of the run.
     *("run.name", "run.outputs", "run.tags", "run.notes", "run.accept_changed_*", "tracker.*", "objective"),
-    # Length, reports and evaluations.
-    *("train.steps", "train.log_every", "train.progress", "train.sample.*", "train.eval_every", "train.eval_start"),
+    # Length, and the lengths in the learning rate schedule that follow from it.
+    *("train.steps", "optimizer.schedule.warmup_steps", "optimizer.schedule.decay_steps"),
+    # Reports and evaluations.
+    *("train.log_every", "train.progress", "train.sample.*", "train.eval_every", "train.eval_start"),
     *("train.eval_batches", "train.target_eval_loss", "train.early_stop.*", "task.evaluation.*"),
     *("checkpoint.mode", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_best", "checkpoint.best_metric"),
     # Hardware, sharding, kernels and memory. The batch over all devices is compared separately.
@@ -58,7 +60,11 @@ _CORPUS_KEYS = (
     *("repetition_filter", "digits", "operators", "problems", "eval_fraction", "record_type", "columns*", "formatting"),
 )
 FIXED_KEYS = (
-    *("run.seed", "hardware.matmul_precision", "adapter.*", "quantization.*", "optimizer.*"),
+    *("run.seed", "hardware.matmul_precision", "adapter.*", "quantization.*"),
+    *("optimizer.kind", "optimizer.learning_rate", "optimizer.schedule.kind", "optimizer.schedule.final_fraction"),
+    *("optimizer.schedule.decay_style", "optimizer.weight_decay", "optimizer.no_decay", "optimizer.trainable"),
+    *("optimizer.clip_norm", "optimizer.b1", "optimizer.b2", "optimizer.b2_decay", "optimizer.eps"),
+    *("optimizer.momentum", "optimizer.newton_schulz_steps", "optimizer.min_dim_factored", "optimizer.mu_dtype"),
     *("model.num_layers", "model.emb_dim", "model.mlp_dim", "model.num_heads", "model.num_kv_heads", "model.head_dim"),
     *("model.vocab_size", "model.prefix", "model.pattern", "model.kinds*", "model.head", "model.norm"),
     *("model.norm_eps", "model.mtp.*", "model.embedding.*", "model.logit_softcap", "model.per_layer.*"),
@@ -130,7 +136,7 @@ def fixed_problems(changes: Iterable[ConfigChange], accepted: Iterable[str]) -> 
 
 
 def changed_problem(change: ConfigChange) -> Problem:
-    reason = f"was {show(change.before)} in the last session of this run, and decides what it trains"
+    reason = f"was {show(change.before)} in the last session of this run, and cannot change when a run resumes"
     hint = f"keep the value, choose another run.name, or accept the change with {ACCEPT_CONFIG}=[{change.key}]"
     return Problem(change.key, reason, value=change.now, accepted=show(change.before), hint=hint)
 

@@ -32,7 +32,6 @@ from maxhydra.convert.orbax_io import checkpoint_steps
 from maxhydra.convert.pinned import weights_record
 from maxhydra.record import RunDirectory
 from maxhydra.record.redact import HIDDEN
-from maxhydra.runtime import Machine
 from maxhydra.train.run_inputs import (
     FULL_STATE,
     PARAMETERS,
@@ -61,18 +60,18 @@ class Session:
     facts: dict[str, Any]
 
 
-def prepare_session(config: Config, run: RunDirectory, machine: Machine) -> Session:
+def prepare_session(config: Config, run: RunDirectory, *, devices: int, processes: int) -> Session:
     """Record the inputs of a new run; compare config and inputs of a run that resumes. Raises ConfigError."""
     if problems := list(unknown_keys(config.run.accept_changed_config, config)):
         raise ConfigError(problems)
-    batch = config.train.per_device_batch_size * machine.devices * config.train.grad_accum
+    batch = config.train.per_device_batch_size * devices * config.train.grad_accum
     accepted: list[str] = []
     if _has_progress(run):
         accepted, records = _compare(config, run, batch)
     else:
         _check_loaded_model(config)
         records = record_inputs(config)
-    records = _agree_on_steps(records, machine.process_count)
+    records = _agree_on_steps(records, processes)
     facts: dict[str, Any] = {"inputs": records, BATCH: batch}
     if accepted:
         before = run.read()

@@ -108,7 +108,7 @@ def _run_recorded(job: Job, config_dir: str | None, task: ModuleType) -> Result:
     machine = job.machine
     session = Session(job.config, {})
     if getattr(task, "TRAINS", False):
-        session = prepare_session(job.config, job.run, machine)
+        session = prepare_session(job.config, job.run, devices=machine.devices, processes=machine.process_count)
     facts = {
         "task": job.config.task.name,
         "choices": job.choices,

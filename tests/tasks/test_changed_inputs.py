@@ -1,0 +1,307 @@
+"""A run that resumes with a changed input or config is rejected, and resumes when a key accepts the change.
+
+The fast tests prepare sessions without training. The slow ones train every combination as a user would.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from maxhydra.config import Config, ConfigError
+from maxhydra.config.compose.composer import compose
+from maxhydra.config.schema.run import INPUT_KINDS
+from maxhydra.config.serialize import to_yaml
+from maxhydra.convert.adapter_lineage import find_adapter_lineage
+from maxhydra.record import RunDirectory
+from maxhydra.tasks._resume import Session, prepare_session
+from tests.support.cli import SMALL, facts, run, run_ok
+from tests.support.vocabularies import MARKS, byte_level, save
+
+CONVERSATION = '{"messages": [{"role": "user", "content": "%d?"}, {"role": "assistant", "content": "%d."}]}\n'
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
+FORMAT = "def same(record):\n    return dict(record)\n"
+REWARD = "def score(text, **known):\n    return float(len(text) % 2)\n"
+
+CHAT = ["data=grain", "data.path=chat.jsonl", "data.record_type=chat", "data.tokenizer.chat_template=chat.jinja"]
+CHAT += ["data.formatting=formats_of_test:same"]
+TOKENS = ["data.tokenizer.kind=hf", "data.tokenizer.path=words", "model.vocab_size=600"]
+PROMPTS = ["data=arithmetic", "data.record_type=prompts", "reward=function"]
+PROMPTS += ["reward.terms.own.function=rewards_of_test:score", "task.kl.beta=0.1"]
+# Every kind of input, in a task that has it.
+TASKS = {
+    "sft": ["task=sft", "adapter=lora", "checkpoint.load_parameters=outputs/base", *CHAT],
+    "distill": ["task=distill", "task.teacher.weights=outputs/teacher", "data=grain", "data.path=texts.jsonl", *TOKENS],
+    "grpo": ["task=grpo", "checkpoint.load_parameters=outputs/base", *PROMPTS],
+    "dpo": ["task=dpo", "checkpoint.load_parameters=outputs/base", "data=grain", "data.path=pairs.jsonl"],
+}
+TASKS["dpo"] += ["data.record_type=preference"]
+
+
+def change_weights(name: str) -> Callable[[Path], None]:
+    """The run has trained on and its earlier checkpoint is gone."""
+
+    def change(cwd: Path) -> None:
+        (checkpoint,) = (cwd / "outputs" / name / "checkpoints").iterdir()
+        newer = checkpoint.with_name(str(int(checkpoint.name) + 10))
+        checkpoint.rename(newer)
+        change_arrays(newer)
+
+    return change
+
+
+def change_arrays(checkpoint: Path) -> None:
+    """Other content with a valid manifest, or without one, as a later step would have."""
+    (checkpoint / "params" / "array").write_bytes(os.urandom(64))
+
+
+def rewrite(name: str, old: str, new: str) -> Callable[[Path], None]:
+    def change(cwd: Path) -> None:
+        text = (cwd / name).read_text()
+        assert old in text
+        (cwd / name).write_text(text.replace(old, new, 1))
+
+    return change
+
+
+def append_text(name: str, text: str) -> Callable[[Path], None]:
+    def change(cwd: Path) -> None:
+        with (cwd / name).open("a") as file:
+            file.write(text)
+
+    return change
+
+
+# Kind, task, config key, change, and what the message says about it.
+CASES = [
+    ("base", "sft", "checkpoint.load_parameters", change_weights("base"), "it was step 30 of"),
+    ("teacher", "distill", "task.teacher.weights", change_weights("teacher"), "and is now step 40 of"),
+    ("reference", "grpo", "checkpoint.load_parameters", change_weights("base"), "it was step 30 of"),
+    ("reference", "dpo", "checkpoint.load_parameters", change_weights("base"), "it was step 30 of"),
+    ("data", "sft", "data.path", append_text("chat.jsonl", CONVERSATION % (9, 9)), "were appended to chat.jsonl"),
+    ("data", "sft", "data.path", rewrite("chat.jsonl", "1?", "2?"), "chat.jsonl was replaced by other content"),
+    ("data", "sft", "data.formatting", append_text("formats_of_test.py", "# new\n"), "appended to formats_of_test.py"),
+    (
+        "tokenizer",
+        "distill",
+        "data.tokenizer.path",
+        rewrite("words/tokenizer.json", "the", "eht"),
+        "tokenizer.json",
+    ),
+    ("template", "sft", "data.tokenizer.chat_template", rewrite("chat.jinja", "<{{", "[{{"), "chat.jinja was replaced"),
+    (
+        "reward",
+        "grpo",
+        "reward.terms.own.function",
+        rewrite("rewards_of_test.py", "% 2", "% 3"),
+        "rewards_of_test.py",
+    ),
+]
+IDS = [f"{kind}-{task}-{number}" for number, (kind, task, *_) in enumerate(CASES)]
+
+
+@pytest.fixture
+def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with all inputs. Weights are folders that are never loaded."""
+    write_inputs(tmp_path)
+    for name in ("base", "teacher"):
+        write_weights(tmp_path / "outputs" / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def write_inputs(folder: Path) -> None:
+    (folder / "chat.jsonl").write_text("".join(CONVERSATION % (n, n) for n in range(200)))
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    texts = [json.dumps({"text": f"the number {n} of the text"}) for n in range(200)]
+    (folder / "texts.jsonl").write_text("\n".join(texts) + "\n")
+    pairs = [json.dumps({"prompt": f"{n} ", "chosen": "yes", "rejected": "no"}) for n in range(200)]
+    (folder / "pairs.jsonl").write_text("\n".join(pairs) + "\n")
+    (folder / "formats_of_test.py").write_text(FORMAT)
+    (folder / "rewards_of_test.py").write_text(REWARD)
+    save(byte_level(MARKS["chatml"]), folder / "words")
+
+
+def write_weights(run_path: Path) -> None:
+    (run_path / "checkpoints" / "30" / "params").mkdir(parents=True)
+    change_arrays(run_path / "checkpoints" / "30")
+
+
+def config_of(task: str, *overrides: str) -> Config:
+    return compose([*TASKS[task], *overrides]).config
+
+
+def accepting(config: Config, *kinds: str) -> Config:
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, accept_changed_inputs=list(kinds)))
+
+
+def prepare(config: Config, devices: int = 1) -> Session:
+    return prepare_session(config, RunDirectory("outputs/it"), devices=devices, processes=1)
+
+
+def train(config: Config, devices: int = 1) -> Session:
+    """Record a session that has saved a checkpoint."""
+    session, folder = prepare(config, devices), RunDirectory("outputs/it")
+    folder.start(to_yaml(config), session.facts)
+    folder.finish("finished")
+    (folder.checkpoints / "4").mkdir(parents=True, exist_ok=True)
+    return session
+
+
+@pytest.mark.parametrize(("kind", "task", "key", "change", "message"), CASES, ids=IDS)
+def test_a_changed_input_is_named_and_can_be_accepted(
+    kind: str, task: str, key: str, change: Callable[[Path], None], message: str, cwd: Path
+) -> None:
+    config = config_of(task)
+    first = train(config)
+    assert prepare(config).facts["inputs"] == first.facts["inputs"], "unchanged"
+    change(cwd)
+    with pytest.raises(ConfigError) as error:
+        prepare(config)
+    (problem,) = error.value.problems
+    assert problem.path == key and message in problem.reason
+    assert f"run.accept_changed_inputs=[{kind}]" in problem.hint
+    with pytest.raises(ConfigError):
+        prepare(accepting(config, *(other for other in INPUT_KINDS if other != kind)))
+    (accepted,) = train(accepting(config, kind)).facts["accepted_changes"]
+    assert accepted["session"] == 2 and kind in accepted["change"] and message in accepted["change"]
+    assert "accepted_changes" not in prepare(config).facts, "the new content is recorded"
+    assert facts(cwd / "outputs/it")["accepted_changes"] == [accepted]
+
+
+def test_every_kind_of_input_is_tried() -> None:
+    assert {kind for kind, *_ in CASES} == set(INPUT_KINDS)
+
+
+def test_touched_and_moved_files_are_unchanged(cwd: Path) -> None:
+    train(config_of("sft"))
+    os.utime(cwd / "chat.jsonl", (1, 1))
+    os.utime(cwd / "chat.jinja", (1, 1))
+    prepare(config_of("sft"))
+    (cwd / "chat.jsonl").rename(cwd / "moved.jsonl")
+    prepare(config_of("sft", "data.path=moved.jsonl"))
+    shutil.move(cwd / "outputs/base", cwd / "elsewhere")
+    session = prepare(config_of("sft", "data.path=moved.jsonl", "checkpoint.load_parameters=elsewhere"))
+    assert session.config.checkpoint.load_parameters == str(cwd / "elsewhere/checkpoints/30")
+
+
+def test_a_base_that_trains_on_is_loaded_at_its_pinned_step(cwd: Path) -> None:
+    first = train(config_of("sft"))
+    assert first.config.checkpoint.load_parameters == str(cwd / "outputs/base/checkpoints/30")
+    shutil.copytree(cwd / "outputs/base/checkpoints/30", cwd / "outputs/base/checkpoints/40")
+    change_arrays(cwd / "outputs/base/checkpoints/40")
+    assert prepare(config_of("sft")).config == first.config
+    lineage = find_adapter_lineage("checkpoint.load_parameters", "outputs/it")
+    assert lineage is not None and lineage.base == str(cwd / "outputs/base/checkpoints/30")
+    # Its content has changed in place.
+    change_arrays(cwd / "outputs/base/checkpoints/30")
+    with pytest.raises(ConfigError, match=r"it was step 30 of .*, and is now step 40"):
+        prepare(config_of("sft"))
+    with pytest.raises(ConfigError, match=r"have changed: it was step 30 of .*, and is now step 40"):
+        find_adapter_lineage("checkpoint.load_parameters", "outputs/it")
+
+
+def test_initial_weights_are_not_needed_again_once_a_run_has_its_own(cwd: Path) -> None:
+    tuned = "adapter=none"
+    train(config_of("sft", tuned))
+    shutil.rmtree(cwd / "outputs/base")
+    prepare(config_of("sft", tuned))
+    with pytest.raises(ConfigError, match="outputs/teacher"):
+        prepare(config_of("sft", tuned, "checkpoint.load_parameters=outputs/teacher"))
+    with pytest.raises(ConfigError, match="it was outputs/base"):
+        prepare(config_of("sft", tuned, "checkpoint.load_parameters=null"))
+
+
+def test_an_accepted_reference_discards_the_cached_log_probs(cwd: Path) -> None:
+    train(config_of("dpo"))
+    cache = cwd / "outputs/it/reference/0.logprobs"
+    cache.parent.mkdir()
+    cache.touch()
+    shutil.rmtree(cwd / "outputs/it/checkpoints")
+    change_weights("base")(cwd)
+    with pytest.raises(ConfigError, match="has changed since"):
+        prepare(config_of("dpo"))
+    assert cache.exists()
+    prepare(config_of("dpo", "run.accept_changed_inputs=[reference]"))
+    assert not cache.exists()
+
+
+def test_a_run_without_results_starts_over(cwd: Path) -> None:
+    train(config_of("sft"))
+    shutil.rmtree(cwd / "outputs/it/checkpoints")
+    append_text("chat.jsonl", CONVERSATION % (9, 9))(cwd)
+    prepare(config_of("sft", "run.seed=4"))
+
+
+def test_a_run_of_an_earlier_version_has_no_record_to_compare(cwd: Path) -> None:
+    train(config_of("sft"))
+    path = cwd / "outputs/it/run.json"
+    known = {name: fact for name, fact in facts(path.parent).items() if name not in ("inputs", "sequences_per_step")}
+    path.write_text(json.dumps(known))
+    append_text("chat.jsonl", CONVERSATION % (9, 9))(cwd)
+    assert prepare(config_of("sft")).facts["inputs"].keys() == {"base", "data", "template"}
+
+
+def test_another_source_is_one_problem_and_one_key_accepts_it(cwd: Path) -> None:
+    train(config_of("distill"))
+    other = [option for option in TASKS["distill"] if option != "data.path=texts.jsonl"]
+    other += ["data=text", "data.path=words.txt"]
+    (cwd / "words.txt").write_text("words\n" * 1000)
+    with pytest.raises(ConfigError) as error:
+        prepare(compose(other).config)
+    assert {problem.path for problem in error.value.problems} == {"data.source"}
+    accepted = prepare(compose([*other, "run.accept_changed_config=[data.source]"]).config).facts["accepted_changes"]
+    assert [entry["change"] for entry in accepted] == ["data.source grain -> text"]
+
+
+def test_the_batch_over_all_devices_stays(cwd: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(config_of("sft", "train.per_device_batch_size=8"), devices=1)
+    with caplog.at_level("INFO", "maxhydra"):
+        prepare(config_of("sft", "train.per_device_batch_size=1", "train.grad_accum=2"), devices=4)
+    assert "changed since the last session: " in caplog.text and "train.grad_accum 1 -> 2" in caplog.text
+    with pytest.raises(ConfigError, match=r"makes 32.* sequences per step .* but the run has used 8"):
+        prepare(config_of("sft", "train.per_device_batch_size=8"), devices=4)
+    key = "run.accept_changed_config=[train.per_device_batch_size]"
+    assert prepare(config_of("sft", "train.per_device_batch_size=8", key), devices=4).facts["accepted_changes"]
+
+
+def test_a_new_run_has_the_model_of_the_run_whose_weights_it_loads(cwd: Path) -> None:
+    """Weights of the same shapes with another activation or RoPE would load without an error."""
+    trained = config_of("sft", "adapter=none", "checkpoint.load_parameters=null")
+    folder = RunDirectory("outputs/base")
+    folder.start(to_yaml(trained), {})
+    folder.finish("finished")
+    theta = "model.kinds.layer.attention.rope.theta"
+    changed = ["model.kinds.layer.mlp.activation=gelu", f"{theta}=500000", "model.dropout=0.1"]
+    with pytest.raises(ConfigError) as error:
+        prepare(config_of("sft", *changed))
+    assert {problem.path for problem in error.value.problems} == {"model.kinds.layer.mlp.activation", theta}
+    assert f"is 10000.0 in the run of checkpoint.load_parameters={cwd / 'outputs/base'}" in str(error.value)
+    prepare(config_of("sft", changed[1], f"run.accept_changed_config=[{theta}]"))
+
+
+def test_unknown_names_are_rejected(cwd: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"contains an unknown kind\s+accepted: base, teacher, .*\s+did you mean 'data'"
+    ):
+        config_of("sft", "run.accept_changed_inputs=[dta]")
+    with pytest.raises(ConfigError, match=r"did you mean 'run\.seed'"):
+        prepare(config_of("sft", "run.accept_changed_config=[run.sed]"))
+
+
+def test_a_rejected_command_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    """The only test of this file that trains in every run of the suite: config.yaml and run.json stay unchanged."""
+    command = [*SMALL, "run.name=it", "train.steps=1", "train.eval_batches=0"]
+    run_ok(*command, cwd=tmp_path)
+    before = contents(tmp_path / "outputs/it")
+    done = run(*command, "model.kinds.layer.mlp.activation=gelu", cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "model.kinds.layer.mlp.activation=gelu: was silu in the last session of this run" in done.stderr
+    assert before == {
+        path.name: path.read_bytes() for path in (tmp_path / "outputs/it").glob("*.*") if path.name != "log.txt"
+    }
