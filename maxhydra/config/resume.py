@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from maxhydra.config.declare import MISSING
+from maxhydra.config.declare import MISSING, Schema
 from maxhydra.config.errors import Problem, did_you_mean, show
 from maxhydra.config.fields import Field, fields, walk
 from maxhydra.config.migrations import migrate_config
@@ -22,6 +22,8 @@ from maxhydra.config.schema.config import Config
 from maxhydra.config.schema.model import Model
 
 ACCEPT_CONFIG = "run.accept_changed_config"
+# libyaml is ten times faster, if PyYAML was built with it.
+_LOADER: type[yaml.CSafeLoader] | type[yaml.SafeLoader] = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 # fnmatch patterns of dotted keys; `*` also matches dots.
 FREE_KEYS = (
@@ -110,9 +112,9 @@ def matches_key(key: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch(key, pattern) for pattern in patterns)
 
 
-def config_changes(stored_yaml: str, config_yaml: str, *, hidden: str) -> list[ConfigChange]:
-    """Keys that differ between a run's config.yaml and a new one. A value that contains `hidden` was not stored."""
-    stored, given = (migrate_config(yaml.safe_load(text) or {}) for text in (stored_yaml, config_yaml))
+def config_changes(stored_yaml: str, config: Config, *, hidden: str) -> list[ConfigChange]:
+    """Keys that differ between a run's config.yaml and a config. A value that contains `hidden` was not stored."""
+    stored, given = _read(stored_yaml), _plain(config)
     task = str(given.get("task", {}).get("name"))
     found = _section_changes(Config, stored, given, "")
     before, now = stored.get("task", {}), given.get("task", {})
@@ -122,10 +124,9 @@ def config_changes(stored_yaml: str, config_yaml: str, *, hidden: str) -> list[C
     return [change for change in found if hidden not in str(change.before) and hidden not in str(change.now)]
 
 
-def model_changes(stored_yaml: str, config_yaml: str) -> list[ConfigChange]:
-    """Keys of the model that differ between a run's config.yaml and another one."""
-    stored, given = (migrate_config(yaml.safe_load(text) or {}) for text in (stored_yaml, config_yaml))
-    return _section_changes(Model, stored.get("model"), given.get("model"), "model")
+def model_changes(stored_yaml: str, model: Model) -> list[ConfigChange]:
+    """Keys of the model that differ between a run's config.yaml and another model."""
+    return _section_changes(Model, _read(stored_yaml).get("model"), _plain(model), "model")
 
 
 def fixed_problems(changes: Iterable[ConfigChange], accepted: Iterable[str]) -> Iterator[Problem]:
@@ -188,6 +189,20 @@ def _entry_changes(field: Field, before: Mapping[str, Any], now: Mapping[str, An
 
 def _plain_default(field: Field) -> Any:
     """The default as config.yaml stores it; None for a required key."""
-    if field.default is MISSING:
-        return None
-    return field.default.name if isinstance(field.default, Enum) else field.default
+    return None if field.default is MISSING else _plain(field.default)
+
+
+def _plain(value: Any) -> Any:
+    """A value as config.yaml stores it."""
+    if isinstance(value, Schema):
+        return {name: _plain(item) for name, item in vars(value).items()}
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value.name if isinstance(value, Enum) else value
+
+
+def _read(config_yaml: str) -> dict[str, Any]:
+    content = yaml.load(config_yaml, Loader=_LOADER)
+    return migrate_config(content) if isinstance(content, dict) else {}

@@ -25,7 +25,6 @@ from maxhydra.config.resume import (
     model_changes,
     unknown_keys,
 )
-from maxhydra.config.serialize import to_yaml
 from maxhydra.convert.adapter_lineage import run_folder
 from maxhydra.convert.compatibility import KEYS_WITHOUT_EFFECT_ON_WEIGHTS
 from maxhydra.convert.orbax_io import checkpoint_steps
@@ -90,7 +89,7 @@ def _has_progress(run: RunDirectory) -> bool:
 def _compare(config: Config, run: RunDirectory, batch: float) -> tuple[list[str], Records]:
     """Compare a session with the run's last one; returns the accepted changes and the records of the inputs."""
     before = run.read()
-    changes = config_changes(run.config_path.read_text(encoding="utf-8"), to_yaml(config), hidden=HIDDEN)
+    changes = config_changes(run.config_path.read_text(encoding="utf-8"), config, hidden=HIDDEN)
     accepted_keys = config.run.accept_changed_config
     problems = list(fixed_problems(changes, accepted_keys))
     binding = [change for change in changes if not (change.is_free or change.is_input)]
@@ -164,7 +163,7 @@ def _check_loaded_model(config: Config) -> None:
 
 def _model_problems(config: Config, key: str, run: Path) -> Iterator[Problem]:
     patterns = [f"model.{pattern}" for pattern in KEYS_WITHOUT_EFFECT_ON_WEIGHTS]
-    for change in model_changes((run / "config.yaml").read_text(encoding="utf-8"), to_yaml(config)):
+    for change in model_changes((run / "config.yaml").read_text(encoding="utf-8"), config.model):
         is_free = any(fnmatch(change.key, pattern) for pattern in patterns)
         if not is_free and not is_accepted(change.key, config.run.accept_changed_config):
             reason = f"is {show(change.before)} in the run of {key}={run}"

@@ -3,6 +3,8 @@
 The fast tests prepare sessions without training. The slow ones train every combination as a user would.
 """
 
+import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -10,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from maxhydra.config import Config, ConfigError
 from maxhydra.config.compose.composer import compose
-from maxhydra.config.schema.run import INPUT_KINDS
-from maxhydra.config.serialize import to_yaml
+from maxhydra.config.schema.adapter import Adapter
+from maxhydra.config.schema.run import INPUT_KINDS, Checkpoint
+from maxhydra.config.serialize import to_yaml, with_overrides
 from maxhydra.convert.adapter_lineage import find_adapter_lineage
 from maxhydra.record import RunDirectory
 from maxhydra.tasks._resume import Session, prepare_session
@@ -124,7 +128,12 @@ def write_inputs(folder: Path) -> None:
     (folder / "pairs.jsonl").write_text("\n".join(pairs) + "\n")
     (folder / "formats_of_test.py").write_text(FORMAT)
     (folder / "rewards_of_test.py").write_text(REWARD)
-    save(byte_level(MARKS["chatml"]), folder / "words")
+    save(tokenizer(), folder / "words")
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return byte_level(MARKS["chatml"])
 
 
 def write_weights(run_path: Path) -> None:
@@ -133,7 +142,12 @@ def write_weights(run_path: Path) -> None:
 
 
 def config_of(task: str, *overrides: str) -> Config:
-    return compose([*TASKS[task], *overrides]).config
+    return with_overrides(composed(task), list(overrides)) if overrides else composed(task)
+
+
+@functools.cache
+def composed(task: str) -> Config:
+    return compose(TASKS[task]).config
 
 
 def accepting(config: Config, *kinds: str) -> Config:
@@ -207,14 +221,14 @@ def test_a_base_that_trains_on_is_loaded_at_its_pinned_step(cwd: Path) -> None:
 
 
 def test_initial_weights_are_not_needed_again_once_a_run_has_its_own(cwd: Path) -> None:
-    tuned = "adapter=none"
-    train(config_of("sft", tuned))
+    config = dataclasses.replace(config_of("sft"), adapter=Adapter())
+    train(config)
     shutil.rmtree(cwd / "outputs/base")
-    prepare(config_of("sft", tuned))
+    prepare(config)
     with pytest.raises(ConfigError, match="outputs/teacher"):
-        prepare(config_of("sft", tuned, "checkpoint.load_parameters=outputs/teacher"))
+        prepare(dataclasses.replace(config, checkpoint=Checkpoint(load_parameters="outputs/teacher")))
     with pytest.raises(ConfigError, match="it was outputs/base"):
-        prepare(config_of("sft", tuned, "checkpoint.load_parameters=null"))
+        prepare(dataclasses.replace(config, checkpoint=Checkpoint()))
 
 
 def test_an_accepted_reference_discards_the_cached_log_probs(cwd: Path) -> None:
@@ -272,7 +286,7 @@ def test_the_batch_over_all_devices_stays(cwd: Path, caplog: pytest.LogCaptureFi
 
 def test_a_new_run_has_the_model_of_the_run_whose_weights_it_loads(cwd: Path) -> None:
     """Weights of the same shapes with another activation or RoPE would load without an error."""
-    trained = config_of("sft", "adapter=none", "checkpoint.load_parameters=null")
+    trained = dataclasses.replace(config_of("sft"), adapter=Adapter(), checkpoint=Checkpoint())
     folder = RunDirectory("outputs/base")
     folder.start(to_yaml(trained), {})
     folder.finish("finished")
@@ -294,14 +308,16 @@ def test_unknown_names_are_rejected(cwd: Path) -> None:
         prepare(config_of("sft", "run.accept_changed_config=[run.sed]"))
 
 
+@pytest.mark.slow
 def test_a_rejected_command_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    """The only test of this file that trains in every run of the suite: config.yaml and run.json stay unchanged."""
     command = [*SMALL, "run.name=it", "train.steps=1", "train.eval_batches=0"]
     run_ok(*command, cwd=tmp_path)
     before = contents(tmp_path / "outputs/it")
     done = run(*command, "model.kinds.layer.mlp.activation=gelu", cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "model.kinds.layer.mlp.activation=gelu: was silu in the last session of this run" in done.stderr
-    assert before == {
-        path.name: path.read_bytes() for path in (tmp_path / "outputs/it").glob("*.*") if path.name != "log.txt"
-    }
+    assert before == contents(tmp_path / "outputs/it")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.*") if path.name != "log.txt"}
