@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from maxhydra.config.serialize import to_yaml, with_overrides
 from maxhydra.convert.adapter_lineage import find_adapter_lineage
 from maxhydra.record import RunDirectory
 from maxhydra.tasks._resume import Session, prepare_session
-from tests.support.cli import SMALL, facts, run, run_ok
+from tests.support.cli import ROOT, SMALL, facts, losses, parameter_hash, run, run_ok
 from tests.support.vocabularies import MARKS, byte_level, save
 
 CONVERSATION = '{"messages": [{"role": "user", "content": "%d?"}, {"role": "assistant", "content": "%d."}]}\n'
@@ -306,6 +307,103 @@ def test_unknown_names_are_rejected(cwd: Path) -> None:
         config_of("sft", "run.accept_changed_inputs=[dta]")
     with pytest.raises(ConfigError, match=r"did you mean 'run\.seed'"):
         prepare(config_of("sft", "run.accept_changed_config=[run.sed]"))
+
+
+# The same as a user would do it, with training.
+
+SIZES = [*SMALL, "model.vocab_size=600", "optimizer/schedule=constant", "train.eval_batches=0", "checkpoint.every=2"]
+GROUPS = ["train.seq_len=20", "task.max_tokens=8", "task.group_size=4", "task.engine.max_batch=16"]
+GROUPS += ["task.engine.cache_tokens=1024", "train.per_device_batch_size=16"]
+RUNS = {
+    "sft": [*TASKS["sft"], *SIZES, "data.packing.overlong=truncate"],
+    "distill": [*TASKS["distill"], *SIZES],
+    "grpo": [*TASKS["grpo"], *SIZES, *GROUPS],
+}
+TRAIN_BASE = [*SIZES, "data=synthetic", "checkpoint.keep=1", "run.name=base"]
+TRAIN_TEACHER = [*SIZES, *TOKENS, "data=text", "data.path=other.txt", "checkpoint.keep=1", "run.name=teacher"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with inputs, runs whose weights others load, and for each task a whole run and the first half of one."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_inputs(folder)
+    (folder / "other.txt").write_text("the text of the teacher\n" * 500)
+    run_ok(*TRAIN_BASE, "train.steps=2", cwd=folder)
+    run_ok(*TRAIN_TEACHER, "train.steps=2", cwd=folder)
+    for task, command in RUNS.items():
+        for name, steps in (("whole", 4), ("half", 2)):
+            done = start(command, f"{name}_{task}", folder, steps=steps)
+            assert done.returncode == 0, done.stderr
+    return folder
+
+
+def start(command: list[str], name: str, folder: Path, *more: str, steps: int) -> subprocess.CompletedProcess[str]:
+    path = f"{ROOT}:{folder}"
+    return run(*command, f"run.name={name}", f"train.steps={steps}", *more, cwd=folder, PYTHONPATH=path)
+
+
+def train_on(command: list[str]) -> Callable[[Path], None]:
+    """Train the run on, which replaces its only checkpoint."""
+    return lambda folder: run_ok(*command, "train.steps=4", cwd=folder)
+
+
+TRAINED_CASES = [
+    (kind, task, key, {"base": train_on(TRAIN_BASE), "teacher": train_on(TRAIN_TEACHER)}.get(name, change))
+    for kind, task, key, change, _ in CASES
+    if task in RUNS
+    for name in ["base" if kind == "reference" else kind]
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", RUNS)
+def test_with_unchanged_inputs_a_resumed_run_is_bit_identical(task: str, trained: Path) -> None:
+    name = f"again_{task}"
+    shutil.copytree(trained / f"outputs/half_{task}", trained / "outputs" / name)
+    done = start(RUNS[task], name, trained, steps=4)
+    assert done.returncode == 0 and "resuming from step 2" in done.stderr, done.stderr
+    folder, whole = trained / "outputs" / name, trained / f"outputs/whole_{task}"
+    assert losses(folder) == losses(whole) and parameter_hash(folder, 4) == parameter_hash(whole, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "task", "key", "change"), TRAINED_CASES)
+def test_a_trained_run_with_a_changed_input(
+    kind: str, task: str, key: str, change: Callable[[Path], None], trained: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(trained, tmp_path / "before")
+    folder = trained / f"outputs/half_{task}"
+    try:
+        change(trained)
+        before = contents(folder)
+        done = start(RUNS[task], folder.name, trained, steps=4)
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        assert f"{key}=" in done.stderr and f"run.accept_changed_inputs=[{kind}]" in done.stderr
+        assert contents(folder) == before, "a rejected command leaves the run as it was"
+        done = start(RUNS[task], folder.name, trained, f"run.accept_changed_inputs=[{kind}]", steps=4)
+        assert done.returncode == 0 and "resuming from step 2" in done.stderr, done.stderr
+        assert f"accepted: {kind} ({key}=" in done.stderr and list(losses(folder)) == [1, 2, 3, 4]
+    finally:
+        shutil.rmtree(trained)
+        (tmp_path / "before").rename(trained)
+
+
+@pytest.mark.slow
+def test_an_adapter_keeps_its_base_while_that_trains_on(trained: Path, tmp_path: Path) -> None:
+    """Resuming, and converting the finished run, load the step of the base that the run started from."""
+    convert = ["task=convert", *SIZES[:6], "model.vocab_size=600", "checkpoint.load_parameters=outputs/whole_sft"]
+    run_ok(*convert, "task.output=merged", cwd=trained)
+    run_ok(*TRAIN_BASE, "train.steps=3", "checkpoint.keep=3", cwd=trained)
+    folder = trained / "outputs/pinned"
+    shutil.copytree(trained / "outputs/half_sft", folder)
+    done = start(RUNS["sft"], "pinned", trained, steps=4)
+    assert done.returncode == 0, done.stderr
+    assert losses(folder) == losses(trained / "outputs/whole_sft")
+    assert facts(folder)["inputs"]["base"]["checkpoint.load_parameters"]["step"] == 2
+    run_ok(*convert, "task.output=merged_later", cwd=trained)
+    before, after = ((trained / name / "model.safetensors").read_bytes() for name in ("merged", "merged_later"))
+    assert before == after
 
 
 @pytest.mark.slow
