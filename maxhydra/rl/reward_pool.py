@@ -126,7 +126,7 @@ class _Worker:
             term = self._reward.terms[name]
             field = "function" if term.function is not None else "kind"
             hint = "check that its folder is on PYTHONPATH" if term.function else "pip install 'maxhydra[rl]'"
-            value = term.function or term.kind
+            value = term.function or term.kind.value
             raise ConfigError(Problem(f"reward.terms.{name}.{field}", reason, value=value, hint=hint))
 
     def score(self, samples: Sequence[Sample]) -> list[list[float | str]]:

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from maxhydra.config import Config, Problem
-from maxhydra.config.schema.adapter import AdapterKind
 from maxhydra.config.schema.data import Fingerprint as FingerprintMethod
-from maxhydra.config.schema.tasks.distill import DistillTask
-from maxhydra.config.schema.tasks.dpo import DpoTask, Reference
-from maxhydra.config.schema.tasks.grpo import GrpoTask
+from maxhydra.config.schema.quantization import AdapterKind
+from maxhydra.config.schema.tasks.training import DistillTask, DpoTask, GrpoTask, Reference
 from maxhydra.convert.pinned import describe_weights_change, find_pinned, weights_record
 from maxhydra.data.sources import input_files as corpus_files
 from maxhydra.data.tokenizers import input_files as tokenizer_files

@@ -9,8 +9,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from maxhydra.config.schema.corpus import ROLES, Corpus
-from maxhydra.config.schema.data import Data
+from maxhydra.config.schema.data import ROLES, Corpus, Data
 from maxhydra.data.files import find_files
 from maxhydra.data.record_types import RecordType
 from maxhydra.data.records import BadRecord, Record, Records, RecordStream
